@@ -1,0 +1,208 @@
+"""Model and dataset presets: the TOML files of `configs/` as frozen dataclasses.
+
+The one module of `balance` that reads files. An unknown key is an error that lists the known ones, so that a typing
+mistake never silently becomes a default.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from balance.errors import ConfigError
+
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PixelRule:
+    """How pixels become a tensor, the same for every vision rule."""
+
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedRule(PixelRule):
+    """LLaVA-1.5: the shorter edge to `image_size`, centre crop, one patch per image."""
+
+    image_size: int
+    vit_tokens_per_patch: int
+    llm_tokens_per_patch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TilesRule(PixelRule):
+    """InternVL: the grid of `image_size` tiles closest in aspect ratio, plus a thumbnail when there is more than one."""
+
+    image_size: int
+    vit_tokens_per_patch: int
+    llm_tokens_per_patch: int
+    min_patches: int = 1
+    max_patches: int
+    thumbnail: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnyresRule(PixelRule):
+    """LLaVA-NeXT: the best of `grid_pinpoints`, cut into tiles, plus the whole image; padding removed after the ViT."""
+
+    image_size: int
+    vit_patch_size: int
+    vit_tokens_per_patch: int
+    grid_pinpoints: tuple[tuple[int, int], ...]
+    """(height, width) in pixels, as the reference lists them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeRule(PixelRule):
+    """Qwen2-VL: native resolution in `vit_patch_size` squares, merged `merge_size` x `merge_size` for the LLM."""
+
+    vit_patch_size: int
+    merge_size: int
+    temporal_patch_size: int
+    min_pixels: int
+    max_pixels: int
+    max_aspect_ratio: float
+
+
+VisionRule = FixedRule | TilesRule | AnyresRule | NativeRule
+
+VISION_RULES: dict[str, type[FixedRule | TilesRule | AnyresRule | NativeRule]] = {
+    "fixed": FixedRule,
+    "tiles": TilesRule,
+    "anyres": AnyresRule,
+    "native": NativeRule,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageMarkup:
+    """What an image becomes in the text: `prefix`, as many `token` as it has LLM tokens, `suffix`.
+
+    Tokens that the tokenizer does not know are added behind its vocabulary, in the order prefix, suffix, token.
+    """
+
+    token: str
+    prefix: str = ""
+    suffix: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPreset:
+    """Everything about a model that decides what a sample costs."""
+
+    name: str
+    description: str
+    context_len: int
+    """LLM positions at most; the longest group that `choose_limits` may propose."""
+    image_markup: ImageMarkup
+    vision: VisionRule
+
+    @property
+    def vision_unit(self) -> str:
+        """What the vision cap counts: tokens of the vision encoder for native resolution, else patches."""
+        return "vit_tokens" if isinstance(self.vision, NativeRule) else "image_patches"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetPreset:
+    """A dataset known by name: where its annotations and images lie under the data root."""
+
+    name: str
+    description: str
+    annotations: str
+    """Path of the annotation file under the data root."""
+    image_folders: tuple[str, ...] = ()
+    """Folders that must be there before a build starts; image paths in the annotations begin with them."""
+    hub_repo: str = ""
+    """Hugging Face dataset repository that holds the annotation file, empty if there is none."""
+    hub_file: str = ""
+    downloads: dict[str, str] = field(default_factory=dict)
+    """Image folder -> where to get it, for the message that says what is missing."""
+
+
+def config_root() -> Path:
+    """Folder of the shipped presets: inside the wheel, or beside the packages in a checkout."""
+    installed = Path(__file__).parent / "configs"
+    return installed if installed.is_dir() else Path(__file__).parent.parent / "configs"
+
+
+def preset_names(kind: str) -> list[str]:
+    """Names of the shipped presets of a kind (`models`, `datasets`), sorted."""
+    return sorted(path.stem for path in (config_root() / kind).glob("*.toml"))
+
+
+def load_model(name: str) -> ModelPreset:
+    """Model preset by name, or from a TOML file of the user's (anything that ends in `.toml`)."""
+    return model_from_dict(_read("models", name))
+
+
+def load_dataset(name: str) -> DatasetPreset:
+    """Dataset preset by name, or from a TOML file of the user's."""
+    return build_config(DatasetPreset, _read("datasets", name), where=f"dataset preset {name}")
+
+
+def model_from_dict(values: dict[str, Any]) -> ModelPreset:
+    """Model preset from plain values, as a TOML file or a manifest holds them; checks every key."""
+    where = f"model preset {values.get('name', '?')}"
+    values = dict(values)
+    vision = dict(values.pop("vision", {}))
+    rule = vision.pop("rule", None)
+    if rule not in VISION_RULES:
+        raise ConfigError(f"{where}: vision.rule is {rule!r}; use one of {', '.join(VISION_RULES)}")
+    markup = build_config(ImageMarkup, values.pop("image_markup", {}), where=f"{where}, [image_markup]")
+    vision_rule = build_config(VISION_RULES[rule], vision, where=f"{where}, [vision]")
+    return build_config(ModelPreset, {**values, "vision": vision_rule, "image_markup": markup}, where=where)
+
+
+def model_to_dict(preset: ModelPreset) -> dict[str, Any]:
+    """The inverse of `model_from_dict`: plain values for a manifest."""
+    values = asdict(preset)
+    rule = next(name for name, kind in VISION_RULES.items() if isinstance(preset.vision, kind))
+    return {**values, "vision": {"rule": rule, **values["vision"]}}
+
+
+def build_config(kind: type[Config], values: dict[str, Any], *, where: str) -> Config:
+    """A config dataclass from plain values; lists become tuples; unknown and missing keys are errors."""
+    known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise ConfigError(f"{where}: unknown key {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+    missing = [
+        name
+        for name, f in known.items()
+        if name not in values and f.default is MISSING and f.default_factory is MISSING
+    ]
+    if missing:
+        raise ConfigError(f"{where}: missing key {', '.join(missing)}")
+    return kind(**{name: _frozen(value) for name, value in values.items()})
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value
+
+
+def _read(kind: str, name: str) -> dict[str, Any]:
+    """The TOML of a preset, with what it `extends` filled in underneath (one table deep)."""
+    path = Path(name) if name.endswith(".toml") else config_root() / kind / f"{name}.toml"
+    if not path.is_file():
+        raise ConfigError(
+            f"no {kind[:-1]} preset {name!r}; shipped: {', '.join(preset_names(kind))}; or give a .toml file of yours"
+        )
+    try:
+        values = tomllib.loads(path.read_text("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    values.setdefault("name", path.stem)
+    base_name = values.pop("extends", None)
+    return values if base_name is None else _overlay(_read(kind, base_name), values)
+
+
+def _overlay(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in values.items():
+        merged[key] = {**base[key], **value} if isinstance(value, dict) and isinstance(base.get(key), dict) else value
+    return merged
