@@ -9,7 +9,8 @@ from __future__ import annotations
 import tomllib
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from balance.errors import ConfigError
 
@@ -18,10 +19,18 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixelRule:
-    """How pixels become a tensor, the same for every vision rule."""
+    """How pixels become a tensor, the same for every vision rule; every number of a rule is positive."""
 
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
+
+    def __post_init__(self) -> None:
+        numbers = {
+            f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), int | float)
+        }
+        wrong = [f"{name} = {value}" for name, value in numbers.items() if value <= 0 and value is not False]
+        if wrong or min(self.std) <= 0:
+            raise ConfigError(f"{', '.join(wrong) or f'std = {list(self.std)}'}: must be greater than 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +44,8 @@ class FixedRule(PixelRule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TilesRule(PixelRule):
-    """InternVL: the grid of `image_size` tiles closest in aspect ratio, plus a thumbnail when there is more than one."""
+    """InternVL: the grid of `image_size` tiles closest in aspect ratio, plus a thumbnail when there is more than
+    one."""
 
     image_size: int
     vit_tokens_per_patch: int
@@ -166,7 +176,10 @@ def model_to_dict(preset: ModelPreset) -> dict[str, Any]:
 
 
 def build_config(kind: type[Config], values: dict[str, Any], *, where: str) -> Config:
-    """A config dataclass from plain values; lists become tuples; unknown and missing keys are errors."""
+    """A config dataclass from plain values; lists become tuples.
+
+    Unknown keys, missing keys and values of the wrong type are errors that name `where`.
+    """
     known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
     unknown = sorted(set(values) - set(known))
     if unknown:
@@ -178,15 +191,43 @@ def build_config(kind: type[Config], values: dict[str, Any], *, where: str) -> C
     ]
     if missing:
         raise ConfigError(f"{where}: missing key {', '.join(missing)}")
-    return kind(**{name: _frozen(value) for name, value in values.items()})
+    frozen = {name: _frozen(value) for name, value in values.items()}
+    hints = get_type_hints(kind)
+    for name, value in frozen.items():
+        if not _fits(value, hints[name]):
+            raise ConfigError(f"{where}: {name} is {value!r}, but should be {known[name].type}")
+    try:
+        return kind(**frozen)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a plain value is of the type that a config field declares; an int is a float, a bool is neither."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, option) for option in arguments)
+    if origin is Literal:
+        return value in arguments
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return isinstance(value, tuple) and all(_fits(item, arguments[0]) for item in value)
+    if origin is tuple:
+        return isinstance(value, tuple) and len(value) == len(arguments) and all(map(_fits, value, arguments))
+    if hint is Any:
+        return True
+    if hint in (int, float):
+        return isinstance(value, (int, hint)) and not isinstance(value, bool)
+    return isinstance(value, origin or hint)
 
 
 def _frozen(value: Any) -> Any:
     return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value
 
 
-def _read(kind: str, name: str) -> dict[str, Any]:
+def _read(kind: str, name: str, extended_by: tuple[str, ...] = ()) -> dict[str, Any]:
     """The TOML of a preset, with what it `extends` filled in underneath (one table deep)."""
+    if name in extended_by:
+        raise ConfigError(f"presets extend each other in a circle: {' -> '.join((*extended_by, name))}")
     path = Path(name) if name.endswith(".toml") else config_root() / kind / f"{name}.toml"
     if not path.is_file():
         raise ConfigError(
@@ -198,7 +239,7 @@ def _read(kind: str, name: str) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     values.setdefault("name", path.stem)
     base_name = values.pop("extends", None)
-    return values if base_name is None else _overlay(_read(kind, base_name), values)
+    return values if base_name is None else _overlay(_read(kind, base_name, (*extended_by, name)), values)
 
 
 def _overlay(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:

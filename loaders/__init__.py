@@ -1,1 +1,22 @@
-"""x."""
+"""Balanced micro-batches for training: `from loaders import StreamingLoader`."""
+
+try:
+    from balance.errors import IsobatchError as _IsobatchError  # noqa: F401  (only to see whose `balance` this is)
+except ImportError as _error:
+    import balance as _found
+
+    raise ImportError(
+        f"`import balance` finds {getattr(_found, '__file__', None) or list(_found.__path__)}, which hides the package "
+        "`balance` that Isobatch installs and `loaders` needs; rename yours, or put it inside a package of yours"
+    ) from _error
+
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as _error:
+    raise ImportError("`loaders` needs torch: pip install 'isobatch[train]'") from _error
+
+from loaders.batch import MicroBatch, shift_labels
+from loaders.loader import StreamingLoader
+from loaders.pixels import normalize
+
+__all__ = ["MicroBatch", "StreamingLoader", "normalize", "shift_labels"]

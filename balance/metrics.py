@@ -1,0 +1,140 @@
+"""How balanced a stream of micro-batches is: pad ratio, dist ratio, fill, and what balance costs in randomness.
+
+Pure functions of groups in stream order: step s, rank r runs group `s * dp + r`. OmniBal (ICML 2025), equations 1 and
+2, with two choices of its authors' code that its text does not print: the pad ratio is a ratio of sums over the epoch,
+the dist ratio a mean over steps.
+
+What a rank runs: LLM sequences of unequal length are padded to the longest (`padded_loads`) unless they are packed; the
+vision encoder's patches are batch items of one size, so they are concatenated and never padded (`Groups.sum`). Only
+this reading gives the known figures: AI2D + ChartQA in random order have a ViT dist ratio of .204, but .009 if padded.
+
+Last step: one that not all ranks take part in says more about the dataset's size than about the sampler, so only
+complete steps count. When there is none, the one incomplete step counts, its missing ranks idle (load 0).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from balance.records import Groups, IntArray
+
+FloatArray = NDArray[np.float64]
+
+
+def longest(groups: Groups, lengths: IntArray) -> IntArray:
+    """Longest sample of each group, int64, shape (num_groups,); 0 for an empty group.
+
+    >>> longest(Groups(np.array([0, 1, 2]), np.array([0, 2, 2, 3])), np.array([5, 7, 4])).tolist()
+    [7, 0, 4]
+    """
+    result = np.zeros(len(groups), np.int64)
+    filled = groups.sizes > 0
+    if filled.any():
+        # empty groups own no samples, so leaving out their starts keeps every other group's range whole
+        result[filled] = np.maximum.reduceat(lengths[groups.samples], groups.offsets[:-1][filled])
+    return result
+
+
+def padded_loads(groups: Groups, lengths: IntArray) -> IntArray:
+    """Tokens of each group when every sample is padded to the group's longest, int64, shape (num_groups,).
+
+    >>> padded_loads(Groups(np.array([0, 1, 2]), np.array([0, 2, 3])), np.array([5, 7, 4])).tolist()
+    [14, 4]
+    """
+    return longest(groups, lengths) * groups.sizes
+
+
+def pad_ratio(groups: Groups, lengths: IntArray) -> float:
+    """Share of an epoch's tokens that is padding (OmniBal eq. 1, numerators and denominators summed over the epoch).
+
+    Sums, so that a long micro-batch weighs more than a short one. 0.0 when there are no tokens at all.
+
+    >>> pad_ratio(Groups(np.array([0, 1, 2]), np.array([0, 2, 3])), np.array([5, 7, 4]))  # 2 of 14 + 4
+    0.1111111111111111
+    """
+    padded = int(padded_loads(groups, lengths).sum())
+    return (padded - int(lengths[groups.samples].sum())) / padded if padded else 0.0
+
+
+def step_loads(loads: IntArray, dp: int) -> IntArray:
+    """Loads per step and rank, shape (num_steps, dp), by the rule for the last step in this module's docstring.
+
+    >>> step_loads(np.array([1, 2, 3, 4, 5]), 2).tolist()
+    [[1, 2], [3, 4]]
+    >>> step_loads(np.array([1]), 2).tolist()
+    [[1, 0]]
+    """
+    if dp < 1:
+        raise ValueError(f"dp is {dp}; give at least one data-parallel rank")
+    num_steps = len(loads) // dp
+    if num_steps == 0 and len(loads):
+        loads, num_steps = np.pad(loads, (0, dp - len(loads))), 1
+    return np.asarray(loads[: num_steps * dp], dtype=np.int64).reshape(num_steps, dp)
+
+
+def dist_ratio(loads: IntArray, dp: int) -> float:
+    """Share of the ranks' time that is waiting for the step's largest micro-batch (OmniBal eq. 2, mean over steps).
+
+    `loads` are what each group costs after padding, in stream order. A step without any load (text only, for the vision
+    encoder) is balanced: 0.
+
+    >>> dist_ratio(np.array([4, 2, 0, 0]), dp=2)  # .25 and 0
+    0.125
+    """
+    steps = step_loads(loads, dp)
+    if not len(steps):
+        return 0.0
+    most = steps.max(axis=1)
+    idle = most * dp - steps.sum(axis=1)
+    return float(np.mean(idle / np.maximum(most * dp, 1)))
+
+
+def fill(groups: Groups, seq_len: IntArray, max_seq_len: int) -> float:
+    """Share of the groups' room for LLM tokens that is used: sum(tokens) / (num_groups * max_seq_len).
+
+    >>> fill(Groups(np.array([0, 1, 2]), np.array([0, 2, 3])), np.array([5, 3, 4]), 8)
+    0.75
+    """
+    return int(seq_len[groups.samples].sum()) / (len(groups) * max_seq_len) if len(groups) else 0.0
+
+
+def autocorrelation(loads: IntArray, dp: int) -> float:
+    """Correlation of a step's total load with the next step's: 0 for a random order, near 1 for a sorted one.
+
+    0.0 when there are fewer than three steps or all weigh the same: nothing to see.
+
+    >>> autocorrelation(np.array([9, 1, 9, 1, 9, 1]), dp=1) < -0.5
+    True
+    """
+    totals = step_loads(loads, dp).sum(axis=1).astype(np.float64)
+    if len(totals) < 3:
+        return 0.0
+    centred = totals - totals.mean()
+    variance = float(centred @ centred)
+    # the pairs are one fewer than the steps; dividing by all steps is the usual, slightly cautious estimate
+    return float(centred[:-1] @ centred[1:]) / variance if variance > 0 else 0.0
+
+
+def source_entropy(groups: Groups, sources: IntArray, dp: int, *, seed: int = 0) -> float:
+    """Entropy of the sources that a step draws from, relative to the same groups in a random order: 1 = as well mixed.
+
+    `sources` is a per-sample source number from 0, shape (num_samples,). The mean over steps of the entropy of samples
+    by source is divided by that of a seeded random permutation. 1.0 with one source, where there is nothing to mix.
+    """
+    if len(groups) == 0:
+        return 1.0
+    shuffled = groups.take(np.random.default_rng(seed).permutation(len(groups)))
+    reference = _mean_step_entropy(shuffled, sources, dp)
+    return _mean_step_entropy(groups, sources, dp) / reference if reference > 0 else 1.0
+
+
+def _mean_step_entropy(groups: Groups, sources: IntArray, dp: int) -> float:
+    """Mean over steps of the entropy, in nats, of a step's samples by source; the last step may be incomplete."""
+    num_sources = int(sources.max(initial=0)) + 1
+    num_steps = -(-len(groups) // dp)
+    step_of_sample = np.repeat(np.arange(len(groups)) // dp, groups.sizes)
+    cells = step_of_sample * num_sources + sources[groups.samples]
+    counts = np.bincount(cells, minlength=num_steps * num_sources).reshape(num_steps, num_sources)
+    share: FloatArray = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    return float(-(share * np.log(np.where(share > 0, share, 1.0))).sum(axis=1).mean())

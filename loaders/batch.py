@@ -1,0 +1,82 @@
+"""What one rank runs in one forward pass: `MicroBatch`, one group packed without padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from balance.records import LABEL_IGNORE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatch:
+    """One group of samples, one behind the other; sample i holds the tokens `cu_seqlens[i]:cu_seqlens[i + 1]`.
+
+    A micro-batch may have no images, and those that fill up an epoch's last step have no samples either: all its
+    tensors are then empty, of the usual shapes, and it adds nothing to the loss.
+    """
+
+    sample_ids: tuple[str, ...]
+    input_ids: Tensor
+    """int64, (tokens,). The image token stands once per LLM token of an image."""
+    labels: Tensor
+    """int64, (tokens,). Aligned with `input_ids`, -100 = no loss: the model shifts, by `loaders.shift_labels` or alike.
+
+    A shift across the whole sequence would train the last token of a sample to predict the first of the next."""
+    position_ids: Tensor
+    """int64, (tokens,). From 0 in each sample."""
+    cu_seqlens: Tensor
+    """int32, (num_samples + 1,). Borders of the samples, as flash attention's varlen functions take them."""
+    pixel_values: Tensor
+    """(patches, 3, image_size, image_size), in the order of the images in `input_ids`.
+
+    At native resolution one row per ViT token: (ViT tokens, 3 * frames * side * side) normalised, (ViT tokens, 3, side,
+    side) if the loader's `pixel_dtype` is uint8; `loaders.normalize` makes the former of the latter."""
+    patches_per_image: Tensor
+    """int64, (images,). Patches of each image; at native resolution always 1."""
+    image_sizes: Tensor
+    """int64, (images, 2). Height and width in pixels of the upright image, before any resizing."""
+    image_grid_thw: Tensor | None
+    """int64, (images, 3). Frames (1), rows and columns of ViT squares; None unless native resolution."""
+    num_loss_tokens: int
+    """Tokens with a label in the whole step, over all ranks and micro-batches: the divisor of every loss sum.
+
+    Sums of losses and gradients over ranks and micro-batches then equal those of the step as one batch."""
+    num_step_samples: int
+    """Samples in the whole step, over all ranks and micro-batches."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of this micro-batch."""
+        return len(self.sample_ids)
+
+    @property
+    def max_seqlen(self) -> int:
+        """Tokens of the longest sample, 0 if there is none; reads `cu_seqlens`, so call it before moving to a GPU."""
+        return int(self.cu_seqlens.diff().max()) if self.num_samples else 0
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> MicroBatch:
+        """The same micro-batch with all tensors on `device`."""
+        moved: dict[str, Any] = {
+            field.name: value.to(device, non_blocking=non_blocking)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return replace(self, **moved)
+
+
+def shift_labels(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Labels of the next token at each position: what logits at that position are compared with; same shape and dtype.
+
+    Never across the borders of samples: a sample's last position gets -100.
+
+    >>> shift_labels(torch.tensor([-100, 5, 6, -100, 8]), torch.tensor([0, 3, 5])).tolist()
+    [5, 6, -100, 8, -100]
+    """
+    shifted = torch.full_like(labels, LABEL_IGNORE)
+    shifted[:-1] = labels[1:]
+    shifted[cu_seqlens[1:].long() - 1] = LABEL_IGNORE
+    return shifted

@@ -1,0 +1,278 @@
+"""The `packer` command: one sub-command per stage.
+
+Exit status: 0 done, 1 the data or the build is bad, 2 the call is wrong, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from balance.errors import ConfigError, IsobatchError
+from balance.presets import preset_names
+from packer.build import Builder, BuildSummary, count_reasons
+from packer.config import BuildConfig, load_config
+from packer.executor import default_workers
+from packer.group import GroupOptions
+from packer.lengths import group_files
+from packer.progress import StageProgress
+from packer.record import REASONS
+from packer.report import make_report, print_report
+from packer.report_html import write_html
+from packer.verify import require_intact, verify_build
+
+REPORT_NAME = "report.html"
+
+app = typer.Typer(
+    name="packer",
+    help="Pack vision-language data into balanced micro-batches.\n\n"
+    "Try it: packer build --dataset demo --out demo-packed",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+people = Console(stderr=True)
+"""Progress and messages; standard output is for results."""
+
+
+class Format(StrEnum):
+    """Layouts of the shards."""
+
+    arrow = "arrow"
+    webdataset = "webdataset"
+    refs = "refs"
+
+
+DatasetOption = Annotated[
+    str | None,
+    typer.Option(
+        help=f"LLaVA annotation file, its folder, 'demo', or a known dataset: {', '.join(preset_names('datasets'))}."
+    ),
+]
+DataRootOption = Annotated[
+    Path | None, typer.Option(help="Folder that image paths start from. Default: the annotations' folder.")
+]
+ModelOption = Annotated[
+    str | None, typer.Option(help=f"Model preset, or a .toml file of yours: {', '.join(preset_names('models'))}.")
+]
+TokenizerOption = Annotated[
+    str | None, typer.Option(help="Folder with tokenizer.json and tokenizer_config.json, or a Hugging Face Hub id.")
+]
+TemplateOption = Annotated[
+    str | None, typer.Option(help="Chat template: a .jinja file, or the name of one of the tokenizer's templates.")
+]
+OutOption = Annotated[str | None, typer.Option(help="Folder to write to.")]
+WorkersOption = Annotated[
+    int | None, typer.Option(min=1, help="Processes; the result does not depend on it. Default: all cores.")
+]
+ConfigOption = Annotated[Path | None, typer.Option(help="TOML file with any of these options, and the rarer ones.")]
+SeqLenOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Cap of a group in LLM tokens (Q_t). Default: the longest sample, at most the model's context."
+    ),
+]
+VisionOption = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Cap of a group in image patches, or in ViT tokens for native-resolution models (Q_v)."
+        " Default: from the data.",
+    ),
+]
+SeedOption = Annotated[int | None, typer.Option(min=0, help="Seed of the grouping and the order. Default: 0.")]
+FetchOption = Annotated[
+    bool | None, typer.Option("--fetch-annotations", help="Download a known dataset's annotation file from the Hub.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+BuildFolder = Annotated[Path, typer.Argument(help="Folder of a build.", metavar="OUT")]
+
+
+@app.command()
+def build(
+    dataset: DatasetOption = None,
+    data_root: DataRootOption = None,
+    model: ModelOption = None,
+    tokenizer: TokenizerOption = None,
+    chat_template: TemplateOption = None,
+    out: OutOption = None,
+    shard_format: Annotated[
+        Format | None, typer.Option("--format", help="Layout of the shards. Default: arrow.")
+    ] = None,
+    max_seq_len: SeqLenOption = None,
+    max_vision: VisionOption = None,
+    seed: SeedOption = None,
+    workers: WorkersOption = None,
+    config: ConfigOption = None,
+    fetch_annotations: FetchOption = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove an earlier build in OUT first.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Count, group and write a dataset. Run it again to continue a build that was stopped."""
+    builder = _builder(config, locals())
+    summary = builder.build(overwrite=overwrite)
+    report = make_report(summary.out)
+    if not summary.already_complete:
+        write_html(report, summary.out / REPORT_NAME)
+    if as_json:
+        print(json.dumps({**_plain(summary), "report": report.to_json()}))
+        return
+    _print_summary(summary)
+    print_report(report, Console())
+    print(f"details: {summary.out / REPORT_NAME}   check: packer verify {summary.out}")
+
+
+@app.command()
+def count(
+    dataset: DatasetOption = None,
+    data_root: DataRootOption = None,
+    model: ModelOption = None,
+    tokenizer: TokenizerOption = None,
+    chat_template: TemplateOption = None,
+    out: OutOption = None,
+    workers: WorkersOption = None,
+    config: ConfigOption = None,
+    fetch_annotations: FetchOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Only count: patches and tokens of every sample, as counts.parquet (and rejected.parquet)."""
+    counts, rejected = _builder(config, locals()).count()
+    reasons = count_reasons(rejected)
+    if as_json:
+        print(json.dumps({"num_read": len(counts) + len(rejected), "num_counted": len(counts), "rejected": reasons}))
+        return
+    print(f"{len(counts) + len(rejected):,} samples read = {len(counts):,} counted + {len(rejected):,} rejected")
+    _print_reasons(reasons)
+
+
+@app.command()
+def group(
+    files: Annotated[
+        list[Path], typer.Argument(help="counts.parquet files, or OmniBal length files (JSON).", metavar="FILE...")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder to write to.")],
+    max_seq_len: SeqLenOption = None,
+    max_vision: VisionOption = None,
+    vision_unit: Annotated[
+        str, typer.Option(help="What --max-vision counts: image_patches or vit_tokens.")
+    ] = "image_patches",
+    seed: SeedOption = None,
+    isf_iterations: Annotated[int, typer.Option(min=1, help="ISF iterations at most.")] = 10,
+    dp: Annotated[int, typer.Option(min=1, help="Data-parallel ranks that the ratios are computed for.")] = 8,
+    as_json: JsonOption = False,
+) -> None:
+    """Only group samples whose lengths are known already, and report the ratios."""
+    options = GroupOptions(seed=seed or 0, max_seq_len=max_seq_len, max_vision=max_vision, iterations=isf_iterations)
+    unlimited = 2**31 - 1
+    group_files(files, out, options, StageProgress(people), vision_unit=vision_unit, context_len=unlimited)
+    _report(out, dp, as_json=as_json)
+
+
+@app.command()
+def report(
+    out: BuildFolder,
+    dp: Annotated[int, typer.Option(min=1, help="Data-parallel ranks that the ratios are computed for.")] = 8,
+    as_json: JsonOption = False,
+) -> None:
+    """OmniBal's Table 3 for this dataset, and report.html with the distributions before and after."""
+    _report(out, dp, as_json=as_json)
+
+
+@app.command()
+def verify(out: BuildFolder, workers: WorkersOption = None, as_json: JsonOption = False) -> None:
+    """Check sizes, checksums and totals of a build; name every file that is not what the manifest says."""
+    result = verify_build(out, StageProgress(people), workers=workers or default_workers())
+    if as_json:
+        print(json.dumps(asdict(result)))
+    require_intact(result)
+    if not as_json:
+        print(f"intact: {result.num_files} files, {result.num_bytes:,} bytes")
+        print(f"{result.num_groups:,} groups of {result.num_samples:,} samples, as the manifest says")
+
+
+def main() -> None:
+    """Entry point: errors for the user are one line and an exit status, never a traceback."""
+    try:
+        app(standalone_mode=False)
+    except typer.Exit as leave:
+        sys.exit(leave.exit_code)
+    except typer.Abort:
+        _fail("stopped; run the same command again to continue", 130)
+    except KeyboardInterrupt:
+        _fail("stopped; run the same command again to continue", 130)
+    except ConfigError as error:
+        _fail(str(error), 2)
+    except IsobatchError as error:
+        _fail(str(error), 1)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        _fail(f"{where}{error.strerror or error}", 1)
+
+
+def _builder(config: Path | None, call: dict[str, Any]) -> Builder:
+    names = {
+        "dataset",
+        "data_root",
+        "model",
+        "tokenizer",
+        "chat_template",
+        "out",
+        "max_seq_len",
+        "max_vision",
+        "seed",
+        "workers",
+    }
+    options: dict[str, Any] = {name: call[name] for name in names if name in call}
+    options["data_root"] = str(call["data_root"]) if call["data_root"] else None
+    options["format"] = call["shard_format"].value if call.get("shard_format") else None
+    options["fetch_annotations"] = call["fetch_annotations"]
+    loaded: BuildConfig = load_config(config, options)
+    return Builder(loaded, StageProgress(people))
+
+
+def _report(out: Path, dp: int, *, as_json: bool) -> None:
+    result = make_report(out, dp=dp)
+    write_html(result, out / REPORT_NAME)
+    if as_json:
+        print(json.dumps(result.to_json()))
+        return
+    print_report(result, Console())
+    print(f"details: {out / REPORT_NAME}")
+
+
+def _plain(summary: BuildSummary) -> dict[str, Any]:
+    return {**asdict(summary), "out": str(summary.out)}
+
+
+def _print_summary(summary: BuildSummary) -> None:
+    if summary.already_complete:
+        print(f"{summary.out} is a finished build of these settings; nothing to do (--overwrite builds it anew)")
+    totals, limits = summary.totals, summary.limits
+    print(
+        f"{totals['num_read']:,} samples read = {totals['num_packed']:,} packed in {totals['num_groups']:,} groups"
+        f" + {totals['num_rejected']:,} rejected"
+    )
+    _print_reasons(summary.rejected)
+    print(f"caps: {limits.max_seq_len:,} tokens, {limits.max_vision:,} {limits.unit}; fill {summary.fill:.1%}")
+    if summary.added_tokens:
+        added = ", ".join(f"{token} = {number}" for token, number in summary.added_tokens.items())
+        print(f"tokens added to the tokenizer (resize the model's embedding): {added}")
+
+
+def _print_reasons(reasons: dict[str, int]) -> None:
+    for reason, number in reasons.items():
+        print(f"  {number:,} {reason}: {REASONS.get(reason, reason)}")
+
+
+def _fail(message: str, status: int) -> None:
+    people.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    sys.exit(status)

@@ -1,0 +1,79 @@
+"""What `packer build` is asked to do: command line over TOML file over defaults."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from balance.errors import ConfigError
+from balance.presets import build_config
+from packer.executor import default_workers
+from packer.group import GroupOptions
+from packer.sources.dataset import DEMO
+from packer.write import SHARD_FORMATS, ShardFormat
+
+DEMO_MODEL = "tiny"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildConfig:
+    """One build; every field is also a key of the TOML file given with --config."""
+
+    dataset: str
+    out: str
+    data_root: str | None = None
+    model: str = ""
+    tokenizer: str = ""
+    chat_template: str | None = None
+    format: ShardFormat = "arrow"
+    workers: int = field(default_factory=default_workers)
+    seed: int = 0
+    max_seq_len: int | None = None
+    max_vision: int | None = None
+    isf_iterations: int = 10
+    shard_mb: int = 128
+    """Size of a shard in MiB, about."""
+    chunk_records: int = 1024
+    """Records per counting task, and per unit of work that a stopped build keeps."""
+    fetch_annotations: bool = False
+
+    def __post_init__(self) -> None:
+        if self.format not in SHARD_FORMATS:
+            raise ConfigError(f"--format {self.format}: use one of {', '.join(SHARD_FORMATS)}")
+        at_least_one = ("workers", "isf_iterations", "shard_mb", "chunk_records")
+        for name in at_least_one:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not self.is_demo:
+            for name, hint in (("model", "for example internvl_1_5"), ("tokenizer", "a folder, or a Hub id")):
+                if not getattr(self, name):
+                    raise ConfigError(f"--{name} is missing: name the {name} that will be trained with ({hint})")
+
+    @property
+    def is_demo(self) -> bool:
+        """The generated dataset, with a model and a tokenizer of its own."""
+        return self.dataset == DEMO
+
+    @property
+    def group_options(self) -> GroupOptions:
+        """The part that decides the groups."""
+        return GroupOptions(
+            seed=self.seed, max_seq_len=self.max_seq_len, max_vision=self.max_vision, iterations=self.isf_iterations
+        )
+
+
+def load_config(file: Path | None, options: dict[str, Any]) -> BuildConfig:
+    """The config of a build: `options` that are not None over the keys of the TOML `file`."""
+    values: dict[str, Any] = {}
+    if file is not None:
+        try:
+            values = tomllib.loads(file.read_text("utf-8"))
+        except OSError as error:
+            raise ConfigError(f"--config {file}: {error.strerror}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--config {file}: not valid TOML: {error}") from None
+    values |= {name: value for name, value in options.items() if value is not None}
+    known = {f.name for f in fields(BuildConfig)}
+    return build_config(BuildConfig, values, where=str(file) if set(values) - known else "packer build")

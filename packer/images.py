@@ -1,0 +1,146 @@
+"""Image file -> its upright size, from the header alone, and whether the file is whole.
+
+The size is the one that the model's decoder will see: transformers' image loading honours the EXIF orientation, so a
+photo stored sideways counts with width and height exchanged. Reading header and tail costs about 0.1 ms; only a file
+whose tail looks cut is decoded in full, so that the answer is right and not only quick.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+from PIL import Image, UnidentifiedImageError
+
+ORIENTATION_TAG = 0x0112
+SIDEWAYS = frozenset({5, 6, 7, 8})
+"""EXIF orientations that exchange width and height."""
+XMP_KEYWORD = b"XML:com.adobe.xmp"
+TAIL_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ImageHeader:
+    """What the header of an image file says."""
+
+    width: int
+    """Upright, in pixels."""
+    height: int
+    num_bytes: int
+
+
+class ImageProblem(ValueError):
+    """An image that cannot be used: a key of `record.REASONS`, and the particulars."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+def image_path(data_root: Path, relative: str) -> Path:
+    """The file of an image path in the annotations; raises ImageProblem if it leads out of the data root.
+
+    >>> image_path(Path("data"), "coco/1.jpg").as_posix()
+    'data/coco/1.jpg'
+    """
+    if "://" in relative:
+        raise ImageProblem("image_url", f"{relative[:120]}: download it first and give its path")
+    path = PurePosixPath(relative)
+    if path.is_absolute() or ".." in path.parts or "\0" in relative:
+        raise ImageProblem("outside_data_root", relative[:120])
+    return data_root / path
+
+
+def read_header(path: Path) -> ImageHeader:
+    """Upright size and length in bytes of an image file; raises ImageProblem for a file that will not decode."""
+    try:
+        with path.open("rb") as file, warnings.catch_warnings():
+            # a size between Pillow's warning and its limit is decoded like any other
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            return _read(file, path)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise ImageProblem("missing_image", str(path)) from None
+    except Image.DecompressionBombError as error:
+        raise ImageProblem("too_many_pixels", f"{path}: {error}") from None
+    except PermissionError as error:
+        raise ImageProblem("unreadable_image", f"{path}: {error.strerror}") from None
+    # Pillow's parsers leak these for damaged files, SyntaxError for a bad PNG chunk among them
+    except (OSError, ValueError, SyntaxError, KeyError, IndexError, OverflowError, EOFError) as error:
+        raise ImageProblem("corrupt_image", f"{path}: {_first_line(error)}") from None
+
+
+def _read(file: IO[bytes], path: Path) -> ImageHeader:
+    num_bytes = file.seek(0, 2)
+    if num_bytes == 0:
+        raise ImageProblem("corrupt_image", f"{path}: the file is empty")
+    whole = _ends_well(file, num_bytes)
+    file.seek(0)
+    try:
+        image = Image.open(file)
+    except UnidentifiedImageError:
+        raise ImageProblem("corrupt_image", f"{path}: not an image that Pillow knows") from None
+    with image:
+        width, height = image.size
+        if not whole:
+            image.load()
+        sideways = _orientation(image) in SIDEWAYS
+    return ImageHeader(height, width, num_bytes) if sideways else ImageHeader(width, height, num_bytes)
+
+
+def _ends_well(file: IO[bytes], num_bytes: int) -> bool:
+    """Does the file end as its format says (JPEG: end-of-image marker, PNG: IEND, WebP: the length in its header)?
+
+    False only asks for a closer look: some writers append bytes behind the image, and other formats have no such mark.
+    """
+    file.seek(0)
+    head = file.read(12)
+    file.seek(max(0, num_bytes - TAIL_BYTES))
+    tail = file.read(TAIL_BYTES)
+    if head.startswith(b"\xff\xd8"):
+        return tail.rstrip(b"\0").endswith(b"\xff\xd9")
+    if head.startswith(b"\x89PNG"):
+        return tail.endswith(b"IEND\xaeB`\x82")
+    if head.startswith(b"RIFF"):
+        return int.from_bytes(head[4:8], "little") + 8 <= num_bytes
+    return False
+
+
+def _orientation(image: Image.Image) -> int:
+    if image.format == "PNG" and not _may_hold_exif(image):
+        return 1  # asking Pillow would decode the whole picture to look for EXIF behind it
+    return int(image.getexif().get(ORIENTATION_TAG, 1) or 1)
+
+
+def _may_hold_exif(image: Image.Image) -> bool:
+    """EXIF may stand in front of the pixels of a PNG (then Pillow has seen it) or behind them (then the file says
+    so)."""
+    if any(key == "exif" or str(key).startswith(("Raw profile type", "XML:com.adobe.xmp")) for key in image.info):
+        return True
+    file: IO[bytes] | None = getattr(image, "fp", None)
+    if file is None:
+        return True
+    position = file.tell()
+    found = _late_exif_chunk(file)
+    file.seek(position)
+    return found
+
+
+def _late_exif_chunk(file: IO[bytes]) -> bool:
+    """Walk the chunk headers of a PNG (length, type; 12 bytes around the data) up to its end."""
+    offset = 8
+    while True:
+        file.seek(offset)
+        header = file.read(8)
+        if len(header) < 8 or header[4:] == b"IEND":
+            return False
+        if header[4:] == b"eXIf" or (header[4:] == b"iTXt" and file.read(len(XMP_KEYWORD)) == XMP_KEYWORD):
+            return True
+        offset += int.from_bytes(header[:4], "big") + 12
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__

@@ -1,0 +1,258 @@
+"""What a build does to balance: OmniBal's Table 3 for this dataset, from the tables that a build directory holds.
+
+`make_report` reads counts, groups and rejected samples (never shards, so it works on the output of `packer group` too)
+and compares the stored groups, in the loader's own order, with the samplers that trainers use. `print_report` is for
+people, `Report.to_json` for machines, `packer.report_html` for eyes.
+
+Loads are those after padding: the baselines pad LLM sequences to their micro-batch's longest, groups are packed; vision
+patches are concatenated by both (see `balance.metrics`). The baselines run on the packed samples only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from balance.baselines import BASELINES, BATCH_SIZE, as_groups
+from balance.errors import ConfigError
+from balance.metrics import autocorrelation, dist_ratio, fill, pad_ratio, padded_loads, source_entropy
+from balance.order import GroupStream
+from balance.records import Groups, IntArray, Limits
+from packer.report_tables import BuildTables, read_tables
+
+TITLES = {
+    "random": "random",
+    "length_group": "length-group",
+    "device_group": "device-group",
+    "sorted": "sorted",
+    "isf_random_order": "ISF, shuffled",
+    "ours": "Isobatch",
+}
+"""What people read for each method, in the table's order."""
+
+TABLE_3 = ("random", "length_group", "device_group", "ours")
+"""The methods of OmniBal's Table 3; the others explain them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loads:
+    """What each micro-batch (or sample) costs, int64, shape (num,); of a micro-batch after padding, in stream order."""
+
+    vit_tokens: IntArray
+    llm_tokens: IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """One row of the table: how one way to fill micro-batches treats the ranks, and what it costs in randomness."""
+
+    avg_batch_size: float
+    longest_vit_tokens: int
+    longest_seq_len: int
+    pad_ratio: float
+    dist_ratio_vit: float
+    dist_ratio_llm: float
+    num_steps: int
+    autocorrelation_vit: float
+    """Of a step's load with the next step's: 0 in a random order."""
+    autocorrelation_llm: float
+    source_entropy: float
+    """Of a step's sources, relative to a random order: 1 is as well mixed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Figures of a build; `loads` and `samples` feed the charts and stay out of the JSON."""
+
+    num_packed: int
+    rejected: dict[str, int]
+    num_groups: int
+    dp_world_size: int
+    fill: float
+    limits: Limits
+    num_sources: int
+    methods: dict[str, Method]
+    notes: tuple[str, ...] = ()
+    loads: dict[str, Loads] = field(repr=False)
+    samples: Loads = field(repr=False)
+
+    @property
+    def num_rejected(self) -> int:
+        """Samples that no group holds, each with a reason."""
+        return sum(self.rejected.values())
+
+    @property
+    def num_read(self) -> int:
+        """Samples read: packed and rejected together."""
+        return self.num_packed + self.num_rejected
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for `packer report --json`; `methods` are Table 3's, `more_methods` the rows beside them."""
+        return {
+            "num_read": self.num_read,
+            "num_packed": self.num_packed,
+            "num_rejected": self.num_rejected,
+            "rejected": self.rejected,
+            "num_groups": self.num_groups,
+            "dp_world_size": self.dp_world_size,
+            "fill": self.fill,
+            "num_steps": self.methods["ours"].num_steps,
+            "num_sources": self.num_sources,
+            "limits": asdict(self.limits),
+            "methods": {name: asdict(self.methods[name]) for name in TABLE_3},
+            "more_methods": {name: asdict(row) for name, row in self.methods.items() if name not in TABLE_3},
+            "notes": list(self.notes),
+        }
+
+
+def make_report(out: Path, *, dp: int = 8, seed: int = 0) -> Report:
+    """Compare the groups of the build in `out` with the baselines on `dp` ranks.
+
+    `seed` is that of the loader's order and of the samplers. Raises DataError when a table
+    is missing or the tables do not add up.
+    """
+    if dp < 1:
+        raise ConfigError(f"dp is {dp}; give at least one data-parallel rank")
+    tables = read_tables(out)
+    streams = _streams(tables, dp=dp, seed=seed)
+    loads = {name: _loads(name, streams[name], tables) for name in TITLES}
+    packed = tables.counts.take(np.sort(tables.groups.samples))
+    return Report(
+        num_packed=len(packed),
+        rejected=tables.rejected,
+        num_groups=len(tables.groups),
+        dp_world_size=dp,
+        fill=fill(tables.groups, tables.counts.seq_len, tables.limits.max_seq_len),
+        limits=tables.limits,
+        num_sources=len(np.unique(tables.sources[tables.groups.samples])),
+        methods={name: _method(name, streams[name], loads[name], tables, dp) for name in TITLES},
+        notes=_notes(len(packed), len(tables.groups), dp),
+        loads=loads,
+        samples=Loads(vit_tokens=packed.num_vit_tokens, llm_tokens=packed.seq_len),
+    )
+
+
+def print_report(report: Report, console: Console) -> None:
+    """The report as a table that a person reads in ten seconds."""
+    console.print(
+        f"{report.num_read:,} samples read = [bold]{report.num_packed:,} packed[/] + {report.num_rejected:,} rejected"
+        f"{_reasons(report.rejected)}"
+    )
+    console.print(
+        f"{report.num_groups:,} groups of at most {report.limits.max_seq_len:,} tokens and"
+        f" {report.limits.max_vision:,} {report.limits.unit}, {report.fill:.1%} full;"
+        f" {report.methods['ours'].num_steps:,} steps on {report.dp_world_size} ranks"
+    )
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table.add_column("micro-batches", no_wrap=True)
+    for heading in headings(report):
+        table.add_column(heading, justify="right")
+    for name, row in report.methods.items():
+        style = "bold green" if name == "ours" else "dim" if name not in TABLE_3 else None
+        table.add_row(TITLES[name], *table_cells(row, report), style=style)
+    console.print(table)
+    console.print(f"[dim]{_caption(report)}[/]")
+    for note in report.notes:
+        console.print(f"[yellow]note:[/] {note}")
+
+
+def table_cells(row: Method, report: Report) -> list[str]:
+    """Text of a method's cells, in the order of the table's headings; no source mix when there is one source."""
+    cells = [
+        f"{row.avg_batch_size:.2f}",
+        f"{row.longest_vit_tokens:,}",
+        f"{row.longest_seq_len:,}",
+        f"{row.pad_ratio:.3f}",
+        f"{row.dist_ratio_vit:.4f}",
+        f"{row.dist_ratio_llm:.4f}",
+        _signed(row.autocorrelation_vit),
+        _signed(row.autocorrelation_llm),
+    ]
+    return [*cells, f"{row.source_entropy:.2f}"] if report.num_sources > 1 else cells
+
+
+def _signed(value: float) -> str:
+    return f"{round(value, 2) + 0.0:+.2f}"  # adding zero turns -0.00 into +0.00
+
+
+def headings(report: Report) -> list[str]:
+    """Headings of the table's columns after the first, in two lines each."""
+    texts = [
+        "avg\nsize",
+        "max\nViT",
+        "max\nLLM",
+        "pad\nratio",
+        "dist\nViT",
+        "dist\nLLM",
+        "corr\nViT",
+        "corr\nLLM",
+    ]
+    return [*texts, "source\nmix"] if report.num_sources > 1 else texts
+
+
+def _caption(report: Report) -> str:
+    mix = " source mix: 1 = as random." if report.num_sources > 1 else ""
+    return (
+        "max: tokens of the largest micro-batch, padded. pad: share of LLM tokens that is padding. dist: share of time"
+        " that ranks wait for the step's largest micro-batch. corr: of a step's load with the next one's, 0 = as"
+        f" random.{mix}"
+    )
+
+
+def _reasons(rejected: dict[str, int]) -> str:
+    return f" ({', '.join(f'{reason} {count:,}' for reason, count in rejected.items())})" if rejected else ""
+
+
+def _streams(tables: BuildTables, *, dp: int, seed: int) -> dict[str, Groups]:
+    """Every method's micro-batches in stream order, as groups of rows of the counts."""
+    groups = tables.groups
+    packed = np.sort(groups.samples)
+    streams = {}
+    for name, sampler in BASELINES.items():
+        drawn = as_groups(sampler(tables.counts.seq_len[packed], dp, BATCH_SIZE, seed))
+        streams[name] = Groups(packed[drawn.samples], drawn.offsets)
+    streams["isf_random_order"] = groups.take(np.random.default_rng(seed).permutation(len(groups)))
+    stream = GroupStream(num_groups=len(groups), order=tables.order, seed=seed, epoch=0)
+    taken = [stream.take(dp) for _ in range(-(-len(groups) // dp))]
+    streams["ours"] = groups.take(np.concatenate([np.empty(0, np.int64), *taken]))
+    return streams
+
+
+def _loads(name: str, stream: Groups, tables: BuildTables) -> Loads:
+    seq_len = tables.counts.seq_len
+    llm_tokens = padded_loads(stream, seq_len) if name in BASELINES else stream.sum(seq_len)
+    return Loads(vit_tokens=stream.sum(tables.counts.num_vit_tokens), llm_tokens=llm_tokens)
+
+
+def _method(name: str, stream: Groups, loads: Loads, tables: BuildTables, dp: int) -> Method:
+    return Method(
+        avg_batch_size=len(stream.samples) / max(int((stream.sizes > 0).sum()), 1),
+        longest_vit_tokens=int(loads.vit_tokens.max(initial=0)),
+        longest_seq_len=int(loads.llm_tokens.max(initial=0)),
+        pad_ratio=pad_ratio(stream, tables.counts.seq_len) if name in BASELINES else 0.0,
+        dist_ratio_vit=dist_ratio(loads.vit_tokens, dp),
+        dist_ratio_llm=dist_ratio(loads.llm_tokens, dp),
+        num_steps=-(-len(stream) // dp),
+        autocorrelation_vit=autocorrelation(loads.vit_tokens, dp),
+        autocorrelation_llm=autocorrelation(loads.llm_tokens, dp),
+        source_entropy=source_entropy(stream, tables.sources, dp),
+    )
+
+
+def _notes(num_packed: int, num_groups: int, dp: int) -> tuple[str, ...]:
+    notes = []
+    if num_packed < dp * BATCH_SIZE:
+        notes.append(
+            f"{num_packed} samples do not fill one step of {dp} x {BATCH_SIZE}: the baselines' only step has idle ranks"
+        )
+    if num_groups < dp:
+        notes.append(
+            f"{num_groups} groups do not fill one step of {dp} ranks: the only step has idle ranks; try --dp 1"
+        )
+    return tuple(notes)

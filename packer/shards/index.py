@@ -1,0 +1,82 @@
+"""The index: one row per group, columnar, so that a loader maps it and never parses it.
+
+Each shard's writer leaves its rows beside the staged samples; `merge_index` makes one file of them in shard order.
+The rows of a shard are written after the shard itself, so their presence means that the shard is complete.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from balance.records import COUNT_COLUMNS
+from packer.shards.sample import PackedSample
+
+INDEX_BATCH_ROWS = 65_536
+INDEX_SCHEMA = pa.schema(
+    [
+        ("shard", pa.int32()),
+        ("offset", pa.int64()),
+        ("length", pa.int64()),
+        ("num_samples", pa.int32()),
+        *[(name, pa.int32()) for name in COUNT_COLUMNS],
+        ("sample_ids", pa.list_(pa.string())),
+    ]
+)
+
+
+@dataclass(slots=True)
+class ShardIndex:
+    """Rows of the index for one shard, and the samples that were lost while writing it."""
+
+    shard: int
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    rejected: list[tuple[int, str, str]] = field(default_factory=list)
+    """(row number in the counts table, reason, detail)."""
+
+    def add(self, place: tuple[int, int], samples: Sequence[PackedSample]) -> None:
+        """A group that was written at `place`, (offset, length)."""
+        self.rows.append(
+            {
+                "shard": self.shard,
+                "offset": place[0],
+                "length": place[1],
+                "num_samples": len(samples),
+                **{name: sum(sample.counts[name] for sample in samples) for name in COUNT_COLUMNS},
+                "sample_ids": [sample.sample_id for sample in samples],
+            }
+        )
+
+    def save(self, path: Path) -> None:
+        """Write the rows, whole or not at all."""
+        schema = INDEX_SCHEMA.with_metadata({"rejected": json.dumps(self.rejected)})
+        temporary = path.with_suffix(".tmp")
+        with pa.ipc.new_file(temporary, schema) as writer:
+            writer.write_table(pa.Table.from_pylist(self.rows, schema=schema))
+        temporary.replace(path)
+
+
+def read_lost(path: Path) -> list[tuple[int, str, str]]:
+    """The samples that were rejected while a shard was written: (row of counts, reason, detail)."""
+    with pa.memory_map(str(path)) as source:
+        metadata = pa.ipc.open_file(source).schema.metadata
+    return [(row, reason, detail) for row, reason, detail in json.loads(metadata[b"rejected"])]
+
+
+def merge_index(parts: Iterable[Path], target: Path) -> pa.Table:
+    """One index of all shards' rows; returns it. Written whole or not at all."""
+    tables = [INDEX_SCHEMA.empty_table()]
+    for part in parts:
+        with pa.OSFile(str(part), "rb") as source:
+            tables.append(pa.ipc.open_file(source).read_all().replace_schema_metadata(None))
+    table = pa.concat_tables(tables).combine_chunks()
+    temporary = target.with_suffix(".tmp")
+    with pa.ipc.new_file(temporary, INDEX_SCHEMA) as writer:
+        writer.write_table(table, max_chunksize=INDEX_BATCH_ROWS)
+    temporary.replace(target)
+    return table

@@ -1,0 +1,60 @@
+"""manifest.json: the file that makes a build complete.
+
+Written last and atomically. It holds no time, host or path of the machine (but the data root, when shards refer to
+it), so that the same inputs and seed give the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from balance.errors import DataError
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+
+
+def describe_file(root: Path, name: str) -> dict[str, Any]:
+    """Name, size and SHA-256 of a file of the build."""
+    path = root / name
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"name": name, "size": path.stat().st_size, "sha256": digest}
+
+
+def hash_json(value: Any) -> str:
+    """SHA-256 of a plain value, independent of the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+
+
+def write_manifest(out: Path, manifest: dict[str, Any]) -> None:
+    """Write the manifest, whole or not at all, and only after everything it names is on disk."""
+    temporary = out / (MANIFEST_NAME + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump({"format_version": FORMAT_VERSION, **manifest}, file, indent=1, ensure_ascii=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(out / MANIFEST_NAME)
+
+
+def read_manifest(out: Path) -> dict[str, Any]:
+    """The manifest of a complete build; raises DataError if there is none or it is of another format version."""
+    path = out / MANIFEST_NAME
+    try:
+        manifest = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        state = (
+            "the build is not finished: run `packer build` again to continue it" if out.is_dir() else "no such folder"
+        )
+        raise DataError(f"no {MANIFEST_NAME} in {out}: {state}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: damaged: {error}") from None
+    if not isinstance(manifest, dict) or manifest.get("format_version") != FORMAT_VERSION:
+        found = manifest.get("format_version") if isinstance(manifest, dict) else None
+        raise DataError(f"{path}: format version {found}; this isobatch reads version {FORMAT_VERSION}")
+    return manifest

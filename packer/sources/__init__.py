@@ -1,0 +1,1 @@
+"""Raw layouts: one file each, streaming records in their order on disk."""

@@ -1,0 +1,234 @@
+"""A build directory in any of the three formats, written from the contract in docs/design.md alone."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from PIL import Image
+
+from balance.order import choose_order
+from balance.patches import plan_image
+from balance.presets import ModelPreset, load_model, model_to_dict
+
+FORMATS = ("arrow", "webdataset", "refs")
+IMAGE_TOKEN, VOCAB_SIZE = 3, 64
+SHARD_GROUPS = 25
+PNG = b"\x89PNG"
+LISTS = pa.list_(pa.int32())
+
+
+@dataclass
+class Sample:
+    sample_id: str
+    input_ids: list[int]
+    labels: list[int]
+    images: list[bytes] = field(default_factory=list)
+    sizes: list[tuple[int, int]] = field(default_factory=list)  # (width, height)
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+def make_samples(count: int, seed: int = 0, model: str = "tiny") -> list[Sample]:
+    """Samples with 0 to 2 drawn images, a prompt without labels, and an answer with labels that can be learned."""
+    rng = np.random.default_rng(seed)
+    preset = load_model(model)
+    return [_make_sample(f"sample-{number:05d}", preset, rng) for number in range(count)]
+
+
+def _make_sample(sample_id: str, preset: ModelPreset, rng: np.random.Generator) -> Sample:
+    sizes = [(int(w), int(h)) for w, h in rng.integers(30, 160, size=(rng.choice([0, 1, 1, 2]), 2))]
+    plans = [plan_image(preset.vision, *size) for size in sizes]
+    ids = [1]
+    for plan in plans:
+        ids += [2, *[IMAGE_TOKEN] * plan.num_image_tokens, 4]
+    ids += rng.integers(8, VOCAB_SIZE, size=rng.integers(2, 12)).tolist()
+    start = int(rng.integers(8, VOCAB_SIZE))
+    answer = [8 + (start + step) % (VOCAB_SIZE - 8) for step in range(int(rng.integers(3, 16)))]  # counts upwards
+    num_image_tokens = sum(plan.num_image_tokens for plan in plans)
+    counts = {
+        "num_image_patches": sum(plan.num_patches for plan in plans),
+        "num_vit_tokens": sum(plan.num_vit_tokens for plan in plans),
+        "num_image_tokens": num_image_tokens,
+        "num_text_tokens": len(ids) + len(answer) - num_image_tokens,
+        "num_audio_tokens": 0,
+        "num_loss_tokens": len(answer),
+    }
+    return Sample(
+        sample_id, ids + answer, [-100] * len(ids) + answer, [draw_image(size, rng) for size in sizes], sizes, counts
+    )
+
+
+def draw_image(size: tuple[int, int], rng: np.random.Generator) -> bytes:
+    coarse = Image.fromarray(rng.integers(0, 256, size=(4, 4, 3), dtype=np.uint8))
+    buffer = io.BytesIO()
+    coarse.resize(size).save(buffer, "PNG" if rng.random() < 0.5 else "JPEG")
+    return buffer.getvalue()
+
+
+def group_samples(samples: list[Sample], max_tokens: int = 160) -> list[list[Sample]]:
+    """Groups of neighbours of up to `max_tokens` tokens, in rough path order."""
+    groups: list[list[Sample]] = [[]]
+    for sample in samples:
+        if groups[-1] and sum(len(s.input_ids) for s in [*groups[-1], sample]) > max_tokens:
+            groups.append([])
+        groups[-1].append(sample)
+    return sorted(groups, key=lambda group: (_total(group, "num_image_patches"), _total(group, "num_text_tokens")))
+
+
+def write_build(root: Path, groups: list[list[Sample]], format: str = "arrow", model: str = "tiny") -> Path:
+    """Write a finished build of `groups`, which stand in path order, into the new directory `root`."""
+    (root / "shards").mkdir(parents=True)
+    writer = {"arrow": _write_arrow, "refs": _write_arrow, "webdataset": _write_tar}[format]
+    rows: list[dict[str, Any]] = []
+    shards = []
+    for first in range(0, len(groups), SHARD_GROUPS):
+        part = groups[first : first + SHARD_GROUPS]
+        name = f"shards/shard-{len(shards):05d}.{'tar' if format == 'webdataset' else 'arrow'}"
+        places = writer(root / name, first, part, root / "images" if format == "refs" else None)
+        rows += [_index_row(len(shards), place, group) for place, group in zip(places, part, strict=True)]
+        shards.append({**_describe(root, name), "num_groups": len(part), "num_samples": sum(map(len, part))})
+    write_index(root / "index.arrow", rows)
+    order = choose_order(len(groups))
+    manifest = {
+        "format_version": 1,
+        "isobatch_version": "0",
+        "format": format,
+        "config": {},
+        "config_hash": "",
+        "model": model_to_dict(load_model(model)),
+        "tokenizer": {"hash": "", "image_token_id": IMAGE_TOKEN, "vocab_size": VOCAB_SIZE, "added_tokens": []},
+        "limits": {},
+        "seed": 0,
+        "order": {"block_size": order.block_size, "num_lanes": order.num_lanes},
+        "totals": {"num_groups": len(groups), "num_packed": sum(map(len, groups))},
+        "shards": shards,
+        "files": [_describe(root, "index.arrow")],
+        **({"data_root": str(root / "images")} if format == "refs" else {}),
+    }
+    (root / "manifest.json").write_text(json.dumps(manifest))
+    return root
+
+
+def write_index(path: Path, rows: list[dict[str, Any]]) -> None:
+    table = pa.Table.from_pylist(rows, schema=INDEX_SCHEMA)
+    with pa.ipc.new_file(str(path), INDEX_SCHEMA) as writer:
+        writer.write_table(table.combine_chunks(), max_chunksize=65_536)
+
+
+COUNTS = ("image_patches", "vit_tokens", "image_tokens", "text_tokens", "audio_tokens", "loss_tokens")
+INDEX_SCHEMA = pa.schema(
+    [
+        ("shard", pa.int32()),
+        ("offset", pa.int64()),
+        ("length", pa.int64()),
+        ("num_samples", pa.int32()),
+        *[(f"num_{name}", pa.int32()) for name in COUNTS],
+        ("sample_ids", pa.list_(pa.string())),
+    ]
+)
+
+
+def _index_row(shard: int, place: tuple[int, int], group: list[Sample]) -> dict[str, Any]:
+    return {
+        "shard": shard,
+        "offset": place[0],
+        "length": place[1],
+        "num_samples": len(group),
+        **{f"num_{name}": _total(group, f"num_{name}") for name in COUNTS},
+        "sample_ids": [sample.sample_id for sample in group],
+    }
+
+
+def _write_arrow(path: Path, first: int, groups: list[list[Sample]], image_root: Path | None) -> list[tuple[int, int]]:
+    images = ("images", pa.list_(pa.binary())) if image_root is None else ("image_paths", pa.list_(pa.string()))
+    schema = pa.schema(
+        [
+            ("sample_id", pa.string()),
+            ("input_ids", LISTS),
+            ("labels", LISTS),
+            images,
+            ("image_widths", LISTS),
+            ("image_heights", LISTS),
+        ]
+    )
+    places = []
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        for group in groups:
+            rows = [_arrow_row(sample, image_root) for sample in group]
+            # the file's magic and schema are only written with the first batch, and are no part of it
+            start = max(sink.tell(), len(b"ARROW1\0\0") + len(schema.serialize()))
+            writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=schema))
+            places.append((start, sink.tell() - start))
+    return places
+
+
+def _arrow_row(sample: Sample, image_root: Path | None) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "sample_id": sample.sample_id,
+        "input_ids": sample.input_ids,
+        "labels": sample.labels,
+        "image_widths": [width for width, _ in sample.sizes],
+        "image_heights": [height for _, height in sample.sizes],
+    }
+    if image_root is None:
+        return {**row, "images": sample.images}
+    names = [f"{sample.sample_id}/{place}.img" for place in range(len(sample.images))]
+    for name, content in zip(names, sample.images, strict=True):
+        (image_root / name).parent.mkdir(parents=True, exist_ok=True)
+        (image_root / name).write_bytes(content)
+    image_root.mkdir(exist_ok=True)
+    return {**row, "image_paths": names}
+
+
+def _write_tar(path: Path, first: int, groups: list[list[Sample]], image_root: None) -> list[tuple[int, int]]:
+    places = []
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as archive:
+        for number, group in enumerate(groups, start=first):
+            start = archive.offset
+            for place, sample in enumerate(group):
+                _add_members(archive, f"g{number:09d}-s{place:05d}", sample)
+            places.append((start, archive.offset - start))
+    return places
+
+
+def _add_members(archive: tarfile.TarFile, key: str, sample: Sample) -> None:
+    names = [f"{place}.{'png' if data.startswith(PNG) else 'jpg'}" for place, data in enumerate(sample.images)]
+    about = {
+        "sample_id": sample.sample_id,
+        **sample.counts,
+        "image_widths": [width for width, _ in sample.sizes],
+        "image_heights": [height for _, height in sample.sizes],
+        "images": names,
+    }
+    members = {
+        "json": json.dumps(about).encode(),
+        "input_ids.npy": _npy(sample.input_ids),
+        "labels.npy": _npy(sample.labels),
+        **dict(zip(names, sample.images, strict=True)),
+    }
+    for name, content in members.items():
+        info = tarfile.TarInfo(f"{key}.{name}")
+        info.size = len(content)
+        archive.addfile(info, io.BytesIO(content))
+
+
+def _npy(values: list[int]) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, np.array(values, dtype=np.int32))
+    return buffer.getvalue()
+
+
+def _describe(root: Path, name: str) -> dict[str, Any]:
+    content = (root / name).read_bytes()
+    return {"name": name, "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _total(group: list[Sample], column: str) -> int:
+    return sum(sample.counts[column] for sample in group)

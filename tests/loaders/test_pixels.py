@@ -1,0 +1,165 @@
+"""Decoded and cut pixels against transformers' `load_image` and its image processors."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from reference_processors import random_image, reference_processor
+from transformers.image_utils import load_image
+
+from balance.errors import DataError
+from balance.patches import ImageRejected, plan_image
+from balance.presets import AnyresRule, NativeRule, load_model, preset_names
+from loaders.pixels import cut, decode, normalize, patch_shape
+
+PRESETS = preset_names("models")
+TOLERANCE = 1e-6
+"""Measured 4.8e-7: one multiply and add in float32 instead of the reference's three roundings."""
+ORIENTATION_TAG = 0x0112
+
+
+def _encoded(image: Image.Image, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, **options)
+    return buffer.getvalue()
+
+
+def _reference_pixels(name: str, image: Image.Image) -> NDArray[np.float32]:
+    preset = load_model(name)
+    pixels = reference_processor(preset).image_processor(images=[image], return_tensors="np")["pixel_values"]
+    return np.asarray(pixels[0] if isinstance(preset.vision, AnyresRule) else pixels)
+
+
+@pytest.mark.parametrize("name", ["llava_1_5", "llava_next", "internvl_1_5", "internvl_1_5_max1", "tiny", "qwen2_vl"])
+def test_pixels_equal_the_reference_processors(name: str) -> None:
+    rule = load_model(name).vision
+    rng = np.random.default_rng(7)
+    # long ones in both directions, smaller than a patch, exact fits, then ordinary
+    sizes = [(900, 30), (25, 800), (20, 15), (336, 336), (448, 896), (672, 336)]
+    sizes += [(int(width), int(height)) for width, height in rng.integers(60, 800, (24, 2))]
+    for width, height in sizes:
+        image = random_image(rng, width, height)
+        expected = _reference_pixels(name, image)
+        ours = normalize(rule, cut(rule, image)).numpy()
+        assert ours.shape == expected.shape, (width, height)
+        assert ours.dtype == np.float32
+        assert np.abs(ours - expected).max() <= TOLERANCE, (width, height)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_rows_of_pixels_are_the_planned_patches(name: str) -> None:
+    rule = load_model(name).vision
+    for width, height in [(1, 1), (3, 500), (500, 3), (199, 1), (57, 55), (640, 480), (1000, 999)]:
+        plan = plan_image(rule, width, height)
+        pixels = cut(rule, Image.new("RGB", (width, height)))
+        rows = plan.num_vit_tokens if isinstance(rule, NativeRule) else plan.num_patches
+        assert pixels.shape == (rows, *patch_shape(rule))
+        assert pixels.dtype == torch.uint8
+        assert pixels.is_contiguous()
+
+
+def test_concatenated_images_normalise_like_each_alone() -> None:
+    rng = np.random.default_rng(8)
+    for name in ("internvl_1_5", "qwen2_vl"):
+        rule = load_model(name).vision
+        parts = [cut(rule, random_image(rng, *size)) for size in ((300, 200), (100, 400))]
+        together = normalize(rule, torch.cat(parts))
+        assert torch.equal(together, torch.cat([normalize(rule, part) for part in parts]))
+
+
+def test_normalising_leaves_its_input_as_it_was_and_refuses_its_output() -> None:
+    rule = load_model("tiny").vision
+    pixels = cut(rule, random_image(np.random.default_rng(9), 80, 60))
+    before = pixels.clone()
+    normalized = normalize(rule, pixels)
+    assert torch.equal(pixels, before)
+    with pytest.raises(ValueError, match="uint8"):
+        normalize(rule, normalized)
+
+
+def test_no_rows_normalise_to_no_rows() -> None:
+    for name in PRESETS:
+        rule = load_model(name).vision
+        assert len(normalize(rule, torch.empty((0, *patch_shape(rule)), dtype=torch.uint8))) == 0
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_decoding_turns_the_image_as_load_image_does(orientation: int) -> None:
+    image = random_image(np.random.default_rng(orientation), 40, 24)
+    exif = Image.Exif()
+    exif[ORIENTATION_TAG] = orientation
+    data = _encoded(image, format="JPEG", exif=exif.tobytes())
+    ours = decode(data)
+    assert ours.size == ((40, 24) if orientation < 5 else (24, 40))
+    assert np.array_equal(np.asarray(ours), np.asarray(load_image(Image.open(io.BytesIO(data)))))
+
+
+MODES = {
+    "PNG": ("RGB", "L", "1", "P", "LA", "RGBA", "I;16"),
+    "JPEG": ("RGB", "L", "CMYK", "YCbCr"),
+    "WEBP": ("RGB", "RGBA", "L", "P"),
+    "GIF": ("P", "L", "RGBA"),
+    "TIFF": ("RGB", "L", "1", "P", "LA", "RGBA", "CMYK", "YCbCr", "I;16"),
+}
+
+
+@pytest.mark.parametrize(("file_format", "mode"), [(name, mode) for name, modes in MODES.items() for mode in modes])
+def test_decoding_makes_rgb_of_every_mode_as_load_image_does(file_format: str, mode: str) -> None:
+    source = random_image(np.random.default_rng(10), 33, 21).convert("RGBA" if mode in ("LA", "RGBA") else "RGB")
+    data = _encoded(source.convert("I" if mode == "I;16" else mode).convert(mode), format=file_format)
+    ours = decode(data)
+    assert ours.mode == "RGB"
+    assert np.array_equal(np.asarray(ours), np.asarray(load_image(Image.open(io.BytesIO(data)))))
+
+
+def _decode_error(data: bytes) -> str | None:
+    try:
+        assert decode(data).mode == "RGB"
+    except DataError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+@pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP"])
+def test_damaged_bytes_are_a_data_error_of_one_line_or_an_image(file_format: str) -> None:
+    rng = np.random.default_rng(11)
+    whole = _encoded(random_image(rng, 64, 48), format=file_format)
+    errors: list[str] = []
+    for _ in range(150):
+        data = bytearray(whole[: rng.integers(0, len(whole))])
+        for place in rng.integers(0, max(len(data), 1), 3):
+            data[place : place + 1] = bytes([rng.integers(0, 256)])
+        message = _decode_error(bytes(data))
+        errors += [] if message is None else [message]
+    assert len(errors) > 50
+    assert all("\n" not in error and "cannot be decoded" in error for error in errors)
+
+
+def test_an_image_of_a_million_to_one_is_cut_without_a_giant_resize() -> None:
+    image = Image.new("RGB", (1_000_000, 1), (10, 20, 30))
+    assert cut(load_model("llava_1_5").vision, image).unique().tolist() == [10, 20, 30]
+
+
+def test_the_centre_of_a_long_strip_is_the_centre_that_the_full_resize_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = load_model("llava_1_5").vision
+    # smooth, so that the order of Pillow's two passes does not matter
+    coarse = Image.fromarray(np.random.default_rng(12).integers(0, 256, (4, 400, 3), dtype=np.uint8))
+    for image in (coarse.resize((8000, 90)), coarse.resize((8000, 90)).rotate(90, expand=True)):
+        full = cut(rule, image).int()
+        monkeypatch.setattr("loaders.pixels._LONGEST_STRIP", 1)
+        assert (cut(rule, image).int() - full).abs().max() <= 2
+        monkeypatch.undo()
+
+
+def test_what_the_planner_rejects_is_not_cut() -> None:
+    with pytest.raises(ImageRejected):
+        cut(load_model("qwen2_vl").vision, Image.new("RGB", (300, 1)))
+    with pytest.raises(ValueError, match="RGB"):
+        cut(load_model("tiny").vision, Image.new("L", (30, 30)))

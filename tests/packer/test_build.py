@@ -1,0 +1,288 @@
+"""Properties of a whole build: nothing lost, nothing depends on the workers, a stopped build goes on."""
+
+import hashlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+from raw_data import good_records, options, record, write_dataset, write_image
+from rich.console import Console
+
+from balance.errors import ConfigError, DataError
+from balance.patches import plan_image
+from balance.presets import load_model
+from balance.records import COUNT_COLUMNS
+from packer.build import Builder
+from packer.config import BuildConfig
+from packer.progress import StageProgress
+from packer.shards.manifest import read_manifest
+from packer.tables import read_groups
+from packer.verify import verify_build
+
+
+def quiet():
+    return StageProgress(Console(file=io.StringIO()))
+
+
+def build(folder, out, **changes):
+    return Builder(BuildConfig(**options(folder, out, **changes)), quiet()).build()
+
+
+def digests(out):
+    """Name -> SHA-256 of every file of a build but the report."""
+    paths = sorted(path for path in out.rglob("*") if path.is_file())
+    return {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+
+def read_index(out):
+    with pa.memory_map(str(out / "index.arrow")) as source:
+        return pa.ipc.open_file(source).read_all()
+
+
+def read_samples(out):
+    """All samples of Arrow shards by the index's byte ranges, in order."""
+    index, manifest, rows = read_index(out), read_manifest(out), []
+    for entry in index.to_pylist():
+        with (out / manifest["shards"][entry["shard"]]["name"]).open("rb") as file:
+            file.seek(entry["offset"])
+            message = file.read(entry["length"])
+        shard = pa.ipc.open_file(str(out / manifest["shards"][entry["shard"]]["name"]))
+        batch = pa.ipc.read_record_batch(pa.py_buffer(message), shard.schema).to_pylist()
+        assert [row["sample_id"] for row in batch] == entry["sample_ids"]
+        assert sum(len(row["input_ids"]) for row in batch) == sum(
+            entry[f"num_{kind}_tokens"] for kind in ("image", "text", "audio")
+        )
+        assert sum((np.array(row["labels"]) != -100).sum() for row in batch) == entry["num_loss_tokens"]
+        rows += batch
+    return rows
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("raw")
+    return write_dataset(folder, good_records(folder))
+
+
+@pytest.fixture(scope="module")
+def built(dataset, tmp_path_factory):
+    out = tmp_path_factory.mktemp("build") / "out"
+    build(dataset, out)
+    return out
+
+
+def test_every_sample_is_packed_once_with_its_own_images_and_exact_counts(dataset, built):
+    raw = {row["id"]: row for row in json.loads((dataset / "annotations.json").read_text())}
+    samples = read_samples(built)
+    assert sorted(sample["sample_id"] for sample in samples) == sorted(raw)
+    counts = {row["sample_id"]: row for row in pq.read_table(built / "counts.parquet").to_pylist()}
+    model = load_model("tiny")
+    image_token = read_manifest(built)["tokenizer"]["image_token_id"]
+    for sample in samples:
+        image = raw[sample["sample_id"]].get("image", [])
+        paths = [image] if isinstance(image, str) else image
+        assert sample["images"] == [(dataset / path).read_bytes() for path in paths]
+        sizes = [Image.open(dataset / path).size for path in paths]
+        assert list(zip(sample["image_widths"], sample["image_heights"], strict=True)) == sizes
+        plans = [plan_image(model.vision, *size) for size in sizes]
+        row = counts[sample["sample_id"]]
+        assert row["num_image_patches"] == sum(plan.num_patches for plan in plans)
+        assert row["num_vit_tokens"] == sum(plan.num_vit_tokens for plan in plans)
+        assert row["num_image_tokens"] == sample["input_ids"].count(image_token)
+        assert row["num_image_tokens"] == sum(plan.num_image_tokens for plan in plans)
+        assert row["seq_len"] == len(sample["input_ids"]) == len(sample["labels"])
+        assert row["image_bytes"] == sum(len(data) for data in sample["images"])
+
+
+def test_groups_index_and_manifest_tell_the_same(built):
+    manifest, index = read_manifest(built), read_index(built)
+    groups = pq.read_table(built / "groups.parquet")
+    ids = np.array(pq.read_table(built / "counts.parquet").column("sample_id").to_pylist())
+    assert [ids[members].tolist() for members in map(read_groups(groups).__getitem__, range(len(groups)))] == index.column(
+        "sample_ids"
+    ).to_pylist()
+    for name in COUNT_COLUMNS:
+        assert groups.column(name).to_pylist() == index.column(name).to_pylist()
+        assert sum(index.column(name).to_pylist()) == manifest["totals"][name]
+    limits = manifest["limits"]
+    assert max(groups.column("seq_len").to_pylist()) <= limits["max_seq_len"]
+    assert max(groups.column("num_image_patches").to_pylist()) <= limits["max_vision"]
+    assert not (built / "staging").exists()
+
+
+@pytest.mark.parametrize("shard_format", ["arrow", "webdataset", "refs"])
+def test_the_number_of_workers_does_not_change_a_byte(dataset, tmp_path, shard_format):
+    for workers in (1, 3):
+        build(dataset, tmp_path / str(workers), workers=workers, format=shard_format)
+    assert digests(tmp_path / "1") == digests(tmp_path / "3")
+
+
+def test_json_lines_give_the_same_shards_as_an_array(dataset, built, tmp_path):
+    rows = json.loads((dataset / "annotations.json").read_text())
+    lines = write_dataset(tmp_path / "lines", rows, lines=True)
+    out = tmp_path / "out"
+    build(lines, out, data_root=str(dataset))
+    name = "shards/shard-00000.arrow"
+    assert digests(out)[name] == digests(built)[name]
+
+
+def test_shards_have_about_the_wished_size_and_hold_all_groups(tmp_path):
+    folder = tmp_path / "raw"
+    rows = []
+    for number in range(12):
+        write_image(folder / f"{number}.png", 400, 400, number)
+        rows.append(record(number, [f"{number}.png"]))
+    build(write_dataset(folder, rows), tmp_path / "out", shard_mb=1)
+    manifest = read_manifest(tmp_path / "out")
+    assert len(manifest["shards"]) > 3
+    assert sum(shard["num_samples"] for shard in manifest["shards"]) == 12
+    assert all(shard["size"] < 3 << 20 for shard in manifest["shards"])
+    assert len(read_samples(tmp_path / "out")) == 12
+
+
+def bad_dataset(folder):
+    """Two good records, and one for each thing that can be wrong with one."""
+    write_image(folder / "good.png", 60, 60, 1)
+    data = (folder / "good.png").read_bytes()
+    (folder / "cut.png").write_bytes(data[: len(data) // 2])
+    (folder / "text.jpg").write_text("no image")
+    (folder / "flipped.png").write_bytes(data[:2000] + bytes([data[2000] ^ 1]) + data[2001:])
+    rows = [
+        record(0, ["good.png"]),
+        record(1),
+        record(2, ["missing.png"]),
+        record(3, ["cut.png"]),
+        record(4, ["text.jpg"]),
+        record(5, ["../good.png"]),
+        record(6, answer="word " * 3000),
+        record(7) | {"conversations": []},
+        record(8, ["good.png"], text="<image>"),
+        record(9, text="\ud800"),
+        record(10, ["flipped.png"]),
+    ]
+    write_dataset(folder, rows, lines=True)
+    path = folder / "annotations.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:5], '{"id": "broken", "conv', *lines[5:]]))
+    return folder
+
+
+EXPECTED_REASONS = {
+    "s2": "missing_image",
+    "s3": "corrupt_image",
+    "s4": "corrupt_image",
+    "raw:5": "broken_json",
+    "s5": "outside_data_root",
+    "s6": "longer_than_max_seq_len",
+    "s7": "no_conversation",
+    "s8": "marker_without_image",
+    "s9": "invalid_utf8",
+    "s10": "corrupt_image",
+}
+
+
+def test_what_cannot_be_used_is_listed_with_its_reason_and_the_totals_add_up(tmp_path):
+    folder = bad_dataset(tmp_path / "raw")
+    summary = build(folder, tmp_path / "out")
+    rejected = pq.read_table(tmp_path / "out" / "rejected.parquet").to_pylist()
+    assert {row["sample_id"]: row["reason"] for row in rejected} == EXPECTED_REASONS
+    assert [row["position"] for row in rejected] == sorted(row["position"] for row in rejected)
+    assert all(row["detail"] for row in rejected)
+    assert sorted(sample["sample_id"] for sample in read_samples(tmp_path / "out")) == ["s0", "s1"]
+    totals = summary.totals
+    assert (totals["num_read"], totals["num_packed"], totals["num_rejected"]) == (12, 2, 10)
+    assert not verify_build(tmp_path / "out", quiet(), workers=1).problems
+
+
+def test_an_image_that_changes_between_counting_and_writing_is_rejected_by_name(dataset, tmp_path, monkeypatch):
+    folder = tmp_path / "raw"
+    write_dataset(folder, good_records(folder, 20))
+    victim = sorted((folder / "images").iterdir())[0]
+    plain = Builder._group
+
+    def group_then_change(self, *tables):
+        grouping = plain(self, *tables)
+        victim.write_bytes(b"other")
+        return grouping
+
+    monkeypatch.setattr(Builder, "_group", group_then_change)
+    summary = build(folder, tmp_path / "out")
+    assert summary.rejected == {"image_changed": 1}
+    assert summary.totals["num_packed"] == 19
+    assert len(read_samples(tmp_path / "out")) == 19
+    groups = pq.read_table(tmp_path / "out" / "groups.parquet")
+    assert sum(groups.column("num_samples").to_pylist()) == 19
+    assert not verify_build(tmp_path / "out", quiet(), workers=1).problems
+
+
+def test_a_finished_build_is_left_alone_and_other_settings_are_refused(dataset, tmp_path):
+    out = tmp_path / "out"
+    build(dataset, out)
+    before = digests(out)
+    assert build(dataset, out).already_complete
+    assert digests(out) == before
+    with pytest.raises(DataError, match="finished build with other settings"):
+        build(dataset, out, seed=1)
+    with pytest.raises(DataError, match="finished build with other settings"):
+        build(dataset, out, model="internvl_1_5")
+
+
+def test_overwrite_removes_only_what_a_build_made(dataset, tmp_path):
+    out = tmp_path / "out"
+    build(dataset, out)
+    Builder(BuildConfig(**options(dataset, out, seed=1)), quiet()).build(overwrite=True)
+    assert read_manifest(out)["seed"] == 1
+    (out / "thesis.txt").write_text("years of work")
+    with pytest.raises(ConfigError, match=r"thesis\.txt"):
+        Builder(BuildConfig(**options(dataset, out)), quiet()).build(overwrite=True)
+    assert (out / "thesis.txt").exists()
+    assert (out / "manifest.json").exists()
+
+
+def test_an_unfinished_build_of_other_settings_is_not_continued(dataset, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Builder, "_write", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            build(dataset, tmp_path / "out")
+    with pytest.raises(DataError, match="unfinished build of other data or settings"):
+        build(dataset, tmp_path / "out", seed=3)
+
+
+@pytest.mark.parametrize("moment", ["parts/part-000001.arrow", "samples.arrow", "index/shard-00000.arrow"])
+def test_a_killed_build_goes_on_and_ends_as_if_undisturbed(tmp_path, moment):
+    folder = tmp_path / "raw"
+    rows = good_records(folder, 120)
+    write_dataset(folder, rows)
+    build(folder, tmp_path / "undisturbed", shard_mb=1, workers=1)
+    out = tmp_path / "killed"
+    script = (
+        "import io, sys, json\nfrom rich.console import Console\nfrom packer.build import Builder\n"
+        "from packer.config import BuildConfig\nfrom packer.progress import StageProgress\n"
+        "Builder(BuildConfig(**json.loads(sys.argv[1])), StageProgress(Console(file=io.StringIO()))).build()"
+    )
+    values = json.dumps(options(folder, out, shard_mb=1))
+    child = subprocess.Popen([sys.executable, "-c", script, values])
+    deadline = time.monotonic() + 60
+    while not (out / "staging" / moment).exists() and child.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    os.kill(child.pid, signal.SIGKILL)
+    assert child.wait() in (-signal.SIGKILL, 0)
+    assert not build(folder, out, shard_mb=1).totals["num_rejected"]
+    assert digests(out) == digests(tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [([], "holds no records"), ([record(1, ["missing.png"])], "all 1 samples were rejected")],
+)
+def test_nothing_to_pack_is_one_clear_error(tmp_path, rows, message):
+    with pytest.raises(DataError, match=message):
+        build(write_dataset(tmp_path / "raw", rows), tmp_path / "out")

@@ -1,0 +1,114 @@
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps, PngImagePlugin
+
+from packer.images import ImageProblem, image_path, read_header
+
+PIXELS = np.random.default_rng(0).integers(0, 255, (40, 60, 3), dtype=np.uint8)
+
+
+def encode(form, orientation=None, **options):
+    buffer = io.BytesIO()
+    if orientation:
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        options["exif"] = exif
+    Image.fromarray(PIXELS).save(buffer, form, **options)
+    return buffer.getvalue()
+
+
+def decoded_size(data):
+    """As transformers' image loading sees it: upright, RGB."""
+    return ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB").size
+
+
+def write(folder, data, name="image"):
+    path = folder / name
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
+def test_size_is_that_of_the_decoded_image(tmp_path, form):
+    data = encode(form)
+    header = read_header(write(tmp_path, data))
+    assert (header.width, header.height) == decoded_size(data) == (60, 40)
+    assert header.num_bytes == len(data)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+def test_exif_orientation_is_honoured_as_the_decoder_does(tmp_path, form, orientation):
+    data = encode(form, orientation)
+    header = read_header(write(tmp_path, data))
+    assert (header.width, header.height) == decoded_size(data)
+
+
+def late_exif(data):
+    """Move the eXIf chunk of a PNG behind the pixels, where it is legal too."""
+    chunks, offset = [], 8
+    while offset < len(data):
+        end = offset + 12 + int.from_bytes(data[offset : offset + 4], "big")
+        chunks.append(data[offset:end])
+        offset = end
+    exif = [chunk for chunk in chunks if chunk[4:8] == b"eXIf"]
+    others = [chunk for chunk in chunks if chunk[4:8] != b"eXIf"]
+    return data[:8] + b"".join([*others[:-1], *exif, others[-1]])
+
+
+def test_exif_behind_the_pixels_of_a_png_counts_too(tmp_path):
+    data = late_exif(encode("PNG", 6))
+    assert decoded_size(data) == (40, 60)
+    assert read_header(write(tmp_path, data)).width == 40
+
+
+def test_orientation_in_the_xmp_text_of_a_png_counts_as_the_decoder_counts_it(tmp_path):
+    info = PngImagePlugin.PngInfo()
+    info.add_itxt("XML:com.adobe.xmp", '<x tiff:Orientation="6" />')
+    data = encode("PNG", pnginfo=info)
+    header = read_header(write(tmp_path, data))
+    assert (header.width, header.height) == decoded_size(data)
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("keep", [0.05, 0.5, 0.97])
+def test_a_file_cut_short_is_corrupt(tmp_path, form, keep):
+    data = encode(form)
+    with pytest.raises(ImageProblem, match="corrupt_image"):
+        read_header(write(tmp_path, data[: int(len(data) * keep)]))
+
+
+def test_bytes_behind_a_whole_image_do_no_harm(tmp_path):
+    for form in ("JPEG", "PNG"):
+        assert read_header(write(tmp_path, encode(form) + b"appended by a phone")).width == 60
+
+
+@pytest.mark.parametrize("data", [b"", b"not an image", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF\0\0\0\0WEBP"])
+def test_what_is_no_image_is_corrupt(tmp_path, data):
+    with pytest.raises(ImageProblem, match="corrupt_image"):
+        read_header(write(tmp_path, data))
+
+
+def test_a_decompression_bomb_is_refused_by_its_header(tmp_path):
+    data = bytearray(encode("BMP"))
+    data[18:26] = (60_000).to_bytes(4, "little") * 2
+    with pytest.raises(ImageProblem, match="too_many_pixels"):
+        read_header(write(tmp_path, bytes(data)))
+
+
+def test_missing_files_and_folders_are_missing(tmp_path):
+    for path in (tmp_path / "nothing.jpg", tmp_path, tmp_path / "a" / "b.jpg"):
+        with pytest.raises(ImageProblem, match="missing_image"):
+            read_header(path)
+
+
+@pytest.mark.parametrize(
+    ("relative", "reason"),
+    [("../x.jpg", "outside"), ("/etc/x.jpg", "outside"), ("a/../../x.jpg", "outside"), ("https://a/b.jpg", "image_url")],
+)
+def test_paths_that_leave_the_data_root_are_refused(relative, reason):
+    with pytest.raises(ImageProblem, match=reason):
+        image_path(Path("root"), relative)

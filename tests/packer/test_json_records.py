@@ -1,0 +1,118 @@
+import json
+import tracemalloc
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from balance.errors import DataError
+from packer.sources import json_records
+from packer.sources.json_records import read_json_records
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+records = st.fixed_dictionaries(
+    {"id": texts, "conversations": st.lists(st.fixed_dictionaries({"from": texts, "value": texts}), max_size=3)},
+    optional={"image": texts, "score": st.floats(allow_nan=False), "nested": st.lists(st.lists(st.integers()))},
+)
+
+
+def read(path):
+    return [(r.position, r.value, r.broken) for r in read_json_records(path)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(records, min_size=1, max_size=6),
+    st.sampled_from([None, 1, "\t"]),
+    st.booleans(),
+    st.integers(1, 64),
+    st.booleans(),
+)
+def test_any_layout_and_any_block_size_give_the_same_records(tmp_path_factory, rows, indent, ascii_only, block, bom):
+    folder = tmp_path_factory.mktemp("json")
+    dump = {"ensure_ascii": ascii_only}
+    (folder / "a.json").write_text("\ufeff" * bom + json.dumps(rows, indent=indent, **dump), "utf-8")
+    (folder / "a.jsonl").write_text("\n\n".join(json.dumps(row, **dump) for row in rows) + "\n" * bom, "utf-8")
+    expected = [(i, row, "") for i, row in enumerate(rows)]
+    original = json_records.BLOCK_BYTES
+    json_records.BLOCK_BYTES = block
+    try:
+        assert read(folder / "a.json") == expected
+        assert read(folder / "a.jsonl") == expected
+    finally:
+        json_records.BLOCK_BYTES = original
+
+
+def turns(i):
+    return {"id": str(i), "conversations": [{"from": "human", "value": f"q{i}"}, {"from": "gpt", "value": f"a{i}"}]}
+
+
+DAMAGE = {
+    "missing quote": ('"id": "3"', '"id": "3'),
+    "missing comma": ('"3", "conv', '"3" "conv'),
+    "bare word": ('"id": "3"', '"id": oops'),
+    "missing brace": ('"value": "a3"}]}', '"value": "a3"}]'),
+    "extra brace": ('"value": "a3"}]}', '"value": "a3"}]}}'),
+    "control character": ('"a3"', '"a\x01"'),
+}
+
+
+@pytest.mark.parametrize("block", [16, 1 << 20])
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("layout", ["array", "indented array", "lines"])
+def test_one_broken_record_costs_that_record(tmp_path, monkeypatch, layout, damage, block):
+    monkeypatch.setattr(json_records, "BLOCK_BYTES", block)
+    rows = [turns(i) for i in range(8)]
+    text = "\n".join(map(json.dumps, rows)) if layout == "lines" else json.dumps(rows, indent=None)
+    assert DAMAGE[damage][0] in text
+    text = text.replace(*DAMAGE[damage])
+    if layout == "indented array":
+        text = text.replace('{"id"', '\n {\n  "id"')
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    found = read(path)
+    assert [value["id"] for _, value, broken in found if not broken] == [
+        str(i) for i in range(8) if i != 3 or damage == "extra brace" and layout != "lines"
+    ]
+    broken = [message for _, _, message in found if message]
+    assert len(broken) == 1
+    assert "line " in broken[0]
+    assert [position for position, _, _ in found] == list(range(len(found)))
+
+
+def test_a_file_that_ends_early_gives_what_was_whole_and_says_so(tmp_path):
+    text = json.dumps([turns(i) for i in range(5)])
+    path = tmp_path / "a.json"
+    path.write_text(text[: text.index('"a4"')])
+    found = read(path)
+    assert [value["id"] for _, value, broken in found if not broken] == list("0123")
+    assert found[4][2] or found[-1][2]
+
+
+def test_invalid_utf8_reaches_the_record_that_holds_it_and_no_other(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_bytes(json.dumps([turns(0), turns(1), turns(2)]).encode().replace(b"q1", b"q\xff"))
+    values = [value for _, value, _ in read(path)]
+    assert values[0] == turns(0)
+    assert values[2] == turns(2)
+    assert values[1]["conversations"][0]["value"] == "q\udcff"
+
+
+@pytest.mark.parametrize(("content", "message"), [("", "is empty"), ("hello", "begins with 'h'")])
+def test_a_file_that_is_no_records_is_one_clear_error(tmp_path, content, message):
+    path = tmp_path / "a.json"
+    path.write_text(content)
+    with pytest.raises(DataError, match=message):
+        read(path)
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    path = tmp_path / "a.json"
+    row = json.dumps(turns(0) | {"filler": "x" * 2000})
+    path.write_text("[" + ",\n".join([row] * 10_000) + "]")
+    assert path.stat().st_size > 20_000_000
+    tracemalloc.start()
+    assert sum(1 for _ in read_json_records(path)) == 10_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 * json_records.BLOCK_BYTES
