@@ -209,15 +209,12 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(_fits(value, option) for option in arguments)
     if origin is Literal:
         return value in arguments
-    if origin is tuple and arguments[-1] is Ellipsis:
-        return isinstance(value, tuple) and all(_fits(item, arguments[0]) for item in value)
-    if origin is tuple:
-        return isinstance(value, tuple) and len(value) == len(arguments) and all(map(_fits, value, arguments))
-    if hint is Any:
-        return True
+    if origin is tuple and isinstance(value, tuple):
+        options = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
+        return len(value) == len(options) and all(map(_fits, value, options))
     if hint in (int, float):
         return isinstance(value, (int, hint)) and not isinstance(value, bool)
-    return isinstance(value, origin or hint)
+    return hint is Any or isinstance(value, origin or hint)
 
 
 def _frozen(value: Any) -> Any:

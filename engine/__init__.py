@@ -1,1 +1,1 @@
-"""x."""
+"""The pipeline engine: planner and runtime. Not there yet; see docs/design.md."""

@@ -37,7 +37,7 @@ class Block(nn.Module):
 
     def _attend(self, x: Tensor, lengths: list[int], positions: Tensor | None) -> Tensor:
         # (tokens, 3 * width) -> three times (heads, tokens, head width)
-        q, k, v = self.qkv(x).view(len(x), 3, HEADS, -1).permute(1, 2, 0, 3)
+        q, k, v = self.qkv(x).view(len(x), 3, HEADS, x.shape[1] // HEADS).permute(1, 2, 0, 3)
         if positions is not None:
             q, k = rotate(q, positions), rotate(k, positions)
         if len(set(lengths)) == 1:  # patches of the ViT: all sequences in one call
@@ -78,9 +78,9 @@ class VisionEncoder(nn.Module):
         for block in self.blocks:
             flat = block(flat, [GRID**2 + 1] * count, None)
         # drop the class token, then (n, 2, 2, 2, 2, width): merge the squares of each quarter
-        side = GRID // MERGE
-        grid = flat.view(count, GRID**2 + 1, -1)[:, 1:].reshape(count, side, MERGE, side, MERGE, flat.shape[-1])
-        return self.project(grid.transpose(2, 3).reshape(count * TOKENS_PER_PATCH, -1))
+        side, width = GRID // MERGE, flat.shape[1]
+        grid = flat.view(count, GRID**2 + 1, width)[:, 1:].reshape(count, side, MERGE, side, MERGE, width)
+        return self.project(grid.transpose(2, 3).reshape(count * TOKENS_PER_PATCH, MERGE**2 * width))
 
 
 class TinyVLM(nn.Module):

@@ -35,6 +35,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--micro-batches-per-step", type=int, default=1)
     args = parser.parse_args()
+    torch.set_num_threads(1)  # tensors this small lose more to threads than they gain
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
         loader = StreamingLoader(

@@ -76,7 +76,8 @@ def shift_labels(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
     >>> shift_labels(torch.tensor([-100, 5, 6, -100, 8]), torch.tensor([0, 3, 5])).tolist()
     [5, 6, -100, 8, -100]
     """
-    shifted = torch.full_like(labels, LABEL_IGNORE)
-    shifted[:-1] = labels[1:]
-    shifted[cu_seqlens[1:].long() - 1] = LABEL_IGNORE
-    return shifted
+    # with the first label of each sample gone, a plain shift carries none across a border; one more place at the end
+    # both gives the last position its -100 and takes the border behind the last sample
+    kept = torch.cat([labels, labels.new_full((1,), LABEL_IGNORE)])
+    kept[cu_seqlens.long()] = LABEL_IGNORE
+    return kept[1:]

@@ -2,7 +2,7 @@
 
 For the loader. Pixels stay uint8 from the decoder to the device: a quarter of float32's bytes through collation and
 transfer, and `normalize` afterwards takes 0.3 ms per 448 px patch on one core, where NumPy takes five times the decode.
-`cut` is Pillow's own bicubic resize plus one copy per channel (both without the GIL, so threads scale).
+`cut` is Pillow's own bicubic resize plus one copy per channel (both release the GIL).
 """
 
 from __future__ import annotations

@@ -60,9 +60,9 @@ class BuildSummary:
     rejected: dict[str, int]
     """Reason -> samples."""
     limits: Limits
-    fill: float
-    """Tokens of the groups over groups x max_seq_len."""
     added_tokens: dict[str, int]
+    id_conflicts: dict[str, tuple[int, int]]
+    """Token -> (id that the tokenizer's config declares, id that it has)."""
     seconds: dict[str, float]
     """Stage -> time."""
 
@@ -324,16 +324,14 @@ class Builder:
         ]
 
     def _summary(self, manifest: dict[str, Any], *, already_complete: bool) -> BuildSummary:
-        totals, limits = manifest["totals"], Limits(**manifest["limits"])
-        tokens = sum(totals[f"num_{kind}_tokens"] for kind in ("image", "text", "audio"))
         return BuildSummary(
             out=self.out,
             already_complete=already_complete,
-            totals=totals,
+            totals=manifest["totals"],
             rejected=count_reasons(pa.parquet.read_table(self.out / REJECTED_NAME)),
-            limits=limits,
-            fill=tokens / (totals["num_groups"] * limits.max_seq_len),
+            limits=Limits(**manifest["limits"]),
             added_tokens=manifest["tokenizer"]["added_tokens"],
+            id_conflicts=self.tokenizer.id_conflicts,
             seconds=dict(self.progress.seconds),
         )
 

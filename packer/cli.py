@@ -27,6 +27,7 @@ from packer.progress import StageProgress
 from packer.record import REASONS
 from packer.report import make_report, print_report
 from packer.report_html import write_html
+from packer.tables import REJECTED_NAME
 from packer.verify import require_intact, verify_build
 
 REPORT_NAME = "report.html"
@@ -35,11 +36,13 @@ app = typer.Typer(
     name="packer",
     help="Pack vision-language data into balanced micro-batches.\n\n"
     "Try it: packer build --dataset demo --out demo-packed",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+UsageError: Any = typer.BadParameter.__base__
+"""What typer raises for a wrong call; it has no public name there."""
+
 people = Console(stderr=True)
 """Progress and messages; standard output is for results."""
 
@@ -128,6 +131,8 @@ def build(
         return
     _print_summary(summary)
     print_report(report, Console())
+    if summary.rejected:
+        print(f"rejected, sample by sample: {summary.out / REJECTED_NAME}")
     print(f"details: {summary.out / REPORT_NAME}   check: packer verify {summary.out}")
 
 
@@ -202,12 +207,12 @@ def verify(out: BuildFolder, workers: WorkersOption = None, as_json: JsonOption 
 def main() -> None:
     """Entry point: errors for the user are one line and an exit status, never a traceback."""
     try:
-        app(standalone_mode=False)
-    except typer.Exit as leave:
-        sys.exit(leave.exit_code)
-    except typer.Abort:
-        _fail("stopped; run the same command again to continue", 130)
-    except KeyboardInterrupt:
+        if len(sys.argv) == 1:
+            sys.argv.append("--help")
+        sys.exit(app(standalone_mode=False))
+    except UsageError as error:
+        _fail(f"{error.format_message()} (packer --help, packer COMMAND --help)", 2)
+    except (typer.Abort, KeyboardInterrupt):
         _fail("stopped; run the same command again to continue", 130)
     except ConfigError as error:
         _fail(str(error), 2)
@@ -256,13 +261,11 @@ def _plain(summary: BuildSummary) -> dict[str, Any]:
 def _print_summary(summary: BuildSummary) -> None:
     if summary.already_complete:
         print(f"{summary.out} is a finished build of these settings; nothing to do (--overwrite builds it anew)")
-    totals, limits = summary.totals, summary.limits
-    print(
-        f"{totals['num_read']:,} samples read = {totals['num_packed']:,} packed in {totals['num_groups']:,} groups"
-        f" + {totals['num_rejected']:,} rejected"
-    )
-    _print_reasons(summary.rejected)
-    print(f"caps: {limits.max_seq_len:,} tokens, {limits.max_vision:,} {limits.unit}; fill {summary.fill:.1%}")
+    for token, (declared, used) in summary.id_conflicts.items():
+        print(
+            f"warning: the tokenizer's config gives {token} the id {declared}, its tokenizer.json makes it {used};"
+            " if your model was trained with the former, save the tokenizer anew from its own class first"
+        )
     if summary.added_tokens:
         added = ", ".join(f"{token} = {number}" for token, number in summary.added_tokens.items())
         print(f"tokens added to the tokenizer (resize the model's embedding): {added}")

@@ -15,6 +15,8 @@ from packer.sources.dataset import DEMO
 from packer.write import SHARD_FORMATS, ShardFormat
 
 DEMO_MODEL = "tiny"
+DEMO_MAX_SEQ_LEN = 2048
+"""Twice the longest demo sample: the cap from the data alone would leave long samples nothing to share a group with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,10 @@ class BuildConfig:
     def group_options(self) -> GroupOptions:
         """The part that decides the groups."""
         return GroupOptions(
-            seed=self.seed, max_seq_len=self.max_seq_len, max_vision=self.max_vision, iterations=self.isf_iterations
+            seed=self.seed,
+            max_seq_len=self.max_seq_len or (DEMO_MAX_SEQ_LEN if self.is_demo else None),
+            max_vision=self.max_vision,
+            iterations=self.isf_iterations,
         )
 
 

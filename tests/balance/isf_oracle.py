@@ -1,6 +1,6 @@
-"""ISF in plain Python, as one reads it in OmniBal's Algorithm 1 with the rules of `balance.isf`; written for care, not speed."""
+"""ISF in plain Python, as one reads it in OmniBal's Algorithm 1, with the rules that `balance.isf` states."""
 
-import numpy as np
+MASK = (1 << 64) - 1
 
 
 def isf_oracle(vision, tokens, limits, *, seed, iterations):
@@ -10,8 +10,8 @@ def isf_oracle(vision, tokens, limits, *, seed, iterations):
     for iteration in range(iterations):
         if not remaining:
             break
-        permutation = np.random.default_rng([seed, iteration]).permutation(len(remaining)).tolist()
-        groups = fill([remaining[i] for i in permutation], vision, tokens, limits)
+        shuffle(remaining, mix((mix(seed) + iteration) & MASK))
+        groups = fill(remaining, vision, tokens, limits)
         if best is None or len(kept) + len(groups) < len(best):
             best = kept + groups
         remaining = []
@@ -37,3 +37,16 @@ def fill(order, vision, tokens, limits):
     if group:
         groups.append(group)
     return groups
+
+
+def shuffle(values, state):
+    for last in range(len(values) - 1, 0, -1):
+        state = (state + 0x9E3779B97F4A7C15) & MASK
+        place = int((mix(state) >> 11) * 2.0**-53 * (last + 1))
+        values[place], values[last] = values[last], values[place]
+
+
+def mix(bits):
+    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & MASK
+    return bits ^ (bits >> 31)

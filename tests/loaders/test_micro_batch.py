@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,9 @@ ROOT = Path(loaders.__file__).parent.parent
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=6), max_size=6))
 def test_labels_shift_inside_each_sample_and_never_across(samples):
-    labels = torch.tensor(sum(samples, []), dtype=torch.int64)
+    labels = torch.tensor([*chain(*samples)], dtype=torch.int64)
     borders = torch.tensor([0, *(len(sample) for sample in samples)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    expected = sum(([*sample[1:], -100] if sample else [] for sample in samples), [])
+    expected = [*chain(*([*sample[1:], -100] for sample in samples if sample))]
     assert shift_labels(labels, borders).tolist() == expected
 
 

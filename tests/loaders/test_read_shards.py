@@ -1,5 +1,7 @@
 """Reading groups: what was written comes back, nothing is copied, damage is named, few shards stay open."""
 
+from itertools import chain
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -24,10 +26,10 @@ def test_a_group_comes_back_as_it_was_written(tmp_path, format):
     for number, group in enumerate(groups):
         raw = reader.read(number)
         assert raw.sample_ids == tuple(sample.sample_id for sample in group)
-        assert raw.input_ids.tolist() == sum((sample.input_ids for sample in group), [])
-        assert raw.labels.tolist() == sum((sample.labels for sample in group), [])
+        assert raw.input_ids.tolist() == [*chain(*(sample.input_ids for sample in group))]
+        assert raw.labels.tolist() == [*chain(*(sample.labels for sample in group))]
         assert np.diff(raw.cu_seqlens).tolist() == [len(sample.input_ids) for sample in group]
-        assert [bytes(image) for image in raw.images] == sum((sample.images for sample in group), [])
+        assert [bytes(image) for image in raw.images] == [*chain(*(sample.images for sample in group))]
         assert raw.image_sizes.tolist() == [[h, w] for sample in group for w, h in sample.sizes]
         assert raw.image_samples.tolist() == [place for place, s in enumerate(group) for _ in s.images]
 
@@ -55,10 +57,9 @@ def test_a_missing_or_cut_shard_is_named(tmp_path, format):
 @pytest.mark.parametrize("format", FORMATS)
 def test_overwritten_bytes_give_one_line_or_the_same_group(tmp_path, format):
     build = write_build(tmp_path / "build", group_samples(make_samples(8)), format)
-    reader, _ = open_build(build)
     shard = next((build / "shards").iterdir())
     rng = np.random.default_rng(0)
-    refused = 0
+    messages = []
     content = shard.read_bytes()
     for _ in range(60):
         damaged = bytearray(content)
@@ -68,10 +69,9 @@ def test_overwritten_bytes_give_one_line_or_the_same_group(tmp_path, format):
         try:
             open_build(build)[0].read(0)
         except DamagedShard as error:
-            refused += 1
-            assert shard.name in str(error)
-            assert "\n" not in str(error)
-    assert refused > 0
+            messages.append(str(error))
+    assert messages
+    assert all(shard.name in message and "\n" not in message for message in messages)
 
 
 def test_the_shard_unused_for_longest_is_closed_and_its_views_stay_valid(tmp_path):

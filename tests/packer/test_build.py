@@ -106,9 +106,9 @@ def test_groups_index_and_manifest_tell_the_same(built):
     manifest, index = read_manifest(built), read_index(built)
     groups = pq.read_table(built / "groups.parquet")
     ids = np.array(pq.read_table(built / "counts.parquet").column("sample_id").to_pylist())
-    assert [ids[members].tolist() for members in map(read_groups(groups).__getitem__, range(len(groups)))] == index.column(
-        "sample_ids"
-    ).to_pylist()
+    assert [
+        ids[members].tolist() for members in map(read_groups(groups).__getitem__, range(len(groups)))
+    ] == index.column("sample_ids").to_pylist()
     for name in COUNT_COLUMNS:
         assert groups.column(name).to_pylist() == index.column(name).to_pylist()
         assert sum(index.column(name).to_pylist()) == manifest["totals"][name]

@@ -107,7 +107,12 @@ def test_missing_files_and_folders_are_missing(tmp_path):
 
 @pytest.mark.parametrize(
     ("relative", "reason"),
-    [("../x.jpg", "outside"), ("/etc/x.jpg", "outside"), ("a/../../x.jpg", "outside"), ("https://a/b.jpg", "image_url")],
+    [
+        ("../x.jpg", "outside"),
+        ("/etc/x.jpg", "outside"),
+        ("a/../../x.jpg", "outside"),
+        ("https://a/b.jpg", "image_url"),
+    ],
 )
 def test_paths_that_leave_the_data_root_are_refused(relative, reason):
     with pytest.raises(ImageProblem, match=reason):

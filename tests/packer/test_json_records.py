@@ -72,7 +72,7 @@ def test_one_broken_record_costs_that_record(tmp_path, monkeypatch, layout, dama
     path.write_text(text)
     found = read(path)
     assert [value["id"] for _, value, broken in found if not broken] == [
-        str(i) for i in range(8) if i != 3 or damage == "extra brace" and layout != "lines"
+        str(i) for i in range(8) if i != 3 or (damage == "extra brace" and layout != "lines")
     ]
     broken = [message for _, _, message in found if message]
     assert len(broken) == 1

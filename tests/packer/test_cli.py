@@ -1,0 +1,177 @@
+"""The command as a person meets it: results on stdout, one clear line for a mistake, the promised exit status."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from raw_data import good_records, options, record, write_dataset, write_image
+
+from packer.cli import main
+
+
+def packer(capsys, monkeypatch, *arguments):
+    """-> (exit status, stdout, stderr)"""
+    monkeypatch.setattr(sys, "argv", ["packer", *map(str, arguments)])
+    status = 0
+    try:
+        main()
+    except SystemExit as leave:
+        status = leave.code or 0
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    return lambda *arguments: packer(capsys, monkeypatch, *arguments)
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    return write_dataset(tmp_path / "raw", good_records(tmp_path / "raw", 20))
+
+
+def build_arguments(dataset, out):
+    values = options(dataset, out)
+    return ["build", "--dataset", dataset, "--model", "tiny", "--tokenizer", values["tokenizer"], "--out", out]
+
+
+def test_build_verify_and_report_say_what_they_did(run, dataset, tmp_path):
+    out = tmp_path / "out"
+    status, printed, _ = run(*build_arguments(dataset, out), "--workers", 1)
+    assert status == 0
+    assert "20 samples read = 20 packed" in printed
+    assert (out / "report.html").exists()
+    assert run("verify", out)[0] == 0
+    status, printed, _ = run("report", out, "--dp", 2, "--json")
+    report = json.loads(printed)
+    assert status == 0
+    assert (report["num_read"], report["num_packed"], report["num_rejected"], report["dp_world_size"]) == (20, 20, 0, 2)
+    assert set(report["methods"]) >= {"random", "length_group", "device_group", "ours"}
+    status, printed, _ = run(*build_arguments(dataset, out))
+    assert status == 0
+    assert "finished build" in printed
+
+
+def test_build_as_json_is_json_alone(run, dataset, tmp_path):
+    status, printed, _ = run(*build_arguments(dataset, tmp_path / "out"), "--json", "--workers", 1)
+    assert status == 0
+    assert json.loads(printed)["totals"]["num_packed"] == 20
+
+
+def test_count_writes_the_counts_alone(run, dataset, tmp_path):
+    arguments = build_arguments(dataset, tmp_path / "out")
+    status, printed, _ = run("count", *arguments[1:], "--workers", 1, "--json")
+    assert status == 0
+    assert json.loads(printed) == {"num_read": 20, "num_counted": 20, "rejected": {}}
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["counts.parquet", "rejected.parquet"]
+    status, printed, _ = run("group", tmp_path / "out" / "counts.parquet", "--out", tmp_path / "groups", "--json")
+    assert status == 0
+    assert json.loads(printed)["num_packed"] == 20
+
+
+def test_a_toml_file_gives_options_and_the_command_line_wins(run, dataset, tmp_path):
+    config = tmp_path / "build.toml"
+    config.write_text(f'dataset = "{dataset}"\nmodel = "tiny"\nseed = 3\nworkers = 1\nshard_mb = 2\n')
+    tokenizer = options(dataset, "")["tokenizer"]
+    out = tmp_path / "out"
+    status, _, _ = run("build", "--config", config, "--tokenizer", tokenizer, "--out", out, "--seed", 5)
+    assert status == 0
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert (manifest["seed"], manifest["config"]["shard_mb"]) == (5, 2)
+
+
+def one_error_line(stderr):
+    lines = [line for line in stderr.splitlines() if line.strip()]
+    assert "Traceback" not in stderr
+    errors = [line for line in lines if "rror:" in line]
+    assert len(errors) == 1
+    return errors[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "message"),
+    [
+        ({"--dataset": "nowhere"}, 1, "no dataset 'nowhere'"),
+        ({"--model": "gpt9"}, 2, "no model preset 'gpt9'"),
+        ({"--tokenizer": "no/such/folder"}, 2, "no/such/folder"),
+        ({"--out": None}, 2, "out"),
+        ({"--model": None}, 2, "--model is missing"),
+        ({"--format": "zip"}, 2, "zip"),
+        ({"--max-seq-len": "many"}, 2, "'--max-seq-len'"),
+        ({"--config": "nowhere.toml"}, 2, "nowhere.toml"),
+        ({"--max-seq-len": "1"}, 1, "nothing to pack"),
+        ({"--data-root": "nowhere"}, 1, "no data root"),
+    ],
+)
+def test_a_wrong_call_is_one_clear_line_and_its_exit_status(run, dataset, tmp_path, change, status, message):
+    arguments = [str(a) for a in build_arguments(dataset, tmp_path / "out")]
+    given = dict(zip(arguments[1::2], arguments[2::2], strict=True)) | change
+    flat = [part for name, value in given.items() if value is not None for part in (name, value)]
+    found, _, stderr = run("build", *flat, "--workers", 1)
+    assert found == status
+    assert message in one_error_line(stderr)
+
+
+def test_a_damaged_build_fails_verification_and_names_the_shard(run, dataset, tmp_path):
+    out = tmp_path / "out"
+    run(*build_arguments(dataset, out), "--workers", 1)
+    shard = out / "shards" / "shard-00000.arrow"
+    data = bytearray(shard.read_bytes())
+    data[100] ^= 1
+    shard.write_bytes(data)
+    status, _, stderr = run("verify", out)
+    assert status == 1
+    assert "shards/shard-00000.arrow" in one_error_line(stderr)
+
+
+def test_an_output_that_cannot_be_written_is_one_line(run, dataset, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    status, _, stderr = run(*build_arguments(dataset, tmp_path / "file" / "out"), "--workers", 1)
+    assert status == 1
+    assert str(tmp_path / "file") in one_error_line(stderr)
+
+
+def test_known_datasets_say_what_is_missing_and_where_to_get_it(run, tmp_path):
+    tail = ["--model", "tiny", "--tokenizer", options(tmp_path, "")["tokenizer"], "--out", tmp_path / "out"]
+    status, _, stderr = run("build", "--dataset", "llava665k", *tail)
+    assert status == 2
+    assert "--data-root" in stderr
+    (tmp_path / "data" / "gqa" / "images").mkdir(parents=True)
+    status, _, stderr = run("build", "--dataset", "llava665k", "--data-root", tmp_path / "data", *tail)
+    assert status == 1
+    assert "llava_v1_5_mix665k.json" in stderr
+    assert "liuhaotian/LLaVA-Instruct-150K" in stderr
+    assert "images.cocodataset.org" in stderr
+    assert "gqa/images" not in stderr
+
+
+def test_llava665k_packs_data_of_its_real_layout(run, tmp_path):
+    root = tmp_path / "data"
+    folders = ["coco/train2017", "gqa/images", "ocr_vqa/images", "textvqa/train_images", "vg/VG_100K", "vg/VG_100K_2"]
+    rows = []
+    for number, folder in enumerate(folders):
+        write_image(root / folder / f"{number}.jpg", 64, 48, number)
+        rows.append(record(number, [f"{folder}/{number}.jpg"]))
+    rows.append(record("text-only") | {"model": "vicuna"})
+    (root / "llava_v1_5_mix665k.json").write_text(json.dumps(rows))
+    status, printed, _ = run(
+        "build", "--dataset", "llava665k", "--data-root", root, "--model", "llava_1_5", "--workers", 1,
+        "--tokenizer", options(root, "")["tokenizer"], "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert status == 0
+    assert "7 samples read = 7 packed" in printed
+
+
+def test_packing_and_its_help_need_no_torch():
+    script = (
+        "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None; import packer.cli, balance.isf"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_the_demo_needs_nothing_but_the_package(run, tmp_path):
+    status, printed, _ = run("build", "--dataset", "demo", "--out", tmp_path / "out")
+    assert status == 0
+    assert "1,000 samples read = 1,000 packed" in printed

@@ -1,0 +1,75 @@
+"""The real corpus of interleaved manuals: every sample accounted for, every id as transformers would feed it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from test_build import build, digests, quiet, read_samples
+from transformers import AutoTokenizer
+
+from balance.patches import plan_image
+from balance.presets import load_model, preset_names
+from packer.shards.manifest import read_manifest
+from packer.verify import verify_build
+
+SHARED = Path(__file__).parents[3] / "shared"
+MANUALS = SHARED / "corpora" / "manuals"
+QWEN = SHARED / "tokenizers" / "qwen2_5"
+
+pytestmark = pytest.mark.skipif(not MANUALS.is_dir(), reason="the manuals corpus is not here")
+
+
+def pack(out, **changes):
+    settings = {"model": "internvl_1_5", "tokenizer": str(QWEN), "workers": 1, "chunk_records": 1024}
+    return build(MANUALS, out, **settings | changes)
+
+
+@pytest.mark.parametrize("model", preset_names("models"))
+def test_every_preset_packs_or_rejects_each_of_the_samples(tmp_path, model):
+    totals = pack(tmp_path / "out", model=model).totals
+    assert totals["num_packed"] + totals["num_rejected"] == totals["num_read"] == 1795
+    assert not verify_build(tmp_path / "out", quiet(), workers=2).problems
+
+
+@pytest.mark.parametrize("shard_format", ["webdataset", "refs"])
+def test_every_format_does_and_workers_do_not_matter(tmp_path, shard_format):
+    totals = pack(tmp_path / "one", format=shard_format).totals
+    assert totals["num_packed"] + totals["num_rejected"] == 1795
+    pack(tmp_path / "two", format=shard_format, workers=2)
+    assert digests(tmp_path / "one") == digests(tmp_path / "two")
+
+
+@pytest.mark.parametrize(
+    ("model", "placeholder"),
+    [("internvl_1_5", "<img>{}</img>"), ("qwen2_vl", "<|vision_start|>{}<|vision_end|>"), ("llava_1_5", "{}")],
+)
+def test_ids_in_the_shards_equal_transformers_on_the_text_with_placeholders_written_out(tmp_path, model, placeholder):
+    pack(tmp_path / "out", model=model)
+    preset = load_model(model)
+    tokenizer = AutoTokenizer.from_pretrained(QWEN)
+    tokenizer.add_tokens([t for t in preset_tokens(preset) if t not in tokenizer.get_vocab()], special_tokens=True)
+    assert read_manifest(tmp_path / "out")["tokenizer"]["image_token_id"] == tokenizer.convert_tokens_to_ids(
+        preset.image_markup.token
+    )
+    raw = {row["id"]: row for row in json.loads((MANUALS / "annotations.json").read_text())}
+    samples = [sample for sample in read_samples(tmp_path / "out") if sample["images"]]
+    assert len(samples) > 500
+    for sample in samples[::5]:
+        sizes = zip(sample["image_widths"], sample["image_heights"], strict=True)
+        counts = iter([plan_image(preset.vision, *size).num_image_tokens for size in sizes])
+        messages = [
+            {"role": {"human": "user", "gpt": "assistant"}[turn["from"]], "content": turn["value"]}
+            for turn in raw[sample["sample_id"]]["conversations"]
+        ]
+        for message in messages:
+            pieces = message["content"].split("<image>")
+            images = [placeholder.format(preset.image_markup.token * next(counts)) for _ in pieces[1:]]
+            message["content"] = "".join(a + b for a, b in zip(pieces, [*images, ""], strict=True))
+        expected = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
+        assert sample["input_ids"] == expected
+
+
+def preset_tokens(preset):
+    return [
+        token for token in (preset.image_markup.prefix, preset.image_markup.suffix, preset.image_markup.token) if token
+    ]

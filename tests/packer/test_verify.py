@@ -1,0 +1,67 @@
+import json
+
+import pytest
+from raw_data import good_records, write_dataset
+from test_build import build, quiet
+
+from balance.errors import DamagedShard, DataError
+from packer.verify import require_intact, verify_build
+
+
+@pytest.fixture(params=["arrow", "webdataset", "refs"])
+def built(request, tmp_path):
+    folder = tmp_path / "raw"
+    build(write_dataset(folder, good_records(folder, 20)), tmp_path / "out", format=request.param)
+    return tmp_path / "out"
+
+
+def problems(out):
+    return verify_build(out, quiet(), workers=2).problems
+
+
+def test_an_intact_build_has_no_problems(built):
+    verification = verify_build(built, quiet(), workers=2)
+    require_intact(verification)
+    assert verification.num_samples == 20
+
+
+@pytest.mark.parametrize("name", ["shards/shard-00000", "index.arrow", "counts.parquet", "rejected.parquet"])
+def test_one_flipped_byte_is_found_and_its_file_named(built, name):
+    path = next(p for p in built.rglob("*") if str(p.relative_to(built)).startswith(name))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    assert [problem.split(":")[0] for problem in problems(built)] == [str(path.relative_to(built))]
+    with pytest.raises(DamagedShard, match=path.name):
+        require_intact(verify_build(built, quiet(), workers=1))
+
+
+def test_a_missing_and_a_short_shard_are_named(built):
+    path = next((built / "shards").iterdir())
+    path.write_bytes(path.read_bytes()[:-1])
+    assert path.name in problems(built)[0]
+    assert "bytes" in problems(built)[0]
+    path.unlink()
+    assert path.name in problems(built)[0]
+
+
+def test_totals_that_do_not_add_up_are_found(built):
+    path = built / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["totals"]["num_read"] += 1
+    manifest["totals"]["num_loss_tokens"] -= 1
+    path.write_text(json.dumps(manifest))
+    found = problems(built)
+    assert any("20 packed, but 21 read" in problem for problem in found)
+    assert any("num_loss_tokens" in problem for problem in found)
+
+
+def test_no_build_an_unfinished_one_and_a_foreign_manifest_are_clear_errors(built, tmp_path):
+    with pytest.raises(DataError, match="no such folder"):
+        problems(tmp_path / "nothing")
+    (built / "manifest.json").write_text('{"format_version": 99}')
+    with pytest.raises(DataError, match="format version 99"):
+        problems(built)
+    (built / "manifest.json").unlink()
+    with pytest.raises(DataError, match="not finished"):
+        problems(built)
