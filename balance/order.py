@@ -46,7 +46,7 @@ def choose_order(num_groups: int) -> OrderConfig:
     """The largest block that leaves an epoch 32 blocks, and at least two blocks per lane.
 
     Large blocks keep micro-batches of many ranks inside one block: at 336,000 groups and dp 512, blocks of 384 give a
-    dist ratio of .066, of 1,536 .0006, and with 31 lanes the larger block drifts no more than the smaller one.
+    dist ratio of .066, of 1,536 .0005, and with 31 lanes the larger block drifts no more than the smaller one.
 
     >>> choose_order(9_468)
     OrderConfig(block_size=192, num_lanes=25)

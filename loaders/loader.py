@@ -161,7 +161,7 @@ class StreamingLoader:
 
     def _num_steps(self, num_groups: int) -> int:
         step_groups = self._dp_world_size * self._micro_batches
-        return num_groups // step_groups if self._remainder == "drop" else num_groups // step_groups + 1
+        return num_groups // step_groups if self._remainder == "drop" else -(-num_groups // step_groups)
 
     def _load_step(self, stream: GroupStream) -> list[MicroBatch]:
         """The next step of `stream`, which it moves: of each micro-batch the group at this rank's place."""

@@ -40,6 +40,7 @@ from packer.tables import (
     REJECTED_NAME,
     counts_arrays,
     groups_table,
+    read_table,
     reject_rows,
     split_staged,
     write_table,
@@ -57,14 +58,23 @@ class BuildSummary:
     out: Path
     already_complete: bool
     totals: dict[str, int]
-    rejected: dict[str, int]
-    """Reason -> samples."""
+    rejected: dict[str, Rejection]
+    """Reason -> how many samples and the first of them."""
     limits: Limits
     added_tokens: dict[str, int]
     id_conflicts: dict[str, tuple[int, int]]
     """Token -> (id that the tokenizer's config declares, id that it has)."""
     seconds: dict[str, float]
     """Stage -> time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """The samples that were rejected for one reason."""
+
+    number: int
+    first: str
+    """Id of the first of them, and the particulars."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +118,8 @@ class Builder:
 
     def count(self) -> tuple[pa.Table, pa.Table]:
         """Only count: leaves counts.parquet and rejected.parquet; -> both."""
+        if (self.out / MANIFEST_NAME).exists():
+            raise ConfigError(f"{self.out} holds a finished build: choose another --out")
         dataset = self._open()
         counts, rejected = self._count(dataset)
         write_table(rejected, self.out / REJECTED_NAME)
@@ -138,8 +150,8 @@ class Builder:
 
     def _open(self) -> Dataset:
         """Find the dataset and make sure that what is staged belongs to this very build."""
-        self.staging.mkdir(parents=True, exist_ok=True)
         dataset = self._demo() if self.config.is_demo else self._find()
+        self.staging.mkdir(parents=True, exist_ok=True)
         state = dataset.annotations.stat()
         identity = {
             "settings": self.settings(dataset.name),
@@ -210,7 +222,7 @@ class Builder:
 
     def _group(self, table: pa.Table, rejected: pa.Table) -> Grouping:
         if len(table) == 0:
-            raise DataError(f"nothing to pack: all {len(rejected)} samples were rejected ({_reasons(rejected)})")
+            raise _nothing_to_pack(rejected)
         with self.progress.stage("group", None) as stage:
             counts = counts_arrays(table)
             grouping = group_counts(
@@ -221,8 +233,7 @@ class Builder:
             )
             stage.count(len(counts))
         if len(grouping.groups) == 0:
-            everything = pa.concat_tables([rejected, reject_rows(table, grouping.over)])
-            raise DataError(f"nothing to pack: all {len(everything)} samples were rejected ({_reasons(everything)})")
+            raise _nothing_to_pack(pa.concat_tables([rejected, reject_rows(table, grouping.over)]))
         write_table(groups_table(grouping.groups, counts), self.out / GROUPS_NAME)
         return grouping
 
@@ -328,7 +339,7 @@ class Builder:
             out=self.out,
             already_complete=already_complete,
             totals=manifest["totals"],
-            rejected=count_reasons(pa.parquet.read_table(self.out / REJECTED_NAME)),
+            rejected=summarise_rejected(read_table(self.out / REJECTED_NAME)),
             limits=Limits(**manifest["limits"]),
             added_tokens=manifest["tokenizer"]["added_tokens"],
             id_conflicts=self.tokenizer.id_conflicts,
@@ -336,13 +347,19 @@ class Builder:
         )
 
 
-def count_reasons(rejected: pa.Table) -> dict[str, int]:
-    """Reason -> number of rejected samples, most frequent first."""
-    return dict(Counter(rejected.column("reason").to_pylist()).most_common())
+def summarise_rejected(rejected: pa.Table) -> dict[str, Rejection]:
+    """Reason -> rejected samples, most frequent first."""
+    reasons = rejected.column("reason").to_pylist()
+    summary = {}
+    for reason, number in Counter(reasons).most_common():
+        first = rejected.slice(reasons.index(reason), 1).to_pylist()[0]
+        summary[reason] = Rejection(number, f"{first['sample_id']}: {first['detail']}")
+    return summary
 
 
-def _reasons(rejected: pa.Table) -> str:
-    return ", ".join(f"{reason}: {number}" for reason, number in count_reasons(rejected).items())
+def _nothing_to_pack(rejected: pa.Table) -> DataError:
+    reasons = [f"{r.number} {reason}, first {r.first}" for reason, r in summarise_rejected(rejected).items()]
+    return DataError(f"nothing to pack: all {len(rejected)} samples were rejected ({'; '.join(reasons)})")
 
 
 def _count_chunk(job: _Job) -> Path:

@@ -18,7 +18,7 @@ from rich.markup import escape
 
 from balance.errors import ConfigError, IsobatchError
 from balance.presets import preset_names
-from packer.build import Builder, BuildSummary, count_reasons
+from packer.build import Builder, BuildSummary, Rejection, summarise_rejected
 from packer.config import BuildConfig, load_config
 from packer.executor import default_workers
 from packer.group import GroupOptions
@@ -131,8 +131,7 @@ def build(
         return
     _print_summary(summary)
     print_report(report, Console())
-    if summary.rejected:
-        print(f"rejected, sample by sample: {summary.out / REJECTED_NAME}")
+    _print_rejected(summary.rejected, summary.out)
     print(f"details: {summary.out / REPORT_NAME}   check: packer verify {summary.out}")
 
 
@@ -150,13 +149,15 @@ def count(
     as_json: JsonOption = False,
 ) -> None:
     """Only count: patches and tokens of every sample, as counts.parquet (and rejected.parquet)."""
-    counts, rejected = _builder(config, locals()).count()
-    reasons = count_reasons(rejected)
+    builder = _builder(config, locals())
+    counts, rejected = builder.count()
+    reasons = summarise_rejected(rejected)
     if as_json:
-        print(json.dumps({"num_read": len(counts) + len(rejected), "num_counted": len(counts), "rejected": reasons}))
+        numbers = {reason: entry.number for reason, entry in reasons.items()}
+        print(json.dumps({"num_read": len(counts) + len(rejected), "num_counted": len(counts), "rejected": numbers}))
         return
     print(f"{len(counts) + len(rejected):,} samples read = {len(counts):,} counted + {len(rejected):,} rejected")
-    _print_reasons(reasons)
+    _print_rejected(reasons, builder.out)
 
 
 @app.command()
@@ -271,9 +272,12 @@ def _print_summary(summary: BuildSummary) -> None:
         print(f"tokens added to the tokenizer (resize the model's embedding): {added}")
 
 
-def _print_reasons(reasons: dict[str, int]) -> None:
-    for reason, number in reasons.items():
-        print(f"  {number:,} {reason}: {REASONS.get(reason, reason)}")
+def _print_rejected(reasons: dict[str, Rejection], out: Path) -> None:
+    """One line per reason, with the first sample that it met."""
+    for reason, entry in reasons.items():
+        print(f"  rejected {entry.number:,}, {reason}: {REASONS.get(reason, reason)}; first: {entry.first}")
+    if reasons:
+        print(f"  all of them: {out / REJECTED_NAME}")
 
 
 def _fail(message: str, status: int) -> None:
