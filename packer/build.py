@@ -6,12 +6,9 @@ shards) is found again and not done twice; the result is the same, byte for byte
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,20 +17,22 @@ import numpy as np
 import pyarrow as pa
 
 from balance.errors import ConfigError, DataError
-from balance.presets import ModelPreset, load_model, model_to_dict
-from balance.records import COUNT_COLUMNS, Groups, Limits
+from balance.presets import load_model
+from balance.records import Groups, Limits
 from packer.config import DEMO_MODEL, BuildConfig
 from packer.count import CountTask, sample_counter
-from packer.demo import demo_tokenizer_path, write_demo
+from packer.demo import DEMO_SAMPLES, demo_tokenizer_path, write_demo
 from packer.executor import map_ordered
 from packer.group import Grouping, group_counts
+from packer.output import DEMO_FOLDER, INDEX_NAME, BuildIdentity, clear
 from packer.progress import StageProgress
 from packer.record import RawRecord
 from packer.shards.index import merge_index, read_lost
-from packer.shards.manifest import MANIFEST_NAME, describe_file, hash_json, read_manifest, write_manifest
+from packer.shards.manifest import MANIFEST_NAME, write_manifest
 from packer.sources.dataset import Dataset, find_dataset
 from packer.sources.json_records import read_json_records
 from packer.staging import merge_parts, part_path, part_sizes, write_part
+from packer.summary import BuildSummary, nothing_to_pack, summarise_rejected
 from packer.tables import (
     COUNTS_NAME,
     GROUPS_NAME,
@@ -46,43 +45,14 @@ from packer.tables import (
     write_table,
 )
 from packer.text import ChatTokenizer
-from packer.write import WriteTask, index_part, plan_shards, shard_name, write_shard
-
-INDEX_NAME = "index.arrow"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuildSummary:
-    """What a build did, for the last lines that a person reads."""
-
-    out: Path
-    already_complete: bool
-    totals: dict[str, int]
-    rejected: dict[str, Rejection]
-    """Reason -> how many samples and the first of them."""
-    limits: Limits
-    added_tokens: dict[str, int]
-    id_conflicts: dict[str, tuple[int, int]]
-    """Token -> (id that the tokenizer's config declares, id that it has)."""
-    seconds: dict[str, float]
-    """Stage -> time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rejection:
-    """The samples that were rejected for one reason."""
-
-    number: int
-    first: str
-    """Id of the first of them, and the particulars."""
+from packer.write import WriteTask, index_part, plan_shards, write_shard
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One chunk to count."""
+    """One chunk to count; no records when its part is already there."""
 
     task: CountTask
-    chunk: int
     records: list[RawRecord]
     part: Path
 
@@ -95,80 +65,38 @@ class Builder:
         self.progress = progress
         self.out = Path(config.out)
         self.staging = self.out / "staging"
-        self.model: ModelPreset = load_model(config.model or DEMO_MODEL)
-        self._tokenizer_path = config.tokenizer or str(demo_tokenizer_path())
+        self.model = load_model(config.model or DEMO_MODEL)
+        self.tokenizer_path = config.tokenizer or str(demo_tokenizer_path())
         self.tokenizer = ChatTokenizer.load(
-            self._tokenizer_path, self.model.image_markup, chat_template=config.chat_template
+            self.tokenizer_path, self.model.image_markup, chat_template=config.chat_template
         )
-
-    # -- the two commands ---------------------------------------------------------------------------------------------
+        self.identity = BuildIdentity(config, self.model, self.tokenizer)
 
     def build(self, *, overwrite: bool = False) -> BuildSummary:
-        """All stages, up to the manifest. Raises DataError when nothing can be packed or the output is another
-        build."""
+        """All stages, up to the manifest. DataError when nothing can be packed, or the output is another build's."""
         if overwrite:
-            _clear(self.out)
+            clear(self.out)
         elif (self.out / MANIFEST_NAME).exists():
-            return self._summary(self._finished_manifest(), already_complete=True)
+            return self._summary(self.identity.require_same(self.out), already_complete=True)
         dataset = self._open()
         counts, rejected = self._count(dataset)
         grouping = self._group(counts, rejected)
-        shards = self._write(dataset, grouping, counts)
-        return self._finish(dataset, grouping, counts, rejected, shards)
+        num_shards = self._write(dataset, grouping, counts)
+        return self._finish(dataset, grouping, counts, rejected, num_shards)
 
     def count(self) -> tuple[pa.Table, pa.Table]:
         """Only count: leaves counts.parquet and rejected.parquet; -> both."""
         if (self.out / MANIFEST_NAME).exists():
             raise ConfigError(f"{self.out} holds a finished build: choose another --out")
-        dataset = self._open()
-        counts, rejected = self._count(dataset)
+        counts, rejected = self._count(self._open())
         write_table(rejected, self.out / REJECTED_NAME)
         shutil.rmtree(self.staging)
         return counts, rejected
 
-    # -- identity -----------------------------------------------------------------------------------------------------
-
-    def settings(self, dataset_name: str) -> dict[str, Any]:
-        """What decides the bytes of a build, without paths of this machine."""
-        return {
-            "dataset": dataset_name,
-            "format": self.config.format,
-            "shard_mb": self.config.shard_mb,
-            "image_check": "header and tail; PNG checksums when written",
-            **asdict(self.config.group_options),
-        }
-
-    def _finished_manifest(self) -> dict[str, Any]:
-        manifest = read_manifest(self.out)
-        settings = self.settings(manifest["config"].get("dataset", ""))
-        same = manifest["config"] == settings and manifest["model"] == json.loads(json.dumps(model_to_dict(self.model)))
-        if not same or manifest["tokenizer"]["hash"] != self.tokenizer.hash:
-            raise DataError(
-                f"{self.out} is a finished build with other settings: choose another --out, or add --overwrite"
-            )
-        return manifest
-
     def _open(self) -> Dataset:
         """Find the dataset and make sure that what is staged belongs to this very build."""
         dataset = self._demo() if self.config.is_demo else self._find()
-        self.staging.mkdir(parents=True, exist_ok=True)
-        state = dataset.annotations.stat()
-        identity = {
-            "settings": self.settings(dataset.name),
-            "model": model_to_dict(self.model),
-            "tokenizer": self.tokenizer.hash,
-            "annotations": [str(dataset.annotations.resolve()), state.st_size, state.st_mtime_ns],
-            "data_root": str(dataset.data_root.resolve()),
-            "chunk_records": self.config.chunk_records,
-        }
-        marker = self.staging / "build.json"
-        if not marker.exists():
-            marker.write_text(json.dumps(identity, indent=1), "utf-8")
-        elif json.loads(marker.read_text("utf-8")) != json.loads(json.dumps(identity)):
-            raise DataError(
-                f"{self.out} holds an unfinished build of other data or settings: finish that one,"
-                " choose another --out, or add --overwrite"
-            )
+        self.identity.claim(self.staging, dataset)
         return dataset
 
     def _find(self) -> Dataset:
@@ -176,14 +104,13 @@ class Builder:
         return find_dataset(self.config.dataset, root, fetch=self.config.fetch_annotations)
 
     def _demo(self) -> Dataset:
-        folder = Path(self.config.data_root) if self.config.data_root else self.out / "source"
-        if not (folder / "annotations.json").exists():
+        folder = Path(self.config.data_root) if self.config.data_root else self.out / DEMO_FOLDER
+        annotations = folder / "annotations.json"
+        if not annotations.exists():
             with self.progress.stage("draw", None, unit="demo samples") as stage:
                 write_demo(folder)
-                stage.count(1000)
-        return Dataset(name="demo", annotations=folder / "annotations.json", data_root=folder)
-
-    # -- stages -------------------------------------------------------------------------------------------------------
+                stage.count(DEMO_SAMPLES)
+        return Dataset(name="demo", annotations=annotations, data_root=folder)
 
     def _count(self, dataset: Dataset) -> tuple[pa.Table, pa.Table]:
         samples = self.staging / "samples.arrow"
@@ -199,7 +126,7 @@ class Builder:
             source=dataset.name,
             data_root=str(dataset.data_root),
             model=self.model,
-            tokenizer=self._tokenizer_path,
+            tokenizer=self.tokenizer_path,
             chat_template=self.config.chat_template,
         )
         parts = []
@@ -217,12 +144,12 @@ class Builder:
         chunk = 0
         while batch := list(islice(records, self.config.chunk_records)):
             part = part_path(self.staging, chunk)
-            yield _Job(task, chunk, [] if part.exists() else batch, part)
+            yield _Job(task, [] if part.exists() else batch, part)
             chunk += 1
 
     def _group(self, table: pa.Table, rejected: pa.Table) -> Grouping:
         if len(table) == 0:
-            raise _nothing_to_pack(rejected)
+            raise nothing_to_pack(rejected)
         with self.progress.stage("group", None) as stage:
             counts = counts_arrays(table)
             grouping = group_counts(
@@ -233,15 +160,17 @@ class Builder:
             )
             stage.count(len(counts))
         if len(grouping.groups) == 0:
-            raise _nothing_to_pack(pa.concat_tables([rejected, reject_rows(table, grouping.over)]))
+            raise nothing_to_pack(pa.concat_tables([rejected, reject_rows(table, grouping.over)]))
         write_table(groups_table(grouping.groups, counts), self.out / GROUPS_NAME)
         return grouping
 
     def _write(self, dataset: Dataset, grouping: Grouping, counts: pa.Table) -> int:
+        """Write the shards; -> how many."""
         for folder in (self.out / "shards", self.staging / "index"):
             folder.mkdir(exist_ok=True)
+        groups = grouping.groups
         plan = plan_shards(
-            grouping.groups,
+            groups,
             counts.column("seq_len").to_numpy(),
             counts.column("image_bytes").to_numpy() * (self.config.format != "refs"),
             shard_bytes=self.config.shard_mb << 20,
@@ -250,7 +179,7 @@ class Builder:
             WriteTask(
                 shard=shard,
                 first_group=first,
-                groups=grouping.groups.take(np.arange(first, last)),
+                groups=groups.take(np.arange(first, last)),
                 format=self.config.format,
                 out=str(self.out),
                 data_root=str(dataset.data_root),
@@ -262,77 +191,28 @@ class Builder:
             for shard in map_ordered(write_shard, tasks, workers=min(self.config.workers, len(plan))):
                 stage.advance(1)
                 first, last = plan[shard]
-                stage.count(int(grouping.groups.offsets[last] - grouping.groups.offsets[first]))
+                stage.count(int(groups.offsets[last] - groups.offsets[first]))
         return len(plan)
 
     def _finish(
-        self, dataset: Dataset, grouping: Grouping, table: pa.Table, rejected: pa.Table, num_shards: int
+        self, dataset: Dataset, grouping: Grouping, counts: pa.Table, rejected: pa.Table, num_shards: int
     ) -> BuildSummary:
+        """Index, final tables and manifest."""
         with self.progress.stage("finish", None, unit="shards") as stage:
             parts = [index_part(self.out, shard) for shard in range(num_shards)]
             lost = [row for part in parts for row in read_lost(part)]
-            rejected = pa.concat_tables([rejected, reject_rows(table, [*grouping.over, *lost])])
+            num_read = len(counts) + len(rejected)
+            rejected = pa.concat_tables([rejected, reject_rows(counts, [*grouping.over, *lost])])
             write_table(rejected.sort_by("position"), self.out / REJECTED_NAME)
-            groups = _without(grouping.groups, [row for row, _, _ in lost])
             if lost:
-                write_table(groups_table(groups, counts_arrays(table)), self.out / GROUPS_NAME)
+                groups = _without(grouping.groups, [row for row, _, _ in lost])
+                write_table(groups_table(groups, counts_arrays(counts)), self.out / GROUPS_NAME)
             index = merge_index(parts, self.out / INDEX_NAME)
-            manifest = self._manifest(
-                dataset, grouping, index, len(table) - len(grouping.over) + len(rejected) - len(lost)
-            )
+            manifest = self.identity.manifest(self.out, dataset, grouping, index, num_read)
             write_manifest(self.out, manifest)
             shutil.rmtree(self.staging)
             stage.count(num_shards)
         return self._summary(manifest, already_complete=False)
-
-    def _manifest(self, dataset: Dataset, grouping: Grouping, index: pa.Table, num_read: int) -> dict[str, Any]:
-        settings = self.settings(dataset.name)
-        sums = {
-            name: int(np.sum(index.column(name).to_numpy(), dtype=np.int64)) for name in ("num_samples", *COUNT_COLUMNS)
-        }
-        num_packed = sums.pop("num_samples")
-        totals = {
-            "num_read": num_read,
-            "num_packed": num_packed,
-            "num_rejected": num_read - num_packed,
-            "num_groups": len(index),
-            **sums,
-        }
-        return {
-            "isobatch_version": version("isobatch"),
-            "format": self.config.format,
-            "config": settings,
-            "config_hash": hash_json([settings, model_to_dict(self.model), self.tokenizer.hash]),
-            "model": model_to_dict(self.model),
-            "tokenizer": {
-                "hash": self.tokenizer.hash,
-                "image_token_id": self.tokenizer.image_token_id,
-                "vocab_size": self.tokenizer.vocab_size,
-                "added_tokens": self.tokenizer.added_tokens,
-            },
-            "limits": asdict(grouping.limits),
-            "seed": self.config.seed,
-            "order": asdict(grouping.order),
-            "totals": totals,
-            "shards": self._describe_shards(index),
-            "files": [describe_file(self.out, name) for name in (INDEX_NAME, COUNTS_NAME, GROUPS_NAME, REJECTED_NAME)],
-            **({"data_root": str(dataset.data_root.resolve())} if self.config.format == "refs" else {}),
-        }
-
-    def _describe_shards(self, index: pa.Table) -> list[dict[str, Any]]:
-        shard = index.column("shard").to_numpy()
-        samples = index.column("num_samples").to_numpy()
-        num_shards = int(shard.max()) + 1
-        num_groups = np.bincount(shard, minlength=num_shards)
-        num_samples = np.bincount(shard, weights=samples, minlength=num_shards).astype(int)
-        return [
-            {
-                **describe_file(self.out, shard_name(number, self.config.format)),
-                "num_groups": int(num_groups[number]),
-                "num_samples": int(num_samples[number]),
-            }
-            for number in range(num_shards)
-        ]
 
     def _summary(self, manifest: dict[str, Any], *, already_complete: bool) -> BuildSummary:
         return BuildSummary(
@@ -347,21 +227,6 @@ class Builder:
         )
 
 
-def summarise_rejected(rejected: pa.Table) -> dict[str, Rejection]:
-    """Reason -> rejected samples, most frequent first."""
-    reasons = rejected.column("reason").to_pylist()
-    summary = {}
-    for reason, number in Counter(reasons).most_common():
-        first = rejected.slice(reasons.index(reason), 1).to_pylist()[0]
-        summary[reason] = Rejection(number, f"{first['sample_id']}: {first['detail']}")
-    return summary
-
-
-def _nothing_to_pack(rejected: pa.Table) -> DataError:
-    reasons = [f"{r.number} {reason}, first {r.first}" for reason, r in summarise_rejected(rejected).items()]
-    return DataError(f"nothing to pack: all {len(rejected)} samples were rejected ({'; '.join(reasons)})")
-
-
 def _count_chunk(job: _Job) -> Path:
     if job.records:
         write_part(job.part, sample_counter(job.task).count(job.records))
@@ -373,35 +238,4 @@ def _without(groups: Groups, lost: list[int]) -> Groups:
     keep = ~np.isin(groups.samples, lost)
     group_of = np.repeat(np.arange(len(groups)), groups.sizes)[keep]
     sizes = np.bincount(group_of, minlength=len(groups))
-    sizes = sizes[sizes > 0]
-    return Groups(groups.samples[keep], np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
-
-
-def _clear(out: Path) -> None:
-    """Remove what a build made, and only that: --overwrite must not delete a folder that was given by mistake."""
-    known = {
-        MANIFEST_NAME,
-        INDEX_NAME,
-        COUNTS_NAME,
-        GROUPS_NAME,
-        REJECTED_NAME,
-        "shards",
-        "staging",
-        "report.html",
-        "source",
-    }
-    if not out.exists():
-        return
-    strangers = sorted(path.name for path in out.iterdir() if path.name not in known)
-    if strangers:
-        raise ConfigError(
-            f"--overwrite: {out} also holds {', '.join(strangers[:5])}, which no build made; nothing was removed"
-        )
-    # the manifest first: without it the rest is an unfinished build, whatever happens now
-    (out / MANIFEST_NAME).unlink(missing_ok=True)
-    for name in known:
-        path = out / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+    return Groups(groups.samples[keep], np.concatenate([[0], np.cumsum(sizes[sizes > 0])]).astype(np.int64))

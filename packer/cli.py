@@ -18,19 +18,19 @@ from rich.markup import escape
 
 from balance.errors import ConfigError, IsobatchError
 from balance.presets import preset_names
-from packer.build import Builder, BuildSummary, Rejection, summarise_rejected
+from packer.build import Builder
 from packer.config import BuildConfig, load_config
 from packer.executor import default_workers
 from packer.group import GroupOptions
 from packer.lengths import group_files
+from packer.output import REPORT_NAME
 from packer.progress import StageProgress
 from packer.record import REASONS
 from packer.report import make_report, print_report
 from packer.report_html import write_html
+from packer.summary import BuildSummary, Rejection, summarise_rejected
 from packer.tables import REJECTED_NAME
 from packer.verify import require_intact, verify_build
-
-REPORT_NAME = "report.html"
 
 app = typer.Typer(
     name="packer",

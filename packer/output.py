@@ -1,0 +1,163 @@
+"""The output directory of a build: whose it is, what may be removed, and the manifest that completes it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from balance.errors import ConfigError, DataError
+from balance.presets import ModelPreset, model_to_dict
+from balance.records import COUNT_COLUMNS
+from packer.config import BuildConfig
+from packer.group import Grouping
+from packer.shards.manifest import MANIFEST_NAME, describe_file, hash_json, read_manifest
+from packer.sources.dataset import Dataset
+from packer.tables import COUNTS_NAME, GROUPS_NAME, REJECTED_NAME
+from packer.text import ChatTokenizer
+from packer.write import shard_name
+
+INDEX_NAME = "index.arrow"
+REPORT_NAME = "report.html"
+DEMO_FOLDER = "source"
+
+_MADE_BY_A_BUILD = frozenset(
+    {MANIFEST_NAME, INDEX_NAME, COUNTS_NAME, GROUPS_NAME, REJECTED_NAME, REPORT_NAME, DEMO_FOLDER, "shards", "staging"}
+)
+
+
+class BuildIdentity:
+    """What decides the bytes of a build: settings, model and tokenizer."""
+
+    def __init__(self, config: BuildConfig, model: ModelPreset, tokenizer: ChatTokenizer) -> None:
+        self.config = config
+        self.model = _plain(model_to_dict(model))
+        self.tokenizer = tokenizer
+
+    def settings(self, dataset_name: str) -> dict[str, Any]:
+        """The settings, without paths of this machine."""
+        return {
+            "dataset": dataset_name,
+            "format": self.config.format,
+            "shard_mb": self.config.shard_mb,
+            **asdict(self.config.group_options),
+        }
+
+    def require_same(self, out: Path) -> dict[str, Any]:
+        """The manifest of a finished build; raises DataError if that build is not this one."""
+        manifest = read_manifest(out)
+        same = (
+            manifest["config"] == self.settings(manifest["config"].get("dataset", ""))
+            and manifest["model"] == self.model
+            and manifest["tokenizer"]["hash"] == self.tokenizer.hash
+        )
+        if not same:
+            raise DataError(f"{out} is a finished build with other settings: choose another --out, or add --overwrite")
+        return manifest
+
+    def claim(self, staging: Path, dataset: Dataset) -> None:
+        """Mark staged work as this build's; raises DataError if it is another's."""
+        state = dataset.annotations.stat()
+        identity = {
+            "settings": self.settings(dataset.name),
+            "model": self.model,
+            "tokenizer": self.tokenizer.hash,
+            "annotations": [str(dataset.annotations.resolve()), state.st_size, state.st_mtime_ns],
+            "data_root": str(dataset.data_root.resolve()),
+            "chunk_records": self.config.chunk_records,
+        }
+        marker = staging / "build.json"
+        if not marker.exists():
+            staging.mkdir(parents=True, exist_ok=True)
+            temporary = marker.with_suffix(".tmp")
+            temporary.write_text(json.dumps(identity, indent=1), "utf-8")
+            temporary.replace(marker)
+        elif json.loads(marker.read_text("utf-8")) != _plain(identity):
+            raise DataError(
+                f"{staging.parent} holds an unfinished build of other data or settings: finish that one,"
+                " choose another --out, or add --overwrite"
+            )
+
+    def manifest(
+        self, out: Path, dataset: Dataset, grouping: Grouping, index: pa.Table, num_read: int
+    ) -> dict[str, Any]:
+        """The manifest of the files that now lie in `out`."""
+        settings = self.settings(dataset.name)
+        return {
+            "isobatch_version": version("isobatch"),
+            "format": self.config.format,
+            "config": settings,
+            "config_hash": hash_json([settings, self.model, self.tokenizer.hash]),
+            "model": self.model,
+            "tokenizer": {
+                "hash": self.tokenizer.hash,
+                "image_token_id": self.tokenizer.image_token_id,
+                "vocab_size": self.tokenizer.vocab_size,
+                "added_tokens": self.tokenizer.added_tokens,
+            },
+            "limits": asdict(grouping.limits),
+            "seed": self.config.seed,
+            "order": asdict(grouping.order),
+            "totals": _totals(index, num_read),
+            "shards": _describe_shards(out, index, self.config),
+            "files": [describe_file(out, name) for name in (INDEX_NAME, COUNTS_NAME, GROUPS_NAME, REJECTED_NAME)],
+            **({"data_root": str(dataset.data_root.resolve())} if self.config.format == "refs" else {}),
+        }
+
+
+def clear(out: Path) -> None:
+    """Remove what a build made, and only that: --overwrite must not delete a folder that was given by mistake."""
+    if not out.exists():
+        return
+    strangers = sorted(path.name for path in out.iterdir() if path.name not in _MADE_BY_A_BUILD)
+    if strangers:
+        raise ConfigError(
+            f"--overwrite: {out} also holds {', '.join(strangers[:5])}, which no build made; nothing was removed"
+        )
+    # the manifest first: without it the rest is an unfinished build, whatever happens now
+    (out / MANIFEST_NAME).unlink(missing_ok=True)
+    for path in out.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """As JSON would give it back: tuples as lists."""
+    plain: dict[str, Any] = json.loads(json.dumps(values))
+    return plain
+
+
+def _totals(index: pa.Table, num_read: int) -> dict[str, int]:
+    sums = {
+        name: int(np.sum(index.column(name).to_numpy(), dtype=np.int64)) for name in ("num_samples", *COUNT_COLUMNS)
+    }
+    num_packed = sums.pop("num_samples")
+    return {
+        "num_read": num_read,
+        "num_packed": num_packed,
+        "num_rejected": num_read - num_packed,
+        "num_groups": len(index),
+        **sums,
+    }
+
+
+def _describe_shards(out: Path, index: pa.Table, config: BuildConfig) -> list[dict[str, Any]]:
+    shard = index.column("shard").to_numpy()
+    num_groups = np.bincount(shard)
+    num_samples = np.bincount(shard, weights=index.column("num_samples").to_numpy()).astype(int)
+    return [
+        {
+            **describe_file(out, shard_name(number, config.format)),
+            "num_groups": int(num_groups[number]),
+            "num_samples": int(num_samples[number]),
+        }
+        for number in range(len(num_groups))
+    ]
