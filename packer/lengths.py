@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from balance.errors import ConfigError, DataError
-from balance.records import COUNT_COLUMNS
 from packer.group import Grouping, GroupOptions, group_counts
 from packer.progress import StageProgress
 from packer.shards.manifest import MANIFEST_NAME
@@ -61,48 +62,80 @@ def group_files(
 
 
 def read_lengths(path: Path) -> pa.Table:
-    """A counts table from counts.parquet or from an OmniBal length file (`vit_num`, `token_num`, `image_flags`)."""
+    """A counts table from counts.parquet, or from an OmniBal length file or a meta file that names several of them.
+
+    A length file lists `{"vit_num", "token_num", "image_flags"}` per sample; a meta file maps the name of each dataset
+    to `{"token_lengths": path}`, the path being relative to the working directory or to the meta file.
+    """
     if path.suffix == ".parquet":
         table = read_table(path)
-        missing = [name for name in ("sample_id", *COUNT_COLUMNS) if name not in table.column_names]
+        missing = [name for name in COUNTS_SCHEMA.names if name not in table.column_names]
         if missing:
             raise DataError(f"{path}: no column {', '.join(missing)}; is it a counts.parquet of `packer count`?")
         return table.select(COUNTS_SCHEMA.names).cast(COUNTS_SCHEMA)
+    value = _read_json(path)
+    if isinstance(value, dict):
+        return pa.concat_tables([_from_omnibal(name, *_named_file(path, name, entry)) for name, entry in value.items()])
+    return _from_omnibal(path.stem, path, value)
+
+
+def _read_json(path: Path) -> object:
     try:
-        rows = json.loads(path.read_text("utf-8"))
+        return json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise DataError(f"{path}: not valid JSON: {error}") from None
-    return _from_omnibal(path, rows)
 
 
-def _from_omnibal(path: Path, rows: object) -> pa.Table:
-    columns: dict[str, list[int]] = {"vit_num": [], "token_num": [], "image_flags": []}
+def _named_file(meta: Path, name: str, entry: object) -> tuple[Path, object]:
+    given = entry.get("token_lengths") if isinstance(entry, dict) else None
+    if not isinstance(given, str):
+        raise DataError(f"{meta}: dataset {name!r} has no `token_lengths`: the path of its length file")
+    # the authors' own files are relative to where their script runs, copies of them often to the meta file
+    places = [Path(given), meta.parent / given, meta.parent / Path(given).name]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        raise DataError(f"{meta}: dataset {name!r}: no file {given}, neither here nor beside the meta file")
+    return found, _read_json(found)
+
+
+def _from_omnibal(source: str, path: Path, rows: object) -> pa.Table:
     if not isinstance(rows, list):
         raise DataError(f"{path}: expected a list of samples with vit_num, token_num and image_flags")
-    for number, row in enumerate(rows):
-        for name, values in columns.items():
-            value = row.get(name) if isinstance(row, dict) else None
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise DataError(f"{path}: sample {number}: {name} is {value!r}; expected a whole number, 0 or more")
-            values.append(value)
-    # image_flags counts real tiles: their code gives a text-only sample one dummy tile, which we count as none
-    tiles = pa.array(columns["image_flags"], pa.int32())
-    tokens = pa.array(columns["token_num"], pa.int32())
-    image_tokens = pa.compute.multiply(tiles, pa.scalar(LLM_TOKENS_PER_TILE, pa.int32()))
-    zeros = pa.array([0] * len(rows), pa.int32())
-    table = {
-        "position": pa.array(range(len(rows)), pa.int64()),
-        "sample_id": pa.array([f"{path.stem}:{i}" for i in range(len(rows))]),
-        "source": pa.array([path.stem] * len(rows), pa.string()),
+    table = [_sample_lengths(path, number, row) for number, row in enumerate(rows)]
+    tiles, tokens = (np.array([row[k] for row in table], dtype=np.int64) for k in (0, 1))
+    image_tokens = tiles * LLM_TOKENS_PER_TILE
+    if (image_tokens > tokens).any():
+        number = int(np.argmax(image_tokens > tokens))
+        raise DataError(
+            f"{path}: sample {number}: {tokens[number]} tokens are fewer than the {image_tokens[number]} of its"
+            f" {tiles[number]} tiles; OmniBal counts image tokens in token_num"
+        )
+    zeros = np.zeros(len(rows), dtype=np.int64)
+    columns = {
+        "position": np.arange(len(rows)),
+        "sample_id": [f"{source}:{number}" for number in range(len(rows))],
+        "source": [source] * len(rows),
         "num_image_patches": tiles,
-        "num_vit_tokens": pa.compute.multiply(tiles, pa.scalar(VIT_TOKENS_PER_TILE, pa.int32())),
+        "num_vit_tokens": tiles * VIT_TOKENS_PER_TILE,
         "num_image_tokens": image_tokens,
-        "num_text_tokens": pa.compute.subtract(tokens, image_tokens),
+        "num_text_tokens": tokens - image_tokens,
         "num_audio_tokens": zeros,
         "num_loss_tokens": zeros,  # the files do not say
         "seq_len": tokens,
-        "image_bytes": pa.array([0] * len(rows), pa.int64()),
+        "image_bytes": zeros,
     }
-    return pa.table(table, schema=COUNTS_SCHEMA)
+    return pa.table({name: pa.array(columns[name], COUNTS_SCHEMA.field(name).type) for name in COUNTS_SCHEMA.names})
+
+
+def _sample_lengths(path: Path, number: int, row: Any) -> tuple[int, int]:
+    """(tiles, LLM tokens). Their code gives a text-only sample a dummy tile, which `image_flags` does not count."""
+    if not isinstance(row, dict):
+        raise DataError(f"{path}: sample {number} is {str(row)[:40]}; expected an object with vit_num and token_num")
+    found = {"image_flags or vit_num": row.get("image_flags", row.get("vit_num", 0)), "token_num": row.get("token_num")}
+    for name, value in found.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise DataError(f"{path}: sample {number}: {name} is {value!r}; expected a whole number, 0 or more")
+    tiles, tokens = found.values()
+    return tiles, tokens
