@@ -102,18 +102,22 @@ def fill(groups: Groups, seq_len: IntArray, max_seq_len: int) -> float:
 def autocorrelation(loads: IntArray, dp: int) -> float:
     """Correlation of a step's total load with the next step's: 0 for a random order, near 1 for a sorted one.
 
-    0.0 when there are fewer than three steps or all weigh the same: nothing to see.
+    0.0 when there are fewer than three steps or all weigh the same: nothing to see. Of n steps in a random order it
+    strays from 0 by about 1 / sqrt(n).
 
     >>> autocorrelation(np.array([9, 1, 9, 1, 9, 1]), dp=1) < -0.5
     True
     """
-    totals = step_loads(loads, dp).sum(axis=1).astype(np.float64)
-    if len(totals) < 3:
-        return 0.0
-    centred = totals - totals.mean()
-    variance = float(centred @ centred)
-    # the pairs are one fewer than the steps; dividing by all steps is the usual, slightly cautious estimate
-    return float(centred[:-1] @ centred[1:]) / variance if variance > 0 else 0.0
+    return _lag_one(step_loads(loads, dp).sum(axis=1, keepdims=True).astype(np.float64))
+
+
+def source_autocorrelation(groups: Groups, sources: IntArray, dp: int) -> float:
+    """Correlation of the sources' shares of a step's samples with the next step's: near 1 if sources come in turn.
+
+    `sources` is a per-sample source number from 0, shape (num_samples,). Sources count by how much their share varies.
+    0.0 when there are fewer than three complete steps or nothing varies.
+    """
+    return _lag_one(_step_shares(groups, sources, dp)[: len(groups) // dp])
 
 
 def source_entropy(groups: Groups, sources: IntArray, dp: int, *, seed: int = 0) -> float:
@@ -131,10 +135,25 @@ def source_entropy(groups: Groups, sources: IntArray, dp: int, *, seed: int = 0)
 
 def _mean_step_entropy(groups: Groups, sources: IntArray, dp: int) -> float:
     """Mean over steps of the entropy, in nats, of a step's samples by source; the last step may be incomplete."""
+    share = _step_shares(groups, sources, dp)
+    return float(-(share * np.log(np.where(share > 0, share, 1.0))).sum(axis=1).mean())
+
+
+def _step_shares(groups: Groups, sources: IntArray, dp: int) -> FloatArray:
+    """Share of each step's samples by source, shape (num_steps, num_sources); the last step may be incomplete."""
     num_sources = int(sources.max(initial=0)) + 1
     num_steps = -(-len(groups) // dp)
     step_of_sample = np.repeat(np.arange(len(groups)) // dp, groups.sizes)
     cells = step_of_sample * num_sources + sources[groups.samples]
     counts = np.bincount(cells, minlength=num_steps * num_sources).reshape(num_steps, num_sources)
-    share: FloatArray = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    return float(-(share * np.log(np.where(share > 0, share, 1.0))).sum(axis=1).mean())
+    return np.asarray(counts / np.maximum(counts.sum(axis=1, keepdims=True), 1), dtype=np.float64)
+
+
+def _lag_one(steps: FloatArray) -> float:
+    """Autocorrelation at lag 1 of rows of shape (num_steps, columns), columns weighted by their variance."""
+    if len(steps) < 3:
+        return 0.0
+    centred = steps - steps.mean(axis=0)
+    variance = float((centred * centred).sum())
+    # the pairs are one fewer than the steps; dividing by all steps is the usual, slightly cautious estimate
+    return float((centred[:-1] * centred[1:]).sum()) / variance if variance > 1e-12 * len(steps) else 0.0

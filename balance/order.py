@@ -1,32 +1,43 @@
-"""The order of groups: a path along which neighbours cost the same, and each epoch's stream, "blocks in lanes".
+"""Each epoch's order of groups: blocks in lanes (`GroupStream`), or fully random (`RandomStream`).
 
-For the packer (`sort_along_path`, `choose_order`: once per build) and the loaders (`GroupStream`: every step). Pure
-NumPy; a stream holds one number per block and one block's order per lane, 2 MB for 250 million groups.
+For the loaders, every step, and the packer, which fixes how the path is cut (`choose_order`). Streams depend on the
+build, the seed and the epoch alone; what was taken is their whole state, so they go on exactly for any other number of
+ranks. Pure; a micro-batch costs about 15 microseconds, 250 million groups need half a megabyte.
 
-Balance costs randomness: the groups of a micro-batch are neighbours on the path. In exchange the blocks come in random
-order, and lanes keep consecutive micro-batches apart. OmniBal's AI2D + ChartQA lengths (9,468 groups, caps 14 patches
-and 4,096 tokens, dp 8): dist ratio ViT / LLM .109 / .124 in random order, .0002 / .0007 in this one; the loads of
-consecutive micro-batches correlate by -.1.
+Blocks in lanes: the path (`balance.path`) is cut into lanes, so that a lane's groups cost about the same, and lanes
+into blocks. Each micro-batch comes from one lane, drawn at random by how much is left in it, so at any time all of the
+path is being read, and one micro-batch says nothing about the next. A lane's blocks come in random order; inside, the
+groups of each window in an order of which any stretch holds the window's sources (Owen 1995). A micro-batch that no
+lane can fill takes neighbouring lanes together, so it stays in one stretch of the path whatever the number of ranks.
+
+What balance costs: 1.2 million samples of 4 sources (benchmarks/order.py), dp 8, one micro-batch per step: dist ratio
+ViT / LLM .047 / .035 in random order, .0002 / .0005 here, with .94 of its source entropy. And epochs repeat each other:
+a micro-batch of a whole window (256 groups; 16 in a build of 9,000) holds the same groups in every epoch, one of dp 8
+one in 30. `RandomStream` and `balance.regroup` do not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
+import numba
 import numpy as np
-from numpy.typing import NDArray
 
+from balance.ranks import assign_ranks, choose_set, spare_groups
 from balance.records import IntArray
+from balance.seeds import BLOCKS, INSIDE, SHUFFLE, TURNS, mix64, random_bits, random_permutation
 
-MIN_BLOCK, MAX_BLOCK = 24, 1536
-"""3 x 2^k, so that micro-batches of 6, 8, 24, 64, 96, ... groups end where a block ends; a larger one mixes blocks."""
-MIN_BLOCKS = 32
-"""Fewer blocks in an epoch make whole stretches of it alike (mean load drifts over windows of 64 micro-batches)."""
-MAX_LANES = 31
-"""A prime, so that no number of micro-batches per step meets the same lanes in each step."""
-MIN_SPREAD, PATH_PARTS = 8, 1024
-"""Groups move inside their block by up to 1/1024 of the path: wider gains little randomness and costs balance."""
+MIN_BLOCK, DP_BLOCK, MAX_BLOCK = 8, 512, 4096
+"""Powers of two, so that the usual numbers of ranks divide them; at least 16 blocks to 512, beyond that at least 128."""
+MAX_LANES = 32
+"""More would only make the state longer: with 32, lanes cost within 2 % of each other but at the path's ends."""
+MIN_WINDOW, MAX_WINDOW, PATH_WINDOWS = 8, 256, 512
+"""A window is up to 1/512 of the path: wider mixes sources no better and costs balance."""
+
+Loads = Callable[[IntArray], tuple[IntArray, IntArray]]
+"""Groups -> (vision loads, LLM tokens)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,99 +47,70 @@ class OrderConfig:
     block_size: int
     """Groups of a block; only the path's last block may be shorter."""
     num_lanes: int
+    window_size: int = 1
+    """Groups of a window, within which groups stand by source; a power of two that divides `block_size`."""
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.num_lanes < 1:
             raise ValueError(f"block_size {self.block_size} and num_lanes {self.num_lanes} must be at least 1")
+        if self.window_size < 1 or self.window_size & (self.window_size - 1) or self.block_size % self.window_size:
+            raise ValueError(
+                f"window_size is {self.window_size}; use a power of two that divides block_size {self.block_size}"
+            )
 
 
 def choose_order(num_groups: int) -> OrderConfig:
-    """The largest block that leaves an epoch 32 blocks, and at least two blocks per lane.
-
-    Large blocks keep micro-batches of many ranks inside one block: at 336,000 groups and dp 512, blocks of 384 give a
-    dist ratio of .066, of 1,536 .0005, and with 31 lanes the larger block drifts no more than the smaller one.
+    """Blocks as large as a micro-batch of 512 ranks where at least 16 remain, larger ones for large builds.
 
     >>> choose_order(9_468)
-    OrderConfig(block_size=192, num_lanes=25)
+    OrderConfig(block_size=512, num_lanes=18, window_size=16)
     >>> choose_order(1_000_000)
-    OrderConfig(block_size=1536, num_lanes=31)
+    OrderConfig(block_size=4096, num_lanes=32, window_size=256)
     """
-    block_size = MIN_BLOCK
-    while block_size < MAX_BLOCK and num_groups >= MIN_BLOCKS * 2 * block_size:
-        block_size *= 2
-    num_blocks = -(-num_groups // block_size)
-    return OrderConfig(block_size=block_size, num_lanes=min(MAX_LANES, max(1, num_blocks // 2)))
+    block_size = max(_power_of_two(num_groups // 16, MIN_BLOCK, DP_BLOCK), _power_of_two(num_groups // 128, 1, MAX_BLOCK))
+    return OrderConfig(
+        block_size=block_size,
+        num_lanes=min(MAX_LANES, max(1, num_groups // block_size)),
+        window_size=_power_of_two(num_groups // PATH_WINDOWS, MIN_WINDOW, MAX_WINDOW),
+    )
 
 
-def sort_along_path(vision_load: IntArray, tokens: IntArray, seed: int) -> IntArray:
-    """The permutation (int64) that puts groups in path order: by vision load, tokens up and down in turn.
+class Stream(Protocol):
+    """One epoch's order of groups: every group exactly once, whatever sizes are taken."""
 
-    Where vision loads are nearly all distinct (ViT tokens of native-resolution models), they are first put into bins,
-    else tokens would jump at every step. Ties are in a random order that depends on `seed` alone.
+    @property
+    def remaining(self) -> int:
+        """Groups that this epoch has not given out yet."""
 
-    >>> sort_along_path(np.array([2, 1, 2, 1]), np.array([50, 60, 90, 70]), seed=0).tolist()
-    [1, 3, 2, 0]
-    """
-    bins = _vision_bins(vision_load, tokens)
-    span = int(tokens.max(initial=0)) + 1
-    key = bins * span + np.where(bins % 2 == 0, tokens, span - 1 - tokens)
-    shuffled = np.argsort(_random_bits(len(key), seed, TIES), kind="stable")
-    return shuffled[np.argsort(key[shuffled], kind="stable")]
+    def take(self, count: int) -> IntArray:
+        """The next `count` groups, int64; fewer only when the epoch ends."""
 
+    def take_step(self, dp: int, micro_batches: int, loads: Loads) -> IntArray:
+        """The next step's groups, int64, shape (dp, micro_batches); -1 where the epoch has ended."""
 
-def _vision_bins(vision_load: IntArray, tokens: IntArray) -> IntArray:
-    """Bin of each group: the quantile bins that make neighbours on the path most alike in both loads.
+    def state(self) -> dict[str, Any]:
+        """Keywords, plain JSON, that make a new stream go on exactly here."""
 
-    More bins mean a narrower range of vision loads in each, but a longer path, on which neighbours differ more in
-    tokens. Both spreads are estimated relative to the mean load, for 1, 2, 4, ... bins up to one per value.
-    """
-    values, inverse, counts = np.unique(vision_load, return_inverse=True, return_counts=True)
-    below = np.cumsum(counts) - counts  # groups of smaller load, per distinct value
-    window = (_spread(len(vision_load)) + MIN_BLOCK) / max(1, len(vision_load))
-    token_spread = float(np.std(tokens)) / max(1.0, float(np.mean(tokens))) if len(tokens) else 0.0
-    best, best_cost, num_bins = np.zeros_like(values), np.inf, 1
-    while num_bins < 2 * len(values):
-        # bin of each distinct value; equal values share a bin, so some of the num_bins may stay empty
-        bins = np.arange(len(values)) if num_bins >= len(values) else below * num_bins // len(vision_load)
-        bins = np.unique(bins, return_inverse=True)[1]
-        cost = _spread_inside(values, counts, bins) + token_spread * min(1.0, window * (bins.max() + 1))
-        if cost < best_cost:
-            best, best_cost = bins, cost
-        num_bins *= 2
-    return np.asarray(best[inverse], dtype=np.int64)
-
-
-def _spread_inside(values: IntArray, counts: IntArray, bins: IntArray) -> float:
-    """Mean over groups of the standard deviation of the values in their bin, relative to the mean value."""
-    starts = np.flatnonzero(np.diff(bins, prepend=-1))
-    weights = np.add.reduceat(counts, starts)
-    means = np.add.reduceat(counts * values, starts) / weights
-    variances = np.add.reduceat(counts * (values - means[bins]) ** 2, starts) / weights
-    return float(np.sum(weights * np.sqrt(variances)) / max(1, np.sum(counts * values)))
+    def copy(self) -> Stream:
+        """A stream in the same state that moves on its own."""
 
 
 class GroupStream:
-    """One epoch's stream of groups (path positions); every group exactly once, whatever sizes are taken.
-
-    Depends on (num_groups, order, seed, epoch) alone. Its state is `consumed` (groups taken per lane) and `next_lane`,
-    plain ints: a stream made with them goes on exactly there, also with other sizes.
-    """
+    """Blocks in lanes. Its state is `consumed`, the groups taken of each lane."""
 
     def __init__(
-        self,
-        *,
-        num_groups: int,
-        order: OrderConfig,
-        seed: int,
-        epoch: int,
-        consumed: Sequence[int] | None = None,
-        next_lane: int = 0,
+        self, *, num_groups: int, order: OrderConfig, seed: int, epoch: int, consumed: Sequence[int] | None = None
     ) -> None:
         self._num_groups, self._order, self._seed, self._epoch = num_groups, order, seed, epoch
-        self._blocks, self.lane_sizes = _deal_blocks(num_groups, order, seed, epoch)
+        num_blocks = -(-num_groups // order.block_size)
+        # lane l holds the blocks first_blocks[l]:first_blocks[l + 1] of the path
+        self._first_blocks = [num_blocks * lane // order.num_lanes for lane in range(order.num_lanes + 1)]
+        borders = [min(num_groups, block * order.block_size) for block in self._first_blocks]
+        self.lane_sizes = [stop - start for start, stop in zip(borders[:-1], borders[1:], strict=True)]
         self.consumed = [0] * order.num_lanes if consumed is None else list(consumed)
-        self.next_lane = next_lane
         self._check_state()
+        self._turns = int(random_bits(1, seed, TURNS, epoch)[0])
+        self._blocks: dict[int, IntArray] = {}  # lane -> its blocks in this epoch's order
         self._opened: dict[int, tuple[int, IntArray]] = {}  # lane -> its open block's turn and groups
 
     @property
@@ -137,23 +119,52 @@ class GroupStream:
         return self._num_groups - sum(self.consumed)
 
     def take(self, count: int) -> IntArray:
-        """The next `count` groups from the next lane, int64; fewer only when the epoch ends.
-
-        A lane that runs out is continued by the lanes after it, so near the end a micro-batch may mix blocks.
-        """
+        """The next `count` groups, neighbours on the path, int64; fewer only when the epoch ends."""
         missing = min(count, self.remaining)
         parts = [np.zeros(0, dtype=np.int64)]
-        while missing:
-            parts.append(self._take_from(self.next_lane, missing))
+        for lane in self._draw_lanes(missing):
+            parts.append(self._take_from(lane, missing))
             missing -= len(parts[-1])
-            self.next_lane = (self.next_lane + 1) % self._order.num_lanes
         return np.concatenate(parts)
+
+    def take_step(self, dp: int, micro_batches: int, loads: Loads | None = None) -> IntArray:
+        """The next step's groups, int64, shape (dp, micro_batches): micro-batch after micro-batch balanced by itself."""
+        step = np.full((dp, micro_batches), -1, np.int64)
+        for number in range(micro_batches):
+            taken = self.take(dp)
+            step[: len(taken), number] = taken
+        return step
+
+    def state(self) -> dict[str, Any]:
+        """Keywords, plain JSON, that make a new stream go on exactly here."""
+        return {"consumed": list(self.consumed)}
 
     def copy(self) -> GroupStream:
         """A stream in the same state that moves on its own."""
         twin = object.__new__(GroupStream)
         twin.__dict__.update(self.__dict__, consumed=list(self.consumed), _opened=dict(self._opened))
         return twin
+
+    def _draw_lanes(self, count: int) -> range:
+        """A lane that can fill `count`; if there is none, 2, 4, ... neighbouring lanes that together can.
+
+        Drawn by what is left in each, as from an urn: all lanes come to their ends together, and steps are as
+        independent of each other as in a random order.
+        """
+        left = [size - used for size, used in zip(self.lane_sizes, self.consumed, strict=True)]
+        width = 1
+        while True:
+            runs = [sum(left[lane : lane + width]) for lane in range(0, len(left), width)]
+            able = sum(run for run in runs if run >= count)
+            if able or width >= len(left):
+                break
+            width *= 2
+        draw = mix64(self._turns + sum(self.consumed)) * able >> 64
+        for number, run in enumerate(runs):
+            draw -= run if run >= count else 0
+            if draw < 0:
+                return range(number * width, min((number + 1) * width, len(left)))
+        return range(0)  # nothing left
 
     def _take_from(self, lane: int, count: int) -> IntArray:
         """Up to `count` groups of one lane, across its blocks."""
@@ -171,49 +182,150 @@ class GroupStream:
         """The groups of a lane's `turn`-th block in this epoch's order."""
         opened = self._opened.get(lane)
         if opened is None or opened[0] != turn:
-            block = int(self._blocks[turn * self._order.num_lanes + lane])
+            block = int(self._lane_blocks(lane)[turn])
             first = block * self._order.block_size
             size = min(self._order.block_size, self._num_groups - first)
-            random = _random_bits(size, self._seed, INSIDE, self._epoch, block) * 2.0**-64
-            moved = np.arange(size) + _spread(self._num_groups) * random
-            opened = self._opened[lane] = (turn, first + np.argsort(moved, kind="stable"))
+            bits = random_bits(self._order.block_size, self._seed, INSIDE, self._epoch, block)
+            opened = self._opened[lane] = (turn, first + _inside_block(size, self._order.window_size, bits))
         return opened[1]
+
+    def _lane_blocks(self, lane: int) -> IntArray:
+        blocks = self._blocks.get(lane)
+        if blocks is None:
+            first, stop = self._first_blocks[lane], self._first_blocks[lane + 1]
+            blocks = first + random_permutation(stop - first, self._seed, BLOCKS, self._epoch, lane)
+            if stop * self._order.block_size > self._num_groups:
+                # the short block comes last, so that all other turns start at multiples of the block size
+                blocks = np.concatenate([blocks[blocks != stop - 1], blocks[blocks == stop - 1]])
+            self._blocks[lane] = blocks
+        return blocks
 
     def _check_state(self) -> None:
         fits = len(self.consumed) == len(self.lane_sizes) and all(
             0 <= used <= size for used, size in zip(self.consumed, self.lane_sizes, strict=True)
         )
-        if not fits or not 0 <= self.next_lane < self._order.num_lanes:
+        if not fits:
             raise ValueError(
-                f"state does not fit this stream: consumed {self.consumed} of {self.lane_sizes} groups per lane, "
-                f"next lane {self.next_lane}; give the state of a stream of the same build"
+                f"state does not fit this stream: consumed {self.consumed} of {self.lane_sizes} groups per lane; "
+                "give the state of a stream of the same build"
             )
 
 
-def _deal_blocks(num_groups: int, order: OrderConfig, seed: int, epoch: int) -> tuple[IntArray, list[int]]:
-    """The epoch's blocks, block `turn * num_lanes + lane` being a lane's `turn`-th, and the groups of each lane."""
-    size, num_lanes = order.block_size, order.num_lanes
-    num_blocks = -(-num_groups // size)
-    blocks = np.argsort(_random_bits(num_blocks, seed, BLOCKS, epoch), kind="stable")
-    lane_sizes = [len(range(lane, num_blocks, num_lanes)) * size for lane in range(num_lanes)]
-    if num_groups % size:
-        # the short block goes to the end of its lane, so that all other positions stay multiples of the block size
-        at = int(np.flatnonzero(blocks == num_blocks - 1)[0])
-        last = range(at, num_blocks, num_lanes)[-1]
-        blocks[[at, last]] = blocks[[last, at]]
-        lane_sizes[at % num_lanes] -= size - num_groups % size
-    return blocks, lane_sizes
+class RandomStream:
+    """A random order, in which a step's groups are exchanged with a few later ones so that ranks can share them evenly.
+
+    Its state is `consumed`, how far the random order has been read, and `spare`, the groups read but not given out.
+    """
+
+    def __init__(self, *, num_groups: int, seed: int, epoch: int, consumed: int = 0, spare: Sequence[int] = ()) -> None:
+        if not len(spare) <= consumed <= num_groups or any(not 0 <= group < num_groups for group in spare):
+            raise ValueError(
+                f"state does not fit this stream: consumed {consumed} of {num_groups} groups, {len(spare)} spare; "
+                "give the state of a stream of the same build"
+            )
+        self._num_groups, self.consumed = num_groups, consumed
+        self._spare = np.array(spare, dtype=np.int64)
+        self._keys = random_bits(ROUNDS, seed, SHUFFLE, epoch)
+
+    @property
+    def remaining(self) -> int:
+        """Groups that this epoch has not given out yet."""
+        return self._num_groups - self.consumed + len(self._spare)
+
+    def take(self, count: int) -> IntArray:
+        """The next `count` groups, int64, those that had to wait first; fewer only when the epoch ends."""
+        groups = self._read(count)
+        self._spare = groups[count:]
+        return groups[:count]
+
+    def take_step(self, dp: int, micro_batches: int, loads: Loads) -> IntArray:
+        """The next step's groups, int64, shape (dp, micro_batches): ranks' sums over the step are balanced."""
+        candidates = self._read(dp * micro_batches + spare_groups(dp, micro_batches))
+        vision, tokens = loads(candidates)
+        chosen = choose_set(vision, tokens, dp, micro_batches)
+        self._spare = np.delete(candidates, chosen)
+        places = assign_ranks(vision[chosen], tokens[chosen], dp, micro_batches)
+        return np.where(places >= 0, candidates[chosen[places]], -1) if len(chosen) else places
+
+    def state(self) -> dict[str, Any]:
+        """Keywords, plain JSON, that make a new stream go on exactly here."""
+        return {"consumed": self.consumed, "spare": self._spare.tolist()}
+
+    def copy(self) -> RandomStream:
+        """A stream in the same state that moves on its own."""
+        twin = object.__new__(RandomStream)
+        twin.__dict__.update(self.__dict__)  # arrays are replaced, never changed
+        return twin
+
+    def _read(self, count: int) -> IntArray:
+        """The spare groups, and as many new ones as make `count` of them."""
+        stop = min(self._num_groups, self.consumed + max(0, count - len(self._spare)))
+        new = _permuted(self.consumed, stop, self._num_groups, self._keys)
+        self.consumed = stop
+        return np.concatenate([self._spare, new])
 
 
-def _spread(num_groups: int) -> int:
-    """How far a group moves from its place on the path inside its block, in groups."""
-    return max(MIN_SPREAD, num_groups // PATH_PARTS)
+ROUNDS = 6
+"""Of the Feistel network; four make a random-looking permutation (Luby, Rackoff 1988)."""
 
 
-TIES, BLOCKS, INSIDE = 0, 1, 2
-"""What random bits are for: each purpose draws from a sequence of its own."""
+@numba.njit(cache=True)
+def _permuted(start, stop, num_groups, keys):  # type: ignore[no-untyped-def]
+    """Places `start` to `stop` of a random order of `range(num_groups)`, without holding the order.
+
+    A Feistel network permutes the numbers of an even number of bits; a number too large is permuted again until it is
+    not (Black, Rogaway 2002), 2.5 times on average at most.
+    """
+    half = np.uint64(1)
+    while (np.int64(1) << np.int64(2 * half)) < num_groups:
+        half += np.uint64(1)
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    groups = np.empty(stop - start, np.int64)
+    for place in range(start, stop):
+        number = np.uint64(place)
+        while True:
+            left, right = number >> half, number & mask
+            for key in keys:
+                bits = (right ^ key) * np.uint64(0xBF58476D1CE4E5B9)
+                bits = (bits ^ (bits >> np.uint64(29))) * np.uint64(0x94D049BB133111EB)
+                left, right = right, left ^ ((bits ^ (bits >> np.uint64(32))) & mask)
+            number = (left << half) | right
+            if number < np.uint64(num_groups):
+                break
+        groups[place - start] = number
+    return groups
 
 
-def _random_bits(count: int, seed: int, purpose: int, epoch: int = 0, block: int = 0) -> NDArray[np.uint64]:
-    """`count` random uint64: raw bits, because NumPy keeps these the same in all versions, unlike shuffles (NEP 19)."""
-    return np.random.Philox(np.random.SeedSequence(seed, spawn_key=(purpose, epoch, block))).random_raw(count)
+@numba.njit(cache=True)
+def _inside_block(size, window_size, bits):  # type: ignore[no-untyped-def]
+    """A block's places in an epoch's order: window after window, from either end, each as a van der Corput sequence.
+
+    Scrambled (Owen 1995): of any 2^j places in a row, from a multiple of 2^j, one is in each of the window's 2^j parts;
+    which one is random. E.g. window_size 4 gives 0 2 1 3, 2 0 1 3, 3 0 2 1, ... but never 0 1 2 3.
+    """
+    places = np.empty(size, np.int64)
+    num_windows = (size + window_size - 1) // window_size
+    backwards = bits[0] & np.uint64(1)
+    count = 0
+    for turn in range(num_windows):
+        first = (num_windows - 1 - turn if backwards else turn) * window_size
+        for number in range(window_size):
+            place, width = 0, 1
+            while width < window_size:
+                # one random bit per node of the binary tree: node (width, number % width) has bit width + number % width
+                flip = np.int64(bits[first + width + (number & (width - 1))] >> np.uint64(63))
+                place = 2 * place + (np.int64((number & width) != 0) ^ flip)
+                width *= 2
+            if first + place < size:
+                places[count] = first + place
+                count += 1
+    return places
+
+
+def _power_of_two(value: int, least: int, most: int) -> int:
+    """The largest power of two up to `value`, within `least` and `most`.
+
+    >>> [_power_of_two(value, 8, 512) for value in (0, 8, 100, 5_000)]
+    [8, 8, 64, 512]
+    """
+    return max(least, min(most, 1 << (max(1, value).bit_length() - 1)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -101,6 +102,60 @@ class ImageMarkup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TransformerShape:
+    """The dimensions of a stack of equal transformer layers that decide its FLOPs; every number is positive."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    """Fewer than `num_heads` with grouped-query attention."""
+    head_size: int
+    ffn_size: int
+    gated: bool
+    """Three matrices in the feed-forward part (SwiGLU) instead of two."""
+
+    def __post_init__(self) -> None:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        wrong = [f"{name} = {value}" for name, value in values.items() if type(value) is int and value < 1]
+        if wrong:
+            raise ConfigError(f"{', '.join(wrong)}: must be greater than 0")
+
+    @property
+    def attention_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_heads * self.head_size
+
+    @property
+    def layer_weights(self) -> int:
+        """Entries of one layer's matrices; biases and norms cost no matrix product."""
+        attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.num_kv_heads)
+        return attention + (3 if self.gated else 2) * self.hidden_size * self.ffn_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VitShape(TransformerShape):
+    """A vision encoder with its patch embedding, and the projector behind it."""
+
+    patch_values: int
+    """Pixel values that the patch embedding reads per ViT patch: 3 x 14 x 14, twice that for films of two frames."""
+    projector: tuple[int, ...]
+    """Widths of the MLP that every token for the LLM passes, first input to last output."""
+
+    @property
+    def projector_weights(self) -> int:
+        """Entries of the projector's matrices."""
+        return sum(first * second for first, second in pairwise(self.projector))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlmShape(TransformerShape):
+    """A language model with its output head."""
+
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPreset:
     """Everything about a model that decides what a sample costs."""
 
@@ -110,6 +165,14 @@ class ModelPreset:
     """LLM positions at most; the longest group that `choose_limits` may propose."""
     image_markup: ImageMarkup
     vision: VisionRule
+    vit: VitShape | None = None
+    """Dimensions for `balance.cost`; a preset without them counts and groups, but predicts no time."""
+    llm: LlmShape | None = None
+
+    @property
+    def has_dimensions(self) -> bool:
+        """Whether `balance.cost.CostModel.of` can predict times for this model."""
+        return self.vit is not None and self.llm is not None
 
     @property
     def vision_unit(self) -> str:
@@ -164,8 +227,14 @@ def model_from_dict(values: dict[str, Any]) -> ModelPreset:
     if rule not in VISION_RULES:
         raise ConfigError(f"{where}: vision.rule is {rule!r}; use one of {', '.join(VISION_RULES)}")
     markup = build_config(ImageMarkup, values.pop("image_markup", {}), where=f"{where}, [image_markup]")
-    vision_rule = build_config(VISION_RULES[rule], vision, where=f"{where}, [vision]")
-    return build_config(ModelPreset, {**values, "vision": vision_rule, "image_markup": markup}, where=where)
+    parts: dict[str, Any] = {
+        "image_markup": markup,
+        "vision": build_config(VISION_RULES[rule], vision, where=f"{where}, [vision]"),
+    }
+    for name, kind in (("vit", VitShape), ("llm", LlmShape)):
+        if values.get(name) is not None:
+            parts[name] = build_config(kind, values[name], where=f"{where}, [{name}]")
+    return build_config(ModelPreset, values | parts, where=where)
 
 
 def model_to_dict(preset: ModelPreset) -> dict[str, Any]:

@@ -125,6 +125,11 @@ class GroupIndex:
             values[chosen] = self._view(int(batch), name)[rows[chosen]]
         return values
 
+    def seq_len(self, groups: IntArray) -> IntArray:
+        """LLM tokens of `groups`, int64, same shape."""
+        image, text, audio = (self.column(f"num_{kind}_tokens", groups) for kind in ("image", "text", "audio"))
+        return image + text + audio
+
     def row(self, group: int, *names: str) -> tuple[int, ...]:
         """Integer columns of one group."""
         batch, row = divmod(group, BATCH_ROWS)

@@ -3,6 +3,9 @@
 Every rank computes the same stream of groups from the build, the seed and the epoch alone, and takes its own places in
 it; so ranks never talk, all have the same number of steps, and each knows the sums of the whole step. The position in
 the stream is the whole state, so that a run goes on exactly on another number of ranks.
+
+Two orders: "blocks" balances each micro-batch across ranks; "random" draws a step's groups at random and balances only
+each rank's sum over the step, for trainers whose ranks meet once per step (`balance.order`, `balance.ranks`).
 """
 
 from __future__ import annotations
@@ -11,12 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from balance.errors import ConfigError
-from balance.order import GroupStream
+from balance.order import GroupStream, RandomStream, Stream
 from balance.presets import ModelPreset
+from balance.records import IntArray
 from loaders.batch import MicroBatch
 from loaders.collate import StepTotals, collate
 from loaders.index import GroupIndex, read_manifest
@@ -24,6 +27,7 @@ from loaders.shards import open_shards
 
 STATE_VERSION = 1
 REMAINDERS = ("pad", "drop")
+ORDERS = ("blocks", "random")
 
 
 class StreamingLoader:
@@ -33,7 +37,8 @@ class StreamingLoader:
     one starts the next epoch. `url` is a build directory. `pixel_dtype` torch.uint8 gives raw pixels, to be normalised
     on the device with `loaders.normalize`: a quarter of the bytes. `image_root` replaces the image folder of a refs
     build. The last step of an epoch may lack groups: `remainder="pad"` fills it up with empty micro-batches, so that
-    every sample is seen; `"drop"` leaves it out and counts its samples in `num_dropped_samples`.
+    every sample is seen; `"drop"` leaves it out and counts its samples in `num_dropped_samples`. `order="random"` mixes as
+    well as a shuffle, and balances ranks well from eight micro-batches per step on; only for plain data parallelism.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class StreamingLoader:
         pixel_dtype: torch.dtype = torch.float32,
         image_root: str | Path | None = None,
         remainder: str = "pad",
+        order: str = "blocks",
     ) -> None:
         if not 0 <= dp_rank < dp_world_size:
             raise ConfigError(f"dp_rank is {dp_rank}; it must be in 0..{dp_world_size - 1} (dp_world_size - 1)")
@@ -56,6 +62,8 @@ class StreamingLoader:
             raise ConfigError(f"seed is {seed}; it must not be negative")
         if remainder not in REMAINDERS:
             raise ConfigError(f"remainder is {remainder!r}; use one of {', '.join(REMAINDERS)}")
+        if order not in ORDERS:
+            raise ConfigError(f"order is {order!r}; use one of {', '.join(ORDERS)}")
         if pixel_dtype != torch.uint8 and not pixel_dtype.is_floating_point:
             raise ConfigError(f"pixel_dtype is {pixel_dtype}; use torch.uint8 (raw) or a floating type (normalised)")
         self._manifest = read_manifest(_local_path(url))
@@ -63,7 +71,7 @@ class StreamingLoader:
         self._shards = open_shards(self._manifest, self._index, Path(image_root) if image_root is not None else None)
         self._dp_rank, self._dp_world_size = dp_rank, dp_world_size
         self._micro_batches, self._remainder, self._pixel_dtype = micro_batches_per_step, remainder, pixel_dtype
-        self._seed, self._epoch = seed, 0
+        self._order, self._seed, self._epoch = order, seed, 0
         self._stream = self._start_epoch(0)
         self.num_dropped_samples = 0
         """Samples that `remainder="drop"` has left out so far, over all epochs that this loader has finished."""
@@ -115,17 +123,17 @@ class StreamingLoader:
         """
         return {
             "version": STATE_VERSION,
+            "order": self._order,
             "seed": self._seed,
             "epoch": self._epoch,
-            "consumed_per_lane": list(self._stream.consumed),
-            "next_lane": self._stream.next_lane,
+            "stream": self._stream.state(),
             "manifest_hash": self._manifest.hash,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`, with the step after the one it was taken behind; on any number of ranks.
 
-        Raises ConfigError, and changes nothing, if the state is of another build, seed or version.
+        Raises ConfigError, and changes nothing, if the state is of another build, order, seed or version.
         """
         own = self.state_dict()
         if set(state) != set(own):
@@ -133,24 +141,23 @@ class StreamingLoader:
         for key, reason in (
             ("version", "it was saved by another version of Isobatch"),
             ("manifest_hash", "it belongs to another build"),
+            ("order", "give the loader the order of the run that saved it"),
             ("seed", "give the loader the seed of the run that saved it"),
         ):
             if state[key] != own[key]:
                 raise ConfigError(f"state has {key} {state[key]!r}, this loader {own[key]!r}: {reason}")
         try:
-            stream = self._start_epoch(state["epoch"], state["consumed_per_lane"], state["next_lane"])
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+            stream = self._start_epoch(state["epoch"], state["stream"])
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"state of another stream: {error}") from None
         self._epoch, self._stream = state["epoch"], stream
 
-    def _start_epoch(self, epoch: int, consumed: list[int] | None = None, next_lane: int = 0) -> GroupStream:
+    def _start_epoch(self, epoch: int, state: dict[str, Any] | None = None) -> Stream:
+        num_groups, state = self._manifest.num_groups, state or {}
+        if self._order == "random":
+            return RandomStream(num_groups=num_groups, seed=self._seed, epoch=epoch, **state)
         return GroupStream(
-            num_groups=self._manifest.num_groups,
-            order=self._manifest.order,
-            seed=self._seed,
-            epoch=epoch,
-            consumed=consumed,
-            next_lane=next_lane,
+            num_groups=num_groups, order=self._manifest.order, seed=self._seed, epoch=epoch, **state
         )
 
     def _finish_epoch(self) -> None:
@@ -163,17 +170,20 @@ class StreamingLoader:
         step_groups = self._dp_world_size * self._micro_batches
         return num_groups // step_groups if self._remainder == "drop" else -(-num_groups // step_groups)
 
-    def _load_step(self, stream: GroupStream) -> list[MicroBatch]:
-        """The next step of `stream`, which it moves: of each micro-batch the group at this rank's place."""
-        micro_batches = [stream.take(self._dp_world_size) for _ in range(self._micro_batches)]
-        groups = np.concatenate(micro_batches)
+    def _load_step(self, stream: Stream) -> list[MicroBatch]:
+        """The next step of `stream`, which it moves: this rank's groups of it."""
+        step = stream.take_step(self._dp_world_size, self._micro_batches, self._loads)
+        groups = step[step >= 0]
         totals = StepTotals(
             num_loss_tokens=int(self._index.column("num_loss_tokens", groups).sum()),
             num_samples=int(self._index.column("num_samples", groups).sum()),
         )
-        mine = [int(taken[self._dp_rank]) if self._dp_rank < len(taken) else None for taken in micro_batches]
-        raws = [None if group is None else self._shards.read(group) for group in mine]
+        raws = [None if group < 0 else self._shards.read(group) for group in step[self._dp_rank].tolist()]
         return [collate(raw, self.model.vision, self._pixel_dtype, totals) for raw in raws]
+
+    def _loads(self, groups: IntArray) -> tuple[IntArray, IntArray]:
+        """(vision load, LLM tokens) of `groups`."""
+        return self._index.column(f"num_{self.model.vision_unit}", groups), self._index.seq_len(groups)
 
 
 def _local_path(url: str | Path) -> Path:

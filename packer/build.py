@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from balance.cost import CostModel
 from balance.errors import ConfigError, DataError
 from balance.presets import load_model
 from balance.records import Groups, Limits
@@ -24,7 +25,7 @@ from packer.count import CountTask, sample_counter
 from packer.demo import DEMO_SAMPLES, demo_tokenizer_path, write_demo
 from packer.executor import map_ordered
 from packer.group import Grouping, group_counts
-from packer.output import DEMO_FOLDER, INDEX_NAME, BuildIdentity, clear
+from packer.output import DEMO_FOLDER, INDEX_NAME, BuildIdentity, clear, locked
 from packer.progress import StageProgress
 from packer.record import RawRecord
 from packer.shards.index import merge_index, read_lost
@@ -41,6 +42,7 @@ from packer.tables import (
     groups_table,
     read_table,
     reject_rows,
+    source_numbers,
     split_staged,
     write_table,
 )
@@ -74,30 +76,33 @@ class Builder:
 
     def build(self, *, overwrite: bool = False) -> BuildSummary:
         """All stages, up to the manifest. DataError when nothing can be packed, or the output is another build's."""
-        if overwrite:
-            clear(self.out)
-        elif (self.out / MANIFEST_NAME).exists():
-            return self._summary(self.identity.require_same(self.out), already_complete=True)
-        dataset = self._open()
-        counts, rejected = self._count(dataset)
-        grouping = self._group(counts, rejected)
-        num_shards = self._write(dataset, grouping, counts)
-        return self._finish(dataset, grouping, counts, rejected, num_shards)
+        if not self.config.is_demo:
+            self._find()  # a wrong path must not leave an output directory behind, or clear one
+        with locked(self.out):
+            if overwrite:
+                clear(self.out)
+            dataset = self._demo() if self.config.is_demo else self._find()
+            if (self.out / MANIFEST_NAME).exists():
+                return self._summary(self.identity.require_same(self.out, dataset), already_complete=True)
+            self.identity.claim(self.staging, dataset)
+            counts, rejected = self._count(dataset)
+            grouping = self._group(counts, rejected)
+            num_shards = self._write(dataset, grouping, counts)
+            return self._finish(dataset, grouping, counts, rejected, num_shards)
 
     def count(self) -> tuple[pa.Table, pa.Table]:
         """Only count: leaves counts.parquet and rejected.parquet; -> both."""
         if (self.out / MANIFEST_NAME).exists():
             raise ConfigError(f"{self.out} holds a finished build: choose another --out")
-        counts, rejected = self._count(self._open())
-        write_table(rejected, self.out / REJECTED_NAME)
-        shutil.rmtree(self.staging)
-        return counts, rejected
-
-    def _open(self) -> Dataset:
-        """Find the dataset and make sure that what is staged belongs to this very build."""
-        dataset = self._demo() if self.config.is_demo else self._find()
-        self.identity.claim(self.staging, dataset)
-        return dataset
+        if not self.config.is_demo:
+            self._find()
+        with locked(self.out):
+            dataset = self._demo() if self.config.is_demo else self._find()
+            self.identity.claim(self.staging, dataset)
+            counts, rejected = self._count(dataset)
+            write_table(rejected, self.out / REJECTED_NAME)
+            shutil.rmtree(self.staging)
+            return counts, rejected
 
     def _find(self) -> Dataset:
         root = Path(self.config.data_root) if self.config.data_root else None
@@ -128,6 +133,7 @@ class Builder:
             model=self.model,
             tokenizer=self.tokenizer_path,
             chat_template=self.config.chat_template,
+            decode_images=self.config.check_images == "decode",
         )
         parts = []
         with self.progress.stage("count", dataset.annotations.stat().st_size) as stage:
@@ -157,6 +163,8 @@ class Builder:
                 self.config.group_options,
                 vision_unit=self.model.vision_unit,
                 context_len=self.model.context_len,
+                cost=CostModel.of(self.model) if self.model.has_dimensions else None,
+                sources=source_numbers(table),
             )
             stage.count(len(counts))
         if len(grouping.groups) == 0:

@@ -6,10 +6,12 @@ Exit status: 0 done, 1 the data or the build is bad, 2 the call is wrong, 130 in
 from __future__ import annotations
 
 import json
+import signal
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from enum import StrEnum
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -17,9 +19,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from balance.errors import ConfigError, IsobatchError
-from balance.presets import preset_names
+from balance.presets import load_model, preset_names
 from packer.build import Builder
-from packer.config import BuildConfig, load_config
+from packer.config import MOST_TOKENS, BuildConfig, load_config
 from packer.executor import default_workers
 from packer.group import GroupOptions
 from packer.lengths import group_files
@@ -40,6 +42,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+INTERRUPTED = 130
+"""Exit status of a command that Ctrl-C or SIGTERM stopped, by the shells' convention."""
+
 UsageError: Any = typer.BadParameter.__base__
 """What typer raises for a wrong call; it has no public name there."""
 
@@ -89,12 +94,21 @@ VisionOption = Annotated[
     typer.Option(
         min=0,
         help="Cap of a group in image patches, or in ViT tokens for native-resolution models (Q_v)."
-        " Default: from the data.",
+        " Default: the smallest that costs no groups.",
     ),
 ]
 SeedOption = Annotated[int | None, typer.Option(min=0, help="Seed of the grouping and the order. Default: 0.")]
 FetchOption = Annotated[
     bool | None, typer.Option("--fetch-annotations", help="Download a known dataset's annotation file from the Hub.")
+]
+CheckOption = Annotated[
+    str | None,
+    typer.Option(
+        help="headers: look at each image's header and end; decode: decode every image once. Default: headers."
+    ),
+]
+RanksOption = Annotated[
+    int, typer.Option(min=1, max=65_536, help="Data-parallel ranks that the ratios are computed for.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 BuildFolder = Annotated[Path, typer.Argument(help="Folder of a build.", metavar="OUT")]
@@ -102,6 +116,7 @@ BuildFolder = Annotated[Path, typer.Argument(help="Folder of a build.", metavar=
 
 @app.command()
 def build(
+    context: typer.Context,
     dataset: DatasetOption = None,
     data_root: DataRootOption = None,
     model: ModelOption = None,
@@ -115,13 +130,14 @@ def build(
     max_vision: VisionOption = None,
     seed: SeedOption = None,
     workers: WorkersOption = None,
+    check_images: CheckOption = None,
     config: ConfigOption = None,
     fetch_annotations: FetchOption = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove an earlier build in OUT first.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Count, group and write a dataset. Run it again to continue a build that was stopped."""
-    builder = _builder(config, locals())
+    builder = _builder(context)
     summary = builder.build(overwrite=overwrite)
     report = make_report(summary.out)
     if not summary.already_complete:
@@ -137,6 +153,7 @@ def build(
 
 @app.command()
 def count(
+    context: typer.Context,
     dataset: DatasetOption = None,
     data_root: DataRootOption = None,
     model: ModelOption = None,
@@ -144,12 +161,13 @@ def count(
     chat_template: TemplateOption = None,
     out: OutOption = None,
     workers: WorkersOption = None,
+    check_images: CheckOption = None,
     config: ConfigOption = None,
     fetch_annotations: FetchOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Only count: patches and tokens of every sample, as counts.parquet (and rejected.parquet)."""
-    builder = _builder(config, locals())
+    builder = _builder(context)
     counts, rejected = builder.count()
     reasons = summarise_rejected(rejected)
     if as_json:
@@ -165,7 +183,9 @@ def group(
     files: Annotated[
         list[Path], typer.Argument(help="counts.parquet files, or OmniBal length files (JSON).", metavar="FILE...")
     ],
-    out: Annotated[Path, typer.Option(help="Folder to write to.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the groups and report.html. Default: only print.")
+    ] = None,
     max_seq_len: SeqLenOption = None,
     max_vision: VisionOption = None,
     vision_unit: Annotated[
@@ -173,20 +193,21 @@ def group(
     ] = "image_patches",
     seed: SeedOption = None,
     isf_iterations: Annotated[int, typer.Option(min=1, help="ISF iterations at most.")] = 10,
-    dp: Annotated[int, typer.Option(min=1, help="Data-parallel ranks that the ratios are computed for.")] = 8,
+    dp: RanksOption = 8,
     as_json: JsonOption = False,
 ) -> None:
     """Only group samples whose lengths are known already, and report the ratios."""
     options = GroupOptions(seed=seed or 0, max_seq_len=max_seq_len, max_vision=max_vision, iterations=isf_iterations)
-    unlimited = 2**31 - 1
-    group_files(files, out, options, StageProgress(people), vision_unit=vision_unit, context_len=unlimited)
-    _report(out, dp, as_json=as_json)
+    with TemporaryDirectory() as scratch:
+        folder = out or Path(scratch)
+        group_files(files, folder, options, StageProgress(people), vision_unit=vision_unit, context_len=MOST_TOKENS)
+        _report(folder, dp, as_json=as_json, kept=out is not None)
 
 
 @app.command()
 def report(
     out: BuildFolder,
-    dp: Annotated[int, typer.Option(min=1, help="Data-parallel ranks that the ratios are computed for.")] = 8,
+    dp: RanksOption = 8,
     as_json: JsonOption = False,
 ) -> None:
     """OmniBal's Table 3 for this dataset, and report.html with the distributions before and after."""
@@ -207,14 +228,17 @@ def verify(out: BuildFolder, workers: WorkersOption = None, as_json: JsonOption 
 
 def main() -> None:
     """Entry point: errors for the user are one line and an exit status, never a traceback."""
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # a cluster's stop is as clean as a person's
     try:
         if len(sys.argv) == 1:
             sys.argv.append("--help")
-        sys.exit(app(standalone_mode=False))
+        # typer turns an interrupt into this status
+        if app(standalone_mode=False) == INTERRUPTED:
+            raise KeyboardInterrupt
     except UsageError as error:
         _fail(f"{error.format_message()} (packer --help, packer COMMAND --help)", 2)
     except (typer.Abort, KeyboardInterrupt):
-        _fail("stopped; run the same command again to continue", 130)
+        _fail("stopped; run the same command again to continue", INTERRUPTED)
     except ConfigError as error:
         _fail(str(error), 2)
     except IsobatchError as error:
@@ -224,35 +248,32 @@ def main() -> None:
         _fail(f"{where}{error.strerror or error}", 1)
 
 
-def _builder(config: Path | None, call: dict[str, Any]) -> Builder:
-    names = {
-        "dataset",
-        "data_root",
-        "model",
-        "tokenizer",
-        "chat_template",
-        "out",
-        "max_seq_len",
-        "max_vision",
-        "seed",
-        "workers",
-    }
-    options: dict[str, Any] = {name: call[name] for name in names if name in call}
-    options["data_root"] = str(call["data_root"]) if call["data_root"] else None
-    options["format"] = call["shard_format"].value if call.get("shard_format") else None
-    options["fetch_annotations"] = call["fetch_annotations"]
-    loaded: BuildConfig = load_config(config, options)
-    return Builder(loaded, StageProgress(people))
+def _builder(context: typer.Context) -> Builder:
+    """The build that the command line and its --config ask for."""
+    given = dict(context.params)
+    given["format"] = given.pop("shard_format", None)
+    file = given.pop("config", None)
+    known = {field.name for field in fields(BuildConfig)}
+    options = {name: str(value) if isinstance(value, Path) else value for name, value in given.items() if name in known}
+    config = load_config(file, options)
+    model = load_model(config.model) if config.model else None
+    if model and config.max_seq_len and config.max_seq_len > model.context_len:
+        people.print(
+            f"note: --max-seq-len {config.max_seq_len:,} is cut to the context of {model.name}, {model.context_len:,}"
+        )
+    return Builder(config, StageProgress(people))
 
 
-def _report(out: Path, dp: int, *, as_json: bool) -> None:
+def _report(out: Path, dp: int, *, as_json: bool, kept: bool = True) -> None:
     result = make_report(out, dp=dp)
-    write_html(result, out / REPORT_NAME)
+    if kept:
+        write_html(result, out / REPORT_NAME)
     if as_json:
         print(json.dumps(result.to_json()))
         return
     print_report(result, Console())
-    print(f"details: {out / REPORT_NAME}")
+    if kept:
+        print(f"details: {out / REPORT_NAME}")
 
 
 def _plain(summary: BuildSummary) -> dict[str, Any]:

@@ -18,6 +18,20 @@ DEMO_MODEL = "tiny"
 DEMO_MAX_SEQ_LEN = 2048
 """Twice the longest demo sample: the cap from the data alone would leave long samples nothing to share a group with."""
 
+IMAGE_CHECKS = ("headers", "decode")
+MOST_TOKENS = 2**31 - 1
+"""Counts are int32 in every artefact."""
+RANGES: dict[str, tuple[int, int]] = {
+    "workers": (1, 4096),
+    "seed": (0, 2**63 - 1),
+    "max_seq_len": (1, MOST_TOKENS),
+    "max_vision": (0, MOST_TOKENS),
+    "isf_iterations": (1, 1000),
+    "shard_mb": (1, 1 << 20),
+    "chunk_records": (1, 1 << 20),
+}
+"""Option -> least and greatest value."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildConfig:
@@ -39,15 +53,19 @@ class BuildConfig:
     """Size of a shard in MiB, about."""
     chunk_records: int = 1024
     """Records per counting task, and per unit of work that a stopped build keeps."""
+    check_images: str = "headers"
+    """`headers`: header and end of each file; `decode`: decode every image once, which finds flipped bits too."""
     fetch_annotations: bool = False
 
     def __post_init__(self) -> None:
         if self.format not in SHARD_FORMATS:
             raise ConfigError(f"--format {self.format}: use one of {', '.join(SHARD_FORMATS)}")
-        at_least_one = ("workers", "isf_iterations", "shard_mb", "chunk_records")
-        for name in at_least_one:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.check_images not in IMAGE_CHECKS:
+            raise ConfigError(f"check_images is {self.check_images!r}: use one of {', '.join(IMAGE_CHECKS)}")
+        for name, (least, most) in RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise ConfigError(f"{name} is {value}; it must be in {least:,}..{most:,}")
         if not self.is_demo:
             for name, hint in (("model", "for example internvl_1_5"), ("tokenizer", "a folder, or a Hub id")):
                 if not getattr(self, name):
@@ -59,11 +77,15 @@ class BuildConfig:
         return self.dataset == DEMO
 
     @property
+    def _max_seq_len(self) -> int | None:
+        return DEMO_MAX_SEQ_LEN if self.max_seq_len is None and self.is_demo else self.max_seq_len
+
+    @property
     def group_options(self) -> GroupOptions:
         """The part that decides the groups."""
         return GroupOptions(
             seed=self.seed,
-            max_seq_len=self.max_seq_len or (DEMO_MAX_SEQ_LEN if self.is_demo else None),
+            max_seq_len=self._max_seq_len,
             max_vision=self.max_vision,
             iterations=self.isf_iterations,
         )

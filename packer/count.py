@@ -53,6 +53,7 @@ class CountTask:
     model: ModelPreset
     tokenizer: str
     chat_template: str | None = None
+    decode_images: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class SampleCounter:
         self._rule = task.model.vision
         self._source = task.source
         self._data_root = Path(task.data_root)
+        self._decode_images = task.decode_images
         self._tokenizer = ChatTokenizer.load(task.tokenizer, task.model.image_markup, chat_template=task.chat_template)
 
     def count(self, records: Sequence[RawRecord]) -> pa.Table:
@@ -93,7 +95,7 @@ class SampleCounter:
             return _reject(sample, problem.reason, problem.detail), []
 
     def _count_image(self, relative: str) -> _CountedImage:
-        header = read_header(image_path(self._data_root, relative))
+        header = read_header(image_path(self._data_root, relative), decode=self._decode_images)
         try:
             plan = plan_image(self._rule, header.width, header.height)
         except ImageRejected as problem:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import connection
 from typing import TypeVar
 
 from balance.errors import DataError
@@ -42,7 +44,7 @@ def map_ordered(
         return
     # spawn: a forked child would inherit the tokenizer's and Arrow's threads in an unknown state
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_die_with_parent) as pool:
         pending: deque[Future[Result]] = deque()
         try:
             for task in tasks:
@@ -59,3 +61,16 @@ def map_ordered(
         finally:
             for future in pending:
                 future.cancel()
+
+
+def _die_with_parent() -> None:
+    """Watch the parent from a thread: a killed build must leave no process behind that still writes into its output."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from balance.cost import CostModel
 from balance.isf import group_isf
 from balance.limits import choose_limits, over_limits
-from balance.order import OrderConfig, choose_order, sort_along_path
-from balance.records import Counts, Groups, Limits
+from balance.order import OrderConfig, choose_order
+from balance.path import arrange_sources, sort_along_path, source_shares
+from balance.records import Counts, Groups, IntArray, Limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,17 +36,34 @@ class Grouping:
     order: OrderConfig
     over: list[tuple[int, str, str]]
     """Rejected samples: (row of the counts table, reason, detail)."""
+    limits_explained: list[str]
+    """How the caps were chosen, line by line."""
 
 
-def group_counts(counts: Counts, options: GroupOptions, *, vision_unit: str, context_len: int) -> Grouping:
-    """Choose caps (OmniBal 5.2), reject what exceeds them, group the rest (ISF) and sort the groups along the path."""
-    limits = choose_limits(
+def group_counts(
+    counts: Counts,
+    options: GroupOptions,
+    *,
+    vision_unit: str,
+    context_len: int,
+    cost: CostModel | None = None,
+    sources: IntArray | None = None,
+) -> Grouping:
+    """Choose caps, reject what exceeds them, group the rest (ISF) and sort the groups along the path.
+
+    `sources` is a per-sample source number from 0; with it, neighbours on the path are arranged so that micro-batches
+    mix sources well.
+    """
+    choice = choose_limits(
         counts,
         vision_unit=vision_unit,
         context_len=context_len,
         max_seq_len=options.max_seq_len,
         max_vision=options.max_vision,
+        cost=cost,
+        seed=options.seed,
     )
+    limits = choice.limits
     too_long, too_much_vision = over_limits(counts, limits)
     seq_len, vision = counts.seq_len, limits.vision_load(counts)
     over = [
@@ -59,5 +78,14 @@ def group_counts(counts: Counts, options: GroupOptions, *, vision_unit: str, con
     rows = np.flatnonzero(fits)
     grouped = group_isf(vision[rows], seq_len[rows], limits, seed=options.seed, iterations=options.iterations)
     groups = Groups(rows[grouped.samples], grouped.offsets)
+    order = choose_order(len(groups))
     path = sort_along_path(groups.sum(vision), groups.sum(seq_len), options.seed)
-    return Grouping(groups=groups.take(path), limits=limits, order=choose_order(len(groups)), over=over)
+    if sources is not None:
+        path = arrange_sources(path, source_shares(groups, sources), order.window_size)
+    return Grouping(
+        groups=groups.take(path),
+        limits=limits,
+        order=order,
+        over=over,
+        limits_explained=choice.lines,
+    )

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from balance.cost import CostModel
 from balance.errors import ConfigError, DataError
+from balance.presets import load_model
 from packer.group import Grouping, GroupOptions, group_counts
 from packer.progress import StageProgress
 from packer.shards.manifest import MANIFEST_NAME
@@ -27,12 +29,17 @@ from packer.tables import (
     groups_table,
     read_table,
     reject_rows,
+    source_numbers,
     write_table,
 )
+
+MOST_PER_SAMPLE = 1 << 24
+"""More tiles or tokens in one sample are a mistake, and their sums would not fit the tables."""
 
 LIMITS_NAME = "limits.json"
 
 VIT_TOKENS_PER_TILE, LLM_TOKENS_PER_TILE = 1025, 256
+LENGTHS_MODEL = "internvl_1_5"
 """InternVL at 448 px, for which OmniBal's length files were made."""
 
 
@@ -50,15 +57,30 @@ def group_files(
         raise DataError(f"no samples in {', '.join(map(str, files))}")
     with progress.stage("group", None) as stage:
         arrays = counts_arrays(counts)
-        grouping = group_counts(arrays, options, vision_unit=vision_unit, context_len=context_len)
+        grouping = group_counts(
+            arrays,
+            options,
+            vision_unit=vision_unit,
+            context_len=context_len,
+            cost=_cost_model(files),
+            sources=source_numbers(counts),
+        )
         stage.count(len(counts))
     rejected = reject_rows(counts, grouping.over) if grouping.over else REJECTED_SCHEMA.empty_table()
     out.mkdir(parents=True, exist_ok=True)
     write_table(counts, out / COUNTS_NAME)
     write_table(groups_table(grouping.groups, arrays), out / GROUPS_NAME)
     write_table(rejected, out / REJECTED_NAME)
-    (out / LIMITS_NAME).write_text(json.dumps(asdict(grouping.limits), indent=1), "utf-8")
+    limits = {**asdict(grouping.limits), "limits_explained": grouping.limits_explained}
+    (out / LIMITS_NAME).write_text(json.dumps(limits, indent=1), "utf-8")
     return grouping, rejected
+
+
+def _cost_model(files: list[Path]) -> CostModel | None:
+    """The model that OmniBal's files are of; counts do not say theirs."""
+    if any(path.suffix == ".parquet" for path in files):
+        return None
+    return CostModel.of(load_model(LENGTHS_MODEL))
 
 
 def read_lengths(path: Path) -> pa.Table:
@@ -72,11 +94,26 @@ def read_lengths(path: Path) -> pa.Table:
         missing = [name for name in COUNTS_SCHEMA.names if name not in table.column_names]
         if missing:
             raise DataError(f"{path}: no column {', '.join(missing)}; is it a counts.parquet of `packer count`?")
-        return table.select(COUNTS_SCHEMA.names).cast(COUNTS_SCHEMA)
+        return _checked_counts(path, table.select(COUNTS_SCHEMA.names))
     value = _read_json(path)
     if isinstance(value, dict):
         return pa.concat_tables([_from_omnibal(name, *_named_file(path, name, entry)) for name, entry in value.items()])
     return _from_omnibal(path.stem, path, value)
+
+
+def _checked_counts(path: Path, table: pa.Table) -> pa.Table:
+    try:
+        table = table.cast(COUNTS_SCHEMA)
+    except pa.ArrowInvalid as error:
+        raise DataError(f"{path}: not a counts table: {str(error).splitlines()[0]}") from None
+    for name in COUNTS_SCHEMA.names:
+        column = table.column(name)
+        least = 0 if name in ("sample_id", "source") or not len(column) else pa.compute.min(column).as_py()
+        if column.null_count or least < 0:
+            raise DataError(
+                f"{path}: column {name} has empty or negative entries; is it a counts.parquet of `packer count`?"
+            )
+    return table
 
 
 def _read_json(path: Path) -> object:
@@ -133,9 +170,12 @@ def _sample_lengths(path: Path, number: int, row: Any) -> tuple[int, int]:
     """(tiles, LLM tokens). Their code gives a text-only sample a dummy tile, which `image_flags` does not count."""
     if not isinstance(row, dict):
         raise DataError(f"{path}: sample {number} is {str(row)[:40]}; expected an object with vit_num and token_num")
-    found = {"image_flags or vit_num": row.get("image_flags", row.get("vit_num", 0)), "token_num": row.get("token_num")}
+    found: dict[str, Any] = {
+        "image_flags or vit_num": row.get("image_flags", row.get("vit_num", 0)),
+        "token_num": row.get("token_num"),
+    }
     for name, value in found.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST_PER_SAMPLE:
             raise DataError(f"{path}: sample {number}: {name} is {value!r}; expected a whole number, 0 or more")
     tiles, tokens = found.values()
     return tiles, tokens

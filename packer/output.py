@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -46,19 +50,26 @@ class BuildIdentity:
             "dataset": dataset_name,
             "format": self.config.format,
             "shard_mb": self.config.shard_mb,
+            "check_images": self.config.check_images,
             **asdict(self.config.group_options),
         }
 
-    def require_same(self, out: Path) -> dict[str, Any]:
-        """The manifest of a finished build; raises DataError if that build is not this one."""
+    def require_same(self, out: Path, dataset: Dataset) -> dict[str, Any]:
+        """The manifest of a finished build; raises DataError if that build is not this one.
+
+        Compares the annotations byte by byte, and the images not at all: a build does not notice new pictures.
+        """
         manifest = read_manifest(out)
         same = (
-            manifest["config"] == self.settings(manifest["config"].get("dataset", ""))
+            manifest["config"] == self.settings(dataset.name)
+            and manifest["annotations"] == _describe_annotations(dataset)
             and manifest["model"] == self.model
             and manifest["tokenizer"]["hash"] == self.tokenizer.hash
         )
         if not same:
-            raise DataError(f"{out} is a finished build with other settings: choose another --out, or add --overwrite")
+            raise DataError(
+                f"{out} is a finished build of other data or settings: choose another --out, or add --overwrite"
+            )
         return manifest
 
     def claim(self, staging: Path, dataset: Dataset) -> None:
@@ -94,6 +105,7 @@ class BuildIdentity:
             "format": self.config.format,
             "config": settings,
             "config_hash": hash_json([settings, self.model, self.tokenizer.hash]),
+            "annotations": _describe_annotations(dataset),
             "model": self.model,
             "tokenizer": {
                 "hash": self.tokenizer.hash,
@@ -102,6 +114,7 @@ class BuildIdentity:
                 "added_tokens": self.tokenizer.added_tokens,
             },
             "limits": asdict(grouping.limits),
+            "limits_explained": grouping.limits_explained,
             "seed": self.config.seed,
             "order": asdict(grouping.order),
             "totals": _totals(index, num_read),
@@ -109,6 +122,22 @@ class BuildIdentity:
             "files": [describe_file(out, name) for name in (INDEX_NAME, COUNTS_NAME, GROUPS_NAME, REJECTED_NAME)],
             **({"data_root": str(dataset.data_root.resolve())} if self.config.format == "refs" else {}),
         }
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Keep other builds out of a directory, which is made if needed; raises DataError if one is at work in it."""
+    out.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(out, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise DataError(f"another packer is writing to {out}: wait for it, or choose another --out") from None
+    try:
+        yield
+    finally:
+        os.close(descriptor)  # and with it the lock, also when the process is killed
 
 
 def clear(out: Path) -> None:
@@ -127,6 +156,10 @@ def clear(out: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+def _describe_annotations(dataset: Dataset) -> dict[str, Any]:
+    return describe_file(dataset.annotations.parent, dataset.annotations.name)
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:

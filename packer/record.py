@@ -91,13 +91,14 @@ class RecordProblem(ValueError):
 
 
 def parse_record(record: RawRecord, source: str) -> RawSample | Rejected:
-    """The sample in a LLaVA-like record.
+    """The sample in a LLaVA-like record of the dataset `source`.
 
-    Reads `id`, `image` (path, list of paths or absent) and `conversations` with `from`/`value` or `role`/`content`.
-    An image without a marker stands in front of the first user turn; a marker without an image rejects the sample.
+    Reads `id`, `source` (which part of a mixture it comes from; absent: the dataset's name), `image` (path, list of
+    paths or absent) and `conversations` with `from`/`value` or `role`/`content`. An image without a marker stands in
+    front of the first user turn; a marker without an image rejects the sample.
     """
-    fallback_id = f"{source}:{record.position}"
-    sample_id = _sample_id(record.value, fallback_id)
+    sample_id = _sample_id(record.value, f"{source}:{record.position}")
+    source = _text(record.value, "source") or source
     try:
         if record.broken:
             raise RecordProblem("broken_json", record.broken)
@@ -112,10 +113,16 @@ def parse_record(record: RawRecord, source: str) -> RawSample | Rejected:
 
 def _sample_id(value: Any, fallback: str) -> str:
     given = value.get("id") if isinstance(value, Mapping) else None
-    if given is None or isinstance(given, dict | list | bool) or given == "":
-        return fallback
+    if isinstance(given, int | float) and not isinstance(given, bool):
+        return str(given)
+    return _text(value, "id") or fallback
+
+
+def _text(value: Any, key: str) -> str:
+    """The string under a key, empty if there is none."""
+    given = value.get(key) if isinstance(value, Mapping) else None
     # surrogates would break every writer downstream; the text itself is checked by the tokenizer
-    return str(given).encode("utf-8", "replace").decode("utf-8")
+    return given.encode("utf-8", "replace").decode("utf-8") if isinstance(given, str) else ""
 
 
 def _turns(value: Mapping[str, Any]) -> tuple[Turn, ...]:

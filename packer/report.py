@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from balance.baselines import BASELINES, BATCH_SIZE, as_groups
@@ -76,6 +77,8 @@ class Report:
     dp_world_size: int
     fill: float
     limits: Limits
+    limits_explained: tuple[str, ...] = ()
+    """How the caps were chosen, line by line."""
     num_sources: int
     methods: dict[str, Method]
     notes: tuple[str, ...] = ()
@@ -105,6 +108,7 @@ class Report:
             "num_steps": self.methods["ours"].num_steps,
             "num_sources": self.num_sources,
             "limits": asdict(self.limits),
+            "limits_explained": list(self.limits_explained),
             "methods": {name: asdict(self.methods[name]) for name in TABLE_3},
             "more_methods": {name: asdict(row) for name, row in self.methods.items() if name not in TABLE_3},
             "notes": list(self.notes),
@@ -130,6 +134,7 @@ def make_report(out: Path, *, dp: int = 8, seed: int = 0) -> Report:
         dp_world_size=dp,
         fill=fill(tables.groups, tables.counts.seq_len, tables.limits.max_seq_len),
         limits=tables.limits,
+        limits_explained=tables.limits_explained,
         num_sources=len(np.unique(tables.sources[tables.groups.samples])),
         methods={name: _method(name, streams[name], loads[name], tables, dp) for name in TITLES},
         notes=_notes(len(packed), len(tables.groups), dp),
@@ -149,6 +154,8 @@ def print_report(report: Report, console: Console) -> None:
         f" {report.limits.max_vision:,} {report.limits.unit}, {report.fill:.1%} full;"
         f" {report.methods['ours'].num_steps:,} steps on {report.dp_world_size} ranks"
     )
+    for line in report.limits_explained:
+        console.print(f"[dim]{escape(line)}[/]")
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("micro-batches", no_wrap=True)
     for heading in headings(report):

@@ -88,12 +88,13 @@ def render_html(report: Report) -> str:
 
 def _head(report: Report) -> str:
     limits = report.limits
+    explained = "".join(f"<p>{escape(line)}</p>" for line in report.limits_explained)
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in report.notes)
     return (
         "<h1>Isobatch report</h1>"
         f"<p>{report.num_packed:,} samples in {report.num_groups:,} groups of at most {limits.max_seq_len:,} LLM tokens"
         f" and {limits.max_vision:,} {escape(limits.unit)}; {report.methods['ours'].num_steps:,} steps on"
-        f" {report.dp_world_size} data-parallel ranks.</p>{notes}"
+        f" {report.dp_world_size} data-parallel ranks.</p>{explained}{notes}"
     )
 
 

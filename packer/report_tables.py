@@ -20,7 +20,15 @@ from balance.errors import DataError
 from balance.order import OrderConfig, choose_order
 from balance.presets import build_config
 from balance.records import Counts, Groups, IntArray, Limits
-from packer.tables import COUNTS_NAME, GROUPS_NAME, REJECTED_NAME, counts_arrays, read_groups, read_table
+from packer.tables import (
+    COUNTS_NAME,
+    GROUPS_NAME,
+    REJECTED_NAME,
+    counts_arrays,
+    read_groups,
+    read_table,
+    source_numbers,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +42,8 @@ class BuildTables:
     rejected: dict[str, int]
     """Reason -> samples, most frequent first."""
     limits: Limits
+    limits_explained: tuple[str, ...]
+    """How the caps were chosen, line by line; empty when the build does not say."""
     order: OrderConfig
 
 
@@ -49,12 +59,14 @@ def read_tables(out: Path) -> BuildTables:
     if manifest is not None:
         found = {"num_packed": len(groups.samples), "num_rejected": len(rejected), "num_groups": len(groups)}
         _check_manifest(out, manifest, found)
+    limits, limits_explained = _read_limits(out, manifest)
     return BuildTables(
         counts=counts_arrays(table),
-        sources=_codes(table["source"]),
+        sources=source_numbers(table),
         groups=groups,
         rejected=dict(Counter(rejected["reason"].to_pylist()).most_common()),
-        limits=_read_limits(out, manifest),
+        limits=limits,
+        limits_explained=limits_explained,
         order=_read_order(out, manifest, len(groups)),
     )
 
@@ -80,11 +92,13 @@ def _check_manifest(out: Path, manifest: dict[str, Any], found: dict[str, int]) 
         raise DataError(f"{out}: manifest.json says {said}, but the tables hold {found}; build again with --overwrite")
 
 
-def _read_limits(out: Path, manifest: dict[str, Any] | None) -> Limits:
+def _read_limits(out: Path, manifest: dict[str, Any] | None) -> tuple[Limits, tuple[str, ...]]:
+    """The caps, and the lines that explain them."""
     values = _read_json(out / "limits.json") if manifest is None else manifest["limits"]
     if values is None:
         raise DataError(f"{out} has neither manifest.json nor limits.json: the build is unfinished; run it to its end")
-    return build_config(Limits, values, where=f"{out}, limits")
+    explained = (values if manifest is None else manifest).pop("limits_explained", [])
+    return build_config(Limits, values, where=f"{out}, limits"), tuple(map(str, explained))
 
 
 def _read_order(out: Path, manifest: dict[str, Any] | None, num_groups: int) -> OrderConfig:
@@ -108,10 +122,3 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 def _numbers(column: pa.ChunkedArray) -> IntArray:
     return np.asarray(column.to_numpy(), dtype=np.int64)
-
-
-def _codes(column: pa.ChunkedArray) -> IntArray:
-    """The column's different texts, numbered from 0."""
-    encoded = column.cast(pa.string()).dictionary_encode()
-    parts = [chunk.indices.to_numpy(zero_copy_only=False) for chunk in encoded.chunks]
-    return np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int64)

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from balance.errors import DataError
-from balance.records import COUNT_COLUMNS, Counts, Groups
+from balance.records import COUNT_COLUMNS, Counts, Groups, IntArray
 from packer.record import Rejected
 
 COUNTS_NAME = "counts.parquet"
@@ -73,6 +73,13 @@ def _counts_of(batch: pa.RecordBatch) -> pa.Table:
 def counts_arrays(table: pa.Table) -> Counts:
     """The counts columns of a table as arrays."""
     return Counts(**{name: table.column(name).to_numpy().astype(np.int64) for name in COUNT_COLUMNS})
+
+
+def source_numbers(table: pa.Table) -> IntArray:
+    """The different texts of a counts table's `source` column, numbered from 0 in order of first appearance."""
+    encoded = table.column("source").cast(pa.string()).dictionary_encode()
+    parts = [chunk.indices.to_numpy(zero_copy_only=False) for chunk in encoded.chunks]
+    return np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int64)
 
 
 def groups_table(groups: Groups, counts: Counts) -> pa.Table:

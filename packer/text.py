@@ -105,7 +105,12 @@ class ChatTokenizer:
         it the default template is used.
         """
         files = read_tokenizer_files(source)
-        return cls(files, markup, _choose_template(files, chat_template))
+        try:
+            return cls(files, markup, _choose_template(files, chat_template))
+        except (AttributeError, KeyError, TypeError) as error:  # a hand-written config of some other shape
+            raise ConfigError(
+                f"tokenizer {files.where}: its config is not as transformers writes it: {error!r}"
+            ) from None
 
     def encode_batch(self, conversations: Sequence[Sequence[Turn]]) -> list[EncodedText | TextRejected]:
         """Tokenise conversations, in order; the tokenizer works on the batch with as many threads as it has cores."""

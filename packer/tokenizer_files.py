@@ -126,10 +126,12 @@ def _chat_templates(read: ReadFile, config: Mapping[str, Any], where: str) -> di
     template = read("chat_template.jinja") or config.get("chat_template")
     if template is None:
         template = _json_object(read("chat_template.json"), f"{where}/chat_template.json").get("chat_template")
-    if isinstance(template, list):
+    if isinstance(template, list) and all(isinstance(e, dict) and {"name", "template"} <= set(e) for e in template):
         return {entry["name"]: entry["template"] for entry in template}
     if isinstance(template, dict):
         return template
+    if template is not None and not isinstance(template, str):
+        raise ConfigError(f"tokenizer {where}: chat_template is a {type(template).__name__}; expected Jinja text")
     return {} if template is None else {"default": template}
 
 

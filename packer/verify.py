@@ -41,6 +41,7 @@ def verify_build(out: Path, progress: StageProgress, *, workers: int) -> Verific
             problems += problem
             stage.advance(file["size"])
             stage.count(1)
+    problems += _strangers(out, manifest["shards"])
     if not problems:
         problems += _check_totals(out, manifest)
     return Verification(
@@ -50,6 +51,12 @@ def verify_build(out: Path, progress: StageProgress, *, workers: int) -> Verific
         num_samples=manifest["totals"]["num_packed"],
         problems=problems,
     )
+
+
+def _strangers(out: Path, shards: list[dict[str, Any]]) -> list[str]:
+    known = {shard["name"] for shard in shards}
+    found = sorted(f"shards/{path.name}" for path in (out / "shards").glob("*"))
+    return [f"{name}: is not in the manifest" for name in found if name not in known]
 
 
 def _check_file(out: Path, expected: dict[str, Any]) -> list[str]:

@@ -1,7 +1,8 @@
 """Groups -> shards: which groups go into which shard, and the writing of one shard.
 
 The plan depends on the counts alone, and a shard on its own groups alone; so any number of processes writes the same
-bytes. A sample whose images changed since they were counted is rejected here, by name; its group goes on without it.
+bytes. A sample whose image files changed their length since they were counted, or whose PNGs fail their own checksums,
+is rejected here, by name; its group goes on without it.
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ def write_shard(task: WriteTask) -> int:
     path = out / shard_name(task.shard, task.format)
     if part.exists() and path.exists():
         return task.shard
-    staged = _open_staged(str(out / "staging" / "samples.arrow"))
+    source = out / "staging" / "samples.arrow"
+    state = source.stat()
+    staged = _open_staged(source, state.st_ino, state.st_mtime_ns)
     index = ShardIndex(task.shard)
     temporary = path.with_name(path.name + ".tmp")
     writer = _open_writer(task, temporary)
@@ -94,8 +97,9 @@ def write_shard(task: WriteTask) -> int:
 
 
 @lru_cache(maxsize=1)
-def _open_staged(path: str) -> StagedSamples:
-    return StagedSamples(Path(path))
+def _open_staged(path: Path, inode: int, mtime_ns: int) -> StagedSamples:
+    """The staged samples of a build, opened once per process; another file in the same place is another one."""
+    return StagedSamples(path)
 
 
 def _open_writer(task: WriteTask, path: Path) -> ShardWriter:
@@ -115,13 +119,15 @@ def _pack_group(task: WriteTask, staged: StagedSamples, rows: IntArray, index: S
 def _pack(task: WriteTask, sample: StagedSample) -> PackedSample:
     input_ids, labels = expand(sample.input_ids, sample.loss_spans, task.image_token_id, sample.image_tokens)
     files = zip(sample.images, sample.image_bytes, strict=True)
+    # read for refs too, so that what is wrong with an image comes out whatever the format
+    images = [_read_image(Path(task.data_root), *file) for file in files]
     return PackedSample(
         sample_id=sample.sample_id,
         counts=sample.counts,
         input_ids=input_ids,
         labels=labels,
         image_paths=sample.images,
-        images=[] if task.format == "refs" else [_read_image(Path(task.data_root), *file) for file in files],
+        images=[] if task.format == "refs" else images,
         image_widths=sample.image_widths,
         image_heights=sample.image_heights,
     )

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from balance.errors import DataError
+from balance.errors import DamagedShard, DataError
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -32,10 +32,15 @@ def hash_json(value: Any) -> str:
 
 
 def write_manifest(out: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest, whole or not at all, and only after everything it names is on disk."""
+    """Write the manifest, whole or not at all, and only after everything it names is on disk.
+
+    `content_hash` covers the rest of it, so that a hand or a bad disk cannot change a cap or a token id unseen.
+    """
+    manifest = {"format_version": FORMAT_VERSION, **manifest}
+    manifest["content_hash"] = hash_json(manifest)
     temporary = out / (MANIFEST_NAME + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:
-        json.dump({"format_version": FORMAT_VERSION, **manifest}, file, indent=1, ensure_ascii=False)
+        json.dump(manifest, file, indent=1, ensure_ascii=False)
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())
@@ -57,4 +62,7 @@ def read_manifest(out: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format_version") != FORMAT_VERSION:
         found = manifest.get("format_version") if isinstance(manifest, dict) else None
         raise DataError(f"{path}: format version {found}; this isobatch reads version {FORMAT_VERSION}")
+    given = manifest.pop("content_hash", None)
+    if given != hash_json(manifest):
+        raise DamagedShard(f"{path}: damaged or edited: its content is not what its content_hash says")
     return manifest

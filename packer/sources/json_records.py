@@ -43,7 +43,7 @@ def read_json_records(path: Path, *, on_bytes: Callable[[int], None] = lambda _:
             window.advance(1)
             values = _array_records(window)
         elif first == "{":
-            values = _line_records(window)
+            values = _line_records(window) if _is_one_line(window) else _array_records(window, in_brackets=False)
         elif first == "":
             raise DataError(f"{path}: is empty; a JSON array or JSON lines of records are expected")
         else:
@@ -98,14 +98,18 @@ class _Window:
 Parsed = tuple[Any, str]
 
 
-def _array_records(window: _Window) -> Iterator[Parsed]:
+def _array_records(window: _Window, *, in_brackets: bool = True) -> Iterator[Parsed]:
     decoder = json.JSONDecoder()
     while True:
         first = window.skip(_SEPARATORS)
         if first == "]":
+            window.advance(1)
+            if window.skip(_SEPARATORS):
+                yield None, f"line {window.line}: the file goes on behind the end of its array; one array is read"
             return
         if first == "":
-            yield None, f"line {window.line}: the file ends before the array does"
+            if in_brackets:
+                yield None, f"line {window.line}: the file ends before the array does"
             return
         value, error = _decode_one(decoder, window)
         if error is None:
@@ -164,14 +168,46 @@ def _is_record(decoder: json.JSONDecoder, text: str, start: int) -> bool:
     return isinstance(value, dict) and any(key in value for key in _RECORD_KEYS)
 
 
+def _is_one_line(window: _Window) -> bool:
+    """Is the first line a whole record (JSON lines), or only the beginning of one that is spread over several?"""
+    end = _line_end(window)  # first: it may read on
+    line = window.text[window.start : end]
+    try:
+        json.loads(line)
+    except (json.JSONDecodeError, RecursionError):
+        # a broken first record of JSON lines has braces at both its ends all the same
+        return line.rstrip().endswith("}")
+    return True
+
+
+def _line_end(window: _Window) -> int:
+    """Where the line at the window's start ends; reads on as far as needed, up to MAX_RECORD_CHARS."""
+    searched = 0
+    while True:
+        end = window.text.find("\n", window.start + searched)
+        length = len(window.text) - window.start
+        if end >= 0:
+            return end
+        if window.at_end or length > MAX_RECORD_CHARS:
+            return len(window.text)
+        searched = length
+        window.fill(max(length, BLOCK_BYTES))
+
+
 def _line_records(window: _Window) -> Iterator[Parsed]:
     while window.skip(_SEPARATORS):
-        while (end := window.text.find("\n", window.start)) < 0 and window.fill(BLOCK_BYTES):
-            pass
-        line = window.text[window.start : end if end >= 0 else len(window.text)]
-        number = window.line
-        window.advance(len(line))
+        end = _line_end(window)
+        line, number = window.text[window.start : end], window.line
+        window.advance(end - window.start)
         try:
             yield json.loads(line), ""
         except (json.JSONDecodeError, RecursionError) as error:
+            if len(line) > MAX_RECORD_CHARS:
+                _skip_line(window)
             yield None, f"line {number}: {str(error).split(': line ', 1)[0]}"
+
+
+def _skip_line(window: _Window) -> None:
+    while (end := _line_end(window)) == len(window.text) and not window.at_end:
+        window.advance(end - window.start)
+    window.advance(end - window.start)

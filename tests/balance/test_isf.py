@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from isf_oracle import isf_oracle
 
 from balance.isf import group_isf
-from balance.limits import choose_limits
-from balance.records import Counts, Limits
+from balance.records import Limits
 
 LENGTHS = Path(__file__).parents[3] / "shared" / "data" / "omnibal_lengths"
 
@@ -79,37 +78,3 @@ def test_equals_the_oracle_on_the_published_lengths_group_for_group(max_vision):
     groups = group_isf(vision, tokens, limits, seed=0)
     assert as_lists(groups) == isf_oracle(vision, tokens, limits, seed=0, iterations=10)
     assert len(np.unique(groups.samples)) == 30_730
-
-
-def counts_of(patches, tokens):
-    zeros = np.zeros(len(tokens), dtype=np.int64)
-    return Counts(
-        num_image_patches=np.array(patches),
-        num_vit_tokens=np.array(patches) * 1025,
-        num_image_tokens=zeros,
-        num_text_tokens=np.array(tokens),
-        num_audio_tokens=zeros,
-        num_loss_tokens=zeros,
-    )
-
-
-def test_limits_follow_the_ratio_of_the_data_and_the_least_of_longest_context_and_cap():
-    counts = counts_of([1, 2, 3, 2], [500, 1000, 1500, 1000])
-    assert choose_limits(counts, vision_unit="image_patches", context_len=4096).max_seq_len == 1500
-    assert choose_limits(counts, vision_unit="image_patches", context_len=1200).max_seq_len == 1200
-    limits = choose_limits(counts, vision_unit="image_patches", context_len=4096, max_seq_len=4000)
-    assert (limits.max_seq_len, limits.max_vision) == (4000, 8)
-    assert (limits.min_seq_len, limits.min_vision) == (4000 - 128, 8)
-    in_tokens = choose_limits(counts, vision_unit="vit_tokens", context_len=4096, max_seq_len=4000)
-    assert in_tokens.max_vision == 8 * 1025
-
-
-def test_a_cap_from_the_data_never_shuts_out_a_sample_that_fits_the_context():
-    counts = counts_of([20, 0, 0, 0], [1000, 1000, 1000, 1000])
-    assert choose_limits(counts, vision_unit="image_patches", context_len=1000).max_vision == 20
-
-
-def test_text_only_data_still_filters_by_tokens():
-    limits = choose_limits(counts_of([0, 0], [100, 200]), vision_unit="image_patches", context_len=4096)
-    assert limits.max_vision == 0
-    assert limits.min_vision > 0

@@ -202,8 +202,10 @@ def test_a_new_iterator_continues_in_the_middle_of_an_epoch(text_build):
         ({"manifest_hash": "0"}, "belongs to another build"),
         ({"seed": 5}, "seed of the run"),
         ({"version": 9}, "another version"),
-        ({"consumed_per_lane": [1] * 50}, "does not fit"),
-        ({"next_lane": 99}, "does not fit"),
+        ({"stream": {"consumed": [1] * 50}}, "does not fit"),
+        ({"stream": {"consumed": [0], "spare": [1]}}, "another stream"),
+        ({"stream": 7}, "another stream"),
+        ({"order": "random"}, "order of the run"),
         ({"extra": 1}, "has the keys"),
     ],
 )

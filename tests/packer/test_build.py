@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +24,7 @@ from balance.presets import load_model
 from balance.records import COUNT_COLUMNS
 from packer.build import Builder
 from packer.config import BuildConfig
+from packer.output import locked
 from packer.progress import StageProgress
 from packer.shards.manifest import read_manifest
 from packer.tables import read_groups
@@ -189,14 +191,18 @@ EXPECTED_REASONS = {
 }
 
 
-def test_what_cannot_be_used_is_listed_with_its_reason_and_the_totals_add_up(tmp_path):
+@pytest.mark.parametrize("shard_format", ["arrow", "webdataset", "refs"])
+def test_what_cannot_be_used_is_listed_with_its_reason_and_the_totals_add_up(tmp_path, shard_format):
     folder = bad_dataset(tmp_path / "raw")
-    summary = build(folder, tmp_path / "out")
+    summary = build(folder, tmp_path / "out", format=shard_format)
     rejected = pq.read_table(tmp_path / "out" / "rejected.parquet").to_pylist()
     assert {row["sample_id"]: row["reason"] for row in rejected} == EXPECTED_REASONS
     assert [row["position"] for row in rejected] == sorted(row["position"] for row in rejected)
     assert all(row["detail"] for row in rejected)
-    assert sorted(sample["sample_id"] for sample in read_samples(tmp_path / "out")) == ["s0", "s1"]
+    assert sorted(read_index(tmp_path / "out").column("sample_ids").combine_chunks().flatten().to_pylist()) == [
+        "s0",
+        "s1",
+    ]
     totals = summary.totals
     assert (totals["num_read"], totals["num_packed"], totals["num_rejected"]) == (12, 2, 10)
     assert not verify_build(tmp_path / "out", quiet(), workers=1).problems
@@ -229,10 +235,56 @@ def test_a_finished_build_is_left_alone_and_other_settings_are_refused(dataset, 
     before = digests(out)
     assert build(dataset, out).already_complete
     assert digests(out) == before
-    with pytest.raises(DataError, match="finished build with other settings"):
+    with pytest.raises(DataError, match="finished build of other data or settings"):
         build(dataset, out, seed=1)
-    with pytest.raises(DataError, match="finished build with other settings"):
+    with pytest.raises(DataError, match="finished build of other data or settings"):
         build(dataset, out, model="internvl_1_5")
+    other = write_dataset(tmp_path / dataset.name, [record(1)])
+    with pytest.raises(DataError, match="finished build of other data or settings"):
+        build(other, out)
+    with pytest.raises(DataError, match="no dataset"):
+        build(tmp_path / "nowhere", out)
+
+
+def test_a_second_build_in_one_process_sees_its_own_samples(tmp_path):
+    for name in ("a", "b"):
+        rows = [record(f"{name}{i}") for i in range(5)]
+        config = BuildConfig(**options(write_dataset(tmp_path / name, rows), tmp_path / "out"))
+        Builder(config, quiet()).build(overwrite=True)
+    assert {sample["sample_id"] for sample in read_samples(tmp_path / "out")} == {f"sb{i}" for i in range(5)}
+
+
+def test_two_builds_into_one_output_do_not_mix(dataset, tmp_path):
+    with locked(tmp_path / "out"), pytest.raises(DataError, match="another packer is writing"):
+        build(dataset, tmp_path / "out")
+    build(dataset, tmp_path / "out")
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_outlives_a_build_that_is_stopped(tmp_path, stop):
+    folder = tmp_path / "raw"
+    write_dataset(folder, [record(i, answer="word " * 100) for i in range(6000)])
+    arguments = ["--tokenizer", options(folder, "")["tokenizer"], "--out", str(tmp_path / "out"), "--workers", "2"]
+    script = "from packer.cli import main; main()"
+    command = [sys.executable, "-c", script, "build", "--dataset", str(folder), "--model", "tiny", *arguments]
+    child = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "out" / "staging" / "parts").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    child.send_signal(stop)
+    stderr = child.communicate(timeout=60)[1].decode()
+    assert child.returncode == (130 if stop == signal.SIGTERM else -stop)
+    assert ("stopped; run the same command again" in stderr) == (stop == signal.SIGTERM)
+    assert "Traceback" not in stderr
+    while time.monotonic() < deadline and group_is_alive(child.pid):
+        time.sleep(0.05)
+    assert not group_is_alive(child.pid)
+
+
+def group_is_alive(group):
+    """Is any process of the group left, zombies aside?"""
+    states = [path.read_text().rsplit(")", 1)[1].split() for path in Path("/proc").glob("[0-9]*/stat") if path.exists()]
+    return any(int(fields[2]) == group and fields[0] != "Z" for fields in states)
 
 
 def test_overwrite_removes_only_what_a_build_made(dataset, tmp_path):

@@ -103,6 +103,8 @@ def one_error_line(stderr):
         ({"--config": "nowhere.toml"}, 2, "nowhere.toml"),
         ({"--max-seq-len": "1"}, 1, "nothing to pack"),
         ({"--data-root": "nowhere"}, 1, "no data root"),
+        ({"--seed": "99999999999999999999"}, 2, "seed"),
+        ({"--check-images": "maybe"}, 2, "check_images"),
     ],
 )
 def test_a_wrong_call_is_one_clear_line_and_its_exit_status(run, dataset, tmp_path, change, status, message):

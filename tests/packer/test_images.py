@@ -81,6 +81,30 @@ def test_a_file_cut_short_is_corrupt(tmp_path, form, keep):
         read_header(write(tmp_path, data[: int(len(data) * keep)]))
 
 
+def decodes(data):
+    try:
+        Image.open(io.BytesIO(data)).convert("RGB")
+    except (OSError, SyntaxError, ValueError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("form", "decode"), [("WEBP", False), ("WEBP", True), ("PNG", True), ("JPEG", True)])
+def test_what_passes_is_what_decodes_whichever_byte_is_damaged(tmp_path, form, decode):
+    whole = encode(form)
+    damaged = 0
+    for place in range(0, len(whole), max(1, len(whole) // 150)):
+        data = whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :]
+        path = write(tmp_path, data)
+        if decodes(data):
+            read_header(path, decode=decode)
+        else:
+            damaged += 1
+            with pytest.raises(ImageProblem):
+                read_header(path, decode=decode)
+    assert damaged
+
+
 def test_bytes_behind_a_whole_image_do_no_harm(tmp_path):
     for form in ("JPEG", "PNG"):
         assert read_header(write(tmp_path, encode(form) + b"appended by a phone")).width == 60
@@ -103,6 +127,11 @@ def test_missing_files_and_folders_are_missing(tmp_path):
     for path in (tmp_path / "nothing.jpg", tmp_path, tmp_path / "a" / "b.jpg"):
         with pytest.raises(ImageProblem, match="missing_image"):
             read_header(path)
+
+
+def test_what_the_file_system_refuses_is_not_called_corrupt(tmp_path):
+    with pytest.raises(ImageProblem, match="unreadable_image"):
+        read_header(tmp_path / ("x" * 300))
 
 
 @pytest.mark.parametrize(

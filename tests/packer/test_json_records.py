@@ -98,6 +98,41 @@ def test_invalid_utf8_reaches_the_record_that_holds_it_and_no_other(tmp_path):
     assert values[1]["conversations"][0]["value"] == "q\udcff"
 
 
+@pytest.mark.parametrize("layout", ["array", "lines"])
+def test_files_of_many_blocks_lose_nothing(tmp_path, monkeypatch, layout):
+    """Several records per block, blocks that end inside characters of several bytes, and no newline at the end."""
+    monkeypatch.setattr(json_records, "BLOCK_BYTES", 4096)
+    rows = [turns(i) | {"text": "\u00e4\u6f22\U0001f600" * (i % 50)} for i in range(700)]
+    texts = [json.dumps(row, ensure_ascii=False) for row in rows]
+    path = tmp_path / "a.json"
+    path.write_text("\n".join(texts) if layout == "lines" else f"[{','.join(texts)}]", "utf-8")
+    assert [value for _, value, _ in read(path)] == rows
+
+
+def test_text_behind_the_array_is_reported(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([turns(0)]) + "\n" + json.dumps([turns(1)]))
+    found = read(path)
+    assert found[0][1] == turns(0)
+    assert "behind the end of its array" in found[1][2]
+
+
+def test_objects_spread_over_lines_are_records_too(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text("\n".join(json.dumps(turns(i), indent=2) for i in range(4)))
+    assert [value for _, value, _ in read(path)] == [turns(i) for i in range(4)]
+
+
+def test_a_line_that_never_ends_is_one_broken_record(tmp_path, monkeypatch):
+    monkeypatch.setattr(json_records, "BLOCK_BYTES", 256)
+    monkeypatch.setattr(json_records, "MAX_RECORD_CHARS", 2000)
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(turns(0)) + "\n" + "{" + "x" * 20_000 + "}\n" + json.dumps(turns(2)) + "\n")
+    found = read(path)
+    assert [bool(broken) for _, _, broken in found] == [False, True, False]
+    assert found[2][1] == turns(2)
+
+
 @pytest.mark.parametrize(("content", "message"), [("", "is empty"), ("hello", "begins with 'h'")])
 def test_a_file_that_is_no_records_is_one_clear_error(tmp_path, content, message):
     path = tmp_path / "a.json"

@@ -81,6 +81,7 @@ def test_samples_over_a_cap_are_listed(tmp_path):
         ([3], "sample 0 is 3"),
         ([{"vit_num": 1}], "token_num is None"),
         ([{"vit_num": 2, "token_num": 100}], "fewer than the 512"),
+        ([{"token_num": 2**40}], "token_num is 1099511627776"),
         ([{"vit_num": -1, "token_num": 100}], "is -1"),
     ],
 )

@@ -32,6 +32,11 @@ def test_numbers_become_ids_and_a_missing_id_is_the_place_in_the_source():
     assert parse({"conversations": [ANSWER]}).sample_id == "set:7"
 
 
+def test_a_record_may_name_its_own_source():
+    assert parse({"source": "coco", "conversations": [ANSWER]}).source == "coco"
+    assert parse({"source": 5, "conversations": []}).source == "set"
+
+
 def test_an_image_without_a_marker_stands_before_the_first_user_turn():
     sample = parse({"image": ["a", "b"], "conversations": [{"from": "system", "value": "S"}, ASK, ANSWER]})
     assert [turn.text for turn in sample.turns] == ["S", "<image>\n<image>\nWhat?", "That."]

@@ -5,6 +5,7 @@ from raw_data import good_records, write_dataset
 from test_build import build, quiet
 
 from balance.errors import DamagedShard, DataError
+from packer.shards.manifest import write_manifest
 from packer.verify import require_intact, verify_build
 
 
@@ -48,12 +49,22 @@ def test_a_missing_and_a_short_shard_are_named(built):
 def test_totals_that_do_not_add_up_are_found(built):
     path = built / "manifest.json"
     manifest = json.loads(path.read_text())
+    del manifest["content_hash"], manifest["format_version"]
     manifest["totals"]["num_read"] += 1
     manifest["totals"]["num_loss_tokens"] -= 1
-    path.write_text(json.dumps(manifest))
+    write_manifest(built, manifest)
     found = problems(built)
     assert any("20 packed, but 21 read" in problem for problem in found)
     assert any("num_loss_tokens" in problem for problem in found)
+
+
+def test_an_edited_manifest_and_a_file_that_nobody_made_are_found(built):
+    (built / "shards" / "shard-00099.tar").write_text("who?")
+    assert problems(built) == ["shards/shard-00099.tar: is not in the manifest"]
+    path = built / "manifest.json"
+    path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
+    with pytest.raises(DamagedShard, match="edited"):
+        problems(built)
 
 
 def test_no_build_an_unfinished_one_and_a_foreign_manifest_are_clear_errors(built, tmp_path):

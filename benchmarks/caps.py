@@ -1,0 +1,161 @@
+"""What caps and filter targets cost: groups, fill, predicted time; and OmniBal's Table 6 on lengths that are public.
+
+    python benchmarks/caps.py FILE... [--dp 8] [--model internvl_1_5] [--iterations 10]
+
+FILE: a counts.parquet, or a length file as the OmniBal authors publish them (AI2D and ChartQA of their repository are
+what docs/benchmarks.md shows). One core, a few seconds.
+
+Assumptions: times are `balance.cost` with its default speeds, so trust ratios, not milliseconds; a rank's micro-batch
+takes its encoder's and its LLM's time one after the other; a step takes as long as its slowest rank, with one
+micro-batch per rank; idle ranks count. `path`: steps are neighbours on the path, as the loader deals them out;
+`random`: the same groups shuffled, which is the paper's case. "ratio" marks the cap of the paper's rule, "chosen"
+that of `choose_limits`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from balance.cost import CostModel, epoch_ms
+from balance.isf import group_isf
+from balance.limits import choose_limits, choose_limits_omnibal
+from balance.metrics import dist_ratio, fill
+from balance.path import sort_along_path
+from balance.presets import load_model
+from balance.records import Counts, Groups, Limits
+from packer.lengths import read_lengths
+from packer.tables import counts_arrays
+
+TOKEN_CAPS = (2048, 4096, 8192)
+VISION_CAPS = (5, 6, 7, 8, *range(9, 17), 18, 20, 22, 24, 26, 28, 29, 30, 31)
+SEEDS = range(4)
+console = Console(width=110)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What every row of a table has in common."""
+
+    counts: Counts
+    cost: CostModel
+    dp: int
+    iterations: int
+
+    def group(self, limits: Limits, seed: int = 0) -> Groups:
+        vision, tokens = self.counts.num_image_patches, self.counts.seq_len
+        return group_isf(vision, tokens, limits, seed=seed, iterations=self.iterations)
+
+    def orders(self, groups: Groups) -> dict[str, Groups]:
+        vision, tokens = groups.sum(self.counts.num_image_patches), groups.sum(self.counts.seq_len)
+        shuffled = np.random.default_rng(0).permutation(len(groups))
+        return {"path": groups.take(sort_along_path(vision, tokens, 0)), "random": groups.take(shuffled)}
+
+    def ms_per_sample(self, stream: Groups, overhead_ms: float) -> float:
+        each = self.cost.compute_ms(self.cost.work(self.counts).sum(stream)) + overhead_ms
+        return self.dp * epoch_ms(each, self.dp) / len(stream.samples)
+
+
+def main() -> int:
+    options = parse()
+    counts = counts_arrays(pa.concat_tables([read_lengths(path) for path in options.files]).combine_chunks())
+    cost = CostModel.of(load_model(options.model))
+    setting = Setting(counts=counts, cost=cost, dp=options.dp, iterations=options.iterations)
+    work = float(cost.compute_ms(cost.work(counts)).mean())
+    console.print(
+        f"{len(counts):,} samples, {int(counts.seq_len.sum()):,} tokens; {cost.name} ({cost.hardware}): {work:,.1f}"
+        f" GPU-ms per sample without waiting or overhead; dp {setting.dp}; ISF of {setting.iterations} iterations"
+    )
+    console.print(caps_table(setting))
+    console.print(targets_table(setting))
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
+    parser.add_argument("--dp", type=int, default=8, help="data-parallel ranks")
+    parser.add_argument("--model", default="internvl_1_5", help="model preset that times are predicted for")
+    parser.add_argument("--iterations", type=int, default=10, help="ISF iterations at most")
+    return parser.parse_args()
+
+
+def caps_table(setting: Setting) -> Table:
+    """A row per pair of caps; vision caps above what Q_t tokens can hold are one cap, so only the first is shown."""
+    heading = ["Q_t", "Q_v", "groups", "x bound", "fill"]
+    orders = [f"{order}\n+{overhead} ms" for order in ("path", "random") for overhead in (0, 10)]
+    table = new_table("Caps: predicted GPU-ms per sample by order and overhead per micro-batch", [*heading, *orders])
+    tokens, patches = int(setting.counts.seq_len.sum()), setting.counts.num_image_patches
+    for q_t in TOKEN_CAPS:
+        chosen, ratio = vision_caps(setting, q_t)
+        never_binds = int((patches * q_t // np.maximum(setting.counts.seq_len, 1)).max())
+        for q_v in (cap for cap in VISION_CAPS if patches.max() <= cap <= never_binds):
+            limits = Limits(max_seq_len=q_t, max_vision=q_v, min_seq_len=q_t - 128, min_vision=q_v)
+            groups = setting.group(limits)
+            streams = setting.orders(groups).values()
+            times = [setting.ms_per_sample(stream, overhead) for stream in streams for overhead in (0, 10)]
+            shown = [f"{len(groups):,}", f"{len(groups) * q_t / tokens:.3f}"]
+            filled = fill(groups, setting.counts.seq_len, q_t)
+            mark = " ratio" * (q_v == ratio) + " chosen" * (q_v == chosen)
+            row = [f"{q_t:,}", f"{q_v}{mark}", *shown, f"{filled:.3f}", *(f"{ms:,.1f}" for ms in times)]
+            table.add_row(*row, style="bold" if q_v == chosen else None)
+        table.add_section()
+    return table
+
+
+def vision_caps(setting: Setting, q_t: int) -> tuple[int, int]:
+    """(The vision cap that the search chooses, the one of the paper's ratio)."""
+    counts, unit = setting.counts, "image_patches"
+    paper = choose_limits_omnibal(counts, vision_unit=unit, context_len=q_t, max_seq_len=q_t)
+    return choose_limits(counts, vision_unit=unit, context_len=q_t, max_seq_len=q_t).limits.max_vision, paper.max_vision
+
+
+def targets_table(setting: Setting) -> Table:
+    """OmniBal's Table 6: the same caps, other targets of ISF's filter; means of four seeds."""
+    ratios = [f"{order}\ndist {side}" for order in ("path", "random") for side in ("ViT", "LLM")]
+    table = new_table(
+        "Targets of ISF's filter (OmniBal, Table 6), Q_t 4,096", ["Q_v", "Q'_v", "Q'_t", "groups", *ratios]
+    )
+    for q_v in (15, 14, 9):
+        for min_vision, slack in ((q_v, 64), (q_v, 128), (q_v, 256), (q_v, 512), (q_v - 1, 128), (q_v + 1, 128)):
+            limits = Limits(max_seq_len=4096, max_vision=q_v, min_seq_len=4096 - slack, min_vision=min_vision)
+            rows = np.array([target_figures(setting, limits, seed) for seed in SEEDS])
+            shown = "never" if min_vision > q_v else min_vision
+            means = rows.mean(axis=0)
+            table.add_row(
+                str(q_v), str(shown), f"Q_t - {slack}", f"{means[0]:,.0f}", *(f"{mean:.4f}" for mean in means[1:])
+            )
+        table.add_section()
+    return table
+
+
+def target_figures(setting: Setting, limits: Limits, seed: int) -> list[float]:
+    """Groups, then dist ratios ViT and LLM in path order and in random order."""
+    groups = setting.group(limits, seed)
+    figures = [float(len(groups))]
+    for stream in setting.orders(groups).values():
+        loads = stream.sum(setting.counts.num_vit_tokens), stream.sum(setting.counts.seq_len)
+        figures += [dist_ratio(load, setting.dp) for load in loads]
+    return figures
+
+
+def new_table(title: str, headings: Iterable[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""The path: neighbours cost the same, and a window's sources stand so that every part of it can be drawn from."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from balance.path import arrange_sources, sort_along_path, source_shares
+from balance.records import Groups
+
+
+@given(
+    loads=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 4096)), min_size=0, max_size=200),
+    seed=st.integers(0, 100),
+)
+def test_the_path_is_a_permutation_that_depends_on_loads_and_seed_alone(loads, seed):
+    vision, tokens = np.array(loads, dtype=np.int64).reshape(-1, 2).T
+    path = sort_along_path(vision, tokens, seed)
+    assert sorted(path.tolist()) == list(range(len(loads)))
+    assert np.array_equal(path, sort_along_path(vision, tokens, seed))
+
+
+def test_the_path_goes_through_tokens_up_and_down_in_turn():
+    rng = np.random.default_rng(0)
+    vision, tokens = rng.integers(0, 4, 4_000), rng.integers(1, 4_000, 4_000)
+    path = sort_along_path(vision, tokens, 0)
+    assert np.all(np.diff(vision[path]) >= 0)
+    for value in range(4):
+        steps = np.diff(tokens[path][vision[path] == value])
+        assert np.all(steps >= 0) if value % 2 == 0 else np.all(steps <= 0)
+
+
+def test_ties_are_in_another_order_for_another_seed():
+    same = np.ones(100, dtype=np.int64)
+    assert not np.array_equal(sort_along_path(same, same, 0), sort_along_path(same, same, 1))
+
+
+@given(
+    groups=st.lists(st.lists(st.integers(0, 20), min_size=1, max_size=5), min_size=1, max_size=30),
+)
+def test_shares_count_the_samples_of_each_source(groups):
+    sources = np.array([source for group in groups for source in group])
+    offsets = np.cumsum([0, *map(len, groups)])
+    shares = source_shares(Groups(np.arange(len(sources)), offsets), sources)
+    assert shares.shape == (len(groups), min(16, sources.max() + 1))
+    if sources.max() < 16:
+        expected = [[group.count(s) * 255 // len(group) for s in range(sources.max() + 1)] for group in groups]
+        assert shares.tolist() == expected
+    assert np.all(shares.astype(int).sum(axis=1) <= 255)
+    assert np.all(shares.astype(int).sum(axis=1) > 255 - 16)
+
+
+def test_more_than_16_sources_leave_the_15_largest_a_column_of_their_own():
+    sources = np.repeat(np.arange(40), np.r_[np.full(25, 1), np.full(15, 9)])
+    shares = source_shares(Groups(np.arange(len(sources)), np.arange(len(sources) + 1)), sources)
+    assert shares.shape == (len(sources), 16)
+    assert sorted((shares == 255).sum(axis=0).tolist()) == [9] * 15 + [25]
+
+
+@settings(deadline=None)
+@given(num_groups=st.integers(1, 150), window=st.sampled_from([1, 2, 8, 32]), seed=st.integers(0, 50))
+def test_arranging_moves_groups_inside_their_window_only(num_groups, window, seed):
+    rng = np.random.default_rng(seed)
+    path, shares = rng.permutation(num_groups), rng.integers(0, 256, (num_groups, 3)).astype(np.uint8)
+    arranged = arrange_sources(path, shares, window)
+    for start in range(0, num_groups, window):
+        assert sorted(arranged[start : start + window]) == sorted(path[start : start + window])
+
+
+@pytest.mark.parametrize("num_sources", [2, 3, 4])
+def test_halves_of_a_window_differ_most_in_what_they_hold(num_sources):
+    rng = np.random.default_rng(0)
+    shares = np.zeros((256, num_sources), np.uint8)
+    shares[np.arange(256), rng.integers(0, num_sources, 256)] = 255
+    arranged = shares[arrange_sources(np.arange(256), shares, 256)]
+    # one source at least stands in one stretch, so a quarter holds two or three kinds at most
+    kinds = [len(np.unique(arranged[start : start + 32], axis=0)) for start in range(0, 256, 32)]
+    assert sum(kinds) <= 8 + 2 * (num_sources - 1)
+
+
+def test_one_source_leaves_the_path_as_it_is():
+    path = np.array([3, 1, 2, 0])
+    assert arrange_sources(path, np.full((4, 1), 255, np.uint8), 4).tolist() == path.tolist()
