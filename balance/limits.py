@@ -7,9 +7,9 @@ neighbours, so unequal groups cost next to nothing and the number of micro-batch
 1. Q_t is as large as the caller allows: the longest sample, the model's context or the given cap, whichever is least.
 2. Q_v is the smallest cap that costs no groups: no larger one saves micro-batches, no smaller one is as fast.
 
-AI2D + ChartQA at 4,096 tokens: 15 patches; 14 need 16 % more groups and 12 need 35 %, because samples of 5 patches leave
-room that none fills. A ratio of means, as in the paper (here 14.9), does not see such steps. The search groups 50,000
-drawn samples at about eight caps: a fifth of a second for 1.2 million samples.
+AI2D + ChartQA at 4,096 tokens: 15 patches; 14 need 16 % more groups and 12 need 35 %, because samples of 5 patches
+leave room that none fills. A ratio of means, as in the paper (here 14.9), does not see such steps. The search groups
+50,000 drawn samples at about eight caps: a fifth of a second for 1.2 million samples.
 
 In random order unequal groups do cost: by benchmarks/caps.py 4 % at 15 patches, 15 % at 14, 43 % at 9.
 """

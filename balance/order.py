@@ -1,4 +1,4 @@
-"""Each epoch's order of groups: blocks in lanes (`GroupStream`), or fully random (`RandomStream`).
+"""Each epoch's order of groups: blocks in lanes (`GroupStream`).
 
 For the loaders, every step, and the packer, which fixes how the path is cut (`choose_order`). Streams depend on the
 build, the seed and the epoch alone; what was taken is their whole state, so they go on exactly for any other number of
@@ -13,26 +13,26 @@ lane can fill takes neighbouring lanes together, so it stays in one stretch of t
 What balance costs: 1.2 million samples of 4 sources (benchmarks/order.py), dp 8, one micro-batch per step: dist ratio
 ViT / LLM .047 / .035 in random order, .0002 / .0005 here, with .94 of its source entropy. And epochs repeat each other:
 a micro-batch of a whole window (256 groups; 16 in a build of 9,000) holds the same groups in every epoch, one of dp 8
-one in 30. `RandomStream` and `balance.regroup` do not.
+one in 30. `balance.shuffle` and `balance.regroup` do not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numba
 import numpy as np
 
-from balance.ranks import assign_ranks, choose_set, spare_groups
 from balance.records import IntArray
-from balance.seeds import BLOCKS, INSIDE, SHUFFLE, TURNS, mix64, random_bits, random_permutation
+from balance.seeds import BLOCKS, INSIDE, TURNS, mix64, random_bits, random_permutation
 
 MIN_BLOCK, DP_BLOCK, MAX_BLOCK = 8, 512, 4096
-"""Powers of two, so that the usual numbers of ranks divide them; at least 16 blocks to 512, beyond that at least 128."""
+"""Powers of two, so that usual numbers of ranks divide them; at least 16 blocks up to 512 groups, 128 beyond."""
 MAX_LANES = 32
-"""More would only make the state longer: with 32, lanes cost within 2 % of each other but at the path's ends."""
+"""More would only make the state longer."""
 MIN_WINDOW, MAX_WINDOW, PATH_WINDOWS = 8, 256, 512
 """A window is up to 1/512 of the path: wider mixes sources no better and costs balance."""
 
@@ -67,7 +67,9 @@ def choose_order(num_groups: int) -> OrderConfig:
     >>> choose_order(1_000_000)
     OrderConfig(block_size=4096, num_lanes=32, window_size=256)
     """
-    block_size = max(_power_of_two(num_groups // 16, MIN_BLOCK, DP_BLOCK), _power_of_two(num_groups // 128, 1, MAX_BLOCK))
+    block_size = max(
+        _power_of_two(num_groups // 16, MIN_BLOCK, DP_BLOCK), _power_of_two(num_groups // 128, 1, MAX_BLOCK)
+    )
     return OrderConfig(
         block_size=block_size,
         num_lanes=min(MAX_LANES, max(1, num_groups // block_size)),
@@ -106,7 +108,7 @@ class GroupStream:
         # lane l holds the blocks first_blocks[l]:first_blocks[l + 1] of the path
         self._first_blocks = [num_blocks * lane // order.num_lanes for lane in range(order.num_lanes + 1)]
         borders = [min(num_groups, block * order.block_size) for block in self._first_blocks]
-        self.lane_sizes = [stop - start for start, stop in zip(borders[:-1], borders[1:], strict=True)]
+        self.lane_sizes = [stop - start for start, stop in pairwise(borders)]
         self.consumed = [0] * order.num_lanes if consumed is None else list(consumed)
         self._check_state()
         self._turns = int(random_bits(1, seed, TURNS, epoch)[0])
@@ -128,7 +130,7 @@ class GroupStream:
         return np.concatenate(parts)
 
     def take_step(self, dp: int, micro_batches: int, loads: Loads | None = None) -> IntArray:
-        """The next step's groups, int64, shape (dp, micro_batches): micro-batch after micro-batch balanced by itself."""
+        """The next step's groups, int64, shape (dp, micro_batches): each micro-batch balanced by itself."""
         step = np.full((dp, micro_batches), -1, np.int64)
         for number in range(micro_batches):
             taken = self.take(dp)
@@ -211,91 +213,6 @@ class GroupStream:
             )
 
 
-class RandomStream:
-    """A random order, in which a step's groups are exchanged with a few later ones so that ranks can share them evenly.
-
-    Its state is `consumed`, how far the random order has been read, and `spare`, the groups read but not given out.
-    """
-
-    def __init__(self, *, num_groups: int, seed: int, epoch: int, consumed: int = 0, spare: Sequence[int] = ()) -> None:
-        if not len(spare) <= consumed <= num_groups or any(not 0 <= group < num_groups for group in spare):
-            raise ValueError(
-                f"state does not fit this stream: consumed {consumed} of {num_groups} groups, {len(spare)} spare; "
-                "give the state of a stream of the same build"
-            )
-        self._num_groups, self.consumed = num_groups, consumed
-        self._spare = np.array(spare, dtype=np.int64)
-        self._keys = random_bits(ROUNDS, seed, SHUFFLE, epoch)
-
-    @property
-    def remaining(self) -> int:
-        """Groups that this epoch has not given out yet."""
-        return self._num_groups - self.consumed + len(self._spare)
-
-    def take(self, count: int) -> IntArray:
-        """The next `count` groups, int64, those that had to wait first; fewer only when the epoch ends."""
-        groups = self._read(count)
-        self._spare = groups[count:]
-        return groups[:count]
-
-    def take_step(self, dp: int, micro_batches: int, loads: Loads) -> IntArray:
-        """The next step's groups, int64, shape (dp, micro_batches): ranks' sums over the step are balanced."""
-        candidates = self._read(dp * micro_batches + spare_groups(dp, micro_batches))
-        vision, tokens = loads(candidates)
-        chosen = choose_set(vision, tokens, dp, micro_batches)
-        self._spare = np.delete(candidates, chosen)
-        places = assign_ranks(vision[chosen], tokens[chosen], dp, micro_batches)
-        return np.where(places >= 0, candidates[chosen[places]], -1) if len(chosen) else places
-
-    def state(self) -> dict[str, Any]:
-        """Keywords, plain JSON, that make a new stream go on exactly here."""
-        return {"consumed": self.consumed, "spare": self._spare.tolist()}
-
-    def copy(self) -> RandomStream:
-        """A stream in the same state that moves on its own."""
-        twin = object.__new__(RandomStream)
-        twin.__dict__.update(self.__dict__)  # arrays are replaced, never changed
-        return twin
-
-    def _read(self, count: int) -> IntArray:
-        """The spare groups, and as many new ones as make `count` of them."""
-        stop = min(self._num_groups, self.consumed + max(0, count - len(self._spare)))
-        new = _permuted(self.consumed, stop, self._num_groups, self._keys)
-        self.consumed = stop
-        return np.concatenate([self._spare, new])
-
-
-ROUNDS = 6
-"""Of the Feistel network; four make a random-looking permutation (Luby, Rackoff 1988)."""
-
-
-@numba.njit(cache=True)
-def _permuted(start, stop, num_groups, keys):  # type: ignore[no-untyped-def]
-    """Places `start` to `stop` of a random order of `range(num_groups)`, without holding the order.
-
-    A Feistel network permutes the numbers of an even number of bits; a number too large is permuted again until it is
-    not (Black, Rogaway 2002), 2.5 times on average at most.
-    """
-    half = np.uint64(1)
-    while (np.int64(1) << np.int64(2 * half)) < num_groups:
-        half += np.uint64(1)
-    mask = (np.uint64(1) << half) - np.uint64(1)
-    groups = np.empty(stop - start, np.int64)
-    for place in range(start, stop):
-        number = np.uint64(place)
-        while True:
-            left, right = number >> half, number & mask
-            for key in keys:
-                bits = (right ^ key) * np.uint64(0xBF58476D1CE4E5B9)
-                bits = (bits ^ (bits >> np.uint64(29))) * np.uint64(0x94D049BB133111EB)
-                left, right = right, left ^ ((bits ^ (bits >> np.uint64(32))) & mask)
-            number = (left << half) | right
-            if number < np.uint64(num_groups):
-                break
-        groups[place - start] = number
-    return groups
-
-
 @numba.njit(cache=True)
 def _inside_block(size, window_size, bits):  # type: ignore[no-untyped-def]
     """A block's places in an epoch's order: window after window, from either end, each as a van der Corput sequence.
@@ -310,9 +227,9 @@ def _inside_block(size, window_size, bits):  # type: ignore[no-untyped-def]
     for turn in range(num_windows):
         first = (num_windows - 1 - turn if backwards else turn) * window_size
         for number in range(window_size):
-            place, width = 0, 1
+            place, width = np.int64(0), 1
             while width < window_size:
-                # one random bit per node of the binary tree: node (width, number % width) has bit width + number % width
+                # one random bit per node of the binary tree: of node (width, number % width) bit width + number % width
                 flip = np.int64(bits[first + width + (number & (width - 1))] >> np.uint64(63))
                 place = 2 * place + (np.int64((number & width) != 0) ^ flip)
                 width *= 2

@@ -101,7 +101,7 @@ def _arrange(path, shares, window_size):  # type: ignore[no-untyped-def]
 @numba.njit(cache=True)
 def _most_varying(groups, shares):  # type: ignore[no-untyped-def]
     """The source whose share has the largest variance among `groups`; -1 if all are alike or there are fewer than 3."""
-    best, best_spread = -1, 0
+    best, best_spread = -1, np.int64(0)
     if len(groups) < 3:
         return best
     for source in range(shares.shape[1]):

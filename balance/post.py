@@ -18,6 +18,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from balance.deal import deal, deal_in_window, descending
 from balance.records import Groups, IntArray
 
 Loads = IntArray | NDArray[np.float64]
@@ -30,9 +31,6 @@ RESOLUTION = 1 << 17
 
 MAX_SUM = 1 << 24
 """`balance_squares` keeps a counter per possible sum of a batch: 16 M tokens, 128 MiB."""
-
-SMALL_LENGTH = 1 << 20
-"""Up to this length a counting sort is faster than NumPy's sorts."""
 
 
 def balance_sums(loads: Loads, num_batches: int) -> IntArray:
@@ -47,9 +45,9 @@ def balance_sums(loads: Loads, num_batches: int) -> IntArray:
     [1, 1, 2, 2, 0]
     """
     units = _units(_checked(loads, num_batches), num_batches)
-    order = _descending(units)
+    order = descending(units)
     batches = np.empty(len(units), np.int64)
-    _deal(units, order, np.zeros(num_batches, np.int64), batches)
+    deal(units, order, np.zeros(num_batches, np.int64), batches)
     return batches
 
 
@@ -64,7 +62,7 @@ def balance_padded(lengths: IntArray, num_batches: int) -> IntArray:
     [1, 0, 1, 0, 2]
     """
     lengths = _checked_lengths(lengths, num_batches)
-    order = _descending(lengths)[::-1]
+    order = descending(lengths)[::-1]
     batches = np.empty(len(lengths), np.int64)
     batches[order] = _padded_runs(lengths[order], num_batches)
     return batches
@@ -92,7 +90,7 @@ def balance_squares(lengths: IntArray, num_batches: int, *, tolerance: int) -> I
             f"mean sum {mean:,} plus tolerance {tolerance:,} is over {MAX_SUM:,} tokens; divide both by a common unit"
         )
     batches = np.empty(len(lengths), np.int64)
-    _deal_in_window(lengths, _descending(lengths), num_batches, mean, tolerance, batches)
+    deal_in_window(lengths, descending(lengths), mean, tolerance, np.zeros(num_batches, np.int64), batches)
     return batches
 
 
@@ -110,11 +108,11 @@ def balance_conv(lengths: IntArray, num_batches: int) -> IntArray:
     lengths = _checked_lengths(lengths, num_batches)
     units = _units(lengths, num_batches)
     bound = int(_sums(lengths, balance_sums(lengths, num_batches), num_batches).max())
-    order = _descending(lengths)
+    order = descending(lengths)
     batches = np.empty(len(lengths), np.int64)
     placed = _fill_padded(lengths, order, num_batches, bound, batches)
     sums = _sums(units[order[:placed]], batches[order[:placed]], num_batches)
-    _deal(units, order[placed:], sums, batches)
+    deal(units, order[placed:], sums, batches)
     return batches
 
 
@@ -131,7 +129,8 @@ def as_batches(batches: IntArray, num_batches: int) -> Groups:
 
 def _checked(loads: Loads, num_batches: int) -> Loads:
     """`loads` as a contiguous int64 or float64 array, after the checks that all functions share."""
-    loads = np.ascontiguousarray(loads, dtype=np.int64 if np.asarray(loads).dtype.kind in "iub" else np.float64)
+    whole = np.asarray(loads).dtype.kind in "iub"
+    loads = np.ascontiguousarray(loads, np.int64) if whole else np.ascontiguousarray(loads, np.float64)
     if num_batches < 1:
         raise ValueError(f"num_batches is {num_batches}; give at least one batch")
     if len(loads) and not (float(loads.min()) >= 0 and float(loads.max()) * len(loads) < float("inf")):
@@ -158,38 +157,17 @@ def _units(loads: Loads, num_batches: int) -> IntArray:
     """
     mean = float(loads.sum(dtype=np.float64)) / num_batches
     if loads.dtype.kind == "f" or mean > EXACT_MEAN:
-        loads = np.rint(loads * (RESOLUTION / mean)) if mean > 0 else np.zeros(len(loads))
-        loads = np.minimum(loads, 2 * RESOLUTION).astype(np.int64)
-    return np.minimum(loads, int(loads.sum()) // num_batches + 1)
-
-
-def _descending(values: IntArray) -> IntArray:
-    """Indices by descending value, equal ones in input order."""
-    largest = int(values.max(initial=0))
-    if largest > SMALL_LENGTH + 1:
-        return np.argsort(-values, kind="stable")
-    return np.asarray(_counting_sort(values, largest), dtype=np.int64)
+        fractions = loads * (RESOLUTION / mean) if mean > 0 else np.zeros(len(loads))
+        units = np.rint(np.minimum(fractions, 2 * RESOLUTION)).astype(np.int64)
+    else:
+        units = loads.astype(np.int64, copy=False)
+    return np.minimum(units, int(units.sum()) // num_batches + 1)
 
 
 def _sums(loads: IntArray, batches: IntArray, num_batches: int) -> IntArray:
     sums = np.zeros(num_batches, np.int64)
     np.add.at(sums, batches, loads)
     return sums
-
-
-@numba.njit(cache=True)
-def _counting_sort(values, largest):  # type: ignore[no-untyped-def]
-    starts = np.zeros(largest + 2, np.int32)
-    for value in values:
-        starts[largest - value + 1] += 1
-    for key in range(1, largest + 1):
-        starts[key] += starts[key - 1]
-    order = np.empty(len(values), np.int64)
-    for index in range(len(values)):
-        key = largest - values[index]
-        order[starts[key]] = index
-        starts[key] += 1
-    return order
 
 
 @numba.njit(cache=True)
@@ -200,39 +178,6 @@ def _by_batch(batches, offsets):  # type: ignore[no-untyped-def]
         samples[ends[batches[sample]]] = sample
         ends[batches[sample]] += 1
     return samples
-
-
-@numba.njit(cache=True)
-def _deal(loads, order, sums, batches):  # type: ignore[no-untyped-def]
-    """Give the examples of `order` to the batch of least sum, starting from `sums`; sets `batches`.
-
-    `waiting` and `last` are the ends of one first-in-first-out list of batches per sum, linked by `behind`. Sums over
-    the mean of everything need no list: while anything with a load is left, the least sum is below the mean. One loop
-    for the start and the examples, because a function per list operation makes it three times slower.
-    """
-    mean = loads.sum() // len(sums)
-    waiting = np.full(mean + 1, -1, np.int32)
-    last = np.empty(mean + 1, np.int32)
-    behind = np.empty(len(sums), np.int32)
-    least = 0
-    for turn in range(-len(sums), len(order)):
-        if turn < 0:  # first every batch queues up with the sum that it starts from
-            batch = turn + len(sums)
-            total = sums[batch]
-        else:
-            while waiting[least] < 0:
-                least += 1
-            batch = waiting[least]
-            waiting[least] = behind[batch]
-            batches[order[turn]] = batch
-            total = least + loads[order[turn]]
-        if total <= mean:
-            behind[batch] = -1
-            if waiting[total] < 0:
-                waiting[total] = batch
-            else:
-                behind[last[total]] = batch
-            last[total] = batch
 
 
 @numba.njit(cache=True)
@@ -295,59 +240,3 @@ def _fill_padded(lengths, order, num_batches, bound, batches):  # type: ignore[n
         batches[order[place]] = batch
         size += 1
     return len(order)
-
-
-@numba.njit(cache=True)
-def _deal_in_window(lengths, order, num_batches, mean, tolerance, batches):  # type: ignore[no-untyped-def]
-    """Algorithm 4; sets `batches`.
-
-    The least sum never falls, so neither does the window's end: a batch waits in a list of its sum until the window
-    reaches it, then takes part in a tournament of squares, whose root is the winner. Sums from mean + tolerance on can
-    never be reached. `changed` holds the batches whose games are to be replayed before the next pick.
-    """
-    num_leaves = 1
-    while num_leaves < num_batches:
-        num_leaves *= 2
-    lost = np.iinfo(np.int64).max
-    squares, sums = np.zeros(num_batches, np.int64), np.zeros(num_batches, np.int64)
-    values, winners = np.full(2 * num_leaves, lost, np.int64), np.zeros(2 * num_leaves, np.int32)
-    reach = mean + tolerance
-    counts, waiting = np.zeros(reach, np.int32), np.full(reach, -1, np.int32)
-    behind, changed = np.empty(num_batches, np.int32), np.arange(num_batches + 1).astype(np.int32)
-    counts[0], num_changed = num_batches, num_batches
-    least, end = 0, tolerance
-    for place in range(len(order)):
-        while counts[least] == 0:
-            least += 1
-        while end < least + tolerance:
-            batch = waiting[end]
-            while batch >= 0:
-                changed[num_changed] = batch
-                num_changed += 1
-                batch = behind[batch]
-            end += 1
-        for slot in range(num_changed):
-            batch = changed[slot]
-            node, winner = num_leaves + batch, batch
-            value = squares[batch] if sums[batch] < end else lost
-            values[node], winners[node] = value, winner
-            while node > 1:
-                rival_value, rival = values[node ^ 1], winners[node ^ 1]
-                if (rival_value < value) | ((rival_value == value) & (rival < winner)):
-                    value, winner = rival_value, rival
-                node >>= 1
-                if values[node] == value and winners[node] == winner:
-                    break  # nothing changes from here to the root
-                values[node], winners[node] = value, winner
-        batch, length = winners[1], lengths[order[place]]
-        batches[order[place]] = batch
-        counts[sums[batch]] -= 1
-        sums[batch] += length
-        squares[batch] += length * length
-        total = sums[batch]
-        if total < reach:
-            counts[total] += 1
-        if end <= total < reach:
-            behind[batch] = waiting[total]
-            waiting[total] = batch
-        changed[0], num_changed = batch, 1

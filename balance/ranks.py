@@ -5,8 +5,8 @@ set if each rank's k groups add up to the same. Not so where ranks meet in every
 there `balance.order`'s blocks serve. Two pure functions, for every rank to compute alike: integers only, so that
 machines of different make agree; `choose_set` picks groups that can be shared out evenly, `assign_ranks` does it.
 
-1.2 million samples (benchmarks/order.py), k = 8: dist ratio ViT / LLM .0002 / .0008 at dp 8 in 0.2 ms, .0001 / .001 at
-dp 512 in 20 ms; with neither function .018 / .013, with `assign_ranks` alone .004 / .002.
+1.2 million samples (benchmarks/order.py), k = 8: dist ratio ViT / LLM .0002 / .0005 at dp 8 in 0.5 ms a step, .0001 /
+.0003 at dp 512 in 27 ms; with 4 micro-batches .01 / .01, since a rank cannot make up for a small group with 3 others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FAR = 1 << 28
 OVER_WEIGHT = 10
 """How much dearer a rank above the best possible vision load is: one such rank keeps all the others waiting."""
 SINGLE_SWEEPS, DOUBLE_SWEEPS, WORST_ROUNDS, PARTNERS = 48, 12, 64, 24
-"""Search effort: more gains less than a tenth (dp 64: 3 ms)."""
+"""Search effort: twice as much gains less than a tenth."""
 EVEN_ENOUGH = SCALE >> 12
 """Excess of the worst rank at which the search ends: 1/4,096 of a rank's load."""
 MAX_DOUBLE = 8
@@ -70,7 +70,7 @@ def assign_ranks(vision: IntArray, tokens: IntArray, dp: int, micro_batches: int
     Returns int64 of shape (dp, micro_batches): places in `vision` and `tokens`, -1 where groups are lacking. A rank's
     groups come in descending order of tokens, so that micro-batches of one number are alike too. Dealt out in
     descending load, then exchanged between pairs of ranks, one for one and two for two: first for the least sum of
-    squares, then for the worst rank. Deterministic; dp 64 with 8 micro-batches takes 3 ms, dp 512 takes 20.
+    squares, then for the worst rank. Deterministic; dp 64 with 8 micro-batches takes 3 ms, dp 512 takes 25.
 
     >>> assign_ranks(np.array([1, 3, 2, 2]), np.array([50, 10, 40, 20]), dp=2, micro_batches=2).tolist()
     [[2, 3], [0, 1]]
@@ -130,13 +130,7 @@ def _exchange(load, chosen, spare, values, missing):  # type: ignore[no-untyped-
     for group in spare:
         in_spare[np.searchsorted(values, load[group])] += 1
     while missing != 0:
-        step, away, back = np.int64(0), 0, 0
-        for a in range(num_values):
-            for b in range(num_values):
-                gain = values[b] - values[a]
-                fits = in_chosen[a] > 0 and in_spare[b] > 0 and gain * missing > 0 and abs(gain) <= abs(missing)
-                if fits and abs(gain) > abs(step):
-                    step, away, back = gain, a, b
+        step, away, back = _largest_step(values, in_chosen, in_spare, missing)
         if step == 0:
             return
         i, j = len(chosen) - 1, 0  # the latest goes, the one that has waited longest comes
@@ -150,6 +144,19 @@ def _exchange(load, chosen, spare, values, missing):  # type: ignore[no-untyped-
         in_spare[back] -= 1
         in_spare[away] += 1
         missing -= step
+
+
+@numba.njit(cache=True)
+def _largest_step(values, in_chosen, in_spare, missing):  # type: ignore[no-untyped-def]
+    """(gain, value to give away, value to take back) of the exchange that comes nearest to `missing`, not beyond it."""
+    step, away, back = np.int64(0), 0, 0
+    for a in range(len(values)):
+        for b in range(len(values)):
+            gain = values[b] - values[a]
+            fits = in_chosen[a] > 0 and in_spare[b] > 0 and gain * missing > 0 and abs(gain) <= abs(missing)
+            if fits and abs(gain) > abs(step):
+                step, away, back = gain, a, b
+    return step, away, back
 
 
 @numba.njit(cache=True)
@@ -171,11 +178,21 @@ def _search(loads, dp, best_vision):  # type: ignore[no-untyped-def]
             _cost, p, q, p2, q2 = _best_exchange(a, b, held, loads, sums, best_vision, sweep >= single_sweeps, False)
             _apply(a, b, p, q, held, loads, sums)
             _apply(a, b, p2, q2, held, loads, sums)
-    for _round in range(WORST_ROUNDS if dp > 1 else 0):
+    if dp > 1:
+        _relieve_worst(held, loads, sums, best_vision, order)
+    return held
+
+
+@numba.njit(cache=True)
+def _relieve_worst(held, loads, sums, best_vision, order):  # type: ignore[no-untyped-def]
+    """Exchange groups of the worst rank, in place, with whoever of a few others helps it most; until none does."""
+    state = np.uint64(1)
+    double = held.shape[1] <= MAX_DOUBLE
+    for _round in range(WORST_ROUNDS):
         excess = np.maximum(sums[:, 0] - best_vision, sums[:, 1] - SCALE)
         worst = np.argmax(excess)
         if excess[worst] <= EVEN_ENOUGH:
-            break
+            return
         state = _shuffle(order, state)
         best, best_b, best_p, best_q, best_p2, best_q2 = np.int64(0), -1, -1, -1, -1, -1
         for b in order[: PARTNERS + 1]:
@@ -184,10 +201,9 @@ def _search(loads, dp, best_vision):  # type: ignore[no-untyped-def]
                 if gain < best:
                     best, best_b, best_p, best_q, best_p2, best_q2 = gain, b, p, q, p2, q2
         if best_b < 0:
-            break
+            return
         _apply(worst, best_b, best_p, best_q, held, loads, sums)
         _apply(worst, best_b, best_p2, best_q2, held, loads, sums)
-    return held
 
 
 @numba.njit(cache=True)

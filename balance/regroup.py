@@ -4,7 +4,7 @@ For the loaders: a window is as many neighbouring stored groups as their cache c
 twice. Pure: the same loads, seed and epoch give the same groups on every rank, so an order's state (`balance.order`)
 resumes them exactly. What it costs is balance, since each window has a path of its own: 1.2 million samples, ISF, in
 windows of 4,096 groups: no more groups than globally, 1 in 10,000 pairs of samples meets again in the next epoch,
-and the dist ratio ViT / LLM at dp 8 is .0006 / .0009 (stored .0002 / .0005), at dp 64 .004 / .006 (benchmarks/order.py).
+and the dist ratio ViT / LLM at dp 8 is .0006 / .0009 (stored .0002 / .0005), at dp 64 .004 / .006.
 """
 
 from __future__ import annotations

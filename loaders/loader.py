@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from balance.errors import ConfigError
-from balance.order import GroupStream, RandomStream, Stream
+from balance.order import GroupStream, Stream
 from balance.presets import ModelPreset
 from balance.records import IntArray
+from balance.shuffle import RandomStream
 from loaders.batch import MicroBatch
 from loaders.collate import StepTotals, collate
 from loaders.index import GroupIndex, read_manifest
@@ -37,11 +38,11 @@ class StreamingLoader:
     one starts the next epoch. `url` is a build directory. `pixel_dtype` torch.uint8 gives raw pixels, to be normalised
     on the device with `loaders.normalize`: a quarter of the bytes. `image_root` replaces the image folder of a refs
     build. The last step of an epoch may lack groups: `remainder="pad"` fills it up with empty micro-batches, so that
-    every sample is seen; `"drop"` leaves it out and counts its samples in `num_dropped_samples`. `order="random"` mixes as
-    well as a shuffle, and balances ranks well from eight micro-batches per step on; only for plain data parallelism.
+    every sample is seen; `"drop"` leaves it out and counts its samples in `num_dropped_samples`. `order="random"` is
+    for plain data parallelism with eight or more micro-batches per step: as random as a shuffle, as balanced as blocks.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (the options of the one public class)
         self,
         url: str | Path,
         *,
@@ -156,9 +157,7 @@ class StreamingLoader:
         num_groups, state = self._manifest.num_groups, state or {}
         if self._order == "random":
             return RandomStream(num_groups=num_groups, seed=self._seed, epoch=epoch, **state)
-        return GroupStream(
-            num_groups=num_groups, order=self._manifest.order, seed=self._seed, epoch=epoch, **state
-        )
+        return GroupStream(num_groups=num_groups, order=self._manifest.order, seed=self._seed, epoch=epoch, **state)
 
     def _finish_epoch(self) -> None:
         left_out = self._stream.take(self._stream.remaining)

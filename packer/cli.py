@@ -28,8 +28,9 @@ from packer.lengths import group_files
 from packer.output import REPORT_NAME
 from packer.progress import StageProgress
 from packer.record import REASONS
-from packer.report import make_report, print_report
+from packer.report import make_report
 from packer.report_html import write_html
+from packer.report_text import print_report
 from packer.summary import BuildSummary, Rejection, summarise_rejected
 from packer.tables import REJECTED_NAME
 from packer.verify import require_intact, verify_build

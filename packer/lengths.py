@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 
 from balance.cost import CostModel
 from balance.errors import ConfigError, DataError

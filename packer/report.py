@@ -1,8 +1,8 @@
 """What a build does to balance: OmniBal's Table 3 for this dataset, from the tables that a build directory holds.
 
 `make_report` reads counts, groups and rejected samples (never shards, so it works on the output of `packer group` too)
-and compares the stored groups, in the loader's own order, with the samplers that trainers use. `print_report` is for
-people, `Report.to_json` for machines, `packer.report_html` for eyes.
+and compares the stored groups, in the loader's own order, with the samplers that trainers use. `Report.to_json`
+is for machines, `packer.report_text` and `packer.report_html` are for people.
 
 Loads are those after padding: the baselines pad LLM sequences to their micro-batch's longest, groups are packed; vision
 patches are concatenated by both (see `balance.metrics`). The baselines run on the packed samples only.
@@ -15,14 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from balance.baselines import BASELINES, BATCH_SIZE, as_groups
 from balance.errors import ConfigError
-from balance.metrics import autocorrelation, dist_ratio, fill, pad_ratio, padded_loads, source_entropy
+from balance.metrics import (
+    autocorrelation,
+    dist_ratio,
+    fill,
+    pad_ratio,
+    padded_loads,
+    source_autocorrelation,
+    source_entropy,
+)
 from balance.order import GroupStream
 from balance.records import Groups, IntArray, Limits
 from packer.report_tables import BuildTables, read_tables
@@ -37,6 +41,9 @@ TITLES = {
 }
 """What people read for each method, in the table's order."""
 
+MICRO_BATCHES = (1, 8)
+"""Micro-batches per step that the shuffle figures are computed for: none accumulated, and as many as is usual."""
+
 TABLE_3 = ("random", "length_group", "device_group", "ours")
 """The methods of OmniBal's Table 3; the others explain them."""
 
@@ -50,6 +57,20 @@ class Loads:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Shuffle:
+    """How random a method's steps are. Of n steps in a random order a correlation strays from 0 by 1 / sqrt(n)."""
+
+    num_steps: int
+    source_entropy: float
+    """Of a step's sources, relative to a random order: 1 is as well mixed."""
+    autocorrelation_source: float
+    """Of the sources' shares in a step with those in the next: 0 in a random order."""
+    autocorrelation_vit: float
+    """Of a step's load with the next step's: 0 in a random order."""
+    autocorrelation_llm: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
     """One row of the table: how one way to fill micro-batches treats the ranks, and what it costs in randomness."""
 
@@ -60,11 +81,8 @@ class Method:
     dist_ratio_vit: float
     dist_ratio_llm: float
     num_steps: int
-    autocorrelation_vit: float
-    """Of a step's load with the next step's: 0 in a random order."""
-    autocorrelation_llm: float
-    source_entropy: float
-    """Of a step's sources, relative to a random order: 1 is as well mixed."""
+    shuffle: dict[int, Shuffle]
+    """By micro-batches per step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,79 +161,6 @@ def make_report(out: Path, *, dp: int = 8, seed: int = 0) -> Report:
     )
 
 
-def print_report(report: Report, console: Console) -> None:
-    """The report as a table that a person reads in ten seconds."""
-    console.print(
-        f"{report.num_read:,} samples read = [bold]{report.num_packed:,} packed[/] + {report.num_rejected:,} rejected"
-        f"{_reasons(report.rejected)}"
-    )
-    console.print(
-        f"{report.num_groups:,} groups of at most {report.limits.max_seq_len:,} tokens and"
-        f" {report.limits.max_vision:,} {report.limits.unit}, {report.fill:.1%} full;"
-        f" {report.methods['ours'].num_steps:,} steps on {report.dp_world_size} ranks"
-    )
-    for line in report.limits_explained:
-        console.print(f"[dim]{escape(line)}[/]")
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column("micro-batches", no_wrap=True)
-    for heading in headings(report):
-        table.add_column(heading, justify="right")
-    for name, row in report.methods.items():
-        style = "bold green" if name == "ours" else "dim" if name not in TABLE_3 else None
-        table.add_row(TITLES[name], *table_cells(row, report), style=style)
-    console.print(table)
-    console.print(f"[dim]{_caption(report)}[/]")
-    for note in report.notes:
-        console.print(f"[yellow]note:[/] {note}")
-
-
-def table_cells(row: Method, report: Report) -> list[str]:
-    """Text of a method's cells, in the order of the table's headings; no source mix when there is one source."""
-    cells = [
-        f"{row.avg_batch_size:.2f}",
-        f"{row.longest_vit_tokens:,}",
-        f"{row.longest_seq_len:,}",
-        f"{row.pad_ratio:.3f}",
-        f"{row.dist_ratio_vit:.4f}",
-        f"{row.dist_ratio_llm:.4f}",
-        _signed(row.autocorrelation_vit),
-        _signed(row.autocorrelation_llm),
-    ]
-    return [*cells, f"{row.source_entropy:.2f}"] if report.num_sources > 1 else cells
-
-
-def _signed(value: float) -> str:
-    return f"{round(value, 2) + 0.0:+.2f}"  # adding zero turns -0.00 into +0.00
-
-
-def headings(report: Report) -> list[str]:
-    """Headings of the table's columns after the first, in two lines each."""
-    texts = [
-        "avg\nsize",
-        "max\nViT",
-        "max\nLLM",
-        "pad\nratio",
-        "dist\nViT",
-        "dist\nLLM",
-        "corr\nViT",
-        "corr\nLLM",
-    ]
-    return [*texts, "source\nmix"] if report.num_sources > 1 else texts
-
-
-def _caption(report: Report) -> str:
-    mix = " source mix: 1 = as random." if report.num_sources > 1 else ""
-    return (
-        "max: tokens of the largest micro-batch, padded. pad: share of LLM tokens that is padding. dist: share of time"
-        " that ranks wait for the step's largest micro-batch. corr: of a step's load with the next one's, 0 = as"
-        f" random.{mix}"
-    )
-
-
-def _reasons(rejected: dict[str, int]) -> str:
-    return f" ({', '.join(f'{reason} {count:,}' for reason, count in rejected.items())})" if rejected else ""
-
-
 def _streams(tables: BuildTables, *, dp: int, seed: int) -> dict[str, Groups]:
     """Every method's micro-batches in stream order, as groups of rows of the counts."""
     groups = tables.groups
@@ -246,9 +191,17 @@ def _method(name: str, stream: Groups, loads: Loads, tables: BuildTables, dp: in
         dist_ratio_vit=dist_ratio(loads.vit_tokens, dp),
         dist_ratio_llm=dist_ratio(loads.llm_tokens, dp),
         num_steps=-(-len(stream) // dp),
-        autocorrelation_vit=autocorrelation(loads.vit_tokens, dp),
-        autocorrelation_llm=autocorrelation(loads.llm_tokens, dp),
-        source_entropy=source_entropy(stream, tables.sources, dp),
+        shuffle={number: _shuffle(stream, loads, tables.sources, dp * number) for number in MICRO_BATCHES},
+    )
+
+
+def _shuffle(stream: Groups, loads: Loads, sources: IntArray, step_groups: int) -> Shuffle:
+    return Shuffle(
+        num_steps=-(-len(stream) // step_groups),
+        source_entropy=source_entropy(stream, sources, step_groups),
+        autocorrelation_source=source_autocorrelation(stream, sources, step_groups),
+        autocorrelation_vit=autocorrelation(loads.vit_tokens, step_groups),
+        autocorrelation_llm=autocorrelation(loads.llm_tokens, step_groups),
     )
 
 

@@ -6,6 +6,7 @@ colours follow the reader's light or dark mode, and print is light.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from balance.baselines import BATCH_SIZE
 from balance.metrics import step_loads
 from balance.records import IntArray
 from packer.charts import histogram, rank_bars
-from packer.report import TABLE_3, TITLES, Loads, Report, headings, table_cells
+from packer.report import TABLE_3, TITLES, Loads, Method, Report
+from packer.report_text import headings, shuffle_caption, shuffle_cells, shuffle_headings, table_cells
 
 SHOWN_STEPS = 6
 SHOWN_RANKS = 8
@@ -21,8 +23,7 @@ UNITS = {"llm_tokens": "LLM tokens", "vit_tokens": "ViT tokens"}
 
 EXPLAINED = (
     "Max: tokens of the largest micro-batch. Pad ratio: share of LLM tokens that is padding. Dist ratio: share of time"
-    " that ranks wait for the step's largest micro-batch. Corr: correlation of a step's load with the next one's, 0 as"
-    " in a random order."
+    " that ranks wait for the step's largest micro-batch."
 )
 
 STYLE = """
@@ -75,6 +76,7 @@ def render_html(report: Report) -> str:
         _head(report),
         _cards(report),
         _table(report),
+        _shuffle(report),
         _distributions(report),
         _ranks(report),
         _rejected(report),
@@ -122,20 +124,31 @@ def _share(value: float) -> str:
 
 
 def _table(report: Report) -> str:
-    head = "".join(f"<th>{escape(text)}</th>" for text in ["micro-batches", *headings(report)])
-    mix = " Source mix: how well a step mixes the sources, 1 as in a random order." if report.num_sources > 1 else ""
-    rows = []
-    for name, method in report.methods.items():
-        kind = "ours" if name == "ours" else "table3" if name in TABLE_3 else "more"
-        cells = "".join(f"<td>{escape(text)}</td>" for text in [TITLES[name], *table_cells(method, report)])
-        rows.append(f'<tr class="{kind}">{cells}</tr>')
     return (
         "<section><h2>Balance, against the samplers that trainers use</h2>"
         f"<p>Table 3 of OmniBal for this dataset. The samplers put {BATCH_SIZE} samples in a micro-batch and pad LLM"
-        f" sequences to the longest; groups are packed. Vision patches are never padded. {EXPLAINED}{mix}</p>"
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
-        "</section>"
+        f" sequences to the longest; groups are packed. Vision patches are never padded. {EXPLAINED}</p>"
+        f"{_rows(report, headings(), table_cells)}</section>"
     )
+
+
+def _shuffle(report: Report) -> str:
+    caption = shuffle_caption(report)
+    return (
+        f"<section><h2>What balance costs in randomness</h2><p>{escape(caption[0].upper() + caption[1:])}</p>"
+        f"{_rows(report, shuffle_headings(report), shuffle_cells)}</section>"
+    )
+
+
+def _rows(report: Report, columns: list[str], cells: Callable[[Method, Report], list[str]]) -> str:
+    """A table with one row per method."""
+    head = "".join(f"<th>{escape(text)}</th>" for text in ["micro-batches", *columns])
+    rows = []
+    for name, method in report.methods.items():
+        kind = "ours" if name == "ours" else "table3" if name in TABLE_3 else "more"
+        row = "".join(f"<td>{escape(text)}</td>" for text in [TITLES[name], *cells(method, report)])
+        rows.append(f'<tr class="{kind}">{row}</tr>')
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
 def _distributions(report: Report) -> str:

@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.metrics import autocorrelation, dist_ratio, fill, pad_ratio, padded_loads, source_entropy
+from balance.metrics import (
+    autocorrelation,
+    dist_ratio,
+    fill,
+    pad_ratio,
+    padded_loads,
+    source_autocorrelation,
+    source_entropy,
+)
 from balance.records import Groups, IntArray
 
 micro_batches_st = st.lists(st.lists(st.integers(0, 4_096), max_size=5), max_size=40)
@@ -94,6 +102,25 @@ def test_autocorrelation_tells_a_sorted_stream_from_a_shuffled_one() -> None:
     assert autocorrelation(loads, 8) > 0.99
     assert abs(autocorrelation(np.random.default_rng(1).permutation(loads), 8)) < 0.1
     assert autocorrelation(np.full(80, 7), 8) == 0.0
+
+
+def test_source_autocorrelation_tells_steps_that_share_sources_with_the_next() -> None:
+    rng = np.random.default_rng(0)
+    sources = rng.integers(0, 3, 4_800)
+    groups = Groups(np.arange(4_800), np.arange(0, 4_801, 2))
+    assert abs(source_autocorrelation(groups, sources, 8)) < 3 / math.sqrt(300)
+    in_turn = groups.take(np.argsort(sources[::2], kind="stable"))
+    assert source_autocorrelation(in_turn, sources, 8) > 0.8
+    assert source_autocorrelation(groups, np.zeros_like(sources), 8) == 0.0
+    assert source_autocorrelation(groups.take(np.arange(16)), sources, 8) == 0.0, "two steps tell nothing"
+
+
+def test_source_autocorrelation_of_two_sources_is_that_of_ones_share() -> None:
+    sources = np.random.default_rng(4).integers(0, 2, 60)
+    groups = Groups(np.arange(60), np.arange(61))
+    share = sources.reshape(-1, 5).mean(axis=1)
+    expected = autocorrelation((share * 5).round().astype(np.int64), 1)
+    assert source_autocorrelation(groups, sources, 5) == pytest.approx(expected)
 
 
 def test_source_entropy_is_one_when_mixed_and_zero_when_steps_have_one_source() -> None:

@@ -9,6 +9,7 @@ from balance.path import arrange_sources, sort_along_path, source_shares
 from balance.records import Groups
 
 
+@settings(deadline=None)
 @given(
     loads=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 4096)), min_size=0, max_size=200),
     seed=st.integers(0, 100),
@@ -35,6 +36,7 @@ def test_ties_are_in_another_order_for_another_seed():
     assert not np.array_equal(sort_along_path(same, same, 0), sort_along_path(same, same, 1))
 
 
+@settings(deadline=None)
 @given(
     groups=st.lists(st.lists(st.integers(0, 20), min_size=1, max_size=5), min_size=1, max_size=30),
 )

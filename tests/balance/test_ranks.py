@@ -132,5 +132,5 @@ def test_a_chosen_set_has_patches_that_ranks_can_share_and_small_groups_for_all_
 
 
 def test_more_groups_than_places_are_refused():
-    with pytest.raises(ValueError, match="5 vision loads .* 2 ranks x 2"):
+    with pytest.raises(ValueError, match=r"5 vision loads .* 2 ranks x 2"):
         assign_ranks(np.ones(5, np.int64), np.ones(5, np.int64), 2, 2)

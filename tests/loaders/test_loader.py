@@ -146,13 +146,13 @@ runs = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(0, 6
 
 
 @settings(deadline=None, max_examples=40)
-@given(runs=runs, last=st.tuples(st.integers(1, 5), st.integers(1, 3)))
-def test_resumed_on_other_ranks_at_any_step_the_union_is_exact_and_none_comes_twice(text_build, runs, last):
+@given(runs=runs, last=st.tuples(st.integers(1, 5), st.integers(1, 3)), order=st.sampled_from(["blocks", "random"]))
+def test_resumed_on_other_ranks_at_any_step_the_union_is_exact_and_none_comes_twice(text_build, runs, last, order):
     state, seen = None, []
     for world, micro_batches, num_steps in [*runs, (*last, None)]:
         states = []
         for rank in range(world):
-            loader = load(text_build, rank, world, micro_batches_per_step=micro_batches)
+            loader = load(text_build, rank, world, micro_batches_per_step=micro_batches, order=order)
             if state is not None:
                 loader.load_state_dict(json.loads(json.dumps(state)))
             count = loader.remaining_steps if num_steps is None else min(num_steps, loader.remaining_steps)
@@ -161,6 +161,29 @@ def test_resumed_on_other_ranks_at_any_step_the_union_is_exact_and_none_comes_tw
         assert all(other == states[0] for other in states)
         state = states[0]
     assert Counter(seen) == Counter(all_ids(text_build))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_random_steps_give_ranks_the_same_sums_and_every_sample_once(builds, format):
+    loaders = [
+        load(builds[format], rank, 2, micro_batches_per_step=4, order="random", pixel_dtype=torch.uint8)
+        for rank in range(2)
+    ]
+    steps = list(zip(*loaders, strict=True))
+    assert Counter(ids_of(chain(*steps))) == Counter(f"sample-{n:05d}" for n in range(NUM_SAMPLES))
+    tokens = np.array([[sum(len(batch.input_ids) for batch in rank) for rank in step] for step in steps[:-2]])
+    patches = np.array([[sum(len(batch.pixel_values) for batch in rank) for rank in step] for step in steps[:-2]])
+    blocks = zip(*(load(builds[format], rank, 2, micro_batches_per_step=4) for rank in range(2)), strict=True)
+    assert ids_of(chain(*blocks)) != ids_of(chain(*steps))
+    assert np.ptp(tokens, axis=1).mean() < 0.1 * tokens.mean()
+    assert np.ptp(patches, axis=1).mean() <= 2
+
+
+def test_random_remainder_is_dropped_and_counted(text_build):
+    ranks = [load(text_build, rank, 4, micro_batches_per_step=2, remainder="drop", order="random") for rank in range(4)]
+    seen = ids_of(chain(*map(list, ranks)))
+    assert len(set(seen)) == len(seen)
+    assert {loader.num_dropped_samples for loader in ranks} == {len(all_ids(text_build)) - len(seen)}
 
 
 def test_a_resumed_loader_gives_the_steps_that_the_first_would_have_given(text_build):
@@ -226,6 +249,7 @@ def test_a_wrong_state_is_refused_and_changes_nothing(text_build, change, messag
         ({"micro_batches_per_step": 0}, "micro_batches_per_step is 0"),
         ({"seed": -1}, "seed is -1"),
         ({"remainder": "keep"}, "remainder is 'keep'; use one of pad, drop"),
+        ({"order": "sorted"}, "order is 'sorted'; use one of blocks, random"),
         ({"pixel_dtype": torch.int64}, "pixel_dtype is torch.int64"),
     ],
 )

@@ -16,13 +16,15 @@ from rich.console import Console
 
 from balance.baselines import BASELINES
 from balance.errors import ConfigError, DataError
+from balance.metrics import autocorrelation, source_autocorrelation, source_entropy
 from balance.order import GroupStream, choose_order
 from balance.records import COUNT_COLUMNS, Counts, Groups, Limits
 from packer.charts import histogram, rank_bars, tick_label, ticks
 from packer.group import GroupOptions, group_counts
 from packer.record import Rejected
-from packer.report import make_report, print_report
+from packer.report import make_report
 from packer.report_html import render_html, write_html
+from packer.report_text import print_report
 from packer.tables import COUNTS_SCHEMA, groups_table, rejected_table, write_table
 
 METHOD_KEYS = {
@@ -152,8 +154,30 @@ def test_source_mix_is_reported_when_there_are_several_sources(tmp_path: Path) -
     write_build(tmp_path, make_counts(600), sources=3)
     report = make_report(tmp_path)
     assert report.num_sources == 3
-    assert 0.5 < report.methods["ours"].source_entropy <= 1.1
+    assert 0.5 < report.methods["ours"].shuffle[1].source_entropy <= 1.1
+    assert 0.9 < report.methods["ours"].shuffle[8].source_entropy <= 1.1
     assert "source" in render_html(report)
+
+
+def test_shuffle_figures_stand_beside_every_dist_ratio_for_one_and_eight_micro_batches(tmp_path: Path) -> None:
+    counts = make_counts(3_000)
+    groups, _ = write_build(tmp_path, counts, sources=3)
+    values = json.loads(json.dumps(make_report(tmp_path, dp=2, seed=5).to_json()))
+    sources = np.arange(3_000) % 3
+    stream = GroupStream(num_groups=len(groups), order=choose_order(len(groups)), seed=5, epoch=0)
+    taken = groups.take(np.concatenate([stream.take(2) for _ in range(-(-len(groups) // 2))]))
+    for row in values["methods"].values():
+        assert list(row["shuffle"]) == ["1", "8"]
+    for micro_batches in (1, 8):
+        figures = values["methods"]["ours"]["shuffle"][str(micro_batches)]
+        per_step = 2 * micro_batches
+        assert figures == {
+            "num_steps": -(-len(groups) // per_step),
+            "source_entropy": source_entropy(taken, sources, per_step),
+            "autocorrelation_source": source_autocorrelation(taken, sources, per_step),
+            "autocorrelation_vit": autocorrelation(taken.sum(counts.num_vit_tokens), per_step),
+            "autocorrelation_llm": autocorrelation(taken.sum(counts.seq_len), per_step),
+        }
 
 
 def test_tables_that_do_not_add_up_are_an_error(tmp_path: Path) -> None:
@@ -201,8 +225,9 @@ def test_the_printed_table_fits_80_columns_and_shows_every_method(tmp_path: Path
     assert max(map(len, lines)) <= 80
     assert "3,005 samples read = 3,000 packed + 5 rejected (too_long 5)" in lines[0]
     for name in ("random", "length-group", "device-group", "Isobatch"):
-        row = next(line for line in lines if line.startswith(name))
-        assert len(row.split()) == 10, f"a cell of {name} is cut or wrapped: {row}"
+        balance, shuffle = (line for line in lines if line.startswith(name))
+        assert len(balance.split()) == 7, f"a cell of {name} is cut or wrapped: {balance}"
+        assert len(shuffle.split()) == 9, f"a cell of {name} is cut or wrapped: {shuffle}"
     assert f"{report.methods['ours'].dist_ratio_llm:.4f}" in text.getvalue()
 
 
