@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from balance.records import Groups, IntArray
+from balance.records import Groups, IntArray, Limits
 
 FloatArray = NDArray[np.float64]
 
@@ -97,6 +97,19 @@ def fill(groups: Groups, seq_len: IntArray, max_seq_len: int) -> float:
     0.75
     """
     return int(seq_len[groups.samples].sum()) / (len(groups) * max_seq_len) if len(groups) else 0.0
+
+
+def lower_bounds(vision: IntArray, seq_len: IntArray, limits: Limits) -> dict[str, int]:
+    """Groups that no grouping of these samples can do with less, by LLM tokens and by vision: sum / cap, rounded up.
+
+    Seldom reached where both caps bind: samples that fill one dimension leave room in the other.
+
+    >>> limits = Limits(max_seq_len=10, max_vision=4, min_seq_len=9, min_vision=4)
+    >>> lower_bounds(np.array([3, 3]), np.array([5, 6]), limits)
+    {'tokens': 2, 'vision': 2}
+    """
+    caps = {"tokens": (seq_len, limits.max_seq_len), "vision": (vision, limits.max_vision)}
+    return {name: -(-int(loads.sum()) // cap) if cap else 0 for name, (loads, cap) in caps.items()}
 
 
 def autocorrelation(loads: IntArray, dp: int) -> float:

@@ -22,6 +22,7 @@ from balance.metrics import (
     autocorrelation,
     dist_ratio,
     fill,
+    lower_bounds,
     pad_ratio,
     padded_loads,
     source_autocorrelation,
@@ -94,6 +95,8 @@ class Report:
     num_groups: int
     dp_world_size: int
     fill: float
+    lower_bounds: dict[str, int]
+    """Groups that no grouping can do with less, by tokens and by vision."""
     limits: Limits
     limits_explained: tuple[str, ...] = ()
     """How the caps were chosen, line by line."""
@@ -123,6 +126,7 @@ class Report:
             "num_groups": self.num_groups,
             "dp_world_size": self.dp_world_size,
             "fill": self.fill,
+            "lower_bounds": self.lower_bounds,
             "num_steps": self.methods["ours"].num_steps,
             "num_sources": self.num_sources,
             "limits": asdict(self.limits),
@@ -150,6 +154,7 @@ def make_report(out: Path, *, dp: int = 8, seed: int = 0) -> Report:
         rejected=tables.rejected,
         num_groups=len(tables.groups),
         dp_world_size=dp,
+        lower_bounds=lower_bounds(tables.limits.vision_load(packed), packed.seq_len, tables.limits),
         fill=fill(tables.groups, tables.counts.seq_len, tables.limits.max_seq_len),
         limits=tables.limits,
         limits_explained=tables.limits_explained,

@@ -23,7 +23,8 @@ def print_report(report: Report, console: Console) -> None:
     )
     console.print(
         f"{report.num_groups:,} groups of at most {report.limits.max_seq_len:,} tokens and"
-        f" {report.limits.max_vision:,} {report.limits.unit}, {report.fill:.1%} full;"
+        f" {report.limits.max_vision:,} {report.limits.unit}, {report.fill:.1%} full (no grouping needs"
+        f" fewer than {max(report.lower_bounds.values()):,});"
         f" {report.methods['ours'].num_steps:,} steps on {report.dp_world_size} ranks"
     )
     for line in report.limits_explained:
