@@ -13,19 +13,29 @@ worse when one cap binds (what is left then consists of the samples that fit now
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numba
 import numpy as np
 
-from balance.records import Groups, IntArray, Limits
+from balance.grouping import Load, Packing, Resource, resources_of
+from balance.records import Groups, Limits
 
 DEFAULT_ITERATIONS = 10
 """OmniBal, appendix G: stable after five iterations, ten in practice."""
 
 
 def group_isf(
-    vision: IntArray, tokens: IntArray, limits: Limits, *, seed: int, iterations: int = DEFAULT_ITERATIONS
+    vision: Load,
+    tokens: Load,
+    limits: Limits,
+    *,
+    seed: int,
+    iterations: int = DEFAULT_ITERATIONS,
+    also: Sequence[Resource] = (),
 ) -> Groups:
-    """Group samples under both caps (OmniBal, Algorithm 1).
+    """Group samples under both caps, and those of `also` (OmniBal, Algorithm 1).
 
     `vision` and `tokens` are the loads of the samples, shape (num_samples,), in the unit of `limits.max_vision` and in
     LLM tokens. Every sample ends in exactly one group. Raises ValueError for a sample that is over a cap by itself.
@@ -35,44 +45,46 @@ def group_isf(
     >>> sorted(sorted(groups[g].tolist()) for g in range(len(groups)))
     [[0, 1], [2], [3]]
     """
-    vision = np.ascontiguousarray(vision, dtype=np.int64)
-    tokens = np.ascontiguousarray(tokens, dtype=np.int64)
-    _check(vision, tokens, limits, iterations)
-    caps = np.array([limits.max_vision, limits.max_seq_len, limits.min_vision, limits.min_seq_len], dtype=np.int64)
-    samples, offsets = _isf(vision, tokens, caps, np.uint64(seed), iterations)
+    if iterations < 1:
+        raise ValueError(f"iterations is {iterations}; ISF needs at least 1")
+    packing = Packing.of(resources_of(vision, tokens, limits, also))
+    samples, offsets = _isf(packing.pack(), _filter_of(packing), np.uint64(seed), iterations)
     return Groups(samples, offsets)
 
 
-def _check(vision: IntArray, tokens: IntArray, limits: Limits, iterations: int) -> None:
-    if len(vision) != len(tokens):
-        raise ValueError(f"{len(vision)} vision loads but {len(tokens)} token counts; give one of each per sample")
-    if iterations < 1:
-        raise ValueError(f"iterations is {iterations}; ISF needs at least 1")
-    over = np.flatnonzero((vision > limits.max_vision) | (tokens > limits.max_seq_len))
-    if len(over):
-        first = over[0]
-        raise ValueError(
-            f"{len(over)} samples are by themselves over the caps of {limits.max_vision} {limits.unit} and"
-            f" {limits.max_seq_len} tokens (first: sample {first} with {vision[first]} and {tokens[first]});"
-            " reject them before grouping"
-        )
+class _Filter(NamedTuple):
+    """Caps and targets, packed."""
+
+    cap: np.uint64
+    guard: np.uint64
+    near: np.uint64
+    """Room that a group may have left to pass, and the guard bits."""
+    reachable: np.uint64
+    """Guard bits of the resources whose target a group can reach."""
+
+
+def _filter_of(packing: Packing) -> _Filter:
+    room = [-1 if r.target is None else min(r.cap, r.cap - r.target) for r in packing.resources]
+    near = packing.guard | packing.packed([max(left, 0) for left in room])
+    reachable = sum(guard for guard, left in zip(packing.guards, room, strict=True) if left >= 0)
+    return _Filter(np.uint64(packing.cap), np.uint64(packing.guard), np.uint64(near), np.uint64(reachable))
 
 
 @numba.njit(cache=True)
-def _isf(vision, tokens, caps, seed, iterations):  # type: ignore[no-untyped-def]
+def _isf(packed, limits, seed, iterations):  # type: ignore[no-untyped-def]
     """All iterations; -> (samples, offsets) of the groups of the best pass to stop at."""
-    remaining = np.arange(len(tokens))
-    offsets = np.zeros(len(tokens) + 1, dtype=np.int64)
-    passed = np.empty(len(tokens), dtype=np.bool_)
+    remaining = np.arange(len(packed))
+    offsets = np.zeros(len(packed) + 1, dtype=np.int64)
+    passed = np.empty(len(packed), dtype=np.bool_)
     kept, kept_offsets = np.empty_like(remaining), np.zeros_like(offsets)
     best, best_offsets = np.empty_like(remaining), np.zeros_like(offsets)
-    num_remaining, num_kept, kept_groups = len(tokens), 0, 0
-    fewest = len(tokens) + 1
+    num_remaining, num_kept, kept_groups = len(packed), 0, 0
+    fewest = len(packed) + 1
     for iteration in range(iterations):
         if num_remaining == 0:
             break
-        _shuffle(remaining[:num_remaining], _mix(_mix(seed) + np.uint64(iteration)))
-        num_groups = _fill(remaining[:num_remaining], vision, tokens, caps, offsets, passed)
+        shuffle(remaining[:num_remaining], mix(mix(seed) + np.uint64(iteration)))
+        num_groups = _fill(remaining[:num_remaining], packed, limits, offsets, passed)
         if kept_groups + num_groups < fewest:
             fewest = kept_groups + num_groups
             best[:num_kept], best[num_kept:] = kept[:num_kept], remaining[:num_remaining]
@@ -91,42 +103,39 @@ def _isf(vision, tokens, caps, seed, iterations):  # type: ignore[no-untyped-def
                 for sample in members:  # moves to the front, never past a member that is still to be read
                     remaining[num_remaining] = sample
                     num_remaining += 1
-    return best, best_offsets[: min(fewest, len(tokens)) + 1].copy()
+    return best, best_offsets[: min(fewest, len(packed)) + 1].copy()
 
 
 @numba.njit(cache=True)
-def _fill(order, vision, tokens, caps, offsets, passed):  # type: ignore[no-untyped-def]
+def _fill(order, packed, limits, offsets, passed):  # type: ignore[no-untyped-def]
     """One pass: cut `order` into groups; sets `offsets` and which groups pass the filter; -> number of groups."""
-    max_vision, max_tokens, min_vision, min_tokens = caps[0], caps[1], caps[2], caps[3]
     num_groups = 0
-    group_vision, group_tokens = np.int64(0), np.int64(0)
+    room = limits.cap
     for place in range(len(order)):
-        sample_vision, sample_tokens = vision[order[place]], tokens[order[place]]
-        full = group_vision + sample_vision > max_vision or group_tokens + sample_tokens > max_tokens
-        if full and place > offsets[num_groups]:
-            passed[num_groups] = group_vision >= min_vision or group_tokens >= min_tokens
+        rest = room - packed[order[place]]
+        if rest & limits.guard != limits.guard:
+            passed[num_groups] = (limits.near - (room ^ limits.guard)) & limits.reachable != 0
             num_groups += 1
             offsets[num_groups] = place
-            group_vision, group_tokens = np.int64(0), np.int64(0)
-        group_vision += sample_vision
-        group_tokens += sample_tokens
-    passed[num_groups] = group_vision >= min_vision or group_tokens >= min_tokens
+            rest = limits.cap - packed[order[place]]
+        room = rest
+    passed[num_groups] = (limits.near - (room ^ limits.guard)) & limits.reachable != 0
     offsets[num_groups + 1] = len(order)
     return num_groups + 1
 
 
 @numba.njit(cache=True)
-def _shuffle(values, state):  # type: ignore[no-untyped-def]
+def shuffle(values, state):  # type: ignore[no-untyped-def]
     """Fisher-Yates in place, with the random numbers of SplitMix64 (Steele, Lea, Flood 2014)."""
     for last in range(len(values) - 1, 0, -1):
         state += np.uint64(0x9E3779B97F4A7C15)
         # the top 53 bits as a fraction: exact in a float, on every machine
-        place = np.int64(np.float64(_mix(state) >> np.uint64(11)) * 2.0**-53 * (last + 1))
+        place = np.int64(np.float64(mix(state) >> np.uint64(11)) * 2.0**-53 * (last + 1))
         values[place], values[last] = values[last], values[place]
 
 
 @numba.njit(cache=True)
-def _mix(bits):  # type: ignore[no-untyped-def]
+def mix(bits):  # type: ignore[no-untyped-def]
     """SplitMix64's finaliser: every input bit changes every output bit."""
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -21,13 +21,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from balance.cost import CostModel, epoch_ms
-from balance.isf import group_isf
+from balance.fit import group_fit
 from balance.path import sort_along_path
 from balance.records import VISION_UNITS, Counts, Groups, IntArray, Limits
 
 FILTER_SLACK_TOKENS = 128
 """Q_t - Q'_t: OmniBal, Table 6."""
 SEARCH_SAMPLES = 50_000
+TRIAL_ROUNDS = 6
+"""Effort of the trial groupings: enough to tell caps apart, a tenth of a second each."""
 SEARCH_CAPS = 64
 """Caps that the search decides between, at most: where ViT tokens are counted, 1.6 % of the range apart."""
 FREE = 0.005
@@ -168,7 +170,7 @@ class _Search:
             limits = _limits(self.paper.max_seq_len, max_vision, self.paper.vision_unit)
             vision, tokens = limits.vision_load(self.counts), self.counts.seq_len
             rows = np.flatnonzero(vision <= max_vision)  # a given cap may be below the largest sample
-            groups = group_isf(vision[rows], tokens[rows], limits, seed=self.seed)
+            groups = group_fit(vision[rows], tokens[rows], limits, seed=self.seed, rounds=TRIAL_ROUNDS)
             groups = Groups(rows[groups.samples], groups.offsets)
             self.tried[max_vision] = Candidate(
                 limits=limits,

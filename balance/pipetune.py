@@ -76,11 +76,11 @@ def cut_long(lengths: IntArray, max_len: int, *, rule: Literal["reject", "split"
 def pack_balanced(lengths: IntArray, costs: Costs, *, max_len: int) -> Groups:
     """Micro-batches of at most `max_len` tokens whose costs are even (PipeTune, Algorithm 1).
 
-    Dearest sample first (then longest), to the cheapest micro-batch with room for it. Repaired against print, which
-    starts from no micro-batch, fills one after the other and never reaches its second choice: start with
-    ceil(sum of lengths / max_len) empty ones; if a sample finds no room, start again with one more, so that the last
-    one opened gets its share too. Samples keep their order inside a micro-batch. `costs` are additive, per sample.
-    Raises ValueError for a sample over `max_len`: apply `cut_long` first.
+    Dearest sample first (then longest), to the cheapest micro-batch with room for it; one is added when none has room.
+    Repaired against print, which starts from no micro-batch, fills one after the other and never reaches its second
+    choice: start with ceil(sum of lengths / max_len) empty ones. If that was one too few, also start with one more, and
+    keep the evener of both (max / mean cost). Samples keep their order inside a micro-batch. `costs` are additive, per
+    sample. Raises ValueError for a sample over `max_len`: apply `cut_long` first.
 
     >>> groups = pack_balanced(np.array([5, 4, 3, 3]), np.array([25, 16, 9, 9]), max_len=8)
     >>> [groups[g].tolist() for g in range(len(groups))]
@@ -89,12 +89,13 @@ def pack_balanced(lengths: IntArray, costs: Costs, *, max_len: int) -> Groups:
     lengths, costs = np.asarray(lengths, dtype=np.int64), np.asarray(costs, dtype=np.float64)
     _check(lengths, costs, max_len)
     order = np.lexsort((-lengths, -costs))
-    num_batches = -(-int(lengths.sum()) // max_len) if len(lengths) else 0
-    num_batches = max(num_batches, min(1, len(lengths)))
-    batches = np.empty(len(lengths), np.int64)
-    while not _pack(lengths, costs, order, max_len, num_batches, batches):
-        num_batches += 1  # ends at the latest with one micro-batch per sample
-    return as_batches(batches, num_batches)
+    fewest = max(-(-int(lengths.sum()) // max_len), min(1, len(lengths)))
+    batches, used = _pack(lengths, costs, order, max_len, fewest)
+    if used > fewest:
+        again, used_again = _pack(lengths, costs, order, max_len, fewest + 1)
+        if _unevenness(costs, again, used_again) < _unevenness(costs, batches, used):
+            batches, used = again, used_again
+    return as_batches(batches, used)
 
 
 def cluster_costs(costs: Costs, *, max_clusters: int = MAX_CLUSTERS, tolerance: float = TOLERANCE) -> IntArray:
@@ -138,6 +139,8 @@ def _check(lengths: IntArray, costs: NDArray[np.float64], max_len: int) -> None:
         raise ValueError(f"{len(lengths)} lengths but {len(costs)} costs; give one of each per sample")
     if len(lengths) and not (lengths.min() >= 0 and costs.min() >= 0 and np.isfinite(costs).all()):
         raise ValueError(f"lowest length {lengths.min()}, lowest cost {costs.min()}; give finite ones from 0 on")
+    if max_len < 1:
+        raise ValueError(f"max_len is {max_len} tokens; give at least 1")
     over = np.flatnonzero(lengths > max_len)
     if len(over):
         raise ValueError(
@@ -146,10 +149,17 @@ def _check(lengths: IntArray, costs: NDArray[np.float64], max_len: int) -> None:
         )
 
 
+def _unevenness(costs: NDArray[np.float64], batches: IntArray, num_batches: int) -> float:
+    """max / mean cost of the micro-batches, times a constant: the total cost is the same for every packing."""
+    return float(np.bincount(batches, costs).max()) * num_batches
+
+
 @numba.njit(cache=True)
-def _pack(lengths, costs, order, max_len, num_batches, batches):  # type: ignore[no-untyped-def]
-    """Place the samples of `order` into `num_batches` micro-batches; sets `batches`; -> whether all found room."""
-    batch_len, batch_cost = np.zeros(num_batches, np.int64), np.zeros(num_batches, np.float64)
+def _pack(lengths, costs, order, max_len, num_batches):  # type: ignore[no-untyped-def]
+    """Place the samples of `order`, starting from `num_batches` micro-batches; -> (batch of each sample, how many)."""
+    batches = np.empty(len(order), np.int64)
+    room = num_batches + len(order)
+    batch_len, batch_cost = np.zeros(room, np.int64), np.zeros(room, np.float64)
     for sample in order:
         cheapest = -1
         for batch in range(num_batches):
@@ -157,11 +167,12 @@ def _pack(lengths, costs, order, max_len, num_batches, batches):  # type: ignore
             if fits and (cheapest < 0 or batch_cost[batch] < batch_cost[cheapest]):
                 cheapest = batch
         if cheapest < 0:
-            return False
+            cheapest = num_batches
+            num_batches += 1
         batches[sample] = cheapest
         batch_len[cheapest] += lengths[sample]
         batch_cost[cheapest] += costs[sample]
-    return True
+    return batches, num_batches
 
 
 @numba.njit(cache=True)

@@ -8,8 +8,8 @@ the same answer by itself from the lengths alone.
 
 Which one: packed batches `balance_sums` (any costs, not only lengths); batches padded to their longest example
 `balance_padded`; packed batches with even memory *and* even attention `balance_squares`; packed linear layers but
-padded attention `balance_conv`. Time for 2,560 ranks of 60 examples: see docs/benchmarks.md; `balance_sums` and
-`balance_padded` take less than NumPy's argsort of the same lengths.
+padded attention `balance_padded_attention`, or as published `balance_conv`. For 2,560 ranks of 60 examples the first
+two take as long as NumPy's fastest argsort of the lengths, 2 ms; the others 2 to 6 times that (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ EXACT_MEAN = 1 << 20
 RESOLUTION = 1 << 17
 """Other loads are counted in this fraction of the mean sum, 8e-6."""
 
+PRECISION = 1e-4
+"""`balance_padded_attention` ends this near to the best bound."""
 MAX_SUM = 1 << 24
 """`balance_squares` keeps a counter per possible sum of a batch: 16 M tokens, 128 MiB."""
 
@@ -98,9 +100,9 @@ def balance_conv(lengths: IntArray, num_batches: int) -> IntArray:
     """Batch of each example for packed linear layers and padded attention (OrchMLLM, Algorithm 5).
 
     Longest first, fill batch after batch while (examples x longest) stays within the largest sum of `balance_sums`;
-    when all `num_batches` are used up, deal what remains as `balance_sums` does. So the largest sum stays small and
-    long examples share batches with long ones. Repaired against print: at most `num_batches` batches, and the padded
-    length is that of the batch's *first*, longest, example.
+    when all `num_batches` are used up, deal what remains as `balance_sums` does. Repaired against print: at most
+    `num_batches` batches, and the padded length is that of the batch's *first*, longest, example. On heavy tails the
+    short remainder joins, and is padded to, the longest examples: `balance_padded_attention` is many times better.
 
     >>> balance_conv(np.array([6, 6, 2, 2, 2, 2]), 3).tolist()
     [0, 1, 2, 2, 2, 2]
@@ -113,6 +115,25 @@ def balance_conv(lengths: IntArray, num_batches: int) -> IntArray:
     placed = _fill_padded(lengths, order, num_batches, bound, batches)
     sums = _sums(units[order[:placed]], batches[order[:placed]], num_batches)
     deal(units, order[placed:], sums, batches)
+    return batches
+
+
+def balance_padded_attention(lengths: IntArray, num_batches: int, *, weight: float) -> IntArray:
+    """Batch of each example so that the largest of (sum + weight x examples x longest^2) is small.
+
+    The objective of OrchMLLM's Algorithm 5, minimised itself: the best of all cuts of the sorted examples into runs, to
+    a ten-thousandth, by bisection as in `balance_padded`. `weight` is the cost of a squared token in tokens (OrchMLLM:
+    lambda). With little weight `balance_sums` may be better, because it need not keep like with like.
+
+    >>> balance_padded_attention(np.array([6, 6, 2, 2, 2, 2]), 3, weight=1.0).tolist()
+    [2, 1, 0, 0, 0, 0]
+    """
+    lengths = _checked_lengths(lengths, num_batches, power=2)
+    if not 0 <= weight < float("inf"):
+        raise ValueError(f"weight is {weight}; give a finite one from 0 on")
+    order = descending(lengths)[::-1]
+    batches = np.empty(len(lengths), np.int64)
+    batches[order] = _attention_runs(lengths[order], num_batches, float(weight))
     return batches
 
 
@@ -240,3 +261,42 @@ def _fill_padded(lengths, order, num_batches, bound, batches):  # type: ignore[n
         batches[order[place]] = batch
         size += 1
     return len(order)
+
+
+@numba.njit(cache=True)
+def _attention_runs(ascending, num_batches, weight):  # type: ignore[no-untyped-def]
+    """Run of each of the ascending lengths, for nearly the least bound on the cost that `num_batches` runs can keep."""
+    num = len(ascending)
+    runs = np.zeros(num, np.int64)
+    if num == 0:
+        return runs
+    before = np.zeros(num + 1)
+    before[1:] = np.cumsum(ascending)
+    low, high = 0.0, before[num] + weight * num * ascending[-1] ** 2
+    while high - low > PRECISION * high:
+        middle = (low + high) / 2
+        if _cut(ascending, before, weight, middle, num_batches, runs):
+            high = middle
+        else:
+            low = middle
+    _cut(ascending, before, weight, high, num_batches, runs)
+    return runs
+
+
+@numba.njit(cache=True)
+def _cut(ascending, before, weight, bound, num_batches, runs):  # type: ignore[no-untyped-def]
+    """Cut into runs that cost at most `bound`; sets `runs`; -> whether `num_batches` were enough."""
+    start = 0
+    for run in range(num_batches):
+        if start == len(ascending):
+            return True
+        low, high = start, len(ascending)
+        while low < high:  # the cost of a run only grows with its end
+            end = (low + high + 1) // 2
+            if before[end] - before[start] + weight * (end - start) * ascending[end - 1] ** 2 <= bound:
+                low = end
+            else:
+                high = end - 1
+        runs[start:low] = run
+        start = low
+    return start == len(ascending)

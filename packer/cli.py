@@ -102,6 +102,7 @@ SeedOption = Annotated[int | None, typer.Option(min=0, help="Seed of the groupin
 FetchOption = Annotated[
     bool | None, typer.Option("--fetch-annotations", help="Download a known dataset's annotation file from the Hub.")
 ]
+GROUPING_HELP = "fit: as few groups as can be found; isf: OmniBal's Algorithm 1. Default: fit."
 CheckOption = Annotated[
     str | None,
     typer.Option(
@@ -129,6 +130,7 @@ def build(
     ] = None,
     max_seq_len: SeqLenOption = None,
     max_vision: VisionOption = None,
+    grouping: Annotated[str | None, typer.Option(help=GROUPING_HELP)] = None,
     seed: SeedOption = None,
     workers: WorkersOption = None,
     check_images: CheckOption = None,
@@ -193,12 +195,15 @@ def group(
         str, typer.Option(help="What --max-vision counts: image_patches or vit_tokens.")
     ] = "image_patches",
     seed: SeedOption = None,
+    grouping: Annotated[str, typer.Option(help=GROUPING_HELP)] = "fit",
     isf_iterations: Annotated[int, typer.Option(min=1, help="ISF iterations at most.")] = 10,
     dp: RanksOption = 8,
     as_json: JsonOption = False,
 ) -> None:
     """Only group samples whose lengths are known already, and report the ratios."""
-    options = GroupOptions(seed=seed or 0, max_seq_len=max_seq_len, max_vision=max_vision, iterations=isf_iterations)
+    options = GroupOptions(
+        seed=seed or 0, max_seq_len=max_seq_len, max_vision=max_vision, grouping=grouping, isf_iterations=isf_iterations
+    )
     with TemporaryDirectory() as scratch:
         folder = out or Path(scratch)
         group_files(files, folder, options, StageProgress(people), vision_unit=vision_unit, context_len=MOST_TOKENS)

@@ -48,6 +48,8 @@ class BuildConfig:
     seed: int = 0
     max_seq_len: int | None = None
     max_vision: int | None = None
+    grouping: str = "fit"
+    """`fit` (fewest groups) or `isf` (OmniBal, Algorithm 1)."""
     isf_iterations: int = 10
     shard_mb: int = 128
     """Size of a shard in MiB, about."""
@@ -87,7 +89,8 @@ class BuildConfig:
             seed=self.seed,
             max_seq_len=self._max_seq_len,
             max_vision=self.max_vision,
-            iterations=self.isf_iterations,
+            grouping=self.grouping,
+            isf_iterations=self.isf_iterations,
         )
 
 

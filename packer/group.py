@@ -7,11 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from balance.cost import CostModel
+from balance.errors import ConfigError
+from balance.fit import group_fit
 from balance.isf import group_isf
 from balance.limits import choose_limits, over_limits
 from balance.order import OrderConfig, choose_order
 from balance.path import arrange_sources, sort_along_path, source_shares
 from balance.records import Counts, Groups, IntArray, Limits
+
+GROUPINGS = ("fit", "isf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +27,14 @@ class GroupOptions:
     """Q_t; None: from the data."""
     max_vision: int | None = None
     """Q_v in the model's vision unit; None: from the data."""
-    iterations: int = 10
-    """ISF iterations at most."""
+    grouping: str = "fit"
+    """`fit` (fewest groups) or `isf` (OmniBal, Algorithm 1)."""
+    isf_iterations: int = 10
+    """ISF iterations at most; `fit` has none."""
+
+    def __post_init__(self) -> None:
+        if self.grouping not in GROUPINGS:
+            raise ConfigError(f"grouping is {self.grouping!r}: use one of {', '.join(GROUPINGS)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +59,7 @@ def group_counts(
     cost: CostModel | None = None,
     sources: IntArray | None = None,
 ) -> Grouping:
-    """Choose caps, reject what exceeds them, group the rest (ISF) and sort the groups along the path.
+    """Choose caps, reject what exceeds them, group the rest and sort the groups along the path.
 
     `sources` is a per-sample source number from 0; with it, neighbours on the path are arranged so that micro-batches
     mix sources well.
@@ -76,7 +86,10 @@ def group_counts(
     fits = np.ones(len(counts), dtype=bool)
     fits[too_long] = fits[too_much_vision] = False
     rows = np.flatnonzero(fits)
-    grouped = group_isf(vision[rows], seq_len[rows], limits, seed=options.seed, iterations=options.iterations)
+    if options.grouping == "isf":
+        grouped = group_isf(vision[rows], seq_len[rows], limits, seed=options.seed, iterations=options.isf_iterations)
+    else:
+        grouped = group_fit(vision[rows], seq_len[rows], limits, seed=options.seed)
     groups = Groups(rows[grouped.samples], grouped.offsets)
     order = choose_order(len(groups))
     path = sort_along_path(groups.sum(vision), groups.sum(seq_len), options.seed)

@@ -37,7 +37,7 @@ TITLES = {
     "length_group": "length-group",
     "device_group": "device-group",
     "sorted": "sorted",
-    "isf_random_order": "ISF, shuffled",
+    "ours_shuffled": "shuffled groups",
     "ours": "Isobatch",
 }
 """What people read for each method, in the table's order."""
@@ -174,7 +174,7 @@ def _streams(tables: BuildTables, *, dp: int, seed: int) -> dict[str, Groups]:
     for name, sampler in BASELINES.items():
         drawn = as_groups(sampler(tables.counts.seq_len[packed], dp, BATCH_SIZE, seed))
         streams[name] = Groups(packed[drawn.samples], drawn.offsets)
-    streams["isf_random_order"] = groups.take(np.random.default_rng(seed).permutation(len(groups)))
+    streams["ours_shuffled"] = groups.take(np.random.default_rng(seed).permutation(len(groups)))
     stream = GroupStream(num_groups=len(groups), order=tables.order, seed=seed, epoch=0)
     taken = [stream.take(dp) for _ in range(-(-len(groups) // dp))]
     streams["ours"] = groups.take(np.concatenate([np.empty(0, np.int64), *taken]))

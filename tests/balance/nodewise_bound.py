@@ -1,53 +1,81 @@
-"""What no placement of batches can beat: an integer program for one node alone, the other nodes ignored."""
-
-import itertools
+"""Proven lower bounds of the node-wise problem by HiGHS: of one node alone, and of all nodes together."""
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
+from scipy.sparse import csr_array, eye_array, hstack, kron, vstack
 
 
-def volumes_between(lengths, batches, offsets):
-    """Tokens that each rank holds of each batch, sparse (num_ranks, num_ranks)."""
-    ranks = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-    size = len(offsets) - 1
-    return csr_array((lengths, (ranks, batches)), shape=(size, size))
+def pair_tokens(lengths, batches, offsets, ranks):
+    """Tokens that each of `ranks` holds of each batch, shape (ranks, batches)."""
+    tokens = np.zeros((len(ranks), len(offsets) - 1))
+    for row, rank in enumerate(ranks):
+        held = slice(offsets[rank], offsets[rank + 1])
+        np.add.at(tokens[row], batches[held], lengths[held])
+    return tokens
 
 
-def inter_node_sends(volume, rank_of_batch, ranks_per_node):
-    """Tokens that each rank sends to other nodes."""
-    pairs = volume.tocoo()
-    rank, batch = pairs.coords
-    abroad = rank // ranks_per_node != rank_of_batch[batch] // ranks_per_node
-    return np.bincount(rank[abroad], pairs.data[abroad], minlength=volume.shape[0])
-
-
-def node_bound(volume, node, ranks_per_node, *, seconds=20.0):
-    """Least largest send of one node's ranks if it may choose its batches freely: proven by HiGHS."""
-    first = node * ranks_per_node
-    held = volume[first : first + ranks_per_node]
-    loads = held.sum(axis=1)
-    useful = np.unique(held.tocoo().coords[1])
-    tokens = held[:, useful].toarray()  # (ranks, batches)
-    num = len(useful)
-    # variables: x of each batch, then t; minimise t with loads - tokens x <= t and at most so many batches as ranks
-    rows = np.hstack([tokens, np.ones((len(loads), 1))])
-    constraints = [
-        LinearConstraint(rows, lb=loads),
-        LinearConstraint(np.append(np.ones(num), 0.0)[None], ub=ranks_per_node),
-    ]
-    result = milp(
-        np.append(np.zeros(num), 1.0),
-        integrality=np.append(np.ones(num), 0),
-        bounds=Bounds(0, np.append(np.ones(num), np.inf)),
-        constraints=constraints,
-        options={"time_limit": seconds},
+def node_bound(lengths, batches, offsets, node, ranks_per_node, *, seconds=5.0):
+    """Least possible largest send of one node's ranks if it may choose any batches: no plan sends less."""
+    num_ranks = len(offsets) - 1
+    ranks = range(node * ranks_per_node, min((node + 1) * ranks_per_node, num_ranks))
+    tokens = pair_tokens(lengths, batches, offsets, ranks)
+    tokens = tokens[:, tokens.any(axis=0)]
+    # variables: whether the node gets the batch, then the largest send
+    rows = vstack(
+        [
+            hstack([csr_array(tokens), csr_array(np.ones((len(ranks), 1)))]),
+            csr_array(np.append(np.ones(tokens.shape[1]), 0)[None]),
+        ]
     )
-    return float(result.mip_dual_bound)
+    low = np.append(tokens.sum(axis=1), 0)
+    high = np.append(np.full(len(ranks), np.inf), len(ranks))
+    return _solve(rows, low, high, tokens.shape[1], seconds)
 
 
-def brute_force(volume, ranks_per_node):
-    """Least largest send over all placements of batches on ranks."""
-    size = volume.shape[0]
-    placements = {tuple(rank // ranks_per_node for rank in p): p for p in itertools.permutations(range(size))}
-    return min(inter_node_sends(volume, np.array(p), ranks_per_node).max() for p in placements.values())
+def worst_node_bound(lengths, batches, offsets, sends, ranks_per_node, *, nodes=4, seconds=5.0):
+    """Largest of the bounds of the nodes whose ranks send most, and of those with the largest mini-batches."""
+    loads = np.add.reduceat(lengths, offsets[:-1])
+    candidates = []
+    for values in (sends, loads):
+        by_node = [values[start : start + ranks_per_node].max() for start in range(0, len(values), ranks_per_node)]
+        candidates += np.argsort(by_node)[::-1][:nodes].tolist()
+    return max(
+        node_bound(lengths, batches, offsets, n, ranks_per_node, seconds=seconds) for n in dict.fromkeys(candidates)
+    )
+
+
+def whole_bound(lengths, batches, offsets, ranks_per_node, *, seconds=20.0):
+    """OrchMLLM's Algorithm 3: every batch to one node, every node as many batches as ranks."""
+    num_ranks = len(offsets) - 1
+    num_nodes = num_ranks // ranks_per_node
+    tokens = pair_tokens(lengths, batches, offsets, range(num_ranks))
+    # variables: (node, batch), then the largest send
+    sends = csr_array((num_ranks, num_nodes * num_ranks)).tolil()
+    for rank in range(num_ranks):
+        node = rank // ranks_per_node
+        sends[rank, node * num_ranks : (node + 1) * num_ranks] = tokens[rank]
+    per_node = kron(eye_array(num_nodes), np.ones((1, num_ranks)))
+    per_batch = kron(np.ones((1, num_nodes)), eye_array(num_ranks))
+    places = vstack([per_node, per_batch])
+    rows = vstack(
+        [
+            hstack([sends.tocsr(), csr_array(np.ones((num_ranks, 1)))]),
+            hstack([places, csr_array((num_nodes + num_ranks, 1))]),
+        ]
+    )
+    counts = np.append(np.full(num_nodes, ranks_per_node), np.ones(num_ranks))
+    low = np.append(tokens.sum(axis=1), counts)
+    high = np.append(np.full(num_ranks, np.inf), counts)
+    return _solve(rows, low, high, num_nodes * num_ranks, seconds)
+
+
+def _solve(rows, low, high, num_binary, seconds):
+    """Proven lower bound of the last variable, the others binary."""
+    result = milp(
+        np.append(np.zeros(num_binary), 1),
+        constraints=LinearConstraint(rows, low, high),
+        integrality=np.append(np.ones(num_binary), 0),
+        bounds=Bounds(0, np.append(np.ones(num_binary), np.inf)),
+        options={"time_limit": seconds, "mip_rel_gap": 0.0},
+    )
+    return max(0.0, float(result.mip_dual_bound))

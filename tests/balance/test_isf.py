@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from isf_oracle import isf_oracle
 
+from balance.grouping import Resource
 from balance.isf import group_isf
 from balance.records import Limits
 
@@ -48,6 +50,16 @@ def test_equals_the_plain_oracle_and_loses_nothing(problem, seed, iterations):
 
 @settings(max_examples=50, deadline=None)
 @given(problems(), st.integers(0, 1000))
+def test_a_further_resource_counts_like_the_first_two(problem, seed):
+    vision, tokens, limits = problem
+    audio = Resource(name="audio tokens", load=vision, cap=limits.max_vision, target=limits.min_vision)
+    no_vision = replace(limits, max_vision=0, min_vision=1)
+    groups = group_isf(np.zeros_like(vision), tokens, no_vision, seed=seed, also=[audio])
+    assert as_lists(groups) == as_lists(group_isf(vision, tokens, limits, seed=seed))
+
+
+@settings(max_examples=50, deadline=None)
+@given(problems(), st.integers(0, 1000))
 def test_more_iterations_never_need_more_groups(problem, seed):
     vision, tokens, limits = problem
     numbers = [len(group_isf(vision, tokens, limits, seed=seed, iterations=n)) for n in (1, 2, 4, 8)]
@@ -63,7 +75,7 @@ def test_seeds_and_iterations_shuffle_differently():
 
 def test_a_sample_over_a_cap_is_an_error_that_names_it():
     limits = Limits(max_seq_len=10, max_vision=2, min_seq_len=9, min_vision=2)
-    with pytest.raises(ValueError, match="sample 1 with 3 and 5"):
+    with pytest.raises(ValueError, match=r"cap of 2 image patches \(first: sample 1 with 3\)"):
         group_isf(np.array([1, 3]), np.array([5, 5]), limits, seed=0)
 
 
