@@ -5,8 +5,9 @@ set if each rank's k groups add up to the same. Not so where ranks meet in every
 there `balance.order`'s blocks serve. Two pure functions, for every rank to compute alike: integers only, so that
 machines of different make agree; `choose_set` picks groups that can be shared out evenly, `assign_ranks` does it.
 
-1.2 million samples (benchmarks/order.py), k = 8: dist ratio ViT / LLM .0002 / .0005 at dp 8 in 0.5 ms a step, .0001 /
-.0003 at dp 512 in 27 ms; with 4 micro-batches .01 / .01, since a rank cannot make up for a small group with 3 others.
+1.2 million samples (benchmarks/order.py), k = 8: dist ratio ViT / LLM .0001 / .0003 at dp 8 in 0.4 ms a step, .0002 /
+.0004 at dp 512 in 25 ms. With 4 micro-batches a rank cannot make up for a small group, and ratios are several times
+larger.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ FEW_VALUES = 64
 
 def spare_groups(dp: int, micro_batches: int) -> int:
     """Groups that `choose_set` should have beyond the step's own; none where there is nothing to add up."""
-    return min(1024, max(16, 2 * dp)) if micro_batches > 1 and dp > 1 else 0
+    return min(2048, max(64, 4 * dp)) if micro_batches > 1 and dp > 1 else 0
 
 
 def choose_set(vision: IntArray, tokens: IntArray, dp: int, micro_batches: int) -> IntArray:
@@ -92,7 +93,7 @@ def assign_ranks(vision: IntArray, tokens: IntArray, dp: int, micro_batches: int
 
 
 def _too_small(tokens: IntArray, micro_batches: int) -> NDArray[np.bool_]:
-    """Groups so far below the median that a rank's others, even from the upper half, lack 1/1024 of making up for it.
+    """Groups so far below the median that a rank's others, even from the upper half, lack 1/256 of making up for it.
 
     By tokens alone: vision loads of few values have halves without any spread, and follow tokens where it matters.
     """
@@ -100,7 +101,7 @@ def _too_small(tokens: IntArray, micro_batches: int) -> NDArray[np.bool_]:
     ascending = np.sort(scaled)
     half = len(ascending) // 2
     median, upper = int(ascending[half]), int(ascending[half:].sum()) // (len(ascending) - half)
-    lacking = micro_batches * median >> 10
+    lacking = micro_batches * median >> 8
     return np.asarray(scaled < micro_batches * median - (micro_batches - 1) * upper - lacking)
 
 

@@ -3,7 +3,7 @@
     python benchmarks/order.py --lengths FILE... [--resample 1200000] [--max-seq-len 4096] [--max-vision 15]
 
 FILE: a counts.parquet, or a length file as the OmniBal authors publish them. Each file counts as two sources, its first
-and its second half; samples are drawn with replacement, all with the same weight, and grouped by ISF. Exit status 1
+and its second half; samples are drawn with replacement, all with the same weight, and grouped. Exit status 1
 when blocks in lanes or the random order with 8 micro-batches miss what WANTED says of a million samples or more.
 """
 
@@ -24,7 +24,7 @@ from rich.table import Table
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from balance.isf import group_isf  # noqa: E402
+from balance.fit import group_fit  # noqa: E402
 from balance.metrics import autocorrelation, dist_ratio, source_autocorrelation, source_entropy  # noqa: E402
 from balance.order import GroupStream, choose_order  # noqa: E402
 from balance.path import arrange_sources, sort_along_path, source_shares  # noqa: E402
@@ -138,7 +138,7 @@ def group(vision: IntArray, tokens: IntArray, sources: IntArray, options: argpar
     limits = Limits(max_seq_len=q_t, max_vision=q_v, min_seq_len=q_t - 128, min_vision=q_v)
     fits = (vision <= q_v) & (tokens <= q_t)
     vision, tokens, sources = vision[fits], tokens[fits], sources[fits]
-    groups = group_isf(vision, tokens, limits, seed=0)
+    groups = group_fit(vision, tokens, limits, seed=0)
     order = choose_order(len(groups))
     arrange_sources(np.arange(2), source_shares(groups, sources)[:2], 2)  # compile
     start = time.perf_counter()

