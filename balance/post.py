@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from balance.deal import deal, deal_in_window, descending
 from balance.records import Groups, IntArray
+from balance.runs import attention_runs, padded_runs
 
 Loads = IntArray | NDArray[np.float64]
 """Lengths in tokens, or costs in any unit; never negative."""
@@ -29,8 +30,6 @@ EXACT_MEAN = 1 << 20
 RESOLUTION = 1 << 17
 """Other loads are counted in this fraction of the mean sum, 8e-6."""
 
-PRECISION = 1e-4
-"""`balance_padded_attention` ends this near to the best bound."""
 MAX_SUM = 1 << 24
 """`balance_squares` keeps a counter per possible sum of a batch: 16 M tokens, 128 MiB."""
 
@@ -66,7 +65,7 @@ def balance_padded(lengths: IntArray, num_batches: int) -> IntArray:
     lengths = _checked_lengths(lengths, num_batches)
     order = descending(lengths)[::-1]
     batches = np.empty(len(lengths), np.int64)
-    batches[order] = _padded_runs(lengths[order], num_batches)
+    batches[order] = padded_runs(lengths[order], num_batches)
     return batches
 
 
@@ -133,7 +132,7 @@ def balance_padded_attention(lengths: IntArray, num_batches: int, *, weight: flo
         raise ValueError(f"weight is {weight}; give a finite one from 0 on")
     order = descending(lengths)[::-1]
     batches = np.empty(len(lengths), np.int64)
-    batches[order] = _attention_runs(lengths[order], num_batches, float(weight))
+    batches[order] = attention_runs(lengths[order], num_batches, float(weight))
     return batches
 
 
@@ -154,7 +153,7 @@ def _checked(loads: Loads, num_batches: int) -> Loads:
     loads = np.ascontiguousarray(loads, np.int64) if whole else np.ascontiguousarray(loads, np.float64)
     if num_batches < 1:
         raise ValueError(f"num_batches is {num_batches}; give at least one batch")
-    if len(loads) and not (float(loads.min()) >= 0 and float(loads.max()) * len(loads) < float("inf")):
+    if len(loads) and not (loads.min() >= 0 and loads.max() < np.inf):
         at = int(np.flatnonzero(~((loads >= 0) & np.isfinite(loads)))[0])
         raise ValueError(f"load of example {at} is {loads[at]}; loads must be finite and not negative")
     return loads
@@ -202,54 +201,6 @@ def _by_batch(batches, offsets):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def _padded_runs(ascending, num_batches):  # type: ignore[no-untyped-def]
-    """Run of each of the ascending lengths, for the least padded bound that `num_batches` runs can keep."""
-    batches = np.empty(len(ascending), np.int64)
-    if len(ascending) == 0:
-        return batches
-    low = ascending[-1]
-    high = ascending[-1] * (-(-len(ascending) // num_batches))
-    while low < high:
-        middle = (low + high) // 2
-        if _num_runs(ascending, middle, num_batches) <= num_batches:
-            high = middle
-        else:
-            low = middle + 1
-    start, run = 0, 0
-    while start < len(ascending):
-        end = _run_end(ascending, start, low)
-        batches[start:end] = run
-        start, run = end, run + 1
-    return batches
-
-
-@numba.njit(cache=True)
-def _num_runs(ascending, bound, enough):  # type: ignore[no-untyped-def]
-    """Number of runs that keep `bound`; stops counting above `enough`."""
-    start, runs = 0, 0
-    while start < len(ascending) and runs <= enough:
-        start = _run_end(ascending, start, bound)
-        runs += 1
-    return runs
-
-
-@numba.njit(cache=True)
-def _run_end(ascending, start, bound):  # type: ignore[no-untyped-def]
-    """Where a run from `start` must end to keep examples x longest <= bound: bisection, for that product only grows."""
-    low = start + 1
-    high = len(ascending)
-    if ascending[start] > 0:
-        high = min(high, start + bound // ascending[start])
-    while low < high:
-        middle = (low + high + 1) // 2
-        if (middle - start) * ascending[middle - 1] <= bound:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-@numba.njit(cache=True)
 def _fill_padded(lengths, order, num_batches, bound, batches):  # type: ignore[no-untyped-def]
     """Fill batches in `order` while examples x first <= bound; -> how many examples all batches together took."""
     batch, size, first = -1, 0, np.int64(0)
@@ -261,42 +212,3 @@ def _fill_padded(lengths, order, num_batches, bound, batches):  # type: ignore[n
         batches[order[place]] = batch
         size += 1
     return len(order)
-
-
-@numba.njit(cache=True)
-def _attention_runs(ascending, num_batches, weight):  # type: ignore[no-untyped-def]
-    """Run of each of the ascending lengths, for nearly the least bound on the cost that `num_batches` runs can keep."""
-    num = len(ascending)
-    runs = np.zeros(num, np.int64)
-    if num == 0:
-        return runs
-    before = np.zeros(num + 1)
-    before[1:] = np.cumsum(ascending)
-    low, high = 0.0, before[num] + weight * num * ascending[-1] ** 2
-    while high - low > PRECISION * high:
-        middle = (low + high) / 2
-        if _cut(ascending, before, weight, middle, num_batches, runs):
-            high = middle
-        else:
-            low = middle
-    _cut(ascending, before, weight, high, num_batches, runs)
-    return runs
-
-
-@numba.njit(cache=True)
-def _cut(ascending, before, weight, bound, num_batches, runs):  # type: ignore[no-untyped-def]
-    """Cut into runs that cost at most `bound`; sets `runs`; -> whether `num_batches` were enough."""
-    start = 0
-    for run in range(num_batches):
-        if start == len(ascending):
-            return True
-        low, high = start, len(ascending)
-        while low < high:  # the cost of a run only grows with its end
-            end = (low + high + 1) // 2
-            if before[end] - before[start] + weight * (end - start) * ascending[end - 1] ** 2 <= bound:
-                low = end
-            else:
-                high = end - 1
-        runs[start:low] = run
-        start = low
-    return start == len(ascending)

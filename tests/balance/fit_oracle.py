@@ -26,17 +26,18 @@ def fit_oracle(loads, caps, *, seed, rounds):
         return []
     num_windows = max(1, min(len(samples) // fit.WINDOW_SAMPLES, fewest(loads, caps, samples) // fit.WINDOW_GROUPS))
     rounds //= num_windows
+    windows = windows_of(len(samples), num_windows, seed)
     trial = windows_of(len(samples), -(-len(samples) // fit.TRIAL_SAMPLES), seed)[0]
 
-    def tried(plan):
-        return len(make_well(loads, caps, plan, trial, seed, 0, min(rounds, fit.TRIAL_ROUNDS)))
+    def number(plan, window):
+        return len(make_well(loads, caps, plan, window, seed, 0, min(rounds, fit.TRIAL_ROUNDS)))
 
-    plan = min(all_plans(loads, caps), key=tried)
-    windows = windows_of(len(samples), num_windows, seed)
+    plans = sorted(all_plans(loads, caps), key=lambda plan: number(plan, trial))[: fit.FINALISTS]
+    plan = min(plans, key=lambda plan: number(plan, windows[0]))
     done, left, tolerance = [], [], fit_plan.FIRST_TOLERANCE
-    for number, drawn in enumerate(windows[:-1]):
+    for place, drawn in enumerate(windows[:-1]):
         window = left + drawn
-        state = int(random_bits(1, seed, GROUPS, epoch=1 + number)[0])
+        state = int(random_bits(1, seed, GROUPS, epoch=1 + place)[0])
         made, rest, tolerance = make(loads, caps, plan, window, state, tolerance, len(window) // fit.CARRIED)
         weak = worst(plan, made, len(made) // fit.CARRIED)
         done += [group for group, is_weak in zip(made, weak, strict=True) if not is_weak]

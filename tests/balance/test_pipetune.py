@@ -15,7 +15,15 @@ from balance.pipetune import MAX_CLUSTERS, TOLERANCE, cluster_costs, cluster_ord
 from balance.records import Groups, IntArray
 
 MAX_LEN = 50
+
+
+def drawn(seed: int, num: int, longest: int) -> list[tuple[int, int]]:
+    rng = np.random.default_rng(seed)
+    return list(zip(rng.integers(0, longest + 1, num).tolist(), rng.integers(0, 200, num).tolist(), strict=True))
+
+
 samples_st = st.one_of(
+    st.builds(drawn, st.integers(0, 10**6), st.integers(0, 60), st.sampled_from([10, 30, MAX_LEN])),
     st.lists(st.tuples(st.integers(0, MAX_LEN), st.integers(0, 200)), max_size=40),
     st.builds(lambda length, number: [(length, length)] * number, st.integers(0, MAX_LEN), st.integers(0, 30)),
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 20)), max_size=30).map(lambda rest: [*rest, (MAX_LEN, 10**6)]),
@@ -110,8 +118,11 @@ def test_there_is_no_silent_rule() -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.one_of(st.integers(1, 12), st.integers(10**14, 10**14 + 10**13)), min_size=1, max_size=9))
-def test_clusters_are_the_best_runs_and_as_few_as_the_tolerance_allows(costs: list[int]) -> None:
+@given(st.integers(0, 10**6), st.integers(1, 13), st.sampled_from([(1, 12), (1, 100), (10**14, 10**14 + 10**13)]))
+def test_clusters_are_the_best_runs_and_as_few_as_the_tolerance_allows(
+    seed: int, num: int, between: tuple[int, int]
+) -> None:
+    costs = np.random.default_rng(seed).integers(*between, num).tolist()
     labels = cluster_costs(np.array(costs))
     mean = sum(costs) / len(costs)
     scaled = [cost / mean for cost in costs]

@@ -20,9 +20,16 @@ from balance.post import (
 )
 from balance.records import IntArray
 
+
+def drawn(seed: int, num: int, longest: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, longest + 1, num).tolist()  # type: ignore[no-any-return]
+
+
 lengths_st = st.one_of(
-    st.lists(st.integers(0, 12), max_size=60),  # many ties and zeros
-    st.lists(st.integers(0, 3_000), max_size=60),
+    # lists by hypothesis itself are mostly shorter than ten: few batches would ever hold two examples
+    st.builds(drawn, st.integers(0, 10**6), st.integers(0, 120), st.sampled_from([1, 12, 60, 3_000])),
+    st.builds(drawn, st.integers(0, 10**6), st.integers(40, 120), st.sampled_from([12, 60])),
+    st.lists(st.integers(0, 12), max_size=30),
     st.builds(lambda rest, giant: [*rest, giant], st.lists(st.integers(0, 50), max_size=40), st.integers(1, 10**6)),
     st.builds(lambda length, number: [length] * number, st.integers(0, 100), st.integers(0, 40)),
 )

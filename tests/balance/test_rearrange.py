@@ -15,9 +15,10 @@ from balance.records import IntArray
 @st.composite
 def layouts(draw: st.DrawFn, how_many: int = 1) -> tuple[list[IntArray], IntArray]:
     """(`how_many` arrays of target ranks, source offsets): some ranks may be empty, a step may be, too."""
-    sizes = draw(st.lists(st.integers(0, 5), min_size=1, max_size=7))
-    ranks = st.lists(st.integers(0, len(sizes) - 1), min_size=sum(sizes), max_size=sum(sizes))
-    return [np.array(draw(ranks), np.int64) for _ in range(how_many)], np.cumsum([0, *sizes])
+    num_ranks = draw(st.integers(1, 7))
+    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
+    sizes = rng.integers(0, draw(st.integers(1, 6)), num_ranks)
+    return [rng.integers(0, num_ranks, sizes.sum()) for _ in range(how_many)], np.cumsum([0, *sizes])
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,0 +1,135 @@
+"""Time and memory of grouping and order from ten thousand to 100 million samples, each size in a process of its own.
+
+    python benchmarks/scaling.py [--lengths FILE...] [--sizes N...] [--what fit isf order] [--max-vision 15]
+
+Samples are drawn with replacement from the files' lengths, or generated, and held as uint8 and uint16. "peak" is the
+largest resident memory of the process, less what it had before the samples were drawn (Python, NumPy, compiled code);
+"order" is the path of the groups that fit makes. One run each, after one on a thousand samples that compiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from grouping import generate, read
+from numpy.typing import NDArray
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from balance.fit import group_fit
+from balance.isf import group_isf
+from balance.path import sort_along_path
+from balance.records import Limits
+
+SIZES = (10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
+CHUNK = 1 << 20
+
+
+def main() -> int:
+    options = parse()
+    if options.child:
+        print(json.dumps(measure(options)))
+        return 0
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for heading in ("", "samples", "seconds", "samples/s", "peak MB", "samples MB", "groups", "x sums"):
+        table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
+    for what in options.what:
+        for size in options.sizes:
+            command = [sys.executable, __file__, *sys.argv[1:], "--child", "--sizes", str(size), "--what", what]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            table.add_row(*row(json.loads(done.stdout)))
+        table.add_section()
+    Console(width=100).print(table)
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=Path, nargs="+", help="length files; default: generated samples")
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="numbers of samples")
+    parser.add_argument("--what", nargs="+", choices=("fit", "isf", "order"), default=["fit", "isf", "order"])
+    parser.add_argument("--max-seq-len", type=int, default=4096, help="Q_t, LLM tokens of a group")
+    parser.add_argument("--max-vision", type=int, default=15, help="Q_v, image patches of a group")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def measure(options: argparse.Namespace) -> dict[str, float | str]:
+    """One size of one kind, in this process."""
+    limits = Limits(
+        max_seq_len=options.max_seq_len,
+        max_vision=options.max_vision,
+        min_seq_len=options.max_seq_len - 128,
+        min_vision=options.max_vision,
+    )
+    what, size = options.what[0], options.sizes[0]
+    lengths = read(options.lengths) if options.lengths else generate(30_000)
+    run(what, *draw(lengths, 1000, limits), limits)  # compile
+    before = peak_mb()
+    vision, tokens = draw(lengths, size, limits)
+    seconds, num_groups = run(what, vision, tokens, limits)
+    sums = max(vision.sum() / max(limits.max_vision, 1), tokens.sum() / limits.max_seq_len)
+    return {
+        "what": what,
+        "samples": size,
+        "seconds": seconds,
+        "peak_mb": peak_mb() - before,
+        "samples_mb": (vision.nbytes + tokens.nbytes) / 2**20,
+        "groups": num_groups,
+        "of_sums": num_groups / sums,
+    }
+
+
+def draw(
+    lengths: tuple[NDArray[np.int64], NDArray[np.int64]], size: int, limits: Limits
+) -> tuple[NDArray[np.uint8], NDArray[np.uint16]]:
+    """Samples drawn chunk by chunk, so that nothing wide is ever held."""
+    fits = (lengths[0] <= limits.max_vision) & (lengths[1] <= limits.max_seq_len)
+    narrow_vision, narrow_tokens = lengths[0][fits].astype(np.uint8), lengths[1][fits].astype(np.uint16)
+    vision, tokens = np.empty(size, np.uint8), np.empty(size, np.uint16)
+    rng = np.random.default_rng(0)
+    for start in range(0, size, CHUNK):
+        drawn = rng.integers(0, len(narrow_vision), min(CHUNK, size - start))
+        vision[start : start + CHUNK], tokens[start : start + CHUNK] = narrow_vision[drawn], narrow_tokens[drawn]
+    return vision, tokens
+
+
+def run(what: str, vision: NDArray[np.uint8], tokens: NDArray[np.uint16], limits: Limits) -> tuple[float, int]:
+    """(seconds, groups); for the order, only the order's seconds count."""
+    start = time.perf_counter()
+    groups = (group_isf if what == "isf" else group_fit)(vision, tokens, limits, seed=0)
+    if what == "order":
+        loads = groups.sum(vision), groups.sum(tokens)
+        start = time.perf_counter()
+        sort_along_path(*loads, 0)
+    return time.perf_counter() - start, len(groups)
+
+
+def peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def row(measured: dict[str, float | str]) -> list[str]:
+    seconds, samples = float(measured["seconds"]), int(measured["samples"])
+    return [
+        str(measured["what"]),
+        f"{samples:,}",
+        f"{seconds:.3f}",
+        f"{samples / seconds:,.0f}",
+        f"{float(measured['peak_mb']):,.0f}",
+        f"{float(measured['samples_mb']):,.0f}",
+        f"{int(measured['groups']):,}",
+        f"{float(measured['of_sums']):.4f}",
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
