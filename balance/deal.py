@@ -2,7 +2,8 @@
 
 A heap costs O(log d) per example and most of the time of an LPT. Here batches wait in lists by their sum: the least
 sum never falls, and a batch above the final mean is never the least again, so the lists end at the mean and one
-pointer moves over them once. 153,600 examples to 2,560 batches: 1.2 ms where a heap takes 9. Pure, sets its outputs.
+pointer moves over them once. 153,600 examples to 2,560 batches: 1.2 ms; a prototype with a heap took 9. Pure: kernels
+set the output arrays that they are given.
 """
 
 from __future__ import annotations
