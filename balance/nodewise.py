@@ -4,11 +4,13 @@ The problem of OrchMLLM's Algorithm 3, solved without an integer program. Post-b
 batch, not which rank runs it; inside a node links are fast, so a node should keep the batches that its own ranks hold
 much of, and what counts is the rank that sends most to other nodes. Pure and deterministic: every rank computes it.
 
-Three stages, in numba: (1) bisect the target, the tokens that a rank may send: ranks in descending load each take the
-smallest batch that covers what they hold above it; (2) give the remaining places to the holders of the largest
-examples; (3) lower the target while swaps of batches between nodes, one or two at a time, reach it. Only (rank, batch)
-pairs with tokens are kept, so memory is that of the examples. Times, and the gap to a proven bound (an integer program
-for one node alone, other nodes ignored), in docs/benchmarks.md.
+In numba: bisect the target, the tokens that a rank may send. For a target, node after node takes the batches that its
+ranks need, always for the rank that sends most: the smallest example that covers what is above the target, else the
+largest. A node whose places are all taken exchanges batches (`balance.swaps`); one that still sends more goes first in
+all later attempts. So most targets out of reach fail at the first node, and those within reach cost no look at the
+examples of the many ranks that hold less. At the end each batch that nobody needed goes to the node of its largest
+example. Times, and the gap to a proven bound (an integer program for one node alone, other nodes ignored), in
+docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -16,9 +18,17 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from balance.deal import descending
 from balance.records import IntArray
-from balance.swaps import LAST_CUT, Pairs, Plan, lower, measure, shares
+from balance.swaps import FREE, Plan, Step, improve, keep, node_sends, shares
+
+PRECISION = 256
+"""The bisection ends when the target is known to 1/256."""
+ATTEMPTS = 5
+"""Attempts at a target, each with the node at which the last one failed in front."""
+MAX_STEPS = 32
+"""Exchanges of batches in one attempt at most, to bound the time: some 20 us each, and typically a few."""
+REACH = 8
+"""Exchanges are worth trying up to 1/8 above the target."""
 
 
 def place_batches(lengths: IntArray, batches: IntArray, source_offsets: IntArray, *, ranks_per_node: int) -> IntArray:
@@ -38,12 +48,15 @@ def place_batches(lengths: IntArray, batches: IntArray, source_offsets: IntArray
     _check(lengths, batches, source_offsets, ranks_per_node)
     if len(lengths) == 0:
         return np.arange(num_ranks)
-    pairs = Pairs(*_pairs(lengths, batches, source_offsets))
-    plan = Plan(*_first_plan(pairs, ranks_per_node))
-    _fill(descending(lengths), batches, source_offsets, plan)
-    measure(pairs, plan)
-    lower(pairs, plan)
-    return np.asarray(_ranks_inside(pairs, plan, num_ranks), dtype=np.int64)
+    ranks_per_node = min(ranks_per_node, num_ranks)
+    step = Step(lengths, batches, source_offsets, *_by_batch(batches, num_ranks))
+    loads = _loads(lengths, source_offsets)
+    heaviest = np.maximum.reduceat(loads, np.arange(0, num_ranks, ranks_per_node))
+    plan, draft = (_nothing_placed(loads, ranks_per_node) for _ in range(2))
+    _least_target(step, loads, np.argsort(-heaviest, kind="stable"), draft, plan)
+    node_of_rank = np.arange(num_ranks, dtype=np.int32) // ranks_per_node
+    _fill(step, plan, np.repeat(node_of_rank, np.diff(source_offsets)))
+    return np.asarray(_ranks_inside(step, plan), dtype=np.int64)
 
 
 def _check(lengths: IntArray, batches: IntArray, offsets: IntArray, ranks_per_node: int) -> None:
@@ -63,136 +76,145 @@ def _check(lengths: IntArray, batches: IntArray, offsets: IntArray, ranks_per_no
 
 
 @numba.njit(cache=True)
-def _pairs(lengths, batches, offsets):  # type: ignore[no-untyped-def]
-    """The fields of Pairs: examples of one rank for one batch are one pair."""
-    num_ranks = len(offsets) - 1
-    row_starts, column_starts = np.zeros(num_ranks + 1, np.int64), np.zeros(num_ranks + 1, np.int64)
-    row_batches, row_tokens = np.empty(len(lengths), np.int32), np.empty(len(lengths), np.int64)
-    pair_of = np.full(num_ranks, -1, np.int64)  # the last pair of each batch; of this rank if not before its row
-    pairs = 0
-    for rank in range(num_ranks):
-        row_starts[rank] = pairs
-        for example in range(offsets[rank], offsets[rank + 1]):
-            batch = batches[example]
-            if pair_of[batch] < row_starts[rank]:
-                pair_of[batch] = pairs
-                row_batches[pairs], row_tokens[pairs] = batch, 0
-                column_starts[batch + 1] += 1
-                pairs += 1
-            row_tokens[pair_of[batch]] += lengths[example]
-    row_starts[num_ranks] = pairs
-    column_starts = np.cumsum(column_starts)
-    ends = column_starts[:-1].copy()
-    column_ranks, column_tokens = np.empty(pairs, np.int32), np.empty(pairs, np.int64)
-    for rank in range(num_ranks):
-        for pair in range(row_starts[rank], row_starts[rank + 1]):
-            batch = row_batches[pair]
-            column_ranks[ends[batch]], column_tokens[ends[batch]] = rank, row_tokens[pair]
-            ends[batch] += 1
-    return row_starts, row_batches[:pairs], row_tokens[:pairs], column_starts, column_ranks, column_tokens
+def _by_batch(batches, num_batches):  # type: ignore[no-untyped-def]
+    """The fields of Step that say which examples form each batch: counting sort."""
+    starts, order = np.zeros(num_batches + 1, np.int32), np.empty(len(batches), np.int32)
+    for batch in batches:
+        starts[batch + 1] += 1
+    for batch in range(num_batches):
+        starts[batch + 1] += starts[batch]
+    ends = starts[:-1].copy()
+    for example in range(len(batches)):
+        batch = batches[example]
+        order[ends[batch]] = example
+        ends[batch] += 1
+    return starts, order
 
 
 @numba.njit(cache=True)
-def _first_plan(pairs, ranks_per_node):  # type: ignore[no-untyped-def]
-    """Stage 1: the fields of Plan, for the least target found by bisection."""
-    num_ranks = len(pairs.row_starts) - 1
-    num_nodes = -(-num_ranks // ranks_per_node)
-    loads = np.zeros(num_ranks, np.int64)
-    for rank in range(num_ranks):
-        loads[rank] = pairs.row_tokens[pairs.row_starts[rank] : pairs.row_starts[rank + 1]].sum()
-    heaviest = np.argsort(-loads, kind="mergesort")
-    node_of, members = np.empty(num_ranks, np.int64), np.empty((num_nodes, ranks_per_node), np.int64)
+def _loads(lengths, offsets):  # type: ignore[no-untyped-def]
+    """Tokens that each rank holds."""
+    loads = np.empty(len(offsets) - 1, np.int64)
+    for rank in range(len(loads)):
+        loads[rank] = lengths[offsets[rank] : offsets[rank + 1]].sum()
+    return loads
+
+
+def _nothing_placed(loads: IntArray, ranks_per_node: int) -> Plan:
+    num_nodes = -(-len(loads) // ranks_per_node)
+    members = np.full((num_nodes, ranks_per_node), FREE)
+    return Plan(np.full(len(loads), FREE), members, np.zeros(num_nodes, np.int64), loads.copy())
+
+
+@numba.njit(cache=True)
+def _least_target(step, loads, nodes, draft, plan):  # type: ignore[no-untyped-def]
+    """Bisect the target; sets `plan` to the plan of the least one that was reached, in which most batches may be free.
+
+    Targets are tried on `draft`. `nodes` is the order in which nodes are served at first.
+    """
     low, high = np.int64(0), loads.max()
-    while high - low > high // LAST_CUT:
-        middle = (low + high) // 2
-        if _cover(pairs, middle, loads, heaviest, node_of, members):
-            high = middle
+    while high - low > high // PRECISION:
+        target = (low + high) // 2
+        failed = len(nodes)
+        for _ in range(ATTEMPTS):
+            if failed > 0:
+                failed = _cover(step, draft, loads, nodes, target)
+        if failed < 0:
+            high = draft.sends.max()
+            plan.node_of[:], plan.members[:], plan.taken[:] = draft.node_of, draft.members, draft.taken
+            plan.sends[:] = draft.sends
         else:
-            low = middle + 1
-    _cover(pairs, high, loads, heaviest, node_of, members)
-    return node_of, members, loads
+            low = target + 1
 
 
 @numba.njit(cache=True)
-def _cover(pairs, target, loads, heaviest, node_of, members):  # type: ignore[no-untyped-def]
-    """Whether the ranks can keep what they hold above `target`; sets the nodes of the batches needed for it."""
-    row_starts, row_batches, row_tokens = pairs.row_starts, pairs.row_batches, pairs.row_tokens
-    ranks_per_node = members.shape[1]
-    node_of[:] = -1
-    members[:] = -1
-    taken = np.zeros(len(members), np.int64)
-    for rank in heaviest:
-        need = loads[rank] - target
+def _cover(step, plan, loads, nodes, target):  # type: ignore[no-untyped-def]
+    """Make a plan in which no rank sends more than `target`, the nodes served in the order of `nodes`.
+
+    -1 if that succeeds; else the place in `nodes` of the node that failed, which moves to the front.
+    """
+    plan.node_of[:], plan.members[:], plan.taken[:], plan.sends[:] = FREE, FREE, 0, loads
+    steps = np.int64(MAX_STEPS)
+    while plan.sends.max() > target:  # again, if exchanges left a node served before above the target
+        for place, node in enumerate(nodes):
+            steps = _serve(step, plan, node, target, steps)
+            if steps < 0:
+                nodes[1 : place + 1] = nodes[:place].copy()
+                nodes[0] = node
+                return place
+    return -1
+
+
+@numba.njit(cache=True)
+def _serve(step, plan, node, target, steps):  # type: ignore[no-untyped-def]
+    """Give a node batches until none of its ranks sends more than `target`; -> the steps that are left, -1 if stuck."""
+    first, sends = node_sends(plan, node)
+    while True:
+        rank = first + sends.argmax()
+        need = sends.max() - target
         if need <= 0:
-            return True
-        node = rank // ranks_per_node
-        for pair in range(row_starts[rank], row_starts[rank + 1]):
-            if node_of[row_batches[pair]] == node:
-                need -= row_tokens[pair]
-        while need > 0:
-            best = _smallest_cover(row_batches, row_tokens, row_starts[rank], row_starts[rank + 1], need, node_of)
-            if best < 0 or taken[node] == min(ranks_per_node, len(loads) - node * ranks_per_node):
-                return False
-            node_of[row_batches[best]] = node
-            members[node, taken[node]] = row_batches[best]
-            taken[node] += 1
-            need -= row_tokens[best]
-    return True
+            return steps
+        example = _smallest_cover(step, plan, rank, need) if plan.taken[node] < len(sends) else -1
+        if example >= 0:
+            keep(step, plan, step.batches[example], node, plan.taken[node])
+            plan.taken[node] += 1
+        elif steps > 0 and need <= target // REACH and improve(step, plan, rank, target):
+            steps -= 1
+        else:
+            return -1
 
 
 @numba.njit(cache=True)
-def _smallest_cover(row_batches, row_tokens, start, end, need, node_of):  # type: ignore[no-untyped-def]
-    """The pair of a free batch with the fewest tokens >= `need`, else with the most; -1 without a free batch."""
-    best = -1
-    for pair in range(start, end):
-        if node_of[row_batches[pair]] < 0 and (
-            best < 0
-            or (row_tokens[pair] > row_tokens[best] and row_tokens[best] < need)
-            or need <= row_tokens[pair] < row_tokens[best]
-        ):
-            best = pair
+def _smallest_cover(step, plan, rank, need):  # type: ignore[no-untyped-def]
+    """The smallest example >= `need` of `rank` in a free batch, else the largest; -1 if none has tokens."""
+    best, tokens = -1, np.int64(0)
+    for example in range(step.offsets[rank], step.offsets[rank + 1]):
+        length = step.lengths[example]
+        if (tokens < length if tokens < need else need <= length < tokens) and plan.node_of[step.batches[example]] < 0:
+            best, tokens = example, length
     return best
 
 
 @numba.njit(cache=True)
-def _fill(order, batches, offsets, plan):  # type: ignore[no-untyped-def]
-    """Stage 2: each batch without a node to the node of its largest example that has a free place, else to any."""
-    members, num_ranks = plan.members, len(offsets) - 1
-    num_nodes, ranks_per_node = members.shape
-    room = np.empty(num_nodes, np.int64)
-    for node in range(num_nodes):
-        room[node] = min(ranks_per_node, num_ranks - node * ranks_per_node) - (members[node] >= 0).sum()
-    node_of_example = np.empty(len(batches), np.int64)
-    for rank in range(num_ranks):
-        node_of_example[offsets[rank] : offsets[rank + 1]] = rank // ranks_per_node
-    for example in order:
-        batch, node = batches[example], node_of_example[example]
-        if plan.node_of[batch] < 0 and room[node] > 0:
-            room[node] -= 1
-            plan.node_of[batch] = node
-            members[node, np.argmin(members[node])] = batch
-    for batch in range(num_ranks):
-        if plan.node_of[batch] < 0:
-            emptiest = np.argmax(room)
-            room[emptiest] -= 1
-            plan.node_of[batch] = emptiest
-            members[emptiest, np.argmin(members[emptiest])] = batch
+def _fill(step, plan, nodes):  # type: ignore[no-untyped-def]
+    """Each free batch to the node of its largest example that has a place, else to any; `nodes` of the examples.
+
+    Takes from no rank, so `plan.sends` is not kept up.
+    """
+    places = np.full(len(plan.taken), plan.members.shape[1])
+    places[-1] -= plan.members.size - len(plan.sends)
+    room, any_node = places - plan.taken, 0
+    for batch in range(len(plan.node_of)):
+        if plan.node_of[batch] >= 0:
+            continue
+        best, tokens = -1, np.int64(-1)
+        for example in step.by_batch[step.batch_starts[batch] : step.batch_starts[batch + 1]]:
+            node = nodes[example]
+            if step.lengths[example] > tokens and room[node] > 0:
+                best, tokens = node, step.lengths[example]
+        if best < 0:
+            while room[any_node] == 0:
+                any_node += 1
+            best = any_node
+        plan.node_of[batch], plan.members[best, plan.taken[best]] = best, batch
+        plan.taken[best] += 1
+        room[best] -= 1
 
 
 @numba.njit(cache=True)
-def _ranks_inside(pairs, plan, num_ranks):  # type: ignore[no-untyped-def]
-    """Rank of each batch: in each node the (rank, batch) pair with most tokens first, ties to the lowest numbers."""
+def _ranks_inside(step, plan):  # type: ignore[no-untyped-def]
+    """Rank of each batch: in each node the (place, rank) with most tokens first, ties to the lowest numbers."""
     ranks_per_node = plan.members.shape[1]
-    ranks = np.empty(num_ranks, np.int64)
+    ranks = np.empty(len(plan.node_of), np.int64)
     held = np.empty((ranks_per_node, ranks_per_node), np.int64)  # (place, rank in node); -1 when given
     for node in range(len(plan.members)):
-        size = min(ranks_per_node, num_ranks - node * ranks_per_node)
-        for place in range(size):
-            shares(pairs, plan.members[node, place], node, held[place])
-        for _ in range(size):
-            best = np.argmax(held[:size, :size].copy())
-            place, local = best // size, best % size
-            ranks[plan.members[node, place]] = node * ranks_per_node + local
-            held[place, :] = -1
-            held[:, local] = -1
+        first, sends = node_sends(plan, node)
+        held[:] = -1
+        for place in range(len(sends)):
+            shares(step, plan.members[node, place], first, held[place, : len(sends)])
+        for _ in range(len(sends)):
+            best = held.argmax()
+            place, local = best // ranks_per_node, best % ranks_per_node
+            ranks[plan.members[node, place]] = first + local
+            held[place, :], held[:, local] = -1, -1
     return ranks

@@ -1,9 +1,8 @@
-"""Stage 3 of node-wise rearrangement: swaps of batches between nodes that lower the largest inter-node send.
+"""Exchanges of batches in node-wise rearrangement, for nodes whose places are all taken.
 
-For `balance.nodewise`, which makes the first plan. A target is set a little below the largest send; what counts is the
-excess, the sum over ranks of what they send above the target, and every step must lower it: a swap, or two swaps of
-which the first alone may do harm. Looking at the worst rank alone keeps this cheap, some 10 us per step at 60 examples
-per rank: a target that the worst rank cannot reach is out of reach. Numba; changes the plan in place.
+For `balance.nodewise`, which makes the plan. What counts is the excess, the sum over ranks of what they send above the
+target, and every exchange must lower it: one swap, or two of which the first alone may do harm. A batch comes in from
+another node, or is free, as most are while the plan is made. Numba; changes the plan in place.
 """
 
 from __future__ import annotations
@@ -16,123 +15,165 @@ from numpy.typing import NDArray
 
 from balance.records import IntArray
 
-FIRST_CUT, LAST_CUT = 16, 1 << 10
-"""Stage 3 first tries to lower the target by 1/16, at last by 1/1024."""
-WIDTH = 24
+FREE = -1
+"""The node of a batch that no node has yet."""
+WIDTH = 8
 """Swaps after which a second one is tried when no single swap helps."""
-MAX_STEPS = 4_000
-"""Steps at most, to bound the time; some 10 us each, and typically a few hundred."""
 
 
-class Pairs(NamedTuple):
-    """Tokens of each (rank, batch) pair that has any, by rank and by batch."""
+class Step(NamedTuple):
+    """The examples of a step, rank after rank, and which of them form each batch."""
 
-    row_starts: IntArray
-    row_batches: NDArray[np.int32]
-    row_tokens: IntArray
-    column_starts: IntArray
-    column_ranks: NDArray[np.int32]
-    column_tokens: IntArray
+    lengths: IntArray
+    batches: IntArray
+    offsets: IntArray
+    """Rank r holds the examples from `offsets[r]` to `offsets[r + 1]`."""
+    batch_starts: NDArray[np.int32]
+    """Batch b is `by_batch[batch_starts[b]:batch_starts[b + 1]]`."""
+    by_batch: NDArray[np.int32]
+    """Ascending inside a batch."""
 
 
 class Plan(NamedTuple):
-    """A node for each batch: `members` (num_nodes, ranks_per_node) is the same as lists, -1 where a node has none."""
+    """A node for each batch, or FREE."""
 
     node_of: IntArray
     members: IntArray
+    """The same as lists, shape (num_nodes, ranks_per_node): the first `taken` of a row are batches."""
+    taken: IntArray
     sends: IntArray
+    """What each rank sends to other nodes if free batches go elsewhere."""
 
 
 @numba.njit(cache=True)
-def measure(pairs, plan):  # type: ignore[no-untyped-def]
-    """Set `plan.sends`: what each rank sends to other nodes."""
-    ranks_per_node = plan.members.shape[1]
-    for rank in range(len(plan.sends)):
-        plan.sends[rank] = 0
-        for pair in range(pairs.row_starts[rank], pairs.row_starts[rank + 1]):
-            if plan.node_of[pairs.row_batches[pair]] != rank // ranks_per_node:
-                plan.sends[rank] += pairs.row_tokens[pair]
+def node_sends(plan, node):  # type: ignore[no-untyped-def]
+    """First rank of a node, and a view of what its ranks send: as many as it has places, fewer in the last node."""
+    first = node * plan.members.shape[1]
+    return first, plan.sends[first : first + plan.members.shape[1]]
 
 
 @numba.njit(cache=True)
-def lower(pairs, plan):  # type: ignore[no-untyped-def]
-    """Stage 3: lower the target by a part of the largest send; a quarter of that part when it is not reached."""
-    kept = (plan.node_of.copy(), plan.members.copy(), plan.sends.copy())
-    cut, steps = FIRST_CUT, MAX_STEPS
-    while cut <= LAST_CUT and steps > 0:
-        target = plan.sends.max() - max(1, plan.sends.max() // cut)
-        if target < 0:
-            return
-        stuck = False
-        while plan.sends.max() > target and not stuck:
-            steps -= 1
-            # the worst rank first: if nothing helps it, the target is out of reach
-            stuck = steps < 0 or not _improve(pairs, plan, plan.sends.argmax(), target, WIDTH)
-        if plan.sends.max() < kept[2].max():
-            kept[0][:], kept[1][:], kept[2][:] = plan.node_of, plan.members, plan.sends
+def keep(step, plan, batch, node, place):  # type: ignore[no-untyped-def]
+    """Give a free batch to a node."""
+    plan.node_of[batch], plan.members[node, place] = node, batch
+    first, sends = node_sends(plan, node)
+    _add_shares(step, batch, first, -1, sends)
+
+
+@numba.njit(cache=True)
+def _release(step, plan, batch):  # type: ignore[no-untyped-def]
+    """Make a batch free; -> the node and the place that it had, FREE and 0 if it was."""
+    node, place = plan.node_of[batch], 0
+    if node >= 0:
+        while plan.members[node, place] != batch:
+            place += 1
+        plan.node_of[batch] = FREE
+        first, sends = node_sends(plan, node)
+        _add_shares(step, batch, first, 1, sends)
+    return node, place
+
+
+@numba.njit(cache=True)
+def _swap(step, plan, out, batch):  # type: ignore[no-untyped-def]
+    """Put `batch` in the place of `out`, and `out` in the place of `batch` if it had one."""
+    node, place = _release(step, plan, out)
+    other, other_place = _release(step, plan, batch)
+    keep(step, plan, batch, node, place)
+    if other >= 0:
+        keep(step, plan, out, other, other_place)
+
+
+@numba.njit(cache=True)
+def shares(step, batch, first, held):  # type: ignore[no-untyped-def]
+    """Set `held` to the tokens of `batch` that each of the ranks from `first` on holds."""
+    held[:] = 0
+    _add_shares(step, batch, first, 1, held)
+
+
+@numba.njit(cache=True)
+def _add_shares(step, batch, first, sign, totals):  # type: ignore[no-untyped-def]
+    """Add to `totals`, `sign` times, the tokens of `batch` that each of the ranks from `first` on holds."""
+    low, end = step.batch_starts[batch], step.batch_starts[batch + 1]
+    high = end
+    while low < high:
+        middle = (low + high) // 2
+        if step.by_batch[middle] < step.offsets[first]:
+            low = middle + 1
         else:
-            plan.node_of[:], plan.members[:], plan.sends[:] = kept
-        if stuck:
-            cut *= 4
+            high = middle
+    local, stop = 0, step.offsets[first + len(totals)]
+    while low < end and step.by_batch[low] < stop:
+        example = step.by_batch[low]
+        while example >= step.offsets[first + local + 1]:
+            local += 1
+        totals[local] += sign * step.lengths[example]
+        low += 1
 
 
 @numba.njit(cache=True)
-def _improve(pairs, plan, rank, target, width):  # type: ignore[no-untyped-def]
-    """Make one swap that lowers the sum of what ranks send above `target`, or two that together do; -> found."""
-    ranks_per_node = plan.members.shape[1]
-    gains, outs, ins = _best_swaps(pairs, plan, rank, target, np.full(width, np.iinfo(np.int64).min))
+def improve(step, plan, rank, target):  # type: ignore[no-untyped-def]
+    """Make one swap that lowers the excess, or two that together do; the first lets `rank` send less. -> found"""
+    gains, outs, ins = _best_swaps(step, plan, rank, target, np.full(WIDTH, np.iinfo(np.int64).min))
     if gains[0] > 0:
-        _swap(pairs, plan, outs[0], ins[0])
+        _swap(step, plan, outs[0], ins[0])
         return True
-    for first in range((ins >= 0).sum()):
-        nodes = (plan.node_of[outs[first]], plan.node_of[ins[first]])
-        _swap(pairs, plan, outs[first], ins[first])
+    for at in range((ins >= 0).sum()):
+        nodes = (plan.node_of[outs[at]], plan.node_of[ins[at]])
+        _swap(step, plan, outs[at], ins[at])
         for node in nodes:
-            start = node * ranks_per_node
-            for other in range(start, min(start + ranks_per_node, len(plan.sends))):
-                if plan.sends[other] > target:
-                    _, next_outs, next_ins = _best_swaps(pairs, plan, other, target, np.full(1, -gains[first]))
-                    if next_ins[0] >= 0:
-                        _swap(pairs, plan, next_outs[0], next_ins[0])
-                        return True
-        _swap(pairs, plan, ins[first], outs[first])
+            if node >= 0 and _repair(step, plan, node, target, gains[at]):
+                return True
+        _swap(step, plan, ins[at], outs[at])
     return False
 
 
 @numba.njit(cache=True)
-def _best_swaps(pairs, plan, rank, target, gains):  # type: ignore[no-untyped-def]
+def _repair(step, plan, node, target, gain):  # type: ignore[no-untyped-def]
+    """Make a swap for a rank of `node` above `target` that gains more than the last one, of `gain`, lost; -> found"""
+    first, sends = node_sends(plan, node)
+    for local in range(len(sends)):
+        if sends[local] > target:
+            _, outs, ins = _best_swaps(step, plan, first + local, target, np.full(1, -gain))
+            if ins[0] >= 0:
+                _swap(step, plan, outs[0], ins[0])
+                return True
+    return False
+
+
+@numba.njit(cache=True)
+def _best_swaps(step, plan, rank, target, gains):  # type: ignore[no-untyped-def]
     """Best swaps that let `rank` send less and gain more than `gains`; -> (gains, batches given, batches taken).
 
     A swap's gain is by how much it lowers the sum of what the ranks of both nodes send above `target`; also negative.
     As many as `gains` is long, best first; batches are -1 where there are fewer.
     """
-    members, ranks_per_node = plan.members, plan.members.shape[1]
-    node = rank // ranks_per_node
+    ranks_per_node = plan.members.shape[1]
+    node, local = rank // ranks_per_node, rank % ranks_per_node
     outs, ins = np.full(len(gains), -1), np.full(len(gains), -1)
-    held = np.empty((ranks_per_node, ranks_per_node), np.int64)  # (place, rank in node)
-    for place in range(ranks_per_node):
-        shares(pairs, members[node, place], node, held[place])
-    taken, there_out = np.empty(ranks_per_node, np.int64), np.empty(ranks_per_node, np.int64)
-    there_in = np.empty(ranks_per_node, np.int64)
-    for pair in range(pairs.row_starts[rank], pairs.row_starts[rank + 1]):
-        batch = pairs.row_batches[pair]
+    first, sends = node_sends(plan, node)
+    held = np.empty((plan.taken[node], len(sends)), np.int64)  # (place, rank in node)
+    for place in range(len(held)):
+        shares(step, plan.members[node, place], first, held[place])
+    incoming = np.empty(len(sends), np.int64)
+    leaving, returned = np.empty(ranks_per_node, np.int64), np.empty(ranks_per_node, np.int64)
+    seen = np.zeros(len(plan.node_of), np.bool_)
+    for batch in step.batches[step.offsets[rank] : step.offsets[rank + 1]]:
         other = plan.node_of[batch]
-        if other == node:
+        if other == node or seen[batch]:
             continue
-        shares(pairs, batch, node, taken)
-        shares(pairs, batch, other, there_out)
-        for place in range(ranks_per_node):
-            out = members[node, place]
-            if out < 0 or pairs.row_tokens[pair] <= held[place, rank - node * ranks_per_node]:
+        seen[batch] = True
+        shares(step, batch, first, incoming)
+        for place in range(len(held)):
+            if incoming[local] <= held[place, local]:
                 continue
-            gain = _gain(plan.sends, node, held[place], taken, target)
-            if gain <= gains[-1]:  # the other node rarely gains anything: not worth a look
-                continue
-            shares(pairs, out, other, there_in)
-            gain += _gain(plan.sends, other, there_out, there_in, target)
-            if gain <= gains[-1]:
-                continue
-            _insert(gains, outs, ins, gain, out, batch)
+            out, gain = plan.members[node, place], _gain(sends, held[place], incoming, target)
+            if gain > gains[-1] and other >= 0:  # the other node rarely gains anything: last, because it is dear
+                other_first, other_sends = node_sends(plan, other)
+                shares(step, batch, other_first, leaving[: len(other_sends)])
+                shares(step, out, other_first, returned[: len(other_sends)])
+                gain += _gain(other_sends, leaving, returned, target)
+            if gain > gains[-1]:
+                _insert(gains, outs, ins, gain, out, batch)
     return gains, outs, ins
 
 
@@ -147,52 +188,9 @@ def _insert(gains, outs, ins, gain, out, batch):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def _gain(sends, node, given, taken, target):  # type: ignore[no-untyped-def]
+def _gain(sends, given, taken, target):  # type: ignore[no-untyped-def]
     """By how much the excess over `target` of a node's ranks falls when they give and take these tokens."""
     gain = np.int64(0)
-    start = node * len(given)
-    for local in range(min(len(given), len(sends) - start)):
-        send = sends[start + local]
-        gain += max(0, send - target) - max(0, send + given[local] - taken[local] - target)
+    for local in range(len(sends)):
+        gain += max(0, sends[local] - target) - max(0, sends[local] + given[local] - taken[local] - target)
     return gain
-
-
-@numba.njit(cache=True)
-def shares(pairs, batch, node, shares):  # type: ignore[no-untyped-def]
-    """Set `shares` to the tokens of `batch` that each rank of `node` holds; zeros for batch -1."""
-    shares[:] = 0
-    if batch < 0:
-        return
-    first = node * len(shares)
-    low, high = pairs.column_starts[batch], pairs.column_starts[batch + 1]
-    end = high
-    while low < high:
-        middle = (low + high) // 2
-        if pairs.column_ranks[middle] < first:
-            low = middle + 1
-        else:
-            high = middle
-    while low < end and pairs.column_ranks[low] < first + len(shares):
-        shares[pairs.column_ranks[low] - first] = pairs.column_tokens[low]
-        low += 1
-
-
-@numba.njit(cache=True)
-def _swap(pairs, plan, out, batch):  # type: ignore[no-untyped-def]
-    """Exchange the nodes of two batches."""
-    members, node_of = plan.members, plan.node_of
-    ranks_per_node = members.shape[1]
-    node, other = node_of[out], node_of[batch]
-    for place in range(ranks_per_node):
-        if members[node, place] == out:
-            members[node, place] = batch
-        if members[other, place] == batch:
-            members[other, place] = out
-    for moved, source, goal in ((out, node, other), (batch, other, node)):
-        node_of[moved] = goal
-        for pair in range(pairs.column_starts[moved], pairs.column_starts[moved + 1]):
-            rank = pairs.column_ranks[pair]
-            if rank // ranks_per_node == source:
-                plan.sends[rank] += pairs.column_tokens[pair]
-            elif rank // ranks_per_node == goal:
-                plan.sends[rank] -= pairs.column_tokens[pair]

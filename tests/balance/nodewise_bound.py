@@ -33,15 +33,27 @@ def node_bound(lengths, batches, offsets, node, ranks_per_node, *, seconds=5.0):
 
 
 def worst_node_bound(lengths, batches, offsets, sends, ranks_per_node, *, nodes=4, seconds=5.0):
-    """Largest of the bounds of the nodes whose ranks send most, and of those with the largest mini-batches."""
-    loads = np.add.reduceat(lengths, offsets[:-1])
-    candidates = []
-    for values in (sends, loads):
-        by_node = [values[start : start + ranks_per_node].max() for start in range(0, len(values), ranks_per_node)]
-        candidates += np.argsort(by_node)[::-1][:nodes].tolist()
+    """Largest of the bounds of the nodes whose ranks send most, and of those where a simple greedy leaves most."""
+    starts = range(0, len(sends), ranks_per_node)
+    sent = [sends[start : start + ranks_per_node].max() for start in starts]
+    left = [greedy_send(lengths, batches, offsets, node, ranks_per_node) for node in range(len(starts))]
+    candidates = [int(node) for values in (sent, left) for node in np.argsort(values)[::-1][:nodes]]
     return max(
         node_bound(lengths, batches, offsets, n, ranks_per_node, seconds=seconds) for n in dict.fromkeys(candidates)
     )
+
+
+def greedy_send(lengths, batches, offsets, node, ranks_per_node):
+    """Largest send if the rank that sends most always takes its largest batch, for itself alone: tells hard nodes."""
+    ranks = range(node * ranks_per_node, min((node + 1) * ranks_per_node, len(offsets) - 1))
+    tokens = pair_tokens(lengths, batches, offsets, ranks)
+    sends, largest = tokens.sum(axis=1), -np.sort(-tokens, axis=1)[:, : len(ranks)]
+    taken = np.zeros(len(ranks), np.int64)
+    for _ in ranks:
+        worst = sends.argmax()
+        sends[worst] -= largest[worst, taken[worst]]
+        taken[worst] += 1
+    return sends.max()
 
 
 def whole_bound(lengths, batches, offsets, ranks_per_node, *, seconds=20.0):
