@@ -5,9 +5,13 @@ set if each rank's k groups add up to the same. Not so where ranks meet in every
 there `balance.order`'s blocks serve. Two pure functions, for every rank to compute alike: integers only, so that
 machines of different make agree; `choose_set` picks groups that can be shared out evenly, `assign_ranks` does it.
 
-1.2 million samples (benchmarks/order.py), k = 8: dist ratio ViT / LLM .0001 / .0003 at dp 8 in 0.4 ms a step, .0002 /
-.0004 at dp 512 in 25 ms. With 4 micro-batches a rank cannot make up for a small group, and ratios are several times
-larger.
+Whatever must add up to a multiple of `dp` is rounded up or down at random, in proportion, and what waits comes back
+over several steps. Rounded to the nearest instead, with the rest in the very next step, heavy and light steps would
+take turns: an autocorrelation of steps' loads of -.5.
+
+1.2 million samples (benchmarks/order.py), k = 8: dist ratio ViT / LLM .0002 / .0003 at dp 8 in 0.4 ms a step, .0002 /
+.0004 at dp 512 in 25 ms; autocorrelation within .1 but for chance. With 4 micro-batches a rank cannot make up for a
+small group, and ratios are several times larger.
 """
 
 from __future__ import annotations
@@ -16,24 +20,20 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from balance.rank_search import SCALE, search_ranks
 from balance.records import IntArray
+from balance.seeds import mix64
 
-SCALE = 1 << 24
-"""A rank's mean load in the search's units: the two loads weigh the same."""
-FAR = 1 << 28
-"""Deviations count no further than 16 mean loads, so that the sum of their squares fits 64 bits."""
-OVER_WEIGHT = 10
-"""How much dearer a rank above the best possible vision load is: one such rank keeps all the others waiting."""
-SINGLE_SWEEPS, DOUBLE_SWEEPS, WORST_ROUNDS, PARTNERS = 48, 12, 64, 24
-"""Search effort: twice as much gains less than a tenth."""
-EVEN_ENOUGH = SCALE >> 12
-"""Excess of the worst rank at which the search ends: 1/4,096 of a rank's load."""
-MAX_DOUBLE = 8
-"""Exchanges of two for two only up to so many groups per rank: beyond, one for one has choice enough."""
-MAX_TRIES = 6_000_000
-"""Exchanges that the sweeps over all ranks may try, about 20 ms."""
 FEW_VALUES = 64
 """Vision loads of more values than this (native resolution) add up evenly without help."""
+RETURNING = 8
+"""One in so many of the groups that wait is due in the next step: they come back over as many steps."""
+PULL = 10
+"""One in so many of the small groups that wait beyond a third of those that can are due in the next step.
+
+Autocorrelation is at worst half of either share, where rounding is all that makes steps differ.
+"""
+DITHER_BITS = 16
 
 
 def spare_groups(dp: int, micro_batches: int) -> int:
@@ -44,9 +44,10 @@ def spare_groups(dp: int, micro_batches: int) -> int:
 def choose_set(vision: IntArray, tokens: IntArray, dp: int, micro_batches: int) -> IntArray:
     """`dp * micro_batches` of the candidates, ascending, that can be shared out evenly; all if there are not more.
 
-    The first candidates are taken, but for two corrections, each of which lets a few wait for a later step. Groups so
-    small that no rank could make up for them come in multiples of `dp`. And vision loads of few values (image patches)
-    add up to a multiple of `dp`, or just below. int64, shape (min(len(vision), dp * micro_batches),).
+    Candidates come longest waiting first, then new ones. The new ones are taken, and some that wait in turn, but for
+    two corrections, each of which lets a few wait for a later step. Groups so small that no rank could make up for them
+    come in multiples of `dp`. And vision loads of few values (image patches) add up to a multiple of `dp`, or just
+    below. Depends on the loads alone. int64, shape (min(len(vision), dp * micro_batches),).
 
     >>> choose_set(np.array([3, 2, 2, 2, 3]), np.array([9, 9, 9, 9, 9]), dp=2, micro_batches=2).tolist()
     [0, 1, 2, 4]
@@ -54,14 +55,18 @@ def choose_set(vision: IntArray, tokens: IntArray, dp: int, micro_batches: int) 
     count = dp * micro_batches
     if len(vision) <= count or micro_batches == 1:
         return np.arange(min(count, len(vision)))
-    small = np.flatnonzero(_too_small(tokens, micro_batches))
     num_spare = len(vision) - count
-    num_small = min(count, max(len(small) // dp * dp, len(small) - num_spare))
-    is_small = np.zeros(len(vision), np.bool_)
-    is_small[small] = True
-    others = np.flatnonzero(~is_small)
-    chosen, spare = others[: count - num_small].copy(), others[count - num_small :].copy()
-    _even_out(vision.astype(np.int64), chosen, spare, int(vision[small[:num_small]].sum()), dp)
+    dither = mix64(int(tokens[num_spare:].sum()) ^ int(vision[num_spare:].sum()) << 32)
+    is_small = _too_small(tokens, micro_batches)
+    small, others = np.flatnonzero(is_small), np.flatnonzero(~is_small)
+    num_small = _num_small(len(small), int(is_small[num_spare:].sum()), num_spare, dp, count, dither)
+    num_others = count - num_small
+    num_waiting = len(others) - num_others
+    returning = min(num_waiting // RETURNING, num_others)
+    chosen = np.concatenate([others[:returning], others[returning + num_waiting :]])
+    spare = others[returning : returning + num_waiting].copy()
+    fixed = int(vision[small[:num_small]].sum())
+    _even_out(vision.astype(np.int64), chosen, spare, fixed, dp, dither >> DITHER_BITS)
     return np.sort(np.concatenate([small[:num_small], chosen]))
 
 
@@ -87,7 +92,7 @@ def assign_ranks(vision: IntArray, tokens: IntArray, dp: int, micro_batches: int
     totals = np.maximum(loads.sum(axis=0), 1)
     unit = np.maximum(dp * SCALE // totals, 1)
     best_vision = -(-int(totals[0]) // dp) * int(unit[0])
-    held = _search(loads * unit, dp, best_vision)
+    held = search_ranks(loads * unit, dp, best_vision)
     held = np.take_along_axis(held, np.lexsort((held, -loads[held, 0], -loads[held, 1])), axis=1)
     return np.where(held < len(vision), held, -1)
 
@@ -105,25 +110,47 @@ def _too_small(tokens: IntArray, micro_batches: int) -> NDArray[np.bool_]:
     return np.asarray(scaled < micro_batches * median - (micro_batches - 1) * upper - lacking)
 
 
-def _even_out(load: IntArray, chosen: IntArray, spare: IntArray, fixed: int, dp: int) -> None:
+def _num_small(num_small: int, num_new: int, num_spare: int, dp: int, count: int, dither: int) -> int:
+    """Small groups of this step, a multiple of `dp` where possible; `num_small` are candidates, `num_new` of them new.
+
+    As many as are new, and a share of what keeps more waiting than a third of the spare groups: enough in stock to
+    round up, and room enough to round down.
+    """
+    due = num_new + (num_small - num_new - num_spare // 3) // PULL
+    most = min(num_small, count) // dp * dp
+    # more than the spare groups cannot wait
+    return min(count, max(num_small - num_spare, 0, min(most, _rounded(due, dp, dither))))
+
+
+def _even_out(load: IntArray, chosen: IntArray, spare: IntArray, fixed: int, dp: int, dither: int) -> None:
     """Exchange members of `chosen` and `spare` until `fixed` and the chosen loads add up to a multiple of `dp`.
 
     Just below, by a load or two per hundred ranks: a rank that cannot be filled then pushes no other over the mean.
-    The multiple is the one nearest to what these candidates give on average, so that none is put off for ever.
+    Where the multiple that was drawn is out of reach, the one on the other side.
     """
     values = np.unique(load[np.concatenate([chosen, spare])])
     if not len(chosen) or not len(spare) or len(values) > FEW_VALUES:
         return
-    total = int(load[chosen].sum())
-    both = total + int(load[spare].sum())
     slack = dp // 64
-    expected = fixed + both * len(chosen) // (len(chosen) + len(spare)) + slack
-    _exchange(load, chosen, spare, values, (2 * expected + dp) // (2 * dp) * dp - slack - fixed - total)
+    total = fixed + int(load[chosen].sum()) + slack
+    missing = _exchange(load, chosen, spare, values, _rounded(total, dp, dither) - total)
+    if missing:
+        _exchange(load, chosen, spare, values, missing - dp if missing > 0 else missing + dp)
+
+
+def _rounded(number: int, dp: int, dither: int) -> int:
+    """`number` rounded to a multiple of `dp`, up or down as the low bits of `dither` fall, so that the mean is right.
+
+    >>> [_rounded(7, 4, dither) for dither in (0, 1 << 14, 1 << 15, 3 << 14)]
+    [4, 8, 8, 8]
+    """
+    part = dither & ((1 << DITHER_BITS) - 1)
+    return ((number << DITHER_BITS) + part * dp) // (dp << DITHER_BITS) * dp
 
 
 @numba.njit(cache=True)
 def _exchange(load, chosen, spare, values, missing):  # type: ignore[no-untyped-def]
-    """Exchange in place, largest steps first, while the sum of `chosen` lacks `missing`."""
+    """Exchange in place, largest steps first, while the sum of `chosen` lacks `missing`; -> what it still lacks."""
     num_values = len(values)
     in_chosen, in_spare = np.zeros(num_values, np.int64), np.zeros(num_values, np.int64)
     for group in chosen:
@@ -133,18 +160,19 @@ def _exchange(load, chosen, spare, values, missing):  # type: ignore[no-untyped-
     while missing != 0:
         step, away, back = _largest_step(values, in_chosen, in_spare, missing)
         if step == 0:
-            return
-        i, j = len(chosen) - 1, 0  # the latest goes, the one that has waited longest comes
+            return missing
+        i, j = len(chosen) - 1, len(spare) - 1  # the latest goes and the latest comes: others are due sooner anyway
         while load[chosen[i]] != values[away]:
             i -= 1
         while load[spare[j]] != values[back]:
-            j += 1
+            j -= 1
         chosen[i], spare[j] = spare[j], chosen[i]
         in_chosen[away] -= 1
         in_chosen[back] += 1
         in_spare[back] -= 1
         in_spare[away] += 1
         missing -= step
+    return missing
 
 
 @numba.njit(cache=True)
@@ -158,127 +186,3 @@ def _largest_step(values, in_chosen, in_spare, missing):  # type: ignore[no-unty
             if fits and abs(gain) > abs(step):
                 step, away, back = gain, a, b
     return step, away, back
-
-
-@numba.njit(cache=True)
-def _search(loads, dp, best_vision):  # type: ignore[no-untyped-def]
-    """Groups held by each rank, shape (dp, k): dealt in descending order, then exchanged between pairs of ranks."""
-    k = len(loads) // dp
-    held, sums = _deal(loads, dp, k)
-    order = np.arange(dp)
-    state = np.uint64(0)
-    double = k <= MAX_DOUBLE
-    affordable = max(4, MAX_TRIES // max(1, dp // 2 * k * k))
-    single_sweeps = min(SINGLE_SWEEPS, affordable)
-    for sweep in range(single_sweeps + (DOUBLE_SWEEPS if double else 0)):
-        state = _shuffle(order, state)
-        # highest against lowest vision, then tokens, then anyone against anyone
-        pairing = order if sweep % 3 == 2 else order[np.argsort(sums[order, sweep % 3], kind="mergesort")]
-        for pair in range(dp // 2):
-            a, b = pairing[dp - 1 - pair], pairing[pair]
-            _cost, p, q, p2, q2 = _best_exchange(a, b, held, loads, sums, best_vision, sweep >= single_sweeps, False)
-            _apply(a, b, p, q, held, loads, sums)
-            _apply(a, b, p2, q2, held, loads, sums)
-    if dp > 1:
-        _relieve_worst(held, loads, sums, best_vision, order)
-    return held
-
-
-@numba.njit(cache=True)
-def _relieve_worst(held, loads, sums, best_vision, order):  # type: ignore[no-untyped-def]
-    """Exchange groups of the worst rank, in place, with whoever of a few others helps it most; until none does."""
-    state = np.uint64(1)
-    double = held.shape[1] <= MAX_DOUBLE
-    for _round in range(WORST_ROUNDS):
-        excess = np.maximum(sums[:, 0] - best_vision, sums[:, 1] - SCALE)
-        worst = np.argmax(excess)
-        if excess[worst] <= EVEN_ENOUGH:
-            return
-        state = _shuffle(order, state)
-        best, best_b, best_p, best_q, best_p2, best_q2 = np.int64(0), -1, -1, -1, -1, -1
-        for b in order[: PARTNERS + 1]:
-            if b != worst:
-                gain, p, q, p2, q2 = _best_exchange(worst, b, held, loads, sums, best_vision, double, True)
-                if gain < best:
-                    best, best_b, best_p, best_q, best_p2, best_q2 = gain, b, p, q, p2, q2
-        if best_b < 0:
-            return
-        _apply(worst, best_b, best_p, best_q, held, loads, sums)
-        _apply(worst, best_b, best_p2, best_q2, held, loads, sums)
-
-
-@numba.njit(cache=True)
-def _deal(loads, dp, k):  # type: ignore[no-untyped-def]
-    """Rows of dp groups in descending load, each row's largest to the rank that has least."""
-    order = np.argsort(-(loads[:, 0] + loads[:, 1]), kind="mergesort")
-    held = np.empty((dp, k), np.int64)
-    sums = np.zeros((dp, 2), np.int64)
-    for row in range(k):
-        ranks = np.argsort(sums[:, 0] + sums[:, 1], kind="mergesort")
-        for place in range(dp):
-            group = order[row * dp + place]
-            held[ranks[place], row] = group
-            sums[ranks[place]] += loads[group]
-    return held, sums
-
-
-@numba.njit(cache=True)
-def _best_exchange(a, b, held, loads, sums, best_vision, double, worst):  # type: ignore[no-untyped-def]
-    """(change of cost, places p, p2 of rank a to exchange with q, q2 of rank b); -1 for no exchange."""
-    k = held.shape[1]
-    xa, ya, xb, yb = sums[a, 0], sums[a, 1], sums[b, 0], sums[b, 1]
-    start = _cost(xa, ya, xb, yb, best_vision, worst)
-    best, best_p, best_q, best_p2, best_q2 = start, -1, -1, -1, -1
-    for p in range(k):
-        for q in range(k):
-            x = loads[held[a, p], 0] - loads[held[b, q], 0]
-            y = loads[held[a, p], 1] - loads[held[b, q], 1]
-            cost = _cost(xa - x, ya - y, xb + x, yb + y, best_vision, worst)
-            if cost < best:
-                best, best_p, best_q, best_p2, best_q2 = cost, p, q, -1, -1
-            if not double:
-                continue
-            for p2 in range(p + 1, k):
-                for q2 in range(q + 1, k):
-                    x2 = x + loads[held[a, p2], 0] - loads[held[b, q2], 0]
-                    y2 = y + loads[held[a, p2], 1] - loads[held[b, q2], 1]
-                    cost = _cost(xa - x2, ya - y2, xb + x2, yb + y2, best_vision, worst)
-                    if cost < best:
-                        best, best_p, best_q, best_p2, best_q2 = cost, p, q, p2, q2
-    return best - start, best_p, best_q, best_p2, best_q2
-
-
-@numba.njit(cache=True, inline="always")
-def _cost(xa, ya, xb, yb, best_vision, worst):  # type: ignore[no-untyped-def]
-    """Of two ranks: the excess of the worse one, or the squared deviations of both."""
-    if worst:
-        return max(max(xa, xb) - best_vision, max(ya, yb) - SCALE)
-    return _off(xa, best_vision) + _off(xb, best_vision) + _off(ya, FAR) + _off(yb, FAR)
-
-
-@numba.njit(cache=True, inline="always")
-def _off(load, bearable):  # type: ignore[no-untyped-def]
-    """Squared deviation from the mean load, and more of it for what is above `bearable`."""
-    deviation = min(max(load - SCALE, -FAR), FAR)
-    over = min(max(load - bearable, 0), FAR)
-    return deviation * deviation + OVER_WEIGHT * over * over
-
-
-@numba.njit(cache=True)
-def _apply(a, b, p, q, held, loads, sums):  # type: ignore[no-untyped-def]
-    """Exchange place p of rank a and q of rank b, if there is one to exchange."""
-    if p >= 0:
-        change = loads[held[b, q]] - loads[held[a, p]]
-        sums[a] += change
-        sums[b] -= change
-        held[a, p], held[b, q] = held[b, q], held[a, p]
-
-
-@numba.njit(cache=True)
-def _shuffle(order, state):  # type: ignore[no-untyped-def]
-    """Fisher-Yates in place; any fixed sequence serves, here Knuth's linear congruential generator."""
-    for last in range(len(order) - 1, 0, -1):
-        state = state * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
-        place = np.int64((state >> np.uint64(33)) % np.uint64(last + 1))
-        order[last], order[place] = order[place], order[last]
-    return state

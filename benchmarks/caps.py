@@ -3,13 +3,13 @@
     python benchmarks/caps.py FILE... [--dp 8] [--model internvl_1_5] [--iterations 10]
 
 FILE: a counts.parquet, or a length file as the OmniBal authors publish them (AI2D and ChartQA of their repository are
-what docs/benchmarks.md shows). One core, a few seconds.
+what docs/benchmarks.md shows). One core, half a minute. Caps are shown for the default grouping and for ISF.
 
 Assumptions: times are `balance.cost` with its default speeds, so trust ratios, not milliseconds; a rank's micro-batch
 takes its encoder's and its LLM's time one after the other; a step takes as long as its slowest rank, with one
 micro-batch per rank; idle ranks count. `path`: steps are neighbours on the path, as the loader deals them out;
 `random`: the same groups shuffled, which is the paper's case. "ratio" marks the cap of the paper's rule, "chosen"
-that of `choose_limits`.
+that of `choose_limits` for this grouping; below the tables what it says of its choice.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from balance.cost import CostModel, epoch_ms
+from balance.fit import group_fit
 from balance.isf import group_isf
-from balance.limits import choose_limits, choose_limits_omnibal
+from balance.limits import LimitChoice, choose_limits, choose_limits_omnibal
 from balance.metrics import dist_ratio, fill
 from balance.path import sort_along_path
 from balance.presets import load_model
@@ -40,6 +41,7 @@ from packer.tables import counts_arrays
 
 TOKEN_CAPS = (2048, 4096, 8192)
 VISION_CAPS = (5, 6, 7, 8, *range(9, 17), 18, 20, 22, 24, 26, 28, 29, 30, 31)
+TARGETS_Q_T = 4096
 SEEDS = range(4)
 console = Console(width=110)
 
@@ -53,9 +55,22 @@ class Setting:
     dp: int
     iterations: int
 
-    def group(self, limits: Limits, seed: int = 0) -> Groups:
+    def group(self, limits: Limits, grouping: str, seed: int = 0) -> Groups:
         vision, tokens = self.counts.num_image_patches, self.counts.seq_len
+        if grouping == "fit":
+            return group_fit(vision, tokens, limits, seed=seed)
         return group_isf(vision, tokens, limits, seed=seed, iterations=self.iterations)
+
+    def choose(self, q_t: int, grouping: str) -> LimitChoice:
+        return choose_limits(
+            self.counts,
+            vision_unit="image_patches",
+            context_len=q_t,
+            max_seq_len=q_t,
+            cost=self.cost,
+            grouping=grouping,
+            isf_iterations=self.iterations,
+        )
 
     def orders(self, groups: Groups) -> dict[str, Groups]:
         vision, tokens = groups.sum(self.counts.num_image_patches), groups.sum(self.counts.seq_len)
@@ -77,7 +92,11 @@ def main() -> int:
         f"{len(counts):,} samples, {int(counts.seq_len.sum()):,} tokens; {cost.name} ({cost.hardware}): {work:,.1f}"
         f" GPU-ms per sample without waiting or overhead; dp {setting.dp}; ISF of {setting.iterations} iterations"
     )
-    console.print(caps_table(setting))
+    for grouping in ("fit", "isf"):
+        console.print(caps_table(setting, grouping))
+        for line in setting.choose(TARGETS_Q_T, grouping).lines:
+            console.print(line)
+        console.print()
     console.print(targets_table(setting))
     return 0
 
@@ -91,18 +110,20 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def caps_table(setting: Setting) -> Table:
+def caps_table(setting: Setting, grouping: str) -> Table:
     """A row per pair of caps; vision caps above what Q_t tokens can hold are one cap, so only the first is shown."""
     heading = ["Q_t", "Q_v", "groups", "x bound", "fill"]
     orders = [f"{order}\n+{overhead} ms" for order in ("path", "random") for overhead in (0, 10)]
-    table = new_table("Caps: predicted GPU-ms per sample by order and overhead per micro-batch", [*heading, *orders])
+    title = f"Caps, {grouping}: predicted GPU-ms per sample by order and overhead per micro-batch"
+    table = new_table(title, [*heading, *orders])
     tokens, patches = int(setting.counts.seq_len.sum()), setting.counts.num_image_patches
     for q_t in TOKEN_CAPS:
-        chosen, ratio = vision_caps(setting, q_t)
+        chosen = setting.choose(q_t, grouping).limits.max_vision
+        ratio = by_ratio(setting, q_t)
         never_binds = int((patches * q_t // np.maximum(setting.counts.seq_len, 1)).max())
         for q_v in (cap for cap in VISION_CAPS if patches.max() <= cap <= never_binds):
             limits = Limits(max_seq_len=q_t, max_vision=q_v, min_seq_len=q_t - 128, min_vision=q_v)
-            groups = setting.group(limits)
+            groups = setting.group(limits, grouping)
             streams = setting.orders(groups).values()
             times = [setting.ms_per_sample(stream, overhead) for stream in streams for overhead in (0, 10)]
             shown = [f"{len(groups):,}", f"{len(groups) * q_t / tokens:.3f}"]
@@ -114,35 +135,43 @@ def caps_table(setting: Setting) -> Table:
     return table
 
 
-def vision_caps(setting: Setting, q_t: int) -> tuple[int, int]:
-    """(The vision cap that the search chooses, the one of the paper's ratio)."""
-    counts, unit = setting.counts, "image_patches"
-    paper = choose_limits_omnibal(counts, vision_unit=unit, context_len=q_t, max_seq_len=q_t)
-    return choose_limits(counts, vision_unit=unit, context_len=q_t, max_seq_len=q_t).limits.max_vision, paper.max_vision
+def by_ratio(setting: Setting, q_t: int) -> int:
+    """The vision cap of the paper's ratio."""
+    paper = choose_limits_omnibal(setting.counts, vision_unit="image_patches", context_len=q_t, max_seq_len=q_t)
+    return paper.max_vision
 
 
 def targets_table(setting: Setting) -> Table:
-    """OmniBal's Table 6: the same caps, other targets of ISF's filter; means of four seeds."""
+    """OmniBal's Table 6: the same caps, other targets of ISF's filter, and none with `fit`; means of four seeds."""
     ratios = [f"{order}\ndist {side}" for order in ("path", "random") for side in ("ViT", "LLM")]
     table = new_table(
-        "Targets of ISF's filter (OmniBal, Table 6), Q_t 4,096", ["Q_v", "Q'_v", "Q'_t", "groups", *ratios]
+        f"Targets of ISF's filter (OmniBal, Table 6), Q_t {TARGETS_Q_T:,}", ["Q_v", "Q'_v", "Q'_t", "groups", *ratios]
     )
+    chosen = setting.choose(TARGETS_Q_T, "isf").limits
     for q_v in (15, 14, 9):
-        for min_vision, slack in ((q_v, 64), (q_v, 128), (q_v, 256), (q_v, 512), (q_v - 1, 128), (q_v + 1, 128)):
-            limits = Limits(max_seq_len=4096, max_vision=q_v, min_seq_len=4096 - slack, min_vision=min_vision)
-            rows = np.array([target_figures(setting, limits, seed) for seed in SEEDS])
-            shown = "never" if min_vision > q_v else min_vision
-            means = rows.mean(axis=0)
-            table.add_row(
-                str(q_v), str(shown), f"Q_t - {slack}", f"{means[0]:,.0f}", *(f"{mean:.4f}" for mean in means[1:])
+        targets = [(q_v, 64), (q_v, 128), (q_v, 256), (q_v, 512), (q_v - 1, 128), (q_v + 1, 128)]
+        if q_v == chosen.max_vision:
+            targets.append((chosen.min_vision, TARGETS_Q_T - chosen.min_seq_len))
+        for min_vision, slack in targets:
+            limits = Limits(
+                max_seq_len=TARGETS_Q_T, max_vision=q_v, min_seq_len=TARGETS_Q_T - slack, min_vision=min_vision
             )
+            never = "never" if min_vision > q_v else str(min_vision)
+            mark = " chosen" if limits == chosen else ""
+            table.add_row(str(q_v), never, f"Q_t - {slack}{mark}", *target_cells(setting, limits, "isf"))
+        table.add_row(str(q_v), "fit", "none", *target_cells(setting, limits, "fit"))
         table.add_section()
     return table
 
 
-def target_figures(setting: Setting, limits: Limits, seed: int) -> list[float]:
+def target_cells(setting: Setting, limits: Limits, grouping: str) -> list[str]:
+    means = np.mean([target_figures(setting, limits, grouping, seed) for seed in SEEDS], axis=0)
+    return [f"{means[0]:,.0f}", *(f"{mean:.4f}" for mean in means[1:])]
+
+
+def target_figures(setting: Setting, limits: Limits, grouping: str, seed: int) -> list[float]:
     """Groups, then dist ratios ViT and LLM in path order and in random order."""
-    groups = setting.group(limits, seed)
+    groups = setting.group(limits, grouping, seed)
     figures = [float(len(groups))]
     for stream in setting.orders(groups).values():
         loads = stream.sum(setting.counts.num_vit_tokens), stream.sum(setting.counts.seq_len)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from balance.budget import MemoryBudget
 from balance.cost import CostModel
 from balance.errors import ConfigError
 from balance.fit import group_fit
@@ -27,6 +28,8 @@ class GroupOptions:
     """Q_t; None: from the data."""
     max_vision: int | None = None
     """Q_v in the model's vision unit; None: from the data."""
+    memory: MemoryBudget | None = None
+    """What the activations of a group may take, shared out between both caps; None: no bound."""
     grouping: str = "fit"
     """`fit` (fewest groups) or `isf` (OmniBal, Algorithm 1)."""
     isf_iterations: int = 10
@@ -70,7 +73,10 @@ def group_counts(
         context_len=context_len,
         max_seq_len=options.max_seq_len,
         max_vision=options.max_vision,
+        memory=options.memory,
         cost=cost,
+        grouping=options.grouping,
+        isf_iterations=options.isf_iterations,
         seed=options.seed,
     )
     limits = choice.limits

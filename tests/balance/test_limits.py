@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
@@ -12,10 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from balance.budget import MemoryBudget
 from balance.cost import CostModel
-from balance.limits import FREE, choose_limits, choose_limits_omnibal, over_limits
+from balance.errors import ConfigError
+from balance.fit import group_fit
+from balance.isf import group_isf
+from balance.limit_search import FREE, caps_of, least
+from balance.limits import choose_limits, choose_limits_omnibal, over_limits
 from balance.presets import load_model
 from balance.records import Counts
+from balance.trials import TRIAL_ROUNDS, Candidate
 
 LENGTHS = Path(__file__).parents[3] / "shared" / "data" / "omnibal_lengths"
 COST = CostModel.of(load_model("internvl_1_5"))
@@ -131,7 +138,9 @@ def test_text_only_data_filters_by_tokens_and_says_so():
 
 def test_a_time_is_predicted_only_with_a_cost_model_and_holds_the_overhead():
     counts = counts_of([2] * 64, [1000] * 64)
-    assert len(choose(counts).lines) == 1
+    choice = choose(counts)
+    assert choice.prediction == ""
+    assert not any("predicted" in line for line in choice.lines)
     choice = choose(counts, max_seq_len=2000, cost=COST)
     assert "internvl_1_5" in choice.prediction
     one = next(c for c in choice.candidates if c.limits == choice.limits)
@@ -163,3 +172,123 @@ def test_on_the_published_lengths_the_search_finds_15_patches_at_4096_tokens():
     assert choice.limits.max_vision == 15
     prices = {int(cap): float(price) for cap, price in re.findall(r"(\d+): \+([\d.]+) %", choice.reason)}
     assert prices[14] == pytest.approx(16.3, abs=3), "9,468 groups by the LP bound against about 8,050"
+
+
+def packed(num_samples, seed=0):
+    """Samples of which neither cap alone decides: images of 1 to 6 patches, some texts without."""
+    rng = np.random.default_rng(seed)
+    patches = rng.choice([0, 1, 2, 3, 4, 6], num_samples)
+    return counts_of(patches, patches * 50 + rng.integers(20, 400, num_samples))
+
+
+def test_caps_and_split_are_as_good_as_a_full_grid():
+    counts, memory = packed(400), MemoryBudget(num_bytes=4_000, bytes_per_token=1, bytes_per_vision=100)
+    patches, tokens = counts.num_image_patches, counts.seq_len
+    fewest = len(counts)
+    for q_v, q_t in itertools.product(range(patches.max(), 35), range(int(tokens.max()), 2_001, 20)):
+        if memory.bytes_per_token * q_t + memory.bytes_per_vision * q_v <= memory.num_bytes:
+            limits = caps_of(q_t, q_v, "image_patches")
+            fewest = min(fewest, len(group_fit(patches, tokens, limits, seed=0, rounds=TRIAL_ROUNDS)))
+    limits = choose(counts, context_len=2_000, memory=memory).limits
+    assert len(group_fit(patches, tokens, limits, seed=0, rounds=TRIAL_ROUNDS)) <= fewest * (1 + FREE) + 1
+    assert limits.max_seq_len + 100 * limits.max_vision <= 4_000
+
+
+def test_without_a_budget_the_vision_cap_is_the_smallest_free_one_of_a_full_grid():
+    counts = packed(2_000)
+    patches, tokens = counts.num_image_patches, counts.seq_len
+    chosen = choose(counts, max_seq_len=900).limits.max_vision
+    groups = {
+        q_v: len(group_fit(patches, tokens, caps_of(900, q_v, "image_patches"), seed=0, rounds=TRIAL_ROUNDS))
+        for q_v in range(patches.max(), 45)
+    }
+    free = groups[44]
+    smallest = min(q_v for q_v, found in groups.items() if found <= free * (1 + FREE))
+    assert abs(chosen - smallest) <= 1, groups
+
+
+@settings(max_examples=40, deadline=None)
+@given(datasets(), st.integers(400, 3_000), st.integers(0, 150), st.sampled_from([COST, None]))
+def test_a_budget_is_kept_and_rejects_no_sample(counts, num_bytes, price, cost):
+    memory = MemoryBudget(num_bytes=num_bytes, bytes_per_token=1, bytes_per_vision=price)
+    if max(counts.seq_len.max(), 1) + price * counts.num_image_patches.max() > num_bytes:
+        with pytest.raises(ConfigError, match=r"memory budget holds .* longest sample has"):
+            choose(counts, memory=memory, cost=cost)
+        return
+    limits = choose(counts, memory=memory, cost=cost).limits
+    assert limits.max_seq_len + price * limits.max_vision <= num_bytes
+    assert [len(over) for over in over_limits(counts, limits)] == [0, 0]
+
+
+def test_a_budget_leaves_a_given_vision_cap_and_bounds_a_given_token_cap():
+    counts, memory = packed(200), MemoryBudget(num_bytes=3_000, bytes_per_token=1, bytes_per_vision=100)
+    choice = choose(counts, max_seq_len=2_900, max_vision=12, memory=memory)
+    assert (choice.limits.max_seq_len, choice.limits.max_vision) == (1_800, 12)
+    assert "1,800 tokens (your memory budget)" in choice.reason
+    assert choose(counts, max_seq_len=1_500, max_vision=12, memory=memory).limits.max_seq_len == 1_500
+
+
+def test_prices_come_from_the_models_dimensions_and_are_shared_by_gpus():
+    preset = load_model("internvl_1_5")
+    one, four = (MemoryBudget.of(preset, 1e12, gpus=gpus) for gpus in (1, 4))
+    # a plain layer of equal heads and four times as wide a feed-forward part: 32 bytes per hidden value
+    assert one.bytes_per_vision == 32 * preset.vit.hidden_size * preset.vit.num_layers * 1025
+    assert four.bytes_per_token == one.bytes_per_token / 4
+    with pytest.raises(ConfigError, match="above 0"):
+        MemoryBudget(num_bytes=0, bytes_per_token=1, bytes_per_vision=1)
+
+
+def test_isf_gets_targets_that_need_no_more_groups_than_omnibals_and_fit_gets_none():
+    counts = packed(3_000)
+    patches, tokens = counts.num_image_patches, counts.seq_len
+    choice = choose(counts, max_seq_len=900, grouping="isf")
+    paper = caps_of(900, choice.limits.max_vision, "image_patches")
+    ours, theirs = (len(group_isf(patches, tokens, limits, seed=0)) for limits in (choice.limits, paper))
+    assert ours <= theirs
+    assert choice.targets.startswith(f"filter: a group stays from {choice.limits.min_seq_len:,} tokens")
+    tried = [c for c in choice.candidates if c.limits.max_vision == choice.limits.max_vision]
+    assert ours <= min(c.num_groups for c in tried) * 1.002, "the best target that was tried"
+    by_fit = choose(counts, max_seq_len=900)
+    assert (by_fit.limits.min_seq_len, by_fit.limits.min_vision) == (900 - 112, by_fit.limits.max_vision)
+    assert "fit has none" in by_fit.targets
+
+
+def test_the_explanation_compares_the_caps_with_their_neighbours_by_fill_and_time():
+    counts = packed(2_000)
+    choice = choose(counts, max_seq_len=900, cost=COST)
+    cap = choice.limits.max_vision
+    figures = {int(q_v): text for q_v, text in re.findall(r"Q_v (\d+): ([^;]+)", choice.compared)}
+    assert next(iter(figures)) == cap
+    assert set(figures) <= {cap - 1, cap, cap + 1}
+    for q_v, text in figures.items():
+        groups = group_fit(
+            counts.num_image_patches,
+            counts.seq_len,
+            caps_of(900, q_v, "image_patches"),
+            seed=0,
+            rounds=TRIAL_ROUNDS,
+        )
+        fill = counts.seq_len.sum() / (len(groups) * 900)
+        assert text.startswith(f"{len(groups):,} groups of 2,000 samples, vision ")
+        assert f"tokens {fill:.1%} full" in text
+        assert "GPU-ms per sample predicted" in text
+
+
+def test_a_time_beyond_chance_decides_before_groups_and_these_before_size():
+    def tried(q_v, num_groups, ms_per_sample):
+        return Candidate(
+            limits=caps_of(900, q_v, "image_patches"),
+            num_samples=10_000,
+            num_groups=num_groups,
+            token_fill=0.9,
+            vision_fill=0.9,
+            ms_per_sample=ms_per_sample,
+            waiting=0.0,
+        )
+
+    few, many = tried(9, 1_000, 70.1), tried(8, 1_020, 70.0)
+    assert least([many, few]) == few, "times differ by chance"
+    fast = tried(8, 1_020, 69.0)
+    assert least([fast, few]) == fast
+    assert least([few, tried(10, 999, 70.0)]) == few, "no more groups to speak of, and smaller"
+    assert least([tried(8, 1_020, None), tried(9, 1_000, None)]).num_groups == 1_000

@@ -263,3 +263,39 @@ def test_random_steps_of_eight_micro_batches_are_balanced(dp):
         ours = dist_ratio(np.concatenate([step[number] for step in sums]), dp)
         shuffled = loads[random][: 20_000 // (8 * dp) * 8 * dp].reshape(-1, 8).sum(axis=1)
         assert ours < dist_ratio(shuffled, dp) / 8
+
+
+def steps_of(stream, vision, tokens, dp):
+    """All complete steps of eight micro-batches, shape (num_steps, dp, 8)."""
+    num_steps = stream.remaining // (8 * dp)
+    return np.stack(
+        [stream.take_step(dp, 8, lambda groups: (vision[groups], tokens[groups])) for _ in range(num_steps)]
+    )
+
+
+SHARES = {"usual": [0, 0, 0.01, 0.19, 0.8], "small": [0.08, 0, 0.07, 0.3, 0.55], "mixed": [0.1, 0.2, 0.2, 0.2, 0.3]}
+
+
+@pytest.mark.parametrize("kind", SHARES)
+@pytest.mark.parametrize(("dp", "num_steps"), [(2, 1_000), (8, 800), (64, 300)])
+def test_heavy_and_light_random_steps_do_not_take_turns(kind, dp, num_steps):
+    rng = np.random.default_rng(0)
+    vision = rng.choice([11, 12, 13, 14, 15], num_steps * dp * 8, p=SHARES[kind])
+    tokens = np.where(vision < 12, 2_500, 4_096) - rng.integers(0, 150, len(vision))  # what no rank can make up for
+    steps = steps_of(random_of(len(vision)), vision, tokens, dp)
+    for loads in (vision, tokens):
+        by_chance = 1 / np.sqrt(len(steps))
+        # at worst 1 / (2 * PULL), and 1 / (2 * RETURNING); both are below 1 / 15
+        assert abs(autocorrelation(loads[steps].ravel(), 8 * dp)) < 1 / 15 + 3 * by_chance
+
+
+def test_no_group_of_a_random_order_waits_for_long():
+    num_groups, dp = 40_000, 8
+    vision, tokens = packed_loads(num_groups, "patches")
+    tokens = tokens.clip(3_900)  # none too small
+    place = np.empty(num_groups, np.int64)
+    place[random_of(num_groups).take(num_groups)] = np.arange(num_groups)
+    steps = steps_of(random_of(num_groups), vision, tokens, dp)
+    waits = np.arange(len(steps)) - place[steps].reshape(len(steps), -1).min(axis=1) // (8 * dp)
+    assert np.median(waits) <= 10
+    assert waits.max() <= 40, "those that are due may be exchanged again, but seldom twice"

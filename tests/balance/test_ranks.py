@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.ranks import assign_ranks, choose_set, spare_groups
+from balance.ranks import _rounded, assign_ranks, choose_set, spare_groups
+from balance.seeds import mix64
 
 
 def worst(vision, tokens, assigned):
@@ -127,8 +128,26 @@ def test_a_chosen_set_has_patches_that_ranks_can_share_and_small_groups_for_all_
         chosen = choose_set(vision, tokens, dp, 8)
         assert (int(vision[chosen].sum()) + dp // 64) % dp == 0
         assert (vision[chosen] == 11).sum() % dp == 0
-        waiting = np.setdiff1d(np.arange(8 * dp), chosen)
-        assert len(waiting) < dp + 16 + dp // 2, "most of the set is simply what came first"
+        new = np.arange(spare_groups(dp, 8), len(vision))
+        put_off = np.setdiff1d(new, chosen)
+        assert len(put_off) < 2.5 * dp + 8, "most of the set is simply what is new"
+
+
+@pytest.mark.parametrize("share", [0, 0.1, 0.5, 0.9])
+def test_rounding_is_right_on_average(share):
+    dp, below = 64, 3
+    drawn = [_rounded(int((below + share) * dp), dp, mix64(number)) for number in range(4_000)]
+    assert set(drawn) <= {below * dp, (below + 1) * dp}
+    assert np.mean(drawn) / dp == pytest.approx(below + int(share * dp) / dp, abs=0.03)
+
+
+def test_where_the_multiple_drawn_is_out_of_reach_the_other_one_is_taken():
+    # all that wait weigh 15: the total can only rise, whatever is drawn
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        vision = np.r_[np.full(64, 15), rng.choice([14, 15], 64)]
+        chosen = choose_set(vision, 4_000 + rng.integers(0, 96, 128), 8, 8)
+        assert vision[chosen].sum() % 8 == 0
 
 
 def test_more_groups_than_places_are_refused():
