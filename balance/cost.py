@@ -25,8 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balance.errors import ConfigError
-from balance.presets import LlmShape, ModelPreset, NativeRule, VisionRule, VitShape
+from balance.presets import ModelPreset, NativeRule, VisionRule
 from balance.records import Counts, Groups, IntArray
+from balance.shapes import LlmShape, VitShape
 
 FloatArray = NDArray[np.float64]
 

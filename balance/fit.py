@@ -8,7 +8,7 @@ against each other, and whether large samples come first, is tried on a part of 
 AI2D + ChartQA (30,730 samples, 4,096 tokens): at 15 patches 7,967 groups in a tenth of a second, where the bound is
 7,939 and 50 ISF iterations give 8,064; from 10 to 16 patches within .4 % of the bound. Large sets are grouped in
 windows drawn evenly from all samples; what a window cannot complete goes on to the next. 1.2 million samples take a
-quarter of a second, 100 million 30 s and, held as uint8 and uint16, less than 2 GB with all that is given back. Pure:
+quarter of a second, 100 million 22 s and, held as uint8 and uint16, 1.4 GB with all that is given back. Pure:
 the same loads and seed give the same groups on every machine.
 """
 
@@ -25,6 +25,7 @@ from balance.fit_plan import FIRST_TOLERANCE, Plan, all_plans
 from balance.grouping import Load, Packing, Resource, resources_of
 from balance.records import Groups, IntArray, Limits
 from balance.seeds import GROUPS, random_bits
+from balance.sorting import index_dtype
 
 DEFAULT_ROUNDS = 60
 """AI2D + ChartQA at 15 patches: 7,982 groups after 6 rounds, 7,975 after 20, 7,967 after 60, 7,964 after 600."""
@@ -73,13 +74,15 @@ def group_fit(
     seed: int,
     rounds: int = DEFAULT_ROUNDS,
     also: Sequence[Resource] = (),
+    plan: Plan | None = None,
 ) -> Groups:
     """Group samples under both caps, and those of `also`, into as few groups as can be found.
 
     `vision` and `tokens` are the loads of the samples, shape (num_samples,), in the unit of `limits.max_vision` and in
     LLM tokens; the filter targets of `limits` do not matter. Every sample ends in exactly one group. `rounds` is the
     effort; they are shared out among the windows of a large set, so that time stays linear. In one window more of them,
-    from 6 on, never need more groups. Raises ValueError for a sample that is over a cap by itself.
+    from 6 on, never need more groups. A given `plan` saves choosing one (`choose_plan`), most of the time that few
+    samples take. Raises ValueError for a sample that is over a cap by itself.
 
     >>> limits = Limits(max_seq_len=10, max_vision=4, min_seq_len=9, min_vision=4)
     >>> groups = group_fit(np.array([1, 3, 0, 1]), np.array([6, 4, 10, 4]), limits, seed=0)
@@ -91,13 +94,13 @@ def group_fit(
     packing, num_samples = Packing.of(resources_of(vision, tokens, limits, also)), len(tokens)
     if num_samples == 0:
         return Groups(np.empty(0, np.int64), np.zeros(1, np.int64))
-    num_windows = max(1, min(num_samples // WINDOW_SAMPLES, _fewest(packing) // WINDOW_GROUPS))
+    num_windows = _num_windows(packing)
     rounds = rounds // num_windows
     draw = _draw(num_samples, num_windows, seed)
-    trial = _draw(num_samples, -(-num_samples // TRIAL_SAMPLES), seed)(0)
-    plans = sorted(all_plans(packing), key=_num_groups(packing, trial, seed, min(rounds, TRIAL_ROUNDS)))
-    plan = min(plans[:FINALISTS], key=_num_groups(packing, draw(0), seed, min(rounds, TRIAL_ROUNDS)))
-    samples, sizes, done = np.empty(num_samples, np.int64), [np.zeros(1, np.int32)], 0
+    if plan is None:
+        plan = _best_plan(packing, draw(0), seed, rounds)
+    samples = np.empty(num_samples, index_dtype(num_samples))
+    sizes, done = [np.zeros(1, np.int32)], 0
     left, tolerance = np.empty(0, np.int64), FIRST_TOLERANCE
     for number in range(num_windows):
         window = np.concatenate([left, draw(number)])
@@ -113,9 +116,42 @@ def group_fit(
     return Groups(samples, np.cumsum(np.concatenate(sizes), dtype=np.int64))
 
 
+def choose_plan(
+    vision: Load,
+    tokens: Load,
+    limits: Limits,
+    *,
+    seed: int,
+    rounds: int = DEFAULT_ROUNDS,
+    also: Sequence[Resource] = (),
+    varied: bool = False,
+) -> Plan:
+    """The plan by which `group_fit` groups these samples; it serves for others like them under the same caps.
+
+    `varied` leaves out the plans that begin groups with the largest samples: they make much the same groups with every
+    seed.
+    """
+    packing = Packing.of(resources_of(vision, tokens, limits, also))
+    num_windows = _num_windows(packing)
+    return _best_plan(packing, _draw(len(tokens), num_windows, seed)(0), seed, rounds // num_windows, varied)
+
+
+def _best_plan(packing: Packing, window: IntArray, seed: int, rounds: int, varied: bool = False) -> Plan:
+    """Of all plans the two that make the fewest groups of a part of all samples, of these the better on a window."""
+    num_samples, rounds = len(packing.resources[0].load), min(rounds, TRIAL_ROUNDS)
+    trial = _draw(num_samples, -(-num_samples // TRIAL_SAMPLES), seed)(0)
+    plans = [plan for plan in all_plans(packing) if not (varied and plan.rules.seed_largest)]
+    plans.sort(key=_num_groups(packing, trial, seed, rounds))
+    return min(plans[:FINALISTS], key=_num_groups(packing, window, seed, rounds))
+
+
 def _num_groups(packing: Packing, samples: IntArray, seed: int, rounds: int) -> Callable[[Plan], int]:
     """Plan -> the number of groups that it makes of `samples`."""
     return lambda plan: len(_make_well(packing, plan, samples, seed, 0, rounds).sizes)
+
+
+def _num_windows(packing: Packing) -> int:
+    return max(1, min(len(packing.resources[0].load) // WINDOW_SAMPLES, _fewest(packing) // WINDOW_GROUPS))
 
 
 def _draw(num_samples: int, num_windows: int, seed: int) -> Callable[[int], IntArray]:

@@ -7,13 +7,15 @@ mistake never silently becomes a default.
 from __future__ import annotations
 
 import tomllib
-from dataclasses import MISSING, asdict, dataclass, field, fields
-from itertools import pairwise
+from collections import Counter
+from dataclasses import MISSING, asdict, astuple, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from balance.audio import AudioRule
 from balance.errors import ConfigError
+from balance.shapes import AudioEncoderShape, LlmShape, TransformerShape, VitShape
 
 Config = TypeVar("Config")
 
@@ -90,69 +92,31 @@ VISION_RULES: dict[str, type[FixedRule | TilesRule | AnyresRule | NativeRule]] =
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageMarkup:
-    """What an image becomes in the text: `prefix`, as many `token` as it has LLM tokens, `suffix`.
+class MediaMarkup:
+    """What an image or a clip becomes in the text: `prefix`, as many `token` as it has LLM tokens, `suffix`.
 
-    Tokens that the tokenizer does not know are added behind its vocabulary, in the order prefix, suffix, token.
+    Tokens that the tokenizer does not know are added behind its vocabulary, in the order prefix, suffix, token; an
+    image's before an audio clip's.
     """
 
     token: str
     prefix: str = ""
     suffix: str = ""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransformerShape:
-    """The dimensions of a stack of equal transformer layers that decide its FLOPs; every number is positive."""
-
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    """Fewer than `num_heads` with grouped-query attention."""
-    head_size: int
-    ffn_size: int
-    gated: bool
-    """Three matrices in the feed-forward part (SwiGLU) instead of two."""
-
-    def __post_init__(self) -> None:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        wrong = [f"{name} = {value}" for name, value in values.items() if type(value) is int and value < 1]
-        if wrong:
-            raise ConfigError(f"{', '.join(wrong)}: must be greater than 0")
-
     @property
-    def attention_size(self) -> int:
-        """Width of all query heads together."""
-        return self.num_heads * self.head_size
-
-    @property
-    def layer_weights(self) -> int:
-        """Entries of one layer's matrices; biases and norms cost no matrix product."""
-        attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.num_kv_heads)
-        return attention + (3 if self.gated else 2) * self.hidden_size * self.ffn_size
+    def text(self) -> str:
+        """The markup with one token, as it is tokenised before tokens are repeated."""
+        return self.prefix + self.token + self.suffix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VitShape(TransformerShape):
-    """A vision encoder with its patch embedding, and the projector behind it."""
-
-    patch_values: int
-    """Pixel values that the patch embedding reads per ViT patch: 3 x 14 x 14, twice that for films of two frames."""
-    projector: tuple[int, ...]
-    """Widths of the MLP that every token for the LLM passes, first input to last output."""
-
-    @property
-    def projector_weights(self) -> int:
-        """Entries of the projector's matrices."""
-        return sum(first * second for first, second in pairwise(self.projector))
+class ImageMarkup(MediaMarkup):
+    """What an image becomes in the text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LlmShape(TransformerShape):
-    """A language model with its output head."""
-
-    vocab_size: int
+class AudioMarkup(MediaMarkup):
+    """What an audio clip becomes in the text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +132,19 @@ class ModelPreset:
     vit: VitShape | None = None
     """Dimensions for `balance.cost`; a preset without them counts and groups, but predicts no time."""
     llm: LlmShape | None = None
+    audio: AudioRule | None = None
+    """None for a model that hears nothing; then it has no `audio_markup` either."""
+    audio_markup: AudioMarkup | None = None
+    audio_encoder: AudioEncoderShape | None = None
+
+    def __post_init__(self) -> None:
+        if (self.audio is None) != (self.audio_markup is None):
+            given, missing = ("audio_markup", "audio") if self.audio is None else ("audio", "audio_markup")
+            raise ConfigError(f"has [{given}] but no [{missing}]; give both for a model with audio, else neither")
+        strings = Counter(astuple(self.image_markup) + (astuple(self.audio_markup) if self.audio_markup else ()))
+        for markup in (self.image_markup, self.audio_markup):
+            if markup is not None and strings[markup.token] > 1:
+                raise ConfigError(f"the token {markup.token!r} has a second place in the markup; give each its own")
 
     @property
     def has_dimensions(self) -> bool:
@@ -195,6 +172,15 @@ class DatasetPreset:
     hub_file: str = ""
     downloads: dict[str, str] = field(default_factory=dict)
     """Image folder -> where to get it, for the message that says what is missing."""
+
+
+_OPTIONAL_TABLES: dict[str, type[TransformerShape] | type[AudioRule] | type[AudioMarkup]] = {
+    "vit": VitShape,
+    "llm": LlmShape,
+    "audio": AudioRule,
+    "audio_markup": AudioMarkup,
+    "audio_encoder": AudioEncoderShape,
+}
 
 
 def config_root() -> Path:
@@ -231,15 +217,15 @@ def model_from_dict(values: dict[str, Any]) -> ModelPreset:
         "image_markup": markup,
         "vision": build_config(VISION_RULES[rule], vision, where=f"{where}, [vision]"),
     }
-    for name, kind in (("vit", VitShape), ("llm", LlmShape)):
+    for name, kind in _OPTIONAL_TABLES.items():
         if values.get(name) is not None:
             parts[name] = build_config(kind, values[name], where=f"{where}, [{name}]")
     return build_config(ModelPreset, values | parts, where=where)
 
 
 def model_to_dict(preset: ModelPreset) -> dict[str, Any]:
-    """The inverse of `model_from_dict`: plain values for a manifest."""
-    values = asdict(preset)
+    """The inverse of `model_from_dict`: plain values for a manifest; what a model without audio lacks is left out."""
+    values = {name: value for name, value in asdict(preset).items() if value is not None or name in ("vit", "llm")}
     rule = next(name for name, kind in VISION_RULES.items() if isinstance(preset.vision, kind))
     return {**values, "vision": {"rule": rule, **values["vision"]}}
 

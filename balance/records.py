@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
 
+CHUNK = 1 << 18
+"""Groups that are summed or moved at a time."""
+
 LABEL_IGNORE = -100
 """Label of a token without loss: the default `ignore_index` of torch's cross entropy."""
 
@@ -90,7 +93,7 @@ class Groups:
     """Groups of samples as one flat list: group g holds `samples[offsets[g]:offsets[g + 1]]`."""
 
     samples: IntArray
-    """Sample indices, shape (num_grouped,)."""
+    """Sample indices, shape (num_grouped,); int32 from the groupers where that is enough."""
     offsets: IntArray
     """Shape (num_groups + 1,), first 0, last num_grouped."""
 
@@ -112,8 +115,13 @@ class Groups:
         >>> groups.sum(np.array([10, 20, 30])).tolist()
         [40, 20]
         """
-        running = np.concatenate([[0], np.cumsum(column[self.samples], dtype=np.int64)])
-        return np.asarray(running[self.offsets[1:]] - running[self.offsets[:-1]], dtype=np.int64)
+        sums = np.empty(len(self), np.int64)
+        for first in range(0, len(self), CHUNK):  # so that nothing as long as the samples is made
+            ends = self.offsets[first : first + CHUNK + 1]
+            running = np.cumsum(column[self.samples[ends[0] : ends[-1]]], dtype=np.int64)
+            running = np.concatenate([[0], running])[ends - ends[0]]
+            sums[first : first + CHUNK] = np.diff(running)
+        return sums
 
     def take(self, groups: IntArray) -> Groups:
         """The groups at `groups`, in that order.
@@ -121,8 +129,12 @@ class Groups:
         >>> Groups(np.array([2, 0, 1]), np.array([0, 2, 3])).take(np.array([1, 0])).samples.tolist()
         [1, 2, 0]
         """
-        sizes = self.sizes[groups]
-        offsets = np.concatenate([[0], np.cumsum(sizes)])
-        # position of each kept sample: its group's old start, plus how far it is inside its group
-        inside = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes)
-        return Groups(self.samples[np.repeat(self.offsets[groups], sizes) + inside], offsets.astype(np.int64))
+        offsets = np.zeros(len(groups) + 1, np.int64)
+        np.cumsum(self.sizes[groups], out=offsets[1:])
+        samples = np.empty(offsets[-1], self.samples.dtype)
+        for first in range(0, len(groups), CHUNK):  # so that nothing as long as the samples is made beside them
+            ends, starts = offsets[first : first + CHUNK + 1], self.offsets[groups[first : first + CHUNK]]
+            # position of each kept sample: where it shall stand, plus how far its group has moved
+            moved = np.repeat(starts - ends[:-1], np.diff(ends))
+            samples[ends[0] : ends[-1]] = self.samples[np.arange(ends[0], ends[-1]) + moved]
+        return Groups(samples, offsets)

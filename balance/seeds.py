@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-TIES, BLOCKS, INSIDE, TURNS, SHUFFLE, WINDOWS, GROUPS = range(7)
+TIES, BLOCKS, INSIDE, TURNS, SHUFFLE, WINDOWS, GROUPS, COPIES = range(8)
 """What random bits are for: each purpose draws from a sequence of its own."""
 
 MASK = 2**64 - 1

@@ -23,7 +23,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +40,6 @@ from packer.count import CountTask, SampleCounter
 from packer.demo import DEMO_SAMPLES, demo_tokenizer_path, write_demo
 from packer.group import GroupOptions, group_counts
 from packer.sources.dataset import find_dataset
-from packer.sources.json_records import read_json_records
 
 VIT_PATCH, MERGED = 14, 28
 """Pixels of a ViT patch, and of the 2 x 2 that become one LLM token."""
@@ -118,26 +116,23 @@ def read(options: argparse.Namespace) -> Samples:
 def read_samples(dataset: str, tokenizer: str) -> Samples:
     """Sizes and texts by the packer's own count, whose tiles rule refuses no image and here is not used further."""
     found = find_dataset(dataset, None)
-    counter = SampleCounter(
-        CountTask(
-            source=found.name,
-            data_root=str(found.data_root),
-            model=load_model("internvl_1_5"),
-            tokenizer=tokenizer,
-        )
-    )
-    records = read_json_records(found.annotations)
-    parts = [counter.count(chunk) for chunk in iter(lambda: list(islice(records, CHUNK_RECORDS)), [])]
-    table = pa.concat_tables(parts).combine_chunks()
+    counter = SampleCounter(CountTask(model=load_model("internvl_1_5"), tokenizer=tokenizer))
+    tables = [
+        counter.count(chunk.records(), part.name, part.data_root, "").table
+        for part in found.parts
+        for chunk in part.open().chunks(CHUNK_RECORDS, lambda _: None)
+    ]
+    table = pa.concat_tables(tables).combine_chunks()
     usable = table.filter(pc.is_null(table.column("reason")))
     if len(usable) == 0:
-        raise DataError(f"{found.annotations}: none of its {len(table):,} records is a usable sample")
+        raise DataError(f"{dataset}: none of its {len(table):,} records is a usable sample")
+    images = pc.list_flatten(usable.column("images"))
     return Samples(
         # prefix and suffix of an image are one token each for InternVL and for Qwen2-VL: the text is the same
         num_text_tokens=usable.column("num_text_tokens").to_numpy().astype(np.int64),
-        num_images=pc.list_value_length(usable.column("image_widths")).to_numpy().astype(np.int64),
-        widths=pc.list_flatten(usable.column("image_widths")).to_numpy().astype(np.int64),
-        heights=pc.list_flatten(usable.column("image_heights")).to_numpy().astype(np.int64),
+        num_images=pc.list_value_length(usable.column("images")).to_numpy().astype(np.int64),
+        widths=pc.struct_field(images, "width").to_numpy().astype(np.int64),
+        heights=pc.struct_field(images, "height").to_numpy().astype(np.int64),
         num_rejected=len(table) - len(usable),
     )
 

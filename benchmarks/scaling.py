@@ -4,7 +4,10 @@
 
 Samples are drawn with replacement from the files' lengths, or generated, and held as uint8 and uint16. "peak" is the
 largest resident memory of the process, less what it had before the samples were drawn (Python, NumPy, compiled code);
-"order" is the path of the groups that fit makes. One run each, after one on a thousand samples that compiles.
+"order" is the path of the groups that fit makes, with the sums of their loads: its seconds are the order's alone, its
+peak is that of grouping and order together. "x least" is the time per sample relative to the least of all sizes. One
+run each, after one on a thousand samples that compiles. Exit status 1 when a peak is over 2 GB (2 * 10^9 bytes) at up
+to 100 million samples, or when more samples take over 10 times the least time per sample (the table shows where).
 """
 
 from __future__ import annotations
@@ -31,6 +34,9 @@ from balance.records import Limits
 
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
 CHUNK = 1 << 20
+MOST_BYTES, UP_TO_SAMPLES = 2_000_000_000, 100_000_000
+MOST_PER_SAMPLE = 10
+"""Time per sample relative to the least: caches cost several times as much; n^2 would be a thousand times."""
 
 
 def main() -> int:
@@ -39,16 +45,37 @@ def main() -> int:
         print(json.dumps(measure(options)))
         return 0
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for heading in ("", "samples", "seconds", "samples/s", "peak MB", "samples MB", "groups", "x sums"):
+    for heading in ("", "samples", "seconds", "samples/s", "x least", "peak MB", "samples MB", "groups", "x sums"):
         table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
+    missed = []
     for what in options.what:
-        for size in options.sizes:
-            command = [sys.executable, __file__, *sys.argv[1:], "--child", "--sizes", str(size), "--what", what]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            table.add_row(*row(json.loads(done.stdout)))
+        measured = [measure_apart(what, size) for size in options.sizes]
+        least = min(each["seconds"] / each["samples"] for each in measured)
+        for each in measured:
+            table.add_row(*row(what, each, least))
+            missed += judge(what, each, least)
         table.add_section()
     Console(width=100).print(table)
-    return 0
+    print("\n".join(missed))
+    return 1 if missed else 0
+
+
+def measure_apart(what: str, size: int) -> dict[str, float]:
+    """One size of one kind, in a process of its own."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--child", "--sizes", str(size), "--what", what]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    measured: dict[str, float] = json.loads(done.stdout)
+    return measured
+
+
+def judge(what: str, measured: dict[str, float], least: float) -> list[str]:
+    """What misses its goal, a line each."""
+    missed, samples = [], int(measured["samples"])
+    if measured["peak_mb"] * 1e6 > MOST_BYTES and samples <= UP_TO_SAMPLES:
+        missed.append(f"MISSED: {what}, {samples:,} samples: {measured['peak_mb']:,.0f} MB, wanted at most 2,000")
+    if measured["seconds"] / samples > MOST_PER_SAMPLE * least and measured["seconds"] > 1:
+        missed.append(f"MISSED: {what}, {samples:,} samples: over {MOST_PER_SAMPLE} times the least time per sample")
+    return missed
 
 
 def parse() -> argparse.Namespace:
@@ -62,7 +89,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(options: argparse.Namespace) -> dict[str, float | str]:
+def measure(options: argparse.Namespace) -> dict[str, float]:
     """One size of one kind, in this process."""
     limits = Limits(
         max_seq_len=options.max_seq_len,
@@ -78,11 +105,10 @@ def measure(options: argparse.Namespace) -> dict[str, float | str]:
     seconds, num_groups = run(what, vision, tokens, limits)
     sums = max(vision.sum() / max(limits.max_vision, 1), tokens.sum() / limits.max_seq_len)
     return {
-        "what": what,
         "samples": size,
         "seconds": seconds,
         "peak_mb": peak_mb() - before,
-        "samples_mb": (vision.nbytes + tokens.nbytes) / 2**20,
+        "samples_mb": (vision.nbytes + tokens.nbytes) / 1e6,
         "groups": num_groups,
         "of_sums": num_groups / sums,
     }
@@ -107,27 +133,27 @@ def run(what: str, vision: NDArray[np.uint8], tokens: NDArray[np.uint16], limits
     start = time.perf_counter()
     groups = (group_isf if what == "isf" else group_fit)(vision, tokens, limits, seed=0)
     if what == "order":
-        loads = groups.sum(vision), groups.sum(tokens)
         start = time.perf_counter()
-        sort_along_path(*loads, 0)
+        sort_along_path(groups.sum(vision), groups.sum(tokens), 0)
     return time.perf_counter() - start, len(groups)
 
 
 def peak_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 
-def row(measured: dict[str, float | str]) -> list[str]:
-    seconds, samples = float(measured["seconds"]), int(measured["samples"])
+def row(what: str, measured: dict[str, float], least: float) -> list[str]:
+    seconds, samples = measured["seconds"], int(measured["samples"])
     return [
-        str(measured["what"]),
+        what,
         f"{samples:,}",
         f"{seconds:.3f}",
         f"{samples / seconds:,.0f}",
-        f"{float(measured['peak_mb']):,.0f}",
-        f"{float(measured['samples_mb']):,.0f}",
+        f"{seconds / samples / least:.1f}",
+        f"{measured['peak_mb']:,.0f}",
+        f"{measured['samples_mb']:,.0f}",
         f"{int(measured['groups']):,}",
-        f"{float(measured['of_sums']):.4f}",
+        f"{measured['of_sums']:.4f}",
     ]
 
 

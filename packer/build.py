@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +16,23 @@ import numpy as np
 import pyarrow as pa
 
 from balance.cost import CostModel
-from balance.errors import ConfigError, DataError
+from balance.errors import ConfigError
 from balance.presets import load_model
-from balance.records import Groups, Limits
+from balance.records import Groups, IntArray, Limits
 from packer.config import DEMO_MODEL, BuildConfig
-from packer.count import CountTask, sample_counter
+from packer.copies import copies_per_sample, copy_rows, left_out, part_numbers
+from packer.count import CountTask
+from packer.counting import CountPlan, count_dataset
 from packer.demo import DEMO_SAMPLES, demo_tokenizer_path, write_demo
 from packer.executor import map_ordered
 from packer.group import Grouping, group_counts
 from packer.output import DEMO_FOLDER, INDEX_NAME, BuildIdentity, clear, locked
 from packer.progress import StageProgress
-from packer.record import RawRecord
 from packer.shards.index import merge_index, read_lost
 from packer.shards.manifest import MANIFEST_NAME, write_manifest
-from packer.sources.dataset import Dataset, find_dataset
-from packer.sources.json_records import read_json_records
-from packer.staging import merge_parts, part_path, part_sizes, write_part
-from packer.summary import BuildSummary, nothing_to_pack, summarise_rejected
+from packer.sources.dataset import DEMO, Dataset, find_dataset
+from packer.staging import Staging
+from packer.summary import BuildSummary, nothing_to_pack, require_few, summarise_rejected
 from packer.tables import (
     COUNTS_NAME,
     GROUPS_NAME,
@@ -47,16 +46,21 @@ from packer.tables import (
     write_table,
 )
 from packer.text import ChatTokenizer
-from packer.write import WriteTask, index_part, plan_shards, write_shard
+from packer.write import WritePlan, WriteTask, index_part, plan_shards, write_shard
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
-    """One chunk to count; no records when its part is already there."""
+class _Counts:
+    """What counting found."""
 
-    task: CountTask
-    records: list[RawRecord]
-    part: Path
+    table: pa.Table
+    """One row per sample that goes into groups, copies included."""
+    parts: IntArray
+    """The part of the dataset that each row comes from."""
+    rejected: pa.Table
+    num_read: int
+    num_repeated: int
+    """Copies beyond the first of each sample."""
 
 
 class Builder:
@@ -66,11 +70,11 @@ class Builder:
         self.config = config
         self.progress = progress
         self.out = Path(config.out)
-        self.staging = self.out / "staging"
+        self.staging = Staging(self.out / "staging")
         self.model = load_model(config.model or DEMO_MODEL)
         self.tokenizer_path = config.tokenizer or str(demo_tokenizer_path())
         self.tokenizer = ChatTokenizer.load(
-            self.tokenizer_path, self.model.image_markup, chat_template=config.chat_template
+            self.tokenizer_path, self.model.image_markup, self.model.audio_markup, chat_template=config.chat_template
         )
         self.identity = BuildIdentity(config, self.model, self.tokenizer)
 
@@ -84,11 +88,11 @@ class Builder:
             dataset = self._demo() if self.config.is_demo else self._find()
             if (self.out / MANIFEST_NAME).exists():
                 return self._summary(self.identity.require_same(self.out, dataset), already_complete=True)
-            self.identity.claim(self.staging, dataset)
-            counts, rejected = self._count(dataset)
-            grouping = self._group(counts, rejected)
+            self.identity.claim(self.staging.folder, dataset)
+            counts = self._count(dataset)
+            grouping = self._group(counts)
             num_shards = self._write(dataset, grouping, counts)
-            return self._finish(dataset, grouping, counts, rejected, num_shards)
+            return self._finish(dataset, grouping, counts, num_shards)
 
     def count(self) -> tuple[pa.Table, pa.Table]:
         """Only count: leaves counts.parquet and rejected.parquet; -> both."""
@@ -98,127 +102,150 @@ class Builder:
             self._find()
         with locked(self.out):
             dataset = self._demo() if self.config.is_demo else self._find()
-            self.identity.claim(self.staging, dataset)
-            counts, rejected = self._count(dataset)
-            write_table(rejected, self.out / REJECTED_NAME)
-            shutil.rmtree(self.staging)
-            return counts, rejected
+            self.identity.claim(self.staging.folder, dataset)
+            counts = self._count(dataset)
+            shutil.rmtree(self.staging.folder)
+            return counts.table, counts.rejected
 
     def _find(self) -> Dataset:
-        root = Path(self.config.data_root) if self.config.data_root else None
-        return find_dataset(self.config.dataset, root, fetch=self.config.fetch_annotations)
+        dataset = find_dataset(self.config.dataset, self.config.data_root, fetch=self.config.fetch_annotations)
+        roots = {part.data_root for part in dataset.parts}
+        if self.config.format == "refs" and len(roots) > 1:
+            raise ConfigError(f"--format refs: the mixture has {len(roots)} data roots, and shards refer to one only")
+        return dataset
 
     def _demo(self) -> Dataset:
         folder = Path(self.config.data_root) if self.config.data_root else self.out / DEMO_FOLDER
-        annotations = folder / "annotations.json"
-        if not annotations.exists():
+        if not (folder / "annotations.json").exists():
             with self.progress.stage("draw", None, unit="demo samples") as stage:
                 write_demo(folder)
                 stage.count(DEMO_SAMPLES)
-        return Dataset(name="demo", annotations=annotations, data_root=folder)
+        found = find_dataset(str(folder), None)
+        return replace(found, name=DEMO, parts=(replace(found.parts[0], name=DEMO),))
 
-    def _count(self, dataset: Dataset) -> tuple[pa.Table, pa.Table]:
-        samples = self.staging / "samples.arrow"
-        if not samples.exists():
-            self._count_parts(dataset, samples)
-        counts, rejected = split_staged(samples)
-        write_table(counts, self.out / COUNTS_NAME)
-        return counts, rejected
-
-    def _count_parts(self, dataset: Dataset, samples: Path) -> None:
-        (self.staging / "parts").mkdir(exist_ok=True)
-        task = CountTask(
-            source=dataset.name,
-            data_root=str(dataset.data_root),
-            model=self.model,
-            tokenizer=self.tokenizer_path,
-            chat_template=self.config.chat_template,
-            decode_images=self.config.check_images == "decode",
+    def _count(self, dataset: Dataset) -> _Counts:
+        """Count what is not counted yet; leaves counts.parquet and rejected.parquet."""
+        config = self.config
+        if not self.staging.samples.exists():
+            task = CountTask(
+                model=self.model,
+                tokenizer=self.tokenizer_path,
+                chat_template=config.chat_template,
+                decode_images=config.check_images == "decode",
+                follow_links=config.follow_links,
+            )
+            plan = CountPlan(
+                task=task,
+                chunk_records=config.chunk_records,
+                limit=config.limit,
+                executor=config.executor,
+                workers=config.workers,
+            )
+            count_dataset(dataset, plan, self.staging, self.progress)
+        table, rejected, records_per_part = split_staged(self.staging.samples)
+        parts = part_numbers(table.column("position").to_numpy(), records_per_part)
+        copies = copies_per_sample(dataset, parts, config.seed)
+        rejected = pa.concat_tables([rejected, reject_rows(table, left_out(dataset, parts, copies))])
+        counts = _Counts(
+            table=copy_rows(table, copies),
+            parts=np.repeat(parts, copies),
+            rejected=rejected,
+            num_read=sum(records_per_part),
+            num_repeated=int(np.maximum(copies - 1, 0).sum()),
         )
-        parts = []
-        with self.progress.stage("count", dataset.annotations.stat().st_size) as stage:
-            records = read_json_records(dataset.annotations, on_bytes=stage.advance)
-            for part in map_ordered(_count_chunk, self._jobs(task, records), workers=self.config.workers):
-                parts.append(part)
-                stage.count(part_sizes(part)[0])
-        if not parts:
-            raise DataError(f"{dataset.annotations}: holds no records")
-        merge_parts(parts, samples)
-        shutil.rmtree(self.staging / "parts")
-
-    def _jobs(self, task: CountTask, records: Iterator[RawRecord]) -> Iterator[_Job]:
-        chunk = 0
-        while batch := list(islice(records, self.config.chunk_records)):
-            part = part_path(self.staging, chunk)
-            yield _Job(task, [] if part.exists() else batch, part)
-            chunk += 1
-
-    def _group(self, table: pa.Table, rejected: pa.Table) -> Grouping:
-        if len(table) == 0:
+        write_table(counts.table, self.out / COUNTS_NAME)
+        if len(counts.table) == 0:
+            write_table(rejected, self.out / REJECTED_NAME)
             raise nothing_to_pack(rejected)
+        self._reject(rejected, counts.num_read)
+        return counts
+
+    def _reject(self, rejected: pa.Table, num_read: int) -> None:
+        """Leave rejected.parquet; DataError if these are too many."""
+        write_table(rejected.sort_by("position"), self.out / REJECTED_NAME)
+        require_few(rejected, num_read, self.config.max_rejected, self.out / REJECTED_NAME)
+
+    def _group(self, counts: _Counts) -> Grouping:
         with self.progress.stage("group", None) as stage:
-            counts = counts_arrays(table)
+            arrays = counts_arrays(counts.table)
             grouping = group_counts(
-                counts,
+                arrays,
                 self.config.group_options,
                 vision_unit=self.model.vision_unit,
                 context_len=self.model.context_len,
                 cost=CostModel.of(self.model) if self.model.has_dimensions else None,
-                sources=source_numbers(table),
+                sources=source_numbers(counts.table),
             )
-            stage.count(len(counts))
+            stage.count(len(arrays))
+        rejected = pa.concat_tables([counts.rejected, reject_rows(counts.table, grouping.over)])
         if len(grouping.groups) == 0:
-            raise nothing_to_pack(pa.concat_tables([rejected, reject_rows(table, grouping.over)]))
-        write_table(groups_table(grouping.groups, counts), self.out / GROUPS_NAME)
+            raise nothing_to_pack(rejected)
+        self._reject(rejected, counts.num_read)
+        write_table(groups_table(grouping.groups, arrays), self.out / GROUPS_NAME)
         return grouping
 
-    def _write(self, dataset: Dataset, grouping: Grouping, counts: pa.Table) -> int:
+    def _write(self, dataset: Dataset, grouping: Grouping, counts: _Counts) -> int:
         """Write the shards; -> how many."""
-        for folder in (self.out / "shards", self.staging / "index"):
+        for folder in (self.out / "shards", self.staging.folder / "index"):
             folder.mkdir(exist_ok=True)
-        groups = grouping.groups
-        plan = plan_shards(
+        groups, table = grouping.groups, counts.table
+        ranges = plan_shards(
             groups,
-            counts.column("seq_len").to_numpy(),
-            counts.column("image_bytes").to_numpy() * (self.config.format != "refs"),
+            table.column("seq_len").to_numpy(),
+            table.column("media_bytes").to_numpy() * (self.config.format != "refs"),
             shard_bytes=self.config.shard_mb << 20,
         )
-        tasks = (
-            WriteTask(
+        tasks = self._write_tasks(dataset, groups, counts, ranges)
+        with self.progress.stage("write", len(ranges)) as stage:
+            for shard in map_ordered(write_shard, tasks, workers=min(self.config.workers, len(ranges))):
+                stage.advance(1)
+                first, last = ranges[shard]
+                stage.count(int(groups.offsets[last] - groups.offsets[first]))
+        return len(ranges)
+
+    def _write_tasks(
+        self, dataset: Dataset, groups: Groups, counts: _Counts, ranges: list[tuple[int, int]]
+    ) -> Iterator[WriteTask]:
+        plan = WritePlan(
+            out=str(self.out),
+            format=self.config.format,
+            data_roots=tuple(part.data_root for part in dataset.parts),
+            follow_links=self.config.follow_links,
+            image_token_id=self.tokenizer.image_token_id,
+            audio_token_id=self.tokenizer.audio_token_id,
+        )
+        positions = counts.table.column("position").to_numpy()
+        sample_ids = counts.table.column("sample_id")
+        for shard, (first, last) in enumerate(ranges):
+            start, stop = groups.offsets[first], groups.offsets[last]
+            rows = groups.samples[start:stop]
+            yield WriteTask(
+                plan=plan,
                 shard=shard,
                 first_group=first,
-                groups=groups.take(np.arange(first, last)),
-                format=self.config.format,
-                out=str(self.out),
-                data_root=str(dataset.data_root),
-                image_token_id=self.tokenizer.image_token_id,
+                offsets=groups.offsets[first : last + 1] - start,
+                rows=rows,
+                positions=positions[rows],
+                sample_ids=sample_ids.take(pa.array(rows)).to_pylist(),
+                parts=counts.parts[rows],
             )
-            for shard, (first, last) in enumerate(plan)
-        )
-        with self.progress.stage("write", len(plan)) as stage:
-            for shard in map_ordered(write_shard, tasks, workers=min(self.config.workers, len(plan))):
-                stage.advance(1)
-                first, last = plan[shard]
-                stage.count(int(groups.offsets[last] - groups.offsets[first]))
-        return len(plan)
 
-    def _finish(
-        self, dataset: Dataset, grouping: Grouping, counts: pa.Table, rejected: pa.Table, num_shards: int
-    ) -> BuildSummary:
+    def _finish(self, dataset: Dataset, grouping: Grouping, counts: _Counts, num_shards: int) -> BuildSummary:
         """Index, final tables and manifest."""
         with self.progress.stage("finish", None, unit="shards") as stage:
             parts = [index_part(self.out, shard) for shard in range(num_shards)]
             lost = [row for part in parts for row in read_lost(part)]
-            num_read = len(counts) + len(rejected)
-            rejected = pa.concat_tables([rejected, reject_rows(counts, [*grouping.over, *lost])])
-            write_table(rejected.sort_by("position"), self.out / REJECTED_NAME)
+            rejected = pa.concat_tables([counts.rejected, reject_rows(counts.table, [*grouping.over, *lost])])
+            self._reject(rejected, counts.num_read)
             if lost:
                 groups = _without(grouping.groups, [row for row, _, _ in lost])
-                write_table(groups_table(groups, counts_arrays(counts)), self.out / GROUPS_NAME)
+                write_table(groups_table(groups, counts_arrays(counts.table)), self.out / GROUPS_NAME)
             index = merge_index(parts, self.out / INDEX_NAME)
-            manifest = self.identity.manifest(self.out, dataset, grouping, index, num_read)
+            manifest = self.identity.manifest(
+                self.out, dataset, grouping, index, num_read=counts.num_read, num_repeated=counts.num_repeated
+            )
             write_manifest(self.out, manifest)
-            shutil.rmtree(self.staging)
+            shutil.rmtree(self.staging.folder)
             stage.count(num_shards)
         return self._summary(manifest, already_complete=False)
 
@@ -233,12 +260,6 @@ class Builder:
             id_conflicts=self.tokenizer.id_conflicts,
             seconds=dict(self.progress.seconds),
         )
-
-
-def _count_chunk(job: _Job) -> Path:
-    if job.records:
-        write_part(job.part, sample_counter(job.task).count(job.records))
-    return job.part
 
 
 def _without(groups: Groups, lost: list[int]) -> Groups:

@@ -9,7 +9,6 @@ import json
 import signal
 import sys
 from dataclasses import asdict, fields
-from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -19,12 +18,37 @@ from rich.console import Console
 from rich.markup import escape
 
 from balance.errors import ConfigError, IsobatchError
-from balance.presets import load_model, preset_names
+from balance.presets import load_model
 from packer.build import Builder
 from packer.config import MOST_TOKENS, BuildConfig, load_config
 from packer.executor import default_workers
 from packer.group import GroupOptions
 from packer.lengths import group_files
+from packer.options import (
+    GROUPING_HELP,
+    BuildFolder,
+    CheckOption,
+    ConfigOption,
+    DataRootOption,
+    DatasetOption,
+    ExecutorOption,
+    FetchOption,
+    Format,
+    JsonOption,
+    LimitOption,
+    LinksOption,
+    MaxRejectedOption,
+    MemoryOption,
+    ModelOption,
+    OutOption,
+    RanksOption,
+    SeedOption,
+    SeqLenOption,
+    TemplateOption,
+    TokenizerOption,
+    VisionOption,
+    WorkersOption,
+)
 from packer.output import REPORT_NAME
 from packer.progress import StageProgress
 from packer.record import REASONS
@@ -53,69 +77,6 @@ people = Console(stderr=True)
 """Progress and messages; standard output is for results."""
 
 
-class Format(StrEnum):
-    """Layouts of the shards."""
-
-    arrow = "arrow"
-    webdataset = "webdataset"
-    refs = "refs"
-
-
-DatasetOption = Annotated[
-    str | None,
-    typer.Option(
-        help=f"LLaVA annotation file, its folder, 'demo', or a known dataset: {', '.join(preset_names('datasets'))}."
-    ),
-]
-DataRootOption = Annotated[
-    Path | None, typer.Option(help="Folder that image paths start from. Default: the annotations' folder.")
-]
-ModelOption = Annotated[
-    str | None, typer.Option(help=f"Model preset, or a .toml file of yours: {', '.join(preset_names('models'))}.")
-]
-TokenizerOption = Annotated[
-    str | None, typer.Option(help="Folder with tokenizer.json and tokenizer_config.json, or a Hugging Face Hub id.")
-]
-TemplateOption = Annotated[
-    str | None, typer.Option(help="Chat template: a .jinja file, or the name of one of the tokenizer's templates.")
-]
-OutOption = Annotated[str | None, typer.Option(help="Folder to write to.")]
-WorkersOption = Annotated[
-    int | None, typer.Option(min=1, help="Processes; the result does not depend on it. Default: all cores.")
-]
-ConfigOption = Annotated[Path | None, typer.Option(help="TOML file with any of these options, and the rarer ones.")]
-SeqLenOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Cap of a group in LLM tokens (Q_t). Default: the longest sample, at most the model's context."
-    ),
-]
-VisionOption = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        help="Cap of a group in image patches, or in ViT tokens for native-resolution models (Q_v)."
-        " Default: the smallest that costs no groups.",
-    ),
-]
-SeedOption = Annotated[int | None, typer.Option(min=0, help="Seed of the grouping and the order. Default: 0.")]
-FetchOption = Annotated[
-    bool | None, typer.Option("--fetch-annotations", help="Download a known dataset's annotation file from the Hub.")
-]
-GROUPING_HELP = "fit: as few groups as can be found; isf: OmniBal's Algorithm 1. Default: fit."
-CheckOption = Annotated[
-    str | None,
-    typer.Option(
-        help="headers: look at each image's header and end; decode: decode every image once. Default: headers."
-    ),
-]
-RanksOption = Annotated[
-    int, typer.Option(min=1, max=65_536, help="Data-parallel ranks that the ratios are computed for.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-BuildFolder = Annotated[Path, typer.Argument(help="Folder of a build.", metavar="OUT")]
-
-
 @app.command()
 def build(
     context: typer.Context,
@@ -130,10 +91,15 @@ def build(
     ] = None,
     max_seq_len: SeqLenOption = None,
     max_vision: VisionOption = None,
+    memory_gib: MemoryOption = None,
     grouping: Annotated[str | None, typer.Option(help=GROUPING_HELP)] = None,
     seed: SeedOption = None,
+    executor: ExecutorOption = None,
     workers: WorkersOption = None,
     check_images: CheckOption = None,
+    limit: LimitOption = None,
+    max_rejected: MaxRejectedOption = None,
+    follow_links: LinksOption = None,
     config: ConfigOption = None,
     fetch_annotations: FetchOption = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove an earlier build in OUT first.")] = False,
@@ -163,8 +129,12 @@ def count(
     tokenizer: TokenizerOption = None,
     chat_template: TemplateOption = None,
     out: OutOption = None,
+    executor: ExecutorOption = None,
     workers: WorkersOption = None,
     check_images: CheckOption = None,
+    limit: LimitOption = None,
+    max_rejected: MaxRejectedOption = None,
+    follow_links: LinksOption = None,
     config: ConfigOption = None,
     fetch_annotations: FetchOption = None,
     as_json: JsonOption = False,

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from balance.budget import MemoryBudget
 from balance.errors import ConfigError
-from balance.presets import build_config
+from balance.presets import build_config, load_model
 from packer.executor import default_workers
 from packer.group import GroupOptions
 from packer.sources.dataset import DEMO
@@ -18,7 +19,11 @@ DEMO_MODEL = "tiny"
 DEMO_MAX_SEQ_LEN = 2048
 """Twice the longest demo sample: the cap from the data alone would leave long samples nothing to share a group with."""
 
-IMAGE_CHECKS = ("headers", "decode")
+CHOICES: dict[str, tuple[str, ...]] = {
+    "format": SHARD_FORMATS,
+    "check_images": ("headers", "decode"),
+    "executor": ("local", "ray"),
+}
 MOST_TOKENS = 2**31 - 1
 """Counts are int32 in every artefact."""
 RANGES: dict[str, tuple[int, int]] = {
@@ -29,6 +34,9 @@ RANGES: dict[str, tuple[int, int]] = {
     "isf_iterations": (1, 1000),
     "shard_mb": (1, 1 << 20),
     "chunk_records": (1, 1 << 20),
+    "memory_gpus": (1, 1024),
+    "limit": (1, 2**63 - 1),
+    "max_rejected": (0, 1),
 }
 """Option -> least and greatest value."""
 
@@ -44,10 +52,16 @@ class BuildConfig:
     tokenizer: str = ""
     chat_template: str | None = None
     format: ShardFormat = "arrow"
+    executor: str = "local"
+    """`local`: processes of this machine; `ray`: Ray Data, on the cluster that `ray.init` finds, or on this machine."""
     workers: int = field(default_factory=default_workers)
     seed: int = 0
     max_seq_len: int | None = None
     max_vision: int | None = None
+    memory_gib: float | None = None
+    """Memory for a micro-batch's activations; the search for both caps shares it out."""
+    memory_gpus: int = 1
+    """GPUs that share a micro-batch's activations (tensor parallelism)."""
     grouping: str = "fit"
     """`fit` (fewest groups) or `isf` (OmniBal, Algorithm 1)."""
     isf_iterations: int = 10
@@ -58,12 +72,17 @@ class BuildConfig:
     check_images: str = "headers"
     """`headers`: header and end of each file; `decode`: decode every image once, which finds flipped bits too."""
     fetch_annotations: bool = False
+    follow_links: bool = False
+    """Read images and audio files through links that lead out of the data root."""
+    limit: int | None = None
+    """Records to read at most, for a quick look."""
+    max_rejected: float = 0.05
+    """Share of the records that may be unusable; above it the build stops."""
 
     def __post_init__(self) -> None:
-        if self.format not in SHARD_FORMATS:
-            raise ConfigError(f"--format {self.format}: use one of {', '.join(SHARD_FORMATS)}")
-        if self.check_images not in IMAGE_CHECKS:
-            raise ConfigError(f"check_images is {self.check_images!r}: use one of {', '.join(IMAGE_CHECKS)}")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}: use one of {', '.join(choices)}")
         for name, (least, most) in RANGES.items():
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
@@ -82,6 +101,9 @@ class BuildConfig:
     def _max_seq_len(self) -> int | None:
         return DEMO_MAX_SEQ_LEN if self.max_seq_len is None and self.is_demo else self.max_seq_len
 
+    def _memory(self, gib: float) -> MemoryBudget:
+        return MemoryBudget.of(load_model(self.model or DEMO_MODEL), gib * 2**30, gpus=self.memory_gpus)
+
     @property
     def group_options(self) -> GroupOptions:
         """The part that decides the groups."""
@@ -89,6 +111,7 @@ class BuildConfig:
             seed=self.seed,
             max_seq_len=self._max_seq_len,
             max_vision=self.max_vision,
+            memory=None if self.memory_gib is None else self._memory(self.memory_gib),
             grouping=self.grouping,
             isf_iterations=self.isf_iterations,
         )

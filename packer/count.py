@@ -8,37 +8,40 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
+from typing import BinaryIO, cast
 
 import numpy as np
 import pyarrow as pa
 
+from balance.audio import AudioPlan, AudioRejected, plan_audio
 from balance.patches import ImagePlan, ImageRejected, plan_image
 from balance.presets import ModelPreset
 from balance.records import COUNT_COLUMNS
-from packer.images import ImageProblem, image_path, read_header
+from packer.audio import read_audio_header
+from packer.images import read_header
+from packer.media import BLOB_SCHEME, Media, MediaProblem, open_media
 from packer.record import RawRecord, RawSample, Rejected, parse_record
+from packer.storage import Root, open_root
 from packer.text import ChatTokenizer, EncodedText, TextRejected
 
 _INTS = pa.list_(pa.int32())
+_PLACE = [("name", pa.string()), ("container", pa.string()), ("offset", pa.int64()), ("size", pa.int64())]
+_IMAGE = pa.struct([*_PLACE, ("width", pa.int32()), ("height", pa.int32()), ("tokens", pa.int32())])
+_AUDIO = pa.struct([*_PLACE, ("length", pa.int32()), ("tokens", pa.int32())])
 STAGED_SCHEMA = pa.schema(
     [
-        ("position", pa.int64()),
         ("sample_id", pa.string()),
         ("source", pa.string()),
         ("reason", pa.string()),  # null for a sample that can be used
         ("detail", pa.string()),
         *[(name, pa.int32()) for name in COUNT_COLUMNS],
-        ("input_ids", _INTS),  # one image token per image: expanded when written
+        ("input_ids", _INTS),  # one token per image or audio file: expanded when written
         ("loss_spans", _INTS),  # start, end, start, end, ... in `input_ids`
-        ("images", pa.list_(pa.string())),
-        ("image_widths", _INTS),
-        ("image_heights", _INTS),
-        ("image_tokens", _INTS),
-        ("image_bytes", pa.list_(pa.int64())),
+        ("images", pa.list_(_IMAGE)),
+        ("audios", pa.list_(_AUDIO)),
     ]
 )
 """One row per record read: the staged form between counting and writing."""
@@ -48,59 +51,100 @@ STAGED_SCHEMA = pa.schema(
 class CountTask:
     """What a counting process needs; plain values, so that it travels to other processes and machines."""
 
-    source: str
-    data_root: str
     model: ModelPreset
     tokenizer: str
     chat_template: str | None = None
     decode_images: bool = False
+    follow_links: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A chunk's rows, and the content of the files that came with its records."""
+
+    table: pa.Table
+    """STAGED_SCHEMA."""
+    blob: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class _CountedImage:
-    path: str
+    media: Media
     width: int
     height: int
     num_bytes: int
     plan: ImagePlan
+
+    def row(self, place: dict[str, object]) -> dict[str, object]:
+        return {**place, "width": self.width, "height": self.height, "tokens": self.plan.num_image_tokens}
+
+
+@dataclass(frozen=True, slots=True)
+class _CountedAudio:
+    media: Media
+    num_bytes: int
+    plan: AudioPlan
+
+    def row(self, place: dict[str, object]) -> dict[str, object]:
+        return {**place, "length": self.plan.num_samples, "tokens": self.plan.num_audio_tokens}
+
+
+_Files = tuple[list[_CountedImage], list[_CountedAudio]]
 
 
 class SampleCounter:
     """Counts samples for one model and one tokenizer; loading the tokenizer is the costly part of making one."""
 
     def __init__(self, task: CountTask) -> None:
-        self._rule = task.model.vision
-        self._source = task.source
-        self._data_root = Path(task.data_root)
-        self._decode_images = task.decode_images
-        self._tokenizer = ChatTokenizer.load(task.tokenizer, task.model.image_markup, chat_template=task.chat_template)
+        self._task = task
+        self._model = task.model
+        self._tokenizer = ChatTokenizer.load(
+            task.tokenizer, task.model.image_markup, task.model.audio_markup, chat_template=task.chat_template
+        )
 
-    def count(self, records: Sequence[RawRecord]) -> pa.Table:
-        """One row of `STAGED_SCHEMA` per record, in order."""
-        parsed = [parse_record(record, self._source) for record in records]
-        looked_at = [self._look_at_images(sample) for sample in parsed]
+    def count(self, records: Iterable[RawRecord], source: str, data_root: str, blob_name: str) -> Counted:
+        """One row per record, in order. `blob_name` is what the chunk's blob will be called."""
+        root = open_root(data_root, follow_links=self._task.follow_links)
+        looked_at = [self._look_at_files(root, parse_record(record, source)) for record in records]
         texts = iter(self._tokenizer.encode_batch([s.turns for s, _ in looked_at if isinstance(s, RawSample)]))
+        blob = bytearray()
+        container = BLOB_SCHEME + blob_name
         rows = [
-            _row(sample, images, next(texts)) if isinstance(sample, RawSample) else _rejected_row(sample)
-            for sample, images in looked_at
+            _row(sample, files, next(texts), blob, container)
+            if isinstance(sample, RawSample)
+            else _rejected_row(sample)
+            for sample, files in looked_at
         ]
-        return pa.Table.from_pylist(rows, schema=STAGED_SCHEMA)
+        return Counted(pa.Table.from_pylist(rows, schema=STAGED_SCHEMA), bytes(blob))
 
-    def _look_at_images(self, sample: RawSample | Rejected) -> tuple[RawSample | Rejected, list[_CountedImage]]:
+    def _look_at_files(self, root: Root, sample: RawSample | Rejected) -> tuple[RawSample | Rejected, _Files]:
         if isinstance(sample, Rejected):
-            return sample, []
+            return sample, ([], [])
         try:
-            return sample, [self._count_image(relative) for relative in sample.images]
-        except (ImageProblem, ImageRejected) as problem:
-            return _reject(sample, problem.reason, problem.detail), []
+            images = [self._count_image(root, media) for media in sample.images]
+            return sample, (images, [self._count_audio(root, media) for media in sample.audios])
+        except MediaProblem as problem:
+            return _reject(sample, problem.reason, problem.detail), ([], [])
 
-    def _count_image(self, relative: str) -> _CountedImage:
-        header = read_header(image_path(self._data_root, relative), decode=self._decode_images)
+    def _count_image(self, root: Root, media: Media) -> _CountedImage:
+        with open_media(root, media, "image") as file:
+            header = read_header(file, media.name, decode=self._task.decode_images)
         try:
-            plan = plan_image(self._rule, header.width, header.height)
+            plan = plan_image(self._model.vision, header.width, header.height)
         except ImageRejected as problem:
-            raise ImageProblem(problem.reason, f"{relative}: {problem.detail}") from None
-        return _CountedImage(relative, header.width, header.height, header.num_bytes, plan)
+            raise MediaProblem(problem.reason, f"{media.name}: {problem.detail}") from None
+        return _CountedImage(media, header.width, header.height, header.num_bytes, plan)
+
+    def _count_audio(self, root: Root, media: Media) -> _CountedAudio:
+        if self._model.audio is None:
+            raise MediaProblem("no_audio_encoder", f"{media.name}: {self._model.name} cannot hear it")
+        with open_media(root, media, "audio") as file:
+            header = read_audio_header(cast("BinaryIO", file), media.name)
+        try:
+            plan = plan_audio(self._model.audio, header.num_samples, header.sampling_rate)
+        except AudioRejected as problem:
+            raise MediaProblem(problem.reason, f"{media.name}: {problem.detail}") from None
+        return _CountedAudio(media, header.num_bytes, plan)
 
 
 @lru_cache(maxsize=1)
@@ -112,42 +156,53 @@ def sample_counter(task: CountTask) -> SampleCounter:
     return SampleCounter(task)
 
 
-def _row(sample: RawSample, images: list[_CountedImage], text: EncodedText | TextRejected) -> dict[str, object]:
+def _row(
+    sample: RawSample, files: _Files, text: EncodedText | TextRejected, blob: bytearray, container: str
+) -> dict[str, object]:
     if isinstance(text, TextRejected):
         return _rejected_row(_reject(sample, text.reason, text.detail))
-    if text.num_images != len(images):
-        detail = f"the template renders {text.num_images} of {len(images)} images"
-        return _rejected_row(_reject(sample, "chat_template", detail))
-    image_tokens = [image.plan.num_image_tokens for image in images]
+    images, audios = files
+    for kind, found, meant in (("image", text.num_images, len(images)), ("audio", text.num_audios, len(audios))):
+        if found > meant:
+            return _rejected_row(_reject(sample, f"marker_without_{kind}", f"{found} <{kind}> for {meant} files"))
+        if found < meant:
+            return _rejected_row(_reject(sample, "chat_template", f"it renders {found} of {meant} {kind} files"))
     return {
-        "position": sample.position,
         "sample_id": sample.sample_id,
         "source": sample.source,
         "num_image_patches": sum(image.plan.num_patches for image in images),
         "num_vit_tokens": sum(image.plan.num_vit_tokens for image in images),
-        "num_image_tokens": sum(image_tokens),
-        "num_text_tokens": len(text.input_ids) - len(images),
-        "num_audio_tokens": 0,
+        "num_image_tokens": sum(image.plan.num_image_tokens for image in images),
+        "num_text_tokens": len(text.input_ids) - len(images) - len(audios),
+        "num_audio_tokens": sum(audio.plan.num_audio_tokens for audio in audios),
         "num_loss_tokens": text.num_loss_tokens,
         "input_ids": text.input_ids,
         "loss_spans": np.ravel(text.loss_spans),
-        "images": [image.path for image in images],
-        "image_widths": [image.width for image in images],
-        "image_heights": [image.height for image in images],
-        "image_tokens": image_tokens,
-        "image_bytes": [image.num_bytes for image in images],
+        "images": [image.row(_place(image, blob, container)) for image in images],
+        "audios": [audio.row(_place(audio, blob, container)) for audio in audios],
     }
 
 
+def _place(counted: _CountedImage | _CountedAudio, blob: bytearray, container: str) -> dict[str, object]:
+    """Where the writers will find a file; content that came with the record goes into the blob."""
+    media = counted.media
+    offset = media.offset
+    if media.data is None:
+        container = media.container
+    else:
+        offset = len(blob)
+        blob += media.data
+    return {"name": media.name, "container": container, "offset": offset, "size": counted.num_bytes}
+
+
 def _reject(sample: RawSample, reason: str, detail: str) -> Rejected:
-    return Rejected(sample.position, sample.sample_id, sample.source, reason, detail)
+    return Rejected(sample.sample_id, sample.source, reason, detail)
 
 
 def _rejected_row(rejected: Rejected) -> dict[str, object]:
     # surrogates in a path or message must not break the table that reports them
     detail = rejected.detail.encode("utf-8", "backslashreplace").decode("utf-8")
     return {
-        "position": rejected.position,
         "sample_id": rejected.sample_id,
         "source": rejected.source,
         "reason": rejected.reason,

@@ -162,7 +162,7 @@ def _from_omnibal(source: str, path: Path, rows: object) -> pa.Table:
         "num_audio_tokens": zeros,
         "num_loss_tokens": zeros,  # the files do not say
         "seq_len": tokens,
-        "image_bytes": zeros,
+        "media_bytes": zeros,
     }
     return pa.table({name: pa.array(columns[name], COUNTS_SCHEMA.field(name).type) for name in COUNTS_SCHEMA.names})
 

@@ -22,7 +22,8 @@ from balance.records import COUNT_COLUMNS
 from packer.config import BuildConfig
 from packer.group import Grouping
 from packer.shards.manifest import MANIFEST_NAME, describe_file, hash_json, read_manifest
-from packer.sources.dataset import Dataset
+from packer.sources.dataset import Dataset, Part
+from packer.storage import is_uri
 from packer.tables import COUNTS_NAME, GROUPS_NAME, REJECTED_NAME
 from packer.text import ChatTokenizer
 from packer.write import shard_name
@@ -44,10 +45,17 @@ class BuildIdentity:
         self.model = _plain(model_to_dict(model))
         self.tokenizer = tokenizer
 
-    def settings(self, dataset_name: str) -> dict[str, Any]:
+    def settings(self, dataset: Dataset) -> dict[str, Any]:
         """The settings, without paths of this machine."""
+        parts = [
+            {"name": p.name, "layout": p.located.layout, "weight": p.weight, "repeat": p.repeat, "limit": p.limit}
+            for p in dataset.parts
+        ]
         return {
-            "dataset": dataset_name,
+            "dataset": dataset.name,
+            "parts": parts,
+            "num_samples": dataset.num_samples,
+            "limit": self.config.limit,
             "format": self.config.format,
             "shard_mb": self.config.shard_mb,
             "check_images": self.config.check_images,
@@ -57,12 +65,13 @@ class BuildIdentity:
     def require_same(self, out: Path, dataset: Dataset) -> dict[str, Any]:
         """The manifest of a finished build; raises DataError if that build is not this one.
 
-        Compares the annotations byte by byte, and the images not at all: a build does not notice new pictures.
+        Compares annotations byte by byte, containers by name and size, and files of their own not at all: a build
+        does not notice new pictures.
         """
         manifest = read_manifest(out)
         same = (
-            manifest["config"] == self.settings(dataset.name)
-            and manifest["annotations"] == _describe_annotations(dataset)
+            manifest["config"] == self.settings(dataset)
+            and manifest["raw_files"] == _describe_raw(dataset)
             and manifest["model"] == self.model
             and manifest["tokenizer"]["hash"] == self.tokenizer.hash
         )
@@ -74,13 +83,11 @@ class BuildIdentity:
 
     def claim(self, staging: Path, dataset: Dataset) -> None:
         """Mark staged work as this build's; raises DataError if it is another's."""
-        state = dataset.annotations.stat()
         identity = {
-            "settings": self.settings(dataset.name),
+            "settings": self.settings(dataset),
             "model": self.model,
             "tokenizer": self.tokenizer.hash,
-            "annotations": [str(dataset.annotations.resolve()), state.st_size, state.st_mtime_ns],
-            "data_root": str(dataset.data_root.resolve()),
+            "raw_files": [_state(part) for part in dataset.parts],
             "chunk_records": self.config.chunk_records,
         }
         marker = staging / "build.json"
@@ -96,20 +103,21 @@ class BuildIdentity:
             )
 
     def manifest(
-        self, out: Path, dataset: Dataset, grouping: Grouping, index: pa.Table, num_read: int
+        self, out: Path, dataset: Dataset, grouping: Grouping, index: pa.Table, *, num_read: int, num_repeated: int
     ) -> dict[str, Any]:
         """The manifest of the files that now lie in `out`."""
-        settings = self.settings(dataset.name)
+        settings = self.settings(dataset)
         return {
             "isobatch_version": version("isobatch"),
             "format": self.config.format,
             "config": settings,
             "config_hash": hash_json([settings, self.model, self.tokenizer.hash]),
-            "annotations": _describe_annotations(dataset),
+            "raw_files": _describe_raw(dataset),
             "model": self.model,
             "tokenizer": {
                 "hash": self.tokenizer.hash,
                 "image_token_id": self.tokenizer.image_token_id,
+                "audio_token_id": self.tokenizer.audio_token_id,
                 "vocab_size": self.tokenizer.vocab_size,
                 "added_tokens": self.tokenizer.added_tokens,
             },
@@ -117,10 +125,10 @@ class BuildIdentity:
             "limits_explained": grouping.limits_explained,
             "seed": self.config.seed,
             "order": asdict(grouping.order),
-            "totals": _totals(index, num_read),
+            "totals": _totals(index, num_read, num_repeated),
             "shards": _describe_shards(out, index, self.config),
             "files": [describe_file(out, name) for name in (INDEX_NAME, COUNTS_NAME, GROUPS_NAME, REJECTED_NAME)],
-            **({"data_root": str(dataset.data_root.resolve())} if self.config.format == "refs" else {}),
+            **({"data_root": _absolute(dataset.parts[0].data_root)} if self.config.format == "refs" else {}),
         }
 
 
@@ -158,8 +166,22 @@ def clear(out: Path) -> None:
             path.unlink()
 
 
-def _describe_annotations(dataset: Dataset) -> dict[str, Any]:
-    return describe_file(dataset.annotations.parent, dataset.annotations.name)
+def _describe_raw(dataset: Dataset) -> list[dict[str, Any]]:
+    """The raw files by part, as the manifest names them: without paths of this machine."""
+    return [{"part": part.name, "files": part.open().describe()} for part in dataset.parts]
+
+
+def _state(part: Part) -> dict[str, Any]:
+    """Where the raw files of a part lie, and their state."""
+    return {
+        "folder": _absolute(part.located.folder),
+        "data_root": _absolute(part.data_root),
+        "files": [[info.name, info.size, info.version] for info in part.open().files()],
+    }
+
+
+def _absolute(place: str) -> str:
+    return place if is_uri(place) else str(Path(place).resolve())
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
@@ -168,7 +190,7 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _totals(index: pa.Table, num_read: int) -> dict[str, int]:
+def _totals(index: pa.Table, num_read: int, num_repeated: int) -> dict[str, int]:
     sums = {
         name: int(np.sum(index.column(name).to_numpy(), dtype=np.int64)) for name in ("num_samples", *COUNT_COLUMNS)
     }
@@ -176,7 +198,8 @@ def _totals(index: pa.Table, num_read: int) -> dict[str, int]:
     return {
         "num_read": num_read,
         "num_packed": num_packed,
-        "num_rejected": num_read - num_packed,
+        "num_repeated": num_repeated,
+        "num_rejected": num_read + num_repeated - num_packed,
         "num_groups": len(index),
         **sums,
     }

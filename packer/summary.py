@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from balance.errors import DataError
 from balance.records import Limits
+from packer.record import BY_CHOICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,18 @@ def summarise_rejected(rejected: pa.Table) -> dict[str, Rejection]:
         first = rejected.slice(reasons.index(reason), 1).to_pylist()[0]
         summary[reason] = Rejection(number, f"{first['sample_id']}: {first['detail']}")
     return summary
+
+
+def require_few(rejected: pa.Table, num_read: int, max_rejected: float, path: Path) -> None:
+    """Raise DataError if more of the records than the share `max_rejected` cannot be used."""
+    reasons = {name: entry for name, entry in summarise_rejected(rejected).items() if name not in BY_CHOICE}
+    number = sum(entry.number for entry in reasons.values())
+    if number > max_rejected * num_read:
+        listed = "; ".join(f"{entry.number:,} {name}, first {entry.first}" for name, entry in reasons.items())
+        raise DataError(
+            f"{number:,} of {num_read:,} samples ({number / num_read:.1%}) cannot be used, more than --max-rejected"
+            f" {max_rejected:g} allows: {listed}. All of them are in {path}: repair the data, or raise --max-rejected"
+        )
 
 
 def nothing_to_pack(rejected: pa.Table) -> DataError:

@@ -5,6 +5,7 @@ Rejections come from three stages (counting, the caps, writing); `rejected.parqu
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +16,6 @@ import pyarrow.parquet as pq
 
 from balance.errors import DataError
 from balance.records import COUNT_COLUMNS, Counts, Groups, IntArray
-from packer.record import Rejected
 
 COUNTS_NAME = "counts.parquet"
 GROUPS_NAME = "groups.parquet"
@@ -28,7 +28,7 @@ COUNTS_SCHEMA = pa.schema(
         ("source", pa.string()),
         *[(name, pa.int32()) for name in COUNT_COLUMNS],
         ("seq_len", pa.int32()),
-        ("image_bytes", pa.int64()),
+        ("media_bytes", pa.int64()),
     ]
 )
 REJECTED_SCHEMA = pa.schema(
@@ -44,30 +44,40 @@ GROUPS_SCHEMA = pa.schema(
 )
 
 
-def split_staged(staged: Path) -> tuple[pa.Table, pa.Table]:
-    """(counts, rejected) of the staged samples of a build, in source order."""
+def split_staged(staged: Path) -> tuple[pa.Table, pa.Table, list[int]]:
+    """(counts, rejected, records per part of the dataset) of the staged samples of a build, in source order."""
     counts, rejected = [COUNTS_SCHEMA.empty_table()], [REJECTED_SCHEMA.empty_table()]
+    position = 0
     with pa.memory_map(str(staged)) as source:
         reader = pa.ipc.open_file(source)
+        records_per_part = json.loads(reader.schema.metadata[b"records_per_part"])
         for number in range(reader.num_record_batches):
             batch = reader.get_batch(number)
+            positions = pa.array(np.arange(position, position + len(batch)), pa.int64())
+            batch = batch.append_column("position", positions)
+            position += len(batch)
             usable = pc.is_null(batch.column("reason"))
             counts.append(_counts_of(batch.filter(usable)))
-            rejected.append(pa.Table.from_batches([batch.filter(pc.invert(usable))]).select(REJECTED_SCHEMA.names))
-    return pa.concat_tables(counts).combine_chunks(), pa.concat_tables(rejected).combine_chunks()
+            rejected.append(pa.Table.from_batches([batch.select(REJECTED_SCHEMA.names).filter(pc.invert(usable))]))
+    return pa.concat_tables(counts).combine_chunks(), pa.concat_tables(rejected).combine_chunks(), records_per_part
 
 
 def _counts_of(batch: pa.RecordBatch) -> pa.Table:
-    lists = batch.column("image_bytes")
-    running = np.concatenate([[0], np.cumsum(lists.flatten().to_numpy())])
-    ends = np.concatenate([[0], np.cumsum(pc.list_value_length(lists).fill_null(0).to_numpy())])
     parts = [batch.column(name).to_numpy() for name in ("num_image_tokens", "num_text_tokens", "num_audio_tokens")]
     columns = {
         **{name: batch.column(name) for name in COUNTS_SCHEMA.names[:-2]},
         "seq_len": pa.array(np.sum(parts, axis=0), pa.int32()),
-        "image_bytes": pa.array(running[ends[1:]] - running[ends[:-1]], pa.int64()),
+        "media_bytes": pa.array(_sizes(batch.column("images")) + _sizes(batch.column("audios")), pa.int64()),
     }
     return pa.table(columns, schema=COUNTS_SCHEMA)
+
+
+def _sizes(files: pa.ListArray) -> IntArray:
+    """Bytes of all files of each row."""
+    sizes = files.flatten().field("size").to_numpy()
+    running = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    ends = np.concatenate([[0], np.cumsum(pc.list_value_length(files).fill_null(0).to_numpy())]).astype(np.int64)
+    return np.asarray(running[ends[1:]] - running[ends[:-1]])
 
 
 def counts_arrays(table: pa.Table) -> Counts:
@@ -100,12 +110,6 @@ def read_groups(table: pa.Table) -> Groups:
     samples = table.column("samples").combine_chunks()
     offsets = np.concatenate([[0], np.cumsum(table.column("num_samples").to_numpy(), dtype=np.int64)])
     return Groups(samples.flatten().to_numpy().astype(np.int64), offsets)
-
-
-def rejected_table(rejected: Sequence[Rejected]) -> pa.Table:
-    """Rejections as a table."""
-    rows = [[getattr(r, name) for r in rejected] for name in REJECTED_SCHEMA.names]
-    return pa.table(dict(zip(REJECTED_SCHEMA.names, rows, strict=True)), schema=REJECTED_SCHEMA)
 
 
 def reject_rows(counts: pa.Table, rows: Sequence[tuple[int, str, str]]) -> pa.Table:

@@ -1,15 +1,16 @@
-"""Conversations -> token ids and the tokens that have labels; one token per image until `expand`.
+"""Conversations and documents -> token ids and the tokens that have labels; one token per image or clip until `expand`.
 
 For `packer.count`. What comes out equals transformers' `apply_chat_template`, character for character and id for id;
-`docs/design.md`, "Labels", says which tokens have one. Pure once loaded. The tokenizer takes nearly all of the time
-(0.6 to 1.8 M tokens/s on two cores), so give it batches.
+`docs/design.md`, "Labels", says which tokens have one. A document (one turn with the role `document`) goes past the
+template: its ids are those of transformers' `tokenizer(text)` and the end-of-sequence token, and all of it is learned.
+Pure once loaded. The tokenizer takes nearly all of the time (0.6 to 1.8 M tokens/s on two cores), so give it batches.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -19,14 +20,20 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 from balance.errors import ConfigError
-from balance.presets import ImageMarkup
+from balance.presets import AudioMarkup, ImageMarkup
 from balance.records import LABEL_IGNORE
-from packer.chat_template import CharSpan, ChatTemplate, Message, TemplateRefusedError
+from packer.chat_template import ChatTemplate, Message, TemplateRefusedError
 from packer.control_tokens import ControlTokens
+from packer.markup import MediaWriter, Medium, add_markup, text_part
+from packer.token_spans import Span, spans_between, token_spans
 from packer.tokenizer_files import TokenizerFiles, build_backend, id_conflicts, read_tokenizer_files
 
 IMAGE_MARKER = "<image>"
 """Where an image stands in a raw text (LLaVA's convention)."""
+AUDIO_MARKER = "<audio>"
+"""Where an audio clip stands in a raw text; plain text for a model without audio."""
+DOCUMENT = "document"
+"""Role of the only turn of a document."""
 
 _PROBE = "isobatch probe"
 
@@ -36,22 +43,23 @@ class Turn:
     """One message of a conversation."""
 
     role: str
-    """`user`, `assistant` or `system`."""
+    """`user`, `assistant` or `system`; or `DOCUMENT`, then it is the only turn."""
     text: str
-    """Raw text with an `IMAGE_MARKER` for each image."""
+    """Raw text with an `IMAGE_MARKER` for each image and an `AUDIO_MARKER` for each clip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedText:
-    """A tokenised conversation."""
+    """A tokenised conversation or document."""
 
     input_ids: NDArray[np.int32]
-    """Shape (num_tokens,), with one image token per image."""
+    """Shape (num_tokens,), with one image token per image and one audio token per clip."""
     loss_spans: NDArray[np.int32]
     """Shape (num_spans, 2): first token with a label, and the one behind the last; in order and disjoint."""
     num_images: int
+    num_audios: int
     num_loss_tokens: int
-    """Tokens with a label; image tokens never have one, so `expand` does not change it."""
+    """Tokens with a label; image and audio tokens never have one, so `expand` does not change it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,54 +74,70 @@ class TextRejected:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rendered:
     text: str
-    answers: list[CharSpan]
-    num_images: int
+    spans: list[Span]
+    """Of the answers; of the markup, in a document."""
+    is_document: bool
+    num_files: tuple[int, ...]
+    """Images and, for a model with audio, clips."""
     protected: bool
     """Whether `text` is aliased, because the content holds control strings."""
 
 
 class ChatTokenizer:
-    """A tokenizer with its chat template and a model's image markup."""
+    """A tokenizer with its chat template and a model's image and audio markup."""
 
-    def __init__(self, files: TokenizerFiles, markup: ImageMarkup, template: str) -> None:
+    def __init__(
+        self, files: TokenizerFiles, template: str, markup: ImageMarkup, audio_markup: AudioMarkup | None
+    ) -> None:
         """Built by `load`."""
-        self.markup = markup
         self._backend = build_backend(files)
         self.id_conflicts = id_conflicts(files, self._backend)
         """Tokens that `tokenizer_config.json` declares under another id: content -> (declared id, id in use)."""
-        self.added_tokens = _add_markup(self._backend, markup)
+        self.added_tokens = add_markup(self._backend, markup)
         """Markup tokens that the tokenizer did not know, and the ids behind its vocabulary that they got."""
-        self.image_token_id = self._backend.get_vocab()[markup.token]
+        if audio_markup is not None:
+            self.added_tokens |= add_markup(self._backend, audio_markup)
+        vocab = self._backend.get_vocab()
+        self.image_token_id = vocab[markup.token]
+        self.audio_token_id = None if audio_markup is None else vocab[audio_markup.token]
+        """None for a model without audio."""
         self.vocab_size = self._backend.get_vocab_size()
         """Number of tokens, added ones included: rows that the model's embedding needs."""
         self._template = ChatTemplate(template, files.named_tokens)
         self._control = ControlTokens(self._backend)
-        self._takes_parts = not self._renders(_PROBE)
-        if self._takes_parts and not self._renders([_text_part(_PROBE)]):
+        takes_parts = not self._renders(_PROBE)
+        if takes_parts and not self._renders([text_part(_PROBE)]):
             raise ConfigError(f"tokenizer {files.where}: its chat template renders no user message; give another one")
-        self._template_writes_images = self._takes_parts and self._renders(
-            [{"type": "image"}, _text_part(_PROBE)], markup.token
-        )
-        self.hash = _hash(files, self._backend, template, markup)
+        self._media = self._media_of(markup, audio_markup, takes_parts=takes_parts)
+        self._writer = MediaWriter(self._media, takes_parts=takes_parts)
+        self._bos, self._eos = _document_ends(files, self._backend)
+        self.hash = _hash(files, self._backend, template, markup, audio_markup)
         """Changes whenever the same text could be tokenised or labelled otherwise."""
 
     @classmethod
-    def load(cls, source: str | Path, markup: ImageMarkup, *, chat_template: str | None = None) -> Self:
+    def load(
+        cls,
+        source: str | Path,
+        markup: ImageMarkup,
+        audio_markup: AudioMarkup | None = None,
+        *,
+        chat_template: str | None = None,
+    ) -> Self:
         """Load a tokenizer from a folder, from a `tokenizer.json`, or by Hub id; ConfigError says what is missing.
 
         `chat_template` is the name of one of the tokenizer's templates, a `.jinja` file, or a template itself; without
-        it the default template is used.
+        it the default template is used. Without `audio_markup`, `<audio>` is plain text.
         """
         files = read_tokenizer_files(source)
         try:
-            return cls(files, markup, _choose_template(files, chat_template))
+            return cls(files, _choose_template(files, chat_template), markup, audio_markup)
         except (AttributeError, KeyError, TypeError) as error:  # a hand-written config of some other shape
             raise ConfigError(
                 f"tokenizer {files.where}: its config is not as transformers writes it: {error!r}"
             ) from None
 
     def encode_batch(self, conversations: Sequence[Sequence[Turn]]) -> list[EncodedText | TextRejected]:
-        """Tokenise conversations, in order; the tokenizer works on the batch with as many threads as it has cores."""
+        """Tokenise conversations and documents, in order; with as many threads as there are cores."""
         prepared = [self._prepare(turns) for turns in conversations]
         results: dict[int, EncodedText | TextRejected] = {}
         for protected in (False, True):
@@ -131,33 +155,25 @@ class ChatTokenizer:
         except UnicodeEncodeError as error:
             found = f"the lone surrogate {content[error.start]!r}"
             return TextRejected("invalid_utf8", f"character {error.start} of the conversation is {found}")
-        num_images = content.count(IMAGE_MARKER)
-        protected = self._control.occur_in(content.replace(IMAGE_MARKER, "\0"))
+        protected = self._control.occur_in(self._writer.blank(content))
         if protected and not self._control.can_protect(content):
             return TextRejected("control_token", "a control token's text stands beside private-use characters")
         guard = self._control.protect if protected else str
-        messages = [{"role": turn.role, "content": self._content(turn.text, guard)} for turn in turns]
+        is_document = any(turn.role == DOCUMENT for turn in turns)
         try:
-            text, answers = self._template.render_with_answers(messages)
+            if is_document:
+                text, spans = self._writer.document(_only_turn(turns).text, guard)
+            else:
+                messages = [{"role": turn.role, "content": self._writer.content(turn.text, guard)} for turn in turns]
+                text, spans = self._template.render_with_answers(messages)
         except TemplateRefusedError as error:
             return TextRejected("chat_template", str(error))
         if protected:
             alias = self._control.alias
-            answers = [(len(alias(text[:start])), len(alias(text[:end]))) for start, end in answers]
+            spans = [(len(alias(text[:start])), len(alias(text[:end]))) for start, end in spans]
             text = alias(text)
-        return _Rendered(text=text, answers=answers, num_images=num_images, protected=protected)
-
-    def _content(self, text: str, guard: Callable[[str], str]) -> str | list[dict[str, str]]:
-        """Message content as the template wants it; `guard` protects the text around the images."""
-        pieces = [guard(piece) for piece in text.split(IMAGE_MARKER)]
-        if not self._template_writes_images:
-            written = (self.markup.prefix + self.markup.token + self.markup.suffix).join(pieces)
-            return [_text_part(written)] if self._takes_parts else written
-        parts: list[dict[str, str]] = []
-        for i, piece in enumerate(pieces):
-            parts += [{"type": "image"}] if i else []
-            parts += [_text_part(piece)] if piece or len(pieces) == 1 else []
-        return parts
+        num_files = self._writer.count(content)
+        return _Rendered(text=text, spans=spans, is_document=is_document, num_files=num_files, protected=protected)
 
     def _finish(self, rendered: _Rendered, encoding: Encoding) -> EncodedText | TextRejected:
         input_ids = np.array(encoding.ids, dtype=np.int32)
@@ -166,17 +182,53 @@ class ChatTokenizer:
                 input_ids = self._control.restore(input_ids)
             except ValueError as error:
                 return TextRejected("control_token", str(error))
-        is_image = input_ids == self.image_token_id
-        if (num_written := int(is_image.sum())) != rendered.num_images:
-            detail = f"{num_written} image tokens in the text for {rendered.num_images} {IMAGE_MARKER} markers"
-            return TextRejected("chat_template", f"the chat template makes {detail}")
-        spans = list(_token_spans(encoding, rendered.answers, len(rendered.text)))
+        spans = list(token_spans(encoding, rendered.spans, len(rendered.text)))
+        if rendered.is_document:
+            bos = len(self._bos)
+            input_ids = np.concatenate([self._bos, input_ids, self._eos])
+            spans = spans_between([(bos + start, bos + end) for start, end in spans], bos, len(input_ids))
+        is_media = np.zeros(len(input_ids), dtype=np.bool_)
+        for medium, num_files in zip(self._media, rendered.num_files, strict=True):
+            is_medium = input_ids == medium.token_id
+            if (num_written := int(is_medium.sum())) != num_files:
+                detail = f"{num_written} {medium.kind} tokens in the text for {num_files} {medium.marker} markers"
+                return TextRejected("chat_template", f"the chat template makes {detail}")
+            is_media |= is_medium
+        num_images, num_audios = (*rendered.num_files, 0)[:2]
         return EncodedText(
             input_ids=input_ids,
             loss_spans=np.array(spans, dtype=np.int32).reshape(-1, 2),
-            num_images=rendered.num_images,
-            num_loss_tokens=sum(end - start - int(is_image[start:end].sum()) for start, end in spans),
+            num_images=num_images,
+            num_audios=num_audios,
+            num_loss_tokens=sum(end - start - int(is_media[start:end].sum()) for start, end in spans),
         )
+
+    def _media_of(
+        self, markup: ImageMarkup, audio_markup: AudioMarkup | None, *, takes_parts: bool
+    ) -> tuple[Medium, ...]:
+        """Images, and audio if the model has it.
+
+        Clips are given to the template as parts whenever it writes those: Qwen2-Audio's, which takes strings too, puts
+        a number in front. Images only if it takes no strings: else the model's own markup says what it would write.
+        """
+        probe = text_part(_PROBE)
+        image = Medium(
+            kind="image",
+            marker=IMAGE_MARKER,
+            markup=markup,
+            token_id=self.image_token_id,
+            by_template=takes_parts and self._renders([{"type": "image"}, probe], markup.token),
+        )
+        if audio_markup is None or self.audio_token_id is None:
+            return (image,)
+        audio = Medium(
+            kind="audio",
+            marker=AUDIO_MARKER,
+            markup=audio_markup,
+            token_id=self.audio_token_id,
+            by_template=self._renders([{"type": "audio"}, probe], audio_markup.token),
+        )
+        return image, audio
 
     def _renders(self, content: str | list[dict[str, str]], expected: str = _PROBE) -> bool:
         """Whether the template writes `expected`, once, for a user message with `content`."""
@@ -192,55 +244,52 @@ def expand(
     loss_spans: NDArray[np.int32],
     image_token_id: int,
     tokens_per_image: Sequence[int] | NDArray[np.int64],
+    audio_token_id: int | None = None,
+    tokens_per_audio: Sequence[int] | NDArray[np.int64] = (),
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Repeat each image token as often as its image has LLM tokens; returns `input_ids` and `labels`.
+    """Repeat each image or audio token as often as its file has LLM tokens; returns `input_ids` and `labels`.
 
-    Labels are the ids inside `loss_spans`, and LABEL_IGNORE elsewhere and on image tokens. ValueError if there are not
-    as many numbers as image tokens.
+    Labels are the ids inside `loss_spans`, and LABEL_IGNORE elsewhere and on image and audio tokens. ValueError if
+    there are not as many numbers as image tokens, or as audio tokens.
 
     >>> ids, labels = expand(np.int32([1, 9, 2, 3]), np.int32([[2, 4]]), 9, [3])
     >>> ids.tolist(), labels.tolist()
     ([1, 9, 9, 9, 2, 3], [-100, -100, -100, -100, 2, 3])
     """
-    is_image = input_ids == image_token_id
-    if (num_images := int(is_image.sum())) != len(tokens_per_image):
-        raise ValueError(f"{num_images} image tokens but tokens for {len(tokens_per_image)} images; give one for each")
     repeats = np.ones(len(input_ids), dtype=np.int64)
-    repeats[is_image] = tokens_per_image
     labels = np.full(len(input_ids), LABEL_IGNORE, dtype=np.int32)
     for start, end in loss_spans:
         labels[start:end] = input_ids[start:end]
-    labels[is_image] = LABEL_IGNORE
+    for kind, token_id, tokens in (
+        ("image", image_token_id, tokens_per_image),
+        ("audio", audio_token_id, tokens_per_audio),
+    ):
+        is_media = input_ids == (-1 if token_id is None else token_id)  # no id is negative
+        if (num_files := int(is_media.sum())) != len(tokens):
+            raise ValueError(f"{num_files} {kind} tokens but tokens for {len(tokens)} {kind}s; give one for each")
+        repeats[is_media] = tokens
+        labels[is_media] = LABEL_IGNORE
     return np.repeat(input_ids, repeats), np.repeat(labels, repeats)
 
 
-def _token_spans(encoding: Encoding, answers: Sequence[CharSpan], num_chars: int) -> Iterator[CharSpan]:
-    """Token spans of character spans: every token that holds at least one of the characters, in whole."""
-    done = 0
-    for first, last in answers:
-        start = _token_at(encoding, first, num_chars)
-        end = _token_at(encoding, last, num_chars)
-        if (chars := encoding.token_to_chars(end)) is not None and chars[0] < last:
-            end += 1  # this token holds characters of both sides
-        if max(start, done) < end and first < last:
-            yield max(start, done), end
-            done = end
+def _only_turn(turns: Sequence[Turn]) -> Turn:
+    if len(turns) > 1:
+        raise TemplateRefusedError(f"{len(turns)} turns, one of them a document, which stands alone")
+    return turns[0]
 
 
-def _token_at(encoding: Encoding, char: int, num_chars: int) -> int:
-    """First token that holds character `char`, or the next character that any token holds."""
-    # A character has no token when the tokenizer's normalizer drops it.
-    found = (encoding.char_to_token(i) for i in range(char, num_chars))
-    return next((token for token in found if token is not None), len(encoding))
+def _document_ends(files: TokenizerFiles, backend: Tokenizer) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """What stands in front of a document and behind it: the ids of `bos_token` and `eos_token`, or nothing.
 
-
-def _add_markup(backend: Tokenizer, markup: ImageMarkup) -> dict[str, int]:
-    """Make the markup's strings special tokens of `backend`; returns those that are new to it."""
-    tokens = [token for token in (markup.prefix, markup.suffix, markup.token) if token]
-    known = backend.get_vocab()
-    backend.add_special_tokens(tokens)
-    vocab = backend.get_vocab()
-    return {token: vocab[token] for token in tokens if token not in known}
+    The first only if the post-processor of `tokenizer.json` puts it there, which is what decides in transformers (5.x
+    drops `add_bos_token` of the config). The second always, if there is one: it is what ends a text in training.
+    """
+    bos, eos = (
+        [backend.token_to_id(files.named_tokens[name])] if name in files.named_tokens else []
+        for name in ("bos_token", "eos_token")
+    )
+    adds_bos = backend.encode(_PROBE).ids[:1] == bos
+    return np.array(bos if adds_bos else [], dtype=np.int32), np.array(eos, dtype=np.int32)
 
 
 def _choose_template(files: TokenizerFiles, wanted: str | None) -> str:
@@ -258,11 +307,11 @@ def _choose_template(files: TokenizerFiles, wanted: str | None) -> str:
         raise ConfigError(f"chat template {wanted}: not one of {sorted(named)}, nor a readable file: {error}") from None
 
 
-def _text_part(text: str) -> dict[str, str]:
-    return {"type": "text", "text": text}
-
-
-def _hash(files: TokenizerFiles, backend: Tokenizer, template: str, markup: ImageMarkup) -> str:
+def _hash(
+    files: TokenizerFiles, backend: Tokenizer, template: str, markup: ImageMarkup, audio_markup: AudioMarkup | None
+) -> str:
     added = {index: repr(token) for index, token in sorted(backend.get_added_tokens_decoder().items())}
     parts: list[Any] = [files.tokenizer_json, added, files.named_tokens, template, asdict(markup)]
+    if audio_markup is not None:
+        parts.append(asdict(audio_markup))
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

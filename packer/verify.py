@@ -83,8 +83,9 @@ def _check_totals(out: Path, manifest: dict[str, Any]) -> Iterator[str]:
         if found != totals[total]:
             yield f"index.arrow: {column} adds up to {found:,}, the manifest says {totals[total]:,}"
     num_rejected = len(read_table(out / REJECTED_NAME))
-    if totals["num_packed"] + num_rejected != totals["num_read"]:
-        yield f"{REJECTED_NAME}: {num_rejected} rows and {totals['num_packed']} packed, but {totals['num_read']} read"
+    found, expected = totals["num_packed"] + num_rejected, totals["num_read"] + totals["num_repeated"]
+    if found != expected:
+        yield f"{REJECTED_NAME}: {num_rejected} rows and {totals['num_packed']} packed, but {expected} read or repeated"
     if len(read_table(out / COUNTS_NAME)) < totals["num_packed"]:
         yield f"{COUNTS_NAME}: fewer samples than were packed"
     yield from _check_ranges(index, manifest["shards"])

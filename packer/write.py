@@ -7,23 +7,25 @@ is rejected here, by name; its group goes on without it.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from PIL import Image
 
+from balance.errors import ConfigError
 from balance.records import Groups, IntArray
-from packer.images import ImageProblem, image_path
+from packer.images import check_png
+from packer.media import Media, MediaProblem, read_media
 from packer.shards.arrow import ArrowShardWriter
 from packer.shards.index import ShardIndex
 from packer.shards.sample import PackedSample, ShardWriter
 from packer.shards.webdataset import WebDatasetShardWriter
-from packer.staging import StagedSample, StagedSamples
+from packer.staging import StagedSample, StagedSamples, Staging
+from packer.storage import open_root
 from packer.text import expand
 
 ShardFormat = Literal["arrow", "webdataset", "refs"]
@@ -37,17 +39,34 @@ SAMPLE_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WriteTask:
-    """One shard to write; plain values, so that it travels to other processes."""
+class WritePlan:
+    """What is the same for all shards of a build; plain values, so that it travels to other processes."""
 
+    out: str
+    format: ShardFormat
+    data_roots: tuple[str, ...]
+    """Of each part of the dataset."""
+    follow_links: bool
+    image_token_id: int
+    audio_token_id: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteTask:
+    """One shard to write: its samples in path order, and where its groups end among them."""
+
+    plan: WritePlan
     shard: int
     first_group: int
-    groups: Groups
-    """Over rows of the counts table, in path order."""
-    format: ShardFormat
-    out: str
-    data_root: str
-    image_token_id: int
+    offsets: IntArray
+    """Borders of the groups, shape (num_groups + 1,)."""
+    rows: IntArray
+    """Row of each sample in the counts table."""
+    positions: IntArray
+    """Where each sample lies among the staged ones."""
+    sample_ids: list[str]
+    parts: IntArray
+    """The part of the dataset that each sample comes from."""
 
 
 def shard_name(shard: int, shard_format: ShardFormat) -> str:
@@ -60,14 +79,14 @@ def index_part(out: Path, shard: int) -> Path:
     return out / "staging" / "index" / f"shard-{shard:05d}.arrow"
 
 
-def plan_shards(groups: Groups, seq_len: IntArray, image_bytes: IntArray, *, shard_bytes: int) -> list[tuple[int, int]]:
+def plan_shards(groups: Groups, seq_len: IntArray, media_bytes: IntArray, *, shard_bytes: int) -> list[tuple[int, int]]:
     """Half-open ranges of groups, one per shard, of about `shard_bytes` each.
 
     >>> groups = Groups(np.arange(4), np.arange(5))
     >>> plan_shards(groups, np.zeros(4, int), np.array([400, 400, 400, 400]), shard_bytes=1300)
     [(0, 2), (2, 4)]
     """
-    sizes = groups.sum(image_bytes + seq_len * TOKEN_BYTES + SAMPLE_BYTES)
+    sizes = groups.sum(media_bytes + seq_len * TOKEN_BYTES + SAMPLE_BYTES)
     shard = (np.cumsum(sizes) - sizes) // shard_bytes
     firsts = np.flatnonzero(np.diff(shard, prepend=-1))
     return [(int(a), int(b)) for a, b in zip(firsts, [*firsts[1:], len(groups)], strict=True)]
@@ -75,19 +94,19 @@ def plan_shards(groups: Groups, seq_len: IntArray, image_bytes: IntArray, *, sha
 
 def write_shard(task: WriteTask) -> int:
     """Write a shard and then its index rows; -> its number. A shard whose index rows exist is left as it is."""
-    out = Path(task.out)
+    out = Path(task.plan.out)
     part = index_part(out, task.shard)
-    path = out / shard_name(task.shard, task.format)
+    path = out / shard_name(task.shard, task.plan.format)
     if part.exists() and path.exists():
         return task.shard
-    source = out / "staging" / "samples.arrow"
-    state = source.stat()
-    staged = _open_staged(source, state.st_ino, state.st_mtime_ns)
+    staging = Staging(out / "staging")
+    state = staging.samples.stat()
+    staged = _open_staged(staging.samples, state.st_ino, state.st_mtime_ns)
     index = ShardIndex(task.shard)
     temporary = path.with_name(path.name + ".tmp")
-    writer = _open_writer(task, temporary)
-    for number in range(len(task.groups)):
-        samples = list(_pack_group(task, staged, task.groups[number], index))
+    writer = _open_writer(task.plan, temporary)
+    for number, (first, last) in enumerate(pairwise(task.offsets.tolist())):
+        samples = list(_pack_group(task, range(first, last), staged, staging.blobs, index))
         if samples:
             index.add(writer.add(task.first_group + number, samples), samples)
     writer.close()
@@ -102,53 +121,61 @@ def _open_staged(path: Path, inode: int, mtime_ns: int) -> StagedSamples:
     return StagedSamples(path)
 
 
-def _open_writer(task: WriteTask, path: Path) -> ShardWriter:
-    if task.format == "webdataset":
+def _open_writer(plan: WritePlan, path: Path) -> ShardWriter:
+    if plan.format == "webdataset":
         return WebDatasetShardWriter(path)
-    return ArrowShardWriter(path, refs=task.format == "refs")
+    return ArrowShardWriter(path, refs=plan.format == "refs")
 
 
-def _pack_group(task: WriteTask, staged: StagedSamples, rows: IntArray, index: ShardIndex) -> Iterator[PackedSample]:
-    for row in rows.tolist():
+def _pack_group(
+    task: WriteTask, places: range, staged: StagedSamples, blobs: Path, index: ShardIndex
+) -> Iterator[PackedSample]:
+    for place in places:
+        root = task.plan.data_roots[task.parts[place]]
         try:
-            yield _pack(task, staged[row])
-        except ImageProblem as problem:
-            index.rejected.append((row, problem.reason, problem.detail))
+            yield _pack(task.plan, task.sample_ids[place], staged[int(task.positions[place])], root, blobs)
+        except MediaProblem as problem:
+            index.rejected.append((int(task.rows[place]), problem.reason, problem.detail))
 
 
-def _pack(task: WriteTask, sample: StagedSample) -> PackedSample:
-    input_ids, labels = expand(sample.input_ids, sample.loss_spans, task.image_token_id, sample.image_tokens)
-    files = zip(sample.images, sample.image_bytes, strict=True)
-    # read for refs too, so that what is wrong with an image comes out whatever the format
-    images = [_read_image(Path(task.data_root), *file) for file in files]
+def _pack(plan: WritePlan, sample_id: str, sample: StagedSample, root: str, blobs: Path) -> PackedSample:
+    input_ids, labels = expand(
+        sample.input_ids,
+        sample.loss_spans,
+        plan.image_token_id,
+        sample.image_tokens,
+        audio_token_id=plan.audio_token_id,
+        tokens_per_audio=sample.audio_tokens,
+    )
+    # read for refs too, so that what is wrong with a file comes out whatever the format
+    files = open_root(root, follow_links=plan.follow_links)
+    images = [read_media(files, media, blobs) for media in sample.images]
+    audios = [read_media(files, media, blobs) for media in sample.audios]
+    for media, data in zip(sample.images, images, strict=True):
+        if data.startswith(b"\x89PNG"):
+            check_png(media.name, data)  # found here, and not in the middle of a training run
+    refs = plan.format == "refs"
+    if refs:
+        _require_files([*sample.images, *sample.audios], sample_id)
     return PackedSample(
-        sample_id=sample.sample_id,
+        sample_id=sample_id,
         counts=sample.counts,
         input_ids=input_ids,
         labels=labels,
-        image_paths=sample.images,
-        images=[] if task.format == "refs" else images,
+        image_paths=[media.name for media in sample.images],
+        images=[] if refs else images,
         image_widths=sample.image_widths,
         image_heights=sample.image_heights,
+        audio_paths=[media.name for media in sample.audios],
+        audios=[] if refs else audios,
+        audio_lengths=sample.audio_lengths,
     )
 
 
-def _read_image(data_root: Path, relative: str, num_bytes: int) -> bytes:
-    try:
-        data = image_path(data_root, relative).read_bytes()
-    except OSError as error:
-        raise ImageProblem("image_changed", f"{relative}: {error.strerror or error}") from None
-    if len(data) != num_bytes:
-        raise ImageProblem("image_changed", f"{relative}: {num_bytes} bytes when counted, {len(data)} now")
-    if data.startswith(b"\x89PNG"):
-        _check_png(relative, data)
-    return data
-
-
-def _check_png(relative: str, data: bytes) -> None:
-    """A PNG carries checksums: a damaged one is found here, at the price of a CRC, and not in the middle of a
-    training run."""
-    try:
-        Image.open(io.BytesIO(data)).verify()
-    except (OSError, SyntaxError, ValueError) as error:
-        raise ImageProblem("corrupt_image", f"{relative}: {str(error).splitlines()[0]}") from None
+def _require_files(files: list[Media], sample_id: str) -> None:
+    inside = next((media for media in files if media.container), None)
+    if inside is not None:
+        raise ConfigError(
+            f"--format refs: {inside.name} of sample {sample_id!r} is no file of its own, so no shard can refer to it;"
+            " use arrow or webdataset"
+        )

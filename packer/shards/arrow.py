@@ -15,20 +15,22 @@ import pyarrow as pa
 from packer.shards.sample import PackedSample
 
 _INTS = pa.list_(pa.int32())
-_IMAGES = ("images", pa.list_(pa.binary()))
-_IMAGE_PATHS = ("image_paths", pa.list_(pa.string()))
+_BYTES = pa.list_(pa.binary())
+_PATHS = pa.list_(pa.string())
 
 
 def shard_schema(*, refs: bool) -> pa.Schema:
-    """Columns of a shard; with `refs`, image paths stand in place of image bytes."""
+    """Columns of a shard; with `refs`, paths stand in place of the bytes of images and audio files."""
     return pa.schema(
         [
             ("sample_id", pa.string()),
             ("input_ids", _INTS),
             ("labels", _INTS),
-            _IMAGE_PATHS if refs else _IMAGES,
+            ("image_paths", _PATHS) if refs else ("images", _BYTES),
             ("image_widths", _INTS),
             ("image_heights", _INTS),
+            ("audio_paths", _PATHS) if refs else ("audios", _BYTES),
+            ("audio_lengths", _INTS),
         ]
     )
 
@@ -44,14 +46,16 @@ class ArrowShardWriter:
 
     def add(self, group: int, samples: Sequence[PackedSample]) -> tuple[int, int]:
         """Append a group as one record batch; the range is exactly its encapsulated IPC message."""
-        images = [s.image_paths if self._refs else s.images for s in samples]
+        files = _PATHS if self._refs else _BYTES
         columns = [
             pa.array([s.sample_id for s in samples], pa.string()),
             _int_lists([s.input_ids for s in samples]),
             _int_lists([s.labels for s in samples]),
-            pa.array(images, self._schema.field(3).type),
+            pa.array([s.image_paths if self._refs else s.images for s in samples], files),
             pa.array([s.image_widths for s in samples], _INTS),
             pa.array([s.image_heights for s in samples], _INTS),
+            pa.array([s.audio_paths if self._refs else s.audios for s in samples], files),
+            pa.array([s.audio_lengths for s in samples], _INTS),
         ]
         batch = pa.RecordBatch.from_arrays(columns, schema=self._schema)
         self._writer.write_batch(batch)

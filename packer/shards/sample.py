@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedSample:
-    """A sample ready to be written: tokens with images expanded, and the original bytes of its images."""
+    """A sample ready to be written: tokens with images and audio expanded, and the original bytes of its files."""
 
     sample_id: str
     counts: dict[str, int]
@@ -23,6 +23,11 @@ class PackedSample:
     """Empty when the format refers to the files instead of holding them."""
     image_widths: list[int]
     image_heights: list[int]
+    audio_paths: list[str]
+    audios: list[bytes]
+    """As `images`."""
+    audio_lengths: list[int]
+    """Samples of each audio file after resampling to the model's rate."""
 
 
 class ShardWriter(Protocol):

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from packer.shards.sample import PackedSample
 
-_KNOWN_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm"})
+_IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm"})
+_AUDIO_SUFFIXES = frozenset({"wav", "flac", "mp3", "ogg", "opus", "m4a"})
 
 
 class WebDatasetShardWriter:
@@ -47,30 +48,36 @@ class WebDatasetShardWriter:
 
 def _members(sample: PackedSample) -> list[tuple[str, bytes]]:
     """(suffix behind the sample's key, content) of each member, in order."""
-    names = [f"{number}.{_suffix(path)}" for number, path in enumerate(sample.image_paths)]
+    images = [f"{number}.{_suffix(path, _IMAGE_SUFFIXES, 'img')}" for number, path in enumerate(sample.image_paths)]
+    audios = [
+        f"audio{number}.{_suffix(path, _AUDIO_SUFFIXES, 'snd')}" for number, path in enumerate(sample.audio_paths)
+    ]
     about = {
         "sample_id": sample.sample_id,
         **sample.counts,
         "image_widths": sample.image_widths,
         "image_heights": sample.image_heights,
-        "images": names,
+        "images": images,
+        "audio_lengths": sample.audio_lengths,
+        "audios": audios,
     }
     return [
         ("json", json.dumps(about, ensure_ascii=False).encode()),
         ("input_ids.npy", _npy(sample.input_ids)),
         ("labels.npy", _npy(sample.labels)),
-        *zip(names, sample.images, strict=True),
+        *zip(images, sample.images, strict=True),
+        *zip(audios, sample.audios, strict=True),
     ]
 
 
-def _suffix(path: str) -> str:
+def _suffix(path: str, known: frozenset[str], neutral: str) -> str:
     """Suffix of a member: readers choose the decoder by it, so an unknown one becomes a neutral one.
 
-    >>> _suffix("a/b.JPG"), _suffix("a/b.php?x=1"), _suffix("a/b")
-    ('jpg', 'img', 'img')
+    >>> _suffix("a/b.JPG", _IMAGE_SUFFIXES, "img"), _suffix("a/b.php?x=1", _IMAGE_SUFFIXES, "img")
+    ('jpg', 'img')
     """
     suffix = PurePosixPath(path).suffix.lower().lstrip(".")
-    return suffix if suffix in _KNOWN_SUFFIXES else "img"
+    return suffix if suffix in known else neutral
 
 
 def _npy(array: NDArray[np.int32]) -> bytes:

@@ -1,84 +1,143 @@
-"""`--dataset`: a name or a path -> where the annotations and the images are, or one clear line about what is
-missing."""
+"""`--dataset`: a name or a place -> the raw datasets to read, or one clear line about what is missing.
+
+A dataset is one part or a mixture of several. A part is found by looking at it (`packer.sources.layouts`); presets,
+mixture files and InternVL's meta JSON name several.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from balance.errors import ConfigError, DataError
 from balance.presets import DatasetPreset, load_dataset, preset_names
+from packer.sources.layouts import Located, locate, open_located
+from packer.sources.mixture import MixturePart, is_meta, is_mixture, read_meta, read_mixture
+from packer.sources.source import Source
+from packer.storage import is_uri, join, open_root
 
 DEMO = "demo"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dataset:
-    """A raw dataset on disk."""
+class Part:
+    """One raw dataset, and how much of it goes into the mixture."""
 
     name: str
-    annotations: Path
-    data_root: Path
-    """Image paths in the annotations are relative to this folder."""
+    located: Located
+    data_root: str
+    """Folder or URI that the paths of images and audio files are relative to."""
+    weight: float | None = None
+    """Share of the mixture's samples, relative to the other parts' weights."""
+    repeat: float = 1.0
+    """How often each sample goes in, without weights: 2.5 is twice, and every other one a third time."""
+    limit: int | None = None
+    """Records to read at most."""
+
+    def open(self) -> Source:
+        """The source that reads it."""
+        return open_located(self.located, self.name, self.data_root)
 
 
-def find_dataset(dataset: str, data_root: Path | None, *, fetch: bool = False) -> Dataset:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """What a build reads."""
+
+    name: str
+    parts: tuple[Part, ...]
+    num_samples: int | None = None
+    """Samples of a mixture with weights; None: as many as there are without repeating any."""
+
+
+def find_dataset(dataset: str, data_root: str | None, *, fetch: bool = False) -> Dataset:
     """The dataset that `--dataset` and `--data-root` mean.
 
-    A preset's name, an annotation file, or a folder that holds exactly one. With `fetch`, a preset's missing annotation
-    file is downloaded from the Hugging Face Hub. Raises ConfigError or DataError with what is missing and where to
-    get it.
+    A preset's name, a mixture (TOML, InternVL's meta JSON), or anything that `locate` knows. With `fetch`, a preset's
+    missing annotation file is downloaded from the Hugging Face Hub. Raises ConfigError or DataError with what is
+    missing and where to get it.
     """
-    path = Path(dataset)
-    if dataset in preset_names("datasets") and not path.exists():
-        return _find_preset(load_dataset(dataset), data_root, fetch=fetch)
-    if not path.exists():
-        known = ", ".join([DEMO, *preset_names("datasets")])
-        raise DataError(f"no dataset {dataset!r}: it is neither a file, a folder, nor a known name ({known})")
-    annotations = _annotations_in(path) if path.is_dir() else path
-    root = data_root or annotations.parent
-    if not root.is_dir():
-        raise DataError(f"no data root {root}: give the folder that the image paths start from with --data-root")
-    return Dataset(
-        name=path.resolve().stem if path.is_file() else path.resolve().name, annotations=annotations, data_root=root
-    )
+    if dataset in preset_names("datasets") and not Path(dataset).exists():
+        if is_mixture(dataset):
+            return _mixture(dataset, data_root, fetch=fetch)
+        return _preset(load_dataset(dataset), data_root, fetch=fetch)
+    if is_mixture(dataset) or is_meta(dataset):
+        return _mixture(dataset, data_root, fetch=fetch)
+    part = _part(dataset, data_root)
+    return Dataset(name=part.name, parts=(part,))
 
 
-def _annotations_in(folder: Path) -> Path:
-    found = sorted(p for p in folder.iterdir() if p.suffix in {".json", ".jsonl"} and p.is_file())
-    named = [p for p in found if p.stem == "annotations"]
-    if len(named) == 1:
-        return named[0]
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        raise DataError(f"no annotations in {folder}: expected one .json or .jsonl file in LLaVA layout")
-    names = ", ".join(p.name for p in found[:5])
-    raise ConfigError(
-        f"{len(found)} annotation files in {folder} ({names}...): name the one to pack, and --data-root {folder}"
-    )
+def _part(place: str, data_root: str | None) -> Part:
+    located = locate(place, known=[DEMO, *preset_names("datasets")])
+    root = data_root or located.folder
+    if not is_uri(root) and not Path(root).is_dir():
+        raise DataError(f"no data root {root}: give the folder that the paths of images start from with --data-root")
+    return Part(name=_name(place, located), located=located, data_root=root)
 
 
-def _find_preset(preset: DatasetPreset, data_root: Path | None, *, fetch: bool) -> Dataset:
+def _name(place: str, located: Located) -> str:
+    if is_uri(place) or not Path(place).exists():
+        last = place.rstrip("/").rpartition("/")[2]
+    else:
+        last = Path(place).resolve().name
+    is_folder = len(located.names) != 1 or not last.endswith(located.names[0].rpartition("/")[2])
+    return last if is_folder else last.partition(".")[0]
+
+
+def _mixture(place: str, data_root: str | None, *, fetch: bool) -> Dataset:
+    mixture = read_meta(place) if is_meta(place) else read_mixture(place)
+    parts: list[Part] = []
+    for entry in mixture.datasets:
+        root = entry.data_root if entry.data_root is None or data_root is None else _under(data_root, entry.data_root)
+        place = entry.dataset if data_root is None else _under(data_root, entry.dataset)
+        found = find_dataset(place, root or data_root, fetch=fetch)
+        parts += [_weighted(part, entry) for part in found.parts]
+    names = [part.name for part in parts]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"mixture {mixture.name}: two of its datasets are called {twice!r}; give each a `name`")
+    return Dataset(name=mixture.name, parts=tuple(parts), num_samples=mixture.num_samples)
+
+
+def _weighted(part: Part, entry: MixturePart) -> Part:
+    return replace(part, name=entry.name or part.name, weight=entry.weight, repeat=entry.repeat, limit=entry.limit)
+
+
+def _under(data_root: str, place: str) -> str:
+    """A place in a mixture, relative to `--data-root` unless it says itself where it is."""
+    if is_uri(place) or Path(place).is_absolute() or place in preset_names("datasets"):
+        return place
+    return join(data_root, place)
+
+
+def _preset(preset: DatasetPreset, data_root: str | None, *, fetch: bool) -> Dataset:
     if data_root is None:
         raise ConfigError(
             f"--dataset {preset.name} needs --data-root: the folder that holds {preset.annotations} and the images"
         )
-    annotations = data_root / preset.annotations
+    root = open_root(data_root)
+    there = _is_file(data_root, preset.annotations)
     problems = []
-    if not annotations.is_file() and not fetch:
+    if not there and (not fetch or is_uri(data_root)):
         problems.append(
             f"annotation file {preset.annotations}: from the Hugging Face dataset {preset.hub_repo},"
             " or add --fetch-annotations"
         )
     for folder in preset.image_folders:
-        if not (data_root / folder).is_dir():
+        if not root.has_folder(folder):
             problems.append(f"image folder {folder}: from {preset.downloads.get(folder, 'its own site')}")
     if problems:
         raise DataError(f"{preset.name} is incomplete under {data_root}; missing:\n  - " + "\n  - ".join(problems))
-    if not annotations.is_file():
-        _fetch(preset, annotations)
-    return Dataset(name=preset.name, annotations=annotations, data_root=data_root)
+    if not there:
+        _fetch(preset, Path(data_root) / preset.annotations)
+    located = Located("annotations", data_root, (preset.annotations,))
+    return Dataset(name=preset.name, parts=(Part(name=preset.name, located=located, data_root=data_root),))
+
+
+def _is_file(data_root: str, name: str) -> bool:
+    try:
+        return open_root(data_root, follow_links=True).info(name).size >= 0
+    except OSError:
+        return False
 
 
 def _fetch(preset: DatasetPreset, target: Path) -> None:

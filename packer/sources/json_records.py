@@ -8,48 +8,72 @@ JSON costs that record: in JSON lines the line, in an array all up to the next p
 from __future__ import annotations
 
 import codecs
+import gzip
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from balance.errors import DataError
 from packer.record import RawRecord
+from packer.storage import Root, join
 
 BLOCK_BYTES = 1 << 20
 MAX_RECORD_CHARS = 64 << 20
 """A record may be so long at most; what looks longer is a quote that never closes."""
 
-_RECORD_KEYS = ("conversations", "messages")
+_RECORD_KEYS = ("conversations", "messages", "text", "text_list", "texts", "caption", "inputs", "instruction")
+Parsed = tuple[Any, str]
+"""A value, or why it is broken."""
+
 _SEPARATORS = re.compile(r"[\s,]*")
 _NEXT_OBJECT = re.compile(r"(?<=[\n,\[])\s*(?=\{)")
 
 
-def read_json_records(path: Path, *, on_bytes: Callable[[int], None] = lambda _: None) -> Iterator[RawRecord]:
+def read_json_records(
+    root: Root, name: str, *, on_bytes: Callable[[int], None] = lambda _: None
+) -> Iterator[RawRecord]:
     """Records of a JSON array or of JSON lines (told apart by the first character), in file order.
 
-    `on_bytes` hears of every block that is read, for progress.
-    Raises DataError when the file cannot be opened or holds neither.
+    A file whose name ends in `.gz` is decompressed. `on_bytes` hears of every block that is read, for progress.
+    Raises DataError when the file cannot be read or holds neither.
     """
+    path = join(root.uri, name)
     try:
-        file = path.open("rb")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
-    with file:
-        window = _Window(file, on_bytes)
-        first = window.skip(_SEPARATORS)
-        if first == "[":
-            window.advance(1)
-            values = _array_records(window)
-        elif first == "{":
-            values = _line_records(window) if _is_one_line(window) else _array_records(window, in_brackets=False)
-        elif first == "":
-            raise DataError(f"{path}: is empty; a JSON array or JSON lines of records are expected")
-        else:
-            raise DataError(f"{path}: begins with {first!r}; a JSON array or JSON lines of records are expected")
-        for position, (value, broken) in enumerate(values):
-            yield RawRecord(position, value, broken)
+        with root.open(name) as raw, _unpacked(raw, name) as file:
+            # progress counts the bytes of the file, which are fewer than those that come out of it
+            window = _Window(file, on_bytes if file is raw else _moved(raw, on_bytes))
+            for position, (value, broken) in enumerate(_values(window, path)):
+                yield RawRecord(position, value, broken)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _unpacked(raw: IO[bytes], name: str) -> IO[bytes]:
+    return cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if name.endswith(".gz") else raw
+
+
+def _moved(raw: IO[bytes], on_bytes: Callable[[int], None]) -> Callable[[int], None]:
+    last = 0
+
+    def report(_: int) -> None:
+        nonlocal last
+        on_bytes(raw.tell() - last)
+        last = raw.tell()
+
+    return report
+
+
+def _values(window: _Window, path: str) -> Iterator[Parsed]:
+    first = window.skip(_SEPARATORS)
+    if first == "[":
+        window.advance(1)
+        return _array_records(window)
+    if first == "{":
+        return _line_records(window) if _is_one_line(window) else _array_records(window, in_brackets=False)
+    found = f"begins with {first!r}" if first else "is empty"
+    raise DataError(f"{path}: {found}; a JSON array or JSON lines of records are expected")
 
 
 class _Window:
@@ -93,9 +117,6 @@ class _Window:
                 return self.text[self.start]
             if not self.fill():
                 return ""
-
-
-Parsed = tuple[Any, str]
 
 
 def _array_records(window: _Window, *, in_brackets: bool = True) -> Iterator[Parsed]:

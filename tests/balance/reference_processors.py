@@ -75,7 +75,9 @@ def reference_processor(preset: ModelPreset) -> Any:
             images = GotOcr2ImageProcessorPil(**size, **pixels, **tiles)
             return _InternVL(images, tokenizer, None, image_seq_length=rule.llm_tokens_per_patch)
         case NativeRule():
-            images = Qwen2VLImageProcessorPil(min_pixels=rule.min_pixels, max_pixels=rule.max_pixels, **pixels)
+            names = ("merge_size", "temporal_patch_size", "min_pixels", "max_pixels")
+            squares = {name: getattr(rule, name) for name in names}
+            images = Qwen2VLImageProcessorPil(patch_size=rule.vit_patch_size, **squares, **pixels)
             return _Qwen2VL(images, _tokenizer(image_token=markup.token, video_token="<|video_pad|>"), None)
 
 

@@ -19,8 +19,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from balance.cost import CostModel, Hardware, Work, epoch_ms, squared_sums
 from balance.errors import ConfigError
-from balance.presets import LlmShape, load_model, model_from_dict, model_to_dict
+from balance.presets import load_model, model_from_dict, model_to_dict
 from balance.records import Counts, Groups
+from balance.shapes import LlmShape
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from tiny_vlm import TinyVLM

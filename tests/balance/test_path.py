@@ -5,8 +5,55 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.path import arrange_sources, sort_along_path, source_shares
+from balance.order import choose_order
+from balance.path import COUNTED_LOADS, NEIGHBOURHOOD, arrange_sources, sort_along_path, source_shares
 from balance.records import Groups
+from balance.seeds import TIES, random_bits
+
+
+def path_oracle(vision, tokens, seed):
+    """The path by NumPy's sorts: a bin for each group, a key from bin and tokens, and a shuffle before for the ties."""
+    values, inverse, counts = np.unique(vision, return_inverse=True, return_counts=True)
+    window = (choose_order(len(vision)).window_size + NEIGHBOURHOOD) / max(1, len(vision))
+    best, best_cost, num_bins = np.zeros_like(values), np.inf, 1
+    while num_bins < 2 * len(values):
+        below = np.cumsum(counts) - counts
+        bins = np.arange(len(values)) if num_bins >= len(values) else below * num_bins // len(vision)
+        bins = np.unique(bins, return_inverse=True)[1]
+        spread = 0.0
+        for number in range(bins.max() + 1):
+            load, count = values[bins == number], counts[bins == number]
+            mean = (load * count).sum() / count.sum()
+            spread += count.sum() * np.sqrt((count * (load - mean) ** 2).sum() / count.sum())
+        cost = spread / max(1, vision.sum()) + tokens.std() / max(1, tokens.mean()) * min(1, window * (bins.max() + 1))
+        # far enough apart that rounding does not choose
+        if cost < best_cost * (1 - 1e-12):
+            best, best_cost = bins, cost
+        num_bins *= 2
+    place, span = best[inverse], int(tokens.max(initial=0)) + 1
+    key = place * span + np.where(place % 2 == 0, tokens, span - 1 - tokens)
+    shuffled = np.argsort(random_bits(len(vision), seed, TIES), kind="stable")
+    return shuffled[np.argsort(key[shuffled], kind="stable")]
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    size=st.integers(0, 300),
+    most=st.tuples(st.sampled_from([0, 1, 15, 3_000, 10 * COUNTED_LOADS]), st.sampled_from([0, 1, 4_096, 2**40])),
+    seed=st.integers(0, 1000),
+)
+def test_the_path_equals_the_plain_formula(size, most, seed):
+    rng = np.random.default_rng(seed)
+    vision, tokens = (rng.integers(0, 1 + largest, size) for largest in most)
+    path = sort_along_path(vision, tokens, seed)
+    assert path.dtype == np.int64
+    assert path.tolist() == path_oracle(vision, tokens, seed).tolist()
+
+
+def test_the_path_of_many_groups_with_many_ties_equals_the_plain_formula():
+    rng = np.random.default_rng(0)
+    vision, tokens = rng.integers(0, 16, 200_000), np.minimum(rng.integers(3_900, 4_400, 200_000), 4_096)
+    assert np.array_equal(sort_along_path(vision, tokens, 5), path_oracle(vision, tokens, 5))
 
 
 @settings(deadline=None)
@@ -38,18 +85,30 @@ def test_ties_are_in_another_order_for_another_seed():
 
 @settings(deadline=None)
 @given(
-    groups=st.lists(st.lists(st.integers(0, 20), min_size=1, max_size=5), min_size=1, max_size=30),
+    groups=st.lists(st.lists(st.integers(0, 40), max_size=5), min_size=1, max_size=30).filter(any),
+    dtype=st.sampled_from([np.uint8, np.int64]),
 )
-def test_shares_count_the_samples_of_each_source(groups):
+def test_shares_count_the_samples_of_each_source(groups, dtype):
     sources = np.array([source for group in groups for source in group])
+    sizes = np.bincount(sources)
+    by_size = sorted(range(len(sizes)), key=lambda source: -sizes[source])
+    column = {source: min(place, 15) if len(sizes) > 16 else source for place, source in enumerate(by_size)}
+    expected = [
+        [[column[s] for s in group].count(kind) * 255 // max(len(group), 1) for kind in range(min(16, len(sizes)))]
+        for group in groups
+    ]
+    order = np.random.default_rng(0).permutation(len(sources))  # samples stand anywhere
     offsets = np.cumsum([0, *map(len, groups)])
-    shares = source_shares(Groups(np.arange(len(sources)), offsets), sources)
-    assert shares.shape == (len(groups), min(16, sources.max() + 1))
-    if sources.max() < 16:
-        expected = [[group.count(s) * 255 // len(group) for s in range(sources.max() + 1)] for group in groups]
-        assert shares.tolist() == expected
-    assert np.all(shares.astype(int).sum(axis=1) <= 255)
-    assert np.all(shares.astype(int).sum(axis=1) > 255 - 16)
+    stored = np.empty(len(sources), dtype)
+    stored[order] = sources
+    shares = source_shares(Groups(order.astype(np.int32), offsets), stored)
+    assert shares.dtype == np.uint8
+    assert shares.tolist() == expected
+
+
+def test_no_groups_have_no_sources():
+    nothing = np.zeros(0, np.int64)
+    assert source_shares(Groups(nothing, np.zeros(1, np.int64)), nothing).shape == (0, 0)
 
 
 def test_more_than_16_sources_leave_the_15_largest_a_column_of_their_own():

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from balance.audio import AudioRule
 from balance.errors import ConfigError
+from balance.patches import plan_image
 from balance.presets import (
     AnyresRule,
     FixedRule,
@@ -58,10 +60,64 @@ def test_the_promised_models_are_shipped_with_their_rules() -> None:
         "internvl_1_5_max6": TilesRule,
         "llava_1_5": FixedRule,
         "llava_next": AnyresRule,
+        "orchmllm_10b": NativeRule,
+        "orchmllm_18b": NativeRule,
+        "orchmllm_84b": NativeRule,
         "qwen2_vl": NativeRule,
         "tiny": TilesRule,
+        "tiny_audio": TilesRule,
     }
     assert [load_model(name).vision_unit for name in ("internvl_1_5", "qwen2_vl")] == ["image_patches", "vit_tokens"]
+
+
+AUDIO = {"audio": {"downsample": 2}, "audio_markup": {"token": "<audio>", "prefix": "<a>"}}
+
+
+def test_a_model_with_audio_survives_a_manifest_and_one_without_has_no_trace_of_it() -> None:
+    preset = model_from_dict(TINY | AUDIO)
+    assert preset.audio == AudioRule(downsample=2)
+    assert preset.audio_markup is not None
+    assert preset.audio_markup.text == "<a><audio>"
+    assert model_from_dict(json.loads(json.dumps(model_to_dict(preset)))) == preset
+    assert set(model_to_dict(model_from_dict(TINY))) == {*TINY, "vit", "llm"}
+
+
+@pytest.mark.parametrize("markup", [{"token": "<image>"}, {"token": "<a>", "prefix": "<image>"}])
+def test_an_image_token_that_audio_uses_too_is_an_error(markup: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"mine: the token '<image>' has a second place"):
+        model_from_dict(TINY | AUDIO | {"audio_markup": markup})
+
+
+@pytest.mark.parametrize(
+    ("name", "bound", "image_rate", "audio_rate", "billions"),
+    [("10b", 448, 1, 2, (2, 0.6, 7)), ("18b", 672, 4, 2, (3, 0.6, 14)), ("84b", 896, 4, 4, (6, 6, 72))],
+)
+def test_the_orchmllm_presets_have_the_papers_sizes_rates_and_bounds(
+    name: str, bound: int, image_rate: int, audio_rate: int, billions: tuple[float, float, float]
+) -> None:
+    preset = load_model(f"orchmllm_{name}")
+    assert isinstance(preset.vision, NativeRule)
+    assert preset.audio is not None
+    assert preset.vit is not None
+    assert preset.audio_encoder is not None
+    assert preset.llm is not None
+    # Table 1: total parameters, in billions
+    for shape, total in zip((preset.vit, preset.audio_encoder, preset.llm), billions, strict=True):
+        counted = shape.num_layers * shape.layer_weights / 1e9
+        assert counted == pytest.approx(total, rel=0.1), shape
+        assert shape.attention_size == shape.hidden_size
+    for shape, rate in ((preset.vit, image_rate), (preset.audio_encoder, audio_rate)):
+        assert shape.projector[0] == shape.hidden_size * rate
+        assert shape.projector[-1] == preset.llm.hidden_size
+    assert preset.audio.downsample == audio_rate
+    # section 8, "Input preprocessing": native size up to the bound, larger ones resized, then the down-sampling
+    side = bound // 14
+    assert plan_image(preset.vision, bound, bound).num_vit_tokens == side * side
+    assert plan_image(preset.vision, bound, bound).num_image_tokens == side * side // image_rate
+    small = plan_image(preset.vision, 140, 84)
+    assert (small.resized_width, small.resized_height) == (140, 84)
+    assert plan_image(preset.vision, 4 * bound, 3 * bound).num_vit_tokens <= side * side
+    assert plan_image(preset.vision, 5, 5).num_image_tokens == 1
 
 
 @pytest.mark.parametrize("max_patches", [1, 4, 6])
@@ -93,6 +149,12 @@ def test_a_preset_of_the_users_extends_a_shipped_one(tmp_path: Path) -> None:
         ("vision.mean", [0.5, 0.5], r"mean is \(0.5, 0.5\)"),
         ("vision.std", [0.5, 0, 0.5], r"std = .*greater than 0"),
         ("image_markup", {}, r"\[image_markup\]: missing key token"),
+        ("audio", {"downsample": 2}, r"mine: has \[audio\] but no \[audio_markup\]"),
+        ("audio_markup", {"token": "<a>"}, r"mine: has \[audio_markup\] but no \[audio\]"),
+        ("audio", {"downsample": 0}, r"\[audio\]: downsample = 0: must be greater than 0"),
+        ("audio", {"downsample": 7}, r"\[audio\]: window_frames = 3000: must be a multiple of .* 14"),
+        ("audio", {"downsample": 2, "hop": 1}, r"\[audio\]: unknown key hop; known: .*hop_length"),
+        ("audio_encoder", {"layers": 3}, r"\[audio_encoder\]: unknown key layers; known: .*frame_values"),
     ],
 )
 def test_a_mistake_in_a_preset_is_an_error_that_says_where(key: str, value: object, message: str) -> None:

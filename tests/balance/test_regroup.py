@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from balance.fit import choose_plan, group_fit
 from balance.isf import group_isf
 from balance.metrics import dist_ratio
 from balance.order import GroupStream
@@ -77,6 +78,31 @@ def test_micro_batches_of_regrouped_samples_are_balanced(stored):
     for loads in (groups.sum(vision), groups.sum(tokens)):
         # groups that are nearly all full leave the order little to do
         assert dist_ratio(loads[taken], 8) < max(dist_ratio(loads[random], 8) / 5, 0.0005)
+
+
+def test_a_given_plan_groups_as_if_it_had_been_chosen(stored):
+    vision, tokens, _ = stored
+    plan = choose_plan(vision, tokens, LIMITS, seed=4, rounds=9)
+    given, chosen = (group_fit(vision, tokens, LIMITS, seed=4, rounds=9, plan=each) for each in (plan, None))
+    assert np.array_equal(given.samples, chosen.samples)
+    assert np.array_equal(given.offsets, chosen.offsets)
+    by_vision = choose_plan(vision, tokens // 100, LIMITS, seed=4, rounds=9)
+    assert by_vision != plan
+    assert len(group_fit(vision, tokens, LIMITS, seed=4, rounds=9, plan=by_vision)) > len(chosen)
+
+
+def test_pairs_are_new_also_where_beginning_with_the_largest_samples_would_fill_groups_best():
+    rng = np.random.default_rng(0)
+    vision = rng.choice([0, 1, 3, 5, 7], 30_000)
+    tokens = vision * 256 + rng.integers(40, 500, 30_000)
+    limits = Limits(max_seq_len=4_096, max_vision=9, min_seq_len=3_968, min_vision=9)
+    stored = group_fit(vision, tokens, limits, seed=0)
+    stored = stored.take(sort_along_path(stored.sum(vision), stored.sum(tokens), 0))
+    first, second = (
+        regroup(vision, tokens, stored, limits, window_groups=512, seed=0, epoch=epoch)[0] for epoch in (0, 1)
+    )
+    assert repeated_pairs(first, second) < 0.02
+    assert len(first) <= 1.01 * len(stored)
 
 
 def test_repeated_pairs_equal_their_definition():

@@ -17,6 +17,7 @@ from balance.presets import load_model
 from packer.count import CountTask, SampleCounter
 from packer.demo import demo_tokenizer_path, write_demo
 from packer.sources.json_records import read_json_records
+from packer.storage import open_root
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 DEMO_SAMPLES = 60
@@ -94,8 +95,9 @@ def test_resolutions_prints_every_setting_with_finite_figures(capsys: pytest.Cap
 @pytest.mark.parametrize("model", ["internvl_1_5", "internvl_1_5_max4", "internvl_1_5_max1", "qwen2_vl"])
 def test_a_rule_counts_from_sizes_what_the_packer_counts_from_files(demo: Path, model: str) -> None:
     preset = load_model(model)
-    task = CountTask(source="demo", data_root=str(demo), model=preset, tokenizer=str(demo_tokenizer_path()))
-    expected = SampleCounter(task).count(list(read_json_records(demo / "annotations.json")))
+    task = CountTask(model=preset, tokenizer=str(demo_tokenizer_path()))
+    records = read_json_records(open_root(str(demo)), "annotations.json")
+    expected = SampleCounter(task).count(records, "demo", str(demo), "").table
     counts, refused = resolutions.count(resolutions.read_samples(str(demo), str(demo_tokenizer_path())), preset.vision)
     assert len(refused) == 0
     for name in ("num_image_patches", "num_vit_tokens", "num_image_tokens", "num_text_tokens"):

@@ -101,7 +101,7 @@ def test_every_sample_is_packed_once_with_its_own_images_and_exact_counts(datase
         assert row["num_image_tokens"] == sample["input_ids"].count(image_token)
         assert row["num_image_tokens"] == sum(plan.num_image_tokens for plan in plans)
         assert row["seq_len"] == len(sample["input_ids"]) == len(sample["labels"])
-        assert row["image_bytes"] == sum(len(data) for data in sample["images"])
+        assert row["media_bytes"] == sum(len(data) for data in sample["images"])
 
 
 def test_groups_index_and_manifest_tell_the_same(built):
@@ -194,7 +194,7 @@ EXPECTED_REASONS = {
 @pytest.mark.parametrize("shard_format", ["arrow", "webdataset", "refs"])
 def test_what_cannot_be_used_is_listed_with_its_reason_and_the_totals_add_up(tmp_path, shard_format):
     folder = bad_dataset(tmp_path / "raw")
-    summary = build(folder, tmp_path / "out", format=shard_format)
+    summary = build(folder, tmp_path / "out", format=shard_format, max_rejected=1.0)
     rejected = pq.read_table(tmp_path / "out" / "rejected.parquet").to_pylist()
     assert {row["sample_id"]: row["reason"] for row in rejected} == EXPECTED_REASONS
     assert [row["position"] for row in rejected] == sorted(row["position"] for row in rejected)
@@ -221,7 +221,7 @@ def test_an_image_that_changes_between_counting_and_writing_is_rejected_by_name(
 
     monkeypatch.setattr(Builder, "_group", group_then_change)
     summary = build(folder, tmp_path / "out")
-    assert {reason: entry.number for reason, entry in summary.rejected.items()} == {"image_changed": 1}
+    assert {reason: entry.number for reason, entry in summary.rejected.items()} == {"media_changed": 1}
     assert summary.totals["num_packed"] == 19
     assert len(read_samples(tmp_path / "out")) == 19
     groups = pq.read_table(tmp_path / "out" / "groups.parquet")
@@ -308,7 +308,7 @@ def test_an_unfinished_build_of_other_settings_is_not_continued(dataset, tmp_pat
         build(dataset, tmp_path / "out", seed=3)
 
 
-@pytest.mark.parametrize("moment", ["parts/part-000001.arrow", "samples.arrow", "index/shard-00000.arrow"])
+@pytest.mark.parametrize("moment", ["parts/000001.arrow", "samples.arrow", "index/shard-00000.arrow"])
 def test_a_killed_build_goes_on_and_ends_as_if_undisturbed(tmp_path, moment):
     folder = tmp_path / "raw"
     rows = good_records(folder, 120)

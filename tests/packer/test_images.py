@@ -1,11 +1,11 @@
 import io
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image, ImageOps, PngImagePlugin
 
-from packer.images import ImageProblem, image_path, read_header
+from packer.images import read_header
+from packer.media import MediaProblem
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (40, 60, 3), dtype=np.uint8)
 
@@ -25,25 +25,23 @@ def decoded_size(data):
     return ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB").size
 
 
-def write(folder, data, name="image"):
-    path = folder / name
-    path.write_bytes(data)
-    return path
+def header_of(data, **options):
+    return read_header(io.BytesIO(data), "a.img", **options)
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
-def test_size_is_that_of_the_decoded_image(tmp_path, form):
+def test_size_is_that_of_the_decoded_image(form):
     data = encode(form)
-    header = read_header(write(tmp_path, data))
+    header = header_of(data)
     assert (header.width, header.height) == decoded_size(data) == (60, 40)
     assert header.num_bytes == len(data)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
-def test_exif_orientation_is_honoured_as_the_decoder_does(tmp_path, form, orientation):
+def test_exif_orientation_is_honoured_as_the_decoder_does(form, orientation):
     data = encode(form, orientation)
-    header = read_header(write(tmp_path, data))
+    header = header_of(data)
     assert (header.width, header.height) == decoded_size(data)
 
 
@@ -59,26 +57,26 @@ def late_exif(data):
     return data[:8] + b"".join([*others[:-1], *exif, others[-1]])
 
 
-def test_exif_behind_the_pixels_of_a_png_counts_too(tmp_path):
+def test_exif_behind_the_pixels_of_a_png_counts_too():
     data = late_exif(encode("PNG", 6))
     assert decoded_size(data) == (40, 60)
-    assert read_header(write(tmp_path, data)).width == 40
+    assert header_of(data).width == 40
 
 
-def test_orientation_in_the_xmp_text_of_a_png_counts_as_the_decoder_counts_it(tmp_path):
+def test_orientation_in_the_xmp_text_of_a_png_counts_as_the_decoder_counts_it():
     info = PngImagePlugin.PngInfo()
     info.add_itxt("XML:com.adobe.xmp", '<x tiff:Orientation="6" />')
     data = encode("PNG", pnginfo=info)
-    header = read_header(write(tmp_path, data))
+    header = header_of(data)
     assert (header.width, header.height) == decoded_size(data)
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
 @pytest.mark.parametrize("keep", [0.05, 0.5, 0.97])
-def test_a_file_cut_short_is_corrupt(tmp_path, form, keep):
+def test_a_file_cut_short_is_corrupt(form, keep):
     data = encode(form)
-    with pytest.raises(ImageProblem, match="corrupt_image"):
-        read_header(write(tmp_path, data[: int(len(data) * keep)]))
+    with pytest.raises(MediaProblem, match="corrupt_image"):
+        header_of(data[: int(len(data) * keep)])
 
 
 def decodes(data):
@@ -90,59 +88,33 @@ def decodes(data):
 
 
 @pytest.mark.parametrize(("form", "decode"), [("WEBP", False), ("WEBP", True), ("PNG", True), ("JPEG", True)])
-def test_what_passes_is_what_decodes_whichever_byte_is_damaged(tmp_path, form, decode):
+def test_what_passes_is_what_decodes_whichever_byte_is_damaged(form, decode):
     whole = encode(form)
     damaged = 0
     for place in range(0, len(whole), max(1, len(whole) // 150)):
         data = whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :]
-        path = write(tmp_path, data)
         if decodes(data):
-            read_header(path, decode=decode)
+            header_of(data, decode=decode)
         else:
             damaged += 1
-            with pytest.raises(ImageProblem):
-                read_header(path, decode=decode)
+            with pytest.raises(MediaProblem):
+                header_of(data, decode=decode)
     assert damaged
 
 
-def test_bytes_behind_a_whole_image_do_no_harm(tmp_path):
+def test_bytes_behind_a_whole_image_do_no_harm():
     for form in ("JPEG", "PNG"):
-        assert read_header(write(tmp_path, encode(form) + b"appended by a phone")).width == 60
+        assert header_of(encode(form) + b"appended by a phone").width == 60
 
 
 @pytest.mark.parametrize("data", [b"", b"not an image", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF\0\0\0\0WEBP"])
-def test_what_is_no_image_is_corrupt(tmp_path, data):
-    with pytest.raises(ImageProblem, match="corrupt_image"):
-        read_header(write(tmp_path, data))
+def test_what_is_no_image_is_corrupt(data):
+    with pytest.raises(MediaProblem, match="corrupt_image"):
+        header_of(data)
 
 
-def test_a_decompression_bomb_is_refused_by_its_header(tmp_path):
+def test_a_decompression_bomb_is_refused_by_its_header():
     data = bytearray(encode("BMP"))
     data[18:26] = (60_000).to_bytes(4, "little") * 2
-    with pytest.raises(ImageProblem, match="too_many_pixels"):
-        read_header(write(tmp_path, bytes(data)))
-
-
-def test_missing_files_and_folders_are_missing(tmp_path):
-    for path in (tmp_path / "nothing.jpg", tmp_path, tmp_path / "a" / "b.jpg"):
-        with pytest.raises(ImageProblem, match="missing_image"):
-            read_header(path)
-
-
-def test_what_the_file_system_refuses_is_not_called_corrupt(tmp_path):
-    with pytest.raises(ImageProblem, match="unreadable_image"):
-        read_header(tmp_path / ("x" * 300))
-
-
-@pytest.mark.parametrize(
-    ("relative", "reason"),
-    [
-        ("../x.jpg", "outside"),
-        ("/etc/x.jpg", "outside"),
-        ("a/../../x.jpg", "outside"),
-        ("https://a/b.jpg", "image_url"),
-    ],
-)
-def test_paths_that_leave_the_data_root_are_refused(relative, reason):
-    with pytest.raises(ImageProblem, match=reason):
-        image_path(Path("root"), relative)
+    with pytest.raises(MediaProblem, match="too_many_pixels"):
+        header_of(bytes(data))

@@ -21,11 +21,10 @@ from balance.order import GroupStream, choose_order
 from balance.records import COUNT_COLUMNS, Counts, Groups, Limits
 from packer.charts import histogram, rank_bars, tick_label, ticks
 from packer.group import GroupOptions, group_counts
-from packer.record import Rejected
 from packer.report import make_report
 from packer.report_html import render_html, write_html
 from packer.report_text import print_report
-from packer.tables import COUNTS_SCHEMA, groups_table, rejected_table, write_table
+from packer.tables import COUNTS_SCHEMA, REJECTED_SCHEMA, groups_table, write_table
 
 METHOD_KEYS = {
     "avg_batch_size",
@@ -64,17 +63,17 @@ def write_build(
         "source": [f"set{i % sources}" for i in range(num_samples)],
         **{name: getattr(counts, name).astype(np.int32) for name in COUNT_COLUMNS},
         "seq_len": counts.seq_len.astype(np.int32),
-        "image_bytes": np.zeros(num_samples, np.int64),
+        "media_bytes": np.zeros(num_samples, np.int64),
     }
     reasons = [reason for reason, count in (rejected or {}).items() for _ in range(count)]
     rows = [
-        Rejected(position=num_samples + i, sample_id="x", source="set0", reason=reason, detail="")
+        {"position": num_samples + i, "sample_id": "x", "source": "set0", "reason": reason, "detail": ""}
         for i, reason in enumerate(reasons)
     ]
     out.mkdir(exist_ok=True)
     write_table(pa.table(table, schema=COUNTS_SCHEMA), out / "counts.parquet")
     write_table(groups_table(grouping.groups, counts), out / "groups.parquet")
-    write_table(rejected_table(rows), out / "rejected.parquet")
+    write_table(pa.Table.from_pylist(rows, schema=REJECTED_SCHEMA), out / "rejected.parquet")
     (out / "limits.json").write_text(json.dumps(asdict(grouping.limits)))
     return grouping.groups, grouping.limits
 

@@ -1,0 +1,47 @@
+"""Files of a source, with errors that name them: what all layouts but JSON share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import IO, Any
+
+from balance.errors import DataError
+from packer.storage import FileInfo, Root, join
+
+
+def file_infos(root: Root, names: Sequence[str]) -> list[FileInfo]:
+    """Size and version of files; DataError for one that is not there."""
+    return [_info(root, name) for name in names]
+
+
+def name_and_size(infos: Sequence[FileInfo]) -> list[dict[str, Any]]:
+    """Files as the manifest names them; no SHA-256, for that would read a whole dataset."""
+    return [{"name": info.name, "size": info.size} for info in infos]
+
+
+@contextmanager
+def opened(root: Root, name: str) -> Iterator[IO[bytes]]:
+    """A file for reading; what goes wrong with it inside the `with` is a DataError that names it."""
+    try:
+        with root.open(name) as file:
+            yield file
+    except OSError as error:
+        raise DataError(f"{join(root.uri, name)}: cannot be read: {error.strerror or _line(error)}") from None
+
+
+def damaged(root: Root, name: str, error: Exception) -> DataError:
+    """The error for a file that is not what its kind should be."""
+    return DataError(f"{join(root.uri, name)}: damaged or cut short: {_line(error)}")
+
+
+def _line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _info(root: Root, name: str) -> FileInfo:
+    try:
+        return root.info(name)
+    except OSError as error:
+        raise DataError(f"{join(root.uri, name)}: cannot be read: {error.strerror or _line(error)}") from None

@@ -1,0 +1,119 @@
+"""Mixtures: several raw datasets as one, by a TOML file, a shipped preset, or InternVL's meta JSON."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from balance.errors import ConfigError, DataError
+from balance.presets import build_config, config_root
+
+PEEK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixturePart:
+    """One dataset of a mixture, as its file says it."""
+
+    dataset: str
+    """A preset's name or a place, relative to `--data-root` or, without one, to the mixture's file."""
+    name: str | None = None
+    data_root: str | None = None
+    weight: float | None = None
+    repeat: float = 1.0
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        for key, value in (("weight", self.weight), ("repeat", self.repeat), ("limit", self.limit)):
+            if value is not None and value <= 0:
+                raise ConfigError(f"{key} is {value}; it must be greater than 0")
+        if self.weight is not None and self.repeat != 1.0:
+            raise ConfigError(f"{self.dataset}: give a weight or a repeat, not both")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """Datasets, with weights for all of them or for none."""
+
+    name: str
+    description: str = ""
+    datasets: tuple[MixturePart, ...]
+    num_samples: int | None = None
+
+
+def is_mixture(place: str) -> bool:
+    """Whether a dataset's name or place means a mixture file."""
+    if place.endswith(".toml"):
+        return True
+    preset = config_root() / "datasets" / f"{place}.toml"
+    return preset.is_file() and "datasets" in tomllib.loads(preset.read_text("utf-8"))
+
+
+def read_mixture(place: str) -> Mixture:
+    """A mixture by a preset's name or from a TOML file; ConfigError says which key is wrong."""
+    is_file = place.endswith(".toml")
+    path = Path(place) if is_file else config_root() / "datasets" / f"{place}.toml"
+    try:
+        values = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    values.setdefault("name", path.stem)
+    entries = values.pop("datasets", None)
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"{path}: no [[datasets]]; a mixture names at least one")
+    parts = tuple(
+        build_config(MixturePart, entry, where=f"{path}, dataset {number}") for number, entry in enumerate(entries, 1)
+    )
+    if is_file:
+        parts = tuple(_beside(path.parent, part) for part in parts)
+    mixture = build_config(Mixture, {**values, "datasets": parts}, where=str(path))
+    with_weight = sum(part.weight is not None for part in parts)
+    if 0 < with_weight < len(parts):
+        raise ConfigError(f"{path}: {with_weight} of {len(parts)} datasets have a weight; give one to all, or to none")
+    if mixture.num_samples is not None and not with_weight:
+        raise ConfigError(f"{path}: num_samples needs weights")
+    return mixture
+
+
+def _beside(folder: Path, part: MixturePart) -> MixturePart:
+    """A part whose place is relative to the mixture's file, if it lies there."""
+    values: dict[str, Any] = {name: getattr(part, name) for name in MixturePart.__slots__}
+    for key in ("dataset", "data_root"):
+        if values[key] and "://" not in values[key] and (folder / values[key]).exists():
+            values[key] = str((folder / values[key]).resolve())
+    return MixturePart(**values)
+
+
+def is_meta(place: str) -> bool:
+    """Whether a JSON file is InternVL's meta file: dataset name -> {root, annotation, repeat_time, ...}."""
+    path = Path(place)
+    if path.suffix != ".json" or not path.is_file() or path.stat().st_size > PEEK_BYTES * 16:
+        return False
+    try:
+        values = json.loads(path.read_text("utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, OSError):
+        return False
+    return (
+        isinstance(values, dict)
+        and len(values) > 0
+        and all(isinstance(entry, dict) and "annotation" in entry for entry in values.values())
+    )
+
+
+def read_meta(place: str) -> Mixture:
+    """InternVL's meta JSON: `repeat_time` is our repeat, `length` is what its author counted and is not used."""
+    path = Path(place)
+    parts = []
+    for name, entry in json.loads(path.read_text("utf-8")).items():
+        repeat = entry.get("repeat_time", 1)
+        if not isinstance(repeat, int | float) or not isinstance(entry["annotation"], str):
+            raise ConfigError(f"{path}: {name}: annotation must be a path, and repeat_time a number")
+        root = entry.get("root") or None
+        part = MixturePart(dataset=entry["annotation"], name=name, data_root=root, repeat=float(repeat))
+        parts.append(_beside(path.parent, part))
+    return Mixture(name=path.stem, datasets=tuple(parts))

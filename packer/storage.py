@@ -1,0 +1,162 @@
+"""Folders of raw data, on disk or in a bucket, behind one small protocol.
+
+A `Root` opens and lists files by their name relative to it. What is wrong with one file comes out as OSError, as from
+the file system, so that it costs one sample; what is wrong with the whole place (no such bucket, wrong credentials)
+raises DataError, and stops the build.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import IO, Protocol
+
+from balance.errors import ConfigError, DataError
+
+URI_SCHEMES = ("s3", "gs", "az")
+"""Object stores that data may lie in."""
+
+
+class OutsideRoot(OSError):
+    """A name that leads out of the folder it is relative to."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """A file of a root."""
+
+    name: str
+    """Relative to the root, with forward slashes."""
+    size: int
+    version: str
+    """Changes when the file does: its time of change, or the store's entity tag."""
+
+
+class Root(Protocol):
+    """A folder of raw data."""
+
+    uri: str
+
+    def open(self, name: str) -> IO[bytes]:
+        """The file, seekable. OSError if it cannot be opened."""
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        """Bytes of a file, from `offset` on, all or `length` of them. OSError if it cannot be read."""
+
+    def info(self, name: str) -> FileInfo:
+        """Size and version of a file. FileNotFoundError if there is none."""
+
+    def files(self, folder: str = "") -> Iterator[FileInfo]:
+        """All files under a folder and its folders, in the order of their names."""
+
+    def names(self) -> list[str]:
+        """Names of the files in the root itself, sorted."""
+
+    def has_folder(self, folder: str) -> bool:
+        """Whether there is anything under that name."""
+
+
+def is_uri(place: str) -> bool:
+    """Whether a place lies in an object store.
+
+    >>> is_uri("s3://bucket/data"), is_uri("data/images")
+    (True, False)
+    """
+    return "://" in place
+
+
+def join(root: str, name: str) -> str:
+    """A place under a root, which is a folder or a URI."""
+    return f"{root.rstrip('/')}/{name}" if is_uri(root) else str(Path(root) / name)
+
+
+def split(place: str) -> tuple[str, str]:
+    """The folder and the name of a file.
+
+    >>> split("s3://bucket/a/b.json"), split("data/b.json")
+    (('s3://bucket/a', 'b.json'), ('data', 'b.json'))
+    """
+    if is_uri(place):
+        folder, _, name = place.rstrip("/").rpartition("/")
+        return folder, name
+    path = Path(place)
+    return str(path.parent), path.name
+
+
+@lru_cache(maxsize=64)
+def open_root(place: str, *, follow_links: bool = False) -> Root:
+    """The folder at a path or a URI; ConfigError for a URI of an unknown kind."""
+    if not is_uri(place):
+        return LocalRoot(place, follow_links=follow_links)
+    scheme = place.partition("://")[0]
+    if scheme not in URI_SCHEMES:
+        raise ConfigError(f"{place}: cannot read {scheme}://; use a path or one of {', '.join(URI_SCHEMES)}")
+    from packer.object_store import ObjectRoot  # noqa: PLC0415 - an extra, needed only here
+
+    return ObjectRoot(place)
+
+
+class LocalRoot:
+    """A folder on disk. Links that lead out of it are refused, unless they are to be followed."""
+
+    def __init__(self, place: str, *, follow_links: bool = False) -> None:
+        self.uri = place
+        self._path = Path(place)
+        self._follow_links = follow_links
+        self._real = os.path.realpath(place)
+        # most files share few folders: resolving those once leaves one look per file
+        self._real_folder = lru_cache(maxsize=4096)(os.path.realpath)
+
+    def open(self, name: str) -> IO[bytes]:
+        """The file, seekable."""
+        return self._inside(name).open("rb")
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        """Bytes of a file."""
+        with self._inside(name).open("rb", buffering=0) as file:
+            file.seek(offset)
+            if length is None:
+                return file.readall()
+            data = file.read(length) or b""
+            while len(data) < length and (more := file.read(length - len(data))):
+                data += more
+            return data
+
+    def info(self, name: str) -> FileInfo:
+        """Size and time of change of a file."""
+        state = self._inside(name).stat()
+        return FileInfo(name, state.st_size, str(state.st_mtime_ns))
+
+    def files(self, folder: str = "") -> Iterator[FileInfo]:
+        """All files under a folder, in the order of their names; hidden ones are left out."""
+
+        def fail(error: OSError) -> None:
+            raise DataError(f"{error.filename}: cannot be listed: {error.strerror or error}") from None
+
+        found = []
+        for parent, folders, names in os.walk(self._path / folder, onerror=fail, followlinks=self._follow_links):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            found += [Path(parent, name).relative_to(self._path).as_posix() for name in names if name[0] != "."]
+        yield from map(self.info, sorted(found))
+
+    def names(self) -> list[str]:
+        """Names of the files in the root itself, sorted."""
+        return sorted(path.name for path in self._path.iterdir() if path.is_file())
+
+    def has_folder(self, folder: str) -> bool:
+        """Whether there is such a folder."""
+        return (self._path / folder).is_dir()
+
+    def _inside(self, name: str) -> Path:
+        path = self._path / name
+        if self._follow_links:
+            return path
+        folder = self._real_folder(path.parent)
+        if path.is_symlink():
+            folder = os.path.dirname(os.path.realpath(path))
+        if folder != self._real and not folder.startswith(self._real + os.sep) and self._real != os.sep:
+            raise OutsideRoot(f"{name} is a link out of {self.uri}; add --follow-links if that is meant")
+        return path

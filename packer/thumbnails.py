@@ -1,0 +1,73 @@
+"""Image file -> a small upright picture for a page, or why there is none. Pure.
+
+Damaged files are what a person looks for in a build, so an error is a value here.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import warnings
+from dataclasses import dataclass
+
+from PIL import Image, ImageOps
+
+MOST_PIXELS = 160
+"""Longer side of a thumbnail."""
+JPEG_QUALITY = 80
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thumbnail:
+    """A picture that fits a square of MOST_PIXELS, as a `data:` URI."""
+
+    uri: str
+    width: int
+    height: int
+    full_width: int
+    """Of the decoded image, upright."""
+    full_height: int
+
+
+def make_thumbnail(data: bytes) -> Thumbnail | str:
+    """The thumbnail of an image file, or in one line why Pillow cannot decode it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            return _decode(data)
+    # Pillow's parsers leak these for damaged files, SyntaxError for a bad PNG chunk among them
+    except (
+        Image.DecompressionBombError,
+        OSError,
+        ValueError,
+        SyntaxError,
+        KeyError,
+        IndexError,
+        OverflowError,
+        EOFError,
+    ) as error:
+        if not data:
+            return "the file is empty"
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _decode(data: bytes) -> Thumbnail:
+    with Image.open(io.BytesIO(data)) as image:
+        upright = ImageOps.exif_transpose(image)
+    full_width, full_height = upright.size
+    has_alpha = upright.has_transparency_data
+    picture = upright.convert("RGBA" if has_alpha else "RGB")
+    picture.thumbnail((MOST_PIXELS, MOST_PIXELS))
+    buffer = io.BytesIO()
+    if has_alpha:
+        picture.save(buffer, "PNG")
+    else:
+        picture.save(buffer, "JPEG", quality=JPEG_QUALITY)
+    kind = "png" if has_alpha else "jpeg"
+    return Thumbnail(
+        uri=f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}",
+        width=picture.width,
+        height=picture.height,
+        full_width=full_width,
+        full_height=full_height,
+    )

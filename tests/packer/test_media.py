@@ -1,0 +1,79 @@
+import pytest
+
+from packer.media import Media, MediaProblem, open_media, read_media
+from packer.storage import open_root
+
+
+def read(root, media):
+    with open_media(open_root(str(root)), media, "image") as file:
+        return file.read()
+
+
+def test_a_file_of_its_own_a_range_of_a_container_and_bytes_in_hand_read_alike(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(b"picture")
+    (tmp_path / "b.tar").write_bytes(b"header picture tail")
+    kinds = [Media("a.jpg"), Media("a.jpg", "b.tar", 7, 7), Media("a.jpg", data=b"picture")]
+    assert [read(tmp_path, media) for media in kinds] == [b"picture"] * 3
+
+
+def test_missing_files_and_folders_are_missing(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_bytes(b"")
+    for media in (Media("nothing.jpg"), Media("folder"), Media("file/b.jpg"), Media("x", "nothing.tar", 0, 5)):
+        with pytest.raises(MediaProblem, match="missing_image"):
+            read(tmp_path, media)
+
+
+def test_what_the_file_system_refuses_is_not_called_corrupt(tmp_path):
+    with pytest.raises(MediaProblem, match="unreadable_image"):
+        read(tmp_path, Media("x" * 300))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("../x.jpg", "outside"),
+        ("/etc/x.jpg", "outside"),
+        ("a/../../x.jpg", "outside"),
+        ("https://a/b.jpg", "image_url"),
+    ],
+)
+def test_paths_that_leave_the_data_root_are_refused(tmp_path, name, reason):
+    with pytest.raises(MediaProblem, match=reason):
+        read(tmp_path, Media(name))
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_links_out_of_the_data_root_are_refused_unless_they_are_to_be_followed(tmp_path, kind):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a.jpg").write_bytes(b"picture")
+    root = tmp_path / "root"
+    root.mkdir()
+    if kind == "file":
+        (root / "a.jpg").symlink_to(tmp_path / "elsewhere" / "a.jpg")
+        name = "a.jpg"
+    else:
+        (root / "images").symlink_to(tmp_path / "elsewhere")
+        name = "images/a.jpg"
+    with pytest.raises(MediaProblem, match=r"outside_data_root.*--follow-links"):
+        read(root, Media(name))
+    with open_media(open_root(str(root), follow_links=True), Media(name), "image") as file:
+        assert file.read() == b"picture"
+
+
+def test_a_link_inside_the_data_root_and_a_root_that_is_a_link_are_fine(tmp_path):
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "a.jpg").write_bytes(b"picture")
+    (tmp_path / "root" / "b.jpg").symlink_to("a.jpg")
+    (tmp_path / "link").symlink_to(tmp_path / "root")
+    assert read(tmp_path / "root", Media("b.jpg")) == read(tmp_path / "link", Media("a.jpg")) == b"picture"
+
+
+def test_a_file_that_changed_since_it_was_counted_is_named(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(b"picture")
+    root = open_root(str(tmp_path))
+    assert read_media(root, Media("a.jpg", size=7), tmp_path) == b"picture"
+    with pytest.raises(MediaProblem, match=r"media_changed: a.jpg: 9 bytes when counted, 7 now"):
+        read_media(root, Media("a.jpg", size=9), tmp_path)
+    with pytest.raises(MediaProblem, match=r"media_changed: b.jpg"):
+        read_media(root, Media("b.jpg", size=7), tmp_path)
