@@ -28,10 +28,12 @@ from packer.executor import map_ordered
 from packer.group import Grouping, group_counts
 from packer.output import DEMO_FOLDER, INDEX_NAME, BuildIdentity, clear, locked
 from packer.progress import StageProgress
+from packer.publish import Publisher
 from packer.shards.index import merge_index, read_lost
-from packer.shards.manifest import MANIFEST_NAME, write_manifest
+from packer.shards.manifest import is_complete, write_manifest
 from packer.sources.dataset import DEMO, Dataset, find_dataset
 from packer.staging import Staging
+from packer.storage import is_uri, naming_full_disk, on_disk
 from packer.summary import BuildSummary, nothing_to_pack, require_few, summarise_rejected
 from packer.tables import (
     COUNTS_NAME,
@@ -64,12 +66,14 @@ class _Counts:
 
 
 class Builder:
-    """One build into one output directory."""
+    """One build into one output directory, or by way of a work folder into an object store."""
 
     def __init__(self, config: BuildConfig, progress: StageProgress) -> None:
         self.config = config
         self.progress = progress
-        self.out = Path(config.out)
+        self.publisher = Publisher(config.out, config.work_dir) if is_uri(config.out) else None
+        self.out = self.publisher.folder if self.publisher else Path(config.out)
+        """Where the build is at work."""
         self.staging = Staging(self.out / "staging")
         self.model = load_model(config.model or DEMO_MODEL)
         self.tokenizer_path = config.tokenizer or str(demo_tokenizer_path())
@@ -80,15 +84,16 @@ class Builder:
 
     def build(self, *, overwrite: bool = False) -> BuildSummary:
         """All stages, up to the manifest. DataError when nothing can be packed, or the output is another build's."""
+        is_complete(self.config.out)  # a wrong place, here or below, must not leave an output directory, or clear one
         if not self.config.is_demo:
-            self._find()  # a wrong path must not leave an output directory behind, or clear one
-        with locked(self.out):
+            self._find()
+        with locked(self.out), naming_full_disk(self.out):
             if overwrite:
-                clear(self.out)
+                self._clear()
             dataset = self._demo() if self.config.is_demo else self._find()
-            if (self.out / MANIFEST_NAME).exists():
-                return self._summary(self.identity.require_same(self.out, dataset), already_complete=True)
-            self.identity.claim(self.staging.folder, dataset)
+            if is_complete(self.config.out):
+                return self._finished(dataset)
+            self._claim(dataset)
             counts = self._count(dataset)
             grouping = self._group(counts)
             num_shards = self._write(dataset, grouping, counts)
@@ -96,16 +101,38 @@ class Builder:
 
     def count(self) -> tuple[pa.Table, pa.Table]:
         """Only count: leaves counts.parquet and rejected.parquet; -> both."""
-        if (self.out / MANIFEST_NAME).exists():
-            raise ConfigError(f"{self.out} holds a finished build: choose another --out")
+        if is_complete(self.config.out):
+            raise ConfigError(f"{self.config.out} holds a finished build: choose another --out")
         if not self.config.is_demo:
             self._find()
-        with locked(self.out):
+        with locked(self.out), naming_full_disk(self.out):
             dataset = self._demo() if self.config.is_demo else self._find()
-            self.identity.claim(self.staging.folder, dataset)
+            self._claim(dataset)
             counts = self._count(dataset)
-            shutil.rmtree(self.staging.folder)
+            if self.publisher:
+                self.publisher.upload_tables()
+            else:
+                shutil.rmtree(self.staging.folder)
             return counts.table, counts.rejected
+
+    def _clear(self) -> None:
+        if self.publisher:
+            self.publisher.clear()
+        clear(self.out)
+
+    def _claim(self, dataset: Dataset) -> None:
+        self.identity.claim(self.staging.folder, dataset)
+        if self.publisher:
+            self.publisher.claim()
+
+    def _finished(self, dataset: Dataset) -> BuildSummary:
+        """What an earlier run has built; DataError if that is another build."""
+        manifest = self.identity.require_same(self.config.out, dataset)
+        with on_disk(self.config.out, [REJECTED_NAME]) as folder:
+            summary = self._summary(manifest, read_table(folder / REJECTED_NAME), already_complete=True)
+        if self.publisher:
+            self.publisher.forget()
+        return summary
 
     def _find(self) -> Dataset:
         dataset = find_dataset(self.config.dataset, self.config.data_root, fetch=self.config.fetch_annotations)
@@ -115,6 +142,8 @@ class Builder:
         return dataset
 
     def _demo(self) -> Dataset:
+        if self.publisher and self.config.format == "refs" and not self.config.data_root:
+            raise ConfigError("--format refs: the demo's pictures need a place that stays: give one with --data-root")
         folder = Path(self.config.data_root) if self.config.data_root else self.out / DEMO_FOLDER
         if not (folder / "annotations.json").exists():
             with self.progress.stage("draw", None, unit="demo samples") as stage:
@@ -160,10 +189,12 @@ class Builder:
         self._reject(rejected, counts.num_read)
         return counts
 
-    def _reject(self, rejected: pa.Table, num_read: int) -> None:
-        """Leave rejected.parquet; DataError if these are too many."""
-        write_table(rejected.sort_by("position"), self.out / REJECTED_NAME)
+    def _reject(self, rejected: pa.Table, num_read: int) -> pa.Table:
+        """Leave rejected.parquet; -> its rows. DataError if these are too many."""
+        rejected = rejected.sort_by("position")
+        write_table(rejected, self.out / REJECTED_NAME)
         require_few(rejected, num_read, self.config.max_rejected, self.out / REJECTED_NAME)
+        return rejected
 
     def _group(self, counts: _Counts) -> Grouping:
         with self.progress.stage("group", None) as stage:
@@ -213,6 +244,7 @@ class Builder:
             follow_links=self.config.follow_links,
             image_token_id=self.tokenizer.image_token_id,
             audio_token_id=self.tokenizer.audio_token_id,
+            uri=self.publisher.uri if self.publisher else None,
         )
         positions = counts.table.column("position").to_numpy()
         sample_ids = counts.table.column("sample_id")
@@ -236,25 +268,28 @@ class Builder:
             parts = [index_part(self.out, shard) for shard in range(num_shards)]
             lost = [row for part in parts for row in read_lost(part)]
             rejected = pa.concat_tables([counts.rejected, reject_rows(counts.table, [*grouping.over, *lost])])
-            self._reject(rejected, counts.num_read)
+            rejected = self._reject(rejected, counts.num_read)
             if lost:
                 groups = _without(grouping.groups, [row for row, _, _ in lost])
                 write_table(groups_table(groups, counts_arrays(counts.table)), self.out / GROUPS_NAME)
             index = merge_index(parts, self.out / INDEX_NAME)
             manifest = self.identity.manifest(
-                self.out, dataset, grouping, index, num_read=counts.num_read, num_repeated=counts.num_repeated
+                self.out, dataset, grouping, index, parts, num_read=counts.num_read, num_repeated=counts.num_repeated
             )
             write_manifest(self.out, manifest)
-            shutil.rmtree(self.staging.folder)
+            if self.publisher:
+                self.publisher.publish()
+            else:
+                shutil.rmtree(self.staging.folder)
             stage.count(num_shards)
-        return self._summary(manifest, already_complete=False)
+        return self._summary(manifest, rejected, already_complete=False)
 
-    def _summary(self, manifest: dict[str, Any], *, already_complete: bool) -> BuildSummary:
+    def _summary(self, manifest: dict[str, Any], rejected: pa.Table, *, already_complete: bool) -> BuildSummary:
         return BuildSummary(
-            out=self.out,
+            out=self.config.out,
             already_complete=already_complete,
             totals=manifest["totals"],
-            rejected=summarise_rejected(read_table(self.out / REJECTED_NAME)),
+            rejected=summarise_rejected(rejected),
             limits=Limits(**manifest["limits"]),
             added_tokens=manifest["tokenizer"]["added_tokens"],
             id_conflicts=self.tokenizer.id_conflicts,

@@ -6,10 +6,13 @@ controls, `raise_exception`, `tojson`, `strftime_now` and `{% generation %}`. Pu
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -28,9 +31,13 @@ Message = Mapping[str, Any]
 CharSpan = tuple[int, int]
 """First character, and the one behind the last."""
 
+MOST_OUTLINES = 4096
+"""Shapes of conversations to remember."""
+
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Characters that Unicode reserves for use inside a program; two that no message holds enclose what is generated.
 _NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
+_STAND_IN = re.compile(f"{_NONCHARACTERS[2]}([0-9]+){_NONCHARACTERS[3]}")
 # What a template may raise: its own errors, and those of Python expressions in it.
 _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 
@@ -47,6 +54,7 @@ class ChatTemplate:
         self.source = source
         self._variables = dict(variables)
         self._marks_generation = bool(_GENERATION.search(source))
+        self._outlines: dict[tuple[Any, ...], _Outline | None] = {}
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -92,6 +100,36 @@ class ChatTemplate:
 
     def _by_prefix(self, messages: Sequence[Message]) -> tuple[str, list[CharSpan]]:
         full = self.render(messages)
+        shape = tuple((message["role"], _kinds(message["content"])) for message in messages)
+        if shape not in self._outlines:
+            if len(self._outlines) >= MOST_OUTLINES:
+                self._outlines.clear()
+            self._outlines[shape] = self._outline(messages)
+        spans = _fit_outline(self._outlines[shape], _texts(messages), full)
+        return full, self._by_renders(messages, full) if spans is None else spans
+
+    def _outline(self, messages: Sequence[Message]) -> _Outline | None:
+        """What the template writes around the texts of such messages; None if it cannot be told.
+
+        One rendering per turn is what labels cost, and the template is half of the time that a sample takes. But most
+        templates copy the texts unread: then the renderings of stand-ins give the places of the answers once and for
+        all conversations of that shape, and one rendering more proves it.
+        """
+        number = itertools.count()
+        stand_ins = [{**message, "content": _replace_texts(message["content"], number)} for message in messages]
+        try:
+            text = self.render(stand_ins)
+            spans = self._by_renders(stand_ins, text)
+        except TemplateRefusedError:
+            return None
+        # literals and numbers of stand-ins in turn
+        pieces = _STAND_IN.split(text)
+        if pieces[1::2] != [str(i) for i in range(next(number))]:
+            return None
+        ends = [match.end() for match in _STAND_IN.finditer(text)]
+        return _Outline(pieces[::2], ends, spans)
+
+    def _by_renders(self, messages: Sequence[Message], full: str) -> list[CharSpan]:
         spans = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -104,7 +142,63 @@ class ChatTemplate:
                     " mark the answers with {% generation %} in the template"
                 )
             spans.append((len(before), len(after)))
-        return full, spans
+        return spans
+
+
+@dataclass(frozen=True, slots=True)
+class _Outline:
+    """A conversation's rendering without its texts, which stand-ins replace."""
+
+    literals: list[str]
+    """What the template writes before each text and behind the last."""
+    ends: list[int]
+    """Where each stand-in ends in the rendering."""
+    spans: list[CharSpan]
+    """The answers in the rendering."""
+
+
+def _fit_outline(outline: _Outline | None, texts: list[str], full: str) -> list[CharSpan] | None:
+    """The answers of a conversation of the outline's shape; None if its rendering is not the outline with its texts."""
+    if outline is None:
+        return None
+    for candidate in (texts, [text.strip() for text in texts]):
+        written = [part for pair in zip(outline.literals, [*candidate, ""], strict=True) for part in pair]
+        if "".join(written) == full:
+            break
+    else:
+        return None
+    # by how much everything behind each text is further back than behind its stand-in
+    shifts = [0, *itertools.accumulate(len(t) - len(_stand_in(i)) for i, t in enumerate(candidate))]
+    return [
+        (start + shifts[bisect_right(outline.ends, start)], end + shifts[bisect_right(outline.ends, end)])
+        for start, end in outline.spans
+    ]
+
+
+def _stand_in(number: int) -> str:
+    return f"{_NONCHARACTERS[2]}{number}{_NONCHARACTERS[3]}"
+
+
+def _kinds(content: Any) -> Any:
+    """What a message's content is made of."""
+    return None if isinstance(content, str) else tuple(part["type"] for part in content)
+
+
+def _texts(messages: Sequence[Message]) -> list[str]:
+    """All texts of all contents, in order."""
+    texts = []
+    for message in messages:
+        content = message["content"]
+        parts = [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+        texts += parts
+    return texts
+
+
+def _replace_texts(content: Any, number: Iterator[int]) -> Any:
+    """The content with stand-ins as its texts."""
+    if isinstance(content, str):
+        return _stand_in(next(number))
+    return [{**part, "text": _stand_in(next(number))} if part["type"] == "text" else part for part in content]
 
 
 class _GenerationMarks(Extension):

@@ -26,7 +26,7 @@ from packer.group import GroupOptions
 from packer.lengths import group_files
 from packer.options import (
     GROUPING_HELP,
-    BuildFolder,
+    BuildPlace,
     CheckOption,
     ConfigOption,
     DataRootOption,
@@ -51,10 +51,11 @@ from packer.options import (
 )
 from packer.output import REPORT_NAME
 from packer.progress import StageProgress
+from packer.publish import save_html
 from packer.record import REASONS
 from packer.report import make_report
-from packer.report_html import write_html
 from packer.report_text import print_report
+from packer.storage import is_uri, join
 from packer.summary import BuildSummary, Rejection, summarise_rejected
 from packer.tables import REJECTED_NAME
 from packer.verify import require_intact, verify_build
@@ -109,15 +110,15 @@ def build(
     builder = _builder(context)
     summary = builder.build(overwrite=overwrite)
     report = make_report(summary.out)
-    if not summary.already_complete:
-        write_html(report, summary.out / REPORT_NAME)
+    if not summary.already_complete and not is_uri(summary.out):  # one at a URI has its report from the build
+        save_html(report, summary.out)
     if as_json:
-        print(json.dumps({**_plain(summary), "report": report.to_json()}))
+        print(json.dumps({**asdict(summary), "report": report.to_json()}))
         return
     _print_summary(summary)
     print_report(report, Console())
     _print_rejected(summary.rejected, summary.out)
-    print(f"details: {summary.out / REPORT_NAME}   check: packer verify {summary.out}")
+    print(f"details: {join(summary.out, REPORT_NAME)}   check: packer verify {summary.out}")
 
 
 @app.command()
@@ -148,7 +149,7 @@ def count(
         print(json.dumps({"num_read": len(counts) + len(rejected), "num_counted": len(counts), "rejected": numbers}))
         return
     print(f"{len(counts) + len(rejected):,} samples read = {len(counts):,} counted + {len(rejected):,} rejected")
-    _print_rejected(reasons, builder.out)
+    _print_rejected(reasons, builder.config.out)
 
 
 @app.command()
@@ -156,9 +157,7 @@ def group(
     files: Annotated[
         list[Path], typer.Argument(help="counts.parquet files, or OmniBal length files (JSON).", metavar="FILE...")
     ],
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for the groups and report.html. Default: only print.")
-    ] = None,
+    out: Annotated[str | None, typer.Option(help="Folder for the groups and report.html. Default: only print.")] = None,
     max_seq_len: SeqLenOption = None,
     max_vision: VisionOption = None,
     vision_unit: Annotated[
@@ -174,15 +173,17 @@ def group(
     options = GroupOptions(
         seed=seed or 0, max_seq_len=max_seq_len, max_vision=max_vision, grouping=grouping, isf_iterations=isf_iterations
     )
+    if out is not None and is_uri(out):
+        raise ConfigError(f"--out {out}: groups alone go to a folder; `packer build` writes to URIs")
     with TemporaryDirectory() as scratch:
-        folder = out or Path(scratch)
+        folder = Path(out or scratch)
         group_files(files, folder, options, StageProgress(people), vision_unit=vision_unit, context_len=MOST_TOKENS)
-        _report(folder, dp, as_json=as_json, kept=out is not None)
+        _report(str(folder), dp, as_json=as_json, kept=out is not None)
 
 
 @app.command()
 def report(
-    out: BuildFolder,
+    out: BuildPlace,
     dp: RanksOption = 8,
     as_json: JsonOption = False,
 ) -> None:
@@ -191,7 +192,7 @@ def report(
 
 
 @app.command()
-def verify(out: BuildFolder, workers: WorkersOption = None, as_json: JsonOption = False) -> None:
+def verify(out: BuildPlace, workers: WorkersOption = None, as_json: JsonOption = False) -> None:
     """Check sizes, checksums and totals of a build; name every file that is not what the manifest says."""
     result = verify_build(out, StageProgress(people), workers=workers or default_workers())
     if as_json:
@@ -240,20 +241,16 @@ def _builder(context: typer.Context) -> Builder:
     return Builder(config, StageProgress(people))
 
 
-def _report(out: Path, dp: int, *, as_json: bool, kept: bool = True) -> None:
+def _report(out: str, dp: int, *, as_json: bool, kept: bool = True) -> None:
     result = make_report(out, dp=dp)
-    if kept:
-        write_html(result, out / REPORT_NAME)
     if as_json:
         print(json.dumps(result.to_json()))
-        return
-    print_report(result, Console())
-    if kept:
-        print(f"details: {out / REPORT_NAME}")
-
-
-def _plain(summary: BuildSummary) -> dict[str, Any]:
-    return {**asdict(summary), "out": str(summary.out)}
+    else:
+        print_report(result, Console())
+    if kept:  # behind the figures: who may only read a bucket has those at least
+        save_html(result, out)
+    if kept and not as_json:
+        print(f"details: {join(out, REPORT_NAME)}")
 
 
 def _print_summary(summary: BuildSummary) -> None:
@@ -269,12 +266,12 @@ def _print_summary(summary: BuildSummary) -> None:
         print(f"tokens added to the tokenizer (resize the model's embedding): {added}")
 
 
-def _print_rejected(reasons: dict[str, Rejection], out: Path) -> None:
+def _print_rejected(reasons: dict[str, Rejection], out: str) -> None:
     """One line per reason, with the first sample that it met."""
     for reason, entry in reasons.items():
         print(f"  rejected {entry.number:,}, {reason}: {REASONS.get(reason, reason)}; first: {entry.first}")
     if reasons:
-        print(f"  all of them: {out / REJECTED_NAME}")
+        print(f"  all of them: {join(out, REJECTED_NAME)}")
 
 
 def _fail(message: str, status: int) -> None:

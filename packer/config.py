@@ -47,6 +47,9 @@ class BuildConfig:
 
     dataset: str
     out: str
+    """Folder or URI."""
+    work_dir: str | None = None
+    """Where a build to a URI is prepared; by default under the user's cache folder."""
     data_root: str | None = None
     model: str = ""
     tokenizer: str = ""

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from packer.inspect_group import inspect_group
 from packer.inspect_html import write_group_html
-from packer.inspect_print import print_group
-from packer.options import BuildFolder, JsonOption, TemplateOption
+from packer.inspect_print import group_title, print_group
+from packer.options import BuildPlace, JsonOption, TemplateOption
 
 GroupOption = Annotated[
     int | None, typer.Option(help="Number of the group, from 0. Default: the middle one, by vision load.")
@@ -24,7 +24,7 @@ HtmlOption = Annotated[Path | None, typer.Option(help="Write a page with thumbna
 
 
 def inspect_command(
-    out: BuildFolder,
+    out: BuildPlace,
     group: GroupOption = None,
     tokenizer: BuildTokenizerOption = None,
     chat_template: TemplateOption = None,
@@ -41,4 +41,4 @@ def inspect_command(
     if html is None:
         print_group(view, Console())
     else:
-        print(f"group {view.group:,} of {view.num_groups:,}: {html}")
+        print(f"{group_title(view)}: {html}")

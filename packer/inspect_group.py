@@ -27,35 +27,37 @@ from packer.output import INDEX_NAME
 from packer.shards.manifest import read_manifest
 from packer.shards.reader import IndexRow, StoredSample, read_index_row, read_stored
 from packer.sources.dataset import DEMO
-from packer.storage import open_root
+from packer.storage import on_disk, open_root
 from packer.tables import COUNTS_NAME, GROUPS_NAME
 from packer.thumbnails import Thumbnail, make_thumbnail
 
 
 def inspect_group(
-    out: Path,
+    out: Path | str,
     group: int | None = None,
     *,
     tokenizer: str | None = None,
     chat_template: str | None = None,
 ) -> GroupView:
-    """Group `group` (row of the index; None: the middle of the path) of the build in `out`.
+    """Group `group` (row of the index; None: the middle of the path) of the build at `out`, a folder or URI.
 
     `tokenizer` must be the build's own; without it the demo's text can be read, and of others the token ids. DataError
     for an unfinished or damaged build, ConfigError for a group that it does not have or another tokenizer. A missing
     or damaged image is said where it would be shown.
     """
-    manifest = read_manifest(out)
+    place = str(out)
+    manifest = read_manifest(place)
     number, why = _choose(group, manifest["totals"]["num_groups"])
     model = model_from_dict(manifest["model"])
     source = tokenizer or _demo_tokenizer(manifest)
     decoder = None
     if source is not None:
         decoder = load_decoder(source, model, manifest["tokenizer"], chat_template=chat_template)
-    row = read_index_row(out / INDEX_NAME, number)
-    shard = manifest["shards"][row.shard]
-    stored = read_stored(out / shard["name"], row, manifest["format"])
-    counted = _counted(out, number, row)
+    with on_disk(place, (INDEX_NAME, GROUPS_NAME, COUNTS_NAME)) as folder:
+        row = read_index_row(folder / INDEX_NAME, number)
+        counted = _counted(folder, number, row)
+    shard = manifest["shards"][row.shard]["name"]
+    stored = read_stored(open_root(place, follow_links=True), shard, row, manifest["format"])
     limits = Limits(**manifest["limits"])
     pairs = zip(stored, counted, strict=True)
     samples = tuple(_sample_view(sample, about, model, manifest, decoder) for sample, about in pairs)
@@ -63,7 +65,7 @@ def inspect_group(
         group=number,
         num_groups=manifest["totals"]["num_groups"],
         why=why,
-        shard=shard["name"],
+        shard=shard,
         num_bytes=row.length,
         limits=limits,
         counts=row.counts | {"seq_len": sum(sample.counts["seq_len"] for sample in samples)},
@@ -76,7 +78,7 @@ def inspect_group(
 def _choose(group: int | None, num_groups: int) -> tuple[int, str]:
     if group is None:
         # groups are in path order, which is by vision load: the middle one is as large as a group commonly is
-        return num_groups // 2, "the middle of the path: half of the groups hold less vision"
+        return num_groups // 2, "the middle of the path, which goes by vision load"
     if not 0 <= group < num_groups:
         raise ConfigError(f"--group {group}: this build has groups 0 to {num_groups - 1:,}")
     return group, "as asked"

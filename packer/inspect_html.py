@@ -10,8 +10,10 @@ from pathlib import Path
 
 from packer.inspect_print import (
     NO_TOKENIZER,
+    capitalised,
     file_text,
     group_text,
+    group_title,
     ids_text,
     image_text,
     load_rows,
@@ -46,7 +48,8 @@ figcaption {{ margin-top: 4px; overflow-wrap: anywhere; }} figcaption b {{ color
 .problem {{ color: var(--random); }}
 .content {{ background: var(--card); border-radius: 6px; padding: 10px 12px; white-space: pre-wrap;
   overflow-wrap: anywhere; font: 13px/1.55 ui-monospace, "DejaVu Sans Mono", monospace; color: var(--soft);
-  max-height: 30em; overflow-y: auto; }}
+  max-height: 40em; overflow-y: auto; }}
+@media print {{ .content {{ max-height: none; }} }}
 .content .label {{ color: var(--ink); background: color-mix(in srgb, var(--ours) 24%, transparent); }}
 .content .file {{ border: 1px solid var(--line); border-radius: 4px; padding: 0 5px; color: var(--random);
   background: var(--page); }}
@@ -72,8 +75,8 @@ def _head(view: GroupView) -> str:
     )
     note = "" if view.tokenizer else f'<p class="note">{escape(NO_TOKENIZER.strip())}</p>'
     return (
-        f"<h1>Group {view.group:,} of {view.num_groups:,}</h1>"
-        f"<p>{escape(view.why[0].upper() + view.why[1:])}. {escape(view.shard)}, {size_text(view.num_bytes)}.</p>"
+        f"<h1>{capitalised(group_title(view))}</h1>"
+        f"<p>{escape(capitalised(view.why))}. {escape(view.shard)}, {size_text(view.num_bytes)}.</p>"
         f"{bars}<p>{escape(group_text(view))}. Each part of a bar is a sample.</p>"
         f'<p><span class="legend">Marked text</span> has a label, and so is learned.</p>{note}'
     )

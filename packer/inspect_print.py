@@ -22,7 +22,7 @@ INDENT = 4
 
 def print_group(view: GroupView, console: Console) -> None:
     """Print a group; control characters of the data are shown, not obeyed."""
-    console.print(f"[bold]group {view.group:,} of {view.num_groups:,}[/] ({view.why})", highlight=False)
+    console.print(f"[bold]{group_title(view)}[/] ({view.why})", highlight=False)
     console.print(f"{view.shard}, {size_text(view.num_bytes)}", highlight=False)
     for label, used, cap in load_rows(view):
         console.print(f"{label:<15}{used:>9,} of {cap:>9,}  {_bar(used, cap)}", highlight=False)
@@ -36,21 +36,25 @@ LEGEND = "\u27e6 \u27e7: text that has a label, and so is learned."
 NO_TOKENIZER = " Token ids, because a build holds no tokenizer: give --tokenizer to see text."
 
 
+def group_title(view: GroupView) -> str:
+    """Which group it is, and which there are."""
+    return f"group {view.group:,}, of 0 to {view.num_groups - 1:,}"
+
+
 def load_rows(view: GroupView) -> list[tuple[str, int, int]]:
     """What a cap counts: (name, used, cap)."""
     return [
         ("LLM tokens", view.counts["seq_len"], view.limits.max_seq_len),
-        (_capitalised(view.limits.unit), view.vision_load, view.limits.max_vision),
+        (capitalised(view.limits.unit), view.vision_load, view.limits.max_vision),
     ]
 
 
 def group_text(view: GroupView) -> str:
     """The loads that no cap counts, in a line."""
     counts = view.counts
-    return (
-        f"{len(view.samples):,} samples; {_parts(counts)}, {counts['num_loss_tokens']:,} with a label;"
-        f" {counts['num_vit_tokens']:,} ViT tokens of {counts['num_image_patches']:,} image patches"
-    )
+    by_patches = view.limits.vision_unit == "image_patches"
+    other = f"{counts['num_vit_tokens']:,} ViT tokens" if by_patches else f"{counts['num_image_patches']:,} patches"
+    return f"{len(view.samples):,} samples; {_parts(counts)}, {counts['num_loss_tokens']:,} with a label; {other}"
 
 
 def sample_text(sample: SampleView, unit: str) -> str:
@@ -94,6 +98,15 @@ def size_text(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
+def capitalised(text: str) -> str:
+    """The text with a large first letter, the rest as it is.
+
+    >>> capitalised("as ViT tokens")
+    'As ViT tokens'
+    """
+    return text[:1].upper() + text[1:]
+
+
 def visible(text: str) -> str:
     r"""Text of the data without what would steer a terminal: control characters as escapes.
 
@@ -118,6 +131,7 @@ def _print_sample(number: int, sample: SampleView, unit: str, console: Console) 
     content = Text()
     for piece in sample.pieces:
         content.append_text(_piece(piece))
+    content.rstrip()
     _print_indented(content, console)
 
 
@@ -160,7 +174,3 @@ def _parts(counts: dict[str, int]) -> str:
     kinds = [(counts[f"num_{kind}_tokens"], kind) for kind in ("image", "text", "audio")]
     parts = " + ".join(f"{number:,} {kind}" for number, kind in kinds if number)
     return f"{counts['seq_len']:,} tokens = {parts}"
-
-
-def _capitalised(text: str) -> str:
-    return text if text[:1].isupper() else text[:1].upper() + text[1:]

@@ -37,7 +37,7 @@ TokenizerOption = Annotated[
 TemplateOption = Annotated[
     str | None, typer.Option(help="Chat template: a .jinja file, or the name of one of the tokenizer's templates.")
 ]
-OutOption = Annotated[str | None, typer.Option(help="Folder to write to.")]
+OutOption = Annotated[str | None, typer.Option(help="Folder or URI (s3://, gs://, az://) to write to.")]
 ExecutorOption = Annotated[
     str | None, typer.Option(help="local: processes of this machine; ray: count on a Ray cluster. Default: local.")
 ]
@@ -88,4 +88,5 @@ RanksOption = Annotated[
     int, typer.Option(min=1, max=65_536, help="Data-parallel ranks that the ratios are computed for.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+BuildPlace = Annotated[str, typer.Argument(help="Folder or URI of a build.", metavar="OUT")]
 BuildFolder = Annotated[Path, typer.Argument(help="Folder of a build.", metavar="OUT")]

@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
@@ -21,19 +21,22 @@ from balance.presets import ModelPreset, model_to_dict
 from balance.records import COUNT_COLUMNS
 from packer.config import BuildConfig
 from packer.group import Grouping
+from packer.shards.index import read_described
 from packer.shards.manifest import MANIFEST_NAME, describe_file, hash_json, read_manifest
 from packer.sources.dataset import Dataset, Part
-from packer.storage import is_uri
+from packer.storage import is_uri, open_root
 from packer.tables import COUNTS_NAME, GROUPS_NAME, REJECTED_NAME
 from packer.text import ChatTokenizer
-from packer.write import shard_name
 
 INDEX_NAME = "index.arrow"
 REPORT_NAME = "report.html"
 DEMO_FOLDER = "source"
+BUILDING_NAME = "building.json"
+"""While a build into an object store is unfinished: whose it is."""
 
+_FOLDERS = ("shards", "staging", DEMO_FOLDER)
 _MADE_BY_A_BUILD = frozenset(
-    {MANIFEST_NAME, INDEX_NAME, COUNTS_NAME, GROUPS_NAME, REJECTED_NAME, REPORT_NAME, DEMO_FOLDER, "shards", "staging"}
+    {MANIFEST_NAME, INDEX_NAME, COUNTS_NAME, GROUPS_NAME, REJECTED_NAME, REPORT_NAME, BUILDING_NAME, *_FOLDERS}
 )
 
 
@@ -62,7 +65,7 @@ class BuildIdentity:
             **asdict(self.config.group_options),
         }
 
-    def require_same(self, out: Path, dataset: Dataset) -> dict[str, Any]:
+    def require_same(self, out: str, dataset: Dataset) -> dict[str, Any]:
         """The manifest of a finished build; raises DataError if that build is not this one.
 
         Compares annotations byte by byte, containers by name and size, and files of their own not at all: a build
@@ -103,10 +106,19 @@ class BuildIdentity:
             )
 
     def manifest(
-        self, out: Path, dataset: Dataset, grouping: Grouping, index: pa.Table, *, num_read: int, num_repeated: int
+        self,
+        out: Path,
+        dataset: Dataset,
+        grouping: Grouping,
+        index: pa.Table,
+        parts: list[Path],
+        *,
+        num_read: int,
+        num_repeated: int,
     ) -> dict[str, Any]:
-        """The manifest of the files that now lie in `out`."""
+        """The manifest of the files that now lie in `out`, and of the shards that left the index rows in `parts`."""
         settings = self.settings(dataset)
+        root = open_root(str(out), follow_links=True)
         return {
             "isobatch_version": version("isobatch"),
             "format": self.config.format,
@@ -126,8 +138,8 @@ class BuildIdentity:
             "seed": self.config.seed,
             "order": asdict(grouping.order),
             "totals": _totals(index, num_read, num_repeated),
-            "shards": _describe_shards(out, index, self.config),
-            "files": [describe_file(out, name) for name in (INDEX_NAME, COUNTS_NAME, GROUPS_NAME, REJECTED_NAME)],
+            "shards": _describe_shards(parts, index),
+            "files": [describe_file(root, name) for name in (INDEX_NAME, COUNTS_NAME, GROUPS_NAME, REJECTED_NAME)],
             **({"data_root": _absolute(dataset.parts[0].data_root)} if self.config.format == "refs" else {}),
         }
 
@@ -152,11 +164,7 @@ def clear(out: Path) -> None:
     """Remove what a build made, and only that: --overwrite must not delete a folder that was given by mistake."""
     if not out.exists():
         return
-    strangers = sorted(path.name for path in out.iterdir() if path.name not in _MADE_BY_A_BUILD)
-    if strangers:
-        raise ConfigError(
-            f"--overwrite: {out} also holds {', '.join(strangers[:5])}, which no build made; nothing was removed"
-        )
+    require_ours(str(out), [path.name for path in out.iterdir()])
     # the manifest first: without it the rest is an unfinished build, whatever happens now
     (out / MANIFEST_NAME).unlink(missing_ok=True)
     for path in out.iterdir():
@@ -164,6 +172,15 @@ def clear(out: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+def require_ours(place: str, names: Sequence[str]) -> None:
+    """Raise ConfigError if a folder or URI holds anything that no build made."""
+    strangers = sorted({name for name in names if name.partition("/")[0] not in _MADE_BY_A_BUILD})
+    if strangers:
+        raise ConfigError(
+            f"--overwrite: {place} also holds {', '.join(strangers[:5])}, which no build made; nothing was removed"
+        )
 
 
 def _describe_raw(dataset: Dataset) -> list[dict[str, Any]]:
@@ -205,15 +222,15 @@ def _totals(index: pa.Table, num_read: int, num_repeated: int) -> dict[str, int]
     }
 
 
-def _describe_shards(out: Path, index: pa.Table, config: BuildConfig) -> list[dict[str, Any]]:
-    shard = index.column("shard").to_numpy()
-    num_groups = np.bincount(shard)
-    num_samples = np.bincount(shard, weights=index.column("num_samples").to_numpy()).astype(int)
+def _describe_shards(parts: list[Path], index: pa.Table) -> list[dict[str, Any]]:
+    shard, sizes = (index.column(name).to_numpy() for name in ("shard", "num_samples"))
+    num_groups = np.bincount(shard, minlength=len(parts))
+    num_samples = np.bincount(shard, weights=sizes, minlength=len(parts)).astype(int)
     return [
         {
-            **describe_file(out, shard_name(number, config.format)),
+            **read_described(part),
             "num_groups": int(num_groups[number]),
             "num_samples": int(num_samples[number]),
         }
-        for number in range(len(num_groups))
+        for number, part in enumerate(parts)
     ]

@@ -20,11 +20,11 @@ body { margin: 0 auto; max-width: 1120px; padding: 32px 24px 48px; background: v
   font: 15px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; }
 h1 { font-size: 25px; margin: 0; } h2 { font-size: 18px; margin: 40px 0 4px; }
 h3 { font-size: 14px; margin: 12px 0 2px; }
-h3 small { font-weight: 400; color: var(--soft); font-size: 13px; margin-left: 6px; }
+h3 small { display: block; font-weight: 400; color: var(--soft); font-size: 13px; margin-left: 17px; }
 p { margin: 4px 0 12px; color: var(--soft); max-width: 90ch; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(176px, 1fr)); gap: 12px; margin-top: 20px; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); gap: 12px; margin-top: 20px; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 12px 14px; }
-.card b { display: block; font-size: 20px; line-height: 1.25; white-space: nowrap; } .card span { color: var(--soft); }
+.card b { display: block; font-size: 17px; line-height: 1.35; } .card span { color: var(--soft); }
 .card i { font-style: normal; color: var(--random); } .card b em { font-style: normal; color: var(--ours); }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; margin: 8px 0; }

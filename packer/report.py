@@ -30,7 +30,8 @@ from balance.metrics import (
 )
 from balance.order import GroupStream
 from balance.records import Groups, IntArray, Limits
-from packer.report_tables import BuildTables, read_tables
+from packer.report_tables import TABLE_NAMES, BuildTables, read_tables
+from packer.storage import on_disk
 
 TITLES = {
     "random": "random",
@@ -92,6 +93,8 @@ class Report:
 
     num_packed: int
     rejected: dict[str, int]
+    num_repeated: int
+    """Copies beyond the first of each sample, in a mixture that repeats some."""
     num_groups: int
     dp_world_size: int
     fill: float
@@ -113,13 +116,14 @@ class Report:
 
     @property
     def num_read(self) -> int:
-        """Samples read: packed and rejected together."""
-        return self.num_packed + self.num_rejected
+        """Samples read: packed and rejected together, each copy of a repeated one but the first left out."""
+        return self.num_packed + self.num_rejected - self.num_repeated
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `packer report --json`; `methods` are Table 3's, `more_methods` the rows beside them."""
         return {
             "num_read": self.num_read,
+            "num_repeated": self.num_repeated,
             "num_packed": self.num_packed,
             "num_rejected": self.num_rejected,
             "rejected": self.rejected,
@@ -137,21 +141,23 @@ class Report:
         }
 
 
-def make_report(out: Path, *, dp: int = 8, seed: int = 0) -> Report:
-    """Compare the groups of the build in `out` with the baselines on `dp` ranks.
+def make_report(out: Path | str, *, dp: int = 8, seed: int = 0) -> Report:
+    """Compare the groups of the build at `out`, a folder or URI, with the baselines on `dp` ranks.
 
     `seed` is that of the loader's order and of the samplers. Raises DataError when a table
     is missing or the tables do not add up.
     """
     if dp < 1:
         raise ConfigError(f"dp is {dp}; give at least one data-parallel rank")
-    tables = read_tables(out)
+    with on_disk(str(out), TABLE_NAMES) as folder:
+        tables = read_tables(folder)
     streams = _streams(tables, dp=dp, seed=seed)
     loads = {name: _loads(name, streams[name], tables) for name in TITLES}
     packed = tables.counts.take(np.sort(tables.groups.samples))
     return Report(
         num_packed=len(packed),
         rejected=tables.rejected,
+        num_repeated=tables.num_repeated,
         num_groups=len(tables.groups),
         dp_world_size=dp,
         lower_bounds=lower_bounds(tables.limits.vision_load(packed), packed.seq_len, tables.limits),

@@ -11,16 +11,20 @@ from html import escape
 from pathlib import Path
 
 from balance.baselines import BATCH_SIZE
-from balance.metrics import step_loads
+from balance.metrics import dist_ratio, step_loads
 from balance.records import IntArray
 from packer.charts import histogram, rank_bars
 from packer.page import page
 from packer.report import TABLE_3, TITLES, Loads, Method, Report
-from packer.report_text import headings, shuffle_caption, shuffle_cells, shuffle_headings, table_cells
+from packer.report_text import headings, share_text, shuffle_caption, shuffle_cells, shuffle_headings, table_cells
 
 SHOWN_STEPS = 6
 SHOWN_RANKS = 8
 UNITS = {"llm_tokens": "LLM tokens", "vit_tokens": "ViT tokens"}
+RANK_CHARTS = {
+    "random": f"Before: {BATCH_SIZE} random samples per rank, padded",
+    "ours": "After: one group per rank, packed",
+}
 
 EXPLAINED = (
     "Max: tokens of the largest micro-batch. Pad ratio: share of LLM tokens that is padding. Dist ratio: share of time"
@@ -38,10 +42,11 @@ def render_html(report: Report) -> str:
     sections = [
         _head(report),
         _cards(report),
+        _ranks(report),
+        _distributions(report),
         _table(report),
         _shuffle(report),
-        _distributions(report),
-        _ranks(report),
+        _caps(report),
         _rejected(report),
     ]
     return page("Isobatch report", sections)
@@ -49,13 +54,12 @@ def render_html(report: Report) -> str:
 
 def _head(report: Report) -> str:
     limits = report.limits
-    explained = "".join(f"<p>{escape(line)}</p>" for line in report.limits_explained)
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in report.notes)
     return (
         "<h1>Isobatch report</h1>"
         f"<p>{report.num_packed:,} samples in {report.num_groups:,} groups of at most {limits.max_seq_len:,} LLM tokens"
         f" and {limits.max_vision:,} {escape(limits.unit)}; {report.methods['ours'].num_steps:,} steps on"
-        f" {report.dp_world_size} data-parallel ranks.</p>{explained}{notes}"
+        f" {report.dp_world_size} data-parallel ranks.</p>{notes}"
     )
 
 
@@ -73,13 +77,7 @@ def _cards(report: Report) -> str:
 
 
 def _change(before: float, after: float) -> str:
-    return f"<i>{_share(before)}</i> &rarr; <em>{_share(after)}</em>"
-
-
-def _share(value: float) -> str:
-    if value == 0:
-        return "0%"
-    return f"{value:.1%}" if value >= 0.01 else f"{value:.2%}"
+    return f"<i>{share_text(before)}</i> &rarr; <em>{share_text(after)}</em>"
 
 
 def _table(report: Report) -> str:
@@ -134,23 +132,39 @@ def _distributions(report: Report) -> str:
 
 def _ranks(report: Report) -> str:
     dp = report.dp_world_size
+    num_steps = 0
     columns = []
     for load, unit in UNITS.items():
-        steps = {name: step_loads(_load(report.loads[name], load), dp)[:SHOWN_STEPS] for name in ("random", "ours")}
+        steps = {name: step_loads(_load(report.loads[name], load), dp)[:SHOWN_STEPS] for name in RANK_CHARTS}
+        num_steps = max(num_steps, *map(len, steps.values()))
         upper = max(int(part.max(initial=0)) for part in steps.values())
         charts = "".join(
-            f'<h3><span class="key {name}"></span>{TITLES[name]}</h3>'
+            f'<h3><span class="key {name}"></span>{RANK_CHARTS[name]}<small>{_waiting(part, unit)}</small></h3>'
             + rank_bars(part[:, :SHOWN_RANKS], slowest=part.max(axis=1), upper=upper, series=name, unit=unit)
             for name, part in steps.items()
             if len(part)
         )
         columns.append(f"<div>{charts}</div>")
+    steps_text = "the first step" if num_steps == 1 else f"the first {num_steps} steps"
     ranks = f"{dp} ranks" if dp <= SHOWN_RANKS else f"{SHOWN_RANKS} of {dp} ranks"
     return (
-        f"<section><h2>Work and waiting in the first {SHOWN_STEPS} steps, {ranks}</h2>"
-        "<p>Solid: what a rank computes. Faint: its wait for the step's slowest rank.</p>"
-        f'<div class="pair">{"".join(columns)}</div></section>'
+        f"<section><h2>Work and waiting in {steps_text}, {ranks}</h2>"
+        "<p>A bar is what one rank computes; the faint part above it is its wait for the step's slowest rank."
+        f' One scale per column.</p><div class="pair">{"".join(columns)}</div></section>'
     )
+
+
+def _waiting(steps: IntArray, unit: str) -> str:
+    """Share of all ranks' time in these steps that is waiting, shape of `steps` (num_steps, dp)."""
+    share = share_text(dist_ratio(steps.ravel(), steps.shape[1]))
+    return f"{share} of the ranks' time for {unit} is waiting, in these steps"
+
+
+def _caps(report: Report) -> str:
+    if not report.limits_explained:
+        return ""
+    lines = "".join(f"<p>{escape(line)}</p>" for line in report.limits_explained)
+    return f"<section><h2>How the caps were chosen</h2>{lines}</section>"
 
 
 def _rejected(report: Report) -> str:

@@ -20,6 +20,7 @@ from balance.errors import DataError
 from balance.order import OrderConfig, choose_order
 from balance.presets import build_config
 from balance.records import Counts, Groups, IntArray, Limits
+from packer.shards.manifest import MANIFEST_NAME
 from packer.tables import (
     COUNTS_NAME,
     GROUPS_NAME,
@@ -29,6 +30,9 @@ from packer.tables import (
     read_table,
     source_numbers,
 )
+
+TABLE_NAMES = (MANIFEST_NAME, COUNTS_NAME, GROUPS_NAME, REJECTED_NAME)
+"""What a report reads of a finished build."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,8 @@ class BuildTables:
     groups: Groups
     rejected: dict[str, int]
     """Reason -> samples, most frequent first."""
+    num_repeated: int
+    """Copies beyond the first of each sample, in a mixture that repeats some; packed or rejected like the others."""
     limits: Limits
     limits_explained: tuple[str, ...]
     """How the caps were chosen, line by line; empty when the build does not say."""
@@ -64,6 +70,7 @@ def read_tables(out: Path) -> BuildTables:
         counts=counts_arrays(table),
         sources=source_numbers(table),
         groups=groups,
+        num_repeated=len(table) - len(np.unique(_numbers(table["position"]))),
         rejected=dict(Counter(rejected["reason"].to_pylist()).most_common()),
         limits=limits,
         limits_explained=limits_explained,

@@ -17,16 +17,9 @@ from packer.report import MICRO_BATCHES, TABLE_3, TITLES, Method, Report
 
 def print_report(report: Report, console: Console) -> None:
     """The report as a table that a person reads in ten seconds."""
-    console.print(
-        f"{report.num_read:,} samples read = [bold]{report.num_packed:,} packed[/] + {report.num_rejected:,} rejected"
-        f"{_reasons(report.rejected)}"
-    )
-    console.print(
-        f"{report.num_groups:,} groups of at most {report.limits.max_seq_len:,} tokens and"
-        f" {report.limits.max_vision:,} {report.limits.unit}, {report.fill:.1%} full (no grouping needs"
-        f" fewer than {max(report.lower_bounds.values()):,});"
-        f" {report.methods['ours'].num_steps:,} steps on {report.dp_world_size} ranks"
-    )
+    console.print(samples_text(report), highlight=False)
+    needed = max(report.lower_bounds.values())
+    console.print(f"{groups_text(report)} (no grouping needs fewer than {needed:,})", highlight=False)
     for line in report.limits_explained:
         console.print(f"[dim]{escape(line)}[/]")
     _print_table(report, console, headings(), table_cells)
@@ -35,6 +28,35 @@ def print_report(report: Report, console: Console) -> None:
     console.print(f"[dim]{shuffle_caption(report)}[/]")
     for note in report.notes:
         console.print(f"[yellow]note:[/] {note}")
+
+
+def samples_text(report: Report) -> str:
+    """The sum that must come out: every sample read is packed or rejected. Markup of rich."""
+    repeated = f" + {report.num_repeated:,} repeated" if report.num_repeated else ""
+    return (
+        f"{report.num_read:,} samples read{repeated} = [bold]{report.num_packed:,} packed[/]"
+        f" + {report.num_rejected:,} rejected{_reasons(report.rejected)}"
+    )
+
+
+def groups_text(report: Report) -> str:
+    """The groups and how full they are."""
+    return (
+        f"{report.num_groups:,} groups of at most {report.limits.max_seq_len:,} tokens and"
+        f" {report.limits.max_vision:,} {report.limits.unit}, {report.fill:.1%} full;"
+        f" {report.methods['ours'].num_steps:,} steps on {report.dp_world_size} ranks"
+    )
+
+
+def share_text(value: float) -> str:
+    """A share with as many digits as say something.
+
+    >>> share_text(0), share_text(0.0056), share_text(0.503)
+    ('0%', '0.56%', '50.3%')
+    """
+    if value == 0:
+        return "0%"
+    return f"{value:.1%}" if value >= 0.01 else f"{value:.2%}"
 
 
 def _print_table(
@@ -107,4 +129,4 @@ def _signed(value: float) -> str:
 
 
 def _reasons(rejected: dict[str, int]) -> str:
-    return f" ({', '.join(f'{reason} {count:,}' for reason, count in rejected.items())})" if rejected else ""
+    return f" ({', '.join(f'{escape(reason)} {count:,}' for reason, count in rejected.items())})" if rejected else ""

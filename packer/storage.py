@@ -7,17 +7,22 @@ raises DataError, and stops the build.
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, Protocol
 
 from balance.errors import ConfigError, DataError
 
 URI_SCHEMES = ("s3", "gs", "az")
 """Object stores that data may lie in."""
+_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class OutsideRoot(OSError):
@@ -59,6 +64,19 @@ class Root(Protocol):
         """Whether there is anything under that name."""
 
 
+class Bucket(Root, Protocol):
+    """A folder in an object store, which can be written to. DataError when it cannot."""
+
+    def put(self, name: str, source: Path | bytes) -> None:
+        """Write a file, whole or not at all."""
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a small file if there is none of that name; -> whether there was none."""
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove files; one that is not there is no error."""
+
+
 def is_uri(place: str) -> bool:
     """Whether a place lies in an object store.
 
@@ -89,14 +107,53 @@ def split(place: str) -> tuple[str, str]:
 @lru_cache(maxsize=64)
 def open_root(place: str, *, follow_links: bool = False) -> Root:
     """The folder at a path or a URI; ConfigError for a URI of an unknown kind."""
-    if not is_uri(place):
-        return LocalRoot(place, follow_links=follow_links)
-    scheme = place.partition("://")[0]
-    if scheme not in URI_SCHEMES:
-        raise ConfigError(f"{place}: cannot read {scheme}://; use a path or one of {', '.join(URI_SCHEMES)}")
-    from packer.object_store import ObjectRoot  # noqa: PLC0415 - an extra, needed only here
+    return open_bucket(place) if is_uri(place) else LocalRoot(place, follow_links=follow_links)
 
-    return ObjectRoot(place)
+
+@lru_cache(maxsize=64)
+def open_bucket(uri: str) -> Bucket:
+    """The folder at a URI; ConfigError for one of an unknown kind."""
+    scheme = uri.partition("://")[0]
+    if scheme not in URI_SCHEMES:
+        kinds = ", ".join(f"{name}://" for name in URI_SCHEMES)
+        raise ConfigError(f"{uri}: {scheme}:// is no object store that packer knows: use a path, or one of {kinds}")
+    try:
+        from packer.object_store import ObjectRoot  # noqa: PLC0415 - an extra, needed only here
+    except ImportError:
+        raise ConfigError(f"{uri}: object stores need obstore: pip install 'isobatch[cloud]'") from None
+    return ObjectRoot(uri)
+
+
+@contextmanager
+def on_disk(place: str, names: Sequence[str]) -> Iterator[Path]:
+    """A folder that holds the named files of a place, those that exist: the place itself, or a temporary copy."""
+    if not is_uri(place):
+        yield Path(place)
+        return
+    root = open_root(place)
+    with TemporaryDirectory(prefix="isobatch-") as folder, naming_full_disk(folder):
+        for name in names:
+            try:
+                with root.open(name) as source, Path(folder, name).open("wb") as target:
+                    shutil.copyfileobj(source, target, 1 << 20)
+            except FileNotFoundError:
+                continue  # whoever needs it says so
+        try:
+            yield Path(folder)
+        except DataError as error:  # the copy is no place that its reader knows
+            raise type(error)(str(error).replace(folder, place)) from None
+
+
+@contextmanager
+def naming_full_disk(folder: Path | str) -> Iterator[None]:
+    """What is written in here lies in `folder`: when that has no room left, DataError says so."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DISK_FULL:
+            raise
+        reason = os.strerror(error.errno or 0).lower()
+        raise DataError(f"{folder}: {reason}: make room there, then run the same command again") from None
 
 
 class LocalRoot:

@@ -26,7 +26,8 @@ class Rejection:
 class BuildSummary:
     """What a build did."""
 
-    out: Path
+    out: str
+    """Folder or URI."""
     already_complete: bool
     totals: dict[str, int]
     rejected: dict[str, Rejection]

@@ -15,6 +15,7 @@ from balance.errors import DamagedShard
 from balance.records import COUNT_COLUMNS
 from packer.progress import StageProgress
 from packer.shards.manifest import describe_file, read_manifest
+from packer.storage import Root, on_disk, open_root
 from packer.tables import COUNTS_NAME, REJECTED_NAME, read_table
 
 
@@ -29,21 +30,30 @@ class Verification:
     problems: list[str]
 
 
-def verify_build(out: Path, progress: StageProgress, *, workers: int) -> Verification:
-    """Check every file of a complete build. Problems are listed and name their files; DataError if there is none."""
-    manifest = read_manifest(out)
+def verify_build(out: Path | str, progress: StageProgress, *, workers: int) -> Verification:
+    """Check every file of a complete build in a folder or at a URI, each read once.
+
+    Problems are listed and name their files; DataError if there is no build.
+    """
+    place = str(out)
+    manifest = read_manifest(place)
+    root = open_root(place, follow_links=True)
     files = [*manifest["shards"], *manifest["files"]]
-    problems = []
     total = sum(file["size"] for file in files)
-    # threads are enough: hashing releases the GIL
-    with progress.stage("verify", total, unit="files") as stage, ThreadPoolExecutor(workers) as pool:
-        for file, problem in zip(files, pool.map(lambda file: _check_file(out, file), files), strict=True):
+    problems = []
+    with (
+        on_disk(place, [file["name"] for file in manifest["files"]]) as folder,
+        progress.stage("verify", total, unit="files") as stage,
+        ThreadPoolExecutor(workers) as pool,  # threads are enough: hashing releases the GIL
+    ):
+        roots = [root] * len(manifest["shards"]) + [open_root(str(folder), follow_links=True)] * len(manifest["files"])
+        for file, problem in zip(files, pool.map(_check_file, roots, files), strict=True):
             problems += problem
             stage.advance(file["size"])
             stage.count(1)
-    problems += _strangers(out, manifest["shards"])
-    if not problems:
-        problems += _check_totals(out, manifest)
+        problems += _strangers(root, manifest["shards"])
+        if not problems:
+            problems += _check_totals(folder, manifest)
     return Verification(
         num_files=len(files),
         num_bytes=sum(file["size"] for file in files),
@@ -53,16 +63,15 @@ def verify_build(out: Path, progress: StageProgress, *, workers: int) -> Verific
     )
 
 
-def _strangers(out: Path, shards: list[dict[str, Any]]) -> list[str]:
+def _strangers(root: Root, shards: list[dict[str, Any]]) -> list[str]:
     known = {shard["name"] for shard in shards}
-    found = sorted(f"shards/{path.name}" for path in (out / "shards").glob("*"))
-    return [f"{name}: is not in the manifest" for name in found if name not in known]
+    return [f"{info.name}: is not in the manifest" for info in root.files("shards") if info.name not in known]
 
 
-def _check_file(out: Path, expected: dict[str, Any]) -> list[str]:
+def _check_file(root: Root, expected: dict[str, Any]) -> list[str]:
     name = expected["name"]
     try:
-        found = describe_file(out, name)
+        found = describe_file(root, name)
     except OSError as error:
         return [f"{name}: {error.strerror or error}"]
     if found["size"] != expected["size"]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,11 +21,12 @@ from balance.records import Groups, IntArray
 from packer.images import check_png
 from packer.media import Media, MediaProblem, read_media
 from packer.shards.arrow import ArrowShardWriter
-from packer.shards.index import ShardIndex
+from packer.shards.index import ShardIndex, read_described
+from packer.shards.manifest import describe_file
 from packer.shards.sample import PackedSample, ShardWriter
 from packer.shards.webdataset import WebDatasetShardWriter
 from packer.staging import StagedSample, StagedSamples, Staging
-from packer.storage import open_root
+from packer.storage import open_bucket, open_root
 from packer.text import expand
 
 ShardFormat = Literal["arrow", "webdataset", "refs"]
@@ -43,12 +44,15 @@ class WritePlan:
     """What is the same for all shards of a build; plain values, so that it travels to other processes."""
 
     out: str
+    """Folder of the build, or where one into an object store is prepared."""
     format: ShardFormat
     data_roots: tuple[str, ...]
     """Of each part of the dataset."""
     follow_links: bool
     image_token_id: int
     audio_token_id: int | None
+    uri: str | None = None
+    """Where the shards go once they are written, if not into the folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,23 +100,38 @@ def write_shard(task: WriteTask) -> int:
     """Write a shard and then its index rows; -> its number. A shard whose index rows exist is left as it is."""
     out = Path(task.plan.out)
     part = index_part(out, task.shard)
-    path = out / shard_name(task.shard, task.plan.format)
-    if part.exists() and path.exists():
+    name = shard_name(task.shard, task.plan.format)
+    if part.exists() and _is_there(task.plan, read_described(part)):
         return task.shard
     staging = Staging(out / "staging")
     state = staging.samples.stat()
     staged = _open_staged(staging.samples, state.st_ino, state.st_mtime_ns)
     index = ShardIndex(task.shard)
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = out / (name + ".tmp")
     writer = _open_writer(task.plan, temporary)
     for number, (first, last) in enumerate(pairwise(task.offsets.tolist())):
         samples = list(_pack_group(task, range(first, last), staged, staging.blobs, index))
         if samples:
             index.add(writer.add(task.first_group + number, samples), samples)
     writer.close()
-    temporary.replace(path)
+    # hashed while it is still in memory
+    index.described = {**describe_file(open_root(task.plan.out, follow_links=True), name + ".tmp"), "name": name}
+    if task.plan.uri is None:
+        temporary.replace(out / name)
+    else:
+        open_bucket(task.plan.uri).put(name, temporary)
+        temporary.unlink()
     index.save(part)
     return task.shard
+
+
+def _is_there(plan: WritePlan, described: dict[str, Any]) -> bool:
+    """Whether a shard lies where it belongs, in its full length."""
+    try:
+        found = open_root(plan.uri or plan.out, follow_links=True).info(described["name"])
+    except FileNotFoundError:
+        return False
+    return found.size == int(described["size"])
 
 
 @lru_cache(maxsize=1)

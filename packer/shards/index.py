@@ -32,12 +32,14 @@ INDEX_SCHEMA = pa.schema(
 
 @dataclass(slots=True)
 class ShardIndex:
-    """Rows of the index for one shard, and the samples that were lost while writing it."""
+    """Rows of the index for one shard, the samples that were lost while writing it, and what it is once written."""
 
     shard: int
     rows: list[dict[str, Any]] = field(default_factory=list)
     rejected: list[tuple[int, str, str]] = field(default_factory=list)
     """(row number in the counts table, reason, detail)."""
+    described: dict[str, Any] = field(default_factory=dict)
+    """Name, size and SHA-256 of the shard."""
 
     def add(self, place: tuple[int, int], samples: Sequence[PackedSample]) -> None:
         """A group that was written at `place`, (offset, length)."""
@@ -54,7 +56,8 @@ class ShardIndex:
 
     def save(self, path: Path) -> None:
         """Write the rows, whole or not at all."""
-        schema = INDEX_SCHEMA.with_metadata({"rejected": json.dumps(self.rejected)})
+        metadata = {"rejected": json.dumps(self.rejected), "shard": json.dumps(self.described)}
+        schema = INDEX_SCHEMA.with_metadata(metadata)
         temporary = path.with_suffix(".tmp")
         with pa.ipc.new_file(temporary, schema) as writer:
             writer.write_table(pa.Table.from_pylist(self.rows, schema=schema))
@@ -63,9 +66,18 @@ class ShardIndex:
 
 def read_lost(path: Path) -> list[tuple[int, str, str]]:
     """The samples that were rejected while a shard was written: (row of counts, reason, detail)."""
+    return [(row, reason, detail) for row, reason, detail in _metadata(path, b"rejected")]
+
+
+def read_described(path: Path) -> dict[str, Any]:
+    """Name, size and SHA-256 that a shard had when it was written, so that nobody need read it again."""
+    described: dict[str, Any] = _metadata(path, b"shard")
+    return described
+
+
+def _metadata(path: Path, key: bytes) -> Any:
     with pa.memory_map(str(path)) as source:
-        metadata = pa.ipc.open_file(source).schema.metadata
-    return [(row, reason, detail) for row, reason, detail in json.loads(metadata[b"rejected"])]
+        return json.loads(pa.ipc.open_file(source).schema.metadata[key])
 
 
 def merge_index(parts: Iterable[Path], target: Path) -> pa.Table:

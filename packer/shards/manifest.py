@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from balance.errors import DamagedShard, DataError
+from packer.storage import Root, is_uri, join, open_root
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 
 
-def describe_file(root: Path, name: str) -> dict[str, Any]:
-    """Name, size and SHA-256 of a file of the build."""
-    path = root / name
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"name": name, "size": path.stat().st_size, "sha256": digest}
+def describe_file(root: Root, name: str) -> dict[str, Any]:
+    """Name, size and SHA-256 of a file of the build, which is read once."""
+    with root.open(name) as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+        return {"name": name, "size": file.seek(0, os.SEEK_END), "sha256": digest}
 
 
 def hash_json(value: Any) -> str:
@@ -47,16 +47,24 @@ def write_manifest(out: Path, manifest: dict[str, Any]) -> None:
     temporary.replace(out / MANIFEST_NAME)
 
 
-def read_manifest(out: Path) -> dict[str, Any]:
-    """The manifest of a complete build; raises DataError if there is none or it is of another format version."""
-    path = out / MANIFEST_NAME
+def is_complete(place: str) -> bool:
+    """Whether there is a manifest at a folder or URI."""
     try:
-        manifest = json.loads(path.read_text("utf-8"))
+        return open_root(place, follow_links=True).info(MANIFEST_NAME).size >= 0
     except FileNotFoundError:
-        state = (
-            "the build is not finished: run `packer build` again to continue it" if out.is_dir() else "no such folder"
-        )
-        raise DataError(f"no {MANIFEST_NAME} in {out}: {state}") from None
+        return False
+
+
+def read_manifest(out: Path | str) -> dict[str, Any]:
+    """The manifest of a complete build at a folder or URI; DataError if there is none or it is of another version."""
+    place = str(out)
+    path = join(place, MANIFEST_NAME)
+    try:
+        manifest = json.loads(open_root(place, follow_links=True).read(MANIFEST_NAME).decode("utf-8"))
+    except FileNotFoundError:
+        is_there = is_uri(place) or Path(place).is_dir()
+        state = "the build is not finished: run `packer build` again to continue it" if is_there else "no such folder"
+        raise DataError(f"no {MANIFEST_NAME} in {place}: {state}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: damaged: {error}") from None
     if not isinstance(manifest, dict) or manifest.get("format_version") != FORMAT_VERSION:

@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 
 from balance.errors import DamagedShard
 from balance.records import COUNT_COLUMNS
+from packer.shards.arrow import shard_schema
 from packer.shards.index import INDEX_BATCH_ROWS
+from packer.storage import Root
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,7 @@ def read_index_row(path: Path, group: int) -> IndexRow:
         with pa.memory_map(str(path)) as source:
             values = pa.ipc.open_file(source).get_batch(batch_number).slice(row, 1).to_pylist()[0]
     except (pa.ArrowException, OSError, IndexError) as error:
-        raise DamagedShard(f"{path}: not readable ({error}); run `packer verify`") from None
+        raise DamagedShard(f"{path}: not readable ({_first_line(error)}); run `packer verify`") from None
     return IndexRow(
         **{name: values[name] for name in ("shard", "offset", "length", "num_samples")},
         counts={name: values[name] for name in COUNT_COLUMNS},
@@ -69,17 +71,23 @@ def read_index_row(path: Path, group: int) -> IndexRow:
     )
 
 
-def read_stored(path: Path, row: IndexRow, shard_format: str) -> list[StoredSample]:
-    """The samples of a group, in order; DamagedShard if its bytes are not what the index says."""
-    where = f"{path}, bytes {row.offset} to {row.offset + row.length}"
+def read_stored(root: Root, shard: str, row: IndexRow, shard_format: str) -> list[StoredSample]:
+    """The samples of a group of the shard named `shard`, in order; DamagedShard if it holds other bytes than expected.
+
+    Reads the group's range and nothing else, also from an object store.
+    """
+    where = f"{shard}, bytes {row.offset:,} to {row.offset + row.length:,}"
     try:
+        content = root.read(shard, row.offset, row.length)
+        if len(content) != row.length:
+            raise EOFError("the file ends before")
         if shard_format == "webdataset":
-            samples = _read_tar(path, row)
+            samples = _read_tar(content)
         else:
-            samples = _read_arrow(path, row, refs=shard_format == "refs")
+            samples = _read_arrow(content, refs=shard_format == "refs")
     # what damaged bytes make of either format's parser
     except (pa.ArrowException, tarfile.TarError, OSError, EOFError, KeyError, TypeError, ValueError) as error:
-        problem = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
+        problem = error.strerror if isinstance(error, OSError) and error.strerror else _first_line(error)
         raise DamagedShard(f"{where}: not readable ({problem}); run `packer verify`") from None
     found = tuple(sample.sample_id for sample in samples)
     if found != row.sample_ids:
@@ -87,10 +95,8 @@ def read_stored(path: Path, row: IndexRow, shard_format: str) -> list[StoredSamp
     return samples
 
 
-def _read_arrow(path: Path, row: IndexRow, *, refs: bool) -> list[StoredSample]:
-    with pa.memory_map(str(path)) as source:
-        schema = pa.ipc.open_file(source).schema
-        message = source.read_at(row.length, row.offset)
+def _read_arrow(message: bytes, *, refs: bool) -> list[StoredSample]:
+    schema = shard_schema(refs=refs)
     batch = pa.ipc.read_record_batch(pa.py_buffer(message), schema)
     batch.validate(full=True)  # damaged offsets would otherwise be followed outside of the message
     return [_from_arrow({name: batch.column(name)[k] for name in schema.names}, refs=refs) for k in range(len(batch))]
@@ -108,12 +114,9 @@ def _from_arrow(cells: dict[str, Any], *, refs: bool) -> StoredSample:
     )
 
 
-def _read_tar(path: Path, row: IndexRow) -> list[StoredSample]:
-    with path.open("rb") as file:
-        file.seek(row.offset)
-        content = io.BytesIO(file.read(row.length))
+def _read_tar(content: bytes) -> list[StoredSample]:
     members = {}
-    with tarfile.open(fileobj=content, mode="r:") as archive:
+    with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:
         for member in archive:
             data = archive.extractfile(member)
             members[member.name] = b"" if data is None else data.read()
@@ -135,3 +138,7 @@ def _from_members(key: str, members: dict[str, bytes]) -> StoredSample:
 
 def _numbers(cell: pa.ListScalar) -> NDArray[np.int32]:
     return np.asarray(cell.values.to_numpy(), dtype=np.int32)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import tomllib
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from balance.errors import ConfigError, DataError
-from balance.presets import build_config, config_root
+from balance.presets import build_config, config_root, preset_names
+from packer.sources.hub import parse_hub_id
+from packer.storage import Root, is_uri, join, open_root, split
 
 PEEK_BYTES = 1 << 16
 
@@ -25,6 +27,8 @@ class MixturePart:
     weight: float | None = None
     repeat: float = 1.0
     limit: int | None = None
+    download: str = ""
+    """Where to get it, for the message that says what is missing."""
 
     def __post_init__(self) -> None:
         for key, value in (("weight", self.weight), ("repeat", self.repeat), ("limit", self.limit)):
@@ -32,6 +36,11 @@ class MixturePart:
                 raise ConfigError(f"{key} is {value}; it must be greater than 0")
         if self.weight is not None and self.repeat != 1.0:
             raise ConfigError(f"{self.dataset}: give a weight or a repeat, not both")
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """What must be there: the dataset and, if that is another place, its data root."""
+        return (self.dataset,) if self.data_root in (None, self.dataset) else (self.dataset, self.data_root)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +57,9 @@ def is_mixture(place: str) -> bool:
     """Whether a dataset's name or place means a mixture file."""
     if place.endswith(".toml"):
         return True
-    preset = config_root() / "datasets" / f"{place}.toml"
-    return preset.is_file() and "datasets" in tomllib.loads(preset.read_text("utf-8"))
+    if place not in preset_names("datasets"):
+        return False
+    return "datasets" in tomllib.loads((config_root() / "datasets" / f"{place}.toml").read_text("utf-8"))
 
 
 def read_mixture(place: str) -> Mixture:
@@ -89,6 +99,41 @@ def _beside(folder: Path, part: MixturePart) -> MixturePart:
     return MixturePart(**values)
 
 
+def require_parts(mixture: Mixture, data_root: str | None) -> None:
+    """Look whether all datasets of a mixture and their data roots are there; DataError lists all that are not."""
+    missing = []
+    for part in mixture.datasets:
+        lost = [place for place in part.places if not _is_there(place, data_root)]
+        if _is_known(part.dataset):
+            lost = [place for place in lost if place != part.dataset]
+        if lost:
+            hint = f": from {part.download}" if part.download else ""
+            missing.append(" and ".join(lost) + hint)
+    if missing:
+        where = f"under {data_root}" if data_root else "here; --data-root gives the folder that its paths start from"
+        raise DataError(f"{mixture.name} is incomplete {where}; missing:\n  - " + "\n  - ".join(missing))
+
+
+def _is_known(dataset: str) -> bool:
+    """Whether a dataset is found by its name: a preset, or perhaps on the Hub."""
+    return dataset in preset_names("datasets") or (PurePosixPath(dataset).suffix == "" and bool(parse_hub_id(dataset)))
+
+
+def _is_there(place: str, data_root: str | None) -> bool:
+    full = place if data_root is None or is_uri(place) or Path(place).is_absolute() else join(data_root, place)
+    if not is_uri(full):
+        return Path(full).exists() or Path(full.rpartition("@")[0] or full).exists()
+    folder, name = split(full.rpartition("@")[0] or full)
+    return _holds(open_root(folder), name)
+
+
+def _holds(root: Root, name: str) -> bool:
+    try:
+        return root.has_folder(name) or root.info(name).size >= 0
+    except OSError:
+        return False
+
+
 def is_meta(place: str) -> bool:
     """Whether a JSON file is InternVL's meta file: dataset name -> {root, annotation, repeat_time, ...}."""
     path = Path(place)
@@ -111,9 +156,7 @@ def read_meta(place: str) -> Mixture:
     parts = []
     for name, entry in json.loads(path.read_text("utf-8")).items():
         repeat = entry.get("repeat_time", 1)
-        if not isinstance(repeat, int | float) or not isinstance(entry["annotation"], str):
-            raise ConfigError(f"{path}: {name}: annotation must be a path, and repeat_time a number")
         root = entry.get("root") or None
-        part = MixturePart(dataset=entry["annotation"], name=name, data_root=root, repeat=float(repeat))
-        parts.append(_beside(path.parent, part))
+        values = {"dataset": entry["annotation"], "name": name, "data_root": root, "repeat": repeat}
+        parts.append(_beside(path.parent, build_config(MixturePart, values, where=f"{path}: {name}")))
     return Mixture(name=path.stem, datasets=tuple(parts))
