@@ -27,6 +27,7 @@ from packer.demo import DEMO_SAMPLES, demo_tokenizer_path, write_demo
 from packer.executor import map_ordered
 from packer.group import Grouping, group_counts
 from packer.output import DEMO_FOLDER, INDEX_NAME, BuildIdentity, clear, locked
+from packer.pack import PackPlan
 from packer.progress import StageProgress
 from packer.publish import Publisher
 from packer.shards.index import merge_index, read_lost
@@ -239,14 +240,18 @@ class Builder:
     ) -> Iterator[WriteTask]:
         plan = WritePlan(
             out=str(self.out),
-            format=self.config.format,
-            data_roots=tuple(part.data_root for part in dataset.parts),
-            follow_links=self.config.follow_links,
-            image_token_id=self.tokenizer.image_token_id,
-            audio_token_id=self.tokenizer.audio_token_id,
             uri=self.publisher.uri if self.publisher else None,
+            format=self.config.format,
+            pack=PackPlan(
+                data_roots=tuple(part.data_root for part in dataset.parts),
+                follow_links=self.config.follow_links,
+                image_token_id=self.tokenizer.image_token_id,
+                audio_token_id=self.tokenizer.audio_token_id,
+                refs=self.config.format == "refs",
+            ),
         )
         positions = counts.table.column("position").to_numpy()
+        media_bytes = counts.table.column("media_bytes").to_numpy()
         sample_ids = counts.table.column("sample_id")
         for shard, (first, last) in enumerate(ranges):
             start, stop = groups.offsets[first], groups.offsets[last]
@@ -260,6 +265,7 @@ class Builder:
                 positions=positions[rows],
                 sample_ids=sample_ids.take(pa.array(rows)).to_pylist(),
                 parts=counts.parts[rows],
+                media_bytes=media_bytes[rows],
             )
 
     def _finish(self, dataset: Dataset, grouping: Grouping, counts: _Counts, num_shards: int) -> BuildSummary:

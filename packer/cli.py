@@ -23,6 +23,7 @@ from packer.build import Builder
 from packer.config import MOST_TOKENS, BuildConfig, load_config
 from packer.executor import default_workers
 from packer.group import GroupOptions
+from packer.inspect_command import inspect_command
 from packer.lengths import group_files
 from packer.options import (
     GROUPING_HELP,
@@ -56,7 +57,8 @@ from packer.record import REASONS
 from packer.report import make_report
 from packer.report_text import print_report
 from packer.storage import is_uri, join
-from packer.summary import BuildSummary, Rejection, summarise_rejected
+from packer.summary import Rejection, summarise_rejected
+from packer.summary_text import print_build
 from packer.tables import REJECTED_NAME
 from packer.verify import require_intact, verify_build
 
@@ -115,10 +117,7 @@ def build(
     if as_json:
         print(json.dumps({**asdict(summary), "report": report.to_json()}))
         return
-    _print_summary(summary)
-    print_report(report, Console())
-    _print_rejected(summary.rejected, summary.out)
-    print(f"details: {join(summary.out, REPORT_NAME)}   check: packer verify {summary.out}")
+    print_build(summary, report, Console())
 
 
 @app.command()
@@ -203,6 +202,9 @@ def verify(out: BuildPlace, workers: WorkersOption = None, as_json: JsonOption =
         print(f"{result.num_groups:,} groups of {result.num_samples:,} samples, as the manifest says")
 
 
+app.command("inspect")(inspect_command)
+
+
 def main() -> None:
     """Entry point: errors for the user are one line and an exit status, never a traceback."""
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # a cluster's stop is as clean as a person's
@@ -215,6 +217,7 @@ def main() -> None:
     except UsageError as error:
         _fail(f"{error.format_message()} (packer --help, packer COMMAND --help)", 2)
     except (typer.Abort, KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # an impatient second one ends the tidying up at once
         _fail("stopped; run the same command again to continue", INTERRUPTED)
     except ConfigError as error:
         _fail(str(error), 2)
@@ -251,19 +254,6 @@ def _report(out: str, dp: int, *, as_json: bool, kept: bool = True) -> None:
         save_html(result, out)
     if kept and not as_json:
         print(f"details: {join(out, REPORT_NAME)}")
-
-
-def _print_summary(summary: BuildSummary) -> None:
-    if summary.already_complete:
-        print(f"{summary.out} is a finished build of these settings; nothing to do (--overwrite builds it anew)")
-    for token, (declared, used) in summary.id_conflicts.items():
-        print(
-            f"warning: the tokenizer's config gives {token} the id {declared}, its tokenizer.json makes it {used};"
-            " if your model was trained with the former, save the tokenizer anew from its own class first"
-        )
-    if summary.added_tokens:
-        added = ", ".join(f"{token} = {number}" for token, number in summary.added_tokens.items())
-        print(f"tokens added to the tokenizer (resize the model's embedding): {added}")
 
 
 def _print_rejected(reasons: dict[str, Rejection], out: str) -> None:

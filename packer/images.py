@@ -21,6 +21,8 @@ SIDEWAYS = frozenset({5, 6, 7, 8})
 """EXIF orientations that exchange width and height."""
 XMP_KEYWORD = b"XML:com.adobe.xmp"
 TAIL_BYTES = 64
+DRAWN_BY_A_PROGRAM = frozenset({"EPS"})
+"""Formats that Pillow hands to another program (Ghostscript): whether they decode depends on the machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,8 @@ def _read(file: IO[bytes], name: str, *, decode: bool) -> ImageHeader:
     except UnidentifiedImageError:
         raise MediaProblem("corrupt_image", f"{name}: not an image that Pillow knows") from None
     with image:
+        if image.format in DRAWN_BY_A_PROGRAM:
+            raise MediaProblem("corrupt_image", f"{name}: {image.format} is a drawing, not pixels; convert it first")
         width, height = image.size
         if not whole:
             image.load()

@@ -1,6 +1,7 @@
 """`packer inspect`: one group of a finished build as a person wants to see it.
 
-Reads the manifest, one row of the index and of the tables, and the group's bytes; the build may be of any size.
+Reads the manifest, one row of the index, the tables' rows, and the group's bytes; the build may be of any size. Of one
+at a URI the index and the tables are fetched.
 `packer.inspect_print` shows the result on a terminal, `packer.inspect_html` as a page.
 """
 
@@ -81,7 +82,7 @@ def _choose(group: int | None, num_groups: int) -> tuple[int, str]:
         return num_groups // 2, "the middle of the path, which goes by vision load"
     if not 0 <= group < num_groups:
         raise ConfigError(f"--group {group}: this build has groups 0 to {num_groups - 1:,}")
-    return group, "as asked"
+    return group, ""
 
 
 def _demo_tokenizer(manifest: dict[str, Any]) -> str | None:

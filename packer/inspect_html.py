@@ -31,6 +31,8 @@ NUMBERED_SHARE = 0.025
 
 STYLE = f"""
 .load {{ display: grid; grid-template-columns: 130px 1fr 190px; gap: 12px; align-items: center; margin: 6px 0; }}
+@media (max-width: 700px) {{ .load {{ grid-template-columns: 1fr auto; }}
+  .load .room {{ grid-column: 1 / 3; order: 3; }} }}
 .load .room {{ display: flex; height: 26px; border: 1px solid var(--line); border-radius: 4px; overflow: hidden;
   background: var(--card); }}
 .load .room span {{ background: var(--ours); color: var(--page); font-size: 11px; line-height: 26px; text-align: center;
@@ -73,10 +75,11 @@ def _head(view: GroupView) -> str:
     bars = "".join(
         _load(name, used, cap, parts) for (name, used, cap), parts in zip(load_rows(view), loads, strict=True)
     )
+    why = f"{escape(capitalised(view.why))}. " if view.why else ""
     note = "" if view.tokenizer else f'<p class="note">{escape(NO_TOKENIZER.strip())}</p>'
     return (
         f"<h1>{capitalised(group_title(view))}</h1>"
-        f"<p>{escape(capitalised(view.why))}. {escape(view.shard)}, {size_text(view.num_bytes)}.</p>"
+        f"<p>{why}{escape(view.shard)}, {size_text(view.num_bytes)}.</p>"
         f"{bars}<p>{escape(group_text(view))}. Each part of a bar is a sample.</p>"
         f'<p><span class="legend">Marked text</span> has a label, and so is learned.</p>{note}'
     )

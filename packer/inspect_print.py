@@ -22,7 +22,7 @@ INDENT = 4
 
 def print_group(view: GroupView, console: Console) -> None:
     """Print a group; control characters of the data are shown, not obeyed."""
-    console.print(f"[bold]{group_title(view)}[/] ({view.why})", highlight=False)
+    console.print(f"[bold]{group_title(view)}[/]{f' ({view.why})' if view.why else ''}", highlight=False)
     console.print(f"{view.shard}, {size_text(view.num_bytes)}", highlight=False)
     for label, used, cap in load_rows(view):
         console.print(f"{label:<15}{used:>9,} of {cap:>9,}  {_bar(used, cap)}", highlight=False)
@@ -38,7 +38,7 @@ NO_TOKENIZER = " Token ids, because a build holds no tokenizer: give --tokenizer
 
 def group_title(view: GroupView) -> str:
     """Which group it is, and which there are."""
-    return f"group {view.group:,}, of 0 to {view.num_groups - 1:,}"
+    return f"group {view.group:,} of {view.num_groups:,}, counted from 0"
 
 
 def load_rows(view: GroupView) -> list[tuple[str, int, int]]:
@@ -54,7 +54,8 @@ def group_text(view: GroupView) -> str:
     counts = view.counts
     by_patches = view.limits.vision_unit == "image_patches"
     other = f"{counts['num_vit_tokens']:,} ViT tokens" if by_patches else f"{counts['num_image_patches']:,} patches"
-    return f"{len(view.samples):,} samples; {_parts(counts)}, {counts['num_loss_tokens']:,} with a label; {other}"
+    number = f"{len(view.samples):,} sample{'s' if len(view.samples) != 1 else ''}"
+    return f"{number}; {_parts(counts)}, {counts['num_loss_tokens']:,} with a label; {other}"
 
 
 def sample_text(sample: SampleView, unit: str) -> str:

@@ -55,7 +55,7 @@ class GroupView:
     """Row of the index, from 0."""
     num_groups: int
     why: str
-    """Why this group is shown, in words."""
+    """Why this group is shown, in words; empty if it was asked for."""
     shard: str
     num_bytes: int
     limits: Limits

@@ -40,7 +40,7 @@ _BUSY = frozenset({408, 425, 429})
 
 def status_of(error: Exception) -> int:
     """HTTP status of a refusal; 0 if there was no answer."""
-    match = re.search(r"non-2xx status code: (\d{3})", str(error))
+    match = re.search(r"(?:non-2xx status code: |\(code: )(\d{3})", str(error))
     return int(match[1]) if match else 0
 
 
@@ -80,9 +80,10 @@ def _server_problem(variable: str, error: Exception) -> str | None:
 
 def denied(uri: str, error: Exception) -> DataError:
     """Access denied to a place that cannot be listed either."""
+    reason, credentials = _code(error) or status_of(error), CREDENTIALS[uri.partition("://")[0]]
     return DataError(
-        f"{uri}: access denied ({_code(error) or status_of(error)}): the credentials need the right to list the bucket"
-        " too, without which a store does not tell a missing object from a forbidden one"
+        f"{uri}: access denied ({reason}): check {credentials}; they need the right to list the bucket too, without"
+        " which a store does not tell a missing object from a forbidden one"
     )
 
 

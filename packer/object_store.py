@@ -23,6 +23,7 @@ from obstore.store import from_url
 
 from balance.errors import ConfigError
 from packer.object_errors import (
+    CREDENTIALS,
     denied,
     is_denied,
     list_problem,
@@ -183,7 +184,8 @@ class ObjectRoot:
             try:
                 self._stores[retries] = from_url(self._bucket, client_options=client, retry_config=retry)
             except (BaseError, ValueError) as error:
-                raise ConfigError(f"{self.uri}: {str(error).splitlines()[0]}") from None
+                variables = CREDENTIALS[self.uri.partition("://")[0]]
+                raise ConfigError(f"{self.uri}: {str(error).splitlines()[0]}: set {variables}") from None
         return self._stores[retries]
 
     def _get(self, key: str, options: GetOptions) -> Any:

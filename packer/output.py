@@ -94,16 +94,17 @@ class BuildIdentity:
             "chunk_records": self.config.chunk_records,
         }
         marker = staging / "build.json"
-        if not marker.exists():
-            staging.mkdir(parents=True, exist_ok=True)
-            temporary = marker.with_suffix(".tmp")
-            temporary.write_text(json.dumps(identity, indent=1), "utf-8")
-            temporary.replace(marker)
-        elif json.loads(marker.read_text("utf-8")) != _plain(identity):
+        is_anothers = marker.exists() and json.loads(marker.read_text("utf-8")) != _plain(identity)
+        # a build that failed before it had counted anything, at an unreadable annotation file, is in nobody's way
+        if is_anothers and any(staging.rglob("*.arrow")):
             raise DataError(
                 f"{staging.parent} holds an unfinished build of other data or settings: finish that one,"
                 " choose another --out, or add --overwrite"
             )
+        staging.mkdir(parents=True, exist_ok=True)
+        temporary = marker.with_suffix(".tmp")
+        temporary.write_text(json.dumps(identity, indent=1), "utf-8")
+        temporary.replace(marker)
 
     def manifest(
         self,

@@ -32,7 +32,7 @@ th, td { padding: 6px 10px; text-align: right; border-bottom: 1px solid var(--li
 th { font-weight: 600; vertical-align: bottom; color: var(--soft); line-height: 1.25; font-size: 13px; }
 th:first-child, td:first-child { text-align: left; } tr.ours td { color: var(--ours); font-weight: 700; }
 tr.more td { color: var(--soft); }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(400px, 1fr)); gap: 0 24px; }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(400px, 100%), 1fr)); gap: 0 24px; }
 svg { display: block; width: 100%; height: auto; margin-bottom: 4px; }
 svg .samples, .key.samples { fill: var(--plain); background: var(--plain); }
 svg .random, .key.random { fill: var(--random); background: var(--random); }

@@ -65,8 +65,12 @@ def _head(report: Report) -> str:
 
 def _cards(report: Report) -> str:
     random, ours = report.methods["random"], report.methods["ours"]
+    repeated = f" and {report.num_repeated:,} repeated" if report.num_repeated else ""
     cards = [
-        (f"{report.num_packed:,}", f"samples packed of {report.num_read:,} read; {report.num_rejected:,} rejected"),
+        (
+            f"{report.num_packed:,}",
+            f"samples packed of {report.num_read:,} read{repeated}; {report.num_rejected:,} rejected",
+        ),
         (f"{report.fill:.1%}", "of the groups' room for LLM tokens is used"),
         (_change(random.pad_ratio, ours.pad_ratio), "of LLM tokens are padding"),
         (_change(random.dist_ratio_vit, ours.dist_ratio_vit), "of ViT time is waiting for other ranks"),
@@ -149,7 +153,8 @@ def _ranks(report: Report) -> str:
     ranks = f"{dp} ranks" if dp <= SHOWN_RANKS else f"{SHOWN_RANKS} of {dp} ranks"
     return (
         f"<section><h2>Work and waiting in {steps_text}, {ranks}</h2>"
-        "<p>A bar is what one rank computes; the faint part above it is its wait for the step's slowest rank."
+        "<p>A bar is what one rank computes; the faint part above it is its wait for the step's slowest rank. A group"
+        f" holds {report.methods['ours'].avg_batch_size:.1f} samples on average."
         f' One scale per column.</p><div class="pair">{"".join(columns)}</div></section>'
     )
 

@@ -7,12 +7,15 @@ a caption and an interleaved document are one turn with the role `document`: eve
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from packer.content import Content, Record, RecordProblem, plain_text, with_markers
+from packer.documents import CAPTION_KEYS, PAIR_KEYS, URL_KEYS, read_caption, read_mmc4, read_obelics, read_text
 from packer.media import Media, MediaProblem
-from packer.media_fields import FILE_KEYS, files_of, media_of, media_of_base64, media_of_part
-from packer.text import AUDIO_MARKER, DOCUMENT, IMAGE_MARKER, Turn
+from packer.media_fields import FILE_KEYS, files_of, media_of_part
+from packer.text import AUDIO_MARKER, IMAGE_MARKER, Turn
+
+__all__ = ["CONTENT_KEYS", "RECORD_KEYS", "ROLES", "Content", "RecordProblem", "read_content"]
 
 ROLES: dict[str, str] = {
     "human": "user",
@@ -38,11 +41,6 @@ QUESTIONS_AND_ANSWERS = (
 """Keys of a record that is one question and its answer: FLAN's, Alpaca's, Dolly's, and others in use."""
 INPUT_KEYS = ("input", "context")
 """What an instruction is about, in Alpaca's and in Dolly's words."""
-CAPTION_KEYS = ("caption", "txt", "TEXT")
-PAIR_KEYS = ("width", "image_phash")
-"""Beside `url` and `text`, these tell a pair of COYO or LAION, whose image is to be downloaded, from a web page."""
-URL_KEYS = ("url", "URL", "raw_url")
-
 CONTENT_KEYS: frozenset[str] = frozenset(
     {"conversations", "messages", "text_list", "texts", "text", *CAPTION_KEYS}
     | {key for keys in QUESTIONS_AND_ANSWERS for key in keys}
@@ -54,27 +52,6 @@ RECORD_KEYS: frozenset[str] = frozenset(
     | {key for keys in FILE_KEYS.values() for key in keys}
 )
 """Every key that is read: the columns worth reading of a table."""
-
-
-class RecordProblem(ValueError):
-    """Something in a record that makes it unusable: a key of `record.REASONS`, and the particulars."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(f"{reason}: {detail}")
-        self.reason = reason
-        self.detail = detail
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """What a record says: its turns, and the files in the order of their markers."""
-
-    turns: tuple[Turn, ...]
-    images: tuple[Media, ...] = ()
-    audios: tuple[Media, ...] = ()
-
-
-Record = Mapping[str, Any]
 
 
 def read_content(record: Record) -> Content:
@@ -99,8 +76,8 @@ def _conversation(record: Record) -> Content:
     turns = _with_system(record.get("system"), tuple(_turn(item, number, parts) for number, item in enumerate(raw)))
     images, audios = (tuple(parts[kind] or files_of(record, kind)) for kind in ("image", "audio"))
     _require_answer(turns)
-    turns = _with_markers(turns, IMAGE_MARKER, len(images))
-    return Content(_with_markers(turns, AUDIO_MARKER, len(audios)) if audios else turns, images, audios)
+    turns = with_markers(turns, IMAGE_MARKER, len(images))
+    return Content(with_markers(turns, AUDIO_MARKER, len(audios)) if audios else turns, images, audios)
 
 
 def _pairs(record: Record) -> Content:
@@ -124,86 +101,6 @@ def _question(record: Record) -> Content:
     return _conversation({**record, "messages": messages, "conversations": None})
 
 
-def _mmc4(record: Record) -> Content:
-    """MMC4: `text_list`, and in `image_info` the sentence that each image stands in front of."""
-    before: dict[int, list[Media]] = {}
-    sentences, infos = record["text_list"], record.get("image_info") or []
-    if not isinstance(sentences, list) or not all(isinstance(text, str) for text in sentences):
-        raise RecordProblem("bad_turn", "`text_list` is not a list of texts")
-    if not isinstance(infos, list):
-        raise RecordProblem("bad_image_field", f"`image_info` is a {type(infos).__name__}, not a list")
-    for info in infos:
-        place = info.get("matched_text_index") if isinstance(info, Mapping) else None
-        if not isinstance(place, int) or isinstance(place, bool) or not 0 <= place < len(sentences):
-            raise RecordProblem("bad_image_field", f"`image_info` puts an image at sentence {str(place)[:80]}")
-        before.setdefault(place, []).append(_mmc4_image(info))
-    texts = [IMAGE_MARKER * len(before.get(place, ())) + _plain(text) for place, text in enumerate(sentences)]
-    return _document(" ".join(texts), [image for place in sorted(before) for image in before[place]])
-
-
-def _mmc4_image(info: Record) -> Media:
-    """By name; converters to tars put it there as base64, and an image that nobody downloaded has a URL only."""
-    if info.get("image_base64") is not None:
-        return media_of_base64(info["image_base64"], "image")
-    return media_of(info.get("image_name") or info.get("raw_url"), "image")
-
-
-def _obelics(record: Record) -> Content:
-    """OBELICS: `images` and `texts` side by side, at each place one of the two."""
-    images, texts = record["images"], record["texts"]
-    if len(images) != len(texts):
-        raise RecordProblem(
-            "bad_image_field", f"{len(images)} `images` beside {len(texts)} `texts`; one list of places"
-        )
-    wrong = next((text for text in texts if text is not None and not isinstance(text, str)), None)
-    if wrong is not None:
-        raise RecordProblem("bad_turn", f"`texts` holds a {type(wrong).__name__}")
-    files = [media_of(image, "image") for image in images if image]
-    pieces = [IMAGE_MARKER * bool(image) + _plain(text or "") for image, text in zip(images, texts, strict=True)]
-    return _document("\n\n".join(filter(None, pieces)), files)
-
-
-def _caption(record: Record) -> Content:
-    """An image or a clip and its caption: COYO, img2dataset, and pairs in a tar."""
-    text = next(record[key] for key in (*CAPTION_KEYS, "text") if record.get(key) is not None)
-    if not isinstance(text, str):
-        raise RecordProblem("bad_turn", f"the caption is a {type(text).__name__}")
-    images, audios = files_of(record, "image"), files_of(record, "audio")
-    if not images and not audios:
-        raise _no_image(record)
-    return _document(IMAGE_MARKER * len(images) + AUDIO_MARKER * len(audios) + _plain(text), images, audios)
-
-
-def _no_image(record: Record) -> RecordProblem:
-    """Why a caption stands alone: its download failed, or has not been tried."""
-    status, error = record.get("status"), record.get("error_message")
-    if isinstance(status, str) and status != "success":
-        return RecordProblem("missing_image", f"{status}: {error}"[:200] if error else status[:200])
-    url = next((record[key] for key in URL_KEYS if isinstance(record.get(key), str)), None)
-    if status is None and url is not None:
-        return RecordProblem("image_url", f"{url[:120]}: download it first, for example with img2dataset")
-    return RecordProblem("missing_image", "a caption without an image")
-
-
-def _text(record: Record) -> Content:
-    """Plain text; with images, `<image>` says where they stand."""
-    text = record["text"]
-    if not isinstance(text, str):
-        raise RecordProblem("bad_turn", f"`text` is a {type(text).__name__}")
-    images, audios = files_of(record, "image"), files_of(record, "audio")
-    if not images:
-        text = _plain(text)
-    (turn,) = _with_markers((Turn(DOCUMENT, text),), IMAGE_MARKER, len(images))
-    (turn,) = _with_markers((turn,), AUDIO_MARKER, len(audios)) if audios else (turn,)
-    return _document(turn.text, images, audios)
-
-
-def _document(text: str, images: Sequence[Media], audios: Sequence[Media] = ()) -> Content:
-    if not text.replace(IMAGE_MARKER, "").replace(AUDIO_MARKER * bool(audios), "").strip():
-        raise RecordProblem("no_conversation", "the text is empty")
-    return Content((Turn(DOCUMENT, text),), tuple(images), tuple(audios))
-
-
 def _has(record: Record, keys: Sequence[str]) -> bool:
     return all(record.get(key) is not None for key in keys)
 
@@ -222,12 +119,12 @@ def _is_linked_pair(record: Record) -> bool:
 
 _SHAPES: tuple[tuple[Callable[[Record], bool], Callable[[Record], Content]], ...] = (
     (lambda record: _has_one(record, ("conversations", "messages")), _conversation),
-    (lambda record: _has(record, ("text_list",)), _mmc4),
+    (lambda record: _has(record, ("text_list",)), read_mmc4),
     (lambda record: _are_objects(_rows(record.get("texts"))), _pairs),
-    (lambda record: isinstance(record.get("texts"), list) and isinstance(record.get("images"), list), _obelics),
+    (lambda record: isinstance(record.get("texts"), list) and isinstance(record.get("images"), list), read_obelics),
     (lambda record: any(_has(record, keys) for keys in QUESTIONS_AND_ANSWERS), _question),
-    (lambda record: _has_one(record, CAPTION_KEYS) or _is_linked_pair(record), _caption),
-    (lambda record: "text" in record, _text),
+    (lambda record: _has_one(record, CAPTION_KEYS) or _is_linked_pair(record), read_caption),
+    (lambda record: "text" in record, read_text),
 )
 """In the order in which they are tried: what is more particular comes first."""
 
@@ -261,7 +158,7 @@ def _part(part: Any, number: int, parts: dict[str, list[Media]]) -> str:
     """A part of an OpenAI message as text; its file is added to `parts`."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
-        return _plain(part["text"])
+        return plain_text(part["text"])
     for name, marker in (("image", IMAGE_MARKER), ("audio", AUDIO_MARKER)):
         keys = (f"{name}_url", f"input_{name}", name)
         if kind in keys:
@@ -282,28 +179,6 @@ def _with_system(system: Any, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
     return (Turn("system", system), *turns)
 
 
-def _plain(text: str) -> str:
-    """A text in which no marker may stand: its shape says itself where images are, so it would be one too many."""
-    if IMAGE_MARKER in text:
-        raise RecordProblem(
-            "marker_without_image", f"the text holds {IMAGE_MARKER}, and its images have places already"
-        )
-    return text
-
-
 def _require_answer(turns: tuple[Turn, ...]) -> None:
     if not any(turn.role == "assistant" for turn in turns):
         raise RecordProblem("no_answer", f"{len(turns)} turns, none by the assistant")
-
-
-def _with_markers(turns: tuple[Turn, ...], marker: str, num_files: int) -> tuple[Turn, ...]:
-    """Files without a marker stand in front of the first user turn; a marker without a file has no meaning."""
-    missing = num_files - sum(turn.text.count(marker) for turn in turns)
-    if missing < 0:
-        kind = marker[1:-1]
-        raise RecordProblem(f"marker_without_{kind}", f"{num_files - missing} {marker} markers for {num_files} files")
-    if missing == 0:
-        return turns
-    first = next((i for i, turn in enumerate(turns) if turn.role == "user"), 0)
-    marked = Turn(turns[first].role, f"{marker}\n" * missing + turns[first].text)
-    return (*turns[:first], marked, *turns[first + 1 :])

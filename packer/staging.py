@@ -12,34 +12,43 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from itertools import starmap
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from balance.records import COUNT_COLUMNS
+from balance.records import COUNT_COLUMNS, IntArray
 from packer.count import STAGED_SCHEMA, Counted
 from packer.media import Media
 
 
 @dataclass(frozen=True, slots=True)
-class StagedSample:
-    """What the writers need of a sample."""
+class StagedFiles:
+    """The images or the audio files of some samples, one sample's after the other's."""
 
-    counts: dict[str, int]
-    """Column of `balance.records.Counts` -> value."""
+    offsets: IntArray
+    """Borders of the samples among the files, shape (num_samples + 1,)."""
+    media: list[Media]
+    numbers: dict[str, IntArray]
+    """What is known of each file: `tokens`, and `width` and `height` or `length`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedBlock:
+    """What the writers need of some samples, columnar."""
+
+    counts: dict[str, IntArray]
+    """Column of `balance.records.Counts` -> value of each sample."""
+    id_offsets: IntArray
+    """Borders of the samples in `input_ids`, shape (num_samples + 1,)."""
     input_ids: NDArray[np.int32]
-    loss_spans: NDArray[np.int32]
-    images: list[Media]
-    image_widths: list[int]
-    image_heights: list[int]
-    image_tokens: list[int]
-    audios: list[Media]
-    audio_lengths: list[int]
-    audio_tokens: list[int]
+    """With one token per image or audio file."""
+    loss_spans: IntArray
+    """Shape (num_spans, 2): places in `input_ids` of tokens with a label, first and behind the last."""
+    images: StagedFiles
+    audios: StagedFiles
 
 
 class Staging:
@@ -109,39 +118,54 @@ def _empty_batch() -> pa.RecordBatch:
 
 
 class StagedSamples:
-    """Random access to the samples of a merged file, by position."""
+    """Access to the samples of a merged file, by position."""
 
     def __init__(self, path: Path) -> None:
         self._reader = pa.ipc.open_file(pa.memory_map(str(path)))
         rows = [self._reader.get_batch(batch).num_rows for batch in range(self._reader.num_record_batches)]
         self._starts = np.concatenate([[0], np.cumsum(rows)])
-        self._columns = lru_cache(maxsize=256)(self._read_columns)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def __getitem__(self, position: int) -> StagedSample:
-        batch = int(np.searchsorted(self._starts, position, side="right")) - 1
-        row = int(position - self._starts[batch])
-        columns = self._columns(batch)
-        images, audios = columns["images"][row].as_py(), columns["audios"][row].as_py()
-        return StagedSample(
-            counts={name: columns[name][row].as_py() for name in COUNT_COLUMNS},
-            input_ids=columns["input_ids"][row].values.to_numpy(),
-            loss_spans=columns["loss_spans"][row].values.to_numpy().reshape(-1, 2),
-            images=[_media(image) for image in images],
-            image_widths=[image["width"] for image in images],
-            image_heights=[image["height"] for image in images],
-            image_tokens=[image["tokens"] for image in images],
-            audios=[_media(audio) for audio in audios],
-            audio_lengths=[audio["length"] for audio in audios],
-            audio_tokens=[audio["tokens"] for audio in audios],
+    def take(self, positions: IntArray) -> StagedBlock:
+        """Some samples, in the order of their positions in the argument."""
+        order = np.argsort(positions, kind="stable")
+        inverse = np.empty(len(order), np.int64)
+        inverse[order] = np.arange(len(order))
+        # batch by batch, so that each is looked at once, and then back into the wanted order
+        batch_of = np.searchsorted(self._starts, positions[order], side="right") - 1
+        batches, firsts = np.unique(batch_of, return_index=True)
+        runs = np.split(positions[order], firsts[1:])
+        parts = [
+            self._reader.get_batch(int(batch)).take(pa.array(run - self._starts[batch]))
+            for batch, run in zip(batches, runs, strict=True)
+        ]
+        table = pa.Table.from_batches(parts, STAGED_SCHEMA).combine_chunks().take(pa.array(inverse))
+        (rows,) = table.combine_chunks().to_batches() or [_empty_batch()]
+        id_offsets = _borders(rows.column("input_ids"))
+        spans = rows.column("loss_spans")
+        starts = np.repeat(id_offsets[:-1], np.diff(_borders(spans)) // 2)
+        return StagedBlock(
+            counts={name: rows.column(name).to_numpy().astype(np.int64) for name in COUNT_COLUMNS},
+            id_offsets=id_offsets,
+            input_ids=rows.column("input_ids").flatten().to_numpy(),
+            loss_spans=spans.flatten().to_numpy().reshape(-1, 2) + starts[:, None],
+            images=_files(rows.column("images"), ("tokens", "width", "height")),
+            audios=_files(rows.column("audios"), ("tokens", "length")),
         )
 
-    def _read_columns(self, batch: int) -> dict[str, pa.Array]:
-        data = self._reader.get_batch(batch)
-        return {name: data.column(name) for name in data.schema.names}
+
+def _borders(lists: pa.ListArray) -> IntArray:
+    """Where each row's values begin among all of them, and the end."""
+    return np.concatenate([[0], np.cumsum(lists.value_lengths().to_numpy(), dtype=np.int64)])
 
 
-def _media(row: dict[str, Any]) -> Media:
-    return Media(row["name"], row["container"], row["offset"], row["size"])
+def _files(lists: pa.ListArray, numbers: tuple[str, ...]) -> StagedFiles:
+    files = lists.flatten()
+    place = [files.field(name).to_pylist() for name in ("name", "container", "offset", "size")]
+    return StagedFiles(
+        offsets=_borders(lists),
+        media=list(starmap(Media, zip(*place, strict=True))),
+        numbers={name: files.field(name).to_numpy().astype(np.int64) for name in numbers},
+    )

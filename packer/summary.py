@@ -58,11 +58,15 @@ def require_few(rejected: pa.Table, num_read: int, max_rejected: float, path: Pa
         listed = "; ".join(f"{entry.number:,} {name}, first {entry.first}" for name, entry in reasons.items())
         raise DataError(
             f"{number:,} of {num_read:,} samples ({number / num_read:.1%}) cannot be used, more than --max-rejected"
-            f" {max_rejected:g} allows: {listed}. All of them are in {path}: repair the data, or raise --max-rejected"
+            f" {max_rejected:g} allows: {listed}. All of them are in {path}: repair the data and"
+            " add --overwrite, or raise --max-rejected"
         )
 
 
 def nothing_to_pack(rejected: pa.Table) -> DataError:
     """The error of a build without a single usable sample."""
     reasons = [f"{r.number} {reason}, first {r.first}" for reason, r in summarise_rejected(rejected).items()]
-    return DataError(f"nothing to pack: all {len(rejected)} samples were rejected ({'; '.join(reasons)})")
+    return DataError(
+        f"nothing to pack: all {len(rejected)} samples were rejected ({'; '.join(reasons)}); repair the"
+        " data or change the settings, and add --overwrite"
+    )

@@ -21,7 +21,6 @@ from tokenizers import Encoding, Tokenizer
 
 from balance.errors import ConfigError
 from balance.presets import AudioMarkup, ImageMarkup
-from balance.records import LABEL_IGNORE
 from packer.chat_template import ChatTemplate, Message, TemplateRefusedError
 from packer.control_tokens import ControlTokens
 from packer.markup import MediaWriter, Medium, add_markup, text_part
@@ -237,39 +236,6 @@ class ChatTokenizer:
             return self._template.render([message]).count(expected) == 1
         except TemplateRefusedError:
             return False
-
-
-def expand(
-    input_ids: NDArray[np.int32],
-    loss_spans: NDArray[np.int32],
-    image_token_id: int,
-    tokens_per_image: Sequence[int] | NDArray[np.int64],
-    audio_token_id: int | None = None,
-    tokens_per_audio: Sequence[int] | NDArray[np.int64] = (),
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Repeat each image or audio token as often as its file has LLM tokens; returns `input_ids` and `labels`.
-
-    Labels are the ids inside `loss_spans`, and LABEL_IGNORE elsewhere and on image and audio tokens. ValueError if
-    there are not as many numbers as image tokens, or as audio tokens.
-
-    >>> ids, labels = expand(np.int32([1, 9, 2, 3]), np.int32([[2, 4]]), 9, [3])
-    >>> ids.tolist(), labels.tolist()
-    ([1, 9, 9, 9, 2, 3], [-100, -100, -100, -100, 2, 3])
-    """
-    repeats = np.ones(len(input_ids), dtype=np.int64)
-    labels = np.full(len(input_ids), LABEL_IGNORE, dtype=np.int32)
-    for start, end in loss_spans:
-        labels[start:end] = input_ids[start:end]
-    for kind, token_id, tokens in (
-        ("image", image_token_id, tokens_per_image),
-        ("audio", audio_token_id, tokens_per_audio),
-    ):
-        is_media = input_ids == (-1 if token_id is None else token_id)  # no id is negative
-        if (num_files := int(is_media.sum())) != len(tokens):
-            raise ValueError(f"{num_files} {kind} tokens but tokens for {len(tokens)} {kind}s; give one for each")
-        repeats[is_media] = tokens
-        labels[is_media] = LABEL_IGNORE
-    return np.repeat(input_ids, repeats), np.repeat(labels, repeats)
 
 
 def _only_turn(turns: Sequence[Turn]) -> Turn:

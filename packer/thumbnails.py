@@ -10,7 +10,7 @@ import io
 import warnings
 from dataclasses import dataclass
 
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 MOST_PIXELS = 160
 """Longer side of a thumbnail."""
@@ -35,6 +35,8 @@ def make_thumbnail(data: bytes) -> Thumbnail | str:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             return _decode(data)
+    except UnidentifiedImageError:
+        return "not an image that Pillow knows" if data else "the file is empty"
     # Pillow's parsers leak these for damaged files, SyntaxError for a bad PNG chunk among them
     except (
         Image.DecompressionBombError,
@@ -46,8 +48,6 @@ def make_thumbnail(data: bytes) -> Thumbnail | str:
         OverflowError,
         EOFError,
     ) as error:
-        if not data:
-            return "the file is empty"
         return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

@@ -1,8 +1,7 @@
 """Groups -> shards: which groups go into which shard, and the writing of one shard.
 
 The plan depends on the counts alone, and a shard on its own groups alone; so any number of processes writes the same
-bytes. A sample whose image files changed their length since they were counted, or whose PNGs fail their own checksums,
-is rejected here, by name; its group goes on without it.
+bytes. A sample that cannot be packed any more (`packer.pack`) is rejected by name; its group goes on without it.
 """
 
 from __future__ import annotations
@@ -15,19 +14,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from balance.errors import ConfigError
 from balance.records import Groups, IntArray
-from packer.images import check_png
-from packer.media import Media, MediaProblem, read_media
+from packer.pack import PackPlan, SamplesToPack, pack_block
 from packer.shards.arrow import ArrowShardWriter
+from packer.shards.block import GroupPlace, ShardWriter
 from packer.shards.index import ShardIndex, read_described
 from packer.shards.manifest import describe_file
-from packer.shards.sample import PackedSample, ShardWriter
 from packer.shards.webdataset import WebDatasetShardWriter
-from packer.staging import StagedSample, StagedSamples, Staging
+from packer.staging import StagedSamples, Staging
 from packer.storage import open_bucket, open_root
-from packer.text import expand
 
 ShardFormat = Literal["arrow", "webdataset", "refs"]
 SHARD_FORMATS: tuple[ShardFormat, ...] = ("arrow", "webdataset", "refs")
@@ -37,6 +34,8 @@ TOKEN_BYTES = 8
 """`input_ids` and `labels` are int32."""
 SAMPLE_BYTES = 256
 """Ids, offsets and padding of a sample, roughly."""
+SLAB_BYTES = 32 << 20
+"""Files that are held in memory at a time, about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +44,10 @@ class WritePlan:
 
     out: str
     """Folder of the build, or where one into an object store is prepared."""
-    format: ShardFormat
-    data_roots: tuple[str, ...]
-    """Of each part of the dataset."""
-    follow_links: bool
-    image_token_id: int
-    audio_token_id: int | None
     uri: str | None = None
     """Where the shards go once they are written, if not into the folder."""
+    format: ShardFormat
+    pack: PackPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +66,8 @@ class WriteTask:
     sample_ids: list[str]
     parts: IntArray
     """The part of the dataset that each sample comes from."""
+    media_bytes: IntArray
+    """Bytes of each sample's files."""
 
 
 def shard_name(shard: int, shard_format: ShardFormat) -> str:
@@ -109,10 +106,11 @@ def write_shard(task: WriteTask) -> int:
     index = ShardIndex(task.shard)
     temporary = out / (name + ".tmp")
     writer = _open_writer(task.plan, temporary)
-    for number, (first, last) in enumerate(pairwise(task.offsets.tolist())):
-        samples = list(_pack_group(task, range(first, last), staged, staging.blobs, index))
-        if samples:
-            index.add(writer.add(task.first_group + number, samples), samples)
+    for first, last in _slabs(task.offsets, task.media_bytes):
+        samples = slice(task.offsets[first], task.offsets[last])
+        block, kept = pack_block(task.plan.pack, _part(task, samples), staged, staging.blobs, index.rejected)
+        groups = _groups(task.first_group + first, task.offsets[first : last + 1], kept)
+        index.add(block, groups, writer.add(block, groups))
     writer.close()
     # hashed while it is still in memory
     index.described = {**describe_file(open_root(task.plan.out, follow_links=True), name + ".tmp"), "name": name}
@@ -134,6 +132,29 @@ def _is_there(plan: WritePlan, described: dict[str, Any]) -> bool:
     return found.size == int(described["size"])
 
 
+def _slabs(offsets: IntArray, media_bytes: IntArray) -> Iterator[tuple[int, int]]:
+    """Half-open ranges of groups with about SLAB_BYTES of files each: as much as is held in memory at a time."""
+    running = np.concatenate([[0], np.cumsum(media_bytes)])[offsets]
+    slab = running[:-1] // SLAB_BYTES
+    firsts = np.flatnonzero(np.diff(slab, prepend=-1)).tolist()
+    yield from pairwise([*firsts, len(slab)])
+
+
+def _part(task: WriteTask, samples: slice) -> SamplesToPack:
+    return SamplesToPack(
+        rows=task.rows[samples],
+        positions=task.positions[samples],
+        sample_ids=task.sample_ids[samples],
+        parts=task.parts[samples],
+    )
+
+
+def _groups(first_group: int, offsets: IntArray, kept: NDArray[np.bool_]) -> list[GroupPlace]:
+    """The groups of a block without the samples that were lost; a group without any sample is none."""
+    places = np.concatenate([[0], np.cumsum(kept)])[offsets - offsets[0]].tolist()
+    return [GroupPlace(first_group + i, a, b) for i, (a, b) in enumerate(pairwise(places)) if a < b]
+
+
 @lru_cache(maxsize=1)
 def _open_staged(path: Path, inode: int, mtime_ns: int) -> StagedSamples:
     """The staged samples of a build, opened once per process; another file in the same place is another one."""
@@ -144,57 +165,3 @@ def _open_writer(plan: WritePlan, path: Path) -> ShardWriter:
     if plan.format == "webdataset":
         return WebDatasetShardWriter(path)
     return ArrowShardWriter(path, refs=plan.format == "refs")
-
-
-def _pack_group(
-    task: WriteTask, places: range, staged: StagedSamples, blobs: Path, index: ShardIndex
-) -> Iterator[PackedSample]:
-    for place in places:
-        root = task.plan.data_roots[task.parts[place]]
-        try:
-            yield _pack(task.plan, task.sample_ids[place], staged[int(task.positions[place])], root, blobs)
-        except MediaProblem as problem:
-            index.rejected.append((int(task.rows[place]), problem.reason, problem.detail))
-
-
-def _pack(plan: WritePlan, sample_id: str, sample: StagedSample, root: str, blobs: Path) -> PackedSample:
-    input_ids, labels = expand(
-        sample.input_ids,
-        sample.loss_spans,
-        plan.image_token_id,
-        sample.image_tokens,
-        audio_token_id=plan.audio_token_id,
-        tokens_per_audio=sample.audio_tokens,
-    )
-    # read for refs too, so that what is wrong with a file comes out whatever the format
-    files = open_root(root, follow_links=plan.follow_links)
-    images = [read_media(files, media, blobs) for media in sample.images]
-    audios = [read_media(files, media, blobs) for media in sample.audios]
-    for media, data in zip(sample.images, images, strict=True):
-        if data.startswith(b"\x89PNG"):
-            check_png(media.name, data)  # found here, and not in the middle of a training run
-    refs = plan.format == "refs"
-    if refs:
-        _require_files([*sample.images, *sample.audios], sample_id)
-    return PackedSample(
-        sample_id=sample_id,
-        counts=sample.counts,
-        input_ids=input_ids,
-        labels=labels,
-        image_paths=[media.name for media in sample.images],
-        images=[] if refs else images,
-        image_widths=sample.image_widths,
-        image_heights=sample.image_heights,
-        audio_paths=[media.name for media in sample.audios],
-        audios=[] if refs else audios,
-        audio_lengths=sample.audio_lengths,
-    )
-
-
-def _require_files(files: list[Media], sample_id: str) -> None:
-    inside = next((media for media in files if media.container), None)
-    if inside is not None:
-        raise ConfigError(
-            f"--format refs: {inside.name} of sample {sample_id!r} is no file of its own, so no shard can refer to it;"
-            " use arrow or webdataset"
-        )

@@ -5,6 +5,7 @@ The server is ended with the session, also when a test fails; killed with the pr
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import random
@@ -13,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -38,6 +40,8 @@ class S3Server:
     """A bucket that exists; give each test a prefix of its own."""
     access_key: str
     secret_key: str
+    reader_key: str = "reader-access-key"
+    """Access key of a user who may read and list, with the same secret."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -60,13 +64,13 @@ def s3_server(folder: Path) -> Iterator[S3Server]:
     """A server whose data lie in `folder`."""
     ports = dict(zip(SERVICES, _free_ports(len(SERVICES)), strict=True))
     server = S3Server(f"http://127.0.0.1:{ports['s3']}", "packed", "test-access-key", "test-secret-key")
-    identity = {
-        "name": "tests",
-        "credentials": [{"accessKey": server.access_key, "secretKey": server.secret_key}],
-        "actions": ["Admin", "Read", "Write", "List", "Tagging"],
-    }
+    users = {server.access_key: ["Admin", "Read", "Write", "List", "Tagging"], server.reader_key: ["Read", "List"]}
+    identities = [
+        {"name": key, "credentials": [{"accessKey": key, "secretKey": server.secret_key}], "actions": actions}
+        for key, actions in users.items()
+    ]
     config = folder / "credentials.json"
-    config.write_text(json.dumps({"identities": [identity]}))
+    config.write_text(json.dumps({"identities": identities}))
     data = folder / "data"
     data.mkdir()
     log = folder / "server.log"
@@ -76,8 +80,11 @@ def s3_server(folder: Path) -> Iterator[S3Server]:
         *(f"-s3.config={config}", *(f"-{name}.port={port}" for name, port in ports.items())),
     ]
     with log.open("wb") as output:
-        process = subprocess.Popen(  # noqa: PLW1509 - the child only asks the kernel for one thing
-            command, stdout=output, stderr=subprocess.STDOUT, preexec_fn=_die_with_parent
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            preexec_fn=_die_with_parent,  # noqa: PLW1509 - one system call
         )
     try:
         _wait(process, server, log)
@@ -135,3 +142,44 @@ def _bound(port: int) -> socket.socket:
 
 def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+class StallingProxy:
+    """Passes connections on to a server, until clients have sent so many bytes; then it holds everything still."""
+
+    def __init__(self, endpoint: str, budget_bytes: int) -> None:
+        host, _, port = endpoint.removeprefix("http://").partition(":")
+        self._server = (host, int(port))
+        self._left = budget_bytes
+        self._lock = threading.Lock()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.stalled = threading.Event()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Take no more connections."""
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                client = self._listener.accept()[0]
+                server = socket.create_connection(self._server)
+                for source, target, counts in ((client, server, True), (server, client, False)):
+                    threading.Thread(target=self._pass_on, args=(source, target, counts), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket, counts: bool) -> None:
+        with contextlib.suppress(OSError):  # a side that was killed
+            while data := source.recv(1 << 16):
+                if counts and not self._may_pass(len(data)):
+                    return
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def _may_pass(self, number: int) -> bool:
+        with self._lock:
+            self._left -= number
+            if self._left < 0:
+                self.stalled.set()
+            return self._left >= 0

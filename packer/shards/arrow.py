@@ -6,13 +6,14 @@ ranged GET remotely, and no copy until an image is decoded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
-from packer.shards.sample import PackedSample
+from balance.records import IntArray
+from packer.shards.block import GroupPlace, PackedBlock
 
 _INTS = pa.list_(pa.int32())
 _BYTES = pa.list_(pa.binary())
@@ -44,24 +45,36 @@ class ArrowShardWriter:
         self._file = pa.OSFile(str(path), "wb")
         self._writer = pa.ipc.new_file(self._file, self._schema)
 
-    def add(self, group: int, samples: Sequence[PackedSample]) -> tuple[int, int]:
-        """Append a group as one record batch; the range is exactly its encapsulated IPC message."""
-        files = _PATHS if self._refs else _BYTES
+    def add(self, block: PackedBlock, groups: list[GroupPlace]) -> list[tuple[int, int]]:
+        """Append each group as one record batch; a range is exactly its encapsulated IPC message."""
+        batch = self._batch(block)
+        places = []
+        for group in groups:
+            # a slice of the whole block: the writer cuts all columns to it
+            part = batch.slice(group.first, group.last - group.first)
+            self._writer.write_batch(part)
+            # measured from the end: in front of the first message the writer puts the schema as well
+            length = pa.ipc.get_record_batch_size(part)
+            places.append((self._file.tell() - length, length))
+        return places
+
+    def _batch(self, block: PackedBlock) -> pa.RecordBatch:
+        images, audios = block.images, block.audios
         columns = [
-            pa.array([s.sample_id for s in samples], pa.string()),
-            _int_lists([s.input_ids for s in samples]),
-            _int_lists([s.labels for s in samples]),
-            pa.array([s.image_paths if self._refs else s.images for s in samples], files),
-            pa.array([s.image_widths for s in samples], _INTS),
-            pa.array([s.image_heights for s in samples], _INTS),
-            pa.array([s.audio_paths if self._refs else s.audios for s in samples], files),
-            pa.array([s.audio_lengths for s in samples], _INTS),
+            pa.array(block.sample_ids, pa.string()),
+            _int_lists(block.token_offsets, block.input_ids),
+            _int_lists(block.token_offsets, block.labels),
+            self._files(images.offsets, images.paths, images.data),
+            _int_lists(images.offsets, images.numbers["width"]),
+            _int_lists(images.offsets, images.numbers["height"]),
+            self._files(audios.offsets, audios.paths, audios.data),
+            _int_lists(audios.offsets, audios.numbers["length"]),
         ]
-        batch = pa.RecordBatch.from_arrays(columns, schema=self._schema)
-        self._writer.write_batch(batch)
-        # measured from the end: in front of the first message the writer puts the schema as well
-        length = pa.ipc.get_record_batch_size(batch)
-        return self._file.tell() - length, length
+        return pa.RecordBatch.from_arrays(columns, schema=self._schema)
+
+    def _files(self, offsets: IntArray, paths: list[str], data: list[bytes]) -> pa.ListArray:
+        values = pa.array(paths, pa.string()) if self._refs else pa.array(data, pa.binary())
+        return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values)
 
     def close(self) -> None:
         """Write the footer and close the file."""
@@ -69,6 +82,5 @@ class ArrowShardWriter:
         self._file.close()
 
 
-def _int_lists(lists: Sequence[np.ndarray[tuple[int], np.dtype[np.int32]]]) -> pa.ListArray:
-    offsets = np.concatenate([[0], np.cumsum([len(values) for values in lists])]).astype(np.int32)
-    return pa.ListArray.from_arrays(offsets, np.concatenate(lists), type=_INTS)
+def _int_lists(offsets: IntArray, values: IntArray | NDArray[np.int32]) -> pa.ListArray:
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, pa.int32()), type=_INTS)

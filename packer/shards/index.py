@@ -7,15 +7,16 @@ The rows of a shard are written after the shard itself, so their presence means 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from balance.records import COUNT_COLUMNS
-from packer.shards.sample import PackedSample
+from packer.shards.block import GroupPlace, PackedBlock
 
 INDEX_BATCH_ROWS = 65_536
 INDEX_SCHEMA = pa.schema(
@@ -35,32 +36,36 @@ class ShardIndex:
     """Rows of the index for one shard, the samples that were lost while writing it, and what it is once written."""
 
     shard: int
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    tables: list[pa.Table] = field(default_factory=list)
     rejected: list[tuple[int, str, str]] = field(default_factory=list)
     """(row number in the counts table, reason, detail)."""
     described: dict[str, Any] = field(default_factory=dict)
     """Name, size and SHA-256 of the shard."""
 
-    def add(self, place: tuple[int, int], samples: Sequence[PackedSample]) -> None:
-        """A group that was written at `place`, (offset, length)."""
-        self.rows.append(
-            {
-                "shard": self.shard,
-                "offset": place[0],
-                "length": place[1],
-                "num_samples": len(samples),
-                **{name: sum(sample.counts[name] for sample in samples) for name in COUNT_COLUMNS},
-                "sample_ids": [sample.sample_id for sample in samples],
-            }
-        )
+    def add(self, block: PackedBlock, groups: list[GroupPlace], places: list[tuple[int, int]]) -> None:
+        """Groups that were written at `places`, (offset, length); all samples of the block, in order."""
+        if not groups:
+            return
+        firsts = [group.first for group in groups]
+        borders = pa.array([*firsts, groups[-1].last], pa.int32())
+        columns = {
+            "shard": np.full(len(groups), self.shard),
+            "offset": [offset for offset, _ in places],
+            "length": [length for _, length in places],
+            "num_samples": [group.last - group.first for group in groups],
+            **{name: np.add.reduceat(block.counts[name], firsts) for name in COUNT_COLUMNS},
+            "sample_ids": pa.ListArray.from_arrays(borders, pa.array(block.sample_ids, pa.string())),
+        }
+        self.tables.append(pa.table(columns).cast(INDEX_SCHEMA))
 
     def save(self, path: Path) -> None:
         """Write the rows, whole or not at all."""
         metadata = {"rejected": json.dumps(self.rejected), "shard": json.dumps(self.described)}
-        schema = INDEX_SCHEMA.with_metadata(metadata)
+        table = pa.concat_tables([INDEX_SCHEMA.empty_table(), *self.tables]).combine_chunks()
+        table = table.replace_schema_metadata(metadata)
         temporary = path.with_suffix(".tmp")
-        with pa.ipc.new_file(temporary, schema) as writer:
-            writer.write_table(pa.Table.from_pylist(self.rows, schema=schema))
+        with pa.ipc.new_file(temporary, table.schema) as writer:
+            writer.write_table(table)
         temporary.replace(path)
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 from numpy.typing import NDArray
 
-from packer.shards.sample import PackedSample
+from packer.shards.block import GroupPlace, PackedBlock
 
 _IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm"})
 _AUDIO_SUFFIXES = frozenset({"wav", "flac", "mp3", "ogg", "opus", "m4a"})
@@ -27,13 +26,16 @@ class WebDatasetShardWriter:
     def __init__(self, path: Path) -> None:
         self._tar = tarfile.open(path, "w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115 - closed by `close`
 
-    def add(self, group: int, samples: Sequence[PackedSample]) -> tuple[int, int]:
-        """Append a group; the range covers its members from the first header to the last one's padding."""
-        start = self._tar.offset
-        for place, sample in enumerate(samples):
-            for suffix, data in _members(sample):
-                self._add_member(f"g{group:09d}-s{place:05d}.{suffix}", data)
-        return start, self._tar.offset - start
+    def add(self, block: PackedBlock, groups: list[GroupPlace]) -> list[tuple[int, int]]:
+        """Append groups; a range covers a group's members from the first header to the last one's padding."""
+        places = []
+        for group in groups:
+            start = self._tar.offset
+            for row in range(group.first, group.last):
+                for suffix, data in _members(block, row):
+                    self._add_member(f"g{group.number:09d}-s{row - group.first:05d}.{suffix}", data)
+            places.append((start, self._tar.offset - start))
+        return places
 
     def close(self) -> None:
         """Write the end of the archive and close the file."""
@@ -46,27 +48,29 @@ class WebDatasetShardWriter:
         self._tar.addfile(member, io.BytesIO(data))
 
 
-def _members(sample: PackedSample) -> list[tuple[str, bytes]]:
-    """(suffix behind the sample's key, content) of each member, in order."""
-    images = [f"{number}.{_suffix(path, _IMAGE_SUFFIXES, 'img')}" for number, path in enumerate(sample.image_paths)]
-    audios = [
-        f"audio{number}.{_suffix(path, _AUDIO_SUFFIXES, 'snd')}" for number, path in enumerate(sample.audio_paths)
+def _members(block: PackedBlock, row: int) -> list[tuple[str, bytes]]:
+    """(suffix behind the sample's key, content) of each member of a sample, in order."""
+    tokens = slice(*block.token_offsets[row : row + 2])
+    images, audios = (slice(*files.offsets[row : row + 2]) for files in (block.images, block.audios))
+    image_names = [f"{n}.{_suffix(path, _IMAGE_SUFFIXES, 'img')}" for n, path in enumerate(block.images.paths[images])]
+    audio_names = [
+        f"audio{n}.{_suffix(path, _AUDIO_SUFFIXES, 'snd')}" for n, path in enumerate(block.audios.paths[audios])
     ]
     about = {
-        "sample_id": sample.sample_id,
-        **sample.counts,
-        "image_widths": sample.image_widths,
-        "image_heights": sample.image_heights,
-        "images": images,
-        "audio_lengths": sample.audio_lengths,
-        "audios": audios,
+        "sample_id": block.sample_ids[row],
+        **{name: int(values[row]) for name, values in block.counts.items()},
+        "image_widths": block.images.numbers["width"][images].tolist(),
+        "image_heights": block.images.numbers["height"][images].tolist(),
+        "images": image_names,
+        "audio_lengths": block.audios.numbers["length"][audios].tolist(),
+        "audios": audio_names,
     }
     return [
         ("json", json.dumps(about, ensure_ascii=False).encode()),
-        ("input_ids.npy", _npy(sample.input_ids)),
-        ("labels.npy", _npy(sample.labels)),
-        *zip(images, sample.images, strict=True),
-        *zip(audios, sample.audios, strict=True),
+        ("input_ids.npy", _npy(block.input_ids[tokens])),
+        ("labels.npy", _npy(block.labels[tokens])),
+        *zip(image_names, block.images.data[images], strict=True),
+        *zip(audio_names, block.audios.data[audios], strict=True),
     ]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from balance.errors import ConfigError, DataError
 from balance.presets import build_config, config_root, preset_names
 from packer.sources.hub import parse_hub_id
-from packer.storage import Root, is_uri, join, open_root, split
+from packer.storage import is_uri, join, open_root, split
 
 PEEK_BYTES = 1 << 16
 
@@ -123,13 +123,10 @@ def _is_there(place: str, data_root: str | None) -> bool:
     full = place if data_root is None or is_uri(place) or Path(place).is_absolute() else join(data_root, place)
     if not is_uri(full):
         return Path(full).exists() or Path(full.rpartition("@")[0] or full).exists()
-    folder, name = split(full.rpartition("@")[0] or full)
-    return _holds(open_root(folder), name)
-
-
-def _holds(root: Root, name: str) -> bool:
+    place = full.rpartition("@")[0] or full
+    folder, name = split(place)
     try:
-        return root.has_folder(name) or root.info(name).size >= 0
+        return open_root(place).has_folder("") or open_root(folder).info(name).size >= 0
     except OSError:
         return False
 
@@ -141,7 +138,7 @@ def is_meta(place: str) -> bool:
         return False
     try:
         values = json.loads(path.read_text("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError):
+    except (ValueError, RecursionError, OSError):
         return False
     return (
         isinstance(values, dict)

@@ -16,7 +16,10 @@ PARTIAL = "partial-"
 """The Hub converts only the first 5 GB of a large dataset, and calls that split so."""
 
 _KNOWN = "(?:partial-)?(?:train|training|test|testing|validation|valid|val|dev|eval)"
-_NUMBERED = re.compile(r"(.+?)-\d+-of-\d+")
+_NUMBERED = re.compile(r"(.+?)-\d{5}-of-\d{5}.*\.parquet")
+"""As `push_to_hub` names files."""
+_CONVERTED = re.compile(r"[^/]+/([^/]+)/\d{4}\.parquet")
+"""As the Hub's own conversion to Parquet does: configuration/split/0000.parquet."""
 _NAMED = re.compile(rf"({_KNOWN})(?:$|[-_.0-9])", re.IGNORECASE)
 
 
@@ -27,13 +30,10 @@ def split_of(name: str) -> str:
     ('train', 'test', '')
     """
     path = PurePosixPath(name)
-    if match := _NUMBERED.match(path.name) or _NAMED.match(path.name):
+    if match := _NUMBERED.fullmatch(path.name) or _NAMED.match(path.name) or _CONVERTED.fullmatch(name):
         return match[1]
     folders = [folder for folder in path.parts[:-1] if re.fullmatch(_KNOWN, folder, re.IGNORECASE)]
-    if folders:
-        return folders[-1]
-    # the Hub's own conversion: configuration/split/0000.parquet
-    return path.parts[1] if len(path.parts) == 3 and path.stem.isdecimal() else ""
+    return folders[-1] if folders else ""
 
 
 def choose_split(splits: Sequence[str], wanted: str | None, where: str) -> str:

@@ -52,7 +52,7 @@ class TarSource:
 
     def __init__(self, name: str, folder: str, names: Sequence[str], data_root: str) -> None:
         """ConfigError for compressed tars, and for tars outside the data root."""
-        packed = next((one for one in names if one.endswith(".gz")), None)
+        packed = next((one for one in names if one.endswith((".gz", ".tgz"))), None)
         if packed is not None:
             raise ConfigError(f"{folder}/{packed}: images in a compressed tar have no place of their own; gunzip it")
         self.name = name

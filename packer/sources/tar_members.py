@@ -36,7 +36,7 @@ class BrokenTarError(ValueError):
         super().__init__(f"{what} at byte {offset}; nothing behind it is read")
         self.offset = offset
         self.sample_is_whole = sample_is_whole
-        """Whether the members in front of it are sure to be a whole sample."""
+        """Whether the members in front of it look like a whole sample."""
 
 
 def read_members(file: IO[bytes], start: int = 0, end: int | None = None) -> Iterator[Member]:
@@ -51,7 +51,8 @@ def read_members(file: IO[bytes], start: int = 0, end: int | None = None) -> Ite
         file.seek(offset)
         block = file.read(BLOCK)
         if not block and not ended:
-            raise BrokenTarError("the tar has no end mark and may be cut", offset, sample_is_whole=True)
+            # a tar that ends with a whole block may come from a writer that sets no mark
+            raise BrokenTarError("the tar has no end mark and may be cut", offset, sample_is_whole=offset == size)
         if not block:
             return
         ended = block == ZEROS

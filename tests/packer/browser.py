@@ -39,8 +39,9 @@ MEASURE = """(() => {
     charts: [...document.querySelectorAll("svg")].map((svg) => ({...box(svg), text: svg.getAttribute("aria-label"),
       texts: [...svg.querySelectorAll("text")].map(box), shapes: [...svg.querySelectorAll("path, rect")].map(box)})),
     images: [...document.querySelectorAll("img")].map((img) => ({...box(img), natural: img.naturalWidth})),
-    blocks: [...document.querySelectorAll("h1, h2, h3, p, th, td, .card b, .card span, figure, .figure, .load > b")].map(
-      (element) => ({...box(element), clipped: element.scrollWidth > element.clientWidth + 1})),
+    blocks: [...document.querySelectorAll(
+      "h1, h2, h3, p, th, td, .card b, .card span, figure, .figure, .load > b, .content"
+    )].map((element) => ({...box(element), clipped: element.scrollWidth > element.clientWidth + 1})),
   };
 })()"""
 """What a person would look at, in CSS pixels."""

@@ -11,20 +11,20 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from report_data import make_counts, write_build
 from rich.console import Console
 
 from balance.baselines import BASELINES
 from balance.errors import ConfigError, DataError
 from balance.metrics import autocorrelation, source_autocorrelation, source_entropy
 from balance.order import GroupStream, choose_order
-from balance.records import COUNT_COLUMNS, Counts, Groups, Limits
 from packer.charts import histogram, rank_bars, tick_label, ticks
-from packer.group import GroupOptions, group_counts
 from packer.report import make_report
 from packer.report_html import render_html, write_html
-from packer.report_text import print_report
-from packer.tables import COUNTS_SCHEMA, REJECTED_SCHEMA, groups_table, write_table
+from packer.report_text import print_report, share_text
+from packer.tables import COUNTS_SCHEMA, groups_table, write_table
 
 METHOD_KEYS = {
     "avg_batch_size",
@@ -34,48 +34,6 @@ METHOD_KEYS = {
     "dist_ratio_vit",
     "dist_ratio_llm",
 }
-
-
-def make_counts(num_samples: int, *, images: bool = True, seed: int = 0) -> Counts:
-    """Counts with the spread of real data: 1 to 5 tiles (a tenth without images), 40 to 900 text tokens."""
-    rng = np.random.default_rng(seed)
-    patches = rng.choice([0, 1, 3, 5], num_samples, p=[0.1, 0.3, 0.2, 0.4]) * int(images)
-    text = rng.integers(40, 900, num_samples)
-    return Counts(
-        num_image_patches=patches,
-        num_vit_tokens=patches * 1025,
-        num_image_tokens=patches * 256,
-        num_text_tokens=text,
-        num_audio_tokens=np.zeros_like(text),
-        num_loss_tokens=text // 2,
-    )
-
-
-def write_build(
-    out: Path, counts: Counts, *, rejected: dict[str, int] | None = None, sources: int = 1
-) -> tuple[Groups, Limits]:
-    """What `packer group` leaves behind, with samples rejected while counting behind the last position."""
-    grouping = group_counts(counts, GroupOptions(), vision_unit="image_patches", context_len=4096)
-    num_samples = len(counts)
-    table = {
-        "position": np.arange(num_samples),
-        "sample_id": [f"s{i}" for i in range(num_samples)],
-        "source": [f"set{i % sources}" for i in range(num_samples)],
-        **{name: getattr(counts, name).astype(np.int32) for name in COUNT_COLUMNS},
-        "seq_len": counts.seq_len.astype(np.int32),
-        "media_bytes": np.zeros(num_samples, np.int64),
-    }
-    reasons = [reason for reason, count in (rejected or {}).items() for _ in range(count)]
-    rows = [
-        {"position": num_samples + i, "sample_id": "x", "source": "set0", "reason": reason, "detail": ""}
-        for i, reason in enumerate(reasons)
-    ]
-    out.mkdir(exist_ok=True)
-    write_table(pa.table(table, schema=COUNTS_SCHEMA), out / "counts.parquet")
-    write_table(groups_table(grouping.groups, counts), out / "groups.parquet")
-    write_table(pa.Table.from_pylist(rows, schema=REJECTED_SCHEMA), out / "rejected.parquet")
-    (out / "limits.json").write_text(json.dumps(asdict(grouping.limits)))
-    return grouping.groups, grouping.limits
 
 
 def dist(loads: list[int], dp: int) -> float:
@@ -179,6 +137,19 @@ def test_shuffle_figures_stand_beside_every_dist_ratio_for_one_and_eight_micro_b
         }
 
 
+def test_copies_of_a_sample_are_packed_but_not_read(tmp_path: Path) -> None:
+    write_build(tmp_path, make_counts(100), rejected={"missing_image": 4})
+    counts = pq.read_table(tmp_path / "counts.parquet")
+    positions = pa.array(np.maximum(np.arange(100) - 7, 0), pa.int64())  # the first sample stands there eight times
+    write_table(counts.set_column(0, COUNTS_SCHEMA.field("position"), positions), tmp_path / "counts.parquet")
+    report = make_report(tmp_path)
+    values = report.to_json()
+    assert [values[f"num_{name}"] for name in ("read", "repeated", "packed", "rejected")] == [97, 7, 100, 4]
+    text = io.StringIO()
+    print_report(report, Console(file=text, width=120))
+    assert "97 samples read + 7 repeated = 100 packed + 4 rejected" in text.getvalue()
+
+
 def test_tables_that_do_not_add_up_are_an_error(tmp_path: Path) -> None:
     counts = make_counts(100)
     groups, _ = write_build(tmp_path, counts)
@@ -278,6 +249,20 @@ def test_the_page_is_whole_self_contained_and_shows_the_figures(tmp_path: Path) 
     assert page.tags.count("svg") == 10
     for figure in (f"{report.fill:.1%}", "1,000", f"{report.methods['random'].pad_ratio:.3f}"):
         assert figure in page.text
+
+
+@pytest.mark.parametrize("dp", [4, 16])
+def test_the_chart_of_the_ranks_says_how_much_of_the_drawn_steps_is_waiting(tmp_path: Path, dp: int) -> None:
+    write_build(tmp_path, make_counts(2_000))
+    report = make_report(tmp_path, dp=dp)
+    said = re.findall(r"([\d.]+%) of the ranks' time for (LLM|ViT) tokens", render_html(report))
+    expected = []
+    for load, unit in (("llm_tokens", "LLM"), ("vit_tokens", "ViT")):
+        for name in ("random", "ours"):
+            first_steps = getattr(report.loads[name], load)[: 6 * dp].tolist()
+            expected.append((share_text(dist(first_steps, dp)), unit))
+    assert said == expected
+    assert ("8 of 16 ranks" in render_html(report)) == (dp == 16)
 
 
 def test_a_histogram_draws_a_bar_where_and_only_where_there_are_values() -> None:

@@ -17,7 +17,8 @@ from balance.errors import ConfigError
 from balance.presets import ImageMarkup
 from balance.records import LABEL_IGNORE
 from packer.demo import demo_tokenizer_path
-from packer.text import ChatTokenizer, EncodedText, TextRejected, Turn, expand
+from packer.expand import expand
+from packer.text import ChatTokenizer, EncodedText, TextRejected, Turn
 
 SHARED = Path(__file__).parents[3] / "shared"
 INTERNVL = ImageMarkup(prefix="<img>", suffix="</img>", token="<IMG_CONTEXT>")

@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from balance.presets import AudioMarkup, ImageMarkup
 from balance.records import LABEL_IGNORE
 from packer.demo import demo_tokenizer_path
-from packer.text import DOCUMENT, ChatTokenizer, EncodedText, TextRejected, Turn, expand
+from packer.expand import expand
+from packer.text import DOCUMENT, ChatTokenizer, EncodedText, TextRejected, Turn
 
 SHARED = Path(__file__).parents[3] / "shared"
 INTERNVL = ImageMarkup(prefix="<img>", suffix="</img>", token="<IMG_CONTEXT>")

@@ -1,0 +1,93 @@
+"""A build that is killed again and again, at any moment, ends as one that nobody disturbed."""
+
+import importlib.util
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from raw_data import good_records, options, write_dataset
+from test_build import digests
+
+NEEDS_RAY = [
+    pytest.mark.ray,
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install isobatch[ray]"
+    ),
+]
+SCRIPT = "from packer.cli import main; main()"
+
+
+def command(folder, out, executor):
+    settings = options(folder, out, executor=executor, workers=2, chunk_records=8, format="arrow")
+    file = out.parent / f"{out.name}.toml"
+    file.write_text("\n".join(f"{name} = {value!r}" for name, value in {**settings, "shard_mb": 1}.items()))
+    return [sys.executable, "-c", SCRIPT, "build", "--config", str(file)]
+
+
+def run(folder, out, executor):
+    done = subprocess.run(command(folder, out, executor), check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("raw")
+    return write_dataset(folder, good_records(folder, 240))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(dataset, tmp_path_factory):
+    """(digests of a build, its seconds)."""
+    out = tmp_path_factory.mktemp("undisturbed") / "out"
+    started = time.monotonic()
+    run(dataset, out, "local")
+    return digests(out), time.monotonic() - started
+
+
+@pytest.mark.parametrize(("executor", "kills"), [("local", 10), pytest.param("ray", 3, marks=NEEDS_RAY)])
+def test_a_build_killed_at_random_moments_goes_on_and_ends_as_if_undisturbed(
+    dataset, undisturbed, tmp_path, executor, kills
+):
+    expected, seconds = undisturbed
+    draw = random.Random(f"{executor}{time.time_ns()}")  # other moments in every run
+    out, moments = tmp_path / "out", []
+    for _ in range(kills):
+        child = subprocess.Popen(
+            command(dataset, out, executor),
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        moments.append(draw.uniform(0.3, 1.1) * seconds * (3 if executor == "ray" else 1))
+        time.sleep(moments[-1])
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+        if executor == "local":
+            wait_for_end(child.pid)
+    run(dataset, out, executor)
+    assert digests(out) == expected, f"killed after {moments} s"
+
+
+def wait_for_end(group, timeout=20):
+    """Workers notice within moments that nobody leads them any more."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    raise AssertionError("processes of a killed build are still there")
+
+
+@pytest.mark.ray
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install isobatch[ray]")
+def test_ray_counts_to_the_same_bytes(dataset, undisturbed, tmp_path):
+    done = run(dataset, tmp_path / "out", "ray")
+    assert digests(tmp_path / "out") == undisturbed[0]
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,121 @@
+"""Folders of raw data on disk, what is temporary, and the errors of a place that cannot be used."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from balance.errors import ConfigError, DamagedShard, DataError
+from packer.demo import write_demo
+from packer.storage import OutsideRoot, join, naming_full_disk, on_disk, open_bucket, open_root, split
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("b.txt", "a/z.txt", "a/deep/y.txt", ".hidden", "a/.cache/x"):
+        path = tmp_path / "root" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(name.encode())
+    return tmp_path / "root"
+
+
+def test_files_come_sorted_with_their_sizes_and_without_hidden_ones(folder):
+    root = open_root(str(folder))
+    assert [(info.name, info.size) for info in root.files()] == [("a/deep/y.txt", 12), ("a/z.txt", 7), ("b.txt", 5)]
+    assert [info.name for info in root.files("a/deep")] == ["a/deep/y.txt"]
+    assert (root.has_folder("a"), root.has_folder("b.txt"), root.has_folder("c")) == (True, False, False)
+    assert "b.txt" in root.names()
+
+
+def test_ranges_are_read_as_far_as_the_file_goes(folder):
+    root = open_root(str(folder))
+    assert root.read("a/z.txt", 2, 3) == b"z.t"
+    assert root.read("a/z.txt", 5) == b"xt"
+    assert root.read("a/z.txt", 5, 100) == b"xt"
+    assert root.read("a/z.txt", 50, 1) == b""
+
+
+def test_a_changed_file_has_another_version(folder):
+    root = open_root(str(folder))
+    before = root.info("b.txt").version
+    os.utime(folder / "b.txt", ns=(1, 1))
+    assert root.info("b.txt").version != before
+
+
+def test_links_out_of_the_root_are_refused_unless_they_are_meant(folder, tmp_path):
+    (tmp_path / "secret").write_bytes(b"secret")
+    (folder / "link").symlink_to(tmp_path / "secret")
+    (folder / "inside").symlink_to(folder / "b.txt")
+    assert open_root(str(folder)).read("inside") == b"b.txt"
+    with pytest.raises(OutsideRoot):
+        open_root(str(folder)).read("link")
+    assert open_root(str(folder), follow_links=True).read("link") == b"secret"
+
+
+def test_places_are_joined_and_split_alike():
+    for root, name in (("s3://bucket/a", "b.json"), ("data/a", "b.json")):
+        assert split(join(root, name)) == (root, name)
+
+
+def test_an_unknown_kind_of_uri_and_a_missing_package_say_what_to_do(monkeypatch):
+    with pytest.raises(ConfigError, match="hdfs:// is no object store that packer knows"):
+        open_root("hdfs://cluster/data")
+    monkeypatch.setitem(sys.modules, "packer.object_store", None)
+    open_bucket.cache_clear()
+    with pytest.raises(ConfigError, match=r"pip install 'isobatch\[cloud\]'"):
+        open_root("s3://bucket/data", follow_links=True)
+
+
+def test_a_folder_on_disk_is_used_as_it_is(folder):
+    with on_disk(str(folder), ["b.txt"]) as place:
+        assert place == folder
+
+
+def test_only_a_full_disk_is_renamed():
+    with pytest.raises(DataError, match=r"^/work: no space left on device: make room"), naming_full_disk("/work"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with pytest.raises(PermissionError), naming_full_disk("/work"):
+        raise PermissionError(errno.EACCES, "no", "x")
+    with pytest.raises(DamagedShard), naming_full_disk("/work"):
+        raise DamagedShard("x")
+
+
+def in_a_small_folder(folder: Path, size: str, command: list[str], **environment: str) -> subprocess.CompletedProcess:
+    """Run a command while `folder` is a file system of that size, which is gone afterwards."""
+    inside = ["sh", "-c", f'mount -t tmpfs -o size={size} none "$0" && exec "$@"', str(folder)]
+    if subprocess.run(["unshare", "-rm", *inside, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("file systems cannot be mounted here, not even in a namespace of one's own")
+    return subprocess.run(
+        ["unshare", "-rm", *inside, *command],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+# the demo has 4 MB of staged samples, 1 MB of tables and 17 MB of shards: full in each stage
+@pytest.mark.parametrize("size", ["600k", "6m", "16m"])
+@pytest.mark.parametrize("shard_format", ["arrow", "webdataset"])
+def test_a_full_disk_is_one_line_that_names_the_folder(tmp_path, demo_data, size, shard_format):
+    out = tmp_path / "full"
+    out.mkdir()
+    script = "from packer.cli import main; main()"
+    arguments = ["build", "--dataset", "demo", "--data-root", str(demo_data), "--out", str(out), "--workers", "2"]
+    command = [sys.executable, "-c", script, *arguments, "--format", shard_format]
+    done = in_a_small_folder(out, size, command)
+    assert done.returncode == 1, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert errors == [f"error: {out}: no space left on device: make room there, then run the same command again"]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def demo_data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo")
+    write_demo(folder)
+    return folder
