@@ -56,6 +56,7 @@ from packer.publish import save_html
 from packer.record import REASONS
 from packer.report import make_report
 from packer.report_text import print_report
+from packer.sources.catalog import print_datasets
 from packer.storage import is_uri, join
 from packer.summary import Rejection, summarise_rejected
 from packer.summary_text import print_build
@@ -203,6 +204,12 @@ def verify(out: BuildPlace, workers: WorkersOption = None, as_json: JsonOption =
 
 
 app.command("inspect")(inspect_command)
+
+
+@app.command()
+def datasets() -> None:
+    """List the datasets and mixtures that are known by name, and what each needs."""
+    print_datasets(Console())
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import BinaryIO, cast
 
 import numpy as np
@@ -24,7 +24,7 @@ from packer.audio import read_audio_header
 from packer.images import read_header
 from packer.media import BLOB_SCHEME, Media, MediaProblem, open_media
 from packer.record import RawRecord, RawSample, Rejected, parse_record
-from packer.storage import Root, open_root
+from packer.storage import Root, open_root, readers
 from packer.text import ChatTokenizer, EncodedText, TextRejected
 
 _INTS = pa.list_(pa.int32())
@@ -105,7 +105,10 @@ class SampleCounter:
     def count(self, records: Iterable[RawRecord], source: str, data_root: str, blob_name: str) -> Counted:
         """One row per record, in order. `blob_name` is what the chunk's blob will be called."""
         root = open_root(data_root, follow_links=self._task.follow_links)
-        looked_at = [self._look_at_files(root, parse_record(record, source)) for record in records]
+        look = partial(self._look_at_files, root)
+        parsed = [parse_record(record, source) for record in records]
+        with readers(data_root) as pool:
+            looked_at = list(pool.map(look, parsed) if pool else map(look, parsed))
         texts = iter(self._tokenizer.encode_batch([s.turns for s, _ in looked_at if isinstance(s, RawSample)]))
         blob = bytearray()
         container = BLOB_SCHEME + blob_name

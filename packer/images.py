@@ -16,6 +16,9 @@ from PIL import Image, UnidentifiedImageError
 
 from packer.media import MediaProblem
 
+# a size between Pillow's warning and its limit is decoded like any other; once, because threads read too
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
 ORIENTATION_TAG = 0x0112
 SIDEWAYS = frozenset({5, 6, 7, 8})
 """EXIF orientations that exchange width and height."""
@@ -41,10 +44,7 @@ def read_header(file: IO[bytes], name: str, *, decode: bool = False) -> ImageHea
     With `decode` the whole image is decoded, ten to fifty times the work: that also finds bits flipped in the middle.
     """
     try:
-        with warnings.catch_warnings():
-            # a size between Pillow's warning and its limit is decoded like any other
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            return _read(file, name, decode=decode)
+        return _read(file, name, decode=decode)
     except Image.DecompressionBombError as error:
         raise MediaProblem("too_many_pixels", f"{name}: {error}") from None
     except MediaProblem:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +22,7 @@ from packer.images import check_png
 from packer.media import Media, MediaProblem, read_media
 from packer.shards.block import PackedBlock, PackedFiles
 from packer.staging import StagedFiles, StagedSamples
-from packer.storage import Root, open_root
+from packer.storage import is_uri, open_root, readers
 
 PNG_MAGIC = b"\x89PNG"
 
@@ -60,23 +62,25 @@ def pack_block(
 ) -> tuple[PackedBlock, NDArray[np.bool_]]:
     """The samples that can be written, and which those are; the others are appended to `lost`."""
     block = staged.take(samples.positions)
-    roots = [open_root(place, follow_links=plan.follow_links) for place in plan.data_roots]
-    files = _Reader(plan, blobs)
-    kept = np.ones(len(samples.rows), np.bool_)
-    images: list[list[bytes]] = []
-    audios: list[list[bytes]] = []
-    starts = zip(samples.parts.tolist(), block.images.offsets.tolist(), block.audios.offsets.tolist(), strict=False)
-    ends = zip(block.images.offsets[1:].tolist(), block.audios.offsets[1:].tolist(), strict=True)
-    for place, ((part, image, audio), (image_end, audio_end)) in enumerate(zip(starts, ends, strict=True)):
-        try:
-            found = files.read(roots[part], block.images.media[image:image_end])
-            heard = files.read(roots[part], block.audios.media[audio:audio_end])
-        except MediaProblem as problem:
-            lost.append((int(samples.rows[place]), problem.reason, problem.detail))
-            kept[place] = False
-            continue
-        images.append(found)
-        audios.append(heard)
+    images, audios = block.images, block.audios
+    jobs = [
+        (place, [*images.media[image[0] : image[1]], *audios.media[audio[0] : audio[1]]])
+        for place, image, audio in zip(
+            (plan.data_roots[part] for part in samples.parts.tolist()),
+            pairwise(images.offsets.tolist()),
+            pairwise(audios.offsets.tolist()),
+            strict=True,
+        )
+    ]
+    remote = next((place for place in plan.data_roots if is_uri(place)), "")
+    with readers(remote) as pool:
+        read = partial(_read_files, plan, blobs)
+        found = list(pool.map(read, jobs) if pool else map(read, jobs))
+    for row, files in zip(samples.rows.tolist(), found, strict=True):
+        if isinstance(files, MediaProblem):
+            lost.append((row, files.reason, files.detail))
+    kept = np.array([not isinstance(files, MediaProblem) for files in found])
+    contents = [files for files in found if not isinstance(files, MediaProblem)]
     if not kept.all():
         block = staged.take(samples.positions[kept])
     input_ids, labels = expand(
@@ -87,6 +91,7 @@ def pack_block(
         plan.audio_token_id,
         block.audios.numbers["tokens"],
     )
+    num_images = np.diff(block.images.offsets).tolist()
     seq_len = sum(block.counts[f"num_{kind}_tokens"] for kind in ("image", "text", "audio"))
     packed = PackedBlock(
         sample_ids=[name for name, keep in zip(samples.sample_ids, kept.tolist(), strict=True) if keep],
@@ -94,31 +99,31 @@ def pack_block(
         token_offsets=np.concatenate([[0], np.cumsum(seq_len)]),
         input_ids=input_ids,
         labels=labels,
-        images=_files(block.images, images, refs=plan.refs),
-        audios=_files(block.audios, audios, refs=plan.refs),
+        images=_files(block.images, [f[:n] for f, n in zip(contents, num_images, strict=True)], refs=plan.refs),
+        audios=_files(block.audios, [f[n:] for f, n in zip(contents, num_images, strict=True)], refs=plan.refs),
     )
     return packed, kept
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    plan: PackPlan
-    blobs: Path
-
-    def read(self, root: Root, files: list[Media]) -> list[bytes]:
-        """The files of a sample; for refs too, so that what is wrong with one comes out whatever the format."""
-        contents = []
+def _read_files(plan: PackPlan, blobs: Path, job: tuple[str, list[Media]]) -> list[bytes] | MediaProblem:
+    """The files of a sample, or what is wrong; for refs too, so that it comes out whatever the format."""
+    place, files = job
+    root = open_root(place, follow_links=plan.follow_links)
+    contents = []
+    try:
         for media in files:
-            data = read_media(root, media, self.blobs)
+            data = read_media(root, media, blobs)
             if data.startswith(PNG_MAGIC):
                 check_png(media.name, data)  # found here, and not in the middle of a training run
-            if self.plan.refs and media.container:
+            if plan.refs and media.container:
                 raise ConfigError(
                     f"--format refs: {media.name} is no file of its own, so no shard can refer to it;"
                     " use arrow or webdataset"
                 )
             contents.append(data)
-        return contents
+    except MediaProblem as problem:
+        return problem
+    return contents
 
 
 def _files(staged: StagedFiles, contents: Sequence[list[bytes]], *, refs: bool) -> PackedFiles:

@@ -63,6 +63,8 @@ class RawRecord:
     value: Any
     broken: str = ""
     """Where and why it is not valid, empty for a record that is."""
+    reason: str = "broken_json"
+    """The key of `REASONS` for one that is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ def parse_record(record: RawRecord, source: str) -> RawSample | Rejected:
     source = _text(record.value, "source") or source
     try:
         if record.broken:
-            raise RecordProblem("broken_json", record.broken)
+            raise RecordProblem(record.reason, record.broken)
         if not isinstance(record.value, Mapping):
             raise RecordProblem("not_an_object", f"it is a {type(record.value).__name__}")
         content = read_content(record.value)

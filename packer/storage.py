@@ -11,6 +11,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +20,9 @@ from tempfile import TemporaryDirectory
 from typing import IO, Protocol
 
 from balance.errors import ConfigError, DataError
+
+READERS = 16
+"""Files of an object store that a process reads at a time."""
 
 URI_SCHEMES = ("s3", "gs", "az")
 """Object stores that data may lie in."""
@@ -154,6 +158,16 @@ def naming_full_disk(folder: Path | str) -> Iterator[None]:
             raise
         reason = os.strerror(error.errno or 0).lower()
         raise DataError(f"{folder}: {reason}: make room there, then run the same command again") from None
+
+
+@contextmanager
+def readers(place: str) -> Iterator[ThreadPoolExecutor | None]:
+    """Threads to read the files of a place with: many for an object store, where each waits; none for a disk."""
+    if not is_uri(place):
+        yield None
+        return
+    with ThreadPoolExecutor(READERS) as pool:
+        yield pool
 
 
 class LocalRoot:

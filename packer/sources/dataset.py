@@ -11,8 +11,9 @@ from pathlib import Path
 
 from balance.errors import ConfigError, DataError
 from balance.presets import DatasetPreset, load_dataset, preset_names
+from packer.sources.hub import parse_hub_id
 from packer.sources.layouts import Located, locate, open_located
-from packer.sources.mixture import MixturePart, is_meta, is_mixture, read_meta, read_mixture
+from packer.sources.mixture import MixturePart, is_meta, is_mixture, read_meta, read_mixture, require_parts
 from packer.sources.source import Source
 from packer.storage import is_uri, join, open_root
 
@@ -85,6 +86,7 @@ def _name(place: str, located: Located) -> str:
 
 def _mixture(place: str, data_root: str | None, *, fetch: bool) -> Dataset:
     mixture = read_meta(place) if is_meta(place) else read_mixture(place)
+    require_parts(mixture, data_root)
     parts: list[Part] = []
     for entry in mixture.datasets:
         root = entry.data_root if entry.data_root is None or data_root is None else _under(data_root, entry.data_root)
@@ -106,7 +108,8 @@ def _under(data_root: str, place: str) -> str:
     """A place in a mixture, relative to `--data-root` unless it says itself where it is."""
     if is_uri(place) or Path(place).is_absolute() or place in preset_names("datasets"):
         return place
-    return join(data_root, place)
+    full = join(data_root, place)
+    return place if parse_hub_id(place) and not is_uri(full) and not Path(full).exists() else full
 
 
 def _preset(preset: DatasetPreset, data_root: str | None, *, fetch: bool) -> Dataset:

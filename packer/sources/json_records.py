@@ -17,13 +17,13 @@ from typing import IO, Any, cast
 
 from balance.errors import DataError
 from packer.record import RawRecord
+from packer.shapes import CONTENT_KEYS
 from packer.storage import Root, join
 
 BLOCK_BYTES = 1 << 20
 MAX_RECORD_CHARS = 64 << 20
 """A record may be so long at most; what looks longer is a quote that never closes."""
 
-_RECORD_KEYS = ("conversations", "messages", "text", "text_list", "texts", "caption", "inputs", "instruction")
 Parsed = tuple[Any, str]
 """A value, or why it is broken."""
 
@@ -146,7 +146,7 @@ def _decode_one(decoder: json.JSONDecoder, window: _Window) -> tuple[Any, str | 
     while True:
         try:
             value, end = decoder.raw_decode(window.text, window.start)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             length = len(window.text) - window.start
             if not _may_continue(error, window) or length > MAX_RECORD_CHARS:
                 return None, str(error).split(": line ", 1)[0]
@@ -184,9 +184,9 @@ def _resynchronise(decoder: json.JSONDecoder, window: _Window) -> None:
 def _is_record(decoder: json.JSONDecoder, text: str, start: int) -> bool:
     try:
         value, _ = decoder.raw_decode(text, start)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return False
-    return isinstance(value, dict) and any(key in value for key in _RECORD_KEYS)
+    return isinstance(value, dict) and any(key in value for key in CONTENT_KEYS)
 
 
 def _is_one_line(window: _Window) -> bool:
@@ -195,7 +195,7 @@ def _is_one_line(window: _Window) -> bool:
     line = window.text[window.start : end]
     try:
         json.loads(line)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         # a broken first record of JSON lines has braces at both its ends all the same
         return line.rstrip().endswith("}")
     return True
@@ -222,7 +222,7 @@ def _line_records(window: _Window) -> Iterator[Parsed]:
         window.advance(end - window.start)
         try:
             yield json.loads(line), ""
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             if len(line) > MAX_RECORD_CHARS:
                 _skip_line(window)
             yield None, f"line {number}: {str(error).split(': line ', 1)[0]}"

@@ -50,7 +50,3 @@ def open_parquet(root: Root, name: str) -> Iterator[ParquetTable]:
             yield ParquetTable(pq.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False))
         except (pa.ArrowException, EOFError) as error:
             raise damaged(root, name, error) from None
-        except OSError as error:
-            if error.errno is None:  # Arrow's own word for bad content, not the file system's
-                raise damaged(root, name, error) from None
-            raise

@@ -52,7 +52,7 @@ def make_record(
         for kind in SUFFIXES:
             _add_media(record, kind, [(suffix, files[suffix]) for suffix in _ordered(files, kind)], container)
     except _BadMemberError as error:
-        return RawRecord(position, {"__key__": key}, f"{container}, {key}: {error}")
+        return RawRecord(position, {"__key__": key}, f"{container}, {key}: {error}", "broken_member")
     return RawRecord(position, {"__key__": key} | record)
 
 

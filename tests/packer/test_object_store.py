@@ -322,7 +322,8 @@ def test_the_commands_take_uris(place, dataset, capsys, monkeypatch):
     arguments = ["--dataset", dataset, "--model", "tiny", "--tokenizer", tokenizer, "--out", place]
     status, out, _ = packer(capsys, monkeypatch, "build", *arguments)
     assert status == 0
-    assert f"details: {place}/report.html   check: packer verify {place}" in out
+    assert f"report    {place}/report.html" in out
+    assert f"check     packer verify {place}" in out
     assert packer(capsys, monkeypatch, "verify", place)[0] == 0
     before = open_root(place).info("report.html")
     status, out, _ = packer(capsys, monkeypatch, "report", place, "--dp", "2", "--json")

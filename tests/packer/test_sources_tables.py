@@ -215,7 +215,7 @@ def test_a_damaged_parquet_file_is_named(tmp_path, damage):
 
 
 @pytest.mark.parametrize(
-    ("kept", "message"), [(0.03, ""), (0.5, "last record batch is cut"), (0.999, "ends without its end mark")]
+    ("kept", "message"), [(0.03, ""), (0.5, "last record batch is cut"), (1, "ends without its end mark")]
 )
 def test_a_cut_arrow_stream_is_named(tmp_path, kept, message):
     write_saved(tmp_path, rows(40), num_files=1)

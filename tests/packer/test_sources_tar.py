@@ -264,7 +264,7 @@ def test_a_cut_tar_gives_what_is_whole_and_one_broken_record(tmp_path_factory, s
 @pytest.mark.parametrize(
     ("size", "message"),
     [
-        (0, "no end mark"),
+        (0, "empty file"),
         (100, "header"),
         (512 + 3, "ends inside a file"),
         (4 * 512 + 100, "header"),
@@ -276,6 +276,13 @@ def test_a_cut_says_where_it_is(tmp_path, size, message):
     cut = samples(tmp_path / "x.tar")[-1]
     assert message in cut.detail
     assert "at byte" in cut.detail
+
+
+def test_a_tar_without_an_end_mark_keeps_its_last_sample(tmp_path):
+    (tmp_path / "x.tar").write_bytes(tar_bytes(pairs(3))[: 3 * 3 * 1024])
+    *good, cut = samples(tmp_path / "x.tar")
+    assert [sample.turns[0].text for sample in good] == ["<image>C0", "<image>C1", "<image>C2"]
+    assert "no end mark and may be cut" in cut.detail
 
 
 def test_a_damaged_header_in_the_middle_is_not_the_end(tmp_path):

@@ -98,7 +98,7 @@ def in_a_small_folder(folder: Path, size: str, command: list[str], **environment
     )
 
 
-# the demo has 4 MB of staged samples, 1 MB of tables and 17 MB of shards: full in each stage
+# the demo's staged samples need more than the first, its 20 MB of shards more than the others
 @pytest.mark.parametrize("size", ["600k", "6m", "16m"])
 @pytest.mark.parametrize("shard_format", ["arrow", "webdataset"])
 def test_a_full_disk_is_one_line_that_names_the_folder(tmp_path, demo_data, size, shard_format):
