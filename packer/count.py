@@ -6,9 +6,11 @@ batch; a record that fails becomes a row with a `reason`, so a table always has 
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import BinaryIO, cast
@@ -98,12 +100,18 @@ class SampleCounter:
     def __init__(self, task: CountTask) -> None:
         self._task = task
         self._model = task.model
+        # pictures of a dataset have few sizes, and looking for the best grid takes longer than reading a header
+        self._plan_image = lru_cache(maxsize=1 << 16)(partial(plan_image, task.model.vision))
         self._tokenizer = ChatTokenizer.load(
             task.tokenizer, task.model.image_markup, task.model.audio_markup, chat_template=task.chat_template
         )
 
     def count(self, records: Iterable[RawRecord], source: str, data_root: str, blob_name: str) -> Counted:
         """One row per record, in order. `blob_name` is what the chunk's blob will be called."""
+        with collecting_later():
+            return self._count(records, source, data_root, blob_name)
+
+    def _count(self, records: Iterable[RawRecord], source: str, data_root: str, blob_name: str) -> Counted:
         root = open_root(data_root, follow_links=self._task.follow_links)
         look = partial(self._look_at_files, root)
         parsed = [parse_record(record, source) for record in records]
@@ -133,7 +141,7 @@ class SampleCounter:
         with open_media(root, media, "image") as file:
             header = read_header(file, media.name, decode=self._task.decode_images)
         try:
-            plan = plan_image(self._model.vision, header.width, header.height)
+            plan = self._plan_image(header.width, header.height)
         except ImageRejected as problem:
             raise MediaProblem(problem.reason, f"{media.name}: {problem.detail}") from None
         return _CountedImage(media, header.width, header.height, header.num_bytes, plan)
@@ -148,6 +156,18 @@ class SampleCounter:
         except AudioRejected as problem:
             raise MediaProblem(problem.reason, f"{media.name}: {problem.detail}") from None
         return _CountedAudio(media, header.num_bytes, plan)
+
+
+@contextmanager
+def collecting_later() -> Iterator[None]:
+    """No garbage collection meanwhile: a chunk makes a million objects and no circle, and is gone at its end."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @lru_cache(maxsize=1)

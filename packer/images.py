@@ -14,6 +14,7 @@ from typing import IO
 
 from PIL import Image, UnidentifiedImageError
 
+from packer.jpeg import HEAD_BYTES, jpeg_size
 from packer.media import MediaProblem
 
 # a size between Pillow's warning and its limit is decoded like any other; once, because threads read too
@@ -24,6 +25,8 @@ SIDEWAYS = frozenset({5, 6, 7, 8})
 """EXIF orientations that exchange width and height."""
 XMP_KEYWORD = b"XML:com.adobe.xmp"
 TAIL_BYTES = 64
+MOST_PIXELS = 1 << 26
+"""Larger ones are left to Pillow, which knows what is safe to decode."""
 DRAWN_BY_A_PROGRAM = frozenset({"EPS"})
 """Formats that Pillow hands to another program (Ghostscript): whether they decode depends on the machine."""
 
@@ -68,7 +71,11 @@ def _read(file: IO[bytes], name: str, *, decode: bool) -> ImageHeader:
     num_bytes = file.seek(0, 2)
     if num_bytes == 0:
         raise MediaProblem("corrupt_image", f"{name}: the file is empty")
-    whole = not decode and _ends_well(file, num_bytes)
+    file.seek(0)
+    head = file.read(HEAD_BYTES)
+    whole = not decode and _ends_well(file, head, num_bytes)
+    if whole and (size := jpeg_size(head)) is not None and size[0] * size[1] <= MOST_PIXELS:
+        return ImageHeader(*size, num_bytes)
     file.seek(0)
     try:
         image = Image.open(file)
@@ -84,13 +91,11 @@ def _read(file: IO[bytes], name: str, *, decode: bool) -> ImageHeader:
     return ImageHeader(height, width, num_bytes) if sideways else ImageHeader(width, height, num_bytes)
 
 
-def _ends_well(file: IO[bytes], num_bytes: int) -> bool:
+def _ends_well(file: IO[bytes], head: bytes, num_bytes: int) -> bool:
     """Does the file end as its format says (JPEG: end-of-image marker, PNG: IEND)?
 
     False only asks for a closer look: some writers append bytes behind the image, and other formats have no such mark.
     """
-    file.seek(0)
-    head = file.read(12)
     file.seek(max(0, num_bytes - TAIL_BYTES))
     tail = file.read(TAIL_BYTES)
     if head.startswith(b"\xff\xd8"):

@@ -27,7 +27,7 @@ MAX_RECORD_CHARS = 64 << 20
 Parsed = tuple[Any, str]
 """A value, or why it is broken."""
 
-_SEPARATORS = re.compile(r"[\s,]*")
+_SEPARATORS = re.compile(r"[\s,\ufeff]*")
 _NEXT_OBJECT = re.compile(r"(?<=[\n,\[])\s*(?=\{)")
 
 

@@ -42,16 +42,24 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RecordChunk:
-    """Records that were read already."""
+    """Records that were read already; plain values in lists, because sending objects takes twice as long."""
 
-    values: list[RawRecord]
+    positions: list[int]
+    values: list[Any]
+    broken: dict[int, tuple[str, str]]
+    """Place in the lists of a record that is not valid -> why, and its reason."""
 
     def records(self) -> Iterator[RawRecord]:
         """The records."""
-        return iter(self.values)
+        for place, (position, value) in enumerate(zip(self.positions, self.values, strict=True)):
+            yield RawRecord(position, value, *self.broken.get(place, ()))
 
 
 def cut(records: Iterator[RawRecord], num_records: int) -> Iterator[RecordChunk]:
     """Records in chunks of `num_records`, the last one shorter."""
     while batch := list(islice(records, num_records)):
-        yield RecordChunk(batch)
+        yield RecordChunk(
+            [record.position for record in batch],
+            [record.value for record in batch],
+            {place: (record.broken, record.reason) for place, record in enumerate(batch) if record.broken},
+        )

@@ -2,9 +2,12 @@ import io
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image, ImageOps, PngImagePlugin
 
 from packer.images import read_header
+from packer.jpeg import HEAD_BYTES, jpeg_size
 from packer.media import MediaProblem
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (40, 60, 3), dtype=np.uint8)
@@ -118,3 +121,28 @@ def test_a_decompression_bomb_is_refused_by_its_header():
     data[18:26] = (60_000).to_bytes(4, "little") * 2
     with pytest.raises(MediaProblem, match="too_many_pixels"):
         header_of(bytes(data))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize(
+    "options", [{}, {"progressive": True}, {"quality": 95, "subsampling": 0}, {"comment": b"x" * 5000}]
+)
+def test_the_short_way_to_a_jpegs_size_says_what_pillow_says(mode, options):
+    buffer = io.BytesIO()
+    Image.fromarray(PIXELS).convert(mode).save(buffer, "JPEG", **options)
+    size = jpeg_size(buffer.getvalue()[:HEAD_BYTES])
+    assert size == (None if mode == "CMYK" or "comment" in options else (60, 40))
+    header = header_of(buffer.getvalue())
+    assert (header.width, header.height) == (60, 40)
+
+
+def test_a_jpeg_with_exif_is_not_taken_the_short_way():
+    assert jpeg_size(encode("JPEG", 6)[:HEAD_BYTES]) is None
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=60))
+def test_the_short_way_never_fails(data):
+    jpeg_size(data)
+    jpeg_size(b"\xff\xd8" + data)
+    jpeg_size(b"\xff\xd8\xff\xe0\x00\x04ab" + data)

@@ -1,0 +1,263 @@
+"""Every line of the table of situations in docs/bad_input.md, with the real command: one clear line, no traceback."""
+
+import gzip
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from raw_data import options, record, write_dataset, write_image
+from test_bad_input import rows_of
+
+GOOD = json.dumps([record(0), record(1)]).encode()
+SIMPLE = [
+    ("annotations are not there", "no dataset", None),
+    ("annotations are an empty file", "is empty", b""),
+    ("annotations are an empty list", "holds no records", b"[]"),
+    ("annotations are a binary file", "begins with", b"\x89PNG\r\n\x1a\n" * 100),
+    ("annotations are in UTF-16", "begins with", GOOD.decode().encode("utf-16")),
+    ("annotations are gzip, cut short", "ended before", gzip.compress(GOOD)[:-20]),
+    (
+        "no sample can be used",
+        "nothing to pack: all 1 samples were rejected",
+        json.dumps([record(0, ["a.png"])]).encode(),
+    ),
+]
+"""What is wrong with the annotation file, what the command says, and the file's content."""
+SITUATIONS = [(what, "stops", "1") for what, _, _ in SIMPLE]
+
+
+def situation(what, happens, status):
+    """Mark the test of a line of the table."""
+    SITUATIONS.append((what, happens, str(status)))
+    return lambda test: test
+
+
+def build_command(dataset, out, *more):
+    values = ["--model", "tiny", "--tokenizer", options(dataset, out)["tokenizer"], "--workers", "1"]
+    return [
+        sys.executable,
+        "-m",
+        "packer",
+        "build",
+        "--dataset",
+        str(dataset),
+        "--out",
+        str(out),
+        *values,
+        *map(str, more),
+    ]
+
+
+def require_clear(stderr, error=""):
+    """At most one line per stage and, if `error` is given, one that begins with `error:` and holds it."""
+    lines = stderr.splitlines()
+    assert "Traceback" not in stderr
+    assert len(lines) <= 5
+    assert [line.startswith("error: ") for line in lines if "rror" in line] == [True] * bool(error)
+    assert error in stderr
+
+
+def run(command, status=0, error=""):
+    """-> (stdout, stderr) of a command that ends as it should."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    require_clear(done.stderr, error)
+    assert done.returncode == status
+    return done.stdout, done.stderr
+
+
+@pytest.fixture
+def raw(tmp_path):
+    return write_dataset(tmp_path / "raw", [record(number) for number in range(20)])
+
+
+@pytest.mark.parametrize(("error", "content"), [pytest.param(*row, id=what) for what, *row in SIMPLE])
+def test_annotations_that_cannot_be_used(tmp_path, error, content):
+    path = tmp_path / ("a.json.gz" if content and content.startswith(b"\x1f\x8b") else "a.json")
+    if content is not None:
+        path.write_bytes(content)
+    run(build_command(path, tmp_path / "out"), 1, error)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+@situation("annotations were broken, and are repaired", "the same command builds them", 0)
+def test_a_build_that_could_not_begin_is_in_nobodys_way(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_bytes(b"PK")
+    run(build_command(path, tmp_path / "out"), 1, "begins with")
+    path.write_bytes(GOOD)
+    printed, _ = run(build_command(path, tmp_path / "out"))
+    assert "2 samples read = 2 packed" in printed
+
+
+@situation("`--dataset` is a folder without data", "stops", 1)
+def test_a_folder_without_data(tmp_path):
+    (tmp_path / "raw.json").mkdir()
+    run(build_command(tmp_path / "raw.json", tmp_path / "out"), 1, "no dataset in")
+    assert not (tmp_path / "out").exists()
+
+
+@situation("`--data-root` is not there", "stops", 1)
+def test_no_data_root(raw, tmp_path):
+    run(build_command(raw, tmp_path / "out", "--data-root", tmp_path / "nowhere"), 1, "no data root")
+    assert not (tmp_path / "out").exists()
+
+
+@situation("`--out` is a file, or below one", "stops", 1)
+@pytest.mark.parametrize("out", ["file", "file/out"])
+def test_the_output_is_a_file(raw, tmp_path, out):
+    (tmp_path / "file").write_text("in the way")
+    run(build_command(raw, tmp_path / out), 1, str(tmp_path / "file"))
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+@situation("`--out` holds another unfinished build, or a finished one", "stops; nothing is touched", 1)
+def test_the_output_is_of_another_build(raw, tmp_path):
+    rows = [record(0), record(1, ["nowhere.png"])]
+    run(build_command(write_dataset(tmp_path / "other", rows), tmp_path / "out"), 1, "more than --max-rejected")
+    run(build_command(raw, tmp_path / "out"), 1, "unfinished build of other data or settings")
+    run(build_command(tmp_path / "other", tmp_path / "out", "--max-rejected", 1))
+    before = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "out").rglob("*"))
+    run(build_command(raw, tmp_path / "out"), 1, "finished build of other data or settings")
+    assert before == sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "out").rglob("*"))
+
+
+@situation(
+    "more samples are rejected than `--max-rejected` allows (default 5 %)",
+    "stops and leaves rejected.parquet; with a higher value the same command goes on and does not count again",
+    1,
+)
+def test_too_many_rejected(tmp_path):
+    rows = [record(number, ["nowhere.png"] if number < 2 else []) for number in range(20)]
+    command = build_command(write_dataset(tmp_path / "raw", rows), tmp_path / "out")
+    _, stderr = run(command, 1, "2 of 20 samples (10.0%) cannot be used, more than --max-rejected 0.05 allows")
+    assert stderr.startswith("count ")
+    assert "2 missing_image, first s0: nowhere.png" in stderr
+    assert pq.read_table(tmp_path / "out" / "rejected.parquet").column("sample_id").to_pylist() == ["s0", "s1"]
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    printed, stderr = run([*command, "--max-rejected", "0.1"])
+    assert "count " not in stderr
+    assert "20 samples read = 18 packed" in printed
+
+
+@situation("images are repaired after that", "`--overwrite` counts again", 0)
+def test_repaired_images(tmp_path):
+    raw = write_dataset(tmp_path / "raw", [record(number, [f"{number}.png"]) for number in range(2)])
+    run(build_command(raw, tmp_path / "out"), 1, "repair the data or change the settings, and add --overwrite")
+    for number in range(2):
+        write_image(raw / f"{number}.png", 60, 40, number)
+    printed, _ = run(build_command(raw, tmp_path / "out", "--overwrite"))
+    assert "2 samples read = 2 packed" in printed
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """-> (a folder, what to put before a shell script so that it may mount a disk there, unseen by others)."""
+    if shutil.which("unshare") is None:
+        pytest.skip("needs unshare, to mount a disk of its own")
+    (tmp_path / "disk").mkdir()
+    private = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
+    mount = f"mount -t tmpfs none {tmp_path / 'disk'}"
+    if subprocess.run([*private, mount], capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets nobody mount a disk")
+    return tmp_path / "disk", private
+
+
+@situation("`--out` cannot be written", "stops", 1)
+def test_an_output_that_cannot_be_written(raw, disk):
+    folder, private = disk
+    script = f'mount -t tmpfs -o ro none {folder} && exec "$@"'
+    run([*private, script, "sh", *build_command(raw, folder / "out")], 1, f"{folder / 'out'}: Read-only file system")
+
+
+@situation("the disk is full", "stops; with more room the same command goes on", 1)
+@pytest.mark.parametrize("stage", ["count", "write"])
+def test_a_full_disk(tmp_path, disk, stage):
+    folder, private = disk
+    rows = [record(number, answer="word " * 400 * (stage == "count")) for number in range(1100)]
+    if stage == "write":
+        write_image(tmp_path / "raw" / "a.png", 500, 500, 0)
+        rows = [record(number, ["a.png"]) for number in range(4)]
+    command = build_command(write_dataset(tmp_path / "raw", rows), folder / "out")
+    first = tmp_path / "first.txt"
+    script = (
+        f'mount -t tmpfs -o size=600k none {folder} || exit 9; "$@" 2> {first} && exit 9;'
+        f' test -e {folder}/out/manifest.json && exit 9; mount -o remount,size=64m {folder} && exec "$@"'
+    )
+    printed, _ = run([*private, script, "sh", *command])
+    require_clear(first.read_text(), "no space left on device")
+    assert ("count " in first.read_text()) == (stage == "write")
+    assert f"{len(rows):,} samples read = {len(rows):,} packed" in printed
+
+
+def start(command, moment):
+    """Start a command in a process group of its own, and wait until `moment()`."""
+    child = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not moment(child) and child.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return child
+
+
+def appears(path):
+    return lambda _: path.exists()
+
+
+@situation("two builds into one output at once", "the second stops; the first goes on", 1)
+def test_two_builds_at_once(tmp_path):
+    raw = write_dataset(tmp_path / "raw", [record(number, answer="word " * 100) for number in range(2000)])
+    command = build_command(raw, tmp_path / "out")
+    first = start(command, appears(tmp_path / "out" / "staging" / "build.json"))
+    first.send_signal(signal.SIGSTOP)  # so that it cannot end before the second has begun
+    try:
+        run(command, 1, "another packer is writing")
+    finally:
+        first.send_signal(signal.SIGCONT)
+    printed, stderr = first.communicate(timeout=60)
+    require_clear(stderr)
+    assert first.returncode == 0
+    assert "2,000 samples read = 2,000 packed" in printed
+
+
+def is_loading(pid):
+    """Whether the first large module of a process is there, and so the others are not."""
+    maps = Path(f"/proc/{pid}/maps")
+    return maps.exists() and "_multiarray_umath" in maps.read_text()
+
+
+def a_worker_is_loading(child):
+    children = Path(f"/proc/{child.pid}/task/{child.pid}/children")
+    return children.exists() and any(map(is_loading, children.read_text().split()))
+
+
+MOMENTS = {
+    "loading": lambda out: lambda child: is_loading(child.pid),
+    "workers loading": lambda out: a_worker_is_loading,
+    "counting": lambda out: appears(out / "staging" / "parts" / "000000.arrow"),
+}
+
+
+@situation("Ctrl-C, early or late, also twice", "stops; the same command goes on", 130)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_an_interrupt(tmp_path, moment):
+    raw = write_dataset(tmp_path / "raw", [record(number, answer="word " * 100) for number in range(2500)])
+    command = [*build_command(raw, tmp_path / "out"), "--workers", "2"]
+    child = start(command, MOMENTS[moment](tmp_path / "out"))
+    for _ in range(2):
+        os.killpg(child.pid, signal.SIGINT)  # to all its processes, as a terminal does
+        time.sleep(0.02)
+    _, stderr = child.communicate(timeout=60)
+    assert child.returncode in (130, -signal.SIGINT)
+    require_clear(stderr, "stopped")
+    printed, _ = run(command)
+    assert "2,500 samples read = 2,500 packed" in printed
+
+
+def test_the_table_of_situations_and_the_tests_are_the_same():
+    assert rows_of("Situations") == SITUATIONS
