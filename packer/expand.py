@@ -29,20 +29,31 @@ def expand(
     >>> ids.tolist(), labels.tolist()
     ([1, 9, 9, 9, 2, 3], [-100, -100, -100, -100, 2, 3])
     """
-    repeats = np.ones(len(input_ids), dtype=np.int64)
     # +1 where a span begins and -1 behind it: their running sum is 1 inside
     borders = np.zeros(len(input_ids) + 1, dtype=np.int32)
     starts, ends = np.minimum(loss_spans, len(input_ids)).T
     np.add.at(borders, starts, 1)
     np.subtract.at(borders, np.maximum(starts, ends), 1)
     labels = np.where(np.cumsum(borders[:-1]) > 0, input_ids, np.int32(LABEL_IGNORE))
-    for kind, token_id, tokens in (
-        ("image", image_token_id, tokens_per_image),
-        ("audio", audio_token_id, tokens_per_audio),
-    ):
-        is_media = input_ids == (-1 if token_id is None else token_id)  # no id is negative
-        if (num_files := int(is_media.sum())) != len(tokens):
-            raise ValueError(f"{num_files} {kind} tokens but tokens for {len(tokens)} {kind}s; give one for each")
-        repeats[is_media] = tokens
-        labels[is_media] = LABEL_IGNORE
-    return np.repeat(input_ids, repeats), np.repeat(labels, repeats)
+    repeats = np.ones(len(input_ids), dtype=np.int64)
+    media = {"image": (image_token_id, tokens_per_image), "audio": (audio_token_id, tokens_per_audio)}
+    places = {}
+    for kind, (token_id, tokens) in media.items():
+        places[kind] = np.flatnonzero(input_ids == (-1 if token_id is None else token_id))  # no id is negative
+        if len(places[kind]) != len(tokens):
+            found = len(places[kind])
+            raise ValueError(f"{found} {kind} tokens but tokens for {len(tokens)} {kind}s; give one for each")
+        repeats[places[kind]] = tokens
+    # nearly all of the result is images' tokens: filled in whole, and then the others put between
+    behind = np.cumsum(repeats)
+    total = int(behind[-1]) if len(behind) else 0
+    expanded = np.full(total, image_token_id, dtype=np.int32)
+    expanded_labels = np.full(total, LABEL_IGNORE, dtype=np.int32)
+    for end, count in zip(behind[places["audio"]].tolist(), repeats[places["audio"]].tolist(), strict=True):
+        expanded[end - count : end] = -1 if audio_token_id is None else audio_token_id
+    is_text = np.ones(len(input_ids), dtype=np.bool_)
+    is_text[np.concatenate(list(places.values()))] = False
+    targets = behind[is_text] - 1
+    expanded[targets] = input_ids[is_text]
+    expanded_labels[targets] = labels[is_text]
+    return expanded, expanded_labels

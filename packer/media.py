@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import IO
 
 from packer.storage import OutsideRoot, Root
@@ -61,26 +61,22 @@ def open_media(root: Root, media: Media, kind: str) -> IO[bytes]:
         raise MediaProblem(f"unreadable_{kind}", f"{media.name}: {error.strerror or error}") from None
 
 
-def read_media(root: Root, media: Media, blobs: Path) -> bytes:
-    """The content of a counted file, whose `size` is known. MediaProblem if it is no longer what was counted."""
+def read_into(root: Root, media: Media, blobs: Root, view: memoryview) -> None:
+    """Fill `view` with a counted file, whose `size` is its length; MediaProblem if it is no longer what was counted."""
     try:
-        if media.container.startswith(BLOB_SCHEME):
-            data = _read_blob(blobs / media.container.removeprefix(BLOB_SCHEME), media)
-        elif media.container:
-            data = root.read(media.container, media.offset, media.size)
+        if media.container:
+            place, name = root, media.container
+            if name.startswith(BLOB_SCHEME):
+                place, name = blobs, name.removeprefix(BLOB_SCHEME)
+            data = place.read(name, media.offset, media.size)
+            found = len(data)
+            view[:found] = data
         else:
-            data = root.read(media.name)
+            found = root.read_into(media.name, view)
     except OSError as error:
         raise MediaProblem("media_changed", f"{media.name}: {error.strerror or error}") from None
-    if len(data) != media.size:
-        raise MediaProblem("media_changed", f"{media.name}: {media.size} bytes when counted, {len(data)} now")
-    return data
-
-
-def _read_blob(path: Path, media: Media) -> bytes:
-    with path.open("rb") as file:
-        file.seek(media.offset)
-        return file.read(media.size)
+    if found != media.size:
+        raise MediaProblem("media_changed", f"{media.name}: {media.size} bytes when counted, {found} now")
 
 
 def _relative(name: str, kind: str) -> str:

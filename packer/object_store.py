@@ -117,6 +117,13 @@ class ObjectRoot:
                     raise
                 return b""
 
+    def read_into(self, name: str, view: memoryview) -> int:
+        """Fill `view` with the begin of a file; -> the size of the file."""
+        data = self.read(name)
+        count = min(len(data), len(view))
+        view[:count] = data[:count]
+        return len(data)
+
     def read_window(self, name: str, start: int, end: int, version: str | None) -> bytes:
         """Bytes `[start, end)` of a file that still is the version that was opened; OSError if it is not."""
         options: GetOptions = {"range": (start, end)}

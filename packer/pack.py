@@ -6,7 +6,7 @@ samples of a block are worked on at once, because one by one the arrays' overhea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -19,10 +19,10 @@ from balance.errors import ConfigError
 from balance.records import IntArray
 from packer.expand import expand
 from packer.images import check_png
-from packer.media import Media, MediaProblem, read_media
+from packer.media import Media, MediaProblem, read_into
 from packer.shards.block import PackedBlock, PackedFiles
 from packer.staging import StagedFiles, StagedSamples
-from packer.storage import is_uri, open_root, readers
+from packer.storage import Root, is_uri, open_root, readers
 
 PNG_MAGIC = b"\x89PNG"
 
@@ -52,6 +52,13 @@ class SamplesToPack:
     parts: IntArray
     """The part of the dataset that each comes from."""
 
+    def only(self, kept: NDArray[np.bool_]) -> SamplesToPack:
+        """Some of them."""
+        names = [name for name, keep in zip(self.sample_ids, kept.tolist(), strict=True) if keep]
+        return SamplesToPack(
+            rows=self.rows[kept], positions=self.positions[kept], sample_ids=names, parts=self.parts[kept]
+        )
+
 
 Lost = tuple[int, str, str]
 """A sample that was left out: row of the counts table, reason, detail."""
@@ -62,27 +69,22 @@ def pack_block(
 ) -> tuple[PackedBlock, NDArray[np.bool_]]:
     """The samples that can be written, and which those are; the others are appended to `lost`."""
     block = staged.take(samples.positions)
-    images, audios = block.images, block.audios
-    jobs = [
-        (place, [*images.media[image[0] : image[1]], *audios.media[audio[0] : audio[1]]])
-        for place, image, audio in zip(
-            (plan.data_roots[part] for part in samples.parts.tolist()),
-            pairwise(images.offsets.tolist()),
-            pairwise(audios.offsets.tolist()),
-            strict=True,
-        )
-    ]
+    images, audios = _Content.of(block.images), _Content.of(block.audios)
+    jobs = zip(
+        (plan.data_roots[part] for part in samples.parts.tolist()), images.by_sample(), audios.by_sample(), strict=True
+    )
+    read = partial(_read_sample, plan, open_root(str(blobs)))
     remote = next((place for place in plan.data_roots if is_uri(place)), "")
     with readers(remote) as pool:
-        read = partial(_read_files, plan, blobs)
-        found = list(pool.map(read, jobs) if pool else map(read, jobs))
-    for row, files in zip(samples.rows.tolist(), found, strict=True):
-        if isinstance(files, MediaProblem):
-            lost.append((row, files.reason, files.detail))
-    kept = np.array([not isinstance(files, MediaProblem) for files in found])
-    contents = [files for files in found if not isinstance(files, MediaProblem)]
+        problems = list(pool.map(read, jobs) if pool else map(read, jobs))
+    kept = np.array([problem is None for problem in problems], np.bool_)
     if not kept.all():
-        block = staged.take(samples.positions[kept])
+        found = zip(samples.rows.tolist(), problems, strict=True)
+        lost += [(row, problem.reason, problem.detail) for row, problem in found if problem is not None]
+        # a rare case, so the others are simply read again
+        packed, still = pack_block(plan, samples.only(kept), staged, blobs, lost)
+        kept[kept] = still
+        return packed, kept
     input_ids, labels = expand(
         block.input_ids,
         block.loss_spans,
@@ -91,45 +93,66 @@ def pack_block(
         plan.audio_token_id,
         block.audios.numbers["tokens"],
     )
-    num_images = np.diff(block.images.offsets).tolist()
     seq_len = sum(block.counts[f"num_{kind}_tokens"] for kind in ("image", "text", "audio"))
     packed = PackedBlock(
-        sample_ids=[name for name, keep in zip(samples.sample_ids, kept.tolist(), strict=True) if keep],
+        sample_ids=samples.sample_ids,
         counts=block.counts,
         token_offsets=np.concatenate([[0], np.cumsum(seq_len)]),
         input_ids=input_ids,
         labels=labels,
-        images=_files(block.images, [f[:n] for f, n in zip(contents, num_images, strict=True)], refs=plan.refs),
-        audios=_files(block.audios, [f[n:] for f, n in zip(contents, num_images, strict=True)], refs=plan.refs),
+        images=images.packed(),
+        audios=audios.packed(),
     )
     return packed, kept
 
 
-def _read_files(plan: PackPlan, blobs: Path, job: tuple[str, list[Media]]) -> list[bytes] | MediaProblem:
-    """The files of a sample, or what is wrong; for refs too, so that it comes out whatever the format."""
-    place, files = job
+File = tuple[Media, memoryview]
+"""A file, and where its bytes go."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """Room for the bytes of all files of a block, in one piece: they are read to where they are written from."""
+
+    files: StagedFiles
+    offsets: IntArray
+    content: NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, files: StagedFiles) -> _Content:
+        offsets = np.concatenate([[0], np.cumsum([media.size for media in files.media], dtype=np.int64)])
+        return cls(files, offsets, np.empty(int(offsets[-1]), np.uint8))
+
+    def by_sample(self) -> Iterator[list[File]]:
+        view = self.content.data
+        places = [view[a:b] for a, b in pairwise(self.offsets.tolist())]
+        files = list(zip(self.files.media, places, strict=True))
+        yield from (files[a:b] for a, b in pairwise(self.files.offsets.tolist()))
+
+    def packed(self) -> PackedFiles:
+        return PackedFiles(
+            offsets=self.files.offsets,
+            paths=[media.name for media in self.files.media],
+            content=self.content,
+            content_offsets=self.offsets,
+            numbers=self.files.numbers,
+        )
+
+
+def _read_sample(plan: PackPlan, blobs: Root, job: tuple[str, list[File], list[File]]) -> MediaProblem | None:
+    """Read the files of a sample; what is wrong comes out for refs too, as with every format."""
+    place, images, audios = job
     root = open_root(place, follow_links=plan.follow_links)
-    contents = []
     try:
-        for media in files:
-            data = read_media(root, media, blobs)
-            if data.startswith(PNG_MAGIC):
-                check_png(media.name, data)  # found here, and not in the middle of a training run
+        for media, view in (*images, *audios):
             if plan.refs and media.container:
                 raise ConfigError(
                     f"--format refs: {media.name} is no file of its own, so no shard can refer to it;"
                     " use arrow or webdataset"
                 )
-            contents.append(data)
+            read_into(root, media, blobs, view)
+            if view[:4] == PNG_MAGIC:
+                check_png(media.name, view.tobytes())  # found here, and not in the middle of a training run
     except MediaProblem as problem:
         return problem
-    return contents
-
-
-def _files(staged: StagedFiles, contents: Sequence[list[bytes]], *, refs: bool) -> PackedFiles:
-    return PackedFiles(
-        offsets=staged.offsets,
-        paths=[media.name for media in staged.media],
-        data=[] if refs else [data for sample in contents for data in sample],
-        numbers=staged.numbers,
-    )
+    return None

@@ -34,7 +34,7 @@ TOKEN_BYTES = 8
 """`input_ids` and `labels` are int32."""
 SAMPLE_BYTES = 256
 """Ids, offsets and padding of a sample, roughly."""
-SLAB_BYTES = 32 << 20
+SLAB_BYTES = 16 << 20
 """Files that are held in memory at a time, about."""
 
 
@@ -112,7 +112,8 @@ def write_shard(task: WriteTask) -> int:
         groups = _groups(task.first_group + first, task.offsets[first : last + 1], kept)
         index.add(block, groups, writer.add(block, groups))
     writer.close()
-    # hashed while it is still in memory
+    # both while it is still in memory
+    index.add_checksums(temporary)
     index.described = {**describe_file(open_root(task.plan.out, follow_links=True), name + ".tmp"), "name": name}
     if task.plan.uri is None:
         temporary.replace(out / name)

@@ -13,7 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from balance.records import IntArray
-from packer.shards.block import GroupPlace, PackedBlock
+from packer.shards.block import GroupPlace, PackedBlock, PackedFiles
 
 _INTS = pa.list_(pa.int32())
 _BYTES = pa.list_(pa.binary())
@@ -64,22 +64,28 @@ class ArrowShardWriter:
             pa.array(block.sample_ids, pa.string()),
             _int_lists(block.token_offsets, block.input_ids),
             _int_lists(block.token_offsets, block.labels),
-            self._files(images.offsets, images.paths, images.data),
+            self._files(images),
             _int_lists(images.offsets, images.numbers["width"]),
             _int_lists(images.offsets, images.numbers["height"]),
-            self._files(audios.offsets, audios.paths, audios.data),
+            self._files(audios),
             _int_lists(audios.offsets, audios.numbers["length"]),
         ]
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
 
-    def _files(self, offsets: IntArray, paths: list[str], data: list[bytes]) -> pa.ListArray:
-        values = pa.array(paths, pa.string()) if self._refs else pa.array(data, pa.binary())
-        return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values)
+    def _files(self, files: PackedFiles) -> pa.ListArray:
+        values = pa.array(files.paths, pa.string()) if self._refs else _binaries(files)
+        return pa.ListArray.from_arrays(pa.array(files.offsets, pa.int32()), values)
 
     def close(self) -> None:
         """Write the footer and close the file."""
         self._writer.close()
         self._file.close()
+
+
+def _binaries(files: PackedFiles) -> pa.BinaryArray:
+    """The content as an array of binaries, which it is already: no copy."""
+    offsets = pa.array(files.content_offsets, pa.int32()).buffers()[1]
+    return pa.Array.from_buffers(pa.binary(), len(files.paths), [None, offsets, pa.py_buffer(files.content)])
 
 
 def _int_lists(offsets: IntArray, values: IntArray | NDArray[np.int32]) -> pa.ListArray:

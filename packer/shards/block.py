@@ -18,8 +18,10 @@ class PackedFiles:
     offsets: IntArray
     """Borders of the samples among the files, shape (num_samples + 1,)."""
     paths: list[str]
-    data: list[bytes]
-    """The original bytes; empty when the format refers to the files instead of holding them."""
+    content: NDArray[np.uint8]
+    """The original bytes of all files, one behind the other; not used when the format refers to the files."""
+    content_offsets: IntArray
+    """Borders of the files in `content`, shape (num_files + 1,)."""
     numbers: dict[str, IntArray]
     """What the shards keep of each file beside its bytes: `width` and `height`, or `length`."""
 

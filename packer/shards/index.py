@@ -7,6 +7,7 @@ The rows of a shard are written after the shard itself, so their presence means 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ INDEX_SCHEMA = pa.schema(
         ("shard", pa.int32()),
         ("offset", pa.int64()),
         ("length", pa.int64()),
+        ("checksum", pa.uint32()),
         ("num_samples", pa.int32()),
         *[(name, pa.int32()) for name in COUNT_COLUMNS],
         ("sample_ids", pa.list_(pa.string())),
@@ -52,11 +54,22 @@ class ShardIndex:
             "shard": np.full(len(groups), self.shard),
             "offset": [offset for offset, _ in places],
             "length": [length for _, length in places],
+            "checksum": np.zeros(len(groups), np.uint32),  # until the shard is closed
             "num_samples": [group.last - group.first for group in groups],
             **{name: np.add.reduceat(block.counts[name], firsts) for name in COUNT_COLUMNS},
             "sample_ids": pa.ListArray.from_arrays(borders, pa.array(block.sample_ids, pa.string())),
         }
         self.tables.append(pa.table(columns).cast(INDEX_SCHEMA))
+
+    def add_checksums(self, shard: Path) -> None:
+        """Fill in the checksums of the groups' bytes, which the finished shard holds."""
+        with pa.memory_map(str(shard)) as source:
+            content = source.read_buffer()
+        place = INDEX_SCHEMA.get_field_index("checksum")
+        for number, table in enumerate(self.tables):
+            ranges = zip(table.column("offset").to_pylist(), table.column("length").to_pylist(), strict=True)
+            checksums = [zlib.crc32(content.slice(offset, length)) for offset, length in ranges]
+            self.tables[number] = table.set_column(place, INDEX_SCHEMA.field(place), [pa.array(checksums, pa.uint32())])
 
     def save(self, path: Path) -> None:
         """Write the rows, whole or not at all."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 from numpy.typing import NDArray
 
-from packer.shards.block import GroupPlace, PackedBlock
+from packer.shards.block import GroupPlace, PackedBlock, PackedFiles
 
 _IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm"})
 _AUDIO_SUFFIXES = frozenset({"wav", "flac", "mp3", "ogg", "opus", "m4a"})
@@ -69,9 +70,14 @@ def _members(block: PackedBlock, row: int) -> list[tuple[str, bytes]]:
         ("json", json.dumps(about, ensure_ascii=False).encode()),
         ("input_ids.npy", _npy(block.input_ids[tokens])),
         ("labels.npy", _npy(block.labels[tokens])),
-        *zip(image_names, block.images.data[images], strict=True),
-        *zip(audio_names, block.audios.data[audios], strict=True),
+        *zip(image_names, _contents(block.images, images), strict=True),
+        *zip(audio_names, _contents(block.audios, audios), strict=True),
     ]
+
+
+def _contents(files: PackedFiles, places: slice) -> list[bytes]:
+    borders = files.content_offsets[places.start : places.stop + 1].tolist()
+    return [files.content[a:b].tobytes() for a, b in pairwise(borders)]
 
 
 def _suffix(path: str, known: frozenset[str], neutral: str) -> str:

@@ -31,6 +31,7 @@ def load(name: str) -> ModuleType:
 
 
 convergence: Any = load("convergence")
+counting: Any = load("counting")
 resolutions: Any = load("resolutions")
 
 
@@ -133,3 +134,15 @@ def test_a_dataset_without_usable_samples_is_an_error_that_names_the_file(tmp_pa
     (tmp_path / "annotations.json").write_text('[{"id": "1", "conversations": []}]', "utf-8")
     with pytest.raises(resolutions.DataError, match=r"annotations\.json: none of its 1 records"):
         resolutions.main(["--dataset", str(tmp_path)])
+
+
+def test_counting_prints_both_limits_and_the_memory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert counting.main(["--samples", "600", "--work", str(tmp_path)]) in (0, 1)  # so few say nothing about speed
+    printed = capfd.readouterr().out
+    assert_no_nan(printed)
+    for stage in ("counting", "writing"):
+        (row,) = [line for line in printed.splitlines() if line.split()[:1] == [stage]]
+        seconds, _, limit, share, _ = numbers(row)
+        assert share == pytest.approx(limit / seconds, rel=0.3, abs=0.02)
+    assert "600 samples packed" in " ".join(printed.split())
+    assert list(tmp_path.iterdir()) == []

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,7 @@ def read_samples(out):
         with (out / manifest["shards"][entry["shard"]]["name"]).open("rb") as file:
             file.seek(entry["offset"])
             message = file.read(entry["length"])
+        assert zlib.crc32(message) == entry["checksum"]
         shard = pa.ipc.open_file(str(out / manifest["shards"][entry["shard"]]["name"]))
         batch = pa.ipc.read_record_batch(pa.py_buffer(message), shard.schema).to_pylist()
         assert [row["sample_id"] for row in batch] == entry["sample_ids"]

@@ -7,6 +7,7 @@ import pytest
 from test_build import build, digests, quiet, read_samples
 from transformers import AutoTokenizer
 
+from balance.audio import plan_audio
 from balance.patches import plan_image
 from balance.presets import load_model, preset_names
 from packer.shards.manifest import read_manifest
@@ -14,6 +15,7 @@ from packer.verify import verify_build
 
 SHARED = Path(__file__).parents[3] / "shared"
 MANUALS = SHARED / "corpora" / "manuals"
+SPEECH = SHARED / "corpora" / "speech"
 QWEN = SHARED / "tokenizers" / "qwen2_5"
 
 pytestmark = pytest.mark.skipif(not MANUALS.is_dir(), reason="the manuals corpus is not here")
@@ -68,6 +70,33 @@ def test_ids_in_the_shards_equal_transformers_on_the_text_with_placeholders_writ
             message["content"] = "".join(a + b for a, b in zip(pieces, [*images, ""], strict=True))
         expected = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
         assert sample["input_ids"] == expected
+
+
+def test_manuals_and_speech_pack_together_with_image_audio_and_text_loads(tmp_path):
+    mixture = tmp_path / "mix.toml"
+    mixture.write_text(
+        f'[[datasets]]\ndataset = "{MANUALS}"\n[[datasets]]\ndataset = "{SPEECH}"\nrepeat = 2.5\n', "utf-8"
+    )
+    settings = {"model": "orchmllm_10b", "tokenizer": str(QWEN), "max_rejected": 1.0, "workers": 2}
+    totals = build(mixture, tmp_path / "out", **settings).totals
+    assert totals["num_read"] == 1795 + 320
+    assert totals["num_repeated"] == 320 + 160
+    assert totals["num_packed"] + totals["num_rejected"] == totals["num_read"] + totals["num_repeated"]
+    assert min(totals[f"num_{kind}_tokens"] for kind in ("image", "audio", "text")) > 10_000
+    samples = read_samples(tmp_path / "out")
+    spoken = [sample for sample in samples if sample["audios"]]
+    assert len(spoken) == 800
+    by_id = {sample["sample_id"]: sample for sample in spoken}
+    raw = {row["id"]: row for row in json.loads((SPEECH / "annotations.json").read_text())}
+    rule = load_model("orchmllm_10b").audio
+    token = read_manifest(tmp_path / "out")["tokenizer"]["audio_token_id"]
+    for sample_id, row in raw.items():
+        sample = by_id[sample_id]
+        assert sample["audios"] == [(SPEECH / row["audio"]).read_bytes()]
+        (length,) = sample["audio_lengths"]
+        assert abs(length / 16_000 - row["duration"]) < 0.01
+        assert sample["input_ids"].count(token) == plan_audio(rule, length, 16_000).num_audio_tokens
+    assert not verify_build(tmp_path / "out", quiet(), workers=2).problems
 
 
 def preset_tokens(preset):

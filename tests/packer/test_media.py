@@ -1,6 +1,6 @@
 import pytest
 
-from packer.media import Media, MediaProblem, open_media, read_media
+from packer.media import Media, MediaProblem, open_media, read_into
 from packer.storage import open_root
 
 
@@ -72,8 +72,13 @@ def test_a_link_inside_the_data_root_and_a_root_that_is_a_link_are_fine(tmp_path
 def test_a_file_that_changed_since_it_was_counted_is_named(tmp_path):
     (tmp_path / "a.jpg").write_bytes(b"picture")
     root = open_root(str(tmp_path))
-    assert read_media(root, Media("a.jpg", size=7), tmp_path) == b"picture"
-    with pytest.raises(MediaProblem, match=r"media_changed: a.jpg: 9 bytes when counted, 7 now"):
-        read_media(root, Media("a.jpg", size=9), tmp_path)
+    kinds = [Media("a.jpg", size=7), Media("x", "a.jpg", 0, 7), Media("x", "blob:a.jpg", 0, 7)]
+    for media in kinds:
+        buffer = bytearray(7)
+        read_into(root, media, root, memoryview(buffer))
+        assert buffer == b"picture"
+    for size in (5, 9):
+        with pytest.raises(MediaProblem, match=rf"media_changed: a.jpg: {size} bytes when counted, 7 now"):
+            read_into(root, Media("a.jpg", size=size), root, memoryview(bytearray(size)))
     with pytest.raises(MediaProblem, match=r"media_changed: b.jpg"):
-        read_media(root, Media("b.jpg", size=7), tmp_path)
+        read_into(root, Media("b.jpg", size=7), root, memoryview(bytearray(7)))
