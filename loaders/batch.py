@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -41,6 +42,19 @@ class MicroBatch:
     """int64, (images, 2). Height and width in pixels of the upright image, before any resizing."""
     image_grid_thw: Tensor | None
     """int64, (images, 3). Frames (1), rows and columns of ViT squares; None unless native resolution."""
+    audio_values: Tensor | None = None
+    """float32, the clips in the order of their places in `input_ids`; None for a model that hears nothing.
+
+    By the loader's `audio`: "waveform", (samples,) at the model's rate, clip behind clip, to be split by
+    `audio_lengths`; "features", (frames, mel bins), log-mel without padding, window behind window, to be split by
+    `audio_frames`: what packed encoders take; "windows", (windows, mel bins, window_frames), each padded with silence:
+    `input_features` of Whisper and Qwen2-Audio."""
+    audio_lengths: Tensor | None = None
+    """int64, (clips,). Samples of each clip at the model's rate; None as `audio_values`."""
+    audio_frames: Tensor | None = None
+    """int64, (windows,). Frames of each window of each clip: all of a clip's windows but the last are full.
+
+    As a mask, `feature_attention_mask` of Qwen2-Audio: `arange(window_frames) < audio_frames[:, None]`."""
     num_loss_tokens: int
     """Tokens with a label in the whole step, over all ranks and micro-batches: the divisor of every loss sum.
 
@@ -60,12 +74,21 @@ class MicroBatch:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> MicroBatch:
         """The same micro-batch with all tensors on `device`."""
-        moved: dict[str, Any] = {
-            field.name: value.to(device, non_blocking=non_blocking)
+        return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> MicroBatch:
+        """The same micro-batch in page-locked memory, out of which `to(..., non_blocking=True)` copies in parallel.
+
+        Needs a GPU. torch's DataLoader calls it too."""
+        return self._with_tensors(Tensor.pin_memory)
+
+    def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        changed: dict[str, Any] = {
+            field.name: change(value)
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
         }
-        return replace(self, **moved)
+        return replace(self, **changed)
 
 
 def shift_labels(labels: Tensor, cu_seqlens: Tensor) -> Tensor:

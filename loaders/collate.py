@@ -1,23 +1,29 @@
 """From stored samples to tensors: `collate` makes a `MicroBatch` of a `RawGroup`.
 
-The image tokens in `input_ids` were counted at build; an image that has changed since would no longer fill them, so
-each decoded image is compared with the size that was counted.
+The image and audio tokens in `input_ids` were counted at build; a file that has changed since would no longer fill
+them, so each image's size and each clip's length is compared with what was counted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from balance.errors import DataError
-from balance.patches import plan_image
-from balance.presets import NativeRule, VisionRule
+from balance.audio import AudioRule, plan_audio
+from balance.errors import ConfigError, DataError
+from balance.patches import ImagePlan, plan_image
+from balance.presets import ModelPreset, NativeRule, VisionRule
 from loaders import pixels
+from loaders.audio import decode_audio
 from loaders.batch import MicroBatch
+from loaders.log_mel import MEL_BINS, log_mel_frames, log_mel_windows
 from loaders.shards import RawGroup
+
+AUDIO_FORMS = ("waveform", "features", "windows")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +34,57 @@ class StepTotals:
     num_samples: int
 
 
-def collate(raw: RawGroup | None, rule: VisionRule, pixel_dtype: torch.dtype, totals: StepTotals) -> MicroBatch:
-    """The micro-batch of a group, or an empty one for None. DataError names the sample whose image cannot be used."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaOptions:
+    """How images and audio clips become tensors."""
+
+    audio_rule: AudioRule | None = None
+    """None for a model that hears nothing."""
+    audio: str = "waveform"
+    """One of AUDIO_FORMS; `MicroBatch.audio_values` says what each gives."""
+    mel_bins: int = MEL_BINS
+    """Of the features."""
+    exact_resize: bool = False
+    """Resize with Pillow, bit by bit as transformers does without torchvision, at an eighth of the speed."""
+    reduced_decode: bool = False
+    """Decode large JPEGs at a fraction of their size where `loaders.pixels.decode` allows it."""
+
+    def __post_init__(self) -> None:
+        if self.audio not in AUDIO_FORMS:
+            raise ConfigError(f"audio is {self.audio!r}; use one of {', '.join(AUDIO_FORMS)}")
+        if self.mel_bins < 1:
+            raise ConfigError(f"mel_bins is {self.mel_bins}; it must be at least 1")
+
+    @classmethod
+    def of(
+        cls, model: ModelPreset, *, audio: str = "waveform", exact_resize: bool = False, reduced_decode: bool = False
+    ) -> MediaOptions:
+        """The options for a model: its audio rule and its encoder's mel bins."""
+        mel_bins = model.audio_encoder.frame_values if model.audio_encoder else MEL_BINS
+        return cls(
+            audio_rule=model.audio,
+            audio=audio,
+            mel_bins=mel_bins,
+            exact_resize=exact_resize,
+            reduced_decode=reduced_decode,
+        )
+
+
+IMAGES_ONLY = MediaOptions()
+
+
+def collate(
+    raw: RawGroup | None,
+    rule: VisionRule,
+    pixel_dtype: torch.dtype,
+    totals: StepTotals,
+    media: MediaOptions = IMAGES_ONLY,
+) -> MicroBatch:
+    """The micro-batch of a group, or an empty one for None.
+
+    DataError names the sample whose image or audio clip cannot be used; ConfigError says that there are clips, but
+    `media` has no rule for them.
+    """
     if raw is None:
         raw = EMPTY_GROUP
     lengths = np.diff(raw.cu_seqlens)
@@ -44,10 +99,11 @@ def collate(raw: RawGroup | None, rule: VisionRule, pixel_dtype: torch.dtype, to
         labels=_int64(raw.labels),
         position_ids=_int64(positions),
         cu_seqlens=torch.from_numpy(raw.cu_seqlens.copy()),
-        pixel_values=_pixel_values(raw, rule, pixel_dtype),
+        pixel_values=_pixel_values(raw, plans, rule, pixel_dtype, media),
         patches_per_image=_int64([plan.num_patches for plan in plans]),
         image_sizes=_int64(raw.image_sizes),
         image_grid_thw=_int64(grids).reshape(-1, 3) if is_native else None,
+        **_audio_fields(raw, media),
         num_loss_tokens=totals.num_loss_tokens,
         num_step_samples=totals.num_samples,
     )
@@ -66,27 +122,79 @@ EMPTY_GROUP = RawGroup(
 )
 
 
-def _pixel_values(raw: RawGroup, rule: VisionRule, dtype: torch.dtype) -> Tensor:
+def _pixel_values(
+    raw: RawGroup, plans: Sequence[ImagePlan], rule: VisionRule, dtype: torch.dtype, media: MediaOptions
+) -> Tensor:
     """Pixels of all images, in the layout of `MicroBatch.pixel_values`; no rows if there are no images."""
-    none = torch.zeros((0, *pixels.patch_shape(rule)), dtype=torch.uint8)
-    cut = torch.cat([none, *(_cut_image(raw, place, rule) for place in range(len(raw.images)))])
+    # sizes may be known of images that are encoded elsewhere, and not here
+    rows = [pixels.num_rows(rule, plan) for plan in plans[: len(raw.images)]]
+    # one tensor for all, because joining one per image would copy every pixel once more
+    cut = torch.empty((sum(rows), *pixels.patch_shape(rule)), dtype=torch.uint8)
+    for place, patches in enumerate(torch.split(cut, rows)):
+        _cut_image(patches, raw, place, plans[place], rule, media)
     return cut if dtype == torch.uint8 else pixels.normalize(rule, cut).to(dtype)
 
 
-def _cut_image(raw: RawGroup, place: int, rule: VisionRule) -> Tensor:
-    """The raw patches of one image."""
-    sample = f"sample {raw.sample_ids[raw.image_samples[place]]!r} ({raw.where})"
+def _cut_image(
+    patches: Tensor, raw: RawGroup, place: int, plan: ImagePlan, rule: VisionRule, media: MediaOptions
+) -> None:
+    """Write the raw patches of one image into `patches`."""
     height, width = (int(side) for side in raw.image_sizes[place])
+    reduced = rule if media.reduced_decode else None
     try:
-        image = pixels.decode(bytes(raw.images[place]))
+        image = pixels.decode(raw.images[place], counted=(width, height), rule=reduced)
     except DataError as error:
-        raise DataError(f"{sample}: {error}; restore it, or build again without it") from error
-    if (image.width, image.height) != (width, height):
-        raise DataError(
-            f"{sample}: image has {image.width} x {image.height} pixels, but had {width} x {height} when it was "
-            "counted; restore it, or build again"
-        )
-    return pixels.cut(rule, image)
+        raise DataError(f"{_owner(raw, raw.image_samples[place])}: {error}; {_ADVICE}") from error
+    pixels.cut_into(patches, rule, image, plan, exact=media.exact_resize)
+
+
+def _audio_fields(raw: RawGroup, media: MediaOptions) -> dict[str, Tensor]:
+    """The audio fields of a `MicroBatch`; none for a model that hears nothing."""
+    rule = media.audio_rule
+    if rule is None:
+        if len(raw.audios):
+            raise ConfigError(
+                f"{raw.where}: {len(raw.audios)} audio clips, but no audio rule to decode them by; use the model "
+                "preset of the build"
+            )
+        return {}
+    clips = [_decode_clip(raw, place, rule) for place in range(len(raw.audios))]
+    plans = [plan_audio(rule, int(length), rule.sampling_rate) for length in raw.audio_lengths]
+    frames = [
+        min(rule.window_frames, plan.num_frames - window * rule.window_frames)
+        for plan in plans
+        for window in range(plan.num_windows)
+    ]
+    return {
+        "audio_values": _audio_values(clips, rule, media),
+        "audio_lengths": _int64(raw.audio_lengths),
+        "audio_frames": _int64(frames),
+    }
+
+
+def _audio_values(clips: Sequence[Tensor], rule: AudioRule, media: MediaOptions) -> Tensor:
+    """All clips, in the layout of `MicroBatch.audio_values`."""
+    if media.audio == "features":
+        empty = torch.empty((0, media.mel_bins))
+        return torch.cat([empty, *(log_mel_frames(rule, clip, media.mel_bins) for clip in clips)])
+    if media.audio == "windows":
+        empty = torch.empty((0, media.mel_bins, rule.window_frames))
+        return torch.cat([empty, *(log_mel_windows(rule, clip, media.mel_bins) for clip in clips)])
+    return torch.cat([torch.empty(0), *clips])
+
+
+def _decode_clip(raw: RawGroup, place: int, rule: AudioRule) -> Tensor:
+    try:
+        return decode_audio(rule, raw.audios[place], int(raw.audio_lengths[place]))
+    except DataError as error:
+        raise DataError(f"{_owner(raw, raw.audio_samples[place])}: {error}; {_ADVICE}") from error
+
+
+_ADVICE = "restore it, or build again without it"
+
+
+def _owner(raw: RawGroup, sample: int) -> str:
+    return f"sample {raw.sample_ids[sample]!r} ({raw.where})"
 
 
 def _int64(values: object) -> Tensor:

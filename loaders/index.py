@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,91 +25,146 @@ from balance.records import IntArray
 
 FORMAT_VERSION = 1
 FORMATS = ("arrow", "webdataset", "refs")
+MANIFEST_NAME, INDEX_NAME = "manifest.json", "index.arrow"
 BATCH_ROWS = 65_536
 """Rows of a record batch of index.arrow, the last one excepted; docs/design.md."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardFile:
-    """A shard as the manifest lists it."""
+class BuildFile:
+    """A file of a build as the manifest lists it."""
 
-    path: Path
+    name: str
+    """Path under the build's folder or URI, with slashes."""
     size: int
     """Bytes."""
+    sha256: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """The part of manifest.json that loading needs."""
 
-    root: Path
-    """The build directory."""
+    place: str
+    """Folder or URI of the build."""
     hash: str
     """SHA-256 of the file: two builds with the same hash have the same bytes."""
     format: str
     model: ModelPreset
     order: OrderConfig
     num_groups: int
-    shards: tuple[ShardFile, ...]
-    data_root: Path | None
-    """Folder that image paths start from; refs only."""
+    limits: dict[str, Any]
+    """The fields of `balance.records.Limits` that the groups keep."""
+    shards: tuple[BuildFile, ...]
+    files: tuple[BuildFile, ...]
+    """The index and the tables."""
+    data_root: str | None
+    """Folder or URI that the paths of images and audio files start from; refs only."""
     image_token_id: int
     vocab_size: int
+
+    @property
+    def root(self) -> Path:
+        """The folder of a build on disk."""
+        return Path(self.place)
+
+    def file(self, name: str) -> BuildFile:
+        """The index or a table. DataError if the manifest does not list it."""
+        for file in self.files:
+            if file.name == name:
+                return file
+        raise DataError(f"{self.place}/{MANIFEST_NAME}: lists no {name}; build again")
 
 
 def read_manifest(root: Path) -> Manifest:
     """The manifest of the build in `root`. DataError if there is none, or none that this version can read."""
     if not root.is_dir():
         raise DataError(f"{root}: no such directory; give the output directory of `packer build`")
-    path = root / "manifest.json"
+    path = root / MANIFEST_NAME
     if not path.is_file():
-        raise DataError(
-            f"{root}: no manifest.json, so no finished build; run the same `packer build` again to finish it"
-        )
-    content = path.read_bytes()
+        raise unfinished(str(root))
+    return parse_manifest(path.read_bytes(), str(root))
+
+
+def unfinished(place: str) -> DataError:
+    """There is no manifest at a folder or URI."""
+    return DataError(
+        f"{place}: no {MANIFEST_NAME}, so no finished build; run the same `packer build` again to finish it"
+    )
+
+
+def parse_manifest(content: bytes, place: str) -> Manifest:
+    """The manifest of the build at `place`. DataError if this version cannot read it, DamagedShard if changed."""
     try:
         values = json.loads(content)
         version = values["format_version"]
         if version == FORMAT_VERSION and values["format"] in FORMATS:
-            return _from_values(root, hashlib.sha256(content).hexdigest(), values)
+            _check_content(place, values)
+            return _from_values(place, hashlib.sha256(content).hexdigest(), values)
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise DataError(f"{path}: not a manifest of Isobatch ({type(error).__name__}: {error}); build again") from None
+        raise DataError(
+            f"{place}/{MANIFEST_NAME}: not a manifest of Isobatch ({type(error).__name__}: {error}); build again"
+        ) from None
     raise DataError(
-        f"{path}: format_version {version}, format {values['format']!r}, but this version of Isobatch reads "
-        f"format_version {FORMAT_VERSION}, {', '.join(FORMATS)}; install the version that wrote it, or build again"
+        f"{place}/{MANIFEST_NAME}: format_version {version}, format {values['format']!r}, but this version of Isobatch "
+        f"reads format_version {FORMAT_VERSION}, {', '.join(FORMATS)}; install the version that wrote it, or build "
+        "again"
     )
 
 
-def _from_values(root: Path, digest: str, values: dict[str, Any]) -> Manifest:
-    data_root = values.get("data_root")
+def _check_content(place: str, values: dict[str, Any]) -> None:
+    """DamagedShard unless the manifest still is what its `content_hash` says, if it has one."""
+    rest = {name: value for name, value in values.items() if name != "content_hash"}
+    plain = json.dumps(rest, sort_keys=True, ensure_ascii=False).encode()
+    if "content_hash" in values and values["content_hash"] != hashlib.sha256(plain).hexdigest():
+        raise DamagedShard(f"{place}/{MANIFEST_NAME}: damaged or edited: its content is not what its content_hash says")
+
+
+def _from_values(place: str, digest: str, values: dict[str, Any]) -> Manifest:
     return Manifest(
-        root=root,
+        place=place,
         hash=digest,
         format=values["format"],
         model=model_from_dict(values["model"]),
         order=OrderConfig(**values["order"]),
         num_groups=values["totals"]["num_groups"],
-        shards=tuple(ShardFile(path=root / shard["name"], size=shard["size"]) for shard in values["shards"]),
-        data_root=Path(data_root) if data_root is not None else None,
+        limits=values["limits"],
+        shards=tuple(_file(shard) for shard in values["shards"]),
+        files=tuple(_file(file) for file in values["files"]),
+        data_root=values.get("data_root"),
         image_token_id=values["tokenizer"]["image_token_id"],
         vocab_size=values["tokenizer"]["vocab_size"],
     )
 
 
-class GroupIndex:
-    """index.arrow, mapped: columns of chosen groups, without reading the others."""
+def _file(entry: dict[str, Any]) -> BuildFile:
+    return BuildFile(name=entry["name"], size=entry["size"], sha256=entry["sha256"])
 
-    def __init__(self, path: Path, num_groups: int) -> None:
-        self._path, self._num_groups = path, num_groups
+
+class GroupIndex:
+    """index.arrow, mapped: columns of chosen groups, without reading the others. Thread-safe."""
+
+    def __init__(self, source: Path | pa.NativeFile, num_groups: int) -> None:
+        """`source` is the file's path, or the file, mapped."""
+        self._path, self._num_groups = source if isinstance(source, Path) else INDEX_NAME, num_groups
         try:
-            self._reader = pa.ipc.open_file(pa.memory_map(str(path)))
+            self._reader = pa.ipc.open_file(pa.memory_map(str(source)) if isinstance(source, Path) else source)
         except (OSError, pa.ArrowInvalid) as error:
-            raise DamagedShard(f"{path}: cannot be opened ({error}); run `packer verify`, or build again") from None
+            raise DamagedShard(
+                f"{self._path}: cannot be opened ({error}); run `packer verify`, or build again"
+            ) from None
         if self._reader.num_record_batches != -(-num_groups // BATCH_ROWS):
             raise self._damaged(f"{self._reader.num_record_batches} record batches")
         self._batches: dict[int, pa.RecordBatch] = {}
+        self._views: dict[tuple[int, str], NDArray[np.integer[Any]]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether there is a checksum of each group; builds of early versions have none."""
+        return "checksum" in self._reader.schema.names
 
     def __len__(self) -> int:
         return self._num_groups
@@ -136,14 +192,21 @@ class GroupIndex:
         return tuple(int(self._view(batch, name)[row]) for name in names)
 
     def _view(self, batch: int, name: str) -> NDArray[np.integer[Any]]:
-        mapped = self._batches.get(batch)
-        if mapped is None:
-            mapped = self._reader.get_batch(batch)
-            if mapped.num_rows != min(BATCH_ROWS, self._num_groups - batch * BATCH_ROWS):
-                raise self._damaged(f"{mapped.num_rows} rows in record batch {batch}")
-            self._batches[batch] = mapped
-        view: NDArray[np.integer[Any]] = mapped.column(name).to_numpy(zero_copy_only=True)
+        view = self._views.get((batch, name))
+        if view is None:
+            with self._lock:
+                view = self._batch(batch).column(name).to_numpy(zero_copy_only=True)
+                self._views[batch, name] = view
         return view
+
+    def _batch(self, number: int) -> pa.RecordBatch:
+        mapped = self._batches.get(number)
+        if mapped is None:
+            mapped = self._reader.get_batch(number)
+            if mapped.num_rows != min(BATCH_ROWS, self._num_groups - number * BATCH_ROWS):
+                raise self._damaged(f"{mapped.num_rows} rows in record batch {number}")
+            self._batches[number] = mapped
+        return mapped
 
     def _damaged(self, found: str) -> DamagedShard:
         return DamagedShard(

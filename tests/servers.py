@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import http.client
+import http.server
 import json
 import random
 import shutil
@@ -16,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,3 +185,76 @@ class StallingProxy:
             if self._left < 0:
                 self.stalled.set()
             return self._left >= 0
+
+
+class FaultyProxy:
+    """Passes HTTP requests on to a server; `fault` says what goes wrong with each.
+
+    `fault(path)` gives "" (nothing), "cut" (the connection breaks in the middle of the body), "stall" (nothing more
+    comes in the middle of the body, until the proxy closes), "slow" (200 ms before the answer), "flip" (one wrong byte
+    in the middle of the body), or the status of an error that the server is made to answer, as "503".
+    """
+
+    def __init__(self, endpoint: str, fault: Callable[[str], str] = lambda path: "") -> None:
+        self.server = endpoint.removeprefix("http://")
+        self.fault = fault
+        self.requests: list[tuple[str, str]] = []
+        """(path, range) of all requests, in order of arrival."""
+        self.closed = threading.Event()
+        handler = type("Handler", (_FaultyHandler,), {"proxy": self})
+        self._listener = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._listener.daemon_threads = True
+        self.endpoint = f"http://127.0.0.1:{self._listener.server_port}"
+        threading.Thread(target=self._listener.serve_forever, args=(0.05,), daemon=True).start()
+
+    def close(self) -> None:
+        """Take no more connections, and let go of those that stall."""
+        self.closed.set()
+        self._listener.shutdown()
+        self._listener.server_close()
+
+
+class _FaultyHandler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    proxy: FaultyProxy
+
+    def do_GET(self) -> None:
+        self.proxy.requests.append((self.path, self.headers.get("Range", "")))
+        fault = self.proxy.fault(self.path)
+        if fault.isdigit():
+            self._answer(int(fault), {}, f"<Error><Code>Made{fault}</Code></Error>".encode())
+            return
+        if fault == "slow":
+            self.proxy.closed.wait(0.2)
+        connection = http.client.HTTPConnection(self.proxy.server, timeout=30)
+        connection.putrequest("GET", self.path, skip_host=True, skip_accept_encoding=True)
+        for name, value in self.headers.items():  # the signature covers the host that the client has asked
+            connection.putheader(name, value)
+        connection.endheaders()
+        found = connection.getresponse()
+        body = found.read()
+        connection.close()
+        self._answer(found.status, dict(found.getheaders()), body, fault)
+
+    def _answer(self, status: int, headers: dict[str, str], body: bytes, fault: str = "") -> None:
+        if fault == "flip" and body:
+            body = bytearray(body)
+            body[len(body) // 2] ^= 1
+        self.send_response_only(status)
+        for name, value in headers.items():
+            if name.lower() not in {"content-length", "transfer-encoding", "connection"}:
+                self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        with contextlib.suppress(OSError):  # the client has gone
+            if fault not in {"cut", "stall"}:
+                self.wfile.write(body)
+                return
+            self.wfile.write(body[: len(body) // 2])
+            self.wfile.flush()
+            if fault == "stall":
+                self.proxy.closed.wait()
+        self.close_connection = True
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import tarfile
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,8 @@ def write_build(root: Path, groups: list[list[Sample]], format: str = "arrow", m
         part = groups[first : first + SHARD_GROUPS]
         name = f"shards/shard-{len(shards):05d}.{'tar' if format == 'webdataset' else 'arrow'}"
         places = writer(root / name, first, part, root / "images" if format == "refs" else None)
-        rows += [_index_row(len(shards), place, group) for place, group in zip(places, part, strict=True)]
+        content = (root / name).read_bytes()
+        rows += [_index_row(len(shards), place, content, group) for place, group in zip(places, part, strict=True)]
         shards.append({**_describe(root, name), "num_groups": len(part), "num_samples": sum(map(len, part))})
     write_index(root / "index.arrow", rows)
     order = choose_order(len(groups))
@@ -128,6 +130,7 @@ INDEX_SCHEMA = pa.schema(
         ("shard", pa.int32()),
         ("offset", pa.int64()),
         ("length", pa.int64()),
+        ("checksum", pa.uint32()),
         ("num_samples", pa.int32()),
         *[(f"num_{name}", pa.int32()) for name in COUNTS],
         ("sample_ids", pa.list_(pa.string())),
@@ -135,11 +138,12 @@ INDEX_SCHEMA = pa.schema(
 )
 
 
-def _index_row(shard: int, place: tuple[int, int], group: list[Sample]) -> dict[str, Any]:
+def _index_row(shard: int, place: tuple[int, int], content: bytes, group: list[Sample]) -> dict[str, Any]:
     return {
         "shard": shard,
         "offset": place[0],
         "length": place[1],
+        "checksum": zlib.crc32(content[place[0] : sum(place)]),
         "num_samples": len(group),
         **{f"num_{name}": _total(group, f"num_{name}") for name in COUNTS},
         "sample_ids": [sample.sample_id for sample in group],

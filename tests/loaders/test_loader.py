@@ -229,6 +229,8 @@ def test_a_new_iterator_continues_in_the_middle_of_an_epoch(text_build):
         ({"stream": {"consumed": [0], "spare": [1]}}, "another stream"),
         ({"stream": 7}, "another stream"),
         ({"order": "random"}, "order of the run"),
+        ({"regroup": {"window_groups": 8}}, "regroup and regroup_window of the run"),
+        ({"epoch": -1}, "epoch -1; epochs are numbered from 0"),
         ({"extra": 1}, "has the keys"),
     ],
 )
@@ -251,6 +253,10 @@ def test_a_wrong_state_is_refused_and_changes_nothing(text_build, change, messag
         ({"remainder": "keep"}, "remainder is 'keep'; use one of pad, drop"),
         ({"order": "sorted"}, "order is 'sorted'; use one of blocks, random"),
         ({"pixel_dtype": torch.int64}, "pixel_dtype is torch.int64"),
+        ({"regroup": "step"}, "regroup is 'step'; use None or 'epoch'"),
+        ({"regroup": "epoch", "regroup_window": 0}, "regroup_window is 0"),
+        ({"workers": -1}, "workers is -1"),
+        ({"prefetch_bytes": -1}, "prefetch_bytes is -1"),
     ],
 )
 def test_wrong_options_are_refused(text_build, options, message):
@@ -258,9 +264,9 @@ def test_wrong_options_are_refused(text_build, options, message):
         load(text_build, **options)
 
 
-def test_object_storage_is_refused_and_file_urls_are_taken(text_build):
-    with pytest.raises(ConfigError, match="s3://bucket/build: object storage cannot be streamed yet"):
-        load("s3://bucket/build")
+def test_unknown_schemes_are_refused_and_file_urls_are_taken(text_build):
+    with pytest.raises(ConfigError, match="ftp://host/build: unknown scheme"):
+        load("ftp://host/build")
     assert len(load(f"file://{text_build}")) == len(load(str(text_build)))
 
 

@@ -79,12 +79,12 @@ def test_the_shard_unused_for_longest_is_closed_and_its_views_stay_valid(tmp_pat
     reader, manifest = open_build(build)
     assert len(manifest.shards) >= 4
     opened = []
-    files = OpenFiles(manifest.shards, lambda path: opened.append(path.name) or path.name, max_open=2)
+    files = OpenFiles(build, manifest.shards, lambda path: opened.append(path.name) or path.name, max_open=2)
     for shard in (0, 1, 0, 2, 0, 1):
-        assert files.get(shard) == manifest.shards[shard].path.name
+        assert files.get(shard) == manifest.shards[shard].name.removeprefix("shards/")
         assert len(files) <= 2
     assert [int(name[6:11]) for name in opened] == [0, 1, 2, 1]
-    reader._files._max_open = 1
+    reader._source._files._max_open = 1
     first = reader.read(0)
     before = [bytes(image) for image in first.images], first.input_ids.tolist()
     reader.read(99)
