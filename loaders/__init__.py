@@ -17,6 +17,8 @@ except ModuleNotFoundError as _error:
 
 from loaders.batch import MicroBatch, shift_labels
 from loaders.loader import StreamingLoader
+from loaders.model_inputs import model_inputs
 from loaders.pixels import normalize
+from loaders.trainers import Step, StepDataset
 
-__all__ = ["MicroBatch", "StreamingLoader", "normalize", "shift_labels"]
+__all__ = ["MicroBatch", "Step", "StepDataset", "StreamingLoader", "model_inputs", "normalize", "shift_labels"]

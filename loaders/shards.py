@@ -86,6 +86,9 @@ class GroupBytes(Protocol):
     def traffic(self) -> Traffic:
         """What has been done so far."""
 
+    def cancel(self) -> None:
+        """Stop what is under way, without waiting for it; whoever waits for it gets DataError."""
+
     def close(self) -> None:
         """Stop what is under way and let go of threads and connections."""
 
@@ -127,6 +130,12 @@ class ShardReader:
         fetched ahead and is not read yet lies in memory.
         """
         self._source.prefetch(groups)
+
+    def cancel(self) -> None:
+        """Wake all threads that wait for a store: their reads end with DataError. For those who then join them."""
+        self._source.cancel()
+        if self._media is not None:
+            self._media.cancel()
 
     def close(self) -> None:
         """Stop requests that are under way and let go of threads and connections. Nothing may be read afterwards."""
@@ -262,6 +271,9 @@ class LocalShards:
         """Nothing is asked of a store."""
         return Traffic()
 
+    def cancel(self) -> None:
+        """Nothing: reads do not wait."""
+
     def close(self) -> None:
         """Nothing: files are closed when the last view of them is gone."""
 
@@ -298,6 +310,9 @@ class LocalMedia:
             raise DataError(
                 f"sample {owner!r} ({where}): image {path} cannot be read ({error.strerror}); restore it"
             ) from None
+
+    def cancel(self) -> None:
+        """Nothing: reads do not wait."""
 
     def close(self) -> None:
         """Nothing: files are closed as they are read."""

@@ -1,0 +1,107 @@
+"""From a plan to what the trainer gets: `StepMaker` lists the work of a step and makes `StepBatches` of the results."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from balance.presets import NativeRule, VisionRule
+from loaders import pixels
+from loaders.batch import MicroBatch
+from loaders.collate import MediaOptions, collate
+from loaders.picks import Item
+from loaders.prefetch import Work
+from loaders.read_items import ItemReader, only_media, stored_bytes, without_media
+from loaders.stats import Meter
+from loaders.steps import StepPlan
+
+TOKEN_BYTES = 3 * 8
+"""`input_ids`, `labels`, `position_ids`."""
+AUDIO_TOKEN_BYTES = 4096
+"""At most: 30 s of audio are 750 tokens or more, and 2 MB as a waveform or as features."""
+
+
+class StepBatches(list[MicroBatch]):
+    """The micro-batches of one step of one rank."""
+
+    encoders: dict[str, list[MicroBatch]]
+    """With a step planner that deals out encoders' work: by encoder, this rank's batches of samples, without tokens."""
+
+    def __init__(self, batches: list[MicroBatch], encoders: dict[str, list[MicroBatch]]) -> None:
+        super().__init__(batches)
+        self.encoders = encoders
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StepBatches, (list(self), self.encoders)
+
+
+class StepMaker:
+    """Makes steps of plans; `device` is where their tensors shall be, None for ordinary memory."""
+
+    def __init__(
+        self,
+        reader: ItemReader,
+        rule: VisionRule,
+        pixel_dtype: torch.dtype,
+        media: MediaOptions,
+        device: torch.device | None,
+        meter: Meter,
+    ) -> None:
+        self._reader, self._rule, self._pixel_dtype, self._media = reader, rule, pixel_dtype, media
+        self._device, self._meter = device, meter
+        self._pin = device is not None and device.type == "cuda" and torch.cuda.is_available()
+        repeats = 1
+        if isinstance(rule, NativeRule) and pixel_dtype != torch.uint8:
+            repeats = rule.temporal_patch_size
+        self._row_bytes = math.prod(pixels.patch_shape(rule)) * pixel_dtype.itemsize * repeats
+
+    def work(self, plan: StepPlan) -> Work[StepPlan, MicroBatch]:
+        """What there is to do for a step: a part per micro-batch and per encoder's batch. Storage hears of it now."""
+        items: list[tuple[Item, str | None]] = [(item, None) for item in plan.micro_batches]
+        items += [(item, name) for name, batches in plan.encoders.items() for item in batches]
+        self._reader.prefetch([item for item, _ in items])
+        return Work(
+            subject=plan,
+            parts=[partial(self._make, plan, item, encoder) for item, encoder in items],
+            num_bytes=plan.num_pixel_rows * self._row_bytes
+            + plan.num_tokens * TOKEN_BYTES
+            + plan.num_audio_tokens * AUDIO_TOKEN_BYTES,
+        )
+
+    def step(self, plan: StepPlan, batches: list[MicroBatch]) -> StepBatches:
+        """The step of the results of `work`; moved to the device, on the caller's current stream."""
+        if self._device is not None:
+            batches = [batch.to(self._device, non_blocking=self._pin) for batch in batches]
+        remaining = iter(batches)
+        own = [next(remaining) for _ in plan.micro_batches]
+        encoders = {name: [next(remaining) for _ in items] for name, items in plan.encoders.items()}
+        return StepBatches(own, encoders)
+
+    def _make(self, plan: StepPlan, item: Item, encoder: str | None) -> MicroBatch:
+        """Read and collate one part; in any thread."""
+        with self._meter.time("reading"):
+            raw = self._reader.read(item)
+        if raw is not None and encoder is not None:
+            raw = only_media(raw, encoder)
+        elif raw is not None and plan.encoders:
+            raw = without_media(raw, plan.encoders)
+        if raw is not None:
+            self._meter.add_read(stored_bytes(raw))
+        with self._meter.time("decoding"):
+            batch = collate(raw, self._rule, self._pixel_dtype, plan.totals, self._media)
+            return _pinned(batch) if self._pin else batch
+
+
+def _pinned(batch: MicroBatch) -> MicroBatch:
+    """The same in pinned memory, from which a device copies without waiting."""
+    pinned: dict[str, Any] = {
+        field.name: value.pin_memory()
+        for field in fields(batch)
+        if isinstance(value := getattr(batch, field.name), Tensor)
+    }
+    return replace(batch, **pinned)

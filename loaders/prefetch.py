@@ -1,0 +1,198 @@
+"""Work ahead of the training thread: `Prefetcher` runs the parts of coming steps in threads, gives steps in order.
+
+For the loader; knows nothing of batches. Threads, not processes: decoding and resizing release the GIL, and nothing has
+to be copied between processes. The threads also ask for the next step, so planning is off the training thread too.
+
+Bounded: at most `max_bytes` of work is done or under way, but at least one step, and at most STEPS_PER_WORKER steps per
+thread. The first step is given when its own parts are done, whatever else is under way. Threads end with `close`, when
+the prefetcher is forgotten, and at exit; they never hold a reference to it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+Subject = TypeVar("Subject")
+Result = TypeVar("Result")
+
+STEPS_PER_WORKER = 4
+"""Two for each thread to work on, and as many done: steps differ in size."""
+JOIN_S = 30.0
+"""A part under way is waited for when closing; longer than storage takes to give up would only hide a hang."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work(Generic[Subject, Result]):
+    """One step."""
+
+    subject: Subject
+    """Handed back with the results."""
+
+    parts: Sequence[Callable[[], Result]]
+    """Run in any order, each once, in any thread."""
+    num_bytes: int
+    """About what the results take."""
+
+
+class Prefetcher(Generic[Subject, Result]):
+    """Iterating gives each work's subject and its results, in order; a part's error is raised where its step was due.
+
+    `workers=0` runs everything in the caller's thread, when it is asked for. Not for use by several threads at a time.
+    """
+
+    def __init__(self, works: Iterator[Work[Subject, Result]], *, workers: int, max_bytes: int) -> None:
+        self._works, self._num_workers, self._pid = works, workers, os.getpid()
+        self._queue: _Queue[Subject, Result] = _Queue(works, max_bytes, max_steps=STEPS_PER_WORKER * workers)
+        self._threads = [
+            # daemons: the interpreter would wait for others before it lets `weakref.finalize` stop them
+            threading.Thread(target=self._queue.work, name=f"isobatch-{place}", daemon=True)
+            for place in range(workers)
+        ]
+        self._finalizer = weakref.finalize(self, _stop, self._queue, self._threads, self._pid)
+        for thread in self._threads:
+            thread.start()
+
+    def __iter__(self) -> Iterator[tuple[Subject, list[Result]]]:
+        return self
+
+    def __next__(self) -> tuple[Subject, list[Result]]:
+        if not self._finalizer.alive:
+            raise StopIteration
+        if os.getpid() != self._pid:
+            raise RuntimeError("this iterator was begun before a fork and has no threads here; begin a new one")
+        try:
+            if self._num_workers == 0:
+                work = next(self._works)
+                return work.subject, [part() for part in work.parts]
+            return self._queue.get()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Stop the threads and forget what they made; at most one part per thread is waited for."""
+        self._finalizer()
+
+
+@dataclass(slots=True)
+class _Slot(Generic[Subject, Result]):
+    """A step under way."""
+
+    work: Work[Subject, Result]
+    missing: int
+    taken: int = 0
+    """Parts that a thread has taken."""
+    results: dict[int, Result] = field(default_factory=dict)
+    errors: dict[int, BaseException] = field(default_factory=dict)
+
+
+class _Queue(Generic[Subject, Result]):
+    """What threads and consumer share."""
+
+    def __init__(self, works: Iterator[Work[Subject, Result]], max_bytes: int, max_steps: int) -> None:
+        self._works, self._max_bytes, self._max_steps = works, max_bytes, max_steps
+        self._pulling = threading.Lock()  # held while a thread asks for the next step: never by two, nor for long work
+        self._changed = threading.Condition()
+        self._slots: OrderedDict[int, _Slot[Subject, Result]] = OrderedDict()  # steps not yet given, oldest first
+        self._num_bytes = 0  # of all slots
+        self._num_steps = 0
+        self._ended: BaseException | None = None  # why no step follows those in the slots
+        self._closed = False
+
+    def work(self) -> None:
+        """What each thread does: one part after the other."""
+        while True:
+            with self._pulling:
+                taken = self._take()
+            if taken is None:
+                return
+            slot, place = taken
+            try:
+                result, error = slot.work.parts[place](), None
+            except BaseException as raised:
+                result, error = None, raised
+            with self._changed:
+                if error is not None:
+                    slot.errors[place] = error
+                else:
+                    slot.results[place] = result  # type: ignore[assignment]
+                slot.missing -= 1
+                self._changed.notify_all()
+            del slot, taken, result, error  # nothing is kept alive while waiting for the next part
+
+    def get(self) -> tuple[Subject, list[Result]]:
+        """The oldest step's results, when they are there. Raises its first part's error, or StopIteration."""
+        with self._changed:
+            while not (self._slots and self._first().missing == 0):
+                if not self._slots and self._ended is not None:
+                    raise self._ended
+                if self._closed:
+                    raise StopIteration
+                self._changed.wait()
+            _, slot = self._slots.popitem(last=False)
+            self._num_bytes -= slot.work.num_bytes
+            self._changed.notify_all()
+        if slot.errors:
+            raise slot.errors[min(slot.errors)]
+        return slot.work.subject, [slot.results[place] for place in range(len(slot.work.parts))]
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _first(self) -> _Slot[Subject, Result]:
+        return next(iter(self._slots.values()))
+
+    def _take(self) -> tuple[_Slot[Subject, Result], int] | None:
+        """A part of the newest step, or of the next one when there is room; None when there is no more to do."""
+        slot = self._newest()
+        while slot is None or slot.taken == len(slot.work.parts):
+            slot = self._pull()
+            if slot is None:
+                return None
+        slot.taken += 1
+        return slot, slot.taken - 1
+
+    def _newest(self) -> _Slot[Subject, Result] | None:
+        with self._changed:
+            return next(reversed(self._slots.values()), None)
+
+    def _pull(self) -> _Slot[Subject, Result] | None:
+        """The next step, once there is room for it."""
+        if self._closed or self._ended is not None:
+            return None
+        try:
+            work = next(self._works)
+        except BaseException as error:
+            with self._changed:
+                self._ended = error
+                self._changed.notify_all()
+            return None
+        with self._changed:
+            while self._slots and not self._closed and self._is_full(work.num_bytes):
+                self._changed.wait()
+            if self._closed:
+                return None
+            slot = self._slots[self._num_steps] = _Slot(work, missing=len(work.parts))
+            self._num_steps += 1
+            self._num_bytes += work.num_bytes
+            self._changed.notify_all()  # a step without any part is done already
+            return slot
+
+    def _is_full(self, num_bytes: int) -> bool:
+        return len(self._slots) >= self._max_steps or self._num_bytes + num_bytes > self._max_bytes
+
+
+def _stop(queue: _Queue[Subject, Result], threads: Sequence[threading.Thread], pid: int) -> None:
+    if os.getpid() != pid:
+        return  # a forked copy: its parent's threads are not here, and a lock that one held would never be free
+    queue.close()
+    for thread in threads:
+        thread.join(JOIN_S)

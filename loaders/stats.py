@@ -1,0 +1,112 @@
+"""What the loader has done so far: `LoaderStats`, and the `Meter` that counts it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from balance.records import IntArray
+from loaders.steps import StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderStats:
+    """Figures of one loader, thus of one rank, since it was made; only the dist ratios are of all ranks."""
+
+    steps: int
+    samples: int
+    """Of the micro-batches that this rank got."""
+    waiting_s: float
+    """That the trainer waited for steps."""
+    reading_s: float
+    """Of all threads together, as `decoding_s`; work ahead of the trainer included."""
+    decoding_s: float
+    """Decoding, resizing, normalising and packing."""
+    read_bytes: int
+    """Of tokens and image and audio files, as stored."""
+    cache_hits: int
+    """Reads that the on-disk cache of remote builds served."""
+    dist_ratio_vit: float
+    """Share of the ranks' time that is waiting for the slowest vision encoder (`balance.metrics.dist_ratio`)."""
+    dist_ratio_llm: float
+
+    def scalars(self, prefix: str = "loader/") -> dict[str, float]:
+        """Name -> value, for `SummaryWriter.add_scalar` and its like."""
+        return {f"{prefix}{name}": float(value) for name, value in asdict(self).items()}
+
+
+class Meter:
+    """Counts; the timers are for any thread, the rest for the consumer's."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds = {"waiting": 0.0, "reading": 0.0, "decoding": 0.0}
+        self._read_bytes = 0
+        self._steps = self._samples = 0
+        self._vit, self._llm = _Idle(), _Idle()
+
+    @contextmanager
+    def time(self, what: str) -> Iterator[None]:
+        """Add the seconds spent inside to `what`: waiting, reading or decoding."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - started
+            with self._lock:
+                self._seconds[what] += seconds
+
+    def add_read(self, num_bytes: int) -> None:
+        """Count bytes that were read."""
+        with self._lock:
+            self._read_bytes += num_bytes
+
+    def add_step(self, plan: StepPlan, num_samples: int) -> None:
+        """Count a step that the consumer got, with `num_samples` of its own."""
+        self._steps += 1
+        self._samples += num_samples
+        for idle, loads in ((self._vit, plan.loads.vit_tokens), (self._llm, plan.loads.llm_tokens)):
+            for loads_of_round, complete in zip(loads.T, plan.loads.complete.tolist(), strict=True):
+                idle.add(loads_of_round, complete=complete)
+
+    def stats(self, cache_hits: int) -> LoaderStats:
+        """The figures so far."""
+        with self._lock:
+            return LoaderStats(
+                steps=self._steps,
+                samples=self._samples,
+                waiting_s=self._seconds["waiting"],
+                reading_s=self._seconds["reading"],
+                decoding_s=self._seconds["decoding"],
+                read_bytes=self._read_bytes,
+                cache_hits=cache_hits,
+                dist_ratio_vit=self._vit.ratio,
+                dist_ratio_llm=self._llm.ratio,
+            )
+
+
+class _Idle:
+    """A dist ratio, round by round: the mean over complete rounds, or the first one if none is complete."""
+
+    def __init__(self) -> None:
+        self._sum, self._count, self._incomplete = 0.0, 0, 0.0
+        self._any = False
+
+    def add(self, loads: IntArray, *, complete: bool) -> None:
+        """Count a round with what each rank did, shape (dp,)."""
+        most = int(loads.max())
+        share = float(np.mean(most - loads)) / max(most, 1)
+        if complete:
+            self._sum, self._count = self._sum + share, self._count + 1
+        elif not self._any:
+            self._incomplete = share
+        self._any = True
+
+    @property
+    def ratio(self) -> float:
+        return self._sum / self._count if self._count else self._incomplete

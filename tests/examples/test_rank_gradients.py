@@ -1,0 +1,42 @@
+"""Real processes: the gradients that four ranks sum up are those of one process, sample by sample."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path[:0] = [str(EXAMPLES), str(Path(__file__).parents[1] / "loaders")]
+
+from shard_fixture import group_samples, make_samples, write_build  # noqa: E402
+from tiny_vlm import token_losses  # noqa: E402
+from train_tiny import make_model  # noqa: E402
+
+from loaders import StreamingLoader  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+def test_summed_gradients_of_four_ranks_equal_those_of_one_process(tmp_path):
+    samples = make_samples(80)
+    build = write_build(tmp_path / "build", group_samples(samples))
+    script = Path(__file__).with_name("dump_gradients.py")
+    subprocess.run([sys.executable, str(script), str(build), str(tmp_path / "dumped")], check=True, timeout=120)
+    step = torch.load(tmp_path / "dumped")
+    # the same samples, one per group: nothing is packed
+    by_id = {sample.sample_id: sample for sample in samples}
+    single = write_build(tmp_path / "single", [[by_id[sample_id]] for sample_id in step["ids"]])
+    batches = [batch for (batch,) in StreamingLoader(single, dp_rank=0, dp_world_size=1)]
+    assert len(batches) > 8  # the four ranks' micro-batches
+    torch.manual_seed(0)
+    model = make_model(StreamingLoader(build, dp_rank=0, dp_world_size=1)).double()
+    num_labels = sum(int((batch.labels != -100).sum()) for batch in batches)
+    doubled = [dataclasses.replace(batch, pixel_values=batch.pixel_values.double()) for batch in batches]
+    loss = torch.stack([token_losses(model(batch), batch).sum() for batch in doubled]).sum() / num_labels
+    loss.backward()
+    assert step["loss"] == pytest.approx(loss.item(), rel=1e-9)
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(step["gradients"][name], weight.grad, rtol=1e-6, atol=1e-12)

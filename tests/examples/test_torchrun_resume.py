@@ -1,0 +1,104 @@
+"""Real processes: four ranks killed in the middle of an epoch, and two or three that go on with what is left."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path[:0] = [str(EXAMPLES), str(Path(__file__).parents[1] / "loaders")]
+
+from shard_fixture import group_samples, make_samples, write_build  # noqa: E402
+
+from loaders import StreamingLoader  # noqa: E402
+
+NUM_SAMPLES = 200
+SAVE_EVERY = 2
+DEADLINE_S = 60
+
+pytestmark = pytest.mark.slow
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def samples():
+    return make_samples(NUM_SAMPLES)
+
+
+@pytest.fixture(scope="module")
+def build(samples, tmp_path_factory):
+    return write_build(tmp_path_factory.mktemp("packed") / "build", group_samples(samples))
+
+
+def torchrun(processes, script, *arguments):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return [*launcher, str(script), *map(str, arguments)]
+
+
+def train(processes, build, state, ids, steps):
+    options = ("--state", state, "--save-every", SAVE_EVERY, "--ids", ids, "--steps", steps)
+    return torchrun(processes, EXAMPLES / "train_tiny.py", build, *options)
+
+
+@pytest.fixture(scope="module")
+def killed(build, tmp_path_factory):
+    """The state file and the ids that four ranks left when all of them were killed in the middle of the epoch."""
+    root = tmp_path_factory.mktemp("killed")
+    state, ids = root / "state.pt", root / "ids"
+    with subprocess.Popen(train(4, build, state, ids, 10_000), stdout=subprocess.DEVNULL) as launcher:
+        deadline = time.monotonic() + DEADLINE_S
+        try:
+            # between two saves, so that some steps are lost with the processes and have to be given again
+            while len(trained_steps(ids / "000000-rank-0.txt")) < 2 * SAVE_EVERY + 1:
+                assert launcher.poll() is None, "the run ended by itself"
+                assert time.monotonic() < deadline, "no step was trained in time"
+                time.sleep(0.005)
+        finally:
+            processes = [*children(launcher.pid), launcher.pid]
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+    assert len(processes) == 5
+    return state, ids
+
+
+def trained_steps(path):
+    """The steps that have lines in a file of ids."""
+    return {line.split()[0] for line in path.read_text().splitlines()} if path.exists() else set()
+
+
+def children(process):
+    found = Path(f"/proc/{process}/task/{process}/children")
+    return [int(child) for child in found.read_text().split()] if found.exists() else []
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_killed_ranks_are_continued_by_another_number_of_them(build, samples, killed, tmp_path, processes):
+    state, ids = tmp_path / "state.pt", tmp_path / "ids"
+    shutil.copy(killed[0], state)
+    saved = torch.load(state)
+    loader = StreamingLoader(build, dp_rank=0, dp_world_size=processes)
+    loader.load_state_dict(saved["loader"])
+    assert loader.epoch == 0
+    assert saved["step"] >= 2 * SAVE_EVERY
+    remaining = loader.remaining_steps
+    assert 0 < remaining < len(loader)
+    # the loss need not fall any more, so 1 is fine too; 2 would be an unusable state
+    command = train(processes, build, state, ids, remaining)
+    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert f"step {saved['step'] + remaining - 1:4d}" in result.stdout, result.stderr
+    before = [line.split() for file in killed[1].iterdir() for line in file.read_text().splitlines()]
+    kept = [sample_id for step, sample_id in before if int(step) < saved["step"]]
+    after = [line.split()[1] for file in ids.iterdir() for line in file.read_text().splitlines()]
+    assert len(list(ids.iterdir())) == processes
+    assert kept
+    assert Counter(kept + after) == Counter(sample.sample_id for sample in samples)

@@ -1,0 +1,85 @@
+"""Two ranks of each trainer take the step that one process takes on the same samples: no averaging spoils the loss."""
+
+import importlib
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path[:0] = [str(EXAMPLES), str(Path(__file__).parents[1] / "loaders")]
+
+from shard_fixture import group_samples, make_samples, write_build  # noqa: E402
+from tiny_vlm import token_losses  # noqa: E402
+from train_tiny import make_model  # noqa: E402
+
+from loaders import StreamingLoader  # noqa: E402
+from loaders.model_inputs import model_inputs  # noqa: E402
+
+for needed in ("accelerate", "lightning", "transformers"):
+    pytest.importorskip(needed)
+
+RATE = 0.5
+NUM_GROUPS, STEPS = 6, 2
+"""Of 2 ranks x 2 micro-batches: the second step has two groups and two empty micro-batches."""
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    groups = group_samples(make_samples(40))
+    # with and without images
+    picked = [*groups[:2], *groups[2 - NUM_GROUPS :]]
+    return write_build(tmp_path_factory.mktemp("packed") / "build", picked)
+
+
+@pytest.fixture(scope="module")
+def trained(build, tmp_path_factory):
+    out = tmp_path_factory.mktemp("trained")
+    script = Path(__file__).with_name("run_two_ranks.py")
+    command = [sys.executable, str(script), str(build), str(out), str(STEPS), str(RATE)]
+    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return out
+
+
+def load(build, rank):
+    return StreamingLoader(build, dp_rank=rank, dp_world_size=2, micro_batches_per_step=2)
+
+
+def one_process(build, model, part_of_loss):
+    """Weights after the same steps, each as the sum over all micro-batches of both ranks."""
+    steps = list(zip(load(build, 0), load(build, 1), strict=True))
+    assert len(steps) == STEPS
+    assert any(batch.num_samples == 0 for batch in chain(*steps[-1]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for ranks in steps:
+        optimizer.zero_grad()
+        for batch in chain(*ranks):
+            part_of_loss(model, batch).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("name", ["hf_trainer", "accelerate", "lightning"])
+def test_two_ranks_take_the_step_that_one_process_takes(build, trained, name):
+    if name == "lightning":
+        torch.manual_seed(0)
+        model = make_model(load(build, 0))
+        before = {key: weight.clone() for key, weight in model.state_dict().items()}
+        expected = one_process(
+            build, model, lambda model, batch: token_losses(model(batch), batch).sum() / batch.num_loss_tokens
+        )
+    else:
+        model = importlib.import_module("tiny_internvl").make_internvl(load(build, 0))
+        before = {key: weight.clone() for key, weight in model.state_dict().items()}
+        expected = one_process(build, model, lambda model, batch: model(**model_inputs(batch, model.config)).loss)
+    weights = torch.load(trained / f"{name}.pt")
+    assert weights.keys() == expected.keys()
+    assert any(not torch.equal(before[key], expected[key]) for key in before)
+    for key, weight in weights.items():
+        torch.testing.assert_close(weight, expected[key], rtol=1e-5, atol=2e-6, msg=key)

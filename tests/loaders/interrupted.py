@@ -1,0 +1,12 @@
+"""A run to be interrupted: `interrupted.py BUILD` trains on and on, prints a line per step, and never closes."""
+
+import sys
+import time
+
+from loaders import StreamingLoader
+
+loader = StreamingLoader(sys.argv[1], dp_rank=0, dp_world_size=1, workers=2)
+while True:
+    for _ in loader:
+        print("step", flush=True)
+        time.sleep(0.01)

@@ -1,0 +1,56 @@
+"""A cache disk without room: the loader goes on without the cache, and says so once."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from remote_builds import upload, use
+from shard_fixture import group_samples, make_samples, write_build
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture
+def url(s3, tmp_path, monkeypatch):
+    use(monkeypatch, s3)
+    return upload(s3, write_build(tmp_path / "build", group_samples(make_samples(120))), tmp_path.name)
+
+
+PROGRAM = """
+import sys, warnings
+sys.path[:0] = sys.argv[3:]
+from remote_builds import is_as_written
+from shard_fixture import SHARD_GROUPS, group_samples, make_samples
+from loaders.storage import StorageOptions, open_build
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    build = open_build(sys.argv[1], options=StorageOptions(cache_dir=sys.argv[2]))
+    groups = group_samples(make_samples(120))
+    for _ in range(2):
+        build.shards.prefetch(range(0, len(groups), 2))
+        assert all(is_as_written(build.shards.read(number), group) for number, group in enumerate(groups))
+print(len(said), *(str(one.message) for one in said), build.shards.cache_hits)
+"""
+
+
+@pytest.mark.parametrize("size", ["100k", "400k"])  # less than the index with its folders, and less than the groups
+def test_a_full_cache_disk_is_said_once_and_changes_nothing(url, tmp_path, size):
+    if shutil.which("unshare") is None:
+        pytest.skip("needs unshare, to mount a disk of its own")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    private = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
+    mount = f'mount -t tmpfs -o size={size} none "{disk}"'
+    if subprocess.run([*private, mount], capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets nobody mount a disk")
+    folders = [str(Path(__file__).parents[2]), *map(str, (Path(__file__).parent, Path(__file__).parents[1]))]
+    script = [*private, f'{mount} && exec "$0" "$@"', sys.executable, "-c", PROGRAM, url, str(disk / "cache")]
+    found = subprocess.run([*script, *folders], capture_output=True, text=True, timeout=60, check=False)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.startswith(f"1 cache {disk}/cache: No space left on device; going on without storing")
+    if size == "400k":
+        assert not found.stdout.endswith(" 0\n")  # what was stored before is used
+    assert os.listdir(disk) == []  # it was the child's alone
