@@ -19,6 +19,18 @@ from loaders.batch import MicroBatch, shift_labels
 from loaders.loader import StreamingLoader
 from loaders.model_inputs import model_inputs
 from loaders.pixels import normalize
+from loaders.stats import LoaderStats
+from loaders.storage import StorageOptions
 from loaders.trainers import Step, StepDataset
 
-__all__ = ["MicroBatch", "Step", "StepDataset", "StreamingLoader", "model_inputs", "normalize", "shift_labels"]
+__all__ = [
+    "LoaderStats",
+    "MicroBatch",
+    "Step",
+    "StepDataset",
+    "StorageOptions",
+    "StreamingLoader",
+    "model_inputs",
+    "normalize",
+    "shift_labels",
+]

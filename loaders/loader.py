@@ -161,7 +161,10 @@ class StreamingLoader:
             self._finish_epoch()
         works = _works(self._steps.copy(), self._maker)
         running = self._running = Prefetcher(
-            works, workers=_num_workers(self._options["workers"]), max_bytes=self._options["prefetch_bytes"]
+            works,
+            workers=_num_workers(self._options["workers"]),
+            max_bytes=self._options["prefetch_bytes"],
+            cancel=self._reader.cancel,
         )
         try:
             while (step := self._next(running)) is not None:

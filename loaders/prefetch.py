@@ -44,9 +44,17 @@ class Prefetcher(Generic[Subject, Result]):
     """Iterating gives each work's subject and its results, in order; a part's error is raised where its step was due.
 
     `workers=0` runs everything in the caller's thread, when it is asked for. Not for use by several threads at a time.
+    `cancel` is called when closing: it wakes parts that wait for a store, so that none of them is waited for long.
     """
 
-    def __init__(self, works: Iterator[Work[Subject, Result]], *, workers: int, max_bytes: int) -> None:
+    def __init__(
+        self,
+        works: Iterator[Work[Subject, Result]],
+        *,
+        workers: int,
+        max_bytes: int,
+        cancel: Callable[[], None] = lambda: None,
+    ) -> None:
         self._works, self._num_workers, self._pid = works, workers, os.getpid()
         self._queue: _Queue[Subject, Result] = _Queue(works, max_bytes, max_steps=STEPS_PER_WORKER * workers)
         self._threads = [
@@ -54,7 +62,7 @@ class Prefetcher(Generic[Subject, Result]):
             threading.Thread(target=self._queue.work, name=f"isobatch-{place}", daemon=True)
             for place in range(workers)
         ]
-        self._finalizer = weakref.finalize(self, _stop, self._queue, self._threads, self._pid)
+        self._finalizer = weakref.finalize(self, _stop, self._queue, self._threads, self._pid, cancel)
         for thread in self._threads:
             thread.start()
 
@@ -190,9 +198,12 @@ class _Queue(Generic[Subject, Result]):
         return len(self._slots) >= self._max_steps or self._num_bytes + num_bytes > self._max_bytes
 
 
-def _stop(queue: _Queue[Subject, Result], threads: Sequence[threading.Thread], pid: int) -> None:
+def _stop(
+    queue: _Queue[Subject, Result], threads: Sequence[threading.Thread], pid: int, cancel: Callable[[], None]
+) -> None:
     if os.getpid() != pid:
         return  # a forked copy: its parent's threads are not here, and a lock that one held would never be free
     queue.close()
+    cancel()
     for thread in threads:
         thread.join(JOIN_S)

@@ -50,6 +50,11 @@ class ItemReader:
         """Reads that an on-disk cache served, 0 where there is none."""
         return sum(build.shards.cache_hits for build in self._builds)
 
+    def cancel(self) -> None:
+        """End the reads that are under way; later ones work again."""
+        for build in self._builds:
+            build.shards.cancel()
+
     def close(self) -> None:
         """Let go of files and connections."""
         for build in self._builds:

@@ -52,6 +52,10 @@ from packer.text import ChatTokenizer
 from packer.write import WritePlan, WriteTask, index_part, plan_shards, write_shard
 
 
+WRITERS_PER_WORKER = 2
+"""Processes that write, for each that counts: some wait for the disk while others pack and sum up."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Counts:
     """What counting found."""
@@ -229,7 +233,8 @@ class Builder:
         )
         tasks = self._write_tasks(dataset, groups, counts, ranges)
         with self.progress.stage("write", len(ranges)) as stage:
-            for shard in map_ordered(write_shard, tasks, workers=min(self.config.workers, len(ranges))):
+            workers = min(self.config.workers * WRITERS_PER_WORKER, len(ranges))
+            for shard in map_ordered(write_shard, tasks, workers=1 if self.config.workers == 1 else workers):
                 stage.advance(1)
                 first, last = ranges[shard]
                 stage.count(int(groups.offsets[last] - groups.offsets[first]))

@@ -35,7 +35,9 @@ def test_to_moves_every_tensor_and_keeps_the_rest(tmp_path):
 
 
 def test_exported_names():
-    assert sorted(loaders.__all__) == ["MicroBatch", "StreamingLoader", "normalize", "shift_labels"]
+    assert loaders.__all__ == sorted(loaders.__all__)
+    assert {"MicroBatch", "StreamingLoader", "normalize", "shift_labels"} < set(loaders.__all__)
+    assert all(hasattr(loaders, name) for name in loaders.__all__)
 
 
 @pytest.mark.parametrize("shadow", ["balance.py", "balance/__init__.py"])
