@@ -51,7 +51,6 @@ from packer.tables import (
 from packer.text import ChatTokenizer
 from packer.write import WritePlan, WriteTask, index_part, plan_shards, write_shard
 
-
 WRITERS_PER_WORKER = 2
 """Processes that write, for each that counts: some wait for the disk while others pack and sum up."""
 
