@@ -173,6 +173,11 @@ def readers(place: str) -> Iterator[ThreadPoolExecutor | None]:
         yield pool
 
 
+def _open_now(path: str, flags: int) -> int:
+    """Open without waiting: a pipe that lies where an image should would keep a build for ever."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 class LocalRoot:
     """A folder on disk. Links that lead out of it are refused, unless they are to be followed."""
 
@@ -186,11 +191,11 @@ class LocalRoot:
 
     def open(self, name: str) -> IO[bytes]:
         """The file, seekable."""
-        return open(self._inside(name), "rb")
+        return open(self._inside(name), "rb", opener=_open_now)
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         """Bytes of a file."""
-        with open(self._inside(name), "rb", buffering=0) as file:
+        with open(self._inside(name), "rb", buffering=0, opener=_open_now) as file:
             if offset:
                 file.seek(offset)
             if length is None:
@@ -202,7 +207,7 @@ class LocalRoot:
 
     def read_into(self, name: str, view: memoryview) -> int:
         """Fill `view` with the begin of a file, without a copy; -> the size of the file."""
-        with open(self._inside(name), "rb", buffering=0) as file:
+        with open(self._inside(name), "rb", buffering=0, opener=_open_now) as file:
             done = 0
             while done < len(view) and (count := file.readinto(view[done:])):
                 done += count

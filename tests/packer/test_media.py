@@ -1,5 +1,8 @@
+import os
+
 import pytest
 
+from packer.images import read_header
 from packer.media import Media, MediaProblem, open_media, read_into
 from packer.storage import open_root
 
@@ -22,6 +25,15 @@ def test_missing_files_and_folders_are_missing(tmp_path):
     for media in (Media("nothing.jpg"), Media("folder"), Media("file/b.jpg"), Media("x", "nothing.tar", 0, 5)):
         with pytest.raises(MediaProblem, match="missing_image"):
             read(tmp_path, media)
+
+
+def test_a_pipe_in_place_of_an_image_does_not_keep_the_build_waiting(tmp_path):
+    os.mkfifo(tmp_path / "a.jpg")
+    with (
+        pytest.raises(MediaProblem, match=r"corrupt_image.*not seekable"),
+        open_media(open_root(str(tmp_path)), Media("a.jpg"), "image") as file,
+    ):
+        read_header(file, "a.jpg")
 
 
 def test_what_the_file_system_refuses_is_not_called_corrupt(tmp_path):
