@@ -5,8 +5,14 @@ import time
 
 from loaders import StreamingLoader
 
-loader = StreamingLoader(sys.argv[1], dp_rank=0, dp_world_size=1, workers=2)
-while True:
-    for _ in loader:
-        print("step", flush=True)
-        time.sleep(0.01)
+
+def main() -> None:
+    loader = StreamingLoader(sys.argv[1], dp_rank=0, dp_world_size=1, workers=2)
+    while True:
+        for _ in loader:
+            print("step", flush=True)
+            time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    main()

@@ -103,7 +103,7 @@ IMAGES = [
         "PNG of 16 bits of grey",
         "deep-grey.png",
         pictures.grey_16_bit(),
-        happens="used as Pillow and transformers convert it: values above 255 are white",
+        happens="used with the upper 8 bits (transformers makes all above 255 white)",
     ),
     picture("PNG with a palette", "palette.png", pictures.encoded(pictures.PALETTE, "PNG")),
     picture(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balance.errors import ConfigError, DataError
-from packer.record import parse_record
+from packer.record import RawRecord, parse_record
 from packer.sources import tables
 from packer.sources.layouts import Located, locate, open_located
 from packer.sources.source import RecordChunk
@@ -113,7 +113,7 @@ def test_chunks_cover_each_row_of_the_blocks_exactly_once(blocks, num_records):
     tables_bytes, tables.CHUNK_BYTES = tables.CHUNK_BYTES, 1000
     records, TableChunk.records = (
         TableChunk.records,
-        lambda self: iter(range(self.first_row, self.first_row + self.count)),
+        lambda self: (RawRecord(row, row) for row in range(self.first_row, self.first_row + self.count)),
     )
     try:
         for chunk in _chunks(new, blocks, num_records):
