@@ -49,7 +49,7 @@ def undisturbed(dataset, tmp_path_factory):
     return digests(out), time.monotonic() - started
 
 
-@pytest.mark.parametrize(("executor", "kills"), [("local", 10), pytest.param("ray", 3, marks=NEEDS_RAY)])
+@pytest.mark.parametrize(("executor", "kills"), [("local", 10), pytest.param("ray", 10, marks=NEEDS_RAY)])
 def test_a_build_killed_at_random_moments_goes_on_and_ends_as_if_undisturbed(
     dataset, undisturbed, tmp_path, executor, kills
 ):
