@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from balance.errors import ConfigError, DataError
+from balance.errors import ConfigError, MediaRejected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +47,8 @@ class AudioRule:
         return self.conv_stride * self.downsample
 
 
-class AudioRejected(DataError, ValueError):
-    """A clip that the model cannot hear; `reason` is a slug for the list of rejections."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(reason, detail)  # both, so that it survives pickling between processes
-        self.reason = reason
-        self.detail = detail
-
-    def __str__(self) -> str:
-        return self.detail
+class AudioRejected(MediaRejected):
+    """The model cannot hear a clip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 IsobatchError
 ├── DataError          the raw data or an artefact of ours cannot be used
-│   └── DamagedShard   a shard is not what its manifest says
+│   ├── DamagedShard   a shard is not what its manifest says
+│   └── MediaRejected  a model cannot take an image or a clip (ImageRejected, AudioRejected)
 └── ConfigError        a preset, a configuration or an option is wrong
 """
 
@@ -21,3 +22,25 @@ class DamagedShard(DataError):
 
 class ConfigError(IsobatchError, ValueError):
     """A preset, a configuration or an option is wrong."""
+
+
+class MediaRejected(DataError, ValueError):
+    """A model cannot take an image or a clip; `reason` is a slug for the list of rejections."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(reason, detail)  # both, so that it survives pickling between processes
+        self.reason = reason
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return self.detail
+
+
+def first_line(error: Exception) -> str:
+    """What a library's error says, without the lines behind the first; its type if it says nothing.
+
+    >>> first_line(ValueError("too long\\nsee the docs")), first_line(KeyError())
+    ('too long', 'KeyError')
+    """
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -11,20 +11,12 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from balance.errors import DataError
+from balance.errors import MediaRejected
 from balance.presets import AnyresRule, FixedRule, NativeRule, TilesRule, VisionRule
 
 
-class ImageRejected(DataError, ValueError):
-    """The model's processor would refuse an image of this size; `reason` is a slug for the list of rejections."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(reason, detail)  # both, so that it survives pickling between processes
-        self.reason = reason
-        self.detail = detail
-
-    def __str__(self) -> str:
-        return self.detail
+class ImageRejected(MediaRejected):
+    """The model's processor would refuse an image of this size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

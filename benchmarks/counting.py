@@ -4,7 +4,8 @@
 
 In one run: the dataset is written (`benchmarks/llava_like.py`), `packer build` packs it in a process of its own, and
 then the limits are taken on the same data and cores. Counting can be no faster than the tokenizer on the same texts
-(`encode_batch`, its own threads) and after that the image headers (Pillow's open, one process per core). Writing can be
+(`encode_batch`, its own threads) and after that the image headers (Pillow's open, one process per core); this is taken
+before the build and after it, and the mean counts. Writing can be
 no faster than copying the same bytes: every image file in the shards' order read and appended to files of a shard's
 size, with token arrays as they are in the shards, one process per core. Memory is the sum over all processes of the
 build of their proportional set size, sampled; the reader's is the peak of a process that only reads the annotations.
@@ -44,6 +45,9 @@ TEXTS = 60_000
 BATCH = 1024
 TOKEN_SAMPLE = 8 << 20
 """Bytes of real token arrays that stand for all of them when copying."""
+SETTLE_SECONDS = 30
+"""Between deleting the shards and copying. A virtual machine pays for memory when it is first used, hands what is free
+back within seconds, and what was freed just now costs nothing: the copy must not be spared what the build has paid."""
 LEAST_COUNTING, LEAST_WRITING = 0.7, 0.6
 MOST_MEMORY, MOST_READER = 3 * 10**9, 300 * 10**6
 
@@ -77,8 +81,10 @@ def run(folder: Path, samples: int, tokenizer: Path) -> int:
         f"{samples:,} samples, {annotation_bytes / 1e6:,.0f} MB of annotations, {image_bytes / 1e6:,.0f} MB of images;"
         f" {workers} cores"
     )
+    before = counting_seconds(raw, tokenizer, samples, workers)
     built = build(raw, out, tokenizer, workers)
-    counting = header_seconds(raw, workers) + token_seconds(raw, tokenizer, samples)
+    # machines are faster at one time than at another
+    counting = (before + counting_seconds(raw, tokenizer, samples, workers)) / 2
     writing, num_bytes = copy_seconds(raw, out, folder / "copy", workers)
     reader = reader_peak(raw)
     rows = [
@@ -158,9 +164,14 @@ def _pss(pid: int) -> int:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
                 return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+    except OSError:  # it ended between being listed and being looked at, and holds nothing any more
+        return 0
     return 0
+
+
+def counting_seconds(raw: Path, tokenizer: Path, samples: int, workers: int) -> float:
+    """The tokenizer and then the image headers, and nothing else."""
+    return header_seconds(raw, workers) + token_seconds(raw, tokenizer, samples)
 
 
 def token_seconds(raw: Path, tokenizer: Path, samples: int) -> float:
@@ -236,6 +247,8 @@ def copy_seconds(raw: Path, out: Path, target: Path, workers: int) -> tuple[floa
         jobs.append((str(raw), names, num_tokens * 4, sample, str(target / shard.name)))
         total += shard.stat().st_size
     shutil.rmtree(out / "shards")  # both at once may not fit
+    os.sync()
+    time.sleep(SETTLE_SECONDS)
     with ProcessPoolExecutor(workers) as pool:
         list(pool.map(_nothing, range(workers)))
         started = time.perf_counter()

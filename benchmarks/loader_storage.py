@@ -19,7 +19,6 @@ import os
 import sys
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,6 +33,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "loaders")]
 import shard_fixture  # noqa: E402
 from servers import S3Server, s3_server  # noqa: E402
 
+from balance.checksums import group_checksum  # noqa: E402
 from loaders.remote import join_ranges  # noqa: E402
 from loaders.storage import StorageOptions, StoredBuild, open_build  # noqa: E402
 
@@ -109,7 +109,7 @@ def disk(folder: Path) -> None:
 
     def checksums() -> None:
         for group in order:
-            zlib.crc32(build.shards._source.read(group))
+            group_checksum(build.shards._source.read(group))
 
     times = best(
         {

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from balance.presets import NativeRule, VisionRule
 from loaders import pixels
@@ -94,14 +92,4 @@ class StepMaker:
             self._meter.add_read(stored_bytes(raw))
         with self._meter.time("decoding"):
             batch = collate(raw, self._rule, self._pixel_dtype, plan.totals, self._media)
-            return _pinned(batch) if self._pin else batch
-
-
-def _pinned(batch: MicroBatch) -> MicroBatch:
-    """The same in pinned memory, from which a device copies without waiting."""
-    pinned: dict[str, Any] = {
-        field.name: value.pin_memory()
-        for field in fields(batch)
-        if isinstance(value := getattr(batch, field.name), Tensor)
-    }
-    return replace(batch, **pinned)
+            return batch.pin_memory() if self._pin else batch

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -55,6 +56,9 @@ class MicroBatch:
     """int64, (windows,). Frames of each window of each clip: all of a clip's windows but the last are full.
 
     As a mask, `feature_attention_mask` of Qwen2-Audio: `arange(window_frames) < audio_frames[:, None]`."""
+    images: Sequence[bytes | pa.Buffer] = ()
+    """With the loader's `decode_images=False` the encoded image files, in the order of `image_sizes`; `pixel_values`
+    then has no rows. Not copied: views into the mapped shard of a build on disk."""
     num_loss_tokens: int
     """Tokens with a label in the whole step, over all ranks and micro-batches: the divisor of every loss sum.
 

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
 from balance.audio import AudioRule, plan_audio
@@ -20,8 +24,13 @@ from balance.presets import ModelPreset, NativeRule, VisionRule
 from loaders import pixels
 from loaders.audio import decode_audio
 from loaders.batch import MicroBatch
+from loaders.decode import decode, decode_words
 from loaders.log_mel import MEL_BINS, log_mel_frames, log_mel_windows
+from loaders.resize import Words
 from loaders.shards import RawGroup
+
+_plan_image = lru_cache(maxsize=1 << 14)(plan_image)
+"""Images have few sizes, and finding the best grid of tiles takes longer than the rest of a small group."""
 
 AUDIO_FORMS = ("waveform", "features", "windows")
 
@@ -47,7 +56,9 @@ class MediaOptions:
     exact_resize: bool = False
     """Resize with Pillow, bit by bit as transformers does without torchvision, at an eighth of the speed."""
     reduced_decode: bool = False
-    """Decode large JPEGs at a fraction of their size where `loaders.pixels.decode` allows it."""
+    """Decode large JPEGs at a fraction of their size where `loaders.decode.decode` allows it."""
+    decode_images: bool = True
+    """False: the files themselves, for those who decode on the GPU."""
 
     def __post_init__(self) -> None:
         if self.audio not in AUDIO_FORMS:
@@ -57,7 +68,13 @@ class MediaOptions:
 
     @classmethod
     def of(
-        cls, model: ModelPreset, *, audio: str = "waveform", exact_resize: bool = False, reduced_decode: bool = False
+        cls,
+        model: ModelPreset,
+        *,
+        audio: str = "waveform",
+        exact_resize: bool = False,
+        reduced_decode: bool = False,
+        decode_images: bool = True,
     ) -> MediaOptions:
         """The options for a model: its audio rule and its encoder's mel bins."""
         mel_bins = model.audio_encoder.frame_values if model.audio_encoder else MEL_BINS
@@ -67,6 +84,7 @@ class MediaOptions:
             mel_bins=mel_bins,
             exact_resize=exact_resize,
             reduced_decode=reduced_decode,
+            decode_images=decode_images,
         )
 
 
@@ -87,19 +105,17 @@ def collate(
     """
     if raw is None:
         raw = EMPTY_GROUP
-    lengths = np.diff(raw.cu_seqlens)
-    # position of each token in its sample: its place in the group less its sample's start
-    positions = np.arange(len(raw.input_ids)) - np.repeat(raw.cu_seqlens[:-1], lengths)
-    plans = [plan_image(rule, int(width), int(height)) for height, width in raw.image_sizes]
+    plans = [_plan_image(rule, width, height) for height, width in raw.image_sizes.tolist()]
     is_native = isinstance(rule, NativeRule)
     grids = [(1, plan.rows, plan.columns) for plan in plans]
     return MicroBatch(
         sample_ids=raw.sample_ids,
         input_ids=_int64(raw.input_ids),
         labels=_int64(raw.labels),
-        position_ids=_int64(positions),
+        position_ids=torch.from_numpy(_positions(raw.cu_seqlens)),
         cu_seqlens=torch.from_numpy(raw.cu_seqlens.copy()),
         pixel_values=_pixel_values(raw, plans, rule, pixel_dtype, media),
+        images=() if media.decode_images else raw.images,
         patches_per_image=_int64([plan.num_patches for plan in plans]),
         image_sizes=_int64(raw.image_sizes),
         image_grid_thw=_int64(grids).reshape(-1, 3) if is_native else None,
@@ -107,6 +123,17 @@ def collate(
         num_loss_tokens=totals.num_loss_tokens,
         num_step_samples=totals.num_samples,
     )
+
+
+def _positions(cu_seqlens: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Place of each token in its sample.
+
+    >>> _positions(np.int32([0, 2, 5])).tolist()
+    [0, 1, 0, 1, 2]
+    """
+    borders = cu_seqlens.tolist()
+    counted = np.arange(max((b - a for a, b in pairwise(borders)), default=0))
+    return np.concatenate([counted[:0], *(counted[: b - a] for a, b in pairwise(borders))])
 
 
 NO_TOKENS = np.zeros(0, dtype=np.int32)
@@ -127,7 +154,9 @@ def _pixel_values(
 ) -> Tensor:
     """Pixels of all images, in the layout of `MicroBatch.pixel_values`; no rows if there are no images."""
     # sizes may be known of images that are encoded elsewhere, and not here
-    rows = [pixels.num_rows(rule, plan) for plan in plans[: len(raw.images)]]
+    rows = [pixels.num_rows(rule, plan) for plan in plans[: len(raw.images)]] if media.decode_images else []
+    if not rows:
+        return _no_pixels(rule, dtype)
     # one tensor for all, because joining one per image would copy every pixel once more
     cut = torch.empty((sum(rows), *pixels.patch_shape(rule)), dtype=torch.uint8)
     for place, patches in enumerate(torch.split(cut, rows)):
@@ -135,14 +164,23 @@ def _pixel_values(
     return cut if dtype == torch.uint8 else pixels.normalize(rule, cut).to(dtype)
 
 
+@lru_cache
+def _no_pixels(rule: VisionRule, dtype: torch.dtype) -> Tensor:
+    empty = torch.empty((0, *pixels.patch_shape(rule)), dtype=torch.uint8)
+    return empty if dtype == torch.uint8 else pixels.normalize(rule, empty).to(dtype)
+
+
 def _cut_image(
     patches: Tensor, raw: RawGroup, place: int, plan: ImagePlan, rule: VisionRule, media: MediaOptions
 ) -> None:
     """Write the raw patches of one image into `patches`."""
     height, width = (int(side) for side in raw.image_sizes[place])
-    reduced = rule if media.reduced_decode else None
     try:
-        image = pixels.decode(raw.images[place], counted=(width, height), rule=reduced)
+        if media.exact_resize or media.reduced_decode:
+            reduced = rule if media.reduced_decode else None
+            image: Image.Image | Words = decode(raw.images[place], counted=(width, height), rule=reduced)
+        else:
+            image = decode_words(raw.images[place], counted=(width, height))
     except DataError as error:
         raise DataError(f"{_owner(raw, raw.image_samples[place])}: {error}; {_ADVICE}") from error
     pixels.cut_into(patches, rule, image, plan, exact=media.exact_resize)

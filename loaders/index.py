@@ -23,7 +23,7 @@ from balance.order import OrderConfig
 from balance.presets import ModelPreset, model_from_dict
 from balance.records import IntArray
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 FORMATS = ("arrow", "webdataset", "refs")
 MANIFEST_NAME, INDEX_NAME = "manifest.json", "index.arrow"
 BATCH_ROWS = 65_536
@@ -38,7 +38,8 @@ class BuildFile:
     """Path under the build's folder or URI, with slashes."""
     size: int
     """Bytes."""
-    sha256: str
+    checksum: str
+    """XXH3 of 128 bits, in hexadecimal digits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +141,7 @@ def _from_values(place: str, digest: str, values: dict[str, Any]) -> Manifest:
 
 
 def _file(entry: dict[str, Any]) -> BuildFile:
-    return BuildFile(name=entry["name"], size=entry["size"], sha256=entry["sha256"])
+    return BuildFile(name=entry["name"], size=entry["size"], checksum=entry["xxh3_128"])
 
 
 class GroupIndex:
@@ -161,11 +162,6 @@ class GroupIndex:
         self._views: dict[tuple[int, str], NDArray[np.integer[Any]]] = {}
         self._lock = threading.Lock()
 
-    @property
-    def has_checksums(self) -> bool:
-        """Whether there is a checksum of each group; builds of early versions have none."""
-        return "checksum" in self._reader.schema.names
-
     def __len__(self) -> int:
         return self._num_groups
 
@@ -174,6 +170,8 @@ class GroupIndex:
 
         E.g. rows 5 and 65,540 come from row 5 of batch 0 and row 4 of batch 1.
         """
+        if self._reader.num_record_batches == 1:
+            return self._view(0, name)[groups].astype(np.int64)
         values = np.empty(len(groups), dtype=np.int64)
         batches, rows = np.divmod(groups, BATCH_ROWS)
         for batch in np.unique(batches):

@@ -58,6 +58,7 @@ class StreamingLoader:
     - `pixel_dtype`: torch.uint8 gives raw pixels, to be normalised on the device with `loaders.normalize`: a quarter of
       the bytes. `device`: where tensors shall be; to a GPU they are copied from pinned memory, without waiting.
     - `audio`, `exact_resize`, `reduced_decode`: how clips and images become tensors (`loaders.collate.MediaOptions`).
+      `decode_images=False` leaves images as they are stored, in `MicroBatch.images`: for decoders on the GPU.
     - `storage`: cache, time limit and checksums of builds that are not on disk (`loaders.storage.StorageOptions`).
       `image_root` replaces the folder or URI that a refs build takes its files from.
     """
@@ -83,6 +84,7 @@ class StreamingLoader:
         audio: str = "waveform",
         exact_resize: bool = False,
         reduced_decode: bool = False,
+        decode_images: bool = True,
         storage: StorageOptions | None = None,
     ) -> None:
         self._options = {name: value for name, value in locals().items() if name != "self"}
@@ -118,6 +120,7 @@ class StreamingLoader:
             audio=options["audio"],
             exact_resize=options["exact_resize"],
             reduced_decode=options["reduced_decode"],
+            decode_images=options["decode_images"],
         )
         self._maker = StepMaker(self._reader, self.model.vision, options["pixel_dtype"], media, device, self._meter)
         self._pid = os.getpid()

@@ -19,7 +19,7 @@ from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from balance.errors import ConfigError, DamagedShard, DataError
+from balance.errors import ConfigError, DamagedShard, DataError, first_line
 from loaders.store_errors import Refusal, explain
 
 if TYPE_CHECKING:
@@ -290,4 +290,4 @@ def _open(uri: str, base: str, retries: int, time_limit_s: float) -> Any:
     try:
         return from_url(base, client_options=client, retry_config=retry)
     except (BaseError, ValueError) as error:
-        raise ConfigError(f"{uri}: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{uri}: {first_line(error)}") from None

@@ -8,86 +8,25 @@ to the processors: bit by bit with `exact=True`, else within `loaders.resize.LEV
 
 from __future__ import annotations
 
-import struct
-from io import BytesIO
 from typing import TYPE_CHECKING
 
 import numba
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image
 
-from balance.errors import DataError
 from balance.patches import ImagePlan, plan_image
 from balance.presets import AnyresRule, FixedRule, NativeRule, TilesRule, VisionRule
-from loaders.resize import Pixels, Resizer, Words, resizer, split, to_words
+from loaders.resize import Pixels, Resizer, Words, resizer, split, to_image, to_words
 
 if TYPE_CHECKING:
-    import pyarrow as pa
+    pass
 
 Floats = NDArray[np.float32]
 
-# What Pillow raises on damaged files: the first line on 28,000 mutated images of 16 formats, the second rarely.
-_DECODE_ERRORS = (
-    *(OSError, ValueError, RuntimeError, SyntaxError, Image.DecompressionBombError),
-    *(EOFError, LookupError, OverflowError, struct.error),
-)
-
 _LONGEST_STRIP = 200
 """Above this ratio of sides the fixed rule resizes the centre alone: a 1 x 100,000 image would take 45 GB otherwise."""
-
-_REDUCED_SIDES = 2
-"""A JPEG decoded at a reduced scale keeps at least this many times the sides that it is then resized to."""
-
-_ORIENTATION, _TURNED = 0x0112, range(5, 9)
-"""The EXIF tag, and its values for images whose width and height change places."""
-
-
-def decode(
-    image_bytes: bytes | pa.Buffer, *, counted: tuple[int, int] | None = None, rule: VisionRule | None = None
-) -> Image.Image:
-    """The upright RGB image, as `transformers.image_utils.load_image` gives it; DataError if it cannot be decoded.
-
-    Upright: turned as its EXIF orientation says. Transparency is dropped, not blended. 16-bit grey becomes the upper
-    eight bits, as 16-bit colour does, where `load_image` makes everything above 255 white. `counted` is the upright
-    (width, height) that the image must have, else DataError.
-
-    With `rule` a JPEG is decoded at 1/2, 1/4 or 1/8 of its size, where its sides divide by that and stay twice those
-    that the rule resizes it to; the image that is returned has the reduced size. On photographs the pixels in the
-    patches then differ by 0.4 levels of 255 in the mean and 3 at most, on coloured writing by 4 and 50. Decoding
-    3 megapixels takes .7 of the time at 1/2.
-    """
-    try:
-        image: Image.Image = Image.open(BytesIO(image_bytes))
-        turned = image.getexif().get(_ORIENTATION) in _TURNED
-        size = (image.height, image.width) if turned else image.size
-        if counted is not None and size != counted:
-            found, before = (f"{width} x {height}" for width, height in (size, counted))
-            raise DataError(f"image has {found} pixels, but had {before} when it was counted")
-        if rule is not None and image.format == "JPEG":
-            scale = _reduction(rule, *size)
-            image.draft(None, (image.width // scale, image.height // scale))
-        ImageOps.exif_transpose(image, in_place=True)
-        if image.mode.startswith("I;16"):
-            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        if image.mode != "RGB":
-            return image.convert("RGB")
-        image.load()  # convert would do it, and copy
-    except _DECODE_ERRORS as error:
-        raise DataError(f"image of {len(image_bytes):,} bytes cannot be decoded: {error}") from error
-    return image
-
-
-def _reduction(rule: VisionRule, width: int, height: int) -> int:
-    """How many times smaller an upright image may be decoded."""
-    plan = plan_image(rule, width, height)
-    for scale in (8, 4, 2):
-        whole = width % scale == 0 and height % scale == 0
-        needed = _REDUCED_SIDES * scale
-        if whole and width >= needed * plan.resized_width and height >= needed * plan.resized_height:
-            return scale
-    return 1
 
 
 def patch_shape(rule: VisionRule) -> tuple[int, int, int]:
@@ -116,13 +55,14 @@ def cut(rule: VisionRule, image: Image.Image, *, exact: bool = False) -> torch.T
 
 
 def cut_into(
-    patches: torch.Tensor, rule: VisionRule, image: Image.Image, plan: ImagePlan, *, exact: bool = False
+    patches: torch.Tensor, rule: VisionRule, image: Image.Image | Words, plan: ImagePlan, *, exact: bool = False
 ) -> None:
     """Write what `cut` gives into `patches`, contiguous, shape (num_rows(rule, plan), *patch_shape(rule)).
 
-    `plan` is that of the image in its full size; the image may have been decoded at a reduced one.
+    `plan` is that of the image in its full size; the image may have been decoded at a reduced one. `exact` needs an
+    image of Pillow's.
     """
-    if image.mode != "RGB":
+    if isinstance(image, Image.Image) and image.mode != "RGB":
         raise ValueError(f"image of mode {image.mode}; give an RGB image, as `decode` returns it")
     # every function below fills all rows or fails in `split`, so counts and pixels cannot disagree
     rows: Pixels = patches.numpy()
@@ -153,7 +93,8 @@ def normalize(rule: VisionRule, pixels: torch.Tensor) -> torch.Tensor:
     frames = rule.temporal_patch_size if isinstance(rule, NativeRule) else 1
     # (rows, 3, frames, pixels)
     normalized = torch.empty((len(pixels), 3, frames, pixels.shape[-2] * pixels.shape[-1]), dtype=torch.float32)
-    _normalize(pixels.flatten(2).numpy(), scale.numpy(), shift.numpy(), normalized.numpy())
+    if len(pixels):  # else nothing need be compiled
+        _normalize(pixels.flatten(2).numpy(), scale.numpy(), shift.numpy(), normalized.numpy())
     return normalized.flatten(1) if isinstance(rule, NativeRule) else normalized.view(pixels.shape)
 
 
@@ -179,12 +120,14 @@ def _normalize_on_device(
     return normalized.unsqueeze(2).expand(-1, -1, rule.temporal_patch_size, -1, -1).flatten(1)
 
 
-def _centre(image: Image.Image, plan: ImagePlan, side: int, *, exact: bool) -> Words:
+def _centre(image: Image.Image | Words, plan: ImagePlan, side: int, *, exact: bool) -> Words:
     """The `side` x `side` centre of the image after it is resized to the plan's size."""
     left, top = (plan.resized_width - side) // 2, (plan.resized_height - side) // 2
     if max(plan.resized_width, plan.resized_height) <= _LONGEST_STRIP * side:
         resized = resizer(image, exact=exact)(plan.resized_width, plan.resized_height)
         return resized[top : top + side, left : left + side]
+    if not isinstance(image, Image.Image):
+        image = to_image(image)
     # the same filter at the same places, but Pillow may take the other axis first and round in between: a few levels
     scale_x, scale_y = image.width / plan.resized_width, image.height / plan.resized_height
     source = (left * scale_x, top * scale_y, (left + side) * scale_x, (top + side) * scale_y)

@@ -99,6 +99,16 @@ class _Slot(Generic[Subject, Result]):
     results: dict[int, Result] = field(default_factory=dict)
     errors: dict[int, BaseException] = field(default_factory=dict)
 
+    @property
+    def is_due(self) -> bool:
+        """Whether all results are there, or an error with the results of all parts before it.
+
+        So parts that would fail later are not waited for, and which error is raised does not depend on who is faster.
+        """
+        return not self.missing or (
+            bool(self.errors) and all(place in self.results for place in range(min(self.errors)))
+        )
+
 
 class _Queue(Generic[Subject, Result]):
     """What threads and consumer share."""
@@ -135,9 +145,11 @@ class _Queue(Generic[Subject, Result]):
             del slot, taken, result, error  # nothing is kept alive while waiting for the next part
 
     def get(self) -> tuple[Subject, list[Result]]:
-        """The oldest step's results, when they are there. Raises its first part's error, or StopIteration."""
+        """The oldest step's results, when they are there. Raises the error of its first part that has one, as soon as
+        that is known; or StopIteration.
+        """
         with self._changed:
-            while not (self._slots and self._first().missing == 0):
+            while not (self._slots and self._first().is_due):
                 if not self._slots and self._ended is not None:
                     raise self._ended
                 if self._closed:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import struct
 import threading
-import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -20,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
 
+from balance.checksums import group_checksum
 from balance.errors import DamagedShard, DataError
 from balance.records import IntArray
 from loaders.cache import Cache
@@ -33,7 +33,7 @@ GAP_BYTES = 64 << 10
 """Bytes between two groups that are read for nothing rather than asking twice: a request costs what 100 KB do."""
 AHEAD_BYTES = 1 << 30
 """Memory for groups that were fetched ahead and are not read yet; the oldest are given up."""
-_CHECKSUM = struct.Struct("<I")
+_CHECKSUM = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +103,10 @@ class RemoteShards:
         """Columns of the shards: what the first one has in front of its first group."""
         shard, offset = self._index.row(0, "shard", "offset")
         name = f"{shard:05d}/schema"
-        head = self._cache.read(name)
+        head = _read_sealed(self._cache, name)
         if head is None or len(head) != offset:
             head = bytes(self._fetch(shard, 0, offset, self.where(0)))
-            self._cache.write(name, head)
+            _write_sealed(self._cache, name, head)
         try:
             return pa.ipc.read_schema(pa.BufferReader(head[8:]))  # behind the magic and its padding
         except (pa.ArrowException, OSError) as error:
@@ -180,11 +180,11 @@ class RemoteShards:
         return self._ahead.pop(group)
 
     def _take_ahead(self, group: int, offset: int, length: int) -> pa.Buffer | None:
-        """What was fetched ahead, waited for if need be; None if it was not asked for."""
+        """What was fetched ahead, waited for if need be; None if it was not asked for, or had failed before this."""
         with self._lock:
             ahead = self._forget(group) if group in self._ahead else None
-        if ahead is None:
-            return None
+        if ahead is None or _has_failed(ahead.future):
+            return None  # what failed earlier, maybe under an iterator that was given up, says nothing of now
         request = ahead.request
         content = self._wait(ahead.future, request.end - request.start, self.where(group))
         part = pa.py_buffer(content).slice(offset - request.start, length)
@@ -192,8 +192,8 @@ class RemoteShards:
         return part
 
     def _cached(self, name: str, length: int) -> pa.Buffer | None:
-        content = self._cache.read(name)
-        hit = content is not None and len(content) == length
+        content = self._cache.read(name, length)
+        hit = content is not None
         with self._lock:
             self._cache_hits += hit
             self._cache_misses += not hit
@@ -218,7 +218,7 @@ class RemoteMedia:
 
     def read(self, names: Sequence[str], owners: Sequence[str], where: str) -> list[bytes]:
         """Contents of the files. DataError with the sample and the file if one cannot be read."""
-        found = [self._cached(name) for name in names]
+        found = [_read_sealed(self._cache, self._cache_name(name)) for name in names]
         futures = [
             self._bucket.start_file(name) if content is None else None
             for name, content in zip(names, found, strict=True)
@@ -235,19 +235,8 @@ class RemoteMedia:
             raise DataError(f"{whose}: image {self._bucket.uri}/{name} is missing; restore it") from None
         except DataError as error:
             raise DataError(f"{whose}: image {error}") from None
-        # no manifest has its checksum, so the cache keeps one
-        self._cache.write(self._cache_name(name), content + _CHECKSUM.pack(zlib.crc32(content)))
+        _write_sealed(self._cache, self._cache_name(name), content)
         return content
-
-    def _cached(self, name: str) -> bytes | None:
-        stored = self._cache.read(self._cache_name(name))
-        if stored is None or len(stored) < _CHECKSUM.size:
-            return None
-        content, checksum = stored[: -_CHECKSUM.size], stored[-_CHECKSUM.size :]
-        if _CHECKSUM.pack(zlib.crc32(content)) == checksum:
-            return content
-        self._cache.remove(self._cache_name(name))
-        return None
 
     def cancel(self) -> None:
         """Cancel what is under way."""
@@ -260,6 +249,27 @@ class RemoteMedia:
     def _cache_name(self, name: str) -> str:
         digest = hashlib.sha256(f"{self._bucket.uri}/{name}".encode()).hexdigest()
         return f"media-{digest[:2]}/{digest}"
+
+
+def _has_failed(future: Future[Any]) -> bool:
+    return future.cancelled() or (future.done() and future.exception() is not None)
+
+
+def _write_sealed(cache: Cache, name: str, content: bytes) -> None:
+    """Store what has no checksum in index or manifest, with one behind it."""
+    cache.write(name, content + _CHECKSUM.pack(group_checksum(content)))
+
+
+def _read_sealed(cache: Cache, name: str) -> bytes | None:
+    """What was stored with its checksum; None if it is not there, or not what was stored, and then it is removed."""
+    stored = cache.read(name)
+    if stored is None:
+        return None
+    content, checksum = stored[: -_CHECKSUM.size], stored[-_CHECKSUM.size :]
+    if _CHECKSUM.pack(group_checksum(content)) == checksum:
+        return content
+    cache.remove(name)
+    return None
 
 
 def _cache_name(shard: int, group: int) -> str:

@@ -35,12 +35,13 @@ Resizer = Callable[[int, int], Words]
 """(width, height) -> the image in this size."""
 
 
-def resizer(image: Image.Image, *, exact: bool) -> Resizer:
+def resizer(image: Image.Image | Words, *, exact: bool) -> Resizer:
     """The function that resizes an RGB image: with the installed Pillow's bits if `exact`, else as LEVELS says."""
     if exact or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         # without vector instructions torch has only a kernel that is slower than Pillow's
-        return lambda width, height: to_words(image.resize((width, height), Image.Resampling.BICUBIC))
-    words = to_words(image)
+        whole = to_image(image) if isinstance(image, np.ndarray) else image
+        return lambda width, height: to_words(whole.resize((width, height), Image.Resampling.BICUBIC))
+    words = image if isinstance(image, np.ndarray) else to_words(image)
     return lambda width, height: _resize(words, width, height)
 
 
@@ -51,6 +52,12 @@ def to_words(image: Image.Image) -> Words:
     except ValueError:  # in several pieces
         values = torch.from_numpy(np.array(image.convert("RGBX")).ravel())
     return values.numpy().view(np.uint32).reshape(image.height, image.width)
+
+
+def to_image(words: Words) -> Image.Image:
+    """An RGB image of Pillow's with these pixels."""
+    height, width = words.shape
+    return Image.frombuffer("RGBX", (width, height), words, "raw", "RGBX", 0, 1).convert("RGB")
 
 
 def _resize(words: Words, width: int, height: int) -> Words:

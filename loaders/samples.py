@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from balance.errors import DamagedShard, DataError
+from balance.errors import DamagedShard, DataError, first_line
 from balance.records import COUNT_COLUMNS, Groups, IntArray, Limits
 from loaders.build_files import BuildFiles
 from loaders.index import GroupIndex, Manifest
@@ -63,7 +63,7 @@ def read_samples(manifest: Manifest, index: GroupIndex, files: BuildFiles) -> Sa
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError, IndexError, DamagedShard) as error:
         raise DataError(
             f"{manifest.place}: regroup and planner need counts.parquet and groups.parquet of the build, which "
-            f"cannot be read ({str(error).splitlines()[0]}); copy them beside the shards, or build again"
+            f"cannot be read ({first_line(error)}); copy them beside the shards, or build again"
         ) from None
     offsets = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
     _check_fit(manifest, index, Groups(np.arange(len(stored)), offsets), columns)

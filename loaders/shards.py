@@ -1,54 +1,36 @@
-"""One group of samples out of a build, in each of the three formats: `open_shards` gives the reader of a build.
+"""One group of samples out of a build, in each of the three formats: `ShardReader`.
 
-A reader gets a group's bytes from a `GroupBytes` (`LocalShards` here, `loaders.remote` for object stores), checks them
-and decodes them. Local shards are mapped: an Arrow group is a view of its shard until its images are decoded. At most
-MAX_OPEN shards are open at a time. Any number of threads may read at once.
+A reader gets a group's bytes from a `GroupBytes` (`loaders.local` for folders, `loaders.remote` for object stores),
+checks them and decodes them. Any number of threads may read at once.
 """
 
 from __future__ import annotations
 
 import tarfile
-import threading
-import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Literal, Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
 from numpy.typing import NDArray
 
-from balance.errors import ConfigError, DamagedShard, DataError
+from balance.checksums import group_checksum
+from balance.errors import DamagedShard, first_line
 from loaders.formats import MediaRoot, RawGroup, check_schema, decode_arrow, decode_tar
-from loaders.index import BuildFile, GroupIndex, Manifest
+from loaders.index import GroupIndex, Manifest
 
-__all__ = [
-    "GroupBytes",
-    "LocalShards",
-    "OpenFiles",
-    "RawGroup",
-    "ShardReader",
-    "Traffic",
-    "Verify",
-    "group_place",
-    "open_media",
-    "open_shards",
-]
-
-MAX_OPEN = 64
-"""Open shards at a time: a block of groups lies in one or two shards, and at most 31 lanes have a block open."""
+__all__ = ["GroupBytes", "RawGroup", "ShardReader", "Traffic", "Verify", "group_place"]
 
 Verify = Literal["first", "never"]
-"""Compare a group's checksum with the index's when a process reads it for the first time, or never."""
+"""Compare a group's checksum with the index's when a process reads it for the first time, from disk or from a store;
+or never. XXH3 of a group of 200 KB in memory takes some 30 us, less than one of its images takes to decode."""
 _DAMAGE = (
     *(pa.ArrowException, tarfile.TarError, OSError, EOFError),
     *(LookupError, TypeError, ValueError, OverflowError),
 )
 """What decoding raises for bytes that were changed."""
-Opened = TypeVar("Opened")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +86,7 @@ class ShardReader:
         self._schema: pa.Schema | None = None
         # one bit per group: whether its checksum was compared
         self._checked: NDArray[np.uint8] | None = None
-        if verify == "first" and index.has_checksums:
+        if verify == "first":
             self._checked = np.zeros(-(-len(index) // 8), np.uint8)
 
     def read(self, group: int) -> RawGroup:
@@ -119,7 +101,7 @@ class ShardReader:
         try:
             raw = self._decode(content, where)
         except _DAMAGE as error:
-            raise DamagedShard(f"{where}: not readable ({_one_line(error)}); run `packer verify`") from None
+            raise DamagedShard(f"{where}: not readable ({first_line(error)}); run `packer verify`") from None
         _check_counts(raw, self._index, group)
         return raw
 
@@ -156,9 +138,9 @@ class ShardReader:
         """`content`, or what the origin gives if that has another checksum than the index says."""
         assert self._checked is not None
         expected = self._index.row(group, "checksum")[0]
-        if zlib.crc32(content) != expected:
+        if group_checksum(content) != expected:
             content = self._source.read(group, again=True)
-            if zlib.crc32(content) != expected:
+            if group_checksum(content) != expected:
                 raise DamagedShard(
                     f"{self._source.where(group)}: its bytes have another checksum than the index says; "
                     "run `packer verify`, and copy or build the shard again"
@@ -176,108 +158,6 @@ class ShardReader:
         return decode_arrow(content, self._schema, where, self._media)
 
 
-def open_shards(
-    manifest: Manifest,
-    index: GroupIndex,
-    image_root: Path | None = None,
-    *,
-    source: GroupBytes | None = None,
-    media: MediaRoot | None = None,
-    verify: Verify = "never",
-) -> ShardReader:
-    """The reader of a build, on disk unless `source` gives the groups' bytes.
-
-    `image_root` replaces the folder that a refs build takes its images from; `media` stands in place of a folder.
-    `verify` is "never" by default: reading a mapped group takes about 50 us, its checksum another 100 to 150.
-    """
-    if media is None:
-        media = open_media(manifest, image_root)
-    return ShardReader(manifest, index, source or LocalShards(manifest.root, manifest.shards, index), media, verify)
-
-
-def open_media(manifest: Manifest, image_root: str | Path | None) -> MediaRoot | None:
-    """The folder that a refs build takes its images from; None for other formats. ConfigError if it is not there."""
-    if manifest.format != "refs":
-        return None
-    root = image_root or manifest.data_root
-    if root is None or not Path(root).is_dir():
-        raise ConfigError(f"image folder {root} of the refs build {manifest.place} is not there; give image_root")
-    return LocalMedia(Path(root))
-
-
-class OpenFiles(Generic[Opened]):
-    """Shards opened on demand; the one unused for longest is closed when there are more than MAX_OPEN. Thread-safe."""
-
-    def __init__(
-        self, root: Path, shards: Sequence[BuildFile], opener: Callable[[Path], Opened], max_open: int = MAX_OPEN
-    ) -> None:
-        self._root, self._shards, self._opener, self._max_open = root, shards, opener, max_open
-        self._opened: OrderedDict[int, Opened] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._opened)
-
-    def get(self, shard: int) -> Opened:
-        """The opened shard. DamagedShard if it is missing or has another size than the manifest says."""
-        with self._lock:
-            if shard not in self._opened:
-                self._opened[shard] = self._open(self._shards[shard])
-                if len(self._opened) > self._max_open:
-                    # closed by its own finaliser, once no view of it is in use any more
-                    self._opened.popitem(last=False)
-            self._opened.move_to_end(shard)
-            return self._opened[shard]
-
-    def _open(self, file: BuildFile) -> Opened:
-        path = self._root / file.name
-        size = path.stat().st_size if path.is_file() else None
-        if size != file.size:
-            found = "is missing" if size is None else f"has {size} bytes"
-            raise DamagedShard(f"{path}: {found}, the manifest says {file.size} bytes; copy or build it again")
-        try:
-            return self._opener(path)
-        except (pa.ArrowException, OSError) as error:
-            raise DamagedShard(f"{path}: cannot be opened ({_one_line(error)}); run `packer verify`") from None
-
-
-class LocalShards:
-    """Byte ranges of mapped shards."""
-
-    def __init__(self, root: Path, shards: Sequence[BuildFile], index: GroupIndex) -> None:
-        self._shards, self._index = shards, index
-        self._files = OpenFiles(root, shards, _map)
-
-    def where(self, group: int) -> str:
-        """The shard and the group, for messages."""
-        return group_place(self._shards[self._index.row(group, "shard")[0]].name, group)
-
-    def schema(self) -> pa.Schema:
-        """Columns of the first shard that has a group."""
-        return pa.ipc.open_file(self._files.get(self._index.row(0, "shard")[0])).schema
-
-    def read(self, group: int, *, again: bool = False) -> pa.Buffer:
-        """A view into the mapped shard."""
-        shard, offset, length = self._index.row(group, "shard", "offset", "length")
-        content = self._files.get(shard)
-        if offset < 0 or length < 0 or offset + length > content.size:
-            raise DamagedShard(f"{self.where(group)}: the index puts it outside of the shard; run `packer verify`")
-        return content.slice(offset, length)
-
-    def prefetch(self, groups: Sequence[int]) -> None:
-        """Nothing: the operating system reads ahead."""
-
-    def traffic(self) -> Traffic:
-        """Nothing is asked of a store."""
-        return Traffic()
-
-    def cancel(self) -> None:
-        """Nothing: reads do not wait."""
-
-    def close(self) -> None:
-        """Nothing: files are closed when the last view of them is gone."""
-
-
 def group_place(shard_name: str, group: int) -> str:
     """A group, for messages.
 
@@ -285,37 +165,6 @@ def group_place(shard_name: str, group: int) -> str:
     'shard-00003.arrow, group 71'
     """
     return f"{shard_name.rpartition('/')[2]}, group {group}"
-
-
-def _map(path: Path) -> pa.Buffer:
-    with pa.memory_map(str(path)) as source:
-        return source.read_buffer()
-
-
-class LocalMedia:
-    """Files in a folder, for refs builds."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-
-    def read(self, names: Sequence[str], owners: Sequence[str], where: str) -> list[bytes]:
-        """Contents of the files. DataError with the sample and the file if one cannot be read."""
-        return [self._read(name, owner, where) for name, owner in zip(names, owners, strict=True)]
-
-    def _read(self, name: str, owner: str, where: str) -> bytes:
-        path = self._root / name
-        try:
-            return path.read_bytes()
-        except OSError as error:
-            raise DataError(
-                f"sample {owner!r} ({where}): image {path} cannot be read ({error.strerror}); restore it"
-            ) from None
-
-    def cancel(self) -> None:
-        """Nothing: reads do not wait."""
-
-    def close(self) -> None:
-        """Nothing: files are closed as they are read."""
 
 
 def _check_counts(raw: RawGroup, index: GroupIndex, group: int) -> None:
@@ -328,7 +177,3 @@ def _check_counts(raw: RawGroup, index: GroupIndex, group: int) -> None:
             f"{raw.where}: {found} samples, tokens, labels and images, but the index says {expected}; "
             "run `packer verify`"
         )
-
-
-def _one_line(error: Exception) -> str:
-    return (str(error).strip() or repr(error)).splitlines()[0]

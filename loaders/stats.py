@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from balance.records import IntArray
 from loaders.steps import StepPlan
@@ -71,8 +72,7 @@ class Meter:
         self._steps += 1
         self._samples += num_samples
         for idle, loads in ((self._vit, plan.loads.vit_tokens), (self._llm, plan.loads.llm_tokens)):
-            for loads_of_round, complete in zip(loads.T, plan.loads.complete.tolist(), strict=True):
-                idle.add(loads_of_round, complete=complete)
+            idle.add(loads, plan.loads.complete)
 
     def stats(self, cache_hits: int) -> LoaderStats:
         """The figures so far."""
@@ -97,15 +97,13 @@ class _Idle:
         self._sum, self._count, self._incomplete = 0.0, 0, 0.0
         self._any = False
 
-    def add(self, loads: IntArray, *, complete: bool) -> None:
-        """Count a round with what each rank did, shape (dp,)."""
-        most = int(loads.max())
-        share = float(np.mean(most - loads)) / max(most, 1)
-        if complete:
-            self._sum, self._count = self._sum + share, self._count + 1
-        elif not self._any:
-            self._incomplete = share
-        self._any = True
+    def add(self, loads: IntArray, complete: NDArray[np.bool_]) -> None:
+        """Count rounds with what each rank did, shape (dp, rounds), and whether all had work, shape (rounds,)."""
+        most = loads.max(axis=0)
+        shares = (most - loads).mean(axis=0) / np.maximum(most, 1)
+        self._sum, self._count = self._sum + float(shares[complete].sum()), self._count + int(complete.sum())
+        if not self._any and len(shares):
+            self._incomplete, self._any = float(shares[0]), True
 
     @property
     def ratio(self) -> float:

@@ -2,7 +2,8 @@
 
 Builds on disk are mapped. Of builds at `s3:// gs:// az:// http(s)://` the index is fetched once per machine into the
 cache and mapped from there; groups are fetched as they are read. The manifest is small and is fetched each time: it
-says whether what the cache holds still is this build.
+says whether what the cache holds still is this build. Wherever a group lies, a process compares its checksum when it
+first reads it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from loaders.build_files import BuildFiles, LocalFiles, RemoteFiles
 from loaders.cache import Cache
 from loaders.formats import MediaRoot
 from loaders.index import INDEX_NAME, MANIFEST_NAME, GroupIndex, Manifest, parse_manifest, read_manifest, unfinished
+from loaders.local import LocalShards, open_media
 from loaders.object_store import Bucket
 from loaders.remote import RemoteMedia, RemoteShards
-from loaders.shards import ShardReader, Verify, open_media, open_shards
+from loaders.shards import ShardReader, Verify
 
 SCHEMES = ("s3", "gs", "az", "http", "https")
 DEFAULT_CACHE_BYTES = 16 << 30
@@ -42,24 +44,25 @@ class StoredBuild:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageOptions:
-    """How builds and images that are not on disk are read."""
+    """How builds are checked, and how those and images that are not on disk are read."""
 
     cache_dir: str | Path | None = None
     """Shared by all processes of the machine, of several jobs too; None: `default_cache_dir`."""
     cache_bytes: int = DEFAULT_CACHE_BYTES
     """Limit of what lies in the cache; 0 keeps nothing."""
     timeout_s: float = TIMEOUT_S
-    """Limit of each read, retries included, plus a second per megabyte; then DataError names the shard."""
-    verify: Verify | None = None
-    """Whether each group is compared with the index's checksum when it is read for the first time. None: "first" for
-    builds that are not on disk, "never" for those that are: mapping a group costs less than its checksum."""
+    """Limit of each request, however often it is tried again, plus a second per megabyte; then DataError names the
+    shard, or the sample whose file it is."""
+    verify: Verify = "first"
+    """Whether each group is compared with the index's checksum when a process reads it for the first time, from disk
+    too; "never" also opens the index of a build on disk without comparing its checksum."""
 
     def __post_init__(self) -> None:
         if self.cache_bytes < 0:
             raise ConfigError(f"cache_bytes is {self.cache_bytes}; use 0 for no cache, or a number of bytes")
         if self.timeout_s <= 0:
             raise ConfigError(f"timeout_s is {self.timeout_s}; it must be above 0")
-        if self.verify not in {None, "first", "never"}:
+        if self.verify not in {"first", "never"}:
             raise ConfigError(f"verify is {self.verify!r}; use 'first' or 'never'")
 
 
@@ -74,10 +77,11 @@ def open_build(
     options, place = options or StorageOptions(), _place(url)
     if not is_remote(place):
         manifest = read_manifest(Path(place))
-        files = LocalFiles(Path(place))
+        files = LocalFiles(Path(place), manifest, verify=options.verify)
         index = GroupIndex(files.open(INDEX_NAME), manifest.num_groups)
         media = _open_media(manifest, image_root, options)
-        shards = open_shards(manifest, index, media=media, verify=options.verify or "never")
+        source = LocalShards(Path(place), manifest.shards, index)
+        shards = ShardReader(manifest, index, source, media, options.verify)
         return StoredBuild(manifest=manifest, index=index, shards=shards, files=files)
     bucket = Bucket(place, options.timeout_s)
     try:
@@ -97,7 +101,7 @@ def _open_remote(bucket: Bucket, image_root: str | Path | None, options: Storage
     index = GroupIndex(files.open(INDEX_NAME), manifest.num_groups)
     source = RemoteShards(bucket, manifest.shards, index, cache)
     media = _open_media(manifest, image_root, options, cache)
-    shards = open_shards(manifest, index, media=media, source=source, verify=options.verify or "first")
+    shards = ShardReader(manifest, index, source, media, options.verify)
     return StoredBuild(manifest=manifest, index=index, shards=shards, files=files)
 
 

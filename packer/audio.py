@@ -34,31 +34,24 @@ class AudioHeader:
     """Of the file."""
 
 
-class AudioProblem(MediaProblem):
-    """An audio file that cannot be used: a key of `record.REASONS`, and the particulars.
-
-    `unreadable_audio`, `corrupt_audio`, `empty_audio` (no samples), or `audio_format` (of a kind that cannot be read).
-    """
-
-
 def read_audio_header(file: BinaryIO, name: str) -> AudioHeader:
-    """Length, rate and channels of an audio file open for reading, seekable; AudioProblem names the file as `name`."""
+    """Length, rate and channels of an audio file open for reading, seekable; MediaProblem names the file as `name`."""
     try:
         header = _read(file, name)
     except OSError as error:
-        raise AudioProblem("unreadable_audio", f"{name}: {error.strerror or error}") from None
+        raise MediaProblem("unreadable_audio", f"{name}: {error.strerror or error}") from None
     if header.num_channels < 1 or header.sampling_rate < 1:
         what = f"{header.num_channels} channels at {header.sampling_rate} samples/s"
-        raise AudioProblem("corrupt_audio", f"{name}: the header says {what}")
+        raise MediaProblem("corrupt_audio", f"{name}: the header says {what}")
     if header.num_samples < 1:
-        raise AudioProblem("empty_audio", f"{name}: no samples")
+        raise MediaProblem("empty_audio", f"{name}: no samples")
     return header
 
 
 def _read(file: BinaryIO, name: str) -> AudioHeader:
     num_bytes = file.seek(0, 2)
     if num_bytes == 0:
-        raise AudioProblem("corrupt_audio", f"{name}: the file is empty")
+        raise MediaProblem("corrupt_audio", f"{name}: the file is empty")
     file.seek(0)
     start = file.read(12)
     header = None
@@ -77,19 +70,19 @@ def _read_wav(file: BinaryIO, name: str, num_bytes: int) -> AudioHeader | None:
         file.seek(offset)
         head = file.read(8)
         if len(head) < 8:
-            raise AudioProblem("corrupt_audio", f"{name}: a WAV file without samples: it ends before its `data`")
+            raise MediaProblem("corrupt_audio", f"{name}: a WAV file without samples: it ends before its `data`")
         kind, size = struct.unpack("<4sI", head)
         if kind == b"fmt ":
             form = file.read(min(size, 40))
         if kind == b"data":
             return _wav_header(form, name, size, num_bytes, offset + 8)
         offset += 8 + size + size % 2  # chunks begin at even places
-    raise AudioProblem("corrupt_audio", f"{name}: a WAV file with no samples in its first {MAX_CHUNKS} chunks")
+    raise MediaProblem("corrupt_audio", f"{name}: a WAV file with no samples in its first {MAX_CHUNKS} chunks")
 
 
 def _wav_header(form: bytes | None, name: str, size: int, num_bytes: int, start: int) -> AudioHeader | None:
     if form is None or len(form) < 16:
-        raise AudioProblem("corrupt_audio", f"{name}: a WAV file that does not say its format before its samples")
+        raise MediaProblem("corrupt_audio", f"{name}: a WAV file that does not say its format before its samples")
     tag, num_channels, sampling_rate, _, frame_bytes, bits = struct.unpack("<HHIIHH", form[:16])
     if tag == EXTENSIBLE and len(form) >= 26:
         (tag,) = struct.unpack("<H", form[24:26])
@@ -97,10 +90,10 @@ def _wav_header(form: bytes | None, name: str, size: int, num_bytes: int, start:
         return None
     if frame_bytes < 1 or frame_bytes != num_channels * -(-bits // 8):
         what = f"{num_channels} channels of {bits} bits in {frame_bytes} bytes"
-        raise AudioProblem("corrupt_audio", f"{name}: the header says {what}")
+        raise MediaProblem("corrupt_audio", f"{name}: the header says {what}")
     if size > num_bytes - start:
         there = f"{num_bytes - start} of the {size} bytes of samples are there"
-        raise AudioProblem("corrupt_audio", f"{name}: cut short, {there}")
+        raise MediaProblem("corrupt_audio", f"{name}: cut short, {there}")
     return AudioHeader(size // frame_bytes, sampling_rate, num_channels, num_bytes)
 
 
@@ -109,7 +102,7 @@ def _read_flac(file: BinaryIO, name: str, num_bytes: int) -> AudioHeader | None:
     file.seek(4)
     block = file.read(38)
     if len(block) < 38 or block[0] & 0x7F != 0 or int.from_bytes(block[1:4], "big") != 34:
-        raise AudioProblem("corrupt_audio", f"{name}: a FLAC file that does not begin with its STREAMINFO")
+        raise MediaProblem("corrupt_audio", f"{name}: a FLAC file that does not begin with its STREAMINFO")
     max_block, min_frame = int.from_bytes(block[6:8], "big"), int.from_bytes(block[8:11], "big")
     # 20 bits rate, 3 bits channels - 1, 5 bits sample size - 1, 36 bits length
     packed = int.from_bytes(block[14:22], "big")
@@ -118,7 +111,7 @@ def _read_flac(file: BinaryIO, name: str, num_bytes: int) -> AudioHeader | None:
         return None
     needed = 42 + num_samples // max(max_block, 1) * min_frame
     if num_bytes < needed:
-        raise AudioProblem("corrupt_audio", f"{name}: cut short, {num_bytes} bytes of at least {needed} are there")
+        raise MediaProblem("corrupt_audio", f"{name}: cut short, {num_bytes} bytes of at least {needed} are there")
     return AudioHeader(num_samples, sampling_rate, num_channels, num_bytes)
 
 
@@ -127,13 +120,13 @@ def _read_other(file: BinaryIO, name: str, num_bytes: int) -> AudioHeader:
         import soundfile  # noqa: PLC0415  (an optional dependency)
     except (ImportError, OSError):  # OSError: the library that it loads is not there
         advice = "for MP3, Ogg and others: pip install isobatch[audio]"
-        raise AudioProblem("audio_format", f"{name}: not PCM in a WAV file, nor FLAC; {advice}") from None
+        raise MediaProblem("audio_format", f"{name}: not PCM in a WAV file, nor FLAC; {advice}") from None
     file.seek(0)
     try:
         info = soundfile.info(file)
     except soundfile.SoundFileError as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise AudioProblem("audio_format", f"{name}: not audio that libsndfile can read: {reason}") from None
+        raise MediaProblem("audio_format", f"{name}: not audio that libsndfile can read: {reason}") from None
     if info.frames == UNKNOWN_LENGTH:
-        raise AudioProblem("audio_format", f"{name}: its header does not say how long it is; write it again")
+        raise MediaProblem("audio_format", f"{name}: its header does not say how long it is; write it again")
     return AudioHeader(info.frames, info.samplerate, info.channels, num_bytes)

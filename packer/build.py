@@ -49,10 +49,7 @@ from packer.tables import (
     write_table,
 )
 from packer.text import ChatTokenizer
-from packer.write import WritePlan, WriteTask, index_part, plan_shards, write_shard
-
-WRITERS_PER_WORKER = 2
-"""Processes that write, for each that counts: some wait for the disk while others pack and sum up."""
+from packer.write import WritePlan, WriteTask, index_part, plan_shards, sample_bytes, write_shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,24 +220,25 @@ class Builder:
         """Write the shards; -> how many."""
         for folder in (self.out / "shards", self.staging.folder / "index"):
             folder.mkdir(exist_ok=True)
-        groups, table = grouping.groups, counts.table
-        ranges = plan_shards(
-            groups,
-            table.column("seq_len").to_numpy(),
-            table.column("media_bytes").to_numpy() * (self.config.format != "refs"),
-            shard_bytes=self.config.shard_mb << 20,
-        )
-        tasks = self._write_tasks(dataset, groups, counts, ranges)
+        groups = grouping.groups
+        seq_len, media_bytes = (counts.table.column(name).to_numpy() for name in ("seq_len", "media_bytes"))
+        in_shards = sample_bytes(seq_len, media_bytes * (self.config.format != "refs"))
+        ranges = plan_shards(groups, in_shards, shard_bytes=self.config.shard_mb << 20)
+        tasks = self._write_tasks(dataset, groups, counts, ranges, sample_bytes(seq_len, media_bytes))
         with self.progress.stage("write", len(ranges)) as stage:
-            workers = min(self.config.workers * WRITERS_PER_WORKER, len(ranges))
-            for shard in map_ordered(write_shard, tasks, workers=1 if self.config.workers == 1 else workers):
+            for shard in map_ordered(write_shard, tasks, workers=min(self.config.workers, len(ranges))):
                 stage.advance(1)
                 first, last = ranges[shard]
                 stage.count(int(groups.offsets[last] - groups.offsets[first]))
         return len(ranges)
 
     def _write_tasks(
-        self, dataset: Dataset, groups: Groups, counts: _Counts, ranges: list[tuple[int, int]]
+        self,
+        dataset: Dataset,
+        groups: Groups,
+        counts: _Counts,
+        ranges: list[tuple[int, int]],
+        num_bytes: IntArray,
     ) -> Iterator[WriteTask]:
         plan = WritePlan(
             out=str(self.out),
@@ -255,7 +253,6 @@ class Builder:
             ),
         )
         positions = counts.table.column("position").to_numpy()
-        media_bytes = counts.table.column("media_bytes").to_numpy()
         sample_ids = counts.table.column("sample_id")
         for shard, (first, last) in enumerate(ranges):
             start, stop = groups.offsets[first], groups.offsets[last]
@@ -269,7 +266,7 @@ class Builder:
                 positions=positions[rows],
                 sample_ids=sample_ids.take(pa.array(rows)).to_pylist(),
                 parts=counts.parts[rows],
-                media_bytes=media_bytes[rows],
+                num_bytes=num_bytes[rows],
             )
 
     def _finish(self, dataset: Dataset, grouping: Grouping, counts: _Counts, num_shards: int) -> BuildSummary:

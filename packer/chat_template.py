@@ -11,7 +11,7 @@ import json
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -24,6 +24,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from balance.errors import ConfigError
+from packer.unread_texts import UnreadText, copies_texts
 
 Message = Mapping[str, Any]
 """`role`, and `content`: a string, or a list of parts `{"type": "text", "text": ...}` and `{"type": "image"}`."""
@@ -56,7 +57,8 @@ class ChatTemplate:
         self._marks_generation = bool(_GENERATION.search(source))
         self._outlines: dict[tuple[Any, ...], _Outline | None] = {}
         try:
-            self._template = _environment().from_string(source)
+            self._environment = _environment()
+            self._template = self._environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from None
 
@@ -67,16 +69,19 @@ class ChatTemplate:
         if not messages and not add_generation_prompt:
             raise TemplateRefusedError("the conversation is empty")
         try:
-            return self._template.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                generation_marks=marks,
-                **self._variables,
-            )
+            given = self._given(messages)
+            return self._template.render(given, add_generation_prompt=add_generation_prompt, generation_marks=marks)
         except _TEMPLATE_ERRORS as error:
             raise TemplateRefusedError(f"the chat template refuses it: {error}") from None
+
+    def _given(self, messages: Sequence[Message]) -> dict[str, Any]:
+        return {
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": False,
+            **self._variables,
+        }
 
     def render_with_answers(self, messages: Sequence[Message]) -> tuple[str, list[CharSpan]]:
         """The whole conversation, and its character spans that have labels, in order and disjoint.
@@ -99,8 +104,11 @@ class ChatTemplate:
         return "".join(pieces), [(ends[i], ends[i + 1]) for i in range(1, len(pieces), 2)]
 
     def _by_prefix(self, messages: Sequence[Message]) -> tuple[str, list[CharSpan]]:
-        full = self.render(messages)
         shape = tuple((message["role"], _kinds(message["content"])) for message in messages)
+        outline = self._outlines.get(shape)
+        if outline is not None and outline.is_certain:
+            return outline.fill(_texts(messages))
+        full = self.render(messages)
         if shape not in self._outlines:
             if len(self._outlines) >= MOST_OUTLINES:
                 self._outlines.clear()
@@ -113,10 +121,14 @@ class ChatTemplate:
 
         One rendering per turn is what labels cost, and the template is half of the time that a sample takes. But most
         templates copy the texts unread: then the renderings of stand-ins give the places of the answers once and for
-        all conversations of that shape, and one rendering more proves it.
+        all conversations of that shape. One rendering more proves it for a conversation; and if the template can be
+        seen not to look into the texts, it is proved for all.
         """
         number = itertools.count()
-        stand_ins = [{**message, "content": _replace_texts(message["content"], number)} for message in messages]
+        stand_ins = [
+            {**message, "content": _replace_texts(message["content"], lambda _: _stand_in(next(number)))}
+            for message in messages
+        ]
         try:
             text = self.render(stand_ins)
             spans = self._by_renders(stand_ins, text)
@@ -127,7 +139,12 @@ class ChatTemplate:
         if pieces[1::2] != [str(i) for i in range(next(number))]:
             return None
         ends = [match.end() for match in _STAND_IN.finditer(text)]
-        return _Outline(pieces[::2], ends, spans)
+        return _Outline(pieces[::2], ends, spans, self._copies(messages))
+
+    def _copies(self, messages: Sequence[Message]) -> bool:
+        """Whether the template can be seen not to look into the texts of messages with these roles."""
+        unread = [{**message, "content": _replace_texts(message["content"], UnreadText)} for message in messages]
+        return copies_texts(self._environment, self.source, self._given(unread), ["strftime_now"])
 
     def _by_renders(self, messages: Sequence[Message], full: str) -> list[CharSpan]:
         spans = []
@@ -155,6 +172,19 @@ class _Outline:
     """Where each stand-in ends in the rendering."""
     spans: list[CharSpan]
     """The answers in the rendering."""
+    is_certain: bool
+    """Whether other texts of messages with the same roles surely give the same outline."""
+
+    def fill(self, texts: list[str]) -> tuple[str, list[CharSpan]]:
+        """The rendering with `texts`, and the answers in it."""
+        written = [part for pair in zip(self.literals, [*texts, ""], strict=True) for part in pair]
+        # by how much everything behind each text is further back than behind its stand-in
+        shifts = [0, *itertools.accumulate(len(text) - len(_stand_in(i)) for i, text in enumerate(texts))]
+        spans = [
+            (start + shifts[bisect_right(self.ends, start)], end + shifts[bisect_right(self.ends, end)])
+            for start, end in self.spans
+        ]
+        return "".join(written), spans
 
 
 def _fit_outline(outline: _Outline | None, texts: list[str], full: str) -> list[CharSpan] | None:
@@ -162,17 +192,10 @@ def _fit_outline(outline: _Outline | None, texts: list[str], full: str) -> list[
     if outline is None:
         return None
     for candidate in (texts, [text.strip() for text in texts]):
-        written = [part for pair in zip(outline.literals, [*candidate, ""], strict=True) for part in pair]
-        if "".join(written) == full:
-            break
-    else:
-        return None
-    # by how much everything behind each text is further back than behind its stand-in
-    shifts = [0, *itertools.accumulate(len(t) - len(_stand_in(i)) for i, t in enumerate(candidate))]
-    return [
-        (start + shifts[bisect_right(outline.ends, start)], end + shifts[bisect_right(outline.ends, end)])
-        for start, end in outline.spans
-    ]
+        written, spans = outline.fill(candidate)
+        if written == full:
+            return spans
+    return None
 
 
 def _stand_in(number: int) -> str:
@@ -194,11 +217,11 @@ def _texts(messages: Sequence[Message]) -> list[str]:
     return texts
 
 
-def _replace_texts(content: Any, number: Iterator[int]) -> Any:
-    """The content with stand-ins as its texts."""
+def _replace_texts(content: Any, replace: Callable[[str], str]) -> Any:
+    """The content with other texts."""
     if isinstance(content, str):
-        return _stand_in(next(number))
-    return [{**part, "text": _stand_in(next(number))} if part["type"] == "text" else part for part in content]
+        return replace(content)
+    return [{**part, "text": replace(part["text"])} if part["type"] == "text" else part for part in content]
 
 
 class _GenerationMarks(Extension):
@@ -217,10 +240,18 @@ class _GenerationMarks(Extension):
         return f"{first}{caller()}{last}"
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """transformers' environment, quicker with messages."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """`message.content`: Jinja looks for an attribute first and then, an exception later, for the key."""
+        if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationMarks, loopcontrols]
-    )
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationMarks, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

@@ -14,6 +14,7 @@ from typing import IO
 
 from PIL import Image, UnidentifiedImageError
 
+from balance.errors import first_line
 from packer.jpeg import HEAD_BYTES, jpeg_size
 from packer.media import MediaProblem
 
@@ -56,7 +57,7 @@ def read_header(file: IO[bytes], name: str, *, decode: bool = False) -> ImageHea
     except (OSError, ValueError, SyntaxError, KeyError, IndexError, OverflowError, EOFError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # the file system's word, not Pillow's
             raise MediaProblem("unreadable_image", f"{name}: {error.strerror}") from None
-        raise MediaProblem("corrupt_image", f"{name}: {_first_line(error)}") from None
+        raise MediaProblem("corrupt_image", f"{name}: {first_line(error)}") from None
 
 
 def check_png(name: str, data: bytes) -> None:
@@ -64,7 +65,7 @@ def check_png(name: str, data: bytes) -> None:
     try:
         Image.open(io.BytesIO(data)).verify()
     except (OSError, SyntaxError, ValueError) as error:
-        raise MediaProblem("corrupt_image", f"{name}: {_first_line(error)}") from None
+        raise MediaProblem("corrupt_image", f"{name}: {first_line(error)}") from None
 
 
 def _read(file: IO[bytes], name: str, *, decode: bool) -> ImageHeader:
@@ -136,8 +137,3 @@ def _late_exif_chunk(file: IO[bytes]) -> bool:
         if header[4:] == b"eXIf" or (header[4:] == b"iTXt" and file.read(len(XMP_KEYWORD)) == XMP_KEYWORD):
             return True
         offset += int.from_bytes(header[:4], "big") + 12
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return text[0] if text else type(error).__name__

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
 from balance.audio import plan_audio
-from balance.errors import ConfigError, DamagedShard, DataError
+from balance.errors import ConfigError, DamagedShard, DataError, first_line
 from balance.patches import plan_image
 from balance.presets import ModelPreset, model_from_dict
 from balance.records import COUNT_COLUMNS, Limits
@@ -122,7 +122,7 @@ def _take(path: Path, rows: np.ndarray[Any, np.dtype[np.int64]], columns: Sequen
     except FileNotFoundError:
         raise DataError(f"no {path.name} in {path.parent}; build it again") from None
     except (pa.ArrowException, OSError, IndexError) as error:
-        raise DamagedShard(f"{path}: not readable ({str(error).splitlines()[0]}); run `packer verify`") from None
+        raise DamagedShard(f"{path}: not readable ({first_line(error)}); run `packer verify`") from None
     return [found[row] for row in rows.tolist()]
 
 

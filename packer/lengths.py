@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute
 
 from balance.cost import CostModel
-from balance.errors import ConfigError, DataError
+from balance.errors import ConfigError, DataError, first_line
 from balance.presets import load_model
 from packer.group import Grouping, GroupOptions, group_counts
 from packer.progress import StageProgress
@@ -106,7 +106,7 @@ def _checked_counts(path: Path, table: pa.Table) -> pa.Table:
     try:
         table = table.cast(COUNTS_SCHEMA)
     except pa.ArrowInvalid as error:
-        raise DataError(f"{path}: not a counts table: {str(error).splitlines()[0]}") from None
+        raise DataError(f"{path}: not a counts table: {first_line(error)}") from None
     for name in COUNTS_SCHEMA.names:
         column = table.column(name)
         least = 0 if name in ("sample_id", "source") or not len(column) else pa.compute.min(column).as_py()

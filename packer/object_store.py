@@ -21,15 +21,14 @@ from typing import IO, TYPE_CHECKING, Any, cast
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import from_url
 
-from balance.errors import ConfigError
+from balance.errors import ConfigError, first_line
+from balance.store_answers import CREDENTIALS, status_of
 from packer.object_errors import (
-    CREDENTIALS,
     denied,
     is_denied,
     list_problem,
     object_problem,
     place_problem,
-    status_of,
     write_problem,
 )
 from packer.storage import FileInfo
@@ -92,7 +91,7 @@ class ObjectRoot:
             try:
                 found = self._get(key, {"range": (0, HEAD_BYTES)})
             except BaseError as error:
-                if status_of(error) != 416:  # what stores answer for a range of an empty object
+                if status_of(str(error)) != 416:  # what stores answer for a range of an empty object
                     raise
                 return io.BytesIO()
             head = bytes(found.bytes())
@@ -113,7 +112,7 @@ class ObjectRoot:
             try:
                 return bytes(self._get(key, options).bytes())
             except BaseError as error:
-                if status_of(error) != 416:
+                if status_of(str(error)) != 416:
                     raise
                 return b""
 
@@ -192,7 +191,7 @@ class ObjectRoot:
                 self._stores[retries] = from_url(self._bucket, client_options=client, retry_config=retry)
             except (BaseError, ValueError) as error:
                 variables = CREDENTIALS[self.uri.partition("://")[0]]
-                raise ConfigError(f"{self.uri}: {str(error).splitlines()[0]}: set {variables}") from None
+                raise ConfigError(f"{self.uri}: {first_line(error)}: set {variables}") from None
         return self._stores[retries]
 
     def _get(self, key: str, options: GetOptions) -> Any:
@@ -218,7 +217,7 @@ class ObjectRoot:
             missing = FileNotFoundError(errno.ENOENT, "no such object", name)
             raise place_problem(self.uri, error) or missing from None
         except ValueError as error:  # a name that no key can have
-            raise OSError(errno.EINVAL, str(error).splitlines()[0], name) from None
+            raise OSError(errno.EINVAL, first_line(error), name) from None
         except BaseError as error:
             if is_denied(error) and not listable:
                 raise denied(self.uri, error) from None

@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from balance.errors import ConfigError
@@ -21,7 +22,7 @@ from packer.expand import expand
 from packer.images import check_png
 from packer.media import Media, MediaProblem, read_into
 from packer.shards.block import PackedBlock, PackedFiles
-from packer.staging import StagedFiles, StagedSamples
+from packer.staging import StagedBlock, StagedFiles
 from packer.storage import Root, is_uri, open_root, readers
 
 PNG_MAGIC = b"\x89PNG"
@@ -46,8 +47,8 @@ class SamplesToPack:
 
     rows: IntArray
     """Row of each in the counts table."""
-    positions: IntArray
-    """Where each lies among the staged ones."""
+    staged: pa.RecordBatch
+    """What counting left of each (`packer.staging.StagedSamples.take`)."""
     sample_ids: list[str]
     parts: IntArray
     """The part of the dataset that each comes from."""
@@ -56,7 +57,7 @@ class SamplesToPack:
         """Some of them."""
         names = [name for name, keep in zip(self.sample_ids, kept.tolist(), strict=True) if keep]
         return SamplesToPack(
-            rows=self.rows[kept], positions=self.positions[kept], sample_ids=names, parts=self.parts[kept]
+            rows=self.rows[kept], staged=self.staged.filter(pa.array(kept)), sample_ids=names, parts=self.parts[kept]
         )
 
 
@@ -65,10 +66,10 @@ Lost = tuple[int, str, str]
 
 
 def pack_block(
-    plan: PackPlan, samples: SamplesToPack, staged: StagedSamples, blobs: Path, lost: list[Lost]
+    plan: PackPlan, samples: SamplesToPack, blobs: Path, lost: list[Lost]
 ) -> tuple[PackedBlock, NDArray[np.bool_]]:
     """The samples that can be written, and which those are; the others are appended to `lost`."""
-    block = staged.take(samples.positions)
+    block = StagedBlock.of(samples.staged)
     images, audios = _Content.of(block.images), _Content.of(block.audios)
     jobs = zip(
         (plan.data_roots[part] for part in samples.parts.tolist()), images.by_sample(), audios.by_sample(), strict=True
@@ -82,7 +83,7 @@ def pack_block(
         found = zip(samples.rows.tolist(), problems, strict=True)
         lost += [(row, problem.reason, problem.detail) for row, problem in found if problem is not None]
         # a rare case, so the others are simply read again
-        packed, still = pack_block(plan, samples.only(kept), staged, blobs, lost)
+        packed, still = pack_block(plan, samples.only(kept), blobs, lost)
         kept[kept] = still
         return packed, kept
     input_ids, labels = expand(

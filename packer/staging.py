@@ -2,8 +2,8 @@
 
 Counting leaves one file per chunk (`staging/parts/000012.arrow`), renamed into place when complete, so that a
 killed build finds what it has already done, and beside it the content of the files that came with the records
-(`staging/blobs/000012.bin`). `merge_parts` makes one mapped file of the parts, in which the writers find any sample in
-constant time and memory, by its position: its 0-based place among all records of the dataset.
+(`staging/blobs/000012.bin`). `Staging.merge` makes one mapped file of the parts, in which the writers find any sample
+by its position: its 0-based place among all records of the dataset.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from numpy.typing import NDArray
 from balance.records import COUNT_COLUMNS, IntArray
 from packer.count import STAGED_SCHEMA, Counted
 from packer.media import Media
+
+MERGED_PARTS = 32
+"""Parts that make one record batch: a writer looks into each batch, so that there must not be too many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,21 @@ class StagedBlock:
     """Shape (num_spans, 2): places in `input_ids` of tokens with a label, first and behind the last."""
     images: StagedFiles
     audios: StagedFiles
+
+    @classmethod
+    def of(cls, rows: pa.RecordBatch) -> StagedBlock:
+        """Rows of staged samples (`StagedSamples.take`)."""
+        id_offsets = _borders(rows.column("input_ids"))
+        spans = rows.column("loss_spans")
+        starts = np.repeat(id_offsets[:-1], np.diff(_borders(spans)) // 2)
+        return cls(
+            counts={name: rows.column(name).to_numpy().astype(np.int64) for name in COUNT_COLUMNS},
+            id_offsets=id_offsets,
+            input_ids=rows.column("input_ids").flatten().to_numpy(),
+            loss_spans=spans.flatten().to_numpy().reshape(-1, 2) + starts[:, None],
+            images=_files(rows.column("images"), ("tokens", "width", "height")),
+            audios=_files(rows.column("audios"), ("tokens", "length")),
+        )
 
 
 class Staging:
@@ -87,14 +105,14 @@ class Staging:
         temporary.replace(path)
 
     def merge(self, num_chunks: int, records_per_part: Sequence[int]) -> None:
-        """One file of all parts, one record batch each, in order; whole or not at all. The parts are then removed."""
+        """One file of all parts, in order; whole or not at all. The parts are then removed."""
         schema = STAGED_SCHEMA.with_metadata({"records_per_part": json.dumps(list(records_per_part))})
         temporary = self.samples.with_suffix(".tmp")
         parts = [self.part(chunk) for chunk in range(num_chunks)]
         with pa.ipc.new_file(temporary, schema) as writer:
-            for part in parts:
-                with pa.memory_map(str(part)) as source:
-                    writer.write_batch(pa.ipc.open_file(source).get_batch(0))
+            for first in range(0, num_chunks, MERGED_PARTS):
+                batches = [_read_part(part) for part in parts[first : first + MERGED_PARTS]]
+                writer.write_batch(pa.concat_batches(batches))
         os.replace(temporary, self.samples)
         for part in parts:
             part.unlink()
@@ -106,11 +124,15 @@ def _write(path: Path, data: bytes) -> None:
     temporary.replace(path)
 
 
+def _read_part(path: Path) -> pa.RecordBatch:
+    with pa.memory_map(str(path)) as source:
+        return pa.ipc.open_file(source).get_batch(0)
+
+
 def part_sizes(path: Path) -> tuple[int, int]:
     """(records read, records rejected) of a chunk's part."""
-    with pa.memory_map(str(path)) as source:
-        reason = pa.ipc.open_file(source).get_batch(0).column("reason")
-        return len(reason), len(reason) - reason.null_count
+    reason = _read_part(path).column("reason")
+    return len(reason), len(reason) - reason.null_count
 
 
 def _empty_batch() -> pa.RecordBatch:
@@ -128,8 +150,8 @@ class StagedSamples:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def take(self, positions: IntArray) -> StagedBlock:
-        """Some samples, in the order of their positions in the argument."""
+    def take(self, positions: IntArray) -> pa.RecordBatch:
+        """The rows of some samples, in the order of their positions in the argument."""
         order = np.argsort(positions, kind="stable")
         inverse = np.empty(len(order), np.int64)
         inverse[order] = np.arange(len(order))
@@ -143,17 +165,7 @@ class StagedSamples:
         ]
         table = pa.Table.from_batches(parts, STAGED_SCHEMA).combine_chunks().take(pa.array(inverse))
         (rows,) = table.combine_chunks().to_batches() or [_empty_batch()]
-        id_offsets = _borders(rows.column("input_ids"))
-        spans = rows.column("loss_spans")
-        starts = np.repeat(id_offsets[:-1], np.diff(_borders(spans)) // 2)
-        return StagedBlock(
-            counts={name: rows.column(name).to_numpy().astype(np.int64) for name in COUNT_COLUMNS},
-            id_offsets=id_offsets,
-            input_ids=rows.column("input_ids").flatten().to_numpy(),
-            loss_spans=spans.flatten().to_numpy().reshape(-1, 2) + starts[:, None],
-            images=_files(rows.column("images"), ("tokens", "width", "height")),
-            audios=_files(rows.column("audios"), ("tokens", "length")),
-        )
+        return rows
 
 
 def _borders(lists: pa.ListArray) -> IntArray:

@@ -173,9 +173,9 @@ def readers(place: str) -> Iterator[ThreadPoolExecutor | None]:
         yield pool
 
 
-def _open_now(path: str, flags: int) -> int:
+def _open_now(path: str, flags: int = 0) -> int:
     """Open without waiting: a pipe that lies where an image should would keep a build for ever."""
-    return os.open(path, flags | os.O_NONBLOCK)
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
 
 
 class LocalRoot:
@@ -191,11 +191,11 @@ class LocalRoot:
 
     def open(self, name: str) -> IO[bytes]:
         """The file, seekable."""
-        return open(self._inside(name), "rb", opener=_open_now)
+        return open(self._descriptor(name), "rb")
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         """Bytes of a file."""
-        with open(self._inside(name), "rb", buffering=0, opener=_open_now) as file:
+        with open(self._descriptor(name), "rb", buffering=0) as file:
             if offset:
                 file.seek(offset)
             if length is None:
@@ -207,11 +207,14 @@ class LocalRoot:
 
     def read_into(self, name: str, view: memoryview) -> int:
         """Fill `view` with the begin of a file, without a copy; -> the size of the file."""
-        with open(self._inside(name), "rb", buffering=0, opener=_open_now) as file:
+        descriptor = self._descriptor(name)
+        try:
             done = 0
-            while done < len(view) and (count := file.readinto(view[done:])):
+            while done < len(view) and (count := os.readv(descriptor, [view[done:]])):
                 done += count
-            return os.fstat(file.fileno()).st_size if done == len(view) else done
+            return os.fstat(descriptor).st_size if done == len(view) else done
+        finally:
+            os.close(descriptor)
 
     def info(self, name: str) -> FileInfo:
         """Size and time of change of a file."""
@@ -238,14 +241,23 @@ class LocalRoot:
         """Whether there is such a folder."""
         return (self._path / folder).is_dir()
 
+    def _descriptor(self, name: str) -> int:
+        """The file, opened with as few system calls as can be: they are most of what a small image costs."""
+        path = f"{self.uri}/{name}"  # text, not `pathlib`, for the same reason
+        if not self._follow_links and self._holds(self._real_folder(path.rpartition("/")[0])):
+            try:
+                return _open_now(path, os.O_NOFOLLOW)
+            except OSError as error:
+                if error.errno != errno.ELOOP:
+                    raise
+        return _open_now(self._inside(name))
+
     def _inside(self, name: str) -> str:
-        """The path of a file. Text, not `pathlib`: that would take half of the time of reading a small image."""
+        """The path of a file; OutsideRoot if it is a link that leads out."""
         path = f"{self.uri}/{name}"
-        if self._follow_links:
-            return path
-        folder = self._real_folder(path.rpartition("/")[0])
-        if os.path.islink(path):
-            folder = os.path.dirname(os.path.realpath(path))
-        if folder != self._real and not folder.startswith(self._real + os.sep) and self._real != os.sep:
+        if not self._follow_links and not self._holds(os.path.dirname(os.path.realpath(path))):
             raise OutsideRoot(f"{name} is a link out of {self.uri}; add --follow-links if that is meant")
         return path
+
+    def _holds(self, folder: str) -> bool:
+        return folder == self._real or folder.startswith(self._real + os.sep) or self._real == os.sep

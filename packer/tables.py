@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from balance.errors import DataError
+from balance.errors import DataError, first_line
 from balance.records import COUNT_COLUMNS, Counts, Groups, IntArray
 
 COUNTS_NAME = "counts.parquet"
@@ -135,4 +135,4 @@ def read_table(path: Path) -> pa.Table:
             f"no {path.name} in {path.parent}: is it the output of `packer build` or `packer group`?"
         ) from None
     except pa.ArrowInvalid as error:
-        raise DataError(f"{path}: damaged: {str(error).splitlines()[0]}") from None
+        raise DataError(f"{path}: damaged: {first_line(error)}") from None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -175,7 +176,7 @@ class ChatTokenizer:
         return _Rendered(text=text, spans=spans, is_document=is_document, num_files=num_files, protected=protected)
 
     def _finish(self, rendered: _Rendered, encoding: Encoding) -> EncodedText | TextRejected:
-        input_ids = np.array(encoding.ids, dtype=np.int32)
+        input_ids = np.frombuffer(array("i", encoding.ids), np.int32)  # a third of the time of np.array
         if rendered.protected:
             try:
                 input_ids = self._control.restore(input_ids)
@@ -186,20 +187,20 @@ class ChatTokenizer:
             bos = len(self._bos)
             input_ids = np.concatenate([self._bos, input_ids, self._eos])
             spans = spans_between([(bos + start, bos + end) for start, end in spans], bos, len(input_ids))
-        is_media = np.zeros(len(input_ids), dtype=np.bool_)
+        places: list[int] = []
         for medium, num_files in zip(self._media, rendered.num_files, strict=True):
-            is_medium = input_ids == medium.token_id
-            if (num_written := int(is_medium.sum())) != num_files:
-                detail = f"{num_written} {medium.kind} tokens in the text for {num_files} {medium.marker} markers"
+            written = np.flatnonzero(input_ids == medium.token_id).tolist()
+            if len(written) != num_files:
+                detail = f"{len(written)} {medium.kind} tokens in the text for {num_files} {medium.marker} markers"
                 return TextRejected("chat_template", f"the chat template makes {detail}")
-            is_media |= is_medium
+            places += written
         num_images, num_audios = (*rendered.num_files, 0)[:2]
         return EncodedText(
             input_ids=input_ids,
             loss_spans=np.array(spans, dtype=np.int32).reshape(-1, 2),
             num_images=num_images,
             num_audios=num_audios,
-            num_loss_tokens=sum(end - start - int(is_media[start:end].sum()) for start, end in spans),
+            num_loss_tokens=sum(end - start - sum(start <= place < end for place in places) for start, end in spans),
         )
 
     def _media_of(

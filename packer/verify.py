@@ -78,8 +78,8 @@ def _check_file(root: Root, expected: dict[str, Any]) -> list[str]:
         return [f"{name}: {error.strerror or error}"]
     if found["size"] != expected["size"]:
         return [f"{name}: {found['size']:,} bytes, the manifest says {expected['size']:,}"]
-    if found["sha256"] != expected["sha256"]:
-        return [f"{name}: its SHA-256 is not the manifest's: the content is damaged"]
+    if found["xxh3_128"] != expected["xxh3_128"]:
+        return [f"{name}: its checksum is not the manifest's: the content is damaged"]
     return []
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from balance.records import Groups, IntArray
@@ -21,7 +22,6 @@ from packer.pack import PackPlan, SamplesToPack, pack_block
 from packer.shards.arrow import ArrowShardWriter
 from packer.shards.block import GroupPlace, ShardWriter
 from packer.shards.index import ShardIndex, read_described
-from packer.shards.manifest import describe_file
 from packer.shards.webdataset import WebDatasetShardWriter
 from packer.staging import StagedSamples, Staging
 from packer.storage import open_bucket, open_root
@@ -34,8 +34,8 @@ TOKEN_BYTES = 8
 """`input_ids` and `labels` are int32."""
 SAMPLE_BYTES = 256
 """Ids, offsets and padding of a sample, roughly."""
-SLAB_BYTES = 16 << 20
-"""Files that are held in memory at a time, about."""
+SLAB_BYTES = 8 << 20
+"""Of samples that are held in memory at a time, about: little enough for the processor's caches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +66,8 @@ class WriteTask:
     sample_ids: list[str]
     parts: IntArray
     """The part of the dataset that each sample comes from."""
-    media_bytes: IntArray
-    """Bytes of each sample's files."""
+    num_bytes: IntArray
+    """Bytes that each sample takes in memory and, but for refs, in the shard (`sample_bytes`)."""
 
 
 def shard_name(shard: int, shard_format: ShardFormat) -> str:
@@ -80,14 +80,19 @@ def index_part(out: Path, shard: int) -> Path:
     return out / "staging" / "index" / f"shard-{shard:05d}.arrow"
 
 
-def plan_shards(groups: Groups, seq_len: IntArray, media_bytes: IntArray, *, shard_bytes: int) -> list[tuple[int, int]]:
-    """Half-open ranges of groups, one per shard, of about `shard_bytes` each.
+def sample_bytes(seq_len: IntArray, media_bytes: IntArray) -> IntArray:
+    """Bytes of each sample in a shard, about: its tokens, labels and files."""
+    return media_bytes + seq_len * TOKEN_BYTES + SAMPLE_BYTES
+
+
+def plan_shards(groups: Groups, num_bytes: IntArray, *, shard_bytes: int) -> list[tuple[int, int]]:
+    """Half-open ranges of groups, one per shard, of about `shard_bytes` each, from the bytes of each sample.
 
     >>> groups = Groups(np.arange(4), np.arange(5))
-    >>> plan_shards(groups, np.zeros(4, int), np.array([400, 400, 400, 400]), shard_bytes=1300)
+    >>> plan_shards(groups, np.array([600, 600, 600, 600]), shard_bytes=1200)
     [(0, 2), (2, 4)]
     """
-    sizes = groups.sum(media_bytes + seq_len * TOKEN_BYTES + SAMPLE_BYTES)
+    sizes = groups.sum(num_bytes)
     shard = (np.cumsum(sizes) - sizes) // shard_bytes
     firsts = np.flatnonzero(np.diff(shard, prepend=-1))
     return [(int(a), int(b)) for a, b in zip(firsts, [*firsts[1:], len(groups)], strict=True)]
@@ -102,19 +107,17 @@ def write_shard(task: WriteTask) -> int:
         return task.shard
     staging = Staging(out / "staging")
     state = staging.samples.stat()
-    staged = _open_staged(staging.samples, state.st_ino, state.st_mtime_ns)
+    staged = _open_staged(staging.samples, state.st_ino, state.st_mtime_ns).take(task.positions)
     index = ShardIndex(task.shard)
     temporary = out / (name + ".tmp")
     writer = _open_writer(task.plan, temporary)
-    for first, last in _slabs(task.offsets, task.media_bytes):
+    for first, last in _slabs(task.offsets, task.num_bytes):
         samples = slice(task.offsets[first], task.offsets[last])
-        block, kept = pack_block(task.plan.pack, _part(task, samples), staged, staging.blobs, index.rejected)
+        block, kept = pack_block(task.plan.pack, _part(task, staged, samples), staging.blobs, index.rejected)
         groups = _groups(task.first_group + first, task.offsets[first : last + 1], kept)
         index.add(block, groups, writer.add(block, groups))
     writer.close()
-    # both while it is still in memory
-    index.add_checksums(temporary)
-    index.described = {**describe_file(open_root(task.plan.out, follow_links=True), name + ".tmp"), "name": name}
+    index.finish(name, temporary)
     if task.plan.uri is None:
         temporary.replace(out / name)
     else:
@@ -133,18 +136,18 @@ def _is_there(plan: WritePlan, described: dict[str, Any]) -> bool:
     return found.size == int(described["size"])
 
 
-def _slabs(offsets: IntArray, media_bytes: IntArray) -> Iterator[tuple[int, int]]:
-    """Half-open ranges of groups with about SLAB_BYTES of files each: as much as is held in memory at a time."""
-    running = np.concatenate([[0], np.cumsum(media_bytes)])[offsets]
+def _slabs(offsets: IntArray, num_bytes: IntArray) -> Iterator[tuple[int, int]]:
+    """Half-open ranges of groups with about SLAB_BYTES each: as much as is held in memory at a time."""
+    running = np.concatenate([[0], np.cumsum(num_bytes)])[offsets]
     slab = running[:-1] // SLAB_BYTES
     firsts = np.flatnonzero(np.diff(slab, prepend=-1)).tolist()
     yield from pairwise([*firsts, len(slab)])
 
 
-def _part(task: WriteTask, samples: slice) -> SamplesToPack:
+def _part(task: WriteTask, staged: pa.RecordBatch, samples: slice) -> SamplesToPack:
     return SamplesToPack(
         rows=task.rows[samples],
-        positions=task.positions[samples],
+        staged=staged.slice(samples.start, samples.stop - samples.start),
         sample_ids=task.sample_ids[samples],
         parts=task.parts[samples],
     )

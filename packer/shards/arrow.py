@@ -6,6 +6,8 @@ ranged GET remotely, and no copy until an image is decoded.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,8 @@ from numpy.typing import NDArray
 
 from balance.records import IntArray
 from packer.shards.block import GroupPlace, PackedBlock, PackedFiles
+
+BUFFER_BYTES = 1 << 20
 
 _INTS = pa.list_(pa.int32())
 _BYTES = pa.list_(pa.binary())
@@ -42,21 +46,32 @@ class ArrowShardWriter:
     def __init__(self, path: Path, *, refs: bool) -> None:
         self._refs = refs
         self._schema = shard_schema(refs=refs)
-        self._file = pa.OSFile(str(path), "wb")
+        # a group's message is some forty small pieces
+        self._file = pa.output_stream(str(path), compression=None, buffer_size=BUFFER_BYTES)
         self._writer = pa.ipc.new_file(self._file, self._schema)
 
     def add(self, block: PackedBlock, groups: list[GroupPlace]) -> list[tuple[int, int]]:
         """Append each group as one record batch; a range is exactly its encapsulated IPC message."""
         batch = self._batch(block)
-        places = []
-        for group in groups:
-            # a slice of the whole block: the writer cuts all columns to it
-            part = batch.slice(group.first, group.last - group.first)
-            self._writer.write_batch(part)
-            # measured from the end: in front of the first message the writer puts the schema as well
-            length = pa.ipc.get_record_batch_size(part)
-            places.append((self._file.tell() - length, length))
-        return places
+        with self._closed_on_error():
+            # slices of the whole block: the writer cuts all columns to them
+            return [self._write(batch.slice(group.first, group.last - group.first)) for group in groups]
+
+    def _write(self, part: pa.RecordBatch) -> tuple[int, int]:
+        self._writer.write_batch(part)
+        # measured from the end: in front of the first message the writer puts the schema as well
+        length = pa.ipc.get_record_batch_size(part)
+        return self._file.tell() - length, length
+
+    @contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        """On a full disk, let go of the file at once: dropped with bytes in its buffer, it prints an error itself."""
+        try:
+            yield
+        except OSError:
+            with suppress(OSError):
+                self._file.close()
+            raise
 
     def _batch(self, block: PackedBlock) -> pa.RecordBatch:
         images, audios = block.images, block.audios
@@ -78,8 +93,9 @@ class ArrowShardWriter:
 
     def close(self) -> None:
         """Write the footer and close the file."""
-        self._writer.close()
-        self._file.close()
+        with self._closed_on_error():
+            self._writer.close()
+            self._file.close()
 
 
 def _binaries(files: PackedFiles) -> pa.BinaryArray:

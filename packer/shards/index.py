@@ -7,7 +7,6 @@ The rows of a shard are written after the shard itself, so their presence means 
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from balance.checksums import FileChecksum, group_checksum
 from balance.records import COUNT_COLUMNS
 from packer.shards.block import GroupPlace, PackedBlock
 
@@ -25,7 +25,7 @@ INDEX_SCHEMA = pa.schema(
         ("shard", pa.int32()),
         ("offset", pa.int64()),
         ("length", pa.int64()),
-        ("checksum", pa.uint32()),
+        ("checksum", pa.uint64()),
         ("num_samples", pa.int32()),
         *[(name, pa.int32()) for name in COUNT_COLUMNS],
         ("sample_ids", pa.list_(pa.string())),
@@ -42,7 +42,7 @@ class ShardIndex:
     rejected: list[tuple[int, str, str]] = field(default_factory=list)
     """(row number in the counts table, reason, detail)."""
     described: dict[str, Any] = field(default_factory=dict)
-    """Name, size and SHA-256 of the shard."""
+    """Name, size and checksum of the shard."""
 
     def add(self, block: PackedBlock, groups: list[GroupPlace], places: list[tuple[int, int]]) -> None:
         """Groups that were written at `places`, (offset, length); all samples of the block, in order."""
@@ -54,22 +54,28 @@ class ShardIndex:
             "shard": np.full(len(groups), self.shard),
             "offset": [offset for offset, _ in places],
             "length": [length for _, length in places],
-            "checksum": np.zeros(len(groups), np.uint32),  # until the shard is closed
+            "checksum": np.zeros(len(groups), np.uint64),  # until the shard is closed
             "num_samples": [group.last - group.first for group in groups],
             **{name: np.add.reduceat(block.counts[name], firsts) for name in COUNT_COLUMNS},
             "sample_ids": pa.ListArray.from_arrays(borders, pa.array(block.sample_ids, pa.string())),
         }
         self.tables.append(pa.table(columns).cast(INDEX_SCHEMA))
 
-    def add_checksums(self, shard: Path) -> None:
-        """Fill in the checksums of the groups' bytes, which the finished shard holds."""
+    def finish(self, name: str, shard: Path) -> None:
+        """Fill in the checksums of the groups, and of the shard with its `name`, out of the finished file."""
         with pa.memory_map(str(shard)) as source:
-            content = source.read_buffer()
-        place = INDEX_SCHEMA.get_field_index("checksum")
+            content = memoryview(source.read_buffer())
+        place, whole, done = INDEX_SCHEMA.get_field_index("checksum"), FileChecksum(), 0
         for number, table in enumerate(self.tables):
-            ranges = zip(table.column("offset").to_pylist(), table.column("length").to_pylist(), strict=True)
-            checksums = [zlib.crc32(content.slice(offset, length)) for offset, length in ranges]
-            self.tables[number] = table.set_column(place, INDEX_SCHEMA.field(place), [pa.array(checksums, pa.uint32())])
+            checksums = []
+            for offset, length in zip(*(table.column(key).to_pylist() for key in ("offset", "length")), strict=True):
+                whole.add(content[done : offset + length])  # once through the memory for both
+                checksums.append(group_checksum(content[offset : offset + length]))
+                done = offset + length
+            column = pa.array(checksums, pa.uint64())
+            self.tables[number] = table.set_column(place, INDEX_SCHEMA.field(place), column)
+        whole.add(content[done:])
+        self.described = {"name": name, "size": len(content), "xxh3_128": whole.hex}
 
     def save(self, path: Path) -> None:
         """Write the rows, whole or not at all."""
@@ -88,7 +94,7 @@ def read_lost(path: Path) -> list[tuple[int, str, str]]:
 
 
 def read_described(path: Path) -> dict[str, Any]:
-    """Name, size and SHA-256 that a shard had when it was written, so that nobody need read it again."""
+    """Name, size and checksum that a shard had when it was written, so that nobody need read it again."""
     described: dict[str, Any] = _metadata(path, b"shard")
     return described
 

@@ -12,18 +12,19 @@ import os
 from pathlib import Path
 from typing import Any
 
+from balance.checksums import file_checksum
 from balance.errors import DamagedShard, DataError
 from packer.storage import Root, is_uri, join, open_root
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 
 
 def describe_file(root: Root, name: str) -> dict[str, Any]:
-    """Name, size and SHA-256 of a file of the build, which is read once."""
+    """Name, size and checksum of a file of the build, which is read once."""
     with root.open(name) as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
-        return {"name": name, "size": file.seek(0, os.SEEK_END), "sha256": digest}
+        checksum, size = file_checksum(file)
+    return {"name": name, "size": size, "xxh3_128": checksum}
 
 
 def hash_json(value: Any) -> str:

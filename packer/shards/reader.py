@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.ipc
 from numpy.typing import NDArray
 
-from balance.errors import DamagedShard
+from balance.errors import DamagedShard, first_line
 from balance.records import COUNT_COLUMNS
 from packer.shards.arrow import shard_schema
 from packer.shards.index import INDEX_BATCH_ROWS
@@ -63,7 +63,7 @@ def read_index_row(path: Path, group: int) -> IndexRow:
         with pa.memory_map(str(path)) as source:
             values = pa.ipc.open_file(source).get_batch(batch_number).slice(row, 1).to_pylist()[0]
     except (pa.ArrowException, OSError, IndexError) as error:
-        raise DamagedShard(f"{path}: not readable ({_first_line(error)}); run `packer verify`") from None
+        raise DamagedShard(f"{path}: not readable ({first_line(error)}); run `packer verify`") from None
     return IndexRow(
         **{name: values[name] for name in ("shard", "offset", "length", "num_samples")},
         counts={name: values[name] for name in COUNT_COLUMNS},
@@ -87,7 +87,7 @@ def read_stored(root: Root, shard: str, row: IndexRow, shard_format: str) -> lis
             samples = _read_arrow(content, refs=shard_format == "refs")
     # what damaged bytes make of either format's parser
     except (pa.ArrowException, tarfile.TarError, OSError, EOFError, KeyError, TypeError, ValueError) as error:
-        problem = error.strerror if isinstance(error, OSError) and error.strerror else _first_line(error)
+        problem = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
         raise DamagedShard(f"{where}: not readable ({problem}); run `packer verify`") from None
     found = tuple(sample.sample_id for sample in samples)
     if found != row.sample_ids:
@@ -138,7 +138,3 @@ def _from_members(key: str, members: dict[str, bytes]) -> StoredSample:
 
 def _numbers(cell: pa.ListScalar) -> NDArray[np.int32]:
     return np.asarray(cell.values.to_numpy(), dtype=np.int32)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

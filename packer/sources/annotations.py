@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from balance.errors import DataError
+from packer.sources.files import file_infos
 from packer.sources.json_records import read_json_records
 from packer.sources.source import Chunk, cut
 from packer.storage import FileInfo, Root, open_root
@@ -23,7 +23,7 @@ class AnnotationSource:
 
     def files(self) -> list[FileInfo]:
         """The annotation files."""
-        return [_info(self._root, name) for name in self._names]
+        return file_infos(self._root, self._names)
 
     def chunks(self, num_records: int, on_bytes: Callable[[int], None]) -> Iterator[Chunk]:
         """The records, read here: only a parser finds where one ends."""
@@ -38,10 +38,3 @@ class AnnotationSource:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
             described.append({"name": info.name, "size": info.size, "sha256": digest})
         return described
-
-
-def _info(root: Root, name: str) -> FileInfo:
-    try:
-        return root.info(name)
-    except OSError as error:
-        raise DataError(f"{root.uri}/{name}: cannot be read: {error.strerror or error}") from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from balance.errors import ConfigError, DataError
+from balance.errors import ConfigError, DataError, first_line
 from balance.presets import DatasetPreset, load_dataset, preset_names
 from packer.sources.hub import parse_hub_id
 from packer.sources.layouts import Located, locate, open_located
@@ -90,8 +90,8 @@ def _mixture(place: str, data_root: str | None, *, fetch: bool) -> Dataset:
     parts: list[Part] = []
     for entry in mixture.datasets:
         root = entry.data_root if entry.data_root is None or data_root is None else _under(data_root, entry.data_root)
-        place = entry.dataset if data_root is None else _under(data_root, entry.dataset)
-        found = find_dataset(place, root or data_root, fetch=fetch)
+        wanted = entry.dataset if data_root is None else _under(data_root, entry.dataset)
+        found = find_dataset(wanted, root or data_root, fetch=fetch)
         parts += [_weighted(part, entry) for part in found.parts]
     names = [part.name for part in parts]
     if len(set(names)) < len(names):
@@ -151,5 +151,4 @@ def _fetch(preset: DatasetPreset, target: Path) -> None:
     try:
         hf_hub_download(preset.hub_repo, preset.hub_file, repo_type="dataset", local_dir=target.parent)
     except Exception as error:  # the Hub client raises some twenty types, network libraries' own among them
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DataError(f"{preset.hub_file} could not be fetched from {preset.hub_repo}: {reason}") from None
+        raise DataError(f"{preset.hub_file} could not be fetched from {preset.hub_repo}: {first_line(error)}") from None

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any
 
-from balance.errors import DataError
+from balance.errors import DataError, first_line
 from packer.storage import FileInfo, Root, join
 
 
@@ -27,21 +27,16 @@ def opened(root: Root, name: str) -> Iterator[IO[bytes]]:
         with root.open(name) as file:
             yield file
     except OSError as error:
-        raise DataError(f"{join(root.uri, name)}: cannot be read: {error.strerror or _line(error)}") from None
+        raise DataError(f"{join(root.uri, name)}: cannot be read: {error.strerror or first_line(error)}") from None
 
 
 def damaged(root: Root, name: str, error: Exception) -> DataError:
     """The error for a file that is not what its kind should be."""
-    return DataError(f"{join(root.uri, name)}: damaged or cut short: {_line(error)}")
-
-
-def _line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return DataError(f"{join(root.uri, name)}: damaged or cut short: {first_line(error)}")
 
 
 def _info(root: Root, name: str) -> FileInfo:
     try:
         return root.info(name)
     except OSError as error:
-        raise DataError(f"{join(root.uri, name)}: cannot be read: {error.strerror or _line(error)}") from None
+        raise DataError(f"{join(root.uri, name)}: cannot be read: {error.strerror or first_line(error)}") from None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from balance.errors import ConfigError, DataError
+from balance.errors import ConfigError, DataError, first_line
 from packer.sources.splits import choose_files, split_of
 
 CONVERTED = "refs/convert/parquet"
@@ -67,7 +67,7 @@ def fetch_parquet(dataset: HubId) -> tuple[str, tuple[str, ...]]:
             names = _parquet(HfApi().list_repo_files(dataset.repo, repo_type="dataset", revision=revision))
     except Exception as error:  # the Hub client raises some twenty types, network libraries' own among them
         raise DataError(
-            f"no file or folder {dataset.repo}, and the Hugging Face Hub gave no such dataset: {_line(error)}"
+            f"no file or folder {dataset.repo}, and the Hugging Face Hub gave no such dataset: {first_line(error)}"
         ) from None
     chosen = choose_parquet(names, dataset)
     try:
@@ -75,7 +75,9 @@ def fetch_parquet(dataset: HubId) -> tuple[str, tuple[str, ...]]:
             dataset.repo, repo_type="dataset", revision=revision, allow_patterns=[_literal(name) for name in chosen]
         )
     except Exception as error:
-        raise DataError(f"{dataset.repo} could not be downloaded from the Hugging Face Hub: {_line(error)}") from None
+        raise DataError(
+            f"{dataset.repo} could not be downloaded from the Hugging Face Hub: {first_line(error)}"
+        ) from None
     return str(folder), chosen
 
 
@@ -108,8 +110,3 @@ def _config_of(name: str) -> str:
 def _literal(name: str) -> str:
     """A pattern that matches this name only."""
     return re.sub(r"([*?\[])", r"[\1]", name)
-
-
-def _line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

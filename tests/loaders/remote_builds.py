@@ -8,7 +8,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 from obstore.store import S3Store
 from servers import S3Server
 from shard_fixture import Sample
@@ -39,16 +38,6 @@ def use(monkeypatch: Any, s3: S3Server, endpoint: str | None = None) -> None:
     """Lead clients to the server, or to a proxy in front of it."""
     for name, value in {**s3.environment, "AWS_ENDPOINT_URL": endpoint or s3.endpoint}.items():
         monkeypatch.setenv(name, value)
-
-
-def without_checksums(build: Path) -> None:
-    """Make a build one of before there were checksums of groups."""
-    path = build / "index.arrow"
-    with pa.OSFile(str(path), "rb") as source:
-        table = pa.ipc.open_file(source).read_all().drop_columns("checksum")
-    with pa.ipc.new_file(str(path), table.schema) as writer:
-        writer.write_table(table.combine_chunks(), max_chunksize=65_536)
-    describe_again(build, "index.arrow")
 
 
 def describe_again(build: Path, name: str) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import tarfile
-import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 from PIL import Image
 
 from balance.order import choose_order
@@ -99,7 +98,7 @@ def write_build(root: Path, groups: list[list[Sample]], format: str = "arrow", m
     write_index(root / "index.arrow", rows)
     order = choose_order(len(groups))
     manifest = {
-        "format_version": 1,
+        "format_version": 2,
         "isobatch_version": "0",
         "format": format,
         "config": {},
@@ -130,7 +129,7 @@ INDEX_SCHEMA = pa.schema(
         ("shard", pa.int32()),
         ("offset", pa.int64()),
         ("length", pa.int64()),
-        ("checksum", pa.uint32()),
+        ("checksum", pa.uint64()),
         ("num_samples", pa.int32()),
         *[(f"num_{name}", pa.int32()) for name in COUNTS],
         ("sample_ids", pa.list_(pa.string())),
@@ -143,7 +142,7 @@ def _index_row(shard: int, place: tuple[int, int], content: bytes, group: list[S
         "shard": shard,
         "offset": place[0],
         "length": place[1],
-        "checksum": zlib.crc32(content[place[0] : sum(place)]),
+        "checksum": xxhash.xxh3_64_intdigest(content[place[0] : sum(place)]),
         "num_samples": len(group),
         **{f"num_{name}": _total(group, f"num_{name}") for name in COUNTS},
         "sample_ids": [sample.sample_id for sample in group],
@@ -231,7 +230,7 @@ def _npy(values: list[int]) -> bytes:
 
 def _describe(root: Path, name: str) -> dict[str, Any]:
     content = (root / name).read_bytes()
-    return {"name": name, "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    return {"name": name, "size": len(content), "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
 
 
 def _total(group: list[Sample], column: str) -> int:

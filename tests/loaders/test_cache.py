@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loaders.cache import BLOCK_BYTES, Cache
+from loaders.cache import Cache
+from loaders.cache_room import BLOCK_BYTES
 
 ROOT = Path(__file__).parents[2]
 
@@ -155,15 +156,15 @@ def run(code, *arguments):
 HOLD = """
 import sys
 from pathlib import Path
-from loaders.cache import _locked
-with _locked(Path(sys.argv[1]) / "size", 5):
+from loaders.cache_room import locked
+with locked(Path(sys.argv[1]) / "size", 5):
     print("held", flush=True)
     sys.stdin.read()
 """
 
 
 def test_a_process_that_stops_with_the_lock_held_stops_nobody_else(tmp_path, monkeypatch):
-    monkeypatch.setattr("loaders.cache.LOCK_WAIT_S", 0.2)
+    monkeypatch.setattr("loaders.cache_room.LOCK_WAIT_S", 0.2)
     cache = Cache(tmp_path, "build", 1 << 20)
     cache.write("a", b"x")
     with run(HOLD, tmp_path) as child:

@@ -19,6 +19,7 @@ from balance.presets import load_model
 from loaders import pixels
 from loaders.batch import MicroBatch
 from loaders.collate import EMPTY_GROUP, MediaOptions, StepTotals, collate
+from loaders.decode import decode
 from loaders.log_mel import log_mel_frames, log_mel_windows
 from loaders.shards import RawGroup
 
@@ -126,7 +127,7 @@ def test_clips_are_never_dropped_for_want_of_a_rule(group: RawGroup) -> None:
 def test_pixels_are_those_of_each_image_in_order(group: RawGroup) -> None:
     for exact in (False, True):
         batch = _collate(group, exact_resize=exact)
-        each = [pixels.cut(MODEL.vision, pixels.decode(image), exact=exact) for image in group.images]
+        each = [pixels.cut(MODEL.vision, decode(image), exact=exact) for image in group.images]
         assert torch.equal(batch.pixel_values, torch.cat(each))
         assert batch.patches_per_image.tolist() == [len(patches) for patches in each]
 

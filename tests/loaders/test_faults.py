@@ -163,7 +163,7 @@ def test_a_flipped_index_and_a_flipped_manifest_are_refused(s3, url, folder, ope
     store, name = client(s3), f"{tmp_path.name}/index.arrow"
     store.put(name, damaged((folder / "index.arrow").read_bytes()))
     for cache_bytes in (1 << 30, 0):
-        with pytest.raises(DamagedShard, match=r"index.arrow: its SHA-256 is not the manifest's"):
+        with pytest.raises(DamagedShard, match=r"index.arrow: its checksum is not the manifest's"):
             opened(url, cache_bytes=cache_bytes)
     assert not [path for path in (tmp_path / "cache").rglob("*/*") if path.is_file()]
 

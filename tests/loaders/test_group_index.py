@@ -29,14 +29,14 @@ def test_a_missing_directory_and_an_unfinished_build_are_told_apart(build, tmp_p
         read_manifest(build)
 
 
-@pytest.mark.parametrize("changes", [{"format_version": 2}, {"format": "zip"}])
+@pytest.mark.parametrize("changes", [{"format_version": 1}, {"format": "zip"}])
 def test_a_build_of_another_version_is_refused(build, changes):
     rewrite_manifest(build, **changes)
-    with pytest.raises(DataError, match=r"format_version 1, arrow, webdataset, refs"):
+    with pytest.raises(DataError, match=r"format_version 2, arrow, webdataset, refs"):
         read_manifest(build)
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b'{"format_version": 1, "format": "arrow"}'])
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b'{"format_version": 2, "format": "arrow"}'])
 def test_a_file_that_is_no_manifest_gives_one_line(build, content):
     (build / "manifest.json").write_bytes(content)
     with pytest.raises(DataError, match=r"manifest.json: not a manifest of Isobatch") as error:

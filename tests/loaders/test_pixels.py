@@ -16,7 +16,8 @@ from transformers.image_utils import load_image
 from balance.errors import DataError
 from balance.patches import ImageRejected, plan_image
 from balance.presets import AnyresRule, NativeRule, load_model, preset_names
-from loaders.pixels import _normalize_on_device, cut, cut_into, decode, normalize, patch_shape
+from loaders.decode import decode
+from loaders.pixels import _normalize_on_device, cut, cut_into, normalize, patch_shape
 from loaders.resize import LEVELS
 
 PRESETS = preset_names("models")

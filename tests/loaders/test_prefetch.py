@@ -104,6 +104,27 @@ def test_an_error_is_raised_where_its_step_was_due_and_ends_the_work(workers):
     assert list(prefetcher) == []
 
 
+def test_an_error_does_not_wait_for_the_parts_behind_it():
+    woken, waited = threading.Event(), []
+    steps = [[lambda: 1 // 0, lambda: waited.append(woken.wait(WAIT_S))]]
+    prefetcher = Prefetcher(works(steps), workers=2, max_bytes=99, cancel=woken.set)
+    with pytest.raises(ZeroDivisionError):
+        next(prefetcher)
+    assert waited in ([], [True])  # it was woken, or never begun
+
+
+def test_of_several_errors_the_first_parts_is_raised_whoever_is_faster():
+    failed = threading.Event()
+
+    def second():
+        failed.set()
+        raise KeyError("second")
+
+    steps = [[lambda: failed.wait(WAIT_S) and int("first"), second]]
+    with pytest.raises(ValueError, match="first"):
+        next(Prefetcher(works(steps), workers=2, max_bytes=99))
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_of_planning_comes_behind_the_steps_before_it(workers):
     def planning():

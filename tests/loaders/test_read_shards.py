@@ -8,14 +8,13 @@ import pytest
 from shard_fixture import FORMATS, group_samples, make_samples, write_build
 
 from balance.errors import DamagedShard
-from loaders.index import GroupIndex, read_manifest
-from loaders.shards import OpenFiles, open_shards
+from loaders import storage
+from loaders.local import OpenFiles
 
 
 def open_build(root):
-    manifest = read_manifest(root)
-    index = GroupIndex(root / "index.arrow", manifest.num_groups)
-    return open_shards(manifest, index, None), manifest
+    build = storage.open_build(root)
+    return build.shards, build.manifest
 
 
 @pytest.mark.parametrize("format", FORMATS)

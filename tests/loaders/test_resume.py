@@ -1,120 +1,104 @@
-"""Stopped and resumed on any ranks, workers and micro-batches, epoch after epoch, every sample comes exactly once."""
+"""Stopped, resumed and killed on any ranks, workers and micro-batches, every sample comes once per epoch."""
 
-import json
 import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
-from itertools import islice
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
+from consume_steps import EPOCHS, mark
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_tables import path_groups, text_samples, write_tabled
+from remote_builds import upload
+from sample_tables import LIMITS, path_groups, text_samples
+from segments import Segment, killable_runs, run_segments, write_listed
+from shard_fixture import FORMATS, make_samples
 from step_planners import repack
 
-from loaders import StreamingLoader
+from loaders.storage import StorageOptions
 
-NUM_SAMPLES, EPOCHS = 260, 3
+SAMPLES = [*text_samples(50), *(s for s in make_samples(14) if len(s.input_ids) <= LIMITS.max_seq_len)]
+EXPECTED = {(epoch, mark(s.sample_id, s.input_ids, s.labels)) for s in SAMPLES for epoch in range(EPOCHS)}
+SMALL_WORLD = 8
+"""Ranks at most where groups are made anew: every simulated rank makes those of all, which takes the square."""
 
 
 @pytest.fixture(scope="module")
 def builds(tmp_path_factory):
     root = tmp_path_factory.mktemp("builds")
-    groups = path_groups(text_samples(NUM_SAMPLES))
-    return {format: write_tabled(root / format, groups, format) for format in ("arrow", "webdataset", "refs")}
+    groups = path_groups(SAMPLES, max_tokens=40)
+    return {format: write_listed(root / format, groups, format) for format in FORMATS}
 
 
-runs = st.lists(
-    st.fixed_dictionaries(
-        {
-            "dp_world_size": st.sampled_from([1, 2, 3, 5, 7, 16, 64]),
-            "micro_batches_per_step": st.integers(1, 4),
-            "workers": st.integers(0, 2),
-            "num_steps": st.integers(0, 40),
-        }
-    ),
-    min_size=1,
-    max_size=3,
+@pytest.fixture(scope="module")
+def server(builds):
+    with killable_runs(builds["arrow"]) as connection:
+        yield connection
+
+
+segments = st.builds(
+    Segment,
+    world=st.one_of(st.integers(1, 8), st.integers(1, 64)),
+    micro_batches=st.integers(1, 4),
+    workers=st.integers(0, 2),
+    num_steps=st.integers(0, 12),
+    end=st.sampled_from(["stop", "go on", "kill"]),
+    save_every=st.integers(1, 3),
+    delay_s=st.floats(0, 0.02),
 )
 modes = st.sampled_from(
     [
         {},
         {"order": "random"},
-        {"planner": repack},
         {"regroup": "epoch", "regroup_window": 16},
+        {"planner": repack},
         {"regroup": "epoch", "regroup_window": 16, "planner": repack, "order": "random"},
     ]
 )
+runs = {
+    "segments": st.lists(segments, min_size=1, max_size=3),
+    "mode": modes,
+    "remainder": st.sampled_from(["pad", "drop"]),
+}
 
 
-@settings(deadline=None, max_examples=12)
-@given(
-    runs=runs, mode=modes, remainder=st.sampled_from(["pad", "drop"]), format=st.sampled_from(["arrow", "webdataset"])
-)
-def test_any_sequence_of_stops_and_resumes_gives_every_sample_once_per_epoch(builds, runs, mode, remainder, format):
-    state, dropped = None, 0
-    seen: Counter[tuple[int, str]] = Counter()
-    last = {"dp_world_size": 2, "micro_batches_per_step": 1, "workers": 1, "num_steps": 10**6}
-    for run in [*runs, last]:
-        num_steps, states = run["num_steps"], []
-        options = {name: value for name, value in run.items() if name != "num_steps"} | mode
-        for rank in range(run["dp_world_size"]):
-            loader = StreamingLoader(builds[format], dp_rank=rank, remainder=remainder, **options)
-            if state is not None:
-                loader.load_state_dict(json.loads(state))
-            seen.update(consume(loader, num_steps))
-            states.append(json.dumps(loader.state_dict()))
-        assert len(set(states)) == 1
-        state, dropped = states[0], dropped + loader.num_dropped_samples
+def check_run(server, segments, options):
+    if "planner" in options or "regroup" in options:
+        segments = [replace(segment, world=min(segment.world, SMALL_WORLD)) for segment in segments]
+    seen, dropped = Counter(), 0
+    for step in run_segments(segments, server, options):
+        seen.update((step.epoch, sample) for sample in step.samples)
+        dropped += step.num_dropped
     assert set(seen.values()) <= {1}
-    assert len(seen) + dropped == EPOCHS * NUM_SAMPLES
-    assert dropped == 0 or remainder == "drop"
+    assert set(seen) <= EXPECTED
+    assert len(seen) + dropped == len(EXPECTED)
+    assert dropped == 0 or options["remainder"] == "drop"
 
 
-def consume(loader, num_steps):
-    """(epoch, sample id) of the next steps, epoch after epoch until a step is not of the first EPOCHS."""
-    while loader.epoch < EPOCHS:
-        for step in islice(loader, num_steps):
-            if loader.epoch == EPOCHS:
-                return
-            num_steps -= 1
-            yield from ((loader.epoch, sample_id) for batch in step for sample_id in batch.sample_ids)
-        if num_steps == 0:
-            return
+@pytest.mark.parametrize("format", FORMATS)
+@settings(deadline=None, max_examples=6)
+@given(**runs)
+def test_every_sample_comes_once_per_epoch_whatever_happens(builds, server, format, segments, mode, remainder):
+    check_run(server, segments, {"url": builds[format], "remainder": remainder, **mode})
 
 
-@pytest.mark.parametrize("format", ["arrow", "webdataset", "refs"])
-def test_killed_at_any_time_a_run_goes_on_from_its_last_state_on_other_ranks(builds, tmp_path, format):
-    rng = random.Random(format)
-    done: list[str] = []
-    state = None
-    for number, world in enumerate([3, 2]):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        (folder / "start.json").write_text(json.dumps(state))
-        script = Path(__file__).with_name("consume_steps.py")
-        process = subprocess.Popen([sys.executable, script, builds[format], folder, str(world)])
-        try:
-            wanted = rng.randint(2, 5)
-            deadline = time.monotonic() + 60
-            while len(list(folder.glob("step-*.json"))) < wanted and process.poll() is None:
-                assert time.monotonic() < deadline
-                time.sleep(0.002)
-            os.kill(process.pid, signal.SIGKILL)
-        finally:
-            process.kill()
-            process.wait(10)
-        steps = [json.loads(path.read_text()) for path in sorted(folder.glob("step-*.json"))]
-        done += [sample_id for step in steps for sample_id in step["sample_ids"]]
-        state = steps[-1]["state"]
-    rest = StreamingLoader(builds[format], dp_rank=0, dp_world_size=1)
-    rest.load_state_dict(state)
-    left = [sample_id for step in rest for batch in step for sample_id in batch.sample_ids]
-    assert done
-    assert left
-    assert Counter(done + left) == Counter(sample.sample_id for sample in text_samples(NUM_SAMPLES))
+@pytest.fixture(scope="module")
+def bucket(s3, builds, tmp_path_factory):
+    """The builds in a bucket, by format."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in s3.environment.items():
+            patch.setenv(name, value)
+        yield {format: upload(s3, builds[format], f"resume-{os.getpid()}/{format}") for format in FORMATS}
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("format", FORMATS)
+@settings(deadline=None, max_examples=3)
+@given(**runs, cache_bytes=st.sampled_from([0, 200_000, 1 << 30]))
+def test_every_sample_comes_once_per_epoch_from_a_bucket(
+    bucket, server, tmp_path_factory, format, segments, mode, remainder, cache_bytes
+):
+    storage = StorageOptions(cache_dir=tmp_path_factory.mktemp("cache"), cache_bytes=cache_bytes)
+    options = {"url": bucket[format], "remainder": remainder, "storage": storage, **mode}
+    if format == "refs":
+        options["image_root"] = f"{bucket[format]}/images"
+    check_run(server, segments, options)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from remote_builds import client, is_as_written, upload, use, without_checksums
+from remote_builds import client, is_as_written, upload, use
 from servers import FaultyProxy
 from shard_fixture import FORMATS, group_samples, make_samples, write_build
 
@@ -99,12 +99,6 @@ def test_many_threads_read_at_once(s3, builds, opened, tmp_path):
         pool.submit(build.shards.prefetch, range(0, len(GROUPS), 2))
         found = [*pool.map(build.shards.read, numbers)]
     assert all(is_as_written(raw, GROUPS[number]) for raw, number in zip(found, numbers, strict=True))
-
-
-def test_a_build_without_checksums_of_groups_loads(s3, opened, tmp_path):
-    folder = write_build(tmp_path / "old", GROUPS)
-    without_checksums(folder)
-    assert all_intact(opened(upload(s3, folder, tmp_path.name)))
 
 
 def test_the_index_is_fetched_once_per_machine_and_again_for_another_build(s3, builds, opened, tmp_path, monkeypatch):

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.io import wavfile
 
-from packer.audio import AudioHeader, AudioProblem, read_audio_header
+from packer.audio import AudioHeader, read_audio_header
+from packer.media import MediaProblem
 
 SHARED = Path(__file__).parents[3] / "shared"
 SPEECH = SHARED / "corpora" / "speech"
@@ -27,8 +28,8 @@ def read(data: bytes) -> AudioHeader:
     return read_audio_header(io.BytesIO(data), "clip")
 
 
-def problem(data: bytes) -> AudioProblem:
-    with pytest.raises(AudioProblem) as caught:
+def problem(data: bytes) -> MediaProblem:
+    with pytest.raises(MediaProblem) as caught:
         read(data)
     assert "clip: " in caught.value.detail
     assert "\n" not in caught.value.detail
@@ -190,7 +191,7 @@ def test_a_damaged_header_is_read_or_named(cut: int, place: int, byte: int, kind
     data = data[: len(data) - cut]
     try:
         header = read(bytes(data))
-    except AudioProblem:
+    except MediaProblem:
         return
     assert header.num_samples > 0
     assert header.sampling_rate > 0
@@ -203,7 +204,7 @@ def test_a_file_system_error_is_unreadable() -> None:
         def read(self, size: int | None = -1) -> bytes:
             raise OSError(5, "Input/output error")
 
-    with pytest.raises(AudioProblem, match="unreadable_audio: clip: Input/output error"):
+    with pytest.raises(MediaProblem, match="unreadable_audio: clip: Input/output error"):
         read_audio_header(Broken(b"RIFF"), "clip")
 
 

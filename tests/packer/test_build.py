@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from PIL import Image
 from raw_data import good_records, options, record, write_dataset, write_image
 from rich.console import Console
 
+from balance.checksums import group_checksum
 from balance.errors import ConfigError, DataError
 from balance.patches import plan_image
 from balance.presets import load_model
@@ -58,7 +58,7 @@ def read_samples(out):
         with (out / manifest["shards"][entry["shard"]]["name"]).open("rb") as file:
             file.seek(entry["offset"])
             message = file.read(entry["length"])
-        assert zlib.crc32(message) == entry["checksum"]
+        assert group_checksum(message) == entry["checksum"]
         shard = pa.ipc.open_file(str(out / manifest["shards"][entry["shard"]]["name"]))
         batch = pa.ipc.read_record_batch(pa.py_buffer(message), shard.schema).to_pylist()
         assert [row["sample_id"] for row in batch] == entry["sample_ids"]

@@ -1,4 +1,4 @@
-"""Answers take one rendering per conversation where the template copies texts, and many where it does not."""
+"""Answers take no rendering where the template surely copies texts, one where it seems so, many where it does not."""
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +13,42 @@ LAST = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content if loop.last else m.content.replace('b', 'BBB') }}"
     "</{{ m.role }}>\n{% endfor %}"
 )
+# each looks into the texts, unseen by a plain rendering of stand-ins
+LOOKS = {
+    "tests": "{% if m.content %}full{% endif %}{{ m.content }}",
+    "contains": "{% if 'a' in m.content %}!{% endif %}{{ m.content }}",
+    "compares": "{% if m.content == 'b' %}!{% endif %}{{ m.content }}",
+    "compares the other way": "{% if 'b' == m.content %}!{% endif %}{{ m.content }}",
+    "is in": "{% if m.content in ['b', 'a'] %}!{% endif %}{{ m.content }}",
+    "key": "{{ {'b': '!'}.get(m.content, '') }}{{ m.content }}",
+    "measures": "{{ m.content | length }}{{ m.content }}",
+    "slices": "{{ m.content[:1] }}{{ m.content }}",
+    "loops": "{% for c in m.content %}-{% endfor %}{{ m.content }}",
+    "joined first": "{% if (m.content + 'x')[0] == 'b' %}!{% endif %}{{ m.content }}",
+    "joined first, from the left": "{% if ('x' + m.content)[1:] == 'b' %}!{% endif %}{{ m.content }}",
+    "concatenated": "{% if (m.content ~ 'x')[0] == 'b' %}!{% endif %}{{ m.content }}",
+    "formatted": "{% if ('%s' % m.content) == 'b' %}!{% endif %}{{ m.content }}",
+    "format": "{% if '{}'.format(m.content) == 'b' %}!{% endif %}{{ m.content }}",
+    "joined list": "{% if [m.content, ''] | join == 'b' %}!{% endif %}{{ m.content }}",
+    "join method": "{% if ''.join([m.content]) == 'b' %}!{% endif %}{{ m.content }}",
+    "json": "{% if m | tojson | length > 40 %}!{% endif %}{{ m.content }}",
+    "json text": "{{ m.content | tojson }}",
+    "block": "{% set x %}{{ m.content }}{% endset %}{% if x == 'b' %}!{% endif %}{{ x }}",
+    "macro": "{% macro f(x) %}{{ x }}{% endmacro %}{% if f(m.content) == 'b' %}!{% endif %}{{ m.content }}",
+    "namespace": "{% set n = namespace(t=m.content) %}{% if n.t == 'b' %}!{% endif %}{{ n.t }}",
+    "mapped": "{% if 'b' in messages | map(attribute='content') | list %}!{% endif %}{{ m.content }}",
+    "selected": "{{ messages | selectattr('content', 'equalto', 'b') | list | length }}{{ m.content }}",
+    "whole": "{% if (m | string) == 'b' %}!{% endif %}{{ m.content }}",
+    "minimum": "{{ [m.content, 'b'] | min }}",
+    "ordered": "{% if m.content < 'b' %}!{% endif %}{{ m.content }}",
+    "repeated": "{{ (m.content * 2) | length }}{{ m.content }}",
+    "filtered block": "{% filter upper %}{{ m.content }}{% endfilter %}",
+    "method": "{{ m.content.upper() }}",
+    "starts": "{% if m.content.startswith('b') %}!{% endif %}{{ m.content }}",
+    "items": "{% for k, v in m.items() %}{% if v == 'b' %}!{% endif %}{% endfor %}{{ m.content }}",
+    "even": "{% if m.content is divisibleby 2 %}!{% endif %}{{ m.content }}",
+    "day": "{{ strftime_now('%f') }}{{ m.content }}",
+}
 PROMPT = "{% if add_generation_prompt %}<assistant>{% endif %}"
 texts = st.text("ab#\n <", max_size=6)
 conversations = st.lists(st.tuples(texts, texts), min_size=1, max_size=4)
@@ -47,7 +83,7 @@ def test_the_short_way_gives_what_one_rendering_per_turn_gives(source):
     check()
 
 
-def test_a_template_that_copies_is_rendered_once_per_conversation(monkeypatch):
+def test_a_template_that_surely_copies_is_not_rendered_again(monkeypatch):
     template = ChatTemplate(COPIES + PROMPT, {})
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     template.render_with_answers(messages)
@@ -55,5 +91,28 @@ def test_a_template_that_copies_is_rendered_once_per_conversation(monkeypatch):
     plain = template.render
     monkeypatch.setattr(template, "render", lambda *a, **k: renderings.append(a) or plain(*a, **k))
     text, spans = template.render_with_answers([{**m, "content": m["content"] * 5} for m in messages])
-    assert len(renderings) == 1
+    assert not renderings
     assert [text[a:b] for a, b in spans] == ["bbbbb</assistant>\n"]
+
+
+CERTAIN = [
+    COPIES,
+    "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '</s>' }}{% endfor %}",
+    "{% for m in messages %}{% set t = m.content + '|' %}{{ '>' + t }}{% endfor %}",
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{{ p.text }}{% endfor %}{% endif %};{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("source", CERTAIN)
+def test_it_is_seen_that_a_template_only_copies(source):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert ChatTemplate(source + PROMPT, {})._copies(messages)
+
+
+@pytest.mark.parametrize("looks", LOOKS)
+def test_it_is_seen_that_a_template_looks_into_texts(looks):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}]
+    template = ChatTemplate("{% for m in messages %}" + LOOKS[looks] + ";{% endfor %}" + PROMPT, {})
+    template.render(messages) if looks != "even" else None  # it is a template that works
+    assert not template._copies(messages)

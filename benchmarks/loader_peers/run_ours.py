@@ -1,0 +1,47 @@
+"""Isobatch's StreamingLoader. Decoding cuts the images into the model's patches and stacks them, beyond what is asked.
+
+The build is written by `loader_data.write_build`, in the environment of the benchmark.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import measure
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from loaders import MicroBatch, StreamingLoader
+from loaders.storage import StorageOptions
+
+
+def open_loader(task: measure.Task) -> StreamingLoader:
+    """Steps of two groups: as many samples as others have in a batch. Workers are threads."""
+    return StreamingLoader(
+        task.place,
+        dp_rank=0,
+        dp_world_size=1,
+        micro_batches_per_step=measure.BATCH // measure.GROUP,
+        workers=task.workers,
+        pixel_dtype=torch.uint8,
+        decode_images=task.decoded,
+        storage=StorageOptions(cache_dir=task.cache),
+    )
+
+
+def parts(step: list[MicroBatch]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Images of all micro-batches, encoded or as patches, one each; and the packed tokens."""
+    images = [image for batch in step for image in (batch.images or batch.pixel_values)]
+    return images, [tokens for batch in step for tokens in (batch.input_ids, batch.labels)]
+
+
+def write(samples: list[measure.Sample], folder: Path) -> None:
+    """Nothing: the build is there."""
+
+
+if __name__ == "__main__":
+    measure.main(write, open_loader, parts=parts)

@@ -1,0 +1,68 @@
+"""A build in all formats, in a bucket and on disk, loaders of it, and nothing left behind by any test."""
+
+import contextlib
+import gc
+
+import pytest
+import torch
+from fault_runs import GROUPS, children, loader_threads, make
+from remote_builds import upload, use
+from servers import FaultyProxy
+from shard_fixture import FORMATS, write_build
+from test_loader_work import content
+
+from loaders.storage import StorageOptions
+
+
+@pytest.fixture(scope="session")
+def builds(tmp_path_factory):
+    """In three shards or more, so that there are whole ones beside a damaged one."""
+    root = tmp_path_factory.mktemp("builds")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shard_fixture.SHARD_GROUPS", 7)
+        return {format: write_build(root / format, GROUPS, format) for format in FORMATS}
+
+
+@pytest.fixture(scope="session")
+def urls(s3, builds):
+    return {format: upload(s3, folder, f"loader-faults/{format}") for format, folder in builds.items()}
+
+
+@pytest.fixture(scope="session")
+def expected(builds):
+    """What each step holds."""
+    torch.set_num_threads(1)
+    runs = [[content(step) for step in make(builds[format], workers=0)] for format in FORMATS]
+    assert runs[0] == runs[1] == runs[2]
+    return runs[0]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(s3):
+    before = children()
+    yield
+    gc.collect()
+    assert loader_threads() == []
+    assert children() == before
+
+
+@pytest.fixture
+def proxy(s3, monkeypatch):
+    with contextlib.closing(FaultyProxy(s3.endpoint)) as proxy:
+        use(monkeypatch, s3, proxy.endpoint)
+        yield proxy
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Makes a loader with a cache of the test's own; closed at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def load_it(url, *, workers=2, **storage):
+            options = StorageOptions(**{"cache_dir": tmp_path / "cache", "timeout_s": 30.0} | storage)
+            images = f"{url}/images" if str(url).endswith("refs") else None
+            return stack.enter_context(
+                contextlib.closing(make(url, workers=workers, image_root=images, storage=options))
+            )
+
+        yield load_it

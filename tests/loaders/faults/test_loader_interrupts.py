@@ -1,0 +1,150 @@
+"""Ctrl-C while a store stalls, and a full cache disk: real processes that end cleanly, with nothing left of them."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from fault_runs import members, of_shards
+from remote_builds import upload, use
+from servers import FaultyProxy
+from shard_fixture import group_samples, make_samples, write_build
+
+pytestmark = pytest.mark.server
+
+FOLDERS = [str(Path(__file__).parents[3]), *(str(folder) for folder in Path(__file__).parents[:3])]
+START_S = 120
+"""For a cold, shared machine to import torch, in the DataLoader's worker once more; then the run is killed."""
+LET_GO_S = 5
+INTERPRETER_S = 60
+"""For the end of an interpreter that has imported torch: seconds of computing, 15 on a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    return write_build(tmp_path_factory.mktemp("build") / "build", group_samples(make_samples(60)))
+
+
+@pytest.fixture(scope="module")
+def url(s3, build):
+    return upload(s3, build, "loader-interrupts")
+
+
+PROGRAM = """
+import atexit, sys
+atexit.register(print, "let go", flush=True)  # registered first, so called last: then only the interpreter is left
+import torch
+from torch.utils.data import DataLoader
+from loaders import StreamingLoader
+from loaders.storage import StorageOptions
+from loaders.trainers import StepDataset
+url, cache, workers, *_ = sys.argv[1:]
+torch.set_num_threads(1)
+loader = StreamingLoader(
+    url, dp_rank=0, dp_world_size=1, workers=int(workers), storage=StorageOptions(cache_dir=cache, timeout_s=600)
+)
+if "DataLoader" in sys.argv:
+    loader = DataLoader(StepDataset(loader), batch_size=None, num_workers=1, multiprocessing_context="spawn")
+for _ in loader:
+    pass
+"""
+WAYS = {
+    "no workers": (["0"], of_shards("stall")),
+    "two threads": (["2"], of_shards("stall")),
+    "while it opens": (["2"], lambda path: "stall"),
+    "a worker process": (["1", "DataLoader"], of_shards("stall")),
+}
+
+
+@contextlib.contextmanager
+def running(*arguments):
+    """A process that iterates, in a session of its own; killed at the end with all that it has started."""
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = {**os.environ, "PYTHONPATH": FOLDERS[0]}
+    with subprocess.Popen(command, **pipes, start_new_session=True, env=environment) as child:
+        killing = threading.Timer(START_S, end_session, [child.pid])
+        killing.start()
+        try:
+            yield child
+        finally:
+            killing.cancel()
+            end_session(child.pid)
+
+
+def end_session(session):
+    for pid in members(session):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ctrl_c_during_a_stall_ends_all_at_once(s3, url, tmp_path, monkeypatch, way):
+    options, fault = WAYS[way]
+    with contextlib.closing(FaultyProxy(s3.endpoint, fault)) as proxy:
+        use(monkeypatch, s3, proxy.endpoint)
+        with running(url, str(tmp_path / "cache"), *options) as child:
+            while not any(fault(path) for path, _ in list(proxy.requests)):
+                assert child.poll() is None, child.stderr.read()
+                time.sleep(0.01)
+            os.killpg(child.pid, signal.SIGINT)  # as a terminal does: to all processes of the run
+            interrupted = time.monotonic()
+            assert child.stdout.readline() == "let go\n"
+            assert time.monotonic() - interrupted < LET_GO_S
+            _, said = child.communicate(timeout=INTERPRETER_S)
+            assert child.returncode == -signal.SIGINT
+            assert said.count("Traceback") == 1
+            assert said.splitlines()[-1] == "KeyboardInterrupt"
+            while left := members(child.pid):  # multiprocessing's tracker ends when it hears that the run has
+                assert time.monotonic() - interrupted < INTERPRETER_S, left
+                time.sleep(0.01)
+
+
+FULL = """
+import sys, warnings
+sys.path[:0] = sys.argv[4:]
+import torch
+from test_loader_work import content
+from loaders import StreamingLoader
+from loaders.storage import StorageOptions
+def steps(url, **options):
+    loader = StreamingLoader(url, dp_rank=0, dp_world_size=1, workers=2, pixel_dtype=torch.uint8, **options)
+    found = [content(step) for step in loader], loader.stats().cache_hits
+    loader.close()
+    return found
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    expected, _ = steps(sys.argv[1])
+    for _ in range(2):
+        given, hits = steps(sys.argv[2], storage=StorageOptions(cache_dir=sys.argv[3]))
+        assert given == expected
+print(hits > 0, *(str(one.message) for one in said if one.category is RuntimeWarning), sep="\\n")
+"""
+
+
+def test_a_cache_disk_that_fills_up_midway_is_said_once_per_loader_and_changes_nothing(
+    s3, build, url, tmp_path, monkeypatch
+):
+    if shutil.which("unshare") is None:
+        pytest.skip("needs unshare, to mount a disk of its own")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    private = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
+    mount = f'mount -t tmpfs -o size=150k none "{disk}"'
+    if subprocess.run([*private, mount], capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets nobody mount a disk")
+    use(monkeypatch, s3)
+    program = [sys.executable, "-c", FULL, str(build), url, str(disk / "cache"), *FOLDERS]
+    script = [*private, f'{mount} && exec "$0" "$@"', *program]
+    found = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == 0, found.stderr
+    hits, *said = found.stdout.splitlines()
+    assert hits == "True"  # what was stored before the disk was full
+    full = f"cache {disk}/cache: No space left on device; going on without storing more in it. "
+    assert [line.startswith(full) for line in said] == [True, True]
