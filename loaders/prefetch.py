@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ STEPS_PER_WORKER = 4
 """Two for each thread to work on, and as many done: steps differ in size."""
 JOIN_S = 30.0
 """A part under way is waited for when closing; longer than storage takes to give up would only hide a hang."""
+CANCEL_AGAIN_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,5 +219,9 @@ def _stop(
         return  # a forked copy: its parent's threads are not here, and a lock that one held would never be free
     queue.close()
     cancel()
-    for thread in threads:
-        thread.join(JOIN_S)
+    deadline = time.monotonic() + JOIN_S
+    while alive := [thread for thread in threads if thread.is_alive()]:
+        alive[0].join(CANCEL_AGAIN_S)
+        if time.monotonic() > deadline:
+            return
+        cancel()  # again: a thread may have been about to ask the store

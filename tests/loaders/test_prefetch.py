@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -173,3 +174,23 @@ def test_a_forked_copy_refuses_and_its_parent_goes_on():
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert [results for _, results in prefetcher] == [[1], [2], [3], [4]]
+
+
+def test_closing_wakes_a_part_that_asks_only_after_the_first_call_of_cancel():
+    begun, asked, woken = threading.Event(), threading.Event(), threading.Event()
+
+    def part():
+        begun.set()
+        assert asked.wait(10)
+        woken.clear()  # a request of its own, which an earlier cancelling does not reach
+        assert woken.wait(10)
+
+    def cancel():
+        woken.set()
+        asked.set()
+
+    prefetcher = Prefetcher(iter([Work(0, [part], 1)]), workers=1, max_bytes=99, cancel=cancel)
+    assert begun.wait(10)
+    started = time.monotonic()
+    prefetcher.close()
+    assert time.monotonic() - started < 5

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -252,10 +252,13 @@ def test_cancelling_wakes_readers_and_what_is_asked_afterwards_is_answered(s3, b
         with ThreadPoolExecutor(2) as pool:
             reading = [pool.submit(build.shards.read, number) for number in (3, 28)]
             assert stalled.wait(20)
-            build.shards.cancel()
+            deadline = time.monotonic() + 20
+            while wait(reading, timeout=0.1).not_done:
+                assert time.monotonic() < deadline
+                build.shards.cancel()  # a reader that comes only now asks anew
             for future in reading:
                 with pytest.raises(DataError, match="closed while"):
-                    future.result(5)
+                    future.result()
         proxy.fault = lambda path: ""
         assert all_intact(build)
 
