@@ -35,7 +35,9 @@ def open_loader(task: measure.Task) -> Iterable[Any]:
     """Batches of samples as they are."""
 
     def sample_of(stored: dict[str, Any]) -> tuple[Any, Any]:
-        return measure.image_of(task, stored["image"]), stored["tokens"]
+        # views of a chunk, which cannot be sent to another process
+        image = bytes(stored["image"]) if task.workers else stored["image"]
+        return measure.image_of(task, image), stored["tokens"]
 
     if task.remote:
         # its downloader refuses servers without TLS, and has no option to allow them
