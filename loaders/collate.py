@@ -24,9 +24,9 @@ from balance.presets import ModelPreset, NativeRule, VisionRule
 from loaders import pixels
 from loaders.audio import decode_audio
 from loaders.batch import MicroBatch
-from loaders.decode import decode, decode_words
+from loaders.decode import decode, decode_pixels
 from loaders.log_mel import MEL_BINS, log_mel_frames, log_mel_windows
-from loaders.resize import Words
+from loaders.resize import Pixels
 from loaders.shards import RawGroup
 
 _plan_image = lru_cache(maxsize=1 << 14)(plan_image)
@@ -158,7 +158,7 @@ def _pixel_values(
     if not rows:
         return _no_pixels(rule, dtype)
     # one tensor for all, because joining one per image would copy every pixel once more
-    cut = torch.empty((sum(rows), *pixels.patch_shape(rule)), dtype=torch.uint8)
+    cut = pixels.empty_rows(rule, sum(rows))
     for place, patches in enumerate(torch.split(cut, rows)):
         _cut_image(patches, raw, place, plans[place], rule, media)
     return cut if dtype == torch.uint8 else pixels.normalize(rule, cut).to(dtype)
@@ -166,7 +166,7 @@ def _pixel_values(
 
 @lru_cache
 def _no_pixels(rule: VisionRule, dtype: torch.dtype) -> Tensor:
-    empty = torch.empty((0, *pixels.patch_shape(rule)), dtype=torch.uint8)
+    empty = pixels.empty_rows(rule, 0)
     return empty if dtype == torch.uint8 else pixels.normalize(rule, empty).to(dtype)
 
 
@@ -178,9 +178,12 @@ def _cut_image(
     try:
         if media.exact_resize or media.reduced_decode:
             reduced = rule if media.reduced_decode else None
-            image: Image.Image | Words = decode(raw.images[place], counted=(width, height), rule=reduced)
+            image: Image.Image | Pixels = decode(raw.images[place], counted=(width, height), rule=reduced)
         else:
-            image = decode_words(raw.images[place], counted=(width, height))
+            target = pixels.uncut(patches, rule, plan, width, height)
+            image = decode_pixels(raw.images[place], counted=(width, height), target=target)
+            if target is not None:
+                return
     except DataError as error:
         raise DataError(f"{_owner(raw, raw.image_samples[place])}: {error}; {_ADVICE}") from error
     pixels.cut_into(patches, rule, image, plan, exact=media.exact_resize)

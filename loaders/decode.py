@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 from balance.errors import DataError
 from balance.patches import plan_image
 from balance.presets import VisionRule
-from loaders.resize import Words, to_words
+from loaders.resize import Pixels, to_pixels
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -44,28 +44,44 @@ _SCRATCH_BYTES = 16 << 20
 _scratch = threading.local()
 
 
-def decode_words(image_bytes: bytes | pa.Buffer, *, counted: tuple[int, int] | None = None) -> Words:
-    """The pixels of `decode`, shape (height, width), valid until this thread decodes again. Errors as `decode`."""
+def decode_pixels(
+    image_bytes: bytes | pa.Buffer, *, counted: tuple[int, int] | None = None, target: Pixels | None = None
+) -> Pixels:
+    """The pixels of `decode`, valid until this thread decodes again. Errors as `decode`.
+
+    `target` is where they shall lie, contiguous, for an image of its size.
+    """
     if simplejpeg is not None:
         try:
             image = Image.open(BytesIO(image_bytes))
             is_plain = image.format == "JPEG" and image.mode in {"RGB", "L"}
             if is_plain and image.getexif().get(_ORIENTATION) in _UPRIGHT and counted in {None, image.size}:
-                return _decode_jpeg(image_bytes, image.height, image.width)
+                return _decode_jpeg(image_bytes, image.height, image.width, target)
         except _DECODE_ERRORS:
             pass  # Pillow says what is wrong, or can do with it
-    return to_words(decode(image_bytes, counted=counted))
+    pixels = to_pixels(decode(image_bytes, counted=counted))
+    if target is None:
+        return pixels
+    target[:] = pixels
+    return target
 
 
-def _decode_jpeg(image_bytes: bytes | pa.Buffer, height: int, width: int) -> Words:
-    num_bytes = height * width * 4
+def _decode_jpeg(image_bytes: bytes | pa.Buffer, height: int, width: int, target: Pixels | None) -> Pixels:
+    if target is None:
+        target = _scratch_pixels(height, width)
+    simplejpeg.decode_jpeg(np.frombuffer(image_bytes, np.uint8), "RGB", buffer=target)
+    return target
+
+
+def _scratch_pixels(height: int, width: int) -> Pixels:
+    num_bytes = height * width * 3
     buffer = getattr(_scratch, "buffer", None)
     if buffer is None or len(buffer) < num_bytes:
         buffer = np.empty(num_bytes, np.uint8)
         if num_bytes <= _SCRATCH_BYTES:
             _scratch.buffer = buffer
-    simplejpeg.decode_jpeg(np.frombuffer(image_bytes, np.uint8), "RGBX", buffer=buffer[:num_bytes])
-    return buffer[:num_bytes].view(np.uint32).reshape(height, width)
+    pixels: Pixels = buffer[:num_bytes].reshape(height, width, 3)
+    return pixels
 
 
 def decode(

@@ -18,9 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from balance.order import OrderConfig, choose_order
-from balance.path import sort_along_path
 from balance.records import COUNT_COLUMNS, Counts, Groups, IntArray
-from balance.regroup import regroup
 from balance.seeds import SHUFFLE, random_permutation
 from loaders.background import Background
 from loaders.builds import Build
@@ -150,6 +148,8 @@ class MixedEpoch:
         everyone = np.arange(len(owners))
         vision = self.column(f"num_{builds[0].manifest.model.vision_unit}", everyone)
         tokens = sum(self.column(f"num_{kind}_tokens", everyone) for kind in ("image", "text", "audio"))
+        from balance.path import sort_along_path  # noqa: PLC0415  (see `loaders`)
+
         path = sort_along_path(vision, np.asarray(tokens, np.int64), seed)
         self._owners, self._rows = owners[path].astype(np.int16), self._rows[path]
         self.order = choose_order(len(path))
@@ -203,6 +203,8 @@ class Regrouped:
     def _make(self, number: int) -> Epoch:
         table, unit = self._build.samples, self._build.manifest.model.vision_unit
         stored = table.groups
+        from balance.regroup import regroup  # noqa: PLC0415  (see `loaders`)
+
         groups, order = regroup(
             table.column(f"num_{unit}", stored.samples),
             table.seq_len(stored.samples),

@@ -1,29 +1,20 @@
 """Image bytes -> pixel tensors, cut by `balance.patches`, equal to what transformers' processors make of the image.
 
 For the loader. Pixels stay uint8 from the decoder to the device: a quarter of float32's bytes through collation and
-transfer, and `normalize` afterwards takes 0.2 ms per 448 px patch on one core, where NumPy takes five times the decode.
-Pillow's decoder takes .7 to .8 of the time of a 448 px JPEG that fits its patch, all of it without the GIL. How close
-to the processors: bit by bit with `exact=True`, else within `loaders.resize.LEVELS` of 255 of Pillow's bicubic filter.
+transfer. Patches stay as they are decoded, the three channels of a pixel side by side in memory (torch's
+`channels_last`): a line of a patch is then copied at once, and convolutions on GPUs like it best. How close to the
+processors: bit by bit with `exact=True`, else within `loaders.resize.LEVELS` of 255 of Pillow's bicubic filter.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import numba
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 
 from balance.patches import ImagePlan, plan_image
 from balance.presets import AnyresRule, FixedRule, NativeRule, TilesRule, VisionRule
-from loaders.resize import Pixels, Resizer, Words, resizer, split, to_image, to_words
-
-if TYPE_CHECKING:
-    pass
-
-Floats = NDArray[np.float32]
+from loaders.resize import Pixels, Resizer, cut_squares, resizer, to_image, to_pixels
 
 _LONGEST_STRIP = 200
 """Above this ratio of sides the fixed rule resizes the centre alone: a 1 x 100,000 image would take 45 GB otherwise."""
@@ -40,6 +31,12 @@ def num_rows(rule: VisionRule, plan: ImagePlan) -> int:
     return plan.num_vit_tokens if isinstance(rule, NativeRule) else plan.num_patches
 
 
+def empty_rows(rule: VisionRule, rows: int) -> torch.Tensor:
+    """Memory for `rows` rows: uint8, (rows, *patch_shape(rule)), `channels_last` but at native resolution."""
+    layout = torch.contiguous_format if isinstance(rule, NativeRule) else torch.channels_last
+    return torch.empty((rows, *patch_shape(rule)), dtype=torch.uint8, memory_format=layout)
+
+
 def cut(rule: VisionRule, image: Image.Image, *, exact: bool = False) -> torch.Tensor:
     """The patches of an upright RGB image: uint8, shape (rows, *patch_shape(rule)), to be concatenated along rows.
 
@@ -49,33 +46,46 @@ def cut(rule: VisionRule, image: Image.Image, *, exact: bool = False) -> torch.T
     Raises ImageRejected as `plan_image` does.
     """
     plan = plan_image(rule, image.width, image.height)
-    patches = torch.empty((num_rows(rule, plan), *patch_shape(rule)), dtype=torch.uint8)
+    patches = empty_rows(rule, num_rows(rule, plan))
     cut_into(patches, rule, image, plan, exact=exact)
     return patches
 
 
 def cut_into(
-    patches: torch.Tensor, rule: VisionRule, image: Image.Image | Words, plan: ImagePlan, *, exact: bool = False
+    patches: torch.Tensor, rule: VisionRule, image: Image.Image | Pixels, plan: ImagePlan, *, exact: bool = False
 ) -> None:
-    """Write what `cut` gives into `patches`, contiguous, shape (num_rows(rule, plan), *patch_shape(rule)).
+    """Write what `cut` gives into `patches`, which is of `empty_rows(rule, num_rows(rule, plan))`.
 
-    `plan` is that of the image in its full size; the image may have been decoded at a reduced one. `exact` needs an
-    image of Pillow's.
+    `plan` is that of the image in its full size; the image may have been decoded at a reduced one.
     """
     if isinstance(image, Image.Image) and image.mode != "RGB":
         raise ValueError(f"image of mode {image.mode}; give an RGB image, as `decode` returns it")
-    # every function below fills all rows or fails in `split`, so counts and pixels cannot disagree
-    rows: Pixels = patches.numpy()
+    # every function below fills all rows or fails, so counts and pixels cannot disagree
     match rule:
         case FixedRule():
-            split(_centre(image, plan, rule.image_size, exact=exact), rows)
+            cut_squares(_centre(image, plan, rule.image_size, exact=exact), pixels_of(patches))
         case TilesRule():
-            _cut_tiles(rows, resizer(image, exact=exact), plan, rule.image_size)
+            _cut_tiles(pixels_of(patches), resizer(image, exact=exact), plan, rule.image_size)
         case AnyresRule():
-            _cut_anyres(rows, resizer(image, exact=exact), plan, rule.image_size)
+            _cut_anyres(pixels_of(patches), resizer(image, exact=exact), plan, rule.image_size)
         case NativeRule():
+            from loaders.squares import cut_planes  # noqa: PLC0415  (see there)
+
             resized = resizer(image, exact=exact)(plan.resized_width, plan.resized_height)
-            split(resized, rows, rule.merge_size)
+            cut_planes(resized, patches.numpy(), rule.merge_size)
+
+
+def pixels_of(patches: torch.Tensor) -> Pixels:
+    """The memory of `channels_last` patches: (rows, side, side, 3)."""
+    array: Pixels = patches.numpy().transpose(0, 2, 3, 1)
+    return array
+
+
+def uncut(patches: torch.Tensor, rule: VisionRule, plan: ImagePlan, width: int, height: int) -> Pixels | None:
+    """Where an image of this size can be decoded to, if its only patch is the image as it is; else None."""
+    if isinstance(rule, NativeRule) or len(patches) != 1 or not width == height == rule.image_size:
+        return None
+    return pixels_of(patches)[0] if (plan.resized_width, plan.resized_height) == (width, height) else None
 
 
 def normalize(rule: VisionRule, pixels: torch.Tensor) -> torch.Tensor:
@@ -90,23 +100,25 @@ def normalize(rule: VisionRule, pixels: torch.Tensor) -> torch.Tensor:
     scale, shift = (values.to(torch.float32) for values in (1 / (255 * std), -mean / std))
     if pixels.device.type != "cpu":
         return _normalize_on_device(rule, pixels, scale.to(pixels.device), shift.to(pixels.device))
-    frames = rule.temporal_patch_size if isinstance(rule, NativeRule) else 1
+    if not isinstance(rule, NativeRule):
+        return _normalize_lines(pixels, scale, shift)
+    frames = rule.temporal_patch_size
     # (rows, 3, frames, pixels)
     normalized = torch.empty((len(pixels), 3, frames, pixels.shape[-2] * pixels.shape[-1]), dtype=torch.float32)
     if len(pixels):  # else nothing need be compiled
-        _normalize(pixels.flatten(2).numpy(), scale.numpy(), shift.numpy(), normalized.numpy())
-    return normalized.flatten(1) if isinstance(rule, NativeRule) else normalized.view(pixels.shape)
+        from loaders.squares import normalize_planes  # noqa: PLC0415  (see there)
+
+        normalize_planes(pixels.flatten(2).numpy(), scale.numpy(), shift.numpy(), normalized.numpy())
+    return normalized.flatten(1)
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator,unused-ignore]
-def _normalize(pixels: Pixels, scale: Floats, shift: Floats, normalized: Floats) -> None:
-    """One pass: half the time of a conversion and two operations in place, and the same bits."""
-    for row in range(normalized.shape[0]):
-        for channel in range(3):
-            factor, summand = scale[channel], shift[channel]
-            for frame in range(normalized.shape[2]):
-                for pixel in range(normalized.shape[3]):
-                    normalized[row, channel, frame, pixel] = np.float32(pixels[row, channel, pixel]) * factor + summand
+def _normalize_lines(pixels: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """By whole lines of pixels, channels side by side: three values in a row are too few for vector instructions."""
+    side = pixels.shape[-1]
+    # (rows, side, 3 * side), a view if the pixels are `channels_last`
+    lines = pixels.permute(0, 2, 3, 1).flatten(2).to(torch.float32)
+    lines.mul_(scale.repeat(side)).add_(shift.repeat(side))
+    return lines.unflatten(2, (side, 3)).permute(0, 3, 1, 2)
 
 
 def _normalize_on_device(
@@ -120,7 +132,7 @@ def _normalize_on_device(
     return normalized.unsqueeze(2).expand(-1, -1, rule.temporal_patch_size, -1, -1).flatten(1)
 
 
-def _centre(image: Image.Image | Words, plan: ImagePlan, side: int, *, exact: bool) -> Words:
+def _centre(image: Image.Image | Pixels, plan: ImagePlan, side: int, *, exact: bool) -> Pixels:
     """The `side` x `side` centre of the image after it is resized to the plan's size."""
     left, top = (plan.resized_width - side) // 2, (plan.resized_height - side) // 2
     if max(plan.resized_width, plan.resized_height) <= _LONGEST_STRIP * side:
@@ -131,22 +143,22 @@ def _centre(image: Image.Image | Words, plan: ImagePlan, side: int, *, exact: bo
     # the same filter at the same places, but Pillow may take the other axis first and round in between: a few levels
     scale_x, scale_y = image.width / plan.resized_width, image.height / plan.resized_height
     source = (left * scale_x, top * scale_y, (left + side) * scale_x, (top + side) * scale_y)
-    return to_words(image.resize((side, side), Image.Resampling.BICUBIC, box=source))
+    return to_pixels(image.resize((side, side), Image.Resampling.BICUBIC, box=source))
 
 
 def _cut_tiles(rows: Pixels, resize: Resizer, plan: ImagePlan, side: int) -> None:
     """Tiles, then the thumbnail."""
     num_tiles = plan.columns * plan.rows
-    split(resize(plan.resized_width, plan.resized_height), rows[:num_tiles])
+    cut_squares(resize(plan.resized_width, plan.resized_height), rows[:num_tiles])
     if plan.whole_image:
-        split(resize(side, side), rows[num_tiles:])
+        cut_squares(resize(side, side), rows[num_tiles:])
 
 
 def _cut_anyres(rows: Pixels, resize: Resizer, plan: ImagePlan, side: int) -> None:
     """The whole image squeezed into a square, then the tiles of the image centred on black."""
-    split(resize(side, side), rows[:1])
-    canvas = np.zeros((plan.rows * side, plan.columns * side), dtype=np.uint32)
+    cut_squares(resize(side, side), rows[:1])
+    canvas = np.zeros((plan.rows * side, plan.columns * side, 3), dtype=np.uint8)
     left, top = (canvas.shape[1] - plan.resized_width) // 2, (canvas.shape[0] - plan.resized_height) // 2
     inside = canvas[top : top + plan.resized_height, left : left + plan.resized_width]
     inside[:] = resize(plan.resized_width, plan.resized_height)
-    split(canvas, rows[1:])
+    cut_squares(canvas, rows[1:])

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from balance.errors import DamagedShard, DataError, first_line
@@ -51,6 +50,8 @@ class SampleTable:
 
 def read_samples(manifest: Manifest, index: GroupIndex, files: BuildFiles) -> SampleTable:
     """The samples of a build. DataError if its tables are missing, damaged, or of another build than its index."""
+    import pyarrow.parquet as pq  # noqa: PLC0415  (see `loaders`)
+
     try:
         groups = pq.read_table(files.open("groups.parquet"), columns=["samples", "num_samples"])
         counts = pq.read_table(files.open("counts.parquet"), columns=list(COUNT_COLUMNS))

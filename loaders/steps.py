@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from balance.errors import ConfigError
 from balance.order import GroupStream, Stream
 from balance.records import IntArray
-from balance.shuffle import RandomStream
 from balance.step_plan import StepPlanner, StepSamples, StepWork, check_work
 from loaders.collate import StepTotals
 from loaders.epochs import EpochSource
@@ -185,6 +184,8 @@ class Steps:
     def _start(self, epoch: int, state: dict[str, Any] | None = None) -> None:
         groups, seed, stream = self._source.epoch(epoch), self._config.seed, state or {}
         if self._config.order == "random":
+            from balance.shuffle import RandomStream  # noqa: PLC0415  (see `loaders`)
+
             started: Stream = RandomStream(num_groups=len(groups), seed=seed, epoch=epoch, **stream)
         else:
             started = GroupStream(num_groups=len(groups), order=groups.order, seed=seed, epoch=epoch, **stream)

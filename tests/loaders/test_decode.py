@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from numpy.typing import NDArray
 from PIL import Image
 from reference_processors import random_image
 
 from balance.errors import DataError
 from loaders import decode as decoding
-from loaders.decode import decode, decode_words
+from loaders.decode import decode, decode_pixels
 
 KINDS: dict[str, dict[str, Any]] = {
     "4:4:4": {"subsampling": 0},
@@ -39,13 +38,9 @@ def _jpeg(image: Image.Image, **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _pixels(words: NDArray[np.uint32]) -> NDArray[np.uint8]:
-    return words.view(np.uint8).reshape(*words.shape, 4)[..., :3].copy()
-
-
 def _outcome(content: bytes, *, short: bool) -> Any:
     try:
-        return _pixels(decode_words(content)).tolist() if short else np.asarray(decode(content)).tolist()
+        return decode_pixels(content).tolist() if short else np.asarray(decode(content)).tolist()
     except DataError as error:
         return str(error)
 
@@ -57,9 +52,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     plain = decoding._decode_jpeg
 
     def counted(*arguments: Any) -> Any:
-        words = plain(*arguments)
+        pixels = plain(*arguments)
         made.append(1)
-        return words
+        return pixels
 
     monkeypatch.setattr(decoding, "_decode_jpeg", counted)
     return made
@@ -74,9 +69,9 @@ def test_jpegs_of_every_kind_have_pillows_pixels(kind: str, calls: list[int]) ->
         for size in SIZES:
             content = _jpeg(random_image(rng, *size).convert(mode), **KINDS[kind])
             for given in (content, pa.py_buffer(content)):
-                words = decode_words(given, counted=size)
-                assert words.shape == size[::-1]
-                assert np.array_equal(_pixels(words), np.asarray(decode(content))), (kind, mode, size)
+                pixels = decode_pixels(given, counted=size)
+                assert pixels.shape == (*size[::-1], 3)
+                assert np.array_equal(pixels, np.asarray(decode(content))), (kind, mode, size)
     assert len(calls) == (1 if kind == "RGB inside" else 2) * 2 * len(SIZES)
 
 
@@ -88,7 +83,7 @@ def test_everything_else_goes_by_pillow(mode: str, calls: list[int]) -> None:
     png = io.BytesIO()
     image.convert("L" if mode == "grey PNG" else "RGB").save(png, "PNG")
     content = {"CMYK": _jpeg(image.convert("CMYK")), "turned": _jpeg(image, exif=exif)}.get(mode, png.getvalue())
-    assert np.array_equal(_pixels(decode_words(content)), np.asarray(decode(content)))
+    assert np.array_equal(decode_pixels(content), np.asarray(decode(content)))
     assert not calls
 
 
@@ -96,7 +91,7 @@ def test_upright_photographs_with_exif_go_the_short_way(calls: list[int]) -> Non
     exif = Image.Exif()
     exif[0x0112], exif[0x010F] = 1, "camera"
     content = _jpeg(random_image(np.random.default_rng(2), 40, 30), exif=exif)
-    assert np.array_equal(_pixels(decode_words(content)), np.asarray(decode(content)))
+    assert np.array_equal(decode_pixels(content), np.asarray(decode(content)))
     assert calls
 
 
@@ -116,7 +111,7 @@ def test_damaged_files_have_the_same_outcome() -> None:
 def test_a_file_of_another_size_than_counted_is_refused() -> None:
     content = _jpeg(random_image(np.random.default_rng(4), 60, 40))
     with pytest.raises(DataError, match="image has 60 x 40 pixels, but had 40 x 60 when it was counted"):
-        decode_words(content, counted=(40, 60))
+        decode_pixels(content, counted=(40, 60))
 
 
 def test_threads_do_not_share_pixels() -> None:
@@ -124,11 +119,20 @@ def test_threads_do_not_share_pixels() -> None:
     files = [_jpeg(random_image(rng, int(width), int(height))) for width, height in rng.integers(8, 400, (60, 2))]
     expected = [np.asarray(decode(content)) for content in files]
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda content: _pixels(decode_words(content)), files * 3))
+        found = list(pool.map(lambda content: decode_pixels(content).copy(), files * 3))
     assert all(np.array_equal(a, b) for a, b in zip(found, expected * 3, strict=True))
 
 
 def test_it_works_without_simplejpeg(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "simplejpeg", None)
     content = _jpeg(random_image(np.random.default_rng(6), 60, 40))
-    assert np.array_equal(_pixels(decode_words(content)), np.asarray(decode(content)))
+    assert np.array_equal(decode_pixels(content), np.asarray(decode(content)))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "CMYK"])
+def test_pixels_lie_where_they_shall(mode: str) -> None:
+    content = _jpeg(random_image(np.random.default_rng(7), 60, 40).convert(mode))
+    target = np.zeros((2, 40, 60, 3), np.uint8)
+    assert decode_pixels(content, counted=(60, 40), target=target[1]).base is target
+    assert np.array_equal(target[1], np.asarray(decode(content)))
+    assert not target[0].any()
