@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import sub
 from typing import Any, Protocol
 
 import numpy as np
@@ -123,11 +124,11 @@ class GroupStream:
     def take(self, count: int) -> IntArray:
         """The next `count` groups, neighbours on the path, int64; fewer only when the epoch ends."""
         missing = min(count, self.remaining)
-        parts = [np.zeros(0, dtype=np.int64)]
+        parts = []
         for lane in self._draw_lanes(missing):
             parts.append(self._take_from(lane, missing))
             missing -= len(parts[-1])
-        return np.concatenate(parts)
+        return _join(parts)
 
     def take_step(self, dp: int, micro_batches: int, loads: Loads | None = None) -> IntArray:
         """The next step's groups, int64, shape (dp, micro_batches): each micro-batch balanced by itself."""
@@ -153,14 +154,14 @@ class GroupStream:
         Drawn by what is left in each, as from an urn: all lanes come to their ends together, and steps are as
         independent of each other as in a random order.
         """
-        left = [size - used for size, used in zip(self.lane_sizes, self.consumed, strict=True)]
-        width = 1
+        left = list(map(sub, self.lane_sizes, self.consumed))
+        width, runs = 1, left
         while True:
-            runs = [sum(left[lane : lane + width]) for lane in range(0, len(left), width)]
-            able = sum(run for run in runs if run >= count)
+            able = sum([run for run in runs if run >= count])
             if able or width >= len(left):
                 break
             width *= 2
+            runs = [sum(left[lane : lane + width]) for lane in range(0, len(left), width)]
         draw = mix64(self._turns + sum(self.consumed)) * able >> 64
         for number, run in enumerate(runs):
             draw -= run if run >= count else 0
@@ -174,11 +175,11 @@ class GroupStream:
         start = self.consumed[lane]
         stop = min(start + count, self.lane_sizes[lane])
         self.consumed[lane] = stop
-        parts = [np.zeros(0, dtype=np.int64)]
+        parts = []
         # e.g. size 4, taking [3, 9): the last of block 0, all of block 1, the first of block 2
         for turn in range(start // size, -(-stop // size)):
             parts.append(self._block(lane, turn)[max(0, start - turn * size) : stop - turn * size])
-        return np.concatenate(parts)
+        return _join(parts)
 
     def _block(self, lane: int, turn: int) -> IntArray:
         """The groups of a lane's `turn`-th block in this epoch's order."""
@@ -211,6 +212,11 @@ class GroupStream:
                 f"state does not fit this stream: consumed {self.consumed} of {self.lane_sizes} groups per lane; "
                 "give the state of a stream of the same build"
             )
+
+
+def _join(parts: list[IntArray]) -> IntArray:
+    """All parts in one array; mostly there is one."""
+    return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.int64), *parts])
 
 
 def _inside_block(size: int, window_size: int, bits: NDArray[np.uint64]) -> IntArray:

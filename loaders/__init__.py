@@ -1,4 +1,8 @@
-"""Balanced micro-batches for training: `from loaders import StreamingLoader`."""
+"""Balanced micro-batches for training: `from loaders import StreamingLoader`.
+
+What few runs need is imported where it is used: numba's runtime takes .5 s and 100 MB in every process, pandas, which
+`pyarrow` imports for some conversions, .2 s and 50 MB. tests/loaders/test_imports.py sees to it.
+"""
 
 try:
     from balance.errors import IsobatchError as _IsobatchError  # noqa: F401  (only to see whose `balance` this is)

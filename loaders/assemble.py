@@ -59,10 +59,9 @@ class StepMaker:
         self._row_bytes = math.prod(pixels.patch_shape(rule)) * pixel_dtype.itemsize * repeats
 
     def work(self, plan: StepPlan) -> Work[StepPlan, MicroBatch]:
-        """What there is to do for a step: a part per micro-batch and per encoder's batch. Storage hears of it now."""
+        """What there is to do for a step: a part per micro-batch and per encoder's batch."""
         items: list[tuple[Item, str | None]] = [(item, None) for item in plan.micro_batches]
         items += [(item, name) for name, batches in plan.encoders.items() for item in batches]
-        self._reader.prefetch([item for item, _ in items])
         return Work(
             subject=plan,
             parts=[partial(self._make, plan, item, encoder) for item, encoder in items],

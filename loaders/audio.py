@@ -17,7 +17,6 @@ from torch import Tensor
 
 from balance.audio import AudioRule
 from balance.errors import DataError
-from loaders.resample import resample
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -39,7 +38,11 @@ def decode_audio(rule: AudioRule, audio_bytes: bytes | pa.Buffer, counted: int |
     if len(channels) == 0:
         raise _broken(content, "it has no samples")
     mono = channels[:, 0] if channels.shape[1] == 1 else channels.mean(axis=1, dtype=np.float32)
-    clip = resample(np.ascontiguousarray(mono), sampling_rate, rule.sampling_rate)
+    clip = np.ascontiguousarray(mono)
+    if sampling_rate != rule.sampling_rate:
+        from loaders.resample import resample  # noqa: PLC0415  (see `loaders`)
+
+        clip = resample(clip, sampling_rate, rule.sampling_rate)
     if counted is not None and len(clip) != counted:
         raise DataError(
             f"audio clip has {len(clip)} samples at {rule.sampling_rate} per second, but had {counted} when it was "

@@ -37,6 +37,11 @@ class Cache:
             except OSError as error:
                 self._give_up(error)
 
+    @property
+    def is_storing(self) -> bool:
+        """Whether it stores anything, from what is known now."""
+        return self._storing
+
     def read(self, name: str, size: int | None = None) -> bytes | None:
         """The file, or None if it is not there; it counts as used. One of another size than `size` is removed."""
         if not self._limit:

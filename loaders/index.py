@@ -160,6 +160,7 @@ class GroupIndex:
             raise self._damaged(f"{self._reader.num_record_batches} record batches")
         self._batches: dict[int, pa.RecordBatch] = {}
         self._views: dict[tuple[int, str], NDArray[np.integer[Any]]] = {}
+        self._cells: dict[tuple[int, tuple[str, ...]], list[memoryview[int]]] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -187,7 +188,11 @@ class GroupIndex:
     def row(self, group: int, *names: str) -> tuple[int, ...]:
         """Integer columns of one group."""
         batch, row = divmod(group, BATCH_ROWS)
-        return tuple(int(self._view(batch, name)[row]) for name in names)
+        cells = self._cells.get((batch, names))
+        if cells is None:
+            # elements of a memoryview are Python's own numbers, in a third of the time
+            cells = self._cells[batch, names] = [memoryview(self._view(batch, name)) for name in names]  # type: ignore[arg-type]
+        return tuple([cell[row] for cell in cells])
 
     def _view(self, batch: int, name: str) -> NDArray[np.integer[Any]]:
         view = self._views.get((batch, name))

@@ -26,7 +26,8 @@ from loaders.batch import MicroBatch
 from loaders.builds import Build, open_builds
 from loaders.collate import MediaOptions
 from loaders.epochs import EpochSource, MixedGroups, Regrouped, StoredGroups
-from loaders.prefetch import Prefetcher, Work
+from loaders.look_ahead import plans_ahead
+from loaders.prefetch import Prefetcher
 from loaders.read_items import ItemReader
 from loaders.stats import LoaderStats, Meter
 from loaders.steps import StepConfig, StepPlan, Steps
@@ -162,7 +163,7 @@ class StreamingLoader:
         self._end_iterator()
         if self._steps.is_behind_last:
             self._finish_epoch()
-        works = _works(self._steps.copy(), self._maker)
+        works = map(self._maker.work, plans_ahead(self._steps.copy(), self._reader))
         running = self._running = Prefetcher(
             works,
             workers=_num_workers(self._options["workers"]),
@@ -236,12 +237,6 @@ class StreamingLoader:
 
     def _finish_epoch(self) -> None:
         self.num_dropped_samples += self._steps.finish_epoch()
-
-
-def _works(steps: Steps, maker: StepMaker) -> Iterator[Work[StepPlan, MicroBatch]]:
-    """The rest of the epoch's steps; in threads of their own, so it knows no loader."""
-    while steps.remaining:
-        yield maker.work(steps.next())
 
 
 def _source(builds: Sequence[Build], weights: Sequence[float], options: dict[str, Any]) -> EpochSource:

@@ -63,6 +63,8 @@ class OpenFiles(Generic[Opened]):
 class LocalShards:
     """Byte ranges of mapped shards."""
 
+    is_remote = False
+
     def __init__(self, root: Path, shards: Sequence[BuildFile], index: GroupIndex) -> None:
         self._shards, self._index = shards, index
         self._files = OpenFiles(root, shards, _Mapped)

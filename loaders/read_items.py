@@ -46,6 +46,16 @@ class ItemReader:
             build.shards.prefetch(groups)
 
     @property
+    def is_remote(self) -> bool:
+        """Whether some of it lies in a store, so that it matters what is asked for ahead."""
+        return any(build.shards.is_remote for build in self._builds)
+
+    def remote_bytes(self, items: Sequence[Item]) -> int:
+        """Bytes of the groups that lie in a store."""
+        picks = [pick for item in items for pick in item if self._builds[pick.build].shards.is_remote]
+        return sum(self._builds[pick.build].shards.stored_bytes(pick.group) for pick in picks)
+
+    @property
     def cache_hits(self) -> int:
         """Reads that an on-disk cache served, 0 where there is none."""
         return sum(build.shards.cache_hits for build in self._builds)

@@ -22,10 +22,10 @@ import pyarrow.ipc
 from balance.checksums import group_checksum
 from balance.errors import DamagedShard, DataError
 from balance.records import IntArray
-from loaders.cache import Cache
 from loaders.index import BuildFile, GroupIndex
 from loaders.object_store import Bucket
 from loaders.shards import Traffic, group_place
+from loaders.write_behind import WriteBehind
 
 REQUEST_BYTES = 4 << 20
 """Size up to which neighbours are joined: SeaweedFS gives 970 to 1,200 MB/s by 4 MB, 340 to 430 by 200 KB."""
@@ -88,7 +88,9 @@ class _Ahead:
 class RemoteShards:
     """Byte ranges of shards in a bucket; thread-safe."""
 
-    def __init__(self, bucket: Bucket, shards: Sequence[BuildFile], index: GroupIndex, cache: Cache) -> None:
+    is_remote = True
+
+    def __init__(self, bucket: Bucket, shards: Sequence[BuildFile], index: GroupIndex, cache: WriteBehind) -> None:
         self._bucket, self._shards, self._index, self._cache = bucket, shards, index, cache
         self._ahead: OrderedDict[int, _Ahead] = OrderedDict()
         self._ahead_bytes = 0
@@ -167,6 +169,7 @@ class RemoteShards:
     def close(self) -> None:
         """Let go of the bucket; what is under way is cancelled."""
         self._bucket.close()
+        self._cache.flush()
 
     def _ask(self, request: Request) -> None:
         shard = self._shards[request.shard]
@@ -213,7 +216,7 @@ class RemoteShards:
 class RemoteMedia:
     """Images and audio files of a refs build that lie in a bucket. Files of one group are read at the same time."""
 
-    def __init__(self, bucket: Bucket, cache: Cache) -> None:
+    def __init__(self, bucket: Bucket, cache: WriteBehind) -> None:
         self._bucket, self._cache = bucket, cache
 
     def read(self, names: Sequence[str], owners: Sequence[str], where: str) -> list[bytes]:
@@ -245,6 +248,7 @@ class RemoteMedia:
     def close(self) -> None:
         """Let go of the bucket; what is under way is cancelled."""
         self._bucket.close()
+        self._cache.flush()
 
     def _cache_name(self, name: str) -> str:
         digest = hashlib.sha256(f"{self._bucket.uri}/{name}".encode()).hexdigest()
@@ -255,12 +259,12 @@ def _has_failed(future: Future[Any]) -> bool:
     return future.cancelled() or (future.done() and future.exception() is not None)
 
 
-def _write_sealed(cache: Cache, name: str, content: bytes) -> None:
+def _write_sealed(cache: WriteBehind, name: str, content: bytes) -> None:
     """Store what has no checksum in index or manifest, with one behind it."""
     cache.write(name, content + _CHECKSUM.pack(group_checksum(content)))
 
 
-def _read_sealed(cache: Cache, name: str) -> bytes | None:
+def _read_sealed(cache: WriteBehind, name: str) -> bytes | None:
     """What was stored with its checksum; None if it is not there, or not what was stored, and then it is removed."""
     stored = cache.read(name)
     if stored is None:

@@ -50,6 +50,9 @@ class Traffic:
 class GroupBytes(Protocol):
     """Where the bytes of groups come from."""
 
+    is_remote: bool
+    """In a store, and not on disk."""
+
     def where(self, group: int) -> str:
         """The shard and the group, for messages."""
 
@@ -104,6 +107,15 @@ class ShardReader:
             raise DamagedShard(f"{where}: not readable ({first_line(error)}); run `packer verify`") from None
         _check_counts(raw, self._index, group)
         return raw
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether groups lie in a store, and not on disk."""
+        return self._source.is_remote
+
+    def stored_bytes(self, group: int) -> int:
+        """Length of a group."""
+        return self._index.row(group, "length")[0]
 
     def prefetch(self, groups: Sequence[int]) -> None:
         """Say which groups will be read next, in about this order; neighbours among them travel as one request.

@@ -25,6 +25,8 @@ from loaders.picks import Item
 STATE_VERSION = 2
 REMAINDERS = ("pad", "drop")
 ORDERS = ("blocks", "random")
+_TOTALS = ("num_loss_tokens", "num_samples")
+_LLM_TOKENS = ("num_image_tokens", "num_text_tokens", "num_audio_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,11 @@ class StepPlan:
     """Where the epoch's stream stands behind this step."""
     encoders: Mapping[str, tuple[Item, ...]] = field(default_factory=dict)
     """By encoder, this rank's batches; the micro-batches then come without that encoder's input."""
+
+    @property
+    def items(self) -> list[Item]:
+        """All that is to be read."""
+        return [*self.micro_batches, *(item for batches in self.encoders.values() for item in batches)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,17 +165,34 @@ class Steps:
         """Begin in the background what the next epoch needs, if that takes long."""
         self._source.prepare(self._epoch + 1)
 
+    @property
+    def is_quick(self) -> bool:
+        """Whether steps cost microseconds to plan, so that many can be planned before the first one is wanted."""
+        return self._planner is None
+
     def next(self) -> StepPlan:
         """This rank's part of the next step, and move behind it. ConfigError if the planner is wrong."""
-        config = self._config
-        step = self._stream.take_step(config.dp_world_size, config.micro_batches, self._stream_loads)
-        groups = step[step >= 0]
-        totals = StepTotals(
-            num_loss_tokens=int(self._groups.column("num_loss_tokens", groups).sum()),
-            num_samples=int(self._groups.column("num_samples", groups).sum()),
-        )
-        work = self._stored(step) if self._planner is None else self._planned(step, self._planner)
-        return StepPlan(totals=totals, stream=self._stream.copy(), **work)
+        return self.plan(1)[0]
+
+    def plan(self, count: int) -> list[StepPlan]:
+        """This rank's part of the next steps, at most `count` of this epoch; a third of the time of one by one."""
+        config, taken, streams = self._config, [], []
+        for _ in range(min(count, self.remaining)):
+            taken.append(self._stream.take_step(config.dp_world_size, config.micro_batches, self._stream_loads))
+            streams.append(self._stream.copy())
+        # (steps, dp, micro_batches)
+        steps = np.array(taken).reshape(len(taken), config.dp_world_size, config.micro_batches)
+        # (steps,)
+        loss_tokens, num_samples = (self._spread(steps, name).sum(axis=(1, 2)) for name in _TOTALS)
+        totals = [
+            StepTotals(num_loss_tokens=loss, num_samples=samples)
+            for loss, samples in zip(loss_tokens.tolist(), num_samples.tolist(), strict=True)
+        ]
+        works = self._stored(steps) if self._planner is None else [self._planned(step, self._planner) for step in steps]
+        return [
+            StepPlan(totals=total, stream=stream, **work)
+            for total, stream, work in zip(totals, streams, works, strict=True)
+        ]
 
     def move_behind(self, plan: StepPlan) -> None:
         """Move to where another position of the same epoch stood after `plan`."""
@@ -200,32 +224,36 @@ class Steps:
         return self._groups.column(self._vision, groups), self._seq_len(groups)
 
     def _seq_len(self, groups: IntArray) -> IntArray:
-        image, text, audio = (self._groups.column(f"num_{kind}_tokens", groups) for kind in ("image", "text", "audio"))
+        image, text, audio = (self._groups.column(name, groups) for name in _LLM_TOKENS)
         return image + text + audio
 
-    def _stored(self, step: IntArray) -> dict[str, Any]:
-        """The micro-batches as the stream gave them; `step` has shape (dp, micro_batches)."""
+    def _stored(self, steps: IntArray) -> list[dict[str, Any]]:
+        """The micro-batches as the stream gave them; `steps` has shape (steps, dp, micro_batches)."""
         rank = self._config.dp_rank
-        names = ("num_vit_tokens", self._vision, "num_image_tokens", "num_text_tokens", "num_audio_tokens")
-        # each of shape (dp, micro_batches)
-        vit, vision, image, text, audio = (
-            self._spread(step, self._groups.column(name, step[step >= 0])) for name in names
-        )
+        # each of shape (steps, dp, micro_batches)
+        vit, vision = self._spread(steps, "num_vit_tokens"), self._spread(steps, self._vision)
+        image, text, audio = (self._spread(steps, name) for name in _LLM_TOKENS)
         llm = image + text + audio
-        loads = StepLoads(vit_tokens=vit, llm_tokens=llm, complete=np.asarray((step >= 0).all(axis=0)))
-        return {
-            "micro_batches": tuple(self._groups.item(group) if group >= 0 else () for group in step[rank].tolist()),
-            "loads": self._rounds(loads),
-            "num_pixel_rows": int(vision[rank].sum()),
-            "num_tokens": int(llm[rank].sum()),
-            "num_audio_tokens": int(audio[rank].sum()),
-        }
+        # (steps, micro_batches)
+        complete = (steps >= 0).all(axis=1)
+        # (steps,)
+        rows, tokens, audio_tokens = (values[:, rank].sum(axis=1).tolist() for values in (vision, llm, audio))
+        return [
+            {
+                "micro_batches": tuple([self._groups.item(group) if group >= 0 else () for group in groups]),
+                "loads": self._rounds(StepLoads(vit_tokens=vit[at], llm_tokens=llm[at], complete=complete[at])),
+                "num_pixel_rows": rows[at],
+                "num_tokens": tokens[at],
+                "num_audio_tokens": audio_tokens[at],
+            }
+            for at, groups in enumerate(steps[:, rank].tolist())
+        ]
 
     def _planned(self, step: IntArray, planner: StepPlanner) -> dict[str, Any]:
         """The micro-batches and encoders' batches as the planner packs them."""
         groups, rank = step[step >= 0], self._config.dp_rank
         members = self._groups.members(groups)
-        sizes = self._spread(step, self._groups.column("num_samples", groups))
+        sizes = self._spread(step, "num_samples")
         samples = StepSamples(
             counts=self._source.counts(members),
             offsets=np.concatenate([[0], np.cumsum(sizes.ravel())]).astype(np.int64),
@@ -244,10 +272,13 @@ class Steps:
             "num_audio_tokens": int(samples.counts.num_audio_tokens[heard].sum()),
         }
 
-    def _spread(self, step: IntArray, values: IntArray) -> IntArray:
-        """Values of the groups that are there, in the shape of `step`; 0 where there is none."""
-        spread = np.zeros(step.shape, np.int64)
-        spread[step >= 0] = values
+    def _spread(self, groups: IntArray, name: str) -> IntArray:
+        """A column's values for `groups`, same shape; 0 where there is none."""
+        there = groups >= 0
+        if there.all():
+            return self._groups.column(name, groups.ravel()).reshape(groups.shape)
+        spread = np.zeros(groups.shape, np.int64)
+        spread[there] = self._groups.column(name, groups[there])
         return spread
 
     def _rounds(self, loads: StepLoads) -> StepLoads:

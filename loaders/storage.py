@@ -22,6 +22,7 @@ from loaders.local import LocalShards, open_media
 from loaders.object_store import Bucket
 from loaders.remote import RemoteMedia, RemoteShards
 from loaders.shards import ShardReader, Verify
+from loaders.write_behind import WriteBehind
 
 SCHEMES = ("s3", "gs", "az", "http", "https")
 DEFAULT_CACHE_BYTES = 16 << 30
@@ -96,8 +97,8 @@ def _open_remote(bucket: Bucket, image_root: str | Path | None, options: Storage
         manifest = parse_manifest(bucket.read(MANIFEST_NAME, patient=False), bucket.uri)
     except FileNotFoundError:
         raise unfinished(bucket.uri) from None
-    cache = _open_cache(manifest, options)
-    files = RemoteFiles(bucket, manifest, cache)
+    stored = _open_cache(manifest, options)
+    files, cache = RemoteFiles(bucket, manifest, stored), WriteBehind(stored)
     index = GroupIndex(files.open(INDEX_NAME), manifest.num_groups)
     source = RemoteShards(bucket, manifest.shards, index, cache)
     media = _open_media(manifest, image_root, options, cache)
@@ -106,13 +107,13 @@ def _open_remote(bucket: Bucket, image_root: str | Path | None, options: Storage
 
 
 def _open_media(
-    manifest: Manifest, image_root: str | Path | None, options: StorageOptions, cache: Cache | None = None
+    manifest: Manifest, image_root: str | Path | None, options: StorageOptions, cache: WriteBehind | None = None
 ) -> MediaRoot | None:
     """Where the images of a refs build lie; None for other formats."""
     place = _place(image_root or manifest.data_root or "")
     if manifest.format != "refs" or not is_remote(place):
         return open_media(manifest, place or None)
-    return RemoteMedia(Bucket(place, options.timeout_s), cache or _open_cache(manifest, options))
+    return RemoteMedia(Bucket(place, options.timeout_s), cache or WriteBehind(_open_cache(manifest, options)))
 
 
 def _open_cache(manifest: Manifest, options: StorageOptions) -> Cache:

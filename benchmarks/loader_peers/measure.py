@@ -29,8 +29,8 @@ from PIL import Image
 Tokens = NDArray[np.int32]
 BATCH = 8
 """Samples of a batch."""
-GROUP = 4
-"""Samples of a group of our own build."""
+GROUP = 8
+"""Samples of a group of our own build: a batch."""
 SHARDS = 8
 """Files of a dataset, in formats whose workers take whole files."""
 STEP = 64

@@ -20,7 +20,7 @@ from loaders.storage import StorageOptions
 
 
 def open_loader(task: measure.Task) -> StreamingLoader:
-    """Steps of two groups: as many samples as others have in a batch. Workers are threads."""
+    """A step is a group, of as many samples as others have in a batch. Workers are threads."""
     return StreamingLoader(
         task.place,
         dp_rank=0,
@@ -35,7 +35,8 @@ def open_loader(task: measure.Task) -> StreamingLoader:
 
 def parts(step: list[MicroBatch]) -> tuple[Sequence[Any], Sequence[Any]]:
     """Images of all micro-batches, encoded or as patches, one each; and the packed tokens."""
-    images = [image for batch in step for image in (batch.images or batch.pixel_values)]
+    # pixels as they lie in memory, the channels last
+    images = [image for batch in step for image in (batch.images or batch.pixel_values.permute(0, 2, 3, 1))]
     return images, [tokens for batch in step for tokens in (batch.input_ids, batch.labels)]
 
 

@@ -1,0 +1,45 @@
+"""Plans of steps, some way ahead of their work, so that stores are asked early and for many groups at a time.
+
+A step's groups are a few hundred kilobytes in several places. Asked for step by step, each waits for a round trip, and
+requests are small; known many steps ahead, neighbours travel together and all connections are busy. For the loader;
+of builds on disk some are planned at a time only because that is quicker.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from loaders.read_items import ItemReader
+from loaders.steps import StepPlan, Steps
+
+AHEAD_BYTES = 64 << 20
+"""Asked for and not yet taken, about, but at least one step: 16 requests of 4 MB, as many as are under way."""
+MAX_WINDOW, SLOW_WINDOW = 64, 4
+"""Steps planned at a time, at most; the second with a step planner, which may take a tenth of a second for each."""
+
+
+def plans_ahead(steps: Steps, reader: ItemReader, max_bytes: int = AHEAD_BYTES) -> Iterator[StepPlan]:
+    """The rest of the epoch's steps, in order; `reader` hears of each before it is given.
+
+    Windows of 1, 2, 4, ... steps are planned at a time: the first step comes soon, even if planning takes long.
+    """
+    planned: deque[tuple[StepPlan, int]] = deque()
+    held = 0  # bytes of what is planned
+    window = 1
+    while planned or steps.remaining:
+        # two windows at the beginning, so that something is on its way behind the first step
+        for _ in range(2 if window == 1 and reader.is_remote else 1):
+            # half empty, so that windows stay large
+            if not steps.remaining or (planned and not (reader.is_remote and 2 * held <= max_bytes)):
+                break
+            added = [(plan, reader.remote_bytes(plan.items)) for plan in steps.plan(window)]
+            reader.prefetch([item for plan, _ in added for item in plan.items])
+            planned.extend(added)
+            num_bytes = sum(num_bytes for _, num_bytes in added)
+            held += num_bytes
+            fitting = max_bytes // 2 * len(added) // num_bytes if num_bytes else MAX_WINDOW
+            window = max(1, min(2 * window, fitting, MAX_WINDOW if steps.is_quick else SLOW_WINDOW))
+        plan, num_bytes = planned.popleft()
+        held -= num_bytes
+        yield plan
