@@ -91,4 +91,6 @@ class StepMaker:
             self._meter.add_read(stored_bytes(raw))
         with self._meter.time("decoding"):
             batch = collate(raw, self._rule, self._pixel_dtype, plan.totals, self._media)
+            if self._media.decode_images:
+                self._reader.release(item)
             return batch.pin_memory() if self._pin else batch

@@ -17,6 +17,7 @@ from PIL import Image, ImageOps
 from balance.errors import DataError
 from balance.patches import plan_image
 from balance.presets import VisionRule
+from loaders.jpeg_header import plain_size
 from loaders.resize import Pixels, to_pixels
 
 if TYPE_CHECKING:
@@ -53,10 +54,9 @@ def decode_pixels(
     """
     if simplejpeg is not None:
         try:
-            image = Image.open(BytesIO(image_bytes))
-            is_plain = image.format == "JPEG" and image.mode in {"RGB", "L"}
-            if is_plain and image.getexif().get(_ORIENTATION) in _UPRIGHT and counted in {None, image.size}:
-                return _decode_jpeg(image_bytes, image.height, image.width, target)
+            size = plain_size(memoryview(image_bytes)) or _upright_size(image_bytes)
+            if size is not None and counted in {None, size}:
+                return _decode_jpeg(image_bytes, size[1], size[0], target)
         except _DECODE_ERRORS:
             pass  # Pillow says what is wrong, or can do with it
     pixels = to_pixels(decode(image_bytes, counted=counted))
@@ -64,6 +64,13 @@ def decode_pixels(
         return pixels
     target[:] = pixels
     return target
+
+
+def _upright_size(image_bytes: bytes | pa.Buffer) -> tuple[int, int] | None:
+    """(width, height) of an upright JPEG in grey or RGB, by Pillow; None for anything else."""
+    image = Image.open(BytesIO(image_bytes))
+    is_plain = image.format == "JPEG" and image.mode in {"RGB", "L"}
+    return image.size if is_plain and image.getexif().get(_ORIENTATION) in _UPRIGHT else None
 
 
 def _decode_jpeg(image_bytes: bytes | pa.Buffer, height: int, width: int, target: Pixels | None) -> Pixels:

@@ -5,6 +5,7 @@ An Arrow group is a view of its mapped shard until its images are decoded. At mo
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from collections import OrderedDict
@@ -56,7 +57,7 @@ class OpenFiles(Generic[Opened]):
             raise DamagedShard(f"{path}: {found}, the manifest says {file.size} bytes; copy or build it again")
         try:
             return self._opener(path)
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, ValueError) as error:
             raise DamagedShard(f"{path}: cannot be opened ({first_line(error)}); run `packer verify`") from None
 
 
@@ -91,6 +92,11 @@ class LocalShards:
             )
         return mapped.content.slice(offset, length)
 
+    def release(self, group: int) -> None:
+        """Its pages stay in the system's cache, but count no longer as this process's."""
+        shard, offset, length = self._index.row(group, "shard", "offset", "length")
+        self._files.get(shard).release(offset, offset + length)
+
     def prefetch(self, groups: Sequence[int]) -> None:
         """Nothing: the operating system reads ahead."""
 
@@ -109,13 +115,20 @@ class _Mapped:
     """A mapped file. The mapping stays for as long as views of it are in use."""
 
     def __init__(self, path: Path) -> None:
-        self._file = pa.memory_map(str(path))
-        self.content: pa.Buffer = self._file.read_buffer()
+        self._file = path.open("rb", buffering=0)
+        self._map = mmap.mmap(self._file.fileno(), 0, prot=mmap.PROT_READ)
+        self.content: pa.Buffer = pa.py_buffer(self._map)
 
     @property
     def size_now(self) -> int:
         """Bytes of the file now: to touch a page behind its end would end the process with SIGBUS."""
         return os.fstat(self._file.fileno()).st_size
+
+    def release(self, start: int, end: int) -> None:
+        """Take the whole pages in `[start, end)` out of this process's memory; they come back when they are touched."""
+        start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        if start + mmap.PAGESIZE <= end:
+            self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
 class LocalMedia:

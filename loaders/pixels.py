@@ -14,6 +14,7 @@ from PIL import Image
 
 from balance.patches import ImagePlan, plan_image
 from balance.presets import AnyresRule, FixedRule, NativeRule, TilesRule, VisionRule
+from loaders.pixel_memory import pixel_memory
 from loaders.resize import Pixels, Resizer, cut_squares, resizer, to_image, to_pixels
 
 _LONGEST_STRIP = 200
@@ -33,8 +34,11 @@ def num_rows(rule: VisionRule, plan: ImagePlan) -> int:
 
 def empty_rows(rule: VisionRule, rows: int) -> torch.Tensor:
     """Memory for `rows` rows: uint8, (rows, *patch_shape(rule)), `channels_last` but at native resolution."""
-    layout = torch.contiguous_format if isinstance(rule, NativeRule) else torch.channels_last
-    return torch.empty((rows, *patch_shape(rule)), dtype=torch.uint8, memory_format=layout)
+    channels, height, width = patch_shape(rule)
+    block = pixel_memory.empty(rows * channels * height * width)
+    if isinstance(rule, NativeRule):
+        return block.view(rows, channels, height, width)
+    return block.view(rows, height, width, channels).permute(0, 3, 1, 2)
 
 
 def cut(rule: VisionRule, image: Image.Image, *, exact: bool = False) -> torch.Tensor:

@@ -78,6 +78,12 @@ class ItemReader:
             return self._builds[item[0].build].shards.read(item[0].group)
         return join([self._cut(pick) for pick in item])
 
+    def release(self, item: Item) -> None:
+        """Say that what was read for an item is in use no more, so that it need not count as this process's memory."""
+        for pick in item:
+            if pick.places is None:  # others are kept for a while
+                self._builds[pick.build].shards.release(pick.group)
+
     def _cut(self, pick: Pick) -> RawGroup:
         raw = self._stored(pick.build, pick.group)
         return raw if pick.places is None else take_samples(raw, pick.places)

@@ -129,6 +129,9 @@ class RemoteShards:
         self._cache.write(name, content)
         return content
 
+    def release(self, group: int) -> None:
+        """Nothing: its memory goes with the last view of it."""
+
     def prefetch(self, groups: Sequence[int]) -> None:
         """Ask for the groups that neither lie in the cache nor were asked for."""
         rows = [self._index.row(group, "shard", "offset", "length") for group in groups]

@@ -65,6 +65,9 @@ class GroupBytes(Protocol):
         `again`: what was given for this group was damaged; get it from the origin, if there are copies.
         """
 
+    def release(self, group: int) -> None:
+        """What was read of this group is in use no more; views of it would still be right."""
+
     def prefetch(self, groups: Sequence[int]) -> None:
         """These groups will be read soon, in about this order."""
 
@@ -116,6 +119,10 @@ class ShardReader:
     def stored_bytes(self, group: int) -> int:
         """Length of a group."""
         return self._index.row(group, "length")[0]
+
+    def release(self, group: int) -> None:
+        """Say that what was read of a group is in use no more. A hint: views of it stay right."""
+        self._source.release(group)
 
     def prefetch(self, groups: Sequence[int]) -> None:
         """Say which groups will be read next, in about this order; neighbours among them travel as one request.
