@@ -107,7 +107,7 @@ def collate(
         raw = EMPTY_GROUP
     plans = [_plan_image(rule, width, height) for height, width in raw.image_sizes.tolist()]
     is_native = isinstance(rule, NativeRule)
-    grids = [(1, plan.rows, plan.columns) for plan in plans]
+    grids = [(1, plan.rows, plan.columns) for plan in plans] if is_native else []
     return MicroBatch(
         sample_ids=raw.sample_ids,
         input_ids=_int64(raw.input_ids),
@@ -132,8 +132,19 @@ def _positions(cu_seqlens: NDArray[np.int32]) -> NDArray[np.int64]:
     [0, 1, 0, 1, 2]
     """
     borders = cu_seqlens.tolist()
-    counted = np.arange(max((b - a for a, b in pairwise(borders)), default=0))
-    return np.concatenate([counted[:0], *(counted[: b - a] for a, b in pairwise(borders))])
+    counted = _count(max([b - a for a, b in pairwise(borders)], default=0))
+    return np.concatenate([counted[:0], *[counted[: b - a] for a, b in pairwise(borders)]])
+
+
+def _count(longest: int) -> NDArray[np.int64]:
+    """0, 1, 2, ...: at least so many, made anew only when more are wanted."""
+    global _counted  # noqa: PLW0603
+    if len(_counted) < longest:
+        _counted = np.arange(2 * longest)
+    return _counted
+
+
+_counted = np.arange(8192)
 
 
 NO_TOKENS = np.zeros(0, dtype=np.int32)

@@ -113,10 +113,16 @@ def _ints(lists: pa.ListArray) -> tuple[Int32Array, Int32Array]:
     validity, offsets, _, values = lists.buffers()
     if validity is not None:
         raise ValueError("a list is missing")
+    borders, first = _borders(lists, offsets)
+    count = int(borders[-1])
+    return borders, np.frombuffer(values, np.int32, count, 4 * first) if count else _NO_NUMBERS
+
+
+def _borders(lists: pa.ListArray, offsets: pa.Buffer) -> tuple[Int32Array, int]:
+    """Borders of the rows, from 0 on, and the place of the first value."""
     borders = np.frombuffer(offsets, np.int32, len(lists) + 1, 4 * lists.offset)
-    first, last = int(borders[0]), int(borders[-1])
-    numbers = np.frombuffer(values, np.int32, last - first, 4 * first) if last > first else _NO_NUMBERS
-    return borders - borders[0] if first else borders, numbers
+    first = int(borders[0])
+    return borders - first if first else borders, first
 
 
 _NUMBERS = {"image": ("image_widths", "image_heights"), "audio": ("audio_lengths",)}
@@ -128,27 +134,43 @@ def _files(
 ) -> tuple[Contents, Int32Array, list[Int32Array]]:
     """The image or audio files of a batch, the place of each one's sample, and their numbers."""
     files = columns[f"{kind}s" if media is None else f"{kind}_paths"]
-    found = [_ints(columns[name]) for name in _NUMBERS[kind]]
-    numbers = [values for _, values in found]
-    # lists: a group has few samples, for which NumPy takes longer
-    borders, *others = [borders.tolist() for borders, _ in found]
-    first, *rest = np.frombuffer(files.buffers()[1], np.int32, len(files) + 1, 4 * files.offset).tolist()
-    if any(other != borders for other in ([0, *(border - first for border in rest)], *others)):
+    borders, *others = [_ints(columns[name]) for name in _NUMBERS[kind]]
+    numbers = [borders[1], *(values for _, values in others)]
+    of_files, first = _borders(files, files.buffers()[1])
+    bounds = of_files.tobytes()
+    if any(other.tobytes() != bounds for other, _ in (borders, *others)):
         raise ValueError(f"{kind} files and their numbers do not belong together")
-    owners = np.array([row for row, (a, b) in enumerate(pairwise(borders)) for _ in range(b - a)], np.int32)
+    owners = _owners(of_files)
     if not len(owners):
         return (), owners, numbers
-    values = files.values.slice(first, len(owners))
     if media is not None:
+        values = files.values.slice(first, len(owners))
         return media.read(values.to_pylist(), [sample_ids[place] for place in owners], where), owners, numbers
-    return _views(values), owners, numbers
+    return _views(files.values, first, len(owners)), owners, numbers
 
 
-def _views(values: pa.BinaryArray) -> list[pa.Buffer]:
-    """Each value as a view; a third of the time of asking each scalar for its buffer."""
+def _owners(borders: Int32Array) -> Int32Array:
+    """The row of each value of a list column.
+
+    >>> _owners(np.int32([0, 2, 2, 3])).tolist()
+    [0, 0, 2]
+    """
+    if len(borders) <= len(_ROWS) and borders.tobytes() == _ROWS[: len(borders)].tobytes():
+        return _ROWS[: len(borders) - 1]  # one each, as mostly
+    # a list: a group has few samples, for which NumPy takes longer
+    rows = [row for row, (a, b) in enumerate(pairwise(borders.tolist())) for _ in range(b - a)]
+    return np.array(rows, np.int32)
+
+
+_ROWS: Int32Array = np.arange(1024, dtype=np.int32)
+_ROWS.flags.writeable = False  # it is shared
+
+
+def _views(values: pa.BinaryArray, first: int, count: int) -> list[pa.Buffer]:
+    """`count` values as views; a third of the time of asking each scalar for its buffer."""
     _, offsets, data = values.buffers()
     data = data or pa.py_buffer(b"")  # none if all values are empty
-    borders = np.frombuffer(offsets, np.int32)[values.offset : values.offset + len(values) + 1].tolist()
+    borders = np.frombuffer(offsets, np.int32, count + 1, 4 * (values.offset + first)).tolist()
     return [data.slice(start, end - start) for start, end in pairwise(borders)]
 
 

@@ -199,8 +199,8 @@ class GroupIndex:
         if view is None:
             with self._lock:
                 # not `to_numpy`, which imports pandas where it is installed: .2 s and 50 MB
-                view = np.from_dlpack(self._batch(batch).column(name))
-                self._views[batch, name] = view
+                made: NDArray[Any] = np.from_dlpack(self._batch(batch).column(name))
+                view = self._views[batch, name] = made
         return view
 
     def _batch(self, number: int) -> pa.RecordBatch:

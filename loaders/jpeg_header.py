@@ -22,7 +22,7 @@ def plain_size(content: memoryview) -> tuple[int, int] | None:
 
     >>> plain_size(memoryview(b"GIF89a"))
     """
-    frames = []
+    frames: list[memoryview] = []
     for marker, segment in _segments(content):
         if marker == _SCAN:
             return _frame_size(frames[0]) if len(frames) == 1 else None

@@ -19,11 +19,13 @@ MAX_WINDOW, SLOW_WINDOW = 64, 4
 """Steps planned at a time, at most; the second with a step planner, which may take a tenth of a second for each."""
 
 
-def plans_ahead(steps: Steps, reader: ItemReader, max_bytes: int = AHEAD_BYTES) -> Iterator[StepPlan]:
+def plans_ahead(steps: Steps, reader: ItemReader, max_bytes: int | None = None) -> Iterator[StepPlan]:
     """The rest of the epoch's steps, in order; `reader` hears of each before it is given.
 
-    Windows of 1, 2, 4, ... steps are planned at a time: the first step comes soon, even if planning takes long.
+    Windows of 1, 2, 4, ... steps are planned at a time: the first step comes soon, even if planning takes long. At most
+    about `max_bytes` are asked for and not yet taken.
     """
+    max_bytes = AHEAD_BYTES if max_bytes is None else max_bytes
     planned: deque[tuple[StepPlan, int]] = deque()
     held = 0  # bytes of what is planned
     window = 1

@@ -122,7 +122,7 @@ def _normalize_lines(pixels: torch.Tensor, scale: torch.Tensor, shift: torch.Ten
     # (rows, side, 3 * side), a view if the pixels are `channels_last`
     lines = pixels.permute(0, 2, 3, 1).flatten(2).to(torch.float32)
     lines.mul_(scale.repeat(side)).add_(shift.repeat(side))
-    return lines.unflatten(2, (side, 3)).permute(0, 3, 1, 2)
+    return lines.view(len(pixels), side, side, 3).permute(0, 3, 1, 2)
 
 
 def _normalize_on_device(

@@ -172,7 +172,7 @@ class RemoteShards:
     def close(self) -> None:
         """Let go of the bucket; what is under way is cancelled."""
         self._bucket.close()
-        self._cache.flush()
+        self._cache.close()
 
     def _ask(self, request: Request) -> None:
         shard = self._shards[request.shard]
@@ -251,7 +251,7 @@ class RemoteMedia:
     def close(self) -> None:
         """Let go of the bucket; what is under way is cancelled."""
         self._bucket.close()
-        self._cache.flush()
+        self._cache.close()
 
     def _cache_name(self, name: str) -> str:
         digest = hashlib.sha256(f"{self._bucket.uri}/{name}".encode()).hexdigest()
@@ -272,7 +272,7 @@ def _read_sealed(cache: WriteBehind, name: str) -> bytes | None:
     stored = cache.read(name)
     if stored is None:
         return None
-    content, checksum = stored[: -_CHECKSUM.size], stored[-_CHECKSUM.size :]
+    content, checksum = bytes(stored[: -_CHECKSUM.size]), stored[-_CHECKSUM.size :]
     if _CHECKSUM.pack(group_checksum(content)) == checksum:
         return content
     cache.remove(name)

@@ -235,7 +235,7 @@ class Steps:
         image, text, audio = (self._spread(steps, name) for name in _LLM_TOKENS)
         llm = image + text + audio
         # (steps, micro_batches)
-        complete = (steps >= 0).all(axis=1)
+        complete = np.asarray((steps >= 0).all(axis=1))
         # (steps,)
         rows, tokens, audio_tokens = (values[:, rank].sum(axis=1).tolist() for values in (vision, llm, audio))
         return [

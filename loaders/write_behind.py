@@ -52,31 +52,34 @@ class WriteBehind:
             self._queue.forget(name)
         self._cache.remove(name)
 
-    def flush(self, wait_s: float = FLUSH_S) -> None:
-        """Wait until all is stored, at most so long."""
-        if self._queue is not None:
-            self._queue.flush(wait_s)
+    def close(self) -> None:
+        """Store what is not stored yet, if that is quick, and end the thread. Safe to call twice."""
+        with self._lock:
+            queue, self._queue = self._queue, None
+        if queue is not None:
+            queue.end()
 
     def _running(self) -> _Queue:
         """The queue, and a thread that works it off; in a fork, which has no threads of its parent, new ones."""
         with self._lock:
             if self._queue is None or self._queue.pid != os.getpid():
-                self._queue = queue = _Queue()
-                threading.Thread(target=queue.work, args=(self._cache,), name="isobatch-cache", daemon=True).start()
-                weakref.finalize(self, queue.end)
+                self._queue = _Queue(self._cache)
+                weakref.finalize(self, self._queue.end)
             return self._queue
 
 
 class _Queue:
     """What is still to be stored, shared by readers and the thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, cache: Cache) -> None:
         self.pid = os.getpid()
         self._contents: OrderedDict[str, Any] = OrderedDict()
         self._num_bytes = 0
         self._writing = ""
         self._changed = threading.Condition()
         self._ended = False
+        self._thread = threading.Thread(target=self.work, args=(cache,), name="isobatch-cache", daemon=True)
+        self._thread.start()
 
     def find(self, name: str) -> Any:
         return self._contents.get(name)
@@ -101,19 +104,17 @@ class _Queue:
             while self._writing == name:
                 self._changed.wait()
 
-    def flush(self, wait_s: float) -> None:
-        deadline = time.monotonic() + wait_s
+    def end(self) -> None:
+        """Also at the interpreter's exit, and when nobody can read from the cache any more."""
+        if os.getpid() != self.pid:
+            return  # a fork, in which nobody would ever let go of the lock
+        deadline = time.monotonic() + FLUSH_S
         with self._changed:
             while self._contents and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
-
-    def end(self) -> None:
-        """At the interpreter's exit and when nobody can read from the cache any more: store what is left, if quick."""
-        if os.getpid() == self.pid:
-            self.flush(FLUSH_S)
-            with self._changed:
-                self._ended = True
-                self._changed.notify_all()
+            self._ended = True
+            self._changed.notify_all()
+        self._thread.join(FLUSH_S)
 
     def work(self, cache: Cache) -> None:
         """What the thread does."""

@@ -6,6 +6,7 @@ import os
 import sys
 import types
 from collections.abc import Iterable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 # torchvision cannot be imported beside the CPU build of torch; only the package's own vision datasets use it
 for name in ("torchvision", "torchvision.datasets", "torchvision.transforms", "torchvision.transforms.functional"):
     sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__spec__ = ModuleSpec(name, None)  # transformers looks whether there is one
 sys.modules["torchvision.datasets"].VisionDataset = object  # type: ignore[attr-defined]
 sys.modules["torchvision.transforms.functional"].to_tensor = None  # type: ignore[attr-defined]
 

@@ -50,7 +50,10 @@ LASTING = {
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("fault", LASTING)
-def test_what_begins_midway_and_lasts_is_an_error_in_time_and_resumes(urls, proxy, load, expected, fault, workers):
+def test_what_begins_midway_and_lasts_is_an_error_in_time_and_resumes(
+    urls, proxy, load, expected, monkeypatch, fault, workers
+):
+    monkeypatch.setattr("loaders.look_ahead.AHEAD_BYTES", 1)  # or this small build would be there before it begins
     loader = load(urls["arrow"], workers=workers, timeout_s=LIMIT_S)
     steps = iter(loader)
     first = content(next(steps))
