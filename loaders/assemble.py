@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from functools import partial
 from typing import Any
 
@@ -81,16 +82,18 @@ class StepMaker:
 
     def _make(self, plan: StepPlan, item: Item, encoder: str | None) -> MicroBatch:
         """Read and collate one part; in any thread."""
-        with self._meter.time("reading"):
-            raw = self._reader.read(item)
+        begun = time.perf_counter()
+        raw = self._reader.read(item)
+        read = time.perf_counter()
         if raw is not None and encoder is not None:
             raw = only_media(raw, encoder)
         elif raw is not None and plan.encoders:
             raw = without_media(raw, plan.encoders)
-        if raw is not None:
-            self._meter.add_read(stored_bytes(raw))
-        with self._meter.time("decoding"):
-            batch = collate(raw, self._rule, self._pixel_dtype, plan.totals, self._media)
-            if self._media.decode_images:
-                self._reader.release(item)
-            return batch.pin_memory() if self._pin else batch
+        num_bytes = 0 if raw is None else stored_bytes(raw)
+        batch = collate(raw, self._rule, self._pixel_dtype, plan.totals, self._media)
+        if self._media.decode_images:
+            self._reader.release(item)
+        if self._pin:
+            batch = batch.pin_memory()
+        self._meter.add_part(read - begun, time.perf_counter() - read, num_bytes)
+        return batch

@@ -19,7 +19,7 @@ from balance.audio import AudioRule
 from balance.errors import DataError
 
 if TYPE_CHECKING:
-    import pyarrow as pa
+    pass
 
 Channels = NDArray[np.float32]
 """(samples, channels), full scale 1."""
@@ -28,7 +28,7 @@ PCM, FLOAT, EXTENSIBLE = 0x0001, 0x0003, 0xFFFE
 """Formats of a WAV file (Microsoft's mmreg.h); the last one's real format is the beginning of a GUID."""
 
 
-def decode_audio(rule: AudioRule, audio_bytes: bytes | pa.Buffer, counted: int | None = None) -> Tensor:
+def decode_audio(rule: AudioRule, audio_bytes: bytes | memoryview, counted: int | None = None) -> Tensor:
     """The clip as float32, (samples,) at the rule's rate, full scale 1; as many samples as `plan_audio` says.
 
     DataError if it cannot be decoded, or has not `counted` samples at the rule's rate.

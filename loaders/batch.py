@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
-import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -56,7 +56,7 @@ class MicroBatch:
     """int64, (windows,). Frames of each window of each clip: all of a clip's windows but the last are full.
 
     As a mask, `feature_attention_mask` of Qwen2-Audio: `arange(window_frames) < audio_frames[:, None]`."""
-    images: Sequence[bytes | pa.Buffer] = ()
+    images: Sequence[bytes | memoryview] = ()
     """With the loader's `decode_images=False` the encoded image files, in the order of `image_sizes`; `pixel_values`
     then has no rows. Not copied: views into the mapped shard of a build on disk."""
     num_loss_tokens: int
@@ -85,6 +85,11 @@ class MicroBatch:
 
         Needs a GPU. torch's DataLoader calls it too."""
         return self._with_tensors(Tensor.pin_memory)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For other processes, which cannot have views of this one's memory."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return partial(MicroBatch, **{**values, "images": tuple(map(bytes, self.images))}), ()
 
     def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         changed: dict[str, Any] = {

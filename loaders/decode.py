@@ -21,7 +21,7 @@ from loaders.jpeg_header import plain_size
 from loaders.resize import Pixels, to_pixels
 
 if TYPE_CHECKING:
-    import pyarrow as pa
+    pass
 
 try:
     import simplejpeg
@@ -46,7 +46,7 @@ _scratch = threading.local()
 
 
 def decode_pixels(
-    image_bytes: bytes | pa.Buffer, *, counted: tuple[int, int] | None = None, target: Pixels | None = None
+    image_bytes: bytes | memoryview, *, counted: tuple[int, int] | None = None, target: Pixels | None = None
 ) -> Pixels:
     """The pixels of `decode`, valid until this thread decodes again. Errors as `decode`.
 
@@ -66,14 +66,14 @@ def decode_pixels(
     return target
 
 
-def _upright_size(image_bytes: bytes | pa.Buffer) -> tuple[int, int] | None:
+def _upright_size(image_bytes: bytes | memoryview) -> tuple[int, int] | None:
     """(width, height) of an upright JPEG in grey or RGB, by Pillow; None for anything else."""
     image = Image.open(BytesIO(image_bytes))
     is_plain = image.format == "JPEG" and image.mode in {"RGB", "L"}
     return image.size if is_plain and image.getexif().get(_ORIENTATION) in _UPRIGHT else None
 
 
-def _decode_jpeg(image_bytes: bytes | pa.Buffer, height: int, width: int, target: Pixels | None) -> Pixels:
+def _decode_jpeg(image_bytes: bytes | memoryview, height: int, width: int, target: Pixels | None) -> Pixels:
     if target is None:
         target = _scratch_pixels(height, width)
     simplejpeg.decode_jpeg(np.frombuffer(image_bytes, np.uint8), "RGB", buffer=target)
@@ -92,7 +92,7 @@ def _scratch_pixels(height: int, width: int) -> Pixels:
 
 
 def decode(
-    image_bytes: bytes | pa.Buffer, *, counted: tuple[int, int] | None = None, rule: VisionRule | None = None
+    image_bytes: bytes | memoryview, *, counted: tuple[int, int] | None = None, rule: VisionRule | None = None
 ) -> Image.Image:
     """The upright RGB image, as `transformers.image_utils.load_image` gives it; DataError if it cannot be decoded.
 

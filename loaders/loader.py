@@ -11,6 +11,7 @@ each rank's sum over the step, for trainers whose ranks meet once per step (`bal
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -184,8 +185,9 @@ class StreamingLoader:
                 "this iterator ended when another one of the same loader began, or its state was loaded, or it was "
                 "closed; use the newer iterator"
             )
-        with self._meter.time("waiting"):
-            made = next(running, None)
+        begun = time.perf_counter()
+        made = next(running, None)
+        self._meter.add_wait(time.perf_counter() - begun)
         if made is None:
             return None
         plan, batches = made

@@ -33,7 +33,7 @@ def plans_ahead(steps: Steps, reader: ItemReader, max_bytes: int | None = None) 
         # two windows at the beginning, so that something is on its way behind the first step
         for _ in range(2 if window == 1 and reader.is_remote else 1):
             # half empty, so that windows stay large
-            if not steps.remaining or (planned and not (reader.is_remote and 2 * held <= max_bytes)):
+            if (planned and not (reader.is_remote and 2 * held <= max_bytes)) or not steps.remaining:
                 break
             added = [(plan, reader.remote_bytes(plan.items)) for plan in steps.plan(window)]
             reader.prefetch([item for plan, _ in added for item in plan.items])

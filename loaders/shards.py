@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from balance.checksums import group_checksum
 from balance.errors import DamagedShard, first_line
-from loaders.formats import MediaRoot, RawGroup, check_schema, decode_arrow, decode_tar
+from loaders.formats import ArrowLayout, MediaRoot, RawGroup, decode_arrow, decode_tar
 from loaders.index import GroupIndex, Manifest
 
 __all__ = ["GroupBytes", "RawGroup", "ShardReader", "Traffic", "Verify", "group_place"]
@@ -89,7 +89,7 @@ class ShardReader:
     ) -> None:
         self._index, self._source, self._media = index, source, media
         self._is_tar = manifest.format == "webdataset"
-        self._schema: pa.Schema | None = None
+        self._layout: ArrowLayout | None = None
         # one bit per group: whether its checksum was compared
         self._checked: NDArray[np.uint8] | None = None
         if verify == "first":
@@ -170,11 +170,9 @@ class ShardReader:
     def _decode(self, content: pa.Buffer, where: str) -> RawGroup:
         if self._is_tar:
             return decode_tar(content, where)
-        if self._schema is None:
-            schema = self._source.schema()
-            check_schema(schema)
-            self._schema = schema
-        return decode_arrow(content, self._schema, where, self._media)
+        if self._layout is None:
+            self._layout = ArrowLayout(self._source.schema())
+        return decode_arrow(content, self._layout, where, self._media)
 
 
 def group_place(shard_name: str, group: int) -> str:

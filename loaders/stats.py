@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -45,31 +42,26 @@ class LoaderStats:
 
 
 class Meter:
-    """Counts; the timers are for any thread, the rest for the consumer's."""
+    """Counts; parts in any thread, the rest in the consumer's."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._seconds = {"waiting": 0.0, "reading": 0.0, "decoding": 0.0}
+        self._waiting_s = self._reading_s = self._decoding_s = 0.0
         self._read_bytes = 0
         self._steps = self._samples = 0
         self._vit, self._llm = _Idle(), _Idle()
         self._loads: list[StepLoads] = []  # of steps that the two do not know yet
 
-    @contextmanager
-    def time(self, what: str) -> Iterator[None]:
-        """Add the seconds spent inside to `what`: waiting, reading or decoding."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            seconds = time.perf_counter() - started
-            with self._lock:
-                self._seconds[what] += seconds
-
-    def add_read(self, num_bytes: int) -> None:
-        """Count bytes that were read."""
+    def add_part(self, reading_s: float, decoding_s: float, num_bytes: int) -> None:
+        """Count a micro-batch: seconds of reading and of decoding, and bytes that were read. In any thread."""
         with self._lock:
+            self._reading_s += reading_s
+            self._decoding_s += decoding_s
             self._read_bytes += num_bytes
+
+    def add_wait(self, waiting_s: float) -> None:
+        """Count seconds that the consumer waited."""
+        self._waiting_s += waiting_s
 
     def add_step(self, plan: StepPlan, num_samples: int) -> None:
         """Count a step that the consumer got, with `num_samples` of its own."""
@@ -86,9 +78,9 @@ class Meter:
             return LoaderStats(
                 steps=self._steps,
                 samples=self._samples,
-                waiting_s=self._seconds["waiting"],
-                reading_s=self._seconds["reading"],
-                decoding_s=self._seconds["decoding"],
+                waiting_s=self._waiting_s,
+                reading_s=self._reading_s,
+                decoding_s=self._decoding_s,
                 read_bytes=self._read_bytes,
                 cache_hits=cache_hits,
                 dist_ratio_vit=self._vit.ratio,

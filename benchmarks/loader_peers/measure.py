@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -93,14 +93,37 @@ def shards(samples: list[Sample]) -> list[list[Sample]]:
     return [samples[first : first + size] for first in range(0, len(samples), size)]
 
 
-def pairs(batch: Sequence[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
-    """The parts of a list of (image, tokens)."""
-    return [image for image, _ in batch], [tokens for _, tokens in batch]
+class Packed(NamedTuple):
+    """A batch as a trainer takes it: what Isobatch gives, and therefore what everybody is to give."""
+
+    images: list[Any]
+    """One by one, because images of a real dataset have many sizes."""
+    input_ids: torch.Tensor
+    """int64, (tokens,), one sample behind the other, as `labels` and `position_ids`."""
+    labels: torch.Tensor
+    position_ids: torch.Tensor
+    cu_seqlens: torch.Tensor
+    """int32, (samples + 1,)."""
 
 
-def identity(batch: list[Any]) -> list[Any]:
-    """For DataLoaders: samples as they are, because images of a real dataset have many sizes."""
-    return batch
+def pack(samples: Sequence[tuple[Any, Tokens]]) -> Packed:
+    """The batch of (image, tokens)."""
+    rows = [tokens for _, tokens in samples]
+    lengths = [tokens.shape[1] for tokens in rows]
+    tokens = torch.from_numpy(np.concatenate(rows, axis=1, dtype=np.int64))
+    counted = np.arange(max(lengths))
+    return Packed(
+        images=[image for image, _ in samples],
+        input_ids=tokens[0],
+        labels=tokens[1],
+        position_ids=torch.from_numpy(np.concatenate([counted[:length] for length in lengths])),
+        cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)),
+    )
+
+
+def parts_of(batch: Packed) -> tuple[list[Any], list[Any]]:
+    """The parts of a packed batch."""
+    return batch.images, [batch.input_ids, batch.labels]
 
 
 def decode(image: bytes) -> torch.Tensor:
@@ -160,7 +183,7 @@ def read_samples(folder: Path) -> Iterator[Sample]:
         yield Sample((folder / f"{number:06d}.jpg").read_bytes(), np.array(row))
 
 
-def main(write: Write, open_loader: Open, *, package: str = "", parts: Parts = pairs) -> None:
+def main(write: Write, open_loader: Open, *, package: str = "", parts: Parts = parts_of) -> None:
     """Do what the command line says. `package`: whose version is told."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)

@@ -33,10 +33,10 @@ def open_loader(task: measure.Task) -> Iterable[Any]:
     stored = load_dataset("parquet", data_files=names, split="train", streaming=True, cache_dir=str(task.cache))
     dataset = stored.cast_column("image", Image(decode=False))
 
-    def collate(rows: list[dict[str, Any]]) -> list[tuple[Any, Any]]:
+    def collate(rows: list[dict[str, Any]]) -> measure.Packed:
         tokens = [np.array([row["input_ids"], row["labels"]], np.int32) for row in rows]
         images = [measure.image_of(task, row["image"]["bytes"]) for row in rows]
-        return list(zip(images, tokens, strict=True))
+        return measure.pack(list(zip(images, tokens, strict=True)))
 
     return DataLoader(
         dataset,

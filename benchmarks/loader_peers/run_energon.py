@@ -56,8 +56,8 @@ def open_loader(task: measure.Task) -> Iterable[Any]:
         cookers = [Cooker(cook)]  # noqa: RUF012
 
         @stateless
-        def batch(self, samples: list[Cooked]) -> list[tuple[Any, Any]]:
-            return [(sample.image, sample.tokens) for sample in samples]
+        def batch(self, samples: list[Cooked]) -> measure.Packed:
+            return measure.pack([(sample.image, sample.tokens) for sample in samples])
 
     dataset = get_train_dataset(
         _remote(task) if task.remote else task.place,

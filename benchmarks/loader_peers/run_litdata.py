@@ -32,7 +32,7 @@ def _same(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_loader(task: measure.Task) -> Iterable[Any]:
-    """Batches of samples as they are."""
+    """Packed batches."""
 
     def sample_of(stored: dict[str, Any]) -> tuple[Any, Any]:
         # views of a chunk, which cannot be sent to another process
@@ -52,7 +52,7 @@ def open_loader(task: measure.Task) -> Iterable[Any]:
         dataset,
         batch_size=measure.BATCH,
         num_workers=task.workers,
-        collate_fn=measure.identity,
+        collate_fn=measure.pack,
         persistent_workers=task.workers > 0,
     )
 

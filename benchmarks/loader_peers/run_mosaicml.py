@@ -44,7 +44,7 @@ class Samples(StreamingDataset):  # type: ignore[misc]
 
 
 def open_loader(task: measure.Task) -> Iterable[Any]:
-    """Batches of samples as they are, in the order of the shards."""
+    """Packed batches, in the order of the shards."""
     if task.remote:
         os.environ["S3_ENDPOINT_URL"] = os.environ["AWS_ENDPOINT_URL"]
     dataset = Samples(
@@ -58,7 +58,7 @@ def open_loader(task: measure.Task) -> Iterable[Any]:
         dataset,
         batch_size=measure.BATCH,
         num_workers=task.workers,
-        collate_fn=measure.identity,
+        collate_fn=measure.pack,
         persistent_workers=task.workers > 0,
     )
 

@@ -26,7 +26,7 @@ def open_loader(task: measure.Task) -> Iterable[Any]:
 
     place = f"{CURL}$AWS_ENDPOINT_URL/{task.place.removeprefix('s3://')}" if task.remote else task.place
     dataset = wds.WebDataset([f"{place}/{name}" for name in NAMES], shardshuffle=False).map(sample_of)
-    dataset = dataset.batched(measure.BATCH, collation_fn=measure.identity)
+    dataset = dataset.batched(measure.BATCH, collation_fn=measure.pack)
     return wds.WebLoader(dataset, batch_size=None, num_workers=task.workers, persistent_workers=task.workers > 0)
 
 

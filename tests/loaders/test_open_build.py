@@ -18,7 +18,7 @@ from shard_fixture import FORMATS, group_samples, make_samples, write_build
 
 from balance.checksums import group_checksum
 from balance.errors import ConfigError, DamagedShard
-from loaders.formats import decode_arrow, decode_tar
+from loaders.formats import ArrowLayout, decode_arrow, decode_tar
 from loaders.remote import GAP_BYTES, REQUEST_BYTES, join_ranges
 from loaders.storage import StorageOptions, default_cache_dir, open_build
 
@@ -167,7 +167,8 @@ def test_audio_comes_with_its_lengths_and_samples(format):
     if format == "webdataset":
         raw = decode_tar(tar_group(), "here")
     else:
-        raw = decode_arrow(*arrow_group(refs), "here", NamedMedia() if refs else None)
+        content, schema = arrow_group(refs)
+        raw = decode_arrow(content, ArrowLayout(schema), "here", NamedMedia() if refs else None)
     expected = [b"here a a.wav", b"here c c.wav", b"here c c.flac"] if refs else [b"wav a", b"", b"flac c"]
     assert [bytes(audio) for audio in raw.audios] == expected
     expected = [b"here b b.jpg", b"here c c.jpg"] if refs else [b"jpeg b", b"jpeg c"]
