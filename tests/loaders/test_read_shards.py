@@ -37,7 +37,7 @@ def test_arrow_images_are_views_into_the_mapped_file(tmp_path):
     reader, _ = open_build(write_build(tmp_path / "build", group_samples(make_samples(20))))
     before = pa.total_allocated_bytes()
     groups = [reader.read(number) for number in range(5)]
-    assert sum(image.size for raw in groups for image in raw.images) > 10_000
+    assert sum(image.nbytes for raw in groups for image in raw.images) > 10_000
     assert pa.total_allocated_bytes() - before < 1_000
 
 
