@@ -14,7 +14,8 @@ is a process of its own with empty caches; the loaders take turns within a colum
 - first: seconds from opening the loader to the first decoded batch, with 2 workers; imports are done before.
 - MB: peak over all processes of their proportional set sizes, decoded, 2 workers; mapped files count.
 
-Limits: plain pyarrow on our mapped shards, raw (`run_mmap.py`); Pillow and nothing else, decoded (`run_decode.py`).
+Limits: plain pyarrow on our mapped shards, raw (`run_mmap.py`); Pillow or simplejpeg, whichever is faster, and nothing
+else, decoded (`run_decode.py`).
 Exit status 1 when Isobatch is behind a peer in any column, or below the shares of the limits that are wanted, or when
 something could not be measured; the last lines say which.
 """
@@ -28,6 +29,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 from loader_data import IMAGE_TOKENS, SIDE, TEXT_TOKENS, write_build, write_samples
@@ -46,7 +48,7 @@ MORE = ["--passes", "3", "--seconds", "1"]
 """Passes beyond the first of a run on disk: at least three, and as many as fit into a second."""
 MAPPED, DECODE = "limit: mapped Arrow", "limit: decode"
 DECODERS = {0: ("threads",), 2: ("threads", "processes")}
-"""Workers -> what they are; the faster counts."""
+"""Workers -> what they are. The fastest counts, with the fastest decoder."""
 SHARES = (
     Share(MAPPED, Work(remote=False, decoded=False, workers=0).column, 0.5),
     Share(DECODE, Work(remote=False, decoded=True, workers=0).column, 0.9),
@@ -163,8 +165,8 @@ class Bench:
             self.results.add(MAPPED, work.column, self.samples / found.best_seconds)
         for workers, kinds in DECODERS.items():
             column = Work(remote=False, decoded=True, workers=workers).column
-            for kind in kinds:
-                command = [sys.executable, "run_decode.py", str(self.folder / "samples"), str(workers), kind]
+            for kind, decoder in product(kinds, ("pillow", "simplejpeg")):
+                command = [sys.executable, "run_decode.py", str(self.folder / "samples"), decoder, str(workers), kind]
                 found = self._try(DECODE, column, partial(run, [*command, *MORE], {}, folder=self.folder))
                 if found is not None:
                     self.results.add(DECODE, column, self.samples / found.best_seconds)

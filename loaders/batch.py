@@ -33,7 +33,7 @@ class MicroBatch:
     cu_seqlens: Tensor
     """int32, (num_samples + 1,). Borders of the samples, as flash attention's varlen functions take them."""
     pixel_values: Tensor
-    """(patches, 3, image_size, image_size), in the order of the images in `input_ids`.
+    """(patches, 3, image_size, image_size), in the order of the images in `input_ids`, `channels_last` in memory.
 
     At native resolution one row per ViT token: (ViT tokens, 3 * frames * side * side) normalised, (ViT tokens, 3, side,
     side) if the loader's `pixel_dtype` is uint8; `loaders.normalize` makes the former of the latter."""

@@ -1,7 +1,8 @@
 """Storing into the cache behind the reader's back: `WriteBehind`, a thread that has time.
 
-A group is read when it is in memory; whether it is on disk too can wait. The thread is `nice`, so while all cores
-decode, caching takes little from them; when it falls behind by `max_bytes`, readers store what they read themselves.
+A group is read when it is in memory; whether it is on disk too can wait, until reading pauses or much is waiting. The
+thread is `nice`, so while all cores decode, caching takes little from them; when it falls behind by `max_bytes`,
+readers store what they read themselves.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from typing import Any
 from loaders.cache import Cache
 
 BEHIND_BYTES = 128 << 20
+MUCH = 0.75
+"""Share of the limit that may wait while reading goes on."""
+PAUSE_S = 0.1
+"""So long nothing must have come for reading to pause."""
 NICENESS = 10
 FLUSH_S = 5.0
 """At most so long does closing wait for what is not stored yet."""
@@ -43,7 +48,7 @@ class WriteBehind:
         """Store a file (anything with the buffer protocol, which must not change), whole or not at all, later."""
         if not self._cache.is_storing:
             return
-        if not self._running().put(name, content, self._max_bytes):
+        if not self._running().put(name, content):
             self._cache.write(name, content)
 
     def remove(self, name: str) -> None:
@@ -63,7 +68,7 @@ class WriteBehind:
         """The queue, and a thread that works it off; in a fork, which has no threads of its parent, new ones."""
         with self._lock:
             if self._queue is None or self._queue.pid != os.getpid():
-                self._queue = _Queue(self._cache)
+                self._queue = _Queue(self._cache, self._max_bytes)
                 weakref.finalize(self, self._queue.end)
             return self._queue
 
@@ -71,29 +76,32 @@ class WriteBehind:
 class _Queue:
     """What is still to be stored, shared by readers and the thread."""
 
-    def __init__(self, cache: Cache) -> None:
-        self.pid = os.getpid()
+    def __init__(self, cache: Cache, max_bytes: int) -> None:
+        self.pid, self._max_bytes = os.getpid(), max_bytes
         self._contents: OrderedDict[str, Any] = OrderedDict()
         self._num_bytes = 0
         self._writing = ""
         self._changed = threading.Condition()
-        self._ended = False
+        self._last_put = 0.0
+        self._hurrying = self._ended = False
         self._thread = threading.Thread(target=self.work, args=(cache,), name="isobatch-cache", daemon=True)
         self._thread.start()
 
     def find(self, name: str) -> Any:
         return self._contents.get(name)
 
-    def put(self, name: str, content: Any, max_bytes: int) -> bool:
+    def put(self, name: str, content: Any) -> bool:
         """Whether there was room for it."""
         with self._changed:
             if name in self._contents:
                 return True
-            if self._ended or self._num_bytes + len(content) > max_bytes:
+            if self._ended or self._num_bytes + len(content) > self._max_bytes:
                 return False
             self._contents[name] = content
             self._num_bytes += len(content)
-            self._changed.notify_all()
+            self._last_put = time.monotonic()
+            if len(self._contents) == 1 or self._num_bytes > MUCH * self._max_bytes:
+                self._changed.notify_all()
             return True
 
     def forget(self, name: str) -> None:
@@ -110,19 +118,30 @@ class _Queue:
             return  # a fork, in which nobody would ever let go of the lock
         deadline = time.monotonic() + FLUSH_S
         with self._changed:
+            self._hurrying = True
+            self._changed.notify_all()
+            if threading.current_thread() is self._thread:  # whose memory was just tidied up
+                self._ended = True
+                return
             while self._contents and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
             self._ended = True
             self._changed.notify_all()
         self._thread.join(FLUSH_S)
 
+    def _wait_s(self) -> float | None:
+        """How long nothing is to be stored; None: until something comes."""
+        if self._ended or (self._contents and (self._hurrying or self._num_bytes > MUCH * self._max_bytes)):
+            return 0
+        return max(0.0, self._last_put + PAUSE_S - time.monotonic()) if self._contents else None
+
     def work(self, cache: Cache) -> None:
         """What the thread does."""
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while True:
             with self._changed:
-                while not self._contents and not self._ended:
-                    self._changed.wait()
+                while (wait_s := self._wait_s()) != 0:
+                    self._changed.wait(wait_s)
                 if self._ended:
                     return
                 self._writing, content = next(iter(self._contents.items()))

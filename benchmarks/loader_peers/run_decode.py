@@ -1,9 +1,10 @@
-"""The limit of decoding: Pillow decodes every image, on as many cores as a loader has workers, and nothing else.
+"""The limit of decoding: every image is decoded, on as many cores as a loader has workers, and nothing else is done.
 
-    python run_decode.py SAMPLES WORKERS {threads,processes} [--passes N] [--seconds S]
+    python run_decode.py SAMPLES {pillow,simplejpeg} WORKERS {threads,processes} [--passes N] [--seconds S]
 
-The files are in memory before. Pixels are touched where Pillow has them, without a copy. Workers take the images
-evenly, and pass nothing on but that they are done. Without workers, the process itself decodes.
+The files are in memory before. Pixels are touched where Pillow has them, without a copy; simplejpeg writes them into
+memory for HELD images, each into its own place, because somebody is to get them. Workers take the images evenly, and
+pass nothing on but that they are done. Without workers, the process itself decodes.
 """
 
 from __future__ import annotations
@@ -12,12 +13,18 @@ import argparse
 import io
 import json
 import multiprocessing
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import measure
+import numpy as np
 import pyarrow as pa
+import simplejpeg
 from PIL import Image
 
 PART = 20
@@ -28,21 +35,45 @@ files: list[bytes] = []
 """Of all samples. Processes inherit them."""
 
 
-def decode_part(start: int) -> int:
+HELD = 32
+"""Images of each worker that are in memory at a time: four batches, decoded ahead or in use."""
+
+memory = threading.local()
+"""Of simplejpeg's pixels."""
+
+
+def by_pillow(data: bytes) -> int:
+    """Decode and touch an image; -> bytes of its pixels."""
+    image = Image.open(io.BytesIO(data)).convert("RGB")
+    measure.touch(pa.array(image).values.to_numpy())
+    return image.width * image.height * RED_GREEN_BLUE
+
+
+def by_simplejpeg(data: bytes) -> int:
+    """The same."""
+    height, width, *_ = simplejpeg.decode_jpeg_header(data)
+    num_bytes = height * width * RED_GREEN_BLUE
+    if not hasattr(memory, "places"):
+        memory.places = cycle([np.empty(num_bytes, np.uint8) for _ in range(HELD)])
+    pixels = next(memory.places)
+    simplejpeg.decode_jpeg(data, "RGB", buffer=pixels)
+    return measure.touch(pixels)
+
+
+DECODERS: dict[str, Callable[[bytes], int]] = {"pillow": by_pillow, "simplejpeg": by_simplejpeg}
+
+
+def decode_part(name: str, start: int) -> int:
     """Decode PART images; -> bytes of their pixels."""
-    pixels = 0
-    for data in files[start : start + PART]:
-        image = Image.open(io.BytesIO(data)).convert("RGB")
-        measure.touch(pa.array(image).values.to_numpy())
-        pixels += image.width * image.height * RED_GREEN_BLUE
-    return pixels
+    return sum(map(DECODERS[name], files[start : start + PART]))
 
 
-def one_pass(pool: Executor | None) -> measure.Pass:
+def one_pass(name: str, pool: Executor | None) -> measure.Pass:
     """All images once."""
     started = time.perf_counter()
     starts = range(0, len(files), PART)
-    pixels = sum(pool.map(decode_part, starts) if pool else map(decode_part, starts))
+    part = partial(decode_part, name)
+    pixels = sum(pool.map(part, starts) if pool else map(part, starts))
     return measure.Pass(time.perf_counter() - started, 0.0, len(files), pixels, 0)
 
 
@@ -59,6 +90,7 @@ def main() -> None:
     """Print one line of JSON, as `measure.main`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("samples", type=Path)
+    parser.add_argument("decoder", choices=[*DECODERS])
     parser.add_argument("workers", type=int)
     parser.add_argument("kind", choices=["threads", "processes"])
     parser.add_argument("--passes", type=int, default=0, help="beyond the first")
@@ -66,7 +98,7 @@ def main() -> None:
     given = parser.parse_args()
     files.extend(sample.image for sample in measure.read_samples(given.samples))
     pool = open_pool(given.workers, given.kind)
-    passes = measure.repeat(lambda: one_pass(pool), given.passes, given.seconds)
+    passes = measure.repeat(lambda: one_pass(given.decoder, pool), given.passes, given.seconds)
     if pool:
         pool.shutdown()
     print(json.dumps({"open_seconds": 0.0, "passes": passes}))
