@@ -9,7 +9,8 @@ is a process of its own with empty caches; the loaders take turns within a colum
 
 - raw: the bytes of each JPEG and the packed tokens of the batch (int64 tensors, as trainers take them) are in the
   training process, where a byte of every cache line is read.
-- decoded: so are the pixels of each image, uint8 RGB. Isobatch also cuts them into the model's patches and stacks them.
+- decoded: so are the pixels of each image, uint8 RGB, of which a byte of every page is read. Isobatch also cuts them
+  into the model's patches and stacks them.
 - from disk: the page cache is warm; the best of all passes but the first. S3: opening the loader and the first pass.
 - first: seconds from opening the loader to the first decoded batch, with 2 workers; imports are done before.
 - MB: peak over all processes of their proportional set sizes, decoded, 2 workers; mapped files count.

@@ -54,7 +54,7 @@ def decode_pixels(
     """
     if simplejpeg is not None:
         try:
-            size = plain_size(memoryview(image_bytes)) or _upright_size(image_bytes)
+            size = plain_size(memoryview(image_bytes).cast("B")) or _upright_size(image_bytes)
             if size is not None and counted in {None, size}:
                 return _decode_jpeg(image_bytes, size[1], size[0], target)
         except _DECODE_ERRORS:

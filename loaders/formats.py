@@ -126,7 +126,9 @@ class _Batch:
         """Some values of a column of lists of bytes, as views; a third of the time of asking each for its buffer."""
         place = self._layout.buffers[name]
         borders = np.frombuffer(self._buffers[place + 3], np.int32, count + 1, 4 * first).tolist()
-        data = memoryview(self._buffers[place + 4] or b"")  # none if all values are empty
+        data = memoryview(self._buffers[place + 4] or b"").cast(
+            "B"
+        )  # none if all are empty; pyarrow's have signed bytes
         return [data[start:end] for start, end in pairwise(borders)]
 
 

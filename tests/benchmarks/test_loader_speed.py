@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -93,11 +94,22 @@ def test_a_process_that_fails_says_why_in_one_line_and_leaves_nothing(tmp_path: 
 
 def test_a_pass_counts_all_that_arrives_and_is_repeated_as_told() -> None:
     batches = [[(b"x" * 100, np.zeros((2, 5), np.int32))] * 3, [(b"y" * 50, np.zeros((2, 4), np.int32))]]
-    found = measure.one_pass(batches, measure.pairs)
+    found = measure.one_pass(map(measure.pack, batches), measure.parts_of)
     assert (found.images, found.image_bytes, found.tokens) == (4, 350, 38)
     assert 0 < found.first_seconds <= found.seconds
     assert len(measure.repeat(lambda: found, 3, 0.0)) == 4
     assert len(measure.repeat(lambda: found, 0, 60.0)) == measure.MAX_PASSES
+
+
+def test_batches_of_peers_are_packed_as_ours_are() -> None:
+    tokens = [np.array([[1, 2, 3], [-100, 2, 3]], np.int32), np.array([[4], [4]], np.int32)]
+    packed = measure.pack([(b"x", tokens[0]), (b"y", tokens[1])])
+    assert packed.images == [b"x", b"y"]
+    assert packed.input_ids.tolist() == [1, 2, 3, 4]
+    assert packed.labels.tolist() == [-100, 2, 3, 4]
+    assert packed.position_ids.tolist() == [0, 1, 2, 0]
+    assert packed.cu_seqlens.tolist() == [0, 3, 4]
+    assert {values.dtype for values in packed[1:4]} == {torch.int64}
 
 
 @pytest.mark.parametrize("count", [8, 48, 200])

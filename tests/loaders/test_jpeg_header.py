@@ -6,6 +6,7 @@ import io
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from PIL import Image
 from reference_processors import random_image
@@ -53,6 +54,13 @@ def test_plain_ones(mode: str, options: dict[str, Any]) -> None:
 )
 def test_all_others_are_left_to_pillow(content: bytes) -> None:
     assert plain_size(memoryview(content)) is None
+
+
+def test_pillow_is_not_asked_about_stored_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loaders.decode._upright_size", None)
+    expected = np.asarray(decode(encoded()))
+    for content in (encoded(), memoryview(encoded()), pa.py_buffer(encoded()), memoryview(pa.py_buffer(encoded()))):
+        assert np.array_equal(decode_pixels(content), expected)
 
 
 def outcome(content: bytes, *, short: bool) -> Any:
