@@ -170,8 +170,10 @@ def _pixel_values(
         return _no_pixels(rule, dtype)
     # one tensor for all, because joining one per image would copy every pixel once more
     cut = pixels.empty_rows(rule, sum(rows))
-    for place, patches in enumerate(torch.split(cut, rows)):
-        _cut_image(patches, raw, place, plans[place], rule, media)
+    memory, start = pixels.memory_of(rule, cut), 0
+    for place, count in enumerate(rows):
+        _cut_image(memory[start : start + count], raw, place, plans[place], rule, media)
+        start += count
     return cut if dtype == torch.uint8 else pixels.normalize(rule, cut).to(dtype)
 
 
@@ -182,22 +184,22 @@ def _no_pixels(rule: VisionRule, dtype: torch.dtype) -> Tensor:
 
 
 def _cut_image(
-    patches: Tensor, raw: RawGroup, place: int, plan: ImagePlan, rule: VisionRule, media: MediaOptions
+    memory: Pixels, raw: RawGroup, place: int, plan: ImagePlan, rule: VisionRule, media: MediaOptions
 ) -> None:
-    """Write the raw patches of one image into `patches`."""
+    """Write the raw patches of one image into `memory`."""
     height, width = (int(side) for side in raw.image_sizes[place])
     try:
         if media.exact_resize or media.reduced_decode:
             reduced = rule if media.reduced_decode else None
             image: Image.Image | Pixels = decode(raw.images[place], counted=(width, height), rule=reduced)
         else:
-            target = pixels.uncut(patches, rule, plan, width, height)
+            target = pixels.uncut(memory, rule, plan, width, height)
             image = decode_pixels(raw.images[place], counted=(width, height), target=target)
             if target is not None:
                 return
     except DataError as error:
         raise DataError(f"{_owner(raw, raw.image_samples[place])}: {error}; {_ADVICE}") from error
-    pixels.cut_into(patches, rule, image, plan, exact=media.exact_resize)
+    pixels.cut_into(memory, rule, image, plan, exact=media.exact_resize)
 
 
 def _audio_fields(raw: RawGroup, media: MediaOptions) -> dict[str, Tensor]:

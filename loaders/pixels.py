@@ -51,14 +51,20 @@ def cut(rule: VisionRule, image: Image.Image, *, exact: bool = False) -> torch.T
     """
     plan = plan_image(rule, image.width, image.height)
     patches = empty_rows(rule, num_rows(rule, plan))
-    cut_into(patches, rule, image, plan, exact=exact)
+    cut_into(memory_of(rule, patches), rule, image, plan, exact=exact)
     return patches
 
 
+def memory_of(rule: VisionRule, patches: torch.Tensor) -> Pixels:
+    """The memory of `empty_rows`, contiguous: (rows, side, side, 3), or (rows, 3, side, side) at native resolution."""
+    array: Pixels = patches.numpy()
+    return array if isinstance(rule, NativeRule) else array.transpose(0, 2, 3, 1)
+
+
 def cut_into(
-    patches: torch.Tensor, rule: VisionRule, image: Image.Image | Pixels, plan: ImagePlan, *, exact: bool = False
+    memory: Pixels, rule: VisionRule, image: Image.Image | Pixels, plan: ImagePlan, *, exact: bool = False
 ) -> None:
-    """Write what `cut` gives into `patches`, which is of `empty_rows(rule, num_rows(rule, plan))`.
+    """Write what `cut` gives into `memory`: `num_rows(rule, plan)` rows of `memory_of`.
 
     `plan` is that of the image in its full size; the image may have been decoded at a reduced one.
     """
@@ -67,29 +73,23 @@ def cut_into(
     # every function below fills all rows or fails, so counts and pixels cannot disagree
     match rule:
         case FixedRule():
-            cut_squares(_centre(image, plan, rule.image_size, exact=exact), pixels_of(patches))
+            cut_squares(_centre(image, plan, rule.image_size, exact=exact), memory)
         case TilesRule():
-            _cut_tiles(pixels_of(patches), resizer(image, exact=exact), plan, rule.image_size)
+            _cut_tiles(memory, resizer(image, exact=exact), plan, rule.image_size)
         case AnyresRule():
-            _cut_anyres(pixels_of(patches), resizer(image, exact=exact), plan, rule.image_size)
+            _cut_anyres(memory, resizer(image, exact=exact), plan, rule.image_size)
         case NativeRule():
             from loaders.squares import cut_planes  # noqa: PLC0415  (see there)
 
             resized = resizer(image, exact=exact)(plan.resized_width, plan.resized_height)
-            cut_planes(resized, patches.numpy(), rule.merge_size)
+            cut_planes(resized, memory, rule.merge_size)
 
 
-def pixels_of(patches: torch.Tensor) -> Pixels:
-    """The memory of `channels_last` patches: (rows, side, side, 3)."""
-    array: Pixels = patches.numpy().transpose(0, 2, 3, 1)
-    return array
-
-
-def uncut(patches: torch.Tensor, rule: VisionRule, plan: ImagePlan, width: int, height: int) -> Pixels | None:
+def uncut(memory: Pixels, rule: VisionRule, plan: ImagePlan, width: int, height: int) -> Pixels | None:
     """Where an image of this size can be decoded to, if its only patch is the image as it is; else None."""
-    if isinstance(rule, NativeRule) or len(patches) != 1 or not width == height == rule.image_size:
+    if len(memory) != 1 or isinstance(rule, NativeRule) or not width == height == rule.image_size:
         return None
-    return pixels_of(patches)[0] if (plan.resized_width, plan.resized_height) == (width, height) else None
+    return memory[0] if (plan.resized_width, plan.resized_height) == (width, height) else None
 
 
 def normalize(rule: VisionRule, pixels: torch.Tensor) -> torch.Tensor:

@@ -169,9 +169,15 @@ def test_a_flipped_index_and_a_flipped_manifest_are_refused(s3, url, folder, ope
 
 
 def test_a_damaged_file_of_the_cache_is_fetched_again(url, opened, tmp_path):
-    opened(url).shards.read(5)
+    def read():
+        build = opened(url)
+        assert is_as_written(build.shards.read(5), GROUPS[5])
+        build.close()  # now it is in the cache
+
+    read()
     (path,) = (tmp_path / "cache").glob("*/00000/5")
-    path.write_bytes(damaged(path.read_bytes()))
-    assert is_as_written(opened(url).shards.read(5), GROUPS[5])
-    path.write_bytes(b"short")
-    assert is_as_written(opened(url).shards.read(5), GROUPS[5])
+    whole = path.read_bytes()
+    for wrong in (damaged(whole), b"short"):
+        path.write_bytes(wrong)
+        read()
+        assert path.read_bytes() == whole

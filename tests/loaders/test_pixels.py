@@ -17,7 +17,7 @@ from balance.errors import DataError
 from balance.patches import ImageRejected, plan_image
 from balance.presets import AnyresRule, NativeRule, load_model, preset_names
 from loaders.decode import decode
-from loaders.pixels import _normalize_on_device, cut, cut_into, normalize, patch_shape
+from loaders.pixels import _normalize_on_device, cut, cut_into, memory_of, normalize, patch_shape
 from loaders.resize import LEVELS
 
 PRESETS = preset_names("models")
@@ -218,7 +218,7 @@ def test_large_photographs_decode_smaller_and_stay_close(
     plan = plan_image(rule, *size)
     expected = cut(rule, full)
     patches = torch.empty_like(expected)
-    cut_into(patches, rule, small, plan)
+    cut_into(memory_of(rule, patches), rule, small, plan)
     difference = (patches.int() - expected.int()).abs().float()
     assert difference.mean() <= REDUCED_MEAN
     assert difference.max() <= REDUCED_MAX

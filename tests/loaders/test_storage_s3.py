@@ -57,6 +57,7 @@ def test_groups_come_as_they_were_written(s3, builds, opened, tmp_path, format, 
     build = opened(upload(s3, builds[format], tmp_path.name), cache_bytes=cache_bytes)
     assert all_intact(build)
     assert all_intact(build)
+    build.close()  # now all is in the cache
     again = opened(build.manifest.place, cache_bytes=cache_bytes)
     assert all_intact(again)
     assert (again.shards.cache_hits == len(GROUPS)) == (cache_bytes == 1 << 30)
@@ -66,8 +67,12 @@ def test_images_of_a_refs_build_come_from_a_bucket(s3, builds, opened, tmp_path)
     images = upload(s3, builds["refs"] / "images", f"{tmp_path.name}/images")
     for url in (upload(s3, builds["refs"], tmp_path.name), builds["refs"]):
         for _ in range(2):  # from the store, then from the cache
-            assert all_intact(opened(url, image_root=images))
-    for path in (tmp_path / "cache").glob("*/media-*/*"):
+            build = opened(url, image_root=images)
+            assert all_intact(build)
+            build.close()
+    stored = list((tmp_path / "cache").glob("*/media-*/*"))
+    assert stored
+    for path in stored:
         path.write_bytes(path.read_bytes()[:-5] + b"wrong")
     assert all_intact(opened(builds["refs"], image_root=images))
     name = next(f"{sample.sample_id}/0.img" for sample in GROUPS[-1] if sample.images)
