@@ -237,7 +237,7 @@ def test_a_process_ends_at_once_while_requests_stall(s3, builds, tmp_path, monke
         assert child.stdout.readline() == "ready\n"
         started = time.monotonic()
         if way == "wait":
-            while not any("shard-" in path for path, _ in list(proxy.requests)):
+            while not any("shard-" in path and tmp_path.name in path for path, _ in list(proxy.requests)):
                 assert time.monotonic() - started < 30
             child.send_signal(signal.SIGINT)
         _, err = child.communicate(timeout=20)
