@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from balance.audio import AudioRule
-from balance.errors import DataError
+from balance.errors import DataError, first_line
 
 if TYPE_CHECKING:
     pass
@@ -119,7 +119,7 @@ def _read_other(content: memoryview) -> tuple[Channels, int]:
     except (soundfile.SoundFileError, RuntimeError, ValueError) as error:
         if isinstance(error, DataError):
             raise
-        raise _broken(content, (str(error).strip().splitlines() or [type(error).__name__])[0]) from None
+        raise _broken(content, first_line(error)) from None
 
 
 def _broken(content: memoryview, reason: str) -> DataError:

@@ -49,6 +49,11 @@ class OpenFiles(Generic[Opened]):
             self._opened.move_to_end(shard)
             return self._opened[shard]
 
+    def opened(self, shard: int) -> Opened | None:
+        """The shard, if it is open."""
+        with self._lock:
+            return self._opened.get(shard)
+
     def _open(self, file: BuildFile) -> Opened:
         path = self._root / file.name
         size = path.stat().st_size if path.is_file() else None
@@ -95,7 +100,9 @@ class LocalShards:
     def release(self, group: int) -> None:
         """Its pages stay in the system's cache, but count no longer as this process's."""
         shard, offset, length = self._index.row(group, "shard", "offset", "length")
-        self._files.get(shard).release(offset, offset + length)
+        mapped = self._files.opened(shard)
+        if mapped is not None:
+            mapped.release(offset, offset + length)
 
     def prefetch(self, groups: Sequence[int]) -> None:
         """Nothing: the operating system reads ahead."""

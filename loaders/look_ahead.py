@@ -16,7 +16,7 @@ from loaders.steps import StepPlan, Steps
 AHEAD_BYTES = 64 << 20
 """Asked for and not yet taken, about, but at least one step: 16 requests of 4 MB, as many as are under way."""
 MAX_WINDOW, SLOW_WINDOW = 64, 4
-"""Steps planned at a time, at most; the second with a step planner, which may take a tenth of a second for each."""
+"""Steps planned at a time, at most; the second where each takes longer: with a step planner, or in random order."""
 
 
 def plans_ahead(steps: Steps, reader: ItemReader, max_bytes: int | None = None) -> Iterator[StepPlan]:

@@ -168,7 +168,7 @@ class Steps:
     @property
     def is_quick(self) -> bool:
         """Whether steps cost microseconds to plan, so that many can be planned before the first one is wanted."""
-        return self._planner is None
+        return self._planner is None and self._config.order == "blocks"
 
     def next(self) -> StepPlan:
         """This rank's part of the next step, and move behind it. ConfigError if the planner is wrong."""

@@ -11,6 +11,7 @@ import struct
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from balance.errors import first_line
 from packer.media import MediaProblem
 
 PCM, FLOAT, EXTENSIBLE = 0x0001, 0x0003, 0xFFFE
@@ -125,7 +126,7 @@ def _read_other(file: BinaryIO, name: str, num_bytes: int) -> AudioHeader:
     try:
         info = soundfile.info(file)
     except soundfile.SoundFileError as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise MediaProblem("audio_format", f"{name}: not audio that libsndfile can read: {reason}") from None
     if info.frames == UNKNOWN_LENGTH:
         raise MediaProblem("audio_format", f"{name}: its header does not say how long it is; write it again")

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from balance.errors import first_line
+
 MOST_PIXELS = 160
 """Longer side of a thumbnail."""
 JPEG_QUALITY = 80
@@ -48,7 +50,7 @@ def make_thumbnail(data: bytes) -> Thumbnail | str:
         OverflowError,
         EOFError,
     ) as error:
-        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return first_line(error)
 
 
 def _decode(data: bytes) -> Thumbnail:

@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from balance.errors import ConfigError
+from balance.errors import ConfigError, first_line
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The keys of `tokenizer_config.json` that a chat template sees as variables; transformers' `special_tokens_map`."""
@@ -182,5 +182,5 @@ def _read_hub(repo_id: str, name: str) -> str | None:
     except EntryNotFoundError:
         return None
     except (OSError, ValueError) as error:  # all of the Hub's errors are one of the two
-        problem = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        problem = first_line(error)
     raise ConfigError(f"tokenizer {repo_id}: no such folder here, and not from the Hub: {problem}; give a local folder")

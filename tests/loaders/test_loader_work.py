@@ -1,5 +1,6 @@
 """The loader's work: the same bytes whoever does it, encoders' items, several builds, figures, and clean ends."""
 
+import copy
 import dataclasses
 import gc
 import os
@@ -111,8 +112,10 @@ def test_a_rank_reads_only_the_images_that_it_encodes(builds):
             assert all(len(batch.pixel_values) == 0 for batch in step)
             for batch in step:
                 assert 4 * int(batch.patches_per_image.sum()) == int((batch.input_ids == IMAGE_TOKEN).sum())
-            again = pickle.loads(pickle.dumps(step))
-            assert content(again) == content(step)
+            for again in (pickle.loads(pickle.dumps(step)), copy.deepcopy(step)):
+                assert content(again) == content(step)
+                pairs = [(a.input_ids, b.input_ids) for a, b in zip(again, step, strict=True) if a.num_samples]
+                assert all(a.data_ptr() != b.data_ptr() for a, b in pairs)
 
 
 def test_several_builds_are_one_stream_and_resume_exactly(builds, tmp_path):
