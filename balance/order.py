@@ -18,10 +18,11 @@ one in 30. `balance.shuffle` and `balance.regroup` do not.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import sub
 from typing import Any, Protocol
 
@@ -158,17 +159,16 @@ class GroupStream:
         left = list(map(sub, self.lane_sizes, self.consumed))
         width, runs = 1, left
         while True:
-            able = sum([run for run in runs if run >= count])
-            if able or width >= len(left):
+            # run r has the places urn[r - 1]:urn[r] of the urn
+            urn = list(accumulate([run if run >= count else 0 for run in runs]))
+            if urn[-1] or width >= len(left):
                 break
             width *= 2
             runs = [sum(left[lane : lane + width]) for lane in range(0, len(left), width)]
-        draw = mix64(self._turns + sum(self.consumed)) * able >> 64
-        for number, run in enumerate(runs):
-            draw -= run if run >= count else 0
-            if draw < 0:
-                return range(number * width, min((number + 1) * width, len(left)))
-        return range(0)  # nothing left
+        draw = mix64(self._turns + sum(self.consumed)) * urn[-1] >> 64
+        # nothing is left: `number` is the number of runs, and the range empty
+        number = bisect_right(urn, draw)
+        return range(number * width, min((number + 1) * width, len(left)))
 
     def _take_from(self, lane: int, count: int) -> IntArray:
         """Up to `count` groups of one lane, across its blocks."""

@@ -6,10 +6,10 @@ them, so each image's size and each clip's length is compared with what was coun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
+from functools import lru_cache, partial
+from operator import sub
 
 import numpy as np
 import torch
@@ -29,8 +29,14 @@ from loaders.log_mel import MEL_BINS, log_mel_frames, log_mel_windows
 from loaders.resize import Pixels
 from loaders.shards import RawGroup
 
-_plan_image = lru_cache(maxsize=1 << 14)(plan_image)
-"""Images have few sizes, and finding the best grid of tiles takes longer than the rest of a small group."""
+
+@lru_cache
+def _planner(rule: VisionRule) -> Callable[[int, int], ImagePlan]:
+    """`plan_image` of a rule, with a memory: images have few sizes, and to find the best grid of tiles takes longer
+    than the rest of a small group.
+    """
+    return lru_cache(maxsize=1 << 14)(partial(plan_image, rule))
+
 
 AUDIO_FORMS = ("waveform", "features", "windows")
 
@@ -105,14 +111,16 @@ def collate(
     """
     if raw is None:
         raw = EMPTY_GROUP
-    plans = [_plan_image(rule, width, height) for height, width in raw.image_sizes.tolist()]
+    plan_of = _planner(rule)
+    plans = [plan_of(width, height) for height, width in raw.image_sizes.tolist()]
     is_native = isinstance(rule, NativeRule)
     grids = [(1, plan.rows, plan.columns) for plan in plans] if is_native else []
+    input_ids, labels, position_ids = _tokens(raw)
     return MicroBatch(
         sample_ids=raw.sample_ids,
-        input_ids=_int64(raw.input_ids),
-        labels=_int64(raw.labels),
-        position_ids=torch.from_numpy(_positions(raw.cu_seqlens)),
+        input_ids=input_ids,
+        labels=labels,
+        position_ids=position_ids,
         cu_seqlens=torch.from_numpy(raw.cu_seqlens.copy()),
         pixel_values=_pixel_values(raw, plans, rule, pixel_dtype, media),
         images=() if media.decode_images else raw.images,
@@ -125,15 +133,16 @@ def collate(
     )
 
 
-def _positions(cu_seqlens: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Place of each token in its sample.
-
-    >>> _positions(np.int32([0, 2, 5])).tolist()
-    [0, 1, 0, 1, 2]
-    """
-    borders = cu_seqlens.tolist()
-    counted = _count(max([b - a for a, b in pairwise(borders)], default=0))
-    return np.concatenate([counted[:0], *[counted[: b - a] for a, b in pairwise(borders)]])
+def _tokens(raw: RawGroup) -> tuple[Tensor, ...]:
+    """Input ids, labels and each token's place in its sample, int64; rows of one tensor, which is made once."""
+    tokens = np.empty((3, len(raw.input_ids)), np.int64)
+    tokens[0], tokens[1] = raw.input_ids, raw.labels
+    if raw.sample_ids:
+        borders = raw.cu_seqlens.tolist()
+        lengths = list(map(sub, borders[1:], borders))
+        counted = _count(max(lengths))
+        np.concatenate([counted[:length] for length in lengths], out=tokens[2])
+    return torch.from_numpy(tokens).unbind()
 
 
 def _count(longest: int) -> NDArray[np.int64]:

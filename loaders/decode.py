@@ -9,7 +9,6 @@ from __future__ import annotations
 import struct
 import threading
 from io import BytesIO
-from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -19,9 +18,6 @@ from balance.patches import plan_image
 from balance.presets import VisionRule
 from loaders.jpeg_header import plain_size
 from loaders.resize import Pixels, to_pixels
-
-if TYPE_CHECKING:
-    pass
 
 try:
     import simplejpeg

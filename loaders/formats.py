@@ -103,6 +103,8 @@ class _Batch:
         self._batch.validate(full=True)  # damaged offsets would otherwise be followed outside of the buffer
         self._buffers = self._batch.to_struct_array().buffers()
         self._rows = self._batch.num_rows
+        # buffers are parts of `content`: to take them out of one array is four times as fast as to ask each for its own
+        self._start, self._words = content.address, np.frombuffer(content, np.int32, content.size // 4)
 
     def column(self, name: str) -> pa.Array:
         return self._batch.column(self._layout.columns[name])
@@ -112,24 +114,31 @@ class _Batch:
         place = self._layout.buffers[name]
         if self._buffers[place] is not None:
             raise ValueError("a list is missing")
-        borders = np.frombuffer(self._buffers[place + 1], np.int32, self._rows + 1)
-        first = int(borders[0])
+        borders = self._int32(place + 1, 0, self._rows + 1)
+        first = borders.item(0)
         return borders - first if first else borders, first
 
     def ints(self, name: str) -> tuple[Int32Array, Int32Array]:
         """Borders of a list column's rows, from 0 on, and the values of all; views."""
         borders, first = self.borders(name)
-        count, values = int(borders[-1]), self._buffers[self._layout.buffers[name] + 3]
-        return borders, np.frombuffer(values, np.int32, count, 4 * first) if count else _NO_NUMBERS
+        count = borders.item(-1)
+        return borders, self._int32(self._layout.buffers[name] + 3, first, count) if count else _NO_NUMBERS
 
     def views(self, name: str, first: int, count: int) -> list[memoryview]:
         """Some values of a column of lists of bytes, as views; a third of the time of asking each for its buffer."""
         place = self._layout.buffers[name]
-        borders = np.frombuffer(self._buffers[place + 3], np.int32, count + 1, 4 * first).tolist()
-        data = memoryview(self._buffers[place + 4] or b"").cast(
-            "B"
-        )  # none if all are empty; pyarrow's have signed bytes
+        borders = self._int32(place + 3, first, count + 1).tolist()
+        # none if all are empty; pyarrow's have signed bytes
+        data = memoryview(self._buffers[place + 4] or b"").cast("B")
         return [data[start:end] for start, end in pairwise(borders)]
+
+    def _int32(self, place: int, first: int, count: int) -> Int32Array:
+        """Some values of a buffer that is known to hold them."""
+        buffer = self._buffers[place]
+        word, rest = divmod(buffer.address - self._start + 4 * first, 4)
+        if rest or word < 0 or word + count > len(self._words):  # a copy, which Arrow made because of its alignment
+            return np.frombuffer(buffer, np.int32, count, 4 * first)
+        return self._words[word : word + count]
 
 
 def decode_arrow(content: pa.Buffer, layout: ArrowLayout, where: str, media: MediaRoot | None) -> RawGroup:

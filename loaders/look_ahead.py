@@ -28,15 +28,16 @@ def plans_ahead(steps: Steps, reader: ItemReader, max_bytes: int | None = None) 
     max_bytes = AHEAD_BYTES if max_bytes is None else max_bytes
     planned: deque[tuple[StepPlan, int]] = deque()
     held = 0  # bytes of what is planned
-    window = 1
+    window, is_remote = 1, reader.is_remote
     while planned or steps.remaining:
         # two windows at the beginning, so that something is on its way behind the first step
-        for _ in range(2 if window == 1 and reader.is_remote else 1):
+        for _ in range(2 if window == 1 and is_remote else 1):
             # half empty, so that windows stay large
-            if (planned and not (reader.is_remote and 2 * held <= max_bytes)) or not steps.remaining:
+            if (planned and not (is_remote and 2 * held <= max_bytes)) or not steps.remaining:
                 break
-            added = [(plan, reader.remote_bytes(plan.items)) for plan in steps.plan(window)]
-            reader.prefetch([item for plan, _ in added for item in plan.items])
+            added = [(plan, reader.remote_bytes(plan.items) if is_remote else 0) for plan in steps.plan(window)]
+            if is_remote:
+                reader.prefetch([item for plan, _ in added for item in plan.items])
             planned.extend(added)
             num_bytes = sum(num_bytes for _, num_bytes in added)
             held += num_bytes

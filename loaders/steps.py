@@ -106,7 +106,7 @@ class Steps:
     def copy(self) -> Steps:
         """The same position, to move on its own."""
         twin = object.__new__(Steps)
-        twin.__dict__.update(self.__dict__, _stream=self._stream.copy())
+        twin.__dict__.update(self.__dict__)
         return twin
 
     @property
@@ -178,8 +178,9 @@ class Steps:
         """This rank's part of the next steps, at most `count` of this epoch; a third of the time of one by one."""
         config, taken, streams = self._config, [], []
         for _ in range(min(count, self.remaining)):
+            self._stream = self._stream.copy()
             taken.append(self._stream.take_step(config.dp_world_size, config.micro_batches, self._stream_loads))
-            streams.append(self._stream.copy())
+            streams.append(self._stream)
         # (steps, dp, micro_batches)
         steps = np.array(taken).reshape(len(taken), config.dp_world_size, config.micro_batches)
         # (steps,)
@@ -196,11 +197,11 @@ class Steps:
 
     def move_behind(self, plan: StepPlan) -> None:
         """Move to where another position of the same epoch stood after `plan`."""
-        self._stream: Stream = plan.stream.copy()
+        self._stream = plan.stream
 
     def finish_epoch(self) -> int:
         """Move to the next epoch; -> the samples that are left out of this one."""
-        left_out = self._stream.take(self._stream.remaining)
+        left_out = self._stream.copy().take(self._stream.remaining)
         num_samples = int(self._groups.column("num_samples", left_out).sum())
         self._start(self._epoch + 1)
         return num_samples
@@ -214,7 +215,8 @@ class Steps:
         else:
             started = GroupStream(num_groups=len(groups), order=groups.order, seed=seed, epoch=epoch, **stream)
         # only now: a stream that raised has changed nothing
-        self._epoch, self._groups, self._stream = epoch, groups, started
+        self._epoch, self._groups = epoch, groups
+        self._stream: Stream = started  # also of plans and copies: moved only as a copy
 
     def _num_steps(self, num_groups: int) -> int:
         step_groups = self._config.dp_world_size * self._config.micro_batches

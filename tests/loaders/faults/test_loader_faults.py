@@ -18,6 +18,13 @@ from loaders.storage import StorageOptions
 
 pytestmark = pytest.mark.server
 
+
+@pytest.fixture(autouse=True)
+def _little_ahead(monkeypatch):
+    """Or these small builds would have arrived before a fault begins."""
+    monkeypatch.setattr("loaders.look_ahead.AHEAD_BYTES", 1)
+
+
 PASSING = {  # what happens, and the loader's time limit
     "cut in the middle of the body": (lambda: first_times("cut", 5), 30.0),
     "30 % answered 503": (lambda: at_random("503", 0.3), 30.0),
@@ -50,10 +57,7 @@ LASTING = {
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("fault", LASTING)
-def test_what_begins_midway_and_lasts_is_an_error_in_time_and_resumes(
-    urls, proxy, load, expected, monkeypatch, fault, workers
-):
-    monkeypatch.setattr("loaders.look_ahead.AHEAD_BYTES", 1)  # or this small build would be there before it begins
+def test_what_begins_midway_and_lasts_is_an_error_in_time_and_resumes(urls, proxy, load, expected, fault, workers):
     loader = load(urls["arrow"], workers=workers, timeout_s=LIMIT_S)
     steps = iter(loader)
     first = content(next(steps))
