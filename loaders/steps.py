@@ -96,6 +96,9 @@ class StepConfig:
 class Steps:
     """A position in the steps of all epochs, from epoch 0 on; `vision_unit` as in `balance.records.Limits`."""
 
+    _stream: Stream
+    """Plans and copies have it too, so it is moved only as a copy."""
+
     def __init__(
         self, source: EpochSource, config: StepConfig, vision_unit: str, planner: StepPlanner | None = None
     ) -> None:
@@ -215,8 +218,7 @@ class Steps:
         else:
             started = GroupStream(num_groups=len(groups), order=groups.order, seed=seed, epoch=epoch, **stream)
         # only now: a stream that raised has changed nothing
-        self._epoch, self._groups = epoch, groups
-        self._stream: Stream = started  # also of plans and copies: moved only as a copy
+        self._epoch, self._groups, self._stream = epoch, groups, started
 
     def _num_steps(self, num_groups: int) -> int:
         step_groups = self._config.dp_world_size * self._config.micro_batches
