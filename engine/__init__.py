@@ -1,1 +1,1 @@
-"""The pipeline engine: planner and runtime. Not there yet; see docs/design.md."""
+"""The pipeline engine: a planner without torch, and the runtime that executes its plans (not there yet)."""

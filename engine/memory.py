@@ -1,0 +1,60 @@
+"""What each rank's memory holds over a step: the peak of what is live, not an average times what is under way. NumPy.
+
+A rank allocates and frees as its own operations run, one after the other, so what is live depends on their order only,
+and a schedule's peak is known before it is simulated. Not counted: outputs that wait at the next rank for their turn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from balance.records import IntArray
+from engine.schedule import Kind, Schedule
+from engine.stages import StageCosts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes of one GPU of each rank: int64; per operation, in the schedule's order, but for the first and last."""
+
+    state_bytes: IntArray
+    """(ranks,): weights, gradients, optimizer state."""
+    before_bytes: IntArray
+    """(operations,): live when an operation begins, state included."""
+    during_bytes: IntArray
+    """(operations,): at most while it runs."""
+    after_bytes: IntArray
+    """(operations,): when it has ended."""
+    peak_bytes: IntArray
+    """(ranks,)."""
+
+
+def memory_of(schedule: Schedule, stages: StageCosts) -> Memory:
+    """What each rank's memory holds.
+
+    A backward pass of both gradients, or else that of the weights, frees what the forward pass left; the gradient of
+    the input alone frees nothing.
+    """
+    kinds, stage, micro_batch = schedule.kinds, schedule.stages, schedule.micro_batches
+    live = stages.live_bytes[stage, micro_batch]
+    is_forward, frees = kinds == Kind.FORWARD, (kinds == Kind.BACKWARD) | (kinds == Kind.WEIGHT_GRAD)
+    goes_back = (kinds == Kind.BACKWARD) | (kinds == Kind.INPUT_GRAD)
+    change = np.where(is_forward, live, 0) - np.where(frees, live, 0)
+    state = np.zeros(schedule.num_ranks, np.int64)
+    np.add.at(state, np.arange(stages.num_stages) % schedule.num_ranks, stages.state_bytes)
+    ranks, offsets = schedule.ranks, schedule.rank_offsets
+    running = np.concatenate([[0], np.cumsum(change)])
+    # from what its rank had at first
+    before = running[:-1] - running[offsets[:-1]][ranks] + state[ranks]
+    during = before.copy()
+    during[is_forward] += stages.forward_peak_bytes[stage, micro_batch][is_forward]
+    during[goes_back] += (stages.backward_peak_bytes[stage, micro_batch] - live)[goes_back]
+    return Memory(
+        state_bytes=state,
+        before_bytes=before,
+        during_bytes=during,
+        after_bytes=before + change,
+        peak_bytes=np.maximum(np.maximum.reduceat(during, offsets[:-1]), state),
+    )
