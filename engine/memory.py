@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from balance.records import IntArray
-from engine.schedule import Kind, Schedule
+from engine.schedule import Schedule
 from engine.stages import StageCosts
 
 
@@ -34,23 +34,28 @@ class Memory:
 def memory_of(schedule: Schedule, stages: StageCosts) -> Memory:
     """What each rank's memory holds.
 
-    A backward pass of both gradients, or else that of the weights, frees what the forward pass left; the gradient of
-    the input alone frees nothing.
+    A backward pass of both gradients frees what the forward pass left. Where they run apart, that of the input frees
+    nothing and leaves what was recomputed, and that of the weights frees it all.
     """
     kinds, stage, micro_batch = schedule.kinds, schedule.stages, schedule.micro_batches
-    live = stages.live_bytes[stage, micro_batch]
-    is_forward, frees = kinds == Kind.FORWARD, (kinds == Kind.BACKWARD) | (kinds == Kind.WEIGHT_GRAD)
-    goes_back = (kinds == Kind.BACKWARD) | (kinds == Kind.INPUT_GRAD)
-    change = np.where(is_forward, live, 0) - np.where(frees, live, 0)
+    nothing = np.zeros_like(stages.live_bytes)
+    # by kind of action: bytes left behind, and at most besides what is live before
+    left = [stages.live_bytes, -stages.live_bytes, stages.held_bytes - stages.live_bytes, -stages.held_bytes, nothing]
+    most = [
+        stages.forward_peak_bytes,
+        stages.backward_peak_bytes - stages.live_bytes,
+        stages.apart_peak_bytes - stages.live_bytes,
+        nothing,
+        nothing,
+    ]
+    change = np.stack(left)[kinds, stage, micro_batch]
     state = np.zeros(schedule.num_ranks, np.int64)
     np.add.at(state, np.arange(stages.num_stages) % schedule.num_ranks, stages.state_bytes)
     ranks, offsets = schedule.ranks, schedule.rank_offsets
     running = np.concatenate([[0], np.cumsum(change)])
     # from what its rank had at first
     before = running[:-1] - running[offsets[:-1]][ranks] + state[ranks]
-    during = before.copy()
-    during[is_forward] += stages.forward_peak_bytes[stage, micro_batch][is_forward]
-    during[goes_back] += (stages.backward_peak_bytes[stage, micro_batch] - live)[goes_back]
+    during = before + np.stack(most)[kinds, stage, micro_batch]
     return Memory(
         state_bytes=state,
         before_bytes=before,

@@ -135,8 +135,9 @@ def _alternate(stage: int, ahead: int, num_micro_batches: int) -> Iterator[Actio
 def interleaved(num_ranks: int, stages_per_rank: int, num_micro_batches: int) -> Schedule:
     """Megatron-LM's interleaved 1F1B, for any number of micro-batches.
 
-    Micro-batches go in rounds of `num_ranks`, the last round shorter: each passes the rank's first stage for the whole
-    round, then its second, and so on; backward passes go from its last stage to its first.
+    Micro-batches go in rounds of `num_ranks`: each passes the rank's first stage for the whole round, then its second,
+    and so on; backward passes go from its last stage to its first. Of a last round that is not full, what is lacking is
+    left out of the order of a full one: to close ranks instead would have passes wait for each other in a circle.
     """
     _check(num_ranks * stages_per_rank, num_micro_batches)
     forwards, backwards = _rounds(num_ranks, stages_per_rank, num_micro_batches)
@@ -151,13 +152,13 @@ def interleaved(num_ranks: int, stages_per_rank: int, num_micro_batches: int) ->
             if number < len(forwards):
                 chunk, micro_batch = forwards[number]
                 own.append(Action(Kind.FORWARD, chunk * num_ranks + rank, micro_batch))
-        actions.append(own)
+        actions.append([action for action in own if action.micro_batch < num_micro_batches])
     return Schedule.of("interleaved", num_ranks * stages_per_rank, num_micro_batches, actions)
 
 
 def _rounds(num_ranks: int, chunks: int, count: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(chunk, micro-batch) in the order of the forward and of the backward passes of every rank."""
-    rounds = [range(first, min(first + num_ranks, count)) for first in range(0, count, num_ranks)]
+    """(chunk, micro-batch) in the order of the forward and of the backward passes of every rank, all rounds full."""
+    rounds = [range(first, first + num_ranks) for first in range(0, count, num_ranks)]
     forwards = [(chunk, number) for turn in rounds for chunk in range(chunks) for number in turn]
     backwards = [(chunk, number) for turn in rounds for chunk in reversed(range(chunks)) for number in turn]
     return forwards, backwards

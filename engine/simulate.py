@@ -65,11 +65,11 @@ def step_ns(program: Program) -> int:
 def critical_path(timeline: Timeline) -> list[int]:
     """Operations, first to last, of which each begins as soon as the one before allows: what a step's time is made of.
 
-    Time that results travel lies between them. Where several paths are critical, the one that stays on a rank.
+    Time that results travel lies between them: that of what the next one waits for, and of what went the same way just
+    before and held it up. Where several paths are critical, the one that stays on a rank.
     """
-    program, schedule = timeline.program, timeline.program.schedule
-    arrivals = _arrivals(program, timeline.end_ns)
-    sources = np.repeat(np.arange(len(schedule)), np.diff(program.edge_offsets))
+    schedule = timeline.program.schedule
+    sent = transfers(timeline)
     first_of_rank = set(schedule.rank_offsets.tolist())
     at = int(np.argmax(timeline.end_ns))
     path = [at]
@@ -77,18 +77,49 @@ def critical_path(timeline: Timeline) -> list[int]:
         if at not in first_of_rank and timeline.end_ns[at - 1] == timeline.start_ns[at]:
             at -= 1
         else:
-            came = np.flatnonzero((program.edge_targets == at) & (arrivals == timeline.start_ns[at]))
-            at = int(sources[came[0]])
+            edge = int(np.flatnonzero((sent.targets == at) & (sent.end_ns == timeline.start_ns[at]))[0])
+            while sent.start_ns[edge] > timeline.end_ns[sent.sources[edge]]:
+                edge = int(sent.previous[edge])
+            at = int(sent.sources[edge])
         path.append(at)
     return path[::-1]
 
 
-def _arrivals(program: Program, end_ns: IntArray) -> IntArray:
-    """When what goes along each edge is there, (edges,)."""
-    arrivals: IntArray = send(
-        program.schedule.rank_offsets, end_ns, program.edge_offsets, program.edge_targets, program.edge_ns
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfers:
+    """When what goes along each edge of a program travels; int64 arrays of shape (edges,)."""
+
+    sources: IntArray
+    """The operation that makes it."""
+    targets: IntArray
+    """The operation that waits for it."""
+    start_ns: IntArray
+    end_ns: IntArray
+    previous: IntArray
+    """The edge whose result went from the same rank to the same rank before; -1 for the first, and inside a rank."""
+    crosses: NDArray[np.bool_]
+    """Whether it goes to another rank."""
+
+
+def transfers(timeline: Timeline) -> Transfers:
+    """What travels in a step."""
+    program, schedule = timeline.program, timeline.program.schedule
+    sources = np.repeat(np.arange(len(schedule)), np.diff(program.edge_offsets))
+    arrivals = send(schedule.rank_offsets, timeline.end_ns, program.edge_offsets, program.edge_targets, program.edge_ns)
+    ranks = schedule.ranks
+    ways = ranks[sources] * schedule.num_ranks + ranks[program.edge_targets]
+    order = np.argsort(ways, kind="stable")
+    previous = np.full(len(ways), -1, np.int64)
+    previous[order[1:]] = np.where(ways[order[1:]] == ways[order[:-1]], order[:-1], -1)
+    crosses = ranks[sources] != ranks[program.edge_targets]
+    return Transfers(
+        sources=sources,
+        targets=program.edge_targets,
+        start_ns=arrivals - program.edge_ns,
+        end_ns=arrivals,
+        previous=np.where(crosses, previous, -1),
+        crosses=crosses,
     )
-    return arrivals
 
 
 def _what_waits(program: Program, end_ns: IntArray) -> str:

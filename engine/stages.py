@@ -34,6 +34,10 @@ class StageCosts:
     """On top of everything live before, at most, while the forward pass runs."""
     backward_peak_bytes: IntArray
     """On top of everything else that is live, at most, while the backward pass runs; its own `live_bytes` included."""
+    held_bytes: IntArray
+    """From the input's gradient to that of the weights, if they run apart: what was recomputed stays until then."""
+    apart_peak_bytes: IntArray
+    """As `backward_peak_bytes`, while the gradient of the input alone is computed."""
     state_bytes: IntArray
     """(stages,): weights, gradients, optimizer state."""
     sends_grad: NDArray[np.bool_]
@@ -68,17 +72,18 @@ def stage_costs(costs: Costs, borders: IntArray, recompute: NDArray[np.bool_]) -
     """What the stages of a partition cost, where layer l is recomputed if `recompute[l]`.
 
     Memory: the forward pass leaves each layer's activations behind, or its input alone; the backward pass goes from the
-    last layer to the first, and a recomputed layer's activations are all there again while it is that layer's turn.
+    last layer to the first, and a recomputed layer's activations are all there again while it is that layer's turn; or,
+    if its weights' gradient comes later, until then.
     """
     check_partition(borders, costs.num_layers)
     if len(recompute) != costs.num_layers:
         raise ConfigError(f"recompute names {len(recompute)} layers; the model has {costs.num_layers}")
     chosen = np.asarray(recompute)[:, np.newaxis]
     live = np.where(chosen, costs.kept_bytes, costs.saved_bytes)
-    # everything up to a layer, and what is more while it is that layer's turn
+    whole = np.maximum(costs.saved_bytes, live)
+    # everything up to a layer, and what is more while it is that layer's turn, forward or back
     running = np.cumsum(live, axis=0)
-    forward_turn = running + np.maximum(costs.saved_bytes - live, 0) + costs.working_bytes
-    backward_turn = running + np.where(chosen, costs.saved_bytes - live, 0) + costs.working_bytes
+    turn = running + (whole - live) + costs.working_bytes
     starts, last = np.asarray(borders[:-1]), np.asarray(borders[1:]) - 1
     before = np.concatenate([np.zeros_like(running[:1]), running])[starts]
     send, back = np.zeros_like(before), np.zeros_like(before)
@@ -91,11 +96,20 @@ def stage_costs(costs: Costs, borders: IntArray, recompute: NDArray[np.bool_]) -
         send_ns=send,
         send_back_ns=back,
         live_bytes=_sums(live, starts),
-        forward_peak_bytes=np.maximum.reduceat(forward_turn, starts, axis=0) - before,
-        backward_peak_bytes=np.maximum.reduceat(backward_turn, starts, axis=0) - before,
+        forward_peak_bytes=np.maximum.reduceat(turn, starts, axis=0) - before,
+        backward_peak_bytes=np.maximum.reduceat(turn, starts, axis=0) - before,
+        held_bytes=_sums(whole, starts),
+        apart_peak_bytes=np.maximum.reduceat(turn + _behind(whole - live, last), starts, axis=0) - before,
         state_bytes=np.add.reduceat(costs.state_bytes, starts),
         sends_grad=np.append(costs.sends_grad[last[:-1]], False),
     )
+
+
+def _behind(values: IntArray, last: IntArray) -> IntArray:
+    """What comes behind each layer in its stage, summed."""
+    running = np.cumsum(values, axis=0)
+    ends = np.repeat(last, np.diff(last, prepend=-1))
+    return np.asarray(running[ends] - running)
 
 
 def _sums(values: IntArray, starts: IntArray) -> IntArray:

@@ -1,7 +1,15 @@
 """Fixtures that several packages' tests share."""
 
+import signal
+
 import pytest
 from servers import find_weed, s3_server
+
+
+def pytest_configure():
+    """A shell starts what runs in its background with Ctrl-C ignored, and so would be whatever the tests start."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
