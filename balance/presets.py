@@ -1,4 +1,4 @@
-"""Model and dataset presets: the TOML files of `configs/` as frozen dataclasses.
+"""Model and dataset presets: the TOML files of `configs/` as frozen dataclasses (clusters: `engine.clusters`).
 
 The one module of `balance` that reads files. An unknown key is an error that lists the known ones, so that a typing
 mistake never silently becomes a default.
@@ -190,18 +190,18 @@ def config_root() -> Path:
 
 
 def preset_names(kind: str) -> list[str]:
-    """Names of the shipped presets of a kind (`models`, `datasets`), sorted."""
+    """Names of the shipped presets of a kind (`models`, `datasets`, `clusters`), sorted."""
     return sorted(path.stem for path in (config_root() / kind).glob("*.toml"))
 
 
 def load_model(name: str) -> ModelPreset:
     """Model preset by name, or from a TOML file of the user's (anything that ends in `.toml`)."""
-    return model_from_dict(_read("models", name))
+    return model_from_dict(read_preset("models", name))
 
 
 def load_dataset(name: str) -> DatasetPreset:
     """Dataset preset by name, or from a TOML file of the user's."""
-    return build_config(DatasetPreset, _read("datasets", name), where=f"dataset preset {name}")
+    return build_config(DatasetPreset, read_preset("datasets", name), where=f"dataset preset {name}")
 
 
 def model_from_dict(values: dict[str, Any]) -> ModelPreset:
@@ -276,8 +276,11 @@ def _frozen(value: Any) -> Any:
     return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value
 
 
-def _read(kind: str, name: str, extended_by: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The TOML of a preset, with what it `extends` filled in underneath (one table deep)."""
+def read_preset(kind: str, name: str, extended_by: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The TOML of a preset of a kind, by name or from a file of the user's (anything that ends in `.toml`).
+
+    What it `extends` is filled in underneath, one table deep; `extended_by` are the presets that led here.
+    """
     if name in extended_by:
         raise ConfigError(f"presets extend each other in a circle: {' -> '.join((*extended_by, name))}")
     path = Path(name) if name.endswith(".toml") else config_root() / kind / f"{name}.toml"
@@ -291,7 +294,7 @@ def _read(kind: str, name: str, extended_by: tuple[str, ...] = ()) -> dict[str, 
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     values.setdefault("name", path.stem)
     base_name = values.pop("extends", None)
-    return values if base_name is None else _overlay(_read(kind, base_name, (*extended_by, name)), values)
+    return values if base_name is None else _overlay(read_preset(kind, base_name, (*extended_by, name)), values)
 
 
 def _overlay(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:

@@ -59,6 +59,10 @@ class VitShape(EncoderShape):
 
     patch_values: int
     """Pixel values that the patch embedding reads per ViT patch: 3 x 14 x 14, twice that for films of two frames."""
+    query_key_norm: bool = False
+    """Queries and keys are normalised, as in InternViT-6B: no FLOPs to speak of, but activations."""
+    layer_scale: bool = False
+    """What attention and feed-forward part give is scaled by learnt factors: activations too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

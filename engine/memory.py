@@ -38,8 +38,27 @@ def memory_of(schedule: Schedule, stages: StageCosts) -> Memory:
     nothing and leaves what was recomputed, and that of the weights frees it all.
     """
     kinds, stage, micro_batch = schedule.kinds, schedule.stages, schedule.micro_batches
+    left, most = bytes_by_kind(stages)
+    change = left[kinds, stage, micro_batch]
+    state = np.zeros(schedule.num_ranks, np.int64)
+    np.add.at(state, np.arange(stages.num_stages) % schedule.num_ranks, stages.state_bytes)
+    ranks, offsets = schedule.ranks, schedule.rank_offsets
+    running = np.concatenate([[0], np.cumsum(change)])
+    # from what its rank had at first
+    before = running[:-1] - running[offsets[:-1]][ranks] + state[ranks]
+    during = before + most[kinds, stage, micro_batch]
+    return Memory(
+        state_bytes=state,
+        before_bytes=before,
+        during_bytes=during,
+        after_bytes=before + change,
+        peak_bytes=np.maximum(np.maximum.reduceat(during, offsets[:-1]), state),
+    )
+
+
+def bytes_by_kind(stages: StageCosts) -> tuple[IntArray, IntArray]:
+    """Bytes that an action leaves behind, and at most besides what is live before; (kinds, stages, micro_batches)."""
     nothing = np.zeros_like(stages.live_bytes)
-    # by kind of action: bytes left behind, and at most besides what is live before
     left = [stages.live_bytes, -stages.live_bytes, stages.held_bytes - stages.live_bytes, -stages.held_bytes, nothing]
     most = [
         stages.forward_peak_bytes,
@@ -48,18 +67,4 @@ def memory_of(schedule: Schedule, stages: StageCosts) -> Memory:
         nothing,
         nothing,
     ]
-    change = np.stack(left)[kinds, stage, micro_batch]
-    state = np.zeros(schedule.num_ranks, np.int64)
-    np.add.at(state, np.arange(stages.num_stages) % schedule.num_ranks, stages.state_bytes)
-    ranks, offsets = schedule.ranks, schedule.rank_offsets
-    running = np.concatenate([[0], np.cumsum(change)])
-    # from what its rank had at first
-    before = running[:-1] - running[offsets[:-1]][ranks] + state[ranks]
-    during = before + np.stack(most)[kinds, stage, micro_batch]
-    return Memory(
-        state_bytes=state,
-        before_bytes=before,
-        during_bytes=during,
-        after_bytes=before + change,
-        peak_bytes=np.maximum(np.maximum.reduceat(during, offsets[:-1]), state),
-    )
+    return np.stack(left), np.stack(most)

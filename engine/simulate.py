@@ -71,13 +71,16 @@ def critical_path(timeline: Timeline) -> list[int]:
     schedule = timeline.program.schedule
     sent = transfers(timeline)
     first_of_rank = set(schedule.rank_offsets.tolist())
+    into = np.argsort(sent.targets, kind="stable")  # edges, by the operation that waits
+    offsets = np.searchsorted(sent.targets[into], np.arange(len(schedule) + 1))
     at = int(np.argmax(timeline.end_ns))
     path = [at]
     while timeline.start_ns[at] > 0:
         if at not in first_of_rank and timeline.end_ns[at - 1] == timeline.start_ns[at]:
             at -= 1
         else:
-            edge = int(np.flatnonzero((sent.targets == at) & (sent.end_ns == timeline.start_ns[at]))[0])
+            own = into[offsets[at] : offsets[at + 1]]
+            edge = int(own[sent.end_ns[own] == timeline.start_ns[at]][0])
             while sent.start_ns[edge] > timeline.end_ns[sent.sources[edge]]:
                 edge = int(sent.previous[edge])
             at = int(sent.sources[edge])

@@ -6,7 +6,7 @@ number of layers. (OmniBal's P^(i) counts layers from 1: P = (5, 10, 15) for 20 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +58,11 @@ class StageCosts:
         """Both gradients."""
         return self.input_grad_ns + self.weight_grad_ns
 
+    def take(self, places: IntArray) -> StageCosts:
+        """The same stages for some of the micro-batches, in the order of `places`."""
+        columns = {f.name: getattr(self, f.name) for f in fields(self)}
+        return StageCosts(**{name: c[:, places] if c.ndim == 2 else c for name, c in columns.items()})
+
 
 def check_partition(borders: IntArray, num_layers: int) -> None:
     """ConfigError unless `borders` cut `num_layers` layers into stages of at least one layer."""
@@ -99,7 +104,7 @@ def stage_costs(costs: Costs, borders: IntArray, recompute: NDArray[np.bool_]) -
         forward_peak_bytes=np.maximum.reduceat(turn, starts, axis=0) - before,
         backward_peak_bytes=np.maximum.reduceat(turn, starts, axis=0) - before,
         held_bytes=_sums(whole, starts),
-        apart_peak_bytes=np.maximum.reduceat(turn + _behind(whole - live, last), starts, axis=0) - before,
+        apart_peak_bytes=np.maximum.reduceat(turn + _behind(whole, last), starts, axis=0) - before,
         state_bytes=np.add.reduceat(costs.state_bytes, starts),
         sends_grad=np.append(costs.sends_grad[last[:-1]], False),
     )

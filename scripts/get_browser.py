@@ -3,7 +3,7 @@
     python scripts/get_browser.py
 
 Needs node and npm. Goes to `.browser/` of the repository, which git ignores, and is not fetched twice; the tests find
-it there (`tests/packer/browser.py`). Any other Chromium in PATH does as well, without this.
+it there (`tests/browser.py`). Any other Chromium in PATH does as well, without this.
 """
 
 import os

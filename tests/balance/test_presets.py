@@ -61,6 +61,14 @@ def test_a_shipped_dataset_loads_under_its_name(name: str) -> None:
 def test_the_promised_models_are_shipped_with_their_rules() -> None:
     rules = {name: type(load_model(name).vision) for name in preset_names("models")}
     assert rules == {
+        "eva_clip_18b_internlm2_20b": TilesRule,
+        "eva_clip_1b_internlm2_20b": TilesRule,
+        "eva_clip_4b_internlm2_20b": TilesRule,
+        "eva_clip_8b_internlm2_20b": TilesRule,
+        "internvit_6b_llama3_70b": TilesRule,
+        "internvit_6b_llama3_8b": TilesRule,
+        "internvit_6b_qwen1_5_110b": TilesRule,
+        "internvit_6b_yi_34b": TilesRule,
         "internvl_1_5": TilesRule,
         "internvl_1_5_max1": TilesRule,
         "internvl_1_5_max4": TilesRule,
@@ -70,6 +78,9 @@ def test_the_promised_models_are_shipped_with_their_rules() -> None:
         "orchmllm_10b": NativeRule,
         "orchmllm_18b": NativeRule,
         "orchmllm_84b": NativeRule,
+        "pipetune_13b": FixedRule,
+        "pipetune_3b": FixedRule,
+        "pipetune_7b": FixedRule,
         "qwen2_vl": NativeRule,
         "tiny": TilesRule,
         "tiny_audio": TilesRule,
@@ -174,7 +185,7 @@ def test_a_mistake_in_a_preset_is_an_error_that_says_where(key: str, value: obje
 
 
 def test_an_unknown_name_lists_the_shipped_presets() -> None:
-    with pytest.raises(ConfigError, match=r"no model preset 'lava'; shipped: internvl_1_5, .*or give a \.toml"):
+    with pytest.raises(ConfigError, match=r"no model preset 'lava'; shipped: .*internvl_1_5, .*or give a \.toml"):
         load_model("lava")
 
 

@@ -14,7 +14,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-FETCHED = Path(__file__).parents[2] / ".browser" / "chromium"
+FETCHED = Path(__file__).parents[1] / ".browser" / "chromium"
 """Where `scripts/get_browser.py` puts it."""
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome-headless-shell")
 FLAGS = (

@@ -1,0 +1,58 @@
+"""What sections of docs/paper-tables.md are made of: Markdown tables and ratios. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A part of the page."""
+
+    title: str
+    body: tuple[str, ...]
+    """Paragraphs and tables, in Markdown."""
+
+    def __str__(self) -> str:
+        return "\n\n".join([f"## {self.title}", *self.body])
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table; numbers are to be given as strings, as they shall stand there.
+
+    >>> print(table(["what", "ms"], [["all", "3.1"]]))
+    | what | ms |
+    |---|---|
+    | all | 3.1 |
+    """
+    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
+    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def times(ratio: float) -> str:
+    """A ratio as it is read.
+
+    >>> times(2.904)
+    '2.90x'
+    """
+    return f"{ratio:.2f}x"
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """A share as it is read.
+
+    >>> percent(0.3149)
+    '31.5 %'
+    """
+    return f"{100 * share:.{digits}f} %"
+
+
+def listed(values: Iterable[object]) -> str:
+    """Numbers side by side.
+
+    >>> listed([22, 23])
+    '[22, 23]'
+    """
+    return "[" + ", ".join(str(value) for value in values) + "]"

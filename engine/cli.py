@@ -1,0 +1,278 @@
+"""`python -m engine`: plan a training run, and simulate plans. Needs no GPU and no torch.
+
+Exit status: 0 done, 1 the data is bad or nothing fits into memory, 2 the call is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from balance.baselines import BATCH_SIZE
+from balance.errors import ConfigError, IsobatchError
+from balance.presets import NativeRule, load_model
+from engine.clusters import load_cluster
+from engine.data import read_build
+from engine.explain import print_answer, print_plan, run_to_json, shown_step
+from engine.gantt import write_gantt
+from engine.loads import Loads
+from engine.options import (
+    BatchOption,
+    BuildPlace,
+    ChartOption,
+    ClusterOption,
+    ConfigOption,
+    DpOption,
+    FrozenOption,
+    ImagesOption,
+    JsonOption,
+    MemoryOption,
+    MicroBatchesOption,
+    ModelOption,
+    OutOption,
+    PlanFile,
+    PpOption,
+    SamplesOption,
+    ScheduleOption,
+    SearchOption,
+    SeedOption,
+    SeqLenOption,
+    StagesOption,
+    StepsOption,
+    TpOption,
+)
+from engine.plan import Plan, read_plan, write_plan
+from engine.plan_config import GIB, PlanConfig, load_plan_config
+from engine.planner import Question, Run, make_plan, predict, run, tensor_parallel_ns
+from engine.trace import write_trace
+
+PLAN_NAME, GANTT_NAME, TRACE_NAME = "plan.json", "gantt.html", "trace.json"
+
+app = typer.Typer(
+    name="engine",
+    help="Plan how a vision-language model is trained on a pipeline of GPUs, without any GPU.\n\n"
+    "Try it: python -m engine plan --model internvl_1_5 --images 9 --seq-len 4096 --tp 2",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+UsageError: Any = typer.BadParameter.__base__
+"""What typer raises for a wrong call; it has no public name there."""
+WIDTH = 150
+"""Of tables, where the output is no terminal."""
+
+
+@app.command()
+def plan(
+    context: typer.Context,
+    build: BuildPlace = None,
+    model: ModelOption = None,
+    images: ImagesOption = None,
+    seq_len: SeqLenOption = None,
+    samples: SamplesOption = None,
+    cluster: ClusterOption = None,
+    tp: TpOption = None,
+    pp: PpOption = None,
+    dp: DpOption = None,
+    micro_batches: MicroBatchesOption = None,
+    schedule: ScheduleOption = None,
+    stages_per_rank: StagesOption = None,
+    memory_gib: MemoryOption = None,
+    steps: StepsOption = None,
+    seed: SeedOption = None,
+    frozen: FrozenOption = None,
+    search: SearchOption = None,
+    batch_size: BatchOption = None,
+    config: ConfigOption = None,
+    out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Which layers each stage gets, which are computed again to save memory, and what a step will take.
+
+    Of a packed build, or of equal micro-batches (--model, --images, --seq-len). Beside the plan stands what trainers do
+    without one: random samples, parameters split evenly, every layer recomputed.
+    """
+    begun = time.perf_counter()
+    known = {f.name for f in fields(PlanConfig)}
+    options = {name: value for name, value in context.params.items() if name in known}
+    options["frozen"] = tuple(frozen) if frozen else None
+    chosen = load_plan_config(config, options)
+    question, random = _question(chosen)
+    answer = make_plan(question, search=chosen.search, random=random)
+    taken_s = time.perf_counter() - begun
+    if out is not None:
+        _draw(answer.plan, (answer.runs[0], answer.best), out)
+        write_plan(answer.plan, out / PLAN_NAME)
+    if as_json:
+        runs = [run_to_json(each) for each in answer.runs]
+        print(json.dumps({"plan": answer.plan.to_json(), "runs": runs, "gap": answer.gap, "seconds": taken_s}))
+    else:
+        print_answer(answer, _console(), tensor_parallel_ns=tensor_parallel_ns(question, answer.best))
+        print(f"planned in {taken_s:.1f} s")
+        _print_written(out, PLAN_NAME, GANTT_NAME, TRACE_NAME)
+
+
+@app.command()
+def simulate(
+    plan_file: PlanFile,
+    schedule: ScheduleOption = None,
+    micro_batches: MicroBatchesOption = None,
+    cluster: ClusterOption = None,
+    memory_gib: MemoryOption = None,
+    out: ChartOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Simulate a plan again: as it is, or with another schedule, number of micro-batches or cluster.
+
+    Its partition and its recomputed layers stay as they are.
+    """
+    read = read_plan(plan_file)
+    question = _again(read, schedule, micro_batches, cluster, memory_gib)
+    costs = question.pipelines(question.loads)
+    borders, recompute = np.array(read.borders), read.recompute_mask
+    simulated = run(question, "simulated", costs, question.loads, borders, recompute)
+    full = question.costs(question.full.take(np.zeros(question.num_micro_batches, np.int64)))
+    full_run = run(question, "full", [full], question.full, borders, recompute)
+    changed = replace(
+        read,
+        cluster=question.cluster,
+        schedule=question.schedule,
+        num_micro_batches=question.num_micro_batches,
+        memory_bytes=question.memory_bytes,
+        loads=question.loads,
+        predicted=predict(question, simulated, full_run.peak_bytes),
+    )
+    if out is not None:
+        _draw(changed, (simulated,), out)
+    if as_json:
+        print(json.dumps({"plan": changed.to_json(), "run": run_to_json(simulated)}))
+    else:
+        console = _console()
+        console.print(
+            f"a step takes {simulated.step_ns / 1e6:,.1f} ms; planned for {read.predicted.step_ns / 1e6:,.1f} ms"
+        )
+        print_plan(changed, simulated, console, tensor_parallel_ns=tensor_parallel_ns(question, simulated))
+        _print_written(out, GANTT_NAME, TRACE_NAME)
+
+
+def main() -> None:
+    """Entry point: errors for the user are one line and an exit status, never a traceback."""
+    try:
+        if len(sys.argv) == 1:
+            sys.argv.append("--help")
+        app(standalone_mode=False)
+    except UsageError as error:
+        _fail(f"{error.format_message()} (python -m engine --help, python -m engine COMMAND --help)", 2)
+    except ConfigError as error:
+        _fail(str(error), 2)
+    except IsobatchError as error:
+        _fail(str(error), 1)
+    except (typer.Abort, KeyboardInterrupt):
+        _fail("stopped", 130)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        _fail(f"{where}{error.strerror or error}", 1)
+
+
+def _question(config: PlanConfig) -> tuple[Question, Loads | None]:
+    """What is asked, and random micro-batches to compare with, if there is data."""
+    cluster, count = load_cluster(config.cluster), config.micro_batches
+    settings: dict[str, Any] = {
+        "cluster": cluster,
+        "parallel": config.parallel,
+        "training": config.training,
+        "schedule": config.schedule,
+        "stages_per_rank": config.stages_per_rank,
+        "num_micro_batches": count,
+        "memory_bytes": cluster.usable_memory_bytes if config.memory_gib is None else int(config.memory_gib * GIB),
+    }
+    if config.build is None:
+        loads = _equal_loads(config)
+        model = load_model(config.model or "")
+        return Question(model=model, loads=loads, full=loads.take(np.zeros(1, np.int64)), **settings), None
+    build = read_build(Path(config.build))
+    size = config.batch_size or min(BATCH_SIZE, build.mean_group_size)
+    asked = {"dp": config.dp, "micro_batches": count, "steps": config.steps, "seed": config.seed}
+    loads, random = build.stream_steps(**asked), build.random_steps(batch_size=size, **asked)
+    return Question(model=build.model, loads=loads, full=build.full_micro_batch(), **settings), random
+
+
+def _equal_loads(config: PlanConfig) -> Loads:
+    """One step of equal micro-batches."""
+    rule = load_model(config.model or "").vision
+    if isinstance(rule, NativeRule):
+        raise ConfigError(
+            f"model {config.model} takes images of any size: what --images cost is not known; give a build"
+        )
+    return Loads.constant(
+        config.dp * config.micro_batches,
+        images=config.images or 0,
+        vit_tokens_per_image=rule.vit_tokens_per_patch,
+        seq_len=config.seq_len or 0,
+        samples=config.samples,
+    )
+
+
+def _again(
+    plan: Plan, schedule: str | None, micro_batches: int | None, cluster: str | None, memory_gib: float | None
+) -> Question:
+    """What a plan was made for, with some of it changed."""
+    on = plan.cluster if cluster is None else load_cluster(cluster)
+    memory = plan.memory_bytes if cluster is None else on.usable_memory_bytes
+    count = micro_batches or plan.num_micro_batches
+    return Question(
+        model=plan.model,
+        cluster=on,
+        parallel=plan.parallel,
+        training=plan.training,
+        schedule=schedule or plan.schedule,
+        stages_per_rank=plan.stages_per_rank,
+        num_micro_batches=count,
+        memory_bytes=memory if memory_gib is None else int(memory_gib * GIB),
+        loads=_cut_anew(plan, count),
+        full=plan.full,
+    )
+
+
+def _cut_anew(plan: Plan, count: int) -> Loads:
+    """A plan's micro-batches in steps of another number, each replica's in their order."""
+    # (steps, dp, micro_batches) -> (dp, all of the replica's)
+    places = np.arange(len(plan.loads)).reshape(plan.num_steps, plan.parallel.dp, plan.num_micro_batches)
+    own = places.swapaxes(0, 1).reshape(plan.parallel.dp, -1)
+    steps = own.shape[1] // count
+    if not steps:
+        raise ConfigError(f"the plan has {own.shape[1]} micro-batches per replica, not {count}; plan with more --steps")
+    cut = own[:, : steps * count].reshape(plan.parallel.dp, steps, count).swapaxes(0, 1)
+    return plan.loads.take(cut.ravel())
+
+
+def _draw(plan: Plan, runs: tuple[Run, ...], out: Path) -> None:
+    """Charts of these runs, and the trace of the last one."""
+    out.mkdir(parents=True, exist_ok=True)
+    steps = [shown_step(plan, each) for each in runs]
+    title = f"{plan.model.name} on {plan.cluster.name}"
+    write_gantt(steps, out / GANTT_NAME, title=title, memory_bytes=plan.memory_bytes)
+    write_trace(steps[-1].outcome, out / TRACE_NAME)
+
+
+def _print_written(out: Path | None, *names: str) -> None:
+    if out is not None:
+        print(f"written: {', '.join(str(out / name) for name in names)}")
+
+
+def _console() -> Console:
+    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
+
+
+def _fail(message: str, status: int) -> None:
+    Console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    sys.exit(status)

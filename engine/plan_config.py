@@ -1,0 +1,109 @@
+"""What `python -m engine plan` is asked for: command line over TOML file over defaults."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from balance.errors import ConfigError
+from balance.presets import build_config
+from engine.parallel import Parallelism, Training
+from engine.schedule import SCHEDULES
+
+PARTS = ("audio", "vision", "projector", "llm")
+SEARCHES = ("exact", "bmp")
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    """One plan; every field is also a key of the TOML file given with --config."""
+
+    build: str | None = None
+    """Folder of a packed build; without one, `model`, `images` and `seq_len` say what a micro-batch is."""
+    model: str | None = None
+    """Model preset; with a build, its own."""
+    images: int | None = None
+    seq_len: int | None = None
+    samples: int = 1
+    """Samples that share `seq_len`."""
+    cluster: str = "h100"
+    tp: int = 1
+    pp: int = 4
+    dp: int = 1
+    sequence_parallel: bool = True
+    zero_stage: int = 1
+    innermost: Literal["replicas", "stages"] = "replicas"
+    frozen: tuple[str, ...] = ()
+    """Parts that are not trained: audio, vision, projector, llm."""
+    micro_batches: int = 16
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+    memory_gib: float | None = None
+    """Of a GPU; by default what the cluster's preset calls usable."""
+    steps: int = 4
+    seed: int = 0
+    search: str = "exact"
+    """`exact`, or `bmp`: OmniBal 4.2."""
+    batch_size: int | None = None
+    """Samples of a random micro-batch to compare with; by default 4, as in OmniBal, or what a group holds if less."""
+
+    def __post_init__(self) -> None:
+        least = {"micro_batches": 1, "stages_per_rank": 1, "steps": 1, "samples": 1, "images": 0, "seq_len": 1}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is not None and value < bound:
+                raise ConfigError(f"{name} is {value}; it must be at least {bound}")
+        for name, value, choices in (("schedule", self.schedule, SCHEDULES), ("search", self.search, SEARCHES)):
+            if value not in choices:
+                raise ConfigError(f"{name} is {value!r}; use one of {', '.join(choices)}")
+        unknown = sorted(set(self.frozen) - set(PARTS))
+        if unknown:
+            raise ConfigError(f"frozen names {', '.join(unknown)}; parts are {', '.join(PARTS)}")
+        if set(PARTS[1:]) <= set(self.frozen):
+            raise ConfigError("everything is frozen: there is nothing to train")
+        if self.memory_gib is not None and self.memory_gib <= 0:
+            raise ConfigError(f"memory_gib is {self.memory_gib}; it must be greater than 0")
+        self._check_source()
+
+    def _check_source(self) -> None:
+        made_up = {"model": self.model, "images": self.images, "seq_len": self.seq_len}
+        given = [name for name, value in made_up.items() if value is not None]
+        if self.build is None and len(given) < len(made_up):
+            raise ConfigError("give a packed build, or --model with --images and --seq-len of a micro-batch")
+        if self.build is not None and given:
+            raise ConfigError(f"a build says for itself what its {', '.join(given)} are; leave those out")
+
+    @property
+    def parallel(self) -> Parallelism:
+        """How the model is spread over GPUs."""
+        return Parallelism(
+            tp=self.tp,
+            pp=self.pp,
+            dp=self.dp,
+            sequence_parallel=self.sequence_parallel,
+            zero_stage=self.zero_stage,
+            innermost=self.innermost,
+        )
+
+    @property
+    def training(self) -> Training:
+        """What is trained."""
+        return Training(**{part: part not in self.frozen for part in PARTS})
+
+
+def load_plan_config(file: Path | None, options: dict[str, Any]) -> PlanConfig:
+    """The config of a plan: `options` that are not None over the keys of the TOML `file`."""
+    values: dict[str, Any] = {}
+    if file is not None:
+        try:
+            values = tomllib.loads(file.read_text("utf-8"))
+        except OSError as error:
+            raise ConfigError(f"--config {file}: {error.strerror}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--config {file}: not valid TOML: {error}") from None
+    values |= {name: value for name, value in options.items() if value is not None}
+    known = {f.name for f in fields(PlanConfig)}
+    return build_config(PlanConfig, values, where=str(file) if set(values) - known else "engine plan")

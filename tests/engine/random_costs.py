@@ -1,0 +1,80 @@
+"""Random models for the tests of searches over partitions: a few kinds of layers, micro-batches that differ."""
+
+import numpy as np
+
+from engine.costs import Costs
+
+
+def random_model(rng, num_layers, num_micro_batches, *, kinds=3, most=100):
+    """Costs of runs of layers of a kind; the first ones may be frozen. Times from 0, so that many are equal."""
+    runs = np.sort(rng.integers(0, kinds, num_layers))
+    if rng.random() < 0.3:
+        rng.shuffle(runs)
+    frozen = int(rng.integers(num_layers)) if rng.random() < 0.3 else 0
+    names = [f"{'trained' if layer >= frozen else 'frozen'} {run}" for layer, run in enumerate(runs)]
+    shape = len(set(names)), 1 if rng.random() < 0.3 else num_micro_batches
+    where = [sorted(set(names)).index(name) for name in names]
+    is_trained = np.arange(num_layers) >= frozen
+
+    def column(low, high):
+        return np.broadcast_to(rng.integers(low, high, shape)[where], (num_layers, num_micro_batches)).copy()
+
+    kept = column(0, most // 4) * is_trained[:, np.newaxis]
+    send = column(0, most // 2)
+    send[-1] = 0
+    return Costs(
+        names=tuple(f"layer {layer}" for layer in range(num_layers)),
+        kinds=tuple(names),
+        forward_ns=column(0, most),
+        input_grad_ns=column(0, most) * is_trained[:, np.newaxis],
+        weight_grad_ns=column(0, most) * is_trained[:, np.newaxis],
+        recompute_ns=column(0, most) * is_trained[:, np.newaxis],
+        send_ns=send,
+        saved_bytes=kept + column(0, most) * is_trained[:, np.newaxis],
+        kept_bytes=kept,
+        working_bytes=column(0, most),
+        sent_bytes=column(0, most),
+        state_bytes=rng.integers(0, most, num_layers),
+        param_counts=rng.integers(0, most, num_layers),
+        sends_grad=is_trained,
+    )
+
+
+def vlm(rng, vision_layers, llm_layers, num_micro_batches, *, spread=0.1):
+    """Something like InternVL: large vision activations, a projector after which less is sent, head and embedding."""
+    kinds = ["patch", *["vit"] * vision_layers, "projector", *["llm"] * llm_layers, "head"]
+    # forward ms; backward over forward; saved, kept, working, sent, state bytes (MB)
+    table = {
+        "patch": (1, 1, 30, 10, 0, 30, 200),
+        "vit": (13, 2, 520, 30, 0, 30, 2000),
+        "projector": (2, 2, 60, 30, 0, 12, 1500),
+        "llm": (20, 2, 400, 12, 0, 12, 2000),
+        "head": (8, 2, 20, 12, 1500, 12, 3000),
+    }
+    sizes = {kind: 1 + spread * rng.standard_normal(num_micro_batches).clip(-2, 2) for kind in ("vit", "llm")}
+    rows = np.array([table[kind] for kind in kinds], np.float64)
+    scale = np.array([sizes["llm" if kind in ("llm", "head") else "vit"] for kind in kinds])
+
+    def column(values):
+        return np.rint(values[:, np.newaxis] * scale).astype(np.int64)
+
+    forward = column(rows[:, 0] * 1e6)
+    sent = column(rows[:, 5] * 1e6)
+    send = sent // 25  # 25 GB/s
+    send[-1] = 0
+    return Costs(
+        names=tuple(f"{kind} {layer}" for layer, kind in enumerate(kinds)),
+        kinds=tuple(kinds),
+        forward_ns=forward,
+        input_grad_ns=column(rows[:, 0] * 1e6 * rows[:, 1] / 2),
+        weight_grad_ns=column(rows[:, 0] * 1e6 * rows[:, 1] / 2),
+        recompute_ns=forward,
+        send_ns=send,
+        saved_bytes=column(rows[:, 2] * 1e6),
+        kept_bytes=column(rows[:, 3] * 1e6),
+        working_bytes=column(rows[:, 4] * 1e6),
+        sent_bytes=sent,
+        state_bytes=(rows[:, 6] * 1e6).astype(np.int64),
+        param_counts=(rows[:, 6] * 1e6 / 16).astype(np.int64),
+        sends_grad=np.ones(len(kinds), np.bool_),
+    )

@@ -1,0 +1,151 @@
+"""`python -m engine`, called as people call it."""
+
+import json
+import re
+import sys
+
+import pytest
+
+from engine.cli import main
+from engine.plan import read_plan
+
+EQUAL = ("--model", "internvl_1_5", "--images", "9", "--seq-len", "4096", "--tp", "4", "--cluster", "a100_80g")
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Run a command; -> (exit status, output, errors)."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["engine", *map(str, arguments)])
+        try:
+            main()
+            status = 0
+        except SystemExit as left:
+            status = left.code
+        shown = capsys.readouterr()
+        return status, shown.out, shown.err
+
+    return run
+
+
+def test_a_build_is_planned_and_its_files_are_written(call, demo_build, tmp_path):
+    out = tmp_path / "out"
+    status, shown, errors = call("plan", demo_build, "--pp", 2, "--micro-batches", 4, "--steps", 2, "--out", out)
+    assert (status, errors) == (0, "")
+    assert sorted(path.name for path in out.iterdir()) == ["gantt.html", "plan.json", "trace.json"]
+    plan = read_plan(out / "plan.json")
+    assert (plan.model.name, plan.num_steps, plan.num_micro_batches) == ("tiny", 2, 4)
+    for words in (
+        "tiny on h100: 2 GPUs = tp 1 x pp 2 x dp 1",
+        "random samples",
+        "the plan",
+        "waiting",
+        "critical path",
+    ):
+        assert words in shown
+    stages = [line for line in shown.splitlines() if re.match(r"\d +\w", line)]
+    assert len(stages) == 2
+
+
+def test_simulating_a_plan_again_says_the_same(call, demo_build, tmp_path):
+    call("plan", demo_build, "--pp", 2, "--dp", 2, "--micro-batches", 4, "--steps", 2, "--out", tmp_path)
+    status, shown, _ = call("simulate", tmp_path / "plan.json", "--json", "--out", tmp_path / "again")
+    assert status == 0
+    assert json.loads(shown)["plan"] == json.loads((tmp_path / "plan.json").read_text())
+    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == ["gantt.html", "trace.json"]
+    status, shown, _ = call("simulate", tmp_path / "plan.json")
+    assert status == 0
+    assert re.search(r"a step takes ([\d.]+) ms; planned for \1 ms", shown)
+
+
+def test_other_schedules_and_micro_batches_can_be_tried(call, tmp_path):
+    call("plan", *EQUAL, "--micro-batches", 16, "--out", tmp_path)
+    times = {}
+    for schedule in ("1f1b", "gpipe", "zero_bubble"):
+        status, shown, _ = call("simulate", tmp_path / "plan.json", "--schedule", schedule, "--json")
+        assert status == 0
+        times[schedule] = json.loads(shown)["run"]["step_ns"]
+    assert times["zero_bubble"] < times["1f1b"]
+    status, shown, _ = call("simulate", tmp_path / "plan.json", "--micro-batches", 8, "--json")
+    halves = json.loads(shown)["plan"]
+    assert halves["predicted"]["step_ns"] < times["1f1b"]
+    assert len(halves["inputs"]["loads"]["llm"]["tokens"]) == 16  # two steps of them
+    status, _, errors = call("simulate", tmp_path / "plan.json", "--micro-batches", 17)
+    assert (status, errors.strip()) == (
+        2,
+        "error: the plan has 16 micro-batches per replica, not 17; plan with more --steps",
+    )
+    status, shown, _ = call("simulate", tmp_path / "plan.json", "--memory-gib", 10)
+    assert status == 0
+    assert "does not fit: rank " in shown
+
+
+def test_json_holds_the_plan_and_what_it_is_compared_with(call):
+    status, shown, _ = call("plan", *EQUAL, "--json")
+    assert status == 0
+    values = json.loads(shown)
+    assert [run["step_ns"] for run in values["runs"]][-1] == values["plan"]["predicted"]["step_ns"]
+    assert len(values["runs"]) == 3  # no data, so no random samples
+    assert values["gap"] >= 0
+
+
+def test_a_file_gives_what_options_do_not(call, tmp_path):
+    file = tmp_path / "plan.toml"
+    file.write_text(
+        'model = "internvl_1_5"\nimages = 9\nseq_len = 4096\ntp = 4\ncluster = "a100_80g"\nfrozen = ["llm"]\npp = 4\n'
+    )
+    _, shown, _ = call("plan", "--config", file, "--pp", 2, "--json")
+    inputs = json.loads(shown)["plan"]["inputs"]
+    assert (inputs["parallel"]["pp"], inputs["parallel"]["tp"]) == (2, 4)
+    assert inputs["training"]["llm"] is False
+    file.write_text("speed = 3\n")
+    status, _, errors = call("plan", "--config", file)
+    assert status == 2
+    assert "unknown key speed; known: " in errors
+    file.write_text("speed = \n")
+    assert call("plan", "--config", file)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (("plan",), 2, "give a packed build, or --model with --images and --seq-len"),
+        (("plan", "nowhere"), 1, "nowhere: no such folder; give the output folder of `packer build`"),
+        (("plan", "nowhere", "--model", "tiny"), 2, "a build says for itself what its model are; leave those out"),
+        (("plan", *EQUAL, "--schedule", "2f2b"), 2, "schedule is '2f2b'; use one of 1f1b, gpipe, interleaved"),
+        (("plan", *EQUAL, "--cluster", "abacus"), 2, "no cluster preset 'abacus'; shipped: a100_80g"),
+        (("plan", *EQUAL, "--memory-gib", "1"), 1, "GiB too little"),
+        (("plan", *EQUAL, "--frozen", "wheels"), 2, "frozen names wheels; parts are audio, vision, projector, llm"),
+        (
+            ("plan", *EQUAL, "--frozen", "vision", "--frozen", "projector", "--frozen", "llm"),
+            2,
+            "everything is frozen: there is nothing to train",
+        ),
+        (
+            ("plan", *EQUAL, "--stages-per-rank", "2"),
+            2,
+            "1f1b runs one stage per rank, not 2; use schedule 'interleaved'",
+        ),
+        (("plan", *EQUAL, "--pp", "98"), 2, "98 stages of 97 layers; give 1 to 97"),
+        (("plan", *EQUAL, "--speed", "3"), 2, "No such option: --speed"),
+        (("simulate", "nothing.json"), 1, "nothing.json: No such file or directory; give the plan.json"),
+        (("plan", "--model", "qwen2_vl", "--images", "1", "--seq-len", "9"), 2, "takes images of any size"),
+    ],
+)
+def test_a_mistake_is_one_line_and_a_status(call, arguments, status, message, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    found, shown, errors = call(*arguments)
+    assert (found, shown) == (status, "")
+    assert message in errors
+    assert errors.count("\n") == 1
+    assert "Traceback" not in errors
+
+
+def test_help_teaches(call):
+    status, shown, _ = call()
+    assert status == 0
+    assert "Try it: python -m engine plan" in shown
+    _, shown, _ = call("plan", "--help")
+    assert "Folder of a build" in shown
+    assert "internlm2_20b" in shown
