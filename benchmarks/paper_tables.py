@@ -18,18 +18,17 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from rich.console import Console  # noqa: E402
-
 from papers import omnibal_partition, omnibal_training, orchmllm_figures, pipetune_tables  # noqa: E402
 from papers.page import Section  # noqa: E402
+from rich.console import Console  # noqa: E402
 
 INTRODUCTION = """# The papers' tables, simulated
 
-Made by `python benchmarks/paper_tables.py`. **Nothing here was measured on GPUs**: times and bytes are those of the cost
-model (`engine/analytical.py`, cluster presets in `configs/clusters`) and of the simulator, which agrees to the nanosecond
-with a second simulation that shares nothing with it (`tests/engine/oracle.py`). One number of the cost model is fitted to a
-paper: how fast narrow matrix products are on an A100, to OmniBal's 21.3 GPU days. Where data are not published, samples are
-drawn to match what a paper tells of them; each table says what is assumed, and what differs.
+Made by `python benchmarks/paper_tables.py`. **Nothing here was measured on GPUs**: times and bytes are those of the
+cost model (`engine/analytical.py`, cluster presets in `configs/clusters`) and of the simulator, which agrees to the
+nanosecond with a second simulation that shares nothing with it (`tests/engine/oracle.py`). One number of the cost model
+is fitted to a paper: how fast narrow matrix products are on an A100, to OmniBal's 21.3 GPU days. Where data are not
+published, samples are drawn to match what a paper tells of them; each table says what is assumed, and what differs.
 
 OmniBal's Table 3 beyond what stands with Table 7 cannot be simulated: its samplers are not defined, nor its lengths
 published in full. docs/benchmarks.md has our own measurement on those that are."""

@@ -209,13 +209,14 @@ class _Steps:
             for trial in self.trials
             if trial.left_bytes is not None
         ]
-        room = sum(max(ran)) - self.reserve_bytes
+        used, left = max(ran)
+        room = used + left - self.reserve_bytes
         if not self.too_much[stage]:
             return room
         least = min(float(off @ held) for off in self.too_much[stage])
         good = max((used for used, _ in ran if used < least), default=0.0)
         layer = held[(self.sizes[stage] > 0) & (held > 0)].min(initial=least)
-        return min(room, max(least - len(self.too_much[stage]) * layer, (good + least) / 2))
+        return min(room, max(least - len(self.too_much[stage]) * float(layer), (good + least) / 2))
 
     def test(self, recompute: NDArray[np.bool_]) -> None:
         """Step 4: run a choice, and learn from it."""
@@ -237,12 +238,14 @@ def _most_saved(sizes: IntArray, weights: FloatArray, each_ns: IntArray, room: f
     """How many layers of each kind not to recompute, (kinds,): most time saved of what weighs no more than `room`."""
     order = np.argsort(sizes, kind="stable")
     last, others = order[-1], order[:-1]
-    best, most = np.zeros_like(sizes), (-1, 0.0)
+    best, most = np.zeros_like(sizes), (-1.0, 0.0)
     for counts in itertools.product(*(range(size + 1) for size in sizes[others])):
         off = np.zeros_like(sizes)
         off[others] = counts
         rest = room - off @ weights
         if rest >= 0:  # as many of the largest group as still go in
             off[last] = sizes[last] if weights[last] <= 0 else min(sizes[last], int(rest / weights[last]))
-            most, best = max((most, best), (((off * each_ns).sum(), -(off @ weights)), off), key=lambda pair: pair[0])
+            saved = float(off @ each_ns), -float(off @ weights)
+            if saved > most:
+                most, best = saved, off
     return best

@@ -1,4 +1,4 @@
-"""Balanced Model Partitioning (OmniBal 4.2): a greedy anchor, partitions near it ranked by a cheap figure, the best run.
+"""Balanced Model Partitioning (OmniBal 4.2): a greedy anchor, partitions near it, the best-ranked of them run.
 
 The ranking is additive over stages and cuts, so the best candidates come out of a dynamic programme that keeps the K
 best beginnings per border, and not out of (2r + 1)^(N - 1) candidates, 7^7 for 8 stages: 3 ms for 16 stages. How long a
@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -111,7 +112,7 @@ def candidate(costs: Costs, borders: IntArray) -> Candidate:
         variance_ms2=float(((stage_ms - ranking.mean_ms) ** 2).sum()),
         comm_bytes=int(costs.sent_bytes[cuts].mean(axis=1).sum()),
         comm_ms=comm_ms,
-        metric_ms=sum(ranking.part(int(a), int(b)) for a, b in zip(borders[:-1], borders[1:], strict=True)),
+        metric_ms=sum(ranking.part(int(a), int(b)) for a, b in pairwise(borders)),
     )
 
 

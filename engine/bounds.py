@@ -120,26 +120,21 @@ def window_of(schedule: Schedule, first: int, width: int) -> Operations:
     return Operations(*(column[inside] for column in every))
 
 
-def window_steps(schedule: Schedule, sums: LayerSums, first: int, borders: IntArray, extra_ns: IntArray) -> IntArray:
+def window_steps(
+    schedule: Schedule, sums: LayerSums, first: int, borders: IntArray, choices: IntArray, extra_ns: IntArray
+) -> IntArray:
     """Least times of a step, (windows,), whose stages from `first` on have these borders, (windows, stages + 1).
 
-    `extra_ns`, (windows, stages, micro_batches), is how much longer recomputation makes the backward passes of each.
+    Recomputation makes the backward passes of stage i of window n `extra_ns[choices[n, i]]` longer; `choices` is
+    (windows, stages), `extra_ns` (choices, micro_batches).
     """
-    inside = window_of(schedule, first, borders.shape[1] - 1)
-    choices = np.arange(extra_ns.shape[0] * extra_ns.shape[1]).reshape(extra_ns.shape[:2])
-    return chosen_steps(schedule, sums, first, borders, choices, extra_ns.reshape(-1, extra_ns.shape[2]), inside)
-
-
-def chosen_steps(schedule, sums, first, borders, choices, extra_ns, inside=None):  # type: ignore[no-untyped-def]
-    """As `window_steps`, where stage i of window n takes `extra_ns[choices[n, i]]` longer."""
-    inside = window_of(schedule, first, borders.shape[1] - 1) if inside is None else inside
-    ends = schedule.num_stages, schedule.num_ranks
-    return run_windows(inside, sums, ends, first, np.ascontiguousarray(borders), choices, extra_ns)
+    inside, size = window_of(schedule, first, choices.shape[1]), (schedule.num_stages, schedule.num_ranks)
+    return np.asarray(run_windows(inside, sums, size, first, np.ascontiguousarray(borders), choices, extra_ns))
 
 
 @numba.njit(cache=True)
 def run_windows(inside, sums, size, first, borders, choices, extra_ns):  # type: ignore[no-untyped-def]
-    """The kernel of `chosen_steps`; `size` is (stages, ranks)."""
+    """The kernel of `window_steps`; `size` is (stages, ranks)."""
     num_windows, width = choices.shape
     num_micro_batches = sums.forward.shape[1]
     shape = width, num_micro_batches

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balance.records import IntArray
-from engine.bounds import LayerSums, chosen_steps
+from engine.bounds import LayerSums, window_steps
 from engine.costs import Costs
 from engine.rank_memory import layer_bytes, minimal_choices, peak_bytes, rank_order
 from engine.schedule import Schedule
@@ -73,7 +73,7 @@ class Fitter:
             places = np.array([place for place, _ in fitting])
             extra = np.concatenate([self.extra_ns(partitions[place], recompute) for place, recompute in fitting])
             rows = np.arange(len(extra)).reshape(len(fitting), -1)
-            steps[places] = chosen_steps(self.schedule, self.sums, 0, partitions[places], rows, extra)
+            steps[places] = window_steps(self.schedule, self.sums, 0, partitions[places], rows, extra)
         return steps
 
     def least_peaks(self, partitions: IntArray) -> IntArray:

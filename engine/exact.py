@@ -2,12 +2,13 @@
 
 For planning (`python -m engine plan`) and to judge BMP. Simulated time of the whole step, not a figure that stands for
 it. A good partition is found first, by small moves from several anchors; then it is proved, or bettered: every stage
-that a partition can have gets a bound of its own (`engine.bounds`), and what no faster partition can contain is dropped;
-then every two neighbouring stages that are left, every three, and so on (`engine.windows`). When windows are as long as
-the pipeline, they are the partitions that are left. All of it is exact: brute force agrees to the nanosecond.
+that a partition can have gets a bound of its own (`engine.bounds`), and what no faster partition can contain is
+dropped; then every two neighbouring stages that are left, every three, and so on (`engine.windows`). When windows are
+as long as the pipeline, they are the partitions that are left. All is exact: brute force agrees to the nanosecond.
 
 Where too many windows are left, only those of the fastest chains go on, and the rest counts with its bound: the answer
-then has a proven gap. 93 layers in 4 stages take some .5 s, 125 in 8 and 160 in 16 a few seconds (docs/benchmarks.md).
+then has a proven gap. For 64 micro-batches 93 layers in 4 stages take .05 s, 125 in 8 some .2 s, 160
+in 16 from .5 to 4 s and, where micro-batches differ by 15 %, a gap of .4 % is left (benchmarks/partition_speed.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from balance.records import IntArray
 from engine.bmp import greedy_anchor
-from engine.bounds import chosen_steps, layer_sums
+from engine.bounds import layer_sums, window_steps
 from engine.costs import Costs
 from engine.descend import NEVER, Fitter, descend
 from engine.partition import METHODS, by_step_time, check_stages, even_partition
@@ -156,7 +157,7 @@ class _Search:
     def simulated(self, first: int, windows: Windows) -> Windows:
         """The same with their own bounds."""
         self.windows += len(windows)
-        steps = chosen_steps(
+        steps = window_steps(
             self.schedule, self.fitter.sums, first, windows.borders, windows.choices, self.choices.extra_ns
         )
         return replace(windows, bound_ns=np.maximum(windows.bound_ns, steps))

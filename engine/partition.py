@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from balance.errors import ConfigError
 from balance.records import IntArray
 from engine.costs import Costs
+
+FloatArray = NDArray[np.float64]
 
 
 def even_partition(weights: IntArray, num_stages: int) -> IntArray:
@@ -73,7 +76,7 @@ def check_stages(num_layers: int, num_stages: int) -> None:
         raise ConfigError(f"{num_stages} stages of {num_layers} layers; give 1 to {num_layers}, each needs a layer")
 
 
-def _best_tails(values, num_stages, combine):  # type: ignore[no-untyped-def]
+def _best_tails(values: FloatArray, num_stages: int, combine: np.ufunc) -> tuple[FloatArray, IntArray]:
     """Least value of cutting the layers from each one on into the last stages, and where the first of them ends.
 
     `values[a, b]` is that of the stage a:b, `combine` adds or takes the larger one. -> (value, end), each of shape

@@ -24,7 +24,9 @@ from engine.schedule import Kind, Schedule
 FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD = (int(kind) for kind in list(Kind)[:4])
 
 MOST_TRIED = 20_000
-"""Choices of one rank that are looked at: thousands suffice for a handful of kinds; 60 ms."""
+"""Choices of one rank that are looked at: thousands suffice for a handful of kinds; .1 s."""
+MOST_FOUND = 2_000
+"""Of which so many fit at most."""
 
 
 class LayerBytes(NamedTuple):
@@ -94,23 +96,13 @@ def peak_bytes(layers, order, starts, ends, recompute):  # type: ignore[no-untyp
     """
     shape = len(starts), layers.saved.shape[1]
     live, held = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    # on top of what is live before: in the forward or joint backward pass, and if the weights' gradients run apart
     most, apart = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     now = np.int64(0)
     for chunk in range(len(starts)):
         for layer in range(starts[chunk], ends[chunk]):
             now += layers.state[layer]
-            for number in range(shape[1]):
-                saved, left = layers.saved[layer, number], layers.saved[layer, number]
-                if recompute[layer]:
-                    left = layers.kept[layer, number]
-                    saved = max(saved, left)
-                turn = saved + layers.working[layer, number]
-                most[chunk, number] = max(most[chunk, number], live[chunk, number] + turn)
-                # what is whole behind a layer is added as it comes
-                apart[chunk, number] = max(apart[chunk, number] + saved, live[chunk, number] + turn)
-                live[chunk, number] += left
-                held[chunk, number] += saved
+            left = layers.kept[layer] if recompute[layer] else layers.saved[layer]
+            _add_layer(layers, layer, left, live[chunk], held[chunk], most[chunk], apart[chunk])
     peak = now
     for at in range(len(order.kinds)):
         kind, chunk, number = order.kinds[at], order.chunks[at], order.micro_batches[at]
@@ -127,6 +119,23 @@ def peak_bytes(layers, order, starts, ends, recompute):  # type: ignore[no-untyp
         elif kind == WEIGHT_GRAD:
             now -= held[chunk, number]
     return peak
+
+
+@numba.njit(cache=True)
+def _add_layer(layers, layer, left, live, held, most, apart):  # type: ignore[no-untyped-def]
+    """Add the next layer to what a stage holds of each micro-batch, (micro_batches,) each.
+
+    `live`: what the forward pass leaves; `held`: the same with all that was recomputed. `most` and `apart`: at most, on
+    top of what is live before: in the forward or joint backward pass, and if the weights' gradients come later.
+    """
+    for number in range(len(live)):
+        whole = max(layers.saved[layer, number], left[number])
+        turn = live[number] + whole + layers.working[layer, number]
+        most[number] = max(most[number], turn)
+        # what comes behind a layer is whole when it is that layer's turn to go back
+        apart[number] = max(apart[number] + whole, turn)
+        live[number] += left[number]
+        held[number] += whole
 
 
 @numba.njit(cache=True)
@@ -184,7 +193,7 @@ def _least_of(search, layers, order, starts, ends, memory_bytes, group):  # type
 
 @numba.njit(cache=True)
 def _next(search, each_ns, least_ns):  # type: ignore[no-untyped-def]
-    """Go on to the next numbers of the groups but the last, skipping those that take `least_ns`; -> whether any is left.
+    """Go on to the next numbers of the groups but the last, leaving out what takes `least_ns`; -> whether any is left.
 
     Where none of the last group is recomputed, more of the group before it would not be minimal.
     """
@@ -214,7 +223,7 @@ def minimal_choices(layers, order, starts, ends, memory_bytes, only_least):  # t
     num_groups, num_layers = len(firsts) - 1, len(layers.kind)
     search = Search(members, firsts, np.zeros(num_groups, np.int64), np.zeros(num_layers, np.bool_))
     each_ns = np.array([layers.extra_ns[members[first]] if len(members) else 0 for first in firsts[:-1]])
-    found = np.zeros((MOST_TRIED + 2, num_groups), np.int64)
+    found = np.zeros((MOST_FOUND, num_groups), np.int64)
     for group in range(num_groups):
         _set(search, group, firsts[group + 1] - firsts[group])
     if peak_bytes(layers, order, starts, ends, search.recompute) > memory_bytes:
@@ -226,7 +235,7 @@ def minimal_choices(layers, order, starts, ends, memory_bytes, only_least):  # t
     for group in range(num_groups):
         _set(search, group, 0)
     is_left = True
-    while is_left and tried < MOST_TRIED:
+    while is_left and tried < MOST_TRIED and num_found < MOST_FOUND:
         tried += 1
         fits = _least_of(search, layers, order, starts, ends, memory_bytes, num_groups - 1)
         time = (search.counts * each_ns).sum()

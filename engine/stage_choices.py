@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balance.records import IntArray
-from engine.bounds import chosen_steps
+from engine.bounds import window_steps
 from engine.descend import NEVER, Fitter
 from engine.rank_memory import stage_peaks
 from engine.windows import Windows
@@ -66,7 +66,8 @@ class StageChoices:
             numbers.append(np.zeros(len(places[0]), np.int64))
             between = (needs > self.fitter.memory_bytes) & (least <= self.fitter.memory_bytes)
             for place in np.flatnonzero(between):
-                masks, is_all = self.fitter.choices(rank, *windows.borders[place][:, np.newaxis], only_least=False)
+                starts, ends = windows.borders[place][:, np.newaxis]
+                masks, is_all = self.fitter.choices(rank, starts, ends, only_least=False)
                 masks, times = self._fastest(masks)
                 left_out = left_out if is_all else min(left_out, int(windows.bound_ns[place]))
                 places.append(np.full(len(masks), place))
@@ -97,7 +98,7 @@ class StageChoices:
         for mask in masks:
             extra = fitter.extra_ns(borders, mask)
             rows = np.arange(len(extra))[np.newaxis]
-            step = chosen_steps(fitter.schedule, fitter.sums, 0, borders[np.newaxis], rows, extra)
+            step = window_steps(fitter.schedule, fitter.sums, 0, borders[np.newaxis], rows, extra)
             yield int(step[0]), mask
 
     def _of_ranks(self, borders: IntArray) -> Iterator[NDArray[np.bool_]]:

@@ -2,8 +2,8 @@
 
 For `engine.tune`. PipeTune (section 5.2) puts micro-batches of like cost into at most five clusters and simulates all
 orders of the clusters. Ours goes on from the best of those: exchange two micro-batches, or move one, and keep what is
-not slower. 2,000 such steps take 2 ms at 16 micro-batches in 4 stages and find more than 120 orders of clusters do
-(docs/benchmarks.md); on steps small enough to try all orders they find the best one nearly always. Pure, deterministic.
+not slower. 2,000 such changes take 2 ms at 16 micro-batches in 4 stages and find more than 120 orders of clusters do;
+on steps small enough to try all orders they find the best one nearly always. Pure, deterministic.
 """
 
 from __future__ import annotations

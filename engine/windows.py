@@ -8,6 +8,7 @@ faster than what is known already is dropped, and two neighbouring windows that 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -54,7 +55,7 @@ def chain_bounds(chain: list[Windows]) -> list[IntArray]:
 def _best_before(chain: list[tuple[IntArray, IntArray, IntArray]]) -> list[IntArray]:
     """Bounds of the best chains that end with each window, in the order given; (bounds, shared before, behind)."""
     best = [chain[0][0]]
-    for (_, _, behind), (bounds, before, _) in zip(chain, chain[1:], strict=False):
+    for (_, _, behind), (bounds, before, _) in pairwise(chain):
         least = np.full(max(behind.max(initial=-1), before.max(initial=-1)) + 1, NEVER)
         np.minimum.at(least, behind, best[-1])
         best.append(np.maximum(bounds, least[before]))
@@ -79,7 +80,7 @@ def prune(chain: list[Windows], bounds: list[IntArray], limit_ns: int) -> list[W
 def count_joined(chain: list[Windows]) -> int:
     """How many windows `join` makes."""
     total = 0
-    for one, behind in zip(chain, chain[1:], strict=False):
+    for one, behind in pairwise(chain):
         size = max(one.right.max(initial=-1), behind.left.max(initial=-1)) + 1
         total += int(np.bincount(one.right, minlength=size) @ np.bincount(behind.left, minlength=size))
     return total
@@ -88,7 +89,7 @@ def count_joined(chain: list[Windows]) -> int:
 def join(chain: list[Windows]) -> list[Windows]:
     """Windows of one stage more, without bounds of their own yet: that of the slower half."""
     joined = []
-    for one, behind in zip(chain, chain[1:], strict=False):
+    for one, behind in pairwise(chain):
         order = np.argsort(behind.left, kind="stable")
         keys = behind.left[order]
         first, last = np.searchsorted(keys, one.right), np.searchsorted(keys, one.right, side="right")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -132,3 +132,8 @@ def first_recomputed(costs: Costs, borders: IntArray, counts: tuple[int, ...]) -
         own = np.flatnonzero(is_transformer(costs)[start:end]) + start
         chosen[own[:count]] = True
     return chosen
+
+
+def replace_parallel(pair: Pair, sequence_parallel: bool) -> Pair:
+    """The same pair with or without sequence parallelism."""
+    return replace(pair, sequence_parallel=sequence_parallel)

@@ -3,6 +3,12 @@
 import numpy as np
 
 from engine.costs import Costs
+from engine.memory import memory_of
+from engine.schedule import make_schedule
+from engine.stages import stage_costs
+
+SHAPES = [("1f1b", 1), ("gpipe", 1), ("zero_bubble", 1), ("interleaved", 2)]
+"""Schedules, and stages per rank."""
 
 
 def random_model(rng, num_layers, num_micro_batches, *, kinds=3, most=100):
@@ -78,3 +84,27 @@ def vlm(rng, vision_layers, llm_layers, num_micro_batches, *, spread=0.1):
         param_counts=(rows[:, 6] * 1e6 / 16).astype(np.int64),
         sends_grad=np.ones(len(kinds), np.bool_),
     )
+
+
+def peak(costs, borders, schedule, recompute):
+    """Bytes of the fullest rank."""
+    return int(memory_of(schedule, stage_costs(costs, borders, recompute)).peak_bytes.max())
+
+
+def instance(seed, *, most_layers, most_stages=4):
+    """Costs and schedule, and a memory in which a random partition fits if it recomputes something, or nearly so."""
+    rng = np.random.default_rng(seed)
+    name, chunks = SHAPES[seed % len(SHAPES)]
+    num_ranks = int(rng.integers(1, most_stages // chunks + 1))
+    num_stages = num_ranks * chunks
+    costs = random_model(rng, int(rng.integers(num_stages, most_layers + 1)), int(rng.integers(1, 7)))
+    schedule = make_schedule(name, num_ranks, costs.num_micro_batches, chunks)
+    borders = random_borders(rng, costs.num_layers, num_stages)
+    least, most = (peak(costs, borders, schedule, np.full(costs.num_layers, full)) for full in (True, False))
+    return costs, schedule, int(rng.integers(least * 7 // 8, most + 1))
+
+
+def random_borders(rng, num_layers, num_stages):
+    """Any partition."""
+    inner = np.sort(rng.choice(np.arange(1, num_layers), num_stages - 1, replace=False))
+    return np.array([0, *inner.tolist(), num_layers])

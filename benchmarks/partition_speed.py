@@ -1,0 +1,181 @@
+"""How long partition searches take by layers and stages, and how far their answers are from the best.
+
+    python benchmarks/partition_speed.py [--sizes 93x4 125x8 160x16] [--micro-batches 64] [--spread 0 0.05 0.15]
+        [--schedules 1f1b zero_bubble] [--memory 1 0.75] [--rounds 3]
+
+Models are generated: a vision encoder, a projector, an LLM of about as many layers, and their ends; `--spread` is the
+standard deviation of a phase's load between micro-batches, `--memory` the share that is there of what the fullest rank
+needs if nothing is recomputed and stages take the same time. Times are the least of several rounds, after one
+that compiles. "over": how much slower a step is than with the exact search's answer; "gap": how much faster than that
+answer another one could be, 0 if it is proved that none is. Exit status 1 when an exact search takes over 15 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "engine")]
+
+from random_costs import vlm  # noqa: E402
+
+from balance.records import IntArray  # noqa: E402
+from engine.bmp import search_bmp  # noqa: E402
+from engine.costs import Costs  # noqa: E402
+from engine.evaluate import evaluate  # noqa: E402
+from engine.exact import Exact, search_exact  # noqa: E402
+from engine.partition import METHODS, by_step_time  # noqa: E402
+from engine.recompute import InfeasiblePlan, choose_recompute, fitted_step  # noqa: E402
+from engine.schedule import Schedule, make_schedule  # noqa: E402
+
+MOST_SECONDS = 15.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A row of the table."""
+
+    layers: int
+    stages: int
+    micro_batches: int
+    spread: float
+    schedule: str
+    memory: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What came of it."""
+
+    over: dict[str, float | None]
+    """By method, how much slower its step is than the exact search's; None if it does not fit."""
+    bmp_s: float
+    recompute_s: float
+    """`choose_recompute` alone, of one partition."""
+    exact_s: float
+    found: Exact
+
+
+def main() -> int:
+    """Print the table; -> exit status."""
+    options = parse()
+    table = Table(box=box.SIMPLE, title=f"{options.micro_batches} micro-batches; the three methods, BMP and exact")
+    heads = (
+        "layers x stages",
+        "spread",
+        "schedule",
+        "memory",
+        *METHODS,
+        "BMP",
+        "BMP s",
+        "fit ms",
+        "exact s",
+        "windows",
+    )
+    for place, head in enumerate((*heads, "gap")):
+        table.add_column(head.removesuffix("-based"), justify="right" if place else "left")
+    slow = []
+    for size, spread, schedule, memory in product(options.sizes, options.spread, options.schedules, options.memory):
+        layers, stages = (int(number) for number in size.split("x"))
+        case = Case(
+            layers=layers,
+            stages=stages,
+            micro_batches=options.micro_batches,
+            spread=spread,
+            schedule=schedule,
+            memory=memory,
+        )
+        row = measure(case, options.rounds)
+        table.add_row(*cells(case, row))
+        if row.exact_s > MOST_SECONDS:
+            slow.append(f"{size}, spread {spread}, {schedule}: the exact search took {row.exact_s:.1f} s")
+    Console(width=140).print(table)
+    for line in slow:
+        print(f"too slow: {line}")
+    return 1 if slow else 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=["93x4", "125x8", "160x16"], help="layers x stages")
+    parser.add_argument("--micro-batches", type=int, default=64)
+    parser.add_argument("--spread", type=float, nargs="+", default=[0.0, 0.05, 0.15])
+    parser.add_argument("--schedules", nargs="+", default=["1f1b", "zero_bubble"])
+    parser.add_argument("--memory", type=float, nargs="+", default=[1.0, 0.75])
+    parser.add_argument("--rounds", type=int, default=3)
+    return parser.parse_args()
+
+
+def measure(case: Case, rounds: int) -> Row:
+    """Search one model's partition each way."""
+    vision = (case.layers - 3) // 2
+    rng = np.random.default_rng(case.layers)
+    costs = vlm(rng, vision, case.layers - 3 - vision, case.micro_batches, spread=case.spread)
+    schedule = make_schedule(case.schedule, case.stages, case.micro_batches)
+    even = by_step_time(costs, case.stages)
+    nothing = np.zeros(costs.num_layers, np.bool_)
+    memory = int(case.memory * evaluate(costs, even, nothing, schedule).memory.peak_bytes.max())
+    step = fitted_step(costs, schedule, memory)
+    exact_s, found = least_s(lambda: search_exact(costs, schedule, memory), rounds)
+    bmp_s, bmp = least_s(lambda: search_bmp(costs, case.stages, step), rounds)
+    recompute_s, _ = least_s(lambda: choose_recompute(costs, found.borders, schedule, memory), rounds)
+    partitions = {name: method(costs, case.stages) for name, method in METHODS.items()} | {"BMP": bmp.best.borders}
+    return Row(
+        over={name: over(costs, schedule, memory, borders, found) for name, borders in partitions.items()},
+        bmp_s=bmp_s,
+        recompute_s=recompute_s,
+        exact_s=exact_s,
+        found=found,
+    )
+
+
+def over(costs: Costs, schedule: Schedule, memory: int, borders: IntArray, found: Exact) -> float | None:
+    """How much slower a partition is than the one found; None if it does not fit."""
+    try:
+        return fitted_step(costs, schedule, memory)(borders) / found.step_ns - 1
+    except InfeasiblePlan:
+        return None
+
+
+def least_s(work: Callable[[], T], rounds: int) -> tuple[float, T]:
+    """The least time of some rounds, and the result."""
+    result, times = work(), []
+    for _ in range(rounds):
+        begun = time.perf_counter()
+        result = work()
+        times.append(time.perf_counter() - begun)
+    return min(times), result
+
+
+def cells(case: Case, row: Row) -> list[str]:
+    """A row of the table."""
+    return [
+        f"{case.layers} x {case.stages}",
+        f"{case.spread:.2f}",
+        case.schedule,
+        f"{100 * case.memory:.0f} %",
+        *("too large" if part is None else f"+{100 * part:.1f} %" for part in row.over.values()),
+        f"{row.bmp_s:.2f}",
+        f"{1e3 * row.recompute_s:.1f}",
+        f"{row.exact_s:.2f}",
+        f"{row.found.windows:,}",
+        "0" if row.found.is_proven else f"{100 * row.found.gap:.2f} %",
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""docs/paper-tables.md is what the command makes, and what it claims of our plans holds."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_benchmarks_run import load
+
+from engine.evaluate import evaluate
+from engine.exact import search_exact
+from engine.schedule import one_f_one_b
+
+PAGE = Path(__file__).parents[2] / "docs" / "paper-tables.md"
+tables: Any = load("paper_tables")
+models: Any = load("papers.omnibal_models")
+training: Any = load("papers.omnibal_training")
+steps: Any = load("papers.omnibal_steps")
+page: Any = load("papers.page")
+CLOCKED = {"pipetune-2", "pipetune-8"}
+"""Sections with search times."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in tables.SECTIONS if name not in CLOCKED])
+def test_the_page_holds_what_the_command_makes(name):
+    assert str(tables.SECTIONS[name]()) in PAGE.read_text("utf-8"), "run `python benchmarks/paper_tables.py`"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(CLOCKED))
+def test_sections_with_times_hold_the_same_figures_but_for_these(name):
+    def without_times(text: str) -> str:
+        return re.sub(r"\d\.\d{3}", "", text)
+
+    assert without_times(str(tables.SECTIONS[name]())) in without_times(PAGE.read_text("utf-8"))
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("place", [place for place in range(9) if "EVA-4B" not in models.PAIRS[place].name])
+def test_our_plan_is_never_slower_than_the_papers_and_fits(place, sequence_parallel):
+    pair = models.replace_parallel(models.PAIRS[place], sequence_parallel)
+    costs, schedule = pair.constant_costs, one_f_one_b(pair.pp, models.MICRO_BATCHES)
+    memory = models.a100().usable_memory_bytes
+    found = search_exact(costs, schedule, memory)
+    borders = models.borders_of(costs, pair.layers)
+    assert models.layers_of(costs, borders) == list(pair.layers)
+    theirs = evaluate(costs, borders, models.first_recomputed(costs, borders, pair.recomputed), schedule)
+    ours = evaluate(costs, found.borders, found.recompute, schedule)
+    assert ours.step_ns == found.step_ns <= theirs.step_ns
+    assert ours.fits(memory)
+    assert found.is_proven
+
+
+def test_drawn_samples_are_like_those_the_paper_tells_of():
+    counts = training.internvl_samples(20_000)
+    random, groups = steps.random_data(counts, 8), steps.balanced_data(counts, 8)
+    assert groups.samples / len(groups.loads) == pytest.approx(4.6, abs=0.1)
+    assert random.pad_ratio == pytest.approx(0.31, abs=0.07)
+    assert (random.dist_vit, random.dist_llm) == (pytest.approx(0.34, abs=0.04), pytest.approx(0.30, abs=0.02))
+    assert groups.loads.vision.items.max() <= models.IMAGES
+    assert groups.loads.llm.tokens.max() <= models.SEQ_LEN
+
+
+def test_each_kind_of_balance_makes_steps_faster():
+    counts = training.internvl_samples(20_000)
+    start, balanced, adaptive = steps.trainers(models.INTERNVL, models.a100(), models.TRAINING)
+    groups = steps.balanced_data(counts, 4)
+    times = [
+        start.sample_ms(steps.random_data(counts, 4)),
+        *(one.sample_ms(groups) for one in (start, balanced, adaptive)),
+    ]
+    assert (np.diff(times) < 0).all()
+
+
+def test_a_table_is_markdown():
+    assert page.table(["a", "b"], [[1, "2"]]).splitlines() == ["| a | b |", "|---|---|", "| 1 | 2 |"]
