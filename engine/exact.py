@@ -35,6 +35,8 @@ SHARE = 3
 """One in so many of the windows that may still be simulated goes to the next length."""
 STARTS = 3
 """Anchors from which a partition is looked for by small moves."""
+MOST_WHOLE = 300
+"""Partitions whose recomputation is looked into at the end, where ranks have several stages: 1 to 100 ms each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,13 +182,26 @@ class _Search:
         return prune(chain, bounds, self.dropped_ns)
 
     def end(self, partitions: Windows) -> None:
-        """Whole partitions, of which the fastest is the answer if it is faster than the one known."""
-        for place in np.argsort(partitions.bound_ns, kind="stable"):
-            if partitions.bound_ns[place] >= self.step_ns:
+        """Whole partitions, of which the fastest is the answer if it is faster than the one known.
+
+        Where ranks have one stage, the first one is. Where they have several, bounds know nothing of recomputation, and
+        at most MOST_WHOLE partitions are looked into; the others count with their bounds.
+        """
+        for looked, place in enumerate(np.argsort(partitions.bound_ns, kind="stable").tolist()):
+            bound = int(partitions.bound_ns[place])
+            if bound >= self.step_ns:
+                break
+            if looked == MOST_WHOLE:
+                self.dropped_ns = min(self.dropped_ns, bound)
                 break
             borders, numbers = partitions.borders[place], partitions.choices[place]
-            for step_ns, recompute in self.choices.of_partition(borders, numbers):
-                self.offer(borders, step_ns, recompute)
+            steps, masks, is_all = self.choices.of_partition(borders, numbers)
+            self.windows += len(steps)
+            if not is_all:
+                self.dropped_ns = min(self.dropped_ns, bound)
+            if len(steps):
+                best = int(steps.argmin())
+                self.offer(borders, int(steps[best]), masks[best])
 
 
 def _mean_work(fitter: Fitter) -> int:

@@ -26,6 +26,9 @@ from engine.schedule import SCHEDULES
 from engine.stages import check_partition
 
 PLAN_VERSION = 1
+_BY_STAGE = ("forward_ns", "backward_ns", "recompute_ns")
+_NUMBERS = ("schedule", "stages_per_rank", "num_micro_batches", "memory_bytes")
+_INPUTS = ("model", "cluster", "parallel", "training", *_NUMBERS, "full", "loads")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +93,20 @@ class Plan:
         if any(not 0 <= layer < len(self.layer_names) for layer in self.recompute):
             raise ConfigError(f"recompute names layers {list(self.recompute)}; there are {len(self.layer_names)}")
         per_step = self.parallel.dp * self.num_micro_batches
-        if not len(self.loads) or len(self.loads) % per_step:
-            raise ConfigError(f"loads of {len(self.loads)} micro-batches; give steps of {per_step}")
+        if per_step < 1 or not len(self.loads) or len(self.loads) % per_step or len(self.full) != 1:
+            raise ConfigError(
+                f"loads of {len(self.loads)} micro-batches and {len(self.full)} of the largest; give steps of "
+                f"{max(per_step, 1)}, and 1"
+            )
+        self._check_predicted()
+
+    def _check_predicted(self) -> None:
+        """ConfigError unless there is an entry per rank or stage."""
+        for f in fields(Prediction):
+            value = getattr(self.predicted, f.name)
+            count = len(self.borders) - 1 if f.name in _BY_STAGE else self.parallel.pp
+            if isinstance(value, tuple) and len(value) != count:
+                raise ConfigError(f"predicted {f.name} has {len(value)} entries; there must be {count}")
 
     @property
     def num_steps(self) -> int:
@@ -108,7 +123,7 @@ class Plan:
     @property
     def inputs_hash(self) -> str:
         """SHA-256 of all that the plan was made from: plans with the same one are for the same question."""
-        return hashlib.sha256(json.dumps(self._inputs(), sort_keys=True).encode()).hexdigest()
+        return _hash(self._inputs())
 
     def to_json(self) -> dict[str, Any]:
         """The plan, plain JSON."""
@@ -123,9 +138,7 @@ class Plan:
         }
 
     def _inputs(self) -> dict[str, Any]:
-        own = {
-            name: getattr(self, name) for name in ("schedule", "stages_per_rank", "num_micro_batches", "memory_bytes")
-        }
+        own = {name: getattr(self, name) for name in _NUMBERS}
         settings: dict[str, Any] = json.loads(
             json.dumps(
                 {
@@ -141,27 +154,28 @@ class Plan:
 
 
 def plan_from_json(values: dict[str, Any], *, where: str) -> Plan:
-    """The inverse of `Plan.to_json`. ConfigError, naming `where`, for an unknown version or key, or changed inputs."""
+    """The inverse of `Plan.to_json`. ConfigError, naming `where`, for an unknown version or key, or edited inputs."""
     if not isinstance(values, dict) or values.get("version") != PLAN_VERSION:
         found = values.get("version") if isinstance(values, dict) else None
         raise ConfigError(f"{where}: plan version {found}; this isobatch reads version {PLAN_VERSION}: plan again")
     wanted = {"version", "inputs", "inputs_hash", "layer_names", "borders", "recompute", "predicted"}
     _require_keys(values, wanted, where)
-    inputs = dict(values["inputs"])
+    # first, so that what follows only meets what a planner wrote
+    if _hash(values["inputs"]) != values["inputs_hash"]:
+        raise ConfigError(f"{where}: its inputs are not those that its predictions were made from: plan again")
+    inputs = dict(_require_keys(values["inputs"], set(_INPUTS), f"{where}, inputs"))
+    predicted = _require_keys(values["predicted"], {f.name for f in fields(Prediction)}, f"{where}, predicted")
     parts: dict[str, Any] = {
-        "model": model_from_dict(_take(inputs, "model", where)),
-        "cluster": build_config(Cluster, _take(inputs, "cluster", where), where=f"{where}, cluster"),
-        "parallel": build_config(Parallelism, _take(inputs, "parallel", where), where=f"{where}, parallel"),
-        "training": build_config(Training, _take(inputs, "training", where), where=f"{where}, training"),
-        "full": _loads_from_json(_take(inputs, "full", where), where),
-        "loads": _loads_from_json(_take(inputs, "loads", where), where),
-        "predicted": build_config(Prediction, values["predicted"], where=f"{where}, predicted"),
+        "model": model_from_dict(inputs["model"]),
+        "cluster": build_config(Cluster, inputs["cluster"], where=f"{where}, cluster"),
+        "parallel": build_config(Parallelism, inputs["parallel"], where=f"{where}, parallel"),
+        "training": build_config(Training, inputs["training"], where=f"{where}, training"),
+        "full": _loads_from_json(inputs["full"], where),
+        "loads": _loads_from_json(inputs["loads"], where),
+        "predicted": build_config(Prediction, predicted, where=f"{where}, predicted"),
     }
     found = {name: values[name] for name in ("layer_names", "borders", "recompute")}
-    plan = build_config(Plan, {**inputs, **parts, **found}, where=where)
-    if plan.inputs_hash != values["inputs_hash"]:
-        raise ConfigError(f"{where}: its inputs are not those that its predictions were made from: plan again")
-    return plan
+    return build_config(Plan, {**inputs, **parts, **found}, where=where)
 
 
 def write_plan(plan: Plan, path: Path) -> None:
@@ -204,16 +218,16 @@ def _integers(column: Any, where: str) -> IntArray:
     return np.array(column, np.int64)
 
 
-def _require_keys(values: Any, wanted: set[str], where: str) -> None:
+def _hash(inputs: Any) -> str:
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+
+
+def _require_keys(values: Any, wanted: set[str], where: str) -> dict[str, Any]:
+    """A table that has all of these keys and no others."""
     if not isinstance(values, dict) or set(values) != wanted:
         found = sorted(values) if isinstance(values, dict) else type(values).__name__
         raise ConfigError(f"{where}: has {found}; it must have {sorted(wanted)}")
-
-
-def _take(values: dict[str, Any], name: str, where: str) -> Any:
-    if name not in values:
-        raise ConfigError(f"{where}: inputs have no {name!r}")
-    return values.pop(name)
+    return values
 
 
 def _plain(value: Any) -> Any:

@@ -192,24 +192,31 @@ def _least_of(search, layers, order, starts, ends, memory_bytes, group):  # type
 
 
 @numba.njit(cache=True)
-def _next(search, each_ns, least_ns):  # type: ignore[no-untyped-def]
-    """Go on to the next numbers of the groups but the last, leaving out what takes `least_ns`; -> whether any is left.
+def _complete(search, layers, order, starts, ends, memory_bytes, first):  # type: ignore[no-untyped-def]
+    """Give the groups from `first` on the least numbers that fit, one after the other; all of them must fit."""
+    for group in range(first, len(search.counts)):
+        _set(search, group, search.firsts[group + 1] - search.firsts[group])
+    for group in range(first, len(search.counts)):
+        _least_of(search, layers, order, starts, ends, memory_bytes, group)
 
-    Where none of the last group is recomputed, more of the group before it would not be minimal.
+
+@numba.njit(cache=True)
+def _next(search, each_ns, least_ns):  # type: ignore[no-untyped-def]
+    """One more of a group, none of those behind it, leaving out what takes `least_ns`; -> that group, or -1.
+
+    More of the last group that has any, with as many of the others, would not be minimal.
     """
-    group = len(search.counts) - 2
-    if group >= 0 and search.counts[-1] == 0:
+    group = len(search.counts) - 1
+    while group >= 0 and search.counts[group] == 0:
+        group -= 1
+    while group > 0:
         _set(search, group, 0)
         group -= 1
-    search.counts[-1] = 0
-    while group >= 0:
         if search.counts[group] < search.firsts[group + 1] - search.firsts[group]:
             _set(search, group, search.counts[group] + 1)
             if (search.counts * each_ns).sum() < least_ns:
-                return True
-        _set(search, group, 0)
-        group -= 1
-    return False
+                return group
+    return -1
 
 
 @numba.njit(cache=True)
@@ -222,30 +229,28 @@ def minimal_choices(layers, order, starts, ends, memory_bytes, only_least):  # t
     members, firsts = _groups(layers.kind, starts, ends)
     num_groups, num_layers = len(firsts) - 1, len(layers.kind)
     search = Search(members, firsts, np.zeros(num_groups, np.int64), np.zeros(num_layers, np.bool_))
-    each_ns = np.array([layers.extra_ns[members[first]] if len(members) else 0 for first in firsts[:-1]])
-    found = np.zeros((MOST_FOUND, num_groups), np.int64)
     for group in range(num_groups):
         _set(search, group, firsts[group + 1] - firsts[group])
     if peak_bytes(layers, order, starts, ends, search.recompute) > memory_bytes:
         return np.zeros((0, num_layers), np.bool_), True
+    each_ns = np.array([layers.extra_ns[members[first]] if len(members) else 0 for first in firsts[:-1]])
+    found = np.zeros((MOST_FOUND, num_groups), np.int64)
     for group in np.argsort(-each_ns):  # a good one to begin with
         _least_of(search, layers, order, starts, ends, memory_bytes, group)
     found[0] = search.counts
-    num_found, tried, least_ns = 1, 0, (search.counts * each_ns).sum()
-    for group in range(num_groups):
-        _set(search, group, 0)
-    is_left = True
-    while is_left and tried < MOST_TRIED and num_found < MOST_FOUND:
+    num_found, tried, least_ns, changed = 1, 0, (search.counts * each_ns).sum(), -1
+    while tried < MOST_TRIED and num_found < MOST_FOUND:
         tried += 1
-        fits = _least_of(search, layers, order, starts, ends, memory_bytes, num_groups - 1)
+        _complete(search, layers, order, starts, ends, memory_bytes, changed + 1)
         time = (search.counts * each_ns).sum()
-        if fits and (time < least_ns or not only_least):
+        if time < least_ns or not only_least:
             found[num_found], least_ns = search.counts, min(time, least_ns)
             num_found += 1
-        if not fits:
-            search.counts[-1] = 1  # more of the group before may help
-        is_left = _next(search, each_ns, least_ns if only_least else np.iinfo(np.int64).max)
-    return _masks(search, found[num_found - 1 : num_found] if only_least else _minimal(found[:num_found])), not is_left
+        changed = _next(search, each_ns, least_ns if only_least else np.iinfo(np.int64).max)
+        if changed < 0:
+            break
+    kept = found[num_found - 1 : num_found] if only_least else _minimal(found[:num_found])
+    return _masks(search, kept), changed < 0
 
 
 @numba.njit(cache=True)

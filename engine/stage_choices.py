@@ -8,7 +8,7 @@ ranks have several stages, choices are made for whole partitions.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import math
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,9 @@ from engine.bounds import window_steps
 from engine.descend import NEVER, Fitter
 from engine.rank_memory import stage_peaks
 from engine.windows import Windows
+
+MOST_COMBINED = 1_000
+"""Combinations of the ranks' choices that are simulated of a partition, where ranks have several stages."""
 
 
 def every_stage(fitter: Fitter) -> list[Windows]:
@@ -88,27 +91,38 @@ class StageChoices:
                 keep.append(place)
         return masks[keep], times[keep]
 
-    def of_partition(self, borders: IntArray, numbers: IntArray) -> Iterator[tuple[int, NDArray[np.bool_]]]:
-        """-> (step in ns, recomputed layers) of every choice for a whole partition, if it fits."""
-        fitter = self.fitter
-        if self.are_of_stages:
-            masks = [np.logical_or.reduce([self.masks[number] for number in numbers])]
-        else:
-            masks = list(self._of_ranks(borders))
-        for mask in masks:
-            extra = fitter.extra_ns(borders, mask)
-            rows = np.arange(len(extra))[np.newaxis]
-            step = window_steps(fitter.schedule, fitter.sums, 0, borders[np.newaxis], rows, extra)
-            yield int(step[0]), mask
+    def of_partition(self, borders: IntArray, numbers: IntArray) -> tuple[IntArray, NDArray[np.bool_], bool]:
+        """Every choice for a whole partition that fits: -> (steps, (choices,), recomputed layers, whether that is all).
 
-    def _of_ranks(self, borders: IntArray) -> Iterator[NDArray[np.bool_]]:
-        """Every combination of the ranks' minimal choices."""
+        `numbers` are those of its stages where each rank has one; else at most MOST_COMBINED of what its ranks can
+        choose are looked at.
+        """
+        fitter, is_all = self.fitter, True
+        if self.are_of_stages:
+            masks = np.logical_or.reduce([self.masks[number] for number in numbers])[np.newaxis]
+        else:
+            masks, is_all = self._of_ranks(borders)
+        # (choices x stages, micro_batches)
+        extra = np.concatenate(
+            [np.zeros((0, fitter.costs.num_micro_batches), np.int64)]
+            + [fitter.extra_ns(borders, mask) for mask in masks]
+        )
+        rows = np.arange(len(extra)).reshape(len(masks), len(borders) - 1)
+        every = np.broadcast_to(borders, (len(masks), len(borders)))
+        return window_steps(fitter.schedule, fitter.sums, 0, every, rows, extra), masks, is_all
+
+    def _of_ranks(self, borders: IntArray) -> tuple[NDArray[np.bool_], bool]:
+        """Combinations of the ranks' minimal choices, (combinations, layers), and whether they are all."""
         own = [
-            self.fitter.choices(rank, *self.fitter.stages_of(borders, rank), only_least=False)[0]
+            self.fitter.choices(rank, *self.fitter.stages_of(borders, rank), only_least=False)
             for rank in range(self.fitter.schedule.num_ranks)
         ]
-        for combination in itertools.product(*own):
-            yield np.logical_or.reduce(combination)
+        count = math.prod(len(masks) for masks, _ in own)
+        some = itertools.islice(itertools.product(*(masks for masks, _ in own)), MOST_COMBINED)
+        masks = np.zeros((min(count, MOST_COMBINED), self.fitter.costs.num_layers), np.bool_)
+        for place, combination in enumerate(some):
+            masks[place] = np.logical_or.reduce(combination)
+        return masks, count <= MOST_COMBINED and all(is_all for _, is_all in own)
 
 
 def _with_choices(windows: Windows, numbers: IntArray) -> Windows:

@@ -1,0 +1,61 @@
+"""What travels from layer to layer: `Carry`, its shapes, and the layers that a pipeline is made of.
+
+A model for the pipeline is a list of layers. Each takes the carry of the layer before and the micro-batch, and gives
+the carry for the next; the last one gives `loss`, a sum over tokens. Every rank has the micro-batch itself, out of its
+own loader, so only what was computed travels, and every rank knows the shape of all that will come: none are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+Carry = dict[str, Tensor]
+Batch = Any
+"""A micro-batch: `loaders.MicroBatch`, or whatever the layers understand."""
+
+LOSS = "loss"
+"""What the last layer gives: the sum of the losses of a micro-batch's tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """A tensor that crosses a cut."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool = True
+    """Whether a gradient comes back for it, if anything before the cut is trained."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to send."""
+        return 0 in self.shape
+
+
+class Specs(Protocol):
+    """Says what crosses a cut; known to every rank beforehand."""
+
+    def __call__(self, cut: int, batch: Batch) -> Mapping[str, Spec]:
+        """The tensors between the layers `cut - 1` and `cut` for one micro-batch, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayeredModel:
+    """A model as a pipeline takes it."""
+
+    layers: Sequence[nn.Module]
+    """Each `(carry, batch) -> carry`. Parameters may be shared between layers (tied embeddings)."""
+    specs: Specs
+
+    @property
+    def first_trained(self) -> int:
+        """The first layer with a parameter that is trained; the number of layers if there is none."""
+        for place, layer in enumerate(self.layers):
+            if any(weight.requires_grad for weight in layer.parameters()):
+                return place
+        return len(self.layers)

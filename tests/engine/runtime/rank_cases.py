@@ -1,0 +1,138 @@
+"""What each rank runs in these tests: the pipeline beside the same steps in one process, gradients compared."""
+
+import os
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from toy_model import freeze, make_batch, make_model, run_alone
+
+from engine.runtime.pipeline import Pipeline, PipelineOptions
+
+TOLERANCE = 1e-6
+"""Of gradients and losses, relative to their size; float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A pipeline and steps to run."""
+
+    name: str
+    pp: int
+    dp: int = 1
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+    recompute: str = "none"
+    frozen: tuple[str, ...] = ()
+    tied: bool = True
+    clip: float | None = None
+    counts: tuple[int, ...] = (5, 3, 7)
+    """Micro-batches of each step and replica."""
+    text_only: tuple[int, ...] = (1,)
+    """Places of micro-batches without images."""
+    borders: tuple[int, ...] = field(default=())
+
+
+def run_cases(folder: str, world_size: int, cases: list[Case]) -> None:
+    """Run all cases in `world_size` processes; the first failure of any is raised."""
+    mp.spawn(_run_rank, (folder, world_size, cases), nprocs=world_size)
+
+
+def _run_rank(rank: int, folder: str, world_size: int, cases: list[Case]) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
+    for case in cases:
+        try:
+            run_case(case)
+        except Exception as error:
+            raise AssertionError(f"{case.name}, rank {rank}: {error}") from error
+    dist.destroy_process_group()
+
+
+def run_case(case: Case) -> None:
+    """Steps in the pipeline and alone, with an optimizer step after each; every gradient must agree."""
+    piped, alone = (make_model(tied=case.tied) for _ in range(2))
+    for part in case.frozen:
+        freeze(piped, part)
+        freeze(alone, part)
+    num_stages, rng = case.pp * case.stages_per_rank, np.random.default_rng(len(case.name))
+    num_layers = len(piped.layers)
+    borders = case.borders or (
+        0,
+        *sorted(rng.choice(np.arange(1, num_layers), num_stages - 1, replace=False)),
+        num_layers,
+    )
+    recompute = {"none": np.zeros, "all": np.ones}.get(case.recompute, lambda n: rng.random(n) < 0.5)(num_layers)
+    pipelines = [list(range(first, first + case.pp)) for first in range(0, case.pp * case.dp, case.pp)]
+    options = PipelineOptions(schedule=case.schedule, stages_per_rank=case.stages_per_rank)
+    pipeline = Pipeline(piped, borders, recompute.astype(bool), pipelines, options)
+    replica = dist.get_rank() // case.pp
+    optimizers = [_optimizer(pipeline.parameters()), _optimizer(_weights(alone))]
+    for step, count in enumerate(case.counts):
+        generator = torch.Generator().manual_seed(100 + step)
+        batches = [_batch(generator, place, step, case) for place in range(count * case.dp)]
+        normalizer = max(1, sum(batch.num_loss_tokens for batch in batches))
+        expected = run_alone(alone, batches, normalizer)
+        result = pipeline.step(batches[replica * count : (replica + 1) * count], normalizer)
+        loss = torch.tensor(result.loss)
+        if case.dp > 1:
+            dist.all_reduce(loss)
+            loss /= case.pp
+        assert abs(float(loss) - expected) <= TOLERANCE * abs(expected), (
+            f"step {step}: loss {float(loss)}, not {expected}"
+        )
+        pipeline.reduce_gradients()
+        if case.clip is not None:
+            _clip_both(pipeline, alone, case.clip)
+        _compare(pipeline, alone, step)
+        for optimizer in optimizers:
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+        # so that roundings of one step do not grow in the next
+        for place, layer in pipeline.layers.items():
+            layer.load_state_dict(alone.layers[place].state_dict())
+
+
+def _weights(model):
+    """Each once, tied or not."""
+    return list({id(weight): weight for layer in model.layers for weight in layer.parameters()}.values())
+
+
+def _optimizer(weights):
+    trained = [weight for weight in weights if weight.requires_grad]
+    return torch.optim.SGD(trained, lr=0.1) if trained else None
+
+
+def _batch(generator, place, step, case):
+    lengths = torch.randint(2, 12, (1 + place % 3,), generator=generator).tolist()
+    # steps after the first are shorter
+    lengths = [max(2, length - 3 * step) for length in lengths]
+    patches = 0 if place in case.text_only else min(sum(lengths) - 1, 1 + place % 4)
+    return make_batch(generator, lengths, patches)
+
+
+def _clip_both(pipeline, alone, most):
+    own = [weight for weight in _weights(alone) if weight.grad is not None]
+    expected = float(torch.nn.utils.clip_grad_norm_(own, most))
+    found = pipeline.clip_gradients(most)
+    assert abs(found - expected) <= 1e-5 * expected, f"norm {found}, not {expected}"
+
+
+def _compare(pipeline, alone, step):
+    """A layer's gradients as one vector: single ones may be sums that cancel out."""
+    for place, layer in pipeline.layers.items():
+        own, wanted = [], []
+        for weight, other in zip(layer.parameters(), alone.layers[place].parameters(), strict=True):
+            if not weight.requires_grad:
+                assert weight.grad is None
+                continue
+            own.append(weight.grad.flatten())
+            wanted.append((torch.zeros_like(other) if other.grad is None else other.grad).flatten())
+        if own:
+            difference = (torch.cat(own) - torch.cat(wanted)).norm()
+            off = float(difference / torch.cat(wanted).norm().clamp(min=1e-6))
+            assert off <= TOLERANCE, f"step {step}, layer {place}: gradients off by {off:.1e}"
