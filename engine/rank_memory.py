@@ -6,7 +6,8 @@ choice of layers: 3 us for 20 layers and 64 micro-batches.
 Layers of a kind in one stage cost the same, so a choice is how many of each kind, and it is always the first ones: what
 a recomputed layer brings back for its own turn comes on top of what the layers before it left, so the later a layer
 is, the more it matters that those before it left little. One more never needs more memory. So for given numbers of all
-kinds but one the least number of that one is found by bisection.
+kinds but one the least number of that one is found by bisection; and kind by kind, the least number with which the
+kinds that follow can still make it fit, so that what cannot fit is never looked at.
 """
 
 from __future__ import annotations

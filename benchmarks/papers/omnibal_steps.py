@@ -19,6 +19,7 @@ from engine.clusters import Cluster
 from engine.costs import Costs
 from engine.evaluate import evaluate
 from engine.exact import search_exact
+from engine.layer_list import layers_of
 from engine.loads import Loads, PhaseLoads
 from engine.parallel import Training
 from engine.replicas import reduction_ns
@@ -111,7 +112,8 @@ class Trainer:
             [evaluate(costs.take(first + own), self.borders, self.recompute, schedule).step_ns for first in step]
             for step in firsts.tolist()
         ]
-        params = np.add.reduceat(costs.param_counts, self.borders[:-1]) // parallel.tp
+        trained = [self.training.trains(layer.part) for layer in layers_of(load_model(self.pair.preset), parallel)]
+        params = np.add.reduceat(costs.param_counts * trained, self.borders[:-1]) // parallel.tp
         reduction = int(reduction_ns(params, self.cluster, parallel, self.training).max())
         return float(sum(max(step) + reduction for step in times)) / data.samples / 1e6
 

@@ -7,7 +7,6 @@ from functools import partial
 
 import numpy as np
 
-from balance.cost import CostModel
 from balance.presets import load_model
 from balance.records import Groups, IntArray
 from engine.analytical import layer_costs
@@ -16,7 +15,7 @@ from engine.evaluate import evaluate, schedule_for
 from engine.loads import Loads
 from engine.parallel import Parallelism, Training
 from engine.tune import Breakdown, Pipeline, TuneOptions, tune
-from engine.tune_pack import pack_in_order, sample_loads
+from engine.tune_pack import pack_in_order
 from papers.datasets import PIPETUNE_MIXES, SIGLIP_TOKENS, pipetune_samples
 from papers.page import Section, percent, table
 
@@ -121,7 +120,7 @@ def _fits(pipeline: Pipeline, size: int) -> bool:
 
 
 def _samples(mix: str, count: int, seed: int) -> Loads:
-    return sample_loads(pipetune_samples(mix, count, MAX_SEQ_LEN, seed), CostModel.of(load_model("pipetune_13b")))
+    return sample_loads(pipetune_samples(mix, count, MAX_SEQ_LEN, seed), load_model("pipetune_13b"))
 
 
 def _given(samples: Loads, size: int) -> Groups:

@@ -12,6 +12,7 @@ from test_benchmarks_run import load
 
 from engine.evaluate import evaluate
 from engine.exact import search_exact
+from engine.parallel import Training
 from engine.schedule import one_f_one_b
 
 PAGE = Path(__file__).parents[2] / "docs" / "paper-tables.md"
@@ -74,6 +75,20 @@ def test_each_kind_of_balance_makes_steps_faster():
         *(one.sample_ms(groups) for one in (start, balanced, adaptive)),
     ]
     assert (np.diff(times) < 0).all()
+
+
+def test_gradients_of_frozen_parts_are_not_exchanged(monkeypatch):
+    """Table 11: with the projector alone trained, one stage has parameters to exchange."""
+    seen = []
+
+    def count(params, *_):
+        seen.append(params)
+        return params
+
+    monkeypatch.setattr(steps, "reduction_ns", count)
+    start, _, _ = steps.trainers(models.INTERNVL, models.a100(), Training(vision=False, llm=False))
+    start.sample_ms(steps.random_data(training.caption_samples(5_000), models.INTERNVL.dp))
+    assert (np.concatenate(seen) > 0).tolist() == [True, False, False, False]
 
 
 def test_a_table_is_markdown():

@@ -9,9 +9,10 @@ from random_costs import SHAPES, instance, peak, random_model, vlm
 
 from engine.costs import Costs
 from engine.evaluate import evaluate, schedule_for
-from engine.exact import search_exact
+from engine.exact import MOST_WHOLE, MOST_WINDOWS, search_exact
 from engine.recompute import InfeasiblePlan, rank_choices
 from engine.schedule import make_schedule
+from engine.stage_choices import MOST_COMBINED
 
 PLENTY = 10**15
 
@@ -80,6 +81,34 @@ def test_a_search_that_is_cut_short_still_knows_a_bound(name, chunks, most_windo
     assert short.lower_bound_ns <= whole.step_ns <= short.step_ns
     assert 0 <= short.gap < 0.2
     assert evaluate(costs, short.borders, short.recompute, schedule).step_ns == short.step_ns
+
+
+def test_a_step_that_takes_no_time_is_proven_without_a_gap():
+    costs = vlm(np.random.default_rng(0), 3, 3, 2)
+    costs = replace(costs, **{name: 0 * getattr(costs, name) for name in Costs.__slots__ if name.endswith("_ns")})
+    found = search_exact(costs, make_schedule("1f1b", 2, 2), PLENTY)
+    assert (found.step_ns, found.gap, found.is_proven) == (0, 0.0, True)
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_ranks_of_several_stages_that_must_recompute_end_with_a_plan_that_fits_and_a_bound(chunks):
+    """Their choices multiply: thousands of partitions, of each hundreds of combinations."""
+    costs = vlm(np.random.default_rng(2), 12, 12, 8, spread=0.1)
+    schedule = make_schedule("interleaved", 2, 8, chunks)
+    free = search_exact(costs, schedule, PLENTY)
+    least, most = (peak(costs, free.borders, schedule, np.full(costs.num_layers, full)) for full in (True, False))
+    before = None
+    for share in (1, 0.5, 0.05):
+        memory = int(least + share * (most - least))
+        found = search_exact(costs, schedule, memory)
+        outcome = evaluate(costs, found.borders, found.recompute, schedule)
+        assert outcome.fits(memory)
+        assert found.lower_bound_ns <= outcome.step_ns == found.step_ns
+        assert free.lower_bound_ns <= found.step_ns
+        assert found.windows <= MOST_WINDOWS + MOST_WHOLE * MOST_COMBINED
+        # what fits into less fits into more
+        assert before is None or before.lower_bound_ns <= found.step_ns
+        before = found
 
 
 def test_where_no_anchor_fits_one_that_does_is_found():

@@ -86,7 +86,7 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_passes_leaves_every_group_intact(url, proxy, opened, name, ahead):
     proxy.fault = FAULTS[name]()
-    build = opened(url, timeout_s=3.0 if "no more" in name else 30.0)
+    build = opened(url, timeout_s=6.0 if "no more" in name else 30.0)
     numbers = range(len(GROUPS)) if ahead else range(0, len(GROUPS), 3)
     if ahead:
         build.shards.prefetch(numbers)
