@@ -19,7 +19,7 @@ from rich.markup import escape
 
 from balance.baselines import BATCH_SIZE
 from balance.errors import ConfigError, IsobatchError
-from balance.presets import NativeRule, load_model
+from balance.presets import AnyresRule, NativeRule, load_model
 from engine.clusters import load_cluster
 from engine.data import read_build
 from engine.explain import print_answer, print_plan, run_to_json, shown_step
@@ -51,7 +51,7 @@ from engine.options import (
     TpOption,
 )
 from engine.plan import Plan, read_plan, write_plan
-from engine.plan_config import GIB, PlanConfig, load_plan_config
+from engine.plan_config import PlanConfig, gib_bytes, load_plan_config
 from engine.planner import Question, Run, make_plan, predict, run, tensor_parallel_ns
 from engine.trace import write_trace
 
@@ -157,8 +157,10 @@ def simulate(
         print(json.dumps({"plan": changed.to_json(), "run": run_to_json(simulated)}))
     else:
         console = _console()
+        was, now = read.num_micro_batches, question.num_micro_batches
         console.print(
             f"a step takes {simulated.step_ns / 1e6:,.1f} ms; planned for {read.predicted.step_ns / 1e6:,.1f} ms"
+            + (f" with {was} micro-batches instead of {now}" if was != now else "")
         )
         print_plan(changed, simulated, console, tensor_parallel_ns=tensor_parallel_ns(question, simulated))
         _print_written(out, GANTT_NAME, TRACE_NAME)
@@ -193,7 +195,7 @@ def _question(config: PlanConfig) -> tuple[Question, Loads | None]:
         "schedule": config.schedule,
         "stages_per_rank": config.stages_per_rank,
         "num_micro_batches": count,
-        "memory_bytes": cluster.usable_memory_bytes if config.memory_gib is None else int(config.memory_gib * GIB),
+        "memory_bytes": cluster.usable_memory_bytes if config.memory_gib is None else gib_bytes(config.memory_gib),
     }
     if config.build is None:
         loads = _equal_loads(config)
@@ -208,16 +210,21 @@ def _question(config: PlanConfig) -> tuple[Question, Loads | None]:
 
 def _equal_loads(config: PlanConfig) -> Loads:
     """One step of equal micro-batches."""
-    rule = load_model(config.model or "").vision
+    rule, images, seq_len = load_model(config.model or "").vision, config.images or 0, config.seq_len or 0
     if isinstance(rule, NativeRule):
         raise ConfigError(
             f"model {config.model} takes images of any size: what --images cost is not known; give a build"
         )
+    if not isinstance(rule, AnyresRule) and images * rule.llm_tokens_per_patch > seq_len:
+        raise ConfigError(
+            f"{images} image patches are {images * rule.llm_tokens_per_patch:,} LLM tokens, --seq-len is {seq_len:,}; "
+            "give fewer images or a longer sequence"
+        )
     return Loads.constant(
         config.dp * config.micro_batches,
-        images=config.images or 0,
+        images=images,
         vit_tokens_per_image=rule.vit_tokens_per_patch,
-        seq_len=config.seq_len or 0,
+        seq_len=seq_len,
         samples=config.samples,
     )
 
@@ -237,7 +244,7 @@ def _again(
         schedule=schedule or plan.schedule,
         stages_per_rank=plan.stages_per_rank,
         num_micro_batches=count,
-        memory_bytes=memory if memory_gib is None else int(memory_gib * GIB),
+        memory_bytes=memory if memory_gib is None else gib_bytes(memory_gib),
         loads=_cut_anew(plan, count),
         full=plan.full,
     )

@@ -3,9 +3,6 @@
 The one module of the planner that reads tables (pyarrow). What a group holds is in groups.parquet, what each sample
 costs in counts.parquet: the index has sums only, and attention costs by squares of lengths. 1.2 million samples take
 some .3 s.
-
-Exact but for two things that counts do not tell: at native resolution the images of a sample are taken as equally
-large, and a sample's audio as one clip.
 """
 
 from __future__ import annotations
@@ -23,12 +20,12 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 
 from balance.baselines import as_groups, random_batches
-from balance.cost import CostModel
 from balance.errors import ConfigError, DataError, first_line
 from balance.order import GroupStream, OrderConfig
 from balance.presets import ModelPreset, NativeRule, model_from_dict
 from balance.records import COUNT_COLUMNS, Counts, Groups, IntArray, Limits
 from engine.loads import Loads, PhaseLoads
+from engine.sample_loads import packed_loads, sample_loads
 
 MANIFEST_NAME, INDEX_NAME, COUNTS_NAME, GROUPS_NAME = "manifest.json", "index.arrow", "counts.parquet", "groups.parquet"
 FORMAT_VERSION = 2
@@ -39,8 +36,6 @@ class PackedBuild:
     """What planning needs of a build."""
 
     place: str
-    hash: str
-    """SHA-256 of the manifest."""
     model: ModelPreset
     order: OrderConfig
     limits: Limits
@@ -57,7 +52,7 @@ class PackedBuild:
         count = self._num_steps(len(self.groups), dp * micro_batches, steps, "groups")
         stream = GroupStream(num_groups=len(self.groups), order=self.order, seed=seed, epoch=0)
         taken = np.stack([stream.take_step(dp, micro_batches) for _ in range(count)])
-        return summed(sample_loads(self.counts, self.model), self.groups.take(taken.ravel()))
+        return packed_loads(sample_loads(self.counts, self.model), self.groups.take(taken.ravel()))
 
     def random_steps(self, *, dp: int, micro_batches: int, steps: int, batch_size: int, seed: int = 0) -> Loads:
         """The same samples in random micro-batches of `batch_size`, LLM sequences padded to the longest of each.
@@ -69,12 +64,12 @@ class PackedBuild:
         batches = random_batches(packed, dp * micro_batches, batch_size, seed)[:count]
         places = as_groups(batches)
         groups = Groups(packed[places.samples], places.offsets)
-        return padded(summed(sample_loads(self.counts, self.model), groups), groups, self.counts.seq_len)
+        return padded(packed_loads(sample_loads(self.counts, self.model), groups), groups, self.counts.seq_len)
 
     @property
     def mean_group_size(self) -> int:
-        """Samples per group, at least 1: random micro-batches of so many hold as much as groups do."""
-        return max(1, round(len(self.groups.samples) / max(1, len(self.groups))))
+        """Samples per group, rounded down but at least 1: random micro-batches of so many are as many as the groups."""
+        return max(1, len(self.groups.samples) // max(1, len(self.groups)))
 
     def full_micro_batch(self) -> Loads:
         """One micro-batch that is as large as the build's caps allow: what memory must suffice for."""
@@ -83,7 +78,7 @@ class PackedBuild:
             tokens, items = limits.max_vision, int(self.counts.num_image_patches[self.groups.samples].max(initial=0))
         else:
             tokens, items = limits.max_vision * rule.vit_tokens_per_patch, limits.max_vision
-        most = summed(sample_loads(self.counts, self.model), self.groups)
+        most = packed_loads(sample_loads(self.counts, self.model), self.groups)
         audio = {f.name: np.array([getattr(most.audio, f.name).max(initial=0)]) for f in fields(PhaseLoads)}
         seq_len = limits.max_seq_len
         return Loads(
@@ -100,43 +95,11 @@ class PackedBuild:
         return min(wanted, have // need)
 
 
-def sample_loads(counts: Counts, model: ModelPreset) -> Loads:
-    """What each sample brings to each phase, (samples,). ConfigError if the preset lacks the model's dimensions."""
-    work = CostModel.of(model).work(counts)
-    samples = np.ones(len(counts), np.int64)
-    return Loads(
-        vision=PhaseLoads(tokens=work.vit_tokens, squares=work.vit_squares, items=counts.num_image_patches),
-        audio=_audio(counts, model),
-        llm=PhaseLoads(tokens=work.llm_tokens, squares=work.llm_squares, items=samples),
-    )
-
-
-def summed(loads: Loads, groups: Groups) -> Loads:
-    """Loads of each group, from loads of each sample."""
-    phases = {
-        phase.name: PhaseLoads(
-            **{f.name: groups.sum(getattr(getattr(loads, phase.name), f.name)) for f in fields(PhaseLoads)}
-        )
-        for phase in fields(Loads)
-    }
-    return Loads(**phases)
-
-
 def padded(loads: Loads, groups: Groups, seq_len: IntArray) -> Loads:
     """Loads of groups whose LLM sequences are all padded to the longest one's length."""
     longest = np.maximum.reduceat(seq_len[groups.samples], groups.offsets[:-1])
     llm = PhaseLoads(tokens=groups.sizes * longest, squares=groups.sizes * longest**2, items=groups.sizes)
     return Loads(vision=loads.vision, audio=loads.audio, llm=llm)
-
-
-def _audio(counts: Counts, model: ModelPreset) -> PhaseLoads:
-    """Encoder tokens in windows, of one clip per sample."""
-    if model.audio is None:
-        return PhaseLoads.nothing(len(counts))
-    tokens = counts.num_audio_tokens * model.audio.downsample
-    window = model.audio.window_frames // model.audio.conv_stride
-    full, rest = np.divmod(tokens, window)
-    return PhaseLoads(tokens=tokens, squares=full * window**2 + rest**2, items=full + (rest > 0))
 
 
 def _phase(tokens: Sequence[int], squares: Sequence[int], items: Sequence[int]) -> PhaseLoads:
@@ -145,7 +108,13 @@ def _phase(tokens: Sequence[int], squares: Sequence[int], items: Sequence[int]) 
 
 def read_build(root: Path) -> PackedBuild:
     """The build in a folder. DataError if it is none, or not one that this version reads."""
-    manifest, digest = _read_manifest(root)
+    manifest = _read_manifest(root)
+    lacking = [name for name in (INDEX_NAME, COUNTS_NAME, GROUPS_NAME) if not (root / name).is_file()]
+    if lacking:
+        raise DataError(
+            f"{root}: planning needs {INDEX_NAME}, {COUNTS_NAME} and {GROUPS_NAME} of the build, and "
+            f"{', '.join(lacking)} is not there; copy them beside {MANIFEST_NAME}, or build again"
+        )
     try:
         counts_table = pq.read_table(root / COUNTS_NAME, columns=list(COUNT_COLUMNS))
         groups_table = pq.read_table(root / GROUPS_NAME, columns=["samples", "num_samples"])
@@ -162,33 +131,39 @@ def read_build(root: Path) -> PackedBuild:
         ) from None
     if not fits:
         raise DataError(f"{root}: {COUNTS_NAME} and {GROUPS_NAME} do not fit {INDEX_NAME}: copy all files of one build")
-    return PackedBuild(
-        place=str(root),
-        hash=digest,
-        model=model_from_dict(manifest["model"]),
-        order=OrderConfig(**manifest["order"]),
-        limits=Limits(**manifest["limits"]),
-        counts=counts,
-        groups=groups,
-    )
+    return PackedBuild(place=str(root), counts=counts, groups=groups, **manifest)
 
 
-def _read_manifest(root: Path) -> tuple[dict[str, Any], str]:
+def _read_manifest(root: Path) -> dict[str, Any]:
+    """What planning needs of the manifest: fields of `PackedBuild`."""
     if not root.is_dir():
         raise DataError(f"{root}: no such folder; give the output folder of `packer build`")
     path = root / MANIFEST_NAME
     if not path.is_file():
         raise DataError(f"{root}: no {MANIFEST_NAME}, so no finished build; run the same `packer build` to finish it")
-    content = path.read_bytes()
     try:
-        values = json.loads(content)
+        values = json.loads(path.read_bytes())
         version = values["format_version"]
-        missing = {"model", "order", "limits"} - set(values)
-    except (ValueError, KeyError, TypeError) as error:
+        if version == FORMAT_VERSION:
+            _check_content(path, values)
+            return {
+                "model": model_from_dict(values["model"]),
+                "order": OrderConfig(**values["order"]),
+                "limits": Limits(**values["limits"]),
+            }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise DataError(f"{path}: not a manifest of Isobatch ({type(error).__name__}); build again") from None
-    if version != FORMAT_VERSION or missing:
-        raise DataError(f"{path}: format version {version}; this isobatch reads version {FORMAT_VERSION}: build again")
-    return values, hashlib.sha256(content).hexdigest()
+    raise DataError(f"{path}: format version {version}; this isobatch reads version {FORMAT_VERSION}: build again")
+
+
+def _check_content(path: Path, values: dict[str, Any]) -> None:
+    """DataError unless the manifest still is what its `content_hash` says."""
+    rest = {name: value for name, value in values.items() if name != "content_hash"}
+    plain = json.dumps(rest, sort_keys=True, ensure_ascii=False).encode()
+    if "content_hash" in values and values["content_hash"] != hashlib.sha256(plain).hexdigest():
+        raise DataError(f"{path}: damaged or edited: its content is not what its content_hash says")
 
 
 def _index_sums(root: Path) -> dict[str, IntArray]:

@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from balance.records import IntArray
-from engine.gantt import Step, path_parts, time_text
+from engine.gantt import Step, path_parts
 from engine.plan import Plan
 from engine.planner import Answer, Run
 from engine.schedule import Kind
+from engine.time_text import time_text
 
 GIB = 2**30
 
@@ -59,6 +60,12 @@ def print_plan(plan: Plan, run: Run, console: Console, *, tensor_parallel_ns: In
         console.print(
             f"does not fit: rank {rank} needs {most / GIB:.1f} GiB, a GPU has {plan.memory_bytes / GIB:.1f} GiB"
         )
+    elif max(plan.predicted.full_peak_bytes) > plan.memory_bytes:
+        rank = int(np.argmax(plan.predicted.full_peak_bytes))
+        console.print(
+            f"may not fit: rank {rank} needs {plan.predicted.full_peak_bytes[rank] / GIB:.1f} GiB if all micro-batches "
+            f"are full, a GPU has {plan.memory_bytes / GIB:.1f} GiB"
+        )
 
 
 def headline(plan: Plan) -> str:
@@ -66,10 +73,19 @@ def headline(plan: Plan) -> str:
     parallel = plan.parallel
     per_rank = f", {plan.stages_per_rank} stages per rank" if plan.stages_per_rank > 1 else ""
     return (
-        f"{plan.model.name} on {plan.cluster.name}: {parallel.num_gpus} GPUs = tp {parallel.tp} x pp {parallel.pp} x "
-        f"dp {parallel.dp}, {plan.memory_bytes / GIB:.1f} GiB each; {plan.schedule}{per_rank}; {plan.num_steps} "
-        f"step{'s' if plan.num_steps > 1 else ''} of {plan.num_micro_batches} micro-batches"
+        f"{plan.model.name} on {plan.cluster.name}: {_many(parallel.num_gpus, 'GPU')} = tp {parallel.tp} x pp "
+        f"{parallel.pp} x dp {parallel.dp}, {plan.memory_bytes / GIB:.1f} GiB each; {plan.schedule}{per_rank}; "
+        f"{_many(plan.num_steps, 'step')} of {_many(plan.num_micro_batches, 'micro-batch', 'micro-batches')}"
     )
+
+
+def _many(count: int, one: str, more: str | None = None) -> str:
+    """So many of something.
+
+    >>> _many(1, "GPU"), _many(2_000, "GPU")
+    ('1 GPU', '2,000 GPUs')
+    """
+    return f"{count:,} {one if count == 1 else more or one + 's'}"
 
 
 def comparison(answer: Answer) -> list[tuple[str, ...]]:

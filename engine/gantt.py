@@ -18,6 +18,7 @@ from engine.evaluate import Outcome
 from engine.gantt_page import ZOOMS, page, zoom_buttons, zoom_class
 from engine.schedule import Kind
 from engine.simulate import critical_path, transfers
+from engine.time_text import round_step, span_text, tick_text, time_text
 from engine.trace import GIB, KIND_NAMES
 
 ROW, BAR_TOP, BAR, SEND_TOP, STRIP = 36, 7, 21, 30, 3
@@ -35,7 +36,6 @@ CLASSES = {
     Kind.WEIGHT_GRAD: "weight",
     Kind.ENCODE: "encode",
 }
-UNITS = ((10**6, "ms"), (10**3, "us"))
 MEMORY_POINTS = 2_000
 """Of a rank's memory curve; of more, every so many are drawn as their largest."""
 
@@ -163,7 +163,7 @@ def _bars(step: Step, longest: int) -> Iterator[str]:
         again = 0
         if step.recompute_ns is not None and kind in (Kind.BACKWARD, Kind.INPUT_GRAD):
             again = int(step.recompute_ns[stage, number])
-        text = f"{KIND_NAMES[kind]} of micro-batch {number}, stage {stage}: {_span_text(start, end)}"
+        text = f"{KIND_NAMES[kind]} of micro-batch {number}, stage {stage}: {span_text(start, end)}"
         text += f", of which recomputation {time_text(again)}" if again else ""
         tone = " odd" if stage // schedule.num_ranks % 2 else ""
         yield (
@@ -192,7 +192,7 @@ def _strips(step: Step, longest: int) -> str:
         start, end = int(sent.start_ns[edge]), int(sent.end_ns[edge])
         source, target = int(sent.sources[edge]), int(sent.targets[edge])
         at = f'x="{_percent(start, longest)}" y="{AXIS + int(ranks[source]) * ROW + SEND_TOP}"'
-        text = f"to rank {ranks[target]}, of {schedule.action(source)}: {_span_text(start, end)}"
+        text = f"to rank {ranks[target]}, of {schedule.action(source)}: {span_text(start, end)}"
         strips.append(
             f'<rect class="send" {at} width="{_percent(end - start, longest)}" height="{STRIP}">'
             f"<title>{text}</title></rect>"
@@ -262,7 +262,7 @@ def _ticks(longest: int, height: int) -> str:
     """Lines and times above, closer together the more the chart is zoomed."""
     parts = []
     for zoom in ZOOMS:
-        spacing = _round_step(longest / (TICKS * zoom))
+        spacing = round_step(longest / (TICKS * zoom))
         for number in range(int(0.97 * longest / spacing) + 1):
             x = _percent(number * spacing, longest)
             anchor, text = "start" if number == 0 else "middle", tick_text(number * spacing, longest)
@@ -271,49 +271,6 @@ def _ticks(longest: int, height: int) -> str:
                 f'<text class="tick" x="{x}" y="13" text-anchor="{anchor}">{text}</text></g>'
             )
     return "".join(parts)
-
-
-def _round_step(at_least: float) -> int:
-    """The next of 1, 2, 5, 10, 20, ... nanoseconds.
-
-    >>> [_round_step(value) for value in (0.2, 1.5, 30, 501)]
-    [1, 2, 50, 1000]
-    """
-    power = 1
-    while True:
-        for factor in (1, 2, 5):
-            if factor * power >= at_least:
-                return factor * power
-        power *= 10
-
-
-def tick_text(time_ns: int, longest: int) -> str:
-    """A time on an axis that ends at `longest`, so all in one unit.
-
-    >>> tick_text(2_500_000_000, 9_000_000_000), tick_text(500, 20_000), tick_text(0, 20_000)
-    ('2,500 ms', '0.5 us', '0')
-    """
-    size, unit = next(((size, unit) for size, unit in UNITS if longest >= 10 * size), (1, "ns"))
-    return f"{time_ns / size:,.10g} {unit}" if time_ns else "0"
-
-
-def time_text(time_ns: float) -> str:
-    """A time for people, three digits or a bit more.
-
-    >>> [time_text(value) for value in (0, 999, 1_500, 12_345_678, 1_234_567_890, 12_345_678_901)]
-    ['0', '999 ns', '1.5 us', '12.3 ms', '1,235 ms', '12.35 s']
-    """
-    if time_ns >= 10**10:
-        return f"{time_ns / 10**9:,.2f} s"
-    for size, unit in UNITS:
-        if time_ns >= size:
-            value = time_ns / size
-            return f"{value:,.0f} {unit}" if value >= 100 else f"{float(f'{value:.3g}'):g} {unit}"
-    return f"{time_ns:g} ns" if time_ns else "0"
-
-
-def _span_text(start: int, end: int) -> str:
-    return f"{start / 1e6:,.3f} to {end / 1e6:,.3f} ms ({time_text(end - start)})"
 
 
 def _percent(value: float, whole: int) -> str:

@@ -35,7 +35,8 @@ def memory_of(schedule: Schedule, stages: StageCosts) -> Memory:
     """What each rank's memory holds.
 
     A backward pass of both gradients frees what the forward pass left. Where they run apart, that of the input frees
-    nothing and leaves what was recomputed, and that of the weights frees it all.
+    nothing and leaves what was recomputed, and that of the weights frees it all. What encodings ahead
+    (ENCODE) hold depends on when they run, not on the order alone: `engine.precompute` adds that, here they are free.
     """
     kinds, stage, micro_batch = schedule.kinds, schedule.stages, schedule.micro_batches
     left, most = bytes_by_kind(stages)

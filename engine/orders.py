@@ -140,8 +140,7 @@ def order_problem(
     left, most = bytes_by_kind(stages)
     state = np.zeros(schedule.num_ranks, np.int64)
     np.add.at(state, np.arange(stages.num_stages) % schedule.num_ranks, stages.state_bytes)
-    if ahead is None:
-        ahead = nothing_ahead(schedule)
+    ahead = nothing_ahead(schedule) if ahead is None else ahead
     return OrderProblem(
         schedule=schedule,
         stages=stages,

@@ -15,6 +15,10 @@ from engine.schedule import SCHEDULES
 PARTS = ("audio", "vision", "projector", "llm")
 SEARCHES = ("exact", "bmp")
 GIB = 2**30
+MOST_GIB = 2**20
+"""Of a GPU, that can be asked for."""
+MOST_TOKENS = 10**8
+"""Of a micro-batch that is made up, and image patches: more would not be counted right in 64 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +55,9 @@ class PlanConfig:
     """Samples of a random micro-batch to compare with; by default 4, as in OmniBal, or what a group holds if less."""
 
     def __post_init__(self) -> None:
-        least = {"micro_batches": 1, "stages_per_rank": 1, "steps": 1, "samples": 1, "images": 0, "seq_len": 1}
-        for name, bound in least.items():
+        least = {"micro_batches": 1, "stages_per_rank": 1, "steps": 1, "batch_size": 1, "seed": 0}
+        made_up = {"images": 0, "seq_len": 1, "samples": 1}
+        for name, bound in (least | made_up).items():
             value = getattr(self, name)
             if value is not None and value < bound:
                 raise ConfigError(f"{name} is {value}; it must be at least {bound}")
@@ -62,19 +67,33 @@ class PlanConfig:
         unknown = sorted(set(self.frozen) - set(PARTS))
         if unknown:
             raise ConfigError(f"frozen names {', '.join(unknown)}; parts are {', '.join(PARTS)}")
-        if set(PARTS[1:]) <= set(self.frozen):
-            raise ConfigError("everything is frozen: there is nothing to train")
-        if self.memory_gib is not None and self.memory_gib <= 0:
-            raise ConfigError(f"memory_gib is {self.memory_gib}; it must be greater than 0")
-        self._check_source()
+        if self.memory_gib is not None:
+            gib_bytes(self.memory_gib)
+        if self.build is None:
+            self._check_made_up()
+        else:
+            self._check_build(self.build)
 
-    def _check_source(self) -> None:
-        made_up = {"model": self.model, "images": self.images, "seq_len": self.seq_len}
-        given = [name for name, value in made_up.items() if value is not None]
-        if self.build is None and len(given) < len(made_up):
+    def _check_made_up(self) -> None:
+        if self.model is None or self.images is None or self.seq_len is None:
             raise ConfigError("give a packed build, or --model with --images and --seq-len of a micro-batch")
-        if self.build is not None and given:
+        if self.batch_size is not None:
+            raise ConfigError("batch_size is of random samples of a build; without a build leave it out")
+        if max(self.images, self.seq_len) > MOST_TOKENS:
+            raise ConfigError(f"images is {self.images}, seq_len {self.seq_len}; give at most {MOST_TOKENS:,}")
+        if self.samples > self.seq_len:
+            raise ConfigError(f"{self.samples} samples cannot share {self.seq_len} tokens; give each at least one")
+
+    def _check_build(self, build: str) -> None:
+        made_up = {"model": self.model, "images": self.images, "seq_len": self.seq_len}
+        given = [name for name, value in made_up.items() if value is not None] + ["samples"] * (self.samples != 1)
+        if given:
             raise ConfigError(f"a build says for itself what its {', '.join(given)} are; leave those out")
+        if "://" in build:
+            raise ConfigError(
+                f"{build}: planning reads a folder; copy the build's manifest.json, index.arrow, counts.parquet and "
+                "groups.parquet into one"
+            )
 
     @property
     def parallel(self) -> Parallelism:
@@ -92,6 +111,17 @@ class PlanConfig:
     def training(self) -> Training:
         """What is trained."""
         return Training(**{part: part not in self.frozen for part in PARTS})
+
+
+def gib_bytes(memory_gib: float) -> int:
+    """Bytes of what a GPU may hold. ConfigError for what no GPU can have.
+
+    >>> gib_bytes(0.5)
+    536870912
+    """
+    if not 0 < memory_gib <= MOST_GIB:
+        raise ConfigError(f"memory_gib is {memory_gib}; give more than 0 and at most {MOST_GIB:,}")
+    return int(memory_gib * GIB)
 
 
 def load_plan_config(file: Path | None, options: dict[str, Any]) -> PlanConfig:

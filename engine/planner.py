@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from balance.errors import ConfigError
 from balance.presets import ModelPreset
 from balance.records import IntArray
 from engine.analytical import layer_costs
@@ -50,6 +51,21 @@ class Question:
     """(steps * dp * micro_batches,): step by step, in it rank by rank."""
     full: Loads
     """One micro-batch, as large as they come."""
+
+    def __post_init__(self) -> None:
+        parts = {layer.part for layer in layers_of(self.model, self.parallel)}
+        if not any(map(self.training.trains, parts)):
+            raise ConfigError("everything is frozen: there is nothing to train")
+        if self.loads.audio.tokens.any() and self.model.audio_encoder is None:
+            raise ConfigError(
+                f"model preset {self.model.name} has no [audio_encoder] table, so what its audio costs is not known: "
+                "add the encoder's dimensions"
+            )
+        node, tp = self.cluster.gpus_per_node, self.parallel.tp
+        if node % tp and tp % node:
+            raise ConfigError(
+                f"tp is {tp}, but a node of {self.cluster.name} has {node} GPUs: give a divisor or a multiple of {node}"
+            )
 
     def costs(self, loads: Loads) -> Costs:
         """What the layers cost for some micro-batches."""

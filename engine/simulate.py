@@ -66,7 +66,8 @@ def critical_path(timeline: Timeline) -> list[int]:
     """Operations, first to last, of which each begins as soon as the one before allows: what a step's time is made of.
 
     Time that results travel lies between them: that of what the next one waits for, and of what went the same way just
-    before and held it up. Where several paths are critical, the one that stays on a rank.
+    before and held it up. Where several paths are critical, the one that stays on a rank. In a step that was measured,
+    passes begin a little later than they might: there it is what came last of all that each waited for.
     """
     schedule = timeline.program.schedule
     sent = transfers(timeline)
@@ -76,11 +77,15 @@ def critical_path(timeline: Timeline) -> list[int]:
     at = int(np.argmax(timeline.end_ns))
     path = [at]
     while timeline.start_ns[at] > 0:
-        if at not in first_of_rank and timeline.end_ns[at - 1] == timeline.start_ns[at]:
+        own = into[offsets[at] : offsets[at + 1]]
+        before = -1 if at in first_of_rank else timeline.end_ns[at - 1]
+        arrived = sent.end_ns[own].max(initial=-1)
+        if max(before, arrived) < 0:  # of a measured step: the rank came to it late
+            break
+        if before >= arrived:
             at -= 1
         else:
-            own = into[offsets[at] : offsets[at + 1]]
-            edge = int(own[sent.end_ns[own] == timeline.start_ns[at]][0])
+            edge = int(own[np.argmax(sent.end_ns[own])])
             while sent.start_ns[edge] > timeline.end_ns[sent.sources[edge]]:
                 edge = int(sent.previous[edge])
             at = int(sent.sources[edge])

@@ -35,13 +35,14 @@ Event = dict[str, Any]
 
 def make_trace(outcome: Outcome) -> dict[str, Any]:
     """The trace of a simulated step, plain JSON."""
-    events = [
-        *_rows(outcome.timeline),
-        *_passes(outcome.timeline),
-        *_sends(outcome.timeline),
-        *_memory(outcome.timeline, outcome.memory),
-    ]
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    trace = timeline_trace(outcome.timeline)
+    trace["traceEvents"] += _memory(outcome.timeline, outcome.memory)
+    return trace
+
+
+def timeline_trace(timeline: Timeline) -> dict[str, Any]:
+    """The trace of a step whose memory is not known, such as a measured one; plain JSON."""
+    return {"traceEvents": [*_rows(timeline), *_passes(timeline), *_sends(timeline)], "displayTimeUnit": "ms"}
 
 
 def write_trace(outcome: Outcome, path: Path) -> None:

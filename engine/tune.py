@@ -24,6 +24,7 @@ from engine.evaluate import schedule_for
 from engine.loads import Loads
 from engine.orders import OrderProblem, nothing_ahead, order_problem, times_of_orders
 from engine.precompute import EncodedStep, Encoder, Where, encode_ahead, frozen_encoder, where_to_encode
+from engine.sample_loads import joined_loads, packed_loads
 from engine.stages import StageCosts, stage_costs
 from engine.tune_order import Ordered, search_clusters, search_swaps
 from engine.tune_pack import (
@@ -31,10 +32,8 @@ from engine.tune_pack import (
     Packing,
     Sizes,
     balanced_packings,
-    joined_loads,
     lengths_to_try,
     marginal_costs,
-    packed_loads,
 )
 
 Search = Literal["none", "clusters", "swaps"]

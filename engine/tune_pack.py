@@ -1,4 +1,4 @@
-"""Which micro-batches a step's samples could form: sizes, packings and their loads, for `engine.tune`. Pure NumPy.
+"""Which micro-batches a step's samples could form: sizes and packings, for `engine.tune`. Pure NumPy.
 
 PipeTune packs samples into micro-batches of at most L_max = micro-batch size x max_seq_len tokens and even FLOPs, for
 each micro-batch size that fits into memory. Here a sample's cost comes out of the cost function itself: what a
@@ -8,17 +8,17 @@ micro-batch of the step's mean would take longer with it. So packing knows the h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from balance.cost import CostModel
 from balance.pipetune import pack_balanced
-from balance.records import Counts, Groups, IntArray
+from balance.records import Groups, IntArray
 from engine.costs import Costs
 from engine.loads import Loads, PhaseLoads
+from engine.sample_loads import PHASES, QUANTITIES
 
 CostFunction = Callable[[Loads], Costs]
 """What the layers cost for any micro-batches: a model, a cluster and a parallelism, or a profile."""
@@ -31,9 +31,6 @@ STEP = 1.2
 MOST_PER_STAGE = 8
 """Sizes below max_seq_len end at this many micro-batches per stage: a bubble of 1/8 is left at most."""
 
-PHASES = tuple(f.name for f in fields(Loads))
-QUANTITIES = tuple(f.name for f in fields(PhaseLoads))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Packing:
@@ -42,35 +39,6 @@ class Packing:
     groups: Groups
     max_len: int
     """Tokens that a micro-batch may have."""
-
-
-def sample_loads(counts: Counts, model: CostModel) -> Loads:
-    """Loads of each sample, a column per sample; without the audio encoder."""
-    ones = np.ones(len(counts), np.int64)
-    return Loads.of_work(model.work(counts), images=counts.num_image_patches, samples=ones)
-
-
-def packed_loads(samples: Loads, groups: Groups) -> Loads:
-    """Loads of micro-batches of samples."""
-    phases = {phase: getattr(samples, phase) for phase in PHASES}
-    return Loads(
-        **{
-            phase: PhaseLoads(**{name: groups.sum(getattr(own, name)) for name in QUANTITIES})
-            for phase, own in phases.items()
-        }
-    )
-
-
-def joined_loads(parts: Sequence[Loads]) -> Loads:
-    """The micro-batches of several steps, one after the other."""
-    return Loads(
-        **{
-            phase: PhaseLoads(
-                **{name: np.concatenate([getattr(getattr(p, phase), name) for p in parts]) for name in QUANTITIES}
-            )
-            for phase in PHASES
-        }
-    )
 
 
 def pack_in_order(lengths: IntArray, max_len: int) -> Groups:

@@ -44,7 +44,7 @@ class TunedSteps:
     pipeline: Pipeline
     options: TuneOptions
     loads: Callable[[Counts], Loads]
-    """A column per sample: `engine.tune_pack.sample_loads` of a cost model."""
+    """A column per sample: `engine.sample_loads.sample_loads` of a model preset."""
 
     def __call__(self, samples: StepSamples) -> StepWork:
         """The micro-batches of every rank."""

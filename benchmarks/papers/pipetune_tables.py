@@ -14,6 +14,7 @@ from engine.clusters import load_cluster
 from engine.evaluate import evaluate, schedule_for
 from engine.loads import Loads
 from engine.parallel import Parallelism, Training
+from engine.sample_loads import sample_loads
 from engine.tune import Breakdown, Pipeline, TuneOptions, tune
 from engine.tune_pack import pack_in_order
 from papers.datasets import PIPETUNE_MIXES, SIGLIP_TOKENS, pipetune_samples

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -9,10 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from balance.errors import ConfigError, DataError
-from balance.presets import load_model
-from balance.records import COUNT_COLUMNS, Counts, Groups
-from engine.data import padded, read_build, sample_loads, summed
+from balance.records import Groups
+from engine.data import padded, read_build
 from engine.loads import Loads, PhaseLoads
+from engine.sample_loads import packed_loads, sample_loads
 from loaders.builds import open_builds
 from loaders.epochs import StoredGroups
 from loaders.steps import StepConfig, Steps
@@ -41,7 +42,7 @@ def test_steps_are_those_of_the_loaders(demo_build, dp, micro_batches):
 
 def test_squares_are_those_of_each_sample(demo_build):
     build = read_build(demo_build)
-    loads = summed(sample_loads(build.counts, build.model), build.groups)
+    loads = packed_loads(sample_loads(build.counts, build.model), build.groups)
     per_patch = build.model.vision.vit_tokens_per_patch
     for group in range(len(build.groups)):
         samples = build.groups[group]
@@ -62,6 +63,19 @@ def test_random_batches_are_padded_to_their_longest_sample(demo_build):
     np.testing.assert_array_equal(loads.llm.squares, 4 * (loads.llm.tokens // 4) ** 2)
     assert set(loads.llm.tokens // 4) <= set(build.counts.seq_len[build.groups.samples])
     assert len(set(loads.llm.tokens)) > 4
+
+
+def test_random_batches_of_the_mean_size_are_at_least_as_many_as_the_groups(demo_build):
+    build = read_build(demo_build)
+    # one or two samples per group: rounded up, there would be fewer batches than groups
+    few = build.groups.take(np.argsort(build.groups.sizes)[:1])
+    one, two = Groups(few.samples[:1], np.array([0, 1])), Groups(few.samples[:2], np.array([0, 2]))
+    groups = Groups(
+        np.concatenate([one.samples, two.samples, two.samples]), np.cumsum([0, *one.sizes, *two.sizes, *two.sizes])
+    )
+    build = replace(build, groups=groups)
+    asked = {"dp": 1, "micro_batches": len(groups), "steps": 1}
+    assert len(build.random_steps(batch_size=build.mean_group_size, **asked)) == len(groups)
 
 
 def test_random_batches_hold_each_sample_at_most_once(demo_build):
@@ -85,20 +99,10 @@ def test_padding_counts_the_longest_for_everyone():
 
 def test_no_group_is_larger_than_a_full_micro_batch(demo_build):
     build = read_build(demo_build)
-    full, every = build.full_micro_batch(), summed(sample_loads(build.counts, build.model), build.groups)
+    full, every = build.full_micro_batch(), packed_loads(sample_loads(build.counts, build.model), build.groups)
     assert (every.llm.tokens <= full.llm.tokens).all()
     assert (every.vision.tokens <= full.vision.tokens).all()
     assert full.llm.tokens.tolist() == [build.limits.max_seq_len]
-
-
-def test_audio_is_cut_into_windows_of_one_clip():
-    counts = Counts(
-        **{name: np.zeros(2, np.int64) for name in COUNT_COLUMNS} | {"num_audio_tokens": np.array([0, 800])}
-    )
-    audio = sample_loads(counts, load_model("tiny_audio")).audio
-    assert audio.tokens.tolist() == [0, 1600]
-    assert audio.squares.tolist() == [0, 1500**2 + 100**2]
-    assert audio.items.tolist() == [0, 2]
 
 
 def test_a_step_larger_than_the_build_is_refused(demo_build):
@@ -123,7 +127,7 @@ def test_wrong_folders_are_named(copied, tmp_path):
     for name in ("index.arrow", "counts.parquet", "groups.parquet"):
         kept = (copied / name).read_bytes()
         (copied / name).unlink()
-        with pytest.raises(DataError, match=r"planning needs index.arrow, counts.parquet and groups.parquet"):
+        with pytest.raises(DataError, match=rf"planning needs index.arrow, .* of the build, and {name} is not there"):
             read_build(copied)
         (copied / name).write_bytes(kept[:100])
         with pytest.raises(DataError, match="cannot be read"):
@@ -139,10 +143,22 @@ def test_other_manifests_are_refused(copied):
         ("[]", "not a manifest of Isobatch"),
         ("{", "not a manifest of Isobatch"),
         (json.dumps({**values, "format_version": 1}), "format version 1; this isobatch reads version 2"),
+        (json.dumps({**values, "seed": 1}), "damaged or edited: its content is not what its content_hash says"),
     ):
         path.write_text(content)
         with pytest.raises(DataError, match=message):
             read_build(copied)
+
+
+@pytest.mark.parametrize("name", ["model", "order", "limits"])
+@pytest.mark.parametrize("value", [None, 5, "x", [1], {"speed": 1}])
+def test_a_manifest_whose_parts_are_not_what_they_should_be_is_refused_in_one_line(copied, name, value):
+    path = copied / "manifest.json"
+    values = {key: kept for key, kept in json.loads(path.read_text()).items() if key != "content_hash"}
+    path.write_text(json.dumps({**values, name: value}))
+    with pytest.raises((DataError, ConfigError), match=r"not a manifest of Isobatch|model preset") as error:
+        read_build(copied)
+    assert "\n" not in str(error.value)
 
 
 def test_tables_of_another_build_are_noticed(copied, demo_build):

@@ -108,7 +108,7 @@ def test_whatever_is_edited_into_the_inputs_is_refused_in_one_line(plan, path, v
 def test_missing_parts_are_named(plan):
     values = plan.to_json()
     del values["inputs"]["model"]
-    with pytest.raises(ConfigError, match="here, inputs: has .*; it must have .*'model'"):
+    with pytest.raises(ConfigError, match=r"here, inputs: has .*; it must have .*'model'"):
         plan_from_json(with_own_hash(values), where="here")
     with pytest.raises(ConfigError, match="here: plan version None"):
         plan_from_json([], where="here")

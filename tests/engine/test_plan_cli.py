@@ -79,6 +79,10 @@ def test_other_schedules_and_micro_batches_can_be_tried(call, tmp_path):
     status, shown, _ = call("simulate", tmp_path / "plan.json", "--memory-gib", 10)
     assert status == 0
     assert "does not fit: rank " in shown
+    status, shown, _ = call("simulate", tmp_path / "plan.json", "--micro-batches", 8)
+    assert re.match(r"a step takes [\d.,]+ ms; planned for [\d.,]+ ms with 16 micro-batches instead of 8\n", shown)
+    status, _, errors = call("simulate", tmp_path / "plan.json", "--memory-gib", "nan")
+    assert (status, errors.count("\n")) == (2, 1)
 
 
 def test_json_holds_the_plan_and_what_it_is_compared_with(call):
@@ -131,6 +135,25 @@ def test_a_file_gives_what_options_do_not(call, tmp_path):
         (("plan", *EQUAL, "--speed", "3"), 2, "No such option: --speed"),
         (("simulate", "nothing.json"), 1, "nothing.json: No such file or directory; give the plan.json"),
         (("plan", "--model", "qwen2_vl", "--images", "1", "--seq-len", "9"), 2, "takes images of any size"),
+        (("plan", *EQUAL, "--memory-gib", "nan"), 2, "memory_gib is nan; give more than 0 and at most 1,048,576"),
+        (("plan", *EQUAL, "--memory-gib", "inf"), 2, "memory_gib is inf; give more than 0"),
+        (("plan", *EQUAL, "--memory-gib", "-1"), 2, "memory_gib is -1.0; give more than 0"),
+        (
+            ("plan", *EQUAL, "--images", "17"),
+            2,
+            "17 image patches are 4,352 LLM tokens, --seq-len is 4,096; give fewer",
+        ),
+        (("plan", *EQUAL, "--images", str(10**22)), 2, "give at most 100,000,000"),
+        (("plan", *EQUAL, "--seq-len", str(10**11)), 2, "give at most 100,000,000"),
+        (("plan", *EQUAL, "--samples", "4097"), 2, "4097 samples cannot share 4096 tokens"),
+        (("plan", *EQUAL, "--batch-size", "3"), 2, "batch_size is of random samples of a build"),
+        (
+            ("plan", *EQUAL, "--tp", "3"),
+            2,
+            "tp is 3, but a node of a100_80g has 8 GPUs: give a divisor or a multiple of 8",
+        ),
+        (("plan", "nowhere", "--samples", "2"), 2, "a build says for itself what its samples are; leave those out"),
+        (("plan", "s3://bucket/packed"), 2, "s3://bucket/packed: planning reads a folder; copy the build's manifest"),
     ],
 )
 def test_a_mistake_is_one_line_and_a_status(call, arguments, status, message, monkeypatch, tmp_path):

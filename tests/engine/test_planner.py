@@ -1,13 +1,18 @@
 """Plans: never slower than the choices beside them, of the given steps, and within memory for the largest ones."""
 
 from dataclasses import replace
+from io import StringIO
 
 import numpy as np
 import pytest
 from plan_questions import question, uneven_loads
+from rich.console import Console
 
+from balance.errors import ConfigError
 from engine.evaluate import evaluate, schedule_for
-from engine.explain import comparison, layers_text, stage_names, stage_rows, time_shares
+from engine.exact import search_exact
+from engine.explain import comparison, layers_text, print_plan, stage_names, stage_rows, time_shares
+from engine.parallel import Training
 from engine.partition import METHODS
 from engine.planner import make_plan, run, tensor_parallel_ns
 from engine.recompute import InfeasiblePlan, choose_recompute
@@ -139,6 +144,48 @@ def test_replicas_reduce_gradients_of_what_is_trained(answer):
         < answer.plan.predicted.reduction_ns
         + reduction_ns(np.array([1]), asked.cluster, asked.parallel, asked.training).max()
     )
+
+
+def test_what_cannot_be_trained_or_costed_is_refused():
+    asked = question()
+    with pytest.raises(ConfigError, match="everything is frozen: there is nothing to train"):
+        replace(asked, training=Training(vision=False, projector=False, llm=False))  # the model hears nothing
+    heard = replace(asked.loads, audio=asked.loads.vision)
+    with pytest.raises(ConfigError, match=r"internvl_1_5 has no \[audio_encoder\] table"):
+        replace(asked, loads=heard)
+    with pytest.raises(ConfigError, match="tp is 3, but a node of a100_80g has 8 GPUs"):
+        replace(asked, parallel=replace(asked.parallel, tp=3))
+    assert replace(asked, parallel=replace(asked.parallel, tp=16)).parallel.tp == 16
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_plan_is_at_most_2_percent_slower_than_a_new_one_after_a_change_of_1_percent(answer, seed):
+    rng = np.random.default_rng(seed)
+    asked = question()
+    full = asked.costs(asked.full.take(np.zeros(8, np.int64)))
+    # memory as the plan was made for: of full micro-batches
+    sizes = {name: getattr(full, name) for name in ("saved_bytes", "kept_bytes", "working_bytes")}
+    searched = np.argsort([costs.forward_ns.sum() for costs in answer.best.costs], kind="stable")[2]
+    costs = replace(answer.best.costs[searched], **sizes)
+    factors = rng.choice([0.99, 1.01], (costs.num_layers, 1))
+    times = ("forward_ns", "input_grad_ns", "weight_grad_ns", "recompute_ns")
+    changed = replace(costs, **{name: np.rint(factors * getattr(costs, name)).astype(np.int64) for name in times})
+    schedule = schedule_for("1f1b", answer.best.borders, 8)
+    kept = evaluate(changed, answer.best.borders, answer.best.recompute, schedule).step_ns
+    anew = search_exact(changed, schedule, asked.memory_bytes)
+    assert kept <= 1.02 * evaluate(changed, anew.borders, anew.recompute, schedule).step_ns
+
+
+def test_a_plan_that_would_not_fit_if_all_micro_batches_were_full_says_so(answer):
+    peak = int(answer.best.peak_bytes.max())
+    plan = replace(
+        answer.plan,
+        memory_bytes=peak,
+        predicted=replace(answer.plan.predicted, full_peak_bytes=(peak, peak + 2**30, peak, peak)),
+    )
+    console = Console(file=StringIO(), width=150)
+    print_plan(plan, answer.best, console, tensor_parallel_ns=np.zeros(4, np.int64))
+    assert "may not fit: rank 1 needs " in console.file.getvalue()
 
 
 def test_every_layer_is_named_once_in_the_stages(answer):

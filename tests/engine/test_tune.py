@@ -10,9 +10,13 @@ from linear_costs import LinearModel, as_groups, even_borders, mixed_samples
 from balance.errors import ConfigError
 from engine.evaluate import evaluate, schedule_for
 from engine.memory import memory_of
+from engine.program import Encodings, make_program
+from engine.sample_loads import packed_loads
 from engine.schedule import Kind
+from engine.simulate import step_ns
+from engine.stages import stage_costs
 from engine.tune import Pipeline, TuneOptions, tune
-from engine.tune_pack import pack_in_order, packed_loads
+from engine.tune_pack import pack_in_order
 
 MODEL = LinearModel(layers=12, vit_token_ns=6_000)
 LENGTH = 8192
@@ -157,3 +161,33 @@ def test_options_out_of_range_are_errors():
     samples, given = step_of(0)
     with pytest.raises(ConfigError, match="0 micro-batches"):
         tune(samples, given.take(np.zeros(0, np.int64)), pipeline_of(), quick())
+
+
+def one_percent_off(model, seed):
+    """The same costs with every layer 1 % faster or slower."""
+    factors = np.random.default_rng(seed).choice([0.99, 1.01], (model.encoders + model.layers, 1))
+
+    def cost(loads):
+        costs = model(loads)
+        names = ("forward_ns", "input_grad_ns", "weight_grad_ns", "recompute_ns")
+        return replace(costs, **{name: np.rint(factors * getattr(costs, name)).astype(np.int64) for name in names})
+
+    return cost
+
+
+@pytest.mark.parametrize("encode", ["never", "own"])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_tuned_step_is_at_most_2_percent_slower_than_a_new_one_after_a_change_of_1_percent(seed, encode):
+    samples, given = step_of(seed, 96)
+    pipeline, options = pipeline_of(), quick(encode=encode)
+    tuned = tune(samples, given, pipeline, options)
+    changed = replace(pipeline, cost=one_percent_off(MODEL, seed))
+    # the same micro-batches in the same order, encoded ahead where they were
+    costs = changed.cost(packed_loads(samples, tuned.groups))
+    stages, encoder = stage_costs(costs, pipeline.borders, pipeline.recompute), MODEL.encoders
+    forward, encode_ns = stages.forward_ns.copy(), costs.forward_ns[:encoder].sum(axis=0)
+    ahead = list(tuned.step.encoding_ranks)
+    forward[0, ahead] -= encode_ns[ahead]
+    encodings = Encodings(forward_ns=encode_ns, send_ns=tuned.step.encodings.send_ns)
+    kept = step_ns(make_program(tuned.step.schedule, replace(stages, forward_ns=forward), encodings))
+    assert kept <= 1.02 * tune(samples, given, changed, options).step_ns

@@ -6,17 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from linear_costs import LinearModel, mixed_samples
 
-from balance.cost import CostModel
-from balance.presets import load_model
-from balance.records import Counts
 from engine.tune_pack import (
     balanced_packings,
-    joined_loads,
     lengths_to_try,
     marginal_costs,
     pack_in_order,
-    packed_loads,
-    sample_loads,
 )
 
 lengths_st = st.lists(st.integers(0, 4096), min_size=1, max_size=60).map(lambda own: np.array(own, np.int64))
@@ -65,18 +59,6 @@ def test_marginal_costs_of_a_linear_model_are_its_coefficients():
     np.testing.assert_allclose(again["llm"], llm * 4 / 3, rtol=1e-6)
 
 
-def test_micro_batches_bring_the_sums_of_their_samples():
-    samples = mixed_samples(np.random.default_rng(1), 9)
-    groups = pack_in_order(samples.llm.tokens, 3000)
-    loads = packed_loads(samples, groups)
-    for group in range(len(groups)):
-        own = samples.take(groups[group])
-        assert loads.llm.squares[group] == (own.llm.tokens**2).sum()
-        assert loads.vision.items[group] == own.vision.items.sum()
-    both = joined_loads([loads, loads])
-    assert both.llm.tokens.tolist() == [*loads.llm.tokens, *loads.llm.tokens]
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_each_size_is_packed_evenly_by_the_llm_and_by_everything(seed):
     samples = mixed_samples(np.random.default_rng(seed), 128, longest=4096)
@@ -90,19 +72,3 @@ def test_each_size_is_packed_evenly_by_the_llm_and_by_everything(seed):
 
     assert uneven(by_llm, costs["llm"]) < 1.03
     assert uneven(by_all, both) < min(1.03, uneven(by_llm, both))
-
-
-def test_loads_of_counts_are_those_of_the_cost_model():
-    model = CostModel.of(load_model("llava_1_5"))
-    counts = Counts(
-        num_image_patches=np.array([2, 0]),
-        num_vit_tokens=np.array([1154, 0]),
-        num_image_tokens=np.array([1152, 0]),
-        num_text_tokens=np.array([100, 30]),
-        num_audio_tokens=np.array([0, 0]),
-        num_loss_tokens=np.array([50, 20]),
-    )
-    loads = sample_loads(counts, model)
-    assert loads.llm.tokens.tolist() == [1252, 30]
-    assert loads.vision.items.tolist() == [2, 0]
-    assert loads.llm.items.tolist() == [1, 1]
