@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from papers import omnibal_partition, omnibal_training, orchmllm_figures, pipetune_tables  # noqa: E402
+from papers import omnibal_checks, omnibal_partition, omnibal_training, orchmllm_figures, pipetune_tables  # noqa: E402
 from papers.page import Section  # noqa: E402
 from rich.console import Console  # noqa: E402
 
@@ -34,6 +34,7 @@ OmniBal's Table 3 beyond what stands with Table 7 cannot be simulated: its sampl
 published in full. docs/benchmarks.md has our own measurement on those that are."""
 
 SECTIONS: dict[str, Callable[[], Section]] = {
+    "omnibal-checks": omnibal_checks.checks,
     "omnibal-9": omnibal_partition.table_9,
     "omnibal-4": omnibal_partition.table_4,
     "omnibal-5": omnibal_partition.table_5,
