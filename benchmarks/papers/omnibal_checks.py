@@ -88,7 +88,8 @@ def checks() -> Section:
             "inputs of its matrix products alone; they come out of differences between rows of Table 5, in stages "
             "where it may not have recomputed everything before. The row without recomputation fits better. *Figure "
             "2*: forward passes of 1,730 ms, and backward passes of twice that, would make a group last at least "
-            f"{figure_2:.2f} s on four stages, not the {papers_seconds:.2f} s of the GPU days. The two cannot both hold. Our times grow as FLOPs do.",
+            f"{figure_2:.2f} s on four stages, not the {papers_seconds:.2f} s of the GPU days. The two cannot both "
+            "hold. Our times grow as FLOPs do.",
         ),
     )
 

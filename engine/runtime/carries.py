@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from engine.runtime.faults import SpecMismatch
+
 Carry = dict[str, Tensor]
 Batch = Any
 """A micro-batch: `loaders.MicroBatch`, or whatever the layers understand."""
@@ -59,3 +61,29 @@ class LayeredModel:
             if any(weight.requires_grad for weight in layer.parameters()):
                 return place
         return len(self.layers)
+
+
+def check_carry(carry: Mapping[str, Tensor], specs: Mapping[str, Spec], where: str) -> None:
+    """SpecMismatch unless a carry holds what specs say; `where` says which, for people. dtypes may differ: autocast."""
+    for name, spec in specs.items():
+        if name not in carry:
+            raise SpecMismatch(
+                f"{where} has no {name!r}, which the model's specs name; it has {', '.join(sorted(carry))}"
+            )
+        if tuple(carry[name].shape) != spec.shape:
+            raise SpecMismatch(
+                f"{where}: {name!r} has the shape {tuple(carry[name].shape)}, but the model's specs say {spec.shape}"
+            )
+
+
+def ids_text(batch: Batch) -> str:
+    """A micro-batch's samples, for messages; all of them, for one will be looked for.
+
+    >>> from types import SimpleNamespace
+    >>> ids_text(SimpleNamespace(sample_ids=("a", "b"))), ids_text(object())
+    ('samples a, b', 'samples unknown: the micro-batch has no sample_ids')
+    """
+    ids = getattr(batch, "sample_ids", None)
+    if ids is None:
+        return "samples unknown: the micro-batch has no sample_ids"
+    return f"samples {', '.join(map(str, ids))}" if len(ids) else "no samples"

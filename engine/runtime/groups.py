@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import pairwise
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine.runtime.carries import LayeredModel
+from engine.runtime.faults import peers
 
 Pair = tuple[int, int]
 """(sender, receiver), as ranks of a pipeline."""
@@ -37,50 +39,83 @@ class Groups:
     rank: int
     """This process's place among them."""
     links: Mapping[Pair, dist.ProcessGroup]
-    """A communicator per direction between neighbours, around the ring."""
+    """A communicator per direction between neighbours, around the ring, and from ranks that encode to the first."""
     pipeline: dist.ProcessGroup
     replicas: dist.ProcessGroup | None
     """All replicas' ranks with the same stages; None if there is one replica."""
+    replica: int
+    """This process's place among the replicas."""
     ties: tuple[Tie, ...]
 
 
-def make_groups(pipelines: Sequence[Sequence[int]], model: LayeredModel, borders: Sequence[int]) -> Groups:
-    """Groups of this process; `pipelines` are those of all replicas, in one order on every rank."""
-    me = dist.get_rank()
+def make_groups(
+    pipelines: Sequence[Sequence[int]],
+    model: LayeredModel,
+    borders: Sequence[int],
+    *,
+    encoder_ranks: Sequence[int] = (),
+    timeout_s: float = 300.0,
+) -> Groups:
+    """Groups of this process; `pipelines` are those of all replicas, in one order on every rank.
+
+    `encoder_ranks`: ranks of a pipeline that encode ahead. What takes longer than `timeout_s` fails.
+    """
+    me, timeout = dist.get_rank(), timedelta(seconds=timeout_s)
     own = next(tuple(pipeline) for pipeline in pipelines if me in pipeline)
     shared = tied_parameters(model, borders, len(own))
     links: dict[Pair, dist.ProcessGroup] = {}
     ties = []
     for pipeline in map(tuple, pipelines):
-        for sender, receiver in directions(len(own)):
-            group = dist.new_group([pipeline[sender], pipeline[receiver]])
+        for sender, receiver in directions(len(own), encoder_ranks):
+            group = dist.new_group([pipeline[sender], pipeline[receiver]], timeout=timeout)
             if pipeline == own:
                 links[sender, receiver] = group
         for places, weights in shared:
-            group = dist.new_group([pipeline[place] for place in places])
+            group = dist.new_group([pipeline[place] for place in places], timeout=timeout)
             if pipeline == own and own.index(me) in places:
                 ties.append(Tie(weights=weights, group=group))
-        group = dist.new_group(list(pipeline))
+        group = dist.new_group(list(pipeline), timeout=timeout)
         if pipeline == own:
             whole = group
-    beside = [dist.new_group([pipeline[place] for pipeline in pipelines]) for place in range(len(own))]
+    beside = [dist.new_group([pipeline[place] for pipeline in pipelines], timeout=timeout) for place in range(len(own))]
     return Groups(
         ranks=own,
         rank=own.index(me),
         links=links,
         pipeline=whole,
         replicas=beside[own.index(me)] if len(pipelines) > 1 else None,
+        replica=[tuple(pipeline) for pipeline in pipelines].index(own),
         ties=tuple(ties),
     )
 
 
-def directions(num_ranks: int) -> list[Pair]:
-    """Every direction in which something can go: to neighbours, around the ring.
+def open_links(groups: Groups, device: torch.device) -> None:
+    """Send something along every link, one after the other, in the order that all ranks share.
+
+    NCCL opens a communicator when it is first used, and both sides wait until it is open: in the midst of a step, where
+    ranks use their links in different orders, they would wait for each other for ever.
+    """
+    for (sender, receiver), group in sorted(groups.links.items(), key=lambda link: link[0]):
+        if groups.rank in (sender, receiver):
+            token = torch.zeros(1, device=device)
+            other = groups.ranks[receiver if groups.rank == sender else sender]
+            with peers([other], other):
+                if groups.rank == sender:
+                    dist.send(token, other, group=group)
+                else:
+                    dist.recv(token, other, group=group)
+
+
+def directions(num_ranks: int, encoder_ranks: Sequence[int] = ()) -> list[Pair]:
+    """Every direction in which something can go: to neighbours, around the ring, and features to the first rank.
 
     >>> directions(3)
     [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
+    >>> set(directions(5, [1, 2])) - set(directions(5))
+    {(2, 0)}
     """
     found = {(rank, (rank + step) % num_ranks) for rank in range(num_ranks) for step in (1, -1)}
+    found |= {(rank, 0) for rank in encoder_ranks}
     return sorted(pair for pair in found if pair[0] != pair[1])
 
 
@@ -110,6 +145,7 @@ def sum_over(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) -> No
         by_dtype.setdefault(gradient.dtype, []).append(gradient)
     for own in by_dtype.values():
         flat = torch.cat([gradient.reshape(-1) for gradient in own])
-        dist.all_reduce(flat, group=group)
+        with peers(dist.get_process_group_ranks(group)):
+            dist.all_reduce(flat, group=group)
         for gradient, part in zip(own, torch.split(flat, [gradient.numel() for gradient in own]), strict=True):
             gradient.copy_(part.view_as(gradient))

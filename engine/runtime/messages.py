@@ -10,39 +10,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.program import Program
 from engine.runtime.carries import Carry, Spec
+from engine.runtime.faults import PeerLost, peers
 from engine.runtime.groups import Groups, Pair
+from engine.runtime.routes import Message, messages_of
 
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """A result that travels, by the operations that make it and that wait for it."""
-
-    source: int
-    target: int
-
-
-def messages_of(program: Program) -> dict[Pair, list[Message]]:
-    """What goes from rank to rank in a step, in the order in which it is made."""
-    ranks = program.schedule.ranks.tolist()
-    offsets, targets = program.edge_offsets.tolist(), program.edge_targets.tolist()
-    found: dict[Pair, list[Message]] = {}
-    for source, rank in enumerate(ranks):
-        for target in targets[offsets[source] : offsets[source + 1]]:
-            if ranks[target] != rank:
-                found.setdefault((rank, ranks[target]), []).append(Message(source, target))
-    return found
-
-
-class PeerLost(RuntimeError):
-    """Another rank of the pipeline does not answer any more."""
+__all__ = ["Mailbox", "Message", "PeerLost", "messages_of"]
 
 
 @dataclass(slots=True)
@@ -66,19 +46,17 @@ class Mailbox:
         """`specs` says what a message holds; only tensors that are not empty travel."""
         self._groups, self._specs, self._device = groups, specs, device
         self._inboxes = {pair[0]: _Inbox(deque(own)) for pair, own in messages.items() if pair[1] == groups.rank}
-        self._sent: list[tuple[dist.Work, Tensor]] = []
+        self._sent: list[tuple[dist.Work, Tensor, int]] = []
         for sender in self._inboxes:
             self._post(sender)
 
     def send(self, message: Message, receiver: int, carry: Mapping[str, Tensor]) -> None:
-        """Send a message's tensors; they are kept until they have arrived."""
+        """Send a message's tensors, which are as their specs say; they are kept until they have arrived."""
         group = self._groups.links[self._groups.rank, receiver]
         for name, spec in sorted(self._specs(message).items()):
             if not spec.is_empty:
                 tensor = carry[name].detach().to(spec.dtype).contiguous()
-                if tuple(tensor.shape) != spec.shape:
-                    raise ValueError(f"{name} has shape {tuple(tensor.shape)}, its spec says {spec.shape}")
-                self._sent.append((self._begin(dist.isend, tensor, receiver, group), tensor))
+                self._sent.append((self._begin(dist.isend, tensor, receiver, group), tensor, receiver))
 
     def receive(self, message: Message, sender: int) -> Carry:
         """A message's tensors, when they are there."""
@@ -93,8 +71,8 @@ class Mailbox:
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""
-        for work, _ in self._sent:
-            self._wait(work, None)
+        for work, _, receiver in self._sent:
+            self._wait(work, receiver)
         self._sent.clear()
 
     def _post(self, sender: int) -> None:
@@ -115,20 +93,14 @@ class Mailbox:
     def _begin(
         self, operation: Callable[..., dist.Work | None], tensor: Tensor, other: int, group: dist.ProcessGroup
     ) -> dist.Work:
-        try:
+        with self._peer(other):
             work = operation(tensor, self._groups.ranks[other], group=group)
-        except RuntimeError as error:
-            raise PeerLost(self._lost(other, error)) from error
         assert work is not None  # this process is of the group
         return work
 
-    def _wait(self, work: dist.Work, other: int | None) -> None:
-        try:
+    def _wait(self, work: dist.Work, other: int) -> None:
+        with self._peer(other):
             work.wait()
-        except RuntimeError as error:
-            raise PeerLost(self._lost(other, error)) from error
 
-    def _lost(self, other: int | None, error: Exception) -> str:
-        who = "another rank" if other is None else f"rank {other}"
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return f"rank {self._groups.rank} of the pipeline lost {who}: {first}"
+    def _peer(self, other: int) -> AbstractContextManager[None]:
+        return peers(self._groups.ranks, self._groups.ranks[other])

@@ -20,10 +20,17 @@ from torch import nn
 
 from balance.errors import ConfigError
 from balance.records import IntArray
+from engine.measured import measured_timeline
+from engine.runtime.agreement import check_agreement, describe_step
 from engine.runtime.carries import Batch, LayeredModel
-from engine.runtime.groups import make_groups, sum_over
+from engine.runtime.clocks import clock_offsets
+from engine.runtime.draws import Draws
+from engine.runtime.faults import peers
+from engine.runtime.groups import make_groups, open_links, sum_over
+from engine.runtime.routes import make_routes, reordered
 from engine.runtime.steps import RankLayers, Step, StepResult
-from engine.schedule import Schedule, make_schedule
+from engine.schedule import Kind, Schedule, make_schedule
+from engine.simulate import Timeline
 from engine.stages import check_partition
 
 
@@ -36,6 +43,17 @@ class PipelineOptions:
     device: torch.device | str = "cpu"
     autocast: torch.dtype | None = None
     """torch.bfloat16 for mixed precision; None for the parameters' own."""
+    encoder_ranks: Sequence[int] = ()
+    """Ranks of the pipeline, besides the first, that keep a copy of the frozen layers in front: they can encode ahead,
+    as schedules of `engine.precompute` have them do."""
+    dropout_seed: int | None = None
+    """If given, what a layer draws depends on this, the step, the replica and the micro-batch alone, not on partition,
+    schedule or recomputation. None: layers draw from torch's generators as they stand (recomputed ones the same twice).
+    """
+    check_every_step: bool = False
+    """Whether ranks compare their micro-batches in every step, instead of in the first one only; a small message."""
+    timeout_s: float = 300.0
+    """For how long a rank waits for another: for longer than any step takes."""
 
 
 class Pipeline:
@@ -57,14 +75,26 @@ class Pipeline:
         self._options = options or PipelineOptions()
         places = tuple(int(border) for border in borders)
         _check(model, places, recompute, pipelines, self._options)
-        self._groups = make_groups(pipelines, model, places)
+        self._groups = make_groups(
+            pipelines,
+            model,
+            places,
+            encoder_ranks=self._options.encoder_ranks,
+            timeout_s=self._options.timeout_s,
+        )
+        self.steps_run = 0
+        """Steps so far, which dropout depends on; set it when training goes on from a saved state."""
+        self._checked = False
         device, num_ranks = torch.device(self._options.device), len(self._groups.ranks)
+        open_links(self._groups, device)
+        encodes = self._groups.rank in (0, *self._options.encoder_ranks) and model.first_trained <= places[1]
         self._own = RankLayers(
             layers={
                 place: model.layers[place].to(device)
                 for stage in range(self._groups.rank, len(places) - 1, num_ranks)
                 for place in range(places[stage], places[stage + 1])
             },
+            encoder=[layer.to(device) for layer in model.layers[: model.first_trained]] if encodes else [],
             borders=places,
             recompute=tuple(bool(chosen) for chosen in recompute),
             specs=model.specs,
@@ -83,16 +113,59 @@ class Pipeline:
         every = (weight for layer in self._own.layers.values() for weight in layer.parameters())
         return list({id(weight): weight for weight in every}.values())
 
-    def step(self, batches: Sequence[Batch], normalizer: int, schedule: Schedule | None = None) -> StepResult:
+    def step(
+        self,
+        batches: Sequence[Batch],
+        normalizer: int,
+        schedule: Schedule | None = None,
+        order: IntArray | Sequence[int] | None = None,
+    ) -> StepResult:
         """Forward and backward passes of a step; adds to the gradients of `parameters()`.
 
         `normalizer`: labels of the whole step, over all replicas. `schedule`: another than the plan's, for so many
-        micro-batches. PeerLost if another rank has gone.
+        micro-batches; it may encode ahead. `order`: the schedule's first micro-batch is `batches[order[0]]`, and so on.
+        PeerLost if another rank has gone, LossNotFinite and SpecMismatch with the samples that they come from.
         """
+        options, groups = self._options, self._groups
         if schedule is None:
-            options = self._options
-            schedule = make_schedule(options.schedule, len(self._groups.ranks), len(batches), options.stages_per_rank)
-        return Step(self._own, self._groups, schedule, batches, normalizer).run()
+            schedule = make_schedule(options.schedule, len(groups.ranks), len(batches), options.stages_per_rank)
+        if order is not None:
+            schedule = reordered(schedule, np.asarray(order, np.int64))
+        self._check_schedule(schedule)
+        if options.check_every_step or not self._checked:
+            told = describe_step(schedule, batches, normalizer, self._own.borders[1:-1], self._own.specs)
+            check_agreement(groups, told, self._own.device)
+            self._checked = True
+        draws = None
+        if options.dropout_seed is not None:
+            draws = Draws(seed=options.dropout_seed, step=self.steps_run, replica=groups.replica)
+        result = Step(self._own, groups, schedule, batches, normalizer, draws).run()
+        self.steps_run += 1
+        return result
+
+    def timeline(self, result: StepResult) -> Timeline:
+        """When the passes of all ranks of this pipeline ran, as measured. All of them call it; all get it.
+
+        For charts and traces beside the prediction: `engine.measured`.
+        """
+        groups, schedule = self._groups, result.schedule
+        first, last = schedule.rank_offsets[groups.rank : groups.rank + 2].tolist()
+        begun = result.begun_ns - int(clock_offsets(groups, self._own.device)[groups.rank])
+        times = torch.zeros(2, len(schedule), dtype=torch.int64, device=self._own.device)
+        times[:, first:last] = torch.from_numpy(begun + np.stack([result.start_ns, result.end_ns]))
+        with peers(groups.ranks):
+            dist.all_reduce(times, group=groups.pipeline)
+        start_ns, end_ns = times.cpu().numpy()
+        return measured_timeline(make_routes(schedule, self._own.sends_grad, groups.rank).program, start_ns, end_ns)
+
+    def peak_bytes(self) -> int | None:
+        """Most memory of this rank's GPU that torch used since the last call; None on a CPU."""
+        device = self._own.device
+        if device.type != "cuda":
+            return None
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
 
     def reduce_gradients(self) -> None:
         """Sum gradients of tied parameters over the ranks that have them, and all over replicas. Once per step."""
@@ -111,7 +184,8 @@ class Pipeline:
         total = torch.zeros((), device=self._own.device)
         for gradient in own:
             total += gradient.float().square().sum()
-        dist.all_reduce(total, group=self._groups.pipeline)
+        with peers(self._groups.ranks):
+            dist.all_reduce(total, group=self._groups.pipeline)
         norm = float(total.sqrt())
         if norm > max_norm:
             for weight in self._trained():
@@ -121,6 +195,26 @@ class Pipeline:
 
     def _trained(self) -> list[nn.Parameter]:
         return [weight for weight in self.parameters() if weight.requires_grad]
+
+    def _check_schedule(self, schedule: Schedule) -> None:
+        """ConfigError if this pipeline cannot run a schedule; on all ranks alike."""
+        own, num_ranks = self._own, len(self._groups.ranks)
+        if (schedule.num_stages, schedule.num_ranks) != (len(own.borders) - 1, num_ranks):
+            raise ConfigError(
+                f"the schedule has {schedule.num_stages} stages on {schedule.num_ranks} ranks, the pipeline "
+                f"{len(own.borders) - 1} on {num_ranks}"
+            )
+        encoding = set(schedule.ranks[schedule.kinds == Kind.ENCODE].tolist())
+        if encoding and not 0 < own.first_trained <= own.borders[1]:
+            raise ConfigError(
+                f"the schedule encodes ahead: the layers in front must be frozen, but layer {own.first_trained} is the "
+                f"first that is trained and the first stage ends behind layer {own.borders[1] - 1}"
+            )
+        without = encoding - {0, *self._options.encoder_ranks}
+        if without:
+            raise ConfigError(
+                f"the schedule encodes on the ranks {sorted(encoding)}; add {sorted(without)} to encoder_ranks"
+            )
 
     def _context(self) -> AbstractContextManager[object]:
         if self._options.autocast is None:
@@ -143,6 +237,12 @@ def _check(
     if lengths != {num_stages // options.stages_per_rank} or num_stages % options.stages_per_rank:
         raise ConfigError(
             f"{num_stages} stages, {options.stages_per_rank} per rank, but pipelines of {sorted(lengths)} ranks"
+        )
+    beyond = [rank for rank in options.encoder_ranks if not 0 <= rank < max(lengths)]
+    if beyond or (options.encoder_ranks and not 0 < model.first_trained <= borders[1]):
+        raise ConfigError(
+            f"encoder_ranks is {list(options.encoder_ranks)}: these must be ranks of the pipeline, and the layers in "
+            f"front frozen and in the first stage; layer {model.first_trained} is the first that is trained"
         )
     if not any(dist.get_rank() in pipeline for pipeline in pipelines):
         raise ConfigError(f"rank {dist.get_rank()} is in none of the pipelines {[list(own) for own in pipelines]}")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,24 +14,34 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from balance.errors import ConfigError
-from engine.program import Program, make_program
-from engine.runtime.carries import LOSS, Batch, Carry, Spec, Specs
+from balance.records import IntArray
+from engine.runtime.carries import LOSS, Batch, Carry, Spec, Specs, check_carry, ids_text
+from engine.runtime.clocks import Stopwatch
+from engine.runtime.draws import Draws, generators_kept
+from engine.runtime.faults import LossNotFinite, peers
 from engine.runtime.groups import Groups
-from engine.runtime.messages import Mailbox, Message, messages_of
+from engine.runtime.messages import Mailbox
+from engine.runtime.routes import Message, make_routes
 from engine.schedule import Action, Kind, Schedule
-from engine.stages import StageCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What a rank knows of a step that it ran."""
 
-    loss: float
-    """Sum over this replica's micro-batches of losses divided by the step's labels; the same on all its ranks."""
+    losses: NDArray[np.float64]
+    """Of each of this replica's micro-batches, divided by the step's labels; the same on all its ranks."""
     schedule: Schedule
-    start_s: NDArray[np.float64]
-    """When each operation of this rank began, in the order of its schedule; seconds since the step began."""
-    end_s: NDArray[np.float64]
+    begun_ns: int
+    """When this rank began the step, on its own clock (`time.perf_counter_ns`)."""
+    start_ns: IntArray
+    """When each operation of this rank began, in the order of its schedule; from `begun_ns` on."""
+    end_ns: IntArray
+
+    @property
+    def loss(self) -> float:
+        """Sum over this replica's micro-batches."""
+        return float(self.losses.sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +50,8 @@ class RankLayers:
 
     layers: Mapping[int, nn.Module]
     """By place in the model."""
+    encoder: Sequence[nn.Module]
+    """The frozen layers in front, on ranks that encode ahead."""
     borders: tuple[int, ...]
     recompute: tuple[bool, ...]
     specs: Specs
@@ -62,6 +73,11 @@ class RankLayers:
         """Whether a gradient crosses a cut: whether anything before it is trained."""
         return self.first_trained < cut
 
+    @property
+    def sends_grad(self) -> tuple[bool, ...]:
+        """Of each stage, whether a gradient comes back to it."""
+        return (*(self.gradient_comes(cut) for cut in self.borders[1:-1]), False)
+
 
 @dataclass(slots=True)
 class _Passed:
@@ -77,62 +93,107 @@ class Step:
     """A step under way."""
 
     def __init__(
-        self, own: RankLayers, groups: Groups, schedule: Schedule, batches: Sequence[Batch], normalizer: int
+        self,
+        own: RankLayers,
+        groups: Groups,
+        schedule: Schedule,
+        batches: Sequence[Batch],
+        normalizer: int,
+        draws: Draws | None,
     ) -> None:
-        """`normalizer`: labels of the whole step, over all replicas."""
+        """`normalizer`: labels of the whole step, over all replicas. Without `draws`, layers draw from torch's own."""
         if schedule.num_micro_batches != len(batches):
             raise ConfigError(f"the schedule is for {schedule.num_micro_batches} micro-batches, not {len(batches)}")
-        self._own, self._groups = own, groups
+        self._own, self._groups, self._draws = own, groups, draws
         self._schedule, self._batches, self._normalizer = schedule, batches, normalizer
-        program = waits(schedule, own)
-        self._incoming, self._outgoing = _routes(program, groups.rank)
-        self._mailbox = Mailbox(groups, messages_of(program), self._specs_of, own.device)
+        self._routes = make_routes(schedule, own.sends_grad, groups.rank)
+        is_ahead = schedule.kinds == Kind.ENCODE
+        self._encoded = frozenset(schedule.micro_batches[is_ahead].tolist())
         self._passed: dict[tuple[int, int], _Passed] = {}
-        self._kept: dict[Message, Carry] = {}  # between stages of this rank
-        self._loss = torch.zeros((), device=own.device)
+        self._kept: dict[Message, Carry] = {}  # between operations of this rank
+        self._losses = torch.zeros(len(batches), dtype=torch.float64, device=own.device)
 
     def run(self) -> StepResult:
-        """Run all operations of this rank."""
+        """Run all operations of this rank. PeerLost, SpecMismatch; LossNotFinite on all ranks alike."""
         first, last = self._schedule.rank_offsets[self._groups.rank : self._groups.rank + 2].tolist()
-        times = np.zeros((2, last - first))
-        begun = time.perf_counter()
-        for place in range(first, last):
-            given = self._take(place)
-            times[0, place - first] = time.perf_counter() - begun
-            made = self._compute(self._schedule.action(place), given)
-            times[1, place - first] = time.perf_counter() - begun
-            self._give(place, made)
+        self._mailbox = Mailbox(self._groups, self._routes.messages, self._specs_of, self._own.device)
+        watch = Stopwatch(self._own.device)
+        with nullcontext() if self._draws is None else generators_kept(self._own.device):
+            for place in range(first, last):
+                given = self._take(place)
+                watch.note()
+                made = self._compute(self._schedule.action(place), given)
+                watch.note()
+                self._give(place, made)
         self._mailbox.finish()
-        dist.all_reduce(self._loss, group=self._groups.pipeline)
-        return StepResult(loss=float(self._loss), schedule=self._schedule, start_s=times[0], end_s=times[1])
+        times = watch.times_ns()
+        return StepResult(
+            losses=self._all_losses(),
+            schedule=self._schedule,
+            begun_ns=watch.begun_ns,
+            start_ns=times[::2],
+            end_ns=times[1::2],
+        )
 
     def _compute(self, action: Action, given: Carry) -> Carry:
+        if action.kind == Kind.ENCODE:
+            return self._encode(action.micro_batch)
         if action.kind == Kind.FORWARD:
             return self._forward(action, given)
         return self._backward(
             action, given, inputs=action.kind != Kind.WEIGHT_GRAD, weights=action.kind != Kind.INPUT_GRAD
         )
 
+    def _encode(self, number: int) -> Carry:
+        """What the frozen layers in front make of a micro-batch."""
+        carry: Carry = {}
+        with torch.no_grad(), self._own.context():
+            for place, layer in enumerate(self._own.encoder):
+                carry = self._run_layer(place, layer, carry, number)
+        self._check(carry, self._own.first_trained, number)
+        return carry
+
     def _forward(self, action: Action, given: Carry) -> Carry:
-        own, batch, cut = self._own, self._batches[action.micro_batch], self._own.borders[action.stage]
-        specs = own.specs(cut, batch) if action.stage else {}
-        flows = own.gradient_comes(cut)
+        own, number, end = self._own, action.micro_batch, self._own.borders[action.stage + 1]
+        begin = own.borders[action.stage]
+        if action.stage == 0 and number in self._encoded:
+            begin = own.first_trained
+        specs = own.specs(begin, self._batches[number]) if begin else {}
+        flows = own.gradient_comes(begin)
         inputs = {
             name: tensor.detach().requires_grad_(flows and specs[name].differentiable) for name, tensor in given.items()
         }
         carry: Carry = dict(inputs)
         with own.context():
-            for place in own.of_stage(action.stage):
-                layer = own.layers[place]
-                if own.recompute[place]:
-                    carry = checkpoint(layer, carry, batch, use_reentrant=False)
-                else:
-                    carry = layer(carry, batch)
+            for place in range(begin, end):
+                carry = self._run_layer(place, own.layers[place], carry, number)
         if action.stage == self._schedule.num_stages - 1:
             carry = {LOSS: carry[LOSS].float() / max(self._normalizer, 1)}
-            self._loss += carry[LOSS].detach()
-        self._passed[action.stage, action.micro_batch] = _Passed(inputs, carry)
+            self._losses[number] = carry[LOSS].detach()
+        else:
+            self._check(carry, end, number)
+        self._passed[action.stage, number] = _Passed(inputs, carry)
         return carry
+
+    def _run_layer(self, place: int, layer: nn.Module, carry: Carry, number: int) -> Carry:
+        """A layer's forward pass, to be repeated in the backward pass if it is recomputed."""
+        draws, batch = self._draws, self._batches[number]
+
+        def run(given: Carry) -> Carry:
+            if draws is not None:
+                draws.seed_layer(place, number, self._own.device)
+            made: Carry = layer(given, batch)
+            return made
+
+        if not self._own.recompute[place] or not torch.is_grad_enabled():
+            return run(carry)
+        again: Carry = checkpoint(run, carry, use_reentrant=False, preserve_rng_state=draws is None)
+        return again
+
+    def _check(self, carry: Carry, cut: int, number: int) -> None:
+        batch = self._batches[number]
+        where = f"what layer {cut - 1} gives for micro-batch {number} ({ids_text(batch)})"
+        check_carry(carry, self._own.specs(cut, batch), where)
 
     def _backward(self, action: Action, given: Carry, *, inputs: bool, weights: bool) -> Carry:
         """Gradients of a stage's inputs, of its weights, or of both; -> those of its inputs."""
@@ -158,14 +219,14 @@ class Step:
     def _take(self, place: int) -> Carry:
         """What an operation waits for from other stages."""
         carry: Carry = {}
-        for message, sender in self._incoming.get(place, ()):
+        for message, sender in self._routes.incoming.get(place, ()):
             came = self._kept.pop(message) if sender == self._groups.rank else self._mailbox.receive(message, sender)
             carry |= came
         return carry
 
     def _give(self, place: int, made: Carry) -> None:
         """Hand on what an operation made."""
-        for message, receiver in self._outgoing.get(place, ()):
+        for message, receiver in self._routes.outgoing.get(place, ()):
             if receiver == self._groups.rank:
                 self._kept[message] = {name: made[name].detach() for name in self._specs_of(message)}
             else:
@@ -174,48 +235,37 @@ class Step:
     def _specs_of(self, message: Message) -> Mapping[str, Spec]:
         """Outputs of a stage, or the gradients of those that have one."""
         source = self._schedule.action(message.source)
+        batch = self._batches[source.micro_batch]
+        if source.kind == Kind.ENCODE:
+            return self._own.specs(self._own.first_trained, batch)
         is_output = source.kind == Kind.FORWARD
-        cut = self._own.borders[source.stage + 1 if is_output else source.stage]
-        specs = self._own.specs(cut, self._batches[source.micro_batch])
+        specs = self._own.specs(self._own.borders[source.stage + 1 if is_output else source.stage], batch)
         return specs if is_output else {name: spec for name, spec in specs.items() if spec.differentiable}
 
-
-def waits(schedule: Schedule, own: RankLayers) -> Program:
-    """The edges of a schedule; its times are not known here."""
-    nothing = np.zeros((schedule.num_stages, schedule.num_micro_batches), np.int64)
-    flows = [own.gradient_comes(cut) for cut in own.borders[1:-1]]
-    stages = StageCosts(
-        forward_ns=nothing,
-        input_grad_ns=nothing,
-        weight_grad_ns=nothing,
-        send_ns=nothing,
-        send_back_ns=nothing,
-        live_bytes=nothing,
-        forward_peak_bytes=nothing,
-        backward_peak_bytes=nothing,
-        held_bytes=nothing,
-        apart_peak_bytes=nothing,
-        state_bytes=nothing[:, 0],
-        sends_grad=np.array([*flows, False]),
-    )
-    return make_program(schedule, stages)
+    def _all_losses(self) -> NDArray[np.float64]:
+        """Of all micro-batches of this replica. LossNotFinite if any replica's are not all finite."""
+        with peers(self._groups.ranks):
+            dist.all_reduce(self._losses, group=self._groups.pipeline)
+        losses = np.asarray(self._losses.cpu().numpy(), np.float64)
+        bad = [
+            f"{losses[number]} in micro-batch {number} of replica {self._groups.replica}, "
+            f"{ids_text(self._batches[number])}"
+            for number in np.flatnonzero(~np.isfinite(losses)).tolist()
+        ]
+        everywhere = _of_all_replicas(bad, self._groups, self._own.device)
+        if everywhere:
+            raise LossNotFinite(f"the loss is not finite; the gradients of this step are void: {'; '.join(everywhere)}")
+        return losses
 
 
-Routes = dict[int, list[tuple[Message, int]]]
-
-
-def _routes(program: Program, rank: int) -> tuple[Routes, Routes]:
-    """Of this rank's operations: what comes to each from another stage, and from which rank; what goes, and to whom."""
-    schedule, ranks = program.schedule, program.schedule.ranks.tolist()
-    sources = np.repeat(np.arange(len(schedule)), np.diff(program.edge_offsets))
-    # what a stage keeps for itself is no message
-    between = schedule.stages[sources] != schedule.stages[program.edge_targets]
-    incoming: Routes = {}
-    outgoing: Routes = {}
-    for source, target in zip(sources[between].tolist(), program.edge_targets[between].tolist(), strict=True):
-        message = Message(source, target)
-        if ranks[target] == rank:
-            incoming.setdefault(target, []).append((message, ranks[source]))
-        if ranks[source] == rank:
-            outgoing.setdefault(source, []).append((message, ranks[target]))
-    return incoming, outgoing
+def _of_all_replicas(bad: list[str], groups: Groups, device: torch.device) -> list[str]:
+    """What any replica says; texts travel only if there are some."""
+    if groups.replicas is None:
+        return bad
+    count = torch.tensor(len(bad), device=device)
+    told: list[list[str]] = [[] for _ in range(dist.get_world_size(groups.replicas))]
+    with peers(dist.get_process_group_ranks(groups.replicas)):
+        dist.all_reduce(count, group=groups.replicas)
+        if int(count):
+            dist.all_gather_object(told, bad, group=groups.replicas)
+    return [text for own in told for text in own]

@@ -9,8 +9,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from toy_model import freeze, make_batch, make_model, run_alone
 
+from engine.runtime.draws import Draws
 from engine.runtime.pipeline import Pipeline, PipelineOptions
+from engine.runtime.routes import make_routes
+from engine.schedule import Action, Kind, Schedule, make_schedule
+from engine.simulate import Deadlock
 
+SEED = 5
 TOLERANCE = 1e-6
 """Of gradients and losses, relative to their size; float32."""
 
@@ -33,6 +38,11 @@ class Case:
     text_only: tuple[int, ...] = (1,)
     """Places of micro-batches without images."""
     borders: tuple[int, ...] = field(default=())
+    dropout: float = 0.0
+    """Drawn by (step, micro-batch, layer), here and in one process."""
+    reorder: bool = False
+    encode_on: tuple[int, ...] = ()
+    """Ranks that encode some micro-batches ahead."""
 
 
 def run_cases(folder: str, world_size: int, cases: list[Case]) -> None:
@@ -54,7 +64,7 @@ def _run_rank(rank: int, folder: str, world_size: int, cases: list[Case]) -> Non
 
 def run_case(case: Case) -> None:
     """Steps in the pipeline and alone, with an optimizer step after each; every gradient must agree."""
-    piped, alone = (make_model(tied=case.tied) for _ in range(2))
+    piped, alone = (make_model(tied=case.tied, dropout=case.dropout) for _ in range(2))
     for part in case.frozen:
         freeze(piped, part)
         freeze(alone, part)
@@ -67,7 +77,12 @@ def run_case(case: Case) -> None:
     )
     recompute = {"none": np.zeros, "all": np.ones}.get(case.recompute, lambda n: rng.random(n) < 0.5)(num_layers)
     pipelines = [list(range(first, first + case.pp)) for first in range(0, case.pp * case.dp, case.pp)]
-    options = PipelineOptions(schedule=case.schedule, stages_per_rank=case.stages_per_rank)
+    options = PipelineOptions(
+        schedule=case.schedule,
+        stages_per_rank=case.stages_per_rank,
+        encoder_ranks=case.encode_on,
+        dropout_seed=SEED if case.dropout else None,
+    )
     pipeline = Pipeline(piped, borders, recompute.astype(bool), pipelines, options)
     replica = dist.get_rank() // case.pp
     optimizers = [_optimizer(pipeline.parameters()), _optimizer(_weights(alone))]
@@ -75,8 +90,10 @@ def run_case(case: Case) -> None:
         generator = torch.Generator().manual_seed(100 + step)
         batches = [_batch(generator, place, step, case) for place in range(count * case.dp)]
         normalizer = max(1, sum(batch.num_loss_tokens for batch in batches))
-        expected = run_alone(alone, batches, normalizer)
-        result = pipeline.step(batches[replica * count : (replica + 1) * count], normalizer)
+        expected = run_alone(alone, batches, normalizer, _drawing(step, count) if case.dropout else None)
+        own = batches[replica * count : (replica + 1) * count]
+        order = rng.permutation(count) if case.reorder else None
+        result = pipeline.step(own, normalizer, _schedule(case, count, rng), order)
         loss = torch.tensor(result.loss)
         if case.dp > 1:
             dist.all_reduce(loss)
@@ -95,6 +112,35 @@ def run_case(case: Case) -> None:
         # so that roundings of one step do not grow in the next
         for place, layer in pipeline.layers.items():
             layer.load_state_dict(alone.layers[place].state_dict())
+
+
+def _drawing(step, count):
+    """What one process does before each layer, to draw what the pipeline does."""
+
+    def seed(layer, number):
+        draws = Draws(seed=SEED, step=step, replica=number // count)
+        draws.seed_layer(layer, number % count, torch.device("cpu"))
+
+    return seed
+
+
+def _schedule(case, count, rng):
+    """The case's own, with encodings anywhere; None for that which the pipeline makes itself."""
+    if not case.encode_on:
+        return None
+    plain = make_schedule(case.schedule, case.pp, count, case.stages_per_rank)
+    encoded = rng.permutation(count)[: -(-2 * count // 3)].tolist()
+    while True:
+        actions = [plain.of_rank(rank) for rank in range(case.pp)]
+        for number in encoded:
+            own = actions[rng.choice(case.encode_on)]
+            own.insert(rng.integers(len(own)), Action(Kind.ENCODE, 0, number))
+        made = Schedule.of("encoding", plain.num_stages, count, actions)
+        try:
+            make_routes(made, (True,) * (plain.num_stages - 1) + (False,), 0)
+        except Deadlock:
+            continue
+        return made
 
 
 def _weights(model):

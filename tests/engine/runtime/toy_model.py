@@ -138,12 +138,14 @@ def freeze(model: LayeredModel, part: str) -> None:
         layer.requires_grad_(False)
 
 
-def run_alone(model: LayeredModel, batches: list[ToyBatch], normalizer: int) -> float:
-    """Forward and backward passes of a step in one process; -> the loss."""
+def run_alone(model: LayeredModel, batches: list[ToyBatch], normalizer: int, before=None) -> float:
+    """Forward and backward passes of a step in one process; -> the loss. `before(layer, micro-batch)`: of each pass."""
     total = 0.0
-    for batch in batches:
+    for number, batch in enumerate(batches):
         carry = {}
-        for layer in model.layers:
+        for place, layer in enumerate(model.layers):
+            if before is not None:
+                before(place, number)
             carry = layer(carry, batch)
         loss = carry["loss"] / normalizer
         loss.backward()
