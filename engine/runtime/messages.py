@@ -4,6 +4,10 @@ What goes from one rank to another is a list that follows from the schedule alon
 who waits for them. Receives are posted in that order, so nothing needs a tag, which NCCL would ignore. Each direction
 of each pair of ranks has a communicator of its own: then sends in opposite directions cannot wait for each other, and
 no order of operations can deadlock that the simulator runs to its end. A send never stops the sender.
+
+What was sent must stay in memory until it has arrived, which gloo does not tell before one waits for it. But an answer
+tells: who makes a result has taken up all that its operations until then waited for. So a rank holds no more than its
+schedule has under way; only what goes where nothing comes back from, frozen stages' outputs, stays until the step ends.
 """
 
 from __future__ import annotations
@@ -23,6 +27,16 @@ from engine.runtime.groups import Groups, Pair
 from engine.runtime.routes import Message, messages_of
 
 __all__ = ["Mailbox", "Message", "PeerLost", "messages_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A tensor on its way."""
+
+    message: Message
+    receiver: int
+    tensor: Tensor
+    work: dist.Work
 
 
 @dataclass(slots=True)
@@ -46,7 +60,7 @@ class Mailbox:
         """`specs` says what a message holds; only tensors that are not empty travel."""
         self._groups, self._specs, self._device = groups, specs, device
         self._inboxes = {pair[0]: _Inbox(deque(own)) for pair, own in messages.items() if pair[1] == groups.rank}
-        self._sent: list[tuple[dist.Work, Tensor, int]] = []
+        self._sent: list[_Sent] = []
         for sender in self._inboxes:
             self._post(sender)
 
@@ -56,7 +70,8 @@ class Mailbox:
         for name, spec in sorted(self._specs(message).items()):
             if not spec.is_empty:
                 tensor = carry[name].detach().to(spec.dtype).contiguous()
-                self._sent.append((self._begin(dist.isend, tensor, receiver, group), tensor, receiver))
+                work = self._begin(dist.isend, tensor, receiver, group)
+                self._sent.append(_Sent(message, receiver, tensor, work))
 
     def receive(self, message: Message, sender: int) -> Carry:
         """A message's tensors, when they are there."""
@@ -66,14 +81,28 @@ class Mailbox:
         carry, works = inbox.arrived.pop(message)
         for work in works:
             self._wait(work, sender)
+        self._let_go(lambda sent: sent.receiver == sender and sent.message.target <= message.source)
         self._post(sender)  # the next one may come while this one is worked on
         return carry
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""
-        for work, _, receiver in self._sent:
-            self._wait(work, receiver)
-        self._sent.clear()
+        self._let_go(lambda _: True)
+
+    @property
+    def num_under_way(self) -> int:
+        """Tensors that were sent and may not have arrived."""
+        return len(self._sent)
+
+    def _let_go(self, has_arrived: Callable[[_Sent], bool]) -> None:
+        """Keep what was sent no longer where it has arrived."""
+        kept = []
+        for sent in self._sent:
+            if has_arrived(sent):
+                self._wait(sent.work, sent.receiver)
+            else:
+                kept.append(sent)
+        self._sent = kept
 
     def _post(self, sender: int) -> None:
         """Begin to receive the next message of a rank."""

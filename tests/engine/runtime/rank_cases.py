@@ -9,11 +9,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from toy_model import freeze, make_batch, make_model, run_alone
 
+from engine.costs import Costs
+from engine.orders import order_problem
+from engine.precompute import encode_ahead, frozen_encoder, where_to_encode
 from engine.runtime.draws import Draws
 from engine.runtime.pipeline import Pipeline, PipelineOptions
 from engine.runtime.routes import make_routes
 from engine.schedule import Action, Kind, Schedule, make_schedule
 from engine.simulate import Deadlock
+from engine.stages import stage_costs
 
 SEED = 5
 TOLERANCE = 1e-6
@@ -43,6 +47,8 @@ class Case:
     reorder: bool = False
     encode_on: tuple[int, ...] = ()
     """Ranks that encode some micro-batches ahead."""
+    planned: bool = False
+    """Whether the planner says which are encoded ahead and in which order micro-batches enter; otherwise, by chance."""
 
 
 def run_cases(folder: str, world_size: int, cases: list[Case]) -> None:
@@ -93,7 +99,8 @@ def run_case(case: Case) -> None:
         expected = run_alone(alone, batches, normalizer, _drawing(step, count) if case.dropout else None)
         own = batches[replica * count : (replica + 1) * count]
         order = rng.permutation(count) if case.reorder else None
-        result = pipeline.step(own, normalizer, _schedule(case, count, rng), order)
+        schedule = _planned(case, borders, order, rng) if case.planned else _schedule(case, count, rng)
+        result = pipeline.step(own, normalizer, schedule, order)
         loss = torch.tensor(result.loss)
         if case.dp > 1:
             dist.all_reduce(loss)
@@ -141,6 +148,30 @@ def _schedule(case, count, rng):
         except Deadlock:
             continue
         return made
+
+
+def _planned(case, borders, order, rng):
+    """The case's schedule with encodings where the planner puts them, for layers that take any time."""
+    layers, frozen, shape = borders[-1], 4, (borders[-1], len(order))
+    times = [rng.integers(1, 50, shape) for _ in range(5)]
+    nothing = np.zeros(shape, np.int64)
+    costs = Costs(
+        names=("layer",) * layers,
+        kinds=("layer",) * layers,
+        **dict(zip(("forward_ns", "input_grad_ns", "weight_grad_ns", "recompute_ns", "send_ns"), times, strict=True)),
+        **{f"{name}_bytes": nothing for name in ("saved", "kept", "working", "sent")},
+        state_bytes=nothing[:, 0],
+        param_counts=nothing[:, 0],
+        sends_grad=np.arange(layers) >= frozen,
+    )
+    costs.send_ns[-1] = 0
+    stages = stage_costs(costs, np.array(borders), np.zeros(layers, bool))
+    plain = make_schedule(case.schedule, case.pp, len(order), case.stages_per_rank)
+    encoder = frozen_encoder(costs, np.array(borders))
+    ahead = where_to_encode(encoder, plain, stages, where="any")
+    schedule = encode_ahead(order_problem(plain, stages, None, ahead), encoder, order).schedule
+    assert (schedule.kinds == Kind.ENCODE).any() or len(order) == 1
+    return schedule
 
 
 def _weights(model):

@@ -1,0 +1,70 @@
+"""Schedules that a pipeline cannot run are refused before anything is sent."""
+
+import numpy as np
+import pytest
+
+from balance.errors import ConfigError
+from engine.runtime.routes import make_routes, reordered
+from engine.schedule import SCHEDULES, Action, Kind, Schedule, make_schedule, one_f_one_b
+from engine.simulate import Deadlock
+
+GRADS = (True, False)
+
+
+def changed(change):
+    """1F1B of two stages and three micro-batches, after `change(actions of each rank)`."""
+    plain = one_f_one_b(2, 3)
+    actions = [plain.of_rank(rank) for rank in range(2)]
+    change(actions)
+    return Schedule.of("changed", 2, 3, actions)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda actions: actions[0].pop(), "does not pass micro-batch 2 once forward and once back through stage 0"),
+        (lambda actions: actions[1].append(actions[1][-1]), "micro-batch 2 once forward and once back through stage 1"),
+        (lambda actions: actions.reverse(), "forward of micro-batch 0 in stage 1 on rank 0"),
+        (
+            lambda actions: actions[0].append(Action(Kind.INPUT_GRAD, 0, 1)),
+            "does not pass micro-batch 1 once forward and once back through stage 0",
+        ),
+    ],
+)
+def test_a_schedule_that_lacks_or_misplaces_a_pass_is_refused(change, text):
+    with pytest.raises(ConfigError, match=text):
+        make_routes(changed(change), GRADS, 0)
+
+
+def test_a_schedule_whose_passes_wait_for_each_other_is_refused():
+    with pytest.raises(Deadlock, match="rank 0 waits to begin backward of micro-batch 0 in stage 0"):
+        make_routes(changed(lambda actions: actions[0].insert(0, actions[0].pop(2))), GRADS, 0)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("seed", range(5))
+def test_what_one_rank_sends_is_what_another_receives(name, seed):
+    rng = np.random.default_rng(seed)
+    chunks = 2 if name == "interleaved" else 1
+    count = int(rng.integers(1, 8))
+    schedule = reordered(make_schedule(name, 4, count, chunks), rng.permutation(count))
+    grads = (*rng.choice([True, False], schedule.num_stages - 1).tolist(), False)
+    routes = [make_routes(schedule, grads, rank) for rank in range(4)]
+    sent = {
+        (message, rank, other) for rank in range(4) for own in routes[rank].outgoing.values() for message, other in own
+    }
+    came = {
+        (message, other, rank) for rank in range(4) for own in routes[rank].incoming.values() for message, other in own
+    }
+    assert sent == came
+    between = routes[0].messages
+    assert {(m, *pair) for pair, messages in between.items() for m in messages} == {s for s in sent if s[1] != s[2]}
+    # in the order in which they are made
+    assert all(messages == sorted(messages) for messages in between.values())
+    assert len(sent) == count * (schedule.num_stages - 1 + sum(grads))
+
+
+@pytest.mark.parametrize("order", [[0, 1], [0, 0, 1], [1, 2, 3]])
+def test_an_order_that_is_none_is_refused(order):
+    with pytest.raises(ConfigError, match="must name each of 3 micro-batches"):
+        reordered(one_f_one_b(2, 3), np.array(order))

@@ -1,0 +1,236 @@
+"""The pipeline example, really launched: the losses of one process, by a plan, on any ranks, killed and continued."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path[:0] = [str(EXAMPLES), str(Path(__file__).parents[1] / "loaders")]
+
+from shard_fixture import group_samples, make_samples, write_build  # noqa: E402
+from tiny_vlm import token_losses  # noqa: E402
+from tiny_vlm_layers import layer_names, make_layers, num_patches  # noqa: E402
+from train_pipeline import main  # noqa: E402
+from train_tiny import accumulate, endless, make_model, train  # noqa: E402
+
+from engine.layer_list import layers_of  # noqa: E402
+from engine.parallel import Parallelism  # noqa: E402
+from engine.runtime.saving import PROGRESS_NAME, newest_state  # noqa: E402
+from loaders import StreamingLoader  # noqa: E402
+
+NUM_SAMPLES, STEPS, MICRO_BATCHES, SAVE_EVERY = 160, 16, 4, 2
+TOLERANCE = 1e-5
+"""Of losses, relative: replicas add gradients up in another order, and Adam's first steps magnify the roundings."""
+DEADLINE_S = 60
+SCRIPT = EXAMPLES / "train_pipeline.py"
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    groups = group_samples(make_samples(NUM_SAMPLES))
+    return write_build(tmp_path_factory.mktemp("packed") / "build", groups)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    """For two ranks, made by the command that people use."""
+    out = tmp_path_factory.mktemp("plan")
+    options = {"model": "tiny", "images": 4, "seq-len": 160, "pp": 2, "micro-batches": MICRO_BATCHES, "out": out}
+    named = [f"--{name}={value}" for name, value in options.items()]
+    subprocess.run([sys.executable, "-m", "engine", "plan", *named], check=True, capture_output=True, timeout=120)
+    return out / "plan.json"
+
+
+@pytest.fixture(scope="module")
+def expected(build):
+    """The losses of train_tiny.py in one process, on the same steps."""
+    loader = load(build, micro_batches_per_step=MICRO_BATCHES)
+    torch.manual_seed(0)
+    return train(make_model(loader), loader, STEPS)
+
+
+def load(build, rank=0, world=1, **options):
+    return StreamingLoader(build, dp_rank=rank, dp_world_size=world, **options)
+
+
+def train_alone(build, *parts):
+    """Losses in one process, all replicas' micro-batches in one; `parts` are (replicas, steps)."""
+    torch.manual_seed(0)
+    model, state, found = make_model(load(build)), None, []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for dp, steps in parts:
+        loaders = [load(build, rank, dp, micro_batches_per_step=MICRO_BATCHES // dp) for rank in range(dp)]
+        for loader in loaders:
+            if state is not None:
+                loader.load_state_dict(state)
+        for _, replicas in zip(range(steps), zip(*map(endless, loaders), strict=False), strict=False):
+            optimizer.zero_grad()
+            found.append(sum(accumulate(model, batches) for batches in replicas))
+            optimizer.step()
+        state = loaders[0].state_dict()
+    return found
+
+
+def command(processes, build, *arguments, **options):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    given = {"steps": STEPS, "clip": "inf", "device": "cpu", **options}
+    named = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    return [sys.executable, *launcher, str(SCRIPT), str(build), *named, *arguments]
+
+
+def run(*arguments, **options):
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command(*arguments, **options), check=False, capture_output=True, text=True, timeout=120, env=environment
+    )
+
+
+def losses(path):
+    """Of each step; what was run again counts the last time."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {line["step"]: line["loss"] for line in lines}
+
+
+def assert_same(found, expected):
+    assert sorted(found) == list(range(len(expected)))
+    for step, loss in enumerate(expected):
+        assert found[step] == pytest.approx(loss, rel=TOLERANCE), f"step {step}"
+
+
+def test_layers_are_the_model_and_specs_are_what_crosses_each_cut(build):
+    loader, bare = load(build), load(build, decode_images=False)
+    model = make_model(loader)
+    layered = make_layers(model)
+    assert {id(w) for layer in layered.layers for w in layer.parameters()} == {id(w) for w in model.parameters()}
+    kinds = [layer.kind for layer in layers_of(loader.model, Parallelism())]
+    assert [name.split()[0] for name in layer_names(layered)] == kinds
+    patches = set()
+    for (batch,), (undecoded,) in zip(loader, bare, strict=True):
+        carry = {}
+        for cut, layer in enumerate(layered.layers, start=1):
+            carry = layer(carry, batch)
+            if cut < len(layered.layers):
+                specs = layered.specs(cut, undecoded)
+                assert {name: tensor.shape for name, tensor in carry.items()} == {n: s.shape for n, s in specs.items()}
+        torch.testing.assert_close(carry["loss"], token_losses(model(batch), batch).sum(), rtol=1e-6, atol=1e-5)
+        patches.add(num_patches(undecoded))
+        assert not undecoded.pixel_values.numel()
+    assert 0 in patches
+    assert len(patches) > 2
+
+
+@pytest.mark.slow
+def test_a_plan_on_two_ranks_gives_the_losses_of_one_process(build, plan, expected, tmp_path):
+    result = run(2, build, plan=plan, figures=tmp_path / "figures.jsonl", trace=tmp_path / "trace.json")
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert_same(losses(tmp_path / "figures.jsonl"), expected)
+    assert sum(expected[-4:]) < 0.9 * sum(expected[:4])
+    for line in (tmp_path / "figures.jsonl").read_text().splitlines():
+        found = json.loads(line)
+        assert 0 < found["waiting"] < 1
+        assert found["seconds"] > 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    passes = [event for event in events if event.get("cat") == "compute"]
+    # a forward and a backward pass per micro-batch and rank
+    assert {rank: sum(event["pid"] == rank for event in passes) for rank in (0, 1)} == {0: 8, 1: 8}
+    assert all(event["dur"] > 0 for event in passes)
+
+
+@pytest.mark.slow
+def test_four_ranks_as_two_pipelines_give_the_losses_of_one_process(build, tmp_path):
+    options = {"plan": "auto", "dp": 2, "schedule": "zero_bubble", "micro_batches_per_step": MICRO_BATCHES // 2}
+    result = run(4, build, figures=tmp_path / "figures.jsonl", **options)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert_same(losses(tmp_path / "figures.jsonl"), train_alone(build, (2, STEPS)))
+    assert "2 x 2 ranks" in result.stdout
+
+
+@pytest.fixture(scope="module")
+def killed(build, plan, tmp_path_factory):
+    """The folder that two ranks left when they were killed between two saves."""
+    root = tmp_path_factory.mktemp("killed")
+    saving = {"state": root / "state", "save_every": SAVE_EVERY, "figures": root / "figures.jsonl"}
+    launch = command(2, build, plan=plan, **saving | {"steps": 100_000})
+    kill_after(launch, root / "figures.jsonl", 2 * SAVE_EVERY + 1)
+    return root
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pp", "dp"), [(3, 1), (1, 2)])
+def test_a_killed_run_goes_on_exactly_with_other_stages_and_replicas(build, killed, tmp_path, pp, dp):
+    root = tmp_path / "killed"
+    shutil.copytree(killed, root)
+    saved = json.loads((newest_state(root / "state") / PROGRESS_NAME).read_text())["step"]
+    assert SAVE_EVERY <= saved < STEPS - 2
+    options = {"state": root / "state", "figures": root / "figures.jsonl", "save_every": SAVE_EVERY}
+    result = run(pp * dp, build, plan="auto", dp=dp, micro_batches_per_step=MICRO_BATCHES // dp, **options)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert f"goes on behind step {saved - 1}" in result.stdout
+    assert_same(losses(root / "figures.jsonl"), train_alone(build, (1, saved), (dp, STEPS - saved)))
+
+
+def kill_after(launch, figures, steps):
+    """Start a run; kill all of its processes when so many steps were trained."""
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(launch, stdout=subprocess.DEVNULL, env=environment) as launcher:
+        deadline = time.monotonic() + DEADLINE_S
+        try:
+            while len(losses(figures)) < steps:
+                assert launcher.poll() is None, "the run ended by itself"
+                assert time.monotonic() < deadline, "no step was trained in time"
+                time.sleep(0.005)
+        finally:
+            children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+            for process in [*map(int, children), launcher.pid]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+    assert len(children) == 2
+
+
+@pytest.fixture
+def alone():
+    """As without torchrun: the example begins and ends torch.distributed itself."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def test_one_process_without_torchrun_gives_the_same_losses(build, expected, tmp_path, alone):
+    options = ["--plan=auto", "--steps=4", "--clip=inf", f"--figures={tmp_path / 'figures.jsonl'}", "--device=cpu"]
+    assert main([str(build), *options]) == 0
+    assert_same(losses(tmp_path / "figures.jsonl"), expected[:4])
+
+
+def test_gradients_are_clipped(build, expected, tmp_path, alone):
+    options = ["--plan=auto", "--steps=3", "--clip=1e-6", f"--figures={tmp_path / 'figures.jsonl'}", "--device=cpu"]
+    assert main([str(build), *options]) == 0
+    found = losses(tmp_path / "figures.jsonl")
+    assert found[0] == pytest.approx(expected[0], rel=TOLERANCE)
+    assert abs(found[2] - expected[2]) > 1e-3 * expected[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"plan": "plan"}, "the plan is for pipelines of 2 ranks"),
+        ({"plan": "auto", "dp": 3}, "--dp is 3; 1 processes"),
+        ({"plan": "none.json"}, "none.json: No such file"),
+    ],
+)
+def test_what_does_not_fit_together_is_told_in_one_line(build, plan, options, message, capsys, alone):
+    named = [f"--{name}={plan if value == 'plan' else value}" for name, value in options.items()]
+    assert main([str(build), *named, "--device=cpu"]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
