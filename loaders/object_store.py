@@ -37,6 +37,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _RETRIES = 3
 """Of obstore's own, which goes on in the middle of a body; few, because it does not say why until it gives up."""
 _CLOSING_S = 5.0
+_LETTING_GO_S = 0.05
 Result = TypeVar("Result")
 
 _used_by: set[int] = set()
@@ -250,6 +251,8 @@ async def _end(loop: asyncio.AbstractEventLoop) -> None:
     tasks = _cancel_all(loop)
     if tasks:
         await asyncio.wait(tasks, timeout=_CLOSING_S / 2)
+        # obstore's threads hear of it a moment later, and one that still wants the interpreter at its end panics
+        await asyncio.sleep(_LETTING_GO_S)
     loop.stop()
 
 
