@@ -1,4 +1,4 @@
-"""Model and dataset presets: the TOML files of `configs/` as frozen dataclasses (clusters: `engine.clusters`).
+"""Presets of models and datasets, and configs of commands: TOML files as frozen dataclasses (clusters: `engine.clusters`).
 
 The one module of `balance` that reads files. An unknown key is an error that lists the known ones, so that a typing
 mistake never silently becomes a default.
@@ -255,6 +255,21 @@ def build_config(kind: type[Config], values: dict[str, Any], *, where: str) -> C
         return kind(**frozen)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
+
+
+def load_config(kind: type[Config], file: Path | None, options: dict[str, Any], *, command: str) -> Config:
+    """A command's config: `options` that are not None over the keys of the TOML `file`."""
+    values: dict[str, Any] = {}
+    if file is not None:
+        try:
+            values = tomllib.loads(file.read_text("utf-8"))
+        except OSError as error:
+            raise ConfigError(f"--config {file}: {error.strerror}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--config {file}: not valid TOML: {error}") from None
+    values |= {name: value for name, value in options.items() if value is not None}
+    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    return build_config(kind, values, where=str(file) if set(values) - known else command)
 
 
 def _fits(value: Any, hint: Any) -> bool:

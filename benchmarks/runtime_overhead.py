@@ -166,21 +166,7 @@ def stage_times(num_stages: int, count: int, mean_ns: int) -> StageCosts:
     rng = np.random.default_rng(0)
     shares = rng.uniform(0.6, 1.4, (1, count)) * rng.uniform(0.8, 1.2, (num_stages, 1))
     times = (mean_ns * shares).astype(np.int64)
-    nothing = np.zeros_like(times)
-    return StageCosts(
-        forward_ns=times,
-        input_grad_ns=times,
-        weight_grad_ns=times,
-        send_ns=nothing,
-        send_back_ns=nothing,
-        live_bytes=nothing,
-        forward_peak_bytes=nothing,
-        backward_peak_bytes=nothing,
-        held_bytes=nothing,
-        apart_peak_bytes=nothing,
-        state_bytes=nothing[:, 0],
-        sends_grad=np.arange(num_stages) < num_stages - 1,
-    )
+    return StageCosts.of_times(times, times, times, np.arange(num_stages) < num_stages - 1)
 
 
 if __name__ == "__main__":

@@ -93,22 +93,8 @@ def _least(sends: IntArray) -> IntArray:
 @lru_cache(maxsize=64)
 def operations(schedule: Schedule) -> Operations:
     """A schedule's actions in the order in which they begin if all take the same time."""
-    shape = schedule.num_stages, schedule.num_micro_batches
-    ones, nothing = np.ones(shape, np.int64), np.zeros(shape, np.int64)
-    stages = StageCosts(
-        forward_ns=ones,
-        input_grad_ns=ones,
-        weight_grad_ns=ones,
-        send_ns=nothing,
-        send_back_ns=nothing,
-        live_bytes=nothing,
-        forward_peak_bytes=nothing,
-        backward_peak_bytes=nothing,
-        held_bytes=nothing,
-        apart_peak_bytes=nothing,
-        state_bytes=nothing[:, 0],
-        sends_grad=np.arange(shape[0]) < shape[0] - 1,
-    )
+    ones = np.ones((schedule.num_stages, schedule.num_micro_batches), np.int64)
+    stages = StageCosts.of_times(ones, ones, ones, np.arange(len(ones)) < len(ones) - 1)
     order = np.argsort(simulate(make_program(schedule, stages)).start_ns, kind="stable")
     return Operations(schedule.kinds[order], schedule.stages[order], schedule.micro_batches[order])
 

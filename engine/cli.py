@@ -19,7 +19,7 @@ from rich.markup import escape
 
 from balance.baselines import BATCH_SIZE
 from balance.errors import ConfigError, IsobatchError
-from balance.presets import AnyresRule, NativeRule, load_model
+from balance.presets import AnyresRule, NativeRule, load_config, load_model
 from engine.clusters import load_cluster
 from engine.data import read_build
 from engine.explain import print_answer, print_plan, run_to_json, shown_step
@@ -51,7 +51,7 @@ from engine.options import (
     TpOption,
 )
 from engine.plan import Plan, read_plan, write_plan
-from engine.plan_config import PlanConfig, gib_bytes, load_plan_config
+from engine.plan_config import PlanConfig, gib_bytes
 from engine.planner import Question, Run, make_plan, predict, run, tensor_parallel_ns
 from engine.trace import write_trace
 
@@ -105,7 +105,7 @@ def plan(
     known = {f.name for f in fields(PlanConfig)}
     options = {name: value for name, value in context.params.items() if name in known}
     options["frozen"] = tuple(frozen) if frozen else None
-    chosen = load_plan_config(config, options)
+    chosen = load_config(PlanConfig, config, options, command="engine plan")
     question, random = _question(chosen)
     answer = make_plan(question, search=chosen.search, random=random)
     taken_s = time.perf_counter() - begun

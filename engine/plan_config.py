@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import tomllib
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from balance.errors import ConfigError
-from balance.presets import build_config
 from engine.parallel import Parallelism, Training
 from engine.schedule import SCHEDULES
 
@@ -122,18 +119,3 @@ def gib_bytes(memory_gib: float) -> int:
     if not 0 < memory_gib <= MOST_GIB:
         raise ConfigError(f"memory_gib is {memory_gib}; give more than 0 and at most {MOST_GIB:,}")
     return int(memory_gib * GIB)
-
-
-def load_plan_config(file: Path | None, options: dict[str, Any]) -> PlanConfig:
-    """The config of a plan: `options` that are not None over the keys of the TOML `file`."""
-    values: dict[str, Any] = {}
-    if file is not None:
-        try:
-            values = tomllib.loads(file.read_text("utf-8"))
-        except OSError as error:
-            raise ConfigError(f"--config {file}: {error.strerror}") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--config {file}: not valid TOML: {error}") from None
-    values |= {name: value for name, value in options.items() if value is not None}
-    known = {f.name for f in fields(PlanConfig)}
-    return build_config(PlanConfig, values, where=str(file) if set(values) - known else "engine plan")

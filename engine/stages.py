@@ -43,6 +43,27 @@ class StageCosts:
     sends_grad: NDArray[np.bool_]
     """(stages,): whether a gradient comes back to the stage from the next one; False for the last."""
 
+    @classmethod
+    def of_times(
+        cls, forward_ns: IntArray, input_grad_ns: IntArray, weight_grad_ns: IntArray, sends_grad: NDArray[np.bool_]
+    ) -> StageCosts:
+        """Stages that compute so long, hold nothing and send in no time."""
+        nothing = np.zeros_like(forward_ns)
+        return cls(
+            forward_ns=forward_ns,
+            input_grad_ns=input_grad_ns,
+            weight_grad_ns=weight_grad_ns,
+            send_ns=nothing,
+            send_back_ns=nothing,
+            live_bytes=nothing,
+            forward_peak_bytes=nothing,
+            backward_peak_bytes=nothing,
+            held_bytes=nothing,
+            apart_peak_bytes=nothing,
+            state_bytes=nothing[:, 0],
+            sends_grad=sends_grad,
+        )
+
     @property
     def num_stages(self) -> int:
         """Rows."""

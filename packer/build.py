@@ -6,7 +6,6 @@ shards) is found again and not done twice; the result is the same, byte for byte
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -113,7 +112,7 @@ class Builder:
             if self.publisher:
                 self.publisher.upload_tables()
             else:
-                shutil.rmtree(self.staging.folder)
+                self.staging.remove()
             return counts.table, counts.rejected
 
     def _clear(self) -> None:
@@ -133,6 +132,8 @@ class Builder:
             summary = self._summary(manifest, read_table(folder / REJECTED_NAME), already_complete=True)
         if self.publisher:
             self.publisher.forget()
+        else:
+            self.staging.remove()  # the run that wrote the manifest may have been killed before it did
         return summary
 
     def _find(self) -> Dataset:
@@ -287,7 +288,7 @@ class Builder:
             if self.publisher:
                 self.publisher.publish()
             else:
-                shutil.rmtree(self.staging.folder)
+                self.staging.remove()
             stage.count(num_shards)
         return self._summary(manifest, rejected, already_complete=False)
 

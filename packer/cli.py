@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from balance.errors import ConfigError, IsobatchError
-from balance.presets import load_model
+from balance.presets import load_config, load_model
 from packer.build import Builder
-from packer.config import MOST_TOKENS, BuildConfig, load_config
+from packer.config import MOST_TOKENS, BuildConfig
 from packer.executor import default_workers
 from packer.group import GroupOptions
 from packer.inspect_command import inspect_command
@@ -113,7 +113,8 @@ def build(
     builder = _builder(context)
     summary = builder.build(overwrite=overwrite)
     report = make_report(summary.out)
-    if not summary.already_complete and not is_uri(summary.out):  # one at a URI has its report from the build
+    # one at a URI has its page from the build; one killed behind its manifest has none yet
+    if not is_uri(summary.out) and not (summary.already_complete and Path(summary.out, REPORT_NAME).exists()):
         save_html(report, summary.out)
     if as_json:
         print(json.dumps({**asdict(summary), "report": report.to_json()}))
@@ -242,7 +243,7 @@ def _builder(context: typer.Context) -> Builder:
     file = given.pop("config", None)
     known = {field.name for field in fields(BuildConfig)}
     options = {name: str(value) if isinstance(value, Path) else value for name, value in given.items() if name in known}
-    config = load_config(file, options)
+    config = load_config(BuildConfig, file, options, command="packer build")
     model = load_model(config.model) if config.model else None
     if model and config.max_seq_len and config.max_seq_len > model.context_len:
         people.print(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
 
 from balance.budget import MemoryBudget
 from balance.errors import ConfigError
-from balance.presets import build_config, load_model
+from balance.presets import load_model
 from packer.executor import default_workers
 from packer.group import GroupOptions
 from packer.sources.dataset import DEMO
@@ -118,18 +115,3 @@ class BuildConfig:
             grouping=self.grouping,
             isf_iterations=self.isf_iterations,
         )
-
-
-def load_config(file: Path | None, options: dict[str, Any]) -> BuildConfig:
-    """The config of a build: `options` that are not None over the keys of the TOML `file`."""
-    values: dict[str, Any] = {}
-    if file is not None:
-        try:
-            values = tomllib.loads(file.read_text("utf-8"))
-        except OSError as error:
-            raise ConfigError(f"--config {file}: {error.strerror}") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--config {file}: not valid TOML: {error}") from None
-    values |= {name: value for name, value in options.items() if value is not None}
-    known = {f.name for f in fields(BuildConfig)}
-    return build_config(BuildConfig, values, where=str(file) if set(values) - known else "packer build")

@@ -33,8 +33,10 @@ EXPLAINED = (
 
 
 def write_html(report: Report, path: Path) -> None:
-    """Write the page of `report` to `path`."""
-    path.write_text(render_html(report), "utf-8")
+    """Write the page of `report` to `path`, whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(render_html(report), "utf-8")
+    temporary.replace(path)
 
 
 def render_html(report: Report) -> str:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import starmap
 from pathlib import Path
@@ -84,6 +86,11 @@ class Staging:
         """Make the folders."""
         for folder in (self._parts, self.blobs):
             folder.mkdir(parents=True, exist_ok=True)
+
+    def remove(self) -> None:
+        """Remove the folder, if it is there."""
+        with suppress(FileNotFoundError):
+            shutil.rmtree(self.folder)
 
     def part(self, chunk: int) -> Path:
         """File of a chunk's rows."""

@@ -66,20 +66,7 @@ def reordered(schedule: Schedule, order: IntArray) -> Schedule:
 def waits(schedule: Schedule, sends_grad: tuple[bool, ...]) -> Program:
     """The edges of a schedule; its times are not known here."""
     nothing = np.zeros((schedule.num_stages, schedule.num_micro_batches), np.int64)
-    stages = StageCosts(
-        forward_ns=nothing,
-        input_grad_ns=nothing,
-        weight_grad_ns=nothing,
-        send_ns=nothing,
-        send_back_ns=nothing,
-        live_bytes=nothing,
-        forward_peak_bytes=nothing,
-        backward_peak_bytes=nothing,
-        held_bytes=nothing,
-        apart_peak_bytes=nothing,
-        state_bytes=nothing[:, 0],
-        sends_grad=np.array(sends_grad),
-    )
+    stages = StageCosts.of_times(nothing, nothing, nothing, np.array(sends_grad))
     return make_program(schedule, stages, Encodings(forward_ns=nothing[0], send_ns=nothing[0]))
 
 

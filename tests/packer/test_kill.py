@@ -91,3 +91,14 @@ def test_ray_counts_to_the_same_bytes(dataset, undisturbed, tmp_path):
     done = run(dataset, tmp_path / "out", "ray")
     assert digests(tmp_path / "out") == undisturbed[0]
     assert "Traceback" not in done.stderr
+
+
+def test_a_build_killed_behind_its_manifest_is_completed_by_the_next_run(dataset, undisturbed, tmp_path):
+    out = tmp_path / "out"
+    run(dataset, out, "local")
+    (out / "report.html").unlink()
+    (out / "staging").mkdir()
+    (out / "staging" / "samples.arrow").write_bytes(b"left")
+    run(dataset, out, "local")
+    assert digests(out) == undisturbed[0]
+    assert not (out / "staging").exists()
