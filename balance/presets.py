@@ -1,4 +1,4 @@
-"""Presets of models and datasets, and the TOML configs of commands, as frozen dataclasses (`engine.clusters`: clusters).
+"""Presets of models and datasets, and the TOML configs of commands, as frozen dataclasses (clusters: see `engine`).
 
 The one module of `balance` that reads files. An unknown key is an error that lists the known ones, so that a typing
 mistake never silently becomes a default.
