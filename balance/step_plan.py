@@ -51,6 +51,8 @@ class StepWork:
     encoders: Mapping[str, tuple[Groups, ...]] = field(default_factory=dict)
     """By encoder (`vision`, `audio`), of each rank: the batches that it encodes. Each sample that has images (clips) is
     in one of them; others may be left out. An encoder that is not named works where the sample's micro-batch is."""
+    notes: tuple[object, ...] = ()
+    """Of each rank, what its trainer shall know besides; the loader hands it on with the step, unread. Or nothing."""
 
 
 class StepPlanner(Protocol):
@@ -75,6 +77,8 @@ def check_work(work: StepWork, samples: StepSamples) -> None:
         raise ConfigError(f"the step planner names the encoders {sorted(unknown)}; use {', '.join(ENCODERS)}")
     ones = np.ones(len(samples), np.int64)
     _check_once(work.micro_batches, samples, least=ones, what="micro-batches")
+    if work.notes and len(work.notes) != samples.dp:
+        raise ConfigError(f"the step planner gave notes to {len(work.notes)} ranks; there are {samples.dp}")
     for name, ranks in work.encoders.items():
         media = samples.counts.num_vit_tokens if name == "vision" else samples.counts.num_audio_tokens
         _check_once(ranks, samples, least=np.minimum(media, 1), what=f"batches of the {name} encoder")

@@ -15,7 +15,6 @@ import argparse
 import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor, nn
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from ablation.stand_in import stand_ins  # noqa: E402
 from benchmarks.tables import console, new_table  # noqa: E402
 from engine.program import make_program  # noqa: E402
-from engine.runtime.carries import LayeredModel, Spec  # noqa: E402
 from engine.runtime.pipeline import Pipeline, PipelineOptions  # noqa: E402
 from engine.schedule import make_schedule  # noqa: E402
 from engine.simulate import simulate  # noqa: E402
@@ -38,52 +36,7 @@ from engine.stages import StageCosts  # noqa: E402
 
 SCHEDULES = {"1f1b": 1, "gpipe": 1, "zero_bubble": 1, "interleaved": 2}
 """Stages per rank."""
-WIDTH = 1024
-"""float32 values that cross each cut."""
-EARLY_S = 150e-6
-"""Sleep ends so long before the time, and the rest is waited for awake: sleep wakes up late."""
 WARM_UP = 2
-
-
-class Sleep(torch.autograd.Function):
-    """Takes a tensor as it is; its gradient takes time."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, backward_s: float) -> Tensor:
-        ctx.backward_s = backward_s
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        sleep(ctx.backward_s)
-        return gradients[0], None
-
-
-def sleep(seconds: float) -> None:
-    """Sleep to the microsecond."""
-    until = time.perf_counter() + seconds
-    if seconds > EARLY_S:
-        time.sleep(seconds - EARLY_S)
-    while time.perf_counter() < until:
-        pass
-
-
-class SleepingLayer(nn.Module):
-    """A stage's time; a micro-batch is its number."""
-
-    def __init__(self, stage: int, forward_s: list[float], input_s: list[float], weight_s: list[float]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-        self._stage, self._times = stage, (forward_s, input_s, weight_s)
-
-    def forward(self, carry: dict[str, Tensor], number: int) -> dict[str, Tensor]:
-        forward_s, input_s, weight_s = (times[number] for times in self._times)
-        sleep(forward_s)
-        values = carry["values"] if self._stage else torch.zeros(WIDTH)
-        # the first stage has no input to give a gradient to, yet takes the time for it
-        weight = Sleep.apply(self.weight, weight_s + (0 if self._stage else input_s))
-        values = (Sleep.apply(values, input_s) if self._stage else values) + weight
-        return {"values": values, "loss": values[0]}
 
 
 def main() -> int:
@@ -131,11 +84,7 @@ def one_schedule(name: str, ranks: int, options: argparse.Namespace) -> list[str
     costs = stage_times(ranks * chunks, count, int(1e6 * options.pass_ms / chunks))
     schedule = make_schedule(name, ranks, count, chunks)
     predicted = simulate(make_program(schedule, costs))
-    kinds = (costs.forward_ns, costs.input_grad_ns, costs.weight_grad_ns)
-    layers = [
-        SleepingLayer(stage, *((kind[stage] / 1e9).tolist() for kind in kinds)) for stage in range(ranks * chunks)
-    ]
-    model = LayeredModel(layers=layers, specs=lambda cut, number: {"values": Spec(shape=(WIDTH,), dtype=torch.float32)})
+    model = stand_ins(costs)
     pipeline = Pipeline(
         model,
         np.arange(ranks * chunks + 1),

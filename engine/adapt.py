@@ -4,7 +4,7 @@
 (1) run with everything recomputed; (2) run with some layers not recomputed, one kind of layer after the other; (3) find
 by least squares what a layer of each kind holds per micro-batch under way, the paper's M_v and M_t, whose names its
 text swaps; (4) run what should be best by that; recompute more in the stages that ran out; and, beyond the paper, less
-where a run shows that more fits. Some 3 runs more than kinds of layers.
+where runs show that more may fit. Some 6 runs more than kinds of layers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from balance.errors import IsobatchError
+from balance.errors import ConfigError, IsobatchError
 from balance.records import IntArray
 from engine.costs import Costs
 from engine.recompute import InfeasiblePlan
@@ -34,8 +34,10 @@ PROBED = 2
 class OutOfMemory(IsobatchError):
     """A run ended because stages ran out of memory."""
 
-    def __init__(self, stages: Sequence[int]) -> None:
-        super().__init__(f"out of memory in stages {list(stages)}")
+    def __init__(self, stages: Sequence[int], passes: Sequence[str] = ()) -> None:
+        """`passes`: which, of which samples, where a step of training says so."""
+        where = f": {'; '.join(passes)}; the gradients of this step are void" if passes else ""
+        super().__init__(f"out of memory in stages {list(stages)}{where}")
         self.stages = tuple(stages)
 
 
@@ -57,6 +59,8 @@ class Trial:
     """(layers,)."""
     left_bytes: IntArray | None
     """(stages,); None if it ran out of memory."""
+    ran_out: tuple[int, ...] = ()
+    """Stages that ran out of memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,14 +81,21 @@ def adapt_recompute(
 ) -> Adapted:
     """The least recomputation that runs and leaves `reserve_bytes` in every stage, found by runs.
 
-    Of `costs` only kinds and times of recomputation count. One stage per rank. InfeasiblePlan if even everything
-    recomputed runs out of memory.
+    Of `costs` only kinds and times of recomputation count. InfeasiblePlan if even everything recomputed runs out of
+    memory; ConfigError for several stages per rank, which share a memory.
     """
+    if schedule.num_stages != schedule.num_ranks:
+        raise ConfigError(
+            f"{schedule.name} runs {schedule.num_stages} stages on {schedule.num_ranks} ranks, but recomputation is "
+            "adapted for one stage per rank; use schedule '1f1b' or 'zero_bubble', or engine.recompute"
+        )
     steps = _Steps(costs, borders, schedule, observe, reserve_bytes)
     steps.recompute_all()
     steps.recompute_less()
     for _ in range(MOST_TESTS):
         choice = steps.estimate()
+        if steps.was_tried(choice):
+            choice = steps.improve()
         if steps.was_tried(choice):
             break
         steps.test(choice)
@@ -150,7 +161,7 @@ class _Steps:
         try:
             left = np.asarray(self.observe(recompute))
         except OutOfMemory as error:
-            self.trials.append(Trial(recompute=recompute, left_bytes=None))
+            self.trials.append(Trial(recompute=recompute, left_bytes=None, ran_out=error.stages))
             return error.stages
         self.trials.append(Trial(recompute=recompute, left_bytes=left))
         return ()
@@ -181,6 +192,8 @@ class _Steps:
 
     def infer(self) -> None:
         """Step 3: what a layer holds, by least squares over all runs and stages."""
+        if not self.is_known.any():
+            return
         ran = [(trial.recompute, trial.left_bytes) for trial in self.trials if trial.left_bytes is not None]
         off = np.stack([self.sizes - self.count(recompute) for recompute, _ in ran])  # (runs, stages, kinds)
         less = np.stack([ran[0][1] - left for _, left in ran])
@@ -195,6 +208,41 @@ class _Steps:
             able = np.where(self.is_known, size, 0)
             off[stage] = _most_saved(able, self.held * self.times[stage], self.each_ns, self.room(stage))
         return self.layers(off)
+
+    def improve(self) -> NDArray[np.bool_]:
+        """Beyond the paper, where an estimate has been tried: in each stage what takes less time than all that fitted.
+
+        Of that, what should hold least, and nothing that ran out of memory with fewer layers held. Stages do not
+        wait for each other: one goes on from what fitted into it in runs in which others ran out.
+        """
+        return self.layers(np.stack([self.next_of(stage) for stage in range(len(self.sizes))]))
+
+    def next_of(self, stage: int) -> IntArray:
+        """How many layers of each kind a stage should not recompute next, (kinds,): the best so far if none is left."""
+        fitted, failed = self.runs_of(stage)
+        best = max(fitted, key=lambda off: float(off @ self.each_ns))
+        able = np.where(self.is_known, self.sizes[stage], 0)
+        options = np.array(list(itertools.product(*(range(size + 1) for size in able))))
+        options = options[options @ self.each_ns > best @ self.each_ns]
+        for off in failed:
+            options = options[(options < off).any(axis=1)]
+        return options[np.argmin(options @ self.held)] if len(options) else best
+
+    def runs_of(self, stage: int) -> tuple[list[IntArray], list[IntArray]]:
+        """Layers of each kind that a stage did not recompute, (kinds,), in runs that it stood, and in others."""
+        fitted, failed = [], []
+        for trial in self.trials:
+            off = (self.sizes - self.count(trial.recompute))[stage]
+            if trial.left_bytes is None:
+                # another stage ran out: what this one had left is not known
+                is_good = stage not in trial.ran_out and not self.reserve_bytes
+            else:
+                is_good = bool(trial.left_bytes[stage] >= self.reserve_bytes)
+            if is_good:
+                fitted.append(off)
+            elif trial.left_bytes is not None or stage in trial.ran_out:
+                failed.append(off)
+        return fitted, failed
 
     def room(self, stage: int) -> float:
         """Bytes that the layers of a stage may hold that are not recomputed.

@@ -1,9 +1,10 @@
 """Who sends which features to whom, for one rank: `Route`, made of what a step planner answered (`StepWork`).
 
-For `engine.runtime.exchange`. A round is what ranks do together: every rank's m-th batch of each encoder, then its m-th
-micro-batch. In each round an encoder's features go from where they were made to where the LLM uses them in one move,
-Pi_M o Pi_E^-1 (OrchMLLM, section 6). Whole examples are permuted over all ranks, tokens only of this rank: .4 ms for 8
-ranks of 60 examples and two encoders, 65 ms for 2,560 ranks. Pure.
+For `engine.runtime.exchange`; `PlannedRoutes` is the note by which a planner's answer gets there. A round is what ranks
+do together: every rank's m-th batch of each encoder, then its m-th micro-batch. In each round an encoder's features go
+from where they were made to where the LLM uses them in one move, Pi_M o Pi_E^-1 (OrchMLLM, section 6). Whole examples
+are permuted over all ranks, tokens only of this rank: .4 ms for 8 ranks of 60 examples and two encoders, 65 ms for
+2,560 ranks. Pure.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from balance.errors import ConfigError
 from balance.rearrange import Exchange, Rearrangement
-from balance.records import Groups, IntArray
+from balance.records import Counts, Groups, IntArray
 from balance.step_plan import StepWork
 
 
@@ -27,6 +28,24 @@ class Route:
     """Its sends and receives, counted in features (LLM tokens)."""
     travels: bool
     """Whether any rank sends anything to another one; if not, no rank needs to call the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlannedRoutes:
+    """The routes of a step for one rank, as a planner's note (`StepWork.notes`): so that no rank need ask another."""
+
+    moves: Mapping[str, tuple[FeatureMove, ...]]
+    """By encoder, what moves in each round; all ranks' notes share it."""
+    num_rounds: int
+    rank: int
+
+    @property
+    def rounds(self) -> tuple[dict[str, Route], ...]:
+        """Of each round, by encoder, this rank's route; worked out here, as a planner need not know its own rank."""
+        return tuple(
+            {name: rank_route(own[number], self.rank) for name, own in self.moves.items()}
+            for number in range(self.num_rounds)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,10 +85,17 @@ def step_routes(work: StepWork, features: Mapping[str, IntArray], rank: int) -> 
     [0, 2]
     """
     moves = feature_moves(work, features)
-    return tuple(
-        {name: rank_route(own[number], rank) for name, own in moves.items()}
-        for number in range(len(work.micro_batches[rank]))
-    )
+    return PlannedRoutes(moves=moves, num_rounds=len(work.micro_batches[rank]), rank=rank).rounds
+
+
+def planned_routes(work: StepWork, counts: Counts) -> tuple[PlannedRoutes, ...]:
+    """Of each rank, the routes of what a step planner was asked (`StepSamples.counts`) and answered.
+
+    Every rank plans the same step from the same counts, so the routes that ranks come to fit together.
+    """
+    moves = feature_moves(work, {"vision": counts.num_image_tokens, "audio": counts.num_audio_tokens})
+    rounds = len(work.micro_batches[0])
+    return tuple(PlannedRoutes(moves=moves, num_rounds=rounds, rank=rank) for rank in range(len(work.micro_batches)))
 
 
 def rank_route(move: FeatureMove, rank: int) -> Route:

@@ -1,7 +1,8 @@
 """OrchMLLM's dispatching behind the loader's hook: `DispatchedSteps` tells each rank what to encode and what to train.
 
 Of every rank's m-th micro-batch all ranks together make one dispatch, so each keeps its number of micro-batches. The
-loader reads every image on the rank that encodes it; only features travel. Pure.
+loader reads every image on the rank that encodes it; only features travel, by routes that come with the step as its
+note. Pure.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 from balance.records import Groups, IntArray
 from balance.step_plan import ENCODERS, StepSamples, StepWork
 from engine.dispatch import DispatchOptions, DispatchPlan, Examples, plan_dispatch
+from engine.dispatch_routes import planned_routes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +26,14 @@ class DispatchedSteps:
     """Encoder tokens per LLM token (`AudioRule.downsample`)."""
 
     def __call__(self, samples: StepSamples) -> StepWork:
-        """The micro-batches of every rank, and what each encoder of every rank works on."""
+        """The micro-batches of every rank, what each encoder of every rank works on, and `PlannedRoutes` as notes."""
         rounds = [self._round(samples, number) for number in range(samples.micro_batches)]
         encoders = [name for name in ENCODERS if name in self.options.algorithms]
-        return StepWork(
+        work = StepWork(
             micro_batches=_of_ranks(rounds, "llm", samples.dp),
             encoders={name: _of_ranks(rounds, name, samples.dp) for name in encoders},
         )
+        return replace(work, notes=planned_routes(work, samples.counts))
 
     def plan(self, samples: StepSamples) -> list[DispatchPlan]:
         """The same as plans, one for every rank's m-th micro-batch; examples are numbered within each."""

@@ -205,7 +205,8 @@ def _actions(schedule: Schedule, sends_grad: tuple[bool, ...]) -> Actions:
     )
 
 
-@numba.njit(cache=True)
+# training goes on while a thread that works ahead tunes a step
+@numba.njit(cache=True, nogil=True)
 def _times(actions, work, sizes, ahead, orders, room):  # type: ignore[no-untyped-def]
     times = np.empty(len(orders), np.int64)
     for number in range(len(orders)):

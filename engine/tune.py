@@ -59,6 +59,9 @@ class TuneOptions:
 
     max_seq_len: int
     """PipeTune's: micro-batch sizes are multiples of it."""
+    largest_len: int | None = None
+    """Tokens of a micro-batch at most, where neither a sample nor the given ones have more: as many as the costs are
+    known for. None for any number."""
     sizes: Sizes = "any"
     search: Search = "swaps"
     encode: Where = "never"
@@ -192,6 +195,9 @@ def _candidates(
         given=_given_length(given, lengths, options.max_seq_len),
         num_stages=len(pipeline.borders) - 1,
     )
+    if options.largest_len is not None:
+        first = max(int(given.sum(lengths).max()), min(max_lens[0], options.largest_len))
+        max_lens = [first, *(length for length in max_lens[1:] if length <= options.largest_len)]
     weights = marginal_costs(pipeline.cost, samples, pipeline.recompute, len(given))
     packings = [Packing(groups=given, max_len=max_lens[0]), *balanced_packings(lengths, weights, max_lens)]
     costs = pipeline.cost(joined_loads([packed_loads(samples, packing.groups) for packing in packings]))

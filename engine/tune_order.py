@@ -88,7 +88,8 @@ def lower_bound(problem: OrderProblem) -> int:
     return max(own)
 
 
-@numba.njit(cache=True)
+# training goes on while a thread that works ahead searches
+@numba.njit(cache=True, nogil=True)
 def _climb(actions, work, sizes, ahead, order, room, bounds):  # type: ignore[no-untyped-def]
     """Improve `order` in place; -> (its step time, orders simulated)."""
     np.random.seed(bounds.seed)

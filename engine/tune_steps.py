@@ -2,13 +2,16 @@
 
 A step's samples are dealt to the data-parallel ranks by cost, each rank's pipeline is tuned by itself, and the step is
 as slow as its slowest pipeline. If dealing anew does not help, each rank tunes what it was given, or keeps it. Every
-rank comes to the same answer by itself, so planning takes as long as tuning all pipelines. Pure.
+rank comes to the same answer by itself, so planning takes as long as tuning all pipelines. What a trainer needs besides
+the micro-batches, their schedule above all, travels with the step as its note: so it belongs to that step however far
+ahead it was planned, and whatever was resumed. Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 
@@ -16,8 +19,26 @@ from balance.post import as_batches, balance_sums
 from balance.records import Counts, Groups
 from balance.step_plan import StepSamples, StepWork
 from engine.loads import Loads
+from engine.schedule import Schedule
 from engine.tune import Pipeline, Tuned, TuneOptions, tune
 from engine.tune_pack import marginal_costs, pack_in_order
+
+FINGERPRINT_BYTES = 6
+"""Few enough that the number is exact in any format that it travels in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepNote:
+    """What the trainer of a rank needs of a tuned step, besides its micro-batches; `loaders.StepBatches.note`."""
+
+    schedule: Schedule | None
+    """Of the rank's micro-batches as they come, encodings included; None for a rank without samples."""
+    step_ns: int
+    """Predicted, of the slowest rank."""
+    untuned_ns: int
+    """The same for the step as it was given."""
+    fingerprint: int
+    """Of all ranks' micro-batches and schedules: ranks that planned one step have the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,6 +57,16 @@ class TunedStep:
         """Of the slowest rank, without the reduction of gradients."""
         return max((one.step_ns for one in self.tuned if one is not None), default=0)
 
+    @property
+    def notes(self) -> tuple[StepNote, ...]:
+        """Of each rank."""
+        schedules = [one.step.schedule if one is not None else None for one in self.tuned]
+        fingerprint = _fingerprint(self.groups, schedules)
+        return tuple(
+            StepNote(schedule=own, step_ns=self.step_ns, untuned_ns=self.untuned_ns, fingerprint=fingerprint)
+            for own in schedules
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunedSteps:
@@ -47,8 +78,9 @@ class TunedSteps:
     """A column per sample: `engine.sample_loads.sample_loads` of a model preset."""
 
     def __call__(self, samples: StepSamples) -> StepWork:
-        """The micro-batches of every rank."""
-        return StepWork(micro_batches=self.plan(samples).groups)
+        """The micro-batches of every rank, with a `StepNote` for each."""
+        plan = self.plan(samples)
+        return StepWork(micro_batches=plan.groups, notes=plan.notes)
 
     def plan(self, samples: StepSamples) -> TunedStep:
         """The same with what it is predicted to take."""
@@ -97,6 +129,17 @@ def _numbered(tuned: list[Tuned | None], given: list[Groups]) -> tuple[Groups, .
         _one_empty() if one is None else Groups(own.samples[one.groups.samples], one.groups.offsets)
         for one, own in zip(tuned, given, strict=True)
     )
+
+
+def _fingerprint(groups: tuple[Groups, ...], schedules: list[Schedule | None]) -> int:
+    digest = blake2b(digest_size=FINGERPRINT_BYTES)
+    for own, schedule in zip(groups, schedules, strict=True):
+        parts = [own.samples, own.offsets]
+        if schedule is not None:
+            parts += [schedule.kinds, schedule.stages, schedule.micro_batches, schedule.rank_offsets]
+        for part in parts:
+            digest.update(len(part).to_bytes(8, "little") + part.astype("<i8").tobytes())
+    return int.from_bytes(digest.digest(), "little")
 
 
 def _nothing() -> Groups:

@@ -2,10 +2,12 @@
 
     torchrun --nproc-per-node 2 examples/train_pipeline.py BUILD_DIR --plan plan/plan.json [--steps 60]
     torchrun --nproc-per-node 4 examples/train_pipeline.py BUILD_DIR --plan auto --dp 2 --state DIR --trace trace.json
+    torchrun --nproc-per-node 2 examples/train_pipeline.py BUILD_DIR --plan plan.json --tune --profile profile.json
 
 All ranks of one pipeline read the same micro-batches, each with a loader of its own: so only activations and gradients
-travel, and images are decoded where the first stage is. `--plan auto` cuts the layers evenly. With `--state`, a run
-goes on behind the last step that it saved, with the same or another plan, number of stages and number of replicas.
+travel, and images are decoded where the first stage is. `--plan auto` cuts the layers evenly. With `--tune`, each step
+is packed anew and gets a schedule of its own (`step_tuning.py`). With `--state`, a run goes on behind the last step
+that it saved, with the same or another plan, number of stages and number of replicas.
 """
 
 from __future__ import annotations
@@ -17,27 +19,28 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from pipeline_layout import Layout, describe, follow, freeze, lay_out, replicas
+from step_figures import Measured, gather, report
+from step_tuning import check_profile, check_same_step, default_encode, make_tuner
 from tiny_vlm_layers import KINDS, layer_names, make_layers
 from train_tiny import endless, make_model
 
-from balance.errors import ConfigError, IsobatchError
-from engine.partition import even_partition
+from balance.errors import ConfigError, DataError, IsobatchError
+from balance.presets import ModelPreset
 from engine.plan import Plan, read_plan
+from engine.profile_costs import read_profile
 from engine.runtime.carries import LayeredModel
-from engine.runtime.faults import LossNotFinite, PeerLost
 from engine.runtime.pipeline import Pipeline, PipelineOptions
 from engine.runtime.saving import Progress, load_state, save_state
 from engine.runtime.steps import StepResult
 from engine.trace import timeline_trace
-from loaders import MicroBatch, StreamingLoader
-
-MIB = 2**20
+from engine.tune_steps import StepNote, TunedSteps
+from loaders import StreamingLoader
+from loaders.assemble import StepBatches
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         train(run, args)
-    except (PeerLost, LossNotFinite) as error:
+    except IsobatchError as error:
         print(error, file=sys.stderr)
         return 1
     dist.destroy_process_group()
@@ -72,6 +75,24 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients; inf: any")
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
+    parser.add_argument(
+        "--freeze",
+        choices=sorted({part for _, part in KINDS.values()}),
+        action="append",
+        default=[],
+        help="part that is not trained, besides those of the plan; may be repeated",
+    )
+    parser.add_argument("--tune", action="store_true", help="pack each step anew, with a schedule of its own")
+    parser.add_argument("--profile", type=Path, help="for --tune: what the layers take, as they were measured")
+    parser.add_argument(
+        "--encode",
+        choices=("never", "own", "any"),
+        help="for --tune: ranks in whose idle time a frozen encoder runs ahead, none, the first stage's, or any, which "
+        "then has a copy of it and decodes images (default: own, if the first stage has all of it)",
+    )
+    parser.add_argument(
+        "--effort", type=int, default=20_000, help="for --tune: how long a search for an order may take"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--state", type=Path, help="folder to go on from, if it has a state, and to save in")
     parser.add_argument("--save-every", type=int, default=10, help="steps between two saves in --state")
@@ -80,19 +101,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--trace", type=Path, help="file for the last step as it was measured, for ui.perfetto.dev")
     return parser.parse_args(argv)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """Which rank runs what, in which order."""
-
-    borders: tuple[int, ...]
-    recompute: tuple[bool, ...]
-    pipelines: tuple[tuple[int, ...], ...]
-    """Ranks of each replica, first stage first."""
-    schedule: str
-    stages_per_rank: int
-    micro_batches: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,57 +120,101 @@ class Run:
 
 def start(args: argparse.Namespace) -> Run:
     """Meet the other ranks, and make this one's part. ConfigError or DataError if that cannot be."""
-    device = join(args.device)
+    if args.tune != bool(args.profile) or (args.encode and not args.tune):
+        raise ConfigError("--tune needs --profile, and these and --encode go together: give both, or none of them")
+    return make_run(args, join(args.device))
+
+
+def make_run(args: argparse.Namespace, device: torch.device) -> Run:
+    """This rank's part, once ranks have met. ConfigError or DataError if build, plan and ranks do not fit together."""
     plan = None if args.plan == "auto" else read_plan(Path(args.plan))
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-    num_replicas = args.dp or (plan.parallel.dp if plan else 1)
-    if num_replicas < 1 or world_size % num_replicas:
-        raise ConfigError(f"--dp is {num_replicas}; {world_size} processes cannot be so many pipelines of equal length")
+    dp = (plan.parallel.dp if plan else 1) if args.dp is None else args.dp
+    places = replicas(dist.get_world_size(), dp, plan)
     micro_batches = args.micro_batches_per_step or (plan.num_micro_batches if plan else 4)
-    places = replicas(world_size, num_replicas, plan)
-    own = next(place for place, ranks in enumerate(places) if rank in ranks)
-    loader = StreamingLoader(
-        args.build,
-        dp_rank=own,
-        dp_world_size=num_replicas,
-        micro_batches_per_step=micro_batches,
-        seed=args.seed,
-        device=device if device.type == "cuda" else None,
-        # only the first stage sees pixels
-        decode_images=places[own][0] == rank,
-    )
+    loader = open_loader(args, places, micro_batches, device)
     torch.manual_seed(args.seed)  # the same weights on all ranks
     model = make_layers(make_model(loader))
     if plan:
-        follow(plan, model, len(places[own]))
+        follow(plan, model, len(places[0]))
+    freeze(model, args.freeze)
     layout = Layout(
-        pipelines=places,
-        micro_batches=micro_batches,
-        **lay_out(plan, len(model.layers), len(places[own]), args),
+        pipelines=places, micro_batches=micro_batches, **lay_out(plan, len(model.layers), len(places[0]), args)
     )
-    options = PipelineOptions(
-        schedule=layout.schedule,
-        stages_per_rank=layout.stages_per_rank,
-        device=device,
-        autocast=torch.bfloat16 if args.bf16 else None,
-    )
-    pipeline = Pipeline(model, layout.borders, layout.recompute, layout.pipelines, options)
+    if args.tune:
+        tuner = tuner_of(args, plan, layout, model, loader.model)
+        loader.close()
+        loader = open_loader(args, places, micro_batches, device, tuner)
+    pipeline = make_pipeline(args, layout, model, device)
     trained = [weight for weight in pipeline.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.lr) if trained else None
     done = load_state(args.state, pipeline.layers, optimizer) if args.state else None
     if done:
         loader.load_state_dict(done.loader)
         pipeline.steps_run = done.step
-    if rank == 0:
-        print(describe(layout, layer_names(model), done))
+    if dist.get_rank() == 0:
+        goes_on = f"; goes on behind step {done.step - 1}" if done else ""
+        tuning = f"; each step tuned by {args.profile}" if args.tune else ""
+        print(f"{describe(layout, layer_names(model))}{tuning}{goes_on}")
     return Run(
         pipeline=pipeline,
         loader=loader,
         optimizer=optimizer,
         device=device,
-        num_ranks=len(places[own]),
+        num_ranks=len(places[0]),
         step=done.step if done else 0,
     )
+
+
+def open_loader(
+    args: argparse.Namespace,
+    places: Sequence[Sequence[int]],
+    micro_batches: int,
+    device: torch.device,
+    planner: TunedSteps | None = None,
+) -> StreamingLoader:
+    """The steps of this rank's replica."""
+    rank = dist.get_rank()
+    own = next(replica for replica, ranks in enumerate(places) if rank in ranks)
+    return StreamingLoader(
+        args.build,
+        dp_rank=own,
+        dp_world_size=len(places),
+        micro_batches_per_step=micro_batches,
+        seed=args.seed,
+        planner=planner,
+        device=device if device.type == "cuda" else None,
+        # only the first stage sees pixels, and who encodes ahead
+        decode_images=places[own][0] == rank or args.encode == "any",
+    )
+
+
+def tuner_of(
+    args: argparse.Namespace, plan: Plan | None, layout: Layout, model: LayeredModel, preset: ModelPreset
+) -> TunedSteps:
+    """What tunes the steps."""
+    profile = read_profile(args.profile)
+    check_profile(profile, layer_names(model))
+    return make_tuner(
+        profile,
+        layout,
+        preset,
+        trained=tuple(any(weight.requires_grad for weight in layer.parameters()) for layer in model.layers),
+        encode=args.encode or default_encode(model.first_trained, layout.borders),
+        memory_bytes=plan.memory_bytes if plan else None,
+        effort=args.effort,
+    )
+
+
+def make_pipeline(args: argparse.Namespace, layout: Layout, model: LayeredModel, device: torch.device) -> Pipeline:
+    """This rank's stages."""
+    options = PipelineOptions(
+        schedule=layout.schedule,
+        stages_per_rank=layout.stages_per_rank,
+        device=device,
+        autocast=torch.bfloat16 if args.bf16 else None,
+        encoder_ranks=range(1, len(layout.pipelines[0])) if args.encode == "any" else (),
+    )
+    return Pipeline(model, layout.borders, layout.recompute, layout.pipelines, options)
 
 
 def join(kind: str) -> torch.device:
@@ -178,74 +230,46 @@ def join(kind: str) -> torch.device:
     return device
 
 
-def replicas(world_size: int, count: int, plan: Plan | None) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each pipeline: one pipeline's beside each other, unless the plan has those of one stage so."""
-    length = world_size // count
-    if plan and plan.parallel.innermost == "replicas":
-        return tuple(tuple(range(first, world_size, count)) for first in range(count))
-    return tuple(tuple(range(first, first + length)) for first in range(0, world_size, length))
-
-
-def follow(plan: Plan, model: LayeredModel, num_ranks: int) -> None:
-    """Freeze what the plan does not train. ConfigError if it is for another model, or for other ranks."""
-    if plan.parallel.tp != 1 or plan.parallel.pp != num_ranks:
-        raise ConfigError(
-            f"the plan is for pipelines of {plan.parallel.pp} ranks, tp {plan.parallel.tp}; here are {num_ranks}: "
-            f"start {plan.parallel.pp} processes per replica, or plan with --pp {num_ranks} --tp 1"
-        )
-    if plan.layer_names != layer_names(model):
-        raise ConfigError(f"the plan has the layers {', '.join(plan.layer_names)}: plan a build made with --model tiny")
-    for layer in model.layers:
-        layer.requires_grad_(plan.training.trains(KINDS[type(layer)][1]))
-
-
-def lay_out(plan: Plan | None, num_layers: int, num_ranks: int, args: argparse.Namespace) -> dict[str, object]:
-    """Partition, recomputed layers and schedule: the plan's, or as many layers in each stage, none recomputed."""
-    stages_per_rank = args.stages_per_rank or (plan.stages_per_rank if plan else 1)
-    even = even_partition(np.ones(num_layers, np.int64), num_ranks * stages_per_rank)
-    return {
-        "borders": plan.borders if plan else tuple(even.tolist()),
-        "recompute": tuple(plan.recompute_mask.tolist()) if plan else (False,) * num_layers,
-        "schedule": args.schedule or (plan.schedule if plan else "1f1b"),
-        "stages_per_rank": stages_per_rank,
-    }
-
-
-def describe(layout: Layout, names: tuple[str, ...], done: Progress | None) -> str:
-    """What is run, for people."""
-    stages = "\n".join(
-        f"stage {stage}: {', '.join(names[first:end])}" for stage, (first, end) in enumerate(pairwise(layout.borders))
-    )
-    count = f"{len(layout.pipelines)} x {len(layout.pipelines[0])} ranks, {layout.micro_batches} micro-batches each"
-    return f"{stages}\n{layout.schedule}, {count}" + (f"; goes on behind step {done.step - 1}" if done else "")
-
-
 def train(run: Run, args: argparse.Namespace) -> None:
     """Train until `--steps` are done."""
-    begun, result = time.perf_counter(), None
+    begun, before, result = time.perf_counter(), run.loader.stats(), None
     for _, batches in zip(range(args.steps - run.step), endless(run.loader), strict=False):
+        after = run.loader.stats()
         result = train_step(run, batches, args.clip)
         now = time.perf_counter()
-        report(run, measure(run, batches, result, now - begun), args.figures)
-        begun = now
+        own = Measured(
+            step=run.step,
+            batches=batches,
+            result=result,
+            seconds=now - begun,
+            peak_bytes=run.pipeline.peak_bytes(),
+            before=before,
+            after=after,
+        )
+        figures = gather(own, run.num_ranks, run.device)
+        if dist.get_rank() == 0:
+            report(figures, args.figures)
+        begun, before = now, after
         run.step += 1
         if args.state and (run.step % args.save_every == 0 or run.step == args.steps):
             progress = Progress(step=run.step, loader=run.loader.state_dict())
             save_state(args.state, run.pipeline.layers, run.optimizer, progress)
             begun = time.perf_counter()
     if args.trace and result is not None:
-        timeline = run.pipeline.timeline(result)
-        if dist.get_rank() == 0:
-            args.trace.write_text(json.dumps(timeline_trace(timeline)))
+        write_trace(run.pipeline, result, args.trace)
     if args.state and dist.get_rank() == 0:
         print(f"saved behind step {run.step - 1}")
 
 
-def train_step(run: Run, batches: list[MicroBatch], clip: float) -> StepResult:
+def train_step(run: Run, batches: StepBatches, clip: float) -> StepResult:
     """One optimizer step."""
+    schedule = None
+    if isinstance(batches.note, StepNote):
+        check_same_step(batches.note)
+        schedule = batches.note.schedule
     if run.optimizer is not None:
         run.optimizer.zero_grad()
-    result = run.pipeline.step(batches, batches[0].num_loss_tokens)
+    result = run.pipeline.step(batches, batches[0].num_loss_tokens, schedule)
     run.pipeline.reduce_gradients()  # over replicas, once per step
     run.pipeline.clip_gradients(clip)
     if run.optimizer is not None:
@@ -253,44 +277,14 @@ def train_step(run: Run, batches: list[MicroBatch], clip: float) -> StepResult:
     return result
 
 
-def measure(run: Run, batches: list[MicroBatch], result: StepResult, seconds: float) -> dict[str, float]:
-    """What there is to say of a step, over all ranks."""
-    busy_ns, span_ns = int((result.end_ns - result.start_ns).sum()), int(result.end_ns.max(initial=0))
-    tokens = sum(len(batch.input_ids) for batch in batches)
-    own = torch.tensor(
-        [result.loss, busy_ns, span_ns, tokens, run.pipeline.peak_bytes() or 0], dtype=torch.float64, device=run.device
-    )
-    ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(ranks, own)
-    table = torch.stack(ranks).cpu().numpy()  # (ranks, figures)
-    stats = run.loader.stats()
-    return {
-        "step": run.step,
-        "loss": float(table[:, 0].sum()) / run.num_ranks,
-        "seconds": seconds,
-        "tokens": int(table[:, 3].sum()) // run.num_ranks,
-        # of the time from a step's first pass to its last one, on any rank
-        "waiting": 1 - float(table[:, 1].mean() / table[:, 2].max()),
-        "dist_ratio_vit": stats.dist_ratio_vit,
-        "dist_ratio_llm": stats.dist_ratio_llm,
-        "peak_mib": float(table[:, 4].max()) / MIB,
-    }
-
-
-def report(run: Run, found: dict[str, float], log: Path | None) -> None:
-    """A line for people, and one for machines."""
-    if dist.get_rank() != 0:
-        return
-    memory = f"  memory {found['peak_mib']:,.0f} MiB" if run.device.type == "cuda" else ""
-    print(
-        f"step {found['step']:4d}  loss {found['loss']:.4f}  tokens {found['tokens']:6d}  "
-        f"{1000 * found['seconds']:6.0f} ms  waiting {found['waiting']:5.1%}  "
-        f"dist ratio {found['dist_ratio_vit']:.2%} {found['dist_ratio_llm']:.2%}{memory}",
-        flush=True,
-    )
-    if log is not None:
-        with log.open("a") as file:
-            file.write(f"{json.dumps(found)}\n")
+def write_trace(pipeline: Pipeline, result: StepResult, path: Path) -> None:
+    """A step as it was measured. All ranks call it. DataError if it cannot be written."""
+    timeline = pipeline.timeline(result)
+    if dist.get_rank() == 0:
+        try:
+            path.write_text(json.dumps(timeline_trace(timeline)))
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}") from None
 
 
 if __name__ == "__main__":

@@ -31,12 +31,15 @@ class StepBatches(list[MicroBatch]):
     encoders: dict[str, list[MicroBatch]]
     """With a step planner that deals out encoders' work: by encoder, this rank's batches of samples, without tokens."""
 
-    def __init__(self, batches: list[MicroBatch], encoders: dict[str, list[MicroBatch]]) -> None:
+    note: object
+    """What the step planner tells this rank's trainer (`balance.step_plan.StepWork.notes`); None if nothing."""
+
+    def __init__(self, batches: list[MicroBatch], encoders: dict[str, list[MicroBatch]], note: object = None) -> None:
         super().__init__(batches)
-        self.encoders = encoders
+        self.encoders, self.note = encoders, note
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StepBatches, (list(self), self.encoders)
+        return StepBatches, (list(self), self.encoders, self.note)
 
 
 class StepMaker:
@@ -78,7 +81,7 @@ class StepMaker:
         remaining = iter(batches)
         own = [next(remaining) for _ in plan.micro_batches]
         encoders = {name: [next(remaining) for _ in items] for name, items in plan.encoders.items()}
-        return StepBatches(own, encoders)
+        return StepBatches(own, encoders, plan.note)
 
     def _make(self, plan: StepPlan, item: Item, encoder: str | None) -> MicroBatch:
         """Read and collate one part; in any thread."""

@@ -30,6 +30,10 @@ class LoaderStats:
     """Decoding, resizing, normalising and packing."""
     read_bytes: int
     """Of tokens and image and audio files, as stored."""
+    planned_steps: int
+    """Of `steps`, those that a step planner packed."""
+    planning_s: float
+    """That the planner took for these, in the threads that work ahead."""
     cache_hits: int
     """Reads that the on-disk cache of remote builds served."""
     dist_ratio_vit: float
@@ -48,7 +52,8 @@ class Meter:
         self._lock = threading.Lock()
         self._waiting_s = self._reading_s = self._decoding_s = 0.0
         self._read_bytes = 0
-        self._steps = self._samples = 0
+        self._steps = self._samples = self._planned_steps = 0
+        self._planning_s = 0.0
         self._vit, self._llm = _Idle(), _Idle()
         self._loads: list[StepLoads] = []  # of steps that the two do not know yet
 
@@ -67,6 +72,9 @@ class Meter:
         """Count a step that the consumer got, with `num_samples` of its own."""
         self._steps += 1
         self._samples += num_samples
+        if plan.planning_s is not None:
+            self._planned_steps += 1
+            self._planning_s += plan.planning_s
         self._loads.append(plan.loads)
         if len(self._loads) == _LOADS:
             self._add_loads()
@@ -82,6 +90,8 @@ class Meter:
                 reading_s=self._reading_s,
                 decoding_s=self._decoding_s,
                 read_bytes=self._read_bytes,
+                planned_steps=self._planned_steps,
+                planning_s=self._planning_s,
                 cache_hits=cache_hits,
                 dist_ratio_vit=self._vit.ratio,
                 dist_ratio_llm=self._llm.ratio,

@@ -7,6 +7,7 @@ costs .1 ms (blocks) or .7 ms (random, 8 micro-batches), one of 512 ranks .2 or 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +60,10 @@ class StepPlan:
     """Where the epoch's stream stands behind this step."""
     encoders: Mapping[str, tuple[Item, ...]] = field(default_factory=dict)
     """By encoder, this rank's batches; the micro-batches then come without that encoder's input."""
+    note: object = None
+    """What the planner tells this rank's trainer."""
+    planning_s: float | None = None
+    """Time that the planner took; None without one."""
 
     @property
     def items(self) -> list[Item]:
@@ -264,7 +269,9 @@ class Steps:
             dp=self._config.dp_world_size,
             micro_batches=self._config.micro_batches,
         )
+        begun = time.perf_counter()
         work = planner(samples)
+        planning_s = time.perf_counter() - begun
         check_work(work, samples)
         seen, heard = (work.encoders.get(name, work.micro_batches)[rank].samples for name in ("vision", "audio"))
         return {
@@ -274,6 +281,8 @@ class Steps:
             "num_pixel_rows": int(getattr(samples.counts, self._vision)[seen].sum()),
             "num_tokens": int(samples.counts.seq_len[work.micro_batches[rank].samples].sum()),
             "num_audio_tokens": int(samples.counts.num_audio_tokens[heard].sum()),
+            "note": work.notes[rank] if work.notes else None,
+            "planning_s": planning_s,
         }
 
     def _spread(self, groups: IntArray, name: str) -> IntArray:

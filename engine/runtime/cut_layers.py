@@ -1,7 +1,8 @@
 """Layers that know what they give: `CutLayer`, and the shapes that cross the cuts of a vision-language model.
 
 For the layers of transformers' models (`engine.runtime.models`). A shape is a function of the micro-batch alone and
-holds no layer: a rank that drops the layers of other ranks still knows what will come from them.
+holds no layer: a rank that drops the layers of other ranks still knows what will come from them. Nor does it need the
+pixels: ranks behind the first stage leave images undecoded (the loader's `decode_images=False`).
 """
 
 from __future__ import annotations
@@ -40,9 +41,18 @@ def gives_hidden(width: int, dtype: torch.dtype) -> Gives:
 
 def gives_patches(tokens: int, width: int, dtype: torch.dtype) -> Gives:
     """`features` of patches of one size: (patches, tokens, width)."""
-    return lambda batch: {FEATURES: Spec(shape=(len(batch.pixel_values), tokens, width), dtype=dtype)}
+    return lambda batch: {FEATURES: Spec(shape=(pixel_rows(batch), tokens, width), dtype=dtype)}
 
 
 def gives_rows(of_pixels: Callable[[int], int], width: int, dtype: torch.dtype) -> Gives:
     """`features`: (rows, width), so many rows as `of_pixels` makes of those of `pixel_values`."""
-    return lambda batch: {FEATURES: Spec(shape=(of_pixels(len(batch.pixel_values)), width), dtype=dtype)}
+    return lambda batch: {FEATURES: Spec(shape=(of_pixels(pixel_rows(batch)), width), dtype=dtype)}
+
+
+def pixel_rows(batch: Batch) -> int:
+    """Rows that `pixel_values` has where images are decoded: patches, or ViT tokens at native resolution."""
+    rows = len(batch.pixel_values)
+    if rows or not len(batch.patches_per_image):  # no need to wait for a GPU
+        return rows
+    counts = batch.patches_per_image if batch.image_grid_thw is None else batch.image_grid_thw.prod(1)
+    return int(counts.sum())

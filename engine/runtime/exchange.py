@@ -4,7 +4,7 @@ For trainers whose loader has `engine.dispatch_steps.DispatchedSteps` as its ste
 plan dealt to it, `exchange_features` brings the features of a round to where its micro-batches are in one all-to-all
 per encoder, and the backward pass brings their gradients back the same way (OrchMLLM, section 6). A step:
 
-    rounds = agree_on_routes(step, {"vision": IMAGE_TOKEN, "audio": AUDIO_TOKEN})
+    rounds = step.note.rounds  # what the planner answered comes with the step
     for number, (batch, routes) in enumerate(zip(step, rounds)):
         made = {name: encoders[name](step.encoders[name][number]) for name in routes}
         came = exchange_features(made, routes)
@@ -91,9 +91,9 @@ def agree_on_routes(
 ) -> tuple[dict[str, Route], ...]:
     """Routes of each round of a step, as all ranks' batches are; a collective of all ranks of `group`, once per step.
 
+    For planners that give no routes with their steps, as `DispatchedSteps` does: its `step.note.rounds` are the same.
     `tokens`: by encoder, the id that stands for it in `input_ids`. Ranks tell each other their sample ids and how many
-    features each sample has. Who has the planner's answer needs no such message (`engine.dispatch_routes.step_routes`).
-    ConfigError if a sample is twice in the step.
+    features each sample has. ConfigError if a sample is twice in the step.
     """
     names = sorted(step.encoders)
     own = {

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from balance.errors import ConfigError
 from balance.records import LABEL_IGNORE
-from engine.runtime.carries import LOSS, Batch, Carry, Spec
+from engine.runtime.carries import LOSS, Batch, Carry, Spec, ids_text
 from engine.runtime.cut_layers import FEATURES, HIDDEN, CutLayer, Gives, gives_hidden
 from engine.runtime.sample_attention import attention_inside_samples
 
@@ -38,8 +39,9 @@ class TokenEmbedding(CutLayer):
         places = (batch.input_ids == self._image_token_id).nonzero().squeeze(1)
         features = carry[FEATURES]
         if len(places) != len(features):
-            raise ValueError(
-                f"{len(places)} image tokens (id {self._image_token_id}), but the images give {len(features)} features"
+            raise ConfigError(
+                f"{len(places)} image tokens (id {self._image_token_id}), but the images give {len(features)} features "
+                f"({ids_text(batch)}): the model's image_token_id must be the build's, and its preset this model's"
             )
         return {HIDDEN: hidden.index_copy(0, places, features.to(hidden.dtype))[None]}
 
@@ -57,7 +59,7 @@ class LanguageLayer(CutLayer):
         if not hidden.shape[1]:  # a micro-batch that fills up an epoch's last step
             return {HIDDEN: hidden}
         shared = {name: carry[name] for name in (_COS, _SIN, _BORDERS) if name in carry} or self._shared(hidden, batch)
-        with attention_inside_samples(self.layer.self_attn, shared[_BORDERS], hidden.device) as arguments:
+        with attention_inside_samples(self.layer.self_attn, shared[_BORDERS], hidden) as arguments:
             after = self.layer(
                 hidden,
                 attention_mask=None,

@@ -7,18 +7,24 @@ For LLaVA, InternVL and Qwen2-VL of transformers 5. The layers hold the model's 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from balance.errors import ConfigError
+from balance.errors import ConfigError, first_line
 from engine.runtime.carries import Batch, LayeredModel, Spec
 from engine.runtime.cut_layers import CutLayer
 from engine.runtime.language_layers import Positions, language_layers
 from engine.runtime.qwen2_vl_layers import qwen2_vl_vision, rotary_positions
 from engine.runtime.vision_layers import internvl_vision, llava_vision
+
+TEXT_MODELS = ("llama", "mistral", "qwen2", "qwen3", "qwen2_vl_text")
+"""Model types of language models that are nothing but embedding, decoder layers, norm and head. Others scale what goes
+in between, add a loss of their own or mask otherwise, and would be computed wrongly without a word."""
 
 
 def from_transformers(model: Any) -> LayeredModel:
@@ -26,21 +32,17 @@ def from_transformers(model: Any) -> LayeredModel:
 
     `model`: a LlavaForConditionalGeneration, InternVLForConditionalGeneration or Qwen2VLForConditionalGeneration.
     Attention is as the model is set: flash attention gets the samples' borders, anything else is computed sample by
-    sample. ConfigError for other models.
+    sample. ConfigError for other models, and for those that something else than the pipeline moves or recomputes.
     """
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    family = _FAMILIES.get(str(kind))
-    if family is None or not hasattr(model, "lm_head"):
+    family = _family(model)
+    _check_state(model)
+    try:
+        layers = [*family.vision(model), *language_layers(model, family.positions(model))]
+    except AttributeError as error:
         raise ConfigError(
-            f"{type(model).__name__} (model type {kind!r}): give a ForConditionalGeneration of {', '.join(_FAMILIES)}"
-        )
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        raise ConfigError(
-            "the model recomputes by itself; call gradient_checkpointing_disable(), the plan says what is"
-        )
-    if not all(hasattr(layer, "self_attn") for layer in model.model.language_model.layers):
-        raise ConfigError(f"text model {model.config.text_config.model_type!r}: its layers have no self_attn to pack")
-    layers = [*family.vision(model), *language_layers(model, family.positions(model))]
+            f"{type(model).__name__} of transformers {_transformers_version()}: {first_line(error)}; only the modules "
+            "of transformers 5 are known here: install that"
+        ) from error
     # not the layers themselves, which a rank may let go of
     gives = [layer.gives for layer in layers]
 
@@ -48,6 +50,42 @@ def from_transformers(model: Any) -> LayeredModel:
         return gives[cut - 1](batch)
 
     return LayeredModel(layers=layers, specs=specs)
+
+
+def _family(model: Any) -> _Family:
+    """How a model is cut. ConfigError if it is none that is known."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    family = _FAMILIES.get(str(kind))
+    if family is None or not hasattr(model, "lm_head"):
+        raise ConfigError(
+            f"{type(model).__name__} (model type {kind!r}): give a ForConditionalGeneration of {', '.join(_FAMILIES)}"
+        )
+    text = model.config.text_config.model_type
+    if text not in TEXT_MODELS:
+        raise ConfigError(f"{type(model).__name__} with a text model {text!r}: give one of {', '.join(TEXT_MODELS)}")
+    return family
+
+
+def _check_state(model: Any) -> None:
+    """ConfigError if a model was set up so that a pipeline cannot train it."""
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise ConfigError(
+            "the model recomputes by itself; call gradient_checkpointing_disable(), the plan says what is"
+        )
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise ConfigError("the model was loaded with device_map, which moves its layers: load it without")
+    for name, weight in model.named_parameters():
+        if not weight.is_floating_point():
+            raise ConfigError(f"{name} is quantized ({weight.dtype}); load the model with dtype=torch.float32")
+        if weight.requires_grad and weight.dtype == torch.float16:
+            raise ConfigError(
+                f"{name} is trained in float16, whose gradients vanish for want of range; load the model with "
+                "dtype=torch.float32 and give PipelineOptions(autocast=torch.bfloat16), or freeze it"
+            )
+
+
+def _transformers_version() -> str:
+    return str(getattr(sys.modules.get("transformers"), "__version__", "(not imported)"))
 
 
 @dataclass(frozen=True, slots=True)

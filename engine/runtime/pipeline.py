@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from engine.runtime.faults import peers
 from engine.runtime.groups import make_groups, open_links, sum_over
 from engine.runtime.routes import make_routes, reordered
 from engine.runtime.steps import RankLayers, Step, StepResult
+from engine.runtime.void_steps import uncounted
 from engine.schedule import Kind, Schedule, make_schedule
 from engine.simulate import Timeline
 from engine.stages import check_partition
@@ -113,6 +114,19 @@ class Pipeline:
         every = (weight for layer in self._own.layers.values() for weight in layer.parameters())
         return list({id(weight): weight for weight in every}.values())
 
+    @property
+    def recompute(self) -> NDArray[np.bool_]:
+        """Which layers are recomputed, (layers,)."""
+        return np.array(self._own.recompute)
+
+    def set_recompute(self, recompute: NDArray[np.bool_] | Sequence[bool]) -> None:
+        """Say anew which layers are recomputed, (layers,), from the next step on; the same on every rank.
+
+        `TorchSchedules` that were made before go on as they were.
+        """
+        _check_recompute(recompute, len(self._own.recompute))
+        self._own = replace(self._own, recompute=tuple(bool(chosen) for chosen in recompute))
+
     def step(
         self,
         batches: Sequence[Batch],
@@ -125,6 +139,8 @@ class Pipeline:
         `normalizer`: labels of the whole step, over all replicas. `schedule`: another than the plan's, for so many
         micro-batches; it may encode ahead. `order`: the schedule's first micro-batch is `batches[order[0]]`, and so on.
         PeerLost if another rank has gone, LossNotFinite and SpecMismatch with the samples that they come from.
+        OutOfMemory on all ranks of all replicas if any ran out of memory in a pass: the gradients are void then, and
+        the next step may be run.
         """
         options, groups = self._options, self._groups
         if schedule is None:
@@ -134,7 +150,8 @@ class Pipeline:
         self._check_schedule(schedule)
         if options.check_every_step or not self._checked:
             told = describe_step(schedule, batches, normalizer, self._own.borders[1:-1], self._own.specs)
-            check_agreement(groups, told, self._own.device)
+            with uncounted():
+                check_agreement(groups, told, self._own.device)
             self._checked = True
         draws = None
         if options.dropout_seed is not None:
@@ -230,8 +247,7 @@ def _check(
     options: PipelineOptions,
 ) -> None:
     check_partition(np.array(borders), len(model.layers))
-    if len(recompute) != len(model.layers):
-        raise ConfigError(f"recompute names {len(recompute)} layers; the model has {len(model.layers)}")
+    _check_recompute(recompute, len(model.layers))
     lengths = {len(pipeline) for pipeline in pipelines}
     num_stages = len(borders) - 1
     if lengths != {num_stages // options.stages_per_rank} or num_stages % options.stages_per_rank:
@@ -246,3 +262,8 @@ def _check(
         )
     if not any(dist.get_rank() in pipeline for pipeline in pipelines):
         raise ConfigError(f"rank {dist.get_rank()} is in none of the pipelines {[list(own) for own in pipelines]}")
+
+
+def _check_recompute(recompute: NDArray[np.bool_] | Sequence[bool], num_layers: int) -> None:
+    if len(recompute) != num_layers:
+        raise ConfigError(f"recompute names {len(recompute)} layers; the model has {num_layers}")

@@ -63,7 +63,9 @@ def qwen2_vl_vision(model: Any) -> list[CutLayer]:
     between = gives_rows(lambda rows: rows, vision.embed_dim, dtype)
     merged = gives_rows(lambda rows: rows // merge**2, model.config.text_config.hidden_size, dtype)
     layers = [NativeVisionLayer(block, visual.rotary_pos_emb, merge, between) for block in visual.blocks]
-    return [PatchEmbedding(visual.patch_embed, None, between), *layers, Merger(visual.merger, merged)]
+    row_shape = (vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,)
+    embedding = PatchEmbedding(visual.patch_embed, None, between, row_shape=row_shape)
+    return [embedding, *layers, Merger(visual.merger, merged)]
 
 
 def square_places(grids: Tensor, merge: int) -> Tensor:

@@ -25,15 +25,17 @@ NAME = "isobatch_samples"
 
 
 @contextmanager
-def attention_inside_samples(attention: Any, borders: Tensor, device: torch.device) -> Iterator[dict[str, Any]]:
+def attention_inside_samples(attention: Any, borders: Tensor, hidden: Tensor) -> Iterator[dict[str, Any]]:
     """While it lasts, `attention` keeps samples apart if its layer is given the arguments that this yields.
 
-    `borders`: int64, (samples + 1,), on the CPU, so that nothing waits for the GPU; `device`: that of the tokens.
+    `borders`: int64, (samples + 1,), on the CPU, so that nothing waits for the GPU; `hidden`: what the layer takes.
+    ConfigError for flash attention in float32, which its kernels do not know.
     """
     config = attention.config
     before = config._attn_implementation
     if "flash" in str(before):
-        yield _flash_arguments(borders, device)
+        _check_precision(str(before), hidden)
+        yield _flash_arguments(borders, hidden.device)
         return
     table = getattr(sys.modules[type(attention).__module__], "ALL_ATTENTION_FUNCTIONS", None)
     if table is None:
@@ -44,6 +46,15 @@ def attention_inside_samples(attention: Any, borders: Tensor, device: torch.devi
         yield {"sample_borders": borders}
     finally:
         config._attn_implementation = before
+
+
+def _check_precision(implementation: str, hidden: Tensor) -> None:
+    is_half = hidden.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(hidden.device.type)
+    if implementation.startswith("flash_attention") and not is_half:
+        raise ConfigError(
+            f"{implementation} computes in bfloat16 only, but the tokens are {hidden.dtype}; give PipelineOptions("
+            "autocast=torch.bfloat16), or load the model with attn_implementation='sdpa'"
+        )
 
 
 def _flash_arguments(borders: Tensor, device: torch.device) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -18,10 +18,10 @@ from balance.records import IntArray
 from engine.runtime.carries import LOSS, Batch, Carry, Spec, Specs, check_carry, ids_text
 from engine.runtime.clocks import Stopwatch
 from engine.runtime.draws import Draws, generators_kept
-from engine.runtime.faults import LossNotFinite, peers
 from engine.runtime.groups import Groups
-from engine.runtime.messages import Mailbox
+from engine.runtime.outcomes import Outcome
 from engine.runtime.routes import Message, make_routes
+from engine.runtime.void_steps import OUT_OF_MEMORY, StepMailbox, uncounted
 from engine.schedule import Action, Kind, Schedule
 
 
@@ -111,29 +111,61 @@ class Step:
         self._encoded = frozenset(schedule.micro_batches[is_ahead].tolist())
         self._passed: dict[tuple[int, int], _Passed] = {}
         self._kept: dict[Message, Carry] = {}  # between operations of this rank
-        self._losses = torch.zeros(len(batches), dtype=torch.float64, device=own.device)
+        self._outcome = Outcome(groups, schedule, batches, own.device)
 
     def run(self) -> StepResult:
-        """Run all operations of this rank. PeerLost, SpecMismatch; LossNotFinite on all ranks alike."""
+        """Run all operations of this rank. PeerLost, SpecMismatch; OutOfMemory and LossNotFinite on all ranks alike."""
         first, last = self._schedule.rank_offsets[self._groups.rank : self._groups.rank + 2].tolist()
-        self._mailbox = Mailbox(self._groups, self._routes.messages, self._specs_of, self._own.device)
+        self._mailbox = StepMailbox(self._groups, self._routes.messages, self._specs_of, self._own.device)
         watch = Stopwatch(self._own.device)
         with nullcontext() if self._draws is None else generators_kept(self._own.device):
-            for place in range(first, last):
-                given = self._take(place)
-                watch.note()
-                made = self._compute(self._schedule.action(place), given)
-                watch.note()
-                self._give(place, made)
+            failed = self._operate(range(first, last), watch)
+        if failed is not None:
+            self._outcome.note_out_of_memory(failed)
+            self._answer(range(failed, last))
         self._mailbox.finish()
+        losses = self._outcome.agree()
         times = watch.times_ns()
         return StepResult(
-            losses=self._all_losses(),
+            losses=losses,
             schedule=self._schedule,
             begun_ns=watch.begun_ns,
             start_ns=times[::2],
             end_ns=times[1::2],
         )
+
+    def _operate(self, places: range, watch: Stopwatch) -> int | None:
+        """Run operations in order, up to one that runs out of memory; -> its place, or None if there is none."""
+        place = places.start
+        try:
+            for place in places:
+                self._run_one(place, watch)
+        except OUT_OF_MEMORY:  # it holds what the operation had made: nothing of it outlives this function
+            return place
+        return None
+
+    def _run_one(self, place: int, watch: Stopwatch) -> None:
+        given = self._take(place)
+        watch.note()
+        made = self._compute(self._schedule.action(place), given)
+        watch.note()
+        self._give(place, made)
+
+    def _answer(self, places: range) -> None:
+        """Let go of all that the step holds; give zeros for what these operations would have made."""
+        self._passed.clear()
+        self._kept.clear()
+        gc.collect()  # what failed half-way may be held by circles
+        if self._own.device.type == "cuda":
+            torch.cuda.empty_cache()  # NCCL takes from what torch does not keep
+        with uncounted():
+            for place in places:
+                for message, sender in self._routes.incoming.get(place, ()):
+                    if sender != self._groups.rank:
+                        self._mailbox.drop(message, sender)
+                for message, receiver in self._routes.outgoing.get(place, ()):
+                    if receiver != self._groups.rank:
+                        self._mailbox.send_zeros(message, receiver)
 
     def _compute(self, action: Action, given: Carry) -> Carry:
         if action.kind == Kind.ENCODE:
@@ -169,7 +201,7 @@ class Step:
                 carry = self._run_layer(place, own.layers[place], carry, number)
         if action.stage == self._schedule.num_stages - 1:
             carry = {LOSS: carry[LOSS].float() / max(self._normalizer, 1)}
-            self._losses[number] = carry[LOSS].detach()
+            self._outcome.note_loss(number, carry[LOSS].detach())
         else:
             self._check(carry, end, number)
         self._passed[action.stage, number] = _Passed(inputs, carry)
@@ -241,31 +273,3 @@ class Step:
         is_output = source.kind == Kind.FORWARD
         specs = self._own.specs(self._own.borders[source.stage + 1 if is_output else source.stage], batch)
         return specs if is_output else {name: spec for name, spec in specs.items() if spec.differentiable}
-
-    def _all_losses(self) -> NDArray[np.float64]:
-        """Of all micro-batches of this replica. LossNotFinite if any replica's are not all finite."""
-        with peers(self._groups.ranks):
-            dist.all_reduce(self._losses, group=self._groups.pipeline)
-        losses = np.asarray(self._losses.cpu().numpy(), np.float64)
-        bad = [
-            f"{losses[number]} in micro-batch {number} of replica {self._groups.replica}, "
-            f"{ids_text(self._batches[number])}"
-            for number in np.flatnonzero(~np.isfinite(losses)).tolist()
-        ]
-        everywhere = _of_all_replicas(bad, self._groups, self._own.device)
-        if everywhere:
-            raise LossNotFinite(f"the loss is not finite; the gradients of this step are void: {'; '.join(everywhere)}")
-        return losses
-
-
-def _of_all_replicas(bad: list[str], groups: Groups, device: torch.device) -> list[str]:
-    """What any replica says; texts travel only if there are some."""
-    if groups.replicas is None:
-        return bad
-    count = torch.tensor(len(bad), device=device)
-    told: list[list[str]] = [[] for _ in range(dist.get_world_size(groups.replicas))]
-    with peers(dist.get_process_group_ranks(groups.replicas)):
-        dist.all_reduce(count, group=groups.replicas)
-        if int(count):
-            dist.all_gather_object(told, bad, group=groups.replicas)
-    return [text for own in told for text in own]

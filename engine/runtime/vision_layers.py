@@ -19,9 +19,12 @@ from engine.runtime.cut_layers import FEATURES, CutLayer, Gives, gives_patches, 
 class PatchEmbedding(CutLayer):
     """Pixels to the vision encoder's tokens."""
 
-    def __init__(self, embeddings: nn.Module, norm: nn.Module | None, gives: Gives) -> None:
+    def __init__(
+        self, embeddings: nn.Module, norm: nn.Module | None, gives: Gives, *, row_shape: tuple[int, ...]
+    ) -> None:
+        """`row_shape`: of a row of `pixel_values`."""
         super().__init__(gives)
-        self.embeddings = embeddings
+        self.embeddings, self._row_shape = embeddings, row_shape
         self.norm = nn.Identity() if norm is None else norm
 
     def forward(self, carry: Carry, batch: Batch) -> Carry:
@@ -29,8 +32,15 @@ class PatchEmbedding(CutLayer):
         pixels: Tensor = batch.pixel_values
         if not pixels.is_floating_point():
             raise ConfigError("pixel_values are raw (torch.uint8); normalise them first, with loaders.normalize")
-        if not len(pixels):
+        if not len(batch.patches_per_image):
             return {FEATURES: self.no_features(batch, pixels)}
+        if not len(pixels):
+            raise ConfigError("images without pixel_values: the first stage's loader needs decode_images=True")
+        if pixels.shape[1:] != self._row_shape:
+            raise ConfigError(
+                f"pixel_values have rows of shape {tuple(pixels.shape[1:])}, the model takes {self._row_shape}: build "
+                "with a model preset of this model"
+            )
         return {FEATURES: self.norm(self.embeddings(pixels.to(dtype_of(self.embeddings))))}
 
 
@@ -98,7 +108,10 @@ def llava_vision(model: Any) -> list[CutLayer]:
         merge=1,
     )
     layers = [VisionLayer(layer, (None,), between) for layer in tower.encoder.layers[:used]]
-    return [PatchEmbedding(tower.embeddings, getattr(tower, "pre_layrnorm", None), between), *layers, projector]
+    side = config.vision_config.image_size
+    row_shape = config.vision_config.num_channels, side, side
+    norm = getattr(tower, "pre_layrnorm", None)
+    return [PatchEmbedding(tower.embeddings, norm, between, row_shape=row_shape), *layers, projector]
 
 
 def internvl_vision(model: Any) -> list[CutLayer]:
@@ -119,7 +132,8 @@ def internvl_vision(model: Any) -> list[CutLayer]:
         merge=merge,
     )
     layers = [VisionLayer(layer, (), between) for layer in tower.encoder.layer[:used]]
-    return [PatchEmbedding(tower.embeddings, None, between), *layers, projector]
+    row_shape = config.vision_config.num_channels, height, width
+    return [PatchEmbedding(tower.embeddings, None, between, row_shape=row_shape), *layers, projector]
 
 
 def merge_squares(features: Tensor, side: int) -> Tensor:

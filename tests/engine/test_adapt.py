@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from random_costs import vlm
 
+from balance.errors import ConfigError
 from engine.adapt import OutOfMemory, adapt_recompute, under_way
 from engine.evaluate import schedule_for
 from engine.memory import memory_of
@@ -113,6 +114,29 @@ def test_everything_recomputed_and_still_too_much_is_infeasible():
     observe = model(0, share=0.1)
     with pytest.raises(InfeasiblePlan, match=r"bytes in reserve: use smaller micro-batches"):
         adapt_recompute(observe.costs, observe.borders, observe.schedule, observe, reserve_bytes=observe.memory)
+
+
+def test_several_stages_per_rank_are_refused():
+    observe = model(2)
+    schedule = schedule_for("interleaved", observe.borders, 12, 2)
+    with pytest.raises(ConfigError, match=r"interleaved runs 4 stages on 2 ranks, .* one stage per rank; use schedule"):
+        adapt_recompute(observe.costs, observe.borders, schedule, observe)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize("seed", range(4))
+def test_with_few_layers_per_stage_it_ends_with_the_exact_choice(name, share, seed):
+    rng = np.random.default_rng(seed)
+    costs = vlm(rng, 4, 5, 6, spread=0.05)
+    borders = np.array([0, int(rng.integers(3, 6)), 8, costs.num_layers])
+    schedule = schedule_for(name, borders, 6)
+    found = Model(costs, borders, schedule, 0)
+    least, most = (found.peaks(np.full(costs.num_layers, full)).max() for full in (True, False))
+    observe = Model(costs, borders, schedule, int(least + share * (most - least)))
+    adapted = adapt_recompute(costs, borders, schedule, observe)
+    best = choose_recompute(costs, borders, schedule, observe.memory)
+    assert extra_ns(observe, adapted.recompute) == extra_ns(observe, best)
 
 
 def test_nothing_is_recomputed_where_all_fits():

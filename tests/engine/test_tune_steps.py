@@ -1,5 +1,8 @@
 """The tuner behind the loader's hook."""
 
+from dataclasses import replace
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from linear_costs import LinearModel, even_borders
@@ -23,9 +26,9 @@ def loads_of(counts):
     )
 
 
-def planner_of(**changes):
+def planner_of(model=MODEL, **changes):
     options = TuneOptions(**{"max_seq_len": 4096, "effort": 10_000, "finalists": 2, "encode": "own"} | changes)
-    pipeline = Pipeline(cost=MODEL, borders=even_borders(MODEL, 2), recompute=np.zeros(10, bool))
+    pipeline = Pipeline(cost=model, borders=even_borders(model, 2), recompute=np.zeros(10, bool))
     return TunedSteps(pipeline=pipeline, options=options, loads=loads_of)
 
 
@@ -84,3 +87,36 @@ def test_a_step_without_samples_gives_every_rank_an_empty_micro_batch():
         counts=samples.counts.take(np.zeros(0, np.int64)), offsets=np.zeros(5, np.int64), dp=2, micro_batches=2
     )
     assert [groups.sizes.tolist() for groups in planner_of()(nothing).micro_batches] == [[0], [0]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_rank_is_told_its_own_schedule_and_all_the_same_of_the_step(seed):
+    samples = samples_of(seed, 2, 6)
+    work, plan = planner_of()(samples), planner_of().plan(samples)
+    assert len(work.notes) == 2
+    for note, own, groups in zip(work.notes, plan.tuned, work.micro_batches, strict=True):
+        assert note.schedule.num_micro_batches == len(groups)
+        assert note.schedule.micro_batches.tolist() == own.step.schedule.micro_batches.tolist()
+        assert (note.step_ns, note.untuned_ns) == (plan.step_ns, plan.untuned_ns)
+    (fingerprint,) = {note.fingerprint for note in work.notes}
+    assert {note.fingerprint for note in planner_of()(samples).notes} == {fingerprint}
+    assert planner_of()(samples_of(seed + 10, 2, 6)).notes[0].fingerprint != fingerprint
+    # the same micro-batches, of which a rank does not run its own
+    assert replace(plan, tuned=(None, plan.tuned[1])).notes[0].fingerprint != fingerprint
+
+
+def test_micro_batches_stay_as_small_as_costs_are_known_for_unless_they_were_larger():
+    samples = samples_of(1, 1, 6)
+    sizes = [int(samples.counts.seq_len[a:b].sum()) for a, b in pairwise(samples.offsets.tolist())]
+    # large ones are worth their while
+    model = LinearModel(layers=8, overhead_ns=100_000_000)
+    free, bound = (
+        max(
+            int(groups.sum(samples.counts.seq_len).max())
+            for groups in planner_of(model, **options)(samples).micro_batches
+        )
+        for options in ({}, {"largest_len": max(sizes)})
+    )
+    assert bound <= max(sizes) < free
+    planned = planner_of(model, largest_len=1)(samples).micro_batches[0]
+    assert int(planned.sum(samples.counts.seq_len).max()) <= max(sizes)

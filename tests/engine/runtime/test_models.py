@@ -210,15 +210,116 @@ def test_what_cannot_be_run_is_refused():
         from_transformers(make_model("llava").model.language_model)
     with pytest.raises(ConfigError, match=r"vision_feature_layer = \[-2, -1\]"):
         from_transformers(make_model("llava", vision_feature_layer=[-2, -1]))
+    with pytest.raises(ConfigError, match=r"text model 'gemma': give one of llama, "):
+        from_transformers(make_model("llava", text={"model_type": "gemma"}))
     model = make_model("internvl")
-    layers, batch = from_transformers(model).layers, make_batch("internvl", (1,))
-    with pytest.raises(ValueError, match="image tokens"):
-        run_layers(from_transformers(model), replace(batch, pixel_values=batch.pixel_values[:0]))
-    with pytest.raises(ConfigError, match="raw"):
-        layers[0]({}, replace(batch, pixel_values=batch.pixel_values.to(torch.uint8)))
     model.gradient_checkpointing_enable()
     with pytest.raises(ConfigError, match="gradient_checkpointing_disable"):
         from_transformers(model)
+
+
+def test_batches_of_another_model_are_refused():
+    layered, batch = from_transformers(make_model("internvl")), make_batch("internvl", (1, 0))
+    broken = {
+        "decode_images=True": {"pixel_values": batch.pixel_values[:0]},
+        "raw": {"pixel_values": batch.pixel_values.to(torch.uint8)},
+        r"rows of shape \(3, 14, 14\), the model takes \(3, 28, 28\)": {"pixel_values": torch.zeros(1, 3, 14, 14)},
+        "0 image tokens .id 5., but the images give .* features .samples sample-0, sample-1": {
+            "input_ids": torch.full_like(batch.input_ids, 9)
+        },
+    }
+    for message, change in broken.items():
+        with pytest.raises(ConfigError, match=message):
+            run_layers(layered, replace(batch, **change))
+
+
+def test_what_crosses_a_cut_is_known_without_pixels(name, model):
+    """Ranks behind the first stage do not decode images."""
+    layered = from_transformers(model)
+    for counts in (MIXED, (0, 0), ()):
+        batch = make_batch(name, counts)
+        bare = replace(batch, pixel_values=batch.pixel_values[:0])
+        for cut in range(1, len(layered.layers)):
+            assert layered.specs(cut, bare) == layered.specs(cut, batch)
+
+
+def test_weights_that_cannot_be_trained_are_refused():
+    model = make_model("llava").half()
+    with pytest.raises(ConfigError, match=r"trained in float16.*dtype=torch\.float32"):
+        from_transformers(model)
+    from_transformers(model.requires_grad_(False))
+    head = model.lm_head
+    head.weight = torch.nn.Parameter(head.weight.to(torch.int8), requires_grad=False)
+    with pytest.raises(ConfigError, match=r"lm_head\.weight is quantized \(torch\.int8\)"):
+        from_transformers(model)
+
+
+def test_a_model_that_accelerate_moves_is_refused():
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = make_model("llava")
+    hooks.add_hook_to_module(model.lm_head, hooks.AlignDevicesHook(execution_device="cpu"))
+    with pytest.raises(ConfigError, match="device_map"):
+        from_transformers(model)
+
+
+def test_modules_of_another_version_of_transformers_are_refused(name):
+    model = make_model(name)
+    model.language_model_elsewhere = model.model.language_model
+    del model.model.language_model
+    version = transformers.__version__
+    with pytest.raises(ConfigError, match=rf"of transformers {version}: .*'language_model'; .*install"):
+        from_transformers(model)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
+def test_other_text_models_give_the_loss_of_transformers(kind):
+    model, batch = make_model("llava", text={"model_type": kind}), make_batch("llava", MIXED)
+    assert model.config.text_config.model_type == kind
+    expected = packed_loss(model, batch)
+    with torch.no_grad():
+        assert run_layers(from_transformers(model), batch).item() == pytest.approx(expected, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_attention_is_inside_samples_however_the_model_is_set(name, model, implementation):
+    batch = make_batch(name, MIXED)
+    other = make_model(name)
+    other.set_attn_implementation(implementation)
+    with torch.no_grad():
+        expected = packed_loss(model, batch)
+        assert run_layers(from_transformers(other), batch).item() == pytest.approx(expected, rel=TOLERANCE)
+    assert other.config.text_config._attn_implementation == implementation
+
+
+def test_flash_attention_in_float32_is_refused(monkeypatch):
+    model, batch = make_model("internvl"), make_batch("internvl", (1,))
+    config = model.model.language_model.config
+    monkeypatch.setattr(config, "_attn_implementation_internal", "flash_attention_2")
+    with pytest.raises(ConfigError, match=r"flash_attention_2 .* torch\.float32; give .*autocast"):
+        run_layers(from_transformers(model), batch)
+
+
+def test_weights_in_bf16_give_the_loss_of_transformers_in_bf16(name):
+    batch = make_batch(name, MIXED)
+    exact, model = packed_loss(make_model(name), batch), make_model(name).bfloat16()
+    expected = packed_loss(model, replace(batch, pixel_values=batch.pixel_values.bfloat16()))
+    loss = run_layers(from_transformers(model), batch)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected, rel=5e-3)
+    assert loss.item() != exact
+    loss.backward()
+    assert all(gradient.dtype == torch.bfloat16 for gradient in gradients_of(model).values())
+
+
+def test_no_key_value_cache_is_made(name):
+    model, batch = make_model(name), make_batch(name, MIXED)
+    model.config.use_cache = model.config.text_config.use_cache = True
+    seen = []
+    for layer in model.model.language_model.layers:
+        layer.self_attn.register_forward_pre_hook(lambda _, __, given: seen.append(given), with_kwargs=True)
+    run_layers(from_transformers(model), batch)
+    assert len(seen) == 2
+    assert all(given.get("past_key_values") is None and not given.get("use_cache") for given in seen)
 
 
 CASES = [

@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 from toy_model import freeze, make_batch, make_model, run_alone
 
 from balance.errors import ConfigError, DataError
-from engine.runtime import saving
+from engine.runtime import state_folders
 from engine.runtime.pipeline import Pipeline, PipelineOptions
 from engine.runtime.saving import PROGRESS_NAME, Progress, load_state, newest_state, save_state
 
@@ -181,8 +181,8 @@ def save_and_die(folder, model, optimizer, owner, name):
     ("owner", "name", "step"),
     [
         pytest.param(os, "fsync", 1, id="tensors written"),
-        pytest.param(saving, "_write", 1, id="no progress written"),
-        pytest.param(saving, "_finish", 1, id="not renamed"),
+        pytest.param(state_folders, "write_progress", 1, id="no progress written"),
+        pytest.param(state_folders, "give_name", 1, id="not renamed"),
         pytest.param(shutil, "rmtree", 2, id="old state not removed"),
     ],
 )

@@ -41,9 +41,9 @@ class Batch:
 class Delivered(list):
     """As `loaders.StepBatches`."""
 
-    def __init__(self, batches, encoders):
+    def __init__(self, batches, encoders, note):
         super().__init__(batches)
-        self.encoders = encoders
+        self.encoders, self.note = encoders, note
 
 
 def draw(seed: int, count: int, *, text_only: bool = False) -> list[Sample]:
@@ -114,6 +114,7 @@ def deliver(samples: list[Sample], work, rank: int) -> Delivered:
     return Delivered(
         batches(work.micro_batches[rank], media=own),
         {name: batches(ranks[rank], media={name}, text=False) for name, ranks in work.encoders.items()},
+        work.notes[rank] if work.notes else None,
     )
 
 

@@ -1,0 +1,84 @@
+"""PipeTune's ablation with real compute: a frozen encoder on 2 ranks, each step tuned by the profile of the model."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+from papers.datasets import internvl_samples
+
+from ablation.data import SHRUNK, loads_of, shrunk
+from ablation.ranks import Row
+from ablation.real import Trainer, Variant
+from balance.records import Counts, Groups, IntArray
+from engine.evaluate import evaluate
+from engine.precompute import EncodedStep
+from engine.profile_costs import profiled_costs
+from engine.schedule import one_f_one_b
+from engine.tune import Pipeline as TunedPipeline
+from engine.tune import TuneOptions, tune
+from engine.tune_pack import pack_in_order
+
+SAMPLES_PER_STEP = 40
+STAGES = 2
+INGREDIENTS = {
+    "+ balance": TuneOptions(max_seq_len=SHRUNK.seq_len, sizes="given", search="none"),
+    "+ order, pre-computation": TuneOptions(max_seq_len=SHRUNK.seq_len, sizes="given", encode="any"),
+    "+ sizes": TuneOptions(max_seq_len=SHRUNK.seq_len, sizes="any", encode="any"),
+}
+"""Rows of PipeTune's Table 2, each with those before."""
+
+
+def run(num_steps: int, rounds: int) -> list[Row]:
+    """All ingredients, on this rank of 2."""
+    counts = shrunk(internvl_samples(SAMPLES_PER_STEP * num_steps))
+    drawn = np.arange(len(counts)).reshape(num_steps, -1)
+    steps = tuple((packed(counts, samples),) for samples in drawn)
+    trainer = Trainer(counts, STAGES, [(steps, False)], frozen_encoder=True)
+    nothing = np.zeros(trainer.num_layers, np.bool_)
+    borders = behind_encoder(trainer, steps[0][0])
+    before = Variant(name="packed in order", steps=steps, padded=False, borders=borders, recompute=nothing)
+    pipeline = TunedPipeline(
+        # micro-batches may become larger than any that was measured
+        cost=partial(profiled_costs, trainer.profile, farthest=np.inf),
+        borders=borders,
+        recompute=nothing,
+    )
+    return trainer.rows([before, *(tuned(before, counts, pipeline, name) for name in INGREDIENTS)], rounds)
+
+
+def packed(counts: Counts, samples: IntArray) -> Groups:
+    """Micro-batches filled one after the other."""
+    own = pack_in_order(counts.seq_len[samples], SHRUNK.seq_len)
+    return Groups(samples[own.samples], own.offsets)
+
+
+def behind_encoder(trainer: Trainer, groups: Groups) -> IntArray:
+    """The best of the partitions that leave the encoder in the first stage."""
+    costs = trainer.costs(groups, padded=False)
+    nothing, schedule = np.zeros(trainer.num_layers, np.bool_), one_f_one_b(STAGES, len(groups))
+    ends = range(trainer.model.first_trained, trainer.num_layers)
+    every = [np.array([0, end, trainer.num_layers]) for end in ends]
+    return min(every, key=lambda borders: evaluate(costs, borders, nothing, schedule).step_ns)
+
+
+def tuned(before: Variant, counts: Counts, pipeline: TunedPipeline, name: str) -> Variant:
+    """The same samples, step by step."""
+    steps: list[tuple[Groups]] = []
+    plans: list[EncodedStep] = []
+    for (given,) in before.steps:
+        order = np.arange(len(given.samples))
+        alone = Groups(given.samples, np.arange(len(order) + 1))
+        found = tune(
+            loads_of(alone, counts, SHRUNK, padded=False), Groups(order, given.offsets), pipeline, INGREDIENTS[name]
+        )
+        steps.append((Groups(given.samples[found.groups.samples], found.groups.offsets),))
+        plans.append(found.step)
+    return Variant(
+        name=name,
+        steps=tuple(steps),
+        padded=False,
+        borders=before.borders,
+        recompute=before.recompute,
+        tuned=tuple(plans),
+    )

@@ -1,0 +1,1 @@
+"""What `gpu_training.py` is made of: layers of published shapes, one GPU, and what is measured on it."""

@@ -1,0 +1,77 @@
+"""What a run leaves: tables on the screen and in a text file, figures as JSON beside it, both with what made them."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from tables import new_table
+
+from gpu.device import Bench
+
+WIDTH = 200
+"""Characters: nothing may be cut off."""
+
+
+class Report:
+    """Tables and figures of one run of `gpu_training.py`."""
+
+    def __init__(self, bench: Bench, command: str, arguments: Sequence[str]) -> None:
+        self._console = Console(width=WIDTH, record=True, highlight=False)
+        device = re.sub(r"[^a-z0-9]+", "_", bench.name.lower()).strip("_")
+        self.name = f"gpu_{command}_{device}_{date.today():%Y-%m-%d}"
+        self.figures: dict[str, Any] = {
+            "command": shlex.join(["python", "benchmarks/gpu_training.py", *arguments]),
+            "date": f"{date.today():%Y-%m-%d}",
+            "device": bench.name,
+            "dtype": str(bench.dtype),
+            "cluster": bench.cluster.name,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "python": platform.python_version(),
+            "tiny": bench.tiny,
+        }
+        self.line(f"$ {self.figures['command']}")
+        self.line(f"{bench.name}, torch {torch.__version__}, {bench.dtype}, predictions for {bench.cluster.name}")
+        if bench.tiny:
+            self.line("Tiny shapes on a CPU: this shows that the path runs, and says nothing of a GPU.")
+
+    def line(self, text: str) -> None:
+        """Print a line."""
+        self._console.print(text, markup=False)
+
+    def table(self, title: str, headings: Iterable[str], rows: Iterable[Sequence[str]]) -> None:
+        """Print a table; the first column is left-aligned."""
+        made = new_table(title, headings)
+        for row in rows:
+            made.add_row(*row)
+        self._console.print(made)
+
+    def save(self, folder: Path) -> None:
+        """Write `<name>.json` and `<name>.txt`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        figures = json.dumps(self.figures, indent=1, default=_plain)
+        (folder / f"{self.name}.json").write_text(figures + "\n", "utf-8")
+        (folder / f"{self.name}.txt").write_text(self._console.export_text(), "utf-8")
+        print(f"kept: {folder / self.name}.json and .txt", file=sys.stderr)
+
+
+def _plain(value: object) -> object:
+    """What JSON does not know."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} does not go into a report")

@@ -1,0 +1,266 @@
+"""Measures every layer of a running model: `measure_layers` -> `Profile`, from which everything can be planned.
+
+Micro-batches go through the pipeline one at a time, layer by layer, each layer alone on the rank that holds it while
+all others wait: so a figure is that of the layer, also where ranks share cores. No more is held than one layer's
+activations: whatever can be trained can be measured. A repetition runs each layer forward twice and backward twice,
+once with both gradients and once with one after the other; counting bytes runs it some three times more.
+
+Times are those of what schedules run. The gradients of input and weights in one pass take less than one after the
+other, for the second pass goes through the layer once more: so `weight_grad_ns` is what the weights add to the joint
+pass, unless the schedule runs them apart (zero bubble).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import nn
+
+from balance.errors import ConfigError
+from balance.records import IntArray
+from engine.costs import Costs
+from engine.loads import Loads
+from engine.profile_costs import Profile, make_profile
+from engine.runtime.carries import Batch, Carry, check_carry, ids_text
+from engine.runtime.draws import generators_kept
+from engine.runtime.faults import peers
+from engine.runtime.groups import Groups
+from engine.runtime.layer_alone import LayerAlone, LayerBytes, LayerTimes, layer_bytes, layer_times
+from engine.runtime.links import link_times, meet
+from engine.runtime.pipeline import Pipeline
+from engine.runtime.steps import RankLayers
+
+TIMES = tuple(f.name for f in fields(LayerTimes))
+BYTES = tuple(f.name for f in fields(LayerBytes))
+OF_LAYERS = ("state_bytes", "param_counts", "is_trained")
+MOMENTS = 2
+"""Adam's, each as large as the parameter."""
+
+Tables = dict[str, IntArray]
+"""Of `TIMES` and `BYTES` (layers, micro_batches), of `OF_LAYERS` (layers,)."""
+
+
+def measure_layers(
+    pipeline: Pipeline,
+    batches: Sequence[Batch],
+    loads: Loads,
+    *,
+    names: Sequence[str],
+    kinds: Sequence[str],
+    phases: Mapping[str, str],
+    repeats: int = 3,
+    apart: bool = False,
+) -> Profile:
+    """What each kind of layer costs for these micro-batches, measured. All ranks of a pipeline call it; all get it.
+
+    `loads` are those of `batches` (`engine.runtime.batch_loads`), which should be from small to large ones, so that a
+    fit is possible. `names` and `kinds` of all layers; `phases` by kind. The first of `repeats` warms up, the median of
+    the others counts, and of equal layers theirs. A kind of which some layers are trained and others are not, or have
+    nothing trained before them, becomes several. `apart`: for schedules that run the gradients of weights alone.
+
+    State is that of this model: parameters, gradients and two moments of the parameters' own dtype. Gradients and
+    generators of random numbers stay as they were. ConfigError if layers of one kind differ in their parameters.
+    """
+    own, groups = pipeline._own, pipeline._groups
+    _check(own, batches, loads, names, kinds, repeats)
+    with _gradients_kept(own.layers.values()), generators_kept(own.device):
+        tables = _measured(own, groups, batches, repeats)
+    sent = np.array([[_sent_bytes(own, place, batch) for batch in batches] for place in range(len(kinds))], np.int64)
+    link = link_times(groups, int(sent.max(initial=0)), own.device)
+    parts = _split_kinds(names, kinds, tables, own.first_trained)
+    columns = _columns(tables, own.first_trained, apart=apart)
+    costs = Costs(
+        names=tuple(names),
+        kinds=parts,
+        **{name: _alike(values, parts, name) for name, values in columns.items()},
+        sent_bytes=sent,
+        send_ns=link.travel_ns(sent),
+        state_bytes=tables["state_bytes"],
+        param_counts=tables["param_counts"],
+        sends_grad=np.arange(len(kinds)) >= own.first_trained,
+    )
+    return make_profile(
+        costs, loads, {part: phases[kind] for part, kind in zip(parts, kinds, strict=True) if kind in phases}
+    )
+
+
+def _check(
+    own: RankLayers, batches: Sequence[Batch], loads: Loads, names: Sequence[str], kinds: Sequence[str], repeats: int
+) -> None:
+    count = own.borders[-1]
+    if len(names) != count or len(kinds) != count:
+        raise ConfigError(f"{len(names)} names and {len(kinds)} kinds; the model has {count} layers")
+    if len(loads) != len(batches) or not batches:
+        raise ConfigError(f"{len(batches)} micro-batches and loads of {len(loads)}; give as many, and at least one")
+    if repeats < 2:
+        raise ConfigError(f"repeats is {repeats}; give at least 2, for the first one only warms up")
+
+
+@contextmanager
+def _gradients_kept(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Afterwards parameters have the gradients that they had, and none in between but those that are made there."""
+    kept = [(weight, weight.grad) for layer in layers for weight in layer.parameters()]
+    for weight, _ in kept:
+        weight.grad = None
+    try:
+        yield
+    finally:
+        for weight, gradient in kept:
+            weight.grad = gradient
+
+
+def _measured(own: RankLayers, groups: Groups, batches: Sequence[Batch], repeats: int) -> Tables:
+    """Of all ranks' layers."""
+    shape, num_stages = (own.borders[-1], len(batches)), len(own.borders) - 1
+    tables: Tables = {name: np.zeros(shape, np.int64) for name in (*TIMES, *BYTES)}
+    tables |= {name: np.zeros(shape[0], np.int64) for name in OF_LAYERS}
+    for place, layer in own.layers.items():
+        _note_weights(tables, place, layer)
+    for number, batch in enumerate(batches):
+        carry: Carry = {}
+        for stage in range(num_stages):
+            carry = _hand_on(own, groups, stage, batch, carry)
+            if stage % len(groups.ranks) == groups.rank:
+                carry = _measure_stage(own, stage, batch, carry, repeats, tables, number)
+        meet(groups, own.device)  # so that the first rank does not begin while the last one measures
+    flat = torch.from_numpy(np.concatenate([table.ravel() for table in tables.values()])).to(own.device)
+    with peers(groups.ranks):
+        dist.all_reduce(flat, group=groups.pipeline)
+    ends = np.cumsum([table.size for table in tables.values()])[:-1]
+    parts = np.split(flat.cpu().numpy(), ends)
+    return {name: part.reshape(table.shape) for (name, table), part in zip(tables.items(), parts, strict=True)}
+
+
+def _note_weights(tables: Tables, place: int, layer: nn.Module) -> None:
+    weights = list(layer.parameters())
+    trained = [weight for weight in weights if weight.requires_grad]
+    tables["param_counts"][place] = sum(weight.numel() for weight in weights)
+    tables["state_bytes"][place] = sum(weight.nbytes for weight in weights) + (1 + MOMENTS) * sum(
+        weight.nbytes for weight in trained
+    )
+    tables["is_trained"][place] = bool(trained)
+
+
+def _measure_stage(
+    own: RankLayers, stage: int, batch: Batch, given: Carry, repeats: int, tables: Tables, number: int
+) -> Carry:
+    """Measure a stage's layers, one alone after the other; -> what it gives."""
+    times = np.zeros((repeats, len(TIMES), len(own.of_stage(stage))), np.int64)
+    for repeat in range(repeats):
+        carry = given
+        for at, place in enumerate(own.of_stage(stage)):
+            found, carry = layer_times(_alone(own, place, batch, carry))
+            times[repeat, :, at] = list(asdict(found).values())
+    middle = np.rint(np.median(times[1:], axis=0)).astype(np.int64)
+    places = slice(own.borders[stage], own.borders[stage + 1])
+    for name, row in zip(TIMES, middle, strict=True):
+        tables[name][places, number] = row
+    carry = given
+    for place in own.of_stage(stage):
+        alone = _alone(own, place, batch, carry)
+        for name, value in asdict(layer_bytes(alone)).items():
+            tables[name][place, number] = value
+        with torch.no_grad():
+            carry = alone.forward(alone.leaves())
+    return carry
+
+
+def _alone(own: RankLayers, place: int, batch: Batch, given: Carry) -> LayerAlone:
+    specs = own.specs(place, batch) if place else {}
+    if place:
+        check_carry(given, specs, f"what layer {place - 1} gives ({ids_text(batch)})")
+    return LayerAlone(
+        layer=own.layers[place],
+        batch=batch,
+        given=given,
+        specs=specs,
+        flows=own.gradient_comes(place),
+        device=own.device,
+        context=own.context,
+    )
+
+
+def _hand_on(own: RankLayers, groups: Groups, stage: int, batch: Batch, made: Carry) -> Carry:
+    """What a stage begins with, on the rank that runs it; the rank of the stage before sends it."""
+    num_ranks = len(groups.ranks)
+    sender, receiver = (stage - 1) % num_ranks, stage % num_ranks
+    if not stage or sender == receiver or groups.rank not in (sender, receiver):
+        return made
+    is_sender = groups.rank == sender
+    other, carry = groups.ranks[receiver if is_sender else sender], dict[str, torch.Tensor]()
+    for name, spec in sorted(own.specs(own.borders[stage], batch).items()):
+        if is_sender:
+            carry[name] = made[name].to(spec.dtype).contiguous()
+        else:
+            carry[name] = torch.empty(spec.shape, dtype=spec.dtype, device=own.device)
+        if not spec.is_empty:
+            with peers(groups.ranks, other):
+                (dist.send if is_sender else dist.recv)(carry[name], other, group=groups.links[sender, receiver])
+    return carry
+
+
+def _sent_bytes(own: RankLayers, place: int, batch: Batch) -> int:
+    """What a layer gives to the next one; of the last one nothing."""
+    if place + 1 == own.borders[-1]:
+        return 0
+    specs = own.specs(place + 1, batch).values()
+    return sum(int(np.prod(spec.shape, dtype=np.int64)) * spec.dtype.itemsize for spec in specs)
+
+
+def _split_kinds(names: Sequence[str], kinds: Sequence[str], tables: Tables, first_trained: int) -> tuple[str, ...]:
+    """Kinds of which all layers cost the same. ConfigError if their parameters differ."""
+    roles = [_role(bool(own), place > first_trained) for place, own in enumerate(tables["is_trained"])]
+    first: dict[str, int] = {}
+    for place, kind in enumerate(kinds):
+        other = first.setdefault(kind, place)
+        counts = tables["param_counts"]
+        if counts[place] != counts[other]:
+            raise ConfigError(
+                f"layers {names[other]} and {names[place]} are of one kind, {kind}, but have {counts[other]:,} and "
+                f"{counts[place]:,} parameters; give them different kinds"
+            )
+    several = {kind for kind in first if len({role for role, own in zip(roles, kinds, strict=True) if own == kind}) > 1}
+    return tuple(f"{kind}, {role}" if kind in several else kind for kind, role in zip(kinds, roles, strict=True))
+
+
+def _role(is_trained: bool, flows: bool) -> str:
+    """What runs backward in a layer, in words."""
+    if is_trained:
+        return "trained" if flows else "first trained"
+    return "frozen" if flows else "forward only"
+
+
+def _columns(tables: Tables, first_trained: int, *, apart: bool) -> Tables:
+    """Columns of `Costs`, layer by layer."""
+    count = len(tables["is_trained"])
+    goes_back = (np.arange(count) >= first_trained)[:, np.newaxis]
+    together, alone = tables["backward_ns"], np.minimum(tables["input_grad_ns"], tables["backward_ns"])
+    # what lies between two layers is held if either needs it
+    border = np.maximum(tables["held_input_bytes"][1:], tables["held_output_bytes"][:-1])
+    held = tables["own_bytes"] + np.concatenate([tables["held_input_bytes"][:1], border])
+    saved = held * goes_back
+    return {
+        "forward_ns": tables["forward_ns"],
+        "input_grad_ns": tables["input_grad_ns"] if apart else alone,
+        "weight_grad_ns": tables["weight_grad_ns"] if apart else together - alone,
+        "recompute_ns": tables["forward_ns"] * goes_back,
+        "saved_bytes": saved,
+        "kept_bytes": tables["given_bytes"] * goes_back,
+        "working_bytes": np.maximum(tables["peak_bytes"] - saved, 0),
+    }
+
+
+def _alike(values: IntArray, kinds: Sequence[str], name: str) -> IntArray:
+    """The same for all layers of a kind: the median of their times, the most of their bytes."""
+    made = np.empty_like(values)
+    for kind in dict.fromkeys(kinds):
+        rows: NDArray[np.bool_] = np.array([own == kind for own in kinds])
+        own = values[rows]
+        made[rows] = np.rint(np.median(own, axis=0)) if name.endswith("_ns") else own.max(axis=0)
+    return made

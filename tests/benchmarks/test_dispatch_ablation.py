@@ -1,0 +1,50 @@
+"""The benchmark of OrchMLLM's ablations runs on a tiny model, computed and with stand-ins, and refuses wrong losses."""
+
+import importlib
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "dispatch_ablation.py"
+sys.path.append(str(BENCHMARK.parent))
+ablation = importlib.import_module("dispatch_ablation")
+runs = importlib.import_module("dispatching.runs")
+
+TIMEOUT_S = 120
+
+
+@pytest.mark.parametrize("options", [[], ["--standin", "--step-ms", "20"]], ids=["computed", "stand-ins"])
+def test_every_variant_has_a_row_in_each_table_and_all_losses_agree(options):
+    command = [sys.executable, BENCHMARK, "--tiny", "--steps", "1", "--samples", "5", "--ranks", "2", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    assert "…" not in done.stdout  # nothing is cut off
+    lines = done.stdout.splitlines()
+    names = [variant.name for variant in runs.variants(1)]
+    for name in names:
+        rows = [line.replace(name, "", 1).split() for line in lines if line.strip().startswith(f"{name}  ")]
+        assert len(rows) == 4  # of times and of balance, in two settings
+        assert [float(row[1].removesuffix("x")) > 0 for row in rows[::2]] == [True, True]
+        assert all(0 <= float(ratio) < 1 for row in rows[1::2] for ratio in row[:3])
+    assert [line.split()[:2] for line in lines if "limit" in line] == [["limit:", "computing,"]] * 2
+    agreed = re.findall(r"the same for all variants to (\S+)", done.stdout)
+    assert len(agreed) == 2
+    assert all(float(off) <= ablation.LOSSES_AGREE for off in agreed)
+
+
+def test_losses_that_differ_are_refused(capsys):
+    one = runs.Measured(
+        seconds={"llm": np.ones((2, 1))},
+        losses=np.array([4.0]),
+        sent_bytes=np.zeros((2, 1)),
+        abroad_bytes=np.zeros((2, 1)),
+        peak_bytes=np.zeros((2, 1)),
+    )
+    assert ablation.losses_agree({"one": one, "same": replace(one, losses=np.array([4.00001]))})
+    assert not ablation.losses_agree({"one": one, "other": replace(one, losses=np.array([4.0002]))})
+    assert "something is wrong" in capsys.readouterr().out

@@ -1,0 +1,122 @@
+"""Models of which it is known what their layers take and hold, and micro-batches for them."""
+
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from engine.loads import Loads, PhaseLoads
+from engine.runtime.carries import LayeredModel, Spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowBatch:
+    """So many rows of so many numbers."""
+
+    values: Tensor
+    sample_ids: tuple[str, ...] = ("a",)
+
+
+def rows(count, width):
+    return RowBatch(values=torch.ones(count, width))
+
+
+def loads_of(batches):
+    lengths = torch.tensor([len(batch.values) for batch in batches]).numpy()
+    llm = PhaseLoads(tokens=lengths, squares=lengths**2, items=lengths**0)
+    return Loads(vision=PhaseLoads.nothing(len(batches)), audio=PhaseLoads.nothing(len(batches)), llm=llm)
+
+
+class _SleepsBack(torch.autograd.Function):
+    """The input; its gradient takes a while."""
+
+    @staticmethod
+    def forward(ctx, given, seconds):
+        ctx.seconds = seconds
+        return given.view_as(given)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sleeps:
+    """Milliseconds for each row of a micro-batch."""
+
+    forward: float
+    input_grad: float
+    weight_grad: float
+
+
+class SleepingLayer(nn.Module):
+    """Takes a known time; with `only_on`, runs out of memory on other ranks."""
+
+    def __init__(self, sleeps: Sleeps, *, is_last: bool, only_on: int | None = None):
+        super().__init__()
+        self.sleeps, self.is_last, self.only_on = sleeps, is_last, only_on
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, carry, batch):
+        if self.only_on is not None and dist.get_rank() != self.only_on:
+            raise torch.OutOfMemoryError("too much")
+        each = len(batch.values) / 1000
+        time.sleep(self.sleeps.forward * each)
+        given = _SleepsBack.apply(carry.get("x", batch.values), self.sleeps.input_grad * each)
+        made = given + _SleepsBack.apply(self.weight, self.sleeps.weight_grad * each).sum()
+        return {"loss": made.sum()} if self.is_last else {"x": made}
+
+
+def sleeping_model(sleeps, width=2, only_on=None):
+    """`only_on`: by layer, the rank that has memory for it."""
+    only_on = only_on or {}
+    layers = [
+        SleepingLayer(own, is_last=place == len(sleeps) - 1, only_on=only_on.get(place))
+        for place, own in enumerate(sleeps)
+    ]
+    return LayeredModel(layers=layers, specs=_Rows([width] * len(sleeps)))
+
+
+class _Rows:
+    """`x` of a width for each cut."""
+
+    def __init__(self, widths):
+        self.widths = widths
+
+    def __call__(self, cut, batch):
+        return {"x": Spec(shape=(len(batch.values), self.widths[cut - 1]), dtype=torch.float32)}
+
+
+class Block(nn.Module):
+    """A linear map and what follows."""
+
+    def __init__(self, inputs, outputs, follows):
+        super().__init__()
+        self.map, self.follows = nn.Linear(inputs, outputs), follows
+
+    def forward(self, carry, batch):
+        return {"x": self.follows(self.map(carry.get("x", batch.values)))}
+
+
+class Square(nn.Module):
+    """A loss for which the input is needed once more."""
+
+    def forward(self, carry, batch):
+        return {"loss": carry["x"].square().sum()}
+
+
+class Sum(nn.Module):
+    """A loss for which it is not."""
+
+    def forward(self, carry, batch):
+        return {"loss": carry["x"].sum()}
+
+
+def chain(widths, follows, loss):
+    """Linear maps from width to width, each followed by a function, and a loss."""
+    blocks = [Block(inputs, outputs, follows) for inputs, outputs in pairwise(widths)]
+    return LayeredModel(layers=[*blocks, loss], specs=_Rows(widths[1:]))

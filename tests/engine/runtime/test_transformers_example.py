@@ -1,0 +1,122 @@
+"""The example for models of transformers, really launched: it trains, goes on with other stages, gives weights back."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+from manuals_build import MANUALS, build_manuals
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+
+from train_transformers_pipeline import main
+
+pytestmark = [
+    pytest.mark.skipif(not MANUALS.is_dir(), reason="the manuals corpus is not here"),
+    pytest.mark.slow,
+]
+
+SCRIPT = Path(__file__).parents[3] / "examples" / "train_transformers_pipeline.py"
+STEPS, SAVED_BEHIND = 4, 2
+TOLERANCE = 1e-5
+"""Of losses, relative: ranks add up in the same order, but gradients' norm, by which all are clipped."""
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    return build_manuals(tmp_path_factory.mktemp("packed"), "llava")
+
+
+def arguments(build, **options):
+    given = {"model": "llava", "device": "cpu", "micro_batches_per_step": 2, **options}
+    return [str(build), *(f"--{name.replace('_', '-')}={value}" for name, value in given.items())]
+
+
+def launch(build, **options):
+    """On two ranks."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, *arguments(build, **options)]
+    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, env=environment)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+def run_here(*given, **options):
+    """In this process, as without torchrun; -> the exit status."""
+    try:
+        return main(arguments(*given, **options))
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def losses(output):
+    return {int(step): float(loss) for step, loss in re.findall(r"^step +(\d+)  loss (\S+)", output, re.MULTILINE)}
+
+
+@pytest.fixture(scope="module")
+def exported(build, tmp_path_factory):
+    """What one process wrote when it had trained."""
+    folder = tmp_path_factory.mktemp("alone") / "model"
+    assert run_here(build, steps=STEPS, export=folder) == 0
+    return folder
+
+
+def test_two_ranks_saved_and_continued_by_others_give_losses_and_weights_of_one(build, exported, tmp_path, capsys):
+    assert run_here(build, steps=STEPS) == 0
+    output = capsys.readouterr().out
+    assert "8 layers cut at [0, 8], 1 x 1 ranks" in output
+    expected = losses(output)
+    assert sorted(expected) == list(range(STEPS))
+    assert expected[STEPS - 1] < expected[0]
+    first = launch(build, steps=SAVED_BEHIND, state=tmp_path / "state", borders="0,3,8")
+    then = launch(build, steps=STEPS, state=tmp_path / "state", export=tmp_path / "model")
+    assert "cut at [0, 4, 8], 1 x 2 ranks; goes on behind step 1" in then
+    assert sorted(losses(then)) == [SAVED_BEHIND, SAVED_BEHIND + 1]
+    assert losses(first) | losses(then) == pytest.approx(expected, rel=TOLERANCE)
+    read = transformers.AutoModelForImageTextToText.from_pretrained
+    alone, trained = (dict(read(folder).named_parameters()) for folder in (exported, tmp_path / "model"))
+    for name, weight in alone.items():
+        if not name.endswith("k_proj.bias"):  # attention is blind to it: its gradient is rounding, which Adam blows up
+            off = (trained[name] - weight).detach().norm()
+            assert float(off) <= 1e-3 * float(weight.detach().norm()), name
+
+
+def test_a_folder_of_weights_is_trained_on(build, exported, capsys):
+    assert run_here(build, steps=1) == 0
+    assert run_here(build, steps=1, config=exported) == 0
+    before, after = (float(loss) for loss in re.findall(r"loss (\S+)", capsys.readouterr().out))
+    # trained weights, on what they were trained with
+    assert after < before - 0.01
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "qwen2_vl"}, "--model qwen2_vl: the build's images are cut as FixedRule says"),
+        ({"config": "none"}, "none.json: "),
+        ({"config": "other"}, "image token 7; the build "),
+        ({"dp": 3}, "--dp is 3; 1 processes"),
+        ({"borders": "0,9"}, "8"),
+    ],
+)
+def test_what_does_not_fit_together_is_told_in_one_line(build, exported, tmp_path, capsys, options, message):
+    config = json.loads((exported / "config.json").read_text()) | {"image_token_id": 7}
+    (tmp_path / "other.json").write_text(json.dumps(config))
+    if "config" in options:
+        options = {"config": tmp_path / f"{options['config']}.json"}
+    assert run_here(build, steps=1, **options) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
