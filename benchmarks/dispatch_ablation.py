@@ -4,12 +4,13 @@
     python benchmarks/dispatch_ablation.py --standin [--ranks 4 8] [--step-ms 300]
 
 Without `--standin` everything is computed, on gloo ranks of one core each. With it layers wait for the time that their
-FLOPs would take, padding included, so that more ranks than cores can run; features really travel. All variants run the
-same steps in turn, and their losses must agree. A loader plans in its prefetch and reads inputs where they are needed;
-planning counts here. Two settings: weights replicated, so that ranks wait for each other in exchanges and for
-gradients; and phases that begin on all ranks at once, as where weights are shared out and every layer is gathered (the
-paper's FSDP; here ranks only wait for each other, no weights travel). "by FLOPs": the ratio that the ranks' FLOPs give,
-padding included, without exchanges; MFU counts no padding. Limit: what the ranks computed, divided evenly.
+FLOPs would take, padding included, so that more ranks than cores can run; features really travel, and dearer than where
+each rank has a core: what ranks do at once takes turns. All variants run the same steps in turn, and their losses must
+agree. A loader plans in its prefetch and reads inputs where they are needed; planning counts here. Two settings:
+weights replicated, so that ranks wait for each other in exchanges and for gradients; and phases that begin on all ranks
+at once, as where weights are shared out and every layer is gathered (the paper's FSDP; here ranks only wait for each
+other, no weights travel). "by FLOPs": the ratio that the ranks' FLOPs give, padding included, without exchanges; MFU
+counts no padding. Limit: what the ranks computed, divided evenly.
 """
 
 from __future__ import annotations

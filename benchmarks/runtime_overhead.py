@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from ablation.stand_in import stand_ins  # noqa: E402
+
 from benchmarks.tables import console, new_table  # noqa: E402
 from engine.program import make_program  # noqa: E402
 from engine.runtime.pipeline import Pipeline, PipelineOptions  # noqa: E402

@@ -37,7 +37,7 @@ from engine.recompute import choose_recompute
 from engine.runtime.batch_loads import batch_loads
 from engine.runtime.carries import LayeredModel
 from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.profile import measure_layers
+from engine.runtime.profile import MeasureOptions, measure_layers
 from engine.runtime.trials import Measured, TrialOptions, TrialStep, evidence, measure_partitions, write_evidence
 from loaders import MicroBatch, StreamingLoader
 
@@ -134,8 +134,7 @@ def measure(
         names=layer_names(model),
         kinds=[KINDS[type(layer)][0] for layer in model.layers],
         phases=phases_of(loader.model),
-        repeats=REPEATS,
-        apart=options.schedule == "zero_bubble",
+        options=MeasureOptions(repeats=REPEATS, apart=options.schedule == "zero_bubble"),
     )
 
 

@@ -24,10 +24,12 @@ from engine.precompute import EncodedStep
 from engine.profile_costs import Profile, profiled_costs
 from engine.runtime.live_bytes import LiveBytes
 from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.profile import measure_layers
+from engine.runtime.profile import MeasureOptions, measure_layers
 from engine.sample_loads import joined_loads
 from engine.schedule import one_f_one_b
 
+REPEATS = 6
+"""Of each layer's measurement."""
 PROFILED = 8
 """Micro-batches that layers are measured on, from the smallest to the largest."""
 AGREE = 1e-4
@@ -78,6 +80,7 @@ class Trainer:
             names=[f"{kind} {place}" for place, kind in enumerate(kinds)],
             kinds=kinds,
             phases=dict(KINDS.values()),
+            options=MeasureOptions(repeats=REPEATS),
         )
 
     def pipeline(self, variant: Variant) -> Pipeline:

@@ -1,8 +1,8 @@
 """One step of a variant of OrchMLLM's dispatching on one rank, for `benchmarks/dispatch_ablation.py`.
 
-Plan, exchange, forward, backward, gradients' sum, optimizer, all with the project's own planner and exchange; the
-strawmen that it is compared with (`two exchanges`, `all-gather`) are here. Planning is part of the step, although a
-loader does it in its prefetch.
+Plan, exchange, forward, backward, gradients' sum, optimizer, all with the project's own planner and exchange; what it
+is compared with goes home first (`two exchanges`) or gathers everything (`dispatching.gather`). Planning is part of the
+step, although a loader does it in its prefetch.
 """
 
 from __future__ import annotations

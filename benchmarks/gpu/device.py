@@ -67,7 +67,8 @@ def open_bench(*, tiny: bool, cluster: str | None) -> Bench:
 def one_rank(device: torch.device) -> Iterator[None]:
     """torch.distributed with this process alone: what a pipeline of one stage needs."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    on_gpu = device.type == "cuda" and dist.is_nccl_available()
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"  # gloo alone knows GPUs too, for one rank well enough
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=0, world_size=1)
         try:

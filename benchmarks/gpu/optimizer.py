@@ -15,19 +15,20 @@ from torch import Tensor, nn
 class MasterAdamW:
     """Of a list of layers; state is made at once, so memory is what it will be in training."""
 
-    def __init__(self, layers: Iterable[nn.Module], lr: float) -> None:
+    def __init__(self, layers: Iterable[nn.Module], lr: float, weight_decay: float = 0.01) -> None:
         self._parts: list[tuple[list[nn.Parameter], list[Tensor], torch.optim.Optimizer]] = []
         for layer in layers:
             weights = list(layer.parameters())
             masters = [weight.detach().float().clone() for weight in weights]
-            self._parts.append((weights, masters, torch.optim.AdamW(masters, lr=lr, foreach=True)))
-        # a step with gradients of 0 makes the moments; masters and weights stay as they are
-        rates = [optimizer.param_groups[0]["weight_decay"] for _, _, optimizer in self._parts]
+            self._parts.append((weights, masters, torch.optim.AdamW(masters, lr=lr, fused=True)))
+        # a step with gradients of 0 makes the moments; without decay it changes no weight, and it shall not count
         for _, _, optimizer in self._parts:
             optimizer.param_groups[0]["weight_decay"] = 0.0
         self.step()
-        for (_, _, optimizer), rate in zip(self._parts, rates, strict=True):
-            optimizer.param_groups[0]["weight_decay"] = rate
+        for _, _, optimizer in self._parts:
+            optimizer.param_groups[0]["weight_decay"] = weight_decay
+            for state in optimizer.state.values():
+                state["step"].zero_()
 
     @property
     def state(self) -> Mapping[Tensor, Mapping[str, Tensor]]:

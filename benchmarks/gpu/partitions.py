@@ -29,7 +29,8 @@ from engine.evaluate import evaluate
 from engine.exact import search_exact
 from engine.loads import Loads
 from engine.partition import METHODS
-from engine.profile_costs import Profile, profiled_costs
+from engine.profile_costs import Profile
+from engine.profile_plan import measured_costs
 from engine.schedule import one_f_one_b
 from gpu.presets import rule_of
 
@@ -154,6 +155,6 @@ def table_9(pair: Pair, modelled: Costs, measured: Costs, memory_bytes: int) -> 
     )
 
 
-def planned(profile: Profile, preset: ModelPreset, *, tiny: bool) -> Costs:
-    """What a profile says of a step at the paper's caps."""
-    return profiled_costs(profile, full_loads(preset, tiny=tiny))
+def measured_step(profile: Profile, place: int) -> Costs:
+    """A step of equal micro-batches like that one of those measured; nothing is fitted."""
+    return measured_costs(profile, np.full(MICRO_BATCHES, place))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import asdict, replace
-from pathlib import Path
 
 from papers.omnibal_models import INTERNVL as INTERNVL_PAIR
 from papers.page import listed
@@ -15,7 +14,7 @@ from engine.costs import NS_PER_MS, Costs
 from engine.parallel import Parallelism
 from engine.profile_costs import Profile, misfit, profile_to_dict, write_profile
 from gpu.device import Bench, matmul_flops, one_rank
-from gpu.partitions import MIB, Choice, Method, full_loads, pairs, planned, table_4, table_9
+from gpu.partitions import MIB, Choice, Method, full_loads, measured_step, pairs, table_4, table_9
 from gpu.presets import INTERNVL, tiny_of
 from gpu.profiles import FULL, SIZES, Size, layer_flops, measure_shapes, modelled_costs, tiny_sizes
 from gpu.report import Report
@@ -32,6 +31,9 @@ CHOICE_HEADINGS = (
     *("model", "TP", "paper's layers", "by the model", "by measurement", "recomputed", "step ms", "x paper's"),
     "x model's",
 )
+
+AT = SIZES.index(FULL)
+"""Which micro-batch tables are about."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -50,10 +52,8 @@ def run(bench: Bench, report: Report, options: argparse.Namespace) -> None:
         sizes = _sizes(preset, bench)
         whole = measure_shapes(preset, Parallelism(), bench, sizes)
         _note_layers(bench, report, preset, whole, sizes)
-        options.out.mkdir(parents=True, exist_ok=True)
-        path: Path = options.out / f"{report.name}.profile.json"
-        write_profile(whole, path)
-        report.figures["profile"] = path.name
+        write_profile(whole, report.path("profile.json"))
+        report.figures["profile"] = report.path("profile.json").name
         _note_table_4(bench, report, preset, whole)
         _note_table_9(bench, report, options.models)
     report.figures["seconds"] = time.perf_counter() - begun
@@ -75,7 +75,7 @@ def _sizes(preset: ModelPreset, bench: Bench) -> tuple[Size, ...]:
 def _note_layers(bench: Bench, report: Report, preset: ModelPreset, whole: Profile, sizes: tuple[Size, ...]) -> None:
     """Each kind of layer at the full micro-batch, measured and modelled."""
     modelled = modelled_costs(preset, Parallelism(), bench, whole.loads)
-    at, own = SIZES.index(FULL), whole.costs
+    at, own = AT, whole.costs
     flops = layer_flops(preset, whole.loads)
     rows, figures = [], []
     for row, kind in enumerate(own.kinds):
@@ -115,11 +115,12 @@ def _note_table_4(bench: Bench, report: Report, preset: ModelPreset, whole: Prof
     memory = bench.cluster.usable_memory_bytes
     modelled = modelled_costs(preset, parallel, bench, full_loads(preset, tiny=bench.tiny))
     # stages send over the cluster's network, which one GPU does not have
-    measured = replace(planned(whole, preset, tiny=bench.tiny), send_ns=modelled.send_ns)
+    measured = replace(measured_step(whole, AT), send_ns=modelled.send_ns)
     for name, costs in (("measured layers", measured), ("the analytical model", modelled)):
         found = table_4(costs, measured, memory)
         report.table(f"OmniBal, Table 4, by {name} (4 stages, TP 1)", METHOD_HEADINGS, map(_method, found))
         report.figures[f"table_4, {name}"] = [asdict(row) for row in found]
+    report.save()
 
 
 def _method(row: Method) -> list[str]:
@@ -138,11 +139,12 @@ def _note_table_9(bench: Bench, report: Report, count: int) -> None:
         preset = _shaped(published, bench)
         profile = measure_shapes(preset, pair.parallel, bench, _sizes(preset, bench))
         modelled = modelled_costs(preset, pair.parallel, bench, full_loads(preset, tiny=bench.tiny))
-        measured = planned(profile, preset, tiny=bench.tiny)
+        measured = measured_step(profile, AT)
         found.append(table_9(pair, modelled, measured, bench.cluster.usable_memory_bytes))
         report.figures.setdefault("table_9", []).append(
             {**asdict(found[-1]), "misfit": misfit(profile), "profile": profile_to_dict(profile)["kinds"]}
         )
+        report.save()
     report.table(
         "OmniBal, Table 9: the fastest partitions of nine models, and others' steps on measured layers",
         CHOICE_HEADINGS,

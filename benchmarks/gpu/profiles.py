@@ -22,7 +22,7 @@ from engine.loads import Loads, PhaseLoads
 from engine.parallel import OPTIMIZER_BYTES, Parallelism, Training
 from engine.profile_costs import Profile
 from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.profile import MOMENTS, measure_layers
+from engine.runtime.profile import MOMENTS, MeasureOptions, measure_layers
 from gpu.batches import Sequences, make_batch
 from gpu.device import Bench
 from gpu.layers import make_model
@@ -96,7 +96,7 @@ def measure_shapes(preset: ModelPreset, parallel: Parallelism, bench: Bench, siz
         names=modelled.names,
         kinds=modelled.kinds,
         phases=phases_of(preset),
-        repeats=3 if bench.tiny else REPEATS,
+        options=MeasureOptions(repeats=3 if bench.tiny else REPEATS),
     )
     return whole_model(
         found, layer_costs(preset, bench.cluster, parallel, loads, TRAINING), _sends(preset, parallel, bench, loads)

@@ -6,7 +6,6 @@ import json
 import platform
 import re
 import shlex
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -26,7 +25,9 @@ WIDTH = 200
 class Report:
     """Tables and figures of one run of `gpu_training.py`."""
 
-    def __init__(self, bench: Bench, command: str, arguments: Sequence[str]) -> None:
+    def __init__(self, bench: Bench, command: str, arguments: Sequence[str], folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
         self._console = Console(width=WIDTH, record=True, highlight=False)
         device = re.sub(r"[^a-z0-9]+", "_", bench.name.lower()).strip("_")
         self.name = f"gpu_{command}_{device}_{date.today():%Y-%m-%d}"
@@ -57,13 +58,15 @@ class Report:
             made.add_row(*row)
         self._console.print(made)
 
-    def save(self, folder: Path) -> None:
-        """Write `<name>.json` and `<name>.txt`."""
-        folder.mkdir(parents=True, exist_ok=True)
+    def path(self, ending: str) -> Path:
+        """A file of this run."""
+        return self.folder / f"{self.name}.{ending}"
+
+    def save(self) -> None:
+        """Write `<name>.json` and `<name>.txt`; now and then, so that what was measured is kept if a run is cut off."""
         figures = json.dumps(self.figures, indent=1, default=_plain)
-        (folder / f"{self.name}.json").write_text(figures + "\n", "utf-8")
-        (folder / f"{self.name}.txt").write_text(self._console.export_text(), "utf-8")
-        print(f"kept: {folder / self.name}.json and .txt", file=sys.stderr)
+        self.path("json").write_text(figures + "\n", "utf-8")
+        self.path("txt").write_text(self._console.export_text(clear=False), "utf-8")
 
 
 def _plain(value: object) -> object:

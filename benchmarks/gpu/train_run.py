@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -61,15 +62,18 @@ def run(bench: Bench, report: Report, options: argparse.Namespace) -> None:
             f"{preset.name}: {trainer.num_params / 1e9:.3g} B parameters, {len(trainer.kinds)} layers; "
             f"{options.steps} steps of {options.micro_batches} micro-batches, random ones of 4 padded samples"
         )
-        note_profile(trainer, report, options)
-        rows = [trainer.run(way, options.rounds) for way in ways(trainer, random, balanced, report, options.shares)]
+        note_profile(trainer, report)
+        rows: list[Ran] = []
+        for way in ways(trainer, random, balanced, report, options.shares):
+            rows.append(trainer.run(way, options.rounds))
+            report.figures["ways"] = [asdict(row) for row in rows]
+            report.save()
     peak = bench.cluster.peak_flops_per_s
     title = "Each row trains the same model; 'planned': the planner's prediction from the profile"
     report.table(title, HEADINGS, [row_of(row, rows[0], peak, limit) for row in rows])
     report.figures |= {
         "num_params": trainer.num_params,
         "matmul_flops_per_s": limit,
-        "ways": [asdict(row) for row in rows],
         "seconds": time.perf_counter() - begun,
     }
     report.line(f"{report.figures['seconds']:.0f} s")
@@ -81,31 +85,30 @@ def steps_of(counts: Counts, sizes: Sizes, options: argparse.Namespace) -> tuple
     return random, balanced_steps(counts, sizes, 1, options.micro_batches, options.steps)
 
 
-def note_profile(trainer: Trainer, report: Report, options: argparse.Namespace) -> None:
+def note_profile(trainer: Trainer, report: Report) -> None:
     """Keep what layers took."""
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"{report.name}.profile.json"
+    path = report.path("profile.json")
     write_profile(trainer.profile, path)
     report.figures |= {"profile": path.name, "misfit": misfit(trainer.profile)}
+    report.line(f"Forward and backward times of a kind are fitted to {misfit(trainer.profile):.1%} at worst.")
 
 
-def ways(trainer: Trainer, random: Steps, balanced: Steps, report: Report, shares: list[float]) -> list[Way]:
+def ways(trainer: Trainer, random: Steps, balanced: Steps, report: Report, shares: Sequence[float]) -> Iterator[Way]:
     """Padded and packed with everything recomputed, packed with as little as budgets allow, and with nothing."""
     everything = np.ones(len(trainer.kinds), np.bool_)
     padded = Way(name="padded, all recomputed", steps=random, padded=True, recompute=everything)
     packed = replace(padded, name="packed, all recomputed", steps=balanced, padded=False)
     nothing = replace(packed, name="packed, nothing recomputed", recompute=~everything)
+    yield from (padded, packed)
     least, most = trainer.peak_bytes(packed), trainer.peak_bytes(nothing)
     if least is None:
         report.line("Packed micro-batches do not fit even with everything recomputed: give --micro-batches 4")
-        return [padded, packed]
-    found = [padded, packed]
+        return
     for share in shares:
         limit = int(least + share * ((most or trainer.free_bytes()) - least))
         way = replace(packed, name=f"packed, adaptive in {limit / GIB:.3g} GiB", limit_bytes=limit)
         recompute, runs = trainer.adapted(way)
         planned = trainer.planned(way)
-        found.append(replace(way, recompute=recompute))
         report.figures.setdefault("budgets", []).append(
             {
                 "limit_bytes": limit,
@@ -116,7 +119,8 @@ def ways(trainer: Trainer, random: Steps, balanced: Steps, report: Report, share
         )
         said = "nothing that fits" if planned is None else trainer.count(planned)
         report.line(f"{limit / GIB:.3g} GiB: {runs} runs choose {trainer.count(recompute)}; the planner {said}")
-    return [*found, nothing]
+        yield replace(way, recompute=recompute)
+    yield nothing
 
 
 def row_of(row: Ran, first: Ran, peak_flops: float, product_flops: float) -> list[str]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 import torch
@@ -46,6 +46,22 @@ Tables = dict[str, IntArray]
 """Of `TIMES` and `BYTES` (layers, micro_batches), of `OF_LAYERS` (layers,)."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureOptions:
+    """How layers are measured."""
+
+    repeats: int = 3
+    """The first warms up, the median of the others counts."""
+    apart: bool = False
+    """For schedules that run the gradients of weights alone."""
+    together: bool | None = None
+    """Whether ranks measure at once, not one after the other; None: on CPUs."""
+
+    def __post_init__(self) -> None:
+        if self.repeats < 2:
+            raise ConfigError(f"repeats is {self.repeats}; give at least 2, for the first one only warms up")
+
+
 def measure_layers(
     pipeline: Pipeline,
     batches: Sequence[Batch],
@@ -54,27 +70,27 @@ def measure_layers(
     names: Sequence[str],
     kinds: Sequence[str],
     phases: Mapping[str, str],
-    repeats: int = 3,
-    apart: bool = False,
+    options: MeasureOptions | None = None,
 ) -> Profile:
     """What each kind of layer costs for these micro-batches, measured. All ranks of a pipeline call it; all get it.
 
     `loads` are those of `batches` (`engine.runtime.batch_loads`), which should be from small to large ones, so that a
-    fit is possible. `names` and `kinds` of all layers; `phases` by kind. The first of `repeats` warms up, the median of
-    the others counts, and of equal layers theirs. A kind of which some layers are trained and others are not, or have
-    nothing trained before them, becomes several. `apart`: for schedules that run the gradients of weights alone.
+    fit is possible. `names` and `kinds` of all layers; `phases` by kind. Of equal layers the median counts. A kind of
+    which some layers are trained and others are not, or have nothing trained before them, becomes several.
 
     State is that of this model: parameters, gradients and two moments of the parameters' own dtype. Gradients and
     generators of random numbers stay as they were. ConfigError if layers of one kind differ in their parameters.
     """
     own, groups = pipeline._own, pipeline._groups
-    _check(own, batches, loads, names, kinds, repeats)
+    _check(own, batches, loads, names, kinds)
+    options = options or MeasureOptions()
+    together = own.device.type == "cpu" if options.together is None else options.together
     with _gradients_kept(own.layers.values()), generators_kept(own.device):
-        tables = _measured(own, groups, batches, repeats)
+        tables = _measured(own, groups, batches, options.repeats, together=together)
     sent = np.array([[_sent_bytes(own, place, batch) for batch in batches] for place in range(len(kinds))], np.int64)
     link = link_times(groups, int(sent.max(initial=0)), own.device)
     parts = _split_kinds(names, kinds, tables, own.first_trained)
-    columns = _columns(tables, own.first_trained, apart=apart)
+    columns = _columns(tables, own.first_trained, apart=options.apart)
     costs = Costs(
         names=tuple(names),
         kinds=parts,
@@ -90,16 +106,12 @@ def measure_layers(
     )
 
 
-def _check(
-    own: RankLayers, batches: Sequence[Batch], loads: Loads, names: Sequence[str], kinds: Sequence[str], repeats: int
-) -> None:
+def _check(own: RankLayers, batches: Sequence[Batch], loads: Loads, names: Sequence[str], kinds: Sequence[str]) -> None:
     count = own.borders[-1]
     if len(names) != count or len(kinds) != count:
         raise ConfigError(f"{len(names)} names and {len(kinds)} kinds; the model has {count} layers")
     if len(loads) != len(batches) or not batches:
         raise ConfigError(f"{len(batches)} micro-batches and loads of {len(loads)}; give as many, and at least one")
-    if repeats < 2:
-        raise ConfigError(f"repeats is {repeats}; give at least 2, for the first one only warms up")
 
 
 @contextmanager
@@ -115,26 +127,58 @@ def _gradients_kept(layers: Iterable[nn.Module]) -> Iterator[None]:
             weight.grad = gradient
 
 
-def _measured(own: RankLayers, groups: Groups, batches: Sequence[Batch], repeats: int) -> Tables:
+def _measured(own: RankLayers, groups: Groups, batches: Sequence[Batch], repeats: int, *, together: bool) -> Tables:
     """Of all ranks' layers."""
-    shape, num_stages = (own.borders[-1], len(batches)), len(own.borders) - 1
+    shape = own.borders[-1], len(batches)
     tables: Tables = {name: np.zeros(shape, np.int64) for name in (*TIMES, *BYTES)}
     tables |= {name: np.zeros(shape[0], np.int64) for name in OF_LAYERS}
     for place, layer in own.layers.items():
         _note_weights(tables, place, layer)
     for number, batch in enumerate(batches):
-        carry: Carry = {}
-        for stage in range(num_stages):
-            carry = _hand_on(own, groups, stage, batch, carry)
-            if stage % len(groups.ranks) == groups.rank:
-                carry = _measure_stage(own, stage, batch, carry, repeats, tables, number)
-        meet(groups, own.device)  # so that the first rank does not begin while the last one measures
+        given = _given(own, groups, batch)
+        for rank in range(len(groups.ranks)):
+            meet(groups, own.device)
+            if together or rank == groups.rank:
+                for stage, carry in given.items():
+                    _measure_stage(own, stage, batch, carry, repeats, tables, number)
+            if together:
+                _compute_until_all_are_done(own, groups, batch, given)
+                break
     flat = torch.from_numpy(np.concatenate([table.ravel() for table in tables.values()])).to(own.device)
     with peers(groups.ranks):
         dist.all_reduce(flat, group=groups.pipeline)
     ends = np.cumsum([table.size for table in tables.values()])[:-1]
     parts = np.split(flat.cpu().numpy(), ends)
     return {name: part.reshape(table.shape) for (name, table), part in zip(tables.items(), parts, strict=True)}
+
+
+def _given(own: RankLayers, groups: Groups, batch: Batch) -> dict[int, Carry]:
+    """What this rank's stages begin with, by stage: a micro-batch goes through the whole model, forward only."""
+    given: dict[int, Carry] = {}
+    carry: Carry = {}
+    for stage in range(len(own.borders) - 1):
+        carry = _hand_on(own, groups, stage, batch, carry)
+        if stage % len(groups.ranks) == groups.rank:
+            given[stage] = carry
+            with torch.no_grad():
+                for place in own.of_stage(stage):
+                    alone = _alone(own, place, batch, carry)
+                    carry = alone.forward(alone.leaves())
+    return given
+
+
+def _compute_until_all_are_done(own: RankLayers, groups: Groups, batch: Batch, given: dict[int, Carry]) -> None:
+    """So that a rank that measures longer than others does not have the machine for itself."""
+    with peers(groups.ranks):
+        done = dist.all_reduce(torch.zeros(1, device=own.device), group=groups.pipeline, async_op=True)
+        assert done is not None
+        while not done.is_completed():
+            for stage, given_carry in given.items():
+                carry = given_carry
+                for place in own.of_stage(stage):
+                    if not done.is_completed():
+                        _, carry = layer_times(_alone(own, place, batch, carry))
+        done.wait()
 
 
 def _note_weights(tables: Tables, place: int, layer: nn.Module) -> None:
@@ -149,8 +193,8 @@ def _note_weights(tables: Tables, place: int, layer: nn.Module) -> None:
 
 def _measure_stage(
     own: RankLayers, stage: int, batch: Batch, given: Carry, repeats: int, tables: Tables, number: int
-) -> Carry:
-    """Measure a stage's layers, one alone after the other; -> what it gives."""
+) -> None:
+    """Measure a stage's layers, one alone after the other."""
     times = np.zeros((repeats, len(TIMES), len(own.of_stage(stage))), np.int64)
     for repeat in range(repeats):
         carry = given
@@ -168,7 +212,6 @@ def _measure_stage(
             tables[name][place, number] = value
         with torch.no_grad():
             carry = alone.forward(alone.leaves())
-    return carry
 
 
 def _alone(own: RankLayers, place: int, batch: Batch, given: Carry) -> LayerAlone:

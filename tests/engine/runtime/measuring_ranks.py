@@ -11,7 +11,7 @@ from engine.costs import NS_PER_MS, Costs
 from engine.profile_costs import profile_to_dict
 from engine.recompute import InfeasiblePlan
 from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.profile import measure_layers
+from engine.runtime.profile import MeasureOptions, measure_layers
 from engine.runtime.trials import TrialOptions, TrialStep, evidence, measure_partitions
 
 SLEEPS = (
@@ -35,7 +35,13 @@ def profile_sleeping(said, *, apart):
     state = torch.random.get_rng_state()
     kinds = ("first", "second", "third")
     profile = measure_layers(
-        pipeline, batches, loads_of(batches), names=kinds, kinds=kinds, phases=dict.fromkeys(kinds, "llm"), apart=apart
+        pipeline,
+        batches,
+        loads_of(batches),
+        names=kinds,
+        kinds=kinds,
+        phases=dict.fromkeys(kinds, "llm"),
+        options=MeasureOptions(apart=apart),
     )
     said["profile"] = profile_to_dict(profile)
     said["gradients kept"] = all(
@@ -73,7 +79,7 @@ def _profile_chain(model, batches, borders, options, kind=None):
         names=names,
         kinds=kinds,
         phases=dict.fromkeys(kinds, "llm"),
-        repeats=2,
+        options=MeasureOptions(repeats=2),
     )
     return profile_to_dict(profile)
 
