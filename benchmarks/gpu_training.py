@@ -22,7 +22,7 @@ from gpu import profile_run, train_run
 from gpu.device import open_bench
 from gpu.report import Report
 
-from balance.errors import IsobatchError
+from balance.errors import IsobatchError, first_line
 
 COMMANDS = {"profile": profile_run, "train": train_run}
 
@@ -48,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except IsobatchError as error:
         print(error, file=sys.stderr)
         return 2
+    except torch.OutOfMemoryError as error:
+        print(f"the GPU has too little memory (80 GB do): {first_line(error)}", file=sys.stderr)
+        return 1
     report.save()
     print(f"kept: {report.path('json')} and .txt", file=sys.stderr)
     return 0

@@ -1,6 +1,6 @@
 """Does a step take as long as the simulator says, and are partitions as good as it says? Predicted beside measured.
 
-    python benchmarks/prediction.py [--steps 3] [--rounds 3]
+    python benchmarks/prediction.py [--steps 3] [--rounds 2]
 
 - real compute: the small model of `ablation/model.py` on 2 ranks, a core each: its layers are profiled, every partition
   near BMP's anchor is simulated with the profile, and run;
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; -> exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3, help="of each partition (default: 3)")
-    parser.add_argument("--rounds", type=int, default=3, help="partitions take turns so often (default: 3)")
+    parser.add_argument("--rounds", type=int, default=2, help="partitions take turns so often (default: 2)")
     options = parser.parse_args(arguments)
     show("small model, 2 stages on 2 ranks, real compute", on_ranks(2, real, options.steps, options.rounds))
     for stages in (4, 8):

@@ -1,6 +1,6 @@
 """What each kind of balance gains when it really runs: OmniBal's and PipeTune's ablations, measured.
 
-    python benchmarks/training_ablation.py [--only omnibal,pipetune] [--steps 6] [--rounds 2]
+    python benchmarks/training_ablation.py [--only omnibal,pipetune] [--steps 4] [--rounds 2]
 
 Two worlds, each in its own processes on this machine:
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; -> exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(NAMES), help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=6, help="of each row (default: 6)")
+    parser.add_argument("--steps", type=int, default=4, help="of each row (default: 4)")
     parser.add_argument("--rounds", type=int, default=2, help="rows take turns so often (default: 2)")
     options = parser.parse_args(arguments)
     names = options.only.split(",")

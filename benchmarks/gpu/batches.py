@@ -78,16 +78,17 @@ class Batch:
     @property
     def nbytes(self) -> int:
         """Of all tensors."""
-        return sum(tensor.nbytes for tensor in self._tensors().values())
+        return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def to(self, device: torch.device) -> Batch:
         """The same on a device; without waiting for it."""
         if device.type == "cpu":
             return self
-        moved = {name: each.pin_memory().to(device, non_blocking=True) for name, each in self._tensors().items()}
+        moved = {name: each.pin_memory().to(device, non_blocking=True) for name, each in self.tensors().items()}
         return replace(self, **moved)
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
+        """By field."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
@@ -109,7 +110,7 @@ def make_batch(sequences: Sequences, preset: ModelPreset, dtype: torch.dtype) ->
         places.append(start + np.arange(tiles * tile_tokens))
         start += length
     wanted = torch.from_numpy(np.concatenate(labels))
-    # float32 numbers of a generator of their own: tests may run in any order
+    # of a generator of their own: whatever else draws, a micro-batch stays the same
     drawn = torch.randn(
         sum(sequences.tiles), squares_of(preset), vit.patch_values, generator=torch.Generator().manual_seed(start)
     )

@@ -99,7 +99,7 @@ def measure_shapes(preset: ModelPreset, parallel: Parallelism, bench: Bench, siz
         options=MeasureOptions(repeats=3 if bench.tiny else REPEATS),
     )
     return whole_model(
-        found, layer_costs(preset, bench.cluster, parallel, loads, TRAINING), _sends(preset, parallel, bench, loads)
+        found, layer_costs(preset, bench.cluster, parallel, loads, TRAINING), sends(preset, parallel, bench, loads)
     )
 
 
@@ -108,7 +108,7 @@ def modelled_costs(preset: ModelPreset, parallel: Parallelism, bench: Bench, loa
     return layer_costs(preset, bench.cluster, replace(parallel, sequence_parallel=False), loads, TRAINING)
 
 
-def _sends(preset: ModelPreset, parallel: Parallelism, bench: Bench, loads: Loads) -> tuple[IntArray, IntArray]:
+def sends(preset: ModelPreset, parallel: Parallelism, bench: Bench, loads: Loads) -> tuple[IntArray, IntArray]:
     """What layers send inside a tensor-parallel group in forward and backward passes, ns, (layers, micro_batches)."""
     slow, fast = (
         layer_costs(preset, cluster, parallel, loads, TRAINING)
@@ -122,14 +122,14 @@ def _no_nvlink(cluster: Cluster) -> Cluster:
     return replace(cluster, nvlink_bytes_per_s=1e30, nvlink_latency_us=1e-9)
 
 
-def whole_model(found: Profile, modelled: Costs, sends: tuple[IntArray, IntArray]) -> Profile:
-    """A profile of one layer of each kind as that of all of a model's layers; `sends` come on top of what they took.
+def whole_model(found: Profile, modelled: Costs, on_top: tuple[IntArray, IntArray]) -> Profile:
+    """A profile of one layer of each kind as that of all of a model's layers; `on_top` of their forward and backward times.
 
     Parameters are those of whole layers; state that of one GPU's part, with Adam in float32.
     """
     kinds = found.costs.kinds
     rows = np.array([modelled.kinds.index(kind) for kind in kinds])
-    forward, backward = (own[rows] for own in sends)
+    forward, backward = (own[rows] for own in on_top)
     own = found.costs
     costs = replace(
         own,

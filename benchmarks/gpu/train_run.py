@@ -102,7 +102,7 @@ def ways(trainer: Trainer, random: Steps, balanced: Steps, report: Report, share
     yield from (padded, packed)
     least, most = trainer.peak_bytes(packed), trainer.peak_bytes(nothing)
     if least is None:
-        report.line("Packed micro-batches do not fit even with everything recomputed: give --micro-batches 4")
+        report.line("Packed micro-batches do not fit even with everything recomputed: use a GPU with more memory.")
         return
     for share in shares:
         limit = int(least + share * ((most or trainer.free_bytes()) - least))

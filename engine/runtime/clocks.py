@@ -20,6 +20,7 @@ class Stopwatch:
     """Notes times on this rank's clock: on a GPU those at which it gets there, without waiting for it."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._events: list[torch.cuda.Event] | None = [] if device.type == "cuda" else None
         self._times: list[int] = []
         if self._events is not None:
@@ -34,7 +35,7 @@ class Stopwatch:
             self._times.append(time.perf_counter_ns() - self.begun_ns)
         else:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
+            event.record(torch.cuda.current_stream(self._device))  # which need not be the current device's
             self._events.append(event)
 
     def times_ns(self) -> IntArray:
@@ -42,7 +43,7 @@ class Stopwatch:
         if self._events is None:
             return np.array(self._times, np.int64)
         first, *others = self._events
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self._device)
         return np.array([round(1e6 * first.elapsed_time(event)) for event in others], np.int64)
 
 

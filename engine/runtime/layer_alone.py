@@ -104,6 +104,48 @@ def layer_times(alone: LayerAlone) -> tuple[LayerTimes, Carry]:
     return found, {name: tensor.detach() for name, tensor in made.items()}
 
 
+def times_in_passes(layers: Sequence[Callable[[Carry], LayerAlone]], given: Carry) -> list[LayerTimes]:
+    """The same of layers that follow each other, each pass through all of them before the next begins.
+
+    So caches are as cold as in training, which matters on CPUs; the activations of all of them are held meanwhile.
+    """
+    ran, forward_ns = _forward_through(layers, given)
+    joint_ns = [_backward_ns(alone, made, [*inputs, *alone.weights]) for alone, inputs, made in _emptied(ran)]
+    ran, _ = _forward_through(layers, given)
+    input_ns = [_backward_ns(alone, made, inputs, keep=True) if inputs else 0 for alone, inputs, made in reversed(ran)]
+    weight_ns = [_backward_ns(alone, made, alone.weights) for alone, _, made in _emptied(ran)]
+    backwards = zip(joint_ns, input_ns, weight_ns, strict=True)
+    return [
+        LayerTimes(forward_ns=forward, backward_ns=joint, input_grad_ns=of_input, weight_grad_ns=of_weights)
+        for forward, (joint, of_input, of_weights) in zip(forward_ns, reversed(list(backwards)), strict=True)
+    ]
+
+
+_Ran = tuple[LayerAlone, list[Tensor], Carry]
+"""A layer behind its forward pass: what of its input wants a gradient, and its output."""
+
+
+def _forward_through(layers: Sequence[Callable[[Carry], LayerAlone]], given: Carry) -> tuple[list[_Ran], list[int]]:
+    """(layers behind their forward passes, what these took)."""
+    ran: list[_Ran] = []
+    times: list[int] = []
+    carry = given
+    for make in layers:
+        alone = make(carry)
+        leaves, begun = alone.leaves(), _now(alone.device)
+        made = alone.forward(leaves)
+        times.append(_now(alone.device) - begun)
+        ran.append((alone, [leaf for leaf in leaves.values() if leaf.requires_grad], made))
+        carry = {name: tensor.detach() for name, tensor in made.items()}
+    return ran, times
+
+
+def _emptied(ran: list[_Ran]) -> Iterator[_Ran]:
+    """From the last to the first; none is held any longer."""
+    while ran:
+        yield ran.pop()
+
+
 def layer_bytes(alone: LayerAlone) -> LayerBytes:
     """Run forward and backward pass of a layer while its tensors are counted. Its weights must have gradients."""
     with _meter(alone.device) as meter:
@@ -150,10 +192,11 @@ def _copies(alone: LayerAlone) -> Carry:
 
 def _backward_ns(alone: LayerAlone, made: Carry, targets: Sequence[Tensor], *, keep: bool = False) -> int:
     outputs = _with_gradient(made)
+    if not outputs or not targets:
+        return 0
     gradients = _gradients(outputs)
     begun = _now(alone.device)
-    if outputs:
-        torch.autograd.backward(outputs, gradients, inputs=list(targets), retain_graph=keep)
+    torch.autograd.backward(outputs, gradients, inputs=list(targets), retain_graph=keep)
     return _now(alone.device) - begun
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ from engine.runtime.carries import Batch, Carry, check_carry, ids_text
 from engine.runtime.draws import generators_kept
 from engine.runtime.faults import peers
 from engine.runtime.groups import Groups
-from engine.runtime.layer_alone import LayerAlone, LayerBytes, LayerTimes, layer_bytes, layer_times
+from engine.runtime.layer_alone import LayerAlone, LayerBytes, LayerTimes, layer_bytes, layer_times, times_in_passes
 from engine.runtime.links import link_times, meet
 from engine.runtime.pipeline import Pipeline
 from engine.runtime.steps import RankLayers
@@ -140,7 +141,9 @@ def _measured(own: RankLayers, groups: Groups, batches: Sequence[Batch], repeats
             meet(groups, own.device)
             if together or rank == groups.rank:
                 for stage, carry in given.items():
-                    _measure_stage(own, stage, batch, carry, repeats, tables, number)
+                    found = [_stage_times(own, stage, batch, carry, together=together) for _ in range(repeats)]
+                    _note_times(own, stage, found, tables, number)
+                    _note_bytes(own, stage, batch, carry, tables, number)
             if together:
                 _compute_until_all_are_done(own, groups, batch, given)
                 break
@@ -173,11 +176,8 @@ def _compute_until_all_are_done(own: RankLayers, groups: Groups, batch: Batch, g
         done = dist.all_reduce(torch.zeros(1, device=own.device), group=groups.pipeline, async_op=True)
         assert done is not None
         while not done.is_completed():
-            for stage, given_carry in given.items():
-                carry = given_carry
-                for place in own.of_stage(stage):
-                    if not done.is_completed():
-                        _, carry = layer_times(_alone(own, place, batch, carry))
+            for stage, carry in given.items():
+                _stage_times(own, stage, batch, carry, together=True)
         done.wait()
 
 
@@ -191,20 +191,28 @@ def _note_weights(tables: Tables, place: int, layer: nn.Module) -> None:
     tables["is_trained"][place] = bool(trained)
 
 
-def _measure_stage(
-    own: RankLayers, stage: int, batch: Batch, given: Carry, repeats: int, tables: Tables, number: int
-) -> None:
-    """Measure a stage's layers, one alone after the other."""
-    times = np.zeros((repeats, len(TIMES), len(own.of_stage(stage))), np.int64)
-    for repeat in range(repeats):
-        carry = given
-        for at, place in enumerate(own.of_stage(stage)):
-            found, carry = layer_times(_alone(own, place, batch, carry))
-            times[repeat, :, at] = list(asdict(found).values())
-    middle = np.rint(np.median(times[1:], axis=0)).astype(np.int64)
+def _stage_times(own: RankLayers, stage: int, batch: Batch, given: Carry, *, together: bool) -> list[LayerTimes]:
+    """Of a stage's layers."""
+    if together:
+        return times_in_passes([partial(_alone, own, place, batch) for place in own.of_stage(stage)], given)
+    times, carry = [], given
+    for place in own.of_stage(stage):
+        found, carry = layer_times(_alone(own, place, batch, carry))
+        times.append(found)
+    return times
+
+
+def _note_times(own: RankLayers, stage: int, found: list[list[LayerTimes]], tables: Tables, number: int) -> None:
+    """The medians of all repetitions but the first."""
+    every = np.array([[list(asdict(layer).values()) for layer in repeat] for repeat in found[1:]])
+    middle = np.rint(np.median(every, axis=0)).astype(np.int64)  # (layers, times)
     places = slice(own.borders[stage], own.borders[stage + 1])
-    for name, row in zip(TIMES, middle, strict=True):
+    for name, row in zip(TIMES, middle.T, strict=True):
         tables[name][places, number] = row
+
+
+def _note_bytes(own: RankLayers, stage: int, batch: Batch, given: Carry, tables: Tables, number: int) -> None:
+    """Of a stage's layers, one alone after the other."""
     carry = given
     for place in own.of_stage(stage):
         alone = _alone(own, place, batch, carry)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import math
@@ -21,6 +22,7 @@ from engine.clusters import load_cluster
 from engine.layer_list import layers_of
 from engine.parallel import Parallelism
 from engine.profile_costs import profiled_costs, read_profile
+from engine.runtime.live_bytes import LiveBytes
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 COMMAND = [sys.executable, BENCHMARKS / "gpu_training.py"]
@@ -31,9 +33,22 @@ layers: Any = importlib.import_module("gpu.layers")
 optimizer: Any = importlib.import_module("gpu.optimizer")
 presets: Any = importlib.import_module("gpu.presets")
 profiles: Any = importlib.import_module("gpu.profiles")
+train_run: Any = importlib.import_module("gpu.train_run")
+trainer: Any = importlib.import_module("gpu.trainer")
+PAIRS: Any = importlib.import_module("papers.omnibal_models").PAIRS
+internvl_samples: Any = importlib.import_module("papers.datasets").internvl_samples
 
 TIMEOUT_S = 120
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tensors this small lose more to threads than they gain."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def measured(folder: Path, command: str, *options: str, timeout: float = TIMEOUT_S) -> tuple[dict[str, Any], str]:
@@ -99,6 +114,29 @@ def test_train_runs_every_way_and_adaptive_recomputation_keeps_to_its_memory(tmp
     assert read_profile(tmp_path / figures["profile"]).names[0] == "patch_embedding"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_runs_out_of_memory_is_a_row_and_the_next_one_runs(dtype):
+    bench = replace(device.open_bench(tiny=True, cluster=None), dtype=dtype)
+    preset = presets.tiny_of(presets.two_billion(), num_layers=2, tile_side=4)
+    counts = presets.counts_for(internvl_samples(300), preset, tiny=True)
+    sizes, options = presets.sizes_of(preset, 256, 9), argparse.Namespace(micro_batches=2, steps=1)
+    random, balanced = train_run.steps_of(counts, sizes, options)
+    with device.one_rank(bench.device):
+        own = trainer.Trainer(preset, counts, sizes, [(random, True), (balanced, False)], bench)
+        recompute = np.zeros(len(own.kinds), np.bool_)
+        way = trainer.Way(name="packed", steps=balanced, padded=False, recompute=recompute)
+        with LiveBytes(limit_bytes=1 << 21):
+            failed = own.run(way, 1)
+        ran = own.run(way, 1)
+    assert (failed.passes_s, failed.peak_bytes) == ([], None)
+    assert len(ran.passes_s) == 1
+    assert 0 < ran.losses[0] < 2 * math.log(256)
+    assert ran.predicted_bytes == pytest.approx(ran.peak_bytes, rel=0.25)
+    row = train_run.row_of(failed, ran, 1e12, 1e11)
+    assert "out of memory" in row
+    assert len(row) == len(train_run.row_of(ran, ran, 1e12, 1e11)) == len(train_run.HEADINGS)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_in_one_line(tmp_path):
     done = subprocess.run(
@@ -110,12 +148,14 @@ def test_without_a_gpu_it_says_so_in_one_line(tmp_path):
     ]
 
 
-def test_layers_of_full_size_stay_on_their_device_and_give_what_specs_say():
+@pytest.mark.parametrize("pair", [None, *PAIRS], ids=lambda pair: "one GPU" if pair is None else pair.name)
+def test_layers_of_full_size_stay_on_their_device_and_give_what_specs_say(pair):
     # the device meta has shapes and dtypes, and refuses tensors of another device, but computes nothing
-    preset, where = presets.one_of_each(load_model(presets.INTERNVL)), torch.device("meta")
+    whole, where = load_model(presets.INTERNVL if pair is None else pair.preset), torch.device("meta")
+    preset = presets.one_of_each(presets.gpu_part(whole, 1 if pair is None else pair.tp))
     sequences = batches.Sequences.of_sizes(profiles.FULL.tiles, profiles.FULL.tokens, 256)
     batch = batches.make_batch(sequences, preset, torch.bfloat16)
-    batch = replace(batch, **{name: tensor.to(where) for name, tensor in batch._tensors().items()})
+    batch = replace(batch, **{name: tensor.to(where) for name, tensor in batch.tensors().items()})
     model = layers.make_model(preset, where, torch.bfloat16)
     carry: dict[str, torch.Tensor] = {}
     for place, layer in enumerate(model.layers):
@@ -207,9 +247,7 @@ def test_what_tensor_parallel_gpus_send_is_added_to_what_one_of_them_took():
     preset = presets.tiny_of(load_model(presets.INTERNVL), num_layers=1)
     bench = replace(device.open_bench(tiny=True, cluster=None), cluster=load_cluster("h100"))
     loads = profiles.loads_of(profiles.tiny_sizes(preset), preset)
-    alone, shared = (
-        profiles._sends(preset, Parallelism(tp=tp, sequence_parallel=False), bench, loads) for tp in (1, 2)
-    )
+    alone, shared = (profiles.sends(preset, Parallelism(tp=tp, sequence_parallel=False), bench, loads) for tp in (1, 2))
     assert not np.any(alone)
     assert (np.array(shared)[:, 1] > 0).all()  # of the vision layer
 
