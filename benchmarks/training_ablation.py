@@ -1,18 +1,19 @@
-"""What each kind of balance gains when it really runs: OmniBal's and PipeTune's ablations, measured.
+"""What each kind of balance gains when it really runs: OmniBal's, PipeTune's and OrchMLLM's ablations, measured.
 
-    python benchmarks/training_ablation.py [--only omnibal,pipetune] [--steps 4] [--rounds 2]
+    python benchmarks/training_ablation.py [--only omnibal,pipetune,orchmllm] [--steps 4] [--rounds 2]
 
 Two worlds, each in its own processes on this machine:
 
-- real compute: a small model as uneven as InternVL (`ablation/model.py`) on 2 ranks, a core each. Layers are profiled,
-  partitions of BMP and recomputation are tried out on the running model, all as a user would;
+- real compute: a small model as uneven as InternViT-6B + Llama3-8B (`ablation/model.py`) on 2 ranks, a core each.
+  Layers are profiled, partitions of BMP and recomputation tried out on the running model, as a user would;
 - stand-ins: InternVL's 6B + 20B and PipeTune's 13B on 8 and 4 ranks, whose stages only wait for as long as the cost
   model says: what is measured is the runtime (`ablation/stand_in.py`). Times are given at the model's own speed.
 
 Each row adds to the one above. "tokens/s" are the LLM's, "MFU" the operations that samples without padding need, of
-what the hardware could do (2 ranks: of large matrix products on both cores at once); "waiting" is the ranks' time
+what the hardware could do (2 ranks: large matrix products on both cores at once); "waiting" is the ranks' time
 without a pass to run, "memory" the most that tensors of a rank occupied (stand-ins: by the cost model). A step is
-forward, backward and the sum of gradients over replicas; the optimizer is left out.
+forward, backward and the sum of gradients over replicas; the optimizer is left out. OrchMLLM's own tables, of a model
+that also hears, are those of `dispatch_ablation.py`, which says what they hold.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import dispatch_ablation
 from ablation import internvl_stand_in, pipetune_stand_in, real_omnibal, real_pipetune
 from ablation.ranks import on_ranks
 from papers.datasets import PIPETUNE_MIXES
-from tables import console, new_table
+from rich.console import Console
+from tables import new_table
 
 STAND_IN_SAMPLES = 12_000
-NAMES = ("omnibal", "pipetune")
+console = Console(width=130)
+NAMES = ("omnibal", "pipetune", "orchmllm")
 HEADINGS = ["", "tokens/s", "speed-up", "MFU", "waiting", "memory, GiB", "predicted s", "measured s", "ratio"]
 
 
@@ -46,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         omnibal(options)
     if "pipetune" in names:
         pipetune(options)
+    if "orchmllm" in names:
+        own = ["--steps", str(options.steps)]
+        return max(dispatch_ablation.main(own), dispatch_ablation.main(["--standin", "--ranks", "8", *own]))
     return 0
 
 

@@ -35,7 +35,7 @@ def open_builds(
     builds = [Build(url, image_root, options or StorageOptions()) for url in urls]
     first = builds[0].manifest
     for url, build in zip(urls, builds, strict=True):
-        for name in ("model", "image_token_id", "vocab_size"):
+        for name in ("model", "image_token_id", "audio_token_id", "vocab_size"):
             if getattr(build.manifest, name) != getattr(first, name):
                 raise ConfigError(
                     f"{url} was built for another {name} than {urls[0]}; give builds of one model and tokenizer"

@@ -62,6 +62,8 @@ class Manifest:
     data_root: str | None
     """Folder or URI that the paths of images and audio files start from; refs only."""
     image_token_id: int
+    audio_token_id: int | None
+    """None for a model that hears nothing."""
     vocab_size: int
 
     @property
@@ -136,6 +138,7 @@ def _from_values(place: str, digest: str, values: dict[str, Any]) -> Manifest:
         files=tuple(_file(file) for file in values["files"]),
         data_root=values.get("data_root"),
         image_token_id=values["tokenizer"]["image_token_id"],
+        audio_token_id=values["tokenizer"].get("audio_token_id"),
         vocab_size=values["tokenizer"]["vocab_size"],
     )
 

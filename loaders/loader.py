@@ -144,6 +144,11 @@ class StreamingLoader:
         return self._manifest.image_token_id
 
     @property
+    def audio_token_id(self) -> int | None:
+        """The token in `input_ids` that audio features replace; None for a model that hears nothing."""
+        return self._manifest.audio_token_id
+
+    @property
     def vocab_size(self) -> int:
         """Size of the build's vocabulary."""
         return self._manifest.vocab_size

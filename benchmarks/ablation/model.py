@@ -1,7 +1,7 @@
-"""A vision-language model that CPUs train in real time, as heterogeneous as InternVL: few wide layers behind many slim.
+"""A vision-language model that CPUs train in real time, as uneven as InternViT-6B + Llama3-8B (OmniBal, Table 9).
 
-Its encoder has a quarter of the parameters and some two fifths of the work, as InternViT-6B has beside InternLM2-20B,
-so that even parameters are uneven times. Tiles are rows of numbers and tokens are drawn: times do not depend on them.
+Its encoder has two fifths of the parameters and three fifths of the work, as there, so that even parameters are uneven
+times. Tiles are rows of numbers and tokens are drawn: times do not depend on them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from balance.records import LABEL_IGNORE, Counts, IntArray
 from engine.runtime.carries import LOSS, Carry, LayeredModel, Spec
 
 VIT_WIDTH, VIT_DEPTH = 128, 10
-LLM_WIDTH, LLM_DEPTH = 256, 6
+LLM_WIDTH, LLM_DEPTH = 256, 3
 VOCABULARY, IMAGE_TOKEN = 1024, 0
 PIXELS = 3 * 14 * 14
 """Numbers of one of the encoder's tokens."""

@@ -24,6 +24,8 @@ from engine.tune_steps import TunedSteps
 
 SAMPLES, MICRO_BATCHES = 3_000, 8
 STAGES = 2
+MEMORY = 0.8
+"""Of a rank, in what the worst random micro-batches need without recomputation."""
 
 
 def run(num_steps: int, rounds: int) -> dict[str, list[Row]]:
@@ -45,9 +47,10 @@ def pipelined(counts: Counts, num_steps: int, rounds: int) -> list[Row]:
     nothing = Variant(name="nothing balanced", steps=random, padded=True, borders=borders, recompute=everything)
     data = replace(nothing, name="+ data", steps=balanced, padded=False)
     model = replace(data, name="+ model (BMP)", borders=tried_partition(trainer, data))
-    # what the memory must hold without balance: an epoch's worst micro-batches
+    # so little memory that without balance everything must be recomputed, if an epoch's worst micro-batches shall fit
     epoch = random_steps(counts, 1, MICRO_BATCHES, len(counts) // (BATCH_SIZE * MICRO_BATCHES))
-    limit = trainer.peak_bytes(replace(nothing, steps=epoch))
+    worst = replace(nothing, steps=epoch, recompute=~everything)
+    limit = round(MEMORY * trainer.peak_bytes(worst))
     adaptive = replace(model, name="+ adaptive recompute", recompute=adapted(trainer, model, limit))
     tuned = replace(adaptive, name="+ tuning of each step", steps=tuned_steps(trainer, adaptive, limit))
     return trainer.rows([nothing, data, model, adaptive, tuned], rounds)

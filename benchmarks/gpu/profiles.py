@@ -123,7 +123,7 @@ def _no_nvlink(cluster: Cluster) -> Cluster:
 
 
 def whole_model(found: Profile, modelled: Costs, on_top: tuple[IntArray, IntArray]) -> Profile:
-    """A profile of one layer of each kind as that of all of a model's layers; `on_top` of their forward and backward times.
+    """One layer of each kind as all of a model's layers; `on_top` is added to forward and backward times.
 
     Parameters are those of whole layers; state that of one GPU's part, with Adam in float32.
     """

@@ -34,6 +34,7 @@ from balance.records import Groups, IntArray
 from balance.step_plan import StepWork
 from engine.dispatch_routes import Route, step_routes
 from engine.runtime.carries import Batch
+from engine.runtime.faults import peers
 
 
 class DispatchedBatches(Protocol):
@@ -153,7 +154,8 @@ class _Way:
         came = sent = rows.index_select(0, self.send_places)
         if self.travels:
             came = rows.new_empty((len(self.receive_places), *rows.shape[1:]))
-            dist.all_to_all_single(came, sent, self.receive_counts, self.send_counts, group=group)
+            with peers(dist.get_process_group_ranks(group)):
+                dist.all_to_all_single(came, sent, self.receive_counts, self.send_counts, group=group)
         return torch.empty_like(came).index_copy_(0, self.receive_places, came)
 
 

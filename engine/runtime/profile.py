@@ -28,13 +28,14 @@ from balance.records import IntArray
 from engine.costs import Costs
 from engine.loads import Loads
 from engine.profile_costs import Profile, make_profile
-from engine.runtime.carries import Batch, Carry, check_carry, ids_text
+from engine.runtime.carries import Batch, Carry
 from engine.runtime.draws import generators_kept
 from engine.runtime.faults import peers
 from engine.runtime.groups import Groups
-from engine.runtime.layer_alone import LayerAlone, LayerBytes, LayerTimes, layer_bytes, layer_times, times_in_passes
+from engine.runtime.layer_alone import LayerBytes, LayerTimes, layer_bytes, layer_times, times_in_passes
 from engine.runtime.links import link_times, meet
 from engine.runtime.pipeline import Pipeline
+from engine.runtime.stage_inputs import cut_off, stage_inputs
 from engine.runtime.steps import RankLayers
 
 TIMES = tuple(f.name for f in fields(LayerTimes))
@@ -136,7 +137,7 @@ def _measured(own: RankLayers, groups: Groups, batches: Sequence[Batch], repeats
     for place, layer in own.layers.items():
         _note_weights(tables, place, layer)
     for number, batch in enumerate(batches):
-        given = _given(own, groups, batch)
+        given = stage_inputs(own, groups, batch)
         for rank in range(len(groups.ranks)):
             meet(groups, own.device)
             if together or rank == groups.rank:
@@ -153,21 +154,6 @@ def _measured(own: RankLayers, groups: Groups, batches: Sequence[Batch], repeats
     ends = np.cumsum([table.size for table in tables.values()])[:-1]
     parts = np.split(flat.cpu().numpy(), ends)
     return {name: part.reshape(table.shape) for (name, table), part in zip(tables.items(), parts, strict=True)}
-
-
-def _given(own: RankLayers, groups: Groups, batch: Batch) -> dict[int, Carry]:
-    """What this rank's stages begin with, by stage: a micro-batch goes through the whole model, forward only."""
-    given: dict[int, Carry] = {}
-    carry: Carry = {}
-    for stage in range(len(own.borders) - 1):
-        carry = _hand_on(own, groups, stage, batch, carry)
-        if stage % len(groups.ranks) == groups.rank:
-            given[stage] = carry
-            with torch.no_grad():
-                for place in own.of_stage(stage):
-                    alone = _alone(own, place, batch, carry)
-                    carry = alone.forward(alone.leaves())
-    return given
 
 
 def _compute_until_all_are_done(own: RankLayers, groups: Groups, batch: Batch, given: dict[int, Carry]) -> None:
@@ -194,10 +180,10 @@ def _note_weights(tables: Tables, place: int, layer: nn.Module) -> None:
 def _stage_times(own: RankLayers, stage: int, batch: Batch, given: Carry, *, together: bool) -> list[LayerTimes]:
     """Of a stage's layers."""
     if together:
-        return times_in_passes([partial(_alone, own, place, batch) for place in own.of_stage(stage)], given)
+        return times_in_passes([partial(cut_off, own, place, batch) for place in own.of_stage(stage)], given)
     times, carry = [], given
     for place in own.of_stage(stage):
-        found, carry = layer_times(_alone(own, place, batch, carry))
+        found, carry = layer_times(cut_off(own, place, batch, carry))
         times.append(found)
     return times
 
@@ -215,45 +201,11 @@ def _note_bytes(own: RankLayers, stage: int, batch: Batch, given: Carry, tables:
     """Of a stage's layers, one alone after the other."""
     carry = given
     for place in own.of_stage(stage):
-        alone = _alone(own, place, batch, carry)
+        alone = cut_off(own, place, batch, carry)
         for name, value in asdict(layer_bytes(alone)).items():
             tables[name][place, number] = value
         with torch.no_grad():
             carry = alone.forward(alone.leaves())
-
-
-def _alone(own: RankLayers, place: int, batch: Batch, given: Carry) -> LayerAlone:
-    specs = own.specs(place, batch) if place else {}
-    if place:
-        check_carry(given, specs, f"what layer {place - 1} gives ({ids_text(batch)})")
-    return LayerAlone(
-        layer=own.layers[place],
-        batch=batch,
-        given=given,
-        specs=specs,
-        flows=own.gradient_comes(place),
-        device=own.device,
-        context=own.context,
-    )
-
-
-def _hand_on(own: RankLayers, groups: Groups, stage: int, batch: Batch, made: Carry) -> Carry:
-    """What a stage begins with, on the rank that runs it; the rank of the stage before sends it."""
-    num_ranks = len(groups.ranks)
-    sender, receiver = (stage - 1) % num_ranks, stage % num_ranks
-    if not stage or sender == receiver or groups.rank not in (sender, receiver):
-        return made
-    is_sender = groups.rank == sender
-    other, carry = groups.ranks[receiver if is_sender else sender], dict[str, torch.Tensor]()
-    for name, spec in sorted(own.specs(own.borders[stage], batch).items()):
-        if is_sender:
-            carry[name] = made[name].to(spec.dtype).contiguous()
-        else:
-            carry[name] = torch.empty(spec.shape, dtype=spec.dtype, device=own.device)
-        if not spec.is_empty:
-            with peers(groups.ranks, other):
-                (dist.send if is_sender else dist.recv)(carry[name], other, group=groups.links[sender, receiver])
-    return carry
 
 
 def _sent_bytes(own: RankLayers, place: int, batch: Batch) -> int:
