@@ -4,8 +4,9 @@
 
 Two worlds, each in its own processes on this machine:
 
-- real compute: a small model as uneven as InternViT-6B + Llama3-8B (`ablation/model.py`) on 2 ranks, a core each.
-  Layers are profiled, partitions of BMP and recomputation tried out on the running model, as a user would;
+- real compute: a small uneven model (`ablation/model.py`) on 2 ranks, a core each.
+  Layers are profiled, partitions of BMP and recomputation tried out on the running model, as a user would. Something
+  idle computes on a core whose rank waits, so that the other does not get faster meanwhile, as GPUs do not;
 - stand-ins: InternVL's 6B + 20B and PipeTune's 13B on 8 and 4 ranks, whose stages only wait for as long as the cost
   model says: what is measured is the runtime (`ablation/stand_in.py`). Times are given at the model's own speed.
 
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def omnibal(options: argparse.Namespace) -> None:
     """Tables 7 and 2."""
-    for title, rows in on_ranks(2, real_omnibal.run, options.steps, options.rounds).items():
+    for title, rows in on_ranks(2, real_omnibal.run, options.steps, options.rounds, apart=True).items():
         show(title, rows)
     rows = on_ranks(8, internvl_stand_in.run, options.steps, STAND_IN_SAMPLES)
     show("InternVL 6B + 20B, 4 stages x 2 replicas, stand-ins (OmniBal: 2.9)", rows)
@@ -68,7 +69,10 @@ def omnibal(options: argparse.Namespace) -> None:
 
 def pipetune(options: argparse.Namespace) -> None:
     """Table 2."""
-    show("A frozen encoder, 2 stages, real compute", on_ranks(2, real_pipetune.run, options.steps, options.rounds))
+    show(
+        "A frozen encoder, 2 stages, real compute",
+        on_ranks(2, real_pipetune.run, options.steps, options.rounds, apart=True),
+    )
     for mix in PIPETUNE_MIXES:
         rows = on_ranks(4, pipetune_stand_in.run, options.steps, mix)
         show(f"PipeTune 13B on {mix}, 4 stages, stand-ins", rows)

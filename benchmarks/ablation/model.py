@@ -1,7 +1,7 @@
-"""A vision-language model that CPUs train in real time, as uneven as InternViT-6B + Llama3-8B (OmniBal, Table 9).
+"""A vision-language model that CPUs train in real time: a slim, deep encoder before a wide language model.
 
-Its encoder has two fifths of the parameters and three fifths of the work, as there, so that even parameters are uneven
-times. Tiles are rows of numbers and tokens are drawn: times do not depend on them.
+The encoder has a third of the parameters and four tokens for each that the language model gets, as Qwen2-VL-2B has, so
+that even parameters are uneven times. Tiles are rows of numbers and tokens are drawn: times do not depend on them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ablation.data import SHRUNK
 from balance.records import LABEL_IGNORE, Counts, IntArray
 from engine.runtime.carries import LOSS, Carry, LayeredModel, Spec
 
-VIT_WIDTH, VIT_DEPTH = 128, 10
-LLM_WIDTH, LLM_DEPTH = 256, 3
+VIT_WIDTH, VIT_DEPTH = 96, 16
+LLM_WIDTH, LLM_DEPTH = 256, 4
 VOCABULARY, IMAGE_TOKEN = 1024, 0
 PIXELS = 3 * 14 * 14
 """Numbers of one of the encoder's tokens."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,18 +69,54 @@ MEMORY_KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), 
 """Freed memory stays with the process, as with a GPU's allocator; else the system clears it anew for every pass."""
 
 
-def on_ranks(count: int, run: Callable[..., Any], *arguments: Any) -> Any:
-    """What `run(*arguments)` returns on rank 0 of `count` processes with a core's thread each, that have met (gloo)."""
+def on_ranks(count: int, run: Callable[..., Any], *arguments: Any, apart: bool = False) -> Any:
+    """What `run(*arguments)` returns on rank 0 of `count` processes with one thread each, that have met (gloo).
+
+    `apart`: each has a core of its own, which gets no faster while the others wait.
+    """
     os.environ |= MEMORY_KEPT  # read when a process begins
     with tempfile.TemporaryDirectory() as folder:
         results = mp.get_context("spawn").SimpleQueue()
-        mp.spawn(_rank, (folder, count, results, run, arguments), nprocs=count)
+        cores = sorted(os.sched_getaffinity(0))[:count] if apart else []
+        with _kept_busy(cores):
+            mp.spawn(_rank, (folder, count, results, (run, arguments), cores), nprocs=count)
         return results.get()
 
 
+@contextmanager
+def _kept_busy(cores: Sequence[int]) -> Iterator[None]:
+    """Meanwhile something computes on each of these cores whenever nothing else does.
+
+    Cores of one machine share caches, memory and more: one is faster while the other waits, which would make up for
+    imbalance. GPUs are not.
+    """
+    fillers = [mp.get_context("spawn").Process(target=_fill, args=(core,), daemon=True) for core in cores]
+    for filler in fillers:
+        filler.start()
+    try:
+        yield
+    finally:
+        for filler in fillers:
+            filler.terminate()
+            filler.join()
+
+
+def _fill(core: int) -> None:
+    os.sched_setaffinity(0, {core})
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    torch.set_num_threads(1)
+    layers = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256))
+    some, parent = torch.randn(1024, 256), os.getppid()
+    while os.getppid() == parent:
+        layers(some).sum().backward()  # as much a load for caches and memory as training
+
+
 def _rank(
-    rank: int, folder: str, count: int, results: Any, run: Callable[..., Any], arguments: tuple[Any, ...]
+    rank: int, folder: str, count: int, results: Any, work: tuple[Callable[..., Any], Any], cores: Sequence[int]
 ) -> None:
+    run, arguments = work
+    if cores:
+        os.sched_setaffinity(0, {cores[rank]})
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count)

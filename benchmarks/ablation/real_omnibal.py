@@ -33,7 +33,7 @@ def run(num_steps: int, rounds: int) -> dict[str, list[Row]]:
     counts = shrunk(internvl_samples(SAMPLES))
     return {
         "2 stages, real compute (OmniBal: 2.9)": pipelined(counts, num_steps, rounds),
-        "Data parallel on 2 ranks, real compute (OmniBal: 1.3 to 1.5)": data_parallel(counts, 8 * num_steps, rounds),
+        "Data parallel on 2 ranks, real compute (OmniBal: 1.3 to 1.5)": data_parallel(counts, 4 * num_steps, rounds),
     }
 
 

@@ -69,7 +69,7 @@ def exchange_features(
 
     `made`: by encoder, (features that this rank made, ...), sample after sample; the same width and dtype on all ranks.
     `frozen`: encoders that want no gradients, the same on all ranks. One all-to-all per encoder that has anything to
-    send on any rank, in the order of their names, there and back.
+    send on any rank, in the order of their names, there and back. PeerLost, there or back, if another rank has gone.
     """
     names = sorted(routes)
     for name in names:

@@ -77,8 +77,8 @@ def test_operations_are_those_that_torch_counts(counts: Any) -> None:
 
 def test_other_losses_of_the_same_samples_end_the_run(counts: Any) -> None:
     steps = data.random_steps(counts, 1, 2, 2)
-    nothing = np.zeros(19, np.bool_)
-    first = real.Variant(name="one", steps=steps, padded=True, borders=np.array([0, 19]), recompute=nothing)
+    nothing = np.zeros(23, np.bool_)
+    first = real.Variant(name="one", steps=steps, padded=True, borders=np.array([0, 23]), recompute=nothing)
     measured = ranks.Measured(seconds=np.ones(2), waiting=0.0, losses=np.array([3.0, 2.0]))
     real.check_losses([first, first], [measured, measured])
     with pytest.raises(SystemExit, match="losses"):

@@ -16,9 +16,9 @@ from packer.build import Builder  # noqa: E402
 from packer.config import BuildConfig  # noqa: E402
 from packer.progress import StageProgress  # noqa: E402
 
-KINDS = {"text": (0, 0), "seen": (4, 0), "heard": (0, 3), "both": (2, 2)}
+KINDS = {"text": (0, 0), "seen": (6, 0), "heard": (0, 3), "both": (3, 2)}
 """What samples are called by: images and clips at most."""
-PER_KIND, MAX_SEQ_LEN = 14, 400
+PER_KIND, MAX_SEQ_LEN = 32, 512
 RATE, SHORTEST_S, LONGEST_S = 16_000, 0.06, 4.0
 """Of clips."""
 

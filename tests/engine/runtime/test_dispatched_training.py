@@ -15,10 +15,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from heard_build import KINDS, PER_KIND, build_heard
 
-sys.path[:0] = [str(Path(__file__).parents[3] / "examples")]
+sys.path[:0] = [str(Path(__file__).parents[3] / "examples"), str(Path(__file__).parents[2] / "loaders")]
 
+from sample_tables import path_groups, text_samples, write_tabled  # noqa: E402
 from tiny_three_modalities import make_model  # noqa: E402
-from train_three_modalities import accumulate, gather, make_run, parse, sum_gradients, train  # noqa: E402
+from train_three_modalities import accumulate, gather, main, make_run, parse, sum_gradients, train  # noqa: E402
 
 import loaders.collate  # noqa: E402
 from balance.metrics import dist_ratio  # noqa: E402
@@ -28,6 +29,7 @@ from engine.runtime.faults import PeerLost  # noqa: E402
 from loaders import StreamingLoader  # noqa: E402
 
 RANKS, MICRO_BATCHES, SEED = 2, 2, 0
+BALANCES = ("none", "all")
 TOLERANCE = 1e-6
 """Of losses and of each part's gradients, relative to their size; float32."""
 TRAINED_TOLERANCE = 1e-4
@@ -57,7 +59,7 @@ def told(tmp_path_factory):
 
 def test_losses_and_gradients_are_those_of_one_process_in_every_step_of_an_epoch(told):
     for rank in told:
-        for balance in ("none", "all"):
+        for balance in BALANCES:
             offs = rank[balance]["off"]
             assert len(offs) >= 5
             assert all(set(off) == {"loss", "vision", "audio", "language"} for off in offs)
@@ -65,32 +67,30 @@ def test_losses_and_gradients_are_those_of_one_process_in_every_step_of_an_epoch
 
 
 def test_every_image_and_clip_is_decoded_once_where_it_is_encoded(told):
-    for balance in ("none", "all"):
+    for balance in BALANCES:
         for name in ENCODERS:
             every = Counter(file for rank in told for file in rank[balance]["decoded"][name])
             assert set(every.values()) == {1}
-            assert len(every) == sum(told[0]["files"][name])
+            assert len(every) == told[0]["files"][name]
             for rank in told:
                 assert len(rank[balance]["decoded"][name]) == rank[balance]["encoded"][name] > 0
     assert all(rank["all"]["rows beside tokens"] == 0 for rank in told)
     assert all(rank["none"]["rows beside tokens"] > 0 for rank in told)
     # a file counts where it is used, so no byte is used twice
-    used = {balance: sum(rank[balance]["bytes"] for rank in told) for balance in ("none", "all")}
+    used = {balance: sum(rank[balance]["bytes"] for rank in told) for balance in BALANCES}
     assert used["all"] == used["none"]
 
 
 def test_samples_of_all_kinds_are_trained_once_and_features_of_both_encoders_travel(told):
     expected = {f"{kind}-{number}" for kind in KINDS for number in range(PER_KIND)}
-    for balance in ("none", "all"):
-        steps = [[set(step) for step in rank[balance]["ids"]] for rank in told]
-        assert sorted(name for rank in steps for step in rank for name in step) == sorted(expected)
+    steps = {balance: [[set(step) for step in rank[balance]["ids"]] for rank in told] for balance in BALANCES}
+    for ranks in steps.values():
+        assert sorted(name for rank in ranks for step in rank for name in step) == sorted(expected)
     # the same samples in the same steps, but not all on the same ranks
-    joined = {
-        balance: [sorted(sum(step, [])) for step in zip(*(rank[balance]["ids"] for rank in told))]
-        for balance in ("none", "all")
-    }
-    assert joined["all"] == joined["none"]
-    assert told[0]["all"]["ids"] != told[0]["none"]["ids"]
+    assert [set.union(*step) for step in zip(*steps["all"], strict=True)] == [
+        set.union(*step) for step in zip(*steps["none"], strict=True)
+    ]
+    assert steps["all"] != steps["none"]
     for name in ENCODERS:
         assert sum(rank["all"]["sent"][name] for rank in told) > 0
 
@@ -98,14 +98,14 @@ def test_samples_of_all_kinds_are_trained_once_and_features_of_both_encoders_tra
 def test_every_phase_is_less_uneven_than_without_balancing(told):
     for place, name in enumerate(PHASES):
         # (rounds, ranks, phases)
-        none, every = (np.array(told[0][balance]["work"])[..., place] for balance in ("none", "all"))
+        none, every = (np.array(told[0][balance]["work"])[..., place] for balance in BALANCES)
         assert none.sum() == every.sum() > 0
         before, after = (dist_ratio(loads.ravel(), RANKS) for loads in (none, every))
         assert after < 0.5 * before, f"{name}: {before:.1%} -> {after:.1%}"
 
 
 def test_training_goes_the_same_way_into_the_next_epoch(told):
-    none, every = (np.array(told[0]["trained"][balance]) for balance in ("none", "all"))
+    none, every = (np.array(told[0]["trained"][balance]) for balance in BALANCES)
     assert len(none) > len(told[0]["all"]["off"])
     np.testing.assert_allclose(every, none, rtol=TRAINED_TOLERANCE)
     assert none[-1] < none[0]
@@ -116,15 +116,24 @@ def test_a_rank_whose_peer_has_gone_says_so_in_one_line(told):
     assert "\n" not in told[0]["lost"]
 
 
+def test_a_build_for_a_model_without_ears_is_refused_in_one_line(tmp_path, capsys):
+    build = write_tabled(tmp_path / "build", path_groups(text_samples(20)))
+    try:
+        assert main([str(build)]) == 2
+    finally:
+        dist.destroy_process_group()
+    assert capsys.readouterr().err.splitlines() == ["the build is for the model tiny; build it with --model tiny_audio"]
+
+
 def _run_rank(rank, folder, build):
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS)
     expected = _one_process(build)
-    said = {balance: _epoch(build, balance, expected) for balance in ("none", "all")}
+    said = {balance: _epoch(build, balance, expected) for balance in BALANCES}
     said["files"] = _files(build)
     steps = len(expected) + 2
-    said["trained"] = {balance: train(_run(build, balance), steps) for balance in ("none", "all")}
+    said["trained"] = {balance: train(_run(build, balance), steps) for balance in BALANCES}
     if rank == 0:
         run = _run(build, "all")
         with pytest.raises(PeerLost) as caught:
@@ -216,10 +225,10 @@ def _count_sent(name, step):
 
 
 def _files(build):
-    """By encoder, how many files each micro-batch of an epoch has."""
+    """By encoder, files of the whole build."""
     loader = StreamingLoader(build, dp_rank=0, dp_world_size=1, audio="features")
     batches = [batch for step in loader for batch in step]
-    return {name: [_count_files(name, [batch]) for batch in batches] for name in ENCODERS}
+    return {name: _count_files(name, batches) for name in ENCODERS}
 
 
 class _Decoding:
