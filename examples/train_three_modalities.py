@@ -1,11 +1,12 @@
 """Train a tiny model that sees, hears and reads, every phase of a step balanced over the ranks (OrchMLLM).
 
-    torchrun --nproc-per-node 2 examples/train_three_modalities.py BUILD_DIR [--balance none|all] [--steps 60]
+    torchrun --nproc-per-node 2 examples/train_three_modalities.py BUILD_DIR [--balance encoders] [--steps 60]
 
 Data parallel. With `--balance all`, the loader's step planner deals each step's images, clips and texts out to the
 ranks, phase by phase: what a rank encodes is read and decoded there, and only there; features travel to where the
-language model wants them, and their gradients back. With `--balance none`, each rank encodes and trains what it drew.
-The samples of a step, its loss and its gradients are the same.
+language model wants them, and their gradients back. With `--balance encoders`, texts stay where they were drawn: packed
+groups are even already. With `--balance none`, each rank encodes and trains what it drew. The samples of a step, its
+loss and its gradients are the same.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from engine.runtime.groups import sum_over
 from loaders import StreamingLoader
 from loaders.assemble import StepBatches
 
+BALANCED: dict[str, tuple[str, ...]] = {"none": (), "encoders": ENCODERS, "all": PHASES}
+
 Work = list[tuple[int, int, int]]
 """What a rank does in each round of a step, by phase: image patches, frames of sound, LLM tokens."""
 
@@ -65,7 +68,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Train a tiny model of three modalities, balanced phase by phase")
     parser.add_argument("build", help="output directory of `packer build --model tiny_audio`")
-    parser.add_argument("--balance", choices=("none", "all"), default="all", help="phases that are dealt out anew")
+    parser.add_argument("--balance", choices=BALANCED, default="all", help="phases that are dealt out anew")
     parser.add_argument(
         "--ranks-per-node",
         type=int,
@@ -90,12 +93,12 @@ class Run:
 
 def make_run(args: argparse.Namespace) -> Run:
     """This rank's part, once ranks have met. ConfigError or DataError if the build cannot be used."""
-    planner = None
-    if args.balance == "all":
+    planner, balanced = None, BALANCED[args.balance]
+    if balanced:
         # nothing is padded in any phase of this model; an encoder that pads its batches is dealt out by "padded"
         options = DispatchOptions(
             ranks_per_node=args.ranks_per_node,
-            algorithms=dict.fromkeys(PHASES, "sums"),
+            algorithms=dict.fromkeys(balanced, "sums"),
             padded=frozenset(),
             reads_directly=True,
         )

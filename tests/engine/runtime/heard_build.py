@@ -18,7 +18,7 @@ from packer.progress import StageProgress  # noqa: E402
 
 KINDS = {"text": (0, 0), "seen": (6, 0), "heard": (0, 3), "both": (3, 2)}
 """What samples are called by: images and clips at most."""
-PER_KIND, MAX_SEQ_LEN = 32, 512
+PER_KIND, MAX_SEQ_LEN = 24, 320
 RATE, SHORTEST_S, LONGEST_S = 16_000, 0.06, 4.0
 """Of clips."""
 
