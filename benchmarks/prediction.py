@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=3, help="of each partition (default: 3)")
     parser.add_argument("--rounds", type=int, default=2, help="partitions take turns so often (default: 2)")
     options = parser.parse_args(arguments)
-    show("small model, 2 stages on 2 ranks, real compute", on_ranks(2, real, options.steps, options.rounds, apart=True))
+    show("small model, 2 stages on 2 ranks, real compute", on_ranks(2, real, options.steps, options.rounds))
     for stages in (4, 8):
         rows = on_ranks(stages, stand_in, stages, options.steps, options.rounds)
         show(f"InternVL 6B + 20B, {stages} stages on {stages} ranks, stand-ins", rows)
