@@ -25,7 +25,8 @@ import torch.distributed as dist
 from ablation.data import INTERNVL, SHRUNK, balanced_steps, every, shrunk
 from ablation.internvl_stand_in import FASTER, Model, make_stand_ins, partitions
 from ablation.ranks import Step, measure, on_ranks
-from ablation.real import Trainer, Variant
+from ablation.real import Trainer
+from ablation.variants import Variant
 from papers.datasets import internvl_samples
 from tables import console, new_table
 

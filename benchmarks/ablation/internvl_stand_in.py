@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import torch.distributed as dist
-from numpy.typing import NDArray
 from papers.datasets import internvl_samples
 
-from ablation.data import INTERNVL, Steps, balanced_steps, every, loads_of, random_steps, true_tokens
+from ablation.data import INTERNVL, balanced_steps, every, loads_of, random_steps, true_tokens
 from ablation.ranks import GIB, Measured, Row, Step, consecutive, measure
 from ablation.stand_in import stand_ins
+from ablation.variants import Variant
 from balance.cost import CostModel
 from balance.presets import load_model
 from balance.records import Counts, Groups, IntArray
@@ -41,17 +41,6 @@ STAGES, REPLICAS, MICRO_BATCHES = 4, 2, 16
 TRAINING = Training(gradient_bytes=2)
 FASTER = 8
 """Stand-ins wait for this part of what the cost model says, so that a step takes about a second."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
-    """A way to train: which micro-batches, cut and recomputed how."""
-
-    name: str
-    steps: Steps
-    padded: bool
-    borders: IntArray
-    recompute: NDArray[np.bool_]
 
 
 class Model:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from ablation.data import SHRUNK, Steps, every, loads_of, samples_of, true_tokens
 from ablation.model import KINDS, Batch, kinds_of, make_batch, make_model, train_flops
 from ablation.ranks import GIB, Measured, Row, Step, consecutive, matmul_flops, measure
+from ablation.variants import Variant
 from balance.records import Counts, Groups, IntArray
 from balance.step_plan import StepPlanner, StepSamples
 from engine.costs import Costs
 from engine.evaluate import evaluate
 from engine.loads import Loads
 from engine.partition import even_partition
-from engine.precompute import EncodedStep
 from engine.profile_costs import Profile, profiled_costs
 from engine.runtime.live_bytes import LiveBytes
 from engine.runtime.pipeline import Pipeline, PipelineOptions
@@ -37,19 +35,6 @@ AGREE = 1e-4
 
 Data = tuple[Steps, bool]
 """Steps, and whether their micro-batches are padded."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
-    """A way to train: which micro-batches, cut and recomputed how."""
-
-    name: str
-    steps: Steps
-    padded: bool
-    borders: IntArray
-    recompute: NDArray[np.bool_]
-    tuned: tuple[EncodedStep, ...] = ()
-    """Of each step, where it has a schedule of its own."""
 
 
 class Trainer:

@@ -11,7 +11,8 @@ from papers.datasets import internvl_samples
 
 from ablation.data import SHRUNK, Steps, balanced_steps, random_steps, shrunk
 from ablation.ranks import Row
-from ablation.real import Trainer, Variant, adam
+from ablation.real import Trainer, adam
+from ablation.variants import Variant
 from balance.baselines import BATCH_SIZE
 from balance.records import Counts, IntArray
 from engine.partition import by_params

@@ -9,7 +9,8 @@ from papers.datasets import internvl_samples
 
 from ablation.data import SHRUNK, loads_of, shrunk
 from ablation.ranks import Row
-from ablation.real import Trainer, Variant
+from ablation.real import Trainer
+from ablation.variants import Variant
 from balance.records import Counts, Groups, IntArray
 from engine.evaluate import evaluate
 from engine.precompute import EncodedStep

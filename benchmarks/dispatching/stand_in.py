@@ -7,19 +7,14 @@ the loss shows whether each came to its place. Nothing here says how fast layers
 
 from __future__ import annotations
 
-import time
-from typing import Any
-
 import numpy as np
 import torch
+from ablation.stand_in import Wait, wait
 from torch import Tensor, nn
 
 from dispatching.data import PhaseInput
 from dispatching.model import BACKWARD, ModelShape, next_tokens, phase_flops, put_features
 from engine.loads import PhaseLoads
-
-EARLY_S = 150e-6
-"""Sleep ends so long before the time, and the rest is waited for awake: sleep wakes up late."""
 
 
 class StandIn(nn.Module):
@@ -32,8 +27,8 @@ class StandIn(nn.Module):
     def wait(self, given: PhaseInput, like: Tensor) -> Tensor:
         """`like`, after the forward pass's time; its gradient takes the backward pass's."""
         forward_s = float(phase_flops(self.shape, self.phase, self._loads(given))[0]) / self.rate / (1 + BACKWARD)
-        _sleep(forward_s)
-        return _Wait.apply(like, BACKWARD * forward_s)  # type: ignore[no-untyped-call,no-any-return]
+        wait(forward_s)
+        return Wait.apply(like, BACKWARD * forward_s)  # type: ignore[no-untyped-call,no-any-return]
 
     def _loads(self, given: PhaseInput) -> PhaseLoads:
         """The batch's load: images attend within themselves, clips are padded to the longest."""
@@ -81,24 +76,3 @@ def make_standin(shape: ModelShape, rate: float, seed: int = 0) -> nn.ModuleDict
     torch.manual_seed(seed)
     encoders = {name: StandInEncoder(shape, name, rate) for name in ("vision", "audio")}
     return nn.ModuleDict({**encoders, "llm": StandInLanguage(shape, rate)})
-
-
-class _Wait(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, backward_s: float) -> Tensor:
-        ctx.backward_s = backward_s
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        _sleep(ctx.backward_s)
-        return gradients[0], None
-
-
-def _sleep(seconds: float) -> None:
-    """Sleep to the microsecond."""
-    until = time.perf_counter() + seconds
-    if seconds > EARLY_S:
-        time.sleep(seconds - EARLY_S)
-    while time.perf_counter() < until:
-        pass

@@ -15,6 +15,7 @@ data: Any = load("ablation.data")
 model: Any = load("ablation.model")
 ranks: Any = load("ablation.ranks")
 real: Any = load("ablation.real")
+variants: Any = load("ablation.variants")
 real_pipetune: Any = load("ablation.real_pipetune")
 pipetune_stand_in: Any = load("ablation.pipetune_stand_in")
 datasets: Any = load("papers.datasets")
@@ -78,7 +79,7 @@ def test_operations_are_those_that_torch_counts(counts: Any) -> None:
 def test_other_losses_of_the_same_samples_end_the_run(counts: Any) -> None:
     steps = data.random_steps(counts, 1, 2, 2)
     nothing = np.zeros(23, np.bool_)
-    first = real.Variant(name="one", steps=steps, padded=True, borders=np.array([0, 23]), recompute=nothing)
+    first = variants.Variant(name="one", steps=steps, padded=True, borders=np.array([0, 23]), recompute=nothing)
     measured = ranks.Measured(seconds=np.ones(2), waiting=0.0, losses=np.array([3.0, 2.0]))
     real.check_losses([first, first], [measured, measured])
     with pytest.raises(SystemExit, match="losses"):
