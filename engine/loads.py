@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from balance.cost import Work
 from balance.records import IntArray
 
 
@@ -52,15 +51,6 @@ class Loads:
     def take(self, places: IntArray) -> Loads:
         """Some micro-batches, in the order of `places`."""
         return Loads(**{f.name: getattr(self, f.name).take(places) for f in fields(self)})
-
-    @classmethod
-    def of_work(cls, work: Work, *, images: IntArray, samples: IntArray) -> Loads:
-        """Loads of `balance.cost.CostModel.work` summed by micro-batch; without audio."""
-        return cls(
-            vision=PhaseLoads(tokens=work.vit_tokens, squares=work.vit_squares, items=images),
-            audio=PhaseLoads.nothing(len(work.llm_tokens)),
-            llm=PhaseLoads(tokens=work.llm_tokens, squares=work.llm_squares, items=samples),
-        )
 
     @classmethod
     def constant(cls, count: int, *, images: int, vit_tokens_per_image: int, seq_len: int, samples: int = 1) -> Loads:
