@@ -41,7 +41,7 @@ from rich.table import Table
 from tables import new_table
 
 from balance.metrics import FloatArray, dist_ratio
-from engine.dispatch import PHASES
+from engine.dispatching.dispatch import PHASES
 
 LOSSES_AGREE = 1e-5
 """Relative difference of the variants' losses, at most."""

@@ -4,10 +4,10 @@
     python benchmarks/gpu_training.py train [--tiny] [--out benchmarks/results]
 
 `profile`: layers of InternViT-6B and InternLM2-20B in bf16 at OmniBal's caps (9 tiles, 4,096 tokens), beside the
-analytical model; a profile for `engine.profile_costs`; the paper's Table 4 and its nine models of Table 9 on measured
-layers. `train`: adaptive recomputation against full, packed against padded micro-batches, tokens/s, MFU and peak memory
-beside what the planner predicts from a profile. Both keep JSON and text in `--out`; docs/gpu.md says how to read them.
-`--tiny` runs the same on a CPU with shapes of a few numbers: it proves the path, not the figures.
+analytical model; a profile for `engine.cost_model.profile_costs`; the paper's Table 4 and its nine models of Table 9 on
+measured layers. `train`: adaptive recomputation against full, packed against padded micro-batches, tokens/s, MFU and
+peak memory beside what the planner predicts from a profile. Both keep JSON and text in `--out`; docs/gpu.md says how to
+read them. `--tiny` runs the same on a CPU with shapes of a few numbers: it proves the path, not the figures.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python benchmarks/paper_tables.py [--out docs/paper-tables.md] [--only NAME...]
 
-No table is measured on GPUs: every figure of ours comes from the cost model of `engine.analytical`, the simulator and
-samples that are drawn to match what the papers tell of theirs (benchmarks/papers/datasets.py). Assumptions stand
-beside each table. Only search times are clocked. Takes half a minute.
+No table is measured on GPUs: every figure of ours comes from the cost model of `engine.cost_model.analytical`, the
+simulator and samples that are drawn to match what the papers tell of theirs (benchmarks/papers/datasets.py).
+Assumptions stand beside each table. Only search times are clocked. Takes half a minute.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from rich.console import Console  # noqa: E402
 INTRODUCTION = """# The papers' tables, simulated
 
 Made by `python benchmarks/paper_tables.py`. **Nothing here was measured on GPUs**: times and bytes are those of the
-cost model (`engine/analytical.py`, cluster presets in `configs/clusters`) and of the simulator, which agrees to the
-nanosecond with a second simulation that shares nothing with it (`tests/engine/oracle.py`). One number of the cost model
-is fitted to a paper: how fast narrow matrix products are on an A100, to OmniBal's 21.3 GPU days. Where data are not
-published, samples are drawn to match what a paper tells of them; each table says what is assumed, and what differs.
+cost model (`engine/cost_model/analytical.py`, cluster presets in `configs/clusters`) and of the simulator, which agrees
+to the nanosecond with a second simulation that shares nothing with it (`tests/engine/oracle.py`). One number of the
+cost model is fitted to a paper: how fast narrow matrix products are on an A100, to OmniBal's 21.3 GPU days. Where data
+are not published, samples are drawn to match what a paper tells of them; each table says what is assumed, and what
+differs.
 
 OmniBal's Table 3 beyond what stands with Table 7 cannot be simulated: its samplers are not defined, nor its lengths
 published in full. docs/benchmarks.md has our own measurement on those that are."""

@@ -32,13 +32,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "engine")]
 from random_costs import vlm  # noqa: E402
 
 from balance.records import IntArray  # noqa: E402
-from engine.bmp import search_bmp  # noqa: E402
-from engine.costs import Costs  # noqa: E402
-from engine.evaluate import evaluate  # noqa: E402
-from engine.exact import Exact, search_exact  # noqa: E402
-from engine.partition import METHODS, by_step_time  # noqa: E402
-from engine.recompute import InfeasiblePlan, choose_recompute, fitted_step  # noqa: E402
-from engine.schedule import Schedule, make_schedule  # noqa: E402
+from engine.cost_model.costs import Costs  # noqa: E402
+from engine.planning.bmp import search_bmp  # noqa: E402
+from engine.planning.exact import Exact, search_exact  # noqa: E402
+from engine.planning.partition import METHODS, by_step_time  # noqa: E402
+from engine.planning.recompute import InfeasiblePlan, choose_recompute, fitted_step  # noqa: E402
+from engine.simulator.evaluate import evaluate  # noqa: E402
+from engine.simulator.schedule import Schedule, make_schedule  # noqa: E402
 
 MOST_SECONDS = 15.0
 

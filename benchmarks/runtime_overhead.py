@@ -4,9 +4,9 @@
 
 A stage of each rank sleeps in its forward pass, and in the gradients of its input and of its weights, each micro-batch
 for a time of its own: nothing is computed, so several ranks can share a core, and all that a step takes longer than
-`engine.simulate` predicts is the runtime, torch, gloo, and late wake-ups from sleep. "passes": how much longer the
-passes alone took than they should, so what is left of the ratio is what lies between them; "per pass" is the step's
-surplus over the passes of one rank. Medians over rounds.
+`engine.simulator.simulate` predicts is the runtime, torch, gloo, and late wake-ups from sleep. "passes": how much
+longer the passes alone took than they should, so what is left of the ratio is what lies between them; "per pass" is the
+step's surplus over the passes of one rank. Medians over rounds.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ sys.path.insert(0, str(ROOT))
 from ablation.stand_in import stand_ins  # noqa: E402
 
 from benchmarks.tables import console, new_table  # noqa: E402
-from engine.program import make_program  # noqa: E402
 from engine.runtime.pipeline import Pipeline, PipelineOptions  # noqa: E402
-from engine.schedule import make_schedule  # noqa: E402
-from engine.simulate import simulate  # noqa: E402
-from engine.stages import StageCosts  # noqa: E402
+from engine.simulator.program import make_program  # noqa: E402
+from engine.simulator.schedule import make_schedule  # noqa: E402
+from engine.simulator.simulate import simulate  # noqa: E402
+from engine.simulator.stages import StageCosts  # noqa: E402
 
 SCHEDULES = {"1f1b": 1, "gpipe": 1, "zero_bubble": 1, "interleaved": 2}
 """Stages per rank."""

@@ -28,11 +28,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "engine")]
 from oracle import Pipeline  # noqa: E402
 from random_steps import as_oracle, random_stages  # noqa: E402
 
-from engine import program, schedule  # noqa: E402
-from engine.memory import memory_of  # noqa: E402
-from engine.program import make_program  # noqa: E402
-from engine.schedule import Schedule, make_schedule  # noqa: E402
-from engine.simulate import critical_path, simulate  # noqa: E402
+from engine.simulator import program, schedule  # noqa: E402
+from engine.simulator.memory import memory_of  # noqa: E402
+from engine.simulator.program import make_program  # noqa: E402
+from engine.simulator.schedule import Schedule, make_schedule  # noqa: E402
+from engine.simulator.simulate import critical_path, simulate  # noqa: E402
 
 SCHEDULES = {"1f1b": 1, "gpipe": 1, "interleaved": 4, "zero_bubble": 1}
 """Stages per rank."""

@@ -29,17 +29,17 @@ from papers.datasets import PIPETUNE_MIXES, pipetune_samples  # noqa: E402
 from papers.pipetune_tables import MAX_SEQ_LEN, OURS, PIPETUNES, make_pipeline, most_that_fits  # noqa: E402
 
 from balance.presets import load_model  # noqa: E402
-from engine.evaluate import schedule_for  # noqa: E402
-from engine.loads import Loads  # noqa: E402
-from engine.orders import Ahead, order_problem, times_of_orders  # noqa: E402
-from engine.precompute import frozen_encoder, where_to_encode  # noqa: E402
-from engine.program import make_program  # noqa: E402
-from engine.sample_loads import packed_loads, sample_loads  # noqa: E402
-from engine.simulate import simulate  # noqa: E402
-from engine.stages import stage_costs  # noqa: E402
-from engine.tune import Pipeline, Tuned, TuneOptions, tune  # noqa: E402
-from engine.tune_order import lower_bound  # noqa: E402
-from engine.tune_pack import pack_in_order  # noqa: E402
+from engine.cost_model.loads import Loads  # noqa: E402
+from engine.cost_model.sample_loads import packed_loads, sample_loads  # noqa: E402
+from engine.simulator.evaluate import schedule_for  # noqa: E402
+from engine.simulator.program import make_program  # noqa: E402
+from engine.simulator.simulate import simulate  # noqa: E402
+from engine.simulator.stages import stage_costs  # noqa: E402
+from engine.tuning.orders import Ahead, order_problem, times_of_orders  # noqa: E402
+from engine.tuning.precompute import frozen_encoder, where_to_encode  # noqa: E402
+from engine.tuning.tune import Pipeline, Tuned, TuneOptions, tune  # noqa: E402
+from engine.tuning.tune_order import lower_bound  # noqa: E402
+from engine.tuning.tune_pack import pack_in_order  # noqa: E402
 
 PAPER_S = {128: 0.2, 1024: 1.5}
 """PipeTune's search time at most (section 5.2)."""

@@ -1,1 +1,1 @@
-"""The pipeline engine: a planner without torch, and the runtime that executes its plans (not there yet)."""
+"""The pipeline engine: a planner that needs no torch, and the runtime that trains by its plans."""

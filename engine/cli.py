@@ -20,11 +20,11 @@ from rich.markup import escape
 from balance.baselines import BATCH_SIZE
 from balance.errors import ConfigError, IsobatchError
 from balance.presets import AnyresRule, NativeRule, load_config, load_model
-from engine.clusters import load_cluster
-from engine.data import read_build
+from engine.charts.gantt import write_gantt
+from engine.charts.trace import write_trace
+from engine.cost_model.clusters import load_cluster
+from engine.cost_model.loads import Loads
 from engine.explain import print_answer, print_plan, run_to_json, shown_step
-from engine.gantt import write_gantt
-from engine.loads import Loads
 from engine.options import (
     BatchOption,
     BuildPlace,
@@ -50,10 +50,10 @@ from engine.options import (
     StepsOption,
     TpOption,
 )
-from engine.plan import Plan, read_plan, write_plan
-from engine.plan_config import PlanConfig, gib_bytes
-from engine.planner import Question, Run, make_plan, predict, run, tensor_parallel_ns
-from engine.trace import write_trace
+from engine.planning.data import read_build
+from engine.planning.plan import Plan, read_plan, write_plan
+from engine.planning.plan_config import PlanConfig, gib_bytes
+from engine.planning.planner import Question, Run, make_plan, predict, run, tensor_parallel_ns
 
 PLAN_NAME, GANTT_NAME, TRACE_NAME = "plan.json", "gantt.html", "trace.json"
 

@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from balance.records import IntArray
-from engine.gantt import Step, path_parts
-from engine.plan import Plan
-from engine.planner import Answer, Run
-from engine.schedule import Kind
-from engine.time_text import time_text
+from engine.charts.gantt import Step, path_parts
+from engine.charts.time_text import time_text
+from engine.planning.plan import Plan
+from engine.planning.planner import Answer, Run
+from engine.simulator.schedule import Kind
 
 GIB = 2**30
 

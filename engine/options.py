@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from balance.presets import preset_names
-from engine.plan_config import PARTS, SEARCHES
-from engine.schedule import SCHEDULES
+from engine.planning.plan_config import PARTS, SEARCHES
+from engine.simulator.schedule import SCHEDULES
 
 BuildPlace = Annotated[
     str | None, typer.Argument(help="Folder of a build: what `packer build --out` wrote.", metavar="BUILD")

@@ -1,4 +1,4 @@
-"""Which rank runs what of the tiny model, in which order: `Layout`, out of a plan or of the command's options."""
+"""Which rank runs what of a model, in which order: `Layout`, out of a plan or of the command's options."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from tiny_vlm_layers import KINDS, layer_names
+from pipeline_models import PARTS, PipelineModel, kinds_text
 
 from balance.errors import ConfigError
-from engine.partition import even_partition
-from engine.plan import Plan
-from engine.runtime.carries import LayeredModel
+from balance.presets import ModelPreset
+from engine.planning.partition import even_partition
+from engine.planning.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,35 +39,48 @@ def replicas(world_size: int, count: int, plan: Plan | None) -> tuple[tuple[int,
     return tuple(tuple(range(first, first + length)) for first in range(0, world_size, length))
 
 
-def follow(plan: Plan, model: LayeredModel, num_ranks: int) -> None:
+def follow(plan: Plan, model: PipelineModel, num_ranks: int) -> None:
     """Freeze what the plan does not train. ConfigError if it is for another model, or for other ranks."""
     if plan.parallel.tp != 1 or plan.parallel.pp != num_ranks:
         raise ConfigError(
             f"the plan is for pipelines of {plan.parallel.pp} ranks, tp {plan.parallel.tp}; here are {num_ranks}: "
             f"start {plan.parallel.pp} processes per replica, or plan with --pp {num_ranks} --tp 1"
         )
-    if plan.layer_names != layer_names(model):
-        raise ConfigError(f"the plan has the layers {', '.join(plan.layer_names)}: plan a build made with --model tiny")
-    freeze(model, [part for _, part in KINDS.values() if not plan.training.trains(part)])
+    if plan.layer_names != model.names or _widths(plan.model) != _widths(model.preset):
+        raise ConfigError(
+            f"the plan is for {plan.model.name} ({kinds_text(plan.layer_names)}, widths {_widths(plan.model)}); the "
+            f"model is {model.preset.name} ({kinds_text(model.names)}, widths {_widths(model.preset)}): plan with a "
+            "preset of these sizes, or by examples/plan_pipeline.py"
+        )
+    model.freeze([part for part in PARTS if not plan.training.trains(part)])
 
 
-def freeze(model: LayeredModel, parts: Sequence[str]) -> None:
-    """Train these parts of the model no more."""
-    for layer in model.layers:
-        if KINDS[type(layer)][1] in parts:
-            layer.requires_grad_(False)
-
-
-def lay_out(plan: Plan | None, num_layers: int, num_ranks: int, args: argparse.Namespace) -> dict[str, object]:
-    """Partition, recomputed layers and schedule: the plan's, or as many layers in each stage, none recomputed."""
+def lay_out(args: argparse.Namespace, plan: Plan | None, num_layers: int, pipelines: Sequence[Sequence[int]]) -> Layout:
+    """What the options say, else the plan; without one, as many layers in each stage. ConfigError if they clash."""
     stages_per_rank = args.stages_per_rank or (plan.stages_per_rank if plan else 1)
-    even = even_partition(np.ones(num_layers, np.int64), num_ranks * stages_per_rank)
-    return {
-        "borders": plan.borders if plan else tuple(even.tolist()),
-        "recompute": tuple(plan.recompute_mask.tolist()) if plan else (False,) * num_layers,
-        "schedule": args.schedule or (plan.schedule if plan else "1f1b"),
-        "stages_per_rank": stages_per_rank,
-    }
+    borders = even_partition(np.ones(num_layers, np.int64), len(pipelines[0]) * stages_per_rank).tolist()
+    return Layout(
+        borders=tuple(args.borders or (plan.borders if plan else borders)),
+        recompute=recomputed(args.recompute, plan, num_layers),
+        pipelines=tuple(map(tuple, pipelines)),
+        schedule=args.schedule or (plan.schedule if plan else "1f1b"),
+        stages_per_rank=stages_per_rank,
+        micro_batches=micro_batches(args, plan),
+    )
+
+
+def micro_batches(args: argparse.Namespace, plan: Plan | None) -> int:
+    """Of a step and replica."""
+    return args.micro_batches_per_step or (plan.num_micro_batches if plan else 4)
+
+
+def recomputed(choice: str | None, plan: Plan | None, num_layers: int) -> tuple[bool, ...]:
+    """Which layers are recomputed at first: before memory is adapted, all."""
+    if choice == "plan" and plan is None:
+        raise ConfigError("--recompute plan needs a plan; with --plan auto give none, all or adapt")
+    if choice in ("plan", None) and plan is not None:
+        return tuple(plan.recompute_mask.tolist())
+    return (choice in ("all", "adapt"),) * num_layers
 
 
 def describe(layout: Layout, names: tuple[str, ...]) -> str:
@@ -77,3 +90,8 @@ def describe(layout: Layout, names: tuple[str, ...]) -> str:
     )
     count = f"{len(layout.pipelines)} x {len(layout.pipelines[0])} ranks, {layout.micro_batches} micro-batches each"
     return f"{stages}\n{layout.schedule}, {count}"
+
+
+def _widths(preset: ModelPreset) -> tuple[int, ...]:
+    """Of vision encoder and language model."""
+    return tuple(shape.hidden_size for shape in (preset.vit, preset.llm) if shape is not None)

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from balance.errors import DataError
 from engine.runtime.faults import peers
 from engine.runtime.steps import StepResult
-from engine.tune_steps import StepNote
+from engine.simulator.schedule import Kind
+from engine.tuning.tune_steps import StepNote
 from loaders import LoaderStats
 from loaders.assemble import StepBatches
 
@@ -73,6 +74,7 @@ def gather(own: Measured, num_ranks: int, device: torch.device) -> dict[str, flo
             "tuning_s": float(all_of["tuning_s"].max()),
             "untuned_s": note.untuned_ns / 1e9,
             "tuned_s": note.step_ns / 1e9,
+            "encoded_ahead": int((result.schedule.kinds == Kind.ENCODE).sum()),
         }
     return found
 

@@ -1,49 +1,51 @@
 """`train_pipeline.py --tune`: PipeTune's tuner as the loader's step planner, which chooses how each step shall run.
 
 The loader asks it in the threads that work ahead, so its time is hidden unless steps are shorter than planning them.
-What it chose for a rank comes with the step, as `StepBatches.note`: an `engine.tune_steps.StepNote`.
+What it chose for a rank comes with the step, as `StepBatches.note`: an `engine.tuning.tune_steps.StepNote`.
 """
 
 from __future__ import annotations
 
 from functools import partial
 from math import inf
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from pipeline_layout import Layout
+from pipeline_models import PipelineModel, kinds_text
 
 from balance.errors import ConfigError
-from balance.presets import ModelPreset
-from engine.costs import Costs
-from engine.frozen_costs import frozen_costs
-from engine.loads import Loads
-from engine.precompute import Where, frozen_encoder
-from engine.profile_costs import FARTHEST, Profile, profiled_costs
+from engine.cost_model.costs import Costs
+from engine.cost_model.frozen_costs import frozen_costs
+from engine.cost_model.loads import Loads
+from engine.cost_model.profile_costs import FARTHEST, Profile, profiled_costs, read_profile
+from engine.cost_model.sample_loads import sample_loads
 from engine.runtime.faults import peers
-from engine.sample_loads import sample_loads
-from engine.tune import Pipeline, TuneOptions
-from engine.tune_steps import StepNote, TunedSteps
+from engine.tuning.precompute import Where, frozen_encoder
+from engine.tuning.tune import Pipeline, TuneOptions
+from engine.tuning.tune_steps import StepNote, TunedSteps
 
 
 def make_tuner(
     profile: Profile,
     layout: Layout,
-    preset: ModelPreset,
+    model: PipelineModel,
     *,
-    trained: tuple[bool, ...],
-    encode: Where,
+    encode: Where | None,
     memory_bytes: int | None,
     effort: int,
 ) -> TunedSteps:
-    """The planner that tunes each step by measured costs; `trained` says which layers are.
+    """The planner that tunes each step by measured costs; `encode` None: "own", if the first stage has all of it.
 
     Micro-batches become no larger than costs are trusted for, unless the build's own are; those are tried all the same.
     ConfigError if nothing can be encoded ahead, but shall be, or if the profile is of less than is trained.
     """
-    cost, borders = partial(costs_of, profile, trained), np.array(layout.borders)
+    cost, borders = partial(costs_of, profile, model.trained), np.array(layout.borders)
     known = cost(profile.loads)
+    if encode is None:
+        encode = "own" if 0 < model.layered.first_trained <= borders[1] else "never"
     if encode != "never":
         frozen_encoder(known, borders)
     most = int(profile.loads.llm.tokens.max())
@@ -56,7 +58,7 @@ def make_tuner(
         memory_bytes=memory_bytes,
     )
     options = TuneOptions(max_seq_len=most, largest_len=int(FARTHEST * most), encode=encode, effort=effort)
-    return TunedSteps(pipeline=pipeline, options=options, loads=partial(sample_loads, model=preset))
+    return TunedSteps(pipeline=pipeline, options=options, loads=partial(sample_loads, model=model.preset))
 
 
 def costs_of(profile: Profile, trained: tuple[bool, ...], loads: Loads) -> Costs:
@@ -64,15 +66,23 @@ def costs_of(profile: Profile, trained: tuple[bool, ...], loads: Loads) -> Costs
     return frozen_costs(profiled_costs(profile, loads, farthest=inf), trained)
 
 
-def check_profile(profile: Profile, names: tuple[str, ...]) -> None:
-    """ConfigError unless these layers were measured."""
-    if profile.names != names:
-        raise ConfigError(f"the profile has the layers {', '.join(profile.names)}; the model {', '.join(names)}")
-
-
-def default_encode(first_trained: int, borders: tuple[int, ...]) -> Where:
-    """In idle time of the first stage's own rank, if the layers in front are frozen and all in the first stage."""
-    return "own" if 0 < first_trained <= borders[1] else "never"
+def read_own_profile(path: Path, model: PipelineModel) -> Profile:
+    """A profile of a model's layers. ConfigError if it is of others, by their names or their sizes."""
+    profile = read_profile(path)
+    again = "profile it with examples/plan_pipeline.py and the same --model and --config"
+    if profile.names != model.names:
+        raise ConfigError(
+            f"{path} is a profile of {kinds_text(profile.names)}; the model has {kinds_text(model.names)}: {again}"
+        )
+    measured = profile.costs.param_counts[list(profile.layers)].tolist()
+    # one that nobody measured may leave them out
+    if any(measured) and measured != model.param_counts:
+        rows = zip(model.names, measured, model.param_counts, strict=True)
+        layer, found, own = next(row for row in rows if row[1] != row[2])
+        raise ConfigError(
+            f"{path} is a profile of a model whose {layer} has {found:,} parameters; the model's has {own:,}: {again}"
+        )
+    return profile
 
 
 def check_same_step(note: StepNote) -> None:

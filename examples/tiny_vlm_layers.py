@@ -1,8 +1,8 @@
 """The tiny vision-language model as a list of layers: what a pipeline cuts into stages (`engine.runtime`).
 
 The same parts with the same weights as `tiny_vlm.TinyVLM`, and the same loss: patch embedding, a layer per vision
-block, projector, token embedding, a layer per LLM block, head with the loss. So `python -m engine plan` lists the model
-`tiny` too. A micro-batch is packed: sequences of any lengths, with images or without.
+block, projector, token embedding, a layer per LLM block, head with the loss. So `engine.cost_model.layer_list` lists
+the model `tiny` too. A micro-batch is packed: sequences of any lengths, with images or without.
 """
 
 from __future__ import annotations
@@ -97,17 +97,6 @@ class Head(nn.Module):
         return {LOSS: token_losses(self.head(self.norm(carry["hidden"])), batch).sum()}
 
 
-KINDS = {
-    PatchEmbedding: ("patch_embedding", "vision"),
-    VisionLayer: ("vision_layer", "vision"),
-    Projector: ("vision_projector", "projector"),
-    TokenEmbedding: ("token_embedding", "llm"),
-    LanguageLayer: ("llm_layer", "llm"),
-    Head: ("head", "llm"),
-}
-"""What a plan calls each layer, and the part of the model that it belongs to."""
-
-
 def make_layers(model: TinyVLM) -> LayeredModel:
     """The layers of a model; they share its weights."""
     vision, widths = model.vision, (model.vision.squares.out_channels, model.embed.embedding_dim)
@@ -123,14 +112,6 @@ def make_layers(model: TinyVLM) -> LayeredModel:
         return {"hidden": _rows(len(batch.input_ids), widths[1])}
 
     return LayeredModel(layers=layers, specs=specs)
-
-
-def layer_names(model: LayeredModel) -> tuple[str, ...]:
-    """Names of the layers as a plan has them: numbered where there are several of a kind."""
-    kinds = [KINDS[type(layer)][0] for layer in model.layers]
-    return tuple(
-        kind if kinds.count(kind) == 1 else f"{kind} {kinds[:place].count(kind)}" for place, kind in enumerate(kinds)
-    )
 
 
 def num_patches(batch: MicroBatch) -> int:

@@ -30,9 +30,9 @@ from train_tiny import endless
 from balance.errors import IsobatchError
 from balance.metrics import dist_ratio
 from balance.step_plan import ENCODERS
-from engine.dispatch import PHASES, DispatchOptions
-from engine.dispatch_routes import PlannedRoutes
-from engine.dispatch_steps import DispatchedSteps
+from engine.dispatching.dispatch import PHASES, DispatchOptions
+from engine.dispatching.dispatch_routes import PlannedRoutes
+from engine.dispatching.dispatch_steps import DispatchedSteps
 from engine.runtime.exchange import exchange_features
 from engine.runtime.faults import peers
 from engine.runtime.groups import sum_over

@@ -16,7 +16,7 @@ from balance.metrics import longest
 from balance.order import GroupStream, choose_order
 from balance.path import sort_along_path
 from balance.records import Counts, Groups, IntArray, Limits
-from engine.loads import Loads, PhaseLoads
+from engine.cost_model.loads import Loads, PhaseLoads
 
 Steps = tuple[tuple[Groups, ...], ...]
 """[step][replica]: micro-batches of samples, in the order in which they enter."""

@@ -18,29 +18,29 @@ from balance.cost import CostModel
 from balance.presets import load_model
 from balance.records import Counts, Groups, IntArray
 from balance.step_plan import StepSamples
-from engine.analytical import layer_costs
-from engine.bmp import search_bmp
-from engine.clusters import load_cluster
-from engine.costs import Costs
-from engine.evaluate import evaluate
-from engine.exact import search_exact
-from engine.loads import Loads
-from engine.parallel import Parallelism, Training
-from engine.partition import METHODS, by_params
-from engine.recompute import choose_recompute, fitted_step
+from engine.cost_model.analytical import layer_costs
+from engine.cost_model.clusters import load_cluster
+from engine.cost_model.costs import Costs
+from engine.cost_model.loads import Loads
+from engine.cost_model.parallel import Parallelism, Training
+from engine.cost_model.sample_loads import sample_loads
+from engine.planning.bmp import search_bmp
+from engine.planning.exact import search_exact
+from engine.planning.partition import METHODS, by_params
+from engine.planning.recompute import choose_recompute, fitted_step
 from engine.runtime.pipeline import Pipeline
-from engine.sample_loads import sample_loads
-from engine.schedule import one_f_one_b
-from engine.stages import StageCosts, stage_costs
-from engine.tune import Pipeline as TunedPipeline
-from engine.tune import TuneOptions
-from engine.tune_steps import TunedSteps
+from engine.simulator.evaluate import evaluate
+from engine.simulator.schedule import one_f_one_b
+from engine.simulator.stages import StageCosts, stage_costs
+from engine.tuning.tune import Pipeline as TunedPipeline
+from engine.tuning.tune import TuneOptions
+from engine.tuning.tune_steps import TunedSteps
 
 PRESET, CLUSTER, TP = "internvl_1_5", "a100_80g", 2
 STAGES, REPLICAS, MICRO_BATCHES = 4, 2, 16
 TRAINING = Training(gradient_bytes=2)
-FASTER = 8
-"""Stand-ins wait for this part of what the cost model says, so that a step takes about a second."""
+FASTER = 4
+"""Stand-ins wait for this part of what the cost model says, so that a step takes seconds."""
 
 
 class Model:

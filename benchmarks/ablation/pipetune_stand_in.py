@@ -14,16 +14,16 @@ from ablation.ranks import GIB, Row, Step, measure
 from ablation.stand_in import stand_ins
 from balance.presets import load_model
 from balance.records import Groups, IntArray
-from engine.evaluate import evaluate, schedule_for
-from engine.loads import Loads
-from engine.precompute import frozen_encoder
+from engine.cost_model.loads import Loads
+from engine.cost_model.sample_loads import packed_loads, sample_loads
 from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.sample_loads import packed_loads, sample_loads
-from engine.schedule import Schedule
-from engine.stages import StageCosts
-from engine.tune import Pipeline as TunedPipeline
-from engine.tune import TuneOptions, tune
-from engine.tune_pack import pack_in_order
+from engine.simulator.evaluate import evaluate, schedule_for
+from engine.simulator.schedule import Schedule
+from engine.simulator.stages import StageCosts
+from engine.tuning.precompute import frozen_encoder
+from engine.tuning.tune import Pipeline as TunedPipeline
+from engine.tuning.tune import TuneOptions, tune
+from engine.tuning.tune_pack import pack_in_order
 
 PRESET = "pipetune_13b"
 FASTER = 4

@@ -16,10 +16,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from balance.records import IntArray
-from engine.adapt import FloatArray
+from engine.planning.adapt import FloatArray
 from engine.runtime.carries import Batch
 from engine.runtime.pipeline import Pipeline
-from engine.schedule import Schedule
+from engine.simulator.schedule import Schedule
 
 GIB = 1 << 30
 

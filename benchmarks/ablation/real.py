@@ -15,16 +15,16 @@ from ablation.ranks import GIB, Measured, Row, Step, consecutive, matmul_flops, 
 from ablation.variants import Variant
 from balance.records import Counts, Groups, IntArray
 from balance.step_plan import StepPlanner, StepSamples
-from engine.costs import Costs
-from engine.evaluate import evaluate
-from engine.loads import Loads
-from engine.partition import even_partition
-from engine.profile_costs import Profile, profiled_costs
+from engine.cost_model.costs import Costs
+from engine.cost_model.loads import Loads
+from engine.cost_model.profile_costs import Profile, profiled_costs
+from engine.cost_model.sample_loads import joined_loads
+from engine.planning.partition import even_partition
 from engine.runtime.live_bytes import LiveBytes
 from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.profile import MeasureOptions, measure_layers
-from engine.sample_loads import joined_loads
-from engine.schedule import one_f_one_b
+from engine.runtime.profiling.profile import MeasureOptions, measure_layers
+from engine.simulator.evaluate import evaluate
+from engine.simulator.schedule import one_f_one_b
 
 REPEATS = 6
 """Of each layer's measurement."""
@@ -49,10 +49,12 @@ class Trainer:
         self.model = make_model(frozen_encoder=frozen_encoder)
         self.num_layers = len(self.model.layers)
         self.peak_flops = matmul_flops() * dist.get_world_size()
-        self.profile = self._profile(data, num_stages)
+        self.num_stages, self._data = num_stages, data
+        self.profile = self.measure_layers()
 
-    def _profile(self, data: Sequence[Data], num_stages: int) -> Profile:
-        kinds = kinds_of(self.model)
+    def measure_layers(self) -> Profile:
+        """The profile of the model's layers, as the machine is now."""
+        data, num_stages, kinds = self._data, self.num_stages, kinds_of(self.model)
         groups = [(own, padded) for steps, padded in data for own in every(steps)]
         loads = joined_loads([loads_of(own, self.counts, SHRUNK, padded=padded) for own, padded in groups])
         batches = [(samples, padded) for own, padded in groups for samples in samples_of(own)]

@@ -15,13 +15,13 @@ from ablation.real import Trainer, adam
 from ablation.variants import Variant
 from balance.baselines import BATCH_SIZE
 from balance.records import Counts, IntArray
-from engine.partition import by_params
-from engine.profile_costs import profiled_costs
-from engine.runtime.memory_trials import adapt_running
-from engine.runtime.trials import TrialStep, measure_partitions
-from engine.tune import Pipeline as TunedPipeline
-from engine.tune import TuneOptions
-from engine.tune_steps import TunedSteps
+from engine.cost_model.profile_costs import profiled_costs
+from engine.planning.partition import by_params
+from engine.runtime.profiling.memory_trials import adapt_running
+from engine.runtime.profiling.trials import TrialStep, measure_partitions
+from engine.tuning.tune import Pipeline as TunedPipeline
+from engine.tuning.tune import TuneOptions
+from engine.tuning.tune_steps import TunedSteps
 
 SAMPLES, MICRO_BATCHES = 3_000, 8
 STAGES = 2

@@ -12,13 +12,13 @@ from ablation.ranks import Row
 from ablation.real import Trainer
 from ablation.variants import Variant
 from balance.records import Counts, Groups, IntArray
-from engine.evaluate import evaluate
-from engine.precompute import EncodedStep
-from engine.profile_costs import profiled_costs
-from engine.schedule import one_f_one_b
-from engine.tune import Pipeline as TunedPipeline
-from engine.tune import TuneOptions, tune
-from engine.tune_pack import pack_in_order
+from engine.cost_model.profile_costs import profiled_costs
+from engine.simulator.evaluate import evaluate
+from engine.simulator.schedule import one_f_one_b
+from engine.tuning.precompute import EncodedStep
+from engine.tuning.tune import Pipeline as TunedPipeline
+from engine.tuning.tune import TuneOptions, tune
+from engine.tuning.tune_pack import pack_in_order
 
 SAMPLES_PER_STEP = 40
 STAGES = 2

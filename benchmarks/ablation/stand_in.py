@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from balance.records import IntArray
 from engine.runtime.carries import LayeredModel, Spec
-from engine.stages import StageCosts
+from engine.simulator.stages import StageCosts
 
 WIDTH = 1024
 """float32 values that cross each cut."""

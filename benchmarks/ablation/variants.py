@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ablation.data import Steps
 from balance.records import IntArray
-from engine.precompute import EncodedStep
+from engine.tuning.precompute import EncodedStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

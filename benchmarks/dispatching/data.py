@@ -17,8 +17,8 @@ from torch import Tensor
 
 from balance.metrics import FloatArray
 from balance.records import IntArray
-from engine.dispatch import Examples
-from engine.loads import PhaseLoads
+from engine.cost_model.loads import PhaseLoads
+from engine.dispatching.dispatch import Examples
 
 IMAGE_TOKEN, AUDIO_TOKEN, FIRST_TEXT = 0, 1, 2
 TOKENS = {"vision": IMAGE_TOKEN, "audio": AUDIO_TOKEN}

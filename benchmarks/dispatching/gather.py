@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from balance.records import IntArray
-from engine.dispatch import DispatchPlan
+from engine.dispatching.dispatch import DispatchPlan
 
 
 def gather_features(made: Tensor, plan: DispatchPlan, name: str, rank: int) -> Tensor:

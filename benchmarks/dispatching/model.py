@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from balance.metrics import FloatArray
 from dispatching.data import TOKENS, DataShape, PhaseInput
-from engine.loads import PhaseLoads
+from engine.cost_model.loads import PhaseLoads
 
 BACKWARD = 2
 """FLOPs of a backward pass, in forward passes."""

@@ -20,8 +20,8 @@ from dispatching.data import StepData, draw_step
 from dispatching.model import ModelShape, make_model, phase_flops
 from dispatching.stand_in import make_standin
 from dispatching.step import Variant, plan_samples, run_step
-from engine.dispatch import PHASES, DispatchOptions
-from engine.loads import PhaseLoads
+from engine.cost_model.loads import PhaseLoads
+from engine.dispatching.dispatch import PHASES, DispatchOptions
 from engine.runtime.live_bytes import LiveBytes
 
 TAILORED = {"vision": "sums", "audio": "padded", "llm": "sums"}

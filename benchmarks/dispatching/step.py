@@ -20,8 +20,8 @@ from balance.step_plan import ENCODERS
 from dispatching.clock import Clock, boundary
 from dispatching.data import DataShape, PhaseInput, StepData, phase_input, rows_of
 from dispatching.gather import gather_features
-from engine.dispatch import PHASES, DispatchOptions, DispatchPlan, plan_dispatch
-from engine.dispatch_routes import FeatureMove, Route, rank_route
+from engine.dispatching.dispatch import PHASES, DispatchOptions, DispatchPlan, plan_dispatch
+from engine.dispatching.dispatch_routes import FeatureMove, Route, rank_route
 from engine.runtime.exchange import exchange_features
 from engine.runtime.groups import sum_over
 

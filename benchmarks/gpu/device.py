@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from balance.errors import ConfigError
-from engine.clusters import Cluster, load_cluster
+from engine.cost_model.clusters import Cluster, load_cluster
 
 CLUSTERS = {"GH200": "gh200", "H200": "h200", "H100": "h100", "A100-SXM4-80GB": "a100_80g", "A100 80GB": "a100_80g"}
 """Cluster presets by what a GPU's name has in it; the first that fits counts."""

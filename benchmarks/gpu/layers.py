@@ -1,4 +1,4 @@
-"""Layers of the shapes that presets name, in plain torch: what `engine.layer_list` models, to be measured.
+"""Layers of the shapes that presets name, in plain torch: what `engine.cost_model.layer_list` models, to be measured.
 
 InternViT's: RMSNorm, normalised queries and keys, layer scale, GELU; other encoders: LayerNorm and none of the rest.
 InternLM2's: RMSNorm, grouped queries, rotary positions, SwiGLU, no biases. Attention is torch's
@@ -208,7 +208,7 @@ class Head(nn.Module):
 
 
 def make_model(preset: ModelPreset, device: torch.device, dtype: torch.dtype, seed: int = 0) -> LayeredModel:
-    """A preset's layers in the order of `engine.layer_list`, weights drawn on the device, in `dtype`."""
+    """A preset's layers in the order of `engine.cost_model.layer_list`, weights drawn on the device, in `dtype`."""
     vit, llm = shapes_of(preset)
     torch.manual_seed(seed)
     order = [PatchEmbedding, *[VisionLayer] * vit.num_layers, VisionProjector]

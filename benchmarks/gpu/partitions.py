@@ -23,15 +23,15 @@ from papers.omnibal_partition import PAPER_TABLE_4
 
 from balance.presets import ModelPreset, load_model
 from balance.records import IntArray
-from engine.bmp import candidate, search_bmp
-from engine.costs import NS_PER_MS, Costs
-from engine.evaluate import evaluate
-from engine.exact import search_exact
-from engine.loads import Loads
-from engine.partition import METHODS
-from engine.profile_costs import Profile
-from engine.profile_plan import measured_costs
-from engine.schedule import one_f_one_b
+from engine.cost_model.costs import NS_PER_MS, Costs
+from engine.cost_model.loads import Loads
+from engine.cost_model.profile_costs import Profile
+from engine.planning.bmp import candidate, search_bmp
+from engine.planning.exact import search_exact
+from engine.planning.partition import METHODS
+from engine.planning.profile_plan import measured_costs
+from engine.simulator.evaluate import evaluate
+from engine.simulator.schedule import one_f_one_b
 from gpu.presets import rule_of
 
 GIB = 1 << 30

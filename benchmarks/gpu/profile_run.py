@@ -10,9 +10,9 @@ from papers.omnibal_models import INTERNVL as INTERNVL_PAIR
 from papers.page import listed
 
 from balance.presets import ModelPreset, load_model
-from engine.costs import NS_PER_MS, Costs
-from engine.parallel import Parallelism
-from engine.profile_costs import Profile, misfit, profile_to_dict, write_profile
+from engine.cost_model.costs import NS_PER_MS, Costs
+from engine.cost_model.parallel import Parallelism
+from engine.cost_model.profile_costs import Profile, misfit, profile_to_dict, write_profile
 from gpu.device import Bench, matmul_flops, one_rank
 from gpu.partitions import MIB, Choice, Method, full_loads, measured_step, pairs, table_4, table_9
 from gpu.presets import INTERNVL, tiny_of

@@ -14,15 +14,15 @@ import numpy as np
 
 from balance.presets import ModelPreset
 from balance.records import IntArray
-from engine.analytical import layer_costs
-from engine.clusters import Cluster
-from engine.costs import Costs
-from engine.layer_list import phases_of
-from engine.loads import Loads, PhaseLoads
-from engine.parallel import OPTIMIZER_BYTES, Parallelism, Training
-from engine.profile_costs import Profile
+from engine.cost_model.analytical import layer_costs
+from engine.cost_model.clusters import Cluster
+from engine.cost_model.costs import Costs
+from engine.cost_model.layer_list import phases_of
+from engine.cost_model.loads import Loads, PhaseLoads
+from engine.cost_model.parallel import OPTIMIZER_BYTES, Parallelism, Training
+from engine.cost_model.profile_costs import Profile
 from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.profile import MOMENTS, MeasureOptions, measure_layers
+from engine.runtime.profiling.profile import MOMENTS, MeasureOptions, measure_layers
 from gpu.batches import Sequences, make_batch
 from gpu.device import Bench
 from gpu.layers import make_model

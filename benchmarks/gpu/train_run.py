@@ -13,7 +13,7 @@ from ablation.ranks import GIB
 from papers.datasets import internvl_samples
 
 from balance.records import Counts
-from engine.profile_costs import misfit, write_profile
+from engine.cost_model.profile_costs import misfit, write_profile
 from gpu.device import Bench, matmul_flops, one_rank
 from gpu.presets import counts_for, sizes_of, tiny_of, two_billion
 from gpu.report import Report

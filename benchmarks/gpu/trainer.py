@@ -20,19 +20,19 @@ from numpy.typing import NDArray
 from balance.cost import CostModel
 from balance.presets import ModelPreset
 from balance.records import Counts, Groups
-from engine.adapt import OutOfMemory
-from engine.analytical import layer_costs
-from engine.costs import Costs
-from engine.evaluate import Outcome, evaluate
-from engine.layer_list import phases_of
-from engine.parallel import Parallelism
-from engine.profile_costs import Profile, profiled_costs
-from engine.recompute import InfeasiblePlan, choose_recompute
-from engine.runtime.memory_trials import StepObserver, adapt_running
+from engine.cost_model.analytical import layer_costs
+from engine.cost_model.costs import Costs
+from engine.cost_model.layer_list import phases_of
+from engine.cost_model.parallel import Parallelism
+from engine.cost_model.profile_costs import Profile, profiled_costs
+from engine.cost_model.sample_loads import joined_loads
+from engine.planning.adapt import OutOfMemory
+from engine.planning.recompute import InfeasiblePlan, choose_recompute
 from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.profile import measure_layers
-from engine.sample_loads import joined_loads
-from engine.schedule import one_f_one_b
+from engine.runtime.profiling.memory_trials import StepObserver, adapt_running
+from engine.runtime.profiling.profile import measure_layers
+from engine.simulator.evaluate import Outcome, evaluate
+from engine.simulator.schedule import one_f_one_b
 from gpu.batches import Batch, Sequences, make_batch
 from gpu.device import Bench
 from gpu.layers import make_model

@@ -6,9 +6,9 @@ import numpy as np
 
 from balance.cost import CostModel, Work
 from balance.presets import load_model
-from engine.evaluate import evaluate
-from engine.loads import Loads
-from engine.schedule import one_f_one_b
+from engine.cost_model.loads import Loads
+from engine.simulator.evaluate import evaluate
+from engine.simulator.schedule import one_f_one_b
 from papers.omnibal_models import (
     IMAGES,
     INTERNVL,

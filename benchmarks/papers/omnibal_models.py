@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 from balance.presets import load_model
 from balance.records import IntArray
-from engine.analytical import layer_costs
-from engine.clusters import Cluster, load_cluster
-from engine.costs import Costs
-from engine.loads import Loads
-from engine.parallel import Parallelism, Training
+from engine.cost_model.analytical import layer_costs
+from engine.cost_model.clusters import Cluster, load_cluster
+from engine.cost_model.costs import Costs
+from engine.cost_model.loads import Loads
+from engine.cost_model.parallel import Parallelism, Training
 
 MICRO_BATCHES = 32
 """Per step and replica; the paper does not say: 128 groups of 4.6 samples on 4 replicas."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from balance.records import IntArray
-from engine.bmp import RADIUS, candidate, search_bmp
-from engine.costs import Costs
-from engine.evaluate import evaluate
-from engine.exact import Exact, search_exact
-from engine.partition import METHODS
-from engine.schedule import one_f_one_b
+from engine.cost_model.costs import Costs
+from engine.planning.bmp import RADIUS, candidate, search_bmp
+from engine.planning.exact import Exact, search_exact
+from engine.planning.partition import METHODS
+from engine.simulator.evaluate import evaluate
+from engine.simulator.schedule import one_f_one_b
 from papers.omnibal_models import (
     INTERNVL,
     MICRO_BATCHES,

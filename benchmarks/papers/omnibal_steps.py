@@ -14,16 +14,16 @@ from balance.order import GroupStream, choose_order
 from balance.path import sort_along_path
 from balance.presets import load_model
 from balance.records import Counts, Groups, IntArray, Limits
-from engine.analytical import layer_costs
-from engine.clusters import Cluster
-from engine.costs import Costs
-from engine.evaluate import evaluate
-from engine.exact import search_exact
-from engine.layer_list import layers_of
-from engine.loads import Loads, PhaseLoads
-from engine.parallel import Training
-from engine.replicas import reduction_ns
-from engine.schedule import one_f_one_b
+from engine.cost_model.analytical import layer_costs
+from engine.cost_model.clusters import Cluster
+from engine.cost_model.costs import Costs
+from engine.cost_model.layer_list import layers_of
+from engine.cost_model.loads import Loads, PhaseLoads
+from engine.cost_model.parallel import Training
+from engine.cost_model.replicas import reduction_ns
+from engine.planning.exact import search_exact
+from engine.simulator.evaluate import evaluate
+from engine.simulator.schedule import one_f_one_b
 from papers.omnibal_models import IMAGES, SEQ_LEN, VIT_TOKENS, Pair
 
 BATCH = 4

@@ -8,12 +8,12 @@ from functools import partial
 import numpy as np
 
 from balance.presets import ModelPreset, load_model
-from engine.analytical import layer_costs
-from engine.clusters import load_cluster
-from engine.dispatch import PHASES, DispatchOptions, DispatchPlan, Examples, plan_dispatch
-from engine.dispatch_times import Communicator, TokenBytes, phase_cost, phase_volumes, step_times
-from engine.loads import Loads
-from engine.parallel import Parallelism
+from engine.cost_model.analytical import layer_costs
+from engine.cost_model.clusters import load_cluster
+from engine.cost_model.loads import Loads
+from engine.cost_model.parallel import Parallelism
+from engine.dispatching.dispatch import PHASES, DispatchOptions, DispatchPlan, Examples, plan_dispatch
+from engine.dispatching.dispatch_times import Communicator, TokenBytes, phase_cost, phase_volumes, step_times
 from papers.datasets import orchmllm_samples
 from papers.page import Section, percent, table
 

@@ -9,14 +9,14 @@ import numpy as np
 
 from balance.presets import load_model
 from balance.records import Groups, IntArray
-from engine.analytical import layer_costs
-from engine.clusters import load_cluster
-from engine.evaluate import evaluate, schedule_for
-from engine.loads import Loads
-from engine.parallel import Parallelism, Training
-from engine.sample_loads import sample_loads
-from engine.tune import Breakdown, Pipeline, TuneOptions, tune
-from engine.tune_pack import pack_in_order
+from engine.cost_model.analytical import layer_costs
+from engine.cost_model.clusters import load_cluster
+from engine.cost_model.loads import Loads
+from engine.cost_model.parallel import Parallelism, Training
+from engine.cost_model.sample_loads import sample_loads
+from engine.simulator.evaluate import evaluate, schedule_for
+from engine.tuning.tune import Breakdown, Pipeline, TuneOptions, tune
+from engine.tuning.tune_pack import pack_in_order
 from papers.datasets import PIPETUNE_MIXES, SIGLIP_TOKENS, pipetune_samples
 from papers.page import Section, percent, table
 

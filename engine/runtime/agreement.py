@@ -16,7 +16,7 @@ from balance.errors import ConfigError
 from engine.runtime.carries import Batch, Specs
 from engine.runtime.faults import peers
 from engine.runtime.groups import Groups
-from engine.schedule import Schedule
+from engine.simulator.schedule import Schedule
 
 
 def check_agreement(groups: Groups, told: Sequence[tuple[str, bytes]], device: torch.device) -> None:

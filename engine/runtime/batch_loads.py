@@ -1,7 +1,8 @@
 """`Loads` of the micro-batches that a runtime trains on, from the tensors that say how long everything in them is.
 
-What `engine.sample_loads` takes from counts of a build, exactly: images at native resolution and windows of audio each
-count with their own length. Any object with the fields of `loaders.MicroBatch` will do, decoded images or not.
+What `engine.cost_model.sample_loads` takes from counts of a build, exactly: images at native resolution and windows of
+audio each count with their own length. Any object with the fields of `loaders.MicroBatch` will do, decoded images or
+not.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 from balance.errors import ConfigError
 from balance.presets import ModelPreset, NativeRule
 from balance.records import IntArray
-from engine.loads import Loads, PhaseLoads
+from engine.cost_model.loads import Loads, PhaseLoads
 from engine.runtime.carries import Batch, ids_text
 
 

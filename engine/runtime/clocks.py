@@ -24,7 +24,7 @@ class Stopwatch:
         self._events: list[torch.cuda.Event] | None = [] if device.type == "cuda" else None
         self._times: list[int] = []
         if self._events is not None:
-            torch.cuda.synchronize(device)
+            self._wait()
         self.begun_ns = time.perf_counter_ns()
         if self._events is not None:
             self.note()  # at the beginning, from which events are counted
@@ -43,8 +43,12 @@ class Stopwatch:
         if self._events is None:
             return np.array(self._times, np.int64)
         first, *others = self._events
-        torch.cuda.synchronize(self._device)
+        self._wait()
         return np.array([round(1e6 * first.elapsed_time(event)) for event in others], np.int64)
+
+    def _wait(self) -> None:
+        """Until the GPU has done all passes so far; not for what NCCL has on its way, which may wait for this rank."""
+        torch.cuda.current_stream(self._device).synchronize()
 
 
 def clock_offsets(groups: Groups, device: torch.device) -> IntArray:

@@ -49,5 +49,13 @@ def generators_kept(device: torch.device) -> Iterator[None]:
         yield
 
 
+def on_device(device: torch.device) -> torch.Tensor:
+    """An empty tensor, by which `torch.utils.checkpoint` sees which generators to set back for the second pass.
+
+    It looks for GPUs among its arguments only, and the first layer takes its tensors from the micro-batch.
+    """
+    return torch.empty(0, device=device)
+
+
 def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index

@@ -1,8 +1,8 @@
 """Features from the ranks that encode to the ranks that train: OrchMLLM's dispatcher at run time, data parallel.
 
-For trainers whose loader has `engine.dispatch_steps.DispatchedSteps` as its step planner: each rank encodes what the
-plan dealt to it, `exchange_features` brings the features of a round to where its micro-batches are in one all-to-all
-per encoder, and the backward pass brings their gradients back the same way (OrchMLLM, section 6). A step:
+For trainers whose loader has `engine.dispatching.dispatch_steps.DispatchedSteps` as its step planner: each rank encodes
+what the plan dealt to it, `exchange_features` brings the features of a round to where its micro-batches are in one
+all-to-all per encoder, and the backward pass brings their gradients back the same way (OrchMLLM, section 6). A step:
 
     rounds = step.note.rounds  # what the planner answered comes with the step
     for number, (batch, routes) in enumerate(zip(step, rounds)):
@@ -32,7 +32,7 @@ from balance.errors import ConfigError
 from balance.rearrange import Exchange
 from balance.records import Groups, IntArray
 from balance.step_plan import StepWork
-from engine.dispatch_routes import Route, step_routes
+from engine.dispatching.dispatch_routes import Route, step_routes
 from engine.runtime.carries import Batch
 from engine.runtime.faults import peers
 

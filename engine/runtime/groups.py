@@ -90,10 +90,11 @@ def make_groups(
 
 
 def open_links(groups: Groups, device: torch.device) -> None:
-    """Send something along every link, one after the other, in the order that all ranks share.
+    """Send something along every link, one after the other, in the order that all ranks share; then in every group.
 
     NCCL opens a communicator when it is first used, and both sides wait until it is open: in the midst of a step, where
-    ranks use their links in different orders, they would wait for each other for ever.
+    ranks use their links in different orders, they would wait for each other for ever. It also needs memory of the GPU
+    then, of which torch may have taken all later.
     """
     for (sender, receiver), group in sorted(groups.links.items(), key=lambda link: link[0]):
         if groups.rank in (sender, receiver):
@@ -104,6 +105,10 @@ def open_links(groups: Groups, device: torch.device) -> None:
                     dist.send(token, other, group=group)
                 else:
                     dist.recv(token, other, group=group)
+    for whole in (*(tie.group for tie in groups.ties), groups.pipeline, groups.replicas):
+        if whole is not None:
+            with peers(dist.get_process_group_ranks(whole)):
+                dist.all_reduce(torch.zeros(1, device=device), group=whole)
 
 
 def directions(num_ranks: int, encoder_ranks: Sequence[int] = ()) -> list[Pair]:
@@ -136,16 +141,37 @@ def tied_parameters(
     return [(ranks, tuple(tied)) for ranks, tied in sorted(shared.items())]
 
 
-def sum_over(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Sum gradients over a group, all in one message per dtype."""
+BUCKET_BYTES = 256 << 20
+"""Of gradients that are summed in one message: larger ones gain nothing, and all at once would need as much again."""
+
+
+def sum_over(gradients: Sequence[Tensor], group: dist.ProcessGroup | None, bucket_bytes: int = BUCKET_BYTES) -> None:
+    """Sum gradients over a group, few messages for many small ones; the same list on all its ranks."""
     if group is None:
         return
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for gradient in gradients:
-        by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    for own in by_dtype.values():
-        flat = torch.cat([gradient.reshape(-1) for gradient in own])
+    for bucket in buckets(gradients, bucket_bytes):
+        flat = bucket[0] if len(bucket) == 1 else torch.cat([gradient.reshape(-1) for gradient in bucket])
+        flat = flat.contiguous()
         with peers(dist.get_process_group_ranks(group)):
             dist.all_reduce(flat, group=group)
-        for gradient, part in zip(own, torch.split(flat, [gradient.numel() for gradient in own]), strict=True):
-            gradient.copy_(part.view_as(gradient))
+        for gradient, part in zip(bucket, torch.split(flat.view(-1), [own.numel() for own in bucket]), strict=True):
+            if flat is not gradient:
+                gradient.copy_(part.view_as(gradient))
+
+
+def buckets(tensors: Sequence[Tensor], most_bytes: int) -> list[list[Tensor]]:
+    """Tensors of one dtype together, in their order, as many as do not exceed a size; larger ones alone.
+
+    >>> [[len(own) for own in bucket] for bucket in buckets([torch.zeros(n) for n in (2, 3, 9, 1)], 24)]
+    [[2, 3], [9], [1]]
+    """
+    found: list[list[Tensor]] = []
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        room = 0
+        for tensor in (own for own in tensors if own.dtype == dtype):
+            if tensor.nbytes > room:
+                found.append([])
+                room = max(most_bytes, tensor.nbytes)
+            found[-1].append(tensor)
+            room -= tensor.nbytes
+    return found

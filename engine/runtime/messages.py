@@ -5,9 +5,9 @@ who waits for them. Receives are posted in that order, so nothing needs a tag, w
 of each pair of ranks has a communicator of its own: then sends in opposite directions cannot wait for each other, and
 no order of operations can deadlock that the simulator runs to its end. A send never stops the sender.
 
-What was sent must stay in memory until it has arrived, which gloo does not tell before one waits for it. But an answer
-tells: who makes a result has taken up all that its operations until then waited for. So a rank holds no more than its
-schedule has under way; only what goes where nothing comes back from, frozen stages' outputs, stays until the step ends.
+What was sent must stay in memory until it has arrived. NCCL tells; gloo does not before one waits for it, but an answer
+tells: who makes a result has taken up all that its operations until then waited for. So with gloo a rank holds no more
+than its schedule has under way, and what goes where nothing comes back from, frozen stages' outputs, to the step's end.
 """
 
 from __future__ import annotations
@@ -61,12 +61,18 @@ class Mailbox:
         self._groups, self._specs, self._device = groups, specs, device
         self._inboxes = {pair[0]: _Inbox(deque(own)) for pair, own in messages.items() if pair[1] == groups.rank}
         self._sent: list[_Sent] = []
-        for sender in self._inboxes:
-            self._post(sender)
+        # NCCL receives with a kernel that turns until something comes: it takes part of the GPU from passes, and what
+        # waits for the whole GPU meanwhile (memory given back, a kernel loaded) would do so for ever, if this rank
+        # itself must send something first
+        self._on_gpu = device.type == "cuda"
+        if not self._on_gpu:
+            for sender in self._inboxes:
+                self._post(sender)
 
     def send(self, message: Message, receiver: int, carry: Mapping[str, Tensor]) -> None:
         """Send a message's tensors, which are as their specs say; they are kept until they have arrived."""
         group = self._groups.links[self._groups.rank, receiver]
+        self._let_go(lambda _: False)
         for name, spec in sorted(self._specs(message).items()):
             if not spec.is_empty:
                 tensor = carry[name].detach().to(spec.dtype).contiguous()
@@ -82,7 +88,8 @@ class Mailbox:
         for work in works:
             self._wait(work, sender)
         self._let_go(lambda sent: sent.receiver == sender and sent.message.target <= message.source)
-        self._post(sender)  # the next one may come while this one is worked on
+        if not self._on_gpu:
+            self._post(sender)  # the next one may come while this one is worked on
         return carry
 
     def finish(self) -> None:
@@ -95,12 +102,12 @@ class Mailbox:
         return len(self._sent)
 
     def _let_go(self, has_arrived: Callable[[_Sent], bool]) -> None:
-        """Keep what was sent no longer where it has arrived."""
+        """Keep what was sent no longer where it has arrived, as `has_arrived` knows or NCCL says."""
         kept = []
         for sent in self._sent:
             if has_arrived(sent):
                 self._wait(sent.work, sent.receiver)
-            else:
+            elif not self._on_gpu or not sent.work.is_completed():
                 kept.append(sent)
         self._sent = kept
 

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.adapt import OutOfMemory
+from engine.planning.adapt import OutOfMemory
 from engine.runtime.carries import Batch, ids_text
 from engine.runtime.faults import LossNotFinite, peers
 from engine.runtime.groups import Groups
 from engine.runtime.void_steps import uncounted
-from engine.schedule import Kind, Schedule
+from engine.simulator.schedule import Kind, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,9 @@
 """Trains a model as a plan says: `Pipeline`, one rank of a pipeline of stages over torch.distributed.
 
 A step is a list of micro-batches, as many and as long as they come; the schedule is made for their number. Each rank
-runs its own operations in order (`engine.schedule`); what it waits for and what waits for it are the edges of the same
-`Program` that the simulator ran. Losses are sums divided by the step's labels on all ranks, so gradients are those of
-the whole step as one batch; they are summed over data-parallel replicas once per step.
+runs its own operations in order (`engine.simulator.schedule`); what it waits for and what waits for it are the edges of
+the same `Program` that the simulator ran. Losses are sums divided by the step's labels on all ranks, so gradients are
+those of the whole step as one batch; they are summed over data-parallel replicas once per step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 
 from balance.errors import ConfigError
 from balance.records import IntArray
-from engine.measured import measured_timeline
+from engine.charts.measured import measured_timeline
 from engine.runtime.agreement import check_agreement, describe_step
 from engine.runtime.carries import Batch, LayeredModel
 from engine.runtime.clocks import clock_offsets
@@ -30,9 +30,9 @@ from engine.runtime.groups import make_groups, open_links, sum_over
 from engine.runtime.routes import make_routes, reordered
 from engine.runtime.steps import RankLayers, Step, StepResult
 from engine.runtime.void_steps import uncounted
-from engine.schedule import Kind, Schedule, make_schedule
-from engine.simulate import Timeline
-from engine.stages import check_partition
+from engine.simulator.schedule import Kind, Schedule, make_schedule
+from engine.simulator.simulate import Timeline
+from engine.simulator.stages import check_partition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class PipelineOptions:
     """torch.bfloat16 for mixed precision; None for the parameters' own."""
     encoder_ranks: Sequence[int] = ()
     """Ranks of the pipeline, besides the first, that keep a copy of the frozen layers in front: they can encode ahead,
-    as schedules of `engine.precompute` have them do."""
+    as schedules of `engine.tuning.precompute` have them do."""
     dropout_seed: int | None = None
     """If given, what a layer draws depends on this, the step, the replica and the micro-batch alone, not on partition,
     schedule or recomputation. None: layers draw from torch's generators as they stand (recomputed ones the same twice).
@@ -163,7 +163,7 @@ class Pipeline:
     def timeline(self, result: StepResult) -> Timeline:
         """When the passes of all ranks of this pipeline ran, as measured. All of them call it; all get it.
 
-        For charts and traces beside the prediction: `engine.measured`.
+        For charts and traces beside the prediction: `engine.charts.measured`.
         """
         groups, schedule = self._groups, result.schedule
         first, last = schedule.rank_offsets[groups.rank : groups.rank + 2].tolist()

@@ -10,11 +10,11 @@ import numpy as np
 
 from balance.errors import ConfigError
 from balance.records import IntArray
-from engine.program import Encodings, Program, make_program
 from engine.runtime.groups import Pair
-from engine.schedule import Kind, Schedule
-from engine.simulate import simulate
-from engine.stages import StageCosts
+from engine.simulator.program import Encodings, Program, make_program
+from engine.simulator.schedule import Kind, Schedule
+from engine.simulator.simulate import simulate
+from engine.simulator.stages import StageCosts
 
 
 class Message(NamedTuple):
@@ -54,7 +54,7 @@ def make_routes(schedule: Schedule, sends_grad: tuple[bool, ...], rank: int) -> 
 def reordered(schedule: Schedule, order: IntArray) -> Schedule:
     """The schedule with micro-batch `order[i]` wherever it had i. ConfigError if that is no order of them.
 
-    >>> from engine.schedule import one_f_one_b
+    >>> from engine.simulator.schedule import one_f_one_b
     >>> [action.micro_batch for action in reordered(one_f_one_b(1, 3), np.array([2, 0, 1])).of_rank(0)]
     [2, 2, 0, 0, 1, 1]
     """

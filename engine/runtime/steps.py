@@ -10,19 +10,20 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from balance.errors import ConfigError
 from balance.records import IntArray
 from engine.runtime.carries import LOSS, Batch, Carry, Spec, Specs, check_carry, ids_text
 from engine.runtime.clocks import Stopwatch
-from engine.runtime.draws import Draws, generators_kept
+from engine.runtime.draws import Draws, generators_kept, on_device
 from engine.runtime.groups import Groups
 from engine.runtime.outcomes import Outcome
+from engine.runtime.roots import Root
 from engine.runtime.routes import Message, make_routes
-from engine.runtime.void_steps import OUT_OF_MEMORY, StepMailbox, uncounted
-from engine.schedule import Action, Kind, Schedule
+from engine.runtime.void_steps import StepMailbox, is_out_of_memory, uncounted
+from engine.simulator.schedule import Action, Kind, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,8 @@ class _Passed:
     """What a forward pass leaves for the backward pass."""
 
     inputs: Carry
-    outputs: Carry
+    root: Root | None
+    """None where no output has a gradient."""
     gradients: Carry = field(default_factory=dict)
     """Of the outputs; kept where those of the weights are made later."""
 
@@ -116,8 +118,8 @@ class Step:
     def run(self) -> StepResult:
         """Run all operations of this rank. PeerLost, SpecMismatch; OutOfMemory and LossNotFinite on all ranks alike."""
         first, last = self._schedule.rank_offsets[self._groups.rank : self._groups.rank + 2].tolist()
+        watch = Stopwatch(self._own.device)  # waits for the GPU, so before anything is on its way
         self._mailbox = StepMailbox(self._groups, self._routes.messages, self._specs_of, self._own.device)
-        watch = Stopwatch(self._own.device)
         with nullcontext() if self._draws is None else generators_kept(self._own.device):
             failed = self._operate(range(first, last), watch)
         if failed is not None:
@@ -140,7 +142,9 @@ class Step:
         try:
             for place in places:
                 self._run_one(place, watch)
-        except OUT_OF_MEMORY:  # it holds what the operation had made: nothing of it outlives this function
+        except Exception as error:  # it holds what the operation had made: nothing of it outlives this function
+            if not is_out_of_memory(error):
+                raise
             return place
         return None
 
@@ -155,9 +159,9 @@ class Step:
         """Let go of all that the step holds; give zeros for what these operations would have made."""
         self._passed.clear()
         self._kept.clear()
-        gc.collect()  # what failed half-way may be held by circles
-        if self._own.device.type == "cuda":
-            torch.cuda.empty_cache()  # NCCL takes from what torch does not keep
+        # what failed half-way may be held by circles. torch keeps what is freed of a GPU: to give it back it would wait
+        # for all that is on its way, and that may wait for what this rank has not sent yet
+        gc.collect()
         with uncounted():
             for place in places:
                 for message, sender in self._routes.incoming.get(place, ()):
@@ -202,16 +206,19 @@ class Step:
         if action.stage == self._schedule.num_stages - 1:
             carry = {LOSS: carry[LOSS].float() / max(self._normalizer, 1)}
             self._outcome.note_loss(number, carry[LOSS].detach())
+            comes_back = [LOSS]
         else:
-            self._check(carry, end, number)
-        self._passed[action.stage, number] = _Passed(inputs, carry)
+            specs = self._check(carry, end, number)
+            comes_back = [name for name, spec in specs.items() if spec.differentiable]
+        roots = {name: carry[name] for name in comes_back if carry[name].requires_grad}
+        self._passed[action.stage, number] = _Passed(inputs, Root(roots) if roots else None)
         return carry
 
     def _run_layer(self, place: int, layer: nn.Module, carry: Carry, number: int) -> Carry:
         """A layer's forward pass, to be repeated in the backward pass if it is recomputed."""
         draws, batch = self._draws, self._batches[number]
 
-        def run(given: Carry) -> Carry:
+        def run(given: Carry, _: Tensor | None = None) -> Carry:
             if draws is not None:
                 draws.seed_layer(place, number, self._own.device)
             made: Carry = layer(given, batch)
@@ -219,31 +226,30 @@ class Step:
 
         if not self._own.recompute[place] or not torch.is_grad_enabled():
             return run(carry)
-        again: Carry = checkpoint(run, carry, use_reentrant=False, preserve_rng_state=draws is None)
+        again: Carry = checkpoint(
+            run, carry, on_device(self._own.device), use_reentrant=False, preserve_rng_state=draws is None
+        )
         return again
 
-    def _check(self, carry: Carry, cut: int, number: int) -> None:
+    def _check(self, carry: Carry, cut: int, number: int) -> Mapping[str, Spec]:
+        """What the specs say of a cut; SpecMismatch if a carry is something else."""
         batch = self._batches[number]
-        where = f"what layer {cut - 1} gives for micro-batch {number} ({ids_text(batch)})"
-        check_carry(carry, self._own.specs(cut, batch), where)
+        specs = self._own.specs(cut, batch)
+        check_carry(carry, specs, f"what layer {cut - 1} gives for micro-batch {number} ({ids_text(batch)})")
+        return specs
 
     def _backward(self, action: Action, given: Carry, *, inputs: bool, weights: bool) -> Carry:
         """Gradients of a stage's inputs, of its weights, or of both; -> those of its inputs."""
         key = action.stage, action.micro_batch
         passed = self._passed.pop(key) if weights else self._passed[key]
+        if action.stage == self._schedule.num_stages - 1:
+            given = {LOSS: torch.ones((), device=self._own.device)}
         if inputs:
             passed.gradients = given
-        # what nobody gave a gradient is the loss, or of no use to it
-        outputs = {
-            name: tensor
-            for name, tensor in passed.outputs.items()
-            if tensor.requires_grad and (name in passed.gradients or name == LOSS)
-        }
         leaves = {name: tensor for name, tensor in passed.inputs.items() if tensor.requires_grad}
         targets = [*(leaves.values() if inputs else ()), *(self._own.trained(action.stage) if weights else ())]
-        if outputs and targets:
-            gradients = [passed.gradients.get(name) for name in outputs]
-            torch.autograd.backward(list(outputs.values()), gradients, inputs=targets, retain_graph=not weights)
+        if passed.root is not None and targets:
+            passed.root.backward(passed.gradients, targets, keep=not weights)
         return {
             name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for name, tensor in leaves.items()
         }

@@ -18,6 +18,7 @@ from torch.distributed.pipelining.stage import _RecvInfo
 from torch.utils.checkpoint import checkpoint
 
 from engine.runtime.carries import LOSS, Batch, Carry, Spec
+from engine.runtime.draws import on_device
 from engine.runtime.steps import RankLayers
 
 
@@ -36,13 +37,18 @@ class StageLayers(nn.Module):
         with own.context():
             for place, layer in zip(places, self.layers, strict=True):
                 if own.recompute[place]:
-                    carry = checkpoint(layer, carry, batch, use_reentrant=False)
+                    carry = checkpoint(_run, layer, carry, batch, on_device(own.device), use_reentrant=False)
                 else:
                     carry = layer(carry, batch)
         if self._stage == len(own.borders) - 2:
             return carry[LOSS].float()
         goes = ((carry[name].to(spec.dtype), spec) for name, spec in _crossing(own, places.stop, batch).items())
         return tuple(tensor if spec.differentiable else tensor.detach() for tensor, spec in goes)
+
+
+def _run(layer: nn.Module, carry: Carry, batch: Batch, _: Tensor) -> Carry:
+    made: Carry = layer(carry, batch)
+    return made
 
 
 class TorchStage(PipelineStage):

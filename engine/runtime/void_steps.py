@@ -19,13 +19,27 @@ from engine.runtime.carries import Carry, Spec
 from engine.runtime.live_bytes import MemoryUsedUp
 from engine.runtime.messages import Mailbox, Message
 
-__all__ = ["OUT_OF_MEMORY", "StepMailbox", "uncounted"]
+__all__ = ["OUT_OF_MEMORY", "StepMailbox", "is_out_of_memory", "uncounted"]
 
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryUsedUp)
 """What is raised where there is no memory: by torch's allocators, and by those that count for a CPU."""
+SAID_ELSEWHERE = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+"""What CUDA, cuBLAS and cuDNN say where a GPU has no room for what is theirs; torch raises RuntimeErrors then."""
 
 uncounted = no_dispatch
 """Within it, no `LiveBytes` counts or limits: for what ranks tell each other, which must not fail on one of them."""
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an operation failed for want of memory.
+
+    >>> is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"))
+    True
+    >>> is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    False
+    """
+    said = isinstance(error, RuntimeError) and any(text in str(error) for text in SAID_ELSEWHERE)
+    return said or isinstance(error, OUT_OF_MEMORY)
 
 
 class StepMailbox(Mailbox):

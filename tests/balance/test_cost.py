@@ -141,7 +141,7 @@ def test_training_costs_three_forward_passes_of_matrix_products():
     ("name", "vit", "llm", "digits"),
     [
         ("internvl_1_5", 5.54e9, 19.86e9, 2),  # model cards of InternViT-6B-448px-V1-5 and internlm2-20b
-        ("llava_1_5", 0.304e9, 6.74e9, 2),  # CLIP ViT-L/14 and Llama 2 7B
+        ("llava_1_5", 0.304e9 * 23 / 24, 6.74e9, 2),  # CLIP ViT-L/14 without its last layer, and Llama 2 7B
         ("qwen2_vl", 0.675e9, 7.62e9, 2),  # Qwen2-VL's table 1 (merger included) and Qwen2-7B
     ],
 )

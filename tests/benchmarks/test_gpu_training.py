@@ -18,10 +18,10 @@ import torch
 from torch.nn import functional
 
 from balance.presets import load_model
-from engine.clusters import load_cluster
-from engine.layer_list import layers_of
-from engine.parallel import Parallelism
-from engine.profile_costs import profiled_costs, read_profile
+from engine.cost_model.clusters import load_cluster
+from engine.cost_model.layer_list import layers_of
+from engine.cost_model.parallel import Parallelism
+from engine.cost_model.profile_costs import profiled_costs, read_profile
 from engine.runtime.live_bytes import LiveBytes
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

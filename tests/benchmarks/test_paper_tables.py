@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from test_benchmarks_run import load
 
-from engine.evaluate import evaluate
-from engine.exact import search_exact
-from engine.parallel import Training
-from engine.schedule import one_f_one_b
+from engine.cost_model.parallel import Training
+from engine.planning.exact import search_exact
+from engine.simulator.evaluate import evaluate
+from engine.simulator.schedule import one_f_one_b
 
 PAGE = Path(__file__).parents[2] / "docs" / "paper-tables.md"
 tables: Any = load("paper_tables")

@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from engine.costs import Costs
-from engine.evaluate import evaluate
-from engine.gantt import Step
-from engine.schedule import make_schedule
+from engine.charts.gantt import Step
+from engine.cost_model.costs import Costs
+from engine.simulator.evaluate import evaluate
+from engine.simulator.schedule import make_schedule
 
 
 def chart_costs(num_layers, num_micro_batches):

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from balance.records import Groups
-from engine.costs import Costs
-from engine.loads import Loads, PhaseLoads
+from engine.cost_model.costs import Costs
+from engine.cost_model.loads import Loads, PhaseLoads
 
 
 @dataclass(frozen=True)

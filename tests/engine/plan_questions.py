@@ -3,10 +3,10 @@
 import numpy as np
 
 from balance.presets import load_model
-from engine.clusters import load_cluster
-from engine.loads import Loads, PhaseLoads
-from engine.parallel import Parallelism, Training
-from engine.planner import Question
+from engine.cost_model.clusters import load_cluster
+from engine.cost_model.loads import Loads, PhaseLoads
+from engine.cost_model.parallel import Parallelism, Training
+from engine.planning.planner import Question
 
 
 def uneven_loads(count, seed=0, *, model="tiny"):

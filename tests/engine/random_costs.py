@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from engine.costs import Costs
-from engine.memory import memory_of
-from engine.schedule import make_schedule
-from engine.stages import stage_costs
+from engine.cost_model.costs import Costs
+from engine.simulator.memory import memory_of
+from engine.simulator.schedule import make_schedule
+from engine.simulator.stages import stage_costs
 
 SHAPES = [("1f1b", 1), ("gpipe", 1), ("zero_bubble", 1), ("interleaved", 2)]
 """Schedules, and stages per rank."""

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from engine.costs import Costs
-from engine.program import Encodings
-from engine.schedule import Action, Kind, Schedule, gpipe, interleaved, one_f_one_b, zero_bubble
-from engine.stages import StageCosts
+from engine.cost_model.costs import Costs
+from engine.simulator.program import Encodings
+from engine.simulator.schedule import Action, Kind, Schedule, gpipe, interleaved, one_f_one_b, zero_bubble
+from engine.simulator.stages import StageCosts
 
 LETTERS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRAD, "W": Kind.WEIGHT_GRAD, "E": Kind.ENCODE}
 NAMES = {kind: letter for letter, kind in LETTERS.items()}

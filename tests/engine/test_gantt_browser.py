@@ -7,7 +7,7 @@ from browser import find_browser, open_browser
 from chart_steps import chart_step
 from PIL import Image
 
-from engine.gantt import write_gantt
+from engine.charts.gantt import write_gantt
 
 PROGRAM = find_browser()
 pytestmark = pytest.mark.skipif(

@@ -3,8 +3,8 @@
 import pytest
 
 from balance.presets import load_model
-from engine.layer_list import layers_of
-from engine.parallel import Parallelism
+from engine.cost_model.layer_list import layers_of
+from engine.cost_model.parallel import Parallelism
 
 BILLIONS = {
     # published parameters of vision encoder and language model: model cards of OpenGVLab, BAAI, InternLM, Meta, 01.AI,

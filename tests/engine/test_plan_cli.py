@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from engine.cli import main
-from engine.plan import read_plan
+from engine.planning.plan import read_plan
 
 EQUAL = ("--model", "internvl_1_5", "--images", "9", "--seq-len", "4096", "--tp", "4", "--cluster", "a100_80g")
 

@@ -1,6 +1,7 @@
 """The pipeline example, when something goes wrong while it runs: one line, and status 1; wrong options, status 2."""
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -17,6 +18,7 @@ sys.path[:0] = [
     *(str(Path(__file__).parents[1] / part) for part in ("loaders", "engine/runtime")),
 ]
 
+from heard_build import build_heard  # noqa: E402
 from sample_tables import write_tabled  # noqa: E402
 from shard_fixture import group_samples, make_samples  # noqa: E402
 from train_pipeline import main  # noqa: E402
@@ -34,16 +36,24 @@ def build(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory):
+    """Beside `less.json`, of a model whose first layer was frozen."""
     path = tmp_path_factory.mktemp("profile") / "profile.json"
     stated_profile(path)
+    values = json.loads(path.read_text())
+    values["kinds"][0]["sends_grad"] = False
+    (path.parent / "less.json").write_text(json.dumps(values))
     return path
+
+
+def part():
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture
 def alone():
     yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    part()
 
 
 @pytest.mark.parametrize("what", ["figures", "trace"])
@@ -74,14 +84,75 @@ def test_a_build_that_is_damaged_while_it_is_read_is_told_in_one_line(tmp_path, 
         (["--tune", "--profile={profile}", "--encode=own"], "the first layer (patch_embedding) is trained"),
         (["--tune", "--profile={profile}", "--effort=-1"], "effort -1"),
         (["--dp=0"], "--dp is 0"),
+        (["--recompute=plan"], "--recompute plan needs a plan"),
+        (["--recompute=adapt"], "so does --recompute adapt"),
+        (["--recompute=adapt", "--profile={profile}"], "say how much memory a rank has"),
+        (["--recompute=adapt", "--tune", "--profile={profile}"], "use --tune with --memory-gib"),
+        (["--recompute=adapt", "--profile={profile}", "--stages-per-rank=2"], "use --stages-per-rank 1"),
+        (["--recompute=adapt", "--profile={less}", "--memory-gib=1"], "measure with these parts trained"),
+        (["--memory-gib=1"], "--memory-gib is for --recompute adapt and --tune"),
+        (["--reserve-gib=1"], "--reserve-gib is for --recompute adapt"),
+        (["--export=trained"], "--export writes models of transformers"),
+        (["--export={profile}"], "this is a file; give a folder"),
+        (["--config=config.json"], "the model tiny has none"),
+        (["--model=qwen2_vl"], "the build is for tiny, whose images are not cut for qwen2_vl"),
     ],
 )
 def test_options_that_do_not_go_together_are_told_in_one_line(build, profile, options, message, capsys, alone):
-    named = [option.format(profile=profile) for option in options]
+    named = [option.format(profile=profile, less=profile.parent / "less.json") for option in options]
     assert main([str(build), "--plan=auto", "--device=cpu", *named]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert len(error.splitlines()) == 1
+    said = capsys.readouterr()
+    assert message in said.err
+    assert len(said.err.splitlines()) == 1
+    assert not said.out
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--save-every=0", "'0' is not a whole number above 0"),
+        ("--steps=-3", "'-3' is not a whole number above 0"),
+        ("--micro-batches-per-step=few", "'few' is not a whole number above 0"),
+        ("--stages-per-rank=0", "'0' is not a whole number above 0"),
+        ("--memory-gib=nan", "'nan' is not a size in GiB"),
+        ("--reserve-gib=-1", "'-1' is not a size in GiB"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused_with_their_option(option, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["build", option])
+    assert f"argument {option.split('=')[0]}: {message}" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_build_with_sound_is_refused_in_one_line(tmp_path, capsys, alone):
+    assert main([str(build_heard(tmp_path)), "--device=cpu"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the build is for tiny_audio, which hears" in line
+
+
+def test_what_was_saved_is_told_where_something_was(build, tmp_path, capsys, alone):
+    given = [str(build), "--device=cpu", "--steps=2", f"--state={tmp_path / 'state'}"]
+    assert main(given) == 0
+    assert "saved behind step 1" in capsys.readouterr().out
+    part()
+    assert main(given) == 0  # there is nothing left to do
+    said = capsys.readouterr().out
+    assert "goes on behind step 1" in said
+    assert "saved" not in said
+
+
+def test_memory_that_is_given_binds_the_tuner(build, profile, tmp_path, capsys):
+    values = json.loads(profile.read_text())
+    for kind in values["kinds"]:
+        kind["state_bytes"] = 1 << 20
+    (tmp_path / "heavy.json").write_text(json.dumps(values))
+    given = [str(build), "--device=cpu", "--steps=1", "--tune", f"--profile={tmp_path / 'heavy.json'}"]
+    for size, status in (("1", 0), ("0.001", 1)):
+        assert main([*given, f"--memory-gib={size}"]) == status
+        part()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no micro-batches of this step fit" in line
+    assert "memory_bytes is 1,073,741;" in line
 
 
 def test_a_rank_that_is_lost_ends_the_other_with_one_line(build, tmp_path):

@@ -1,5 +1,6 @@
 """The planning example, really launched: what it writes is a profile, evidence, and a plan that the training takes."""
 
+import gc
 import json
 import os
 import subprocess
@@ -12,16 +13,14 @@ import torch
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path[:0] = [str(EXAMPLES), str(Path(__file__).parents[1] / "loaders")]
 
-from plan_pipeline import SHARES, first_samples  # noqa: E402
+from plan_pipeline import MOST_STEPS, first_of_all_phases  # noqa: E402
+from sample_tables import text_samples  # noqa: E402
 from shard_fixture import group_samples, make_samples, write_build  # noqa: E402
-from tiny_vlm_layers import make_layers  # noqa: E402
-from train_tiny import make_model  # noqa: E402
 
-from engine.plan import read_plan  # noqa: E402
-from engine.profile_costs import profiled_costs, read_profile  # noqa: E402
+from balance.errors import ConfigError  # noqa: E402
+from engine.cost_model.profile_costs import profiled_costs, read_profile  # noqa: E402
+from engine.planning.plan import read_plan  # noqa: E402
 from loaders import StreamingLoader  # noqa: E402
-
-torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +35,45 @@ def launch(script, build, **options):
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [*launcher, str(EXAMPLES / script), str(build), "--device=cpu", *named]
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def texts_and_images(folder, num_texts):
+    samples = [[sample] for sample in text_samples(num_texts)]
+    seen = [[sample] for sample in make_samples(20) if sample.images]
+    return write_build(folder, samples + seen)
+
+
+def load(build, seed=0, *, decode=True):
+    return StreamingLoader(build, dp_rank=0, dp_world_size=1, seed=seed, decode_images=decode)
+
+
+def test_the_first_step_with_images_is_measured_and_outlives_its_loader(tmp_path):
+    build, found = texts_and_images(tmp_path / "build", 20), []
+    for seed in range(8):
+        loader, bare = load(build, seed), load(build, seed, decode=False)
+        kept = [first_of_all_phases(own, own.model) for own in (loader, bare)]
+        loader.close()
+        bare.close()
+        del loader, bare
+        gc.collect()
+        steps = list(load(build, seed))
+        place = next(place for place, (batch,) in enumerate(steps) if len(batch.patches_per_image))
+        for (batch,), has_pixels in zip(kept, (True, False), strict=True):
+            assert batch.sample_ids == steps[place][0].sample_ids
+            assert torch.equal(batch.input_ids, steps[place][0].input_ids)
+            assert bool(len(batch.pixel_values)) == has_pixels
+            assert all(bytes(image) for image in batch.images)
+        assert torch.equal(kept[0][0].pixel_values, steps[place][0].pixel_values)
+        found.append(place)
+    # otherwise steps before it were never passed over
+    assert max(found) > 0
+
+
+def test_a_build_whose_first_steps_have_no_images_is_refused(tmp_path):
+    loader = load(write_build(tmp_path / "build", [[sample] for sample in text_samples(MOST_STEPS + 3)]))
+    with pytest.raises(ConfigError, match=f"none of the first {MOST_STEPS} steps has something for each of vision and"):
+        first_of_all_phases(loader, loader.model)
+    loader.close()
 
 
 @pytest.mark.slow
@@ -56,23 +94,3 @@ def test_a_measured_plan_is_one_that_training_takes(build, tmp_path):
     trained = launch("train_pipeline.py", build, plan=out / "plan.json", steps=1, figures=tmp_path / "figures.jsonl")
     assert trained.returncode == 0, trained.stderr[-3000:]
     assert json.loads((tmp_path / "figures.jsonl").read_text())["loss"] > 0
-
-
-def test_the_first_samples_of_a_micro_batch_have_their_images(build):
-    loader = StreamingLoader(build, dp_rank=0, dp_world_size=1)
-    bare = StreamingLoader(build, dp_rank=0, dp_world_size=1, decode_images=False)
-    model = make_layers(make_model(loader))
-    for (batch,), (undecoded,) in zip(loader, bare, strict=True):
-        losses = []
-        for share in (*SHARES, 1.0):
-            part = first_samples(batch, share, loader.image_token_id)
-            carry = {}
-            for layer in model.layers:
-                carry = layer(carry, part)  # the embedding refuses other features than there are image tokens
-            losses.append(float(carry["loss"].detach()))
-            other = first_samples(undecoded, share, loader.image_token_id)
-            assert torch.equal(part.patches_per_image, other.patches_per_image)
-            assert len(part.pixel_values) == int(part.patches_per_image.sum())
-            assert len(part.sample_ids) == len(part.cu_seqlens) - 1 == round(share * batch.num_samples)
-        assert losses == sorted(losses)
-        assert part.sample_ids == batch.sample_ids

@@ -16,15 +16,17 @@ import torch
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path[:0] = [str(EXAMPLES), str(Path(__file__).parents[1] / "loaders")]
 
+from pipeline_models import open_model  # noqa: E402
 from shard_fixture import group_samples, make_samples, write_build  # noqa: E402
 from tiny_vlm import token_losses  # noqa: E402
-from tiny_vlm_layers import layer_names, make_layers, num_patches  # noqa: E402
+from tiny_vlm_layers import make_layers, num_patches  # noqa: E402
 from train_pipeline import main  # noqa: E402
 from train_tiny import accumulate, endless, make_model, train  # noqa: E402
 
-from engine.layer_list import layers_of  # noqa: E402
-from engine.parallel import Parallelism  # noqa: E402
-from engine.runtime.saving import PROGRESS_NAME, newest_state  # noqa: E402
+from engine.cost_model.analytical import layer_names  # noqa: E402
+from engine.cost_model.layer_list import layers_of  # noqa: E402
+from engine.cost_model.parallel import Parallelism  # noqa: E402
+from engine.runtime.checkpoints.saving import PROGRESS_NAME, newest_state  # noqa: E402
 from loaders import StreamingLoader  # noqa: E402
 
 NUM_SAMPLES, STEPS, MICRO_BATCHES, SAVE_EVERY = 160, 16, 4, 2
@@ -113,8 +115,11 @@ def test_layers_are_the_model_and_specs_are_what_crosses_each_cut(build):
     model = make_model(loader)
     layered = make_layers(model)
     assert {id(w) for layer in layered.layers for w in layer.parameters()} == {id(w) for w in model.parameters()}
-    kinds = [layer.kind for layer in layers_of(loader.model, Parallelism())]
-    assert [name.split()[0] for name in layer_names(layered)] == kinds
+    opened = open_model(None, None, loader)
+    assert [type(layer) for layer in opened.layered.layers] == [type(layer) for layer in layered.layers]
+    assert opened.names == layer_names(layers_of(loader.model, Parallelism()))
+    shape = opened.preset.llm
+    assert (shape.vocab_size, shape.hidden_size) == tuple(model.embed.weight.shape)
     patches = set()
     for (batch,), (undecoded,) in zip(loader, bare, strict=True):
         carry = {}

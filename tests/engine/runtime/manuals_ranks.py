@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from manuals_models import endless, load, make_model, make_optimizer
 
-from engine.runtime.models import from_transformers
+from engine.runtime.checkpoints.saving import Progress, load_state, save_state
+from engine.runtime.models.transformers_models import from_transformers
+from engine.runtime.models.weights import gather_state_dict, names_of
 from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.saving import Progress, load_state, save_state
-from engine.runtime.weights import gather_state_dict, names_of
 
 STEPS, SAVED_BEHIND = 5, 2
 """Steps in all, and those until the state is saved."""

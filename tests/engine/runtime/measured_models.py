@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engine.loads import Loads, PhaseLoads
+from engine.cost_model.loads import Loads, PhaseLoads
 from engine.runtime.carries import LayeredModel, Spec
 
 

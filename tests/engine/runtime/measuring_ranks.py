@@ -7,12 +7,12 @@ from measured_models import Sleeps, Square, Sum, chain, loads_of, rows, sleeping
 from torch import nn
 
 from balance.errors import ConfigError, IsobatchError
-from engine.costs import NS_PER_MS, Costs
-from engine.profile_costs import profile_to_dict
-from engine.recompute import InfeasiblePlan
+from engine.cost_model.costs import NS_PER_MS, Costs
+from engine.cost_model.profile_costs import profile_to_dict
+from engine.planning.recompute import InfeasiblePlan
 from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.profile import MeasureOptions, measure_layers
-from engine.runtime.trials import TrialOptions, TrialStep, evidence, measure_partitions
+from engine.runtime.profiling.profile import MeasureOptions, measure_layers
+from engine.runtime.profiling.trials import TrialOptions, TrialStep, evidence, measure_partitions
 
 SLEEPS = (
     Sleeps(forward=1, input_grad=2, weight_grad=4),

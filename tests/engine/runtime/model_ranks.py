@@ -8,9 +8,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from tiny_models import make_batch, make_model, run_alone
 
-from engine.runtime.models import from_transformers
+from engine.runtime.models.transformers_models import from_transformers
+from engine.runtime.models.weights import gather_state_dict, load_state_dict, names_of
 from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.weights import gather_state_dict, load_state_dict, names_of
 
 STEPS = [[(1, 0), (0, 0), (2,)], [(0,), (1,)], [(), (1, 1, 0), (0, 3), (1,)]]
 """Images of each sample of each micro-batch of each step; some without images, one without samples."""

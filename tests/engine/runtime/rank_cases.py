@@ -9,15 +9,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from toy_model import freeze, make_batch, make_model, run_alone
 
-from engine.costs import Costs
-from engine.orders import order_problem
-from engine.precompute import encode_ahead, frozen_encoder, where_to_encode
+from engine.cost_model.costs import Costs
 from engine.runtime.draws import Draws
 from engine.runtime.pipeline import Pipeline, PipelineOptions
 from engine.runtime.routes import make_routes
-from engine.schedule import Action, Kind, Schedule, make_schedule
-from engine.simulate import Deadlock
-from engine.stages import stage_costs
+from engine.simulator.schedule import Action, Kind, Schedule, make_schedule
+from engine.simulator.simulate import Deadlock
+from engine.simulator.stages import stage_costs
+from engine.tuning.orders import order_problem
+from engine.tuning.precompute import encode_ahead, frozen_encoder, where_to_encode
 
 SEED = 5
 TOLERANCE = 1e-6

@@ -14,12 +14,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from toy_model import make_batch, make_model, run_alone
 
+from engine.charts.trace import KIND_NAMES
 from engine.runtime.carries import LayeredModel, Spec
 from engine.runtime.faults import IsobatchError, LossNotFinite
 from engine.runtime.messages import Mailbox
 from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.simulate import critical_path
-from engine.trace import KIND_NAMES
+from engine.simulator.simulate import critical_path
 
 
 def run_ranks(folder: Path, world_size: int, work, *arguments, most_s: float = 90.0):

@@ -14,11 +14,11 @@ from torch.nn import functional
 from toy_model import make_model, run_alone
 
 from balance.errors import ConfigError, IsobatchError
-from engine.adapt import OutOfMemory
-from engine.costs import Costs
+from engine.cost_model.costs import Costs
+from engine.planning.adapt import OutOfMemory
 from engine.runtime.carries import LayeredModel, Spec
-from engine.runtime.memory_trials import StepObserver, adapt_running
 from engine.runtime.pipeline import Pipeline, PipelineOptions
+from engine.runtime.profiling.memory_trials import StepObserver, adapt_running
 
 WIDTH, PLENTY = 16, 1 << 40
 TIMES = {"start": 1, "wide": 5, "narrow": 2, "end": 3}

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from rank_faults import batches_of
 from toy_model import freeze, make_model, run_alone
 
-from engine.adapt import OutOfMemory
+from engine.planning.adapt import OutOfMemory
 from engine.runtime.live_bytes import LiveBytes
 from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.schedule import Action, Kind, Schedule, make_schedule
+from engine.simulator.schedule import Action, Kind, Schedule, make_schedule
 
 PLENTY = 1 << 30
 

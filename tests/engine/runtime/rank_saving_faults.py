@@ -15,8 +15,8 @@ from rank_faults import batches_of, make_pipeline, run_ranks
 from toy_model import make_model
 
 from balance.errors import IsobatchError
-from engine.runtime import saving
-from engine.runtime.saving import Progress, load_state, newest_state, save_state
+from engine.runtime.checkpoints import saving
+from engine.runtime.checkpoints.saving import Progress, load_state, newest_state, save_state
 
 
 class Trained:

@@ -9,8 +9,8 @@ import torch
 from balance.errors import ConfigError
 from balance.presets import load_model
 from balance.records import Counts, Groups
+from engine.cost_model.sample_loads import packed_loads, sample_loads
 from engine.runtime.batch_loads import batch_loads
-from engine.sample_loads import packed_loads, sample_loads
 
 PHASES, QUANTITIES = ("vision", "audio", "llm"), ("tokens", "squares", "items")
 

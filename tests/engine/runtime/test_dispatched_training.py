@@ -24,7 +24,7 @@ from train_three_modalities import accumulate, gather, main, make_run, parse, su
 import loaders.collate  # noqa: E402
 from balance.metrics import dist_ratio  # noqa: E402
 from balance.step_plan import ENCODERS  # noqa: E402
-from engine.dispatch import PHASES  # noqa: E402
+from engine.dispatching.dispatch import PHASES  # noqa: E402
 from engine.runtime.faults import PeerLost  # noqa: E402
 from loaders import StreamingLoader  # noqa: E402
 

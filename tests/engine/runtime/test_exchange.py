@@ -14,10 +14,10 @@ from three_modalities import TOKENS, counts_of, deliver, draw, make_model, run_a
 from balance.errors import ConfigError
 from balance.records import Groups
 from balance.step_plan import StepSamples, StepWork, check_work
-from engine.dispatch import DispatchOptions
-from engine.dispatch_routes import step_routes
-from engine.dispatch_steps import DispatchedSteps
-from engine.dispatch_times import phase_volumes
+from engine.dispatching.dispatch import DispatchOptions
+from engine.dispatching.dispatch_routes import step_routes
+from engine.dispatching.dispatch_steps import DispatchedSteps
+from engine.dispatching.dispatch_times import phase_volumes
 from engine.runtime.exchange import agree_on_routes, exchange_features
 
 TOLERANCE = 1e-6

@@ -5,8 +5,8 @@ import pytest
 
 from balance.errors import ConfigError
 from engine.runtime.routes import make_routes, reordered
-from engine.schedule import SCHEDULES, Action, Kind, Schedule, make_schedule, one_f_one_b
-from engine.simulate import Deadlock
+from engine.simulator.schedule import SCHEDULES, Action, Kind, Schedule, make_schedule, one_f_one_b
+from engine.simulator.simulate import Deadlock
 
 GRADS = (True, False)
 

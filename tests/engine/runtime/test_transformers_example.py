@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,14 +16,14 @@ from manuals_build import MANUALS, build_manuals
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
-from train_transformers_pipeline import main
+from train_pipeline import main
 
 pytestmark = [
     pytest.mark.skipif(not MANUALS.is_dir(), reason="the manuals corpus is not here"),
     pytest.mark.slow,
 ]
 
-SCRIPT = Path(__file__).parents[3] / "examples" / "train_transformers_pipeline.py"
+SCRIPT = Path(__file__).parents[3] / "examples" / "train_pipeline.py"
 STEPS, SAVED_BEHIND = 4, 2
 TOLERANCE = 1e-5
 """Of losses, relative: ranks add up in the same order, but gradients' norm, by which all are clipped."""
@@ -38,7 +37,7 @@ def build(tmp_path_factory):
 
 
 def arguments(build, **options):
-    given = {"model": "llava", "device": "cpu", "micro_batches_per_step": 2, **options}
+    given = {"device": "cpu", "micro_batches_per_step": 2, "lr": 1e-3, **options}
     return [str(build), *(f"--{name.replace('_', '-')}={value}" for name, value in given.items())]
 
 
@@ -61,8 +60,9 @@ def run_here(*given, **options):
             torch.distributed.destroy_process_group()
 
 
-def losses(output):
-    return {int(step): float(loss) for step, loss in re.findall(r"^step +(\d+)  loss (\S+)", output, re.MULTILINE)}
+def losses(path):
+    """Of each step of a file of figures."""
+    return {figures["step"]: figures["loss"] for figures in map(json.loads, path.read_text().splitlines())}
 
 
 @pytest.fixture(scope="module")
@@ -74,17 +74,19 @@ def exported(build, tmp_path_factory):
 
 
 def test_two_ranks_saved_and_continued_by_others_give_losses_and_weights_of_one(build, exported, tmp_path, capsys):
-    assert run_here(build, steps=STEPS) == 0
+    assert run_here(build, steps=STEPS, figures=tmp_path / "alone") == 0
     output = capsys.readouterr().out
-    assert "8 layers cut at [0, 8], 1 x 1 ranks" in output
-    expected = losses(output)
+    assert "stage 0: patch_embedding, vision_layer 0, vision_layer 1, vision_projector, token_embedding" in output
+    expected = losses(tmp_path / "alone")
     assert sorted(expected) == list(range(STEPS))
     assert expected[STEPS - 1] < expected[0]
-    first = launch(build, steps=SAVED_BEHIND, state=tmp_path / "state", borders="0,3,8")
-    then = launch(build, steps=STEPS, state=tmp_path / "state", export=tmp_path / "model")
-    assert "cut at [0, 4, 8], 1 x 2 ranks; goes on behind step 1" in then
-    assert sorted(losses(then)) == [SAVED_BEHIND, SAVED_BEHIND + 1]
-    assert losses(first) | losses(then) == pytest.approx(expected, rel=TOLERANCE)
+    saving = {"state": tmp_path / "state", "recompute": "all"}
+    launch(build, steps=SAVED_BEHIND, figures=tmp_path / "first", borders="0,3,8", **saving)
+    then = launch(build, steps=STEPS, figures=tmp_path / "then", export=tmp_path / "model", **saving)
+    assert "stage 1: token_embedding, llm_layer 0, llm_layer 1, head" in then
+    assert "1 x 2 ranks, 2 micro-batches each; goes on behind step 1" in then
+    assert sorted(losses(tmp_path / "then")) == [SAVED_BEHIND, SAVED_BEHIND + 1]
+    assert losses(tmp_path / "first") | losses(tmp_path / "then") == pytest.approx(expected, rel=TOLERANCE)
     read = transformers.AutoModelForImageTextToText.from_pretrained
     alone, trained = (dict(read(folder).named_parameters()) for folder in (exported, tmp_path / "model"))
     for name, weight in alone.items():
@@ -93,10 +95,10 @@ def test_two_ranks_saved_and_continued_by_others_give_losses_and_weights_of_one(
             assert float(off) <= 1e-3 * float(weight.detach().norm()), name
 
 
-def test_a_folder_of_weights_is_trained_on(build, exported, capsys):
-    assert run_here(build, steps=1) == 0
-    assert run_here(build, steps=1, config=exported) == 0
-    before, after = (float(loss) for loss in re.findall(r"loss (\S+)", capsys.readouterr().out))
+def test_a_folder_of_weights_is_trained_on(build, exported, tmp_path):
+    assert run_here(build, steps=1, figures=tmp_path / "before") == 0
+    assert run_here(build, steps=1, figures=tmp_path / "after", config=exported) == 0
+    before, after = (losses(tmp_path / name)[0] for name in ("before", "after"))
     # trained weights, on what they were trained with
     assert after < before - 0.01
 
@@ -104,18 +106,19 @@ def test_a_folder_of_weights_is_trained_on(build, exported, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": "qwen2_vl"}, "--model qwen2_vl: the build's images are cut as FixedRule says"),
+        ({"model": "qwen2_vl"}, "the build is for llava_1_5, whose images are not cut for qwen2_vl"),
         ({"config": "none"}, "none.json: "),
         ({"config": "other"}, "image token 7; the build "),
         ({"dp": 3}, "--dp is 3; 1 processes"),
-        ({"borders": "0,9"}, "8"),
+        ({"borders": "0,9"}, "partition [0, 9] of 8 layers; borders must rise from 0 to 8"),
+        ({"model": "tiny", "config": "other"}, "the model tiny has none"),
     ],
 )
 def test_what_does_not_fit_together_is_told_in_one_line(build, exported, tmp_path, capsys, options, message):
     config = json.loads((exported / "config.json").read_text()) | {"image_token_id": 7}
     (tmp_path / "other.json").write_text(json.dumps(config))
     if "config" in options:
-        options = {"config": tmp_path / f"{options['config']}.json"}
+        options = options | {"config": tmp_path / f"{options['config']}.json"}
     assert run_here(build, steps=1, **options) == 2
     error = capsys.readouterr().err
     assert message in error

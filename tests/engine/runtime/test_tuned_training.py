@@ -14,7 +14,7 @@ from sample_tables import write_tabled  # noqa: E402
 from shard_fixture import group_samples, make_samples  # noqa: E402
 from tuned_ranks import Epoch, run_all, run_epochs, spawn, stated_profile  # noqa: E402
 
-from engine.schedule import Kind  # noqa: E402
+from engine.simulator.schedule import Kind  # noqa: E402
 
 NUM_SAMPLES = 120
 TWO = (

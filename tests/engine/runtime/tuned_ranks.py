@@ -13,18 +13,19 @@ import torch.multiprocessing as mp
 
 sys.path[:0] = [str(Path(__file__).parents[3] / "examples")]
 
-from pipeline_layout import freeze  # noqa: E402
-from tiny_vlm_layers import KINDS, layer_names, make_layers  # noqa: E402
+from pipeline_models import PipelineModel  # noqa: E402
+from tiny_vlm_layers import make_layers  # noqa: E402
 from train_pipeline import make_run, parse, train  # noqa: E402
 from train_tiny import accumulate, make_model  # noqa: E402
 
 from balance.presets import load_model  # noqa: E402
-from engine.costs import Costs  # noqa: E402
-from engine.layer_list import layers_of  # noqa: E402
-from engine.loads import Loads  # noqa: E402
-from engine.parallel import Parallelism  # noqa: E402
-from engine.profile_costs import make_profile, write_profile  # noqa: E402
-from engine.schedule import Kind  # noqa: E402
+from engine.cost_model.analytical import layer_names  # noqa: E402
+from engine.cost_model.costs import Costs  # noqa: E402
+from engine.cost_model.layer_list import layers_of, phases_of  # noqa: E402
+from engine.cost_model.loads import Loads  # noqa: E402
+from engine.cost_model.parallel import Parallelism  # noqa: E402
+from engine.cost_model.profile_costs import make_profile, write_profile  # noqa: E402
+from engine.simulator.schedule import Kind  # noqa: E402
 from loaders import StreamingLoader  # noqa: E402
 
 TOLERANCE = 1e-6
@@ -50,7 +51,7 @@ FIXED_US = 50
 """Of a layer, for each micro-batch."""
 LLM_US = 2_500
 """For each thousand tokens of an LLM layer."""
-PHASES = {kind: "llm" if part == "llm" else "vision" for kind, part in KINDS.values()}
+PHASES = phases_of(load_model("tiny"))
 
 
 def stated_profile(path, vision_us=900):
@@ -64,14 +65,13 @@ def stated_profile(path, vision_us=900):
         getattr(loads, phase).items[:] = sizes
     layers = layers_of(load_model("tiny"), Parallelism())
     kinds = tuple(layer.kind for layer in layers)
-    names = [kind if kinds.count(kind) == 1 else f"{kind} {kinds[:at].count(kind)}" for at, kind in enumerate(kinds)]
     each_us = {"vision": vision_us, "llm": LLM_US}
     forward = np.array(
         [1_000 * FIXED_US + each_us[PHASES[kind]] * getattr(loads, PHASES[kind]).tokens for kind in kinds]
     )
     nothing = np.zeros_like(forward)
     costs = Costs(
-        names=tuple(names),
+        names=layer_names(layers),
         kinds=kinds,
         forward_ns=forward,
         input_grad_ns=forward,
@@ -129,9 +129,8 @@ def run_epoch(folder, build, epoch):
     untuned = [StreamingLoader(build, dp_rank=rank, **places) for rank in range(epoch.dp)]
     torch.manual_seed(args.seed)
     alone = make_model(untuned[0])
-    layers = make_layers(alone)
-    freeze(layers, epoch.frozen)
-    assert layer_names(layers)
+    model = PipelineModel(layered=make_layers(alone), preset=load_model("tiny"))
+    model.freeze(epoch.frozen)
     steps = []
     for number, (batches, *replicas) in enumerate(zip(run.loader, *untuned, strict=True)):
         result = run.pipeline.step(batches, batches[0].num_loss_tokens, batches.note.schedule)
@@ -140,7 +139,7 @@ def run_epoch(folder, build, epoch):
             alone.zero_grad()
             expected = sum(accumulate(alone, own) for own in replicas)
             check_loss(result.loss, expected, run.num_ranks)
-            check_gradients(run.pipeline, layers)
+            check_gradients(run.pipeline, model.layered)
         for weight in run.pipeline.parameters():
             weight.grad = None
         steps.append(

@@ -1,0 +1,277 @@
+"""A simulated step as a page: who computes what when, what is sent, the critical path, and memory over time.
+
+Pure: `gantt_page` turns steps into HTML that a browser shows without network and without scripts; `write_gantt` writes
+it. 16 ranks with 256 micro-batches are 8,192 bars: 4 MB, .2 s. Several steps stand on one scale, so that they compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+import numpy as np
+
+from balance.records import IntArray
+from engine.charts.gantt_page import ZOOMS, page, zoom_buttons, zoom_class
+from engine.charts.time_text import round_step, span_text, tick_text, time_text
+from engine.charts.trace import GIB, KIND_NAMES
+from engine.simulator.evaluate import Outcome
+from engine.simulator.schedule import Kind
+from engine.simulator.simulate import critical_path, transfers
+
+ROW, BAR_TOP, BAR, SEND_TOP, STRIP = 36, 7, 21, 30, 3
+"""A rank's row, in pixels: the critical path's strip, bars, the sends' strip."""
+AXIS = 22
+MEMORY_ROW, HEADROOM = 34, 1.06
+"""A rank's memory, in pixels, and how much higher than the highest the scale ends."""
+DIGIT_PX, NUMBER_MARGIN_PX = 6.2, 5.0
+TICKS = 8
+"""On the visible part of a chart, about."""
+CLASSES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT_GRAD: "input",
+    Kind.WEIGHT_GRAD: "weight",
+    Kind.ENCODE: "encode",
+}
+MEMORY_POINTS = 2_000
+"""Of a rank's memory curve; of more, every so many are drawn as their largest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A simulated step and what to say of it."""
+
+    title: str
+    text: str
+    outcome: Outcome
+    recompute_ns: IntArray | None = None
+    """(stages, micro_batches): recomputation inside backward passes, to be drawn apart."""
+    stage_names: Sequence[str] = ()
+    """Of each stage, its layers for people; the first ranks' stages first."""
+
+
+def write_gantt(steps: Sequence[Step], path: Path, *, title: str, memory_bytes: int | None = None) -> None:
+    """Write the page of some steps; `memory_bytes` is what a GPU has."""
+    path.write_text(gantt_page(steps, title=title, memory_bytes=memory_bytes), "utf-8")
+
+
+def gantt_page(steps: Sequence[Step], *, title: str, memory_bytes: int | None = None) -> str:
+    """The page of some steps, all on the scale of the longest."""
+    longest = max(1, *(step.outcome.step_ns for step in steps))
+    peaks = [int(step.outcome.memory.peak_bytes.max()) for step in steps]
+    highest = int(HEADROOM * max(1, memory_bytes or 0, *peaks))
+    sections = [f"<h1>{escape(title)}</h1>"]
+    for number, step in enumerate(steps):
+        sections.append(
+            f"<section><h2>{escape(step.title)}</h2><p>{escape(step.text)}</p>{_cards(step, memory_bytes)}"
+            f"{_legend(step)}{_gantt(step, f'chart{number}', longest, memory_bytes)}"
+            f"{_memory(step, longest, highest, memory_bytes)}</section>"
+        )
+    return page(title, sections)
+
+
+def _cards(step: Step, memory_bytes: int | None) -> str:
+    outcome = step.outcome
+    peak = int(outcome.memory.peak_bytes.max())
+    of_limit = "" if memory_bytes is None else f" of {memory_bytes / GIB:.1f} GiB"
+    cards = [
+        (time_text(outcome.step_ns), "for the step"),
+        (f"{outcome.timeline.bubble_ratio.mean():.1%}", "of the ranks' time is waiting"),
+        (f"{peak / GIB:.1f} GiB", f"at most on a GPU{of_limit}"),
+        *((time_text(spent), f"of the critical path: {name}") for name, spent in path_parts(step).items() if spent),
+    ]
+    items = "".join(f'<div class="card"><b>{figure}</b><span>{escape(text)}</span></div>' for figure, text in cards)
+    return f'<div class="cards">{items}</div>'
+
+
+def path_parts(step: Step) -> dict[str, int]:
+    """What the critical path is made of, in nanoseconds; the parts add up to the step, for nothing waits on it."""
+    timeline = step.outcome.timeline
+    schedule, path = timeline.program.schedule, critical_path(timeline)
+    kinds, spent = schedule.kinds[path], (timeline.end_ns - timeline.start_ns)[path]
+    parts = {name: int(spent[kinds == kind].sum()) for kind, name in KIND_NAMES.items()}
+    if step.recompute_ns is not None:
+        goes_back = np.isin(kinds, (Kind.BACKWARD, Kind.INPUT_GRAD))
+        again = step.recompute_ns[schedule.stages[path], schedule.micro_batches[path]]
+        for kind in (Kind.BACKWARD, Kind.INPUT_GRAD):
+            parts[KIND_NAMES[kind]] -= int(again[kinds == kind].sum())
+        parts["recomputation"] = int(again[goes_back].sum())
+    parts["sends"] = timeline.step_ns - int(spent.sum())
+    return parts
+
+
+def _legend(step: Step) -> str:
+    kinds = np.unique(step.outcome.timeline.program.schedule.kinds).tolist()
+    keys = [(CLASSES[Kind(kind)], KIND_NAMES[Kind(kind)]) for kind in kinds]
+    if step.recompute_ns is not None and step.recompute_ns.any():
+        keys.append(("again", "recomputation, part of the backward pass"))
+    keys += [("critical", "critical path (above)"), ("send", "sending (below)")]
+    items = "".join(f'<span><i class="key {name}"></i>{escape(text)}</span>' for name, text in keys)
+    return f'<div class="legend">{items}<span>a number is a micro-batch; point at a bar for its times</span></div>'
+
+
+def _gantt(step: Step, name: str, longest: int, memory_bytes: int | None) -> str:
+    schedule = step.outcome.timeline.program.schedule
+    bars = "".join(_bars(step, longest))
+    height = AXIS + ROW * schedule.num_ranks
+    label = f"{schedule.num_ranks} ranks, {len(schedule)} passes, {time_text(step.outcome.step_ns)}"
+    return (
+        f'{zoom_buttons(name, _zooms(bars))}<div class="gantt">{_names(step, memory_bytes)}'
+        f'<div class="time scroll"><svg class="zoomed" height="{height}" role="img" aria-label="{label}">'
+        f"{_ticks(longest, height)}{bars}{_strips(step, longest)}</svg></div></div>"
+    )
+
+
+def _zooms(bars: str) -> list[int]:
+    """1, and every zoom at which numbers appear that did not fit before."""
+    return [zoom for zoom in ZOOMS if zoom == 1 or f'n{zoom}"' in bars]
+
+
+def _names(step: Step, memory_bytes: int | None) -> str:
+    outcome = step.outcome
+    schedule, bubbles = outcome.timeline.program.schedule, outcome.timeline.bubble_ratio
+    rows = [f'<div style="height:{AXIS}px"></div>']
+    for rank in range(schedule.num_ranks):
+        stages = list(range(rank, schedule.num_stages, schedule.num_ranks))
+        text = f"stage {', '.join(map(str, stages))}"
+        layers = "; ".join(step.stage_names[stage] for stage in stages if stage < len(step.stage_names))
+        peak = int(outcome.memory.peak_bytes[rank])
+        size = f"{peak / GIB:.1f} GiB"
+        size = f"<i>{size}</i>" if memory_bytes is not None and peak > memory_bytes else size
+        rows.append(
+            f'<div style="height:{ROW}px" title="{escape(layers or text)}"><span><b>rank {rank}</b> {text}</span>'
+            f"<span>waits {bubbles[rank]:.1%} &middot; {size}</span></div>"
+        )
+    return f'<div class="names">{"".join(rows)}</div>'
+
+
+def _bars(step: Step, longest: int) -> Iterator[str]:
+    """Every pass as a rectangle with a title, the recomputation in it, and its micro-batch's number."""
+    timeline = step.outcome.timeline
+    schedule = timeline.program.schedule
+    starts, ends = timeline.start_ns.tolist(), timeline.end_ns.tolist()
+    for place, rank in enumerate(schedule.ranks.tolist()):
+        start, end = starts[place], ends[place]
+        if start == end:
+            continue
+        kind, stage, number = schedule.action(place)
+        y = AXIS + rank * ROW + BAR_TOP
+        x, width = _percent(start, longest), _percent(end - start, longest)
+        again = 0
+        if step.recompute_ns is not None and kind in (Kind.BACKWARD, Kind.INPUT_GRAD):
+            again = int(step.recompute_ns[stage, number])
+        text = f"{KIND_NAMES[kind]} of micro-batch {number}, stage {stage}: {span_text(start, end)}"
+        text += f", of which recomputation {time_text(again)}" if again else ""
+        tone = " odd" if stage // schedule.num_ranks % 2 else ""
+        yield (
+            f'<rect class="{CLASSES[kind]}{tone}" x="{x}" y="{y}" width="{width}" height="{BAR}">'
+            f"<title>{text}</title></rect>"
+        )
+        if again:
+            part = _percent(again, longest)
+            yield f'<rect class="again{tone}" x="{x}" y="{y}" width="{part}" height="{BAR}" pointer-events="none"/>'
+        shown = zoom_class((end - start) / longest, NUMBER_MARGIN_PX + DIGIT_PX * len(str(number)))
+        if shown:
+            middle = _percent(start + (end - start) / 2, longest)
+            yield f'<text class="number {shown}" x="{middle}" y="{y + 14.5}">{number}</text>'
+
+
+def _strips(step: Step, longest: int) -> str:
+    """The critical path above the bars, what is sent below."""
+    timeline = step.outcome.timeline
+    schedule, ranks = timeline.program.schedule, timeline.program.schedule.ranks
+    strips = []
+    for rank, start, end in _path_runs(step):
+        at = f'x="{_percent(start, longest)}" y="{AXIS + rank * ROW + 2}"'
+        strips.append(f'<rect class="critical" {at} width="{_percent(end - start, longest)}" height="{STRIP}"/>')
+    sent = transfers(timeline)
+    for edge in np.flatnonzero(sent.crosses & (sent.end_ns > sent.start_ns)).tolist():
+        start, end = int(sent.start_ns[edge]), int(sent.end_ns[edge])
+        source, target = int(sent.sources[edge]), int(sent.targets[edge])
+        at = f'x="{_percent(start, longest)}" y="{AXIS + int(ranks[source]) * ROW + SEND_TOP}"'
+        text = f"to rank {ranks[target]}, of {schedule.action(source)}: {span_text(start, end)}"
+        strips.append(
+            f'<rect class="send" {at} width="{_percent(end - start, longest)}" height="{STRIP}">'
+            f"<title>{text}</title></rect>"
+        )
+    return "".join(strips)
+
+
+def _path_runs(step: Step) -> Iterator[tuple[int, int, int]]:
+    """(rank, start, end) of the critical path's stretches without a gap on one rank."""
+    timeline = step.outcome.timeline
+    path = critical_path(timeline)
+    ranks = timeline.program.schedule.ranks[path].tolist()
+    starts, ends = timeline.start_ns[path].tolist(), timeline.end_ns[path].tolist()
+    first = 0
+    for place in range(1, len(path) + 1):
+        if place == len(path) or ranks[place] != ranks[first] or starts[place] != ends[place - 1]:
+            yield ranks[first], starts[first], ends[place - 1]
+            first = place
+
+
+def _memory(step: Step, longest: int, highest: int, memory_bytes: int | None) -> str:
+    """What is live on each rank over time, on one scale for all."""
+    outcome = step.outcome
+    schedule, memory = outcome.timeline.program.schedule, outcome.memory
+    names, rows = [], []
+    for rank in range(schedule.num_ranks):
+        own = slice(schedule.rank_offsets[rank], schedule.rank_offsets[rank + 1])
+        whens = np.stack([outcome.timeline.start_ns[own], outcome.timeline.end_ns[own]], axis=1).ravel()
+        sizes = np.stack([memory.during_bytes[own], memory.after_bytes[own]], axis=1).ravel()
+        state = int(memory.state_bytes[rank])
+        names.append(
+            f'<div style="height:{MEMORY_ROW}px"><span><b>rank {rank}</b> peak {memory.peak_bytes[rank] / GIB:.1f} GiB'
+            f"</span><span>of it model and optimizer {state / GIB:.1f}</span></div>"
+        )
+        line = ""
+        if memory_bytes is not None:
+            y = 1000 * (1 - memory_bytes / highest)
+            line = (
+                f'<line class="limit" x1="0" x2="1000" y1="{y:.1f}" y2="{y:.1f}" vector-effect="non-scaling-stroke"/>'
+            )
+        curve = _curve(whens, sizes, longest, highest, state)
+        rows.append(
+            f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" width="100%" height="{MEMORY_ROW - 1}" role="img"'
+            f' aria-label="memory of rank {rank}"><path class="live" d="{curve}"/>{line}</svg>'
+        )
+    limit = "" if memory_bytes is None else f" Line: the {memory_bytes / GIB:.1f} GiB that a GPU has."
+    return (
+        f'<p class="below">Memory of a GPU of each rank over the step, on one scale.{limit}</p>'
+        f'<div class="gantt"><div class="names">{"".join(names)}</div>'
+        f'<div class="time memory">{"".join(rows)}</div></div>'
+    )
+
+
+def _curve(whens: IntArray, sizes: IntArray, longest: int, highest: int, state: int) -> str:
+    """An area of steps: from each time on, so many bytes."""
+    group = -(-len(whens) // MEMORY_POINTS)
+    if group > 1:
+        firsts = np.arange(0, len(whens), group)
+        whens, sizes = whens[firsts], np.maximum.reduceat(sizes, firsts)
+    parts = [f"M0 1000V{1000 * (1 - state / highest):.1f}"]
+    for when, size in zip(whens.tolist(), sizes.tolist(), strict=True):
+        parts.append(f"H{1000 * when / longest:.1f}V{1000 * (1 - size / highest):.1f}")
+    return "".join([*parts, "H1000V1000z"])
+
+
+def _ticks(longest: int, height: int) -> str:
+    """Lines and times above, closer together the more the chart is zoomed."""
+    parts = []
+    for zoom in ZOOMS:
+        spacing = round_step(longest / (TICKS * zoom))
+        for number in range(int(0.97 * longest / spacing) + 1):
+            x = _percent(number * spacing, longest)
+            anchor, text = "start" if number == 0 else "middle", tick_text(number * spacing, longest)
+            parts.append(
+                f'<g class="t{zoom}"><line x1="{x}" x2="{x}" y1="{AXIS - 4}" y2="{height}"/>'
+                f'<text class="tick" x="{x}" y="13" text-anchor="{anchor}">{text}</text></g>'
+            )
+    return "".join(parts)
+
+
+def _percent(value: float, whole: int) -> str:
+    return f"{100 * value / whole:.4f}%"

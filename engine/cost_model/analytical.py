@@ -1,0 +1,211 @@
+"""`Costs` of a model on a cluster, from presets alone: the planner's estimate where nothing has been measured. Pure.
+
+Every operation of `engine.cost_model.layer_list` takes as long as its FLOPs or its bytes, whichever is longer, and one
+launch:
+
+- a matrix product computes at peak x `Cluster.efficiency` of its width; it reads and writes its operands in bf16;
+- attention computes with an efficiency of its own, backward 2.5 times as much (FlashAttention-2 computes scores again);
+- elementwise operations move bytes; their backward passes one and a half times as many;
+- tensor-parallel GPUs gather and scatter over NVLink, as much backward as forward. What sequence parallelism gathers
+  once more for weights' gradients is taken to hide behind products, as in Megatron-LM. Nothing else overlaps.
+
+To recompute a layer takes its forward pass, communication included: more than a third of forward and backward pass,
+where their communication is alike (OmniBal's Table 7: 1.36). A layer's kind is computed once: 128 layers, 256
+micro-batches take 3 ms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from balance.cost import FloatArray
+from balance.presets import ModelPreset
+from balance.records import IntArray
+from engine.cost_model.clusters import NS_PER_S, NS_PER_US, Cluster, Link
+from engine.cost_model.costs import Costs
+from engine.cost_model.layer_list import layers_of
+from engine.cost_model.loads import Loads
+from engine.cost_model.operations import BYTES, Attention, Collective, Layer, Operation, Product, Stream, Traffic
+from engine.cost_model.parallel import Parallelism, Training
+
+ATTENTION_BACKWARD = 2.5
+"""FLOPs of attention's backward pass over those of its forward pass: five products of scores instead of two."""
+TRAFFIC_BACKWARD = 1.5
+"""Bytes of an elementwise backward pass over those of the forward pass: it reads a gradient and an activation, and
+writes a gradient."""
+
+
+def layer_costs(
+    model: ModelPreset, cluster: Cluster, parallel: Parallelism, loads: Loads, training: Training | None = None
+) -> Costs:
+    """What every layer of a model costs for every micro-batch. ConfigError if the preset lacks the model's dimensions.
+
+    Stages are taken to lie as `Parallelism.stage_link` says. Layers in front of all that is trained only run forward.
+    """
+    training = training or Training()
+    layers = layers_of(model, parallel)
+    device = _Device(cluster=cluster, parallel=parallel, training=training, loads=loads)
+    trained = [training.trains(layer.part) for layer in layers]
+    flows = _gradients(layers, trained)
+    kinds = {layer.kind: place for place, layer in reversed(list(enumerate(layers)))}
+    made = {kind: _layer(layers[place], device, trained[place], flows[place]) for kind, place in kinds.items()}
+    columns = {name: np.stack([made[layer.kind][name] for layer in layers]) for name in made[layers[0].kind]}
+    columns["send_ns"][-1] = 0
+    state = [
+        training.state_bytes(layer.gpu_params, parallel, trained=own)
+        for layer, own in zip(layers, trained, strict=True)
+    ]
+    return Costs(
+        names=layer_names(layers),
+        kinds=tuple(layer.kind for layer in layers),
+        **columns,
+        state_bytes=np.array(state, np.int64),
+        param_counts=np.array([layer.num_params for layer in layers], np.int64),
+        sends_grad=np.array(list(accumulate(trained, lambda before, own: before or own)), np.bool_),
+    )
+
+
+def _gradients(layers: Sequence[Layer], trained: Sequence[bool]) -> list[bool]:
+    """Whether each layer gives a gradient to its input: encoders stand beside each other, not one behind the other."""
+    before = {"audio": False, "vision": False, "llm": False}
+    flows = []
+    for layer, own in zip(layers, trained, strict=True):
+        phase = layer.stream.phase
+        flows.append(any(before.values()) if phase == "llm" else before[phase])
+        before[phase] = before[phase] or own
+    return flows
+
+
+def layer_names(layers: Sequence[Layer]) -> tuple[str, ...]:
+    """What people call the layers: the kind, and a number where there are several.
+
+    >>> from balance.presets import load_model
+    >>> layer_names(layers_of(load_model("tiny"), Parallelism()))[1:4]
+    ('vision_layer 0', 'vision_layer 1', 'vision_projector')
+    """
+    kinds = [layer.kind for layer in layers]
+    seen: dict[str, int] = {}
+    names = []
+    for kind in kinds:
+        names.append(f"{kind} {seen.get(kind, 0)}" if kinds.count(kind) > 1 else kind)
+        seen[kind] = seen.get(kind, 0) + 1
+    return tuple(names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Times:
+    """Of an operation, in nanoseconds, float64, (micro_batches,)."""
+
+    forward: FloatArray
+    input_grad: FloatArray
+    weight_grad: FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Device:
+    """A tensor-parallel group of GPUs and the micro-batches that it gets."""
+
+    cluster: Cluster
+    parallel: Parallelism
+    training: Training
+    loads: Loads
+
+    def tokens(self, stream: Stream) -> FloatArray:
+        tokens: IntArray = getattr(self.loads, stream.phase).tokens
+        return np.asarray(tokens * stream.per_token, np.float64)
+
+    def times(self, operation: Operation) -> _Times:
+        measure: dict[type, Callable[..., _Times]] = {
+            Product: self._product,
+            Attention: self._attention,
+            Traffic: self._traffic,
+            Collective: self._collective,
+        }
+        return measure[type(operation)](operation)
+
+    def _product(self, product: Product) -> _Times:
+        tokens, weights = self.tokens(product.stream), product.inputs * product.outputs
+        speed = self.cluster.peak_flops_per_s * self.cluster.efficiency(min(product.inputs, product.outputs))
+        flops, moved = 2.0 * weights * tokens, BYTES * (product.inputs + product.outputs) * tokens
+        forward = self._roofline(flops / speed, moved + BYTES * weights, tokens)
+        # the gradient is read and written
+        added = self._roofline(flops / speed, moved + 2 * self.training.gradient_bytes * weights, tokens)
+        return _Times(forward=forward, input_grad=forward, weight_grad=added)
+
+    def _attention(self, attention: Attention) -> _Times:
+        tokens, peak = self.tokens(attention.stream), self.cluster.peak_flops_per_s
+        squares: IntArray = getattr(self.loads, attention.stream.phase).squares
+        flops = (2.0 if attention.causal else 4.0) * attention.width * squares
+        moved = BYTES * 2.0 * (attention.width + attention.kv_width) * tokens
+        forward = np.asarray(flops / (peak * self.cluster.attention_forward_efficiency))
+        backward = np.asarray(ATTENTION_BACKWARD * flops / (peak * self.cluster.attention_backward_efficiency))
+        return _Times(
+            forward=self._roofline(forward, moved, tokens),
+            input_grad=self._roofline(backward, 2 * moved, tokens),
+            weight_grad=np.zeros_like(tokens),
+        )
+
+    def _traffic(self, traffic: Traffic) -> _Times:
+        tokens = self.tokens(traffic.stream)
+        moved, launches = traffic.bytes_per_token * tokens, traffic.kernels
+        zeros = np.zeros_like(tokens)
+        return _Times(
+            forward=self._roofline(zeros, moved, tokens, launches),
+            input_grad=self._roofline(zeros, TRAFFIC_BACKWARD * moved, tokens, launches),
+            weight_grad=zeros,
+        )
+
+    def _collective(self, collective: Collective) -> _Times:
+        tokens, tp = self.tokens(collective.stream), self.parallel.tp
+        link = self.parallel.tensor_link(self.cluster)
+        once = travel_ns(collective.bytes_per_token * tokens * (tp - 1) / tp, link)
+        return _Times(
+            forward=collective.count * once, input_grad=collective.count * once, weight_grad=np.zeros_like(tokens)
+        )
+
+    def _roofline(self, seconds: FloatArray, moved: FloatArray, tokens: FloatArray, launches: int = 1) -> FloatArray:
+        longer = np.maximum(seconds, moved / self.cluster.memory_bytes_per_s) * NS_PER_S
+        return (longer + launches * self.cluster.launch_us * NS_PER_US) * (tokens > 0)
+
+
+def travel_ns(num_bytes: FloatArray, link: Link) -> FloatArray:
+    """What bytes take over a link, float64; nothing takes no time."""
+    return (num_bytes / link.bytes_per_s * NS_PER_S + link.latency_ns) * (num_bytes > 0)
+
+
+def _layer(layer: Layer, device: _Device, trained: bool, flows: bool) -> dict[str, IntArray]:
+    """A row of each column of `Costs`; `flows` if the gradient of the layer's input is needed."""
+    times = [device.times(operation) for operation in layer.operations]
+    zeros = np.zeros(len(device.loads))
+    forward = sum((each.forward for each in times), zeros)
+    through = sum((each.input_grad for each in times), zeros)
+    own = sum((each.weight_grad for each in times), zeros)
+    if not flows:
+        # gradients need not pass the first product; those between it and the last are for weights' sake
+        first = next((place for place, each in enumerate(layer.operations) if isinstance(each, Product)), len(times))
+        own = own + sum((each.input_grad for each in times[first + 1 :]), zeros)
+    tokens = device.tokens(layer.stream)
+    saved = (layer.saved_bytes if trained else layer.saved_for_input_bytes) * tokens
+    sent = sum((size * device.tokens(stream) for stream, size in layer.sent), zeros)
+    link = device.parallel.stage_link(device.cluster)
+    goes_back = trained or flows
+    return {
+        "forward_ns": _whole(forward),
+        "input_grad_ns": _whole(through * flows),
+        "weight_grad_ns": _whole(own * trained),
+        "recompute_ns": _whole(forward * goes_back),
+        "send_ns": _whole(travel_ns(sent, link)),
+        "saved_bytes": _whole(saved * goes_back),
+        "kept_bytes": _whole(np.minimum(layer.input_bytes * tokens, saved) * goes_back),
+        "working_bytes": _whole(layer.working_bytes * tokens),
+        "sent_bytes": _whole(sent),
+    }
+
+
+def _whole(values: FloatArray | NDArray[np.float64]) -> IntArray:
+    return np.rint(values).astype(np.int64)

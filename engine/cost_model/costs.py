@@ -1,0 +1,90 @@
+"""What each layer costs for each micro-batch of a step: `Costs`, all that planning knows of a model. Pure NumPy.
+
+Made by the analytical model (`engine.cost_model.analytical`) or out of a profile (`engine.cost_model.profile_costs`).
+Times are whole nanoseconds, so that two simulations of one plan agree to the last unit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from balance.errors import ConfigError
+from balance.records import IntArray
+
+NS_PER_MS = 1_000_000
+
+_TIMES = ("forward_ns", "input_grad_ns", "weight_grad_ns", "recompute_ns", "send_ns")
+_BYTES = ("saved_bytes", "kept_bytes", "working_bytes", "sent_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """A row per layer, in the order in which a micro-batch passes them; a column per micro-batch.
+
+    A tensor-parallel group of GPUs counts as one: times are the group's, communication inside it included, bytes those
+    of one of its GPUs.
+    """
+
+    names: tuple[str, ...]
+    """Of the layers, for people."""
+    kinds: tuple[str, ...]
+    """Layers of one kind are interchangeable: they cost the same for every micro-batch."""
+    forward_ns: IntArray
+    """int64, (layers, micro_batches), as the other times."""
+    input_grad_ns: IntArray
+    """Of the backward pass towards the layer's input; 0 where nothing before it is trained."""
+    weight_grad_ns: IntArray
+    """0 for a frozen layer."""
+    recompute_ns: IntArray
+    """The backward pass takes this much longer if the layer is recomputed."""
+    send_ns: IntArray
+    """What the layer's output takes to the next rank, if the partition cuts behind it; 0 for the last layer."""
+    saved_bytes: IntArray
+    """int64, (layers, micro_batches): live from the forward pass to the backward pass; 0 where nothing is trained."""
+    kept_bytes: IntArray
+    """The same if the layer is recomputed: its input."""
+    working_bytes: IntArray
+    """Live only while the layer's own pass runs: logits, mostly."""
+    sent_bytes: IntArray
+    """Of the layer's output, which the next stage takes; its gradient comes back in the same size."""
+    state_bytes: IntArray
+    """int64, (layers,): weights, gradients, optimizer state."""
+    param_counts: IntArray
+    """int64, (layers,): parameters of the whole layer, over all tensor-parallel ranks."""
+    sends_grad: NDArray[np.bool_]
+    """(layers,): whether a gradient comes back to the layer: whether it, or a layer before it, is trained."""
+
+    def __post_init__(self) -> None:
+        layers, micro_batches = self.forward_ns.shape
+        for name in (*_TIMES, *_BYTES):
+            values = getattr(self, name)
+            if values.shape != (layers, micro_batches) or values.dtype != np.int64:
+                raise ValueError(f"{name} is {values.dtype} {values.shape}; give int64 {(layers, micro_batches)}")
+            if values.size and values.min() < 0:
+                raise ConfigError(f"layer {self.names[int(values.min(axis=1).argmin())]}: {name} is negative")
+        rest = {name: len(getattr(self, name)) for name in ("names", "kinds", "state_bytes", "param_counts")}
+        if layers < 1 or set(rest.values()) != {layers}:
+            raise ValueError(f"{layers} layers, but {rest}; give one of each per layer, and at least one layer")
+
+    @property
+    def num_layers(self) -> int:
+        """Rows."""
+        return len(self.names)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Columns."""
+        return int(self.forward_ns.shape[1])
+
+    @property
+    def backward_ns(self) -> IntArray:
+        """Both gradients, int64, (layers, micro_batches); nothing recomputed."""
+        return self.input_grad_ns + self.weight_grad_ns
+
+    def take(self, places: IntArray) -> Costs:
+        """The same layers for some of the micro-batches, in the order of `places`."""
+        columns = {name: np.ascontiguousarray(getattr(self, name)[:, places]) for name in (*_TIMES, *_BYTES)}
+        return Costs(**{f.name: getattr(self, f.name) for f in fields(self)} | columns)

@@ -1,0 +1,234 @@
+"""A plan: how a model is cut, what is recomputed, in which order passes run, and what that is predicted to take.
+
+`Plan` <-> JSON, for people, for `python -m engine simulate`, and for the runtime. It holds all that it was made from
+(dimensions, cluster, the loads of the planned steps), so that anyone can simulate it again, and a hash of that. Pure,
+but for `read_plan` and `write_plan`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from balance.errors import ConfigError, DataError
+from balance.presets import ModelPreset, build_config, model_from_dict, model_to_dict
+from balance.records import IntArray
+from engine.cost_model.clusters import Cluster
+from engine.cost_model.loads import Loads, PhaseLoads
+from engine.cost_model.parallel import Parallelism, Training
+from engine.simulator.schedule import SCHEDULES
+from engine.simulator.stages import check_partition
+
+PLAN_VERSION = 1
+_BY_STAGE = ("forward_ns", "backward_ns", "recompute_ns")
+_NUMBERS = ("schedule", "stages_per_rank", "num_micro_batches", "memory_bytes")
+_INPUTS = ("model", "cluster", "parallel", "training", *_NUMBERS, "full", "loads")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the simulator says of a plan, as means over its steps unless said otherwise; one entry per rank or stage."""
+
+    step_ns: int
+    """Of the slowest data-parallel rank, without `reduction_ns` and the optimizer."""
+    reduction_ns: int
+    """Of gradients over data-parallel ranks and of new weights back, behind the step; the slowest rank's, if nothing
+    overlaps."""
+    bubble_ratio: tuple[float, ...]
+    """Per rank."""
+    forward_ns: tuple[int, ...]
+    """Per stage and micro-batch."""
+    backward_ns: tuple[int, ...]
+    """Per stage and micro-batch, recomputation included."""
+    recompute_ns: tuple[int, ...]
+    """Per stage and micro-batch."""
+    state_bytes: tuple[int, ...]
+    """Per rank: weights, gradients, optimizer state."""
+    peak_bytes: tuple[int, ...]
+    """Per rank, the most in any step."""
+    full_peak_bytes: tuple[int, ...]
+    """Per rank, if every micro-batch were as large as they come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Plan:
+    """A partition with its schedule and recomputed layers, and what it was made for."""
+
+    model: ModelPreset
+    cluster: Cluster
+    parallel: Parallelism
+    training: Training
+    schedule: str
+    stages_per_rank: int
+    num_micro_batches: int
+    """Per step and data-parallel rank."""
+    memory_bytes: int
+    """What a GPU may hold."""
+    full: Loads
+    """One micro-batch, the largest that memory was planned for."""
+    loads: Loads
+    """Of the planned steps, int64, (steps * dp * micro_batches,): step by step, in it rank by rank."""
+    layer_names: tuple[str, ...]
+    borders: tuple[int, ...]
+    """Stage s holds the layers `borders[s]:borders[s + 1]`."""
+    recompute: tuple[int, ...]
+    """Layers that are recomputed, ascending."""
+    predicted: Prediction
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ConfigError(f"schedule is {self.schedule!r}; use one of {', '.join(SCHEDULES)}")
+        check_partition(np.array(self.borders), len(self.layer_names))
+        if len(self.borders) - 1 != self.parallel.pp * self.stages_per_rank:
+            raise ConfigError(
+                f"{len(self.borders) - 1} stages; {self.parallel.pp} ranks with {self.stages_per_rank} each make "
+                f"{self.parallel.pp * self.stages_per_rank}"
+            )
+        if any(not 0 <= layer < len(self.layer_names) for layer in self.recompute):
+            raise ConfigError(f"recompute names layers {list(self.recompute)}; there are {len(self.layer_names)}")
+        per_step = self.parallel.dp * self.num_micro_batches
+        if per_step < 1 or not len(self.loads) or len(self.loads) % per_step or len(self.full) != 1:
+            raise ConfigError(
+                f"loads of {len(self.loads)} micro-batches and {len(self.full)} of the largest; give steps of "
+                f"{max(per_step, 1)}, and 1"
+            )
+        self._check_predicted()
+
+    def _check_predicted(self) -> None:
+        """ConfigError unless there is an entry per rank or stage."""
+        for f in fields(Prediction):
+            value = getattr(self.predicted, f.name)
+            count = len(self.borders) - 1 if f.name in _BY_STAGE else self.parallel.pp
+            if isinstance(value, tuple) and len(value) != count:
+                raise ConfigError(f"predicted {f.name} has {len(value)} entries; there must be {count}")
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were planned for."""
+        return len(self.loads) // (self.parallel.dp * self.num_micro_batches)
+
+    @property
+    def recompute_mask(self) -> NDArray[np.bool_]:
+        """Whether each layer is recomputed, (layers,)."""
+        mask = np.zeros(len(self.layer_names), np.bool_)
+        mask[list(self.recompute)] = True
+        return mask
+
+    @property
+    def inputs_hash(self) -> str:
+        """SHA-256 of all that the plan was made from: plans with the same one are for the same question."""
+        return _hash(self._inputs())
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan, plain JSON."""
+        return {
+            "version": PLAN_VERSION,
+            "inputs": self._inputs(),
+            "inputs_hash": self.inputs_hash,
+            "layer_names": list(self.layer_names),
+            "borders": list(self.borders),
+            "recompute": list(self.recompute),
+            "predicted": {name: _plain(value) for name, value in asdict(self.predicted).items()},
+        }
+
+    def _inputs(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in _NUMBERS}
+        settings: dict[str, Any] = json.loads(
+            json.dumps(
+                {
+                    "model": model_to_dict(self.model),
+                    "cluster": asdict(self.cluster),
+                    "parallel": asdict(self.parallel),
+                    "training": asdict(self.training),
+                    **own,
+                }
+            )
+        )
+        return {**settings, "full": _loads_to_json(self.full), "loads": _loads_to_json(self.loads)}
+
+
+def plan_from_json(values: dict[str, Any], *, where: str) -> Plan:
+    """The inverse of `Plan.to_json`. ConfigError, naming `where`, for an unknown version or key, or edited inputs."""
+    if not isinstance(values, dict) or values.get("version") != PLAN_VERSION:
+        found = values.get("version") if isinstance(values, dict) else None
+        raise ConfigError(f"{where}: plan version {found}; this isobatch reads version {PLAN_VERSION}: plan again")
+    wanted = {"version", "inputs", "inputs_hash", "layer_names", "borders", "recompute", "predicted"}
+    _require_keys(values, wanted, where)
+    # first, so that what follows only meets what a planner wrote
+    if _hash(values["inputs"]) != values["inputs_hash"]:
+        raise ConfigError(f"{where}: its inputs are not those that its predictions were made from: plan again")
+    inputs = dict(_require_keys(values["inputs"], set(_INPUTS), f"{where}, inputs"))
+    predicted = _require_keys(values["predicted"], {f.name for f in fields(Prediction)}, f"{where}, predicted")
+    parts: dict[str, Any] = {
+        "model": model_from_dict(inputs["model"]),
+        "cluster": build_config(Cluster, inputs["cluster"], where=f"{where}, cluster"),
+        "parallel": build_config(Parallelism, inputs["parallel"], where=f"{where}, parallel"),
+        "training": build_config(Training, inputs["training"], where=f"{where}, training"),
+        "full": _loads_from_json(inputs["full"], where),
+        "loads": _loads_from_json(inputs["loads"], where),
+        "predicted": build_config(Prediction, predicted, where=f"{where}, predicted"),
+    }
+    found = {name: values[name] for name in ("layer_names", "borders", "recompute")}
+    return build_config(Plan, {**inputs, **parts, **found}, where=where)
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    """Write a plan, whole or not at all."""
+    temporary = path.with_suffix(path.suffix + ".tmp")
+    temporary.write_text(json.dumps(plan.to_json(), indent=1) + "\n", "utf-8")
+    temporary.replace(path)
+
+
+def read_plan(path: Path) -> Plan:
+    """Read a plan. DataError if there is none; ConfigError as `plan_from_json`."""
+    try:
+        values = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; give the plan.json that `python -m engine plan` wrote") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: not JSON: {error}") from None
+    return plan_from_json(values, where=str(path))
+
+
+def _loads_to_json(loads: Loads) -> dict[str, Any]:
+    return {
+        phase.name: {f.name: getattr(getattr(loads, phase.name), f.name).tolist() for f in fields(PhaseLoads)}
+        for phase in fields(Loads)
+    }
+
+
+def _loads_from_json(values: dict[str, Any], where: str) -> Loads:
+    _require_keys(values, {phase.name for phase in fields(Loads)}, f"{where}, loads")
+    phases = {}
+    for phase, columns in values.items():
+        _require_keys(columns, {f.name for f in fields(PhaseLoads)}, f"{where}, loads of {phase}")
+        phases[phase] = PhaseLoads(**{name: _integers(column, where) for name, column in columns.items()})
+    return Loads(**phases)
+
+
+def _integers(column: Any, where: str) -> IntArray:
+    if not isinstance(column, list) or any(type(value) is not int for value in column):
+        raise ConfigError(f"{where}: loads are not lists of integers")
+    return np.array(column, np.int64)
+
+
+def _hash(inputs: Any) -> str:
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+
+
+def _require_keys(values: Any, wanted: set[str], where: str) -> dict[str, Any]:
+    """A table that has all of these keys and no others."""
+    if not isinstance(values, dict) or set(values) != wanted:
+        found = sorted(values) if isinstance(values, dict) else type(values).__name__
+        raise ConfigError(f"{where}: has {found}; it must have {sorted(wanted)}")
+    return values
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

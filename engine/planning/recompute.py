@@ -1,0 +1,84 @@
+"""Which layers are recomputed: as little time as memory allows (OmniBal 4.3, solved instead of tried). Pure.
+
+What must fit is the peak of live bytes along each rank's own order (`engine.simulator.memory`), not micro-batches under
+way times an average. Ranks are independent: no schedule's memory depends on times. Which layers of a rank:
+`engine.planning.rank_memory`. `engine.planning.adapt` is for memory that can only be measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from balance.errors import IsobatchError
+from balance.records import IntArray
+from engine.cost_model.costs import Costs
+from engine.planning.rank_memory import layer_bytes, minimal_choices, rank_order
+from engine.simulator.evaluate import evaluate
+from engine.simulator.memory import memory_of
+from engine.simulator.schedule import Schedule
+from engine.simulator.stages import stage_costs
+
+GIB = 1 << 30
+
+
+class InfeasiblePlan(IsobatchError):
+    """A partition does not fit into memory even with every layer recomputed."""
+
+
+def choose_recompute(costs: Costs, borders: IntArray, schedule: Schedule, memory_bytes: int) -> NDArray[np.bool_]:
+    """The layers to recompute, (layers,) bool, so that every rank fits into `memory_bytes` at least time.
+
+    Exact while kinds of layers are few (`rank_memory.MOST_TRIED`). Of equal layers in a stage the first ones.
+    InfeasiblePlan if even everything recomputed is too much; it says what would fit.
+    """
+    chosen = np.zeros(costs.num_layers, np.bool_)
+    for rank in range(schedule.num_ranks):
+        choices = rank_choices(costs, borders, schedule, rank, memory_bytes, only_least=True)
+        if not len(choices):
+            raise InfeasiblePlan(what_would_fit(costs, borders, schedule, memory_bytes))
+        chosen |= choices[-1]
+    return chosen
+
+
+def rank_choices(
+    costs: Costs, borders: IntArray, schedule: Schedule, rank: int, memory_bytes: int, *, only_least: bool = False
+) -> NDArray[np.bool_]:
+    """Minimal choices, (choices, layers) bool, with which a rank fits: less recomputed, and it would not. Maybe none.
+
+    With `only_least` the one that takes least time, alone.
+    """
+    own = slice(rank, None, schedule.num_ranks)
+    starts, ends = np.asarray(borders)[:-1][own], np.asarray(borders)[1:][own]
+    order = rank_order(schedule, rank)
+    choices, _ = minimal_choices(layer_bytes(costs), order, starts, ends, memory_bytes, only_least)
+    return np.asarray(choices)
+
+
+def fitted_step(costs: Costs, schedule: Schedule, memory_bytes: int) -> Callable[[IntArray], int]:
+    """borders -> simulated time of a step, recomputing as little as fits; raises InfeasiblePlan. For `search_bmp`."""
+
+    def step_ns(borders: IntArray) -> int:
+        recompute = choose_recompute(costs, borders, schedule, memory_bytes)
+        return evaluate(costs, borders, recompute, schedule).step_ns
+
+    return step_ns
+
+
+def what_would_fit(costs: Costs, borders: IntArray, schedule: Schedule, memory_bytes: int) -> str:
+    """What a partition lacks with everything recomputed, and how much less of what would do, in one line."""
+    kept = memory_of(schedule, stage_costs(costs, borders, np.asarray(layer_bytes(costs).kind >= 0)))
+    rank = int(np.argmax(kept.peak_bytes))
+    peak, state = int(kept.peak_bytes[rank]), int(kept.state_bytes[rank])
+    lacks = (
+        f"rank {rank} needs {peak / GIB:.2f} GiB with every layer recomputed and has {memory_bytes / GIB:.2f} GiB, "
+        f"{(peak - memory_bytes) / GIB:.2f} GiB too little"
+    )
+    # weights and activations are both shared out over more ranks
+    split = f"over {-(-peak // max(memory_bytes, 1))} times as many stages or tensor-parallel ranks"
+    if state >= memory_bytes:
+        return f"{lacks}: {state / GIB:.2f} GiB are weights, gradients and optimizer state; split the model {split}"
+    share = (memory_bytes - state) / (peak - state)
+    return f"{lacks}: use micro-batches of at most {100 * share:.0f} % of this size, or split the model {split}"

@@ -1,0 +1,1 @@
+"""Training state, saved by all ranks and loaded on any other partition."""

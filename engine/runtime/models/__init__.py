@@ -1,0 +1,1 @@
+"""Models of transformers as lists of layers that a pipeline can cut anywhere, with their weights in and out."""

@@ -1,0 +1,1 @@
+"""One training step as arrays: who computes what when, what waits for what, what memory is held. Pure."""

@@ -1,0 +1,115 @@
+"""A step as operations that wait for each other: `Program`, which `simulate` runs and the runtime executes.
+
+Each rank runs its operations in the order given. Besides, an operation waits for results of others: edges, each with
+the time that the result travels. What travels from one rank to another goes one after the other, in the order in which
+it was made; to compute does not wait for that. Pure NumPy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from balance.records import IntArray
+from engine.simulator.schedule import Kind, Schedule
+from engine.simulator.stages import StageCosts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encodings:
+    """The encoder's forward pass of micro-batches that a schedule encodes ahead; int64, (micro_batches,)."""
+
+    forward_ns: IntArray
+    send_ns: IntArray
+    """Of the features, to the first stage's rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """Operations, one per action of a schedule, and what they wait for; int64 arrays."""
+
+    schedule: Schedule
+    duration_ns: IntArray
+    """(operations,)."""
+    edge_offsets: IntArray
+    """(operations + 1,): the results of operation o go along the edges `edge_offsets[o]:edge_offsets[o + 1]`."""
+    edge_targets: IntArray
+    """(edges,): the operation that waits."""
+    edge_ns: IntArray
+    """(edges,): how long the result travels; 0 inside a rank."""
+
+
+def make_program(schedule: Schedule, stages: StageCosts, encodings: Encodings | None = None) -> Program:
+    """The operations of a schedule.
+
+    Of micro-batches that the schedule encodes ahead, `stages.forward_ns` must not hold the encoding. ValueError if
+    schedule and costs are of different stages or micro-batches.
+    """
+    shape = schedule.num_stages, schedule.num_micro_batches
+    if shape != (stages.num_stages, stages.num_micro_batches):
+        raise ValueError(
+            f"the schedule has {shape[0]} stages and {shape[1]} micro-batches, the costs {stages.num_stages} and "
+            f"{stages.num_micro_batches}"
+        )
+    edges = _edges(schedule, tuple(stages.sends_grad.tolist()))
+    kinds, stage, micro_batch = schedule.kinds, schedule.stages, schedule.micro_batches
+    times = [stages.forward_ns, stages.backward_ns, stages.input_grad_ns, stages.weight_grad_ns]
+    sent = [stages.send_ns, stages.send_back_ns]
+    if encodings is not None:
+        # of every stage, so that they can be looked up alike
+        times.append(np.broadcast_to(encodings.forward_ns, shape))
+        sent.append(np.broadcast_to(encodings.send_ns, shape))
+    elif (kinds == Kind.ENCODE).any():
+        raise ValueError("the schedule encodes ahead, but no encodings are given")
+    made = np.stack(sent)[edges.results, stage[edges.sources], micro_batch[edges.sources]]
+    return Program(
+        schedule=schedule,
+        duration_ns=np.stack(times)[kinds, stage, micro_batch],
+        edge_offsets=edges.offsets,
+        edge_targets=edges.targets,
+        edge_ns=np.where(edges.is_local, 0, made),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Edges:
+    """What waits for what, apart from times; (edges,) but for the offsets."""
+
+    offsets: IntArray
+    sources: IntArray
+    targets: IntArray
+    results: IntArray
+    """What goes along: 0 a stage's output, 1 a gradient, 2 an encoder's features."""
+    is_local: IntArray
+
+
+@lru_cache(maxsize=64)
+def _edges(schedule: Schedule, sends_grad: tuple[bool, ...]) -> _Edges:
+    """The edges of a schedule in which gradients come back to the stages with `sends_grad`."""
+    kinds, stages, ranks = schedule.kinds, schedule.stages, schedule.ranks
+    # where each action stands; -1 if the schedule has none
+    place = np.full((len(Kind), schedule.num_stages + 1, schedule.num_micro_batches), -1, np.int64)
+    place[kinds, stages, schedule.micro_batches] = np.arange(len(schedule))
+    back = np.maximum(place[Kind.BACKWARD], place[Kind.INPUT_GRAD])
+    forward, apart = place[Kind.FORWARD], place[Kind.INPUT_GRAD]
+    flows = np.array(sends_grad)[:-1]
+    pairs = [
+        (forward[:-2], forward[1:-1], 0),  # a stage's output
+        (forward, back, 0),  # activations
+        (back[1:-1][flows], back[:-2][flows], 1),
+        (apart, place[Kind.WEIGHT_GRAD], 1),
+        (place[Kind.ENCODE, 0], forward[0], 2),
+    ]
+    made = np.concatenate([np.stack([a.ravel(), b.ravel(), np.full(a.size, result)]) for a, b, result in pairs], axis=1)
+    sources, targets, results = made[:, (made[0] >= 0) & (made[1] >= 0)]
+    order = np.argsort(sources, kind="stable")
+    sources, targets, results = sources[order], targets[order], results[order]
+    return _Edges(
+        offsets=np.searchsorted(sources, np.arange(len(schedule) + 1)),
+        sources=sources,
+        targets=targets,
+        results=results,
+        is_local=ranks[sources] == ranks[targets],
+    )

@@ -1,0 +1,206 @@
+"""When each operation of a program runs: `simulate`, and what follows from it: bubbles, critical path, deadlocks.
+
+Exact, in whole nanoseconds, in one pass over the operations (numba): an operation begins when its rank has ended the
+one before and all that it waits for has arrived. 16,384 operations take .2 ms. `tests/engine/oracle.py` is a
+discrete-event simulation that shares nothing with this and agrees to the last nanosecond.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from balance.errors import IsobatchError
+from balance.records import IntArray
+from engine.simulator.program import Program
+
+
+class Deadlock(IsobatchError):
+    """The operations of a program wait for each other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """When each operation of a program begins and ends; int64 arrays of shape (operations,)."""
+
+    program: Program
+    start_ns: IntArray
+    end_ns: IntArray
+
+    @property
+    def step_ns(self) -> int:
+        """Until the last operation has ended."""
+        return int(self.end_ns.max(initial=0))
+
+    @property
+    def busy_ns(self) -> IntArray:
+        """That each rank computes, (ranks,)."""
+        offsets = self.program.schedule.rank_offsets
+        return np.diff(np.concatenate([[0], np.cumsum(self.program.duration_ns)])[offsets])
+
+    @property
+    def bubble_ratio(self) -> NDArray[np.float64]:
+        """Share of the step that each rank waits, (ranks,)."""
+        return 1 - self.busy_ns / max(self.step_ns, 1)
+
+
+def simulate(program: Program) -> Timeline:
+    """Run a program. Deadlock, with the operations that wait, if it cannot come to its end."""
+    start, end, done = run(
+        program.schedule.rank_offsets, program.duration_ns, program.edge_offsets, program.edge_targets, program.edge_ns
+    )
+    if done < len(program.duration_ns):
+        raise Deadlock(_what_waits(program, end))
+    return Timeline(program=program, start_ns=start, end_ns=end)
+
+
+def step_ns(program: Program) -> int:
+    """The time of the step alone. Deadlock as `simulate`."""
+    return simulate(program).step_ns
+
+
+def critical_path(timeline: Timeline) -> list[int]:
+    """Operations, first to last, of which each begins as soon as the one before allows: what a step's time is made of.
+
+    Time that results travel lies between them: that of what the next one waits for, and of what went the same way just
+    before and held it up. Where several paths are critical, the one that stays on a rank. In a step that was measured,
+    passes begin a little later than they might: there it is what came last of all that each waited for.
+    """
+    schedule = timeline.program.schedule
+    sent = transfers(timeline)
+    first_of_rank = set(schedule.rank_offsets.tolist())
+    into = np.argsort(sent.targets, kind="stable")  # edges, by the operation that waits
+    offsets = np.searchsorted(sent.targets[into], np.arange(len(schedule) + 1))
+    at = int(np.argmax(timeline.end_ns))
+    path = [at]
+    while timeline.start_ns[at] > 0:
+        own = into[offsets[at] : offsets[at + 1]]
+        before = -1 if at in first_of_rank else timeline.end_ns[at - 1]
+        arrived = sent.end_ns[own].max(initial=-1)
+        if max(before, arrived) < 0:  # of a measured step: the rank came to it late
+            break
+        if before >= arrived:
+            at -= 1
+        else:
+            edge = int(own[np.argmax(sent.end_ns[own])])
+            while sent.start_ns[edge] > timeline.end_ns[sent.sources[edge]]:
+                edge = int(sent.previous[edge])
+            at = int(sent.sources[edge])
+        path.append(at)
+    return path[::-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfers:
+    """When what goes along each edge of a program travels; int64 arrays of shape (edges,)."""
+
+    sources: IntArray
+    """The operation that makes it."""
+    targets: IntArray
+    """The operation that waits for it."""
+    start_ns: IntArray
+    end_ns: IntArray
+    previous: IntArray
+    """The edge whose result went from the same rank to the same rank before; -1 for the first, and inside a rank."""
+    crosses: NDArray[np.bool_]
+    """Whether it goes to another rank."""
+
+
+def transfers(timeline: Timeline) -> Transfers:
+    """What travels in a step."""
+    program, schedule = timeline.program, timeline.program.schedule
+    sources = np.repeat(np.arange(len(schedule)), np.diff(program.edge_offsets))
+    arrivals = send(schedule.rank_offsets, timeline.end_ns, program.edge_offsets, program.edge_targets, program.edge_ns)
+    ranks = schedule.ranks
+    ways = ranks[sources] * schedule.num_ranks + ranks[program.edge_targets]
+    order = np.argsort(ways, kind="stable")
+    previous = np.full(len(ways), -1, np.int64)
+    previous[order[1:]] = np.where(ways[order[1:]] == ways[order[:-1]], order[:-1], -1)
+    crosses = ranks[sources] != ranks[program.edge_targets]
+    return Transfers(
+        sources=sources,
+        targets=program.edge_targets,
+        start_ns=arrivals - program.edge_ns,
+        end_ns=arrivals,
+        previous=np.where(crosses, previous, -1),
+        crosses=crosses,
+    )
+
+
+def _what_waits(program: Program, end_ns: IntArray) -> str:
+    """The first operation of each rank that never ran."""
+    schedule = program.schedule
+    waiting = []
+    for rank in range(schedule.num_ranks):
+        own = np.arange(schedule.rank_offsets[rank], schedule.rank_offsets[rank + 1])
+        stuck = own[end_ns[own] < 0]
+        if len(stuck):
+            waiting.append(f"rank {rank} waits to begin {schedule.action(int(stuck[0]))}")
+    return f"schedule {schedule.name} comes to a standstill: {'; '.join(waiting)}"
+
+
+@numba.njit(cache=True)
+def run(rank_offsets, duration, edge_offsets, edge_targets, edge_ns):  # type: ignore[no-untyped-def]
+    """-> (start, end, how many operations ran); -1 where an operation never ran.
+
+    A rank runs until it has to wait for a result that is not made yet; whoever makes it wakes the rank.
+    """
+    num_ranks, num_operations = len(rank_offsets) - 1, len(duration)
+    rank_of = np.empty(num_operations, np.int64)
+    missing, ready = np.zeros(num_operations, np.int64), np.zeros(num_operations, np.int64)
+    for rank in range(num_ranks):
+        rank_of[rank_offsets[rank] : rank_offsets[rank + 1]] = rank
+    for target in edge_targets:
+        missing[target] += 1
+    start, end = np.full(num_operations, -1, np.int64), np.full(num_operations, -1, np.int64)
+    free = np.zeros((num_ranks, num_ranks), np.int64)  # when what goes from a rank to another has arrived
+    now, following = np.zeros(num_ranks, np.int64), rank_offsets[:-1].copy()
+    awake, queued = np.arange(num_ranks), np.ones(num_ranks, np.bool_)
+    num_awake, done = num_ranks, 0
+    while num_awake:
+        num_awake -= 1
+        rank = awake[num_awake]
+        queued[rank] = False
+        while following[rank] < rank_offsets[rank + 1] and missing[following[rank]] == 0:
+            at = following[rank]
+            start[at] = max(now[rank], ready[at])
+            end[at] = start[at] + duration[at]
+            now[rank] = end[at]
+            for edge in range(edge_offsets[at], edge_offsets[at + 1]):
+                target = edge_targets[edge]
+                other = rank_of[target]
+                arrival = end[at]
+                if other != rank:
+                    arrival = max(arrival, free[rank, other]) + edge_ns[edge]
+                    free[rank, other] = arrival
+                ready[target] = max(ready[target], arrival)
+                missing[target] -= 1
+                if missing[target] == 0 and other != rank and following[other] == target and not queued[other]:
+                    awake[num_awake] = other
+                    queued[other] = True
+                    num_awake += 1
+            following[rank] += 1
+            done += 1
+    return start, end, done
+
+
+@numba.njit(cache=True)
+def send(rank_offsets, end, edge_offsets, edge_targets, edge_ns):  # type: ignore[no-untyped-def]
+    """When what goes along each edge arrives, as in `run`."""
+    num_ranks = len(rank_offsets) - 1
+    rank_of = np.empty(len(end), np.int64)
+    for rank in range(num_ranks):
+        rank_of[rank_offsets[rank] : rank_offsets[rank + 1]] = rank
+    free = np.zeros((num_ranks, num_ranks), np.int64)
+    arrivals = np.empty(len(edge_targets), np.int64)
+    for at in range(len(end)):
+        for edge in range(edge_offsets[at], edge_offsets[at + 1]):
+            rank, other = rank_of[at], rank_of[edge_targets[edge]]
+            arrivals[edge] = end[at]
+            if other != rank:
+                arrivals[edge] = max(end[at], free[rank, other]) + edge_ns[edge]
+                free[rank, other] = arrivals[edge]
+    return arrivals

@@ -1,0 +1,142 @@
+"""A partition's stages and what they cost: layers -> stages, with or without recomputation. Pure NumPy.
+
+A partition is its borders: stage s holds the layers `borders[s]:borders[s + 1]`, `borders[0]` is 0 and the last one the
+number of layers. (OmniBal's P^(i) counts layers from 1: P = (5, 10, 15) for 20 layers is borders (0, 4, 9, 14, 20).)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from balance.errors import ConfigError
+from balance.records import IntArray
+from engine.cost_model.costs import Costs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCosts:
+    """A row per stage, a column per micro-batch; int64. What `engine.simulator.program` makes operations of."""
+
+    forward_ns: IntArray
+    input_grad_ns: IntArray
+    """Recomputation included."""
+    weight_grad_ns: IntArray
+    send_ns: IntArray
+    """Of the output of each stage to the next; 0 for the last."""
+    send_back_ns: IntArray
+    """Of the gradient that each stage gives to the one before; 0 for the first, and where none is needed."""
+    live_bytes: IntArray
+    """From the forward pass to the backward pass."""
+    forward_peak_bytes: IntArray
+    """On top of everything live before, at most, while the forward pass runs."""
+    backward_peak_bytes: IntArray
+    """On top of everything else that is live, at most, while the backward pass runs; its own `live_bytes` included."""
+    held_bytes: IntArray
+    """From the input's gradient to that of the weights, if they run apart: what was recomputed stays until then."""
+    apart_peak_bytes: IntArray
+    """As `backward_peak_bytes`, while the gradient of the input alone is computed."""
+    state_bytes: IntArray
+    """(stages,): weights, gradients, optimizer state."""
+    sends_grad: NDArray[np.bool_]
+    """(stages,): whether a gradient comes back to the stage from the next one; False for the last."""
+
+    @classmethod
+    def of_times(
+        cls, forward_ns: IntArray, input_grad_ns: IntArray, weight_grad_ns: IntArray, sends_grad: NDArray[np.bool_]
+    ) -> StageCosts:
+        """Stages that compute so long, hold nothing and send in no time."""
+        nothing = np.zeros_like(forward_ns)
+        return cls(
+            forward_ns=forward_ns,
+            input_grad_ns=input_grad_ns,
+            weight_grad_ns=weight_grad_ns,
+            send_ns=nothing,
+            send_back_ns=nothing,
+            live_bytes=nothing,
+            forward_peak_bytes=nothing,
+            backward_peak_bytes=nothing,
+            held_bytes=nothing,
+            apart_peak_bytes=nothing,
+            state_bytes=nothing[:, 0],
+            sends_grad=sends_grad,
+        )
+
+    @property
+    def num_stages(self) -> int:
+        """Rows."""
+        return int(self.forward_ns.shape[0])
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Columns."""
+        return int(self.forward_ns.shape[1])
+
+    @property
+    def backward_ns(self) -> IntArray:
+        """Both gradients."""
+        return self.input_grad_ns + self.weight_grad_ns
+
+    def take(self, places: IntArray) -> StageCosts:
+        """The same stages for some of the micro-batches, in the order of `places`."""
+        columns = {f.name: getattr(self, f.name) for f in fields(self)}
+        return StageCosts(**{name: c[:, places] if c.ndim == 2 else c for name, c in columns.items()})
+
+
+def check_partition(borders: IntArray, num_layers: int) -> None:
+    """ConfigError unless `borders` cut `num_layers` layers into stages of at least one layer."""
+    steps = np.diff(borders)
+    if len(borders) < 2 or borders[0] != 0 or borders[-1] != num_layers or (steps < 1).any():
+        raise ConfigError(
+            f"partition {np.asarray(borders).tolist()} of {num_layers} layers; borders must rise from 0 to {num_layers}"
+        )
+
+
+def stage_costs(costs: Costs, borders: IntArray, recompute: NDArray[np.bool_]) -> StageCosts:
+    """What the stages of a partition cost, where layer l is recomputed if `recompute[l]`.
+
+    Memory: the forward pass leaves each layer's activations behind, or its input alone; the backward pass goes from the
+    last layer to the first, and a recomputed layer's activations are all there again while it is that layer's turn; or,
+    if its weights' gradient comes later, until then.
+    """
+    check_partition(borders, costs.num_layers)
+    if len(recompute) != costs.num_layers:
+        raise ConfigError(f"recompute names {len(recompute)} layers; the model has {costs.num_layers}")
+    chosen = np.asarray(recompute)[:, np.newaxis]
+    live = np.where(chosen, costs.kept_bytes, costs.saved_bytes)
+    whole = np.maximum(costs.saved_bytes, live)
+    # everything up to a layer, and what is more while it is that layer's turn, forward or back
+    running = np.cumsum(live, axis=0)
+    turn = running + (whole - live) + costs.working_bytes
+    starts, last = np.asarray(borders[:-1]), np.asarray(borders[1:]) - 1
+    before = np.concatenate([np.zeros_like(running[:1]), running])[starts]
+    send, back = np.zeros_like(before), np.zeros_like(before)
+    send[:-1] = costs.send_ns[last[:-1]]
+    back[1:] = send[:-1] * costs.sends_grad[last[:-1], np.newaxis]
+    return StageCosts(
+        forward_ns=_sums(costs.forward_ns, starts),
+        input_grad_ns=_sums(costs.input_grad_ns + np.where(chosen, costs.recompute_ns, 0), starts),
+        weight_grad_ns=_sums(costs.weight_grad_ns, starts),
+        send_ns=send,
+        send_back_ns=back,
+        live_bytes=_sums(live, starts),
+        forward_peak_bytes=np.maximum.reduceat(turn, starts, axis=0) - before,
+        backward_peak_bytes=np.maximum.reduceat(turn, starts, axis=0) - before,
+        held_bytes=_sums(whole, starts),
+        apart_peak_bytes=np.maximum.reduceat(turn + _behind(whole, last), starts, axis=0) - before,
+        state_bytes=np.add.reduceat(costs.state_bytes, starts),
+        sends_grad=np.append(costs.sends_grad[last[:-1]], False),
+    )
+
+
+def _behind(values: IntArray, last: IntArray) -> IntArray:
+    """What comes behind each layer in its stage, summed."""
+    running = np.cumsum(values, axis=0)
+    ends = np.repeat(last, np.diff(last, prepend=-1))
+    return np.asarray(running[ends] - running)
+
+
+def _sums(values: IntArray, starts: IntArray) -> IntArray:
+    return np.asarray(np.add.reduceat(values, starts, axis=0))

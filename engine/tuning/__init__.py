@@ -1,0 +1,1 @@
+"""PipeTune: packing, order and encoder pre-computation, chosen anew for every step. Pure."""

@@ -1,0 +1,88 @@
+"""A measured step in the form of a simulated one: a simulation that is taken for a measurement comes out unchanged."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from chart_steps import chart_step
+from random_steps import random_stages
+
+from engine.charts.measured import compare_steps, compare_trace, measured_timeline, write_comparison
+from engine.simulator.program import make_program
+from engine.simulator.schedule import make_schedule
+from engine.simulator.simulate import critical_path, simulate, transfers
+
+NAMES = ("1f1b", "gpipe", "zero_bubble", "interleaved")
+
+
+def simulated(seed, name, *, sends=True):
+    """A simulated step whose times are in milliseconds."""
+    rng = np.random.default_rng(seed)
+    chunks = 2 if name == "interleaved" else 1
+    schedule = make_schedule(name, 4, int(rng.integers(1, 9)), chunks)
+    program = make_program(schedule, random_stages(rng, schedule.num_stages, schedule.num_micro_batches))
+    return simulate(
+        replace(program, duration_ns=10**6 * program.duration_ns, edge_ns=10**6 * program.edge_ns * (1 if sends else 0))
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", range(20))
+def test_times_stay_and_begin_with_the_first_pass(seed, name):
+    timeline = simulated(seed, name)
+    measured = measured_timeline(timeline.program, timeline.start_ns + 77, timeline.end_ns + 77)
+    np.testing.assert_array_equal(measured.start_ns, timeline.start_ns)
+    np.testing.assert_array_equal(measured.end_ns, timeline.end_ns)
+    np.testing.assert_array_equal(measured.bubble_ratio, timeline.bubble_ratio)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_is_shown_to_arrive_after_the_pass_that_takes_it_up(seed, name):
+    timeline = simulated(seed, name)
+    measured = measured_timeline(timeline.program, timeline.start_ns, timeline.end_ns)
+    sent = transfers(measured)
+    assert (sent.end_ns <= measured.start_ns[sent.targets]).all()
+    assert (sent.start_ns >= measured.end_ns[sent.sources]).all()
+    # where a rank waits, that is what it waits for
+    before = np.concatenate([[0], measured.end_ns[:-1]])
+    before[timeline.program.schedule.rank_offsets[:-1]] = 0
+    waits = measured.start_ns[sent.targets] > before[sent.targets]
+    arrived = sent.end_ns == measured.start_ns[sent.targets]
+    assert arrived[waits & sent.crosses].all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", range(20))
+def test_the_critical_path_is_the_same_where_sends_take_no_time(seed, name):
+    timeline = simulated(seed, name, sends=False)
+    measured = measured_timeline(timeline.program, timeline.start_ns, timeline.end_ns)
+    assert critical_path(measured) == critical_path(timeline)
+
+
+def late(timeline, rng):
+    """The step as if every pass ended and began somewhat later: what a real one does."""
+    slow = rng.integers(0, 50_000, len(timeline.start_ns)).cumsum()
+    return measured_timeline(timeline.program, timeline.start_ns + slow, timeline.end_ns + slow)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_chart_and_trace_of_a_measurement_stand_beside_those_of_the_prediction(name, tmp_path):
+    outcome = chart_step(name, 4, 6, 2 if name == "interleaved" else 1).outcome
+    measured = late(outcome.timeline, np.random.default_rng(0))
+    predicted_chart, measured_chart = compare_steps(outcome, measured)
+    assert predicted_chart.outcome is outcome
+    assert f"{measured.step_ns / outcome.step_ns:.3f} of the prediction" in measured_chart.text
+    events = compare_trace(outcome, measured)["traceEvents"]
+    passes = [event for event in events if event["ph"] == "X" and event["cat"] == "compute"]
+    below = [event for event in passes if event["pid"] >= 4]
+    assert len(passes) == 2 * len(below) == 2 * len(measured.start_ns)
+    assert [event["ts"] for event in below] == (measured.start_ns / 1000).tolist()
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {f"rank {rank}, {what}" for rank in range(4) for what in ("predicted", "measured")}
+    write_comparison(outcome, measured, tmp_path / "chart.html", tmp_path / "trace.json", title="Both")
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == events
+    page = (tmp_path / "chart.html").read_text()
+    assert "Step, predicted" in page
+    assert "Step, measured" in page

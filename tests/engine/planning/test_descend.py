@@ -1,0 +1,43 @@
+"""Small moves from a partition."""
+
+import numpy as np
+import pytest
+from random_costs import instance
+
+from engine.planning.bounds import layer_sums
+from engine.planning.descend import NEVER, Fitter, descend, neighbours
+from engine.planning.exact import anchors
+from engine.planning.recompute import choose_recompute
+from engine.simulator.evaluate import evaluate
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_small_moves_end_where_no_move_helps(seed):
+    costs, schedule, memory = instance(5000 + seed, most_layers=12)
+    fitter = Fitter(costs, schedule, memory, layer_sums(costs, schedule))
+    for anchor in anchors(costs, schedule.num_stages):
+        borders, step = descend(fitter.steps, anchor)
+        assert step <= fitter.steps(anchor[np.newaxis])[0]
+        assert (fitter.steps(neighbours(borders)) >= step).all()
+        if fitter.recompute(borders) is not None:
+            recompute = choose_recompute(costs, borders, schedule, memory)
+            assert recompute.tolist() == fitter.recompute(borders).tolist()
+            assert evaluate(costs, borders, recompute, schedule).step_ns == step
+
+
+def test_a_neighbour_has_one_border_moved_or_a_run_of_them_and_no_empty_stage():
+    near = neighbours(np.array([0, 5, 6, 20])).tolist()
+    assert [0, 2, 6, 20] in near  # alone, by 3
+    assert [0, 6, 7, 20] in near  # together, by 1
+    assert [0, 7, 8, 20] not in near
+    assert [0, 6, 6, 20] not in near
+    assert len(near) == len({tuple(borders) for borders in near})
+
+
+def test_the_least_peaks_are_those_with_everything_recomputed():
+    costs, schedule, _ = instance(12, most_layers=10)
+    fitter = Fitter(costs, schedule, 0, layer_sums(costs, schedule))
+    tried = np.stack(anchors(costs, schedule.num_stages))
+    peaks = [evaluate(costs, borders, fitter.frees, schedule).memory.peak_bytes.max() for borders in tried]
+    assert fitter.least_peaks(tried).tolist() == peaks
+    assert (fitter.steps(tried) == NEVER).all()

@@ -1,0 +1,122 @@
+"""Plan files: read back as they were written, and refused in one line if they are not ours."""
+
+import hashlib
+import json
+
+import numpy as np
+import pytest
+from plan_questions import question, uneven_loads
+
+from balance.errors import ConfigError, DataError
+from engine.planning.plan import plan_from_json, read_plan, write_plan
+from engine.planning.planner import make_plan
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return make_plan(question()).plan
+
+
+def test_a_plan_survives_its_file(plan, tmp_path):
+    write_plan(plan, tmp_path / "plan.json")
+    read = read_plan(tmp_path / "plan.json")
+    assert read.to_json() == plan.to_json()
+    assert read.predicted == plan.predicted
+    assert (read.model, read.cluster, read.parallel, read.training) == (
+        plan.model,
+        plan.cluster,
+        plan.parallel,
+        plan.training,
+    )
+    np.testing.assert_array_equal(read.loads.llm.squares, plan.loads.llm.squares)
+    np.testing.assert_array_equal(read.recompute_mask, plan.recompute_mask)
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_the_hash_is_that_of_the_question(plan):
+    assert make_plan(question(), search="bmp").plan.inputs_hash == plan.inputs_hash
+    others = [question(memory_bytes=plan.memory_bytes + 1), question(loads=uneven_loads(32, 7, model="internvl_1_5"))]
+    assert len({plan.inputs_hash, *(make_plan(other).plan.inputs_hash for other in others)}) == 3
+
+
+def changed(plan, *path, value):
+    values = json.loads(json.dumps(plan.to_json()))
+    table = values
+    for name in path[:-1]:
+        table = table[name]
+    table[path[-1]] = value
+    return values
+
+
+def with_own_hash(values):
+    """As a planner with other inputs would have written it."""
+    text = json.dumps(values["inputs"], sort_keys=True)
+    return {**values, "inputs_hash": hashlib.sha256(text.encode()).hexdigest()}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("version",), 2, "here: plan version 2; this isobatch reads version 1: plan again"),
+        (("speed",), 1, "here: has .*'speed'.*; it must have"),
+        (("inputs", "speed"), 1, "here, inputs: has .*'speed'.*; it must have"),
+        (("inputs", "cluster", "speed"), 1, "here, cluster: unknown key speed; known: "),
+        (("inputs", "schedule"), "2f2b", "schedule is '2f2b'; use one of"),
+        (("inputs", "loads", "llm", "tokens"), [1.5], "loads are not lists of integers"),
+        (("inputs", "loads", "sound"), {}, "here, loads: has .*'sound'"),
+        (("inputs",), 1, "here, inputs: has int; it must have"),
+        (("inputs", "num_micro_batches"), 0, "loads of 32 micro-batches and 1 of the largest; give steps of 1, and 1"),
+        (("predicted",), None, "here, predicted: has NoneType; it must have"),
+        (("predicted", "peak_bytes"), [], "predicted peak_bytes has 0 entries; there must be 4"),
+        (("predicted", "forward_ns"), [1] * 5, "predicted forward_ns has 5 entries; there must be 4"),
+        (("borders",), [0, 5, 4, 20, 97], "borders must rise from 0 to 97"),
+        (("borders",), [0, 97], "1 stages; 4 ranks with 1 each make 4"),
+        (("borders",), [0, 1, 2, 3.5, 97], "borders is"),
+        (("recompute",), [97], r"recompute names layers \[97\]; there are 97"),
+        (("predicted", "step_ns"), "fast", "here, predicted: step_ns is 'fast', but should be int"),
+    ],
+)
+def test_what_is_not_a_plan_is_refused(plan, path, value, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        plan_from_json(with_own_hash(changed(plan, *path, value=value)), where="here")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [None, "x", -1, [], {}, [1], 10**25, 1.5, True])
+@pytest.mark.parametrize(
+    "path",
+    [
+        (),
+        ("model",),
+        ("model", "vision"),
+        ("model", "vit"),
+        ("cluster",),
+        ("parallel",),
+        ("parallel", "tp"),
+        ("training",),
+        ("num_micro_batches",),
+        ("full", "llm", "tokens"),
+        ("loads", "vision", "tokens", 0),
+    ],
+)
+def test_whatever_is_edited_into_the_inputs_is_refused_in_one_line(plan, path, value):
+    with pytest.raises(ConfigError, match="here: its inputs are not those that its predictions") as error:
+        plan_from_json(changed(plan, "inputs", *path, value=value), where="here")
+    assert "\n" not in str(error.value)
+
+
+def test_missing_parts_are_named(plan):
+    values = plan.to_json()
+    del values["inputs"]["model"]
+    with pytest.raises(ConfigError, match=r"here, inputs: has .*; it must have .*'model'"):
+        plan_from_json(with_own_hash(values), where="here")
+    with pytest.raises(ConfigError, match="here: plan version None"):
+        plan_from_json([], where="here")
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    with pytest.raises(DataError, match=r"nothing.json: No such file or directory; give the plan.json"):
+        read_plan(tmp_path / "nothing.json")
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(DataError, match=r"bad.json: not JSON"):
+        read_plan(tmp_path / "bad.json")

@@ -1,0 +1,120 @@
+"""Models of transformers that the pipeline examples open for a build, and write: what is refused, in one line."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+sys.path[:0] = [
+    str(Path(__file__).parents[2] / "examples"),
+    str(Path(__file__).parents[1] / "loaders"),
+]
+
+from pipeline_models import open_model  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from shard_fixture import group_samples, make_samples, write_build  # noqa: E402
+from tiny_transformers import make_config, read_model, write_model  # noqa: E402
+
+from balance.errors import ConfigError, DataError  # noqa: E402
+from loaders import StreamingLoader  # noqa: E402
+
+PRESETS = {"llava": "llava_1_5", "internvl": "internvl_1_5_max1", "qwen2_vl": "qwen2_vl"}
+
+
+@pytest.fixture(scope="module")
+def loaders(tmp_path_factory):
+    """By model, of builds for it."""
+    root, made = tmp_path_factory.mktemp("packed"), {}
+    for name, preset in PRESETS.items():
+        build = write_build(root / name, group_samples(make_samples(4, model=preset), 4096), model=preset)
+        made[name] = StreamingLoader(build, dp_rank=0, dp_world_size=1)
+    return made
+
+
+@pytest.fixture(scope="module", params=PRESETS)
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def folder(loaders, name, tmp_path):
+    """A model with weights, as transformers writes it."""
+    read_model(name, None, loaders[name]).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def refusal(error, call, *given):
+    """In one line."""
+    with pytest.raises(error) as caught:
+        call(*given)
+    (line,) = str(caught.value).splitlines()
+    return line
+
+
+def test_a_build_decides_the_model_unless_one_is_named(loaders, name):
+    for given in (None, name):
+        assert open_model(given, None, loaders[name]).whole.config.model_type == name
+    other = next(other for other in PRESETS if other != name)
+    line = refusal(ConfigError, open_model, other, None, loaders[name])
+    assert line.startswith(f"the build is for {PRESETS[name]}, whose images are not cut for {other}: build with")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "own", "other"),
+    [
+        ("llava", {"image_size": 224}, "image_size 224, llm_tokens_per_patch 256", "image_size 336"),
+        ("llava", {"patch_size": 28}, "image_size 336, llm_tokens_per_patch 144", "llm_tokens_per_patch 576"),
+        ("internvl", {"image_size": [224, 224]}, "image_size 224, llm_tokens_per_patch 64", "image_size 448"),
+        ("qwen2_vl", {"patch_size": 16}, "vit_patch_size 16, merge_size 2", "vit_patch_size 14, merge_size 2"),
+        ("qwen2_vl", {"spatial_merge_size": 1}, "merge_size 1, temporal", "merge_size 2, temporal"),
+        ("qwen2_vl", {"temporal_patch_size": 1}, "temporal_patch_size 1;", "temporal_patch_size 2"),
+    ],
+)
+def test_a_model_that_takes_other_images_is_refused_with_both_sizes(loaders, tmp_path, name, change, own, other):
+    config = make_config(name, loaders[name])
+    for key, value in change.items():
+        setattr(config.vision_config, key, value)
+    config.save_pretrained(tmp_path)
+    line = refusal(ConfigError, open_model, name, tmp_path / "config.json", loaders[name])
+    before, behind = line.split("; the build, for ")
+    assert own in f"{before};"
+    assert behind.startswith(f"{PRESETS[name]}, has ")
+    assert other in behind
+
+
+def test_a_folder_that_lacks_weights_is_refused(loaders, name, folder):
+    weights = load_file(folder / "model.safetensors")
+    lost = next(key for key in weights if "layers.1." in key)
+    for changed in ({}, {lost: torch.zeros(3)}):
+        save_file({key: own for key, own in weights.items() if key != lost} | changed, folder / "model.safetensors")
+        line = refusal(ConfigError, open_model, name, folder, loaders[name])
+        assert line.startswith(f"{folder} lacks 1 weights that its config.json asks for")
+        assert line.split(", as ")[1].split(":")[0].endswith(lost.rsplit("layers.", 1)[1])
+
+
+def test_tied_weights_are_not_lacking(loaders, name, folder):
+    is_tied = name != "llava"  # by the defaults of their configs
+    assert any(key.endswith("lm_head.weight") for key in load_file(folder / "model.safetensors")) != is_tied
+    model = open_model(name, folder, loaders[name]).whole
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == is_tied
+
+
+def test_damaged_weights_are_told_in_one_line(loaders, name, folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert refusal(ConfigError, open_model, name, folder, loaders[name]).startswith(f"{folder}: ")
+    file.write_bytes(b"nothing")
+    assert refusal(ConfigError, open_model, name, folder, loaders[name]).startswith(f"{folder}: ")
+
+
+def test_a_model_that_cannot_be_written_is_told_in_one_line(loaders, name, tmp_path):
+    model = read_model(name, None, loaders[name])
+    (tmp_path / "file").write_text("")
+    line = refusal(DataError, write_model, model, tmp_path / "file" / "model", model.state_dict())
+    assert line == f"{tmp_path / 'file' / 'model'}: Not a directory"
+    write_model(model, tmp_path / "folder", model.state_dict())
+    assert json.loads((tmp_path / "folder" / "config.json").read_text())["model_type"] == name
