@@ -3,11 +3,13 @@
 import time
 from dataclasses import dataclass
 from itertools import pairwise
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from engine.cost_model.costs import NS_PER_MS
 from engine.cost_model.loads import Loads, PhaseLoads
 from engine.runtime.carries import LayeredModel, Spec
 
@@ -30,22 +32,46 @@ def loads_of(batches):
     return Loads(vision=PhaseLoads.nothing(len(batches)), audio=PhaseLoads.nothing(len(batches)), llm=llm)
 
 
-class _SleepsBack(torch.autograd.Function):
+class WorkClock:
+    """Rank's clock that stands still unless layers work: what they take is known to the ns, on however busy a machine.
+
+    In a `with`, it is what `time.perf_counter_ns` tells. Waiting for other ranks takes no time by it.
+    """
+
+    def __init__(self):
+        self.ns = 0
+        self._patch = mock.patch.object(time, "perf_counter_ns", self.read)
+
+    def __enter__(self):
+        self._patch.start()
+        return self
+
+    def __exit__(self, *_):
+        self._patch.stop()
+
+    def read(self):
+        return self.ns
+
+    def work(self, milliseconds):
+        self.ns += round(milliseconds * NS_PER_MS)
+
+
+class _WorksBack(torch.autograd.Function):
     """The input; its gradient takes a while."""
 
     @staticmethod
-    def forward(ctx, given, seconds):
-        ctx.seconds = seconds
+    def forward(ctx, given, clock, milliseconds):
+        ctx.clock, ctx.milliseconds = clock, milliseconds
         return given.view_as(given)
 
     @staticmethod
     def backward(ctx, gradient):
-        time.sleep(ctx.seconds)
-        return gradient, None
+        ctx.clock.work(ctx.milliseconds)
+        return gradient, None, None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sleeps:
+class Durations:
     """Milliseconds for each row of a micro-batch."""
 
     forward: float
@@ -53,32 +79,32 @@ class Sleeps:
     weight_grad: float
 
 
-class SleepingLayer(nn.Module):
+class TimedLayer(nn.Module):
     """Takes a known time; with `only_on`, runs out of memory on other ranks."""
 
-    def __init__(self, sleeps: Sleeps, *, is_last: bool, only_on: int | None = None):
+    def __init__(self, durations: Durations, clock: WorkClock, *, is_last: bool, only_on: int | None = None):
         super().__init__()
-        self.sleeps, self.is_last, self.only_on = sleeps, is_last, only_on
+        self.durations, self.clock, self.is_last, self.only_on = durations, clock, is_last, only_on
         self.weight = nn.Parameter(torch.ones(3))
 
     def forward(self, carry, batch):
         if self.only_on is not None and dist.get_rank() != self.only_on:
             raise torch.OutOfMemoryError("too much")
-        each = len(batch.values) / 1000
-        time.sleep(self.sleeps.forward * each)
-        given = _SleepsBack.apply(carry.get("x", batch.values), self.sleeps.input_grad * each)
-        made = given + _SleepsBack.apply(self.weight, self.sleeps.weight_grad * each).sum()
+        each = len(batch.values)
+        self.clock.work(self.durations.forward * each)
+        given = _WorksBack.apply(carry.get("x", batch.values), self.clock, self.durations.input_grad * each)
+        made = given + _WorksBack.apply(self.weight, self.clock, self.durations.weight_grad * each).sum()
         return {"loss": made.sum()} if self.is_last else {"x": made}
 
 
-def sleeping_model(sleeps, width=2, only_on=None):
+def timed_model(durations, clock, width=2, only_on=None):
     """`only_on`: by layer, the rank that has memory for it."""
     only_on = only_on or {}
     layers = [
-        SleepingLayer(own, is_last=place == len(sleeps) - 1, only_on=only_on.get(place))
-        for place, own in enumerate(sleeps)
+        TimedLayer(own, clock, is_last=place == len(durations) - 1, only_on=only_on.get(place))
+        for place, own in enumerate(durations)
     ]
-    return LayeredModel(layers=layers, specs=_Rows([width] * len(sleeps)))
+    return LayeredModel(layers=layers, specs=_Rows([width] * len(durations)))
 
 
 class _Rows:

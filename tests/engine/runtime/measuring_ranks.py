@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 import torch.distributed as dist
-from measured_models import Sleeps, Square, Sum, chain, loads_of, rows, sleeping_model
+from measured_models import Durations, Square, Sum, WorkClock, chain, loads_of, rows, timed_model
 from torch import nn
 
 from balance.errors import ConfigError, IsobatchError
@@ -14,19 +14,25 @@ from engine.runtime.pipeline import Pipeline, PipelineOptions
 from engine.runtime.profiling.profile import MeasureOptions, measure_layers
 from engine.runtime.profiling.trials import TrialOptions, TrialStep, evidence, measure_partitions
 
-SLEEPS = (
-    Sleeps(forward=1, input_grad=2, weight_grad=4),
-    Sleeps(forward=3, input_grad=5, weight_grad=2),
-    Sleeps(forward=2, input_grad=1, weight_grad=5),
+DURATIONS = (
+    Durations(forward=1, input_grad=2, weight_grad=4),
+    Durations(forward=3, input_grad=5, weight_grad=2),
+    Durations(forward=2, input_grad=1, weight_grad=5),
 )
 ROWS = (2, 4, 6)
 WIDTHS = (6, 10, 14, 22, 14)
 COUNTS = (8, 16, 40)
 
 
-def profile_sleeping(said, *, apart):
-    """Layers that take a known time; three, on two ranks."""
-    model = sleeping_model(SLEEPS)
+def profile_timed(said):
+    """Layers that take a known time; three, on two ranks. Backward passes measured together, then apart."""
+    for apart in (False, True):
+        with WorkClock() as clock:
+            said[f"apart: {apart}"] = _profile_timed(clock, apart=apart)
+
+
+def _profile_timed(clock, *, apart):
+    model = timed_model(DURATIONS, clock)
     batches = [rows(count, 2) for count in ROWS]
     pipeline = Pipeline(model, [0, 2, 3], [False] * 3, [[0, 1]])
     before = [torch.full_like(weight, 5.0) for weight in pipeline.parameters()]
@@ -43,12 +49,14 @@ def profile_sleeping(said, *, apart):
         phases=dict.fromkeys(kinds, "llm"),
         options=MeasureOptions(apart=apart),
     )
-    said["profile"] = profile_to_dict(profile)
-    said["gradients kept"] = all(
-        weight.grad is gradient and bool((gradient == 5).all())
-        for weight, gradient in zip(pipeline.parameters(), before, strict=True)
-    )
-    said["generator kept"] = bool((state == torch.random.get_rng_state()).all())
+    return {
+        "profile": profile_to_dict(profile),
+        "gradients kept": all(
+            weight.grad is gradient and bool((gradient == 5).all())
+            for weight, gradient in zip(pipeline.parameters(), before, strict=True)
+        ),
+        "generator kept": bool((state == torch.random.get_rng_state()).all()),
+    }
 
 
 def profile_chains(said):
@@ -85,26 +93,26 @@ def _profile_chain(model, batches, borders, options, kind=None):
 
 
 UNEVEN = (
-    Sleeps(forward=3, input_grad=0, weight_grad=21),
-    *[Sleeps(forward=3, input_grad=3, weight_grad=2)] * 3,
+    Durations(forward=3, input_grad=0, weight_grad=21),
+    *[Durations(forward=3, input_grad=3, weight_grad=2)] * 3,
 )
-"""Forward times say to cut in the middle; all times, behind the first layer: six micro-batches take .83 of that."""
+"""Forward times say to cut in the middle; all times, behind the first layer: the slower rank then works 3/4 of that."""
 
 
-def costs_of(sleeps, batches):
-    """What sleeping layers cost, known beforehand."""
+def costs_of(durations, batches):
+    """What such layers cost, known beforehand."""
     counts = np.array([len(batch.values) for batch in batches])
 
     def times(name):
-        each = np.array([getattr(own, name) for own in sleeps])
+        each = np.array([getattr(own, name) for own in durations])
         return np.rint(np.outer(each, counts) * NS_PER_MS).astype(np.int64)
 
-    nothing = np.zeros((len(sleeps), len(batches)), np.int64)
+    nothing = np.zeros((len(durations), len(batches)), np.int64)
     return Costs(
-        names=tuple(f"layer {place}" for place in range(len(sleeps))),
-        kinds=tuple(str(own) for own in sleeps),
+        names=tuple(f"layer {place}" for place in range(len(durations))),
+        kinds=tuple(str(own) for own in durations),
         forward_ns=times("forward"),
-        input_grad_ns=times("input_grad") * (np.arange(len(sleeps)) > 0)[:, np.newaxis],
+        input_grad_ns=times("input_grad") * (np.arange(len(durations)) > 0)[:, np.newaxis],
         weight_grad_ns=times("weight_grad"),
         recompute_ns=times("forward"),
         send_ns=nothing,
@@ -114,16 +122,21 @@ def costs_of(sleeps, batches):
         sent_bytes=nothing,
         state_bytes=nothing[:, 0],
         param_counts=nothing[:, 0],
-        sends_grad=np.ones(len(sleeps), np.bool_),
+        sends_grad=np.ones(len(durations), np.bool_),
     )
 
 
 def try_partitions(said):
     """The best partition is known; and what fits no memory, or is asked wrongly, ends alike on both ranks."""
+    with WorkClock() as clock:
+        _try_partitions(said, clock)
+
+
+def _try_partitions(said, clock):
     batches = [rows(count, 2) for count in (1,) * 6]
     costs = costs_of(UNEVEN, batches)
     num_groups = len(dist.distributed_c10d._world.pg_map)
-    model = sleeping_model(UNEVEN)
+    model = timed_model(UNEVEN, clock)
     step = TrialStep(batches=batches, normalizer=6, pipelines=[[0, 1]])
     # whatever the other ranks know does not count
     own = costs if dist.get_rank() == 0 else costs_of(UNEVEN[::-1], batches)
@@ -131,9 +144,9 @@ def try_partitions(said):
     said["gradients"] = sum(weight.grad is not None for layer in model.layers for weight in layer.parameters())
     said["weights"] = all(bool((layer.weight == 1).all()) for layer in model.layers)
     # the third layer has room on the first rank only
-    crowded = sleeping_model(UNEVEN, only_on={2: 0})
+    crowded = timed_model(UNEVEN, clock, only_on={2: 0})
     said["crowded"] = evidence(measure_partitions(crowded, own, step, TrialOptions(steps=1, radius=2)))
-    nowhere = sleeping_model(UNEVEN, only_on={1: 1, 2: 0})
+    nowhere = timed_model(UNEVEN, clock, only_on={1: 1, 2: 0})
     said["nowhere"] = _failure(nowhere, own, step, TrialOptions(steps=1, radius=1))
     said["radius"] = _failure(model, own, step, TrialOptions(radius=-1))
     few = TrialStep(batches=batches, normalizer=6, pipelines=[[0, 1]], recompute=_only_even)

@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 from measuring_ranks import try_partitions
 from rank_faults import run_ranks
@@ -19,10 +18,11 @@ def test_the_fastest_partition_is_chosen_though_another_is_ranked_first(tried):
     assert best["chosen"] == [0, 1, 4]
     assert sorted(row["borders"][1] for row in best["candidates"]) == [1, 2, 3]
     for row in best["candidates"]:
-        assert len(row["steps_ms"]) == 3
-        assert row["median_ms"] == pytest.approx(float(np.median(row["steps_ms"])), abs=1e-3)
-        # layers that only sleep cannot be faster than planned
-        assert row["median_ms"] >= 0.98 * row["predicted_ms"]
+        cut = row["borders"][1]
+        # what the rank with more work does in a step of six micro-batches
+        assert row["steps_ms"] == [6 * max(24 + 8 * (cut - 1), 8 * (4 - cut))] * 3
+        assert row["median_ms"] == row["steps_ms"][0]
+        assert row["predicted_ms"] >= row["median_ms"]  # which waits for the other one, too
         assert row["failure"] is None
     assert best["chosen_step_ms"] == min(row["median_ms"] for row in best["candidates"])
 
