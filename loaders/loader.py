@@ -50,7 +50,8 @@ class StreamingLoader:
       all, mixed in every step. Weights are relative: an epoch is one pass over the build of the largest, a share of a
       pass over others, which the next epoch continues.
     - `remainder`: the last step of an epoch may lack groups: "pad" fills it up with empty micro-batches, so that every
-      sample is seen; "drop" leaves it out and counts its samples in `num_dropped_samples`.
+      sample is seen; "drop" leaves it out and counts its samples in `num_dropped_samples`. An epoch that has no step at
+      all is a ConfigError when it begins.
     - `order`: "random" is for plain data parallelism with eight or more micro-batches per step: as random as a shuffle,
       as balanced as "blocks".
     - `regroup="epoch"`: samples are grouped anew in every epoch, within windows of `regroup_window` stored groups.
@@ -169,6 +170,7 @@ class StreamingLoader:
         self._end_iterator()
         if self._steps.is_behind_last:
             self._finish_epoch()
+        self._steps.check_epoch()
         works = map(self._maker.work, plans_ahead(self._steps.copy(), self._reader))
         running = self._running = Prefetcher(
             works,

@@ -136,6 +136,18 @@ class Steps:
         """Steps of the whole epoch, the same on every rank."""
         return self._num_steps(len(self._groups))
 
+    def check_epoch(self) -> None:
+        """ConfigError if the whole epoch makes no step: who waits for one would wait for ever."""
+        if len(self):
+            return
+        if not len(self._groups):
+            raise ConfigError("the build has no groups; its report.html says why samples were rejected")
+        config = self._config
+        raise ConfigError(
+            f"the {len(self._groups)} groups of an epoch are less than one step of {config.dp_world_size} ranks x "
+            f"{config.micro_batches} micro-batches; use remainder='pad', or smaller steps"
+        )
+
     def state(self) -> dict[str, Any]:
         """This position, plain JSON; the same on every rank, and good for any number of ranks and micro-batches."""
         return {

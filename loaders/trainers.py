@@ -56,8 +56,6 @@ class StepDataset(IterableDataset[Step]):
             raise ConfigError(
                 f"num_workers is {worker.num_workers}; use 0 or 1 for a StepDataset: the loader decodes in threads"
             )
-        if not len(self.loader):
-            raise ConfigError("the build has less than one step of groups; use remainder='pad', or smaller steps")
         while True:
             for micro_batches in self.loader:
                 yield Step(micro_batches, self.loader.state_dict())

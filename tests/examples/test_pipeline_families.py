@@ -18,7 +18,7 @@ sys.path[:0] = [str(EXAMPLES), *(str(Path(__file__).parents[1] / part) for part 
 from family_ranks import STEPS, everything  # noqa: E402
 from pipeline_layout import follow  # noqa: E402
 from pipeline_models import open_model  # noqa: E402
-from rank_faults import run_ranks  # noqa: E402
+from ranks import run_ranks  # noqa: E402
 from sample_tables import write_tabled  # noqa: E402
 from shard_fixture import group_samples, make_samples, write_build  # noqa: E402
 from stated_ranks import TUNED, state_times, tune_by_stated  # noqa: E402

@@ -179,6 +179,15 @@ def test_random_steps_give_ranks_the_same_sums_and_every_sample_once(builds, for
     assert np.ptp(patches, axis=1).mean() <= 2
 
 
+def test_an_epoch_without_a_step_is_refused_and_not_dropped_unheard(text_build):
+    loader = load(text_build, 0, 4, micro_batches_per_step=1_000, remainder="drop")
+    with pytest.raises(
+        ConfigError, match=r"the \d+ groups of an epoch are less than one step of 4 ranks x 1000 micro-b"
+    ):
+        next(iter(loader))
+    assert (loader.epoch, loader.num_dropped_samples) == (0, 0)
+
+
 def test_random_remainder_is_dropped_and_counted(text_build):
     ranks = [load(text_build, rank, 4, micro_batches_per_step=2, remainder="drop", order="random") for rank in range(4)]
     seen = ids_of(chain(*map(list, ranks)))

@@ -1,11 +1,10 @@
 """What each rank runs for `test_models`: a model of transformers in a pipeline beside the same training alone."""
 
-import os
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import on_ranks
 from tiny_models import make_batch, make_model, run_alone
 
 from engine.runtime.models.transformers_models import from_transformers
@@ -34,19 +33,15 @@ class ModelCase:
 
 def run_model_cases(folder: str, cases: list[ModelCase]) -> None:
     """Run all cases on two ranks; the first failure of any is raised."""
-    mp.spawn(_run_rank, (folder, cases), nprocs=2)
+    on_ranks(2, folder, _run_all, cases)
 
 
-def _run_rank(rank: int, folder: str, cases: list[ModelCase]) -> None:
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+def _run_all(cases: list[ModelCase]) -> None:
     for case in cases:
         try:
             _run_case(case)
         except Exception as error:
-            raise AssertionError(f"{case.name}, rank {rank}: {error}") from error
-    dist.destroy_process_group()
+            raise AssertionError(f"{case.name}, rank {dist.get_rank()}: {error}") from error
 
 
 def _run_case(case: ModelCase) -> None:

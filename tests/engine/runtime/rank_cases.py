@@ -1,12 +1,11 @@
 """What each rank runs in these tests: the pipeline beside the same steps in one process, gradients compared."""
 
-import os
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import on_ranks
 from toy_model import freeze, make_batch, make_model, run_alone
 
 from engine.cost_model.costs import Costs
@@ -53,19 +52,15 @@ class Case:
 
 def run_cases(folder: str, world_size: int, cases: list[Case]) -> None:
     """Run all cases in `world_size` processes; the first failure of any is raised."""
-    mp.spawn(_run_rank, (folder, world_size, cases), nprocs=world_size)
+    on_ranks(world_size, folder, _run_all, cases)
 
 
-def _run_rank(rank: int, folder: str, world_size: int, cases: list[Case]) -> None:
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
+def _run_all(cases: list[Case]) -> None:
     for case in cases:
         try:
             run_case(case)
         except Exception as error:
-            raise AssertionError(f"{case.name}, rank {rank}: {error}") from error
-    dist.destroy_process_group()
+            raise AssertionError(f"{case.name}, rank {dist.get_rank()}: {error}") from error
 
 
 def run_case(case: Case) -> None:

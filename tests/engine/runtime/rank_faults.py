@@ -1,17 +1,14 @@
 """What ranks run in the tests of faults, of measured steps and of bf16; each writes down what it saw."""
 
-import json
 import os
 import signal
 import time
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from toy_model import make_batch, make_model, run_alone
 
 from engine.charts.trace import KIND_NAMES
@@ -20,37 +17,6 @@ from engine.runtime.faults import IsobatchError, LossNotFinite
 from engine.runtime.messages import Mailbox
 from engine.runtime.pipeline import Pipeline, PipelineOptions
 from engine.simulator.simulate import critical_path
-
-
-def run_ranks(folder: Path, world_size: int, work, *arguments, most_s: float = 90.0):
-    """Run `work(say, *arguments)` on all ranks; -> what each said, by rank; None of one that was killed."""
-    context = mp.get_context("spawn")
-    ranks = [
-        context.Process(target=_run_rank, args=(str(folder), rank, world_size, work, arguments))
-        for rank in range(world_size)
-    ]
-    for process in ranks:
-        process.start()
-    until = time.monotonic() + most_s
-    for process in ranks:
-        process.join(max(0.0, until - time.monotonic()))
-    late = [rank for rank, process in enumerate(ranks) if process.is_alive()]
-    for rank in late:
-        ranks[rank].kill()
-        ranks[rank].join()
-    assert not late, f"ranks {late} did not end"
-    files = [folder / f"said{rank}" for rank in range(world_size)]
-    return [json.loads(file.read_text()) if file.exists() else None for file in files]
-
-
-def _run_rank(folder, rank, world_size, work, arguments):
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
-    said = {}
-    work(said, *arguments)
-    Path(folder, f"said{rank}").write_text(json.dumps(said))
-    os._exit(0)  # at once, as a crashed rank does: connections are closed
 
 
 def batches_of(count, seed=0):

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rank_faults import batches_of, make_pipeline, run_ranks
+from rank_faults import batches_of, make_pipeline
+from ranks import run_ranks
 from toy_model import make_model
 
 from balance.errors import IsobatchError

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -12,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from heard_build import KINDS, PER_KIND, build_heard
+from ranks import on_ranks
 
 sys.path[:0] = [str(Path(__file__).parents[3] / "examples"), str(Path(__file__).parents[2] / "loaders")]
 
@@ -53,7 +52,7 @@ class Expected:
 def told(tmp_path_factory):
     """By rank, what it found."""
     folder = tmp_path_factory.mktemp("dispatched")
-    mp.spawn(_run_rank, (str(folder), str(build_heard(folder))), nprocs=RANKS)
+    on_ranks(RANKS, folder, _run_all, folder, str(build_heard(folder)))
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
@@ -132,24 +131,19 @@ def test_a_build_for_a_model_without_ears_is_refused_in_one_line(tmp_path, capsy
     assert capsys.readouterr().err.splitlines() == ["the build is for the model tiny; build it with --model tiny_audio"]
 
 
-def _run_rank(rank, folder, build):
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS)
+def _run_all(folder, build):
     expected = _one_process(build)
     said = {balance: _epoch(build, balance, expected) for balance in BALANCES}
     said["files"] = _files(build)
     steps = len(expected) + 2
     said["trained"] = {balance: train(_run(build, balance), steps) for balance in BALANCES}
-    if rank == 0:
+    if dist.get_rank() == 0:
         run = _run(build, "all")
         with pytest.raises(PeerLost) as caught:
             train(run, steps)
         said["lost"] = str(caught.value)
         run.loader.close()
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(said))
-    if rank == 1:
-        dist.destroy_process_group()
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(said))
 
 
 def _run(build, balance):

@@ -1,6 +1,5 @@
 """Three modalities balanced phase by phase: losses and gradients as of one process; what travels is as planned."""
 
-import os
 import pickle
 from dataclasses import dataclass
 
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import on_ranks
 from three_modalities import TOKENS, counts_of, deliver, draw, make_model, run_alone
 
 from balance.errors import ConfigError
@@ -52,13 +51,11 @@ ALGORITHMS = {"vision": "sums", "audio": "padded", "llm": "sums"}
     ("world_size", "cases"), [(2, CASES), (4, [case for case in CASES if case.name in ON_FOUR])], ids=["two", "four"]
 )
 def test_losses_and_gradients_equal_one_process_and_volumes_the_plan(tmp_path, world_size, cases):
-    mp.spawn(_run_rank, (str(tmp_path), world_size, cases), nprocs=world_size)
+    on_ranks(world_size, tmp_path, _run_all, cases)
 
 
-def _run_rank(rank, folder, world_size, cases):
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
+def _run_all(cases):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     for case in cases:
         try:
             _run_case(case, rank, world_size)
@@ -66,7 +63,6 @@ def _run_rank(rank, folder, world_size, cases):
             raise AssertionError(f"{case.name}, rank {rank}: {error}") from error
     _wrong_lengths_are_named(rank)
     _samples_that_come_twice_are_named(rank)
-    dist.destroy_process_group()
 
 
 def _run_case(case, rank, world_size):

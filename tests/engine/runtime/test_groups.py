@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from rank_faults import run_ranks
+from ranks import run_ranks
 
 from engine.runtime.groups import sum_over
 

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from manuals_build import MANUALS, SAMPLES, build_manuals, choose_samples, image_names
 from manuals_models import endless, load, make_model, train_alone
 from manuals_ranks import SAVED_BEHIND, STEPS, Run, train_on_two_ranks
-from rank_faults import run_ranks
+from ranks import run_ranks
 
 torch.set_num_threads(1)
 

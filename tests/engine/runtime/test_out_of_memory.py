@@ -4,8 +4,8 @@ import re
 
 import pytest
 from rank_cases import TOLERANCE
-from rank_faults import run_ranks
 from rank_out_of_memory import Shortage, run_short
+from ranks import run_ranks
 
 SCHEDULES = [("1f1b", 1), ("gpipe", 1), ("zero_bubble", 1), ("interleaved", 2)]
 TWO = [

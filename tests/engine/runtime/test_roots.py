@@ -5,7 +5,8 @@ import weakref
 
 import pytest
 import torch
-from rank_faults import batches_of, run_ranks
+from rank_faults import batches_of
+from ranks import run_ranks
 from torch import nn
 from toy_model import make_model
 

@@ -1,7 +1,8 @@
 """A rank that dies, a loss that is no number, a tensor unlike its spec: all ranks end soon, with one clear line."""
 
 import pytest
-from rank_faults import delay, lose, measure, not_finite, run_ranks
+from rank_faults import delay, lose, measure, not_finite
+from ranks import run_ranks
 
 
 @pytest.mark.parametrize(("num_ranks", "victim"), [(4, 2), (3, 0)])

@@ -1,14 +1,13 @@
 """torch's own schedules give the gradients of one process, micro-batches differing in length, as ours do."""
 
-import os
 from types import SimpleNamespace
 
 import pytest
 import rank_cases
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from rank_cases import Case
+from ranks import on_ranks
 from toy_model import make_batch, make_model
 
 from balance.errors import ConfigError
@@ -52,7 +51,7 @@ FOUR = [
 
 @pytest.mark.parametrize(("world_size", "cases"), [(2, TWO), (4, FOUR)])
 def test_gradients_and_losses_equal_one_process(tmp_path, world_size, cases):
-    mp.spawn(_run_rank, (str(tmp_path), world_size, cases), nprocs=world_size)
+    on_ranks(world_size, tmp_path, _run_all, cases)
 
 
 def test_versions_that_were_not_tested_are_refused():
@@ -69,19 +68,15 @@ class _ByTorch(Pipeline):
         return SimpleNamespace(loss=TorchSchedules(self, self._options.schedule).step(batches, normalizer))
 
 
-def _run_rank(rank, folder, world_size, cases):
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
+def _run_all(cases):
     rank_cases.Pipeline = _ByTorch
     for case in cases:
         try:
             rank_cases.run_case(case)
         except Exception as error:
-            raise AssertionError(f"{case.name}, rank {rank}: {error}") from error
-    if world_size == 2:
+            raise AssertionError(f"{case.name}, rank {dist.get_rank()}: {error}") from error
+    if dist.get_world_size() == 2:
         _what_torch_cannot_do_is_said()
-    dist.destroy_process_group()
 
 
 def _what_torch_cannot_do_is_said():

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import on_ranks
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "loaders")]
 
 from sample_tables import write_tabled  # noqa: E402
 from shard_fixture import group_samples, make_samples  # noqa: E402
-from tuned_ranks import Epoch, run_all, run_epochs, spawn, stated_profile  # noqa: E402
+from tuned_ranks import Epoch, run_all, run_epochs, stated_profile  # noqa: E402
 
 from engine.simulator.schedule import Kind  # noqa: E402
 
@@ -50,7 +51,7 @@ def two(build, tmp_path_factory):
         for name in ("forward_ns", "input_grad_ns", "weight_grad_ns"):
             kind[name] = [1_000_000 for _ in kind[name]]  # however large a micro-batch is
     (folder / "other.json").write_text(json.dumps(other))
-    spawn(2, run_all, str(folder), build, TWO, STEPS, BEHIND)
+    on_ranks(2, folder, run_all, folder, build, TWO, STEPS, BEHIND)
     return folder
 
 
@@ -60,7 +61,7 @@ def four(build, tmp_path_factory):
     folder = tmp_path_factory.mktemp("four")
     for case in FOUR:
         stated_profile(folder / f"{case.name}.json", case.vision_us)
-    spawn(4, run_epochs, str(folder), build, FOUR)
+    on_ranks(4, folder, run_epochs, folder, build, FOUR)
     return folder
 
 

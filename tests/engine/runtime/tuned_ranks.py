@@ -1,7 +1,6 @@
 """What each rank runs for `test_tuned_training`: the pipeline example with `--tune`, beside one process without it."""
 
 import json
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 sys.path[:0] = [str(Path(__file__).parents[3] / "examples")]
 
@@ -84,19 +82,6 @@ def stated_profile(path, vision_us=900):
         sends_grad=np.ones(len(kinds), np.bool_),
     )
     write_profile(make_profile(costs, loads, PHASES), path)
-
-
-def spawn(world_size, run, *arguments):
-    """Run a function in so many processes that have met; the first failure of any is raised."""
-    mp.spawn(_meet, (world_size, run, *arguments), nprocs=world_size)
-
-
-def _meet(rank, world_size, run, folder, *arguments):
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
-    run(Path(folder), *arguments)
-    dist.destroy_process_group()
 
 
 def options_of(build, profile, *more):

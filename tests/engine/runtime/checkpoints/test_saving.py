@@ -1,7 +1,6 @@
 """A saved state continues exactly on other partitions, stages and replicas, and is never lost by being killed."""
 
 import importlib
-import multiprocessing
 import os
 import signal
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import context, on_ranks
 from toy_model import freeze, make_batch, make_model, run_alone
 
 from balance.errors import ConfigError, DataError
@@ -118,14 +117,11 @@ def make_pipeline(layout, seed):
     return Pipeline(model, layout.borders, [False] * len(model.layers), pipelines, options)
 
 
-def run_rank(rank, folder, expected):
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=4)
+def run_all(folder, expected):
     pipeline = make_pipeline(SAVED_BY, seed=0)
     optimizer = make_optimizer(pipeline.parameters())
     check(train_piped(pipeline, SAVED_BY, optimizer, range(BEFORE)), expected[:BEFORE], "before")
-    save_state(folder / "states", pipeline.layers, optimizer, Progress(step=BEFORE, loader={"epoch": rank}))
+    save_state(folder / "states", pipeline.layers, optimizer, Progress(step=BEFORE, loader={"epoch": dist.get_rank()}))
     check(train_piped(pipeline, SAVED_BY, optimizer, range(BEFORE, STEPS)), expected[BEFORE:], "uninterrupted")
     for layout in READ_BY:
         pipeline = make_pipeline(layout, seed=1)
@@ -134,7 +130,6 @@ def run_rank(rank, folder, expected):
         # the first rank's
         assert progress == Progress(step=BEFORE, loader={"epoch": 0})
         check(train_piped(pipeline, layout, optimizer, range(progress.step, STEPS)), expected[BEFORE:], layout.name)
-    dist.destroy_process_group()
 
 
 def check(losses, expected, what):
@@ -147,7 +142,7 @@ def test_a_run_goes_on_with_the_same_losses_on_any_stages_and_replicas(tmp_path)
     optimizer = make_optimizer(weights_of(model))
     expected = train_alone(model, optimizer, range(STEPS))
     assert expected[-1] < expected[0]
-    mp.spawn(run_rank, (tmp_path, expected), nprocs=4)
+    on_ranks(4, tmp_path, run_all, tmp_path, expected)
     # and one process alone, without torch.distributed
     model = make_model(seed=1)
     optimizer = make_optimizer(weights_of(model), rate=7.0)
@@ -194,7 +189,7 @@ def save_and_die(folder, owner, name):
 def test_killed_while_it_is_saved_a_run_still_has_a_whole_state(tmp_path, trained, owner, name, step):
     model, optimizer = trained
     # not a fork of this process, whose threads may hold locks
-    child = multiprocessing.get_context("forkserver").Process(target=save_and_die, args=(tmp_path, owner, name))
+    child = context.Process(target=save_and_die, args=(tmp_path, owner, name))
     child.start()
     child.join(60)
     assert child.exitcode == -signal.SIGKILL

@@ -1,14 +1,15 @@
 """A rank that dies, a disk that refuses: all ranks say so in one line, soon, and the state before can be used."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from rank_faults import run_ranks
 from rank_saving_faults import damage, fail_while_saving, lose
+from ranks import run_ranks
 from toy_model import make_model
 
 from engine.runtime.checkpoints.saving import load_state, newest_state
@@ -59,6 +60,7 @@ def test_a_full_disk_is_told_by_all_and_the_state_before_can_be_used(tmp_path, s
         capture_output=True,
         text=True,
         timeout=120,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
     for own in json.loads(result.stdout):
         assert_told(own["save"], "DataError", "step-2.new cannot be ", "No space left on device", "make room")

@@ -1,8 +1,8 @@
 """Recomputation adapted on the running model: the choice fits, and all choices that there are show how good it is."""
 
 import pytest
-from rank_faults import run_ranks
 from rank_memory_trials import BORDERS, KINDS, STAGES, TIMES, adapt_both, every_mask, observe
+from ranks import run_ranks
 
 SIZE = len(STAGES[0])
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from measured_models import loads_of, rows
 from measuring_ranks import COUNTS, DURATIONS, ROWS, WIDTHS, profile_chains, profile_timed
-from rank_faults import run_ranks
+from ranks import run_ranks
 
 from engine.cost_model.costs import NS_PER_MS
 from engine.cost_model.profile_costs import profile_from_dict, profiled_costs, read_profile, write_profile

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from measuring_ranks import try_partitions
-from rank_faults import run_ranks
+from ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
