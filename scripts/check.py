@@ -17,7 +17,7 @@ CHECKS = {
     "lint": [sys.executable, "-m", "ruff", "check", "."],
     "types": [sys.executable, "-m", "mypy"],
     "imports": [str(SCRIPTS / "lint-imports")],
-    "tests": [sys.executable, "-m", "pytest", "-n", "auto"],
+    "tests": [sys.executable, "-m", "pytest", "-n", "auto", "--dist", "worksteal"],
 }
 
 

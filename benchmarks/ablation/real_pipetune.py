@@ -30,9 +30,9 @@ INGREDIENTS = {
 """Rows of PipeTune's Table 2, each with those before."""
 
 
-def run(num_steps: int, rounds: int) -> list[Row]:
+def run(num_steps: int, rounds: int, samples_per_step: int = SAMPLES_PER_STEP) -> list[Row]:
     """All ingredients, on this rank of 2."""
-    counts = shrunk(internvl_samples(SAMPLES_PER_STEP * num_steps))
+    counts = shrunk(internvl_samples(samples_per_step * num_steps))
     drawn = np.arange(len(counts)).reshape(num_steps, -1)
     steps = tuple((packed(counts, samples),) for samples in drawn)
     trainer = Trainer(counts, STAGES, [(steps, False)], frozen_encoder=True)

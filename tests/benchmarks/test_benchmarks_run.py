@@ -136,7 +136,10 @@ def test_a_dataset_without_usable_samples_is_an_error_that_names_the_file(tmp_pa
         resolutions.main(["--dataset", str(tmp_path)])
 
 
-def test_counting_prints_both_limits_and_the_memory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_counting_prints_both_limits_and_the_memory(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counting, "SETTLE_SECONDS", 0)
     assert counting.main(["--samples", "600", "--work", str(tmp_path)]) in (0, 1)  # so few say nothing about speed
     printed = capfd.readouterr().out
     assert_no_nan(printed)

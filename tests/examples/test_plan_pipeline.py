@@ -1,14 +1,13 @@
-"""The planning example, really launched: what it writes is a profile, evidence, and a plan that the training takes."""
+"""The planning example on two ranks: what it writes is a profile, evidence, and a plan that the training takes."""
 
 import gc
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import launch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path[:0] = [str(EXAMPLES), str(Path(__file__).parents[1] / "loaders")]
@@ -29,12 +28,12 @@ def build(tmp_path_factory):
     return write_build(tmp_path_factory.mktemp("packed") / "build", groups)
 
 
-def launch(script, build, **options):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+def on_two(folder, script, build, **options):
+    """What two ranks printed."""
     named = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [*launcher, str(EXAMPLES / script), str(build), "--device=cpu", *named]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, env=environment)
+    result = launch(2, folder, EXAMPLES / script, build, "--device=cpu", *named)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
 
 
 def texts_and_images(folder, num_texts):
@@ -79,8 +78,7 @@ def test_a_build_whose_first_steps_have_no_images_is_refused(tmp_path):
 @pytest.mark.slow
 def test_a_measured_plan_is_one_that_training_takes(build, tmp_path):
     out = tmp_path / "plan"
-    result = launch("plan_pipeline.py", build, out=out, micro_batches_per_step=3, most_run=3)
-    assert result.returncode == 0, result.stderr[-3000:]
+    printed = on_two(tmp_path / "planned", "plan_pipeline.py", build, out=out, micro_batches_per_step=3, most_run=3)
     evidence = json.loads((out / "evidence.json").read_text())
     plan = read_plan(out / "plan.json")
     assert list(plan.borders) == evidence["chosen"]
@@ -90,7 +88,7 @@ def test_a_measured_plan_is_one_that_training_takes(build, tmp_path):
     chosen = next(row for row in evidence["candidates"] if row["borders"] == evidence["chosen"])
     assert plan.predicted.step_ns == round(1e6 * chosen["predicted_ms"])
     assert (profiled_costs(profile, plan.loads).forward_ns.sum(axis=0) > 0).all()
-    assert f"{evidence['chosen']}  <- chosen" in result.stdout
-    trained = launch("train_pipeline.py", build, plan=out / "plan.json", steps=1, figures=tmp_path / "figures.jsonl")
-    assert trained.returncode == 0, trained.stderr[-3000:]
+    assert f"{evidence['chosen']}  <- chosen" in printed
+    given = {"plan": out / "plan.json", "steps": 1, "figures": tmp_path / "figures.jsonl"}
+    on_two(tmp_path / "trained", "train_pipeline.py", build, **given)
     assert json.loads((tmp_path / "figures.jsonl").read_text())["loss"] > 0

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import launch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path[:0] = [str(EXAMPLES), str(Path(__file__).parents[1] / "loaders")]
@@ -39,14 +40,10 @@ def build(samples, tmp_path_factory):
     return write_build(tmp_path_factory.mktemp("packed") / "build", group_samples(samples))
 
 
-def torchrun(processes, script, *arguments):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return [*launcher, str(script), *map(str, arguments)]
-
-
-def train(processes, build, state, ids, steps):
+def train(build, state, ids, steps):
+    """The script and its arguments."""
     options = ("--state", state, "--save-every", SAVE_EVERY, "--ids", ids, "--steps", steps)
-    return torchrun(processes, EXAMPLES / "train_tiny.py", build, *options)
+    return EXAMPLES / "train_tiny.py", build, *options
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +51,9 @@ def killed(build, tmp_path_factory):
     """The state file and the ids that four ranks left when all of them were killed in the middle of the epoch."""
     root = tmp_path_factory.mktemp("killed")
     state, ids = root / "state.pt", root / "ids"
-    with subprocess.Popen(train(4, build, state, ids, 10_000), stdout=subprocess.DEVNULL) as launcher:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command = [*torchrun, *map(str, train(build, state, ids, 10_000))]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as launcher:
         deadline = time.monotonic() + DEADLINE_S
         try:
             # between two saves, so that some steps are lost with the processes and have to be given again
@@ -93,8 +92,7 @@ def test_killed_ranks_are_continued_by_another_number_of_them(build, samples, ki
     remaining = loader.remaining_steps
     assert 0 < remaining < len(loader)
     # the loss need not fall any more, so 1 is fine too; 2 would be an unusable state
-    command = train(processes, build, state, ids, remaining)
-    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    result = launch(processes, tmp_path / "printed", *train(build, state, ids, remaining))
     assert f"step {saved['step'] + remaining - 1:4d}" in result.stdout, result.stderr
     before = [line.split() for file in killed[1].iterdir() for line in file.read_text().splitlines()]
     kept = [sample_id for step, sample_id in before if int(step) < saved["step"]]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import launch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path[:0] = [str(EXAMPLES), str(Path(__file__).parents[1] / "loaders")]
@@ -84,18 +85,20 @@ def train_alone(build, *parts):
     return found
 
 
-def command(processes, build, *arguments, **options):
+def given(build, **options):
+    """The script's arguments."""
+    every = {"steps": STEPS, "clip": "inf", "device": "cpu", **options}
+    named = [f"--{name.replace('_', '-')}={value}" for name, value in every.items()]
+    return [str(build), *named]
+
+
+def torchrun(processes, *arguments, **options):
+    """The command; for what is really launched."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    given = {"steps": STEPS, "clip": "inf", "device": "cpu", **options}
-    named = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-    return [sys.executable, *launcher, str(SCRIPT), str(build), *named, *arguments]
+    return [sys.executable, *launcher, str(SCRIPT), *given(*arguments, **options)]
 
 
-def run(*arguments, **options):
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command(*arguments, **options), check=False, capture_output=True, text=True, timeout=120, env=environment
-    )
+ENVIRONMENT = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 
 
 def losses(path):
@@ -137,7 +140,8 @@ def test_layers_are_the_model_and_specs_are_what_crosses_each_cut(build):
 
 @pytest.mark.slow
 def test_a_plan_on_two_ranks_gives_the_losses_of_one_process(build, plan, expected, tmp_path):
-    result = run(2, build, plan=plan, figures=tmp_path / "figures.jsonl", trace=tmp_path / "trace.json")
+    command = torchrun(2, build, plan=plan, figures=tmp_path / "figures.jsonl", trace=tmp_path / "trace.json")
+    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
     assert result.returncode == 0, result.stderr[-3000:]
     assert_same(losses(tmp_path / "figures.jsonl"), expected)
     assert sum(expected[-4:]) < 0.9 * sum(expected[:4])
@@ -155,7 +159,7 @@ def test_a_plan_on_two_ranks_gives_the_losses_of_one_process(build, plan, expect
 @pytest.mark.slow
 def test_four_ranks_as_two_pipelines_give_the_losses_of_one_process(build, tmp_path):
     options = {"plan": "auto", "dp": 2, "schedule": "zero_bubble", "micro_batches_per_step": MICRO_BATCHES // 2}
-    result = run(4, build, figures=tmp_path / "figures.jsonl", **options)
+    result = launch(4, tmp_path, SCRIPT, *given(build, figures=tmp_path / "figures.jsonl", **options))
     assert result.returncode == 0, result.stderr[-3000:]
     assert_same(losses(tmp_path / "figures.jsonl"), train_alone(build, (2, STEPS)))
     assert "2 x 2 ranks" in result.stdout
@@ -166,8 +170,8 @@ def killed(build, plan, tmp_path_factory):
     """The folder that two ranks left when they were killed between two saves."""
     root = tmp_path_factory.mktemp("killed")
     saving = {"state": root / "state", "save_every": SAVE_EVERY, "figures": root / "figures.jsonl"}
-    launch = command(2, build, plan=plan, **saving | {"steps": 100_000})
-    kill_after(launch, root / "figures.jsonl", 2 * SAVE_EVERY + 1)
+    command = torchrun(2, build, plan=plan, **saving | {"steps": 100_000})
+    kill_after(command, root / "figures.jsonl", 2 * SAVE_EVERY + 1)
     return root
 
 
@@ -179,16 +183,16 @@ def test_a_killed_run_goes_on_exactly_with_other_stages_and_replicas(build, kill
     saved = json.loads((newest_state(root / "state") / PROGRESS_NAME).read_text())["step"]
     assert SAVE_EVERY <= saved < STEPS - 2
     options = {"state": root / "state", "figures": root / "figures.jsonl", "save_every": SAVE_EVERY}
-    result = run(pp * dp, build, plan="auto", dp=dp, micro_batches_per_step=MICRO_BATCHES // dp, **options)
+    arguments = given(build, plan="auto", dp=dp, micro_batches_per_step=MICRO_BATCHES // dp, **options)
+    result = launch(pp * dp, tmp_path, SCRIPT, *arguments)
     assert result.returncode == 0, result.stderr[-3000:]
     assert f"goes on behind step {saved - 1}" in result.stdout
     assert_same(losses(root / "figures.jsonl"), train_alone(build, (1, saved), (dp, STEPS - saved)))
 
 
-def kill_after(launch, figures, steps):
+def kill_after(command, figures, steps):
     """Start a run; kill all of its processes when so many steps were trained."""
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(launch, stdout=subprocess.DEVNULL, env=environment) as launcher:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=ENVIRONMENT) as launcher:
         deadline = time.monotonic() + DEADLINE_S
         try:
             while len(losses(figures)) < steps:

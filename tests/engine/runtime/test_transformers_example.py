@@ -1,13 +1,12 @@
 """The example for models of transformers, really launched: it trains, goes on with other stages, gives weights back."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import launch
 
 pytest.importorskip("transformers")
 
@@ -41,12 +40,9 @@ def arguments(build, **options):
     return [str(build), *(f"--{name.replace('_', '-')}={value}" for name, value in given.items())]
 
 
-def launch(build, **options):
-    """On two ranks."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, *arguments(build, **options)]
-    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, env=environment)
+def on_two(build, folder, **options):
+    """What is printed."""
+    result = launch(2, folder, SCRIPT, *arguments(build, **options))
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
 
@@ -81,8 +77,10 @@ def test_two_ranks_saved_and_continued_by_others_give_losses_and_weights_of_one(
     assert sorted(expected) == list(range(STEPS))
     assert expected[STEPS - 1] < expected[0]
     saving = {"state": tmp_path / "state", "recompute": "all"}
-    launch(build, steps=SAVED_BEHIND, figures=tmp_path / "first", borders="0,3,8", **saving)
-    then = launch(build, steps=STEPS, figures=tmp_path / "then", export=tmp_path / "model", **saving)
+    on_two(build, tmp_path / "on two", steps=SAVED_BEHIND, figures=tmp_path / "first", borders="0,3,8", **saving)
+    then = on_two(
+        build, tmp_path / "again", steps=STEPS, figures=tmp_path / "then", export=tmp_path / "model", **saving
+    )
     assert "stage 1: token_embedding, llm_layer 0, llm_layer 1, head" in then
     assert "1 x 2 ranks, 2 micro-batches each; goes on behind step 1" in then
     assert sorted(losses(tmp_path / "then")) == [SAVED_BEHIND, SAVED_BEHIND + 1]
