@@ -12,8 +12,11 @@ import pytest
 from raw_data import good_records, options, write_dataset
 from test_build import digests
 
+RUN_S = 600
+"""For a build at most. Ray takes 10 s here, but minutes beside a few other processes that want the cores."""
 NEEDS_RAY = [
     pytest.mark.ray,
+    pytest.mark.timeout(2 * RUN_S),
     pytest.mark.skipif(
         importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install isobatch[ray]"
     ),
@@ -29,7 +32,7 @@ def command(folder, out, executor):
 
 
 def run(folder, out, executor):
-    done = subprocess.run(command(folder, out, executor), check=False, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command(folder, out, executor), check=False, capture_output=True, text=True, timeout=RUN_S)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -86,6 +89,7 @@ def wait_for_end(group, timeout=20):
 
 
 @pytest.mark.ray
+@pytest.mark.timeout(2 * RUN_S)
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install isobatch[ray]")
 def test_ray_counts_to_the_same_bytes(dataset, undisturbed, tmp_path):
     done = run(dataset, tmp_path / "out", "ray")
