@@ -115,6 +115,7 @@ def decode(
         if image.mode.startswith("I;16"):
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         if image.mode != "RGB":
+            image.info.pop("transparency", None)  # not asked for, and Pillow warns of a palette's
             return image.convert("RGB")
         image.load()  # convert would do it, and copy
     except _DECODE_ERRORS as error:

@@ -74,13 +74,16 @@ def _say(folder, rank, world_size, work, arguments):
 def launch(world_size: int, folder: Path, script: Path, *arguments: object, most_s: float = 120.0):
     """Run a script on all ranks as torchrun does, told by the same variables; -> as `subprocess.run`.
 
-    Half a minute sooner than torchrun, which imports everything anew for itself and each rank. `folder` is for what the
-    ranks print.
+    Sooner by what torchrun takes to import everything for itself and for each rank. `folder`: for what they print.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    told |= {
+        "GROUP_RANK": 0,
+        "TORCHELASTIC_RUN_ID": "test",
+    }  # by which Lightning knows that all ranks run
     folder.mkdir(parents=True, exist_ok=True)
     command = [str(script), *map(str, arguments)]
     ranks = [

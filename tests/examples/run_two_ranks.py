@@ -1,13 +1,9 @@
-"""Two processes: train with each trainer by plain SGD, and write the weights into DIR/NAME.pt.
+"""On each of two ranks: train with each trainer by plain SGD, and write the weights into DIR/NAME.pt.
 
-    python run_two_ranks.py BUILD DIR STEPS LEARNING_RATE
-
-Forked from one process, which has imported everything once: a third of the time of torchrun.
+python run_two_ranks.py BUILD DIR STEPS LEARNING_RATE
 """
 
-import multiprocessing
 import os
-import socket
 import sys
 from itertools import islice
 from pathlib import Path
@@ -29,27 +25,10 @@ WORLD_SIZE, MICRO_BATCHES = 2, 2
 
 
 def main() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD_SIZE)}
-    # what torchrun sets, by which the trainers know that the processes are there already
-    os.environ |= {"TORCHELASTIC_RUN_ID": "test", "LOCAL_WORLD_SIZE": str(WORLD_SIZE), "GROUP_RANK": "0"}
-    processes = [multiprocessing.get_context("fork").Process(target=run, args=(rank,)) for rank in range(WORLD_SIZE)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    sys.exit(any(process.exitcode for process in processes))
-
-
-def run(rank: int) -> None:
     build, out, steps, rate = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    torch.set_num_threads(1)
     for name, train in (("hf_trainer", hf_trainer), ("accelerate", accelerate), ("lightning", with_lightning)):
         weights = train(build, str(out / name), steps, rate)
-        if rank == 0:
+        if os.environ["RANK"] == "0":
             torch.save(weights, out / f"{name}.pt")
 
 

@@ -1,7 +1,6 @@
 """Real processes: the gradients that four ranks sum up are those of one process, sample by sample."""
 
 import dataclasses
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,8 @@ import torch
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path[:0] = [str(EXAMPLES), str(Path(__file__).parents[1] / "loaders")]
 
+from dump_gradients import WORLD_SIZE, dump  # noqa: E402
+from ranks import on_ranks  # noqa: E402
 from shard_fixture import group_samples, make_samples, write_build  # noqa: E402
 from tiny_vlm import token_losses  # noqa: E402
 from train_tiny import make_model  # noqa: E402
@@ -23,8 +24,7 @@ torch.set_num_threads(1)
 def test_summed_gradients_of_four_ranks_equal_those_of_one_process(tmp_path):
     samples = make_samples(80)
     build = write_build(tmp_path / "build", group_samples(samples))
-    script = Path(__file__).with_name("dump_gradients.py")
-    subprocess.run([sys.executable, str(script), str(build), str(tmp_path / "dumped")], check=True, timeout=120)
+    on_ranks(WORLD_SIZE, tmp_path, dump, build, tmp_path / "dumped")
     step = torch.load(tmp_path / "dumped")
     # the same samples, one per group: nothing is packed
     by_id = {sample.sample_id: sample for sample in samples}

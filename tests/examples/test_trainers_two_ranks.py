@@ -1,13 +1,13 @@
 """Two ranks of each trainer take the step that one process takes on the same samples: no averaging spoils the loss."""
 
 import importlib
-import subprocess
 import sys
 from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import launch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path[:0] = [str(EXAMPLES), str(Path(__file__).parents[1] / "loaders")]
@@ -41,8 +41,7 @@ def build(tmp_path_factory):
 def trained(build, tmp_path_factory):
     out = tmp_path_factory.mktemp("trained")
     script = Path(__file__).with_name("run_two_ranks.py")
-    command = [sys.executable, str(script), str(build), str(out), str(STEPS), str(RATE)]
-    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200)
+    result = launch(2, out, script, build, out, STEPS, RATE, most_s=200)
     assert result.returncode == 0, result.stderr[-3000:]
     return out
 

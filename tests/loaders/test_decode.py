@@ -136,3 +136,13 @@ def test_pixels_lie_where_they_shall(mode: str) -> None:
     assert decode_pixels(content, counted=(60, 40), target=target[1]).base is target
     assert np.array_equal(target[1], np.asarray(decode(content)))
     assert not target[0].any()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "GIF"])
+def test_transparency_is_dropped_without_a_word(kind: str, recwarn: pytest.WarningsRecorder) -> None:
+    opaque = random_image(np.random.default_rng(0), 40, 30).quantize(16)
+    buffer = io.BytesIO()
+    opaque.save(buffer, kind, transparency=bytes(range(0, 256, 16)) if kind == "PNG" else 3)
+    decoded = decode(buffer.getvalue())
+    assert np.array_equal(np.asarray(decoded), np.asarray(opaque.convert("RGB")))
+    assert not recwarn.list
