@@ -1,19 +1,23 @@
-"""What samples, groups and micro-batches cost: FLOPs and predicted time from a model's dimensions. Pure.
+"""What samples, groups and micro-batches cost: FLOPs and predicted time from a model's dimensions.
+Pure.
 
-Matrix products only: norms, activations and softmax are under 1 % of the FLOPs. For one forward pass:
+Matrix products only: norms, activations and softmax are under 1 % of the FLOPs. For one forward
+pass:
 
 - a linear layer: 2 FLOPs per weight and token. Per layer Q, K, V (K and V narrower with grouped queries), output, and
-  two feed-forward matrices or three (gated); besides, patch embedding, projector, and the LLM's head for all tokens;
+  two feed-forward matrices or three (gated); besides, patch embedding, projector, and the LLM's
+  head for all tokens;
 - attention of the vision encoder, inside each tile or image: 4 x tokens^2 x width of all heads, per layer;
 - attention of the LLM, inside each packed sample: half of that, because it is causal.
 
-So the cost is linear in four sums (`Work`): on either side the tokens, and the squared lengths of what attends at once.
-Training costs three forward passes: each product once more for the gradient of its input and once for its weight's.
+So the cost is linear in four sums (`Work`): on either side the tokens, and the squared lengths of
+what attends at once. Training costs three forward passes: each product once more for the gradient
+of its input and once for its weight's.
 
-Sources: PipeTune A.4 (attention from each sample's length, the rest from the packed length, the encoder from the number
-of images), OrchMLLM eq. 2 (linear and quadratic terms), OmniBal 1 (6B + 20B: at 9 images and 4K tokens "almost 40 %" of
-the time is the ViT's; here 39.1 %, of the layers' matrices alone 39.9 %). Factor 3, nothing recomputed: PaLM (arXiv
-2204.02311), appendix B.
+Sources: PipeTune A.4 (attention from each sample's length, the rest from the packed length, the
+encoder from the number of images), OrchMLLM eq. 2 (linear and quadratic terms), OmniBal 1 (6B +
+20B: at 9 images and 4K tokens "almost 40 %" of the time is the ViT's; here 39.1 %, of the layers'
+matrices alone 39.9 %). Factor 3, nothing recomputed: PaLM (arXiv 2204.02311), appendix B.
 """
 
 from __future__ import annotations
@@ -26,8 +30,8 @@ from numpy.typing import NDArray
 
 from balance.errors import ConfigError
 from balance.presets import ModelPreset, NativeRule, VisionRule
-from balance.records import Counts, Groups, IntArray
 from balance.shapes import LlmShape, VitShape
+from balance.types import Counts, Groups, IntArray
 
 FloatArray = NDArray[np.float64]
 
@@ -37,10 +41,11 @@ TRAIN_FACTOR = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """How fast one GPU really computes. Give your own measurements; predicted times scale with them.
+    """How fast one GPU really computes. Give your own measurements; predicted times scale with
+    them.
 
-    The defaults are an A100's 312 TFLOP/s at 37 % MFU, which OmniBal's GPU days for InternVL 6B + 20B amount to, and an
-    assumed 10 ms per micro-batch for launches and waiting.
+    The defaults are an A100's 312 TFLOP/s at 37 % MFU, which OmniBal's GPU days for InternVL 6B +
+    20B amount to, and an assumed 10 ms per micro-batch for launches and waiting.
     """
 
     vit_flops_per_s: float = 115e12
@@ -58,7 +63,9 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What runs through both models, as sums; int64 arrays of one shape, an entry per sample or per group."""
+    """What runs through both models, as sums; int64 arrays of one shape, an entry per sample or per
+    group.
+    """
 
     vit_tokens: IntArray
     vit_squares: IntArray
@@ -73,7 +80,8 @@ class Work:
 
 
 def squared_sums(lengths: IntArray, offsets: IntArray) -> IntArray:
-    """Sum of squared lengths of each range `lengths[offsets[i]:offsets[i + 1]]`, int64, shape (len(offsets) - 1,).
+    """Sum of squared lengths of each range `lengths[offsets[i]:offsets[i + 1]]`, int64, shape
+    (len(offsets) - 1,).
 
     For exact `vit_squares` at native resolution, where the images' own lengths are known.
 
@@ -96,7 +104,9 @@ def epoch_ms(micro_batch_ms: FloatArray, dp: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """FLOPs and time of `Work`: a cost per token and one per squared length, for the encoder and for the LLM."""
+    """FLOPs and time of `Work`: a cost per token and one per squared length, for the encoder and
+    for the LLM.
+    """
 
     name: str
     """The model's, for people."""
@@ -110,10 +120,14 @@ class CostModel:
 
     @classmethod
     def of(cls, preset: ModelPreset, hardware: Hardware | None = None) -> CostModel:
-        """The cost model of a preset. Raises ConfigError when the preset does not give the model's dimensions."""
+        """The cost model of a preset. Raises ConfigError when the preset does not give the model's
+        dimensions.
+        """
         vit, llm = preset.vit, preset.llm
         if vit is None or llm is None:
-            raise ConfigError(f"model preset {preset.name} has no [vit] and [llm] tables: add the model's dimensions")
+            raise ConfigError(
+                f"model preset {preset.name} has no [vit] and [llm] tables: add the model's dimensions"
+            )
         return cls(
             name=preset.name,
             vision=preset.vision,
@@ -127,8 +141,9 @@ class CostModel:
     def work(self, counts: Counts, vit_squares: IntArray | None = None) -> Work:
         """Work of each sample.
 
-        At native resolution counts do not tell the images of a sample apart: they are taken as equally large, the least
-        that their squares can sum to, unless `vit_squares` (see `squared_sums`) says more. Tiles are always exact.
+        At native resolution counts do not tell the images of a sample apart: they are taken as
+        equally large, the least that their squares can sum to, unless `vit_squares` (see
+        `squared_sums`) says more. Tiles are always exact.
         """
         if vit_squares is None:
             vit_squares = _vit_squares(counts, self.vision)
@@ -142,31 +157,41 @@ class CostModel:
     def vit_flops(self, work: Work) -> FloatArray:
         """Forward FLOPs of encoder and projector, float64, an entry per entry of `work`."""
         linear = self.vit_flops_per_token * work.vit_tokens
-        return np.asarray(linear + float(self.vit_flops_per_square) * work.vit_squares, dtype=np.float64)
+        return np.asarray(
+            linear + float(self.vit_flops_per_square) * work.vit_squares, dtype=np.float64
+        )
 
     def llm_flops(self, work: Work) -> FloatArray:
         """Forward FLOPs of the LLM, float64, an entry per entry of `work`."""
         linear = float(self.llm_flops_per_token) * work.llm_tokens
-        return np.asarray(linear + float(self.llm_flops_per_square) * work.llm_squares, dtype=np.float64)
+        return np.asarray(
+            linear + float(self.llm_flops_per_square) * work.llm_squares, dtype=np.float64
+        )
 
     def train_flops(self, work: Work) -> FloatArray:
-        """FLOPs of forward and backward pass with everything trained, recomputation not counted (the M of MFU)."""
+        """FLOPs of forward and backward pass with everything trained, recomputation not counted
+        (the M of MFU).
+        """
         return TRAIN_FACTOR * (self.vit_flops(work) + self.llm_flops(work))
 
     def compute_ms(self, work: Work) -> FloatArray:
         """Predicted time of forward and backward pass on one GPU, without overhead."""
         seconds = (
-            self.vit_flops(work) / self.hardware.vit_flops_per_s + self.llm_flops(work) / self.hardware.llm_flops_per_s
+            self.vit_flops(work) / self.hardware.vit_flops_per_s
+            + self.llm_flops(work) / self.hardware.llm_flops_per_s
         )
         return 1e3 * TRAIN_FACTOR * seconds
 
     def micro_batch_ms(self, work: Work) -> FloatArray:
-        """Predicted time of each entry of `work` as one micro-batch on one GPU, overhead included."""
+        """Predicted time of each entry of `work` as one micro-batch on one GPU, overhead
+        included.
+        """
         return self.compute_ms(work) + self.hardware.micro_batch_overhead_ms
 
 
 def _vit_flops_per_token(vit: VitShape, vision: VisionRule) -> float:
-    # shares of the ViT's tokens: the class token is not embedded from pixels, and merged squares are projected as one
+    # shares of the ViT's tokens: the class token is not embedded from pixels, and merged squares
+    # are projected as one
     embedded = 1.0
     if not isinstance(vision, NativeRule):
         embedded = isqrt(vision.vit_tokens_per_patch) ** 2 / vision.vit_tokens_per_patch

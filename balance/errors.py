@@ -9,7 +9,9 @@ IsobatchError
 
 
 class IsobatchError(Exception):
-    """Root of all errors raised on purpose; its text is one line for the user: what, where, what to do."""
+    """Root of all errors raised on purpose; its text is one line for the user: what, where, what to
+    do.
+    """
 
 
 class DataError(IsobatchError):

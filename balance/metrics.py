@@ -1,15 +1,18 @@
-"""How balanced a stream of micro-batches is: pad ratio, dist ratio, fill, and what balance costs in randomness.
+"""How balanced a stream of micro-batches is: pad ratio, dist ratio, fill, and what balance costs in
+randomness.
 
-Pure functions of groups in stream order: step s, rank r runs group `s * dp + r`. OmniBal (ICML 2025), equations 1 and
-2, with two choices of its authors' code that its text does not print: the pad ratio is a ratio of sums over the epoch,
-the dist ratio a mean over steps.
+Pure functions of groups in stream order: step s, rank r runs group `s * dp + r`. OmniBal (ICML
+2025), equations 1 and 2, with two choices of its authors' code that its text does not print: the
+pad ratio is a ratio of sums over the epoch, the dist ratio a mean over steps.
 
-What a rank runs: LLM sequences of unequal length are padded to the longest (`padded_loads`) unless they are packed; the
-vision encoder's patches are batch items of one size, so they are concatenated and never padded (`Groups.sum`). Only
-this reading gives the known figures: AI2D + ChartQA in random order have a ViT dist ratio of .204, but .009 if padded.
+What a rank runs: LLM sequences of unequal length are padded to the longest (`padded_loads`) unless
+they are packed; the vision encoder's patches are batch items of one size, so they are concatenated
+and never padded (`Groups.sum`). Only this reading gives the known figures: AI2D + ChartQA in random
+order have a ViT dist ratio of .204, but .009 if padded.
 
-Last step: one that not all ranks take part in says more about the dataset's size than about the sampler, so only
-complete steps count. When there is none, the one incomplete step counts, its missing ranks idle (load 0).
+Last step: one that not all ranks take part in says more about the dataset's size than about the
+sampler, so only complete steps count. When there is none, the one incomplete step counts, its
+missing ranks idle (load 0).
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from balance.records import Groups, IntArray, Limits
+from balance.types import Groups, IntArray, Limits
 
 FloatArray = NDArray[np.float64]
 
@@ -31,13 +34,15 @@ def longest(groups: Groups, lengths: IntArray) -> IntArray:
     result = np.zeros(len(groups), np.int64)
     filled = groups.sizes > 0
     if filled.any():
-        # empty groups own no samples, so leaving out their starts keeps every other group's range whole
+        # empty groups own no samples, so leaving out their starts keeps every other group's range
+        # whole
         result[filled] = np.maximum.reduceat(lengths[groups.samples], groups.offsets[:-1][filled])
     return result
 
 
 def padded_loads(groups: Groups, lengths: IntArray) -> IntArray:
-    """Tokens of each group when every sample is padded to the group's longest, int64, shape (num_groups,).
+    """Tokens of each group when every sample is padded to the group's longest, int64, shape
+    (num_groups,).
 
     >>> padded_loads(Groups(np.array([0, 1, 2]), np.array([0, 2, 3])), np.array([5, 7, 4])).tolist()
     [14, 4]
@@ -46,9 +51,11 @@ def padded_loads(groups: Groups, lengths: IntArray) -> IntArray:
 
 
 def pad_ratio(groups: Groups, lengths: IntArray) -> float:
-    """Share of an epoch's tokens that is padding (OmniBal eq. 1, numerators and denominators summed over the epoch).
+    """Share of an epoch's tokens that is padding (OmniBal eq. 1, numerators and denominators summed
+    over the epoch).
 
-    Sums, so that a long micro-batch weighs more than a short one. 0.0 when there are no tokens at all.
+    Sums, so that a long micro-batch weighs more than a short one. 0.0 when there are no tokens at
+    all.
 
     >>> pad_ratio(Groups(np.array([0, 1, 2]), np.array([0, 2, 3])), np.array([5, 7, 4]))  # 2 of 14 + 4
     0.1111111111111111
@@ -58,7 +65,8 @@ def pad_ratio(groups: Groups, lengths: IntArray) -> float:
 
 
 def step_loads(loads: IntArray, dp: int) -> IntArray:
-    """Loads per step and rank, shape (num_steps, dp), by the rule for the last step in this module's docstring.
+    """Loads per step and rank, shape (num_steps, dp), by the rule for the last step in this
+    module's docstring.
 
     >>> step_loads(np.array([1, 2, 3, 4, 5]), 2).tolist()
     [[1, 2], [3, 4]]
@@ -74,10 +82,11 @@ def step_loads(loads: IntArray, dp: int) -> IntArray:
 
 
 def dist_ratio(loads: IntArray, dp: int) -> float:
-    """Share of the ranks' time that is waiting for the step's largest micro-batch (OmniBal eq. 2, mean over steps).
+    """Share of the ranks' time that is waiting for the step's largest micro-batch (OmniBal eq. 2,
+    mean over steps).
 
-    `loads` are what each group costs after padding, in stream order. A step without any load (text only, for the vision
-    encoder) is balanced: 0.
+    `loads` are what each group costs after padding, in stream order. A step without any load (text
+    only, for the vision encoder) is balanced: 0.
 
     >>> dist_ratio(np.array([4, 2, 0, 0]), dp=2)  # .25 and 0
     0.125
@@ -91,7 +100,8 @@ def dist_ratio(loads: IntArray, dp: int) -> float:
 
 
 def fill(groups: Groups, seq_len: IntArray, max_seq_len: int) -> float:
-    """Share of the groups' room for LLM tokens that is used: sum(tokens) / (num_groups * max_seq_len).
+    """Share of the groups' room for LLM tokens that is used: sum(tokens) / (num_groups *
+    max_seq_len).
 
     >>> fill(Groups(np.array([0, 1, 2]), np.array([0, 2, 3])), np.array([5, 3, 4]), 8)
     0.75
@@ -100,7 +110,8 @@ def fill(groups: Groups, seq_len: IntArray, max_seq_len: int) -> float:
 
 
 def lower_bounds(vision: IntArray, seq_len: IntArray, limits: Limits) -> dict[str, int]:
-    """Groups that no grouping of these samples can do with less, by LLM tokens and by vision: sum / cap, rounded up.
+    """Groups that no grouping of these samples can do with less, by LLM tokens and by vision: sum /
+    cap, rounded up.
 
     Seldom reached where both caps bind: samples that fill one dimension leave room in the other.
 
@@ -113,10 +124,11 @@ def lower_bounds(vision: IntArray, seq_len: IntArray, limits: Limits) -> dict[st
 
 
 def autocorrelation(loads: IntArray, dp: int) -> float:
-    """Correlation of a step's total load with the next step's: 0 for a random order, near 1 for a sorted one.
+    """Correlation of a step's total load with the next step's: 0 for a random order, near 1 for a
+    sorted one.
 
-    0.0 when there are fewer than three steps or all weigh the same: nothing to see. Of n steps in a random order it
-    strays from 0 by about 1 / sqrt(n).
+    0.0 when there are fewer than three steps or all weigh the same: nothing to see. Of n steps in a
+    random order it strays from 0 by about 1 / sqrt(n).
 
     >>> autocorrelation(np.array([9, 1, 9, 1, 9, 1]), dp=1) < -0.5
     True
@@ -125,19 +137,22 @@ def autocorrelation(loads: IntArray, dp: int) -> float:
 
 
 def source_autocorrelation(groups: Groups, sources: IntArray, dp: int) -> float:
-    """Correlation of the sources' shares of a step's samples with the next step's: near 1 if sources come in turn.
+    """Correlation of the sources' shares of a step's samples with the next step's: near 1 if
+    sources come in turn.
 
-    `sources` is a per-sample source number from 0, shape (num_samples,). Sources count by how much their share varies.
-    0.0 when there are fewer than three complete steps or nothing varies.
+    `sources` is a per-sample source number from 0, shape (num_samples,). Sources count by how much
+    their share varies. 0.0 when there are fewer than three complete steps or nothing varies.
     """
     return _lag_one(_step_shares(groups, sources, dp)[: len(groups) // dp])
 
 
 def source_entropy(groups: Groups, sources: IntArray, dp: int, *, seed: int = 0) -> float:
-    """Entropy of the sources that a step draws from, relative to the same groups in a random order: 1 = as well mixed.
+    """Entropy of the sources that a step draws from, relative to the same groups in a random order:
+    1 = as well mixed.
 
-    `sources` is a per-sample source number from 0, shape (num_samples,). The mean over steps of the entropy of samples
-    by source is divided by that of a seeded random permutation. 1.0 with one source, where there is nothing to mix.
+    `sources` is a per-sample source number from 0, shape (num_samples,). The mean over steps of the
+    entropy of samples by source is divided by that of a seeded random permutation. 1.0 with one
+    source, where there is nothing to mix.
     """
     if len(groups) == 0:
         return 1.0
@@ -147,13 +162,17 @@ def source_entropy(groups: Groups, sources: IntArray, dp: int, *, seed: int = 0)
 
 
 def _mean_step_entropy(groups: Groups, sources: IntArray, dp: int) -> float:
-    """Mean over steps of the entropy, in nats, of a step's samples by source; the last step may be incomplete."""
+    """Mean over steps of the entropy, in nats, of a step's samples by source; the last step may be
+    incomplete.
+    """
     share = _step_shares(groups, sources, dp)
     return float(-(share * np.log(np.where(share > 0, share, 1.0))).sum(axis=1).mean())
 
 
 def _step_shares(groups: Groups, sources: IntArray, dp: int) -> FloatArray:
-    """Share of each step's samples by source, shape (num_steps, num_sources); the last step may be incomplete."""
+    """Share of each step's samples by source, shape (num_steps, num_sources); the last step may be
+    incomplete.
+    """
     num_sources = int(sources.max(initial=0)) + 1
     num_steps = -(-len(groups) // dp)
     step_of_sample = np.repeat(np.arange(len(groups)) // dp, groups.sizes)
@@ -163,10 +182,17 @@ def _step_shares(groups: Groups, sources: IntArray, dp: int) -> FloatArray:
 
 
 def _lag_one(steps: FloatArray) -> float:
-    """Autocorrelation at lag 1 of rows of shape (num_steps, columns), columns weighted by their variance."""
+    """Autocorrelation at lag 1 of rows of shape (num_steps, columns), columns weighted by their
+    variance.
+    """
     if len(steps) < 3:
         return 0.0
     centred = steps - steps.mean(axis=0)
     variance = float((centred * centred).sum())
-    # the pairs are one fewer than the steps; dividing by all steps is the usual, slightly cautious estimate
-    return float((centred[:-1] * centred[1:]).sum()) / variance if variance > 1e-12 * len(steps) else 0.0
+    # the pairs are one fewer than the steps; dividing by all steps is the usual, slightly cautious
+    # estimate
+    return (
+        float((centred[:-1] * centred[1:]).sum()) / variance
+        if variance > 1e-12 * len(steps)
+        else 0.0
+    )

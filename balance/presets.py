@@ -1,7 +1,8 @@
-"""Presets of models and datasets, and the TOML configs of commands, as frozen dataclasses (clusters: see `engine`).
+"""Presets of models and datasets, and the TOML configs of commands, as frozen dataclasses
+(clusters: see `engine`).
 
-The one module of `balance` that reads files. An unknown key is an error that lists the known ones, so that a typing
-mistake never silently becomes a default.
+The one module of `balance` that reads files. An unknown key is an error that lists the known ones,
+so that a typing mistake never silently becomes a default.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from balance.audio import AudioRule
 from balance.errors import ConfigError
+from balance.media.audio_tokens import AudioRule
 from balance.shapes import AudioEncoderShape, LlmShape, TransformerShape, VitShape
 
 Config = TypeVar("Config")
@@ -22,18 +23,28 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixelRule:
-    """How pixels become a tensor, the same for every vision rule; every number of a rule is positive."""
+    """How pixels become a tensor, the same for every vision rule; every number of a rule is
+    positive.
+    """
 
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
 
     def __post_init__(self) -> None:
         numbers = {
-            f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), int | float)
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if isinstance(getattr(self, f.name), int | float)
         }
-        wrong = [f"{name} = {value}" for name, value in numbers.items() if value <= 0 and value is not False]
+        wrong = [
+            f"{name} = {value}"
+            for name, value in numbers.items()
+            if value <= 0 and value is not False
+        ]
         if wrong or min(self.std) <= 0:
-            raise ConfigError(f"{', '.join(wrong) or f'std = {list(self.std)}'}: must be greater than 0")
+            raise ConfigError(
+                f"{', '.join(wrong) or f'std = {list(self.std)}'}: must be greater than 0"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +58,9 @@ class FixedRule(PixelRule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TilesRule(PixelRule):
-    """InternVL: the grid of `image_size` tiles closest in aspect ratio, plus a thumbnail when there is more than
-    one."""
+    """InternVL: the grid of `image_size` tiles closest in aspect ratio, plus a thumbnail when there
+    is more than one.
+    """
 
     image_size: int
     vit_tokens_per_patch: int
@@ -60,7 +72,9 @@ class TilesRule(PixelRule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnyresRule(PixelRule):
-    """LLaVA-NeXT: the best of `grid_pinpoints`, cut into tiles, plus the whole image; padding removed after the ViT."""
+    """LLaVA-NeXT: the best of `grid_pinpoints`, cut into tiles, plus the whole image; padding
+    removed after the ViT.
+    """
 
     image_size: int
     vit_patch_size: int
@@ -71,7 +85,9 @@ class AnyresRule(PixelRule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeRule(PixelRule):
-    """Qwen2-VL: native resolution in `vit_patch_size` squares, merged `merge_size` x `merge_size` for the LLM."""
+    """Qwen2-VL: native resolution in `vit_patch_size` squares, merged `merge_size` x `merge_size`
+    for the LLM.
+    """
 
     vit_patch_size: int
     merge_size: int
@@ -93,10 +109,11 @@ VISION_RULES: dict[str, type[FixedRule | TilesRule | AnyresRule | NativeRule]] =
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaMarkup:
-    """What an image or a clip becomes in the text: `prefix`, as many `token` as it has LLM tokens, `suffix`.
+    """What an image or a clip becomes in the text: `prefix`, as many `token` as it has LLM tokens,
+    `suffix`.
 
-    Tokens that the tokenizer does not know are added behind its vocabulary, in the order prefix, suffix, token; an
-    image's before an audio clip's.
+    Tokens that the tokenizer does not know are added behind its vocabulary, in the order prefix,
+    suffix, token; an image's before an audio clip's.
     """
 
     token: str
@@ -130,7 +147,9 @@ class ModelPreset:
     image_markup: ImageMarkup
     vision: VisionRule
     vit: VitShape | None = None
-    """Dimensions for `balance.cost`; a preset without them counts and groups, but predicts no time."""
+    """Dimensions for `balance.cost`; a preset without them counts and groups, but predicts no
+    time.
+    """
     llm: LlmShape | None = None
     audio: AudioRule | None = None
     """None for a model that hears nothing; then it has no `audio_markup` either."""
@@ -139,12 +158,20 @@ class ModelPreset:
 
     def __post_init__(self) -> None:
         if (self.audio is None) != (self.audio_markup is None):
-            given, missing = ("audio_markup", "audio") if self.audio is None else ("audio", "audio_markup")
-            raise ConfigError(f"has [{given}] but no [{missing}]; give both for a model with audio, else neither")
-        strings = Counter(astuple(self.image_markup) + (astuple(self.audio_markup) if self.audio_markup else ()))
+            given, missing = (
+                ("audio_markup", "audio") if self.audio is None else ("audio", "audio_markup")
+            )
+            raise ConfigError(
+                f"has [{given}] but no [{missing}]; give both for a model with audio, else neither"
+            )
+        strings = Counter(
+            astuple(self.image_markup) + (astuple(self.audio_markup) if self.audio_markup else ())
+        )
         for markup in (self.image_markup, self.audio_markup):
             if markup is not None and strings[markup.token] > 1:
-                raise ConfigError(f"the token {markup.token!r} has a second place in the markup; give each its own")
+                raise ConfigError(
+                    f"the token {markup.token!r} has a second place in the markup; give each its own"
+                )
 
     @property
     def has_dimensions(self) -> bool:
@@ -153,7 +180,9 @@ class ModelPreset:
 
     @property
     def vision_unit(self) -> str:
-        """What the vision cap counts: tokens of the vision encoder for native resolution, else patches."""
+        """What the vision cap counts: tokens of the vision encoder for native resolution, else
+        patches.
+        """
         return "vit_tokens" if isinstance(self.vision, NativeRule) else "image_patches"
 
 
@@ -166,7 +195,9 @@ class DatasetPreset:
     annotations: str
     """Path of the annotation file under the data root."""
     image_folders: tuple[str, ...] = ()
-    """Folders that must be there before a build starts; image paths in the annotations begin with them."""
+    """Folders that must be there before a build starts; image paths in the annotations begin with
+    them.
+    """
     hub_repo: str = ""
     """Hugging Face dataset repository that holds the annotation file, empty if there is none."""
     hub_file: str = ""
@@ -201,7 +232,9 @@ def load_model(name: str) -> ModelPreset:
 
 def load_dataset(name: str) -> DatasetPreset:
     """Dataset preset by name, or from a TOML file of the user's."""
-    return build_config(DatasetPreset, read_preset("datasets", name), where=f"dataset preset {name}")
+    return build_config(
+        DatasetPreset, read_preset("datasets", name), where=f"dataset preset {name}"
+    )
 
 
 def model_from_dict(values: dict[str, Any]) -> ModelPreset:
@@ -212,7 +245,9 @@ def model_from_dict(values: dict[str, Any]) -> ModelPreset:
     rule = vision.pop("rule", None)
     if rule not in VISION_RULES:
         raise ConfigError(f"{where}: vision.rule is {rule!r}; use one of {', '.join(VISION_RULES)}")
-    markup = build_config(ImageMarkup, values.pop("image_markup", {}), where=f"{where}, [image_markup]")
+    markup = build_config(
+        ImageMarkup, values.pop("image_markup", {}), where=f"{where}, [image_markup]"
+    )
     parts: dict[str, Any] = {
         "image_markup": markup,
         "vision": build_config(VISION_RULES[rule], vision, where=f"{where}, [vision]"),
@@ -224,8 +259,14 @@ def model_from_dict(values: dict[str, Any]) -> ModelPreset:
 
 
 def model_to_dict(preset: ModelPreset) -> dict[str, Any]:
-    """The inverse of `model_from_dict`: plain values for a manifest; what a model without audio lacks is left out."""
-    values = {name: value for name, value in asdict(preset).items() if value is not None or name in ("vit", "llm")}
+    """The inverse of `model_from_dict`: plain values for a manifest; what a model without audio
+    lacks is left out.
+    """
+    values = {
+        name: value
+        for name, value in asdict(preset).items()
+        if value is not None or name in ("vit", "llm")
+    }
     rule = next(name for name, kind in VISION_RULES.items() if isinstance(preset.vision, kind))
     return {**values, "vision": {"rule": rule, **values["vision"]}}
 
@@ -238,7 +279,9 @@ def build_config(kind: type[Config], values: dict[str, Any], *, where: str) -> C
     known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
     unknown = sorted(set(values) - set(known))
     if unknown:
-        raise ConfigError(f"{where}: unknown key {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        raise ConfigError(
+            f"{where}: unknown key {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+        )
     missing = [
         name
         for name, f in known.items()
@@ -257,7 +300,9 @@ def build_config(kind: type[Config], values: dict[str, Any], *, where: str) -> C
         raise ConfigError(f"{where}: {error}") from None
 
 
-def load_config(kind: type[Config], file: Path | None, options: dict[str, Any], *, command: str) -> Config:
+def load_config(
+    kind: type[Config], file: Path | None, options: dict[str, Any], *, command: str
+) -> Config:
     """A command's config: `options` that are not None over the keys of the TOML `file`."""
     values: dict[str, Any] = {}
     if file is not None:
@@ -273,7 +318,9 @@ def load_config(kind: type[Config], file: Path | None, options: dict[str, Any], 
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a plain value is of the type that a config field declares; an int is a float, a bool is neither."""
+    """Whether a plain value is of the type that a config field declares; an int is a float, a bool
+    is neither.
+    """
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return any(_fits(value, option) for option in arguments)
@@ -292,12 +339,16 @@ def _frozen(value: Any) -> Any:
 
 
 def read_preset(kind: str, name: str, extended_by: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The TOML of a preset of a kind, by name or from a file of the user's (anything that ends in `.toml`).
+    """The TOML of a preset of a kind, by name or from a file of the user's (anything that ends in
+    `.toml`).
 
-    What it `extends` is filled in underneath, one table deep; `extended_by` are the presets that led here.
+    What it `extends` is filled in underneath, one table deep; `extended_by` are the presets that
+    led here.
     """
     if name in extended_by:
-        raise ConfigError(f"presets extend each other in a circle: {' -> '.join((*extended_by, name))}")
+        raise ConfigError(
+            f"presets extend each other in a circle: {' -> '.join((*extended_by, name))}"
+        )
     path = Path(name) if name.endswith(".toml") else config_root() / kind / f"{name}.toml"
     if not path.is_file():
         raise ConfigError(
@@ -309,11 +360,19 @@ def read_preset(kind: str, name: str, extended_by: tuple[str, ...] = ()) -> dict
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     values.setdefault("name", path.stem)
     base_name = values.pop("extends", None)
-    return values if base_name is None else _overlay(read_preset(kind, base_name, (*extended_by, name)), values)
+    return (
+        values
+        if base_name is None
+        else _overlay(read_preset(kind, base_name, (*extended_by, name)), values)
+    )
 
 
 def _overlay(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in values.items():
-        merged[key] = {**base[key], **value} if isinstance(value, dict) and isinstance(base.get(key), dict) else value
+        merged[key] = (
+            {**base[key], **value}
+            if isinstance(value, dict) and isinstance(base.get(key), dict)
+            else value
+        )
     return merged

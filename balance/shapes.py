@@ -1,4 +1,6 @@
-"""The dimensions of a model's parts that decide their FLOPs: for `balance.cost`, read from presets. Pure."""
+"""The dimensions of a model's parts that decide their FLOPs: for `balance.cost`, read from presets.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from balance.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerShape:
-    """The dimensions of a stack of equal transformer layers that decide its FLOPs; every number is positive."""
+    """The dimensions of a stack of equal transformer layers that decide its FLOPs; every number is
+    positive.
+    """
 
     num_layers: int
     hidden_size: int
@@ -24,7 +28,11 @@ class TransformerShape:
 
     def __post_init__(self) -> None:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        wrong = [f"{name} = {value}" for name, value in values.items() if type(value) is int and value < 1]
+        wrong = [
+            f"{name} = {value}"
+            for name, value in values.items()
+            if type(value) is int and value < 1
+        ]
         if wrong:
             raise ConfigError(f"{', '.join(wrong)}: must be greater than 0")
 
@@ -58,9 +66,13 @@ class VitShape(EncoderShape):
     """A vision encoder with its patch embedding, and the projector behind it."""
 
     patch_values: int
-    """Pixel values that the patch embedding reads per ViT patch: 3 x 14 x 14, twice that for films of two frames."""
+    """Pixel values that the patch embedding reads per ViT patch: 3 x 14 x 14, twice that for films
+    of two frames.
+    """
     query_key_norm: bool = False
-    """Queries and keys are normalised, as in InternViT-6B: no FLOPs to speak of, but activations."""
+    """Queries and keys are normalised, as in InternViT-6B: no FLOPs to speak of, but
+    activations.
+    """
     layer_scale: bool = False
     """What attention and feed-forward part give is scaled by learnt factors: activations too."""
 

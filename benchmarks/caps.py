@@ -1,15 +1,18 @@
-"""What caps and filter targets cost: groups, fill, predicted time; and OmniBal's Table 6 on lengths that are public.
+"""What caps and filter targets cost: groups, fill, predicted time; and OmniBal's Table 6 on lengths
+that are public.
 
     python benchmarks/caps.py FILE... [--dp 8] [--model internvl_1_5] [--iterations 10]
 
-FILE: a counts.parquet, or a length file as the OmniBal authors publish them (AI2D and ChartQA of their repository are
-what docs/benchmarks.md shows). One core, half a minute. Caps are shown for the default grouping and for ISF.
+FILE: a counts.parquet, or a length file as the OmniBal authors publish them (AI2D and ChartQA of
+their repository are what docs/benchmarks.md shows). One core, half a minute. Caps are shown for the
+default grouping and for ISF.
 
-Assumptions: times are `balance.cost` with its default speeds, so trust ratios, not milliseconds; a rank's micro-batch
-takes its encoder's and its LLM's time one after the other; a step takes as long as its slowest rank, with one
-micro-batch per rank; idle ranks count. `path`: steps are neighbours on the path, as the loader deals them out;
-`random`: the same groups shuffled, which is the paper's case. "ratio" marks the cap of the paper's rule, "chosen"
-that of `choose_limits` for this grouping; below the tables what it says of its choice.
+Assumptions: times are `balance.cost` with its default speeds, so trust ratios, not milliseconds; a
+rank's micro-batch takes its encoder's and its LLM's time one after the other; a step takes as long
+as its slowest rank, with one micro-batch per rank; idle ranks count. `path`: steps are neighbours
+on the path, as the loader deals them out; `random`: the same groups shuffled, which is the paper's
+case. "ratio" marks the cap of the paper's rule, "chosen" that of `choose_limits` for this grouping;
+below the tables what it says of its choice.
 """
 
 from __future__ import annotations
@@ -29,15 +32,15 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from balance.cost import CostModel, epoch_ms
-from balance.fit import group_fit
-from balance.isf import group_isf
-from balance.limits import LimitChoice, choose_limits, choose_limits_omnibal
+from balance.grouping.best_fit import group_fit
+from balance.grouping.caps import LimitChoice, choose_limits, choose_limits_omnibal
+from balance.grouping.isf import group_isf
 from balance.metrics import dist_ratio, fill
-from balance.path import sort_along_path
+from balance.order.sort_groups import sort_along_path
 from balance.presets import load_model
-from balance.records import Counts, Groups, Limits
-from packer.lengths import read_lengths
-from packer.tables import counts_arrays
+from balance.types import Counts, Groups, Limits
+from packer.group_command import read_lengths
+from shards.tables import counts_arrays
 
 TOKEN_CAPS = (2048, 4096, 8192)
 VISION_CAPS = (5, 6, 7, 8, *range(9, 17), 18, 20, 22, 24, 26, 28, 29, 30, 31)
@@ -75,7 +78,10 @@ class Setting:
     def orders(self, groups: Groups) -> dict[str, Groups]:
         vision, tokens = groups.sum(self.counts.num_image_patches), groups.sum(self.counts.seq_len)
         shuffled = np.random.default_rng(0).permutation(len(groups))
-        return {"path": groups.take(sort_along_path(vision, tokens, 0)), "random": groups.take(shuffled)}
+        return {
+            "path": groups.take(sort_along_path(vision, tokens, 0)),
+            "random": groups.take(shuffled),
+        }
 
     def ms_per_sample(self, stream: Groups, overhead_ms: float) -> float:
         each = self.cost.compute_ms(self.cost.work(self.counts).sum(stream)) + overhead_ms
@@ -84,7 +90,9 @@ class Setting:
 
 def main() -> int:
     options = parse()
-    counts = counts_arrays(pa.concat_tables([read_lengths(path) for path in options.files]).combine_chunks())
+    counts = counts_arrays(
+        pa.concat_tables([read_lengths(path) for path in options.files]).combine_chunks()
+    )
     cost = CostModel.of(load_model(options.model))
     setting = Setting(counts=counts, cost=cost, dp=options.dp, iterations=options.iterations)
     work = float(cost.compute_ms(cost.work(counts)).mean())
@@ -102,16 +110,22 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
     parser.add_argument("--dp", type=int, default=8, help="data-parallel ranks")
-    parser.add_argument("--model", default="internvl_1_5", help="model preset that times are predicted for")
+    parser.add_argument(
+        "--model", default="internvl_1_5", help="model preset that times are predicted for"
+    )
     parser.add_argument("--iterations", type=int, default=10, help="ISF iterations at most")
     return parser.parse_args()
 
 
 def caps_table(setting: Setting, grouping: str) -> Table:
-    """A row per pair of caps; vision caps above what Q_t tokens can hold are one cap, so only the first is shown."""
+    """A row per pair of caps; vision caps above what Q_t tokens can hold are one cap, so only the
+    first is shown.
+    """
     heading = ["Q_t", "Q_v", "groups", "x bound", "fill"]
     orders = [f"{order}\n+{overhead} ms" for order in ("path", "random") for overhead in (0, 10)]
     title = f"Caps, {grouping}: predicted GPU-ms per sample by order and overhead per micro-batch"
@@ -125,11 +139,21 @@ def caps_table(setting: Setting, grouping: str) -> Table:
             limits = Limits(max_seq_len=q_t, max_vision=q_v, min_seq_len=q_t - 128, min_vision=q_v)
             groups = setting.group(limits, grouping)
             streams = setting.orders(groups).values()
-            times = [setting.ms_per_sample(stream, overhead) for stream in streams for overhead in (0, 10)]
+            times = [
+                setting.ms_per_sample(stream, overhead)
+                for stream in streams
+                for overhead in (0, 10)
+            ]
             shown = [f"{len(groups):,}", f"{len(groups) * q_t / tokens:.3f}"]
             filled = fill(groups, setting.counts.seq_len, q_t)
             mark = " ratio" * (q_v == ratio) + " chosen" * (q_v == chosen)
-            row = [f"{q_t:,}", f"{q_v}{mark}", *shown, f"{filled:.3f}", *(f"{ms:,.1f}" for ms in times)]
+            row = [
+                f"{q_t:,}",
+                f"{q_v}{mark}",
+                *shown,
+                f"{filled:.3f}",
+                *(f"{ms:,.1f}" for ms in times),
+            ]
             table.add_row(*row, style="bold" if q_v == chosen else None)
         table.add_section()
     return table
@@ -137,15 +161,20 @@ def caps_table(setting: Setting, grouping: str) -> Table:
 
 def by_ratio(setting: Setting, q_t: int) -> int:
     """The vision cap of the paper's ratio."""
-    paper = choose_limits_omnibal(setting.counts, vision_unit="image_patches", context_len=q_t, max_seq_len=q_t)
+    paper = choose_limits_omnibal(
+        setting.counts, vision_unit="image_patches", context_len=q_t, max_seq_len=q_t
+    )
     return paper.max_vision
 
 
 def targets_table(setting: Setting) -> Table:
-    """OmniBal's Table 6: the same caps, other targets of ISF's filter, and none with `fit`; means of four seeds."""
+    """OmniBal's Table 6: the same caps, other targets of ISF's filter, and none with `fit`; means
+    of four seeds.
+    """
     ratios = [f"{order}\ndist {side}" for order in ("path", "random") for side in ("ViT", "LLM")]
     table = new_table(
-        f"Targets of ISF's filter (OmniBal, Table 6), Q_t {TARGETS_Q_T:,}", ["Q_v", "Q'_v", "Q'_t", "groups", *ratios]
+        f"Targets of ISF's filter (OmniBal, Table 6), Q_t {TARGETS_Q_T:,}",
+        ["Q_v", "Q'_v", "Q'_t", "groups", *ratios],
     )
     chosen = setting.choose(TARGETS_Q_T, "isf").limits
     for q_v in (15, 14, 9):
@@ -154,11 +183,16 @@ def targets_table(setting: Setting) -> Table:
             targets.append((chosen.min_vision, TARGETS_Q_T - chosen.min_seq_len))
         for min_vision, slack in targets:
             limits = Limits(
-                max_seq_len=TARGETS_Q_T, max_vision=q_v, min_seq_len=TARGETS_Q_T - slack, min_vision=min_vision
+                max_seq_len=TARGETS_Q_T,
+                max_vision=q_v,
+                min_seq_len=TARGETS_Q_T - slack,
+                min_vision=min_vision,
             )
             never = "never" if min_vision > q_v else str(min_vision)
             mark = " chosen" if limits == chosen else ""
-            table.add_row(str(q_v), never, f"Q_t - {slack}{mark}", *target_cells(setting, limits, "isf"))
+            table.add_row(
+                str(q_v), never, f"Q_t - {slack}{mark}", *target_cells(setting, limits, "isf")
+            )
         table.add_row(str(q_v), "fit", "none", *target_cells(setting, limits, "fit"))
         table.add_section()
     return table
@@ -180,7 +214,9 @@ def target_figures(setting: Setting, limits: Limits, grouping: str, seed: int) -
 
 
 def new_table(title: str, headings: Iterable[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     return table

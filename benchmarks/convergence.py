@@ -1,14 +1,18 @@
-"""How fast ISF converges: groups and balance by number of iterations (OmniBal, figure 4 and appendix G).
+"""How fast ISF converges: groups and balance by number of iterations (OmniBal, figure 4 and
+appendix G).
 
-    python benchmarks/convergence.py [--lengths FILE...] [--samples N] [--dp 8] [--max-seq-len 4096] [--max-vision Q_v]
+    python benchmarks/convergence.py [--lengths FILE...] [--samples N] [--dp 8] [--max-seq-len 4096]
+    [--max-vision Q_v]
 
-FILE: a counts.parquet, or a length file as the OmniBal authors publish them; several are one dataset of as many
-sources. Without one: generated samples with the spread of a mixed InternVL dataset. One core, a few seconds.
+FILE: a counts.parquet, or a length file as the OmniBal authors publish them; several are one
+dataset of as many sources. Without one: generated samples with the spread of a mixed InternVL
+dataset. One core, a few seconds.
 
-"random order": the groups shuffled, which is the paper's setting. "loader's order": the same groups along the path, in
-blocks and lanes, as Isobatch's loader deals them. Figures are means over seeds; "ms" is the fastest of the seeds' runs.
-The last row is what `packer` makes by default; its time includes the choice of the vision cap and the path. ISF here
-stops at the pass that gives the fewest groups, so more iterations never need more; in the paper's form they can.
+"random order": the groups shuffled, which is the paper's setting. "loader's order": the same groups
+along the path, in blocks and lanes, as Isobatch's loader deals them. Figures are means over seeds;
+"ms" is the fastest of the seeds' runs. The last row is what `packer` makes by default; its time
+includes the choice of the vision cap and the path. ISF here stops at the pass that gives the fewest
+groups, so more iterations never need more; in the paper's form they can.
 """
 
 from __future__ import annotations
@@ -24,15 +28,15 @@ import numpy as np
 import pyarrow as pa
 from tables import DistRatios, as_loaded, console, dist_ratios, new_table, shuffled
 
-from balance.isf import group_isf
-from balance.limits import over_limits
+from balance.grouping.caps import over_limits
+from balance.grouping.isf import group_isf
 from balance.metrics import fill
-from balance.order import OrderConfig, choose_order
-from balance.path import arrange_sources, sort_along_path, source_shares
-from balance.records import Counts, Groups, IntArray, Limits
+from balance.order.block_shuffle import OrderConfig, choose_order
+from balance.order.sort_groups import arrange_sources, sort_along_path, source_shares
+from balance.types import Counts, Groups, IntArray, Limits
 from packer.group import Grouping, GroupOptions, group_counts
-from packer.lengths import LLM_TOKENS_PER_TILE, VIT_TOKENS_PER_TILE, read_lengths
-from packer.tables import counts_arrays, source_numbers
+from packer.group_command import LLM_TOKENS_PER_TILE, VIT_TOKENS_PER_TILE, read_lengths
+from shards.tables import counts_arrays, source_numbers
 
 ITERATIONS = (*range(1, 11), 15, 20, 50)
 NO_CONTEXT = 1 << 30
@@ -78,12 +82,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=Path, nargs="+", metavar="FILE", help="length files; default: generated")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--lengths", type=Path, nargs="+", metavar="FILE", help="length files; default: generated"
+    )
     parser.add_argument("--samples", type=int, default=30_000, help="number of generated samples")
     parser.add_argument("--dp", type=int, default=8, help="data-parallel ranks")
     parser.add_argument("--max-seq-len", type=int, default=4096, help="Q_t, LLM tokens of a group")
-    parser.add_argument("--max-vision", type=int, help="Q_v, image patches of a group; default: from the data")
+    parser.add_argument(
+        "--max-vision", type=int, help="Q_v, image patches of a group; default: from the data"
+    )
     parser.add_argument("--seeds", type=int, default=4, help="seeds that figures are means over")
     return parser.parse_args(arguments)
 
@@ -95,10 +105,14 @@ def read(paths: list[Path]) -> tuple[Counts, IntArray]:
 
 
 def generate(num_samples: int) -> tuple[Counts, IntArray]:
-    """Two sources: text-only, single-tile and tiled samples, 256 LLM tokens per tile and log-normal text."""
+    """Two sources: text-only, single-tile and tiled samples, 256 LLM tokens per tile and log-normal
+    text.
+    """
     rng = np.random.default_rng(0)
     sources = rng.integers(2, size=num_samples)
-    tiles = rng.choice([0, 1, 3, 4, 5], num_samples, p=[0.05, 0.2, 0.15, 0.02, 0.58]).astype(np.int64)
+    tiles = rng.choice([0, 1, 3, 4, 5], num_samples, p=[0.05, 0.2, 0.15, 0.02, 0.58]).astype(
+        np.int64
+    )
     text = np.minimum(rng.lognormal(4.2 + 0.4 * sources, 0.8).astype(np.int64) + 33, 2_000)
     zeros = np.zeros(num_samples, np.int64)
     counts = Counts(
@@ -114,11 +128,18 @@ def generate(num_samples: int) -> tuple[Counts, IntArray]:
 
 def under_caps(counts: Counts, sources: IntArray, options: GroupOptions) -> Data:
     """Choose the caps as the packer does, and leave out the samples over them."""
-    limits = group_counts(counts, options, vision_unit="image_patches", context_len=NO_CONTEXT).limits
+    limits = group_counts(
+        counts, options, vision_unit="image_patches", context_len=NO_CONTEXT
+    ).limits
     fits = np.ones(len(counts), dtype=bool)
     fits[np.concatenate(over_limits(counts, limits))] = False
     rows = np.flatnonzero(fits)
-    return Data(counts=counts.take(rows), sources=sources[rows], limits=limits, num_over=len(counts) - len(rows))
+    return Data(
+        counts=counts.take(rows),
+        sources=sources[rows],
+        limits=limits,
+        num_over=len(counts) - len(rows),
+    )
 
 
 def measure(data: Data, *, dp: int, seeds: Iterable[int]) -> list[Row]:
@@ -135,7 +156,9 @@ def measure(data: Data, *, dp: int, seeds: Iterable[int]) -> list[Row]:
         rows.append(_row(f"ISF, {number}", isf, data, dp=dp, seeds=seeds))
 
     def default(seed: int) -> Grouping:
-        options = GroupOptions(seed=seed, max_seq_len=data.limits.max_seq_len, max_vision=data.limits.max_vision)
+        options = GroupOptions(
+            seed=seed, max_seq_len=data.limits.max_seq_len, max_vision=data.limits.max_vision
+        )
         return group_counts(
             data.counts,
             options,
@@ -148,13 +171,19 @@ def measure(data: Data, *, dp: int, seeds: Iterable[int]) -> list[Row]:
     return rows
 
 
-def _row(name: str, group: Callable[[int], Groups | Grouping], data: Data, *, dp: int, seeds: list[int]) -> Row:
+def _row(
+    name: str, group: Callable[[int], Groups | Grouping], data: Data, *, dp: int, seeds: list[int]
+) -> Row:
     figures, times = [], []
     for seed in seeds:
         start = time.perf_counter()
         made = group(seed)
         times.append(time.perf_counter() - start)
-        groups, order = (made.groups, made.order) if isinstance(made, Grouping) else along_path(made, data, seed)
+        groups, order = (
+            (made.groups, made.order)
+            if isinstance(made, Grouping)
+            else along_path(made, data, seed)
+        )
         random = dist_ratios(shuffled(groups, seed), data.counts, dp)
         loaded = dist_ratios(as_loaded(groups, order, dp=dp, seed=seed), data.counts, dp)
         filled = fill(groups, data.counts.seq_len, data.limits.max_seq_len)
@@ -171,10 +200,16 @@ def _row(name: str, group: Callable[[int], Groups | Grouping], data: Data, *, dp
 
 
 def along_path(groups: Groups, data: Data, seed: int) -> tuple[Groups, OrderConfig]:
-    """The groups in path order, sources arranged, and how the path is cut: as `packer build` stores them."""
+    """The groups in path order, sources arranged, and how the path is cut: as `packer build` stores
+    them.
+    """
     order = choose_order(len(groups))
-    path = sort_along_path(groups.sum(data.limits.vision_load(data.counts)), groups.sum(data.counts.seq_len), seed)
-    return groups.take(arrange_sources(path, source_shares(groups, data.sources), order.window_size)), order
+    path = sort_along_path(
+        groups.sum(data.limits.vision_load(data.counts)), groups.sum(data.counts.seq_len), seed
+    )
+    return groups.take(
+        arrange_sources(path, source_shares(groups, data.sources), order.window_size)
+    ), order
 
 
 def show(rows: list[Row], data: Data, dp: int, num_seeds: int) -> None:
@@ -184,13 +219,28 @@ def show(rows: list[Row], data: Data, dp: int, num_seeds: int) -> None:
         f" Q_v {data.limits.max_vision:,};\nsum of tokens / Q_t: {least:,} groups; means of {num_seeds} seeds",
         highlight=False,
     )
-    headings = ["iterations", "groups", "fill", "random order\nViT / LLM", "loader's order\nViT / LLM", "ms"]
+    headings = [
+        "iterations",
+        "groups",
+        "fill",
+        "random order\nViT / LLM",
+        "loader's order\nViT / LLM",
+        "ms",
+    ]
     table = new_table(f"ISF by iteration, dist ratio at dp {dp}", headings)
     for row in rows:
         if row.name == "default":
             table.add_section()
-        ratios = [f"{ratio.vit:.4f} / {ratio.llm:.4f}" for ratio in (row.random_order, row.loader_order)]
-        table.add_row(row.name, f"{row.num_groups:,.0f}", f"{row.fill:.4f}", *ratios, f"{row.milliseconds:,.1f}")
+        ratios = [
+            f"{ratio.vit:.4f} / {ratio.llm:.4f}" for ratio in (row.random_order, row.loader_order)
+        ]
+        table.add_row(
+            row.name,
+            f"{row.num_groups:,.0f}",
+            f"{row.fill:.4f}",
+            *ratios,
+            f"{row.milliseconds:,.1f}",
+        )
     console.print(table)
     console.print(PAPER, highlight=False)
 

@@ -1,15 +1,18 @@
-"""Counting and writing against their physical limits, and the memory of a whole build, on a LLaVA-665K-like dataset.
+"""Counting and writing against their physical limits, and the memory of a whole build, on a
+LLaVA-665K-like dataset.
 
     python benchmarks/counting.py [--samples 665000] [--tokenizer FOLDER] [--work FOLDER]
 
-In one run: the dataset is written (`benchmarks/llava_like.py`), `packer build` packs it in a process of its own, and
-then the limits are taken on the same data and cores. Counting can be no faster than the tokenizer on the same texts
-(`encode_batch`, its own threads) and after that the image headers (Pillow's open, one process per core); this is taken
-before the build and after it, and the mean counts. Writing can be
-no faster than copying the same bytes: every image file in the shards' order read and appended to files of a shard's
-size, with token arrays as they are in the shards, one process per core. Memory is the sum over all processes of the
-build of their proportional set size, sampled; the reader's is the peak of a process that only reads the annotations.
-Exit status 1 when counting is below 0.7 or writing below 0.6 of its limit, or memory above 3 GB (reader: 300 MB).
+In one run: the dataset is written (`benchmarks/llava_like.py`), `packer build` packs it in a
+process of its own, and then the limits are taken on the same data and cores. Counting can be no
+faster than the tokenizer on the same texts (`encode_batch`, its own threads) and after that the
+image headers (Pillow's open, one process per core); this is taken before the build and after it,
+and the mean counts. Writing can be no faster than copying the same bytes: every image file in the
+shards' order read and appended to files of a shard's size, with token arrays as they are in the
+shards, one process per core. Memory is the sum over all processes of the build of their
+proportional set size, sampled; the reader's is the peak of a process that only reads the
+annotations. Exit status 1 when counting is below 0.7 or writing below 0.6 of its limit, or memory
+above 3 GB (reader: 300 MB).
 """
 
 from __future__ import annotations
@@ -35,9 +38,9 @@ from tables import console, new_table
 from tokenizers import Tokenizer
 
 from balance.presets import load_model
-from packer.demo import demo_tokenizer_path
+from packer.demo.dataset import demo_tokenizer_path
 from packer.sources.dataset import find_dataset
-from packer.text import IMAGE_MARKER
+from packer.text.chat_tokenizer import IMAGE_MARKER
 
 MODEL = "internvl_1_5"
 TEXTS = 60_000
@@ -46,8 +49,10 @@ BATCH = 1024
 TOKEN_SAMPLE = 8 << 20
 """Bytes of real token arrays that stand for all of them when copying."""
 SETTLE_SECONDS = 30
-"""Between deleting the shards and copying. A virtual machine pays for memory when it is first used, hands what is free
-back within seconds, and what was freed just now costs nothing: the copy must not be spared what the build has paid."""
+"""Between deleting the shards and copying. A virtual machine pays for memory when it is first used,
+hands what is free back within seconds, and what was freed just now costs nothing: the copy must not
+be spared what the build has paid.
+"""
 LEAST_COUNTING, LEAST_WRITING = 0.7, 0.6
 MOST_MEMORY, MOST_READER = 3 * 10**9, 300 * 10**6
 
@@ -63,10 +68,19 @@ class BuildRun:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table; -> exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=665_000)
-    parser.add_argument("--tokenizer", type=Path, default=demo_tokenizer_path(), help="folder; default: the demo's")
-    parser.add_argument("--work", type=Path, default=None, help="folder for data and build; default: a temporary one")
+    parser.add_argument(
+        "--tokenizer", type=Path, default=demo_tokenizer_path(), help="folder; default: the demo's"
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=None,
+        help="folder for data and build; default: a temporary one",
+    )
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=options.work) as scratch:
         return run(Path(scratch), options.samples, options.tokenizer)
@@ -103,7 +117,9 @@ def run(folder: Path, samples: int, tokenizer: Path) -> int:
         )
     console.print(table)
     others = ", ".join(f"{name} {seconds:,.1f} s" for name, seconds in built.seconds.items())
-    console.print(f"all stages: {others}; {num_bytes / 1e6:,.0f} MB of shards, {built.num_packed:,} samples packed")
+    console.print(
+        f"all stages: {others}; {num_bytes / 1e6:,.0f} MB of shards, {built.num_packed:,} samples packed"
+    )
     console.print(
         f"peak memory: all processes {built.peak_bytes / 1e6:,.0f} MB (wanted: {MOST_MEMORY / 1e6:,.0f}),"
         f" the reader alone {reader / 1e6:,.0f} MB (wanted: {MOST_READER / 1e6:,.0f})"
@@ -114,18 +130,28 @@ def run(folder: Path, samples: int, tokenizer: Path) -> int:
 
 def build(raw: Path, out: Path, tokenizer: Path, workers: int) -> BuildRun:
     """`packer build` as a process, its memory and that of its children watched."""
-    options = {"dataset": raw, "model": MODEL, "tokenizer": tokenizer, "out": out, "workers": workers}
+    options = {
+        "dataset": raw,
+        "model": MODEL,
+        "tokenizer": tokenizer,
+        "out": out,
+        "workers": workers,
+    }
     given = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     script = "from packer.cli import main; main()"
     command = [sys.executable, "-c", script, "build", *given, "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]
+    ) as process:
         watch = MemoryWatch(process.pid)
         printed, _ = process.communicate()
         peak = watch.stop()
     if process.returncode:
         raise SystemExit(f"packer build ended with status {process.returncode}")
     summary = json.loads(printed)
-    return BuildRun(seconds=summary["seconds"], num_packed=summary["totals"]["num_packed"], peak_bytes=peak)
+    return BuildRun(
+        seconds=summary["seconds"], num_packed=summary["totals"]["num_packed"], peak_bytes=peak
+    )
 
 
 class MemoryWatch:
@@ -198,7 +224,8 @@ def chat(turns: list[dict[str, str]], image: str) -> str:
     """A conversation in ChatML."""
     roles = {"human": "user", "gpt": "assistant"}
     return "".join(
-        f"<|im_start|>{roles[turn['from']]}\n{turn['value'].replace(IMAGE_MARKER, image)}<|im_end|>\n" for turn in turns
+        f"<|im_start|>{roles[turn['from']]}\n{turn['value'].replace(IMAGE_MARKER, image)}<|im_end|>\n"
+        for turn in turns
     )
 
 
@@ -206,7 +233,10 @@ def header_seconds(raw: Path, workers: int) -> float:
     """Pillow's open on the image of every sample, as often as samples have it, on all cores."""
     (part,) = find_dataset(str(raw), None).parts
     chunks = part.open().chunks(BATCH * 8, lambda _: None)
-    names = [[record.value["image"] for record in chunk.records() if "image" in record.value] for chunk in chunks]
+    names = [
+        [record.value["image"] for record in chunk.records() if "image" in record.value]
+        for chunk in chunks
+    ]
     with ProcessPoolExecutor(workers) as pool:
         list(pool.map(_nothing, range(workers)))
         started = time.perf_counter()
@@ -227,7 +257,9 @@ def _open_all(raw: str, names: list[str]) -> int:
 
 
 def copy_seconds(raw: Path, out: Path, target: Path, workers: int) -> tuple[float, int]:
-    """(seconds, bytes) of copying the files and token arrays of the shards, in their order, to one file per shard."""
+    """(seconds, bytes) of copying the files and token arrays of the shards, in their order, to one
+    file per shard.
+    """
     target.mkdir()
     images = {}
     (part,) = find_dataset(str(raw), None).parts
@@ -239,9 +271,15 @@ def copy_seconds(raw: Path, out: Path, target: Path, workers: int) -> tuple[floa
             reader = pa.ipc.open_file(source)
             batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
             ids = [name for batch in batches for name in batch.column("sample_id").to_pylist()]
-            arrays = [batch.column(name).flatten() for batch in batches for name in ("input_ids", "labels")]
+            arrays = [
+                batch.column(name).flatten()
+                for batch in batches
+                for name in ("input_ids", "labels")
+            ]
             # zeros would be cheaper to write: some disks notice them
-            sample = sample or b"".join(array.to_numpy().tobytes() for array in arrays)[:TOKEN_SAMPLE]
+            sample = (
+                sample or b"".join(array.to_numpy().tobytes() for array in arrays)[:TOKEN_SAMPLE]
+            )
         num_tokens = sum(map(len, arrays))
         names = [images[name] for name in ids if images[name]]
         jobs.append((str(raw), names, num_tokens * 4, sample, str(target / shard.name)))

@@ -1,16 +1,19 @@
-"""OrchMLLM's ablations (figures 10 to 13), run: a model that sees, hears and reads, data parallel, balanced in parts.
+"""OrchMLLM's ablations (figures 10 to 13), run: a model that sees, hears and reads, data parallel,
+balanced in parts.
 
     python benchmarks/dispatch_ablation.py [--ranks 2] [--steps 5] [--samples 12]
     python benchmarks/dispatch_ablation.py --standin [--ranks 4 8] [--step-ms 300]
 
-Without `--standin` everything is computed, on gloo ranks of one core each. With it layers wait for the time that their
-FLOPs would take, padding included, so that more ranks than cores can run; features really travel, and dearer than where
-each rank has a core: what ranks do at once takes turns. All variants run the same steps in turn, and their losses must
-agree. A loader plans in its prefetch and reads inputs where they are needed; planning counts here. Two settings:
-weights replicated, so that ranks wait for each other in exchanges and for gradients; and phases that begin on all ranks
-at once, as where weights are shared out and every layer is gathered (the paper's FSDP; here ranks only wait for each
-other, no weights travel). "by FLOPs": the ratio that the ranks' FLOPs give, padding included, without exchanges; MFU
-counts no padding. Limit: what the ranks computed, divided evenly.
+Without `--standin` everything is computed, on gloo ranks of one core each. With it layers wait for
+the time that their FLOPs would take, padding included, so that more ranks than cores can run;
+features really travel, and dearer than where each rank has a core: what ranks do at once takes
+turns. All variants run the same steps in turn, and their losses must agree. A loader plans in its
+prefetch and reads inputs where they are needed; planning counts here. Two settings: weights
+replicated, so that ranks wait for each other in exchanges and for gradients; and phases that begin
+on all ranks at once, as where weights are shared out and every layer is gathered (the paper's FSDP;
+here ranks only wait for each other, no weights travel). "by FLOPs": the ratio that the ranks' FLOPs
+give, padding included, without exchanges; MFU counts no padding. Limit: what the ranks computed,
+divided evenly.
 """
 
 from __future__ import annotations
@@ -53,21 +56,47 @@ TINY = ModelShape(
     llm=Tower(layers=1, width=16, heads=2),
 )
 MB = 1e6
-TIMES = ("balanced", "tokens/s", "ratio", "by FLOPs", "MFU", "step ms", "waiting", "plan ms", "exchange ms", "overhead")
+TIMES = (
+    "balanced",
+    "tokens/s",
+    "ratio",
+    "by FLOPs",
+    "MFU",
+    "step ms",
+    "waiting",
+    "plan ms",
+    "exchange ms",
+    "overhead",
+)
 
 console = Console(width=170)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the tables; -> exit status, 1 if the variants' losses differ."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--standin", action="store_true", help="layers that wait for their modelled time")
-    parser.add_argument("--ranks", type=positive, nargs="+", help="default: 2, with --standin 4 and 8")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--standin", action="store_true", help="layers that wait for their modelled time"
+    )
+    parser.add_argument(
+        "--ranks", type=positive, nargs="+", help="default: 2, with --standin 4 and 8"
+    )
     parser.add_argument("--steps", type=positive, default=5, help="measured, in each setting")
-    parser.add_argument("--samples", type=positive, default=12, help="that each rank draws for a step")
-    parser.add_argument("--step-ms", type=positive, default=300, help="with --standin: a rank's share of an even step")
+    parser.add_argument(
+        "--samples", type=positive, default=12, help="that each rank draws for a step"
+    )
+    parser.add_argument(
+        "--step-ms",
+        type=positive,
+        default=300,
+        help="with --standin: a rank's share of an even step",
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tiny", action="store_true", help="a model of no size, to see that everything runs")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a model of no size, to see that everything runs"
+    )
     options = parser.parse_args(arguments)
     agree = [run(ranks, options) for ranks in options.ranks or ([4, 8] if options.standin else [2])]
     return 0 if all(agree) else 1
@@ -104,7 +133,9 @@ def show(options: RunOptions, setting: int, peak: float, measured: dict[str, Mea
     steps = steps_of(options, setting)[1:]
     tokens = float(np.mean([step.num_tokens for step in steps]))
     flops = float(np.mean([step.flops.sum() for step in steps]))
-    kind = "computed" if options.rate is None else "stand-in layers, waiting for their modelled time"
+    kind = (
+        "computed" if options.rate is None else "stand-in layers, waiting for their modelled time"
+    )
     times = new_table(
         f"{options.ranks} ranks, {kind}; {SETTINGS[options.settings[setting]]}\n{len(steps)} steps of "
         f"{options.ranks} x {options.per_rank} samples, {tokens:,.0f} LLM tokens each; "
@@ -117,12 +148,22 @@ def show(options: RunOptions, setting: int, peak: float, measured: dict[str, Mea
     def row(name: str, step_s: float, slowest_flops: float, rest: list[str]) -> None:
         ratios = f"{base / step_s:.2f}x", f"{planned[NOT_BALANCED] / slowest_flops:.2f}x"
         used = flops / (step_s * options.ranks * peak)
-        times.add_row(name, f"{tokens / step_s:,.0f}", *ratios, percent(used), f"{1e3 * step_s:,.0f}", *rest)
+        times.add_row(
+            name, f"{tokens / step_s:,.0f}", *ratios, percent(used), f"{1e3 * step_s:,.0f}", *rest
+        )
 
     for name, own in measured.items():
         spent = [f"{1e3 * own.seconds[kind].mean():.2f}" for kind in ("planning", "exchange")]
-        shares_of_time = [percent(own.share("planning", "exchange")), percent(own.share("gradients"))]
-        row(name, own.step_s, planned[name], [percent(own.share("waiting")), *spent, *shares_of_time])
+        shares_of_time = [
+            percent(own.share("planning", "exchange")),
+            percent(own.share("gradients")),
+        ]
+        row(
+            name,
+            own.step_s,
+            planned[name],
+            [percent(own.share("waiting")), *spent, *shares_of_time],
+        )
     times.add_section()
     row("limit: computing, divided evenly", limit, flops / options.ranks, ["-"] * 5)
     console.print(times)
@@ -134,7 +175,15 @@ def balance_table(options: RunOptions, setting: int, measured: dict[str, Measure
     table = new_table(
         f"tokens with padding; per rank and step, {options.ranks_per_node} ranks to a node",
         [
-            *("balanced", "dist ratio: vision", "audio", "LLM", "sent MB", "to other nodes", "at most"),
+            *(
+                "balanced",
+                "dist ratio: vision",
+                "audio",
+                "LLM",
+                "sent MB",
+                "to other nodes",
+                "at most",
+            ),
             *("peak MB, largest", "mean of ranks"),
         ],
     )
@@ -158,13 +207,17 @@ def slowest(options: RunOptions, setting: int) -> dict[str, float]:
     """By variant, FLOPs of the ranks that are waited for, mean of the measured steps."""
     steps, together = steps_of(options, setting)[1:], options.settings[setting]
     return {
-        variant.name: float(np.mean([slowest_flops(options, step, variant, together=together) for step in steps]))
+        variant.name: float(
+            np.mean([slowest_flops(options, step, variant, together=together) for step in steps])
+        )
         for variant in variants(options.ranks_per_node)
     }
 
 
 def peaks(measured: Measured) -> list[str]:
-    """Most that was alive, on the rank with most and on average; stand-ins keep nothing for the backward pass."""
+    """Most that was alive, on the rank with most and on average; stand-ins keep nothing for the
+    backward pass.
+    """
     alive = measured.peak_bytes
     return [f"{alive.max() / MB:.0f}", f"{alive.mean() / MB:.0f}"] if alive.size else ["-", "-"]
 
@@ -173,7 +226,10 @@ def dist_ratios(options: RunOptions, setting: int, name: str) -> list[float]:
     """Of each phase, over the measured steps."""
     variant = next(own for own in variants(options.ranks_per_node) if own.name == name)
     steps = [phase_loads(step, variant) for step in steps_of(options, setting)[1:]]
-    return [dist_ratio(np.concatenate([step[phase].tokens for step in steps]), options.ranks) for phase in steps[0]]
+    return [
+        dist_ratio(np.concatenate([step[phase].tokens for step in steps]), options.ranks)
+        for phase in steps[0]
+    ]
 
 
 def losses_agree(measured: dict[str, Measured]) -> bool:
@@ -192,7 +248,9 @@ def losses_agree(measured: dict[str, Measured]) -> bool:
 def shares(measured: dict[str, Measured]) -> str:
     """What each phase is of the computing of the unbalanced variant."""
     own = measured[NOT_BALANCED]
-    return ", ".join(f"{phase} {percent(own.share(phase) / own.share(*COMPUTING))}" for phase in PHASES)
+    return ", ".join(
+        f"{phase} {percent(own.share(phase) / own.share(*COMPUTING))}" for phase in PHASES
+    )
 
 
 def positive(text: str) -> int:

@@ -1,8 +1,9 @@
-"""A dataset in LLaVA-665K's layout, of any size: its image folders, its shares of sources, conversations as long.
+"""A dataset in LLaVA-665K's layout, of any size: its image folders, its shares of sources,
+conversations as long.
 
-Shares and lengths are near those of the published annotation file (coco 364 k, vg 86 k, ocr_vqa 80 k, gqa 72 k, text
-only 41 k, textvqa 22 k of 665 k; some 1.5 kB per record). Images are small JPEGs of a few hundred kinds, each in a
-file of its own. The same size and seed give the same files.
+Shares and lengths are near those of the published annotation file (coco 364 k, vg 86 k, ocr_vqa 80
+k, gqa 72 k, text only 41 k, textvqa 22 k of 665 k; some 1.5 kB per record). Images are small JPEGs
+of a few hundred kinds, each in a file of its own. The same size and seed give the same files.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from packer.demo_words import passage
+from packer.demo._words import passage
 
 SOURCES = {
     "coco/train2017": 364,
@@ -57,7 +58,9 @@ def write_llava_like(folder: Path, num_samples: int, *, seed: int = 0) -> int:
     return total
 
 
-def _records(num_samples: int, num_images: int, folders: list[str], draw: random.Random) -> Iterator[dict[str, Any]]:
+def _records(
+    num_samples: int, num_images: int, folders: list[str], draw: random.Random
+) -> Iterator[dict[str, Any]]:
     passages = [passage(draw) for _ in range(2000)]
     sources, weights = list(SOURCES), list(SOURCES.values())
     rounds, often = list(ROUNDS), list(ROUNDS.values())
@@ -66,12 +69,17 @@ def _records(num_samples: int, num_images: int, folders: list[str], draw: random
         record: dict[str, Any] = {"id": f"{number:012d}"}
         marker = ""
         if source:
-            image = draw.randrange(num_images // len(folders)) * len(folders) + folders.index(source)
+            image = draw.randrange(num_images // len(folders)) * len(folders) + folders.index(
+                source
+            )
             record["image"] = _image_name(source, image)
             marker = "<image>\n"
         turns = []
         for _ in range(draw.choices(rounds, often)[0]):
-            question, answer = draw.choice(passages), draw.choice(passages) + " " + draw.choice(passages)
+            question, answer = (
+                draw.choice(passages),
+                draw.choice(passages) + " " + draw.choice(passages),
+            )
             turns.append({"from": "human", "value": marker + question[: draw.randrange(40, 160)]})
             turns.append({"from": "gpt", "value": answer[: draw.randrange(60, 700)]})
             marker = ""
@@ -85,8 +93,12 @@ def _image_name(folder: str, number: int) -> str:
 def _jpeg(number: int) -> bytes:
     width, height = SIDES[number % len(SIDES)]
     rng = np.random.default_rng(number)
-    coarse = Image.fromarray(rng.integers(0, 255, (9, 12, 3), dtype=np.uint8)).resize((width, height))
+    coarse = Image.fromarray(rng.integers(0, 255, (9, 12, 3), dtype=np.uint8)).resize(
+        (width, height)
+    )
     noise = rng.integers(-12, 13, (height, width, 3))
     buffer = io.BytesIO()
-    Image.fromarray(np.clip(np.asarray(coarse) + noise, 0, 255).astype(np.uint8)).save(buffer, "JPEG", quality=70)
+    Image.fromarray(np.clip(np.asarray(coarse) + noise, 0, 255).astype(np.uint8)).save(
+        buffer, "JPEG", quality=70
+    )
     return buffer.getvalue()

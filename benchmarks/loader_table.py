@@ -1,4 +1,6 @@
-"""What benchmarks/loader_speed.py has measured: the best figure of each loader in each column, tables, verdict."""
+"""What benchmarks/loader_speed.py has measured: the best figure of each loader in each column,
+tables, verdict.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,12 @@ class Work:
         return Column(self.remote, f"{'decoded' if self.decoded else 'raw'}, {self.workers}")
 
 
-WORKS = [Work(remote, decoded, workers) for remote in (False, True) for decoded in (False, True) for workers in (0, 2)]
+WORKS = [
+    Work(remote, decoded, workers)
+    for remote in (False, True)
+    for decoded in (False, True)
+    for workers in (0, 2)
+]
 FIRST_BATCH = {remote: Column(remote, "first, s", "s") for remote in (False, True)}
 MEMORY = Column(False, "MB", "MB")
 COLUMNS = [
@@ -84,7 +91,10 @@ class Share:
 def print_tables(results: Results, rows: Iterable[str], ours: str, shares: Iterable[Share]) -> None:
     """One table per place, the limits and our share of them in the first; then what failed."""
     rows, shares = list(rows), list(shares)
-    for remote, title in ((False, "from disk, samples/s"), (True, "from SeaweedFS on the same cores, samples/s")):
+    for remote, title in (
+        (False, "from disk, samples/s"),
+        (True, "from SeaweedFS on the same cores, samples/s"),
+    ):
         columns = [column for column in COLUMNS if column.remote == remote]
         if not any(results.values.get(column) for column in columns):
             continue
@@ -92,30 +102,43 @@ def print_tables(results: Results, rows: Iterable[str], ours: str, shares: Itera
         limits = [] if remote else list(dict.fromkeys(share.limit for share in shares))
         for row in [*limits, *rows]:
             values = [results.get(row, column) for column in columns]
-            table.add_row(row, *(_text(column, value) for column, value in zip(columns, values, strict=True)))
+            table.add_row(
+                row, *(_text(column, value) for column, value in zip(columns, values, strict=True))
+            )
         if not remote:
             of_limit = {share.column: _share(results, ours, share) for share in shares}
             given = [of_limit.get(column) for column in columns]
-            table.add_row(f"{ours}, of the limit", *("" if value is None else f"{value:.2f}" for value in given))
+            table.add_row(
+                f"{ours}, of the limit",
+                *("" if value is None else f"{value:.2f}" for value in given),
+            )
         console.print(table)
     for (row, column), reason in results.failed.items():
         console.print(f"{row}, {column}: {reason}", highlight=False, markup=False)
 
 
-def verdict(results: Results, peers: Iterable[str], ours: str, shares: Iterable[Share]) -> list[str]:
-    """Where we are behind a peer or below what is wanted, and what could not be compared; a line each."""
+def verdict(
+    results: Results, peers: Iterable[str], ours: str, shares: Iterable[Share]
+) -> list[str]:
+    """Where we are behind a peer or below what is wanted, and what could not be compared; a line
+    each.
+    """
     lines = [f"not measured: {row}, {column}" for row, column in results.failed]
     for column, values in results.values.items():
         if ours not in values:
             continue
         for peer in peers:
             if peer in values and not _ahead(column, values[ours], values[peer]):
-                compared = f"{column.text(values[ours])} to {column.text(values[peer])} {column.unit}"
+                compared = (
+                    f"{column.text(values[ours])} to {column.text(values[peer])} {column.unit}"
+                )
                 lines.append(f"behind {peer}: {column}: {compared}")
     for share in shares:
         found = _share(results, ours, share)
         if found is not None and found < share.wanted:
-            lines.append(f"below the limit's share: {share.column}: {found:.2f}, wanted {share.wanted}")
+            lines.append(
+                f"below the limit's share: {share.column}: {found:.2f}, wanted {share.wanted}"
+            )
     return lines
 
 

@@ -1,10 +1,13 @@
-"""What orders of groups cost in balance and in randomness, on a dataset resampled from published lengths.
+"""What orders of groups cost in balance and in randomness, on a dataset resampled from published
+lengths.
 
-    python benchmarks/order.py --lengths FILE... [--resample 1200000] [--max-seq-len 4096] [--max-vision 15]
+    python benchmarks/order.py --lengths FILE... [--resample 1200000] [--max-seq-len 4096]
+    [--max-vision 15]
 
-FILE: a counts.parquet, or a length file as the OmniBal authors publish them. Each file counts as two sources, its first
-and its second half; samples are drawn with replacement, all with the same weight, and grouped. Exit status 1
-when blocks in lanes or the random order with 8 micro-batches miss what WANTED says of a million samples or more.
+FILE: a counts.parquet, or a length file as the OmniBal authors publish them. Each file counts as
+two sources, its first and its second half; samples are drawn with replacement, all with the same
+weight, and grouped. Exit status 1 when blocks in lanes or the random order with 8 micro-batches
+miss what WANTED says of a million samples or more.
 """
 
 from __future__ import annotations
@@ -24,14 +27,14 @@ from rich.table import Table
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from balance.fit import group_fit  # noqa: E402
+from balance.grouping.best_fit import group_fit  # noqa: E402
 from balance.metrics import autocorrelation, dist_ratio, source_autocorrelation, source_entropy  # noqa: E402
-from balance.order import GroupStream, choose_order  # noqa: E402
-from balance.path import arrange_sources, sort_along_path, source_shares  # noqa: E402
-from balance.records import Groups, IntArray, Limits  # noqa: E402
-from balance.regroup import regroup, repeated_pairs  # noqa: E402
-from balance.shuffle import RandomStream  # noqa: E402
-from packer.lengths import read_lengths  # noqa: E402
+from balance.order.block_shuffle import BlockShuffle, choose_order  # noqa: E402
+from balance.order.global_shuffle import GlobalShuffle  # noqa: E402
+from balance.order.regroup import regroup, repeated_pairs  # noqa: E402
+from balance.order.sort_groups import arrange_sources, sort_along_path, source_shares  # noqa: E402
+from balance.types import Groups, IntArray, Limits  # noqa: E402
+from packer.group_command import read_lengths  # noqa: E402
 
 WORLD_SIZES = (2, 4, 8, 32, 64, 512)
 LONG = 8
@@ -39,7 +42,9 @@ LONG = 8
 SORTED_WINDOW = 512
 REGROUP_WINDOWS = (1024, 4096, 16384)
 SEEN_STEPS = 400
-"""Steps at least that a correlation of the random order is taken from, in several epochs if need be: .05 by chance."""
+"""Steps at least that a correlation of the random order is taken from, in several epochs if need
+be: .05 by chance.
+"""
 
 BLOCKS, RANDOM = "blocks in lanes", f"random, k={LONG}"
 WANTED_FROM = 1_000_000
@@ -51,11 +56,19 @@ WANTED = [
     (BLOCKS, 512, "dist_llm", 0.002),
     (BLOCKS, 8, "entropy_lost_1", 0.07),
     (BLOCKS, 8, "entropy_lost_8", 0.02),
-    *[(BLOCKS, 8, f"corr_{name}_{k}", 0.15) for k in (1, LONG) for name in ("vit", "llm", "source")],
+    *[
+        (BLOCKS, 8, f"corr_{name}_{k}", 0.15)
+        for k in (1, LONG)
+        for name in ("vit", "llm", "source")
+    ],
     *[(RANDOM, dp, "dist_vit", 0.001) for dp in (8, 64, 512)],
     *[(RANDOM, dp, "dist_llm", 0.002) for dp in (8, 64, 512)],
     *[(RANDOM, dp, "entropy_lost_8", 0.005) for dp in (8, 64, 512)],
-    *[(RANDOM, dp, f"corr_{name}_8", 0.15) for dp in (8, 32, 512) for name in ("vit", "llm", "source")],
+    *[
+        (RANDOM, dp, f"corr_{name}_8", 0.15)
+        for dp in (8, 32, 512)
+        for name in ("vit", "llm", "source")
+    ],
 ]
 
 
@@ -81,7 +94,9 @@ Order = Callable[[Data, int], IntArray]
 def main() -> int:
     options = parse()
     data = group(*resample(options.lengths, options.resample), options)
-    plain = replace(data, groups=data.groups.take(np.random.default_rng(1).permutation(len(data.groups))))
+    plain = replace(
+        data, groups=data.groups.take(np.random.default_rng(1).permutation(len(data.groups)))
+    )
     plain = replace(plain, groups=plain.groups.take(sort_along_path(*plain.loads, 0)))
     console = Console(width=132)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
@@ -105,7 +120,9 @@ def main() -> int:
         found[RANDOM, dp] = random_figures(data, dp)
         table.add_row(RANDOM, str(dp), *cells(found[RANDOM, dp]), end_section=True)
     console.print(table)
-    print("dist: of each micro-batch; of a rank's sum over the step where k=8. Paper: .02 / .14, dp not stated. pad 0.")
+    print(
+        "dist: of each micro-batch; of a rank's sum over the step where k=8. Paper: .02 / .14, dp not stated. pad 0."
+    )
     print("corr: of a step with the next; in a random order up to about 1 / sqrt(steps) by chance.")
     print(f"random, k=8: means over epochs that together have {SEEN_STEPS} steps or more.")
     show_speed(data, console)
@@ -114,9 +131,13 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", type=Path, nargs="+", required=True, help="length files")
-    parser.add_argument("--resample", type=int, default=1_200_000, help="samples to draw; 0: the files as they are")
+    parser.add_argument(
+        "--resample", type=int, default=1_200_000, help="samples to draw; 0: the files as they are"
+    )
     parser.add_argument("--max-seq-len", type=int, default=4096, help="Q_t, LLM tokens of a group")
     parser.add_argument("--max-vision", type=int, default=15, help="Q_v, image patches of a group")
     return parser.parse_args()
@@ -129,12 +150,20 @@ def resample(paths: list[Path], num_samples: int) -> tuple[IntArray, IntArray, I
         np.concatenate([table[name].to_numpy() for table in tables]).astype(np.int64)
         for name in ("num_image_patches", "seq_len")
     )
-    halves = [2 * number + np.arange(len(table)) * 2 // len(table) for number, table in enumerate(tables)]
-    drawn = np.random.default_rng(0).integers(0, len(vision), num_samples) if num_samples else np.arange(len(vision))
+    halves = [
+        2 * number + np.arange(len(table)) * 2 // len(table) for number, table in enumerate(tables)
+    ]
+    drawn = (
+        np.random.default_rng(0).integers(0, len(vision), num_samples)
+        if num_samples
+        else np.arange(len(vision))
+    )
     return vision[drawn], tokens[drawn], np.concatenate(halves)[drawn]
 
 
-def group(vision: IntArray, tokens: IntArray, sources: IntArray, options: argparse.Namespace) -> Data:
+def group(
+    vision: IntArray, tokens: IntArray, sources: IntArray, options: argparse.Namespace
+) -> Data:
     q_t, q_v = options.max_seq_len, options.max_vision
     limits = Limits(max_seq_len=q_t, max_vision=q_v, min_seq_len=q_t - 128, min_vision=q_v)
     fits = (vision <= q_v) & (tokens <= q_t)
@@ -159,7 +188,9 @@ def random_order(data: Data, dp: int) -> IntArray:
 
 
 def sorted_windows(data: Data, dp: int) -> IntArray:
-    """Random windows sorted inside and cut into micro-batches, these in random order: what a shuffle buffer can do."""
+    """Random windows sorted inside and cut into micro-batches, these in random order: what a
+    shuffle buffer can do.
+    """
     rng = np.random.default_rng(7)
     order = rng.permutation(len(data.groups))
     window = np.arange(len(order)) // max(SORTED_WINDOW, dp)
@@ -171,13 +202,13 @@ def sorted_windows(data: Data, dp: int) -> IntArray:
 
 def without_lanes(data: Data, dp: int) -> IntArray:
     order = replace(choose_order(len(data.groups)), num_lanes=1)
-    stream = GroupStream(num_groups=len(data.groups), order=order, seed=0, epoch=0)
+    stream = BlockShuffle(num_groups=len(data.groups), order=order, seed=0, epoch=0)
     return np.concatenate([stream.take(dp) for _ in range(len(data.groups) // dp)])
 
 
 def blocks_in_lanes(data: Data, dp: int, epoch: int = 0) -> IntArray:
     order = choose_order(len(data.groups))
-    stream = GroupStream(num_groups=len(data.groups), order=order, seed=0, epoch=epoch)
+    stream = BlockShuffle(num_groups=len(data.groups), order=order, seed=0, epoch=epoch)
     return np.concatenate([stream.take(dp) for _ in range(len(data.groups) // dp)])
 
 
@@ -196,17 +227,26 @@ def figures(data: Data, order: IntArray, dp: int) -> dict[str, float]:
 
 
 def random_figures(data: Data, dp: int) -> dict[str, float]:
-    """Of the random order with assignment: ratios of sums over the step, and nothing for single micro-batches."""
+    """Of the random order with assignment: ratios of sums over the step, and nothing for single
+    micro-batches.
+    """
     epochs = -(-SEEN_STEPS // max(1, len(data.groups) // (dp * LONG)))
     found = [random_epoch(data, dp, epoch) for epoch in range(epochs)]
-    return {name: float(np.mean([row[name] for row in found])) for name in found[0] if not name.endswith("_1")}
+    return {
+        name: float(np.mean([row[name] for row in found]))
+        for name in found[0]
+        if not name.endswith("_1")
+    }
 
 
 def random_epoch(data: Data, dp: int, epoch: int) -> dict[str, float]:
     vision, tokens = data.loads
-    stream = RandomStream(num_groups=len(vision), seed=0, epoch=epoch)
+    stream = GlobalShuffle(num_groups=len(vision), seed=0, epoch=epoch)
     num_steps = len(vision) // (dp * LONG)
-    steps = [stream.take_step(dp, LONG, lambda groups: (vision[groups], tokens[groups])) for _ in range(num_steps)]
+    steps = [
+        stream.take_step(dp, LONG, lambda groups: (vision[groups], tokens[groups]))
+        for _ in range(num_steps)
+    ]
     taken = np.stack(steps)  # (num_steps, dp, LONG)
     sums = {
         f"dist_{name}": dist_ratio(loads[taken].sum(axis=2).ravel(), dp)
@@ -238,8 +278,10 @@ def show_speed(data: Data, console: Console) -> None:
     vision, tokens = data.loads
     num_groups = len(data.groups)
     for dp in WORLD_SIZES:
-        blocks = GroupStream(num_groups=num_groups, order=choose_order(num_groups), seed=0, epoch=0)
-        random = RandomStream(num_groups=num_groups, seed=0, epoch=0)
+        blocks = BlockShuffle(
+            num_groups=num_groups, order=choose_order(num_groups), seed=0, epoch=0
+        )
+        random = GlobalShuffle(num_groups=num_groups, seed=0, epoch=0)
         takes = min(200, num_groups // dp // 2)
         start = time.perf_counter()
         for _ in range(takes):
@@ -252,7 +294,9 @@ def show_speed(data: Data, console: Console) -> None:
             seconds.append(time.perf_counter() - start)
         epochs = [
             Groups(order, np.arange(0, len(order) + 1, dp))
-            for order in (blocks_in_lanes(data, dp, epoch)[: num_groups // dp * dp] for epoch in (0, 1))
+            for order in (
+                blocks_in_lanes(data, dp, epoch)[: num_groups // dp * dp] for epoch in (0, 1)
+            )
         ]
         again = repeated_pairs_of_steps(*epochs, num_groups)
         table.add_row(str(dp), f"{microseconds:.0f}", f"{min(seconds) * 1e3:.2f}", f"{again:.3f}")
@@ -260,12 +304,15 @@ def show_speed(data: Data, console: Console) -> None:
 
 
 def repeated_pairs_of_steps(first: Groups, second: Groups, num_groups: int) -> float:
-    """`repeated_pairs` of orders that leave out the last, incomplete step: its groups stand alone."""
+    """`repeated_pairs` of orders that leave out the last, incomplete step: its groups stand
+    alone.
+    """
 
     def whole(steps: Groups) -> Groups:
         rest = np.setdiff1d(np.arange(num_groups), steps.samples)
         return Groups(
-            np.concatenate([steps.samples, rest]), np.r_[steps.offsets, steps.offsets[-1] + 1 + np.arange(len(rest))]
+            np.concatenate([steps.samples, rest]),
+            np.r_[steps.offsets, steps.offsets[-1] + 1 + np.arange(len(rest))],
         )
 
     return repeated_pairs(whole(first), whole(second))
@@ -289,15 +336,31 @@ def show_regrouping(data: Data, console: Console) -> None:
     for window in REGROUP_WINDOWS:
         start = time.perf_counter()
         groups, order = regroup(
-            data.vision, data.tokens, data.groups, data.limits, window_groups=window, seed=0, epoch=0
+            data.vision,
+            data.tokens,
+            data.groups,
+            data.limits,
+            window_groups=window,
+            seed=0,
+            epoch=0,
         )
         seconds = time.perf_counter() - start
-        again, _ = regroup(data.vision, data.tokens, data.groups, data.limits, window_groups=window, seed=0, epoch=1)
+        again, _ = regroup(
+            data.vision,
+            data.tokens,
+            data.groups,
+            data.limits,
+            window_groups=window,
+            seed=0,
+            epoch=1,
+        )
         ratios = []
         for dp in (8, 64):
-            stream = GroupStream(num_groups=len(groups), order=order, seed=0, epoch=0)
+            stream = BlockShuffle(num_groups=len(groups), order=order, seed=0, epoch=0)
             taken = groups.take(np.concatenate([stream.take(dp) for _ in range(len(groups) // dp)]))
-            ratios += [f"{dist_ratio(taken.sum(loads), dp):.5f}" for loads in (data.vision, data.tokens)]
+            ratios += [
+                f"{dist_ratio(taken.sum(loads), dp):.5f}" for loads in (data.vision, data.tokens)
+            ]
         share = len(groups) / len(data.groups) - 1
         table.add_row(
             f"{window:,}",

@@ -2,9 +2,10 @@
 
     python benchmarks/paper_tables.py [--out docs/paper-tables.md] [--only NAME...]
 
-No table is measured on GPUs: every figure of ours comes from the cost model of `engine.cost_model.analytical`, the
-simulator and samples that are drawn to match what the papers tell of theirs (benchmarks/papers/datasets.py).
-Assumptions stand beside each table. Only search times are clocked. Takes half a minute.
+No table is measured on GPUs: every figure of ours comes from the cost model of
+`engine.cost_model.analytical`, the simulator and samples that are drawn to match what the papers
+tell of theirs (benchmarks/papers/datasets.py). Assumptions stand beside each table. Only search
+times are clocked. Takes half a minute.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from papers import omnibal_checks, omnibal_partition, omnibal_training, orchmllm_figures, pipetune_tables  # noqa: E402
+from papers import (  # noqa: E402
+    omnibal_checks,
+    omnibal_partition,
+    omnibal_training,
+    orchmllm_figures,
+    pipetune_tables,
+)
 from papers.page import Section  # noqa: E402
 from rich.console import Console  # noqa: E402
 
@@ -51,9 +58,13 @@ SECTIONS: dict[str, Callable[[], Section]] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "paper-tables.md")
-    parser.add_argument("--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS), metavar="NAME")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS), metavar="NAME"
+    )
     given = parser.parse_args(arguments)
     people, parts = Console(stderr=True), [INTRODUCTION]
     for name in given.only:

@@ -1,13 +1,16 @@
-"""How long partition searches take by layers and stages, and how far their answers are from the best.
+"""How long partition searches take by layers and stages, and how far their answers are from the
+best.
 
-    python benchmarks/partition_speed.py [--sizes 93x4 125x8 160x16] [--micro-batches 64] [--spread 0 0.05 0.15]
+    python benchmarks/partition_speed.py [--sizes 93x4 125x8 160x16] [--micro-batches 64] [--spread
+    0 0.05 0.15]
         [--schedules 1f1b zero_bubble] [--memory 1 0.75] [--rounds 3]
 
-Models are generated: a vision encoder, a projector, an LLM of about as many layers, and their ends; `--spread` is the
-standard deviation of a phase's load between micro-batches, `--memory` the share that is there of what the fullest rank
-needs if nothing is recomputed and stages take the same time. Times are the least of several rounds, after one
-that compiles. "over": how much slower a step is than with the exact search's answer; "gap": how much faster than that
-answer another one could be, 0 if it is proved that none is. Exit status 1 when an exact search takes over 15 s.
+Models are generated: a vision encoder, a projector, an LLM of about as many layers, and their ends;
+`--spread` is the standard deviation of a phase's load between micro-batches, `--memory` the share
+that is there of what the fullest rank needs if nothing is recomputed and stages take the same time.
+Times are the least of several rounds, after one that compiles. "over": how much slower a step is
+than with the exact search's answer; "gap": how much faster than that answer another one could be, 0
+if it is proved that none is. Exit status 1 when an exact search takes over 15 s.
 """
 
 from __future__ import annotations
@@ -31,12 +34,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "engine")]
 
 from random_costs import vlm  # noqa: E402
 
-from balance.records import IntArray  # noqa: E402
+from balance.types import IntArray  # noqa: E402
 from engine.cost_model.costs import Costs  # noqa: E402
 from engine.planning.bmp import search_bmp  # noqa: E402
-from engine.planning.exact import Exact, search_exact  # noqa: E402
 from engine.planning.partition import METHODS, by_step_time  # noqa: E402
 from engine.planning.recompute import InfeasiblePlan, choose_recompute, fitted_step  # noqa: E402
+from engine.planning.search.branch_and_bound import Exact, search_exact  # noqa: E402
 from engine.simulator.evaluate import evaluate  # noqa: E402
 from engine.simulator.schedule import Schedule, make_schedule  # noqa: E402
 
@@ -73,7 +76,10 @@ class Row:
 def main() -> int:
     """Print the table; -> exit status."""
     options = parse()
-    table = Table(box=box.SIMPLE, title=f"{options.micro_batches} micro-batches; the three methods, BMP and exact")
+    table = Table(
+        box=box.SIMPLE,
+        title=f"{options.micro_batches} micro-batches; the three methods, BMP and exact",
+    )
     heads = (
         "layers x stages",
         "spread",
@@ -89,7 +95,9 @@ def main() -> int:
     for place, head in enumerate((*heads, "gap")):
         table.add_column(head.removesuffix("-based"), justify="right" if place else "left")
     slow = []
-    for size, spread, schedule, memory in product(options.sizes, options.spread, options.schedules, options.memory):
+    for size, spread, schedule, memory in product(
+        options.sizes, options.spread, options.schedules, options.memory
+    ):
         layers, stages = (int(number) for number in size.split("x"))
         case = Case(
             layers=layers,
@@ -102,7 +110,9 @@ def main() -> int:
         row = measure(case, options.rounds)
         table.add_row(*cells(case, row))
         if row.exact_s > MOST_SECONDS:
-            slow.append(f"{size}, spread {spread}, {schedule}: the exact search took {row.exact_s:.1f} s")
+            slow.append(
+                f"{size}, spread {spread}, {schedule}: the exact search took {row.exact_s:.1f} s"
+            )
     Console(width=140).print(table)
     for line in slow:
         print(f"too slow: {line}")
@@ -110,8 +120,12 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", default=["93x4", "125x8", "160x16"], help="layers x stages")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sizes", nargs="+", default=["93x4", "125x8", "160x16"], help="layers x stages"
+    )
     parser.add_argument("--micro-batches", type=int, default=64)
     parser.add_argument("--spread", type=float, nargs="+", default=[0.0, 0.05, 0.15])
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "zero_bubble"])
@@ -132,10 +146,17 @@ def measure(case: Case, rounds: int) -> Row:
     step = fitted_step(costs, schedule, memory)
     exact_s, found = least_s(lambda: search_exact(costs, schedule, memory), rounds)
     bmp_s, bmp = least_s(lambda: search_bmp(costs, case.stages, step), rounds)
-    recompute_s, _ = least_s(lambda: choose_recompute(costs, found.borders, schedule, memory), rounds)
-    partitions = {name: method(costs, case.stages) for name, method in METHODS.items()} | {"BMP": bmp.best.borders}
+    recompute_s, _ = least_s(
+        lambda: choose_recompute(costs, found.borders, schedule, memory), rounds
+    )
+    partitions = {name: method(costs, case.stages) for name, method in METHODS.items()} | {
+        "BMP": bmp.best.borders
+    }
     return Row(
-        over={name: over(costs, schedule, memory, borders, found) for name, borders in partitions.items()},
+        over={
+            name: over(costs, schedule, memory, borders, found)
+            for name, borders in partitions.items()
+        },
         bmp_s=bmp_s,
         recompute_s=recompute_s,
         exact_s=exact_s,
@@ -143,7 +164,9 @@ def measure(case: Case, rounds: int) -> Row:
     )
 
 
-def over(costs: Costs, schedule: Schedule, memory: int, borders: IntArray, found: Exact) -> float | None:
+def over(
+    costs: Costs, schedule: Schedule, memory: int, borders: IntArray, found: Exact
+) -> float | None:
     """How much slower a partition is than the one found; None if it does not fit."""
     try:
         return fitted_step(costs, schedule, memory)(borders) / found.step_ns - 1

@@ -1,7 +1,9 @@
-"""Packers that trainers use today, for benchmarks/grouping.py: token counts and a token cap -> groups.
+"""Packers that trainers use today, for benchmarks/grouping.py: token counts and a token cap ->
+groups.
 
-They pack by tokens alone, because that is all they know. Each calls the public package that the framework itself calls,
-or the framework's own function; first fit and online best fit are written out below.
+They pack by tokens alone, because that is all they know. Each calls the public package that the
+framework itself calls, or the framework's own function; first fit and online best fit are written
+out below.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ from dataclasses import dataclass
 import numba
 import numpy as np
 
-from balance.records import Groups, IntArray
+from balance.types import Groups, IntArray
 
 SWIFT_BATCH = 1000
 """ms-swift packs so many samples at a time; the last pack of a batch goes on to the next."""
 VERL_BATCH = 512
-"""Samples of a step whose micro-batches verl balances; Karmarkar-Karp takes seconds for thousands."""
+"""Samples of a step whose micro-batches verl balances; Karmarkar-Karp takes seconds for
+thousands.
+"""
 OPEN_GROUPS = 16
 
 
@@ -41,12 +45,16 @@ class Packer:
 def as_groups(groups: list[list[int]]) -> Groups:
     """Lists of samples as `Groups`."""
     sizes = np.array([len(group) for group in groups], dtype=np.int64)
-    samples = np.fromiter((sample for group in groups for sample in group), dtype=np.int64, count=int(sizes.sum()))
+    samples = np.fromiter(
+        (sample for group in groups for sample in group), dtype=np.int64, count=int(sizes.sum())
+    )
     return Groups(samples, np.concatenate([[0], np.cumsum(sizes)]))
 
 
 def pack_trl(tokens: IntArray, cap: int) -> list[list[int]]:
-    """TRL's `pack_dataset`, strategy "bfd": best fit decreasing. Each token holds its sample's number."""
+    """TRL's `pack_dataset`, strategy "bfd": best fit decreasing. Each token holds its sample's
+    number.
+    """
     import pyarrow as pa  # noqa: PLC0415
     from datasets import Dataset  # noqa: PLC0415
     from trl.data_utils import pack_dataset  # noqa: PLC0415
@@ -79,13 +87,17 @@ def pack_swift(tokens: IntArray, cap: int) -> list[list[int]]:
 
 
 def pack_karmarkar_karp(tokens: IntArray, cap: int) -> list[list[int]]:
-    """Even sums by Karmarkar-Karp in as few micro-batches as the tokens of a step need, as verl's dynamic batches."""
+    """Even sums by Karmarkar-Karp in as few micro-batches as the tokens of a step need, as verl's
+    dynamic batches.
+    """
     from numberpartitioning import karmarkar_karp  # noqa: PLC0415
 
     groups: list[list[int]] = []
     for start in range(0, len(tokens), VERL_BATCH):
         lengths = tokens[start : start + VERL_BATCH].tolist()
-        parts = karmarkar_karp(lengths, num_parts=-(-sum(lengths) // cap), return_indices=True).partition
+        parts = karmarkar_karp(
+            lengths, num_parts=-(-sum(lengths) // cap), return_indices=True
+        ).partition
         groups += [[start + int(place) for place in part] for part in parts if part]
     return groups
 
@@ -116,7 +128,9 @@ def _first_fit(order, tokens, cap):  # type: ignore[no-untyped-def]
 
 
 def best_fit_online(vision: IntArray, tokens: IntArray, max_vision: int, cap: int) -> Groups:
-    """One pass in random order, 16 open groups, always the fullest in which a sample fits; both caps."""
+    """One pass in random order, 16 open groups, always the fullest in which a sample fits; both
+    caps.
+    """
     shuffled = np.random.default_rng(0).permutation(len(tokens))
     group_of = np.empty_like(shuffled)
     group_of[shuffled] = _best_fit(vision[shuffled], tokens[shuffled], max_vision, cap)
@@ -132,7 +146,10 @@ def _best_fit(vision, tokens, max_vision, cap):  # type: ignore[no-untyped-def]
         best, fullest = -1, 0
         for place in range(OPEN_GROUPS):
             fits = rooms[place, 0] >= vision[sample] and rooms[place, 1] >= tokens[sample]
-            if fits and (best < 0 or _room(rooms[place], max_vision, cap) < _room(rooms[best], max_vision, cap)):
+            if fits and (
+                best < 0
+                or _room(rooms[place], max_vision, cap) < _room(rooms[best], max_vision, cap)
+            ):
                 best = place
             if _room(rooms[place], max_vision, cap) < _room(rooms[fullest], max_vision, cap):
                 fullest = place
@@ -154,7 +171,9 @@ def _room(room, max_vision, cap):  # type: ignore[no-untyped-def]
 
 PEERS = (
     Packer(name="TRL, bfd", pack=pack_trl, package="trl", pip="trl"),
-    Packer(name="binpacking (as ms-swift)", pack=pack_swift, package="binpacking", pip="binpacking"),
+    Packer(
+        name="binpacking (as ms-swift)", pack=pack_swift, package="binpacking", pip="binpacking"
+    ),
     Packer(
         name="Karmarkar-Karp (as verl)",
         pack=pack_karmarkar_karp,

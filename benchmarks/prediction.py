@@ -1,4 +1,5 @@
-"""Does a step take as long as the simulator says, and are partitions as good as it says? Predicted beside measured.
+"""Does a step take as long as the simulator says, and are partitions as good as it says? Predicted
+beside measured.
 
     python benchmarks/prediction.py [--steps 3] [--rounds 3]
 
@@ -7,9 +8,10 @@
 - stand-ins, which wait for as long as the cost model says: InternVL's 6B + 20B in 4 stages on 4 ranks and in 8 on 8,
   partitioned by each of the methods of OmniBal's Table 4 and by the exact search.
 
-Every partition runs the same balanced micro-batches, nothing recomputed; partitions take turns, medians count. A
-machine that others use too is not always as fast: so layers are profiled anew before each turn. "order": of all pairs
-of partitions whose measured times are more than 3 % apart, the share that the prediction has in the same order.
+Every partition runs the same balanced micro-batches, nothing recomputed; partitions take turns,
+medians count. A machine that others use too is not always as fast: so layers are profiled anew
+before each turn. "order": of all pairs of partitions whose measured times are more than 3 % apart,
+the share that the prediction has in the same order.
 """
 
 from __future__ import annotations
@@ -53,11 +55,18 @@ class Row:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; -> exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=3, help="of each partition (default: 3)")
-    parser.add_argument("--rounds", type=int, default=3, help="partitions take turns so often (default: 3)")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="partitions take turns so often (default: 3)"
+    )
     options = parser.parse_args(arguments)
-    show("small model, 2 stages on 2 ranks, real compute", on_ranks(2, real, options.steps, options.rounds))
+    show(
+        "small model, 2 stages on 2 ranks, real compute",
+        on_ranks(2, real, options.steps, options.rounds),
+    )
     for stages in (4, 8):
         rows = on_ranks(stages, stand_in, stages, options.steps, options.rounds)
         show(f"InternVL 6B + 20B, {stages} stages on {stages} ranks, stand-ins", rows)
@@ -76,7 +85,9 @@ def show(title: str, rows: Sequence[Row]) -> None:
         for one, two in combinations(rows, 2)
         if abs(one.measured_s / two.measured_s - 1) > APART
     ]
-    console.print(f"order: {sum(pairs)} of {len(pairs)} pairs that are more than {APART:.0%} apart\n")
+    console.print(
+        f"order: {sum(pairs)} of {len(pairs)} pairs that are more than {APART:.0%} apart\n"
+    )
 
 
 def real(num_steps: int, rounds: int) -> list[Row]:
@@ -97,7 +108,10 @@ def real(num_steps: int, rounds: int) -> list[Row]:
         )
         for candidate in near
     ]
-    pipelines, given = [trainer.pipeline(variant) for variant in variants], trainer.steps(variants[0])
+    pipelines, given = (
+        [trainer.pipeline(variant) for variant in variants],
+        trainer.steps(variants[0]),
+    )
     warm_up(pipelines, given)
     predicted, measured = [], []
     for _ in range(rounds):
@@ -105,8 +119,14 @@ def real(num_steps: int, rounds: int) -> list[Row]:
         predicted.append([trainer.predicted_s(variant) for variant in variants])
         measured.append([measure(pipeline, given).seconds for pipeline in pipelines])
     return [
-        Row(name=variant.name, predicted_s=float(np.median(said)), measured_s=float(np.median(took, axis=0).sum()))
-        for variant, said, took in zip(variants, zip(*predicted, strict=True), zip(*measured, strict=True), strict=True)
+        Row(
+            name=variant.name,
+            predicted_s=float(np.median(said)),
+            measured_s=float(np.median(took, axis=0).sum()),
+        )
+        for variant, said, took in zip(
+            variants, zip(*predicted, strict=True), zip(*measured, strict=True), strict=True
+        )
     ]
 
 
@@ -117,12 +137,20 @@ def stand_in(stages: int, num_steps: int, rounds: int) -> list[Row]:
     costs = [model.costs_of(own, counts, padded=False) for own in every(steps)]
     found = partitions(model, 2 * stages)
     nothing = np.zeros(costs[0].num_layers, np.bool_)
-    given = [Step(batches=range(2 * stages * at, 2 * stages * (at + 1)), num_labels=1) for at in range(num_steps)]
+    given = [
+        Step(batches=range(2 * stages * at, 2 * stages * (at + 1)), num_labels=1)
+        for at in range(num_steps)
+    ]
     pipelines, predicted = [], []
     for borders in found.values():
-        outcomes = [evaluate(own, borders, nothing, one_f_one_b(stages, own.num_micro_batches)) for own in costs]
+        outcomes = [
+            evaluate(own, borders, nothing, one_f_one_b(stages, own.num_micro_batches))
+            for own in costs
+        ]
         predicted.append(sum(one.step_ns for one in outcomes) / 1e9)
-        pipelines.append(make_stand_ins([one.stages for one in outcomes], [list(range(dist.get_world_size()))]))
+        pipelines.append(
+            make_stand_ins([one.stages for one in outcomes], [list(range(dist.get_world_size()))])
+        )
     warm_up(pipelines, given)
     turns = [[measure(pipeline, given).seconds for pipeline in pipelines] for _ in range(rounds)]
     return [

@@ -1,19 +1,24 @@
-"""Balance by image rule on real image sizes: OmniBal's Tables 10 (Max-Patch-Num), 12 (resolution), 14 (Qwen2-VL).
+"""Balance by image rule on real image sizes: OmniBal's Tables 10 (Max-Patch-Num), 12 (resolution),
+14 (Qwen2-VL).
 
-    python benchmarks/resolutions.py [--dataset FOLDER --tokenizer PATH] [--resample 100000] [--dp 8] [--seed 0]
+    python benchmarks/resolutions.py [--dataset FOLDER --tokenizer PATH] [--resample 100000] [--dp
+    8] [--seed 0]
 
-FOLDER: a dataset in LLaVA's layout; PATH: a tokenizer's folder. Without them: the built-in demo dataset. Image headers
-and texts are read once; each rule then counts the same samples from the upright image sizes. They are drawn with
-replacement, --resample of them, so that there are enough steps. One core, about ten seconds.
+FOLDER: a dataset in LLaVA's layout; PATH: a tokenizer's folder. Without them: the built-in demo
+dataset. Image headers and texts are read once; each rule then counts the same samples from the
+upright image sizes. They are drawn with replacement, --resample of them, so that there are enough
+steps. One core, about ten seconds.
 
-Rules: InternVL 1.5's tiles, the thumbnail on top. A tile of p pixels has (p / 14)^2 + 1 ViT tokens (squares and the
-class token) and (p / 28)^2 LLM tokens (2 x 2 squares merged): 224: 257 and 64, 336: 577 and 144, 448: 1,025 and 256.
-Tables 12 and 14 keep what they do not vary at Table 3's setting: at most 4 tiles, 4,096 tokens.
+Rules: InternVL 1.5's tiles, the thumbnail on top. A tile of p pixels has (p / 14)^2 + 1 ViT tokens
+(squares and the class token) and (p / 28)^2 LLM tokens (2 x 2 squares merged): 224: 257 and 64,
+336: 577 and 144, 448: 1,025 and 256. Tables 12 and 14 keep what they do not vary at Table 3's
+setting: at most 4 tiles, 4,096 tokens.
 
-Methods, all on the samples that fit Q_t: `random`: 4 samples per micro-batch, padded to the longest; `shuffled`: our
-groups in random order, the paper's setting; `Isobatch`: the same groups in the loader's order. Q_t is the paper's, Q_v
-from the data. `OmniBal`: the figures that it prints, on *other data* (InternVL-1.2M, not public in full) and an
-unstated number of ranks: compare the direction, not the digits.
+Methods, all on the samples that fit Q_t: `random`: 4 samples per micro-batch, padded to the
+longest; `shuffled`: our groups in random order, the paper's setting; `Isobatch`: the same groups in
+the loader's order. Q_t is the paper's, Q_v from the data. `OmniBal`: the figures that it prints, on
+*other data* (InternVL-1.2M, not public in full) and an unstated number of ranks: compare the
+direction, not the digits.
 """
 
 from __future__ import annotations
@@ -31,13 +36,13 @@ import pyarrow.compute as pc
 from rich.table import Table
 from tables import DistRatios, Method, as_loaded, console, method_of, new_table, shuffled
 
-from balance.baselines import BATCH_SIZE, as_groups, random_batches
+from balance.baseline_samplers import BATCH_SIZE, as_groups, random_batches
 from balance.errors import DataError, IsobatchError
-from balance.patches import ImageRejected, plan_image
+from balance.media.image_tokens import ImageRejected, plan_image
 from balance.presets import TilesRule, VisionRule, load_model
-from balance.records import Counts, Groups, IntArray
-from packer.count import CountTask, SampleCounter
-from packer.demo import DEMO_SAMPLES, demo_tokenizer_path, write_demo
+from balance.types import Counts, Groups, IntArray
+from packer.count.sample_counter import CountTask, SampleCounter
+from packer.demo.dataset import DEMO_SAMPLES, demo_tokenizer_path, write_demo
 from packer.group import GroupOptions, group_counts
 from packer.sources.dataset import find_dataset
 
@@ -93,11 +98,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", help="folder or annotation file in LLaVA's layout; default: the demo dataset")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--dataset", help="folder or annotation file in LLaVA's layout; default: the demo dataset"
+    )
     parser.add_argument("--tokenizer", help="folder of a tokenizer; default: the demo's")
-    parser.add_argument("--demo-samples", type=int, default=DEMO_SAMPLES, help="size of the demo dataset")
-    parser.add_argument("--resample", type=int, default=100_000, help="samples to draw with replacement")
+    parser.add_argument(
+        "--demo-samples", type=int, default=DEMO_SAMPLES, help="size of the demo dataset"
+    )
+    parser.add_argument(
+        "--resample", type=int, default=100_000, help="samples to draw with replacement"
+    )
     parser.add_argument("--dp", type=int, default=8, help="data-parallel ranks")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)
@@ -114,7 +127,9 @@ def read(options: argparse.Namespace) -> Samples:
 
 
 def read_samples(dataset: str, tokenizer: str) -> Samples:
-    """Sizes and texts by the packer's own count, whose tiles rule refuses no image and here is not used further."""
+    """Sizes and texts by the packer's own count, whose tiles rule refuses no image and here is not
+    used further.
+    """
     found = find_dataset(dataset, None)
     counter = SampleCounter(CountTask(model=load_model("internvl_1_5"), tokenizer=tokenizer))
     tables = [
@@ -128,7 +143,8 @@ def read_samples(dataset: str, tokenizer: str) -> Samples:
         raise DataError(f"{dataset}: none of its {len(table):,} records is a usable sample")
     images = pc.list_flatten(usable.column("images"))
     return Samples(
-        # prefix and suffix of an image are one token each for InternVL and for Qwen2-VL: the text is the same
+        # prefix and suffix of an image are one token each for InternVL and for Qwen2-VL: the text
+        # is the same
         num_text_tokens=usable.column("num_text_tokens").to_numpy().astype(np.int64),
         num_images=pc.list_value_length(usable.column("images")).to_numpy().astype(np.int64),
         widths=pc.struct_field(images, "width").to_numpy().astype(np.int64),
@@ -149,7 +165,10 @@ def tables() -> dict[str, list[Setting]]:
                 name="native",
                 rule=native.vision,
                 vision_unit=native.vision_unit,
-                paper=(printed(4, 0.408, 0.393, pad=0.31, name="OmniBal: random"), printed(6.6, 0.12, 0.06, pad=0)),
+                paper=(
+                    printed(4, 0.408, 0.393, pad=0.31, name="OmniBal: random"),
+                    printed(6.6, 0.12, 0.06, pad=0),
+                ),
             )
         ],
     }
@@ -157,7 +176,9 @@ def tables() -> dict[str, list[Setting]]:
 
 def patch_settings(rule: TilesRule) -> Iterator[Setting]:
     """Table 10: at most 1, 4, 6 or 12 tiles per image."""
-    baseline = printed(4, 0.34, 0.30, vit=20_000, llm=16_000, pad=0.31, name="OmniBal: random")  # Table 3
+    baseline = printed(
+        4, 0.34, 0.30, vit=20_000, llm=16_000, pad=0.31, name="OmniBal: random"
+    )  # Table 3
     rows = (
         (1, Q_T, (printed(7.6, 0.06, 0.05, vit=9_000, llm=4_000),)),
         (4, Q_T, (baseline, printed(4.6, 0.02, 0.14, vit=9_000, llm=4_000, pad=0))),
@@ -167,13 +188,21 @@ def patch_settings(rule: TilesRule) -> Iterator[Setting]:
     for most, max_seq_len, paper in rows:
         changed = replace(rule, max_patches=most)
         yield Setting(
-            name=f"max {most}", rule=changed, vision_unit="image_patches", max_seq_len=max_seq_len, paper=paper
+            name=f"max {most}",
+            rule=changed,
+            vision_unit="image_patches",
+            max_seq_len=max_seq_len,
+            paper=paper,
         )
 
 
 def resolution_settings(rule: TilesRule) -> Iterator[Setting]:
     """Table 12: tiles of 224, 336 or 448 pixels."""
-    rows = ((224, printed(4.8, 0.009, 0.068)), (336, printed(3.3, 0.005, 0.07)), (448, printed(4.6, 0.02, 0.14)))
+    rows = (
+        (224, printed(4.8, 0.009, 0.068)),
+        (336, printed(3.3, 0.005, 0.07)),
+        (448, printed(4.6, 0.02, 0.14)),
+    )
     for pixels, paper in rows:
         changed = replace(
             rule,
@@ -182,7 +211,9 @@ def resolution_settings(rule: TilesRule) -> Iterator[Setting]:
             vit_tokens_per_patch=(pixels // VIT_PATCH) ** 2 + 1,
             llm_tokens_per_patch=(pixels // MERGED) ** 2,
         )
-        yield Setting(name=f"{pixels} px", rule=changed, vision_unit="image_patches", paper=(paper,))
+        yield Setting(
+            name=f"{pixels} px", rule=changed, vision_unit="image_patches", paper=(paper,)
+        )
 
 
 def printed(
@@ -207,10 +238,16 @@ def printed(
 
 
 def count(samples: Samples, rule: VisionRule) -> tuple[Counts, IntArray]:
-    """(Counts under the rule, rows of the samples that it refuses: aspect ratios, at native resolution only)."""
-    plans = np.zeros((len(samples.widths), 3), np.int64)  # patches, ViT tokens, LLM tokens of each image
+    """(Counts under the rule, rows of the samples that it refuses: aspect ratios, at native
+    resolution only).
+    """
+    plans = np.zeros(
+        (len(samples.widths), 3), np.int64
+    )  # patches, ViT tokens, LLM tokens of each image
     refused = np.zeros(len(samples.widths), dtype=bool)
-    for image, (width, height) in enumerate(zip(samples.widths.tolist(), samples.heights.tolist(), strict=True)):
+    for image, (width, height) in enumerate(
+        zip(samples.widths.tolist(), samples.heights.tolist(), strict=True)
+    ):
         try:
             plan = plan_image(rule, width, height)
         except ImageRejected:
@@ -232,12 +269,16 @@ def count(samples: Samples, rule: VisionRule) -> tuple[Counts, IntArray]:
     return counts, np.unique(sample_of_image[refused])
 
 
-def measure(setting: Setting, samples: Samples, drawn: IntArray, *, dp: int, seed: int) -> tuple[list[Method], int]:
+def measure(
+    setting: Setting, samples: Samples, drawn: IntArray, *, dp: int, seed: int
+) -> tuple[list[Method], int]:
     """(our methods' rows, how many of the drawn samples are over Q_t or refused)."""
     counts, refused = count(samples, setting.rule)
     counts = counts.take(drawn[~np.isin(drawn, refused)])
     options = GroupOptions(seed=seed, max_seq_len=setting.max_seq_len)
-    made = group_counts(counts, options, vision_unit=setting.vision_unit, context_len=setting.max_seq_len)
+    made = group_counts(
+        counts, options, vision_unit=setting.vision_unit, context_len=setting.max_seq_len
+    )
     packed = np.sort(made.groups.samples)
     if len(packed) == 0:
         raise DataError(f"{setting.name}: no sample has {setting.max_seq_len:,} tokens or fewer")
@@ -252,7 +293,9 @@ def measure(setting: Setting, samples: Samples, drawn: IntArray, *, dp: int, see
     return methods, len(drawn) - len(packed)
 
 
-def show(title: str, settings: list[Setting], samples: Samples, drawn: IntArray, *, dp: int, seed: int) -> Table:
+def show(
+    title: str, settings: list[Setting], samples: Samples, drawn: IntArray, *, dp: int, seed: int
+) -> Table:
     """One of the paper's tables, a section per setting."""
     most = ["most ViT\ntokens", "most LLM\ntokens"]
     headings = ["rule", "method", "samples /\nmicro-batch", *most, "pad", "dist ratio\nViT / LLM"]
@@ -260,7 +303,13 @@ def show(title: str, settings: list[Setting], samples: Samples, drawn: IntArray,
     table.columns[1].justify = "left"
     for setting in settings:
         methods, left_out = measure(setting, samples, drawn, dp=dp, seed=seed)
-        notes = [setting.name, f"Q_t {setting.max_seq_len:,}", f"{left_out / len(drawn):.1%} over", "", ""]
+        notes = [
+            setting.name,
+            f"Q_t {setting.max_seq_len:,}",
+            f"{left_out / len(drawn):.1%} over",
+            "",
+            "",
+        ]
         for note, method in zip(notes, (*methods, *setting.paper), strict=False):
             table.add_row(note, *_cells(method), style="dim" if method in setting.paper else None)
         table.add_section()
@@ -269,10 +318,15 @@ def show(title: str, settings: list[Setting], samples: Samples, drawn: IntArray,
 
 def _cells(method: Method) -> list[str]:
     is_paper = method.name.startswith("OmniBal")
-    tokens = ["-" if most is None else f"{most:,}" for most in (method.most_vit_tokens, method.most_llm_tokens)]
+    tokens = [
+        "-" if most is None else f"{most:,}"
+        for most in (method.most_vit_tokens, method.most_llm_tokens)
+    ]
     pad = "-" if method.pad_ratio is None else f"{method.pad_ratio:.3f}"
     ratios = method.dist_ratios
-    shown = f"{ratios.vit:g} / {ratios.llm:g}" if is_paper else f"{ratios.vit:.4f} / {ratios.llm:.4f}"
+    shown = (
+        f"{ratios.vit:g} / {ratios.llm:g}" if is_paper else f"{ratios.vit:.4f} / {ratios.llm:.4f}"
+    )
     return [method.name, f"{method.avg_batch_size:.1f}", *tokens, pad, shown]
 
 

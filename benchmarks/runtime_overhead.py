@@ -1,12 +1,15 @@
-"""What the runtime adds to a step: layers that sleep for their modelled time, beside the simulator's prediction.
+"""What the runtime adds to a step: layers that sleep for their modelled time, beside the
+simulator's prediction.
 
-    python benchmarks/runtime_overhead.py [--ranks 2 4] [--micro-batches 12] [--pass-ms 10] [--rounds 5]
+    python benchmarks/runtime_overhead.py [--ranks 2 4] [--micro-batches 12] [--pass-ms 10]
+    [--rounds 5]
 
-A stage of each rank sleeps in its forward pass, and in the gradients of its input and of its weights, each micro-batch
-for a time of its own: nothing is computed, so several ranks can share a core, and all that a step takes longer than
-`engine.simulator.simulate` predicts is the runtime, torch, gloo, and late wake-ups from sleep. "passes": how much
-longer the passes alone took than they should, so what is left of the ratio is what lies between them; "per pass" is the
-step's surplus over the passes of one rank. Medians over rounds.
+A stage of each rank sleeps in its forward pass, and in the gradients of its input and of its
+weights, each micro-batch for a time of its own: nothing is computed, so several ranks can share a
+core, and all that a step takes longer than `engine.simulator.simulate` predicts is the runtime,
+torch, gloo, and late wake-ups from sleep. "passes": how much longer the passes alone took than they
+should, so what is left of the ratio is what lies between them; "per pass" is the step's surplus
+over the passes of one rank. Medians over rounds.
 """
 
 from __future__ import annotations
@@ -42,15 +45,27 @@ WARM_UP = 2
 
 def main() -> int:
     """Print the table; -> exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--micro-batches", type=int, default=12)
-    parser.add_argument("--pass-ms", type=float, default=10.0, help="of a rank's forward pass, on average")
+    parser.add_argument(
+        "--pass-ms", type=float, default=10.0, help="of a rank's forward pass, on average"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     table = new_table(
         f"{options.micro_batches} micro-batches, forward passes of {options.pass_ms:g} ms on average; no computation",
-        ["schedule", "ranks", "predicted ms", "measured ms", "measured / predicted", "passes", "us per pass"],
+        [
+            "schedule",
+            "ranks",
+            "predicted ms",
+            "measured ms",
+            "measured / predicted",
+            "passes",
+            "us per pass",
+        ],
     )
     for ranks in options.ranks:
         for name, row in measure(ranks, options).items():
@@ -71,7 +86,9 @@ def measure(ranks: int, options: argparse.Namespace) -> dict[str, list[str]]:
 def run_rank(rank: int, folder: str, ranks: int, options: argparse.Namespace, results: Any) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks
+    )
     rows = {name: one_schedule(name, ranks, options) for name in SCHEDULES}
     if rank == 0:
         results.put(rows)

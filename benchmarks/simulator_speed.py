@@ -1,11 +1,13 @@
-"""The simulator's speed by schedule and size, beside a plain event-by-event simulation of the same step.
+"""The simulator's speed by schedule and size, beside a plain event-by-event simulation of the same
+step.
 
     python benchmarks/simulator_speed.py [--operations 1024 16384 65536] [--ranks 16] [--rounds 5]
 
-Every time is the least of several rounds, after one that compiles. "all anew": schedule, program and simulation with
-empty caches, as for a shape that was never seen; "again": program and simulation of other costs, as in a search;
-"simulate": that alone. The plain simulation is the tests' oracle (`tests/engine/oracle.py`); both must agree to the
-last nanosecond, or this stops. Exit status 1 when 16,384 operations take over 90 ms all anew.
+Every time is the least of several rounds, after one that compiles. "all anew": schedule, program
+and simulation with empty caches, as for a shape that was never seen; "again": program and
+simulation of other costs, as in a search; "simulate": that alone. The plain simulation is the
+tests' oracle (`tests/engine/oracle.py`); both must agree to the last nanosecond, or this stops.
+Exit status 1 when 16,384 operations take over 90 ms all anew.
 """
 
 from __future__ import annotations
@@ -43,12 +45,17 @@ LARGEST_ORACLE = 20_000
 
 def main() -> int:
     """Print the table; -> exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--operations", type=int, nargs="+", default=[1024, 16_384, 65_536])
     parser.add_argument("--ranks", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    table = Table(box=box.SIMPLE, title=f"{options.ranks} ranks; milliseconds, and million operations per second")
+    table = Table(
+        box=box.SIMPLE,
+        title=f"{options.ranks} ranks; milliseconds, and million operations per second",
+    )
     heads = (
         "schedule",
         "operations",
@@ -69,7 +76,9 @@ def main() -> int:
             times = measure(name, operations, options.ranks, options.rounds)
             table.add_row(name, *row(times))
             if times["operations"] <= JUDGED_OPERATIONS and times["anew"] > MOST_MS:
-                slow.append(f"{name}: {times['operations']:,} operations took {times['anew']:.0f} ms all anew")
+                slow.append(
+                    f"{name}: {times['operations']:,} operations took {times['anew']:.0f} ms all anew"
+                )
     Console(width=120).print(table)
     for line in slow:
         print(f"too slow: {line}")
@@ -103,13 +112,21 @@ def measure(name: str, operations: int, ranks: int, rounds: int) -> dict[str, An
         times["plain"] = least_ms(lambda: Pipeline(*arguments).run(), min(rounds, 2))
         ends = [end for _, end in Pipeline(*arguments).run().values()]
         if max(ends) != timeline.step_ns:
-            raise SystemExit(f"{name}, {len(made)} operations: {timeline.step_ns} ns, the plain simulation {max(ends)}")
+            raise SystemExit(
+                f"{name}, {len(made)} operations: {timeline.step_ns} ns, the plain simulation {max(ends)}"
+            )
     return times
 
 
 def forget() -> None:
     """Empty the caches of schedules and edges."""
-    for cached in (schedule.gpipe, schedule.one_f_one_b, schedule.interleaved, schedule.zero_bubble, program._edges):
+    for cached in (
+        schedule.gpipe,
+        schedule.one_f_one_b,
+        schedule.interleaved,
+        schedule.zero_bubble,
+        program._edges,
+    ):
         cached.cache_clear()
 
 

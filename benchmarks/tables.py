@@ -1,4 +1,6 @@
-"""What the benchmarks that mirror the paper's tables share: streams of groups, their figures, the look of a table."""
+"""What the benchmarks that mirror the paper's tables share: streams of groups, their figures, the
+look of a table.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from balance.metrics import dist_ratio, pad_ratio, padded_loads  # noqa: E402
-from balance.order import GroupStream, OrderConfig  # noqa: E402
-from balance.records import Counts, Groups, IntArray  # noqa: E402
+from balance.order.block_shuffle import BlockShuffle, OrderConfig  # noqa: E402
+from balance.types import Counts, Groups, IntArray  # noqa: E402
 
 console = Console(width=100)
 
@@ -32,7 +34,9 @@ class DistRatios:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """One way to fill micro-batches, measured here or printed in the paper; None where the paper says nothing."""
+    """One way to fill micro-batches, measured here or printed in the paper; None where the paper
+    says nothing.
+    """
 
     name: str
     avg_batch_size: float
@@ -43,7 +47,9 @@ class Method:
     dist_ratios: DistRatios
 
 
-def method_of(name: str, stream: Groups, counts: Counts, dp: int, *, padded: bool = False) -> Method:
+def method_of(
+    name: str, stream: Groups, counts: Counts, dp: int, *, padded: bool = False
+) -> Method:
     """The figures of a stream of micro-batches, packed or padded to each one's longest sample."""
     vit_tokens = stream.sum(counts.num_vit_tokens)
     llm_tokens = padded_loads(stream, counts.seq_len) if padded else stream.sum(counts.seq_len)
@@ -71,15 +77,19 @@ def shuffled(groups: Groups, seed: int) -> Groups:
 
 
 def as_loaded(path_groups: Groups, order: OrderConfig, *, dp: int, seed: int) -> Groups:
-    """Groups that stand in path order, in the order in which the loader's first epoch deals them to `dp` ranks."""
-    stream = GroupStream(num_groups=len(path_groups), order=order, seed=seed, epoch=0)
+    """Groups that stand in path order, in the order in which the loader's first epoch deals them to
+    `dp` ranks.
+    """
+    stream = BlockShuffle(num_groups=len(path_groups), order=order, seed=seed, epoch=0)
     taken: list[IntArray] = [stream.take(dp) for _ in range(-(-len(path_groups) // dp))]
     return path_groups.take(np.concatenate([np.empty(0, np.int64), *taken]))
 
 
 def new_table(title: str, headings: Iterable[str]) -> Table:
     """A table of right-aligned columns, the first one left-aligned."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+    )
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="right" if number else "left", no_wrap=True)
     return table

@@ -1,13 +1,16 @@
-"""The tuner's time per step by global batch, and what each ingredient saves; orders simulated per second.
+"""The tuner's time per step by global batch, and what each ingredient saves; orders simulated per
+second.
 
-    python benchmarks/tuner_speed.py [--batches 128 256 512 1024] [--mix DataMix3] [--steps 8] [--rounds 3]
+    python benchmarks/tuner_speed.py [--batches 128 256 512 1024] [--mix DataMix3] [--steps 8]
+    [--rounds 3]
 
-PipeTune's 13B model, TP 4, PP 4 on nodes of four A100s, and its mixtures (`papers/`). Searches: PipeTune's (sizes in
-multiples of max_seq_len, 120 orders of clusters, pre-computation on the first stage's rank), the same without
-pre-computation, and ours (sizes between, exchanges, every rank's idle time). Times are of one core: of each step the
-least of several rounds, after one that compiles; shown are the median and the longest step. Savings are of the sum of
-all steps, simulated. "to bound": how far the best of the random orders is above `tune_order.lower_bound`.
-Exit status 1 when a step takes longer than PipeTune's search (0.2 s at 128 samples, 1.5 s at 1,024; figure 8).
+PipeTune's 13B model, TP 4, PP 4 on nodes of four A100s, and its mixtures (`papers/`). Searches:
+PipeTune's (sizes in multiples of max_seq_len, 120 orders of clusters, pre-computation on the first
+stage's rank), the same without pre-computation, and ours (sizes between, exchanges, every rank's
+idle time). Times are of one core: of each step the least of several rounds, after one that
+compiles; shown are the median and the longest step. Savings are of the sum of all steps, simulated.
+"to bound": how far the best of the random orders is above `tune_order.lower_bound`. Exit status 1
+when a step takes longer than PipeTune's search (0.2 s at 128 samples, 1.5 s at 1,024; figure 8).
 """
 
 from __future__ import annotations
@@ -35,11 +38,11 @@ from engine.simulator.evaluate import schedule_for  # noqa: E402
 from engine.simulator.program import make_program  # noqa: E402
 from engine.simulator.simulate import simulate  # noqa: E402
 from engine.simulator.stages import stage_costs  # noqa: E402
-from engine.tuning.orders import Ahead, order_problem, times_of_orders  # noqa: E402
+from engine.tuning.order import lower_bound  # noqa: E402
+from engine.tuning.order_times import Ahead, order_problem, times_of_orders  # noqa: E402
+from engine.tuning.pack import pack_in_order  # noqa: E402
 from engine.tuning.precompute import frozen_encoder, where_to_encode  # noqa: E402
 from engine.tuning.tune import Pipeline, Tuned, TuneOptions, tune  # noqa: E402
-from engine.tuning.tune_order import lower_bound  # noqa: E402
-from engine.tuning.tune_pack import pack_in_order  # noqa: E402
 
 PAPER_S = {128: 0.2, 1024: 1.5}
 """PipeTune's search time at most (section 5.2)."""
@@ -55,7 +58,9 @@ MANY_ORDERS = 2_000
 
 def main() -> int:
     """Print the tables; -> exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=[128, 256, 512, 1024])
     parser.add_argument("--mix", choices=list(PIPETUNE_MIXES), default="DataMix3")
     parser.add_argument("--steps", type=int, default=8)
@@ -76,7 +81,9 @@ def main() -> int:
     return 0 if fast else 1
 
 
-def show_tuner(steps: dict[int, list[Loads]], limit: int, pipeline: Pipeline, options: argparse.Namespace) -> bool:
+def show_tuner(
+    steps: dict[int, list[Loads]], limit: int, pipeline: Pipeline, options: argparse.Namespace
+) -> bool:
     """A row per batch and search; -> whether all are faster than the paper's."""
     heads = (
         "samples",
@@ -115,9 +122,13 @@ def show_tuner(steps: dict[int, list[Loads]], limit: int, pipeline: Pipeline, op
 def timed(
     steps: list[Loads], limit: int, pipeline: Pipeline, search: TuneOptions, rounds: int
 ) -> tuple[list[Tuned], list[float]]:
-    """The tuned steps and the least time that each took, s; a round goes through all steps, as training does."""
+    """The tuned steps and the least time that each took, s; a round goes through all steps, as
+    training does.
+    """
     given = [pack_in_order(samples.llm.tokens, limit) for samples in steps]
-    tuned = [tune(samples, own, pipeline, search) for samples, own in zip(steps, given, strict=True)]
+    tuned = [
+        tune(samples, own, pipeline, search) for samples, own in zip(steps, given, strict=True)
+    ]
     best = [float("inf")] * len(steps)
     for _ in range(rounds):
         for place, (samples, own) in enumerate(zip(steps, given, strict=True)):
@@ -140,7 +151,16 @@ def savings(tuned: list[Tuned]) -> list[float]:
 
 def show_orders(steps: dict[int, list[Loads]], limit: int, pipeline: Pipeline) -> None:
     """Orders simulated per second, beside the general simulator on the same step."""
-    heads = ("samples", "micro-batches", "k orders/s", "memory too", "own ahead", "any ahead", "simulate()", "to bound")
+    heads = (
+        "samples",
+        "micro-batches",
+        "k orders/s",
+        "memory too",
+        "own ahead",
+        "any ahead",
+        "simulate()",
+        "to bound",
+    )
     table = new_table(f"{MANY_ORDERS:,} random orders of a step, thousand per second", heads)
     for batch, own in steps.items():
         groups = pack_in_order(own[0].llm.tokens, limit)
@@ -152,12 +172,19 @@ def show_orders(steps: dict[int, list[Loads]], limit: int, pipeline: Pipeline) -
         orders = np.array([rng.permutation(len(groups)) for _ in range(MANY_ORDERS)])
 
         def rate(
-            ahead: Ahead | None = None, memory: int | None = None, stages=stages, schedule=schedule, orders=orders
+            ahead: Ahead | None = None,
+            memory: int | None = None,
+            stages=stages,
+            schedule=schedule,
+            orders=orders,
         ):  # type: ignore[no-untyped-def]
             problem = order_problem(schedule, stages, memory, ahead)
             return len(orders) / seconds(lambda: times_of_orders(problem, orders)) / 1e3
 
-        ahead = {where: where_to_encode(encoder, schedule, stages, where=where) for where in ("own", "any")}
+        ahead = {
+            where: where_to_encode(encoder, schedule, stages, where=where)
+            for where in ("own", "any")
+        }
         problem = order_problem(schedule, stages)
         best = int(times_of_orders(problem, orders).min())
         program = make_program(schedule, stages)

@@ -17,15 +17,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from balance.baselines import BATCH_SIZE
+from balance.baseline_samplers import BATCH_SIZE
 from balance.errors import ConfigError, IsobatchError
 from balance.presets import AnyresRule, NativeRule, load_config, load_model
 from engine.charts.gantt import write_gantt
 from engine.charts.trace import write_trace
-from engine.cost_model.clusters import load_cluster
-from engine.cost_model.loads import Loads
-from engine.explain import print_answer, print_plan, run_to_json, shown_step
-from engine.options import (
+from engine.cli_options import (
     BatchOption,
     BuildPlace,
     ChartOption,
@@ -50,10 +47,20 @@ from engine.options import (
     StepsOption,
     TpOption,
 )
-from engine.planning.data import read_build
+from engine.cost_model.clusters import load_cluster
+from engine.cost_model.loads import Loads
+from engine.plan_config import PlanConfig, gib_bytes
+from engine.plan_report import print_answer, print_plan, run_to_json, shown_step
+from engine.planning.build_steps import read_build
 from engine.planning.plan import Plan, read_plan, write_plan
-from engine.planning.plan_config import PlanConfig, gib_bytes
-from engine.planning.planner import Question, Run, make_plan, predict, run, tensor_parallel_ns
+from engine.planning.planner import (
+    PlanRequest,
+    SimulatedRun,
+    make_plan,
+    predict,
+    run,
+    tensor_parallel_ns,
+)
 
 PLAN_NAME, GANTT_NAME, TRACE_NAME = "plan.json", "gantt.html", "trace.json"
 
@@ -96,10 +103,12 @@ def plan(
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Which layers each stage gets, which are computed again to save memory, and what a step will take.
+    """Which layers each stage gets, which are computed again to save memory, and what a step will
+    take.
 
-    Of a packed build, or of equal micro-batches (--model, --images, --seq-len). Beside the plan stands what trainers do
-    without one: random samples, parameters split evenly, every layer recomputed.
+    Of a packed build, or of equal micro-batches (--model, --images, --seq-len). Beside the plan
+    stands what trainers do without one: random samples, parameters split evenly, every layer
+    recomputed.
     """
     begun = time.perf_counter()
     known = {f.name for f in fields(PlanConfig)}
@@ -114,9 +123,15 @@ def plan(
         write_plan(answer.plan, out / PLAN_NAME)
     if as_json:
         runs = [run_to_json(each) for each in answer.runs]
-        print(json.dumps({"plan": answer.plan.to_json(), "runs": runs, "gap": answer.gap, "seconds": taken_s}))
+        print(
+            json.dumps(
+                {"plan": answer.plan.to_json(), "runs": runs, "gap": answer.gap, "seconds": taken_s}
+            )
+        )
     else:
-        print_answer(answer, _console(), tensor_parallel_ns=tensor_parallel_ns(question, answer.best))
+        print_answer(
+            answer, _console(), tensor_parallel_ns=tensor_parallel_ns(question, answer.best)
+        )
         print(f"planned in {taken_s:.1f} s")
         _print_written(out, PLAN_NAME, GANTT_NAME, TRACE_NAME)
 
@@ -131,7 +146,8 @@ def simulate(
     out: ChartOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Simulate a plan again: as it is, or with another schedule, number of micro-batches or cluster.
+    """Simulate a plan again: as it is, or with another schedule, number of micro-batches or
+    cluster.
 
     Its partition and its recomputed layers stay as they are.
     """
@@ -162,7 +178,9 @@ def simulate(
             f"a step takes {simulated.step_ns / 1e6:,.1f} ms; planned for {read.predicted.step_ns / 1e6:,.1f} ms"
             + (f" with {was} micro-batches instead of {now}" if was != now else "")
         )
-        print_plan(changed, simulated, console, tensor_parallel_ns=tensor_parallel_ns(question, simulated))
+        print_plan(
+            changed, simulated, console, tensor_parallel_ns=tensor_parallel_ns(question, simulated)
+        )
         _print_written(out, GANTT_NAME, TRACE_NAME)
 
 
@@ -173,7 +191,10 @@ def main() -> None:
             sys.argv.append("--help")
         app(standalone_mode=False)
     except UsageError as error:
-        _fail(f"{error.format_message()} (python -m engine --help, python -m engine COMMAND --help)", 2)
+        _fail(
+            f"{error.format_message()} (python -m engine --help, python -m engine COMMAND --help)",
+            2,
+        )
     except ConfigError as error:
         _fail(str(error), 2)
     except IsobatchError as error:
@@ -185,7 +206,7 @@ def main() -> None:
         _fail(f"{where}{error.strerror or error}", 1)
 
 
-def _question(config: PlanConfig) -> tuple[Question, Loads | None]:
+def _question(config: PlanConfig) -> tuple[PlanRequest, Loads | None]:
     """What is asked, and random micro-batches to compare with, if there is data."""
     cluster, count = load_cluster(config.cluster), config.micro_batches
     settings: dict[str, Any] = {
@@ -195,22 +216,32 @@ def _question(config: PlanConfig) -> tuple[Question, Loads | None]:
         "schedule": config.schedule,
         "stages_per_rank": config.stages_per_rank,
         "num_micro_batches": count,
-        "memory_bytes": cluster.usable_memory_bytes if config.memory_gib is None else gib_bytes(config.memory_gib),
+        "memory_bytes": cluster.usable_memory_bytes
+        if config.memory_gib is None
+        else gib_bytes(config.memory_gib),
     }
     if config.build is None:
         loads = _equal_loads(config)
         model = load_model(config.model or "")
-        return Question(model=model, loads=loads, full=loads.take(np.zeros(1, np.int64)), **settings), None
+        return PlanRequest(
+            model=model, loads=loads, full=loads.take(np.zeros(1, np.int64)), **settings
+        ), None
     build = read_build(Path(config.build))
     size = config.batch_size or min(BATCH_SIZE, build.mean_group_size)
     asked = {"dp": config.dp, "micro_batches": count, "steps": config.steps, "seed": config.seed}
     loads, random = build.stream_steps(**asked), build.random_steps(batch_size=size, **asked)
-    return Question(model=build.model, loads=loads, full=build.full_micro_batch(), **settings), random
+    return PlanRequest(
+        model=build.model, loads=loads, full=build.full_micro_batch(), **settings
+    ), random
 
 
 def _equal_loads(config: PlanConfig) -> Loads:
     """One step of equal micro-batches."""
-    rule, images, seq_len = load_model(config.model or "").vision, config.images or 0, config.seq_len or 0
+    rule, images, seq_len = (
+        load_model(config.model or "").vision,
+        config.images or 0,
+        config.seq_len or 0,
+    )
     if isinstance(rule, NativeRule):
         raise ConfigError(
             f"model {config.model} takes images of any size: what --images cost is not known; give a build"
@@ -230,13 +261,17 @@ def _equal_loads(config: PlanConfig) -> Loads:
 
 
 def _again(
-    plan: Plan, schedule: str | None, micro_batches: int | None, cluster: str | None, memory_gib: float | None
-) -> Question:
+    plan: Plan,
+    schedule: str | None,
+    micro_batches: int | None,
+    cluster: str | None,
+    memory_gib: float | None,
+) -> PlanRequest:
     """What a plan was made for, with some of it changed."""
     on = plan.cluster if cluster is None else load_cluster(cluster)
     memory = plan.memory_bytes if cluster is None else on.usable_memory_bytes
     count = micro_batches or plan.num_micro_batches
-    return Question(
+    return PlanRequest(
         model=plan.model,
         cluster=on,
         parallel=plan.parallel,
@@ -253,16 +288,20 @@ def _again(
 def _cut_anew(plan: Plan, count: int) -> Loads:
     """A plan's micro-batches in steps of another number, each replica's in their order."""
     # (steps, dp, micro_batches) -> (dp, all of the replica's)
-    places = np.arange(len(plan.loads)).reshape(plan.num_steps, plan.parallel.dp, plan.num_micro_batches)
+    places = np.arange(len(plan.loads)).reshape(
+        plan.num_steps, plan.parallel.dp, plan.num_micro_batches
+    )
     own = places.swapaxes(0, 1).reshape(plan.parallel.dp, -1)
     steps = own.shape[1] // count
     if not steps:
-        raise ConfigError(f"the plan has {own.shape[1]} micro-batches per replica, not {count}; plan with more --steps")
+        raise ConfigError(
+            f"the plan has {own.shape[1]} micro-batches per replica, not {count}; plan with more --steps"
+        )
     cut = own[:, : steps * count].reshape(plan.parallel.dp, steps, count).swapaxes(0, 1)
     return plan.loads.take(cut.ravel())
 
 
-def _draw(plan: Plan, runs: tuple[Run, ...], out: Path) -> None:
+def _draw(plan: Plan, runs: tuple[SimulatedRun, ...], out: Path) -> None:
     """Charts of these runs, and the trace of the last one."""
     out.mkdir(parents=True, exist_ok=True)
     steps = [shown_step(plan, each) for each in runs]
@@ -281,5 +320,7 @@ def _console() -> Console:
 
 
 def _fail(message: str, status: int) -> None:
-    Console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    Console(stderr=True).print(
+        f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True
+    )
     sys.exit(status)

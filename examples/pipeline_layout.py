@@ -1,4 +1,6 @@
-"""Which rank runs what of a model, in which order: `Layout`, out of a plan or of the command's options."""
+"""Which rank runs what of a model, in which order: `Layout`, out of a plan or of the command's
+options.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,13 @@ class Layout:
 
 
 def replicas(world_size: int, count: int, plan: Plan | None) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each pipeline: one pipeline's beside each other, unless the plan has those of one stage so."""
+    """The ranks of each pipeline: one pipeline's beside each other, unless the plan has those of
+    one stage so.
+    """
     if count < 1 or world_size % count:
-        raise ConfigError(f"--dp is {count}; {world_size} processes cannot be so many pipelines of equal length")
+        raise ConfigError(
+            f"--dp is {count}; {world_size} processes cannot be so many pipelines of equal length"
+        )
     length = world_size // count
     if plan and plan.parallel.innermost == "replicas":
         return tuple(tuple(range(first, world_size, count)) for first in range(count))
@@ -40,7 +46,9 @@ def replicas(world_size: int, count: int, plan: Plan | None) -> tuple[tuple[int,
 
 
 def follow(plan: Plan, model: PipelineModel, num_ranks: int) -> None:
-    """Freeze what the plan does not train. ConfigError if it is for another model, or for other ranks."""
+    """Freeze what the plan does not train. ConfigError if it is for another model, or for other
+    ranks.
+    """
     if plan.parallel.tp != 1 or plan.parallel.pp != num_ranks:
         raise ConfigError(
             f"the plan is for pipelines of {plan.parallel.pp} ranks, tp {plan.parallel.tp}; here are {num_ranks}: "
@@ -55,10 +63,16 @@ def follow(plan: Plan, model: PipelineModel, num_ranks: int) -> None:
     model.freeze([part for part in PARTS if not plan.training.trains(part)])
 
 
-def lay_out(args: argparse.Namespace, plan: Plan | None, num_layers: int, pipelines: Sequence[Sequence[int]]) -> Layout:
-    """What the options say, else the plan; without one, as many layers in each stage. ConfigError if they clash."""
+def lay_out(
+    args: argparse.Namespace, plan: Plan | None, num_layers: int, pipelines: Sequence[Sequence[int]]
+) -> Layout:
+    """What the options say, else the plan; without one, as many layers in each stage. ConfigError
+    if they clash.
+    """
     stages_per_rank = args.stages_per_rank or (plan.stages_per_rank if plan else 1)
-    borders = even_partition(np.ones(num_layers, np.int64), len(pipelines[0]) * stages_per_rank).tolist()
+    borders = even_partition(
+        np.ones(num_layers, np.int64), len(pipelines[0]) * stages_per_rank
+    ).tolist()
     return Layout(
         borders=tuple(args.borders or (plan.borders if plan else borders)),
         recompute=recomputed(args.recompute, plan, num_layers),
@@ -86,7 +100,8 @@ def recomputed(choice: str | None, plan: Plan | None, num_layers: int) -> tuple[
 def describe(layout: Layout, names: tuple[str, ...]) -> str:
     """What is run, for people."""
     stages = "\n".join(
-        f"stage {stage}: {', '.join(names[first:end])}" for stage, (first, end) in enumerate(pairwise(layout.borders))
+        f"stage {stage}: {', '.join(names[first:end])}"
+        for stage, (first, end) in enumerate(pairwise(layout.borders))
     )
     count = f"{len(layout.pipelines)} x {len(layout.pipelines[0])} ranks, {layout.micro_batches} micro-batches each"
     return f"{stages}\n{layout.schedule}, {count}"

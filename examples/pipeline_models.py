@@ -1,7 +1,8 @@
-"""The models that the pipeline examples train: the tiny one, and LLaVA, InternVL and Qwen2-VL of transformers.
+"""The models that the pipeline examples train: the tiny one, and LLaVA, InternVL and Qwen2-VL of
+transformers.
 
-`PipelineModel` is all that the examples know of a model. One of your own needs a `LayeredModel` and a preset with its
-sizes, whose `engine.cost_model.layer_list.layers_of` are its layers.
+`PipelineModel` is all that the examples know of a model. One of your own needs a `LayerStack` and a
+preset with its sizes, whose `engine.cost_model.layer_list.layers_of` are its layers.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from engine.cost_model.analytical import layer_names
 from engine.cost_model.layer_list import layers_of
 from engine.cost_model.operations import Layer
 from engine.cost_model.parallel import Parallelism
-from engine.runtime.carries import LayeredModel
-from engine.runtime.models.own_preset import own_preset
+from engine.runtime.models.preset_from_model import own_preset
 from engine.runtime.models.transformers_models import from_transformers
 from engine.runtime.models.weights import gather_state_dict, names_of
 from engine.runtime.pipeline import Pipeline
+from engine.runtime.stage_io import LayerStack
 from loaders import StreamingLoader
 
 TINY = "tiny"
@@ -39,7 +40,7 @@ PARTS = ("vision", "projector", "llm")
 class PipelineModel:
     """A model as the pipeline examples take it."""
 
-    layered: LayeredModel
+    layered: LayerStack
     preset: ModelPreset
     """Its own sizes, and how the build cuts images."""
     whole: Any = None
@@ -58,12 +59,17 @@ class PipelineModel:
     @property
     def trained(self) -> tuple[bool, ...]:
         """Whether anything of each layer is."""
-        return tuple(any(weight.requires_grad for weight in layer.parameters()) for layer in self.layered.layers)
+        return tuple(
+            any(weight.requires_grad for weight in layer.parameters())
+            for layer in self.layered.layers
+        )
 
     @property
     def param_counts(self) -> list[int]:
         """Parameters of each layer, as a profile counts them: those that layers share, in each."""
-        return [sum(weight.numel() for weight in layer.parameters()) for layer in self.layered.layers]
+        return [
+            sum(weight.numel() for weight in layer.parameters()) for layer in self.layered.layers
+        ]
 
     def freeze(self, parts: Sequence[str]) -> None:
         """Train these parts no more."""
@@ -72,11 +78,14 @@ class PipelineModel:
                 layer.requires_grad_(False)
 
     def export(self, pipeline: Pipeline, folder: Path) -> bool:
-        """Write it for transformers; all ranks call it. Replicas are alike, so the first one's weights are enough.
+        """Write it for transformers; all ranks call it. Replicas are alike, so the first one's
+        weights are enough.
 
         DataError if it cannot be written.
         """
-        state = gather_state_dict(self.whole, pipeline.layers, names_of(self.whole, self.layered.layers))
+        state = gather_state_dict(
+            self.whole, pipeline.layers, names_of(self.whole, self.layered.layers)
+        )
         if state is not None:
             import tiny_transformers  # noqa: PLC0415  (transformers takes seconds to import)
 
@@ -85,9 +94,11 @@ class PipelineModel:
 
 
 def open_model(name: str | None, config: Path | None, loader: StreamingLoader) -> PipelineModel:
-    """The model for a build, on the CPU; by the build's own preset if `name` is None. ConfigError if they do not fit.
+    """The model for a build, on the CPU; by the build's own preset if `name` is None. ConfigError
+    if they do not fit.
 
-    `config`: of transformers, a `config.json` (random weights) or a folder with weights; None for a tiny model.
+    `config`: of transformers, a `config.json` (random weights) or a folder with weights; None for a
+    tiny model.
     """
     preset = loader.model
     if loader.audio_token_id is not None:
@@ -98,17 +109,22 @@ def open_model(name: str | None, config: Path | None, loader: StreamingLoader) -
     name = model_of(name, preset)
     if name == TINY:
         if config is not None:
-            raise ConfigError(f"--config {config}: the model tiny has none; give --model {', '.join(RULES)}")
+            raise ConfigError(
+                f"--config {config}: the model tiny has none; give --model {', '.join(RULES)}"
+            )
         tiny = load_model(TINY)
         sizes = {"vit": tiny.vit, "llm": replace(tiny.llm, vocab_size=loader.vocab_size)}
-        return PipelineModel(layered=make_layers(make_model(loader)), preset=replace(preset, **sizes))
+        return PipelineModel(
+            layered=make_layers(make_model(loader)), preset=replace(preset, **sizes)
+        )
     whole = read_model(name, config, loader)
     layered = from_transformers(whole)
     return PipelineModel(layered=layered, preset=own_preset(whole, layered, preset), whole=whole)
 
 
 def model_of(given: str | None, preset: ModelPreset) -> str:
-    """The model that is given, else the one that a build is for. ConfigError if the build's images are not cut for it.
+    """The model that is given, else the one that a build is for. ConfigError if the build's images
+    are not cut for it.
 
     Whether a build is for the tiny model, that model says.
     """
@@ -127,10 +143,14 @@ def read_model(name: str, config: Path | None, loader: StreamingLoader) -> Any:
     try:
         import tiny_transformers  # noqa: PLC0415  (transformers takes seconds to import, and not all models need it)
     except ImportError as error:
-        raise ConfigError(f"--model {name} needs transformers ({error}): pip install 'isobatch[hf]'") from error
+        raise ConfigError(
+            f"--model {name} needs transformers ({error}): pip install 'isobatch[hf]'"
+        ) from error
     return tiny_transformers.read_model(name, config, loader)
 
 
 def kinds_text(names: Sequence[str]) -> str:
     """Layers by their kinds, for people: '1 patch_embedding, 2 vision_layer'."""
-    return ", ".join(f"{count} {kind}" for kind, count in Counter(name.split()[0] for name in names).items())
+    return ", ".join(
+        f"{count} {kind}" for kind, count in Counter(name.split()[0] for name in names).items()
+    )

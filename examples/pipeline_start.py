@@ -1,4 +1,6 @@
-"""What planning and training a pipeline begin with: options that both have, ranks that meet, the steps of a build."""
+"""What planning and training a pipeline begin with: options that both have, ranks that meet, the
+steps of a build.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,13 @@ import torch
 import torch.distributed as dist
 from pipeline_models import MODELS
 
-from balance.step_plan import StepPlanner
+from balance.steps.step_planner import StepPlanner
 from loaders import StreamingLoader
 
 GIB = 2**30
 
-# Before CUDA begins: what waits for the whole GPU while NCCL's kernels turn would wait for ever (docs/gpu.md).
+# Before CUDA begins: what waits for the whole GPU while NCCL's kernels turn would wait for ever
+# (docs/gpu.md).
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
@@ -25,14 +28,22 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 def common_options(description: str) -> argparse.ArgumentParser:
     """The options of both commands."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("build", help="output directory of `packer build` with a preset of the model")
-    parser.add_argument("--model", choices=MODELS, help="default: the one that the build's preset is for")
     parser.add_argument(
-        "--config", type=Path, help="of transformers: config.json, or a folder with weights (default: a tiny model)"
+        "build", help="output directory of `packer build` with a preset of the model"
+    )
+    parser.add_argument(
+        "--model", choices=MODELS, help="default: the one that the build's preset is for"
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        help="of transformers: config.json, or a folder with weights (default: a tiny model)",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     # tensors of tiny models lose more to threads than they gain
     parser.add_argument("--threads", type=positive, default=1, help="of each rank on the CPU")
     return parser
@@ -60,7 +71,10 @@ def join(kind: str) -> torch.device:
     """Meet the other ranks; -> this one's device. Without torchrun, there are no others."""
     backend, device = "gloo", torch.device(kind)
     if kind == "cuda":
-        backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        backend, device = (
+            "cpu:gloo,cuda:nccl",
+            torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))),
+        )
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
         dist.init_process_group(backend)
@@ -78,7 +92,9 @@ def open_loader(
     planner: StepPlanner | None = None,
     decode: bool = False,
 ) -> StreamingLoader:
-    """The steps of this rank's replica; `pipelines` are the ranks of each. `decode`: images also behind stage 0."""
+    """The steps of this rank's replica; `pipelines` are the ranks of each. `decode`: images also
+    behind stage 0.
+    """
     rank = dist.get_rank()
     own = next(replica for replica, ranks in enumerate(pipelines) if rank in ranks)
     return StreamingLoader(

@@ -1,4 +1,6 @@
-"""What `train_pipeline.py` tells of a step: figures of all ranks, a line for people and one for machines."""
+"""What `train_pipeline.py` tells of a step: figures of all ranks, a line for people and one for
+machines.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from balance.errors import DataError
-from engine.runtime.faults import peers
-from engine.runtime.steps import StepResult
+from engine.runtime.errors import peers
+from engine.runtime.stage_executor import StepResult
 from engine.simulator.schedule import Kind
-from engine.tuning.tune_steps import StepNote
+from engine.tuning.step_planner import StepNote
 from loaders import LoaderStats
-from loaders.assemble import StepBatches
+from loaders.step_builder import StepBatches
 
 MIB = 2**20
 

@@ -1,7 +1,9 @@
-"""`train_pipeline.py --tune`: PipeTune's tuner as the loader's step planner, which chooses how each step shall run.
+"""`train_pipeline.py --tune`: PipeTune's tuner as the loader's step planner, which chooses how each
+step shall run.
 
-The loader asks it in the threads that work ahead, so its time is hidden unless steps are shorter than planning them.
-What it chose for a rank comes with the step, as `StepBatches.note`: an `engine.tuning.tune_steps.StepNote`.
+The loader asks it in the threads that work ahead, so its time is hidden unless steps are shorter
+than planning them. What it chose for a rank comes with the step, as `StepBatches.note`: an
+`engine.tuning.step_planner.StepNote`.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from balance.errors import ConfigError
 from engine.cost_model.costs import Costs
 from engine.cost_model.frozen_costs import frozen_costs
 from engine.cost_model.loads import Loads
-from engine.cost_model.profile_costs import FARTHEST, Profile, profiled_costs, read_profile
+from engine.cost_model.profile_table import FARTHEST, Profile, profiled_costs, read_profile
 from engine.cost_model.sample_loads import sample_loads
-from engine.runtime.faults import peers
+from engine.runtime.errors import peers
 from engine.tuning.precompute import Where, frozen_encoder
+from engine.tuning.step_planner import StepNote, TunedSteps
 from engine.tuning.tune import Pipeline, TuneOptions
-from engine.tuning.tune_steps import StepNote, TunedSteps
 
 
 def make_tuner(
@@ -37,10 +39,12 @@ def make_tuner(
     memory_bytes: int | None,
     effort: int,
 ) -> TunedSteps:
-    """The planner that tunes each step by measured costs; `encode` None: "own", if the first stage has all of it.
+    """The planner that tunes each step by measured costs; `encode` None: "own", if the first stage
+    has all of it.
 
-    Micro-batches become no larger than costs are trusted for, unless the build's own are; those are tried all the same.
-    ConfigError if nothing can be encoded ahead, but shall be, or if the profile is of less than is trained.
+    Micro-batches become no larger than costs are trusted for, unless the build's own are; those are
+    tried all the same. ConfigError if nothing can be encoded ahead, but shall be, or if the profile
+    is of less than is trained.
     """
     cost, borders = partial(costs_of, profile, model.trained), np.array(layout.borders)
     known = cost(profile.loads)
@@ -57,8 +61,12 @@ def make_tuner(
         stages_per_rank=layout.stages_per_rank,
         memory_bytes=memory_bytes,
     )
-    options = TuneOptions(max_seq_len=most, largest_len=int(FARTHEST * most), encode=encode, effort=effort)
-    return TunedSteps(pipeline=pipeline, options=options, loads=partial(sample_loads, model=model.preset))
+    options = TuneOptions(
+        max_seq_len=most, largest_len=int(FARTHEST * most), encode=encode, effort=effort
+    )
+    return TunedSteps(
+        pipeline=pipeline, options=options, loads=partial(sample_loads, model=model.preset)
+    )
 
 
 def costs_of(profile: Profile, trained: tuple[bool, ...], loads: Loads) -> Costs:
@@ -67,7 +75,9 @@ def costs_of(profile: Profile, trained: tuple[bool, ...], loads: Loads) -> Costs
 
 
 def read_own_profile(path: Path, model: PipelineModel) -> Profile:
-    """A profile of a model's layers. ConfigError if it is of others, by their names or their sizes."""
+    """A profile of a model's layers. ConfigError if it is of others, by their names or their
+    sizes.
+    """
     profile = read_profile(path)
     again = "profile it with examples/plan_pipeline.py and the same --model and --config"
     if profile.names != model.names:
@@ -86,9 +96,13 @@ def read_own_profile(path: Path, model: PipelineModel) -> Profile:
 
 
 def check_same_step(note: StepNote) -> None:
-    """ConfigError on all ranks unless all planned the same step: else samples would be trained on twice, or never."""
+    """ConfigError on all ranks unless all planned the same step: else samples would be trained on
+    twice, or never.
+    """
     both = torch.tensor([note.fingerprint, -note.fingerprint])
     with peers(range(dist.get_world_size())):
         dist.all_reduce(both, op=dist.ReduceOp.MAX)
     if int(both.sum()):
-        raise ConfigError("the ranks tuned the step differently: give all of them the same build, plan and profile")
+        raise ConfigError(
+            "the ranks tuned the step differently: give all of them the same build, plan and profile"
+        )

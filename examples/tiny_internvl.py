@@ -1,4 +1,6 @@
-"""transformers' InternVL with random weights, as small as the preset `tiny`: for the examples that train on a CPU."""
+"""transformers' InternVL with random weights, as small as the preset `tiny`: for the examples that
+train on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,14 @@ from loaders import StreamingLoader
 
 
 def make_internvl(loader: StreamingLoader, *, seed: int = 0) -> InternVLForConditionalGeneration:
-    """A model that fits a build made with `--model tiny`; a real run calls `from_pretrained` instead."""
+    """A model that fits a build made with `--model tiny`; a real run calls `from_pretrained`
+    instead.
+    """
     rule = loader.model.vision
     if not isinstance(rule, TilesRule) or rule.image_size != PATCH_SIDE:
-        raise ConfigError(f"the build is for the model {loader.model.name}; build it with --model tiny")
+        raise ConfigError(
+            f"the build is for the model {loader.model.name}; build it with --model tiny"
+        )
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4}
     config = InternVLConfig(
         vision_config={

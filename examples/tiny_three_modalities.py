@@ -1,7 +1,8 @@
 """A model that sees, hears and reads, small enough for one CPU core: `tiny_vlm` with ears.
 
-Three parts: two encoders, batch -> features, and a language model that takes features in the places of image and audio
-tokens. So each part can work on other samples than the next one (`train_three_modalities.py`).
+Three parts: two encoders, batch -> features, and a language model that takes features in the places
+of image and audio tokens. So each part can work on other samples than the next one
+(`train_three_modalities.py`).
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from tiny_vlm import PATCH_SIDE, TOKENS_PER_PATCH, Block, VisionEncoder, token_l
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from balance.audio import AudioRule
 from balance.errors import ConfigError
+from balance.media.audio_tokens import AudioRule
 from balance.presets import TilesRule
 from loaders import MicroBatch, StreamingLoader
-from loaders.log_mel import MEL_BINS
+from loaders.decode.log_mel import MEL_BINS
 
 LLM_WIDTH, ENCODER_WIDTH, DEPTH = 64, 32, 2
 
@@ -35,22 +36,32 @@ class Vision(nn.Module):
 
 
 class Audio(nn.Module):
-    """Clips, as log-mel frames -> features. Every window of 30 s attends within itself, and nothing is padded."""
+    """Clips, as log-mel frames -> features. Every window of 30 s attends within itself, and nothing
+    is padded.
+    """
 
     def __init__(self, rule: AudioRule) -> None:
         super().__init__()
         self.rule = rule
         self.join = nn.Linear(rule.frames_per_token * MEL_BINS, ENCODER_WIDTH)
         self.blocks = nn.ModuleList(Block(ENCODER_WIDTH, causal=False) for _ in range(DEPTH))
-        self.project = nn.Sequential(nn.LayerNorm(ENCODER_WIDTH), nn.Linear(ENCODER_WIDTH, LLM_WIDTH))
+        self.project = nn.Sequential(
+            nn.LayerNorm(ENCODER_WIDTH), nn.Linear(ENCODER_WIDTH, LLM_WIDTH)
+        )
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """-> (audio tokens, LLM width)."""
         frames, joined = batch.audio_values, self.rule.frames_per_token
         windows = frames.split(batch.audio_frames.tolist()) if len(frames) else ()
-        counts = [-(-len(window) // self.rule.conv_stride) // self.rule.downsample for window in windows]
-        # a last token may lack frames, and a rest of too few gives none (`balance.audio.plan_audio`)
-        whole = [pad(own, (0, 0, 0, joined))[: count * joined] for own, count in zip(windows, counts, strict=True)]
+        counts = [
+            -(-len(window) // self.rule.conv_stride) // self.rule.downsample for window in windows
+        ]
+        # a last token may lack frames, and a rest of too few gives none
+        # (`balance.media.audio_tokens.plan_audio`)
+        whole = [
+            pad(own, (0, 0, 0, joined))[: count * joined]
+            for own, count in zip(windows, counts, strict=True)
+        ]
         x = self.join(torch.cat([frames[:0], *whole]).view(-1, joined * MEL_BINS))
         lengths = [count for count in counts if count]
         positions = torch.cat([torch.arange(0), *map(torch.arange, lengths)])
@@ -71,7 +82,9 @@ class Language(nn.Module):
         self.norm, self.head = nn.LayerNorm(LLM_WIDTH), nn.Linear(LLM_WIDTH, vocab_size, bias=False)
 
     def forward(self, batch: MicroBatch, features: Mapping[str, Tensor]) -> Tensor:
-        """The sum of the tokens' losses; `features` by encoder, (its tokens in `input_ids`, LLM width)."""
+        """The sum of the tokens' losses; `features` by encoder, (its tokens in `input_ids`, LLM
+        width).
+        """
         x = self.embed(batch.input_ids)
         for name, token in self.tokens.items():
             x = x.index_copy(0, (batch.input_ids == token).nonzero().squeeze(1), features[name])
@@ -82,7 +95,9 @@ class Language(nn.Module):
 
 
 def make_model(loader: StreamingLoader) -> nn.ModuleDict:
-    """Parts by name, with random weights, that fit the build. ConfigError if it is for other models."""
+    """Parts by name, with random weights, that fit the build. ConfigError if it is for other
+    models.
+    """
     preset = loader.model
     rule, audio, heard = preset.vision, preset.audio, loader.audio_token_id
     if (
@@ -91,6 +106,10 @@ def make_model(loader: StreamingLoader) -> nn.ModuleDict:
         or heard is None
         or ((rule.image_size, rule.llm_tokens_per_patch) != (PATCH_SIDE, TOKENS_PER_PATCH))
     ):
-        raise ConfigError(f"the build is for the model {preset.name}; build it with --model tiny_audio")
+        raise ConfigError(
+            f"the build is for the model {preset.name}; build it with --model tiny_audio"
+        )
     tokens = {"vision": loader.image_token_id, "audio": heard}
-    return nn.ModuleDict({"vision": Vision(), "audio": Audio(audio), "language": Language(loader.vocab_size, tokens)})
+    return nn.ModuleDict(
+        {"vision": Vision(), "audio": Audio(audio), "language": Language(loader.vocab_size, tokens)}
+    )

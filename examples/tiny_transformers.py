@@ -1,7 +1,9 @@
-"""LLaVA, InternVL and Qwen2-VL of transformers for a build: `read_model`, `write_model`; tiny ones: `make_config`.
+"""LLaVA, InternVL and Qwen2-VL of transformers for a build: `read_model`, `write_model`; tiny ones:
+`make_config`.
 
-Of a tiny one, patches, their tokens, the image token and the vocabulary are those of the build, so any build made with
-a preset of these models trains: `llava_1_5`, `internvl_1_5*`, `qwen2_vl`, whatever the tokenizer; the rest is small.
+Of a tiny one, patches, their tokens, the image token and the vocabulary are those of the build, so
+any build made with a preset of these models trains: `llava_1_5`, `internvl_1_5*`, `qwen2_vl`,
+whatever the tokenizer; the rest is small.
 """
 
 from __future__ import annotations
@@ -32,7 +34,12 @@ TEXT = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 1}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 1,
+}
 MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10_000.0}
 """How a head's 8 frequencies are shared out between frame, row and column."""
 
@@ -48,12 +55,20 @@ def read_model(name: str, given: Path | None, loader: StreamingLoader) -> Any:
         if given is None:
             model = auto.from_config(make_config(name, loader))
         elif given.is_dir():
-            options = {"local_files_only": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
+            options = {
+                "local_files_only": True,
+                "output_loading_info": True,
+                "ignore_mismatched_sizes": True,
+            }
             with _quiet():
                 model, found = auto.from_pretrained(given, dtype=torch.float32, **options)
-            lacking = sorted([*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])])
+            lacking = sorted(
+                [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]
+            )
         else:
-            model = auto.from_config(transformers.AutoConfig.from_pretrained(given, local_files_only=True))
+            model = auto.from_config(
+                transformers.AutoConfig.from_pretrained(given, local_files_only=True)
+            )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{given or name}: {first_line(error)}") from error
     if lacking:
@@ -78,7 +93,9 @@ def _check_fits(model: Any, name: str, given: Path | None, loader: StreamingLoad
     takes = _IMAGES[name](config)
     cut = {key: getattr(loader.model.vision, key) for key in takes}
     if takes != cut:
-        own, other = (", ".join(f"{key} {value}" for key, value in each.items()) for each in (takes, cut))
+        own, other = (
+            ", ".join(f"{key} {value}" for key, value in each.items()) for each in (takes, cut)
+        )
         raise ConfigError(
             f"{given} takes images of {own}; the build, for {loader.model.name}, has {other}: build with a preset of "
             "this model"
@@ -90,7 +107,9 @@ def write_model(model: Any, folder: Path, state: Mapping[str, torch.Tensor]) -> 
     try:
         model.save_pretrained(folder, state_dict=state)
     except (OSError, SafetensorError) as error:
-        raise DataError(f"{folder}: {getattr(error, 'strerror', None) or first_line(error)}") from None
+        raise DataError(
+            f"{folder}: {getattr(error, 'strerror', None) or first_line(error)}"
+        ) from None
 
 
 @contextmanager
@@ -105,14 +124,21 @@ def _quiet() -> Iterator[None]:
 
 
 def make_config(name: str, loader: StreamingLoader) -> Any:
-    """The config of a tiny model for the tokens of a build and its images, which must be cut for it."""
+    """The config of a tiny model for the tokens of a build and its images, which must be cut for
+    it.
+    """
     rule: Any = loader.model.vision
     text = TEXT | {"vocab_size": loader.vocab_size}
     if name == "llava":
-        vision: dict[str, Any] = VISION | {"model_type": "clip_vision_model", "image_size": rule.image_size}
+        vision: dict[str, Any] = VISION | {
+            "model_type": "clip_vision_model",
+            "image_size": rule.image_size,
+        }
         vision |= {"patch_size": rule.image_size // _squares(rule)}
         return transformers.LlavaConfig(
-            vision_config=vision, text_config=text | {"model_type": "llama"}, image_token_id=loader.image_token_id
+            vision_config=vision,
+            text_config=text | {"model_type": "llama"},
+            image_token_id=loader.image_token_id,
         )
     if name == "internvl":
         square = rule.image_size // _squares(rule)
@@ -149,15 +175,22 @@ def _squares(rule: VisionRule) -> int:
 def _llava_images(config: Any) -> dict[str, Any]:
     vision = config.vision_config
     # the class token, which SigLIP has none of, is one too many unless all are taken
-    extra = (vision.model_type == "clip_vision_model") - (config.vision_feature_select_strategy == "default")
+    extra = (vision.model_type == "clip_vision_model") - (
+        config.vision_feature_select_strategy == "default"
+    )
     squares = (vision.image_size // vision.patch_size) ** 2
     return {"image_size": vision.image_size, "llm_tokens_per_patch": squares + extra}
 
 
 def _internvl_images(config: Any) -> dict[str, Any]:
-    (height, width), (rows, columns) = map(_pair, (config.vision_config.image_size, config.vision_config.patch_size))
+    (height, width), (rows, columns) = map(
+        _pair, (config.vision_config.image_size, config.vision_config.patch_size)
+    )
     tokens = (height // rows) * (width // columns) * config.downsample_ratio**2
-    return {"image_size": height if height == width else (height, width), "llm_tokens_per_patch": round(tokens)}
+    return {
+        "image_size": height if height == width else (height, width),
+        "llm_tokens_per_patch": round(tokens),
+    }
 
 
 def _pair(value: Any) -> Any:

@@ -1,8 +1,9 @@
-"""A vision-language model small enough for one CPU core, in plain torch: what a trainer does with a `MicroBatch`.
+"""A vision-language model small enough for one CPU core, in plain torch: what a trainer does with a
+`MicroBatch`.
 
-A ViT over 56 px patches (16 squares of 14 px and a class token), 2x2 squares merged to one LLM token, and a causal LLM
-over packed samples. Attention runs sample by sample along `cu_seqlens`, so no sample sees another; on a GPU, flash
-attention's varlen functions take the same `cu_seqlens`.
+A ViT over 56 px patches (16 squares of 14 px and a class token), 2x2 squares merged to one LLM
+token, and a causal LLM over packed samples. Attention runs sample by sample along `cu_seqlens`, so
+no sample sees another; on a GPU, flash attention's varlen functions take the same `cu_seqlens`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from balance.records import LABEL_IGNORE
+from balance.types import LABEL_IGNORE
 from loaders import MicroBatch, shift_labels
 
 PATCH_SIDE, SQUARE_SIDE, MERGE = 56, 14, 2
@@ -28,10 +29,14 @@ class Block(nn.Module):
         self.causal = causal
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: Tensor, lengths: list[int], positions: Tensor | None) -> Tensor:
-        """x: (tokens, width); `lengths` of the sequences in it; rotary `positions` (tokens,), or None for none."""
+        """x: (tokens, width); `lengths` of the sequences in it; rotary `positions` (tokens,), or
+        None for none.
+        """
         x = x + self.out(self._attend(self.norm1(x), lengths, positions))
         return x + self.mlp(self.norm2(x))
 
@@ -45,7 +50,9 @@ class Block(nn.Module):
             attended = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
             return attended.flatten(1, 2).transpose(0, 1).flatten(1)
         parts = zip(q.split(lengths, 1), k.split(lengths, 1), v.split(lengths, 1), strict=True)
-        each = [functional.scaled_dot_product_attention(*part, is_causal=self.causal) for part in parts]
+        each = [
+            functional.scaled_dot_product_attention(*part, is_causal=self.causal) for part in parts
+        ]
         return torch.cat([v[:, :0], *each], dim=1).transpose(0, 1).flatten(1)
 
 
@@ -55,7 +62,9 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     frequencies = 10_000.0 ** (-torch.arange(half, device=x.device) / half)
     angles = positions[:, None] * frequencies  # (tokens, half)
     a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1)
+    return torch.cat(
+        [a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1
+    )
 
 
 class VisionEncoder(nn.Module):
@@ -67,7 +76,9 @@ class VisionEncoder(nn.Module):
         self.class_token = nn.Parameter(torch.zeros(1, 1, width))
         self.positions = nn.Parameter(torch.randn(GRID**2 + 1, width) * 0.02)
         self.blocks = nn.ModuleList(Block(width, causal=False) for _ in range(depth))
-        self.project = nn.Sequential(nn.LayerNorm(MERGE**2 * width), nn.Linear(MERGE**2 * width, llm_width))
+        self.project = nn.Sequential(
+            nn.LayerNorm(MERGE**2 * width), nn.Linear(MERGE**2 * width, llm_width)
+        )
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Every patch is a sequence of its own."""
@@ -79,14 +90,26 @@ class VisionEncoder(nn.Module):
             flat = block(flat, [GRID**2 + 1] * count, None)
         # drop the class token, then (n, 2, 2, 2, 2, width): merge the squares of each quarter
         side, width = GRID // MERGE, flat.shape[1]
-        grid = flat.view(count, GRID**2 + 1, width)[:, 1:].reshape(count, side, MERGE, side, MERGE, width)
-        return self.project(grid.transpose(2, 3).reshape(count * TOKENS_PER_PATCH, MERGE**2 * width))
+        grid = flat.view(count, GRID**2 + 1, width)[:, 1:].reshape(
+            count, side, MERGE, side, MERGE, width
+        )
+        return self.project(
+            grid.transpose(2, 3).reshape(count * TOKENS_PER_PATCH, MERGE**2 * width)
+        )
 
 
 class TinyVLM(nn.Module):
     """Vision features in the places of the image tokens, then a causal LLM."""
 
-    def __init__(self, vocab_size: int, image_token_id: int, *, width: int = 64, vit_width: int = 32, depth: int = 2):
+    def __init__(
+        self,
+        vocab_size: int,
+        image_token_id: int,
+        *,
+        width: int = 64,
+        vit_width: int = 32,
+        depth: int = 2,
+    ):
         super().__init__()
         self.image_token_id = image_token_id
         self.vision = VisionEncoder(vit_width, width, depth)
@@ -95,7 +118,9 @@ class TinyVLM(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab_size, bias=False)
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        """Logits (tokens, vocab_size). The encoder also runs without images, so that all parameters get a gradient."""
+        """Logits (tokens, vocab_size). The encoder also runs without images, so that all parameters
+        get a gradient.
+        """
         x = self.embed(batch.input_ids)
         features = self.vision(batch.pixel_values)
         is_image = batch.input_ids == self.image_token_id

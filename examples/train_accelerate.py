@@ -1,10 +1,11 @@
-"""Train with Accelerate: `save_state` writes the loader's state beside model and optimizer, and a second call goes on.
+"""Train with Accelerate: `save_state` writes the loader's state beside model and optimizer, and a
+second call goes on.
 
     python examples/train_accelerate.py BUILD_DIR OUT_DIR [--steps 20]
     accelerate launch --cpu --num_processes 2 examples/train_accelerate.py BUILD_DIR OUT_DIR
 
-The loader is registered for checkpoints and not given to `prepare`, which would deal its steps out to the ranks a
-second time. A run that was stopped may go on with another number of processes.
+The loader is registered for checkpoints and not given to `prepare`, which would deal its steps out
+to the ranks a second time. A run that was stopped may go on with another number of processes.
 """
 
 from __future__ import annotations
@@ -21,18 +22,23 @@ from tiny_internvl import make_internvl
 
 from balance.errors import IsobatchError
 from loaders import MicroBatch, StreamingLoader
-from loaders.model_inputs import model_inputs
+from loaders.batch.model_inputs import model_inputs
 
 
-def train_step(accelerator: Accelerator, model: torch.nn.Module, config: object, batches: list[MicroBatch]) -> float:
-    """Add the gradients of one step's micro-batches; -> this rank's part of the step's mean loss."""
+def train_step(
+    accelerator: Accelerator, model: torch.nn.Module, config: object, batches: list[MicroBatch]
+) -> float:
+    """Add the gradients of one step's micro-batches; -> this rank's part of the step's mean
+    loss.
+    """
     total = 0.0
     for place, batch in enumerate(batches):
         is_last = place == len(batches) - 1
         # ranks exchange gradients once per step, behind the last micro-batch
         with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
             loss = model(**_to(model_inputs(batch, config), accelerator.device)).loss
-            # loss is divided by the step's labels over all ranks; DDP divides by their number once more
+            # loss is divided by the step's labels over all ranks; DDP divides by their number once
+            # more
             accelerator.backward(loss * accelerator.num_processes)
         total += loss.item()
     return total
@@ -56,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             micro_batches_per_step=args.micro_batches_per_step,
         )
         plain = make_internvl(loader)
-        model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=3e-3))
+        model, optimizer = accelerator.prepare(
+            plain, torch.optim.AdamW(plain.parameters(), lr=3e-3)
+        )
         accelerator.register_for_checkpointing(loader)
         if Path(args.out).is_dir():
             accelerator.load_state(args.out)
@@ -79,7 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _to(inputs: dict[str, object], device: torch.device) -> dict[str, object]:
-    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    return {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in inputs.items()
+    }
 
 
 if __name__ == "__main__":

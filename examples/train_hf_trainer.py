@@ -1,4 +1,5 @@
-"""Train with transformers' Trainer: its checkpoints hold the loader's state, and a second call goes on exactly.
+"""Train with transformers' Trainer: its checkpoints hold the loader's state, and a second call goes
+on exactly.
 
     python examples/train_hf_trainer.py BUILD_DIR OUT_DIR [--steps 20]
     torchrun --nproc-per-node 2 examples/train_hf_trainer.py BUILD_DIR OUT_DIR
@@ -19,13 +20,14 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from balance.errors import IsobatchError
 from loaders import StreamingLoader
-from loaders.hf_trainer import StreamingTrainer
+from loaders.integrations.hf_trainer import StreamingTrainer
 
 
 def make_trainer(build: str, out: str, **options: object) -> StreamingTrainer:
     """A trainer on `build`; `options` are those of TrainingArguments."""
     args = TrainingArguments(output_dir=out, report_to=[], disable_tqdm=True, **options)
-    # the loader deals the data to the ranks, so it has to know them; one micro-batch per accumulation step
+    # the loader deals the data to the ranks, so it has to know them; one micro-batch per
+    # accumulation step
     loader = StreamingLoader(
         build,
         dp_rank=args.process_index,

@@ -2,9 +2,10 @@
 
     python examples/train_lightning.py BUILD_DIR OUT_DIR [--steps 20]
 
-A "batch" of Lightning's is a step: a list of micro-batches with the loader's state behind it. The optimization is
-manual, so that each micro-batch's graph is freed before the next one runs and the loss is divided once, by the step's
-labels over all ranks. Lightning fetches one step ahead; what is saved is the state of the step trained on.
+A "batch" of Lightning's is a step: a list of micro-batches with the loader's state behind it. The
+optimization is manual, so that each micro-batch's graph is freed before the next one runs and the
+loss is divided once, by the step's labels over all ranks. Lightning fetches one step ahead; what is
+saved is the state of the step trained on.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from train_tiny import make_model
 
 from balance.errors import IsobatchError
 from loaders import StreamingLoader
-from loaders.trainers import Step, StepDataset
+from loaders.integrations.torch_dataset import Step, StepDataset
 
 
 class VisionLanguageModule(lightning.LightningModule):
-    """TinyVLM with its loader; a model of transformers would run `self.model(**model_inputs(batch, config)).loss`."""
+    """TinyVLM with its loader; a model of transformers would run `self.model(**model_inputs(batch,
+    config)).loss`.
+    """
 
     def __init__(self, build: str, micro_batches_per_step: int) -> None:
         super().__init__()
@@ -88,7 +91,9 @@ class VisionLanguageModule(lightning.LightningModule):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, or go on from the last checkpoint in OUT_DIR; 2 if the build cannot be used."""
-    parser = argparse.ArgumentParser(description="Train a tiny vision-language model with Lightning")
+    parser = argparse.ArgumentParser(
+        description="Train a tiny vision-language model with Lightning"
+    )
     parser.add_argument("build", help="output directory of `packer build --model tiny`")
     parser.add_argument("out", help="directory for checkpoints")
     parser.add_argument("--steps", type=int, default=20, help="steps of all calls together")
@@ -102,10 +107,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             accelerator="cpu",  # tiny tensors; "auto" to train on GPUs
             logger=False,
             enable_progress_bar=False,
-            callbacks=[ModelCheckpoint(args.out, save_last=True, every_n_train_steps=args.save_every)],
+            callbacks=[
+                ModelCheckpoint(args.out, save_last=True, every_n_train_steps=args.save_every)
+            ],
         )
         last = Path(args.out) / "last.ckpt"
-        # it advises to save the weights from before the step; those behind it are what fits the loader's state
+        # it advises to save the weights from before the step; those behind it are what fits the
+        # loader's state
         warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
         trainer.fit(module, ckpt_path=last if last.exists() else None)
     except IsobatchError as error:

@@ -1,16 +1,18 @@
 """Train a vision-language model as a pipeline, by a plan: loader -> plan -> runtime.
 
-    torchrun --nproc-per-node 2 examples/train_pipeline.py BUILD_DIR --plan plan/plan.json [--steps 60]
-    torchrun --nproc-per-node 4 examples/train_pipeline.py BUILD_DIR --dp 2 --state DIR --trace trace.json
-    torchrun --nproc-per-node 2 examples/train_pipeline.py BUILD_DIR --plan plan.json --tune --profile profile.json
-    torchrun --nproc-per-node 8 examples/train_pipeline.py BUILD_DIR --model llava --config llava-1.5-7b-hf --bf16 \\
+    torchrun --nproc-per-node 2 examples/train_pipeline.py BUILD_DIR --plan plan/plan.json [--steps
+    60] torchrun --nproc-per-node 4 examples/train_pipeline.py BUILD_DIR --dp 2 --state DIR --trace
+    trace.json torchrun --nproc-per-node 2 examples/train_pipeline.py BUILD_DIR --plan plan.json
+    --tune --profile profile.json torchrun --nproc-per-node 8 examples/train_pipeline.py BUILD_DIR
+    --model llava --config llava-1.5-7b-hf --bf16 \\
         --lr 2e-5 --plan plan.json --profile profile.json --recompute adapt --steps 1000 --state DIR --export DIR
 
-All ranks of one pipeline read the same micro-batches, each with a loader of its own: so only activations and gradients
-travel, and images are decoded where the first stage is. `--plan auto` cuts the layers evenly. With `--tune`, each step
-is packed anew and gets a schedule of its own (`step_tuning.py`). With `--state`, a run goes on behind the last step
-that it saved, with the same or another plan, number of stages and number of replicas. `--export` writes what
-`save_pretrained` would.
+All ranks of one pipeline read the same micro-batches, each with a loader of its own: so only
+activations and gradients travel, and images are decoded where the first stage is. `--plan auto`
+cuts the layers evenly. With `--tune`, each step is packed anew and gets a schedule of its own
+(`step_tuning.py`). With `--state`, a run goes on behind the last step that it saved, with the same
+or another plan, number of stages and number of replicas. `--export` writes what `save_pretrained`
+would.
 """
 
 from __future__ import annotations
@@ -37,16 +39,18 @@ from train_tiny import endless
 from balance.errors import ConfigError, DataError, IsobatchError
 from engine.charts.trace import timeline_trace
 from engine.planning.plan import Plan, read_plan
-from engine.runtime.checkpoints.saving import Progress, load_state, save_state
+from engine.runtime.checkpoints.training_state import Progress, load_state, save_state
 from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.steps import StepResult
-from engine.tuning.tune_steps import StepNote, TunedSteps
+from engine.runtime.stage_executor import StepResult
+from engine.tuning.step_planner import StepNote, TunedSteps
 from loaders import StreamingLoader
-from loaders.assemble import StepBatches
+from loaders.step_builder import StepBatches
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, print a line per step; 0 if done, 1 if the run failed, 2 if build, plan and ranks do not fit together."""
+    """Train, print a line per step; 0 if done, 1 if the run failed, 2 if build, plan and ranks do
+    not fit together.
+    """
     args = parse(argv)
     torch.set_num_threads(args.threads)
     try:
@@ -56,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         train(run, args)
-    except IsobatchError as error:  # a rank that has gone, a loss that is no number, a disk that is full
+    except (
+        IsobatchError
+    ) as error:  # a rank that has gone, a loss that is no number, a disk that is full
         print(error, file=sys.stderr)
         return 1
     dist.destroy_process_group()
@@ -82,13 +88,17 @@ class Run:
 
 
 def start(args: argparse.Namespace) -> Run:
-    """Meet the other ranks, and make this one's part. ConfigError or DataError if that cannot be."""
+    """Meet the other ranks, and make this one's part. ConfigError or DataError if that cannot
+    be.
+    """
     check_options(args)
     return make_run(args, join(args.device))
 
 
 def make_run(args: argparse.Namespace, device: torch.device) -> Run:
-    """This rank's part, once ranks have met. ConfigError or DataError if build, plan and ranks do not fit together."""
+    """This rank's part, once ranks have met. ConfigError or DataError if build, plan and ranks do
+    not fit together.
+    """
     plan = None if args.plan == "auto" else read_plan(Path(args.plan))
     dp = (plan.parallel.dp if plan else 1) if args.dp is None else args.dp
     pipelines = replicas(dist.get_world_size(), dp, plan)
@@ -105,7 +115,14 @@ def make_run(args: argparse.Namespace, device: torch.device) -> Run:
     if args.tune:
         tuner = tuner_of(args, plan, layout, model)
         loader.close()
-        loader = open_loader(args, pipelines, layout.micro_batches, device, planner=tuner, decode=args.encode == "any")
+        loader = open_loader(
+            args,
+            pipelines,
+            layout.micro_batches,
+            device,
+            planner=tuner,
+            decode=args.encode == "any",
+        )
     pipeline = make_pipeline(args, layout, model, device)
     trained = [weight for weight in pipeline.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.lr) if trained else None
@@ -129,7 +146,9 @@ def make_run(args: argparse.Namespace, device: torch.device) -> Run:
     )
 
 
-def tuner_of(args: argparse.Namespace, plan: Plan | None, layout: Layout, model: PipelineModel) -> TunedSteps:
+def tuner_of(
+    args: argparse.Namespace, plan: Plan | None, layout: Layout, model: PipelineModel
+) -> TunedSteps:
     """What tunes the steps."""
     memory_bytes = plan.memory_bytes if plan else None
     return make_tuner(
@@ -142,7 +161,9 @@ def tuner_of(args: argparse.Namespace, plan: Plan | None, layout: Layout, model:
     )
 
 
-def make_pipeline(args: argparse.Namespace, layout: Layout, model: PipelineModel, device: torch.device) -> Pipeline:
+def make_pipeline(
+    args: argparse.Namespace, layout: Layout, model: PipelineModel, device: torch.device
+) -> Pipeline:
     """This rank's stages."""
     options = PipelineOptions(
         schedule=layout.schedule,
@@ -204,7 +225,9 @@ def train_step(run: Run, batches: StepBatches, clip: float) -> StepResult:
 
 
 def finish_step(run: Run, batches: StepBatches, args: argparse.Namespace) -> float | None:
-    """Save, adapt recomputation; -> when that was done, for it is no part of the next step. None: nothing was."""
+    """Save, adapt recomputation; -> when that was done, for it is no part of the next step. None:
+    nothing was.
+    """
     saves = args.state and (run.step % args.save_every == 0 or run.step == args.steps)
     if saves:
         progress = Progress(step=run.step, loader=run.loader.state_dict())

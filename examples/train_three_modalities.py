@@ -1,12 +1,15 @@
-"""Train a tiny model that sees, hears and reads, every phase of a step balanced over the ranks (OrchMLLM).
+"""Train a tiny model that sees, hears and reads, every phase of a step balanced over the ranks
+(OrchMLLM).
 
-    torchrun --nproc-per-node 2 examples/train_three_modalities.py BUILD_DIR [--balance encoders] [--steps 60]
+    torchrun --nproc-per-node 2 examples/train_three_modalities.py BUILD_DIR [--balance encoders]
+    [--steps 60]
 
-Data parallel. With `--balance all`, the loader's step planner deals each step's images, clips and texts out to the
-ranks, phase by phase: what a rank encodes is read and decoded there, and only there; features travel to where the
-language model wants them, and their gradients back. With `--balance encoders`, texts stay where they were drawn: packed
-groups are even already. With `--balance none`, each rank encodes and trains what it drew. The samples of a step, its
-loss and its gradients are the same.
+Data parallel. With `--balance all`, the loader's step planner deals each step's images, clips and
+texts out to the ranks, phase by phase: what a rank encodes is read and decoded there, and only
+there; features travel to where the language model wants them, and their gradients back. With
+`--balance encoders`, texts stay where they were drawn: packed groups are even already. With
+`--balance none`, each rank encodes and trains what it drew. The samples of a step, its loss and its
+gradients are the same.
 """
 
 from __future__ import annotations
@@ -29,24 +32,28 @@ from train_tiny import endless
 
 from balance.errors import IsobatchError
 from balance.metrics import dist_ratio
-from balance.step_plan import ENCODERS
+from balance.steps.step_planner import ENCODERS
 from engine.dispatching.dispatch import PHASES, DispatchOptions
-from engine.dispatching.dispatch_routes import PlannedRoutes
-from engine.dispatching.dispatch_steps import DispatchedSteps
-from engine.runtime.exchange import exchange_features
-from engine.runtime.faults import peers
-from engine.runtime.groups import sum_over
+from engine.dispatching.routes import PlannedRoutes
+from engine.dispatching.step_planner import DispatchedSteps
+from engine.runtime.communication.feature_all_to_all import exchange_features
+from engine.runtime.communication.process_groups import sum_over
+from engine.runtime.errors import peers
 from loaders import StreamingLoader
-from loaders.assemble import StepBatches
+from loaders.step_builder import StepBatches
 
 BALANCED: dict[str, tuple[str, ...]] = {"none": (), "encoders": ENCODERS, "all": PHASES}
 
 Work = list[tuple[int, int, int]]
-"""What a rank does in each round of a step, by phase: image patches, frames of sound, LLM tokens."""
+"""What a rank does in each round of a step, by phase: image patches, frames of sound, LLM
+tokens.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, print a line per step; 0 if done, 1 if the run failed, 2 if the build cannot be used."""
+    """Train, print a line per step; 0 if done, 1 if the run failed, 2 if the build cannot be
+    used.
+    """
     args = parse(argv)
     torch.set_num_threads(1)  # tensors this small lose more to threads than they gain
     join("cpu")
@@ -66,9 +73,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Train a tiny model of three modalities, balanced phase by phase")
+    parser = argparse.ArgumentParser(
+        description="Train a tiny model of three modalities, balanced phase by phase"
+    )
     parser.add_argument("build", help="output directory of `packer build --model tiny_audio`")
-    parser.add_argument("--balance", choices=BALANCED, default="all", help="phases that are dealt out anew")
+    parser.add_argument(
+        "--balance", choices=BALANCED, default="all", help="phases that are dealt out anew"
+    )
     parser.add_argument(
         "--ranks-per-node",
         type=int,
@@ -92,10 +103,13 @@ class Run:
 
 
 def make_run(args: argparse.Namespace) -> Run:
-    """This rank's part, once ranks have met. ConfigError or DataError if the build cannot be used."""
+    """This rank's part, once ranks have met. ConfigError or DataError if the build cannot be
+    used.
+    """
     planner, balanced = None, BALANCED[args.balance]
     if balanced:
-        # nothing is padded in any phase of this model; an encoder that pads its batches is dealt out by "padded"
+        # nothing is padded in any phase of this model; an encoder that pads its batches is dealt
+        # out by "padded"
         options = DispatchOptions(
             ranks_per_node=args.ranks_per_node,
             algorithms=dict.fromkeys(balanced, "sums"),
@@ -114,7 +128,9 @@ def make_run(args: argparse.Namespace) -> Run:
     )
     torch.manual_seed(args.seed)  # the same weights on all ranks
     model = make_model(loader)
-    return Run(model=model, loader=loader, optimizer=torch.optim.AdamW(model.parameters(), lr=args.lr))
+    return Run(
+        model=model, loader=loader, optimizer=torch.optim.AdamW(model.parameters(), lr=args.lr)
+    )
 
 
 def train(run: Run, steps: int) -> list[float]:
@@ -155,19 +171,29 @@ def accumulate(model: nn.ModuleDict, step: StepBatches) -> tuple[float, Work]:
     total, work = 0.0, []
     for number, (batch, routes) in enumerate(zip(step, rounds, strict=True)):
         # an encoder without a route works on what came with the micro-batch
-        given = {name: step.encoders[name][number] if name in routes else batch for name in ENCODERS}
+        given = {
+            name: step.encoders[name][number] if name in routes else batch for name in ENCODERS
+        }
         made = {name: model[name](own) for name, own in given.items()}
         came = exchange_features({name: made[name] for name in routes}, routes)
         # divided by the step's labels: parts and gradients of ranks then only have to be summed
         loss = model["language"](batch, made | came.features) / max(1, batch.num_loss_tokens)
         (loss + came.link).backward()
         total += loss.item()
-        work.append((len(given["vision"].pixel_values), len(given["audio"].audio_values), len(batch.input_ids)))
+        work.append(
+            (
+                len(given["vision"].pixel_values),
+                len(given["audio"].audio_values),
+                len(batch.input_ids),
+            )
+        )
     return total, work
 
 
 def sum_gradients(model: nn.ModuleDict) -> None:
-    """Over all ranks, once per step. All encoders always run, if only with nothing, so none lacks gradients."""
+    """Over all ranks, once per step. All encoders always run, if only with nothing, so none lacks
+    gradients.
+    """
     sum_over([weight.grad for weight in model.parameters()], dist.group.WORLD)
 
 
@@ -182,9 +208,14 @@ def gather(figures: list[float], work: Work) -> tuple[NDArray[np.float64], NDArr
 
 
 def ratios(works: Sequence[NDArray[np.int64]]) -> str:
-    """By phase, the share of the ranks' work that is waiting for the slowest in each round; (rounds, ranks, phases)."""
+    """By phase, the share of the ranks' work that is waiting for the slowest in each round;
+    (rounds, ranks, phases).
+    """
     done = np.concatenate(works)
-    shares = {name: dist_ratio(done[..., place].ravel(), done.shape[1]) for place, name in enumerate(PHASES)}
+    shares = {
+        name: dist_ratio(done[..., place].ravel(), done.shape[1])
+        for place, name in enumerate(PHASES)
+    }
     return "  ".join(f"{name} {share:.1%}" for name, share in shares.items())
 
 

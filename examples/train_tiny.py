@@ -3,9 +3,10 @@
     python examples/train_tiny.py BUILD_DIR [--steps 60] [--seed 0]
     torchrun --nproc-per-node 2 examples/train_tiny.py BUILD_DIR --state FILE --save-every 10
 
-Shows all that a trainer needs: one loader per data-parallel rank, losses divided by the step's `num_loss_tokens`, and
-gradients summed over ranks, which then are those of the whole step as one batch. With `--state`, a run that was killed
-goes on behind the last step that it saved, on any number of processes; `--ids` writes down which samples were seen.
+Shows all that a trainer needs: one loader per data-parallel rank, losses divided by the step's
+`num_loss_tokens`, and gradients summed over ranks, which then are those of the whole step as one
+batch. With `--state`, a run that was killed goes on behind the last step that it saved, on any
+number of processes; `--ids` writes down which samples were seen.
 """
 
 from __future__ import annotations
@@ -30,15 +31,25 @@ COMPARED_STEPS = 5
 
 
 def main() -> int:
-    """Train, print a line per step, and return 0 if the loss fell, 1 if not, 2 if the build cannot be used."""
-    parser = argparse.ArgumentParser(description="Train a tiny vision-language model on a build made with --model tiny")
+    """Train, print a line per step, and return 0 if the loss fell, 1 if not, 2 if the build cannot
+    be used.
+    """
+    parser = argparse.ArgumentParser(
+        description="Train a tiny vision-language model on a build made with --model tiny"
+    )
     parser.add_argument("build", help="output directory of `packer build --model tiny`")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--micro-batches-per-step", type=int, default=1)
-    parser.add_argument("--state", type=Path, help="file to go on from, if it is there, and to save in")
-    parser.add_argument("--save-every", type=int, default=10, help="steps between two saves in --state")
-    parser.add_argument("--ids", type=Path, help="directory for the lines `step sample_id`, one file per process")
+    parser.add_argument(
+        "--state", type=Path, help="file to go on from, if it is there, and to save in"
+    )
+    parser.add_argument(
+        "--save-every", type=int, default=10, help="steps between two saves in --state"
+    )
+    parser.add_argument(
+        "--ids", type=Path, help="directory for the lines `step sample_id`, one file per process"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)  # tensors this small lose more to threads than they gain
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -72,9 +83,13 @@ def main() -> int:
 
 
 class Run:
-    """Model, optimizer and loader of a run, in a file that is always whole: what a run goes on from."""
+    """Model, optimizer and loader of a run, in a file that is always whole: what a run goes on
+    from.
+    """
 
-    def __init__(self, model: TinyVLM, loader: StreamingLoader, path: Path | None = None, save_every: int = 1) -> None:
+    def __init__(
+        self, model: TinyVLM, loader: StreamingLoader, path: Path | None = None, save_every: int = 1
+    ) -> None:
         self.model, self.loader, self.path, self.save_every = model, loader, path, save_every
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         self.step = 0
@@ -86,13 +101,17 @@ class Run:
             self.step = saved["step"]
 
     def finish_step(self) -> None:
-        """Count a step, and save every few; the state is the same on all ranks, so the first one's is enough."""
+        """Count a step, and save every few; the state is the same on all ranks, so the first one's
+        is enough.
+        """
         self.step += 1
         if self.path is None or self.step % self.save_every or os.environ.get("RANK", "0") != "0":
             return
         parts = {"model": self.model, "optimizer": self.optimizer, "loader": self.loader}
         new = self.path.with_suffix(".new")
-        torch.save({"step": self.step, **{name: part.state_dict() for name, part in parts.items()}}, new)
+        torch.save(
+            {"step": self.step, **{name: part.state_dict() for name, part in parts.items()}}, new
+        )
         os.replace(new, self.path)  # killed while it writes, the run still has the state before
 
 
@@ -117,22 +136,30 @@ def train(
     run: Run | None = None,
     seen: Callable[[int, list[MicroBatch]], None] | None = None,
 ) -> list[float]:
-    """Train for `steps` steps, epoch after epoch; the mean loss per label of each step, over all ranks."""
+    """Train for `steps` steps, epoch after epoch; the mean loss per label of each step, over all
+    ranks.
+    """
     run = run or Run(model, loader)
     losses = []
     started = time.perf_counter()
     for _, batches in zip(range(steps), endless(loader), strict=False):
         run.optimizer.zero_grad()
-        sums = torch.tensor([accumulate(model, batches), sum(len(batch.input_ids) for batch in batches)])
+        sums = torch.tensor(
+            [accumulate(model, batches), sum(len(batch.input_ids) for batch in batches)]
+        )
         # the same gradients on all ranks: TinyVLM leaves none out, whatever the micro-batch holds
-        sum_over_ranks([sums, *(weight.grad for weight in model.parameters() if weight.grad is not None)])
+        sum_over_ranks(
+            [sums, *(weight.grad for weight in model.parameters() if weight.grad is not None)]
+        )
         run.optimizer.step()
         losses.append(float(sums[0]))
         if seen is not None:
             seen(run.step, batches)
         if verbose:
             seconds, started = time.perf_counter() - started, time.perf_counter()
-            print(f"step {run.step:4d}  loss {losses[-1]:.4f}  tokens {int(sums[1]):6d}  {1000 * seconds:6.0f} ms")
+            print(
+                f"step {run.step:4d}  loss {losses[-1]:.4f}  tokens {int(sums[1]):6d}  {1000 * seconds:6.0f} ms"
+            )
         run.finish_step()
     return losses
 
@@ -144,7 +171,9 @@ def make_model(loader: StreamingLoader) -> TinyVLM:
         PATCH_SIDE,
         TOKENS_PER_PATCH,
     ):
-        raise ConfigError(f"the build is for the model {loader.model.name}; build it with --model tiny")
+        raise ConfigError(
+            f"the build is for the model {loader.model.name}; build it with --model tiny"
+        )
     return TinyVLM(loader.vocab_size, loader.image_token_id)
 
 
@@ -157,7 +186,8 @@ def endless(loader: StreamingLoader) -> Iterator[list[MicroBatch]]:
 def accumulate(model: TinyVLM, batches: list[MicroBatch]) -> float:
     """Add the gradients of a rank's micro-batches; -> their part of the step's mean loss.
 
-    Divided by the step's labels, not by this rank's: parts and gradients then only have to be summed.
+    Divided by the step's labels, not by this rank's: parts and gradients then only have to be
+    summed.
     """
     total = 0.0
     for batch in batches:

@@ -1,7 +1,8 @@
 """Balanced micro-batches for training: `from loaders import StreamingLoader`.
 
-What few runs need is imported where it is used: numba's runtime takes .5 s and 100 MB in every process, pandas, which
-`pyarrow` imports for some conversions, .2 s and 50 MB. tests/loaders/test_imports.py sees to it.
+What few runs need is imported where it is used: numba's runtime takes .5 s and 100 MB in every
+process, pandas, which `pyarrow` imports for some conversions, .2 s and 50 MB.
+tests/loaders/test_imports.py sees to it.
 """
 
 try:
@@ -19,13 +20,13 @@ try:
 except ModuleNotFoundError as _error:
     raise ImportError("`loaders` needs torch: pip install 'isobatch[train]'") from _error
 
-from loaders.batch import MicroBatch, shift_labels
+from loaders.batch.micro_batch import MicroBatch, shift_labels
+from loaders.batch.model_inputs import model_inputs
+from loaders.decode.pixels import normalize
+from loaders.integrations.torch_dataset import Step, StepDataset
 from loaders.loader import StreamingLoader
-from loaders.model_inputs import model_inputs
-from loaders.pixels import normalize
+from loaders.read.build import StorageOptions
 from loaders.stats import LoaderStats
-from loaders.storage import StorageOptions
-from loaders.trainers import Step, StepDataset
 
 __all__ = [
     "LoaderStats",

@@ -1,11 +1,13 @@
 """`StreamingLoader`: builds, step by step, for one data-parallel rank.
 
-Every rank computes the same stream of groups from the build, the seed and the epoch alone, and takes its own places in
-it (`loaders.steps`); so ranks never talk, all have the same number of steps, and each knows the sums of the whole step.
-The position in the stream is the whole state, so that a run goes on exactly on another number of ranks.
+Every rank computes the same stream of groups from the build, the seed and the epoch alone, and
+takes its own places in it (`loaders.plan.steps`); so ranks never talk, all have the same number of
+steps, and each knows the sums of the whole step. The position in the stream is the whole state, so
+that a run goes on exactly on another number of ranks.
 
-Two orders: "blocks" balances each micro-batch across ranks; "random" draws a step's groups at random and balances only
-each rank's sum over the step, for trainers whose ranks meet once per step (`balance.order`, `balance.ranks`).
+Two orders: "blocks" balances each micro-batch across ranks; "random" draws a step's groups at
+random and balances only each rank's sum over the step, for trainers whose ranks meet once per step
+(`balance.order.block_shuffle`, `balance.order.assign_ranks`).
 """
 
 from __future__ import annotations
@@ -21,48 +23,54 @@ from torch.utils.data import get_worker_info
 
 from balance.errors import ConfigError
 from balance.presets import ModelPreset
-from balance.step_plan import StepPlanner
-from loaders.assemble import StepBatches, StepMaker
-from loaders.batch import MicroBatch
-from loaders.builds import Build, open_builds
-from loaders.collate import MediaOptions
-from loaders.epochs import EpochSource, MixedGroups, Regrouped, StoredGroups
-from loaders.look_ahead import plans_ahead
+from balance.steps.step_planner import StepPlanner
+from loaders.batch.collate import MediaOptions
+from loaders.batch.micro_batch import MicroBatch
+from loaders.plan.epoch_groups import EpochSource, MixedGroups, Regrouped, StoredGroups
+from loaders.plan.look_ahead import plans_ahead
+from loaders.plan.steps import StepConfig, StepPlan, Steps
 from loaders.prefetch import Prefetcher
-from loaders.read_items import ItemReader
+from loaders.read.build import StorageOptions
+from loaders.read.builds import Build, open_builds
+from loaders.read.reader import SampleReader
 from loaders.stats import LoaderStats, Meter
-from loaders.steps import StepConfig, StepPlan, Steps
-from loaders.storage import StorageOptions
+from loaders.step_builder import StepBatches, StepBuilder
 
 MAX_WORKERS = 8
-"""Threads by default at most: beyond, they wait for the interpreter's lock more than they decode."""
+"""Threads by default at most: beyond, they wait for the interpreter's lock more than they
+decode.
+"""
 
 Datasets = Sequence[tuple[str | Path, float]]
 
 
 class StreamingLoader:
-    """Iterating gives one list of `MicroBatch` per step, `micro_batches_per_step` long, until the epoch ends.
+    """Iterating gives one list of `MicroBatch` per step, `micro_batches_per_step` long, until the
+    epoch ends.
 
-    An iterator continues where the last one stopped, be it in the middle of an epoch; after a complete pass the next
-    one starts the next epoch. A new iterator, `load_state_dict` and `close` end the one before.
+    An iterator continues where the last one stopped, be it in the middle of an epoch; after a
+    complete pass the next one starts the next epoch. A new iterator, `load_state_dict` and `close`
+    end the one before.
 
     - `url`: a build, in a folder or at `s3:// gs:// az:// http(s)://`; or several, each with a weight: one stream of
-      all, mixed in every step. Weights are relative: an epoch is one pass over the build of the largest, a share of a
-      pass over others, which the next epoch continues.
+      all, mixed in every step. Weights are relative: an epoch is one pass over the build of the
+      largest, a share of a pass over others, which the next epoch continues.
     - `remainder`: the last step of an epoch may lack groups: "pad" fills it up with empty micro-batches, so that every
-      sample is seen; "drop" leaves it out and counts its samples in `num_dropped_samples`. An epoch that has no step at
-      all is a ConfigError when it begins.
+      sample is seen; "drop" leaves it out and counts its samples in `num_dropped_samples`. An epoch
+      that has no step at all is a ConfigError when it begins.
     - `order`: "random" is for plain data parallelism with eight or more micro-batches per step: as random as a shuffle,
       as balanced as "blocks".
     - `regroup="epoch"`: samples are grouped anew in every epoch, within windows of `regroup_window` stored groups.
-    - `planner`: packs each step anew (`balance.step_plan`); `step.encoders` then holds what it deals to encoders.
+    - `planner`: packs each step anew (`balance.steps.step_planner`); `step.encoders` then holds what it deals to encoders.
     - `workers`: threads that read and decode coming steps; by default as many as this rank has cores, 0 for none.
       `prefetch_bytes`: what they make ahead, at most, beyond one step.
     - `pixel_dtype`: torch.uint8 gives raw pixels, to be normalised on the device with `loaders.normalize`: a quarter of
-      the bytes. `device`: where tensors shall be; to a GPU they are copied from pinned memory, without waiting.
-    - `audio`, `exact_resize`, `reduced_decode`: how clips and images become tensors (`loaders.collate.MediaOptions`).
-      `decode_images=False` leaves images as they are stored, in `MicroBatch.images`: for decoders on the GPU.
-    - `storage`: cache, time limit and checksums of builds that are not on disk (`loaders.storage.StorageOptions`).
+      the bytes. `device`: where tensors shall be; to a GPU they are copied from pinned memory,
+      without waiting.
+    - `audio`, `exact_resize`, `reduced_decode`: how clips and images become tensors (`loaders.batch.collate.MediaOptions`).
+      `decode_images=False` leaves images as they are stored, in `MicroBatch.images`: for decoders
+      on the GPU.
+    - `storage`: cache, time limit and checksums of builds that are not on disk (`loaders.read.build.StorageOptions`).
       `image_root` replaces the folder or URI that a refs build takes its files from.
     """
 
@@ -92,7 +100,9 @@ class StreamingLoader:
     ) -> None:
         self._options = {name: value for name, value in locals().items() if name != "self"}
         self.num_dropped_samples = 0
-        """Samples that `remainder="drop"` has left out so far, over all epochs that this loader has finished."""
+        """Samples that `remainder="drop"` has left out so far, over all epochs that this loader has
+        finished.
+        """
         self._open()
 
     def _open(self) -> None:
@@ -108,7 +118,11 @@ class StreamingLoader:
         )
         _check(options)
         datasets = _datasets(options["url"])
-        builds = open_builds([url for url, _ in datasets], image_root=options["image_root"], options=options["storage"])
+        builds = open_builds(
+            [url for url, _ in datasets],
+            image_root=options["image_root"],
+            options=options["storage"],
+        )
         self._manifest = builds[0].manifest
         self._steps = Steps(
             _source(builds, [weight for _, weight in datasets], options),
@@ -116,7 +130,7 @@ class StreamingLoader:
             self.model.vision_unit,
             options["planner"],
         )
-        self._reader, self._meter = ItemReader(builds), Meter()
+        self._reader, self._meter = SampleReader(builds), Meter()
         device = torch.device(options["device"]) if options["device"] is not None else None
         media = MediaOptions.of(
             self.model,
@@ -125,7 +139,9 @@ class StreamingLoader:
             reduced_decode=options["reduced_decode"],
             decode_images=options["decode_images"],
         )
-        self._maker = StepMaker(self._reader, self.model.vision, options["pixel_dtype"], media, device, self._meter)
+        self._maker = StepBuilder(
+            self._reader, self.model.vision, options["pixel_dtype"], media, device, self._meter
+        )
         self._pid = os.getpid()
         self._running: Prefetcher[StepPlan, MicroBatch] | None = None
 
@@ -146,7 +162,9 @@ class StreamingLoader:
 
     @property
     def audio_token_id(self) -> int | None:
-        """The token in `input_ids` that audio features replace; None for a model that hears nothing."""
+        """The token in `input_ids` that audio features replace; None for a model that hears
+        nothing.
+        """
         return self._manifest.audio_token_id
 
     @property
@@ -160,12 +178,15 @@ class StreamingLoader:
         return self._steps.remaining
 
     def __len__(self) -> int:
-        """Steps of a whole epoch, the same on every rank; with several datasets or regrouping, of this epoch."""
+        """Steps of a whole epoch, the same on every rank; with several datasets or regrouping, of
+        this epoch.
+        """
         return len(self._steps)
 
     def __iter__(self) -> Iterator[StepBatches]:
         if os.getpid() != self._pid:
-            # threads are not carried across a fork, and locks that they held would never be free: open all anew
+            # threads are not carried across a fork, and locks that they held would never be free:
+            # open all anew
             self.__setstate__(self.__getstate__())
         self._end_iterator()
         if self._steps.is_behind_last:
@@ -213,9 +234,11 @@ class StreamingLoader:
         return self._steps.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`, with the step after the one it was taken behind; on any number of ranks.
+        """Continue from `state`, with the step after the one it was taken behind; on any number of
+        ranks.
 
-        Raises ConfigError, and changes nothing, if the state is of another build, order, seed or version.
+        Raises ConfigError, and changes nothing, if the state is of another build, order, seed or
+        version.
         """
         self._steps.load(state)
         self._end_iterator()
@@ -225,14 +248,20 @@ class StreamingLoader:
         return self._meter.stats(self._reader.cache_hits)
 
     def close(self) -> None:
-        """End the threads of an iterator under way, and let go of files and connections. Safe to call twice."""
+        """End the threads of an iterator under way, and let go of files and connections. Safe to
+        call twice.
+        """
         self._end_iterator()
         if os.getpid() == self._pid:
             self._reader.close()
 
     def __getstate__(self) -> dict[str, Any]:
         """For worker processes: they open the build themselves."""
-        return {"options": self._options, "state": self.state_dict(), "num_dropped_samples": self.num_dropped_samples}
+        return {
+            "options": self._options,
+            "state": self.state_dict(),
+            "num_dropped_samples": self.num_dropped_samples,
+        }
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
         self._options, self.num_dropped_samples = pickled["options"], pickled["num_dropped_samples"]
@@ -248,7 +277,9 @@ class StreamingLoader:
         self.num_dropped_samples += self._steps.finish_epoch()
 
 
-def _source(builds: Sequence[Build], weights: Sequence[float], options: dict[str, Any]) -> EpochSource:
+def _source(
+    builds: Sequence[Build], weights: Sequence[float], options: dict[str, Any]
+) -> EpochSource:
     if len(builds) > 1:
         return MixedGroups(builds, weights, options["seed"])
     if options["regroup"] is not None:
@@ -262,17 +293,29 @@ def _datasets(url: str | Path | Datasets) -> Datasets:
 
 def _check(options: dict[str, Any]) -> None:
     """ConfigError names an option that is wrong."""
-    datasets, pixel_dtype, workers = _datasets(options["url"]), options["pixel_dtype"], options["workers"]
+    datasets, pixel_dtype, workers = (
+        _datasets(options["url"]),
+        options["pixel_dtype"],
+        options["workers"],
+    )
     if not datasets or any(not 0 < weight < float("inf") for _, weight in datasets):
-        raise ConfigError(f"datasets are {datasets}; give at least one (url, weight), with weights above 0")
+        raise ConfigError(
+            f"datasets are {datasets}; give at least one (url, weight), with weights above 0"
+        )
     if pixel_dtype != torch.uint8 and not pixel_dtype.is_floating_point:
-        raise ConfigError(f"pixel_dtype is {pixel_dtype}; use torch.uint8 (raw) or a floating type (normalised)")
+        raise ConfigError(
+            f"pixel_dtype is {pixel_dtype}; use torch.uint8 (raw) or a floating type (normalised)"
+        )
     if options["regroup"] not in (None, "epoch"):
         raise ConfigError(f"regroup is {options['regroup']!r}; use None or 'epoch'")
     if options["regroup"] is not None and len(datasets) > 1:
-        raise ConfigError("regroup='epoch' is for one dataset; build the datasets as one, or leave out regroup")
+        raise ConfigError(
+            "regroup='epoch' is for one dataset; build the datasets as one, or leave out regroup"
+        )
     if options["regroup_window"] < 1:
-        raise ConfigError(f"regroup_window is {options['regroup_window']}; it must be at least 1 stored group")
+        raise ConfigError(
+            f"regroup_window is {options['regroup_window']}; it must be at least 1 stored group"
+        )
     if workers is not None and workers < 0:
         raise ConfigError(f"workers is {workers}; use 0 for none, or a number of threads")
     if options["prefetch_bytes"] < 0:

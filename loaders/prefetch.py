@@ -1,11 +1,14 @@
-"""Work ahead of the training thread: `Prefetcher` runs the parts of coming steps in threads, gives steps in order.
+"""Work ahead of the training thread: `Prefetcher` runs the parts of coming steps in threads, gives
+steps in order.
 
-For the loader; knows nothing of batches. Threads, not processes: decoding and resizing release the GIL, and nothing has
-to be copied between processes. The threads also ask for the next step, so planning is off the training thread too.
+For the loader; knows nothing of batches. Threads, not processes: decoding and resizing release the
+GIL, and nothing has to be copied between processes. The threads also ask for the next step, so
+planning is off the training thread too.
 
-Bounded: at most `max_bytes` of work is done or under way, but at least one step, and at most STEPS_PER_WORKER steps per
-thread. The first step is given when its own parts are done, whatever else is under way. Threads end with `close`, when
-the prefetcher is forgotten, and at exit; they never hold a reference to it.
+Bounded: at most `max_bytes` of work is done or under way, but at least one step, and at most
+STEPS_PER_WORKER steps per thread. The first step is given when its own parts are done, whatever
+else is under way. Threads end with `close`, when the prefetcher is forgotten, and at exit; they
+never hold a reference to it.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ Result = TypeVar("Result")
 STEPS_PER_WORKER = 4
 """Two for each thread to work on, and as many done: steps differ in size."""
 JOIN_S = 30.0
-"""A part under way is waited for when closing; longer than storage takes to give up would only hide a hang."""
+"""A part under way is waited for when closing; longer than storage takes to give up would only hide
+a hang.
+"""
 CANCEL_AGAIN_S = 0.2
 
 
@@ -43,10 +48,12 @@ class Work(Generic[Subject, Result]):
 
 
 class Prefetcher(Generic[Subject, Result]):
-    """Iterating gives each work's subject and its results, in order; a part's error is raised where its step was due.
+    """Iterating gives each work's subject and its results, in order; a part's error is raised where
+    its step was due.
 
-    `workers=0` runs everything in the caller's thread, when it is asked for. Not for use by several threads at a time.
-    `cancel` is called when closing: it wakes parts that wait for a store, so that none of them is waited for long.
+    `workers=0` runs everything in the caller's thread, when it is asked for. Not for use by several
+    threads at a time. `cancel` is called when closing: it wakes parts that wait for a store, so
+    that none of them is waited for long.
     """
 
     def __init__(
@@ -58,13 +65,18 @@ class Prefetcher(Generic[Subject, Result]):
         cancel: Callable[[], None] = lambda: None,
     ) -> None:
         self._works, self._num_workers, self._pid = works, workers, os.getpid()
-        self._queue: _Queue[Subject, Result] = _Queue(works, max_bytes, max_steps=STEPS_PER_WORKER * workers)
+        self._queue: _Queue[Subject, Result] = _Queue(
+            works, max_bytes, max_steps=STEPS_PER_WORKER * workers
+        )
         self._threads = [
-            # daemons: the interpreter would wait for others before it lets `weakref.finalize` stop them
+            # daemons: the interpreter would wait for others before it lets `weakref.finalize` stop
+            # them
             threading.Thread(target=self._queue.work, name=f"isobatch-{place}", daemon=True)
             for place in range(workers)
         ]
-        self._finalizer = weakref.finalize(self, _stop, self._queue, self._threads, self._pid, cancel)
+        self._finalizer = weakref.finalize(
+            self, _stop, self._queue, self._threads, self._pid, cancel
+        )
         for thread in self._threads:
             thread.start()
 
@@ -75,7 +87,9 @@ class Prefetcher(Generic[Subject, Result]):
         if not self._finalizer.alive:
             raise StopIteration
         if os.getpid() != self._pid:
-            raise RuntimeError("this iterator was begun before a fork and has no threads here; begin a new one")
+            raise RuntimeError(
+                "this iterator was begun before a fork and has no threads here; begin a new one"
+            )
         try:
             if self._num_workers == 0:
                 work = next(self._works)
@@ -105,7 +119,8 @@ class _Slot(Generic[Subject, Result]):
     def is_due(self) -> bool:
         """Whether all results are there, or an error with the results of all parts before it.
 
-        So parts that would fail later are not waited for, and which error is raised does not depend on who is faster.
+        So parts that would fail later are not waited for, and which error is raised does not depend
+        on who is faster.
         """
         return not self.missing or (
             bool(self.errors) and all(place in self.results for place in range(min(self.errors)))
@@ -115,11 +130,17 @@ class _Slot(Generic[Subject, Result]):
 class _Queue(Generic[Subject, Result]):
     """What threads and consumer share."""
 
-    def __init__(self, works: Iterator[Work[Subject, Result]], max_bytes: int, max_steps: int) -> None:
+    def __init__(
+        self, works: Iterator[Work[Subject, Result]], max_bytes: int, max_steps: int
+    ) -> None:
         self._works, self._max_bytes, self._max_steps = works, max_bytes, max_steps
-        self._pulling = threading.Lock()  # held while a thread asks for the next step: never by two, nor for long work
+        self._pulling = (
+            threading.Lock()
+        )  # held while a thread asks for the next step: never by two, nor for long work
         self._changed = threading.Condition()
-        self._slots: OrderedDict[int, _Slot[Subject, Result]] = OrderedDict()  # steps not yet given, oldest first
+        self._slots: OrderedDict[int, _Slot[Subject, Result]] = (
+            OrderedDict()
+        )  # steps not yet given, oldest first
         self._num_bytes = 0  # of all slots
         self._num_steps = 0
         self._ended: BaseException | None = None  # why no step follows those in the slots
@@ -147,8 +168,8 @@ class _Queue(Generic[Subject, Result]):
             del slot, taken, result, error  # nothing is kept alive while waiting for the next part
 
     def get(self) -> tuple[Subject, list[Result]]:
-        """The oldest step's results, when they are there. Raises the error of its first part that has one, as soon as
-        that is known; or StopIteration.
+        """The oldest step's results, when they are there. Raises the error of its first part that
+        has one, as soon as that is known; or StopIteration.
         """
         with self._changed:
             while not (self._slots and self._first().is_due):
@@ -173,7 +194,9 @@ class _Queue(Generic[Subject, Result]):
         return next(iter(self._slots.values()))
 
     def _take(self) -> tuple[_Slot[Subject, Result], int] | None:
-        """A part of the newest step, or of the next one when there is room; None when there is no more to do."""
+        """A part of the newest step, or of the next one when there is room; None when there is no
+        more to do.
+        """
         slot = self._newest()
         while slot is None or slot.taken == len(slot.work.parts):
             slot = self._pull()
@@ -213,7 +236,10 @@ class _Queue(Generic[Subject, Result]):
 
 
 def _stop(
-    queue: _Queue[Subject, Result], threads: Sequence[threading.Thread], pid: int, cancel: Callable[[], None]
+    queue: _Queue[Subject, Result],
+    threads: Sequence[threading.Thread],
+    pid: int,
+    cancel: Callable[[], None],
 ) -> None:
     if os.getpid() != pid:
         return  # a forked copy: its parent's threads are not here, and a lock that one held would never be free

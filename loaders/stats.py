@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from balance.records import IntArray
-from loaders.steps import StepLoads, StepPlan
+from balance.types import IntArray
+from loaders.plan.steps import StepLoads, StepPlan
 
 _LOADS = 64
 """Steps whose loads are added up at a time: one by one takes ten times as long."""
@@ -17,7 +17,9 @@ _LOADS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderStats:
-    """Figures of one loader, thus of one rank, since it was made; only the dist ratios are of all ranks."""
+    """Figures of one loader, thus of one rank, since it was made; only the dist ratios are of all
+    ranks.
+    """
 
     steps: int
     samples: int
@@ -37,7 +39,9 @@ class LoaderStats:
     cache_hits: int
     """Reads that the on-disk cache of remote builds served."""
     dist_ratio_vit: float
-    """Share of the ranks' time that is waiting for the slowest vision encoder (`balance.metrics.dist_ratio`)."""
+    """Share of the ranks' time that is waiting for the slowest vision encoder
+    (`balance.metrics.dist_ratio`).
+    """
     dist_ratio_llm: float
 
     def scalars(self, prefix: str = "loader/") -> dict[str, float]:
@@ -58,7 +62,9 @@ class Meter:
         self._loads: list[StepLoads] = []  # of steps that the two do not know yet
 
     def add_part(self, reading_s: float, decoding_s: float, num_bytes: int) -> None:
-        """Count a micro-batch: seconds of reading and of decoding, and bytes that were read. In any thread."""
+        """Count a micro-batch: seconds of reading and of decoding, and bytes that were read. In any
+        thread.
+        """
         with self._lock:
             self._reading_s += reading_s
             self._decoding_s += decoding_s
@@ -106,17 +112,24 @@ class Meter:
 
 
 class _Idle:
-    """A dist ratio, round by round: the mean over complete rounds, or the first one if none is complete."""
+    """A dist ratio, round by round: the mean over complete rounds, or the first one if none is
+    complete.
+    """
 
     def __init__(self) -> None:
         self._sum, self._count, self._incomplete = 0.0, 0, 0.0
         self._any = False
 
     def add(self, loads: IntArray, complete: NDArray[np.bool_]) -> None:
-        """Count rounds with what each rank did, shape (dp, rounds), and whether all had work, shape (rounds,)."""
+        """Count rounds with what each rank did, shape (dp, rounds), and whether all had work, shape
+        (rounds,).
+        """
         most = loads.max(axis=0)
         shares = (most - loads).mean(axis=0) / np.maximum(most, 1)
-        self._sum, self._count = self._sum + float(shares[complete].sum()), self._count + int(complete.sum())
+        self._sum, self._count = (
+            self._sum + float(shares[complete].sum()),
+            self._count + int(complete.sum()),
+        )
         if not self._any and len(shares):
             self._incomplete, self._any = float(shares[0]), True
 

@@ -1,1 +1,3 @@
-"""Offline: raw data -> counts -> balanced groups -> shards. `packer.cli` is the command; `packer.build` the stages."""
+"""Offline: raw data -> counts -> balanced groups -> shards. `packer.cli` is the command;
+`packer.build` the stages.
+"""

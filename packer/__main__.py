@@ -1,6 +1,8 @@
-"""Where the `packer` command begins, and `python -m packer`: a Ctrl-C while its modules load is one line too.
+"""Where the `packer` command begins, and `python -m packer`: a Ctrl-C while its modules load is one
+line too.
 
-Loading them takes half a second, in which Python's own answer to Ctrl-C is a traceback from wherever it was.
+Loading them takes half a second, in which Python's own answer to Ctrl-C is a traceback from
+wherever it was.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ def main() -> None:
 
 
 def leave(_number: int, _frame: FrameType | None) -> None:
-    """Signal handler: end at once. An exception would come out of the middle of an import, perhaps as another one."""
+    """Signal handler: end at once. An exception would come out of the middle of an import, perhaps
+    as another one.
+    """
     os.write(2, b"error: stopped\n")
     os._exit(_INTERRUPTED)
 

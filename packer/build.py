@@ -1,7 +1,9 @@
-"""`packer build`: the stages in order, each leaving its artefact, so that a stopped build goes on where it was.
+"""`packer build`: the stages in order, each leaving its artefact, so that a stopped build goes on
+where it was.
 
-count -> caps and groups -> shards -> index and manifest. What a killed build has finished (parts of the count, whole
-shards) is found again and not done twice; the result is the same, byte for byte, as that of an undisturbed build.
+count -> caps and groups -> shards -> index and manifest. What a killed build has finished (parts of
+the count, whole shards) is found again and not done twice; the result is the same, byte for byte,
+as that of an undisturbed build.
 """
 
 from __future__ import annotations
@@ -17,25 +19,34 @@ import pyarrow as pa
 from balance.cost import CostModel
 from balance.errors import ConfigError
 from balance.presets import load_model
-from balance.records import Groups, IntArray, Limits
+from balance.types import Groups, IntArray, Limits
+from packer.build_dir import DEMO_FOLDER, INDEX_NAME, BuildIdentity, clear, locked
 from packer.config import DEMO_MODEL, BuildConfig
-from packer.copies import copies_per_sample, copy_rows, left_out, part_numbers
-from packer.count import CountTask
-from packer.counting import CountPlan, count_dataset
-from packer.demo import DEMO_SAMPLES, demo_tokenizer_path, write_demo
-from packer.executor import map_ordered
+from packer.count.mixture_sampling import copies_per_sample, copy_rows, left_out, part_numbers
+from packer.count.pool import map_ordered
+from packer.count.sample_counter import CountTask
+from packer.count.stage import CountPlan, count_dataset
+from packer.count.staging import Staging
+from packer.demo.dataset import DEMO_SAMPLES, demo_tokenizer_path, write_demo
 from packer.group import Grouping, group_counts
-from packer.output import DEMO_FOLDER, INDEX_NAME, BuildIdentity, clear, locked
-from packer.pack import PackPlan
 from packer.progress import StageProgress
-from packer.publish import Publisher
-from packer.shards.index import merge_index, read_lost
-from packer.shards.manifest import is_complete, write_manifest
+from packer.report.summary import BuildSummary, nothing_to_pack, require_few, summarise_rejected
 from packer.sources.dataset import DEMO, Dataset, find_dataset
-from packer.staging import Staging
-from packer.storage import is_uri, naming_full_disk, on_disk
-from packer.summary import BuildSummary, nothing_to_pack, require_few, summarise_rejected
-from packer.tables import (
+from packer.text.chat_tokenizer import ChatTokenizer
+from packer.upload import Publisher
+from packer.write.pack_samples import PackPlan
+from packer.write.write_shards import (
+    WritePlan,
+    WriteTask,
+    index_part,
+    plan_shards,
+    sample_bytes,
+    write_shard,
+)
+from shards._index_writer import merge_index, read_lost
+from shards.folders import is_uri, naming_full_disk, on_disk
+from shards.manifest import is_complete, write_manifest
+from shards.tables import (
     COUNTS_NAME,
     GROUPS_NAME,
     REJECTED_NAME,
@@ -47,8 +58,6 @@ from packer.tables import (
     split_staged,
     write_table,
 )
-from packer.text import ChatTokenizer
-from packer.write import WritePlan, WriteTask, index_part, plan_shards, sample_bytes, write_shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +87,20 @@ class Builder:
         self.model = load_model(config.model or DEMO_MODEL)
         self.tokenizer_path = config.tokenizer or str(demo_tokenizer_path())
         self.tokenizer = ChatTokenizer.load(
-            self.tokenizer_path, self.model.image_markup, self.model.audio_markup, chat_template=config.chat_template
+            self.tokenizer_path,
+            self.model.image_markup,
+            self.model.audio_markup,
+            chat_template=config.chat_template,
         )
         self.identity = BuildIdentity(config, self.model, self.tokenizer)
 
     def build(self, *, overwrite: bool = False) -> BuildSummary:
-        """All stages, up to the manifest. DataError when nothing can be packed, or the output is another build's."""
-        is_complete(self.config.out)  # a wrong place, here or below, must not leave an output directory, or clear one
+        """All stages, up to the manifest. DataError when nothing can be packed, or the output is
+        another build's.
+        """
+        is_complete(
+            self.config.out
+        )  # a wrong place, here or below, must not leave an output directory, or clear one
         if not self.config.is_demo:
             self._find()
         with locked(self.out), naming_full_disk(self.out):
@@ -129,7 +145,9 @@ class Builder:
         """What an earlier run has built; DataError if that is another build."""
         manifest = self.identity.require_same(self.config.out, dataset)
         with on_disk(self.config.out, [REJECTED_NAME]) as folder:
-            summary = self._summary(manifest, read_table(folder / REJECTED_NAME), already_complete=True)
+            summary = self._summary(
+                manifest, read_table(folder / REJECTED_NAME), already_complete=True
+            )
         if self.publisher:
             self.publisher.forget()
         else:
@@ -137,15 +155,21 @@ class Builder:
         return summary
 
     def _find(self) -> Dataset:
-        dataset = find_dataset(self.config.dataset, self.config.data_root, fetch=self.config.fetch_annotations)
+        dataset = find_dataset(
+            self.config.dataset, self.config.data_root, fetch=self.config.fetch_annotations
+        )
         roots = {part.data_root for part in dataset.parts}
         if self.config.format == "refs" and len(roots) > 1:
-            raise ConfigError(f"--format refs: the mixture has {len(roots)} data roots, and shards refer to one only")
+            raise ConfigError(
+                f"--format refs: the mixture has {len(roots)} data roots, and shards refer to one only"
+            )
         return dataset
 
     def _demo(self) -> Dataset:
         if self.publisher and self.config.format == "refs" and not self.config.data_root:
-            raise ConfigError("--format refs: the demo's pictures need a place that stays: give one with --data-root")
+            raise ConfigError(
+                "--format refs: the demo's pictures need a place that stays: give one with --data-root"
+            )
         folder = Path(self.config.data_root) if self.config.data_root else self.out / DEMO_FOLDER
         if not (folder / "annotations.json").exists():
             with self.progress.stage("draw", None, unit="demo samples") as stage:
@@ -176,7 +200,9 @@ class Builder:
         table, rejected, records_per_part = split_staged(self.staging.samples)
         parts = part_numbers(table.column("position").to_numpy(), records_per_part)
         copies = copies_per_sample(dataset, parts, config.seed)
-        rejected = pa.concat_tables([rejected, reject_rows(table, left_out(dataset, parts, copies))])
+        rejected = pa.concat_tables(
+            [rejected, reject_rows(table, left_out(dataset, parts, copies))]
+        )
         counts = _Counts(
             table=copy_rows(table, copies),
             parts=np.repeat(parts, copies),
@@ -222,12 +248,18 @@ class Builder:
         for folder in (self.out / "shards", self.staging.folder / "index"):
             folder.mkdir(exist_ok=True)
         groups = grouping.groups
-        seq_len, media_bytes = (counts.table.column(name).to_numpy() for name in ("seq_len", "media_bytes"))
+        seq_len, media_bytes = (
+            counts.table.column(name).to_numpy() for name in ("seq_len", "media_bytes")
+        )
         in_shards = sample_bytes(seq_len, media_bytes * (self.config.format != "refs"))
         ranges = plan_shards(groups, in_shards, shard_bytes=self.config.shard_mb << 20)
-        tasks = self._write_tasks(dataset, groups, counts, ranges, sample_bytes(seq_len, media_bytes))
+        tasks = self._write_tasks(
+            dataset, groups, counts, ranges, sample_bytes(seq_len, media_bytes)
+        )
         with self.progress.stage("write", len(ranges)) as stage:
-            for shard in map_ordered(write_shard, tasks, workers=min(self.config.workers, len(ranges))):
+            for shard in map_ordered(
+                write_shard, tasks, workers=min(self.config.workers, len(ranges))
+            ):
                 stage.advance(1)
                 first, last = ranges[shard]
                 stage.count(int(groups.offsets[last] - groups.offsets[first]))
@@ -270,19 +302,31 @@ class Builder:
                 num_bytes=num_bytes[rows],
             )
 
-    def _finish(self, dataset: Dataset, grouping: Grouping, counts: _Counts, num_shards: int) -> BuildSummary:
+    def _finish(
+        self, dataset: Dataset, grouping: Grouping, counts: _Counts, num_shards: int
+    ) -> BuildSummary:
         """Index, final tables and manifest."""
         with self.progress.stage("finish", None, unit="shards") as stage:
             parts = [index_part(self.out, shard) for shard in range(num_shards)]
             lost = [row for part in parts for row in read_lost(part)]
-            rejected = pa.concat_tables([counts.rejected, reject_rows(counts.table, [*grouping.over, *lost])])
+            rejected = pa.concat_tables(
+                [counts.rejected, reject_rows(counts.table, [*grouping.over, *lost])]
+            )
             rejected = self._reject(rejected, counts.num_read)
             if lost:
                 groups = _without(grouping.groups, [row for row, _, _ in lost])
-                write_table(groups_table(groups, counts_arrays(counts.table)), self.out / GROUPS_NAME)
+                write_table(
+                    groups_table(groups, counts_arrays(counts.table)), self.out / GROUPS_NAME
+                )
             index = merge_index(parts, self.out / INDEX_NAME)
             manifest = self.identity.manifest(
-                self.out, dataset, grouping, index, parts, num_read=counts.num_read, num_repeated=counts.num_repeated
+                self.out,
+                dataset,
+                grouping,
+                index,
+                parts,
+                num_read=counts.num_read,
+                num_repeated=counts.num_repeated,
             )
             write_manifest(self.out, manifest)
             if self.publisher:
@@ -292,7 +336,9 @@ class Builder:
             stage.count(num_shards)
         return self._summary(manifest, rejected, already_complete=False)
 
-    def _summary(self, manifest: dict[str, Any], rejected: pa.Table, *, already_complete: bool) -> BuildSummary:
+    def _summary(
+        self, manifest: dict[str, Any], rejected: pa.Table, *, already_complete: bool
+    ) -> BuildSummary:
         return BuildSummary(
             out=self.config.out,
             already_complete=already_complete,
@@ -310,4 +356,6 @@ def _without(groups: Groups, lost: list[int]) -> Groups:
     keep = ~np.isin(groups.samples, lost)
     group_of = np.repeat(np.arange(len(groups)), groups.sizes)[keep]
     sizes = np.bincount(group_of, minlength=len(groups))
-    return Groups(groups.samples[keep], np.concatenate([[0], np.cumsum(sizes[sizes > 0])]).astype(np.int64))
+    return Groups(
+        groups.samples[keep], np.concatenate([[0], np.cumsum(sizes[sizes > 0])]).astype(np.int64)
+    )

@@ -20,12 +20,8 @@ from rich.markup import escape
 from balance.errors import ConfigError, IsobatchError
 from balance.presets import load_config, load_model
 from packer.build import Builder
-from packer.config import MOST_TOKENS, BuildConfig
-from packer.executor import default_workers
-from packer.group import GroupOptions
-from packer.inspect_command import inspect_command
-from packer.lengths import group_files
-from packer.options import (
+from packer.build_dir import REPORT_NAME
+from packer.cli_options import (
     GROUPING_HELP,
     BuildPlace,
     CheckOption,
@@ -50,18 +46,22 @@ from packer.options import (
     VisionOption,
     WorkersOption,
 )
-from packer.output import REPORT_NAME
+from packer.config import MOST_TOKENS, BuildConfig
+from packer.count.pool import default_workers
+from packer.group import GroupOptions
+from packer.group_command import group_files
+from packer.inspect.command import inspect_command
 from packer.progress import StageProgress
-from packer.publish import save_html
-from packer.record import REASONS
-from packer.report import make_report
-from packer.report_text import print_report
+from packer.records.record import REASONS
+from packer.report._summary_text import print_build
+from packer.report.figures import make_report
+from packer.report.summary import Rejection, summarise_rejected
+from packer.report.terminal import print_report
 from packer.sources.catalog import print_datasets
-from packer.storage import is_uri, join
-from packer.summary import Rejection, summarise_rejected
-from packer.summary_text import print_build
-from packer.tables import REJECTED_NAME
+from packer.upload import save_html
 from packer.verify import require_intact, verify_build
+from shards.folders import is_uri, join
+from shards.tables import REJECTED_NAME
 
 app = typer.Typer(
     name="packer",
@@ -106,7 +106,9 @@ def build(
     follow_links: LinksOption = None,
     config: ConfigOption = None,
     fetch_annotations: FetchOption = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove an earlier build in OUT first.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Remove an earlier build in OUT first.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Count, group and write a dataset. Run it again to continue a build that was stopped."""
@@ -114,7 +116,9 @@ def build(
     summary = builder.build(overwrite=overwrite)
     report = make_report(summary.out)
     # one at a URI has its page from the build; one killed behind its manifest has none yet
-    if not is_uri(summary.out) and not (summary.already_complete and Path(summary.out, REPORT_NAME).exists()):
+    if not is_uri(summary.out) and not (
+        summary.already_complete and Path(summary.out, REPORT_NAME).exists()
+    ):
         save_html(report, summary.out)
     if as_json:
         print(json.dumps({**asdict(summary), "report": report.to_json()}))
@@ -147,18 +151,33 @@ def count(
     reasons = summarise_rejected(rejected)
     if as_json:
         numbers = {reason: entry.number for reason, entry in reasons.items()}
-        print(json.dumps({"num_read": len(counts) + len(rejected), "num_counted": len(counts), "rejected": numbers}))
+        print(
+            json.dumps(
+                {
+                    "num_read": len(counts) + len(rejected),
+                    "num_counted": len(counts),
+                    "rejected": numbers,
+                }
+            )
+        )
         return
-    print(f"{len(counts) + len(rejected):,} samples read = {len(counts):,} counted + {len(rejected):,} rejected")
+    print(
+        f"{len(counts) + len(rejected):,} samples read = {len(counts):,} counted + {len(rejected):,} rejected"
+    )
     _print_rejected(reasons, builder.config.out)
 
 
 @app.command()
 def group(
     files: Annotated[
-        list[Path], typer.Argument(help="counts.parquet files, or OmniBal length files (JSON).", metavar="FILE...")
+        list[Path],
+        typer.Argument(
+            help="counts.parquet files, or OmniBal length files (JSON).", metavar="FILE..."
+        ),
     ],
-    out: Annotated[str | None, typer.Option(help="Folder for the groups and report.html. Default: only print.")] = None,
+    out: Annotated[
+        str | None, typer.Option(help="Folder for the groups and report.html. Default: only print.")
+    ] = None,
     max_seq_len: SeqLenOption = None,
     max_vision: VisionOption = None,
     vision_unit: Annotated[
@@ -172,13 +191,26 @@ def group(
 ) -> None:
     """Only group samples whose lengths are known already, and report the ratios."""
     options = GroupOptions(
-        seed=seed or 0, max_seq_len=max_seq_len, max_vision=max_vision, grouping=grouping, isf_iterations=isf_iterations
+        seed=seed or 0,
+        max_seq_len=max_seq_len,
+        max_vision=max_vision,
+        grouping=grouping,
+        isf_iterations=isf_iterations,
     )
     if out is not None and is_uri(out):
-        raise ConfigError(f"--out {out}: groups alone go to a folder; `packer build` writes to URIs")
+        raise ConfigError(
+            f"--out {out}: groups alone go to a folder; `packer build` writes to URIs"
+        )
     with TemporaryDirectory() as scratch:
         folder = Path(out or scratch)
-        group_files(files, folder, options, StageProgress(people), vision_unit=vision_unit, context_len=MOST_TOKENS)
+        group_files(
+            files,
+            folder,
+            options,
+            StageProgress(people),
+            vision_unit=vision_unit,
+            context_len=MOST_TOKENS,
+        )
         _report(str(folder), dp, as_json=as_json, kept=out is not None)
 
 
@@ -188,20 +220,26 @@ def report(
     dp: RanksOption = 8,
     as_json: JsonOption = False,
 ) -> None:
-    """OmniBal's Table 3 for this dataset, and report.html with the distributions before and after."""
+    """OmniBal's Table 3 for this dataset, and report.html with the distributions before and
+    after.
+    """
     _report(out, dp, as_json=as_json)
 
 
 @app.command()
 def verify(out: BuildPlace, workers: WorkersOption = None, as_json: JsonOption = False) -> None:
-    """Check sizes, checksums and totals of a build; name every file that is not what the manifest says."""
+    """Check sizes, checksums and totals of a build; name every file that is not what the manifest
+    says.
+    """
     result = verify_build(out, StageProgress(people), workers=workers or default_workers())
     if as_json:
         print(json.dumps(asdict(result)))
     require_intact(result)
     if not as_json:
         print(f"intact: {result.num_files} files, {result.num_bytes:,} bytes")
-        print(f"{result.num_groups:,} groups of {result.num_samples:,} samples, as the manifest says")
+        print(
+            f"{result.num_groups:,} groups of {result.num_samples:,} samples, as the manifest says"
+        )
 
 
 app.command("inspect")(inspect_command)
@@ -215,7 +253,9 @@ def datasets() -> None:
 
 def main() -> None:
     """Entry point: errors for the user are one line and an exit status, never a traceback."""
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # a cluster's stop is as clean as a person's
+    signal.signal(
+        signal.SIGTERM, signal.getsignal(signal.SIGINT)
+    )  # a cluster's stop is as clean as a person's
     try:
         if len(sys.argv) == 1:
             sys.argv.append("--help")
@@ -225,7 +265,9 @@ def main() -> None:
     except UsageError as error:
         _fail(f"{error.format_message()} (packer --help, packer COMMAND --help)", 2)
     except (typer.Abort, KeyboardInterrupt):
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # an impatient second one ends the tidying up at once
+        signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        )  # an impatient second one ends the tidying up at once
         _fail("stopped; run the same command again to continue", INTERRUPTED)
     except ConfigError as error:
         _fail(str(error), 2)
@@ -242,7 +284,11 @@ def _builder(context: typer.Context) -> Builder:
     given["format"] = given.pop("shard_format", None)
     file = given.pop("config", None)
     known = {field.name for field in fields(BuildConfig)}
-    options = {name: str(value) if isinstance(value, Path) else value for name, value in given.items() if name in known}
+    options = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in given.items()
+        if name in known
+    }
     config = load_config(BuildConfig, file, options, command="packer build")
     model = load_model(config.model) if config.model else None
     if model and config.max_seq_len and config.max_seq_len > model.context_len:
@@ -267,7 +313,9 @@ def _report(out: str, dp: int, *, as_json: bool, kept: bool = True) -> None:
 def _print_rejected(reasons: dict[str, Rejection], out: str) -> None:
     """One line per reason, with the first sample that it met."""
     for reason, entry in reasons.items():
-        print(f"  rejected {entry.number:,}, {reason}: {REASONS.get(reason, reason)}; first: {entry.first}")
+        print(
+            f"  rejected {entry.number:,}, {reason}: {REASONS.get(reason, reason)}; first: {entry.first}"
+        )
     if reasons:
         print(f"  all of them: {join(out, REJECTED_NAME)}")
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from balance.budget import MemoryBudget
 from balance.errors import ConfigError
+from balance.grouping.activation_memory import MemoryBudget
 from balance.presets import load_model
-from packer.executor import default_workers
+from packer.count.pool import default_workers
 from packer.group import GroupOptions
 from packer.sources.dataset import DEMO
-from packer.write import SHARD_FORMATS, ShardFormat
+from packer.write.write_shards import SHARD_FORMATS, ShardFormat
 
 DEMO_MODEL = "tiny"
 DEMO_MAX_SEQ_LEN = 2048
-"""Twice the longest demo sample: the cap from the data alone would leave long samples nothing to share a group with."""
+"""Twice the longest demo sample: the cap from the data alone would leave long samples nothing to
+share a group with.
+"""
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "format": SHARD_FORMATS,
@@ -53,7 +55,9 @@ class BuildConfig:
     chat_template: str | None = None
     format: ShardFormat = "arrow"
     executor: str = "local"
-    """`local`: processes of this machine; `ray`: Ray Data, on the cluster that `ray.init` finds, or on this machine."""
+    """`local`: processes of this machine; `ray`: Ray Data, on the cluster that `ray.init` finds, or
+    on this machine.
+    """
     workers: int = field(default_factory=default_workers)
     seed: int = 0
     max_seq_len: int | None = None
@@ -70,7 +74,9 @@ class BuildConfig:
     chunk_records: int = 1024
     """Records per counting task, and per unit of work that a stopped build keeps."""
     check_images: str = "headers"
-    """`headers`: header and end of each file; `decode`: decode every image once, which finds flipped bits too."""
+    """`headers`: header and end of each file; `decode`: decode every image once, which finds
+    flipped bits too.
+    """
     fetch_annotations: bool = False
     follow_links: bool = False
     """Read images and audio files through links that lead out of the data root."""
@@ -82,15 +88,22 @@ class BuildConfig:
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}: use one of {', '.join(choices)}")
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}: use one of {', '.join(choices)}"
+                )
         for name, (least, most) in RANGES.items():
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise ConfigError(f"{name} is {value}; it must be in {least:,}..{most:,}")
         if not self.is_demo:
-            for name, hint in (("model", "for example internvl_1_5"), ("tokenizer", "a folder, or a Hub id")):
+            for name, hint in (
+                ("model", "for example internvl_1_5"),
+                ("tokenizer", "a folder, or a Hub id"),
+            ):
                 if not getattr(self, name):
-                    raise ConfigError(f"--{name} is missing: name the {name} that will be trained with ({hint})")
+                    raise ConfigError(
+                        f"--{name} is missing: name the {name} that will be trained with ({hint})"
+                    )
 
     @property
     def is_demo(self) -> bool:
@@ -102,7 +115,9 @@ class BuildConfig:
         return DEMO_MAX_SEQ_LEN if self.max_seq_len is None and self.is_demo else self.max_seq_len
 
     def _memory(self, gib: float) -> MemoryBudget:
-        return MemoryBudget.of(load_model(self.model or DEMO_MODEL), gib * 2**30, gpus=self.memory_gpus)
+        return MemoryBudget.of(
+            load_model(self.model or DEMO_MODEL), gib * 2**30, gpus=self.memory_gpus
+        )
 
     @property
     def group_options(self) -> GroupOptions:

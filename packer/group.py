@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from balance.budget import MemoryBudget
 from balance.cost import CostModel
 from balance.errors import ConfigError
-from balance.fit import group_fit
-from balance.isf import group_isf
-from balance.limits import choose_limits, over_limits
-from balance.order import OrderConfig, choose_order
-from balance.path import arrange_sources, sort_along_path, source_shares
-from balance.records import Counts, Groups, IntArray, Limits
+from balance.grouping.activation_memory import MemoryBudget
+from balance.grouping.best_fit import group_fit
+from balance.grouping.caps import choose_limits, over_limits
+from balance.grouping.isf import group_isf
+from balance.order.block_shuffle import OrderConfig, choose_order
+from balance.order.sort_groups import arrange_sources, sort_along_path, source_shares
+from balance.types import Counts, Groups, IntArray, Limits
 
 GROUPINGS = ("fit", "isf")
 
@@ -64,8 +64,8 @@ def group_counts(
 ) -> Grouping:
     """Choose caps, reject what exceeds them, group the rest and sort the groups along the path.
 
-    `sources` is a per-sample source number from 0; with it, neighbours on the path are arranged so that micro-batches
-    mix sources well.
+    `sources` is a per-sample source number from 0; with it, neighbours on the path are arranged so
+    that micro-batches mix sources well.
     """
     choice = choose_limits(
         counts,
@@ -83,7 +83,10 @@ def group_counts(
     too_long, too_much_vision = over_limits(counts, limits)
     seq_len, vision = counts.seq_len, limits.vision_load(counts)
     over = [
-        *((int(i), "longer_than_max_seq_len", f"{seq_len[i]} tokens, cap {limits.max_seq_len}") for i in too_long),
+        *(
+            (int(i), "longer_than_max_seq_len", f"{seq_len[i]} tokens, cap {limits.max_seq_len}")
+            for i in too_long
+        ),
         *(
             (int(i), "more_than_max_vision", f"{vision[i]} {limits.unit}, cap {limits.max_vision}")
             for i in too_much_vision
@@ -93,7 +96,13 @@ def group_counts(
     fits[too_long] = fits[too_much_vision] = False
     rows = np.flatnonzero(fits)
     if options.grouping == "isf":
-        grouped = group_isf(vision[rows], seq_len[rows], limits, seed=options.seed, iterations=options.isf_iterations)
+        grouped = group_isf(
+            vision[rows],
+            seq_len[rows],
+            limits,
+            seed=options.seed,
+            iterations=options.isf_iterations,
+        )
     else:
         grouped = group_fit(vision[rows], seq_len[rows], limits, seed=options.seed)
     groups = Groups(rows[grouped.samples], grouped.offsets)

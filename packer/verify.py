@@ -12,11 +12,11 @@ import numpy as np
 import pyarrow as pa
 
 from balance.errors import DamagedShard
-from balance.records import COUNT_COLUMNS
+from balance.types import COUNT_COLUMNS
 from packer.progress import StageProgress
-from packer.shards.manifest import describe_file, read_manifest
-from packer.storage import Root, on_disk, open_root
-from packer.tables import COUNTS_NAME, REJECTED_NAME, read_table
+from shards.folders import Root, on_disk, open_root
+from shards.manifest import describe_file, read_manifest
+from shards.tables import COUNTS_NAME, REJECTED_NAME, read_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,9 @@ def verify_build(out: Path | str, progress: StageProgress, *, workers: int) -> V
         progress.stage("verify", total, unit="files") as stage,
         ThreadPoolExecutor(workers) as pool,  # threads are enough: hashing releases the GIL
     ):
-        roots = [root] * len(manifest["shards"]) + [open_root(str(folder), follow_links=True)] * len(manifest["files"])
+        roots = [root] * len(manifest["shards"]) + [
+            open_root(str(folder), follow_links=True)
+        ] * len(manifest["files"])
         for file, problem in zip(files, pool.map(_check_file, roots, files), strict=True):
             problems += problem
             stage.advance(file["size"])
@@ -67,7 +69,11 @@ def _strangers(root: Root, shards: list[dict[str, Any]]) -> list[str]:
     known = {shard["name"] for shard in shards}
     if not root.has_folder("shards"):
         return []  # all are missing, which is said already
-    return [f"{info.name}: is not in the manifest" for info in root.files("shards") if info.name not in known]
+    return [
+        f"{info.name}: is not in the manifest"
+        for info in root.files("shards")
+        if info.name not in known
+    ]
 
 
 def _check_file(root: Root, expected: dict[str, Any]) -> list[str]:
@@ -94,7 +100,10 @@ def _check_totals(out: Path, manifest: dict[str, Any]) -> Iterator[str]:
         if found != totals[total]:
             yield f"index.arrow: {column} adds up to {found:,}, the manifest says {totals[total]:,}"
     num_rejected = len(read_table(out / REJECTED_NAME))
-    found, expected = totals["num_packed"] + num_rejected, totals["num_read"] + totals["num_repeated"]
+    found, expected = (
+        totals["num_packed"] + num_rejected,
+        totals["num_read"] + totals["num_repeated"],
+    )
     if found != expected:
         yield f"{REJECTED_NAME}: {num_rejected} rows and {totals['num_packed']} packed, but {expected} read or repeated"
     if len(read_table(out / COUNTS_NAME)) < totals["num_packed"]:
@@ -104,7 +113,9 @@ def _check_totals(out: Path, manifest: dict[str, Any]) -> Iterator[str]:
 
 def _check_ranges(index: pa.Table, shards: list[dict[str, Any]]) -> Iterator[str]:
     """Groups lie inside their shards, in order, without overlap."""
-    shard, offset, length = (index.column(name).to_numpy() for name in ("shard", "offset", "length"))
+    shard, offset, length = (
+        index.column(name).to_numpy() for name in ("shard", "offset", "length")
+    )
     sizes = np.array([entry["size"] for entry in shards])
     overlaps = (shard[1:] == shard[:-1]) & (offset[1:] < offset[:-1] + length[:-1])
     bad = np.flatnonzero((offset + length > sizes[shard]) | np.concatenate([[False], overlaps]))

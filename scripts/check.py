@@ -1,4 +1,5 @@
-"""Everything that must hold before a commit: format, lint, types, import contracts, tests. The same here and in CI.
+"""Everything that must hold before a commit: format, lint, types, import contracts, tests. The same
+here and in CI.
 
     python scripts/check.py [pytest arguments]
 

@@ -1,23 +1,31 @@
-"""Train the demo's tokenizer on the demo's own texts and write it to packer/demo_tokenizer/.
+"""Train the demo's tokenizer on the demo's own texts and write it to packer/demo/tokenizer/.
 
-Run from the repository root: python scripts/make_demo_tokenizer.py
-Byte-level BPE with Qwen2.5's normalisation and splitting, so that it takes the same paths, but only 2,000 tokens.
+Run from the repository root: python scripts/make_demo_tokenizer.py Byte-level BPE with Qwen2.5's
+normalisation and splitting, so that it takes the same paths, but only 2,000 tokens.
 """
 
 from __future__ import annotations
 
 import json
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
-from packer.demo import demo_texts, demo_tokenizer_path
+from packer.demo.dataset import demo_texts, demo_tokenizer_path
 
 VOCAB_SIZE = 2000
 SEEDS = range(1000, 1004)
 """Other seeds than a user's, so that the demo's made-up names are not all known words."""
-SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -37,7 +45,9 @@ def main() -> None:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    tokenizer.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
+    tokenizer.post_processor = processors.ByteLevel(
+        add_prefix_space=False, trim_offsets=False, use_regex=False
+    )
     tokenizer.decoder = decoders.ByteLevel()
     texts = [text for seed in SEEDS for text in demo_texts(1000, seed=seed)]
     trainer = trainers.BpeTrainer(
@@ -47,7 +57,9 @@ def main() -> None:
     )
     # role names, and the words of chats that the demo lacks
     tokenizer.train_from_iterator([*texts, *["system\nuser\nassistant\n"] * 50], trainer)
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
+    )
     folder = demo_tokenizer_path()
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=False) + "\n", "utf-8")

@@ -1,7 +1,8 @@
-"""A headless Chromium for tests: finds one, opens a page in it without network, and says what the page shows.
+"""A headless Chromium for tests: finds one, opens a page in it without network, and says what the
+page shows.
 
-Talks the DevTools protocol over the browser's own pipe, so that nothing but a browser has to be installed.
-`scripts/get_browser.py` fetches one where there is none.
+Talks the DevTools protocol over the browser's own pipe, so that nothing but a browser has to be
+installed. `scripts/get_browser.py` fetches one where there is none.
 """
 
 import base64
@@ -16,7 +17,13 @@ from pathlib import Path
 
 FETCHED = Path(__file__).parents[1] / ".browser" / "chromium"
 """Where `scripts/get_browser.py` puts it."""
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome-headless-shell")
+NAMES = (
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+    "google-chrome-stable",
+    "chrome-headless-shell",
+)
 FLAGS = (
     "--headless",
     "--remote-debugging-pipe",
@@ -59,14 +66,22 @@ class Page:
     def start(self) -> None:
         """Open an empty page, and let it report everything."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
     def open(self, path: Path, *, width: int = 1000, dark: bool = False) -> None:
         """Load a file at a width in CSS pixels, in light or dark mode."""
         self.events.clear()
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=features)
         self.call("Page.navigate", url=path.resolve().as_uri())
@@ -74,7 +89,9 @@ class Page:
 
     def measure(self) -> dict:
         """Geometry of the page: see MEASURE."""
-        return self.call("Runtime.evaluate", expression=MEASURE, returnByValue=True)["result"]["value"]
+        return self.call("Runtime.evaluate", expression=MEASURE, returnByValue=True)["result"][
+            "value"
+        ]
 
     def screenshot(self, target: Path) -> None:
         """A PNG of the whole page."""
@@ -83,12 +100,21 @@ class Page:
 
     def complaints(self) -> list[dict]:
         """What the browser's console would show: messages, exceptions, failed loads."""
-        methods = {"Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded", "Network.loadingFailed"}
+        methods = {
+            "Runtime.consoleAPICalled",
+            "Runtime.exceptionThrown",
+            "Log.entryAdded",
+            "Network.loadingFailed",
+        }
         return [event for event in self.events if event["method"] in methods]
 
     def requests(self) -> list[str]:
         """What the page asked for, `data:` URIs left out."""
-        asked = [e["params"]["request"]["url"] for e in self.events if e["method"] == "Network.requestWillBeSent"]
+        asked = [
+            e["params"]["request"]["url"]
+            for e in self.events
+            if e["method"] == "Network.requestWillBeSent"
+        ]
         return [url for url in asked if not url.startswith("data:")]
 
     def call(self, method: str, **params: object) -> dict:
@@ -112,14 +138,18 @@ class Page:
         while b"\0" not in self._buffer:
             ready, _, _ = select.select([self._read], [], [], max(0, end - time.monotonic()))
             data = os.read(self._read, 1 << 16) if ready else b""
-            assert data, f"the browser {'left' if ready else 'is silent'}: status {self._process.poll()}"
+            assert data, (
+                f"the browser {'left' if ready else 'is silent'}: status {self._process.poll()}"
+            )
             self._buffer += data
         message, _, self._buffer = self._buffer.partition(b"\0")
         return json.loads(message)
 
 
 def find_browser() -> str | None:
-    """The program that `ISOBATCH_BROWSER` names, the fetched one, or one in PATH; None if there is none."""
+    """The program that `ISOBATCH_BROWSER` names, the fetched one, or one in PATH; None if there is
+    none.
+    """
     candidates = [os.environ.get("ISOBATCH_BROWSER"), str(FETCHED), *NAMES]
     return next((path for name in candidates if name and (path := shutil.which(name))), None)
 

@@ -9,7 +9,9 @@ from servers import find_weed, s3_server
 
 
 def pytest_configure():
-    """A shell starts what runs in its background with Ctrl-C ignored, and so would be whatever the tests start."""
+    """A shell starts what runs in its background with Ctrl-C ignored, and so would be whatever the
+    tests start.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -25,7 +27,9 @@ def s3(tmp_path_factory):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """`size` -> a folder, and the beginning of a command that sees a disk of that size there; nobody else does."""
+    """`size` -> a folder, and the beginning of a command that sees a disk of that size there;
+    nobody else does.
+    """
     if shutil.which("unshare") is None:
         pytest.skip("needs unshare, to mount a disk of its own")
     disk = tmp_path / "disk"

@@ -1,7 +1,9 @@
-"""Ranks for tests: processes that meet over gloo on this machine, forked from one that has imported what they need.
+"""Ranks for tests: processes that meet over gloo on this machine, forked from one that has imported
+what they need.
 
-So a rank is there in milliseconds; importing torch and transformers by itself takes longer than most tests. The process
-that is forked runs nothing else: no lock can be held by a thread that its children do not have.
+So a rank is there in milliseconds; importing torch and transformers by itself takes longer than
+most tests. The process that is forked runs nothing else: no lock can be held by a thread that its
+children do not have.
 """
 
 import json
@@ -18,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 PRELOADED = (
-    "engine.dispatching.dispatch_steps",
+    "engine.dispatching.step_planner",
     "engine.runtime.models.transformers_models",
     "engine.runtime.pipeline",
     "loaders",
@@ -37,12 +39,18 @@ def meet(folder, rank, world_size):
     """Be a rank: over gloo, on one core."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size
+    )
 
 
 def on_ranks(world_size, folder, work, *arguments):
-    """Run `work(*arguments)` on all ranks; the first failure of any is raised. A folder for each call."""
-    mp.start_processes(_work, (world_size, folder, work, arguments), nprocs=world_size, start_method="forkserver")
+    """Run `work(*arguments)` on all ranks; the first failure of any is raised. A folder for each
+    call.
+    """
+    mp.start_processes(
+        _work, (world_size, folder, work, arguments), nprocs=world_size, start_method="forkserver"
+    )
 
 
 def _work(rank, world_size, folder, work, arguments):
@@ -53,7 +61,9 @@ def _work(rank, world_size, folder, work, arguments):
 
 
 def run_ranks(folder: Path, world_size: int, work, *arguments, most_s: float = 90.0):
-    """Run `work(say, *arguments)` on all ranks; -> what each said, by rank; None of one that was killed."""
+    """Run `work(say, *arguments)` on all ranks; -> what each said, by rank; None of one that was
+    killed.
+    """
     ranks = [
         context.Process(target=_say, args=(str(folder), rank, world_size, work, arguments))
         for rank in range(world_size)
@@ -72,14 +82,21 @@ def _say(folder, rank, world_size, work, arguments):
 
 
 def launch(world_size: int, folder: Path, script: Path, *arguments: object, most_s: float = 120.0):
-    """Run a script on all ranks as torchrun does, told by the same variables; -> as `subprocess.run`.
+    """Run a script on all ranks as torchrun does, told by the same variables; -> as
+    `subprocess.run`.
 
-    Sooner by what torchrun takes to import everything for itself and for each rank. `folder`: for what they print.
+    Sooner by what torchrun takes to import everything for itself and for each rank. `folder`: for
+    what they print.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    told = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+    }
     told |= {
         "GROUP_RANK": 0,
         "TORCHELASTIC_RUN_ID": "test",
@@ -87,7 +104,9 @@ def launch(world_size: int, folder: Path, script: Path, *arguments: object, most
     folder.mkdir(parents=True, exist_ok=True)
     command = [str(script), *map(str, arguments)]
     ranks = [
-        context.Process(target=_launched, args=(str(folder), command, told | {"RANK": rank, "LOCAL_RANK": rank}))
+        context.Process(
+            target=_launched, args=(str(folder), command, told | {"RANK": rank, "LOCAL_RANK": rank})
+        )
         for rank in range(world_size)
     ]
     _run(ranks, most_s)

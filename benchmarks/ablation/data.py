@@ -1,6 +1,8 @@
-"""Steps of the ablations: samples like InternVL's, as random padded micro-batches or as balanced groups.
+"""Steps of the ablations: samples like InternVL's, as random padded micro-batches or as balanced
+groups.
 
-Samples of the full size are for layers that wait; `shrunk` ones, an eighth as long, for a model that CPUs can train.
+Samples of the full size are for layers that wait; `shrunk` ones, an eighth as long, for a model
+that CPUs can train.
 """
 
 from __future__ import annotations
@@ -10,12 +12,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from balance.baselines import BATCH_SIZE, as_groups, random_batches
-from balance.fit import group_fit
+from balance.baseline_samplers import BATCH_SIZE, as_groups, random_batches
+from balance.grouping.best_fit import group_fit
 from balance.metrics import longest
-from balance.order import GroupStream, choose_order
-from balance.path import sort_along_path
-from balance.records import Counts, Groups, IntArray, Limits
+from balance.order.block_shuffle import BlockShuffle, choose_order
+from balance.order.sort_groups import sort_along_path
+from balance.types import Counts, Groups, IntArray, Limits
 from engine.cost_model.loads import Loads, PhaseLoads
 
 Steps = tuple[tuple[Groups, ...], ...]
@@ -50,15 +52,22 @@ def shrunk(counts: Counts) -> Counts:
     )
 
 
-def random_steps(counts: Counts, replicas: int, micro_batches: int, steps: int, seed: int = 1) -> Steps:
+def random_steps(
+    counts: Counts, replicas: int, micro_batches: int, steps: int, seed: int = 1
+) -> Steps:
     """Micro-batches of BATCH_SIZE random samples."""
     drawn = random_batches(counts.seq_len, replicas * micro_batches, BATCH_SIZE, seed)[:steps]
     return tuple(
-        tuple(as_groups(own[np.newaxis]) for own in step.reshape(replicas, micro_batches, BATCH_SIZE)) for step in drawn
+        tuple(
+            as_groups(own[np.newaxis]) for own in step.reshape(replicas, micro_batches, BATCH_SIZE)
+        )
+        for step in drawn
     )
 
 
-def balanced_steps(counts: Counts, sizes: Sizes, replicas: int, micro_batches: int, steps: int) -> Steps:
+def balanced_steps(
+    counts: Counts, sizes: Sizes, replicas: int, micro_batches: int, steps: int
+) -> Steps:
     """Groups within the caps, as a build holds them, in the loaders' order."""
     limits = Limits(
         max_seq_len=sizes.seq_len,
@@ -69,7 +78,7 @@ def balanced_steps(counts: Counts, sizes: Sizes, replicas: int, micro_batches: i
     vision, tokens = counts.num_image_patches, counts.seq_len
     groups = group_fit(vision, tokens, limits, seed=0)
     groups = groups.take(sort_along_path(groups.sum(vision), groups.sum(tokens), seed=0))
-    stream = GroupStream(num_groups=len(groups), order=choose_order(len(groups)), seed=0, epoch=0)
+    stream = BlockShuffle(num_groups=len(groups), order=choose_order(len(groups)), seed=0, epoch=0)
     # each (replicas, micro_batches)
     taken = [stream.take_step(replicas, micro_batches) for _ in range(steps)]
     return tuple(tuple(groups.take(own) for own in step) for step in taken)
@@ -82,8 +91,12 @@ def loads_of(groups: Groups, counts: Counts, sizes: Sizes, *, padded: bool) -> L
         length = longest(groups, counts.seq_len)
         llm = PhaseLoads(tokens=length * number, squares=length**2 * number, items=number)
     else:
-        llm = PhaseLoads(tokens=groups.sum(counts.seq_len), squares=groups.sum(counts.seq_len**2), items=number)
-    vision = PhaseLoads(tokens=tiles * sizes.vit_tokens, squares=tiles * sizes.vit_tokens**2, items=tiles)
+        llm = PhaseLoads(
+            tokens=groups.sum(counts.seq_len), squares=groups.sum(counts.seq_len**2), items=number
+        )
+    vision = PhaseLoads(
+        tokens=tiles * sizes.vit_tokens, squares=tiles * sizes.vit_tokens**2, items=tiles
+    )
     return Loads(vision=vision, audio=PhaseLoads.nothing(len(groups)), llm=llm)
 
 
@@ -100,4 +113,7 @@ def every(steps: Steps) -> Iterator[Groups]:
 
 def samples_of(groups: Groups) -> list[IntArray]:
     """The samples of each micro-batch."""
-    return [groups.samples[first:end] for first, end in zip(groups.offsets[:-1], groups.offsets[1:], strict=True)]
+    return [
+        groups.samples[first:end]
+        for first, end in zip(groups.offsets[:-1], groups.offsets[1:], strict=True)
+    ]

@@ -1,4 +1,6 @@
-"""OmniBal's ablation on InternVL's 6B + 20B: what its stages take by the cost model, run by stand-ins on 8 ranks."""
+"""OmniBal's ablation on InternVL's 6B + 20B: what its stages take by the cost model, run by
+stand-ins on 8 ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from ablation.stand_in import stand_ins
 from ablation.variants import Variant
 from balance.cost import CostModel
 from balance.presets import load_model
-from balance.records import Counts, Groups, IntArray
-from balance.step_plan import StepSamples
+from balance.steps.step_planner import StepRequest
+from balance.types import Counts, Groups, IntArray
 from engine.cost_model.analytical import layer_costs
 from engine.cost_model.clusters import load_cluster
 from engine.cost_model.costs import Costs
@@ -25,16 +27,16 @@ from engine.cost_model.loads import Loads
 from engine.cost_model.parallel import Parallelism, Training
 from engine.cost_model.sample_loads import sample_loads
 from engine.planning.bmp import search_bmp
-from engine.planning.exact import search_exact
 from engine.planning.partition import METHODS, by_params
 from engine.planning.recompute import choose_recompute, fitted_step
+from engine.planning.search.branch_and_bound import search_exact
 from engine.runtime.pipeline import Pipeline
 from engine.simulator.evaluate import evaluate
 from engine.simulator.schedule import one_f_one_b
 from engine.simulator.stages import StageCosts, stage_costs
+from engine.tuning.step_planner import TunedSteps
 from engine.tuning.tune import Pipeline as TunedPipeline
 from engine.tuning.tune import TuneOptions
-from engine.tuning.tune_steps import TunedSteps
 
 PRESET, CLUSTER, TP = "internvl_1_5", "a100_80g", 2
 STAGES, REPLICAS, MICRO_BATCHES = 4, 2, 16
@@ -47,7 +49,11 @@ class Model:
     """The model on so many GPUs, by the cost model."""
 
     def __init__(self, parallel: Parallelism) -> None:
-        self.parallel, self.preset, self.cluster = parallel, load_model(PRESET), load_cluster(CLUSTER)
+        self.parallel, self.preset, self.cluster = (
+            parallel,
+            load_model(PRESET),
+            load_cluster(CLUSTER),
+        )
 
     def costs(self, loads: Loads) -> Costs:
         """Of each layer for each micro-batch."""
@@ -89,7 +95,9 @@ def variants(model: Model, counts: Counts, num_steps: int) -> list[Variant]:
     def all_recomputed(borders: IntArray) -> int:
         return evaluate(costs, borders, everything, schedule).step_ns
 
-    bmp = replace(data, name="+ model (BMP)", borders=search_bmp(costs, STAGES, all_recomputed).best.borders)
+    bmp = replace(
+        data, name="+ model (BMP)", borders=search_bmp(costs, STAGES, all_recomputed).best.borders
+    )
     borders = search_bmp(costs, STAGES, fitted_step(costs, schedule, memory)).best.borders
     adaptive = replace(
         data,
@@ -117,7 +125,12 @@ def tuned(variant: Variant, model: Model, counts: Counts) -> Variant:
         samples = np.concatenate([own.samples for own in step])
         offsets = np.concatenate([[0], np.cumsum(np.concatenate([own.sizes for own in step]))])
         work = steps(
-            StepSamples(counts=counts.take(samples), offsets=offsets, dp=len(step), micro_batches=len(step[0]))
+            StepRequest(
+                counts=counts.take(samples),
+                offsets=offsets,
+                dp=len(step),
+                micro_batches=len(step[0]),
+            )
         )
         made.append(tuple(Groups(samples[own.samples], own.offsets) for own in work.micro_batches))
     return replace(variant, name="+ tuning of each step", steps=tuple(made))
@@ -127,11 +140,16 @@ def run(num_steps: int, num_samples: int) -> list[Row]:
     """All variants, on this rank of 8; OmniBal's Table 7."""
     counts = internvl_samples(num_samples)
     model = Model(Parallelism(tp=TP, pp=STAGES, dp=REPLICAS))
-    return [run_variant(variant, model, counts, REPLICAS) for variant in variants(model, counts, num_steps)]
+    return [
+        run_variant(variant, model, counts, REPLICAS)
+        for variant in variants(model, counts, num_steps)
+    ]
 
 
 def run_data_parallel(num_steps: int, num_samples: int) -> list[Row]:
-    """Data balance alone, each rank with the whole model, one micro-batch per rank and step; OmniBal's Table 2."""
+    """Data balance alone, each rank with the whole model, one micro-batch per rank and step;
+    OmniBal's Table 2.
+    """
     counts, dp = internvl_samples(num_samples), dist.get_world_size()
     model = Model(Parallelism(dp=dp, zero_stage=3))
     costs = model.full
@@ -142,16 +160,28 @@ def run_data_parallel(num_steps: int, num_samples: int) -> list[Row]:
         borders=np.array([0, costs.num_layers]),
         recompute=np.ones(costs.num_layers, np.bool_),
     )
-    data = replace(random, name="+ data", steps=balanced_steps(counts, INTERNVL, dp, 1, num_steps), padded=False)
+    data = replace(
+        random,
+        name="+ data",
+        steps=balanced_steps(counts, INTERNVL, dp, 1, num_steps),
+        padded=False,
+    )
     return [run_variant(variant, model, counts, dp) for variant in (random, data)]
 
 
 def run_variant(variant: Variant, model: Model, counts: Counts, replicas: int) -> Row:
     """Run by stand-ins, beside what the simulator says."""
     costs = [model.costs_of(own, counts, padded=variant.padded) for own in every(variant.steps)]
-    measured = run_stand_ins([stage_costs(own, variant.borders, variant.recompute) for own in costs], replicas)
+    measured = run_stand_ins(
+        [stage_costs(own, variant.borders, variant.recompute) for own in costs], replicas
+    )
     outcomes = [
-        evaluate(own, variant.borders, variant.recompute, one_f_one_b(len(variant.borders) - 1, own.num_micro_batches))
+        evaluate(
+            own,
+            variant.borders,
+            variant.recompute,
+            one_f_one_b(len(variant.borders) - 1, own.num_micro_batches),
+        )
         for own in costs
     ]
     slowest = np.array([one.step_ns for one in outcomes]).reshape(-1, replicas).max(axis=1)
@@ -173,7 +203,9 @@ def run_variant(variant: Variant, model: Model, counts: Counts, replicas: int) -
 def run_stand_ins(stages: list[StageCosts], replicas: int) -> Measured:
     """Steps of several replicas; `stages` by step and replica, at the model's own speed."""
     places = consecutive(dist.get_world_size(), replicas)
-    mine = stages[next(place for place, ranks in enumerate(places) if dist.get_rank() in ranks) :: replicas]
+    mine = stages[
+        next(place for place, ranks in enumerate(places) if dist.get_rank() in ranks) :: replicas
+    ]
     ends = np.cumsum([0, *(each.num_micro_batches for each in mine)]).tolist()
     pipeline = make_stand_ins(mine, places)
     steps = [Step(batches=range(first, end), num_labels=1) for first, end in pairwise(ends)]
@@ -189,11 +221,15 @@ def make_stand_ins(steps: Sequence[StageCosts], places: Sequence[Sequence[int]])
     )
     joined = StageCosts.of_times(*times, steps[0].sends_grad)
     num_stages = joined.num_stages
-    return Pipeline(stand_ins(joined), np.arange(num_stages + 1), np.zeros(num_stages, np.bool_), places)
+    return Pipeline(
+        stand_ins(joined), np.arange(num_stages + 1), np.zeros(num_stages, np.bool_), places
+    )
 
 
 def partitions(model: Model, micro_batches: int) -> dict[str, IntArray]:
-    """By OmniBal's Table 4's methods and by the exact search, nothing recomputed, memory without end."""
+    """By OmniBal's Table 4's methods and by the exact search, nothing recomputed, memory without
+    end.
+    """
     costs, stages = model.full, model.parallel.pp
     schedule = one_f_one_b(stages, micro_batches)
     costs = costs.take(np.zeros(micro_batches, np.int64))

@@ -1,7 +1,9 @@
-"""A vision-language model that CPUs train in real time: a slim, deep encoder before a wide language model.
+"""A vision-language model that CPUs train in real time: a slim, deep encoder before a wide language
+model.
 
-The encoder has a third of the parameters and four tokens for each that the language model gets, as Qwen2-VL-2B has, so
-that even parameters are uneven times. Tiles are rows of numbers and tokens are drawn: times do not depend on them.
+The encoder has a third of the parameters and four tokens for each that the language model gets, as
+Qwen2-VL-2B has, so that even parameters are uneven times. Tiles are rows of numbers and tokens are
+drawn: times do not depend on them.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from tiny_vlm import Block
 
 from ablation.data import SHRUNK
-from balance.records import LABEL_IGNORE, Counts, IntArray
-from engine.runtime.carries import LOSS, Carry, LayeredModel, Spec
+from balance.types import LABEL_IGNORE, Counts, IntArray
+from engine.runtime.stage_io import LOSS, LayerStack, StageTensors, TensorSpec
 
 VIT_WIDTH, VIT_DEPTH = 96, 16
 LLM_WIDTH, LLM_DEPTH = 256, 4
@@ -37,7 +39,9 @@ TRAIN_FACTOR = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A micro-batch: samples one behind the other, each with its images' tokens first; padded ones are longer."""
+    """A micro-batch: samples one behind the other, each with its images' tokens first; padded ones
+    are longer.
+    """
 
     input_ids: Tensor
     labels: Tensor
@@ -90,7 +94,7 @@ class Patches(nn.Module):
         super().__init__()
         self.embed = nn.Linear(PIXELS, VIT_WIDTH)
 
-    def forward(self, carry: Carry, batch: Batch) -> Carry:
+    def forward(self, carry: StageTensors, batch: Batch) -> StageTensors:
         return {"features": self.embed(batch.tiles).flatten(0, 1)}
 
 
@@ -101,8 +105,10 @@ class VisionLayer(nn.Module):
         super().__init__()
         self.block = Block(VIT_WIDTH, causal=False)
 
-    def forward(self, carry: Carry, batch: Batch) -> Carry:
-        return {"features": self.block(carry["features"], [SHRUNK.vit_tokens] * len(batch.tiles), None)}
+    def forward(self, carry: StageTensors, batch: Batch) -> StageTensors:
+        return {
+            "features": self.block(carry["features"], [SHRUNK.vit_tokens] * len(batch.tiles), None)
+        }
 
 
 class Join(nn.Module):
@@ -113,7 +119,7 @@ class Join(nn.Module):
         self.project = nn.Linear(MERGE * VIT_WIDTH, LLM_WIDTH)
         self.embed = nn.Embedding(VOCABULARY, LLM_WIDTH)
 
-    def forward(self, carry: Carry, batch: Batch) -> Carry:
+    def forward(self, carry: StageTensors, batch: Batch) -> StageTensors:
         images = self.project(carry["features"].view(-1, MERGE * VIT_WIDTH))
         is_image = (batch.input_ids == IMAGE_TOKEN)[:, None]
         return {"hidden": self.embed(batch.input_ids).masked_scatter(is_image, images)}
@@ -126,7 +132,7 @@ class LanguageLayer(nn.Module):
         super().__init__()
         self.block = Block(LLM_WIDTH, causal=True)
 
-    def forward(self, carry: Carry, batch: Batch) -> Carry:
+    def forward(self, carry: StageTensors, batch: Batch) -> StageTensors:
         return {"hidden": self.block(carry["hidden"], batch.lengths, batch.position_ids)}
 
 
@@ -137,9 +143,13 @@ class Head(nn.Module):
         super().__init__()
         self.norm, self.head = nn.LayerNorm(LLM_WIDTH), nn.Linear(LLM_WIDTH, VOCABULARY, bias=False)
 
-    def forward(self, carry: Carry, batch: Batch) -> Carry:
+    def forward(self, carry: StageTensors, batch: Batch) -> StageTensors:
         logits = self.head(self.norm(carry["hidden"]))
-        return {LOSS: functional.cross_entropy(logits, batch.labels, ignore_index=LABEL_IGNORE, reduction="sum")}
+        return {
+            LOSS: functional.cross_entropy(
+                logits, batch.labels, ignore_index=LABEL_IGNORE, reduction="sum"
+            )
+        }
 
 
 KINDS = {
@@ -152,38 +162,49 @@ KINDS = {
 """What a profile calls each layer, and the phase whose tokens decide what it costs."""
 
 
-def make_model(*, frozen_encoder: bool = False) -> LayeredModel:
+def make_model(*, frozen_encoder: bool = False) -> LayerStack:
     """The layers; the same weights on every rank."""
     torch.manual_seed(0)
     vision = [Patches(), *(VisionLayer() for _ in range(VIT_DEPTH))]
-    layers: list[nn.Module] = [*vision, Join(), *(LanguageLayer() for _ in range(LLM_DEPTH)), Head()]
+    layers: list[nn.Module] = [
+        *vision,
+        Join(),
+        *(LanguageLayer() for _ in range(LLM_DEPTH)),
+        Head(),
+    ]
     if frozen_encoder:
         for layer in vision:
             layer.requires_grad_(requires_grad=False)
 
-    def specs(cut: int, batch: Batch) -> dict[str, Spec]:
+    def specs(cut: int, batch: Batch) -> dict[str, TensorSpec]:
         if cut <= len(vision):
             rows = len(batch.tiles) * SHRUNK.vit_tokens
-            return {"features": Spec(shape=(rows, VIT_WIDTH), dtype=torch.float32)}
-        return {"hidden": Spec(shape=(len(batch.input_ids), LLM_WIDTH), dtype=torch.float32)}
+            return {"features": TensorSpec(shape=(rows, VIT_WIDTH), dtype=torch.float32)}
+        return {"hidden": TensorSpec(shape=(len(batch.input_ids), LLM_WIDTH), dtype=torch.float32)}
 
-    return LayeredModel(layers=layers, specs=specs)
+    return LayerStack(layers=layers, specs=specs)
 
 
-def kinds_of(model: LayeredModel) -> tuple[str, ...]:
+def kinds_of(model: LayerStack) -> tuple[str, ...]:
     """The kind of each layer."""
     return tuple(KINDS[type(layer)][0] for layer in model.layers)
 
 
 def train_flops(samples: IntArray, counts: Counts, *, frozen_encoder: bool = False) -> float:
-    """Operations of forward and backward passes of these samples, nothing padded or recomputed; causal attention half.
+    """Operations of forward and backward passes of these samples, nothing padded or recomputed;
+    causal attention half.
 
     A frozen encoder runs forward only.
     """
-    tiles, lengths = float(counts.num_image_patches[samples].sum()), counts.seq_len[samples].astype(float)
+    tiles, lengths = (
+        float(counts.num_image_patches[samples].sum()),
+        counts.seq_len[samples].astype(float),
+    )
     vit, tokens = tiles * SHRUNK.vit_tokens, float(lengths.sum())
     vision = vit * (PIXELS * VIT_WIDTH + VIT_DEPTH * 12 * VIT_WIDTH**2)
     vision += VIT_DEPTH * 2 * vit * SHRUNK.vit_tokens * VIT_WIDTH
-    language = vit * VIT_WIDTH * LLM_WIDTH + tokens * (LLM_DEPTH * 12 * LLM_WIDTH**2 + LLM_WIDTH * VOCABULARY)
+    language = vit * VIT_WIDTH * LLM_WIDTH + tokens * (
+        LLM_DEPTH * 12 * LLM_WIDTH**2 + LLM_WIDTH * VOCABULARY
+    )
     language += LLM_DEPTH * float((lengths**2).sum()) * LLM_WIDTH
     return 2 * (vision * (1 if frozen_encoder else TRAIN_FACTOR) + language * TRAIN_FACTOR)

@@ -1,4 +1,6 @@
-"""PipeTune's ablation on its 13B model: what its stages take by the cost model, run by stand-ins on 4 ranks."""
+"""PipeTune's ablation on its 13B model: what its stages take by the cost model, run by stand-ins on
+4 ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,17 @@ from papers.pipetune_tables import MAX_SEQ_LEN, make_pipeline, most_that_fits
 from ablation.ranks import GIB, Row, Step, measure
 from ablation.stand_in import stand_ins
 from balance.presets import load_model
-from balance.records import Groups, IntArray
+from balance.types import Groups, IntArray
 from engine.cost_model.loads import Loads
 from engine.cost_model.sample_loads import packed_loads, sample_loads
 from engine.runtime.pipeline import Pipeline, PipelineOptions
 from engine.simulator.evaluate import evaluate, schedule_for
 from engine.simulator.schedule import Schedule
 from engine.simulator.stages import StageCosts
+from engine.tuning.pack import pack_in_order
 from engine.tuning.precompute import frozen_encoder
 from engine.tuning.tune import Pipeline as TunedPipeline
 from engine.tuning.tune import TuneOptions, tune
-from engine.tuning.tune_pack import pack_in_order
 
 PRESET = "pipetune_13b"
 FASTER = 4
@@ -53,11 +55,15 @@ def run(num_steps: int, mix: str, batch: int = 128) -> list[Row]:
     pipeline = make_pipeline()
     size = most_that_fits(pipeline) * MAX_SEQ_LEN
     steps = [
-        sample_loads(pipetune_samples(mix, batch, MAX_SEQ_LEN, seed), load_model(PRESET)) for seed in range(num_steps)
+        sample_loads(pipetune_samples(mix, batch, MAX_SEQ_LEN, seed), load_model(PRESET))
+        for seed in range(num_steps)
     ]
     rows = []
     for name, options in INGREDIENTS.items():
-        planned = [plan_step(step, pack_in_order(step.llm.tokens, size), pipeline, options) for step in steps]
+        planned = [
+            plan_step(step, pack_in_order(step.llm.tokens, size), pipeline, options)
+            for step in steps
+        ]
         measured_s, waiting = run_steps(planned)
         rows.append(
             Row(
@@ -73,7 +79,9 @@ def run(num_steps: int, mix: str, batch: int = 128) -> list[Row]:
     return rows
 
 
-def plan_step(samples: Loads, given: Groups, pipeline: TunedPipeline, options: TuneOptions | None) -> PlannedStep:
+def plan_step(
+    samples: Loads, given: Groups, pipeline: TunedPipeline, options: TuneOptions | None
+) -> PlannedStep:
     """The given micro-batches in their order, or what the tuner makes of them."""
     if options is None:
         costs = pipeline.cost(packed_loads(samples, given))

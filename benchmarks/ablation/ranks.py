@@ -1,4 +1,6 @@
-"""Ranks of an ablation: started together on this machine, they run the same steps and agree on what was measured."""
+"""Ranks of an ablation: started together on this machine, they run the same steps and agree on what
+was measured.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from balance.records import IntArray
-from engine.planning.adapt import FloatArray
-from engine.runtime.carries import Batch
+from balance.types import IntArray
+from engine.planning.adaptive_recompute import FloatArray
 from engine.runtime.pipeline import Pipeline
+from engine.runtime.stage_io import Batch
 from engine.simulator.schedule import Schedule
 
 GIB = 1 << 30
@@ -34,7 +36,9 @@ class Row:
     predicted_s: float
     measured_s: float
     mfu: float | None
-    """Operations that the samples need, of what the hardware could do meanwhile; None if that is not known."""
+    """Operations that the samples need, of what the hardware could do meanwhile; None if that is
+    not known.
+    """
     waiting: float
     """Share of the ranks' time."""
     peak_gib: float
@@ -65,12 +69,19 @@ class Measured:
     """(steps,)."""
 
 
-MEMORY_KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(64 << 20)}
-"""Freed memory stays with the process, as with a GPU's allocator; else the system clears it anew for every pass."""
+MEMORY_KEPT = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
+"""Freed memory stays with the process, as with a GPU's allocator; else the system clears it anew
+for every pass.
+"""
 
 
 def on_ranks(count: int, run: Callable[..., Any], *arguments: Any, apart: bool = False) -> Any:
-    """What `run(*arguments)` returns on rank 0 of `count` processes with one thread each, that have met (gloo).
+    """What `run(*arguments)` returns on rank 0 of `count` processes with one thread each, that have
+    met (gloo).
 
     `apart`: each has a core of its own, which gets no faster while the others wait.
     """
@@ -87,10 +98,12 @@ def on_ranks(count: int, run: Callable[..., Any], *arguments: Any, apart: bool =
 def _kept_busy(cores: Sequence[int]) -> Iterator[None]:
     """Meanwhile something computes on each of these cores whenever nothing else does.
 
-    Cores of one machine share caches, memory and more: one is faster while the other waits, which would make up for
-    imbalance. GPUs are not.
+    Cores of one machine share caches, memory and more: one is faster while the other waits, which
+    would make up for imbalance. GPUs are not.
     """
-    fillers = [mp.get_context("spawn").Process(target=_fill, args=(core,), daemon=True) for core in cores]
+    fillers = [
+        mp.get_context("spawn").Process(target=_fill, args=(core,), daemon=True) for core in cores
+    ]
     for filler in fillers:
         filler.start()
     try:
@@ -105,21 +118,30 @@ def _fill(core: int) -> None:
     os.sched_setaffinity(0, {core})
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     torch.set_num_threads(1)
-    layers = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256))
+    layers = torch.nn.Sequential(
+        torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256)
+    )
     some, parent = torch.randn(1024, 256), os.getppid()
     while os.getppid() == parent:
         layers(some).sum().backward()  # as much a load for caches and memory as training
 
 
 def _rank(
-    rank: int, folder: str, count: int, results: Any, work: tuple[Callable[..., Any], Any], cores: Sequence[int]
+    rank: int,
+    folder: str,
+    count: int,
+    results: Any,
+    work: tuple[Callable[..., Any], Any],
+    cores: Sequence[int],
 ) -> None:
     run, arguments = work
     if cores:
         os.sched_setaffinity(0, {cores[rank]})
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count
+    )
     found = run(*arguments)
     if rank == 0:
         results.put(found)
@@ -128,7 +150,9 @@ def _rank(
 
 
 def measure(pipeline: Pipeline, steps: Sequence[Step], replicas: int = 1) -> Measured:
-    """Run steps, forward, backward and the sum of gradients, of so many replicas. All ranks call it."""
+    """Run steps, forward, backward and the sum of gradients, of so many replicas. All ranks call
+    it.
+    """
     rows = [_one(pipeline, step) for step in steps]
     own = torch.tensor(rows, dtype=torch.float64)  # (steps, figures)
     ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
@@ -151,11 +175,17 @@ def _one(pipeline: Pipeline, step: Step) -> tuple[float, float, float]:
     result = pipeline.step(step.batches, step.num_labels, step.schedule)
     pipeline.reduce_gradients()
     dist.barrier()
-    return time.perf_counter() - begun, float((result.end_ns - result.start_ns).sum()) / 1e9, result.loss
+    return (
+        time.perf_counter() - begun,
+        float((result.end_ns - result.start_ns).sum()) / 1e9,
+        result.loss,
+    )
 
 
 def matmul_flops(seconds: float = 1.0, side: int = 1024) -> float:
-    """What this rank's core multiplies per second in large float32 products while all ranks do: the limit of MFU."""
+    """What this rank's core multiplies per second in large float32 products while all ranks do: the
+    limit of MFU.
+    """
     a, b = torch.randn(side, side), torch.randn(side, side)
     a @ b
     dist.barrier()

@@ -1,4 +1,6 @@
-"""Trains the small model on the ranks that there are, in one way or another, and measures it: `Trainer`."""
+"""Trains the small model on the ranks that there are, in one way or another, and measures it:
+`Trainer`.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,16 @@ from ablation.data import SHRUNK, Steps, every, loads_of, samples_of, true_token
 from ablation.model import KINDS, Batch, kinds_of, make_batch, make_model, train_flops
 from ablation.ranks import GIB, Measured, Row, Step, consecutive, matmul_flops, measure
 from ablation.variants import Variant
-from balance.records import Counts, Groups, IntArray
-from balance.step_plan import StepPlanner, StepSamples
+from balance.steps.step_planner import StepPlanner, StepRequest
+from balance.types import Counts, Groups, IntArray
 from engine.cost_model.costs import Costs
 from engine.cost_model.loads import Loads
-from engine.cost_model.profile_costs import Profile, profiled_costs
+from engine.cost_model.profile_table import Profile, profiled_costs
 from engine.cost_model.sample_loads import joined_loads
 from engine.planning.partition import even_partition
-from engine.runtime.live_bytes import LiveBytes
+from engine.runtime.cpu_memory import LiveBytes
 from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.profiling.profile import MeasureOptions, measure_layers
+from engine.runtime.profiling.measure_layers import MeasureOptions, measure_layers
 from engine.simulator.evaluate import evaluate
 from engine.simulator.schedule import one_f_one_b
 
@@ -38,14 +40,22 @@ Data = tuple[Steps, bool]
 
 
 class Trainer:
-    """Runs variants as pipelines of `num_stages`, as many as there are ranks for. All ranks make it and call it."""
+    """Runs variants as pipelines of `num_stages`, as many as there are ranks for. All ranks make it
+    and call it.
+    """
 
-    def __init__(self, counts: Counts, num_stages: int, data: Sequence[Data], *, frozen_encoder: bool = False) -> None:
-        """`data`: of all that will be run, out of which micro-batches to measure layers on are chosen."""
+    def __init__(
+        self, counts: Counts, num_stages: int, data: Sequence[Data], *, frozen_encoder: bool = False
+    ) -> None:
+        """`data`: of all that will be run, out of which micro-batches to measure layers on are
+        chosen.
+        """
         self.counts = counts
         self.replicas = dist.get_world_size() // num_stages
         self.places = consecutive(dist.get_world_size(), self.replicas)
-        self.replica = next(place for place, ranks in enumerate(self.places) if dist.get_rank() in ranks)
+        self.replica = next(
+            place for place, ranks in enumerate(self.places) if dist.get_rank() in ranks
+        )
         self.model = make_model(frozen_encoder=frozen_encoder)
         self.num_layers = len(self.model.layers)
         self.peak_flops = matmul_flops() * dist.get_world_size()
@@ -56,13 +66,18 @@ class Trainer:
         """The profile of the model's layers, as the machine is now."""
         data, num_stages, kinds = self._data, self.num_stages, kinds_of(self.model)
         groups = [(own, padded) for steps, padded in data for own in every(steps)]
-        loads = joined_loads([loads_of(own, self.counts, SHRUNK, padded=padded) for own, padded in groups])
+        loads = joined_loads(
+            [loads_of(own, self.counts, SHRUNK, padded=padded) for own, padded in groups]
+        )
         batches = [(samples, padded) for own, padded in groups for samples in samples_of(own)]
         chosen = spread(loads.vision.tokens, loads.llm.tokens)
         borders = even_partition(np.ones(self.num_layers, np.int64), num_stages)
         return measure_layers(
             Pipeline(self.model, borders, np.zeros(self.num_layers, np.bool_), self.places),
-            [make_batch(batches[place][0], self.counts, padded=batches[place][1]) for place in chosen.tolist()],
+            [
+                make_batch(batches[place][0], self.counts, padded=batches[place][1])
+                for place in chosen.tolist()
+            ],
             loads.take(chosen),
             names=[f"{kind} {place}" for place, kind in enumerate(kinds)],
             kinds=kinds,
@@ -74,7 +89,11 @@ class Trainer:
         """This rank's part."""
         ahead = range(1, len(self.places[0])) if self.model.first_trained else ()
         return Pipeline(
-            self.model, variant.borders, variant.recompute, self.places, PipelineOptions(encoder_ranks=ahead)
+            self.model,
+            variant.borders,
+            variant.recompute,
+            self.places,
+            PipelineOptions(encoder_ranks=ahead),
         )
 
     def steps(self, variant: Variant) -> list[Step]:
@@ -94,7 +113,9 @@ class Trainer:
 
     def costs(self, groups: Groups, *, padded: bool) -> Costs:
         """By the profile."""
-        return profiled_costs(self.profile, loads_of(groups, self.counts, SHRUNK, padded=padded), farthest=np.inf)
+        return profiled_costs(
+            self.profile, loads_of(groups, self.counts, SHRUNK, padded=padded), farthest=np.inf
+        )
 
     def sample_loads(self, counts: Counts) -> Loads:
         """Of samples by themselves."""
@@ -107,15 +128,25 @@ class Trainer:
         for step in steps:
             samples = np.concatenate([own.samples for own in step])
             offsets = np.concatenate([[0], np.cumsum(np.concatenate([own.sizes for own in step]))])
-            told = StepSamples(
-                counts=self.counts.take(samples), offsets=offsets, dp=len(step), micro_batches=len(step[0])
+            told = StepRequest(
+                counts=self.counts.take(samples),
+                offsets=offsets,
+                dp=len(step),
+                micro_batches=len(step[0]),
             )
-            made.append(tuple(Groups(samples[own.samples], own.offsets) for own in planner(told).micro_batches))
+            made.append(
+                tuple(
+                    Groups(samples[own.samples], own.offsets) for own in planner(told).micro_batches
+                )
+            )
         return tuple(made)
 
     def heaviest(self, variant: Variant) -> list[Step]:
         """The steps with the largest micro-batch of each phase."""
-        loads = [loads_of(own, self.counts, SHRUNK, padded=variant.padded) for own in every(variant.steps)]
+        loads = [
+            loads_of(own, self.counts, SHRUNK, padded=variant.padded)
+            for own in every(variant.steps)
+        ]
         most = {
             int(np.argmax([getattr(own, phase).tokens.max() for own in loads])) // self.replicas
             for phase in ("vision", "llm")
@@ -124,7 +155,9 @@ class Trainer:
         return [steps[place] for place in sorted(most)]
 
     def peak_bytes(self, variant: Variant) -> int:
-        """Weights, gradients, Adam's moments and activations of the rank that holds most, in the heaviest steps."""
+        """Weights, gradients, Adam's moments and activations of the rank that holds most, in the
+        heaviest steps.
+        """
         pipeline = self.pipeline(variant)
         moments = adam(pipeline).state.values()
         held = [*pipeline.parameters(), *(value for own in moments for value in own.values())]
@@ -133,22 +166,33 @@ class Trainer:
         return most_of_ranks(memory.peak_bytes + sum(tensor.nbytes for tensor in held))
 
     def rows(self, variants: Sequence[Variant], rounds: int) -> list[Row]:
-        """All variants, taking turns; the first turn only warms up. Losses of equal samples must be equal."""
+        """All variants, taking turns; the first turn only warms up. Losses of equal samples must be
+        equal.
+        """
         pipelines = [self.pipeline(variant) for variant in variants]
         steps = [self.steps(variant) for variant in variants]
         for pipeline, own in zip(pipelines, steps, strict=True):
             measure(pipeline, own[:1], self.replicas)
         turns = [
-            [measure(pipeline, own, self.replicas) for pipeline, own in zip(pipelines, steps, strict=True)]
+            [
+                measure(pipeline, own, self.replicas)
+                for pipeline, own in zip(pipelines, steps, strict=True)
+            ]
             for _ in range(rounds)
         ]
         check_losses(variants, turns[0])
-        return [self._row(variant, list(own)) for variant, own in zip(variants, zip(*turns, strict=True), strict=True)]
+        return [
+            self._row(variant, list(own))
+            for variant, own in zip(variants, zip(*turns, strict=True), strict=True)
+        ]
 
     def _row(self, variant: Variant, turns: Sequence[Measured]) -> Row:
         seconds = float(np.median([turn.seconds for turn in turns], axis=0).sum())
         frozen = self.model.first_trained > 0
-        flops = sum(train_flops(own.samples, self.counts, frozen_encoder=frozen) for own in every(variant.steps))
+        flops = sum(
+            train_flops(own.samples, self.counts, frozen_encoder=frozen)
+            for own in every(variant.steps)
+        )
         return Row(
             name=variant.name,
             tokens=true_tokens(variant.steps, self.counts),
@@ -188,7 +232,11 @@ def adam(pipeline: Pipeline) -> torch.optim.Optimizer:
 def spread(vision: IntArray, llm: IntArray) -> IntArray:
     """PROFILED places of micro-batches, from the least to the most of both phases."""
     ranks = np.linspace(0, len(vision) - 1, PROFILED // 2).round().astype(int)
-    return np.unique(np.concatenate([np.argsort(vision, kind="stable")[ranks], np.argsort(llm, kind="stable")[ranks]]))
+    return np.unique(
+        np.concatenate(
+            [np.argsort(vision, kind="stable")[ranks], np.argsort(llm, kind="stable")[ranks]]
+        )
+    )
 
 
 def check_losses(variants: Sequence[Variant], measured: Sequence[Measured]) -> None:
@@ -196,12 +244,15 @@ def check_losses(variants: Sequence[Variant], measured: Sequence[Measured]) -> N
     for place in range(1, len(variants)):
         before, after = variants[place - 1], variants[place]
         same = [
-            sorted(np.concatenate([own.samples for own in one])) == sorted(np.concatenate([own.samples for own in two]))
+            sorted(np.concatenate([own.samples for own in one]))
+            == sorted(np.concatenate([own.samples for own in two]))
             for one, two in zip(before.steps, after.steps, strict=True)
         ]
         losses = measured[place - 1].losses[same], measured[place].losses[same]
         if not np.allclose(*losses, rtol=AGREE):
-            sys.exit(f"{after.name}: losses {losses[1]} of the same samples as {before.name}, which has {losses[0]}")
+            sys.exit(
+                f"{after.name}: losses {losses[1]} of the same samples as {before.name}, which has {losses[0]}"
+            )
 
 
 def most_of_ranks(value: int) -> int:

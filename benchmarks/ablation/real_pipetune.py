@@ -1,4 +1,6 @@
-"""PipeTune's ablation with real compute: a frozen encoder on 2 ranks, each step tuned by the profile of the model."""
+"""PipeTune's ablation with real compute: a frozen encoder on 2 ranks, each step tuned by the
+profile of the model.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +13,22 @@ from ablation.data import SHRUNK, loads_of, shrunk
 from ablation.ranks import Row
 from ablation.real import Trainer
 from ablation.variants import Variant
-from balance.records import Counts, Groups, IntArray
-from engine.cost_model.profile_costs import profiled_costs
+from balance.types import Counts, Groups, IntArray
+from engine.cost_model.profile_table import profiled_costs
 from engine.simulator.evaluate import evaluate
 from engine.simulator.schedule import one_f_one_b
+from engine.tuning.pack import pack_in_order
 from engine.tuning.precompute import EncodedStep
 from engine.tuning.tune import Pipeline as TunedPipeline
 from engine.tuning.tune import TuneOptions, tune
-from engine.tuning.tune_pack import pack_in_order
 
 SAMPLES_PER_STEP = 40
 STAGES = 2
 INGREDIENTS = {
     "+ balance": TuneOptions(max_seq_len=SHRUNK.seq_len, sizes="given", search="none"),
-    "+ order, pre-computation": TuneOptions(max_seq_len=SHRUNK.seq_len, sizes="given", encode="any"),
+    "+ order, pre-computation": TuneOptions(
+        max_seq_len=SHRUNK.seq_len, sizes="given", encode="any"
+    ),
     "+ sizes": TuneOptions(max_seq_len=SHRUNK.seq_len, sizes="any", encode="any"),
 }
 """Rows of PipeTune's Table 2, each with those before."""
@@ -38,14 +42,18 @@ def run(num_steps: int, rounds: int, samples_per_step: int = SAMPLES_PER_STEP) -
     trainer = Trainer(counts, STAGES, [(steps, False)], frozen_encoder=True)
     nothing = np.zeros(trainer.num_layers, np.bool_)
     borders = behind_encoder(trainer, steps[0][0])
-    before = Variant(name="packed in order", steps=steps, padded=False, borders=borders, recompute=nothing)
+    before = Variant(
+        name="packed in order", steps=steps, padded=False, borders=borders, recompute=nothing
+    )
     pipeline = TunedPipeline(
         # micro-batches may become larger than any that was measured
         cost=partial(profiled_costs, trainer.profile, farthest=np.inf),
         borders=borders,
         recompute=nothing,
     )
-    return trainer.rows([before, *(tuned(before, counts, pipeline, name) for name in INGREDIENTS)], rounds)
+    return trainer.rows(
+        [before, *(tuned(before, counts, pipeline, name) for name in INGREDIENTS)], rounds
+    )
 
 
 def packed(counts: Counts, samples: IntArray) -> Groups:
@@ -71,7 +79,10 @@ def tuned(before: Variant, counts: Counts, pipeline: TunedPipeline, name: str) -
         order = np.arange(len(given.samples))
         alone = Groups(given.samples, np.arange(len(order) + 1))
         found = tune(
-            loads_of(alone, counts, SHRUNK, padded=False), Groups(order, given.offsets), pipeline, INGREDIENTS[name]
+            loads_of(alone, counts, SHRUNK, padded=False),
+            Groups(order, given.offsets),
+            pipeline,
+            INGREDIENTS[name],
         )
         steps.append((Groups(given.samples[found.groups.samples], found.groups.offsets),))
         plans.append(found.step)

@@ -1,7 +1,8 @@
-"""Stand-ins for stages that are too large for this machine: they wait for as long as each pass is modelled to take.
+"""Stand-ins for stages that are too large for this machine: they wait for as long as each pass is
+modelled to take.
 
-Nothing is computed, so many ranks can share few cores; what is measured is the runtime, its messages and its waiting.
-Activations are a few numbers, whatever the model's would be.
+Nothing is computed, so many ranks can share few cores; what is measured is the runtime, its
+messages and its waiting. Activations are a few numbers, whatever the model's would be.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from balance.records import IntArray
-from engine.runtime.carries import LayeredModel, Spec
+from balance.types import IntArray
+from engine.runtime.stage_io import LayerStack, TensorSpec
 from engine.simulator.stages import StageCosts
 
 WIDTH = 1024
@@ -50,7 +51,12 @@ class StandIn(nn.Module):
     """A stage's times, in seconds; a micro-batch is its column."""
 
     def __init__(
-        self, forward_s: list[float], input_s: list[float], weight_s: list[float], *, gives_gradient: bool
+        self,
+        forward_s: list[float],
+        input_s: list[float],
+        weight_s: list[float],
+        *,
+        gives_gradient: bool,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
@@ -80,10 +86,11 @@ class FrozenStandIn(nn.Module):
         return {"values": torch.zeros(WIDTH)}
 
 
-def stand_ins(stages: StageCosts, encoder_ns: IntArray | None = None) -> LayeredModel:
+def stand_ins(stages: StageCosts, encoder_ns: IntArray | None = None) -> LayerStack:
     """A layer per stage, for pipelines whose partition is one layer per stage.
 
-    `encoder_ns`: with a frozen encoder in front, a layer of its own, whose times come on top of the first stage's.
+    `encoder_ns`: with a frozen encoder in front, a layer of its own, whose times come on top of the
+    first stage's.
     """
     times = (stages.forward_ns, stages.input_grad_ns, stages.weight_grad_ns)
     layers: list[nn.Module] = [
@@ -92,5 +99,5 @@ def stand_ins(stages: StageCosts, encoder_ns: IntArray | None = None) -> Layered
     ]
     if encoder_ns is not None:
         layers.insert(0, FrozenStandIn((encoder_ns / 1e9).tolist()))
-    spec = Spec(shape=(WIDTH,), dtype=torch.float32)
-    return LayeredModel(layers=layers, specs=lambda cut, column: {"values": spec})
+    spec = TensorSpec(shape=(WIDTH,), dtype=torch.float32)
+    return LayerStack(layers=layers, specs=lambda cut, column: {"values": spec})

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ablation.data import Steps
-from balance.records import IntArray
+from balance.types import IntArray
 from engine.tuning.precompute import EncodedStep
 
 

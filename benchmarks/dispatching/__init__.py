@@ -1,4 +1,6 @@
-"""What `benchmarks/dispatch_ablation.py` runs: samples, model and stand-ins, variants of a step, and the clock."""
+"""What `benchmarks/dispatch_ablation.py` runs: samples, model and stand-ins, variants of a step,
+and the clock.
+"""
 
 import sys
 from pathlib import Path

@@ -1,8 +1,9 @@
 """Where a rank's time goes in a step of `benchmarks/dispatch_ablation.py`, and what it sends.
 
-`Clock` splits a rank's time without gaps: computing of each phase, exchanges, gradients' sum, and waiting. To tell
-waiting from sending, ranks meet at a barrier before all that they do together; what a barrier itself takes, some 0.1
-ms, counts as waiting. `boundary` marks where a phase ends, in the forward pass and on the way back.
+`Clock` splits a rank's time without gaps: computing of each phase, exchanges, gradients' sum, and
+waiting. To tell waiting from sending, ranks meet at a barrier before all that they do together;
+what a barrier itself takes, some 0.1 ms, counts as waiting. `boundary` marks where a phase ends, in
+the forward pass and on the way back.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class Clock:
     def __init__(self, *, together: bool, ranks_per_node: int) -> None:
         self.ranks_per_node = ranks_per_node
         self.together = together
-        """Whether every phase begins on all ranks at once, as where each layer's weights are gathered from all."""
+        """Whether every phase begins on all ranks at once, as where each layer's weights are
+        gathered from all.
+        """
         self.spent_ns: dict[str, int] = defaultdict(int)
         self.sent_bytes = 0
         """To other ranks."""
@@ -64,11 +67,15 @@ class Clock:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Meanwhile ranks meet before each all-to-all and all-gather, and what is sent to other ranks is counted."""
+        """Meanwhile ranks meet before each all-to-all and all-gather, and what is sent to other
+        ranks is counted.
+        """
         exchange, gather = dist.all_to_all_single, dist.all_gather
         size = dist.get_world_size()
 
-        def all_to_all(output: Tensor, given: Tensor, receives: list[int], sends: list[int], group: Any = None) -> Any:
+        def all_to_all(
+            output: Tensor, given: Tensor, receives: list[int], sends: list[int], group: Any = None
+        ) -> Any:
             self.meet()
             self._count(sends, given[:1].nbytes)
             return exchange(output, given, receives, sends, group=group)
@@ -91,15 +98,21 @@ class Clock:
             self.abroad_bytes += count * row_bytes * (rank // per_node != me // per_node)
 
 
-def boundary(clock: Clock, before: str, after: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors; behind them `after` begins, and on the way back, when all of `after` is done, `before`."""
+def boundary(
+    clock: Clock, before: str, after: str, tensors: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The same tensors; behind them `after` begins, and on the way back, when all of `after` is
+    done, `before`.
+    """
     passed = _Boundary.apply(clock, before, after, *tensors.values())  # type: ignore[no-untyped-call]
     return dict(zip(tensors, passed, strict=True))
 
 
 class _Boundary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, clock: Clock, before: str, after: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, clock: Clock, before: str, after: str, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.clock, ctx.before = clock, before
         _enter(clock, after)
         return tuple(tensor.view_as(tensor) for tensor in tensors)

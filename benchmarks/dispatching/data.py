@@ -1,9 +1,11 @@
-"""Samples that see, hear and read, for `benchmarks/dispatch_ablation.py`: uneven ones, the same on every rank.
+"""Samples that see, hear and read, for `benchmarks/dispatch_ablation.py`: uneven ones, the same on
+every rank.
 
-Tasks differ in what they are made of (OrchMLLM, figure 3): questions about images, speech with its transcript, plain
-text, and both at once. Images are all of one size, 0 to 8 per sample; speech and text have long tails. A sample's
-clips are one behind the other. Every rank makes all samples of a step from its seed and so can work on any of them, as
-ranks can that read inputs where they need them.
+Tasks differ in what they are made of (OrchMLLM, figure 3): questions about images, speech with its
+transcript, plain text, and both at once. Images are all of one size, 0 to 8 per sample; speech and
+text have long tails. A sample's clips are one behind the other. Every rank makes all samples of a
+step from its seed and so can work on any of them, as ranks can that read inputs where they need
+them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from balance.metrics import FloatArray
-from balance.records import IntArray
+from balance.types import IntArray
 from engine.cost_model.loads import PhaseLoads
 from engine.dispatching.dispatch import Examples
 
@@ -83,13 +85,21 @@ class PhaseInput:
 
 
 def draw_step(
-    shape: DataShape, flops: Callable[[str, PhaseLoads], FloatArray], *, ranks: int, per_rank: int, seed: int
+    shape: DataShape,
+    flops: Callable[[str, PhaseLoads], FloatArray],
+    *,
+    ranks: int,
+    per_rank: int,
+    seed: int,
 ) -> StepData:
     """Samples of one step, `per_rank` for each rank; `flops`: (phase, loads) -> FLOPs."""
     rng = np.random.default_rng(seed)
     images, speech, texts = _sizes(rng, ranks * per_rank)
     image_tokens = images * (shape.image_patches // shape.patches_per_token)
-    samples = [_sample(shape, rng, *sizes) for sizes in zip(images, image_tokens, speech, texts.tolist(), strict=True)]
+    samples = [
+        _sample(shape, rng, *sizes)
+        for sizes in zip(images, image_tokens, speech, texts.tolist(), strict=True)
+    ]
     lengths: dict[str, IntArray] = {
         "vision": images * shape.image_patches,
         "audio": speech * (shape.frames_per_token // 2),
@@ -107,7 +117,9 @@ def draw_step(
         offsets=np.arange(ranks + 1) * per_rank,
     )
     loads = {
-        phase: PhaseLoads(tokens=lengths[phase], squares=squares[phase], items=np.minimum(lengths[phase], 1))
+        phase: PhaseLoads(
+            tokens=lengths[phase], squares=squares[phase], items=np.minimum(lengths[phase], 1)
+        )
         for phase in lengths
     }
     return StepData(
@@ -137,18 +149,29 @@ def rows_of(sample: Sample, phase: str) -> Tensor:
 def _sizes(rng: np.random.Generator, count: int) -> tuple[IntArray, IntArray, IntArray]:
     """Images, LLM tokens of speech, LLM tokens of text; (count,) each."""
     tasks = rng.choice(len(TASKS), count, p=TASKS)
-    images = np.where(np.isin(tasks, (0, 3)), np.minimum(rng.geometric(0.35, count), MOST_IMAGES), 0)
+    images = np.where(
+        np.isin(tasks, (0, 3)), np.minimum(rng.geometric(0.35, count), MOST_IMAGES), 0
+    )
     spoken = np.clip(rng.lognormal(*SPEECH, count), 4, MOST_SPEECH).astype(np.int64)
     texts = np.clip(rng.lognormal(*TEXT, count), 8, MOST_TEXT).astype(np.int64)
     return images.astype(np.int64), np.where(np.isin(tasks, (1, 3)), spoken, 0), texts
 
 
 def _sample(
-    shape: DataShape, rng: np.random.Generator, images: int, image_tokens: int, speech: int, texts: int
+    shape: DataShape,
+    rng: np.random.Generator,
+    images: int,
+    image_tokens: int,
+    speech: int,
+    texts: int,
 ) -> Sample:
     text = rng.integers(FIRST_TEXT, shape.vocabulary, texts)
     # media come first, then what is said of them
     ids = np.concatenate([np.full(image_tokens, IMAGE_TOKEN), np.full(speech, AUDIO_TOKEN), text])
     patches = rng.standard_normal((images * shape.image_patches, shape.patch_values), np.float32)
     frames = rng.standard_normal((speech * shape.frames_per_token, shape.frame_values), np.float32)
-    return Sample(ids=torch.from_numpy(ids), patches=torch.from_numpy(patches), frames=torch.from_numpy(frames))
+    return Sample(
+        ids=torch.from_numpy(ids),
+        patches=torch.from_numpy(patches),
+        frames=torch.from_numpy(frames),
+    )

@@ -1,4 +1,6 @@
-"""Every rank gathers all features and keeps what it needs: OrchMLLM's strawman (section 5.2.1), to compare with."""
+"""Every rank gathers all features and keeps what it needs: OrchMLLM's strawman (section 5.2.1), to
+compare with.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from balance.records import IntArray
+from balance.types import IntArray
 from engine.dispatching.dispatch import DispatchPlan
 
 
 def gather_features(made: Tensor, plan: DispatchPlan, name: str, rank: int) -> Tensor:
-    """An encoder's features where they are used, of (features that this rank made, width); a collective of all ranks.
+    """An encoder's features where they are used, of (features that this rank made, width); a
+    collective of all ranks.
 
     The backward pass gathers all gradients in the same way.
     """
@@ -22,7 +25,12 @@ def gather_features(made: Tensor, plan: DispatchPlan, name: str, rank: int) -> T
     tokens = own.features.expand(own.moved.apply(plan.examples.features[name][own.examples]))
     home = tokens.inverse()
     ways = tuple(
-        (_padded_places(way.order[way.target_offsets[rank] : way.target_offsets[rank + 1]], way.source_offsets))
+        (
+            _padded_places(
+                way.order[way.target_offsets[rank] : way.target_offsets[rank + 1]],
+                way.source_offsets,
+            )
+        )
         for way in (tokens, home)
     )
     moved: Tensor = _Gathered.apply(made, *ways)  # type: ignore[no-untyped-call]
@@ -46,7 +54,9 @@ def _gather(rows: Tensor, places: Tensor, most: int) -> Tensor:
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, made: Tensor, there: tuple[Tensor, int], back: tuple[Tensor, int]) -> Tensor:
+    def forward(
+        ctx: Any, made: Tensor, there: tuple[Tensor, int], back: tuple[Tensor, int]
+    ) -> Tensor:
         ctx.back = back
         return _gather(made, *there)
 

@@ -1,4 +1,6 @@
-"""All variants of `benchmarks/dispatch_ablation.py` on one rank, taking turns step by step, and what was measured."""
+"""All variants of `benchmarks/dispatch_ablation.py` on one rank, taking turns step by step, and
+what was measured.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from dispatching.stand_in import make_standin
 from dispatching.step import Variant, plan_samples, run_step
 from engine.cost_model.loads import PhaseLoads
 from engine.dispatching.dispatch import PHASES, DispatchOptions
-from engine.runtime.live_bytes import LiveBytes
+from engine.runtime.cpu_memory import LiveBytes
 
 TAILORED = {"vision": "sums", "audio": "padded", "llm": "sums"}
 """By phase, the algorithm that suits how it batches."""
@@ -78,11 +80,15 @@ class Measured:
 
     def share(self, *kinds: str) -> float:
         """Of all ranks' time."""
-        return float(sum(self.seconds[kind] for kind in kinds).sum() / sum(self.seconds.values()).sum())
+        return float(
+            sum(self.seconds[kind] for kind in kinds).sum() / sum(self.seconds.values()).sum()
+        )
 
 
 def variants(ranks_per_node: int) -> list[Variant]:
-    """OrchMLLM, what it is compared with in figures 10 to 13, and what our loader adds: inputs need not travel."""
+    """OrchMLLM, what it is compared with in figures 10 to 13, and what our loader adds: inputs need
+    not travel.
+    """
     full = DispatchOptions(algorithms=TAILORED, ranks_per_node=ranks_per_node, reads_directly=True)
 
     def only(**algorithms: Any) -> DispatchOptions:
@@ -103,11 +109,17 @@ def variants(ranks_per_node: int) -> list[Variant]:
 
 
 def run_rank(rank: int, folder: str, options: RunOptions, results: Any) -> None:
-    """Run everything on one of the ranks that the benchmark starts; the first puts what all measured."""
+    """Run everything on one of the ranks that the benchmark starts; the first puts what all
+    measured.
+    """
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=options.ranks, timeout=timedelta(minutes=3)
+        "gloo",
+        init_method=f"file://{folder}/meet",
+        rank=rank,
+        world_size=options.ranks,
+        timeout=timedelta(minutes=3),
     )
     peak = options.rate or _peak_flops()
     found = _run_all(options, variants(options.ranks_per_node))
@@ -115,7 +127,9 @@ def run_rank(rank: int, folder: str, options: RunOptions, results: Any) -> None:
     dist.all_gather_object(every, (peak, found))
     if rank == 0:
         peaks, by_rank = zip(*every, strict=True)
-        results.put((float(np.mean(peaks)), {key: _joined([own[key] for own in by_rank]) for key in found}))
+        results.put(
+            (float(np.mean(peaks)), {key: _joined([own[key] for own in by_rank]) for key in found})
+        )
     dist.barrier()
     dist.destroy_process_group()
 
@@ -129,7 +143,9 @@ def steps_of(options: RunOptions, setting: int) -> list[StepData]:
 def draw(options: RunOptions, seed: int) -> StepData:
     """One step of all ranks."""
     flops = partial(phase_flops, options.shape)
-    return draw_step(options.shape.data, flops, ranks=options.ranks, per_rank=options.per_rank, seed=seed)
+    return draw_step(
+        options.shape.data, flops, ranks=options.ranks, per_rank=options.per_rank, seed=seed
+    )
 
 
 def phase_loads(step: StepData, variant: Variant) -> dict[str, PhaseLoads]:
@@ -146,18 +162,31 @@ def phase_loads(step: StepData, variant: Variant) -> dict[str, PhaseLoads]:
     return loads
 
 
-def slowest_flops(options: RunOptions, step: StepData, variant: Variant, *, together: bool) -> float:
-    """What the ranks that are waited for compute: of each phase if phases begin together, else of the whole step."""
+def slowest_flops(
+    options: RunOptions, step: StepData, variant: Variant, *, together: bool
+) -> float:
+    """What the ranks that are waited for compute: of each phase if phases begin together, else of
+    the whole step.
+    """
     loads = phase_loads(step, variant)
-    flops = np.stack([phase_flops(options.shape, phase, own) for phase, own in loads.items()])  # (phases, ranks)
+    flops = np.stack(
+        [phase_flops(options.shape, phase, own) for phase, own in loads.items()]
+    )  # (phases, ranks)
     return float(flops.max(axis=1).sum() if together else flops.sum(axis=0).max())
 
 
-def _run_all(options: RunOptions, chosen: list[Variant]) -> dict[tuple[bool, str], list[dict[str, float]]]:
+def _run_all(
+    options: RunOptions, chosen: list[Variant]
+) -> dict[tuple[bool, str], list[dict[str, float]]]:
     """By setting and variant, this rank's figures of each step."""
     shape, rate = options.shape, options.rate
-    models = {v.name: make_model(shape) if rate is None else make_standin(shape, rate) for v in chosen}
-    optimizers = {name: torch.optim.SGD(model.parameters(), lr=LEARNING_RATE) for name, model in models.items()}
+    models = {
+        v.name: make_model(shape) if rate is None else make_standin(shape, rate) for v in chosen
+    }
+    optimizers = {
+        name: torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        for name, model in models.items()
+    }
     found: dict[tuple[bool, str], list[dict[str, float]]] = {}
     for number, together in enumerate(options.settings):
         for place, step in enumerate(steps_of(options, number)):
@@ -165,7 +194,12 @@ def _run_all(options: RunOptions, chosen: list[Variant]) -> dict[tuple[bool, str
                 model, optimizer = models[variant.name], optimizers[variant.name]
                 clock = Clock(together=together, ranks_per_node=options.ranks_per_node)
                 loss = run_step(model, optimizer, step, variant, shape.data, clock)
-                own = {"loss": loss, "sent": clock.sent_bytes, "abroad": clock.abroad_bytes, "counted": place > 0}
+                own = {
+                    "loss": loss,
+                    "sent": clock.sent_bytes,
+                    "abroad": clock.abroad_bytes,
+                    "counted": place > 0,
+                }
                 own |= {kind: clock.spent_ns[kind] / 1e9 for kind in KINDS}
                 found.setdefault((together, variant.name), []).append(own)
     for variant in chosen:
@@ -178,7 +212,9 @@ def _run_all(options: RunOptions, chosen: list[Variant]) -> dict[tuple[bool, str
 def _peak_bytes(
     options: RunOptions, variant: Variant, model: nn.ModuleDict, optimizer: torch.optim.Optimizer
 ) -> list[int]:
-    """Most bytes of tensors alive in the first steps: activations, gradients and what is being exchanged."""
+    """Most bytes of tensors alive in the first steps: activations, gradients and what is being
+    exchanged.
+    """
     peaks = []
     for step in steps_of(options, 0)[: options.memory_steps]:
         clock = Clock(together=False, ranks_per_node=options.ranks_per_node)
@@ -206,7 +242,9 @@ def _joined(ranks: list[list[dict[str, Any]]]) -> Measured:
 
 
 def _peak_flops() -> float:
-    """The most floating-point operations per second that matrix products reach on this rank, all ranks at once."""
+    """The most floating-point operations per second that matrix products reach on this rank, all
+    ranks at once.
+    """
     values = torch.randn(MATRIX, MATRIX)
     rates = []
     for _ in range(MATRIX_ROUNDS):

@@ -1,8 +1,10 @@
-"""Stand-in layers of `benchmarks/dispatch_ablation.py --standin`: they wait for their modelled time, computing little.
+"""Stand-in layers of `benchmarks/dispatch_ablation.py --standin`: they wait for their modelled
+time, computing little.
 
-So that more ranks than cores can run. A phase waits as long as its FLOPs would take at a rate, padding included, a
-third of it in the forward pass. Features are real tensors of the LLM's width, made of their inputs, and really travel:
-the loss shows whether each came to its place. Nothing here says how fast layers are.
+So that more ranks than cores can run. A phase waits as long as its FLOPs would take at a rate,
+padding included, a third of it in the forward pass. Features are real tensors of the LLM's width,
+made of their inputs, and really travel: the loss shows whether each came to its place. Nothing here
+says how fast layers are.
 """
 
 from __future__ import annotations
@@ -26,7 +28,11 @@ class StandIn(nn.Module):
 
     def wait(self, given: PhaseInput, like: Tensor) -> Tensor:
         """`like`, after the forward pass's time; its gradient takes the backward pass's."""
-        forward_s = float(phase_flops(self.shape, self.phase, self._loads(given))[0]) / self.rate / (1 + BACKWARD)
+        forward_s = (
+            float(phase_flops(self.shape, self.phase, self._loads(given))[0])
+            / self.rate
+            / (1 + BACKWARD)
+        )
         wait(forward_s)
         return Wait.apply(like, BACKWARD * forward_s)  # type: ignore[no-untyped-call,no-any-return]
 
@@ -40,7 +46,9 @@ class StandIn(nn.Module):
             lengths = lengths // 2
             lengths = np.full(count, lengths.max(initial=0))
             squares = np.square(lengths).sum()
-        return PhaseLoads(tokens=lengths.sum(keepdims=True), squares=np.array([squares]), items=np.array([count]))
+        return PhaseLoads(
+            tokens=lengths.sum(keepdims=True), squares=np.array([squares]), items=np.array([count])
+        )
 
 
 class StandInEncoder(StandIn):
@@ -49,7 +57,10 @@ class StandInEncoder(StandIn):
     def __init__(self, shape: ModelShape, phase: str, rate: float) -> None:
         super().__init__(shape, phase, rate)
         values = {"vision": shape.data.patch_values, "audio": shape.data.frame_values}[phase]
-        self.joined = {"vision": shape.data.patches_per_token, "audio": shape.data.frames_per_token}[phase]
+        self.joined = {
+            "vision": shape.data.patches_per_token,
+            "audio": shape.data.frames_per_token,
+        }[phase]
         self.out = nn.Linear(values, shape.llm.width)
 
     def forward(self, given: PhaseInput) -> Tensor:

@@ -1,8 +1,9 @@
-"""One step of a variant of OrchMLLM's dispatching on one rank, for `benchmarks/dispatch_ablation.py`.
+"""One step of a variant of OrchMLLM's dispatching on one rank, for
+`benchmarks/dispatch_ablation.py`.
 
-Plan, exchange, forward, backward, gradients' sum, optimizer, all with the project's own planner and exchange; what it
-is compared with goes home first (`two exchanges`) or gathers everything (`dispatching.gather`). Planning is part of the
-step, although a loader does it in its prefetch.
+Plan, exchange, forward, backward, gradients' sum, optimizer, all with the project's own planner and
+exchange; what it is compared with goes home first (`two exchanges`) or gathers everything
+(`dispatching.gather`). Planning is part of the step, although a loader does it in its prefetch.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from balance.rearrange import Rearrangement
-from balance.step_plan import ENCODERS
+from balance.steps.all_to_all import Permutation
+from balance.steps.step_planner import ENCODERS
 from dispatching.clock import Clock, boundary
 from dispatching.data import DataShape, PhaseInput, StepData, phase_input, rows_of
 from dispatching.gather import gather_features
 from engine.dispatching.dispatch import PHASES, DispatchOptions, DispatchPlan, plan_dispatch
-from engine.dispatching.dispatch_routes import FeatureMove, Route, rank_route
-from engine.runtime.exchange import exchange_features
-from engine.runtime.groups import sum_over
+from engine.dispatching.routes import FeatureMove, Route, rank_route
+from engine.runtime.communication.feature_all_to_all import exchange_features
+from engine.runtime.communication.process_groups import sum_over
 
 Way = Literal["composed", "two exchanges", "all-gather"]
 """How features come to where they are used."""
@@ -51,7 +52,9 @@ class Planned:
     inputs: dict[str, list[int]]
     """By phase, the samples that this rank works on."""
     drawn: dict[str, Route]
-    """By phase, the way of the inputs from where they were drawn; nothing if they are read where they are needed."""
+    """By phase, the way of the inputs from where they were drawn; nothing if they are read where
+    they are needed.
+    """
     hops: tuple[dict[str, Route], ...]
     """The ways of the features, one after the other, by encoder."""
 
@@ -71,7 +74,10 @@ def plan_step(step: StepData, variant: Variant, rank: int) -> Planned:
     if variant.way == "composed":
         moves = [{name: _leg(plan, name, plan.phases[name].features) for name in variant.encoders}]
     elif variant.way == "two exchanges":
-        moves = [{name: legs[place] for name, legs in _both_legs(plan, variant).items()} for place in (0, 1)]
+        moves = [
+            {name: legs[place] for name, legs in _both_legs(plan, variant).items()}
+            for place in (0, 1)
+        ]
     own = {phase: plan.batches(phase)[rank].tolist() for phase in PHASES}
     drawn: dict[str, Route] = {}
     if variant.options.algorithms and not variant.options.reads_directly:
@@ -83,13 +89,18 @@ def plan_step(step: StepData, variant: Variant, rank: int) -> Planned:
 def drawn_inputs(
     step: StepData, variant: Variant, planned: Planned, shape: DataShape, rank: int
 ) -> dict[str, PhaseInput]:
-    """What a loader has ready for this rank: inputs of what it works on, or of what it drew if inputs travel."""
+    """What a loader has ready for this rank: inputs of what it works on, or of what it drew if
+    inputs travel.
+    """
     if not planned.drawn:
         return {phase: phase_input(step, shape, phase, planned.inputs[phase]) for phase in PHASES}
     offsets = step.examples.offsets
     mine = range(offsets[rank], offsets[rank + 1])
     lengths = step.examples.lengths
-    return {phase: phase_input(step, shape, phase, [n for n in mine if lengths[phase][n]]) for phase in PHASES}
+    return {
+        phase: phase_input(step, shape, phase, [n for n in mine if lengths[phase][n]])
+        for phase in PHASES
+    }
 
 
 def run_step(
@@ -131,15 +142,24 @@ def _gradients(model: nn.ModuleDict) -> list[Tensor]:
 
 
 def _forward(
-    model: nn.ModuleDict, inputs: dict[str, PhaseInput], planned: Planned, variant: Variant, clock: Clock, rank: int
+    model: nn.ModuleDict,
+    inputs: dict[str, PhaseInput],
+    planned: Planned,
+    variant: Variant,
+    clock: Clock,
+    rank: int,
 ) -> Tensor:
-    """The sum of the losses of this rank's tokens; `vision` is being timed when it begins, on both ways."""
+    """The sum of the losses of this rank's tokens; `vision` is being timed when it begins, on both
+    ways.
+    """
     seen = boundary(clock, "vision", "audio", {"vision": model["vision"](inputs["vision"])})
     made = seen | {"audio": model["audio"](inputs["audio"])}
     made = boundary(clock, "audio", "exchange", made)
     link = torch.zeros(())
     if variant.way == "all-gather":
-        made = made | {name: gather_features(made[name], planned.plan, name, rank) for name in variant.encoders}
+        made = made | {
+            name: gather_features(made[name], planned.plan, name, rank) for name in variant.encoders
+        }
     for hop in planned.hops:
         if hop:
             came = exchange_features({name: made[name] for name in hop}, hop)
@@ -148,10 +168,12 @@ def _forward(
     return model["llm"](inputs["llm"], used) + used["link"]
 
 
-def _leg(plan: DispatchPlan, name: str, moved: Rearrangement) -> FeatureMove:
+def _leg(plan: DispatchPlan, name: str, moved: Permutation) -> FeatureMove:
     """A move of an encoder's features that begins where they were made."""
     own = plan.phases[name]
-    return FeatureMove(examples=moved, features=own.moved.apply(plan.examples.features[name][own.examples]))
+    return FeatureMove(
+        examples=moved, features=own.moved.apply(plan.examples.features[name][own.examples])
+    )
 
 
 def _both_legs(plan: DispatchPlan, variant: Variant) -> dict[str, tuple[FeatureMove, FeatureMove]]:
@@ -159,7 +181,10 @@ def _both_legs(plan: DispatchPlan, variant: Variant) -> dict[str, tuple[FeatureM
     legs = {}
     for name in variant.encoders:
         own = plan.phases[name]
-        on = FeatureMove(examples=own.moved.then(own.features), features=plan.examples.features[name][own.examples])
+        on = FeatureMove(
+            examples=own.moved.then(own.features),
+            features=plan.examples.features[name][own.examples],
+        )
         legs[name] = _leg(plan, name, own.moved.inverse()), on
     return legs
 
@@ -167,14 +192,23 @@ def _both_legs(plan: DispatchPlan, variant: Variant) -> dict[str, tuple[FeatureM
 def _of_inputs(step: StepData, plan: DispatchPlan, phase: str) -> FeatureMove:
     """Pi_E (Pi_M of texts): inputs from where they were drawn, counted in rows."""
     own = plan.phases[phase]
-    rows = np.array([len(rows_of(step.samples[number], phase)) for number in own.examples], np.int64)
+    rows = np.array(
+        [len(rows_of(step.samples[number], phase)) for number in own.examples], np.int64
+    )
     return FeatureMove(examples=own.moved, features=rows)
 
 
-def _bring_inputs(step: StepData, planned: Planned, inputs: dict[str, PhaseInput]) -> dict[str, PhaseInput]:
+def _bring_inputs(
+    step: StepData, planned: Planned, inputs: dict[str, PhaseInput]
+) -> dict[str, PhaseInput]:
     """The paper's way: inputs travel from the rank that drew them."""
-    came = exchange_features({name: own.rows for name, own in inputs.items()}, planned.drawn, frozen=PHASES).features
+    came = exchange_features(
+        {name: own.rows for name, own in inputs.items()}, planned.drawn, frozen=PHASES
+    ).features
     return {
-        phase: PhaseInput(rows=came[phase], lengths=[len(rows_of(step.samples[number], phase)) for number in numbers])
+        phase: PhaseInput(
+            rows=came[phase],
+            lengths=[len(rows_of(step.samples[number], phase)) for number in numbers],
+        )
         for phase, numbers in planned.inputs.items()
     }

@@ -1,7 +1,8 @@
-"""Micro-batches for `gpu.layers`: sequences of drawn tokens and tiles of drawn numbers, on the device where they go.
+"""Micro-batches for `gpu.layers`: sequences of drawn tokens and tiles of drawn numbers, on the
+device where they go.
 
-What is drawn does not change how long a layer takes. Each is made on the CPU; on the way to a GPU it is pinned, and
-nothing that the GPU computes is waited for.
+What is drawn does not change how long a layer takes. Each is made on the CPU; on the way to a GPU
+it is pinned, and nothing that the GPU computes is waited for.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from balance.presets import ModelPreset
-from balance.records import LABEL_IGNORE, Counts, IntArray
+from balance.types import LABEL_IGNORE, Counts, IntArray
 from gpu.presets import rule_of, shapes_of, squares_of
 
 ROTARY_BASE = 1e6
@@ -47,13 +48,17 @@ class Sequences:
 
     @classmethod
     def of_sizes(cls, tiles: int, tokens: Sequence[int], tile_tokens: int) -> Sequences:
-        """Packed sequences, of which the first ones have as many of the tiles as they hold. ValueError if too many."""
+        """Packed sequences, of which the first ones have as many of the tiles as they hold.
+        ValueError if too many.
+        """
         dealt, left = [], tiles
         for length in tokens:
             dealt.append(min(left, length // tile_tokens))
             left -= dealt[-1]
         if left:
-            raise ValueError(f"{tiles} tiles of {tile_tokens} tokens do not go into sequences of {list(tokens)}")
+            raise ValueError(
+                f"{tiles} tiles of {tile_tokens} tokens do not go into sequences of {list(tokens)}"
+            )
         return cls(tiles=dealt, tokens=tokens, lengths=tokens, ids=range(len(tokens)))
 
 
@@ -84,7 +89,10 @@ class Batch:
         """The same on a device; without waiting for it."""
         if device.type == "cpu":
             return self
-        moved = {name: each.pin_memory().to(device, non_blocking=True) for name, each in self.tensors().items()}
+        moved = {
+            name: each.pin_memory().to(device, non_blocking=True)
+            for name, each in self.tensors().items()
+        }
         return replace(self, **moved)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -112,7 +120,10 @@ def make_batch(sequences: Sequences, preset: ModelPreset, dtype: torch.dtype) ->
     wanted = torch.from_numpy(np.concatenate(labels))
     # of a generator of their own: whatever else draws, a micro-batch stays the same
     drawn = torch.randn(
-        sum(sequences.tiles), squares_of(preset), vit.patch_values, generator=torch.Generator().manual_seed(start)
+        sum(sequences.tiles),
+        squares_of(preset),
+        vit.patch_values,
+        generator=torch.Generator().manual_seed(start),
     )
     return Batch(
         input_ids=torch.from_numpy(np.concatenate(ids)),

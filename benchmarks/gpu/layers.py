@@ -1,9 +1,11 @@
-"""Layers of the shapes that presets name, in plain torch: what `engine.cost_model.layer_list` models, to be measured.
+"""Layers of the shapes that presets name, in plain torch: what `engine.cost_model.layer_list`
+models, to be measured.
 
-InternViT's: RMSNorm, normalised queries and keys, layer scale, GELU; other encoders: LayerNorm and none of the rest.
-InternLM2's: RMSNorm, grouped queries, rotary positions, SwiGLU, no biases. Attention is torch's
-`scaled_dot_product_attention`, tile by tile and sample by sample: on a GPU its flash kernels, which know grouped
-queries. Elementwise operations are torch's own, not fused: this is what a model without special kernels takes.
+InternViT's: RMSNorm, normalised queries and keys, layer scale, GELU; other encoders: LayerNorm and
+none of the rest. InternLM2's: RMSNorm, grouped queries, rotary positions, SwiGLU, no biases.
+Attention is torch's `scaled_dot_product_attention`, tile by tile and sample by sample: on a GPU its
+flash kernels, which know grouped queries. Elementwise operations are torch's own, not fused: this
+is what a model without special kernels takes.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from balance.presets import ModelPreset
-from balance.records import LABEL_IGNORE
 from balance.shapes import LlmShape, TransformerShape, VitShape
-from engine.runtime.carries import LOSS, Carry, LayeredModel, Spec
+from balance.types import LABEL_IGNORE
+from engine.runtime.stage_io import LOSS, LayerStack, StageTensors, TensorSpec
 from gpu.batches import Batch
 from gpu.presets import rule_of, shapes_of, squares_of
 
@@ -27,8 +29,11 @@ LAYER_SCALE = 0.1
 """InternViT-6B's at the beginning."""
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], *, causal: bool) -> Tensor:
-    """Attention inside sequences that lie one behind the other: (tokens, heads, size) each -> (tokens, width).
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], *, causal: bool
+) -> Tensor:
+    """Attention inside sequences that lie one behind the other: (tokens, heads, size) each ->
+    (tokens, width).
 
     `key` and `value` may have fewer heads. Equal sequences go in one call.
     """
@@ -60,7 +65,9 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(shape.hidden_size, sum(widths), bias=False)
         self.out = nn.Linear(widths[0], shape.hidden_size, bias=not self.causal)
         normed = isinstance(shape, VitShape) and shape.query_key_norm
-        self.norms = nn.ModuleList(nn.RMSNorm(width, eps=1e-6) for width in widths[:2]) if normed else None
+        self.norms = (
+            nn.ModuleList(nn.RMSNorm(width, eps=1e-6) for width in widths[:2]) if normed else None
+        )
 
     def forward(self, x: Tensor, lengths: Sequence[int], rotary: Tensor | None) -> Tensor:
         query, key, value = self.qkv(x).split(self.widths, dim=1)
@@ -73,7 +80,9 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Rotary position embedding of x, (tokens, heads, size), by cosines and sines, (2, tokens, 1, size)."""
+    """Rotary position embedding of x, (tokens, heads, size), by cosines and sines, (2, tokens, 1,
+    size).
+    """
     first, second = x.chunk(2, dim=-1)
     return x * rotary[0] + torch.cat([-second, first], dim=-1) * rotary[1]
 
@@ -84,7 +93,9 @@ class FeedForward(nn.Module):
     def __init__(self, shape: TransformerShape, *, bias: bool) -> None:
         super().__init__()
         self.gated = shape.gated
-        self.up = nn.Linear(shape.hidden_size, shape.ffn_size * (2 if shape.gated else 1), bias=bias)
+        self.up = nn.Linear(
+            shape.hidden_size, shape.ffn_size * (2 if shape.gated else 1), bias=bias
+        )
         self.down = nn.Linear(shape.ffn_size, shape.hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -102,11 +113,15 @@ class Block(nn.Module):
         super().__init__()
         is_vit, width = isinstance(shape, VitShape), shape.hidden_size
         plain = is_vit and not shape.query_key_norm
-        self.norms = nn.ModuleList(nn.LayerNorm(width) if plain else nn.RMSNorm(width, eps=1e-6) for _ in range(2))
+        self.norms = nn.ModuleList(
+            nn.LayerNorm(width) if plain else nn.RMSNorm(width, eps=1e-6) for _ in range(2)
+        )
         self.attention, self.feed = Attention(shape), FeedForward(shape, bias=is_vit)
         scaled = is_vit and shape.layer_scale
         self.scales = (
-            nn.ParameterList(nn.Parameter(torch.full((width,), LAYER_SCALE)) for _ in range(2)) if scaled else None
+            nn.ParameterList(nn.Parameter(torch.full((width,), LAYER_SCALE)) for _ in range(2))
+            if scaled
+            else None
         )
 
     def forward(self, x: Tensor, lengths: Sequence[int], rotary: Tensor | None) -> Tensor:
@@ -128,7 +143,7 @@ class PatchEmbedding(nn.Module):
         self.first = nn.Parameter(torch.zeros(1, tokens - squares, vit.hidden_size))
         self.positions = nn.Parameter(torch.randn(tokens, vit.hidden_size) * 0.02)
 
-    def forward(self, carry: Carry, batch: Batch) -> Carry:
+    def forward(self, carry: StageTensors, batch: Batch) -> StageTensors:
         squares = self.embed(batch.pixels)
         rows = torch.cat([self.first.expand(len(squares), -1, -1), squares], dim=1) + self.positions
         return {"features": rows.flatten(0, 1)}
@@ -141,7 +156,7 @@ class VisionLayer(nn.Module):
         super().__init__()
         self.block, self.tokens = Block(shapes_of(preset)[0]), rule_of(preset).vit_tokens_per_patch
 
-    def forward(self, carry: Carry, batch: Batch) -> Carry:
+    def forward(self, carry: StageTensors, batch: Batch) -> StageTensors:
         if not len(batch.pixels):  # flash kernels take nothing empty
             return {"features": carry["features"]}
         return {"features": self.block(carry["features"], [self.tokens] * len(batch.pixels), None)}
@@ -154,14 +169,22 @@ class VisionProjector(nn.Module):
         super().__init__()
         vit, _ = shapes_of(preset)
         rule, self.squares = rule_of(preset), squares_of(preset)
-        self.tokens, self.side = rule.vit_tokens_per_patch, isqrt(self.squares // rule.llm_tokens_per_patch)
+        self.tokens, self.side = (
+            rule.vit_tokens_per_patch,
+            isqrt(self.squares // rule.llm_tokens_per_patch),
+        )
         self.norm = nn.LayerNorm(vit.projector[0])
-        self.products = nn.ModuleList(nn.Linear(first, second) for first, second in pairwise(vit.projector))
+        self.products = nn.ModuleList(
+            nn.Linear(first, second) for first, second in pairwise(vit.projector)
+        )
 
-    def forward(self, carry: Carry, batch: Batch) -> Carry:
+    def forward(self, carry: StageTensors, batch: Batch) -> StageTensors:
         rows, side = carry["features"], self.side
-        # (tiles, tokens, width) without the class token -> (tiles, rows, side, columns, side, width)
-        squares = rows.unflatten(0, (len(batch.pixels), self.tokens))[:, self.tokens - self.squares :]
+        # (tiles, tokens, width) without the class token -> (tiles, rows, side, columns, side,
+        # width)
+        squares = rows.unflatten(0, (len(batch.pixels), self.tokens))[
+            :, self.tokens - self.squares :
+        ]
         columns = isqrt(self.squares) // side
         grid = squares.unflatten(1, (columns, side, columns, side)).transpose(2, 3)
         x = self.norm(grid.reshape(-1, side * side * rows.shape[1]))
@@ -178,8 +201,12 @@ class TokenEmbedding(nn.Module):
         llm = shapes_of(preset)[1]
         self.embed = nn.Embedding(llm.vocab_size, llm.hidden_size)
 
-    def forward(self, carry: Carry, batch: Batch) -> Carry:
-        return {"hidden": self.embed(batch.input_ids).index_copy(0, batch.image_places, carry["features"])}
+    def forward(self, carry: StageTensors, batch: Batch) -> StageTensors:
+        return {
+            "hidden": self.embed(batch.input_ids).index_copy(
+                0, batch.image_places, carry["features"]
+            )
+        }
 
 
 class LlmLayer(nn.Module):
@@ -189,7 +216,7 @@ class LlmLayer(nn.Module):
         super().__init__()
         self.block = Block(shapes_of(preset)[1])
 
-    def forward(self, carry: Carry, batch: Batch) -> Carry:
+    def forward(self, carry: StageTensors, batch: Batch) -> StageTensors:
         return {"hidden": self.block(carry["hidden"], batch.lengths, batch.rotary)}
 
 
@@ -202,13 +229,21 @@ class Head(nn.Module):
         self.norm = nn.RMSNorm(llm.hidden_size, eps=1e-6)
         self.head = nn.Linear(llm.hidden_size, llm.vocab_size, bias=False)
 
-    def forward(self, carry: Carry, batch: Batch) -> Carry:
+    def forward(self, carry: StageTensors, batch: Batch) -> StageTensors:
         logits = self.head(self.norm(carry["hidden"])).float()
-        return {LOSS: functional.cross_entropy(logits, batch.labels, ignore_index=LABEL_IGNORE, reduction="sum")}
+        return {
+            LOSS: functional.cross_entropy(
+                logits, batch.labels, ignore_index=LABEL_IGNORE, reduction="sum"
+            )
+        }
 
 
-def make_model(preset: ModelPreset, device: torch.device, dtype: torch.dtype, seed: int = 0) -> LayeredModel:
-    """A preset's layers in the order of `engine.cost_model.layer_list`, weights drawn on the device, in `dtype`."""
+def make_model(
+    preset: ModelPreset, device: torch.device, dtype: torch.dtype, seed: int = 0
+) -> LayerStack:
+    """A preset's layers in the order of `engine.cost_model.layer_list`, weights drawn on the
+    device, in `dtype`.
+    """
     vit, llm = shapes_of(preset)
     torch.manual_seed(seed)
     order = [PatchEmbedding, *[VisionLayer] * vit.num_layers, VisionProjector]
@@ -217,12 +252,20 @@ def make_model(preset: ModelPreset, device: torch.device, dtype: torch.dtype, se
         layers = [kind(preset).to(dtype) for kind in order]
     rule, projector = rule_of(preset), 1 + vit.num_layers
 
-    def specs(cut: int, batch: Batch) -> dict[str, Spec]:
+    def specs(cut: int, batch: Batch) -> dict[str, TensorSpec]:
         tiles = len(batch.pixels)
         if cut <= projector:
-            return {"features": Spec(shape=(tiles * rule.vit_tokens_per_patch, vit.hidden_size), dtype=dtype)}
+            return {
+                "features": TensorSpec(
+                    shape=(tiles * rule.vit_tokens_per_patch, vit.hidden_size), dtype=dtype
+                )
+            }
         if cut == projector + 1:
-            return {"features": Spec(shape=(tiles * rule.llm_tokens_per_patch, llm.hidden_size), dtype=dtype)}
-        return {"hidden": Spec(shape=(len(batch.input_ids), llm.hidden_size), dtype=dtype)}
+            return {
+                "features": TensorSpec(
+                    shape=(tiles * rule.llm_tokens_per_patch, llm.hidden_size), dtype=dtype
+                )
+            }
+        return {"hidden": TensorSpec(shape=(len(batch.input_ids), llm.hidden_size), dtype=dtype)}
 
-    return LayeredModel(layers=layers, specs=specs)
+    return LayerStack(layers=layers, specs=specs)

@@ -1,7 +1,9 @@
-"""AdamW in float32 for weights in bf16: `MasterAdamW`, 12 bytes per parameter besides weights and gradients.
+"""AdamW in float32 for weights in bf16: `MasterAdamW`, 12 bytes per parameter besides weights and
+gradients.
 
-A bf16 weight has 8 bits: most of Adam's steps are too small to change it. So a copy in float32 takes them. Gradients
-become float32 one layer at a time: of the largest layer, 4 bytes per parameter are all that a step needs besides.
+A bf16 weight has 8 bits: most of Adam's steps are too small to change it. So a copy in float32
+takes them. Gradients become float32 one layer at a time: of the largest layer, 4 bytes per
+parameter are all that a step needs besides.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ class MasterAdamW:
             weights = list(layer.parameters())
             masters = [weight.detach().float().clone() for weight in weights]
             self._parts.append((weights, masters, torch.optim.AdamW(masters, lr=lr, fused=True)))
-        # a step with gradients of 0 makes the moments; without decay it changes no weight, and it shall not count
+        # a step with gradients of 0 makes the moments; without decay it changes no weight, and it
+        # shall not count
         for _, _, optimizer in self._parts:
             optimizer.param_groups[0]["weight_decay"] = 0.0
         self.step()
@@ -44,7 +47,9 @@ class MasterAdamW:
         """Update the weights; leaves no gradients."""
         for weights, masters, optimizer in self._parts:
             for weight, master in zip(weights, masters, strict=True):
-                master.grad = torch.zeros_like(master) if weight.grad is None else weight.grad.float()
+                master.grad = (
+                    torch.zeros_like(master) if weight.grad is None else weight.grad.float()
+                )
                 weight.grad = None
             optimizer.step()
             for weight, master in zip(weights, masters, strict=True):

@@ -1,4 +1,6 @@
-"""OmniBal's tables of partitions on measured layers: Table 4's methods, and Table 9's nine models. Simulated steps."""
+"""OmniBal's tables of partitions on measured layers: Table 4's methods, and Table 9's nine models.
+Simulated steps.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,14 @@ from papers.omnibal_models import (
 from papers.omnibal_partition import PAPER_TABLE_4
 
 from balance.presets import ModelPreset, load_model
-from balance.records import IntArray
+from balance.types import IntArray
 from engine.cost_model.costs import NS_PER_MS, Costs
 from engine.cost_model.loads import Loads
-from engine.cost_model.profile_costs import Profile
+from engine.cost_model.profile_table import Profile
 from engine.planning.bmp import candidate, search_bmp
-from engine.planning.exact import search_exact
 from engine.planning.partition import METHODS
-from engine.planning.profile_plan import measured_costs
+from engine.planning.plan_from_profile import measured_costs
+from engine.planning.search.branch_and_bound import search_exact
 from engine.simulator.evaluate import evaluate
 from engine.simulator.schedule import one_f_one_b
 from gpu.presets import rule_of
@@ -77,7 +79,9 @@ class Choice:
     """Of the last one's."""
     step_ms: float
     paper_ratio: float | None
-    """On measured layers, the paper's choice to the best one; None if it does not fit the published model."""
+    """On measured layers, the paper's choice to the best one; None if it does not fit the published
+    model.
+    """
     modelled_ratio: float | None
     """The same of the analytical model's choice; None if measured memory does not hold it."""
     paper_fits: bool | None
@@ -88,21 +92,34 @@ def full_loads(preset: ModelPreset, *, tiny: bool = False) -> Loads:
     rule = rule_of(preset)
     seq_len = SEQ_LEN // 256 * rule.llm_tokens_per_patch if tiny else SEQ_LEN
     return Loads.constant(
-        MICRO_BATCHES, images=IMAGES, vit_tokens_per_image=rule.vit_tokens_per_patch, seq_len=seq_len, samples=SAMPLES
+        MICRO_BATCHES,
+        images=IMAGES,
+        vit_tokens_per_image=rule.vit_tokens_per_patch,
+        seq_len=seq_len,
+        samples=SAMPLES,
     )
 
 
 def table_4(costs: Costs, measured: Costs, memory_bytes: int) -> list[Method]:
-    """Partition methods on some costs, everything recomputed; what each makes is also tried on measured costs."""
-    schedule, everything = one_f_one_b(INTERNVL.pp, MICRO_BATCHES), np.ones(costs.num_layers, np.bool_)
+    """Partition methods on some costs, everything recomputed; what each makes is also tried on
+    measured costs.
+    """
+    schedule, everything = (
+        one_f_one_b(INTERNVL.pp, MICRO_BATCHES),
+        np.ones(costs.num_layers, np.bool_),
+    )
 
     def step_ns(of: Costs, borders: IntArray) -> int:
         return evaluate(of, borders, everything, schedule).step_ns
 
     found = {name: method(costs, INTERNVL.pp) for name, method in METHODS.items()}
-    found["BMP"] = search_bmp(costs, INTERNVL.pp, lambda borders: step_ns(costs, borders)).best.borders
+    found["BMP"] = search_bmp(
+        costs, INTERNVL.pp, lambda borders: step_ns(costs, borders)
+    ).best.borders
     found["exact, not recomputed"] = search_exact(costs, schedule, memory_bytes).borders
-    best = search_bmp(measured, INTERNVL.pp, lambda borders: step_ns(measured, borders)).best.borders
+    best = search_bmp(
+        measured, INTERNVL.pp, lambda borders: step_ns(measured, borders)
+    ).best.borders
     first, base = candidate(costs, found["parameter-based"]), step_ns(costs, found["BMP"])
     rows = []
     for name, borders in found.items():
@@ -111,7 +128,9 @@ def table_4(costs: Costs, measured: Costs, memory_bytes: int) -> list[Method]:
             Method(
                 name=name,
                 layers=layers,
-                variance_params=float((np.add.reduceat(costs.param_counts, borders[:-1]) / 1e9).var()),
+                variance_params=float(
+                    (np.add.reduceat(costs.param_counts, borders[:-1]) / 1e9).var()
+                ),
                 variance_layers=float(np.var(layers)),
                 variance_forward_ms2=one.variance_ms2,
                 sum_change_mib=(one.comm_bytes - first.comm_bytes) / MIB,
@@ -131,16 +150,22 @@ def pairs() -> Iterator[tuple[Pair, ModelPreset]]:
 
 
 def table_9(pair: Pair, modelled: Costs, measured: Costs, memory_bytes: int) -> Choice:
-    """The fastest partition and recomputation by the one and by the other, and the paper's, all on measured layers."""
+    """The fastest partition and recomputation by the one and by the other, and the paper's, all on
+    measured layers.
+    """
     schedule = one_f_one_b(pair.pp, MICRO_BATCHES)
     ours, theirs = (search_exact(costs, schedule, memory_bytes) for costs in (measured, modelled))
     carried = evaluate(measured, theirs.borders, theirs.recompute, schedule)
     paper_ratio = paper_fits = None
     if sum(pair.layers) == int(is_transformer(measured).sum()):
         borders = borders_of(measured, pair.layers)
-        paper = evaluate(measured, borders, first_recomputed(measured, borders, pair.recomputed), schedule)
+        paper = evaluate(
+            measured, borders, first_recomputed(measured, borders, pair.recomputed), schedule
+        )
         paper_ratio, paper_fits = paper.step_ns / ours.step_ns, paper.fits(memory_bytes)
-    recomputed = np.add.reduceat((ours.recompute & is_transformer(measured)).astype(int), ours.borders[:-1])
+    recomputed = np.add.reduceat(
+        (ours.recompute & is_transformer(measured)).astype(int), ours.borders[:-1]
+    )
     return Choice(
         name=pair.name,
         tp=pair.tp,

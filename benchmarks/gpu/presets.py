@@ -1,4 +1,6 @@
-"""Which shapes are measured: presets', one GPU's part of them, a model of 2 B, and tiny ones for a CPU. Pure."""
+"""Which shapes are measured: presets', one GPU's part of them, a model of 2 B, and tiny ones for a
+CPU. Pure.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ import numpy as np
 from ablation.data import Sizes
 
 from balance.presets import ModelPreset, TilesRule, load_model
-from balance.records import Counts
 from balance.shapes import LlmShape, VitShape
+from balance.types import Counts
 
 INTERNVL = "internvl_1_5"
 TEXT_OF_TINY = 16
@@ -18,9 +20,13 @@ TEXT_OF_TINY = 16
 
 
 def rule_of(preset: ModelPreset) -> TilesRule:
-    """How a model that cuts images into equal tiles does it. TypeError for one that does otherwise."""
+    """How a model that cuts images into equal tiles does it. TypeError for one that does
+    otherwise.
+    """
     if not isinstance(preset.vision, TilesRule):
-        raise TypeError(f"{preset.name} cuts no tiles of one size; measure one that does, as {INTERNVL}")
+        raise TypeError(
+            f"{preset.name} cuts no tiles of one size; measure one that does, as {INTERNVL}"
+        )
     return preset.vision
 
 
@@ -32,7 +38,8 @@ def shapes_of(preset: ModelPreset) -> tuple[VitShape, LlmShape]:
 
 
 def gpu_part(preset: ModelPreset, tp: int) -> ModelPreset:
-    """What one of `tp` tensor-parallel GPUs computes: whole heads, and its part of what lies between two products.
+    """What one of `tp` tensor-parallel GPUs computes: whole heads, and its part of what lies
+    between two products.
 
     >>> vit, llm = shapes_of(gpu_part(load_model("internvl_1_5"), 2))
     >>> vit.num_heads, vit.ffn_size, vit.projector, llm.num_kv_heads, llm.vocab_size
@@ -47,8 +54,14 @@ def gpu_part(preset: ModelPreset, tp: int) -> ModelPreset:
         )
         for shape in shapes_of(preset)
     )
-    widths = tuple(-(-width // tp) if place % 2 else width for place, width in enumerate(vit.projector))
-    return replace(preset, vit=replace(vit, projector=widths), llm=replace(llm, vocab_size=-(-llm.vocab_size // tp)))
+    widths = tuple(
+        -(-width // tp) if place % 2 else width for place, width in enumerate(vit.projector)
+    )
+    return replace(
+        preset,
+        vit=replace(vit, projector=widths),
+        llm=replace(llm, vocab_size=-(-llm.vocab_size // tp)),
+    )
 
 
 def one_of_each(preset: ModelPreset) -> ModelPreset:
@@ -58,21 +71,38 @@ def one_of_each(preset: ModelPreset) -> ModelPreset:
 
 
 def two_billion() -> ModelPreset:
-    """InternVL 1.5 made smaller: a fifth of 2 B parameters see, the others read; heads as large, tiles the same.
+    """InternVL 1.5 made smaller: a fifth of 2 B parameters see, the others read; heads as large,
+    tiles the same.
 
-    Its LLM is as wide as InternLM2-1.8B (2,048), its encoder .62 of that; InternViT-6B is .52 as wide as its LLM.
+    Its LLM is as wide as InternLM2-1.8B (2,048), its encoder .62 of that; InternViT-6B is .52 as
+    wide as its LLM.
     """
     preset = load_model(INTERNVL)
     vit, llm = shapes_of(preset)
     vit = replace(
-        vit, num_layers=20, hidden_size=1280, num_heads=10, num_kv_heads=10, ffn_size=5120, projector=(5120, 2048, 2048)
+        vit,
+        num_layers=20,
+        hidden_size=1280,
+        num_heads=10,
+        num_kv_heads=10,
+        ffn_size=5120,
+        projector=(5120, 2048, 2048),
     )
     llm = replace(llm, num_layers=20, hidden_size=2048, num_heads=16, num_kv_heads=8, ffn_size=8192)
-    return replace(preset, name="internvl_2b", description="InternVL 1.5 scaled to 2 B parameters", vit=vit, llm=llm)
+    return replace(
+        preset,
+        name="internvl_2b",
+        description="InternVL 1.5 scaled to 2 B parameters",
+        vit=vit,
+        llm=llm,
+    )
 
 
-def tiny_of(preset: ModelPreset, *, num_layers: int | None = None, tile_side: int = 2) -> ModelPreset:
-    """The same heads, and layers if no number is given, but of a few numbers each: for tests on a CPU.
+def tiny_of(
+    preset: ModelPreset, *, num_layers: int | None = None, tile_side: int = 2
+) -> ModelPreset:
+    """The same heads, and layers if no number is given, but of a few numbers each: for tests on a
+    CPU.
 
     `tile_side`: a tile's squares are so many by so many, and four of them one token of the LLM.
     """
@@ -88,15 +118,24 @@ def tiny_of(preset: ModelPreset, *, num_layers: int | None = None, tile_side: in
         projector=(4 * width, wide, wide),
     )
     llm = replace(
-        llm, num_layers=num_layers or llm.num_layers, hidden_size=wide, head_size=4, ffn_size=2 * wide, vocab_size=256
+        llm,
+        num_layers=num_layers or llm.num_layers,
+        hidden_size=wide,
+        head_size=4,
+        ffn_size=2 * wide,
+        vocab_size=256,
     )
     squares = tile_side**2
-    rule = replace(rule_of(preset), vit_tokens_per_patch=squares + 1, llm_tokens_per_patch=squares // 4)
+    rule = replace(
+        rule_of(preset), vit_tokens_per_patch=squares + 1, llm_tokens_per_patch=squares // 4
+    )
     return replace(preset, vision=rule, vit=vit, llm=llm)
 
 
 def squares_of(preset: ModelPreset) -> int:
-    """Tokens of a tile that are embedded from pixels; the one besides, if there is one, is the class token."""
+    """Tokens of a tile that are embedded from pixels; the one besides, if there is one, is the
+    class token.
+    """
     return isqrt(rule_of(preset).vit_tokens_per_patch) ** 2
 
 
@@ -104,7 +143,10 @@ def sizes_of(preset: ModelPreset, seq_len: int, tiles: int) -> Sizes:
     """What a tile is in the model, and the caps of a micro-batch."""
     rule = rule_of(preset)
     return Sizes(
-        vit_tokens=rule.vit_tokens_per_patch, image_tokens=rule.llm_tokens_per_patch, seq_len=seq_len, tiles=tiles
+        vit_tokens=rule.vit_tokens_per_patch,
+        image_tokens=rule.llm_tokens_per_patch,
+        seq_len=seq_len,
+        tiles=tiles,
     )
 
 

@@ -1,8 +1,10 @@
-"""Profiles of layers of published shapes, measured on one GPU, as those of whole models on several: `measure_shapes`.
+"""Profiles of layers of published shapes, measured on one GPU, as those of whole models on several:
+`measure_shapes`.
 
-A model of 26 B does not fit, but one layer of each kind does, and layers of a kind cost the same. One tensor-parallel
-GPU's part of a layer is measured as such; what its group sends over NVLink, and stages to each other, cannot be
-measured on one GPU and is the analytical model's. Sequences are not shared among GPUs (no sequence parallelism).
+A model of 26 B does not fit, but one layer of each kind does, and layers of a kind cost the same.
+One tensor-parallel GPU's part of a layer is measured as such; what its group sends over NVLink, and
+stages to each other, cannot be measured on one GPU and is the analytical model's. Sequences are not
+shared among GPUs (no sequence parallelism).
 """
 
 from __future__ import annotations
@@ -13,16 +15,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from balance.presets import ModelPreset
-from balance.records import IntArray
+from balance.types import IntArray
 from engine.cost_model.analytical import layer_costs
 from engine.cost_model.clusters import Cluster
 from engine.cost_model.costs import Costs
 from engine.cost_model.layer_list import phases_of
 from engine.cost_model.loads import Loads, PhaseLoads
 from engine.cost_model.parallel import OPTIMIZER_BYTES, Parallelism, Training
-from engine.cost_model.profile_costs import Profile
+from engine.cost_model.profile_table import Profile
 from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.profiling.profile import MOMENTS, MeasureOptions, measure_layers
+from engine.runtime.profiling.measure_layers import MOMENTS, MeasureOptions, measure_layers
 from gpu.batches import Sequences, make_batch
 from gpu.device import Bench
 from gpu.layers import make_model
@@ -53,7 +55,9 @@ SIZES = (
     Size(tiles=9, tokens=(4096,)),
     Size(tiles=11, tokens=(1024,) * 5),
 )
-"""From small to large; one sample's attention besides several samples', so that a fit tells them apart."""
+"""From small to large; one sample's attention besides several samples', so that a fit tells them
+apart.
+"""
 
 
 def loads_of(sizes: Sequence[Size], preset: ModelPreset) -> Loads:
@@ -72,8 +76,11 @@ def loads_of(sizes: Sequence[Size], preset: ModelPreset) -> Loads:
     )
 
 
-def measure_shapes(preset: ModelPreset, parallel: Parallelism, bench: Bench, sizes: Sequence[Size] = SIZES) -> Profile:
-    """The profile of a whole model, each kind of its layers measured as one of `parallel.tp` GPUs has it.
+def measure_shapes(
+    preset: ModelPreset, parallel: Parallelism, bench: Bench, sizes: Sequence[Size] = SIZES
+) -> Profile:
+    """The profile of a whole model, each kind of its layers measured as one of `parallel.tp` GPUs
+    has it.
 
     Without sequence parallelism, whatever `parallel` says. Needs `torch.distributed` with one rank.
     """
@@ -83,10 +90,14 @@ def measure_shapes(preset: ModelPreset, parallel: Parallelism, bench: Bench, siz
     model = make_model(part, bench.device, bench.dtype)
     modelled = layer_costs(part, bench.cluster, Parallelism(), loads, TRAINING)
     count = modelled.num_layers
-    pipeline = Pipeline(model, [0, count], [False] * count, [[0]], PipelineOptions(device=bench.device))
+    pipeline = Pipeline(
+        model, [0, count], [False] * count, [[0]], PipelineOptions(device=bench.device)
+    )
     tile_tokens = rule_of(preset).llm_tokens_per_patch
     batches = [
-        make_batch(Sequences.of_sizes(size.tiles, size.tokens, tile_tokens), part, bench.dtype).to(bench.device)
+        make_batch(Sequences.of_sizes(size.tiles, size.tokens, tile_tokens), part, bench.dtype).to(
+            bench.device
+        )
         for size in sizes
     ]
     found = measure_layers(
@@ -99,17 +110,25 @@ def measure_shapes(preset: ModelPreset, parallel: Parallelism, bench: Bench, siz
         options=MeasureOptions(repeats=3 if bench.tiny else REPEATS),
     )
     return whole_model(
-        found, layer_costs(preset, bench.cluster, parallel, loads, TRAINING), sends(preset, parallel, bench, loads)
+        found,
+        layer_costs(preset, bench.cluster, parallel, loads, TRAINING),
+        sends(preset, parallel, bench, loads),
     )
 
 
 def modelled_costs(preset: ModelPreset, parallel: Parallelism, bench: Bench, loads: Loads) -> Costs:
     """The analytical model's, for the same way to share layers among GPUs."""
-    return layer_costs(preset, bench.cluster, replace(parallel, sequence_parallel=False), loads, TRAINING)
+    return layer_costs(
+        preset, bench.cluster, replace(parallel, sequence_parallel=False), loads, TRAINING
+    )
 
 
-def sends(preset: ModelPreset, parallel: Parallelism, bench: Bench, loads: Loads) -> tuple[IntArray, IntArray]:
-    """What layers send inside a tensor-parallel group in forward and backward passes, ns, (layers, micro_batches)."""
+def sends(
+    preset: ModelPreset, parallel: Parallelism, bench: Bench, loads: Loads
+) -> tuple[IntArray, IntArray]:
+    """What layers send inside a tensor-parallel group in forward and backward passes, ns, (layers,
+    micro_batches).
+    """
     slow, fast = (
         layer_costs(preset, cluster, parallel, loads, TRAINING)
         for cluster in (bench.cluster, _no_nvlink(bench.cluster))
@@ -123,7 +142,8 @@ def _no_nvlink(cluster: Cluster) -> Cluster:
 
 
 def whole_model(found: Profile, modelled: Costs, on_top: tuple[IntArray, IntArray]) -> Profile:
-    """One layer of each kind as all of a model's layers; `on_top` is added to forward and backward times.
+    """One layer of each kind as all of a model's layers; `on_top` is added to forward and backward
+    times.
 
     Parameters are those of whole layers; state that of one GPU's part, with Adam in float32.
     """
@@ -145,7 +165,9 @@ def whole_model(found: Profile, modelled: Costs, on_top: tuple[IntArray, IntArra
 
 
 def state_bytes(measured: Costs) -> IntArray:
-    """Weights, gradients and what `gpu.optimizer` keeps, (layers,); in a profile, moments are as large as weights."""
+    """Weights, gradients and what `gpu.optimizer` keeps, (layers,); in a profile, moments are as
+    large as weights.
+    """
     weights = measured.state_bytes // (2 + MOMENTS)
     return np.asarray(2 * weights + OPTIMIZER_BYTES * measured.param_counts)
 
@@ -159,15 +181,22 @@ def tiny_sizes(preset: ModelPreset) -> tuple[Size, ...]:
     """As many tiles, and a few tokens, for shapes of `presets.tiny_of`."""
     tile_tokens = rule_of(preset).llm_tokens_per_patch
     return tuple(
-        Size(tiles=size.tiles, tokens=tuple(length // 256 * tile_tokens or 1 for length in size.tokens))
+        Size(
+            tiles=size.tiles,
+            tokens=tuple(length // 256 * tile_tokens or 1 for length in size.tokens),
+        )
         for size in SIZES
     )
 
 
 def layer_flops(preset: ModelPreset, loads: Loads) -> dict[str, IntArray]:
-    """FLOPs of a forward pass of a layer of each stack, by kind, float64, (micro_batches,); causal attention half."""
+    """FLOPs of a forward pass of a layer of each stack, by kind, float64, (micro_batches,); causal
+    attention half.
+    """
     made = {}
-    for kind, shape, phase in zip(("vision_layer", "llm_layer"), shapes_of(preset), ("vision", "llm"), strict=True):
+    for kind, shape, phase in zip(
+        ("vision_layer", "llm_layer"), shapes_of(preset), ("vision", "llm"), strict=True
+    ):
         own, causal = getattr(loads, phase), phase == "llm"
         squares = (2.0 if causal else 4.0) * shape.attention_size * own.squares
         made[kind] = 2.0 * shape.layer_weights * own.tokens + squares

@@ -1,4 +1,6 @@
-"""What a run leaves: tables on the screen and in a text file, figures as JSON beside it, both with what made them."""
+"""What a run leaves: tables on the screen and in a text file, figures as JSON beside it, both with
+what made them.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,13 @@ class Report:
             "tiny": bench.tiny,
         }
         self.line(f"$ {self.figures['command']}")
-        self.line(f"{bench.name}, torch {torch.__version__}, {bench.dtype}, predictions for {bench.cluster.name}")
+        self.line(
+            f"{bench.name}, torch {torch.__version__}, {bench.dtype}, predictions for {bench.cluster.name}"
+        )
         if bench.tiny:
-            self.line("Tiny shapes on a CPU: this shows that the path runs, and says nothing of a GPU.")
+            self.line(
+                "Tiny shapes on a CPU: this shows that the path runs, and says nothing of a GPU."
+            )
 
     def line(self, text: str) -> None:
         """Print a line."""
@@ -63,7 +69,9 @@ class Report:
         return self.folder / f"{self.name}.{ending}"
 
     def save(self) -> None:
-        """Write `<name>.json` and `<name>.txt`; now and then, so that what was measured is kept if a run is cut off."""
+        """Write `<name>.json` and `<name>.txt`; now and then, so that what was measured is kept if
+        a run is cut off.
+        """
         figures = json.dumps(self.figures, indent=1, default=_plain)
         self.path("json").write_text(figures + "\n", "utf-8")
         self.path("txt").write_text(self._console.export_text(clear=False), "utf-8")

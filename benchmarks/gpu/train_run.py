@@ -1,4 +1,6 @@
-"""`gpu_training.py train`: a model of 2 B on one GPU, packed against padded, adaptive recomputation against full."""
+"""`gpu_training.py train`: a model of 2 B on one GPU, packed against padded, adaptive recomputation
+against full.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,26 @@ from ablation.data import Sizes, Steps, balanced_steps, random_steps
 from ablation.ranks import GIB
 from papers.datasets import internvl_samples
 
-from balance.records import Counts
-from engine.cost_model.profile_costs import misfit, write_profile
+from balance.types import Counts
+from engine.cost_model.profile_table import misfit, write_profile
 from gpu.device import Bench, matmul_flops, one_rank
 from gpu.presets import counts_for, sizes_of, tiny_of, two_billion
 from gpu.report import Report
 from gpu.trainer import Ran, Trainer, Way
 
 HEADINGS = (
-    *("", "tokens/s", "speed-up", "MFU", "of products", "recomputed", "peak GiB", "planned", "ratio", "passes ms"),
+    *(
+        "",
+        "tokens/s",
+        "speed-up",
+        "MFU",
+        "of products",
+        "recomputed",
+        "peak GiB",
+        "planned",
+        "ratio",
+        "passes ms",
+    ),
     *("planned", "ratio", "optimizer ms"),
 )
 SAMPLES = 3_000
@@ -33,9 +46,15 @@ SHARES = (0.25, 0.5, 0.75)
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The command's own."""
-    parser.add_argument("--steps", type=int, default=4, help="of each way to train (default: %(default)s)")
-    parser.add_argument("--micro-batches", type=int, default=8, help="of a step (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=2, help="each way runs so often (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=4, help="of each way to train (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--micro-batches", type=int, default=8, help="of a step (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="each way runs so often (default: %(default)s)"
+    )
     parser.add_argument(
         *("--budgets", "--shares"),
         dest="shares",
@@ -90,11 +109,17 @@ def note_profile(trainer: Trainer, report: Report) -> None:
     path = report.path("profile.json")
     write_profile(trainer.profile, path)
     report.figures |= {"profile": path.name, "misfit": misfit(trainer.profile)}
-    report.line(f"Forward and backward times of a kind are fitted to {misfit(trainer.profile):.1%} at worst.")
+    report.line(
+        f"Forward and backward times of a kind are fitted to {misfit(trainer.profile):.1%} at worst."
+    )
 
 
-def ways(trainer: Trainer, random: Steps, balanced: Steps, report: Report, shares: Sequence[float]) -> Iterator[Way]:
-    """Padded and packed with everything recomputed, packed with as little as budgets allow, and with nothing."""
+def ways(
+    trainer: Trainer, random: Steps, balanced: Steps, report: Report, shares: Sequence[float]
+) -> Iterator[Way]:
+    """Padded and packed with everything recomputed, packed with as little as budgets allow, and
+    with nothing.
+    """
     everything = np.ones(len(trainer.kinds), np.bool_)
     padded = Way(name="padded, all recomputed", steps=random, padded=True, recompute=everything)
     packed = replace(padded, name="packed, all recomputed", steps=balanced, padded=False)
@@ -102,7 +127,9 @@ def ways(trainer: Trainer, random: Steps, balanced: Steps, report: Report, share
     yield from (padded, packed)
     least, most = trainer.peak_bytes(packed), trainer.peak_bytes(nothing)
     if least is None:
-        report.line("Packed micro-batches do not fit even with everything recomputed: use a GPU with more memory.")
+        report.line(
+            "Packed micro-batches do not fit even with everything recomputed: use a GPU with more memory."
+        )
         return
     for share in shares:
         limit = int(least + share * ((most or trainer.free_bytes()) - least))
@@ -118,7 +145,9 @@ def ways(trainer: Trainer, random: Steps, balanced: Steps, report: Report, share
             }
         )
         said = "nothing that fits" if planned is None else trainer.count(planned)
-        report.line(f"{limit / GIB:.3g} GiB: {runs} runs choose {trainer.count(recompute)}; the planner {said}")
+        report.line(
+            f"{limit / GIB:.3g} GiB: {runs} runs choose {trainer.count(recompute)}; the planner {said}"
+        )
         yield replace(way, recompute=recompute)
     yield nothing
 
@@ -127,15 +156,28 @@ def row_of(row: Ran, first: Ran, peak_flops: float, product_flops: float) -> lis
     """A row of the table; what ran out of memory has no times."""
     recomputed = sum(row.recomputed.values())
     if not row.passes_s:
-        return [row.name, *["-"] * 4, str(recomputed), "out of memory", f"{row.predicted_bytes / GIB:.3g}", *["-"] * 5]
+        return [
+            row.name,
+            *["-"] * 4,
+            str(recomputed),
+            "out of memory",
+            f"{row.predicted_bytes / GIB:.3g}",
+            *["-"] * 5,
+        ]
     speed = row.tokens / row.seconds
     passes, predicted = sum(row.passes_s), sum(row.predicted_s)
     gib, planned = ((row.peak_bytes or 0) / GIB, row.predicted_bytes / GIB)
     base = first.tokens / first.seconds if first.passes_s else None
     return [
         *(row.name, f"{speed:,.0f}", f"{speed / base:.2f}" if base else "-"),
-        *(f"{row.flops / row.seconds / peak_flops:.1%}", f"{row.flops / row.seconds / product_flops:.1%}"),
+        *(
+            f"{row.flops / row.seconds / peak_flops:.1%}",
+            f"{row.flops / row.seconds / product_flops:.1%}",
+        ),
         *(str(recomputed), f"{gib:.4g}", f"{planned:.4g}", f"{gib / planned:.3f}"),
-        *(f"{1e3 * passes / len(row.passes_s):,.1f}", f"{1e3 * predicted / len(row.passes_s):,.1f}"),
+        *(
+            f"{1e3 * passes / len(row.passes_s):,.1f}",
+            f"{1e3 * predicted / len(row.passes_s):,.1f}",
+        ),
         *(f"{passes / predicted:.3f}", f"{1e3 * row.optimizer_s / len(row.passes_s):,.1f}"),
     ]

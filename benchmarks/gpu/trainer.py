@@ -1,8 +1,9 @@
-"""A model in training on one device: profiled, run in one way or another, and what each way takes: `Trainer`.
+"""A model in training on one device: profiled, run in one way or another, and what each way takes:
+`Trainer`.
 
-The whole model is one stage of a pipeline. A step is timed from the moment its micro-batches are on the device: its
-passes by themselves, and with the optimizer. On a GPU its allocator counts memory, on a CPU `LiveBytes`, in steps that
-are not timed.
+The whole model is one stage of a pipeline. A step is timed from the moment its micro-batches are on
+the device: its passes by themselves, and with the optimizer. On a GPU its allocator counts memory,
+on a CPU `LiveBytes`, in steps that are not timed.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from numpy.typing import NDArray
 
 from balance.cost import CostModel
 from balance.presets import ModelPreset
-from balance.records import Counts, Groups
+from balance.types import Counts, Groups
 from engine.cost_model.analytical import layer_costs
 from engine.cost_model.costs import Costs
 from engine.cost_model.layer_list import phases_of
 from engine.cost_model.parallel import Parallelism
-from engine.cost_model.profile_costs import Profile, profiled_costs
+from engine.cost_model.profile_table import Profile, profiled_costs
 from engine.cost_model.sample_loads import joined_loads
-from engine.planning.adapt import OutOfMemory
+from engine.planning.adaptive_recompute import OutOfMemory
 from engine.planning.recompute import InfeasiblePlan, choose_recompute
 from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.profiling.memory_trials import StepObserver, adapt_running
-from engine.runtime.profiling.profile import measure_layers
+from engine.runtime.profiling.measure_layers import measure_layers
+from engine.runtime.profiling.recompute_trials import StepObserver, adapt_running
 from engine.simulator.evaluate import Outcome, evaluate
 from engine.simulator.schedule import one_f_one_b
 from gpu.batches import Batch, Sequences, make_batch
@@ -69,14 +70,18 @@ class Ran:
     tokens: int
     """Of the LLM, of all samples, without padding."""
     passes_s: list[float]
-    """Of each step, forward and backward, the median of the rounds; empty if it ran out of memory."""
+    """Of each step, forward and backward, the median of the rounds; empty if it ran out of
+    memory.
+    """
     predicted_s: list[float]
     optimizer_s: float
     """Of all steps."""
     flops: float
     """That the samples need, nothing padded or recomputed."""
     peak_bytes: int | None
-    """In the heaviest steps, optimizer state and micro-batches included; None if that was too much."""
+    """In the heaviest steps, optimizer state and micro-batches included; None if that was too
+    much.
+    """
     predicted_bytes: int
     whole_step_bytes: int | None
     """Allocated at most in all steps, clipping and the optimizer included; None on a CPU."""
@@ -92,13 +97,24 @@ class Trainer:
     """One model, its optimizer and its profile."""
 
     def __init__(
-        self, preset: ModelPreset, counts: Counts, sizes: Sizes, data: Sequence[tuple[Steps, bool]], bench: Bench
+        self,
+        preset: ModelPreset,
+        counts: Counts,
+        sizes: Sizes,
+        data: Sequence[tuple[Steps, bool]],
+        bench: Bench,
     ) -> None:
-        """`data`: of all that will be run, and whether it is padded; layers are profiled on some of it."""
+        """`data`: of all that will be run, and whether it is padded; layers are profiled on some of
+        it.
+        """
         self.preset, self.counts, self.sizes, self.bench = preset, counts, sizes, bench
         groups = [(own, padded) for steps, padded in data for own in every(steps)]
-        loads = joined_loads([loads_of(own, counts, sizes, padded=padded) for own, padded in groups])
-        modelled = layer_costs(preset, bench.cluster, Parallelism(), loads.take(np.zeros(1, np.int64)), TRAINING)
+        loads = joined_loads(
+            [loads_of(own, counts, sizes, padded=padded) for own, padded in groups]
+        )
+        modelled = layer_costs(
+            preset, bench.cluster, Parallelism(), loads.take(np.zeros(1, np.int64)), TRAINING
+        )
         count = modelled.num_layers
         self.kinds, self.borders = modelled.kinds, np.array([0, count])
         self.pipeline = Pipeline(
@@ -114,7 +130,10 @@ class Trainer:
         is_padded = [padded for own, padded in groups for _ in range(len(own))]
         found = measure_layers(
             self.pipeline,
-            [self._batch(batches[place], padded=is_padded[place]).to(bench.device) for place in chosen],
+            [
+                self._batch(batches[place], padded=is_padded[place]).to(bench.device)
+                for place in chosen
+            ],
             loads.take(np.array(chosen)),
             names=modelled.names,
             kinds=modelled.kinds,
@@ -124,27 +143,42 @@ class Trainer:
         self.optimizer = MasterAdamW(self.pipeline.layers.values(), LEARNING_RATE)
 
     def _batch(self, samples: NDArray[np.int64], *, padded: bool) -> Batch:
-        return make_batch(Sequences.of_samples(samples, self.counts, padded=padded), self.preset, self.bench.dtype)
+        return make_batch(
+            Sequences.of_samples(samples, self.counts, padded=padded), self.preset, self.bench.dtype
+        )
 
     def batches(self, step: Sequence[Groups], *, padded: bool) -> list[Batch]:
         """A step's micro-batches, on the device."""
         (own,) = step
-        return [self._batch(samples, padded=padded).to(self.bench.device) for samples in samples_of(own)]
+        return [
+            self._batch(samples, padded=padded).to(self.bench.device) for samples in samples_of(own)
+        ]
 
     def heaviest(self, way: Way) -> Steps:
         """The steps with the largest micro-batch of each phase."""
-        loads = [loads_of(own, self.counts, self.sizes, padded=way.padded) for own in every(way.steps)]
-        most = {int(np.argmax([getattr(own, phase).tokens.max() for own in loads])) for phase in ("vision", "llm")}
+        loads = [
+            loads_of(own, self.counts, self.sizes, padded=way.padded) for own in every(way.steps)
+        ]
+        most = {
+            int(np.argmax([getattr(own, phase).tokens.max() for own in loads]))
+            for phase in ("vision", "llm")
+        }
         return tuple(way.steps[place] for place in sorted(most))
 
     def costs(self, own: Groups, *, padded: bool) -> Costs:
         """Of micro-batches, by the profile."""
-        return profiled_costs(self.profile, loads_of(own, self.counts, self.sizes, padded=padded), farthest=np.inf)
+        return profiled_costs(
+            self.profile, loads_of(own, self.counts, self.sizes, padded=padded), farthest=np.inf
+        )
 
     def peak_bytes(self, way: Way) -> int | None:
-        """What really is allocated at most in a way's heaviest steps; None if that is more than the device has."""
+        """What really is allocated at most in a way's heaviest steps; None if that is more than the
+        device has.
+        """
         steps = [self.batches(step, padded=way.padded) for step in self.heaviest(way)]
-        observe = StepObserver(self.pipeline, steps, limit_bytes=BOUNDLESS, optimizer=self.optimizer)
+        observe = StepObserver(
+            self.pipeline, steps, limit_bytes=BOUNDLESS, optimizer=self.optimizer
+        )
         try:
             left = observe(way.recompute)
         except OutOfMemory:
@@ -158,7 +192,9 @@ class Trainer:
         return free + torch.cuda.memory_allocated(self.bench.device)
 
     def _uncounted(self, steps: Sequence[Sequence[Batch]]) -> int:
-        """Micro-batches, which an allocator counts and `LiveBytes` does not: they were there before."""
+        """Micro-batches, which an allocator counts and `LiveBytes` does not: they were there
+        before.
+        """
         on_gpu = self.bench.device.type == "cuda"
         return 0 if on_gpu else sum(batch.nbytes for batches in steps for batch in batches)
 
@@ -180,24 +216,40 @@ class Trainer:
         return evaluate(costs, self.borders, way.recompute, one_f_one_b(1, costs.num_micro_batches))
 
     def adapted(self, way: Way) -> tuple[NDArray[np.bool_], int]:
-        """The least recomputation with which a way's heaviest steps run within its limit, and how many runs it took."""
+        """The least recomputation with which a way's heaviest steps run within its limit, and how
+        many runs it took.
+        """
         steps = [self.batches(step, padded=way.padded) for step in self.heaviest(way)]
         limit = (way.limit_bytes or 0) - self._uncounted(steps)
-        found = adapt_running(self.pipeline, self._heavy_costs(way), steps, limit_bytes=limit, optimizer=self.optimizer)
+        found = adapt_running(
+            self.pipeline,
+            self._heavy_costs(way),
+            steps,
+            limit_bytes=limit,
+            optimizer=self.optimizer,
+        )
         return found.recompute, len(found.trials)
 
     def planned(self, way: Way) -> NDArray[np.bool_] | None:
         """The planner's choice within the same limit, by the profile; None if it sees none."""
         costs = self._heavy_costs(way)
-        schedule, limit = one_f_one_b(1, costs.num_micro_batches), (way.limit_bytes or 0) - self._inputs(way)
+        schedule, limit = (
+            one_f_one_b(1, costs.num_micro_batches),
+            (way.limit_bytes or 0) - self._inputs(way),
+        )
         try:
             return choose_recompute(costs, self.borders, schedule, limit)
         except InfeasiblePlan:
             return None
 
     def _heavy_costs(self, way: Way) -> Costs:
-        """Of the heaviest steps' micro-batches, as those of one step: with one stage there is never more than one."""
-        parts = [loads_of(own, self.counts, self.sizes, padded=way.padded) for own in every(self.heaviest(way))]
+        """Of the heaviest steps' micro-batches, as those of one step: with one stage there is never
+        more than one.
+        """
+        parts = [
+            loads_of(own, self.counts, self.sizes, padded=way.padded)
+            for own in every(self.heaviest(way))
+        ]
         return profiled_costs(self.profile, joined_loads(parts), farthest=np.inf)
 
     def run(self, way: Way, rounds: int) -> Ran:
@@ -226,7 +278,8 @@ class Trainer:
             tokens=true_tokens(way.steps, self.counts),
             passes_s=np.median(turns, axis=0).tolist(),
             predicted_s=[
-                self._evaluated(self.costs(own, padded=way.padded), way).step_ns / NS_PER_S for own in every(way.steps)
+                self._evaluated(self.costs(own, padded=way.padded), way).step_ns / NS_PER_S
+                for own in every(way.steps)
             ],
             optimizer_s=optimizer_s,
             flops=float(model.train_flops(model.work(self.counts.take(samples))).sum()),

@@ -1,7 +1,8 @@
-"""What every loader of benchmarks/loader_speed.py is measured by, in a process and an environment of its own.
+"""What every loader of benchmarks/loader_speed.py is measured by, in a process and an environment
+of its own.
 
-An adapter (`run_NAME.py` beside this file) says how one loader's data are written and how it is opened, and hands both
-to `main`. It is called in one of two ways, and prints one line of JSON:
+An adapter (`run_NAME.py` beside this file) says how one loader's data are written and how it is
+opened, and hands both to `main`. It is called in one of two ways, and prints one line of JSON:
 
     python run_NAME.py write SAMPLES FOLDER
     python run_NAME.py read PLACE {raw,decoded} WORKERS SAMPLES CACHE [--passes N] [--seconds S]
@@ -34,9 +35,9 @@ GROUP = 8
 SHARDS = 8
 """Files of a dataset, in formats whose workers take whole files."""
 LINE, PAGE = 64, 4096
-"""One byte of so many is read of what arrives. Of files and tokens each cache line, as a copy or a decoder would; of
-pixels each page, so that they are there: to read all of them would take a tenth of the time of decoding, for which a
-trainer's copy to a GPU needs no core.
+"""One byte of so many is read of what arrives. Of files and tokens each cache line, as a copy or a
+decoder would; of pixels each page, so that they are there: to read all of them would take a tenth
+of the time of decoding, for which a trainer's copy to a GPU needs no core.
 """
 MAX_PASSES = 50
 
@@ -97,7 +98,9 @@ def shards(samples: list[Sample]) -> list[list[Sample]]:
 
 
 class Packed(NamedTuple):
-    """A batch as a trainer takes it: what Isobatch gives, and therefore what everybody is to give."""
+    """A batch as a trainer takes it: what Isobatch gives, and therefore what everybody is to
+    give.
+    """
 
     images: list[Any]
     """One by one, because images of a real dataset have many sizes."""
@@ -130,7 +133,9 @@ def parts_of(batch: Packed) -> tuple[list[Any], list[Any]]:
 
 
 def decode(image: bytes) -> torch.Tensor:
-    """uint8, (height, width, 3). A tensor, because DataLoaders pass tensors between processes by shared memory."""
+    """uint8, (height, width, 3). A tensor, because DataLoaders pass tensors between processes by
+    shared memory.
+    """
     return torch.from_numpy(np.array(Image.open(io.BytesIO(image)).convert("RGB")))
 
 
@@ -140,11 +145,17 @@ def image_of(task: Task, image: bytes) -> Any:
 
 
 def touch(values: Any) -> int:
-    """Read one byte of every cache line, or of every page of an image's pixels; -> the number of bytes."""
+    """Read one byte of every cache line, or of every page of an image's pixels; -> the number of
+    bytes.
+    """
     if isinstance(values, torch.Tensor):
         values = values.numpy()
     is_image = isinstance(values, np.ndarray) and values.ndim == len(("height", "width", "channel"))
-    flat = values.reshape(-1).view(np.uint8) if isinstance(values, np.ndarray) else np.frombuffer(values, np.uint8)
+    flat = (
+        values.reshape(-1).view(np.uint8)
+        if isinstance(values, np.ndarray)
+        else np.frombuffer(values, np.uint8)
+    )
     flat[:: PAGE if is_image else LINE].sum()
     return len(flat)
 
@@ -167,17 +178,24 @@ def repeat(once: Callable[[], Pass], passes: int, seconds: float) -> list[dict[s
     """The first pass and `passes` more, or as many more as fit into `seconds` if these are more."""
     started = time.perf_counter()
     done = [once()]
-    while len(done) <= passes or (len(done) < MAX_PASSES and time.perf_counter() - started < seconds):
+    while len(done) <= passes or (
+        len(done) < MAX_PASSES and time.perf_counter() - started < seconds
+    ):
         done.append(once())
     return [asdict(each) for each in done]
 
 
-def read(open_loader: Open, parts: Parts, task: Task, passes: int, seconds: float) -> dict[str, Any]:
+def read(
+    open_loader: Open, parts: Parts, task: Task, passes: int, seconds: float
+) -> dict[str, Any]:
     """What is to be printed of a loader."""
     started = time.perf_counter()
     loader = open_loader(task)
     opened = time.perf_counter() - started
-    return {"open_seconds": opened, "passes": repeat(lambda: one_pass(loader, parts), passes, seconds)}
+    return {
+        "open_seconds": opened,
+        "passes": repeat(lambda: one_pass(loader, parts), passes, seconds),
+    }
 
 
 def read_samples(folder: Path) -> Iterator[Sample]:
@@ -189,7 +207,9 @@ def read_samples(folder: Path) -> Iterator[Sample]:
 
 def main(write: Write, open_loader: Open, *, package: str = "", parts: Parts = parts_of) -> None:
     """Do what the command line says. `package`: whose version is told."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     writing = commands.add_parser("write")
     writing.add_argument("samples", type=Path)

@@ -11,7 +11,9 @@ import numpy as np
 from datasets import Dataset, Features, Image, List, Value, load_dataset
 from torch.utils.data import DataLoader
 
-FEATURES = Features({"image": Image(), "input_ids": List(Value("int32")), "labels": List(Value("int32"))})
+FEATURES = Features(
+    {"image": Image(), "input_ids": List(Value("int32")), "labels": List(Value("int32"))}
+)
 NAMES = [f"part-{number:05d}.parquet" for number in range(measure.SHARDS)]
 
 
@@ -30,7 +32,9 @@ def open_loader(task: measure.Task) -> Iterable[Any]:
     """Samples are made where the batch is: in the workers, if there are any."""
 
     names = [f"{task.place}/{name}" for name in NAMES]
-    stored = load_dataset("parquet", data_files=names, split="train", streaming=True, cache_dir=str(task.cache))
+    stored = load_dataset(
+        "parquet", data_files=names, split="train", streaming=True, cache_dir=str(task.cache)
+    )
     dataset = stored.cast_column("image", Image(decode=False))
 
     def collate(rows: list[dict[str, Any]]) -> measure.Packed:

@@ -1,10 +1,13 @@
-"""The limit of decoding: every image is decoded, on as many cores as a loader has workers, and nothing else is done.
+"""The limit of decoding: every image is decoded, on as many cores as a loader has workers, and
+nothing else is done.
 
-    python run_decode.py SAMPLES {pillow,simplejpeg} WORKERS {threads,processes} [--passes N] [--seconds S]
+    python run_decode.py SAMPLES {pillow,simplejpeg} WORKERS {threads,processes} [--passes N]
+    [--seconds S]
 
-The files are in memory before. Pixels are touched where Pillow has them, without a copy; simplejpeg writes them into
-memory for HELD images, each into its own place, because somebody is to get them. Workers take the images evenly, and
-pass nothing on but that they are done. Without workers, the process itself decodes.
+The files are in memory before. Pixels are touched where Pillow has them, without a copy; simplejpeg
+writes them into memory for HELD images, each into its own place, because somebody is to get them.
+Workers take the images evenly, and pass nothing on but that they are done. Without workers, the
+process itself decodes.
 """
 
 from __future__ import annotations
@@ -53,7 +56,9 @@ def by_simplejpeg(data: bytes) -> int:
     """The same."""
     height, width, *_ = simplejpeg.decode_jpeg_header(data)
     if not hasattr(memory, "places"):
-        memory.places = cycle([np.empty((height, width, RED_GREEN_BLUE), np.uint8) for _ in range(HELD)])
+        memory.places = cycle(
+            [np.empty((height, width, RED_GREEN_BLUE), np.uint8) for _ in range(HELD)]
+        )
     pixels = next(memory.places)
     simplejpeg.decode_jpeg(data, "RGB", buffer=pixels)
     return measure.touch(pixels)
@@ -87,7 +92,9 @@ def open_pool(workers: int, kind: str) -> Executor | None:
 
 def main() -> None:
     """Print one line of JSON, as `measure.main`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("samples", type=Path)
     parser.add_argument("decoder", choices=[*DECODERS])
     parser.add_argument("workers", type=int)

@@ -1,4 +1,6 @@
-"""Megatron-Energon: a crude webdataset, cooked by a task encoder; from S3 by the Multi-Storage Client."""
+"""Megatron-Energon: a crude webdataset, cooked by a task encoder; from S3 by the Multi-Storage
+Client.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def write(samples: list[measure.Sample], folder: Path) -> None:
     WebdatasetPreparator.prepare_dataset(
         folder, NAMES, split_parts_ratio=[("train", 1.0)], shuffle_seed=None, workers=2
     )
-    (folder / ".nv-meta" / "dataset.yaml").write_text("__module__: megatron.energon\n__class__: CrudeWebdataset\n")
+    (folder / ".nv-meta" / "dataset.yaml").write_text(
+        "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
+    )
 
 
 @dataclass
@@ -44,7 +48,9 @@ class Cooked(Sample):  # type: ignore[misc]
 
 
 def open_loader(task: measure.Task) -> Iterable[Any]:
-    """An endless stream, cut into passes by `virtual_epoch_length`; a pass continues where the last has stopped."""
+    """An endless stream, cut into passes by `virtual_epoch_length`; a pass continues where the last
+    has stopped.
+    """
 
     @stateless
     def cook(stored: dict[str, Any]) -> Cooked:
@@ -74,7 +80,10 @@ def open_loader(task: measure.Task) -> Iterable[Any]:
 def _remote(task: measure.Task) -> str:
     """The dataset for the Multi-Storage Client, which takes the server's address from a file."""
     bucket, _, path = task.place.removeprefix("s3://").partition("/")
-    keys = {"access_key": os.environ["AWS_ACCESS_KEY_ID"], "secret_key": os.environ["AWS_SECRET_ACCESS_KEY"]}
+    keys = {
+        "access_key": os.environ["AWS_ACCESS_KEY_ID"],
+        "secret_key": os.environ["AWS_SECRET_ACCESS_KEY"],
+    }
     storage = {"base_path": bucket, "region_name": os.environ["AWS_REGION"]}
     storage["endpoint_url"] = os.environ["AWS_ENDPOINT_URL"]
     profile = {

@@ -1,4 +1,6 @@
-"""LitData: StreamingDataset and StreamingDataLoader on chunks of 64 MB, which is what its documentation takes."""
+"""LitData: StreamingDataset and StreamingDataLoader on chunks of 64 MB, which is what its
+documentation takes.
+"""
 
 from __future__ import annotations
 

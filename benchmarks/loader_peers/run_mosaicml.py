@@ -1,4 +1,6 @@
-"""MosaicML Streaming: StreamingDataset in torch's DataLoader, shards of 64 MB, which is its default."""
+"""MosaicML Streaming: StreamingDataset in torch's DataLoader, shards of 64 MB, which is its
+default.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,14 @@ from typing import Any
 import measure
 from torch.utils.data import DataLoader
 
-# torchvision cannot be imported beside the CPU build of torch; only the package's own vision datasets use it
-for name in ("torchvision", "torchvision.datasets", "torchvision.transforms", "torchvision.transforms.functional"):
+# torchvision cannot be imported beside the CPU build of torch; only the package's own vision
+# datasets use it
+for name in (
+    "torchvision",
+    "torchvision.datasets",
+    "torchvision.transforms",
+    "torchvision.transforms.functional",
+):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__spec__ = ModuleSpec(name, None)  # transformers looks whether there is one
 sys.modules["torchvision.datasets"].VisionDataset = object  # type: ignore[attr-defined]
@@ -26,7 +34,9 @@ from streaming import MDSWriter, StreamingDataset  # noqa: E402
 def write(samples: list[measure.Sample], folder: Path) -> None:
     """MDS shards."""
     shape = ",".join(map(str, samples[0].tokens.shape))
-    with MDSWriter(out=str(folder), columns={"image": "bytes", "tokens": f"ndarray:int32:{shape}"}) as out:
+    with MDSWriter(
+        out=str(folder), columns={"image": "bytes", "tokens": f"ndarray:int32:{shape}"}
+    ) as out:
         for sample in samples:
             out.write({"image": sample.image, "tokens": sample.tokens})
 

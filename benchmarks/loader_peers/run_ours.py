@@ -1,4 +1,5 @@
-"""Isobatch's StreamingLoader. Decoding cuts the images into the model's patches and stacks them, beyond what is asked.
+"""Isobatch's StreamingLoader. Decoding cuts the images into the model's patches and stacks them,
+beyond what is asked.
 
 The build is written by `loader_data.write_build`, in the environment of the benchmark.
 """
@@ -16,7 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from loaders import MicroBatch, StreamingLoader
-from loaders.storage import StorageOptions
+from loaders.read.build import StorageOptions
 
 
 def open_loader(task: measure.Task) -> StreamingLoader:
@@ -36,7 +37,11 @@ def open_loader(task: measure.Task) -> StreamingLoader:
 def parts(step: list[MicroBatch]) -> tuple[Sequence[Any], Sequence[Any]]:
     """Images of all micro-batches, encoded or as patches, one each; and the packed tokens."""
     # pixels as they lie in memory, the channels last
-    images = [image for batch in step for image in (batch.images or batch.pixel_values.permute(0, 2, 3, 1))]
+    images = [
+        image
+        for batch in step
+        for image in (batch.images or batch.pixel_values.permute(0, 2, 3, 1))
+    ]
     return images, [tokens for batch in step for tokens in (batch.input_ids, batch.labels)]
 
 

@@ -1,4 +1,6 @@
-"""WebDataset: batches are made in the workers, as its documentation advises; from S3 by `pipe:`, with curl."""
+"""WebDataset: batches are made in the workers, as its documentation advises; from S3 by `pipe:`,
+with curl.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,16 @@ def open_loader(task: measure.Task) -> Iterable[Any]:
     def sample_of(members: dict[str, Any]) -> tuple[Any, measure.Tokens]:
         return measure.image_of(task, members[IMAGE]), read_tokens(members[TOKENS])
 
-    place = f"{CURL}$AWS_ENDPOINT_URL/{task.place.removeprefix('s3://')}" if task.remote else task.place
-    dataset = wds.WebDataset([f"{place}/{name}" for name in NAMES], shardshuffle=False).map(sample_of)
+    place = (
+        f"{CURL}$AWS_ENDPOINT_URL/{task.place.removeprefix('s3://')}" if task.remote else task.place
+    )
+    dataset = wds.WebDataset([f"{place}/{name}" for name in NAMES], shardshuffle=False).map(
+        sample_of
+    )
     dataset = dataset.batched(measure.BATCH, collation_fn=measure.pack)
-    return wds.WebLoader(dataset, batch_size=None, num_workers=task.workers, persistent_workers=task.workers > 0)
+    return wds.WebLoader(
+        dataset, batch_size=None, num_workers=task.workers, persistent_workers=task.workers > 0
+    )
 
 
 if __name__ == "__main__":

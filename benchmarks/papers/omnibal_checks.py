@@ -21,7 +21,9 @@ from papers.omnibal_models import (
 from papers.page import Section, percent, table, times
 
 COUNT = 56
-"""Micro-batches per step and replica: of 4.6 samples, on 4 replicas, about the 1,024 samples of InternVL's steps."""
+"""Micro-batches per step and replica: of 4.6 samples, on 4 replicas, about the 1,024 samples of
+InternVL's steps.
+"""
 MIB = 1 << 20
 GPU_DAYS, SAMPLES_IN_ALL, PER_GROUP = 21.3, 1.2e6, 4.6
 
@@ -37,10 +39,16 @@ def checks() -> Section:
         for everything in (False, True)
     )
     gpus = INTERNVL.tp * INTERNVL.pp
-    seconds, papers_seconds = free / COUNT / 1e9, GPU_DAYS * 86400 * PER_GROUP / SAMPLES_IN_ALL / gpus
+    seconds, papers_seconds = (
+        free / COUNT / 1e9,
+        GPU_DAYS * 86400 * PER_GROUP / SAMPLES_IN_ALL / gpus,
+    )
     tiles, tokens = np.array([IMAGES]), np.array([SEQ_LEN])
     work = Work(
-        vit_tokens=tiles * VIT_TOKENS, vit_squares=tiles * VIT_TOKENS**2, llm_tokens=tokens, llm_squares=tokens**2
+        vit_tokens=tiles * VIT_TOKENS,
+        vit_squares=tiles * VIT_TOKENS**2,
+        llm_tokens=tokens,
+        llm_squares=tokens**2,
     )
     flops = float(CostModel.of(model).train_flops(work)[0])
     mfu = [flops / (gpus * each) / a100().peak_flops_per_s for each in (seconds, papers_seconds)]
@@ -54,7 +62,10 @@ def checks() -> Section:
         costs.sent_bytes[kinds.index(kind), 0] * INTERNVL.tp / MIB
         for kind in ("vision_layer", "llm_layer", "vision_projector")
     ]
-    saved = [float(costs.saved_bytes[layer, 0] - costs.kept_bytes[layer, 0]) / 1e9 for layer in (vision, language)]
+    saved = [
+        float(costs.saved_bytes[layer, 0] - costs.kept_bytes[layer, 0]) / 1e9
+        for layer in (vision, language)
+    ]
     small, large = (
         float(INTERNVL.costs(_loads(1, images, seq_len)).forward_ns.sum()) / 1e6
         for images, seq_len in ((4, 2048), (IMAGES, SEQ_LEN))
@@ -65,7 +76,11 @@ def checks() -> Section:
             percent(vit / (vit + llm)),
             "almost 40 %",
         ),
-        ("Table 4: what cuts in encoder, LLM and behind the projector send, MiB", _listed(cuts), "56.3, 48.0, 27.0"),
+        (
+            "Table 4: what cuts in encoder, LLM and behind the projector send, MiB",
+            _listed(cuts),
+            "56.3, 48.0, 27.0",
+        ),
         (
             "seconds per group, MFU",
             f"{seconds:.3f}, {percent(mfu[0], 0)}",
@@ -74,7 +89,11 @@ def checks() -> Section:
         ("Table 7: what not recomputing gains", times(full / free), times(29.0 / 21.3)),
         ("Table 5: bytes of an encoder layer and micro-batch, GB", f"{saved[0]:.3f}", ".522, .500"),
         ("Table 5: of an LLM layer, GB", f"{saved[1]:.3f}", ".163, .113"),
-        ("Figure 2: forward ms at 4 images and 2K tokens, and 9 and 4K", f"{small:.0f}, {large:.0f}", "970, 1,730"),
+        (
+            "Figure 2: forward ms at 4 images and 2K tokens, and 9 and 4K",
+            f"{small:.0f}, {large:.0f}",
+            "970, 1,730",
+        ),
         ("the ratio of these", times(large / small), times(1730 / 970)),
     ]
     figure_2 = 3 * 1.730 / INTERNVL.pp
@@ -95,7 +114,9 @@ def checks() -> Section:
 
 
 def _loads(count: int, images: int = IMAGES, seq_len: int = SEQ_LEN) -> Loads:
-    return Loads.constant(count, images=images, vit_tokens_per_image=VIT_TOKENS, seq_len=seq_len, samples=SAMPLES)
+    return Loads.constant(
+        count, images=images, vit_tokens_per_image=VIT_TOKENS, seq_len=seq_len, samples=SAMPLES
+    )
 
 
 def _listed(values: list[float]) -> str:

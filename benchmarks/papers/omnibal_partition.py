@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from balance.records import IntArray
+from balance.types import IntArray
 from engine.cost_model.costs import Costs
 from engine.planning.bmp import RADIUS, candidate, search_bmp
-from engine.planning.exact import Exact, search_exact
 from engine.planning.partition import METHODS
+from engine.planning.search.branch_and_bound import Exact, search_exact
 from engine.simulator.evaluate import evaluate
 from engine.simulator.schedule import one_f_one_b
 from papers.omnibal_models import (
@@ -56,7 +56,16 @@ def _tables_of(sequence_parallel: bool) -> list[str]:
         rows.append(row)
         if note:
             notes.append(f"- {pair.name}: {note}.")
-    headings = ("model", "TP PP DP", "paper: layers, recomputed", "ours", "apart", "paper's, ms", "ours, ms", "ratio")
+    headings = (
+        "model",
+        "TP PP DP",
+        "paper: layers, recomputed",
+        "ours",
+        "apart",
+        "paper's, ms",
+        "ours, ms",
+        "ratio",
+    )
     return [table(headings, rows), "\n".join(notes)]
 
 
@@ -65,7 +74,11 @@ def _pair_row(pair: Pair) -> tuple[list[str], str]:
     schedule = one_f_one_b(pair.pp, MICRO_BATCHES)
     found = search_exact(costs, schedule, cluster.usable_memory_bytes)
     own_layers = layers_of(costs, found.borders)
-    own = [pair.name, f"{pair.tp} {pair.pp} {pair.dp}", f"{listed(pair.layers)}, {listed(pair.recomputed)}"]
+    own = [
+        pair.name,
+        f"{pair.tp} {pair.pp} {pair.dp}",
+        f"{listed(pair.layers)}, {listed(pair.recomputed)}",
+    ]
     ours = f"{listed(own_layers)}, {listed(_recomputed(costs, found))}"
     if sum(pair.layers) != int(is_transformer(costs).sum()):
         note = (
@@ -76,16 +89,30 @@ def _pair_row(pair: Pair) -> tuple[list[str], str]:
     borders = borders_of(costs, pair.layers)
     theirs = evaluate(costs, borders, first_recomputed(costs, borders, pair.recomputed), schedule)
     apart = int(np.abs(np.cumsum(own_layers) - np.cumsum(pair.layers)).max())
-    said = f"{theirs.step_ns / MS:,.0f}" + ("" if theirs.fits(cluster.usable_memory_bytes) else ", does not fit")
-    row = [*own, ours, str(apart), said, f"{found.step_ns / MS:,.0f}", times(theirs.step_ns / found.step_ns)]
+    said = f"{theirs.step_ns / MS:,.0f}" + (
+        "" if theirs.fits(cluster.usable_memory_bytes) else ", does not fit"
+    )
+    row = [
+        *own,
+        ours,
+        str(apart),
+        said,
+        f"{found.step_ns / MS:,.0f}",
+        times(theirs.step_ns / found.step_ns),
+    ]
     return row, _why(costs, borders, found, apart)
 
 
 def _why(costs: Costs, borders: IntArray, found: Exact, apart: int) -> str:
-    """Where the paper's partition is outside of its own radius, what decides in our costs; what is not proven."""
+    """Where the paper's partition is outside of its own radius, what decides in our costs; what is
+    not proven.
+    """
     said = []
     if apart > RADIUS:
-        stages = [np.add.reduceat(costs.forward_ns[:, 0], cuts[:-1]) / MS for cuts in (borders, found.borders)]
+        stages = [
+            np.add.reduceat(costs.forward_ns[:, 0], cuts[:-1]) / MS
+            for cuts in (borders, found.borders)
+        ]
         theirs, ours = (listed(f"{stage:.0f}" for stage in each) for each in stages)
         said.append(
             f"{apart} layers apart, over the paper's radius of {RADIUS}: in our costs the forward passes of its "
@@ -111,16 +138,23 @@ PAPER_TABLE_4 = {
 
 
 def table_4() -> Section:
-    """Partition methods beside BMP and the optimum; everything recomputed, as in the paper at that point."""
+    """Partition methods beside BMP and the optimum; everything recomputed, as in the paper at that
+    point.
+    """
     costs = INTERNVL.constant_costs
-    schedule, everything = one_f_one_b(INTERNVL.pp, MICRO_BATCHES), np.ones(costs.num_layers, np.bool_)
+    schedule, everything = (
+        one_f_one_b(INTERNVL.pp, MICRO_BATCHES),
+        np.ones(costs.num_layers, np.bool_),
+    )
 
     def full(borders: IntArray) -> int:
         return evaluate(costs, borders, everything, schedule).step_ns
 
     found = {name: method(costs, INTERNVL.pp) for name, method in METHODS.items()}
     found["BMP"] = search_bmp(costs, INTERNVL.pp, full).best.borders
-    found["exact, not recomputed"] = search_exact(costs, schedule, a100().usable_memory_bytes).borders
+    found["exact, not recomputed"] = search_exact(
+        costs, schedule, a100().usable_memory_bytes
+    ).borders
     first = candidate(costs, found["parameter-based"])
     base = full(found["BMP"])
     rows = []
@@ -131,7 +165,13 @@ def table_4() -> Section:
         paper = PAPER_TABLE_4.get(name)
         rows.append(
             [
-                *(name, listed(layers), f"{params.var():.2f}", f"{np.var(layers):.2f}", f"{one.variance_ms2:,.0f}"),
+                *(
+                    name,
+                    listed(layers),
+                    f"{params.var():.2f}",
+                    f"{np.var(layers):.2f}",
+                    f"{one.variance_ms2:,.0f}",
+                ),
                 f"{(one.comm_bytes - first.comm_bytes) * INTERNVL.tp / MIB:+.1f}",
                 times(full(borders) / base),
                 f"{paper[0]}, {paper[1]}, {paper[2]}, {paper[3]:+}" if paper else "-",
@@ -142,7 +182,15 @@ def table_4() -> Section:
     more = float(costs.sent_bytes[vision, 0] - costs.sent_bytes[language, 0]) * INTERNVL.tp / MIB
     more_ms = float(costs.send_ns[vision, 0] - costs.send_ns[language, 0]) / MS
     headings = (
-        *("method", "layers", "VAR(param), B²", "VAR(layers)", "VAR(fwd), ms²", "change in SUM, MiB", "step"),
+        *(
+            "method",
+            "layers",
+            "VAR(param), B²",
+            "VAR(layers)",
+            "VAR(fwd), ms²",
+            "change in SUM, MiB",
+            "step",
+        ),
         *("paper: the same four", "paper: GPU days"),
     )
     return Section(
@@ -160,7 +208,10 @@ def table_4() -> Section:
     )
 
 
-PAPER_TABLE_5 = {"everything recomputed": (58.2, 56.2, 32.5, 32.7), "nothing recomputed": (12.3, 21.7, 24.7, 30.0)}
+PAPER_TABLE_5 = {
+    "everything recomputed": (58.2, 56.2, 32.5, 32.7),
+    "nothing recomputed": (12.3, 21.7, 24.7, 30.0),
+}
 """Remaining GB per stage, with data and model balance, and with memory balance too."""
 
 
@@ -175,11 +226,18 @@ def table_5() -> Section:
         peak = evaluate(costs, borders, recompute, schedule).memory.peak_bytes
         left[name] = (a100().memory_bytes - peak) / 1e9
         rows.append([name, listed(f"{each:.1f}" for each in left[name]), listed(paper)])
-    both = [np.subtract(*values) for values in (tuple(left.values()), tuple(PAPER_TABLE_5.values()))]
-    rows.append(["what recomputing saves", *(listed(f"{each:.1f}" for each in one) for one in both)])
+    both = [
+        np.subtract(*values) for values in (tuple(left.values()), tuple(PAPER_TABLE_5.values()))
+    ]
+    rows.append(
+        ["what recomputing saves", *(listed(f"{each:.1f}" for each in one) for one in both)]
+    )
     less = np.stack([left[name] - paper for name, paper in PAPER_TABLE_5.items()])
     vision, language = costs.kinds.index("vision_layer"), costs.kinds.index("llm_layer")
-    saved = [float(costs.saved_bytes[layer, 0] - costs.kept_bytes[layer, 0]) / 1e9 for layer in (vision, language)]
+    saved = [
+        float(costs.saved_bytes[layer, 0] - costs.kept_bytes[layer, 0]) / 1e9
+        for layer in (vision, language)
+    ]
     return Section(
         title="OmniBal, Table 5: remaining memory",
         body=(

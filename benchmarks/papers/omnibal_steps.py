@@ -1,4 +1,6 @@
-"""What OmniBal's tables of whole training steps are simulated with: data, and models cut in some way."""
+"""What OmniBal's tables of whole training steps are simulated with: data, and models cut in some
+way.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +9,21 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from balance.baselines import as_groups, random_batches
-from balance.fit import group_fit
+from balance.baseline_samplers import as_groups, random_batches
+from balance.grouping.best_fit import group_fit
 from balance.metrics import dist_ratio, longest, pad_ratio
-from balance.order import GroupStream, choose_order
-from balance.path import sort_along_path
+from balance.order.block_shuffle import BlockShuffle, choose_order
+from balance.order.sort_groups import sort_along_path
 from balance.presets import load_model
-from balance.records import Counts, Groups, IntArray, Limits
+from balance.types import Counts, Groups, IntArray, Limits
 from engine.cost_model.analytical import layer_costs
 from engine.cost_model.clusters import Cluster
 from engine.cost_model.costs import Costs
+from engine.cost_model.gradient_reduction import reduction_ns
 from engine.cost_model.layer_list import layers_of
 from engine.cost_model.loads import Loads, PhaseLoads
 from engine.cost_model.parallel import Training
-from engine.cost_model.replicas import reduction_ns
-from engine.planning.exact import search_exact
+from engine.planning.search.branch_and_bound import search_exact
 from engine.simulator.evaluate import evaluate
 from engine.simulator.schedule import one_f_one_b
 from papers.omnibal_models import IMAGES, SEQ_LEN, VIT_TOKENS, Pair
@@ -58,14 +60,20 @@ def random_data(counts: Counts, dp: int, micro_batches: int = MICRO_BATCHES) -> 
 
 
 def balanced_data(
-    counts: Counts, dp: int, micro_batches: int = MICRO_BATCHES, seq_len: int = SEQ_LEN, tiles: int = IMAGES
+    counts: Counts,
+    dp: int,
+    micro_batches: int = MICRO_BATCHES,
+    seq_len: int = SEQ_LEN,
+    tiles: int = IMAGES,
 ) -> Data:
     """Groups of at most so many tokens and tiles, as a build holds them, in the loaders' order."""
-    limits = Limits(max_seq_len=seq_len, max_vision=tiles, min_seq_len=seq_len - 128, min_vision=tiles)
+    limits = Limits(
+        max_seq_len=seq_len, max_vision=tiles, min_seq_len=seq_len - 128, min_vision=tiles
+    )
     vision, tokens = counts.num_image_patches, counts.seq_len
     groups = group_fit(vision, tokens, limits, seed=0)
     groups = groups.take(sort_along_path(groups.sum(vision), groups.sum(tokens), seed=0))
-    stream = GroupStream(num_groups=len(groups), order=choose_order(len(groups)), seed=0, epoch=0)
+    stream = BlockShuffle(num_groups=len(groups), order=choose_order(len(groups)), seed=0, epoch=0)
     steps = min(STEPS, len(groups) // (dp * micro_batches))
     # each (dp, micro_batches)
     taken = [stream.take_step(dp, micro_batches).ravel() for _ in range(steps)]
@@ -74,7 +82,9 @@ def balanced_data(
     return _data(own, counts, llm, dp, micro_batches, 0.0)
 
 
-def _data(groups: Groups, counts: Counts, llm: PhaseLoads, dp: int, micro_batches: int, padding: float) -> Data:
+def _data(
+    groups: Groups, counts: Counts, llm: PhaseLoads, dp: int, micro_batches: int, padding: float
+) -> Data:
     tiles, vit = groups.sum(counts.num_image_patches), groups.sum(counts.num_vit_tokens)
     per_tile = int(counts.num_vit_tokens.max()) // max(1, int(counts.num_image_patches.max()))
     vision = PhaseLoads(tokens=vit, squares=vit * per_tile, items=tiles)
@@ -102,17 +112,27 @@ class Trainer:
     recompute: NDArray[np.bool_]
 
     def sample_ms(self, data: Data) -> float:
-        """Mean time per sample: every step lasts as long as its slowest replica, and as the gradients' reduction."""
+        """Mean time per sample: every step lasts as long as its slowest replica, and as the
+        gradients' reduction.
+        """
         parallel = self.pair.parallel
-        costs = layer_costs(load_model(self.pair.preset), self.cluster, parallel, data.loads, self.training)
+        costs = layer_costs(
+            load_model(self.pair.preset), self.cluster, parallel, data.loads, self.training
+        )
         schedule, own = one_f_one_b(parallel.pp, data.micro_batches), np.arange(data.micro_batches)
         # (steps, dp)
         firsts = np.arange(0, len(data.loads), data.micro_batches).reshape(-1, data.dp)
         times = [
-            [evaluate(costs.take(first + own), self.borders, self.recompute, schedule).step_ns for first in step]
+            [
+                evaluate(costs.take(first + own), self.borders, self.recompute, schedule).step_ns
+                for first in step
+            ]
             for step in firsts.tolist()
         ]
-        trained = [self.training.trains(layer.part) for layer in layers_of(load_model(self.pair.preset), parallel)]
+        trained = [
+            self.training.trains(layer.part)
+            for layer in layers_of(load_model(self.pair.preset), parallel)
+        ]
         params = np.add.reduceat(costs.param_counts * trained, self.borders[:-1]) // parallel.tp
         reduction = int(reduction_ns(params, self.cluster, parallel, self.training).max())
         return float(sum(max(step) + reduction for step in times)) / data.samples / 1e6
@@ -121,26 +141,38 @@ class Trainer:
 def equal_costs(pair: Pair, cluster: Cluster, training: Training) -> Costs:
     """Costs of equal micro-batches at the caps: what a partition is planned for."""
     loads = Loads.constant(
-        MICRO_BATCHES, images=IMAGES, vit_tokens_per_image=VIT_TOKENS, seq_len=SEQ_LEN, samples=BATCH
+        MICRO_BATCHES,
+        images=IMAGES,
+        vit_tokens_per_image=VIT_TOKENS,
+        seq_len=SEQ_LEN,
+        samples=BATCH,
     )
     return layer_costs(load_model(pair.preset), cluster, pair.parallel, loads, training)
 
 
 def planned_for(data: Data, pair: Pair, cluster: Cluster, training: Training) -> IntArray:
-    """The exact search's partition for a step of uneven data, nothing recomputed and memory without end."""
+    """The exact search's partition for a step of uneven data, nothing recomputed and memory without
+    end.
+    """
     loads = data.loads.take(np.arange(data.micro_batches))
     costs = layer_costs(load_model(pair.preset), cluster, pair.parallel, loads, training)
     return search_exact(costs, one_f_one_b(pair.pp, data.micro_batches), 1 << 50).borders
 
 
 def encoder_first(costs: Costs, num_stages: int) -> IntArray:
-    """The encoder as the first stage, the language model evenly behind: what is assumed of the paper's start."""
+    """The encoder as the first stage, the language model evenly behind: what is assumed of the
+    paper's start.
+    """
     first = costs.kinds.index("token_embedding")
-    return np.array([0, *np.linspace(first, costs.num_layers, num_stages).round().astype(int).tolist()])
+    return np.array(
+        [0, *np.linspace(first, costs.num_layers, num_stages).round().astype(int).tolist()]
+    )
 
 
 def trainers(pair: Pair, cluster: Cluster, training: Training) -> tuple[Trainer, Trainer, Trainer]:
-    """Before; with the exact search's partition, everything recomputed; and with what must be recomputed."""
+    """Before; with the exact search's partition, everything recomputed; and with what must be
+    recomputed.
+    """
     costs = equal_costs(pair, cluster, training)
     found = search_exact(costs, one_f_one_b(pair.pp, MICRO_BATCHES), cluster.usable_memory_bytes)
     everything = np.ones(costs.num_layers, np.bool_)

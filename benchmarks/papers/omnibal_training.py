@@ -1,4 +1,6 @@
-"""OmniBal's tables of training times on uneven data: Tables 3 and 7, 2 and 13, 11, 16. Simulated."""
+"""OmniBal's tables of training times on uneven data: Tables 3 and 7, 2 and 13, 11, 16.
+Simulated.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def table_7() -> Section:
     counts = internvl_samples(NUM_SAMPLES)
     before, after = random_data(counts, INTERNVL.dp), balanced_data(counts, INTERNVL.dp)
     start, balanced, adaptive = trainers(INTERNVL, a100(), TRAINING)
-    by_parameters = replace(start, borders=by_params(equal_costs(INTERNVL, a100(), TRAINING), INTERNVL.pp))
+    by_parameters = replace(
+        start, borders=by_params(equal_costs(INTERNVL, a100(), TRAINING), INTERNVL.pp)
+    )
     model_only = replace(start, borders=planned_for(before, INTERNVL, a100(), TRAINING))
     rows = [
         ("nothing", start.sample_ms(before), 61.8),
@@ -52,7 +56,10 @@ def table_7() -> Section:
             f"does not tell, is the encoder alone on the first stage; {MICRO_BATCHES} micro-batches per step and "
             "replica; everything is recomputed until memory is balanced.",
             _data_table(
-                {"4 random samples, padded": (before, (4, 0.31, 0.34, 0.30)), "groups": (after, (4.6, 0, 0.02, 0.14))}
+                {
+                    "4 random samples, padded": (before, (4, 0.31, 0.34, 0.30)),
+                    "groups": (after, (4.6, 0, 0.02, 0.14)),
+                }
             ),
             table(
                 ("balanced", "time per sample, ms", "speed-up", "paper: speed-up (GPU days)"),
@@ -69,18 +76,34 @@ def table_7() -> Section:
 
 
 def _data_table(data: dict[str, tuple[Data, tuple[float, ...]]]) -> str:
-    """Figures of the data beside the paper's Table 3: samples per micro-batch, pad ratio, dist ratios."""
+    """Figures of the data beside the paper's Table 3: samples per micro-batch, pad ratio, dist
+    ratios.
+    """
     rows = []
     for name, (own, paper) in data.items():
         ours = own.samples / len(own.loads), own.pad_ratio, own.dist_vit, own.dist_llm
-        rows.append([name, *(f"{value:.3g} ({wanted:g})" for value, wanted in zip(ours, paper, strict=True))])
+        rows.append(
+            [
+                name,
+                *(f"{value:.3g} ({wanted:g})" for value, wanted in zip(ours, paper, strict=True)),
+            ]
+        )
     return table(
-        ("micro-batches (paper in brackets)", "samples", "pad ratio", "dist ratio ViT", "dist ratio LLM"), rows
+        (
+            "micro-batches (paper in brackets)",
+            "samples",
+            "pad ratio",
+            "dist ratio ViT",
+            "dist ratio LLM",
+        ),
+        rows,
     )
 
 
 def table_2() -> Section:
-    """Data balance alone, in plain data parallelism where ranks meet at every micro-batch (ZeRO-3)."""
+    """Data balance alone, in plain data parallelism where ranks meet at every micro-batch
+    (ZeRO-3).
+    """
     counts, dp = internvl_samples(NUM_SAMPLES), 32
     rows = []
     for name, preset, samples, caps, paper in [
@@ -91,7 +114,9 @@ def table_2() -> Section:
         data = random_data(samples, dp, 1), balanced_data(samples, dp, 1, *caps)
         before, after = (_rank_ms(preset, each) for each in data)
         waits = [f"{each.pad_ratio:.2f}, {each.dist_vit:.3f}, {each.dist_llm:.3f}" for each in data]
-        rows.append([name, *waits, f"{before:.0f}", f"{after:.0f}", times(before / after), times(paper)])
+        rows.append(
+            [name, *waits, f"{before:.0f}", f"{after:.0f}", times(before / after), times(paper)]
+        )
     return Section(
         title="OmniBal, Tables 2 and 13: data balance alone, pure data parallelism",
         body=(
@@ -102,7 +127,12 @@ def table_2() -> Section:
             "published.",
             table(
                 (
-                    *("model", "random: pad, dist ViT, dist LLM", "groups: the same", "random, ms per sample and rank"),
+                    *(
+                        "model",
+                        "random: pad, dist ViT, dist LLM",
+                        "groups: the same",
+                        "random, ms per sample and rank",
+                    ),
                     *("groups", "speed-up", "paper"),
                 ),
                 rows,
@@ -113,8 +143,12 @@ def table_2() -> Section:
 
 def _rank_ms(preset: str, data: Data) -> float:
     """Time per sample of one rank: each micro-batch lasts as long as the slowest rank's."""
-    costs = layer_costs(load_model(preset), a100(), Parallelism(dp=data.dp, zero_stage=3), data.loads)
-    whole = (costs.forward_ns + costs.backward_ns + costs.recompute_ns).sum(axis=0).reshape(-1, data.dp)
+    costs = layer_costs(
+        load_model(preset), a100(), Parallelism(dp=data.dp, zero_stage=3), data.loads
+    )
+    whole = (
+        (costs.forward_ns + costs.backward_ns + costs.recompute_ns).sum(axis=0).reshape(-1, data.dp)
+    )
     return float(whole.max(axis=1).sum()) / data.samples * data.dp / 1e6
 
 
@@ -127,13 +161,25 @@ def table_11() -> Section:
         (PAIRS[3], "MLP", Training(vision=False, llm=False, gradient_bytes=2), 1.75),
     ]:
         start, _, adaptive = trainers(pair, a100(), frozen)
-        by_parameters = replace(start, borders=by_params(equal_costs(pair, a100(), frozen), pair.pp))
+        by_parameters = replace(
+            start, borders=by_params(equal_costs(pair, a100(), frozen), pair.pp)
+        )
         data = random_data(counts, pair.dp)
         before, fairer = start.sample_ms(data), by_parameters.sample_ms(data)
         after = adaptive.sample_ms(balanced_data(counts, pair.dp))
         found = listed(layers_of(equal_costs(pair, a100(), frozen), adaptive.borders))
         ms = [f"{each:.1f}" for each in (before, fairer, after)]
-        rows.append([pair.name, what, found, *ms, times(before / after), times(fairer / after), times(paper)])
+        rows.append(
+            [
+                pair.name,
+                what,
+                found,
+                *ms,
+                times(before / after),
+                times(fairer / after),
+                times(paper),
+            ]
+        )
     return Section(
         title="OmniBal, Table 11: frozen parts",
         body=(
@@ -144,7 +190,14 @@ def table_11() -> Section:
             "been better, or its random micro-batches larger than 4 captions, which leave GPUs idle.",
             table(
                 (
-                    *("model", "trained", "our layers", "encoder first, ms per sample", "even parameters", "balanced"),
+                    *(
+                        "model",
+                        "trained",
+                        "our layers",
+                        "encoder first, ms per sample",
+                        "even parameters",
+                        "balanced",
+                    ),
                     *("speed-up over encoder first", "over even parameters", "paper"),
                 ),
                 rows,
@@ -164,7 +217,9 @@ def table_16() -> Section:
         before = start.sample_ms(random_data(counts, pair.dp)) * gpus
         after = adaptive.sample_ms(balanced_data(counts, pair.dp)) * gpus
         first = first or (before, after)
-        efficiency = [f"{100 * one / now:.1f} %" for one, now in zip(first, (before, after), strict=True)]
+        efficiency = [
+            f"{100 * one / now:.1f} %" for one, now in zip(first, (before, after), strict=True)
+        ]
         papers = [f"{100 * one / now:.1f} %" for one, now in zip(paper[64], days, strict=True)]
         rows.append(
             [
@@ -181,7 +236,15 @@ def table_16() -> Section:
             f"{STEPS} steps. Efficiency is GPU time per sample, relative to 64 GPUs. Random micro-batches are {BATCH} "
             "padded samples.",
             table(
-                ("GPUs", "speed-up", "paper", "efficiency before", "paper", "efficiency after", "paper"),
+                (
+                    "GPUs",
+                    "speed-up",
+                    "paper",
+                    "efficiency before",
+                    "paper",
+                    "efficiency after",
+                    "paper",
+                ),
                 rows,
             ),
         ),

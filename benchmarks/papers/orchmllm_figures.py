@@ -1,4 +1,6 @@
-"""OrchMLLM's figures 10 to 13: balancing every phase against less, and what travels between nodes. Simulated."""
+"""OrchMLLM's figures 10 to 13: balancing every phase against less, and what travels between nodes.
+Simulated.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,14 @@ from engine.cost_model.analytical import layer_costs
 from engine.cost_model.clusters import load_cluster
 from engine.cost_model.loads import Loads
 from engine.cost_model.parallel import Parallelism
-from engine.dispatching.dispatch import PHASES, DispatchOptions, DispatchPlan, Examples, plan_dispatch
-from engine.dispatching.dispatch_times import Communicator, TokenBytes, phase_cost, phase_volumes, step_times
+from engine.dispatching.dispatch import (
+    PHASES,
+    DispatchOptions,
+    DispatchPlan,
+    Examples,
+    plan_dispatch,
+)
+from engine.dispatching.times import Communicator, TokenBytes, phase_cost, phase_volumes, step_times
 from papers.datasets import orchmllm_samples
 from papers.page import Section, percent, table
 
@@ -27,8 +35,14 @@ OPTIONS: dict[str, tuple[DispatchOptions, Communicator]] = {
     "every phase (OrchMLLM)": (ALL, "all_to_all"),
     "nothing": (replace(ALL, algorithms={}), "all_to_all"),
     "LLM only": (replace(ALL, algorithms={"llm": "sums"}), "all_to_all"),
-    "all as if unpadded": (replace(ALL, algorithms={**ALL.algorithms, "audio": "sums"}), "all_to_all"),
-    "all as if padded": (replace(ALL, algorithms={**ALL.algorithms, "vision": "padded"}), "all_to_all"),
+    "all as if unpadded": (
+        replace(ALL, algorithms={**ALL.algorithms, "audio": "sums"}),
+        "all_to_all",
+    ),
+    "all as if padded": (
+        replace(ALL, algorithms={**ALL.algorithms, "vision": "padded"}),
+        "all_to_all",
+    ),
     "All-Gather": (replace(ALL, node_wise=False), "all_gather"),
     "ours: inputs read where needed": (replace(ALL, reads_directly=True), "all_to_all"),
 }
@@ -53,15 +67,30 @@ def balance() -> Section:
         best = results["every phase (OrchMLLM)"].mfu
         rows += [
             [
-                *(preset.removeprefix("orchmllm_").upper(), name, percent(own.mfu), f"{own.mfu / best:.2f}"),
+                *(
+                    preset.removeprefix("orchmllm_").upper(),
+                    name,
+                    percent(own.mfu),
+                    f"{own.mfu / best:.2f}",
+                ),
                 *(f"{own.memory_gb:.1f}", percent(own.exchange_share, 2)),
             ]
             for name, own in results.items()
         ]
     points = []
-    for name, size, paper in [("LLM only", 18, "24.16 %, 62.7 GB"), ("All-Gather", 20, "25.51 %, 61.8 GB")]:
+    for name, size, paper in [
+        ("LLM only", 18, "24.16 %, 62.7 GB"),
+        ("All-Gather", 20, "25.51 %, 61.8 GB"),
+    ]:
         own = run("orchmllm_84b", size, *OPTIONS[name])
-        points.append(["84B", f"{name}, mini-batch {size}", f"{percent(own.mfu)}, {own.memory_gb:.1f} GB", paper])
+        points.append(
+            [
+                "84B",
+                f"{name}, mini-batch {size}",
+                f"{percent(own.mfu)}, {own.memory_gb:.1f} GB",
+                paper,
+            ]
+        )
     return Section(
         title="OrchMLLM, figures 10 to 12: balancing every phase",
         body=(
@@ -86,14 +115,18 @@ def run(preset: str, batch: int, options: DispatchOptions, communicator: Communi
     mfu, memory, exchange = [], [], []
     for seed in range(STEPS):
         plan = plan_dispatch(_examples(model, batch, seed), options)
-        times = step_times(plan, phase_cost(cost), cluster.network, _token_bytes(model), communicator=communicator)
+        times = step_times(
+            plan, phase_cost(cost), cluster.network, _token_bytes(model), communicator=communicator
+        )
         flops = _useful_flops(model, plan)
         # everything recomputed: forward passes twice, backward passes are twice as long
         step_s = (times.step_ns + sum(_recompute_ns(plan, cost).values())) / 1e9
         mfu.append(flops / (step_s * RANKS * cluster.peak_flops_per_s))
         memory.append(_memory_gb(plan, cost))
         exchange.append(times.exchange_ns / 1e9 / step_s)
-    return Result(mfu=float(np.mean(mfu)), memory_gb=max(memory), exchange_share=float(np.mean(exchange)))
+    return Result(
+        mfu=float(np.mean(mfu)), memory_gb=max(memory), exchange_share=float(np.mean(exchange))
+    )
 
 
 def volumes() -> Section:
@@ -110,7 +143,12 @@ def volumes() -> Section:
             (average, largest), (near_average, near_largest) = own[False], own[True]
             rows.append(
                 [
-                    *(preset.removeprefix("orchmllm_").upper(), phase, f"{average:,.0f}", f"{near_average:,.0f}"),
+                    *(
+                        preset.removeprefix("orchmllm_").upper(),
+                        phase,
+                        f"{average:,.0f}",
+                        f"{near_average:,.0f}",
+                    ),
                     *(f"{1 - near_average / average:.3f}", f"{1 - near_largest / largest:.3f}"),
                 ]
             )
@@ -123,7 +161,14 @@ def volumes() -> Section:
             "examples per rank of heavy-tailed lengths the largest send falls by .54 to .69, the average by .22 to .25 "
             "(docs/benchmarks.md, post-balancing).",
             table(
-                ("model", "phase", "average, not placed", "placed", "less on average", "less of the largest"),
+                (
+                    "model",
+                    "phase",
+                    "average, not placed",
+                    "placed",
+                    "less on average",
+                    "less of the largest",
+                ),
                 rows,
             ),
         ),
@@ -133,7 +178,9 @@ def volumes() -> Section:
 def _examples(model: ModelPreset, batch: int, seed: int) -> Examples:
     counts = orchmllm_samples(model, RANKS * batch, seed)
     assert model.audio is not None
-    return Examples.of_counts(counts, np.arange(RANKS + 1) * batch, audio_downsample=model.audio.downsample)
+    return Examples.of_counts(
+        counts, np.arange(RANKS + 1) * batch, audio_downsample=model.audio.downsample
+    )
 
 
 def _token_bytes(model: ModelPreset) -> TokenBytes:
@@ -141,7 +188,11 @@ def _token_bytes(model: ModelPreset) -> TokenBytes:
     assert model.llm is not None
     assert model.audio_encoder is not None
     # uint8 pixels; two frames of float16 per encoder token
-    inputs = {"vision": model.vit.patch_values, "audio": 2 * 2 * model.audio_encoder.frame_values, "llm": 8}
+    inputs = {
+        "vision": model.vit.patch_values,
+        "audio": 2 * 2 * model.audio_encoder.frame_values,
+        "llm": 8,
+    }
     return TokenBytes(inputs=inputs, feature=2 * model.llm.hidden_size)
 
 
@@ -155,9 +206,14 @@ def _recompute_ns(plan: DispatchPlan, cost) -> dict[str, int]:  # type: ignore[n
     costs = cost(_loads(plan))
     phases = {"vision": "vision", "audio": "audio"}
     own = np.array(
-        [next((name for prefix, name in phases.items() if kind.startswith(prefix)), "llm") for kind in costs.kinds]
+        [
+            next((name for prefix, name in phases.items() if kind.startswith(prefix)), "llm")
+            for kind in costs.kinds
+        ]
     )
-    return {phase: int(costs.recompute_ns[own == phase].sum(axis=0).max(initial=0)) for phase in PHASES}
+    return {
+        phase: int(costs.recompute_ns[own == phase].sum(axis=0).max(initial=0)) for phase in PHASES
+    }
 
 
 def _memory_gb(plan: DispatchPlan, cost) -> float:  # type: ignore[no-untyped-def]
@@ -179,6 +235,8 @@ def _useful_flops(model: ModelPreset, plan: DispatchPlan) -> float:
     for phase, shape in (("vision", model.vit), ("audio", model.audio_encoder), ("llm", model.llm)):
         tokens, squares = float(examples.lengths[phase].sum()), float(examples.squares[phase].sum())
         causal = 0.5 if phase == "llm" else 1.0
-        total += shape.num_layers * (2 * shape.layer_weights * tokens + 4 * causal * shape.attention_size * squares)
+        total += shape.num_layers * (
+            2 * shape.layer_weights * tokens + 4 * causal * shape.attention_size * squares
+        )
     total += 2 * model.llm.vocab_size * model.llm.hidden_size * float(examples.lengths["llm"].sum())
     return 3 * total

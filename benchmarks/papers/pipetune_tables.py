@@ -1,4 +1,6 @@
-"""PipeTune's Table 2 and figure 8: what each ingredient saves, simulated, and how long the search takes, clocked."""
+"""PipeTune's Table 2 and figure 8: what each ingredient saves, simulated, and how long the search
+takes, clocked.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,15 @@ from functools import partial
 import numpy as np
 
 from balance.presets import load_model
-from balance.records import Groups, IntArray
+from balance.types import Groups, IntArray
 from engine.cost_model.analytical import layer_costs
 from engine.cost_model.clusters import load_cluster
 from engine.cost_model.loads import Loads
 from engine.cost_model.parallel import Parallelism, Training
 from engine.cost_model.sample_loads import sample_loads
 from engine.simulator.evaluate import evaluate, schedule_for
+from engine.tuning.pack import pack_in_order
 from engine.tuning.tune import Breakdown, Pipeline, TuneOptions, tune
-from engine.tuning.tune_pack import pack_in_order
 from papers.datasets import PIPETUNE_MIXES, SIGLIP_TOKENS, pipetune_samples
 from papers.page import Section, percent, table
 
@@ -25,8 +27,14 @@ STEPS, BATCH = 8, 128
 MAX_SEQ_LEN = 8192
 PIPETUNES = TuneOptions(max_seq_len=MAX_SEQ_LEN, sizes="multiples", search="clusters", encode="own")
 OURS = TuneOptions(max_seq_len=MAX_SEQ_LEN, sizes="any", search="swaps", encode="any")
-PAPER = {"DataMix1": (31.5, 32.6, 40.7), "DataMix2": (12.1, 17.1, 28.9), "DataMix3": (2.5, 7.0, 16.1)}
-"""Table 2: less time than the original with balance, with order and pre-computation too, with sizes too; percent."""
+PAPER = {
+    "DataMix1": (31.5, 32.6, 40.7),
+    "DataMix2": (12.1, 17.1, 28.9),
+    "DataMix3": (2.5, 7.0, 16.1),
+}
+"""Table 2: less time than the original with balance, with order and pre-computation too, with sizes
+too; percent.
+"""
 FIGURE_8 = {128: 0.2, 1024: 1.5}
 """Search time at most, s, by samples of a step."""
 
@@ -46,7 +54,9 @@ def table_2() -> Section:
             times.append((time.perf_counter() - started) / STEPS)
             found.append(_savings([each.breakdown for each in tuned]))
         for place, name in enumerate(("balance", "+ order, pre-computation", "+ sizes")):
-            rows.append([mix, size, name, *(percent(own[place]) for own in found), f"{PAPER[mix][place]} %"])
+            rows.append(
+                [mix, size, name, *(percent(own[place]) for own in found), f"{PAPER[mix][place]} %"]
+            )
     return Section(
         title="PipeTune, Table 2: what each ingredient saves",
         body=(
@@ -87,7 +97,11 @@ def figure_8() -> Section:
 
 def make_pipeline() -> Pipeline:
     """PipeTune's 13B model on its cluster A."""
-    model, cluster, parallel = load_model("pipetune_13b"), load_cluster("a100_80g_4gpu"), Parallelism(tp=4, pp=4)
+    model, cluster, parallel = (
+        load_model("pipetune_13b"),
+        load_cluster("a100_80g_4gpu"),
+        Parallelism(tp=4, pp=4),
+    )
     training = Training(vision=False)
 
     def cost(loads: Loads):  # type: ignore[no-untyped-def]
@@ -105,7 +119,9 @@ def make_pipeline() -> Pipeline:
 
 
 def most_that_fits(pipeline: Pipeline) -> int:
-    """The largest micro-batch size of which full micro-batches, all images, fit into memory: fixed in the original."""
+    """The largest micro-batch size of which full micro-batches, all images, fit into memory: fixed
+    in the original.
+    """
     size = 1
     while _fits(pipeline, size + 1):
         size += 1
@@ -114,10 +130,14 @@ def most_that_fits(pipeline: Pipeline) -> int:
 
 def _fits(pipeline: Pipeline, size: int) -> bool:
     images = size * MAX_SEQ_LEN // SIGLIP_TOKENS
-    loads = Loads.constant(8, images=images, vit_tokens_per_image=SIGLIP_TOKENS, seq_len=size * MAX_SEQ_LEN)
+    loads = Loads.constant(
+        8, images=images, vit_tokens_per_image=SIGLIP_TOKENS, seq_len=size * MAX_SEQ_LEN
+    )
     schedule = schedule_for(pipeline.schedule, pipeline.borders, len(loads))
     assert pipeline.memory_bytes is not None
-    return evaluate(pipeline.cost(loads), pipeline.borders, pipeline.recompute, schedule).fits(pipeline.memory_bytes)
+    return evaluate(pipeline.cost(loads), pipeline.borders, pipeline.recompute, schedule).fits(
+        pipeline.memory_bytes
+    )
 
 
 def _samples(mix: str, count: int, seed: int) -> Loads:

@@ -1,7 +1,9 @@
-"""A simulated step as a page: who computes what when, what is sent, the critical path, and memory over time.
+"""A simulated step as a page: who computes what when, what is sent, the critical path, and memory
+over time.
 
-Pure: `gantt_page` turns steps into HTML that a browser shows without network and without scripts; `write_gantt` writes
-it. 16 ranks with 256 micro-batches are 8,192 bars: 4 MB, .2 s. Several steps stand on one scale, so that they compare.
+Pure: `gantt_page` turns steps into HTML that a browser shows without network and without scripts;
+`write_gantt` writes it. 16 ranks with 256 micro-batches are 8,192 bars: 4 MB, .2 s. Several steps
+stand on one scale, so that they compare.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from balance.records import IntArray
-from engine.charts.gantt_page import ZOOMS, page, zoom_buttons, zoom_class
-from engine.charts.time_text import round_step, span_text, tick_text, time_text
+from balance.types import IntArray
+from engine.charts._gantt_page import ZOOMS, page, zoom_buttons, zoom_class
+from engine.charts.format_time import round_step, span_text, tick_text, time_text
 from engine.charts.trace import GIB, KIND_NAMES
 from engine.simulator.evaluate import Outcome
 from engine.simulator.schedule import Kind
@@ -53,7 +55,9 @@ class Step:
     """Of each stage, its layers for people; the first ranks' stages first."""
 
 
-def write_gantt(steps: Sequence[Step], path: Path, *, title: str, memory_bytes: int | None = None) -> None:
+def write_gantt(
+    steps: Sequence[Step], path: Path, *, title: str, memory_bytes: int | None = None
+) -> None:
     """Write the page of some steps; `memory_bytes` is what a GPU has."""
     path.write_text(gantt_page(steps, title=title, memory_bytes=memory_bytes), "utf-8")
 
@@ -81,14 +85,23 @@ def _cards(step: Step, memory_bytes: int | None) -> str:
         (time_text(outcome.step_ns), "for the step"),
         (f"{outcome.timeline.bubble_ratio.mean():.1%}", "of the ranks' time is waiting"),
         (f"{peak / GIB:.1f} GiB", f"at most on a GPU{of_limit}"),
-        *((time_text(spent), f"of the critical path: {name}") for name, spent in path_parts(step).items() if spent),
+        *(
+            (time_text(spent), f"of the critical path: {name}")
+            for name, spent in path_parts(step).items()
+            if spent
+        ),
     ]
-    items = "".join(f'<div class="card"><b>{figure}</b><span>{escape(text)}</span></div>' for figure, text in cards)
+    items = "".join(
+        f'<div class="card"><b>{figure}</b><span>{escape(text)}</span></div>'
+        for figure, text in cards
+    )
     return f'<div class="cards">{items}</div>'
 
 
 def path_parts(step: Step) -> dict[str, int]:
-    """What the critical path is made of, in nanoseconds; the parts add up to the step, for nothing waits on it."""
+    """What the critical path is made of, in nanoseconds; the parts add up to the step, for nothing
+    waits on it.
+    """
     timeline = step.outcome.timeline
     schedule, path = timeline.program.schedule, critical_path(timeline)
     kinds, spent = schedule.kinds[path], (timeline.end_ns - timeline.start_ns)[path]
@@ -137,7 +150,9 @@ def _names(step: Step, memory_bytes: int | None) -> str:
     for rank in range(schedule.num_ranks):
         stages = list(range(rank, schedule.num_stages, schedule.num_ranks))
         text = f"stage {', '.join(map(str, stages))}"
-        layers = "; ".join(step.stage_names[stage] for stage in stages if stage < len(step.stage_names))
+        layers = "; ".join(
+            step.stage_names[stage] for stage in stages if stage < len(step.stage_names)
+        )
         peak = int(outcome.memory.peak_bytes[rank])
         size = f"{peak / GIB:.1f} GiB"
         size = f"<i>{size}</i>" if memory_bytes is not None and peak > memory_bytes else size
@@ -149,7 +164,9 @@ def _names(step: Step, memory_bytes: int | None) -> str:
 
 
 def _bars(step: Step, longest: int) -> Iterator[str]:
-    """Every pass as a rectangle with a title, the recomputation in it, and its micro-batch's number."""
+    """Every pass as a rectangle with a title, the recomputation in it, and its micro-batch's
+    number.
+    """
     timeline = step.outcome.timeline
     schedule = timeline.program.schedule
     starts, ends = timeline.start_ns.tolist(), timeline.end_ns.tolist()
@@ -186,7 +203,9 @@ def _strips(step: Step, longest: int) -> str:
     strips = []
     for rank, start, end in _path_runs(step):
         at = f'x="{_percent(start, longest)}" y="{AXIS + rank * ROW + 2}"'
-        strips.append(f'<rect class="critical" {at} width="{_percent(end - start, longest)}" height="{STRIP}"/>')
+        strips.append(
+            f'<rect class="critical" {at} width="{_percent(end - start, longest)}" height="{STRIP}"/>'
+        )
     sent = transfers(timeline)
     for edge in np.flatnonzero(sent.crosses & (sent.end_ns > sent.start_ns)).tolist():
         start, end = int(sent.start_ns[edge]), int(sent.end_ns[edge])
@@ -220,7 +239,9 @@ def _memory(step: Step, longest: int, highest: int, memory_bytes: int | None) ->
     names, rows = [], []
     for rank in range(schedule.num_ranks):
         own = slice(schedule.rank_offsets[rank], schedule.rank_offsets[rank + 1])
-        whens = np.stack([outcome.timeline.start_ns[own], outcome.timeline.end_ns[own]], axis=1).ravel()
+        whens = np.stack(
+            [outcome.timeline.start_ns[own], outcome.timeline.end_ns[own]], axis=1
+        ).ravel()
         sizes = np.stack([memory.during_bytes[own], memory.after_bytes[own]], axis=1).ravel()
         state = int(memory.state_bytes[rank])
         names.append(
@@ -230,15 +251,15 @@ def _memory(step: Step, longest: int, highest: int, memory_bytes: int | None) ->
         line = ""
         if memory_bytes is not None:
             y = 1000 * (1 - memory_bytes / highest)
-            line = (
-                f'<line class="limit" x1="0" x2="1000" y1="{y:.1f}" y2="{y:.1f}" vector-effect="non-scaling-stroke"/>'
-            )
+            line = f'<line class="limit" x1="0" x2="1000" y1="{y:.1f}" y2="{y:.1f}" vector-effect="non-scaling-stroke"/>'
         curve = _curve(whens, sizes, longest, highest, state)
         rows.append(
             f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" width="100%" height="{MEMORY_ROW - 1}" role="img"'
             f' aria-label="memory of rank {rank}"><path class="live" d="{curve}"/>{line}</svg>'
         )
-    limit = "" if memory_bytes is None else f" Line: the {memory_bytes / GIB:.1f} GiB that a GPU has."
+    limit = (
+        "" if memory_bytes is None else f" Line: the {memory_bytes / GIB:.1f} GiB that a GPU has."
+    )
     return (
         f'<p class="below">Memory of a GPU of each rank over the step, on one scale.{limit}</p>'
         f'<div class="gantt"><div class="names">{"".join(names)}</div>'
@@ -265,7 +286,10 @@ def _ticks(longest: int, height: int) -> str:
         spacing = round_step(longest / (TICKS * zoom))
         for number in range(int(0.97 * longest / spacing) + 1):
             x = _percent(number * spacing, longest)
-            anchor, text = "start" if number == 0 else "middle", tick_text(number * spacing, longest)
+            anchor, text = (
+                "start" if number == 0 else "middle",
+                tick_text(number * spacing, longest),
+            )
             parts.append(
                 f'<g class="t{zoom}"><line x1="{x}" x2="{x}" y1="{AXIS - 4}" y2="{height}"/>'
                 f'<text class="tick" x="{x}" y="13" text-anchor="{anchor}">{text}</text></g>'

@@ -1,8 +1,10 @@
-"""A step as it was measured, in the form of a simulated one: so that charts and traces show both, one beside the other.
+"""A step as it was measured, in the form of a simulated one: so that charts and traces show both,
+one beside the other.
 
-Pure. `Pipeline.timeline` gathers when each pass ran on all ranks; `measured_timeline` makes a `Timeline` of it. When a
-result arrived is known only where a rank waited for it: then it was there when the pass began. Others are shown as if
-they took no time. Memory is not measured pass by pass, so charts show the prediction's and say so.
+Pure. `Pipeline.timeline` gathers when each pass ran on all ranks; `measured_timeline` makes a
+`Timeline` of it. When a result arrived is known only where a rank waited for it: then it was there
+when the pass began. Others are shown as if they took no time. Memory is not measured pass by pass,
+so charts show the prediction's and say so.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from balance.records import IntArray
+from balance.types import IntArray
+from engine.charts.format_time import time_text
 from engine.charts.gantt import Step, gantt_page
-from engine.charts.time_text import time_text
 from engine.charts.trace import Event, make_trace
 from engine.simulator.evaluate import Outcome
 from engine.simulator.program import Program
@@ -28,7 +30,8 @@ TURN_NS = 200_000
 
 
 def measured_timeline(program: Program, start_ns: IntArray, end_ns: IntArray) -> Timeline:
-    """The timeline of a step whose passes ran from `start_ns` to `end_ns`, on one clock; (operations,) int64.
+    """The timeline of a step whose passes ran from `start_ns` to `end_ns`, on one clock;
+    (operations,) int64.
 
     Of `program` only the edges count. The step begins with its first pass, on any rank.
     """
@@ -58,7 +61,9 @@ def _edges(program: Program) -> Iterator[tuple[int, int]]:
 
 
 def _awaited(program: Program, start: IntArray, end: IntArray) -> set[int]:
-    """Edges for which an operation's rank waited: of those that come from elsewhere, the one that was made last."""
+    """Edges for which an operation's rank waited: of those that come from elsewhere, the one that
+    was made last.
+    """
     schedule, ranks = program.schedule, program.schedule.ranks.tolist()
     before = np.concatenate([[0], end[:-1]])
     before[schedule.rank_offsets[:-1][np.diff(schedule.rank_offsets) > 0]] = 0
@@ -75,7 +80,9 @@ def _awaited(program: Program, start: IntArray, end: IntArray) -> set[int]:
 
 
 def compare_steps(predicted: Outcome, measured: Timeline, *, title: str = "Step") -> list[Step]:
-    """A chart of the prediction and one of the measurement, for `engine.charts.gantt.write_gantt`."""
+    """A chart of the prediction and one of the measurement, for
+    `engine.charts.gantt.write_gantt`.
+    """
     ratio = measured.step_ns / max(predicted.step_ns, 1)
     text = f"{time_text(measured.step_ns)}, {ratio:.3f} of the prediction. The memory shown is that of the prediction."
     return [
@@ -95,7 +102,9 @@ def compare_trace(predicted: Outcome, measured: Timeline) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def write_comparison(predicted: Outcome, measured: Timeline, chart: Path, trace: Path, *, title: str) -> None:
+def write_comparison(
+    predicted: Outcome, measured: Timeline, chart: Path, trace: Path, *, title: str
+) -> None:
     """Write chart (HTML) and trace (JSON) of a step, prediction and measurement side by side."""
     chart.write_text(gantt_page(compare_steps(predicted, measured), title=title), "utf-8")
     trace.write_text(json.dumps(compare_trace(predicted, measured), separators=(",", ":")), "utf-8")

@@ -1,8 +1,9 @@
-"""A simulated step as a Perfetto or Chrome trace: JSON that ui.perfetto.dev and chrome://tracing open. Pure but for
-`write_trace`.
+"""A simulated step as a Perfetto or Chrome trace: JSON that ui.perfetto.dev and chrome://tracing
+open. Pure but for `write_trace`.
 
-A process per rank. Its rows: what the rank computes; what it sends, a row per receiver, for each carries one result at
-a time; and a counter of its memory. Times are microseconds, with the simulator's nanoseconds as decimals.
+A process per rank. Its rows: what the rank computes; what it sends, a row per receiver, for each
+carries one result at a time; and a counter of its memory. Times are microseconds, with the
+simulator's nanoseconds as decimals.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ def make_trace(outcome: Outcome) -> dict[str, Any]:
 
 def timeline_trace(timeline: Timeline) -> dict[str, Any]:
     """The trace of a step whose memory is not known, such as a measured one; plain JSON."""
-    return {"traceEvents": [*_rows(timeline), *_passes(timeline), *_sends(timeline)], "displayTimeUnit": "ms"}
+    return {
+        "traceEvents": [*_rows(timeline), *_passes(timeline), *_sends(timeline)],
+        "displayTimeUnit": "ms",
+    }
 
 
 def write_trace(outcome: Outcome, path: Path) -> None:
@@ -54,7 +58,9 @@ def _rows(timeline: Timeline) -> Iterator[Event]:
     schedule = timeline.program.schedule
     sent = transfers(timeline)
     ranks = schedule.ranks
-    ways = np.unique(np.stack([ranks[sent.sources], ranks[sent.targets]], axis=1)[sent.crosses], axis=0)
+    ways = np.unique(
+        np.stack([ranks[sent.sources], ranks[sent.targets]], axis=1)[sent.crosses], axis=0
+    )
     for rank in range(schedule.num_ranks):
         yield _meta("process_name", rank, COMPUTE_ROW, name=f"rank {rank}")
         yield _meta("process_sort_index", rank, COMPUTE_ROW, sort_index=rank)
@@ -90,12 +96,23 @@ def _sends(timeline: Timeline) -> Iterator[Event]:
     sent, ranks = transfers(timeline), schedule.ranks.tolist()
     for edge in np.flatnonzero(sent.crosses & (sent.end_ns > sent.start_ns)).tolist():
         source, target = int(sent.sources[edge]), int(sent.targets[edge])
-        row = {"cat": "send", "pid": ranks[source], "tid": ranks[target] + 1, "ts": _us(sent.start_ns[edge])}
+        row = {
+            "cat": "send",
+            "pid": ranks[source],
+            "tid": ranks[target] + 1,
+            "ts": _us(sent.start_ns[edge]),
+        }
         made = schedule.action(source)
         what = "gradient" if made.kind in (Kind.BACKWARD, Kind.INPUT_GRAD) else "output"
         name = f"{what} {made.micro_batch}"
         arguments = {"stage": made.stage, "micro_batch": made.micro_batch}
-        yield {"ph": "X", "name": name, "dur": _us(sent.end_ns[edge] - sent.start_ns[edge]), "args": arguments, **row}
+        yield {
+            "ph": "X",
+            "name": name,
+            "dur": _us(sent.end_ns[edge] - sent.start_ns[edge]),
+            "args": arguments,
+            **row,
+        }
         yield {"ph": "s", "name": name, "id": edge, **row}
         arrival = {"pid": ranks[target], "tid": COMPUTE_ROW, "ts": _us(timeline.start_ns[target])}
         yield {"ph": "f", "bp": "e", "name": name, "cat": "send", "id": edge, **arrival}
@@ -110,7 +127,14 @@ def _memory(timeline: Timeline, memory: Memory) -> Iterator[Event]:
 
 def _counter(rank: int, when_ns: np.int64, value_bytes: np.int64) -> Event:
     values = {"GiB": int(value_bytes) / GIB}
-    return {"ph": "C", "name": "memory", "pid": rank, "tid": COMPUTE_ROW, "ts": _us(when_ns), "args": values}
+    return {
+        "ph": "C",
+        "name": "memory",
+        "pid": rank,
+        "tid": COMPUTE_ROW,
+        "ts": _us(when_ns),
+        "args": values,
+    }
 
 
 def _us(time_ns: np.int64) -> float:

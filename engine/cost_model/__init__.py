@@ -1,1 +1,3 @@
-"""What a model costs: layers x micro-batches in ns and bytes, modelled for a GPU or out of a profile. Pure."""
+"""What a model costs: layers x micro-batches in ns and bytes, modelled for a GPU or out of a
+profile. Pure.
+"""

@@ -1,17 +1,19 @@
-"""`Costs` of a model on a cluster, from presets alone: the planner's estimate where nothing has been measured. Pure.
+"""`Costs` of a model on a cluster, from presets alone: the planner's estimate where nothing has
+been measured. Pure.
 
-Every operation of `engine.cost_model.layer_list` takes as long as its FLOPs or its bytes, whichever is longer, and one
-launch:
+Every operation of `engine.cost_model.layer_list` takes as long as its FLOPs or its bytes, whichever
+is longer, and one launch:
 
 - a matrix product computes at peak x `Cluster.efficiency` of its width; it reads and writes its operands in bf16;
 - attention computes with an efficiency of its own, backward 2.5 times as much (FlashAttention-2 computes scores again);
 - elementwise operations move bytes; their backward passes one and a half times as many;
 - tensor-parallel GPUs gather and scatter over NVLink, as much backward as forward. What sequence parallelism gathers
-  once more for weights' gradients is taken to hide behind products, as in Megatron-LM. Nothing else overlaps.
+  once more for weights' gradients is taken to hide behind products, as in Megatron-LM. Nothing else
+  overlaps.
 
-To recompute a layer takes its forward pass, communication included: more than a third of forward and backward pass,
-where their communication is alike (OmniBal's Table 7: 1.36). A layer's kind is computed once: 128 layers, 256
-micro-batches take 3 ms.
+To recompute a layer takes its forward pass, communication included: more than a third of forward
+and backward pass, where their communication is alike (OmniBal's Table 7: 1.36). A layer's kind is
+computed once: 128 layers, 256 micro-batches take 3 ms.
 """
 
 from __future__ import annotations
@@ -25,27 +27,45 @@ from numpy.typing import NDArray
 
 from balance.cost import FloatArray
 from balance.presets import ModelPreset
-from balance.records import IntArray
+from balance.types import IntArray
 from engine.cost_model.clusters import NS_PER_S, NS_PER_US, Cluster, Link
 from engine.cost_model.costs import Costs
 from engine.cost_model.layer_list import layers_of
 from engine.cost_model.loads import Loads
-from engine.cost_model.operations import BYTES, Attention, Collective, Layer, Operation, Product, Stream, Traffic
+from engine.cost_model.operations import (
+    BYTES,
+    Attention,
+    Collective,
+    Layer,
+    Operation,
+    Product,
+    Stream,
+    Traffic,
+)
 from engine.cost_model.parallel import Parallelism, Training
 
 ATTENTION_BACKWARD = 2.5
-"""FLOPs of attention's backward pass over those of its forward pass: five products of scores instead of two."""
+"""FLOPs of attention's backward pass over those of its forward pass: five products of scores
+instead of two.
+"""
 TRAFFIC_BACKWARD = 1.5
-"""Bytes of an elementwise backward pass over those of the forward pass: it reads a gradient and an activation, and
-writes a gradient."""
+"""Bytes of an elementwise backward pass over those of the forward pass: it reads a gradient and an
+activation, and writes a gradient.
+"""
 
 
 def layer_costs(
-    model: ModelPreset, cluster: Cluster, parallel: Parallelism, loads: Loads, training: Training | None = None
+    model: ModelPreset,
+    cluster: Cluster,
+    parallel: Parallelism,
+    loads: Loads,
+    training: Training | None = None,
 ) -> Costs:
-    """What every layer of a model costs for every micro-batch. ConfigError if the preset lacks the model's dimensions.
+    """What every layer of a model costs for every micro-batch. ConfigError if the preset lacks the
+    model's dimensions.
 
-    Stages are taken to lie as `Parallelism.stage_link` says. Layers in front of all that is trained only run forward.
+    Stages are taken to lie as `Parallelism.stage_link` says. Layers in front of all that is trained
+    only run forward.
     """
     training = training or Training()
     layers = layers_of(model, parallel)
@@ -53,8 +73,14 @@ def layer_costs(
     trained = [training.trains(layer.part) for layer in layers]
     flows = _gradients(layers, trained)
     kinds = {layer.kind: place for place, layer in reversed(list(enumerate(layers)))}
-    made = {kind: _layer(layers[place], device, trained[place], flows[place]) for kind, place in kinds.items()}
-    columns = {name: np.stack([made[layer.kind][name] for layer in layers]) for name in made[layers[0].kind]}
+    made = {
+        kind: _layer(layers[place], device, trained[place], flows[place])
+        for kind, place in kinds.items()
+    }
+    columns = {
+        name: np.stack([made[layer.kind][name] for layer in layers])
+        for name in made[layers[0].kind]
+    }
     columns["send_ns"][-1] = 0
     state = [
         training.state_bytes(layer.gpu_params, parallel, trained=own)
@@ -71,7 +97,9 @@ def layer_costs(
 
 
 def _gradients(layers: Sequence[Layer], trained: Sequence[bool]) -> list[bool]:
-    """Whether each layer gives a gradient to its input: encoders stand beside each other, not one behind the other."""
+    """Whether each layer gives a gradient to its input: encoders stand beside each other, not one
+    behind the other.
+    """
     before = {"audio": False, "vision": False, "llm": False}
     flows = []
     for layer, own in zip(layers, trained, strict=True):
@@ -130,11 +158,15 @@ class _Device:
 
     def _product(self, product: Product) -> _Times:
         tokens, weights = self.tokens(product.stream), product.inputs * product.outputs
-        speed = self.cluster.peak_flops_per_s * self.cluster.efficiency(min(product.inputs, product.outputs))
+        speed = self.cluster.peak_flops_per_s * self.cluster.efficiency(
+            min(product.inputs, product.outputs)
+        )
         flops, moved = 2.0 * weights * tokens, BYTES * (product.inputs + product.outputs) * tokens
         forward = self._roofline(flops / speed, moved + BYTES * weights, tokens)
         # the gradient is read and written
-        added = self._roofline(flops / speed, moved + 2 * self.training.gradient_bytes * weights, tokens)
+        added = self._roofline(
+            flops / speed, moved + 2 * self.training.gradient_bytes * weights, tokens
+        )
         return _Times(forward=forward, input_grad=forward, weight_grad=added)
 
     def _attention(self, attention: Attention) -> _Times:
@@ -143,7 +175,9 @@ class _Device:
         flops = (2.0 if attention.causal else 4.0) * attention.width * squares
         moved = BYTES * 2.0 * (attention.width + attention.kv_width) * tokens
         forward = np.asarray(flops / (peak * self.cluster.attention_forward_efficiency))
-        backward = np.asarray(ATTENTION_BACKWARD * flops / (peak * self.cluster.attention_backward_efficiency))
+        backward = np.asarray(
+            ATTENTION_BACKWARD * flops / (peak * self.cluster.attention_backward_efficiency)
+        )
         return _Times(
             forward=self._roofline(forward, moved, tokens),
             input_grad=self._roofline(backward, 2 * moved, tokens),
@@ -165,10 +199,14 @@ class _Device:
         link = self.parallel.tensor_link(self.cluster)
         once = travel_ns(collective.bytes_per_token * tokens * (tp - 1) / tp, link)
         return _Times(
-            forward=collective.count * once, input_grad=collective.count * once, weight_grad=np.zeros_like(tokens)
+            forward=collective.count * once,
+            input_grad=collective.count * once,
+            weight_grad=np.zeros_like(tokens),
         )
 
-    def _roofline(self, seconds: FloatArray, moved: FloatArray, tokens: FloatArray, launches: int = 1) -> FloatArray:
+    def _roofline(
+        self, seconds: FloatArray, moved: FloatArray, tokens: FloatArray, launches: int = 1
+    ) -> FloatArray:
         longer = np.maximum(seconds, moved / self.cluster.memory_bytes_per_s) * NS_PER_S
         return (longer + launches * self.cluster.launch_us * NS_PER_US) * (tokens > 0)
 
@@ -186,8 +224,12 @@ def _layer(layer: Layer, device: _Device, trained: bool, flows: bool) -> dict[st
     through = sum((each.input_grad for each in times), zeros)
     own = sum((each.weight_grad for each in times), zeros)
     if not flows:
-        # gradients need not pass the first product; those between it and the last are for weights' sake
-        first = next((place for place, each in enumerate(layer.operations) if isinstance(each, Product)), len(times))
+        # gradients need not pass the first product; those between it and the last are for weights'
+        # sake
+        first = next(
+            (place for place, each in enumerate(layer.operations) if isinstance(each, Product)),
+            len(times),
+        )
         own = own + sum((each.input_grad for each in times[first + 1 :]), zeros)
     tokens = device.tokens(layer.stream)
     saved = (layer.saved_bytes if trained else layer.saved_for_input_bytes) * tokens

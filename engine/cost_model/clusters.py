@@ -1,7 +1,9 @@
-"""GPUs and what connects them: `Cluster`, read from the TOML files of `configs/clusters` or from one of the user's.
+"""GPUs and what connects them: `Cluster`, read from the TOML files of `configs/clusters` or from
+one of the user's.
 
-Reading a preset is all the I/O of this file. How fast a GPU really is stands beside what its data sheet says, and each
-preset names its sources: give your own measurements in a file that `extends` one of ours.
+Reading a preset is all the I/O of this file. How fast a GPU really is stands beside what its data
+sheet says, and each preset names its sources: give your own measurements in a file that `extends`
+one of ours.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Equal GPUs in equal nodes; every number is positive, shares and efficiencies are at most 1."""
+    """Equal GPUs in equal nodes; every number is positive, shares and efficiencies are at most
+    1.
+    """
 
     name: str
     description: str
@@ -51,11 +55,17 @@ class Cluster:
     half_speed_width: int
     """A matrix product that is only so wide comes to half of that; see `efficiency`."""
     attention_forward_efficiency: float
-    """Share of the peak that attention reaches, counting the products of scores that a causal mask leaves."""
+    """Share of the peak that attention reaches, counting the products of scores that a causal mask
+    leaves.
+    """
     attention_backward_efficiency: float
 
     def __post_init__(self) -> None:
-        numbers = {f.name: getattr(self, f.name) for f in fields(self) if not isinstance(getattr(self, f.name), str)}
+        numbers = {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if not isinstance(getattr(self, f.name), str)
+        }
         wrong = [f"{name} = {value}" for name, value in numbers.items() if value <= 0]
         shares = [name for name in numbers if name.endswith(("_share", "_efficiency"))]
         wrong += [f"{name} = {numbers[name]}" for name in shares if numbers[name] > 1]
@@ -85,16 +95,17 @@ class Cluster:
         return Link(bytes_per_s=rate, latency_ns=self.network_latency_us * NS_PER_US)
 
     def efficiency(self, width: int) -> float:
-        """Share of the peak that a matrix product in a training step reaches, by the width of its weights.
+        """Share of the peak that a matrix product in a training step reaches, by the width of its
+        weights.
 
-        The lesser of rows and columns, of the part that one GPU holds. What surrounds a product (casts, copies, bias,
-        gaps between kernels) grows with its width, the product with the square: so the share is
-        best x width / (width + half_speed_width). Narrow layers are slow in OmniBal's figures too: in Figure 2 a layer
-        of InternViT-6B, 3,200 wide, takes 1.05 to 1.07 times as long as one of InternLM2-20B, 6,144 wide, on .70 of
-        its FLOPs.
+        The lesser of rows and columns, of the part that one GPU holds. What surrounds a product
+        (casts, copies, bias, gaps between kernels) grows with its width, the product with the
+        square: so the share is best x width / (width + half_speed_width). Narrow layers are slow in
+        OmniBal's figures too: in Figure 2 a layer of InternViT-6B, 3,200 wide, takes 1.05 to 1.07
+        times as long as one of InternLM2-20B, 6,144 wide, on .70 of its FLOPs.
 
-        What surrounds a product is limited by memory, so from one kind of GPU to another `half_speed_width` goes with
-        peak_flops_per_s / hbm_bytes_per_s.
+        What surrounds a product is limited by memory, so from one kind of GPU to another
+        `half_speed_width` goes with peak_flops_per_s / hbm_bytes_per_s.
         """
         return self.product_efficiency * width / (width + self.half_speed_width)
 

@@ -1,7 +1,9 @@
-"""What each layer costs for each micro-batch of a step: `Costs`, all that planning knows of a model. Pure NumPy.
+"""What each layer costs for each micro-batch of a step: `Costs`, all that planning knows of a
+model. Pure NumPy.
 
-Made by the analytical model (`engine.cost_model.analytical`) or out of a profile (`engine.cost_model.profile_costs`).
-Times are whole nanoseconds, so that two simulations of one plan agree to the last unit.
+Made by the analytical model (`engine.cost_model.analytical`) or out of a profile
+(`engine.cost_model.profile_table`). Times are whole nanoseconds, so that two simulations of one
+plan agree to the last unit.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balance.errors import ConfigError
-from balance.records import IntArray
+from balance.types import IntArray
 
 NS_PER_MS = 1_000_000
 
@@ -24,8 +26,8 @@ _BYTES = ("saved_bytes", "kept_bytes", "working_bytes", "sent_bytes")
 class Costs:
     """A row per layer, in the order in which a micro-batch passes them; a column per micro-batch.
 
-    A tensor-parallel group of GPUs counts as one: times are the group's, communication inside it included, bytes those
-    of one of its GPUs.
+    A tensor-parallel group of GPUs counts as one: times are the group's, communication inside it
+    included, bytes those of one of its GPUs.
     """
 
     names: tuple[str, ...]
@@ -41,33 +43,50 @@ class Costs:
     recompute_ns: IntArray
     """The backward pass takes this much longer if the layer is recomputed."""
     send_ns: IntArray
-    """What the layer's output takes to the next rank, if the partition cuts behind it; 0 for the last layer."""
+    """What the layer's output takes to the next rank, if the partition cuts behind it; 0 for the
+    last layer.
+    """
     saved_bytes: IntArray
-    """int64, (layers, micro_batches): live from the forward pass to the backward pass; 0 where nothing is trained."""
+    """int64, (layers, micro_batches): live from the forward pass to the backward pass; 0 where
+    nothing is trained.
+    """
     kept_bytes: IntArray
     """The same if the layer is recomputed: its input."""
     working_bytes: IntArray
     """Live only while the layer's own pass runs: logits, mostly."""
     sent_bytes: IntArray
-    """Of the layer's output, which the next stage takes; its gradient comes back in the same size."""
+    """Of the layer's output, which the next stage takes; its gradient comes back in the same
+    size.
+    """
     state_bytes: IntArray
     """int64, (layers,): weights, gradients, optimizer state."""
     param_counts: IntArray
     """int64, (layers,): parameters of the whole layer, over all tensor-parallel ranks."""
     sends_grad: NDArray[np.bool_]
-    """(layers,): whether a gradient comes back to the layer: whether it, or a layer before it, is trained."""
+    """(layers,): whether a gradient comes back to the layer: whether it, or a layer before it, is
+    trained.
+    """
 
     def __post_init__(self) -> None:
         layers, micro_batches = self.forward_ns.shape
         for name in (*_TIMES, *_BYTES):
             values = getattr(self, name)
             if values.shape != (layers, micro_batches) or values.dtype != np.int64:
-                raise ValueError(f"{name} is {values.dtype} {values.shape}; give int64 {(layers, micro_batches)}")
+                raise ValueError(
+                    f"{name} is {values.dtype} {values.shape}; give int64 {(layers, micro_batches)}"
+                )
             if values.size and values.min() < 0:
-                raise ConfigError(f"layer {self.names[int(values.min(axis=1).argmin())]}: {name} is negative")
-        rest = {name: len(getattr(self, name)) for name in ("names", "kinds", "state_bytes", "param_counts")}
+                raise ConfigError(
+                    f"layer {self.names[int(values.min(axis=1).argmin())]}: {name} is negative"
+                )
+        rest = {
+            name: len(getattr(self, name))
+            for name in ("names", "kinds", "state_bytes", "param_counts")
+        }
         if layers < 1 or set(rest.values()) != {layers}:
-            raise ValueError(f"{layers} layers, but {rest}; give one of each per layer, and at least one layer")
+            raise ValueError(
+                f"{layers} layers, but {rest}; give one of each per layer, and at least one layer"
+            )
 
     @property
     def num_layers(self) -> int:
@@ -86,5 +105,8 @@ class Costs:
 
     def take(self, places: IntArray) -> Costs:
         """The same layers for some of the micro-batches, in the order of `places`."""
-        columns = {name: np.ascontiguousarray(getattr(self, name)[:, places]) for name in (*_TIMES, *_BYTES)}
+        columns = {
+            name: np.ascontiguousarray(getattr(self, name)[:, places])
+            for name in (*_TIMES, *_BYTES)
+        }
         return Costs(**{f.name: getattr(self, f.name) for f in fields(self)} | columns)

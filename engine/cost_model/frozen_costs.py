@@ -1,7 +1,8 @@
-"""Costs with parts of the model frozen, from costs with all of it trained: a profile need not be measured again. Pure.
+"""Costs with parts of the model frozen, from costs with all of it trained: a profile need not be
+measured again. Pure.
 
-Backward passes change, and what they need of the forward passes. Weights keep the memory of trained ones, for costs do
-not tell what of it is gradients and optimizer state: never too little.
+Backward passes change, and what they need of the forward passes. Weights keep the memory of trained
+ones, for costs do not tell what of it is gradients and optimizer state: never too little.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from engine.cost_model.costs import Costs
 def frozen_costs(costs: Costs, trained: Sequence[bool]) -> Costs:
     """The costs if only the layers `trained`, (layers,), are trained.
 
-    The first of them needs no gradient of its input, those before it no backward pass at all, and others that are not
-    trained none for weights. ConfigError if the costs are without a gradient where there is to be one.
+    The first of them needs no gradient of its input, those before it no backward pass at all, and
+    others that are not trained none for weights. ConfigError if the costs are without a gradient
+    where there is to be one.
     """
     is_trained = np.array(trained, np.bool_)
     first = int(is_trained.argmax()) if is_trained.any() else len(is_trained)

@@ -1,18 +1,22 @@
-"""A model as the list of its layers, each a list of operations: what `analytical` puts times to. Pure.
+"""A model as the list of its layers, each a list of operations: what `analytical` puts times to.
+Pure.
 
-Order: audio encoder, vision encoder, language model; each encoder is its embedding, its layers, its projector. Sizes
-are those of one tensor-parallel GPU, which holds whole attention heads: InternViT-6B's 25 on two GPUs are 13 on each.
+Order: audio encoder, vision encoder, language model; each encoder is its embedding, its layers, its
+projector. Sizes are those of one tensor-parallel GPU, which holds whole attention heads:
+InternViT-6B's 25 on two GPUs are 13 on each.
 
-What the backward pass needs of a transformer layer, in bytes per token, bf16, with h the width, a and k that of all
-query and of all key heads, f that of the feed-forward part (FlashAttention, norms and activation functions fused):
+What the backward pass needs of a transformer layer, in bytes per token, bf16, with h the width, a
+and k that of all query and of all key heads, f that of the feed-forward part (FlashAttention, norms
+and activation functions fused):
 
-    inputs of two norms 4h + their outputs 4h + queries, keys, values 2(a + 2k) + attention's output 2a
-    + into and out of the activation function 4f, or 6f if gated
-    + with normalised queries and keys 2(a + k) + with layer scale 4h
+    inputs of two norms 4h + their outputs 4h + queries, keys, values 2(a + 2k) + attention's output
+    2a + into and out of the activation function 4f, or 6f if gated + with normalised queries and
+    keys 2(a + k) + with layer scale 4h
 
-That is 40h for InternViT-6B and 28.7h for InternLM2-20B; 32h for a plain encoder, which is the 34h of arXiv 2205.05198
-less two dropout masks. The parts in h are shared among GPUs only with sequence parallelism. A frozen layer that hands a
-gradient on needs no inputs of matrix products: norms' outputs and the activation function's output are left out.
+That is 40h for InternViT-6B and 28.7h for InternLM2-20B; 32h for a plain encoder, which is the 34h
+of arXiv 2205.05198 less two dropout masks. The parts in h are shared among GPUs only with sequence
+parallelism. A frozen layer that hands a gradient on needs no inputs of matrix products: norms'
+outputs and the activation function's output are left out.
 """
 
 from __future__ import annotations
@@ -24,7 +28,16 @@ from math import isqrt
 from balance.errors import ConfigError
 from balance.presets import ModelPreset, NativeRule
 from balance.shapes import EncoderShape, LlmShape, TransformerShape, VitShape
-from engine.cost_model.operations import BYTES, Attention, Collective, Layer, Operation, Product, Stream, Traffic
+from engine.cost_model.operations import (
+    BYTES,
+    Attention,
+    Collective,
+    Layer,
+    Operation,
+    Product,
+    Stream,
+    Traffic,
+)
 from engine.cost_model.parallel import Parallelism, Part
 
 LLM_STREAM = Stream(phase="llm")
@@ -33,7 +46,8 @@ LLM_STREAM = Stream(phase="llm")
 def layers_of(model: ModelPreset, parallel: Parallelism) -> tuple[Layer, ...]:
     """The layers of a model. ConfigError if the preset does not give the model's dimensions.
 
-    Features that an encoder has made travel with the other's activations to where the language model begins.
+    Features that an encoder has made travel with the other's activations to where the language
+    model begins.
 
     >>> from balance.presets import load_model
     >>> layers = layers_of(load_model("tiny"), Parallelism())
@@ -42,13 +56,18 @@ def layers_of(model: ModelPreset, parallel: Parallelism) -> tuple[Layer, ...]:
     """
     vit, llm = model.vit, model.llm
     if vit is None or llm is None:
-        raise ConfigError(f"model preset {model.name} has no [vit] and [llm] tables: add the model's dimensions")
+        raise ConfigError(
+            f"model preset {model.name} has no [vit] and [llm] tables: add the model's dimensions"
+        )
     layers: list[Layer] = []
     passing: tuple[tuple[Stream, float], ...] = ()
     if model.audio_encoder is not None:
         sizes = _Sizes(shape=model.audio_encoder, stream=Stream(phase="audio"), parallel=parallel)
         frames = Stream(phase="audio", per_token=model.audio.conv_stride if model.audio else 2)
-        rows = 3 * model.audio_encoder.frame_values, 3 * model.audio_encoder.hidden_size  # kernels of three frames
+        rows = (
+            3 * model.audio_encoder.frame_values,
+            3 * model.audio_encoder.hidden_size,
+        )  # kernels of three frames
         layers += _encoder(sizes, "audio", (frames, sizes.stream), rows, passing, merged_from=1.0)
         passing = layers[-1].sent
     sizes = _Sizes(shape=vit, stream=Stream(phase="vision"), parallel=parallel)
@@ -57,7 +76,9 @@ def layers_of(model: ModelPreset, parallel: Parallelism) -> tuple[Layer, ...]:
     if not isinstance(model.vision, NativeRule):
         squares = isqrt(model.vision.vit_tokens_per_patch) ** 2 / model.vision.vit_tokens_per_patch
     patches = Stream(phase="vision", per_token=squares)
-    layers += _encoder(sizes, "vision", (patches,), (vit.patch_values,), passing, merged_from=squares)
+    layers += _encoder(
+        sizes, "vision", (patches,), (vit.patch_values,), passing, merged_from=squares
+    )
     return (*layers, *_language_model(_Sizes(shape=llm, stream=LLM_STREAM, parallel=parallel), llm))
 
 
@@ -97,10 +118,14 @@ class _Sizes:
 
     @property
     def gathers(self) -> tuple[Collective, ...]:
-        """Into and out of a tensor-parallel pair of products; without sequence parallelism one all-reduce, as much."""
+        """Into and out of a tensor-parallel pair of products; without sequence parallelism one
+        all-reduce, as much.
+        """
         if self.parallel.tp == 1:
             return ()
-        return (Collective(bytes_per_token=BYTES * self.shape.hidden_size, count=2, stream=self.stream),)
+        return (
+            Collective(bytes_per_token=BYTES * self.shape.hidden_size, count=2, stream=self.stream),
+        )
 
     @property
     def norm(self) -> Traffic:
@@ -121,10 +146,18 @@ def _transformer_layer(sizes: _Sizes, part: Part, sent: tuple[tuple[Stream, floa
     # a residual reads two and writes one, a layer scale reads one and writes one
     residual = sizes.elementwise((6 + 4 * scaled) * sizes.shared, 1 + scaled)
     # rotary positions, or norms
-    turned: tuple[Operation, ...] = (sizes.elementwise(4.0 * (a + k), 2),) if causal or normed else ()
+    turned: tuple[Operation, ...] = (
+        (sizes.elementwise(4.0 * (a + k), 2),) if causal or normed else ()
+    )
     attention = Attention(width=a, kv_width=k, causal=causal, stream=sizes.stream)
     ups = 2 if shape.gated else 1
-    attends: tuple[Operation, ...] = (sizes.norm, *sizes.gathers, sizes.product(h, a + 2 * k), *turned, attention)
+    attends: tuple[Operation, ...] = (
+        sizes.norm,
+        *sizes.gathers,
+        sizes.product(h, a + 2 * k),
+        *turned,
+        attention,
+    )
     feeds: tuple[Operation, ...] = (
         sizes.norm,
         *sizes.gathers,
@@ -159,7 +192,9 @@ def _encoder(
     *,
     merged_from: float,
 ) -> list[Layer]:
-    """Embedding, layers, projector; `rows` are the inputs of the embedding's products, each on one of `streams`."""
+    """Embedding, layers, projector; `rows` are the inputs of the embedding's products, each on one
+    of `streams`.
+    """
     shape = sizes.shape
     if not isinstance(shape, EncoderShape):
         raise TypeError(f"{part}: give the shape of an encoder, not {type(shape).__name__}")
@@ -171,10 +206,14 @@ def _encoder(
         part=part,
         stream=streams[-1],
         # of a size that is not worth sharing out: every tensor-parallel GPU computes it all
-        operations=tuple(Product(inputs=row, outputs=h, stream=s) for row, s in zip(rows, streams, strict=True)),
+        operations=tuple(
+            Product(inputs=row, outputs=h, stream=s) for row, s in zip(rows, streams, strict=True)
+        ),
         num_params=num_params,
         gpu_params=num_params,
-        saved_bytes=float(BYTES * sum(row * s.per_token for row, s in zip(rows, streams, strict=True))),
+        saved_bytes=float(
+            BYTES * sum(row * s.per_token for row, s in zip(rows, streams, strict=True))
+        ),
         saved_for_input_bytes=0.0,
         input_bytes=float(BYTES * rows[0] * streams[0].per_token),
         working_bytes=float(BYTES * h),
@@ -183,20 +222,31 @@ def _encoder(
     # merging concatenates: the projector's input is as many widths wide as tokens were merged
     features = Stream(phase=sizes.stream.phase, per_token=merged_from * h / shape.projector[0])
     layer = _transformer_layer(sizes, part, sent)
-    return [embedding, *[layer] * shape.num_layers, _projector(sizes, shape, f"{part}_projector", features, passing)]
+    return [
+        embedding,
+        *[layer] * shape.num_layers,
+        _projector(sizes, shape, f"{part}_projector", features, passing),
+    ]
 
 
 def _projector(
-    sizes: _Sizes, shape: EncoderShape, kind: str, stream: Stream, passing: tuple[tuple[Stream, float], ...]
+    sizes: _Sizes,
+    shape: EncoderShape,
+    kind: str,
+    stream: Stream,
+    passing: tuple[tuple[Stream, float], ...],
 ) -> Layer:
-    """Norm and an MLP, whose products are shared out in turn by their outputs and by their inputs."""
+    """Norm and an MLP, whose products are shared out in turn by their outputs and by their
+    inputs.
+    """
     parallel, widths = sizes.parallel, shape.projector
     held = [-(-width // parallel.tp) if place % 2 else width for place, width in enumerate(widths)]
     first, last = parallel.token_share(widths[0]), parallel.token_share(widths[-1])
     operations: list[Operation] = [Traffic(bytes_per_token=4 * first, kernels=1, stream=stream)]
     if parallel.tp > 1:
         operations += [
-            Collective(bytes_per_token=BYTES * size, count=1, stream=stream) for size in (widths[0], widths[-1])
+            Collective(bytes_per_token=BYTES * size, count=1, stream=stream)
+            for size in (widths[0], widths[-1])
         ]
     saved = 4 * first
     for place, (inputs, outputs) in enumerate(pairwise(held)):
@@ -221,11 +271,14 @@ def _projector(
 
 
 def _language_model(sizes: _Sizes, llm: LlmShape) -> list[Layer]:
-    """Token embedding, layers, final norm and head with the loss; the vocabulary is shared out among GPUs."""
+    """Token embedding, layers, final norm and head with the loss; the vocabulary is shared out
+    among GPUs.
+    """
     h, tp = llm.hidden_size, sizes.parallel.tp
     vocabulary = -(-llm.vocab_size // tp)
     once = tuple(
-        Collective(bytes_per_token=each.bytes_per_token, count=1, stream=each.stream) for each in sizes.gathers
+        Collective(bytes_per_token=each.bytes_per_token, count=1, stream=each.stream)
+        for each in sizes.gathers
     )
     sent = ((sizes.stream, sizes.output_bytes),)
     embedding = Layer(

@@ -1,4 +1,6 @@
-"""What micro-batches bring to each phase of a model: `Loads`, the input of every cost model. Pure NumPy."""
+"""What micro-batches bring to each phase of a model: `Loads`, the input of every cost model. Pure
+NumPy.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from balance.records import IntArray
+from balance.types import IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +55,11 @@ class Loads:
         return Loads(**{f.name: getattr(self, f.name).take(places) for f in fields(self)})
 
     @classmethod
-    def constant(cls, count: int, *, images: int, vit_tokens_per_image: int, seq_len: int, samples: int = 1) -> Loads:
-        """`count` equal micro-batches of `images` equal images and `samples` equal samples of `seq_len` tokens in all.
+    def constant(
+        cls, count: int, *, images: int, vit_tokens_per_image: int, seq_len: int, samples: int = 1
+    ) -> Loads:
+        """`count` equal micro-batches of `images` equal images and `samples` equal samples of
+        `seq_len` tokens in all.
 
         >>> loads = Loads.constant(2, images=9, vit_tokens_per_image=1025, seq_len=4096)
         >>> loads.vision.tokens.tolist(), loads.llm.squares.tolist()
@@ -62,7 +67,11 @@ class Loads:
         """
         vision = images * vit_tokens_per_image, images * vit_tokens_per_image**2, images
         llm = seq_len, seq_len**2 // samples, samples
-        return cls(vision=_constant(count, *vision), audio=PhaseLoads.nothing(count), llm=_constant(count, *llm))
+        return cls(
+            vision=_constant(count, *vision),
+            audio=PhaseLoads.nothing(count),
+            llm=_constant(count, *llm),
+        )
 
 
 def _constant(count: int, tokens: int, squares: int, items: int) -> PhaseLoads:

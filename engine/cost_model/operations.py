@@ -1,6 +1,8 @@
-"""Layers and the operations that they are made of, as data: what `layer_list` makes of a model preset. Pure.
+"""Layers and the operations that they are made of, as data: what `layer_list` makes of a model
+preset. Pure.
 
-Sizes are those of one tensor-parallel GPU; what an operation takes, `engine.cost_model.analytical` says.
+Sizes are those of one tensor-parallel GPU; what an operation takes, `engine.cost_model.analytical`
+says.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ BYTES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """Tokens that some layers process: a phase's tokens in `engine.cost_model.loads.Loads`, times a factor."""
+    """Tokens that some layers process: a phase's tokens in `engine.cost_model.loads.Loads`, times a
+    factor.
+    """
 
     phase: str
     """`audio`, `vision` or `llm`."""
@@ -25,7 +29,9 @@ class Stream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """A matrix product: weights of `inputs` rows and `outputs` columns, applied to every token of a stream."""
+    """A matrix product: weights of `inputs` rows and `outputs` columns, applied to every token of a
+    stream.
+    """
 
     inputs: int
     outputs: int
@@ -45,7 +51,9 @@ class Attention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Elementwise operations: bytes per token that they read and write, and how many kernels they are."""
+    """Elementwise operations: bytes per token that they read and write, and how many kernels they
+    are.
+    """
 
     bytes_per_token: float
     kernels: int
@@ -54,7 +62,9 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """`count` all-gathers or reduce-scatters among tensor-parallel GPUs; bytes per token of all GPUs' parts."""
+    """`count` all-gathers or reduce-scatters among tensor-parallel GPUs; bytes per token of all
+    GPUs' parts.
+    """
 
     bytes_per_token: int
     count: int
@@ -83,6 +93,10 @@ class Layer:
     input_bytes: float
     """What is kept if the layer is recomputed."""
     working_bytes: float
-    """Live only while it runs, besides: inputs gathered, gradients of its widest activations, logits."""
+    """Live only while it runs, besides: inputs gathered, gradients of its widest activations,
+    logits.
+    """
     sent: tuple[tuple[Stream, float], ...]
-    """What the next stage needs if the partition cuts behind the layer: bytes per token of each stream."""
+    """What the next stage needs if the partition cuts behind the layer: bytes per token of each
+    stream.
+    """

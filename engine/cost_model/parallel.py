@@ -1,4 +1,6 @@
-"""How a model is spread over GPUs and which of its parts are trained: `Parallelism` and `Training`. Pure."""
+"""How a model is spread over GPUs and which of its parts are trained: `Parallelism` and `Training`.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,24 @@ class Parallelism:
     pp: int = 1
     dp: int = 1
     sequence_parallel: bool = True
-    """Whether tensor-parallel GPUs share norms and residuals by tokens (arXiv 2205.05198); each has all without."""
+    """Whether tensor-parallel GPUs share norms and residuals by tokens (arXiv 2205.05198); each has
+    all without.
+    """
     zero_stage: int = 1
-    """What replicas share out among them: 0 nothing, 1 the optimizer, 2 gradients too, 3 weights too (1910.02054)."""
+    """What replicas share out among them: 0 nothing, 1 the optimizer, 2 gradients too, 3 weights
+    too (1910.02054).
+    """
     innermost: Literal["replicas", "stages"] = "replicas"
-    """Which groups of tensor-parallel GPUs stand beside each other: replicas of one stage, as in Megatron-LM, or the
-    stages of one pipeline."""
+    """Which groups of tensor-parallel GPUs stand beside each other: replicas of one stage, as in
+    Megatron-LM, or the stages of one pipeline.
+    """
 
     def __post_init__(self) -> None:
-        wrong = [f"{name} = {getattr(self, name)}" for name in ("tp", "pp", "dp") if getattr(self, name) < 1]
+        wrong = [
+            f"{name} = {getattr(self, name)}"
+            for name in ("tp", "pp", "dp")
+            if getattr(self, name) < 1
+        ]
         if wrong:
             raise ConfigError(f"{', '.join(wrong)}: must be at least 1")
         if not 0 <= self.zero_stage <= 3:
@@ -54,7 +65,8 @@ class Parallelism:
         return cluster.nvlink if self.tp <= cluster.gpus_per_node else cluster.network
 
     def stage_link(self, cluster: Cluster) -> Link:
-        """What neighbouring stages are connected by; the slower one where some of them share a node and others do not.
+        """What neighbouring stages are connected by; the slower one where some of them share a node
+        and others do not.
 
         >>> from engine.cost_model.clusters import load_cluster
         >>> Parallelism(tp=2, pp=4, innermost="stages").stage_link(load_cluster("a100_80g")).bytes_per_s / 1e9
@@ -72,14 +84,18 @@ class Parallelism:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """Which parts are trained (OmniBal, Table 11: all; the vision encoder and the projector; the projector only)."""
+    """Which parts are trained (OmniBal, Table 11: all; the vision encoder and the projector; the
+    projector only).
+    """
 
     audio: bool = True
     vision: bool = True
     projector: bool = True
     llm: bool = True
     gradient_bytes: int = 4
-    """Per trained parameter: fp32 as in Megatron-LM; 2 for bf16, which explains OmniBal's Table 5 better."""
+    """Per trained parameter: fp32 as in Megatron-LM; 2 for bf16, which explains OmniBal's Table 5
+    better.
+    """
 
     def trains(self, part: Part) -> bool:
         """Whether a part is trained."""
@@ -92,6 +108,14 @@ class Training:
         9000
         """
         weights: float = num_params * WEIGHT_BYTES
-        gradients, optimizer = num_params * self.gradient_bytes * trained, num_params * OPTIMIZER_BYTES * trained
+        gradients, optimizer = (
+            num_params * self.gradient_bytes * trained,
+            num_params * OPTIMIZER_BYTES * trained,
+        )
         shares = [parallel.dp if parallel.zero_stage >= stage else 1 for stage in (3, 2, 1)]
-        return round(sum(size / share for size, share in zip((weights, gradients, optimizer), shares, strict=True)))
+        return round(
+            sum(
+                size / share
+                for size, share in zip((weights, gradients, optimizer), shares, strict=True)
+            )
+        )

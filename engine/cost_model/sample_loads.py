@@ -1,7 +1,9 @@
-"""What samples bring to each phase, and micro-batches of samples: from the counts table to `Loads`. Pure NumPy.
+"""What samples bring to each phase, and micro-batches of samples: from the counts table to `Loads`.
+Pure NumPy.
 
-For `engine.planning.data` (plans of a build) and `engine.tuning.tune` (steps). Exact but for two things that counts do
-not tell: at native resolution the images of a sample are taken as equally large, and a sample's audio as one clip.
+For `engine.planning.build_steps` (plans of a build) and `engine.tuning.tune` (steps). Exact but for
+two things that counts do not tell: at native resolution the images of a sample are taken as equally
+large, and a sample's audio as one clip.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import numpy as np
 
 from balance.cost import CostModel
 from balance.presets import ModelPreset
-from balance.records import Counts, Groups
+from balance.types import Counts, Groups
 from engine.cost_model.loads import Loads, PhaseLoads
 
 PHASES = tuple(f.name for f in fields(Loads))
@@ -21,11 +23,15 @@ QUANTITIES = tuple(f.name for f in fields(PhaseLoads))
 
 
 def sample_loads(counts: Counts, model: ModelPreset) -> Loads:
-    """What each sample brings to each phase, (samples,). ConfigError if the preset lacks the model's dimensions."""
+    """What each sample brings to each phase, (samples,). ConfigError if the preset lacks the
+    model's dimensions.
+    """
     work = CostModel.of(model).work(counts)
     samples = np.ones(len(counts), np.int64)
     return Loads(
-        vision=PhaseLoads(tokens=work.vit_tokens, squares=work.vit_squares, items=counts.num_image_patches),
+        vision=PhaseLoads(
+            tokens=work.vit_tokens, squares=work.vit_squares, items=counts.num_image_patches
+        ),
         audio=_audio(counts, model),
         llm=PhaseLoads(tokens=work.llm_tokens, squares=work.llm_squares, items=samples),
     )
@@ -57,7 +63,10 @@ def joined_loads(parts: Sequence[Loads]) -> Loads:
     return Loads(
         **{
             phase: PhaseLoads(
-                **{name: np.concatenate([getattr(getattr(p, phase), name) for p in parts]) for name in QUANTITIES}
+                **{
+                    name: np.concatenate([getattr(getattr(p, phase), name) for p in parts])
+                    for name in QUANTITIES
+                }
             )
             for phase in PHASES
         }

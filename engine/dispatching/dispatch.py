@@ -1,11 +1,12 @@
-"""OrchMLLM's plan of a step: which rank encodes and trains which example, phase by phase, and what travels between.
+"""OrchMLLM's plan of a step: which rank encodes and trains which example, phase by phase, and what
+travels between.
 
-For `engine.dispatching.dispatch_steps` (the loader's hook) and `engine.dispatching.dispatch_times` (what it comes to).
-Every rank draws its examples as ever; then each phase (vision encoder, audio encoder, LLM) deals them to the ranks anew
-so that this phase is balanced, with the algorithm that suits how the phase batches (OrchMLLM, section 5.1); batches go
-to nodes that hold much of them already (5.2); and encoders' outputs travel at once to where the LLM wants them (section
-6). Options switch each part off, for the paper's ablations. Pure and deterministic; 2,560 ranks of 60 examples take 50
-ms.
+For `engine.dispatching.step_planner` (the loader's hook) and `engine.dispatching.times` (what it
+comes to). Every rank draws its examples as ever; then each phase (vision encoder, audio encoder,
+LLM) deals them to the ranks anew so that this phase is balanced, with the algorithm that suits how
+the phase batches (OrchMLLM, section 5.1); batches go to nodes that hold much of them already (5.2);
+and encoders' outputs travel at once to where the LLM wants them (section 6). Options switch each
+part off, for the paper's ablations. Pure and deterministic; 2,560 ranks of 60 examples take 50 ms.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import numpy as np
 
 from balance.errors import ConfigError
 from balance.metrics import longest
-from balance.nodewise import place_batches
-from balance.post import (
+from balance.steps.all_to_all import Permutation, from_assignment
+from balance.steps.node_placement import place_batches
+from balance.steps.post_balancing import (
     as_batches,
     balance_conv,
     balance_padded,
@@ -27,15 +29,16 @@ from balance.post import (
     balance_squares,
     balance_sums,
 )
-from balance.rearrange import Rearrangement, from_assignment
-from balance.records import Counts, Groups, IntArray
-from balance.step_plan import ENCODERS
+from balance.steps.step_planner import ENCODERS
+from balance.types import Counts, Groups, IntArray
 from engine.cost_model.loads import PhaseLoads
 
 PHASES = (*ENCODERS, "llm")
 
 Algorithm = Literal["sums", "padded", "squares", "padded_attention", "conv"]
-"""Of `balance.post`: OrchMLLM's algorithms 1, 2, 4, ours for padded attention, and 5."""
+"""Of `balance.steps.post_balancing`: OrchMLLM's algorithms 1, 2, 4, ours for padded attention, and
+5.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,24 +49,35 @@ class DispatchOptions:
     algorithms: Mapping[str, Algorithm] = field(
         default_factory=lambda: {"vision": "sums", "audio": "padded", "llm": "sums"}
     )
-    """By phase. An encoder that is not named works where the LLM works; the LLM, where examples were drawn."""
+    """By phase. An encoder that is not named works where the LLM works; the LLM, where examples
+    were drawn.
+    """
     padded: frozenset[str] = frozenset({"audio"})
     """Phases that pad a batch to its longest example: convolutions in Whisper's encoder."""
     square_weights: Mapping[str, float] = field(default_factory=dict)
-    """By phase, what a squared token costs in tokens (OrchMLLM: beta / alpha); 0 for phases that are not named."""
+    """By phase, what a squared token costs in tokens (OrchMLLM: beta / alpha); 0 for phases that
+    are not named.
+    """
     tolerance: float = 0.02
     """Of `squares`: how uneven sums may be, as a share of their mean."""
     node_wise: bool = True
-    """Whether batches go to nodes that hold much of them already (5.2.2), or stay as they were numbered."""
+    """Whether batches go to nodes that hold much of them already (5.2.2), or stay as they were
+    numbered.
+    """
     reads_directly: bool = False
-    """Whether inputs are read where they are needed, as our loader does: then only features travel, and node-wise
-    placement brings encoders' batches near to where the LLM wants them."""
+    """Whether inputs are read where they are needed, as our loader does: then only features travel,
+    and node-wise placement brings encoders' batches near to where the LLM wants them.
+    """
 
     def __post_init__(self) -> None:
         for name in (*self.algorithms, *self.padded, *self.square_weights):
             if name not in PHASES:
                 raise ConfigError(f"there is no phase {name!r}; use {', '.join(PHASES)}")
-        if self.ranks_per_node < 1 or self.tolerance < 0 or min(self.square_weights.values(), default=0) < 0:
+        if (
+            self.ranks_per_node < 1
+            or self.tolerance < 0
+            or min(self.square_weights.values(), default=0) < 0
+        ):
             raise ConfigError(
                 f"ranks_per_node {self.ranks_per_node}, tolerance {self.tolerance}, square_weights "
                 f"{dict(self.square_weights)}: give at least one rank, and nothing below 0"
@@ -95,7 +109,8 @@ class Examples:
 
     @classmethod
     def of_counts(cls, counts: Counts, offsets: IntArray, *, audio_downsample: int = 1) -> Examples:
-        """From the counts table. `audio_downsample`: encoder tokens per LLM token; images are taken as equally large.
+        """From the counts table. `audio_downsample`: encoder tokens per LLM token; images are taken
+        as equally large.
 
         An example's clips are taken as one.
         """
@@ -117,9 +132,9 @@ class PhasePlan:
     """Those that have anything for the phase, in the order in which they were drawn."""
     ranks: IntArray
     """Rank that works on each of them."""
-    moved: Rearrangement
+    moved: Permutation
     """Of these examples from where they were drawn: Pi_E, for the LLM Pi_M."""
-    features: Rearrangement
+    features: Permutation
     """Of these examples from this phase to the LLM: Pi_M o Pi_E^-1; for the LLM nothing moves."""
     drawn: PhaseLoads
     """(ranks,): what every rank would do with what it drew, padding included."""
@@ -131,12 +146,15 @@ class PhasePlan:
     @property
     def imbalance(self) -> tuple[float, float]:
         """Largest / mean tokens of a rank, as drawn and as planned; 1 without tokens."""
-        before, after = (own.tokens.max() / max(own.tokens.mean(), 1e-9) for own in (self.drawn, self.balanced))
+        before, after = (
+            own.tokens.max() / max(own.tokens.mean(), 1e-9) for own in (self.drawn, self.balanced)
+        )
         return (float(before), float(after)) if self.useful_tokens else (1.0, 1.0)
 
     @property
     def efficiency(self) -> tuple[float, float]:
-        """Useful tokens / (ranks x tokens of the slowest rank), as drawn and as planned: what MFU is in proportion to.
+        """Useful tokens / (ranks x tokens of the slowest rank), as drawn and as planned: what MFU
+        is in proportion to.
 
         It counts padding as lost, which `imbalance` does not.
         """
@@ -154,7 +172,9 @@ class DispatchPlan:
     phases: Mapping[str, PhasePlan]
 
     def batches(self, phase: str) -> Groups:
-        """The examples that each rank works on in a phase, in the order in which they were drawn; (ranks,) groups."""
+        """The examples that each rank works on in a phase, in the order in which they were drawn;
+        (ranks,) groups.
+        """
         own = self.phases[phase]
         batches = as_batches(own.ranks, self.examples.num_ranks)
         return Groups(own.examples[batches.samples], batches.offsets)
@@ -164,7 +184,9 @@ def plan_dispatch(examples: Examples, options: DispatchOptions | None = None) ->
     """Balance every phase of a step (OrchMLLM, sections 5 and 6)."""
     options = options or DispatchOptions()
     drawn_by = np.repeat(np.arange(examples.num_ranks), np.diff(examples.offsets))
-    batches = {phase: _batches(examples, options, phase) for phase in PHASES if phase in options.algorithms}
+    batches = {
+        phase: _batches(examples, options, phase) for phase in PHASES if phase in options.algorithms
+    }
     ranks = _direct(examples, options, batches, drawn_by) if options.reads_directly else None
     if ranks is None:
         ranks = _exchanged(examples, options, batches, drawn_by)
@@ -188,16 +210,23 @@ def _batches(examples: Examples, options: DispatchOptions, phase: str) -> IntArr
     if algorithm == "sums":
         return balance_sums(lengths + weight * squares if weight else lengths, count)
     if algorithm == "squares":
-        return balance_squares(lengths, count, tolerance=int(options.tolerance * lengths.sum() / count))
+        return balance_squares(
+            lengths, count, tolerance=int(options.tolerance * lengths.sum() / count)
+        )
     if algorithm == "padded_attention":
         return balance_padded_attention(lengths, count, weight=weight)
     if algorithm not in ("padded", "conv"):
-        raise ConfigError(f"algorithm of {phase} is {algorithm!r}; use sums, padded, squares, padded_attention or conv")
+        raise ConfigError(
+            f"algorithm of {phase} is {algorithm!r}; use sums, padded, squares, padded_attention or conv"
+        )
     return balance_padded(lengths, count) if algorithm == "padded" else balance_conv(lengths, count)
 
 
 def _exchanged(
-    examples: Examples, options: DispatchOptions, batches: Mapping[str, IntArray], drawn_by: IntArray
+    examples: Examples,
+    options: DispatchOptions,
+    batches: Mapping[str, IntArray],
+    drawn_by: IntArray,
 ) -> dict[str, IntArray]:
     """By phase, the rank of every example, if inputs travel from where they were drawn."""
     ranks = {}
@@ -205,7 +234,9 @@ def _exchanged(
         if phase in batches:
             own = _having(examples, phase)
             ranks[phase] = drawn_by.copy()
-            ranks[phase][own] = _place(examples, options, examples.lengths[phase][own], batches[phase], drawn_by[own])
+            ranks[phase][own] = _place(
+                examples, options, examples.lengths[phase][own], batches[phase], drawn_by[own]
+            )
     if "llm" not in batches:
         return {phase: ranks.get(phase, drawn_by) for phase in PHASES}
     ranks["llm"] = _place(examples, options, examples.lengths["llm"], batches["llm"], drawn_by)
@@ -213,9 +244,14 @@ def _exchanged(
 
 
 def _direct(
-    examples: Examples, options: DispatchOptions, batches: Mapping[str, IntArray], drawn_by: IntArray
+    examples: Examples,
+    options: DispatchOptions,
+    batches: Mapping[str, IntArray],
+    drawn_by: IntArray,
 ) -> dict[str, IntArray]:
-    """The same if inputs are read where they are needed: encoders' batches go near to where their features are used."""
+    """The same if inputs are read where they are needed: encoders' batches go near to where their
+    features are used.
+    """
     ranks = {"llm": batches.get("llm", drawn_by)}
     for phase in ENCODERS:
         ranks[phase] = ranks["llm"].copy()
@@ -228,18 +264,26 @@ def _direct(
 
 
 def _place(
-    examples: Examples, options: DispatchOptions, weights: IntArray, batches: IntArray, sources: IntArray
+    examples: Examples,
+    options: DispatchOptions,
+    weights: IntArray,
+    batches: IntArray,
+    sources: IntArray,
 ) -> IntArray:
     """Rank of each part of a batch; the parts, of some weight each, lie on the ranks `sources`."""
     if not options.node_wise:
         return batches
     order = np.argsort(sources, kind="stable")
     offsets = np.searchsorted(sources[order], np.arange(examples.num_ranks + 1))
-    places = place_batches(weights[order], batches[order], offsets, ranks_per_node=options.ranks_per_node)
+    places = place_batches(
+        weights[order], batches[order], offsets, ranks_per_node=options.ranks_per_node
+    )
     return places[batches]
 
 
-def _phase(examples: Examples, options: DispatchOptions, phase: str, ranks: Mapping[str, IntArray]) -> PhasePlan:
+def _phase(
+    examples: Examples, options: DispatchOptions, phase: str, ranks: Mapping[str, IntArray]
+) -> PhasePlan:
     own = _having(examples, phase)
     offsets = np.searchsorted(own, examples.offsets)
     moved = from_assignment(ranks[phase][own], offsets)
@@ -263,4 +307,6 @@ def _loads(batches: Groups, examples: Examples, phase: str, options: DispatchOpt
     if phase in options.padded:
         most = longest(batches, lengths)
         return PhaseLoads(tokens=sizes * most, squares=sizes * most**2, items=sizes)
-    return PhaseLoads(tokens=batches.sum(lengths), squares=batches.sum(examples.squares[phase]), items=sizes)
+    return PhaseLoads(
+        tokens=batches.sum(lengths), squares=batches.sum(examples.squares[phase]), items=sizes
+    )

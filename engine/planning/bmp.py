@@ -1,12 +1,15 @@
-"""Balanced Model Partitioning (OmniBal 4.2): a greedy anchor, partitions near it, the best-ranked of them run.
+"""Balanced Model Partitioning (OmniBal 4.2): a greedy anchor, partitions near it, the best-ranked
+of them run.
 
-The ranking is additive over stages and cuts, so the best candidates come out of a dynamic programme that keeps the K
-best beginnings per border, and not out of (2r + 1)^(N - 1) candidates, 7^7 for 8 stages: 3 ms for 16 stages. How long a
-step takes is asked of the caller, who simulates (`engine.planning.recompute.fitted_step`) or measures it.
+The ranking is additive over stages and cuts, so the best candidates come out of a dynamic programme
+that keeps the K best beginnings per border, and not out of (2r + 1)^(N - 1) candidates, 7^7 for 8
+stages: 3 ms for 16 stages. How long a step takes is asked of the caller, who simulates
+(`engine.planning.recompute.fitted_step`) or measures it.
 
-VAR(fwd_time) + SUM(comm) adds squared times and volumes as printed. Here both are milliseconds of a micro-batch: VAR is
-divided by the stages' mean time, and SUM is how long what crosses the cuts travels, forward and back. The raw figures
-stand beside. It is a filter only: on the paper's own Table 4 it would put the slower of two partitions first.
+VAR(fwd_time) + SUM(comm) adds squared times and volumes as printed. Here both are milliseconds of a
+micro-batch: VAR is divided by the stages' mean time, and SUM is how long what crosses the cuts
+travels, forward and back. The raw figures stand beside. It is a filter only: on the paper's own
+Table 4 it would put the slower of two partitions first.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from itertools import pairwise
 import numpy as np
 
 from balance.errors import ConfigError
-from balance.records import IntArray
+from balance.types import IntArray
 from engine.cost_model.costs import NS_PER_MS, Costs
 from engine.planning.partition import check_stages
 from engine.planning.recompute import InfeasiblePlan
@@ -37,7 +40,9 @@ class Candidate:
     borders: IntArray
     """(stages + 1,)."""
     variance_ms2: float
-    """VAR(fwd_time), eq. 4: a sum over stages, not divided by their number; of a mean micro-batch."""
+    """VAR(fwd_time), eq. 4: a sum over stages, not divided by their number; of a mean
+    micro-batch.
+    """
     comm_bytes: int
     """SUM(comm), eq. 5: the activations of a mean micro-batch that cross the cuts, in bytes."""
     comm_ms: float
@@ -68,8 +73,8 @@ def search_bmp(
 ) -> Bmp:
     """The fastest of the best-ranked partitions near the anchor, and of the anchor itself.
 
-    `step_ns` gives the time of a step with these borders, or raises InfeasiblePlan, which this does only if all do.
-    Of equally fast ones the better ranked.
+    `step_ns` gives the time of a step with these borders, or raises InfeasiblePlan, which this does
+    only if all do. Of equally fast ones the better ranked.
     """
     anchor = greedy_anchor(costs, num_stages)
     candidates = rank_candidates(costs, anchor, radius=radius, most=most_run)
@@ -85,11 +90,15 @@ def search_bmp(
     fitting = [one for one in done if one.step_ns is not None]
     if failure is not None and not fitting:
         raise failure
-    return Bmp(anchor=anchor, candidates=tuple(done), best=min(fitting, key=lambda one: one.step_ns or 0))
+    return Bmp(
+        anchor=anchor, candidates=tuple(done), best=min(fitting, key=lambda one: one.step_ns or 0)
+    )
 
 
 def greedy_anchor(costs: Costs, num_stages: int) -> IntArray:
-    """Borders such that each stage in turn comes as close as it can to its share of the forward time that is left."""
+    """Borders such that each stage in turn comes as close as it can to its share of the forward
+    time that is left.
+    """
     num_layers = costs.num_layers
     check_stages(num_layers, num_stages)
     running = np.concatenate([[0], np.cumsum(costs.forward_ns.sum(axis=1))])
@@ -117,13 +126,16 @@ def candidate(costs: Costs, borders: IntArray) -> Candidate:
 
 
 def rank_candidates(costs: Costs, anchor: IntArray, *, radius: int, most: int) -> list[Candidate]:
-    """The `most` partitions of least metric whose inner borders are within `radius` of the anchor's, best first.
+    """The `most` partitions of least metric whose inner borders are within `radius` of the
+    anchor's, best first.
 
-    Ties go to the borders that are less in lexicographic order. Per stage and pair of borders the `most` best
-    beginnings are looked at: O(stages radius^2 most).
+    Ties go to the borders that are less in lexicographic order. Per stage and pair of borders the
+    `most` best beginnings are looked at: O(stages radius^2 most).
     """
     if radius < 0 or most < 1:
-        raise ConfigError(f"radius {radius}, {most} candidates; give a radius of 0 or more and at least 1 candidate")
+        raise ConfigError(
+            f"radius {radius}, {most} candidates; give a radius of 0 or more and at least 1 candidate"
+        )
     ranking = _Ranking.of(costs, len(anchor) - 1)
     begun: dict[int, list[tuple[float, tuple[int, ...]]]] = {0: [(0.0, (0,))]}  # by last border
     for border in anchor[1:-1].tolist():

@@ -1,8 +1,9 @@
-"""A plan: how a model is cut, what is recomputed, in which order passes run, and what that is predicted to take.
+"""A plan: how a model is cut, what is recomputed, in which order passes run, and what that is
+predicted to take.
 
-`Plan` <-> JSON, for people, for `python -m engine simulate`, and for the runtime. It holds all that it was made from
-(dimensions, cluster, the loads of the planned steps), so that anyone can simulate it again, and a hash of that. Pure,
-but for `read_plan` and `write_plan`.
+`Plan` <-> JSON, for people, for `python -m engine simulate`, and for the runtime. It holds all that
+it was made from (dimensions, cluster, the loads of the planned steps), so that anyone can simulate
+it again, and a hash of that. Pure, but for `read_plan` and `write_plan`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from balance.errors import ConfigError, DataError
 from balance.presets import ModelPreset, build_config, model_from_dict, model_to_dict
-from balance.records import IntArray
+from balance.types import IntArray
 from engine.cost_model.clusters import Cluster
 from engine.cost_model.loads import Loads, PhaseLoads
 from engine.cost_model.parallel import Parallelism, Training
@@ -33,13 +34,16 @@ _INPUTS = ("model", "cluster", "parallel", "training", *_NUMBERS, "full", "loads
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the simulator says of a plan, as means over its steps unless said otherwise; one entry per rank or stage."""
+    """What the simulator says of a plan, as means over its steps unless said otherwise; one entry
+    per rank or stage.
+    """
 
     step_ns: int
     """Of the slowest data-parallel rank, without `reduction_ns` and the optimizer."""
     reduction_ns: int
-    """Of gradients over data-parallel ranks and of new weights back, behind the step; the slowest rank's, if nothing
-    overlaps."""
+    """Of gradients over data-parallel ranks and of new weights back, behind the step; the slowest
+    rank's, if nothing overlaps.
+    """
     bubble_ratio: tuple[float, ...]
     """Per rank."""
     forward_ns: tuple[int, ...]
@@ -73,7 +77,9 @@ class Plan:
     full: Loads
     """One micro-batch, the largest that memory was planned for."""
     loads: Loads
-    """Of the planned steps, int64, (steps * dp * micro_batches,): step by step, in it rank by rank."""
+    """Of the planned steps, int64, (steps * dp * micro_batches,): step by step, in it rank by
+    rank.
+    """
     layer_names: tuple[str, ...]
     borders: tuple[int, ...]
     """Stage s holds the layers `borders[s]:borders[s + 1]`."""
@@ -91,7 +97,9 @@ class Plan:
                 f"{self.parallel.pp * self.stages_per_rank}"
             )
         if any(not 0 <= layer < len(self.layer_names) for layer in self.recompute):
-            raise ConfigError(f"recompute names layers {list(self.recompute)}; there are {len(self.layer_names)}")
+            raise ConfigError(
+                f"recompute names layers {list(self.recompute)}; there are {len(self.layer_names)}"
+            )
         per_step = self.parallel.dp * self.num_micro_batches
         if per_step < 1 or not len(self.loads) or len(self.loads) % per_step or len(self.full) != 1:
             raise ConfigError(
@@ -106,7 +114,9 @@ class Plan:
             value = getattr(self.predicted, f.name)
             count = len(self.borders) - 1 if f.name in _BY_STAGE else self.parallel.pp
             if isinstance(value, tuple) and len(value) != count:
-                raise ConfigError(f"predicted {f.name} has {len(value)} entries; there must be {count}")
+                raise ConfigError(
+                    f"predicted {f.name} has {len(value)} entries; there must be {count}"
+                )
 
     @property
     def num_steps(self) -> int:
@@ -122,7 +132,9 @@ class Plan:
 
     @property
     def inputs_hash(self) -> str:
-        """SHA-256 of all that the plan was made from: plans with the same one are for the same question."""
+        """SHA-256 of all that the plan was made from: plans with the same one are for the same
+        question.
+        """
         return _hash(self._inputs())
 
     def to_json(self) -> dict[str, Any]:
@@ -154,17 +166,33 @@ class Plan:
 
 
 def plan_from_json(values: dict[str, Any], *, where: str) -> Plan:
-    """The inverse of `Plan.to_json`. ConfigError, naming `where`, for an unknown version or key, or edited inputs."""
+    """The inverse of `Plan.to_json`. ConfigError, naming `where`, for an unknown version or key, or
+    edited inputs.
+    """
     if not isinstance(values, dict) or values.get("version") != PLAN_VERSION:
         found = values.get("version") if isinstance(values, dict) else None
-        raise ConfigError(f"{where}: plan version {found}; this isobatch reads version {PLAN_VERSION}: plan again")
-    wanted = {"version", "inputs", "inputs_hash", "layer_names", "borders", "recompute", "predicted"}
+        raise ConfigError(
+            f"{where}: plan version {found}; this isobatch reads version {PLAN_VERSION}: plan again"
+        )
+    wanted = {
+        "version",
+        "inputs",
+        "inputs_hash",
+        "layer_names",
+        "borders",
+        "recompute",
+        "predicted",
+    }
     _require_keys(values, wanted, where)
     # first, so that what follows only meets what a planner wrote
     if _hash(values["inputs"]) != values["inputs_hash"]:
-        raise ConfigError(f"{where}: its inputs are not those that its predictions were made from: plan again")
+        raise ConfigError(
+            f"{where}: its inputs are not those that its predictions were made from: plan again"
+        )
     inputs = dict(_require_keys(values["inputs"], set(_INPUTS), f"{where}, inputs"))
-    predicted = _require_keys(values["predicted"], {f.name for f in fields(Prediction)}, f"{where}, predicted")
+    predicted = _require_keys(
+        values["predicted"], {f.name for f in fields(Prediction)}, f"{where}, predicted"
+    )
     parts: dict[str, Any] = {
         "model": model_from_dict(inputs["model"]),
         "cluster": build_config(Cluster, inputs["cluster"], where=f"{where}, cluster"),
@@ -190,7 +218,9 @@ def read_plan(path: Path) -> Plan:
     try:
         values = json.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; give the plan.json that `python -m engine plan` wrote") from None
+        raise DataError(
+            f"{path}: {error.strerror}; give the plan.json that `python -m engine plan` wrote"
+        ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not JSON: {error}") from None
     return plan_from_json(values, where=str(path))
@@ -198,7 +228,9 @@ def read_plan(path: Path) -> Plan:
 
 def _loads_to_json(loads: Loads) -> dict[str, Any]:
     return {
-        phase.name: {f.name: getattr(getattr(loads, phase.name), f.name).tolist() for f in fields(PhaseLoads)}
+        phase.name: {
+            f.name: getattr(getattr(loads, phase.name), f.name).tolist() for f in fields(PhaseLoads)
+        }
         for phase in fields(Loads)
     }
 
@@ -208,7 +240,9 @@ def _loads_from_json(values: dict[str, Any], where: str) -> Loads:
     phases = {}
     for phase, columns in values.items():
         _require_keys(columns, {f.name for f in fields(PhaseLoads)}, f"{where}, loads of {phase}")
-        phases[phase] = PhaseLoads(**{name: _integers(column, where) for name, column in columns.items()})
+        phases[phase] = PhaseLoads(
+            **{name: _integers(column, where) for name, column in columns.items()}
+        )
     return Loads(**phases)
 
 

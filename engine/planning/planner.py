@@ -1,8 +1,9 @@
-"""From a question to a plan: which partition, which layers recompute, and what steps take with and without it. Pure.
+"""From a question to a plan: which partition, which layers recompute, and what steps take with and
+without it. Pure.
 
-For `python -m engine plan`. The partition is searched for one step, the median of those planned, with the memory that
-the largest micro-batches need; what is printed is simulated for all steps. Nothing here reads files: `Question` comes
-with its loads.
+For `python -m engine plan`. The partition is searched for one step, the median of those planned,
+with the memory that the largest micro-batches need; what is printed is simulated for all steps.
+Nothing here reads files: `PlanRequest` comes with its loads.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from numpy.typing import NDArray
 
 from balance.errors import ConfigError
 from balance.presets import ModelPreset
-from balance.records import IntArray
+from balance.types import IntArray
 from engine.cost_model.analytical import layer_costs
 from engine.cost_model.clusters import Cluster
 from engine.cost_model.costs import Costs
+from engine.cost_model.gradient_reduction import reduction_ns
 from engine.cost_model.layer_list import layers_of
 from engine.cost_model.loads import Loads
 from engine.cost_model.parallel import Parallelism, Training
-from engine.cost_model.replicas import reduction_ns
 from engine.planning.bmp import search_bmp
-from engine.planning.exact import search_exact
 from engine.planning.partition import by_params
 from engine.planning.plan import Plan, Prediction
 from engine.planning.recompute import choose_recompute, fitted_step
+from engine.planning.search.branch_and_bound import search_exact
 from engine.simulator.evaluate import Outcome, evaluate, schedule_for
 from engine.simulator.schedule import Schedule
 
@@ -36,7 +37,7 @@ MUCH = 1e30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Question:
+class PlanRequest:
     """What a plan is wanted for."""
 
     model: ModelPreset
@@ -74,11 +75,15 @@ class Question:
     def pipelines(self, loads: Loads) -> list[Costs]:
         """Costs by step and, in it, data-parallel rank."""
         every, count = self.costs(loads), self.num_micro_batches
-        return [every.take(np.arange(first, first + count)) for first in range(0, len(loads), count)]
+        return [
+            every.take(np.arange(first, first + count)) for first in range(0, len(loads), count)
+        ]
 
     def order(self, num_stages: int) -> Schedule:
         """The schedule of so many stages."""
-        return schedule_for(self.schedule, np.arange(num_stages + 1), self.num_micro_batches, self.stages_per_rank)
+        return schedule_for(
+            self.schedule, np.arange(num_stages + 1), self.num_micro_batches, self.stages_per_rank
+        )
 
     @property
     def num_stages(self) -> int:
@@ -87,7 +92,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Run:
+class SimulatedRun:
     """Steps of one choice of data, partition and recomputation, simulated."""
 
     name: str
@@ -120,7 +125,11 @@ class Run:
     @property
     def median(self) -> int:
         """The pipeline whose time is in the middle: the one to look at."""
-        return int(np.argsort([outcome.step_ns for outcome in self.outcomes], kind="stable")[len(self.outcomes) // 2])
+        return int(
+            np.argsort([outcome.step_ns for outcome in self.outcomes], kind="stable")[
+                len(self.outcomes) // 2
+            ]
+        )
 
     def recompute_ns(self, place: int) -> IntArray:
         """(stages, micro_batches): recomputation inside backward passes of a pipeline."""
@@ -129,23 +138,28 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Answer:
+class PlanResult:
     """A plan, and what it is better than."""
 
     plan: Plan
-    runs: tuple[Run, ...]
+    runs: tuple[SimulatedRun, ...]
     """From what trainers do today to the plan, one change at a time; the plan is the last one."""
     gap: float | None
-    """How much faster another partition could be for the step that was searched, as a share; None if not known."""
+    """How much faster another partition could be for the step that was searched, as a share; None
+    if not known.
+    """
 
     @property
-    def best(self) -> Run:
+    def best(self) -> SimulatedRun:
         """The plan's steps."""
         return self.runs[-1]
 
 
-def make_plan(question: Question, *, search: str = "exact", random: Loads | None = None) -> Answer:
-    """Plan, and simulate beside it what trainers do: `random` micro-batches, parameters split evenly, all recomputed.
+def make_plan(
+    question: PlanRequest, *, search: str = "exact", random: Loads | None = None
+) -> PlanResult:
+    """Plan, and simulate beside it what trainers do: `random` micro-batches, parameters split
+    evenly, all recomputed.
 
     InfeasiblePlan if nothing fits into memory.
     """
@@ -153,7 +167,10 @@ def make_plan(question: Question, *, search: str = "exact", random: Loads | None
     typical = _median(pipelines)
     full = question.costs(question.full.take(np.zeros(question.num_micro_batches, np.int64)))
     # times of a typical step, memory of the largest
-    sized = replace(typical, **{name: getattr(full, name) for name in ("saved_bytes", "kept_bytes", "working_bytes")})
+    sized = replace(
+        typical,
+        **{name: getattr(full, name) for name in ("saved_bytes", "kept_bytes", "working_bytes")},
+    )
     borders, recompute, gap = _search(sized, question, search)
     everything, even = np.ones(len(recompute), np.bool_), by_params(typical, question.num_stages)
     runs = []
@@ -163,9 +180,18 @@ def make_plan(question: Question, *, search: str = "exact", random: Loads | None
         runs.append(run(question, name, question.pipelines(random), random, even, everything))
         first = "+ packed micro-batches"
     runs.append(run(question, first, pipelines, question.loads, even, everything))
-    runs.append(run(question, "+ searched partition", pipelines, question.loads, borders, everything))
     runs.append(
-        run(question, "+ recomputed as little as fits: the plan", pipelines, question.loads, borders, recompute)
+        run(question, "+ searched partition", pipelines, question.loads, borders, everything)
+    )
+    runs.append(
+        run(
+            question,
+            "+ recomputed as little as fits: the plan",
+            pipelines,
+            question.loads,
+            borders,
+            recompute,
+        )
     )
     schedule = question.order(question.num_stages)
     full_peak = evaluate(full, borders, recompute, schedule).memory.peak_bytes
@@ -185,20 +211,20 @@ def make_plan(question: Question, *, search: str = "exact", random: Loads | None
         recompute=tuple(np.flatnonzero(recompute).tolist()),
         predicted=predict(question, runs[-1], full_peak),
     )
-    return Answer(plan=plan, runs=tuple(runs), gap=gap)
+    return PlanResult(plan=plan, runs=tuple(runs), gap=gap)
 
 
 def run(
-    question: Question,
+    question: PlanRequest,
     name: str,
     pipelines: list[Costs],
     loads: Loads,
     borders: IntArray,
     recompute: NDArray[np.bool_],
-) -> Run:
+) -> SimulatedRun:
     """Simulate all steps of one choice."""
     schedule = question.order(len(borders) - 1)
-    return Run(
+    return SimulatedRun(
         name=name,
         borders=np.asarray(borders),
         recompute=np.asarray(recompute),
@@ -209,14 +235,16 @@ def run(
     )
 
 
-def predict(question: Question, found: Run, full_peak_bytes: IntArray) -> Prediction:
+def predict(question: PlanRequest, found: SimulatedRun, full_peak_bytes: IntArray) -> Prediction:
     """What a plan says of its steps."""
     stages = [outcome.stages for outcome in found.outcomes]
     again = [found.recompute_ns(place) for place in range(len(stages))]
     return Prediction(
         step_ns=found.step_ns,
         reduction_ns=_reduction_ns(question, found.borders),
-        bubble_ratio=tuple(np.mean([outcome.timeline.bubble_ratio for outcome in found.outcomes], axis=0).tolist()),
+        bubble_ratio=tuple(
+            np.mean([outcome.timeline.bubble_ratio for outcome in found.outcomes], axis=0).tolist()
+        ),
         forward_ns=_mean([each.forward_ns for each in stages]),
         backward_ns=_mean([each.backward_ns for each in stages]),
         recompute_ns=_mean(again),
@@ -226,17 +254,24 @@ def predict(question: Question, found: Run, full_peak_bytes: IntArray) -> Predic
     )
 
 
-def tensor_parallel_ns(question: Question, found: Run) -> IntArray:
-    """(ranks,): what a step's tensor-parallel communication takes on each pipeline rank, in all passes, as a mean."""
+def tensor_parallel_ns(question: PlanRequest, found: SimulatedRun) -> IntArray:
+    """(ranks,): what a step's tensor-parallel communication takes on each pipeline rank, in all
+    passes, as a mean.
+    """
     cluster = question.cluster
     free = replace(
-        cluster, nvlink_bytes_per_s=MUCH, nvlink_latency_us=1e-9, network_bytes_per_s=MUCH, network_latency_us=1e-9
+        cluster,
+        nvlink_bytes_per_s=MUCH,
+        nvlink_latency_us=1e-9,
+        network_bytes_per_s=MUCH,
+        network_latency_us=1e-9,
     )
     without = replace(question, cluster=free).costs(question.loads)
     every = question.costs(question.loads)
     chosen = found.recompute[:, np.newaxis]
     spent = sum(
-        getattr(every, name) - getattr(without, name) for name in ("forward_ns", "input_grad_ns", "weight_grad_ns")
+        getattr(every, name) - getattr(without, name)
+        for name in ("forward_ns", "input_grad_ns", "weight_grad_ns")
     ) + np.where(chosen, every.recompute_ns - without.recompute_ns, 0)
     stages = np.add.reduceat(spent.sum(axis=1), found.borders[:-1])
     ranks = np.zeros(question.parallel.pp, np.int64)
@@ -244,7 +279,9 @@ def tensor_parallel_ns(question: Question, found: Run) -> IntArray:
     return np.asarray(ranks // len(found.outcomes))
 
 
-def _search(costs: Costs, question: Question, search: str) -> tuple[IntArray, NDArray[np.bool_], float | None]:
+def _search(
+    costs: Costs, question: PlanRequest, search: str
+) -> tuple[IntArray, NDArray[np.bool_], float | None]:
     """(borders, recompute, gap)."""
     schedule, memory = question.order(question.num_stages), question.memory_bytes
     if search == "exact":
@@ -265,7 +302,7 @@ def _mean(tables: list[IntArray]) -> tuple[int, ...]:
     return tuple(np.rint(np.mean(tables, axis=(0, 2))).astype(int).tolist())
 
 
-def _reduction_ns(question: Question, borders: IntArray) -> int:
+def _reduction_ns(question: PlanRequest, borders: IntArray) -> int:
     trains = question.training.trains
     layers = layers_of(question.model, question.parallel)
     params = np.array([layer.gpu_params if trains(layer.part) else 0 for layer in layers])

@@ -1,13 +1,16 @@
-"""Which layers of one rank must be recomputed: every minimal choice that fits into its memory. Numba.
+"""Which layers of one rank must be recomputed: every minimal choice that fits into its memory.
+Numba.
 
-For `engine.planning.recompute` and `engine.planning.exact`. The peak is that of `engine.simulator.memory`, byte for
-byte, for one rank and one choice of layers: 3 us for 20 layers and 64 micro-batches.
+For `engine.planning.recompute` and `engine.planning.search.branch_and_bound`. The peak is that of
+`engine.simulator.memory`, byte for byte, for one rank and one choice of layers: 3 us for 20 layers
+and 64 micro-batches.
 
-Layers of a kind in one stage cost the same, so a choice is how many of each kind, and it is always the first ones: what
-a recomputed layer brings back for its own turn comes on top of what the layers before it left, so the later a layer
-is, the more it matters that those before it left little. One more never needs more memory. So for given numbers of all
-kinds but one the least number of that one is found by bisection; and kind by kind, the least number with which the
-kinds that follow can still make it fit, so that what cannot fit is never looked at.
+Layers of a kind in one stage cost the same, so a choice is how many of each kind, and it is always
+the first ones: what a recomputed layer brings back for its own turn comes on top of what the layers
+before it left, so the later a layer is, the more it matters that those before it left little. One
+more never needs more memory. So for given numbers of all kinds but one the least number of that one
+is found by bisection; and kind by kind, the least number with which the kinds that follow can still
+make it fit, so that what cannot fit is never looked at.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from balance.records import IntArray
+from balance.types import IntArray
 from engine.cost_model.costs import Costs
 from engine.simulator.schedule import Kind, Schedule
 
@@ -67,8 +70,12 @@ class Search(NamedTuple):
 
 
 def layer_bytes(costs: Costs) -> LayerBytes:
-    """Layers' bytes, and which are alike. A layer whose input is more than its activations is never recomputed."""
-    frees = (costs.saved_bytes >= costs.kept_bytes).all(axis=1) & (costs.saved_bytes > costs.kept_bytes).any(axis=1)
+    """Layers' bytes, and which are alike. A layer whose input is more than its activations is never
+    recomputed.
+    """
+    frees = (costs.saved_bytes >= costs.kept_bytes).all(axis=1) & (
+        costs.saved_bytes > costs.kept_bytes
+    ).any(axis=1)
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(costs.kinds))}
     kind = np.array([numbers[kind] for kind in costs.kinds])
     return LayerBytes(
@@ -85,13 +92,16 @@ def rank_order(schedule: Schedule, rank: int) -> RankOrder:
     """A rank's part of a schedule."""
     own = slice(schedule.rank_offsets[rank], schedule.rank_offsets[rank + 1])
     return RankOrder(
-        schedule.kinds[own].copy(), schedule.stages[own] // schedule.num_ranks, schedule.micro_batches[own]
+        schedule.kinds[own].copy(),
+        schedule.stages[own] // schedule.num_ranks,
+        schedule.micro_batches[own],
     )
 
 
 @numba.njit(cache=True)
 def peak_bytes(layers, order, starts, ends, recompute):  # type: ignore[no-untyped-def]
-    """The most that a rank holds whose stages are the layers `starts[i]:ends[i]`; `recompute` of all layers.
+    """The most that a rank holds whose stages are the layers `starts[i]:ends[i]`; `recompute` of
+    all layers.
 
     As `engine.simulator.stages.stage_costs` and `engine.simulator.memory.memory_of`.
     """
@@ -126,8 +136,9 @@ def peak_bytes(layers, order, starts, ends, recompute):  # type: ignore[no-untyp
 def _add_layer(layers, layer, left, live, held, most, apart):  # type: ignore[no-untyped-def]
     """Add the next layer to what a stage holds of each micro-batch, (micro_batches,) each.
 
-    `live`: what the forward pass leaves; `held`: the same with all that was recomputed. `most` and `apart`: at most, on
-    top of what is live before: in the forward or joint backward pass, and if the weights' gradients come later.
+    `live`: what the forward pass leaves; `held`: the same with all that was recomputed. `most` and
+    `apart`: at most, on top of what is live before: in the forward or joint backward pass, and if
+    the weights' gradients come later.
     """
     for number in range(len(live)):
         whole = max(layers.saved[layer, number], left[number])
@@ -141,7 +152,9 @@ def _add_layer(layers, layer, left, live, held, most, apart):  # type: ignore[no
 
 @numba.njit(cache=True)
 def _groups(kind, starts, ends):  # type: ignore[no-untyped-def]
-    """Layers that are alike: -> (layers, first of each group); those of a group in order, the largest group last."""
+    """Layers that are alike: -> (layers, first of each group); those of a group in order, the
+    largest group last.
+    """
     count = 0
     for chunk in range(len(starts)):
         count += ends[chunk] - starts[chunk]
@@ -178,7 +191,9 @@ def _set(search, group, count):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def _least_of(search, layers, order, starts, ends, memory_bytes, group):  # type: ignore[no-untyped-def]
-    """Recompute as few layers of a group as fit, the other groups as they are; -> whether any number fits."""
+    """Recompute as few layers of a group as fit, the other groups as they are; -> whether any
+    number fits.
+    """
     size = search.firsts[group + 1] - search.firsts[group]
     low, high = 0, size + 1
     while low < high:
@@ -194,7 +209,9 @@ def _least_of(search, layers, order, starts, ends, memory_bytes, group):  # type
 
 @numba.njit(cache=True)
 def _complete(search, layers, order, starts, ends, memory_bytes, first):  # type: ignore[no-untyped-def]
-    """Give the groups from `first` on the least numbers that fit, one after the other; all of them must fit."""
+    """Give the groups from `first` on the least numbers that fit, one after the other; all of them
+    must fit.
+    """
     for group in range(first, len(search.counts)):
         _set(search, group, search.firsts[group + 1] - search.firsts[group])
     for group in range(first, len(search.counts)):
@@ -203,7 +220,8 @@ def _complete(search, layers, order, starts, ends, memory_bytes, first):  # type
 
 @numba.njit(cache=True)
 def _next(search, each_ns, least_ns):  # type: ignore[no-untyped-def]
-    """One more of a group, none of those behind it, leaving out what takes `least_ns`; -> that group, or -1.
+    """One more of a group, none of those behind it, leaving out what takes `least_ns`; -> that
+    group, or -1.
 
     More of the last group that has any, with as many of the others, would not be minimal.
     """
@@ -234,7 +252,9 @@ def minimal_choices(layers, order, starts, ends, memory_bytes, only_least):  # t
         _set(search, group, firsts[group + 1] - firsts[group])
     if peak_bytes(layers, order, starts, ends, search.recompute) > memory_bytes:
         return np.zeros((0, num_layers), np.bool_), True
-    each_ns = np.array([layers.extra_ns[members[first]] if len(members) else 0 for first in firsts[:-1]])
+    each_ns = np.array(
+        [layers.extra_ns[members[first]] if len(members) else 0 for first in firsts[:-1]]
+    )
     found = np.zeros((MOST_FOUND, num_groups), np.int64)
     for group in np.argsort(-each_ns):  # a good one to begin with
         _least_of(search, layers, order, starts, ends, memory_bytes, group)
@@ -278,7 +298,9 @@ def _masks(search, counts):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def stage_peaks(layers, order, borders, recompute):  # type: ignore[no-untyped-def]
-    """`peak_bytes` of a rank for each stage that it could have, `borders` (stages, 2); `recompute` of all layers."""
+    """`peak_bytes` of a rank for each stage that it could have, `borders` (stages, 2); `recompute`
+    of all layers.
+    """
     peaks = np.empty(len(borders), np.int64)
     for at in range(len(borders)):
         peaks[at] = peak_bytes(layers, order, borders[at, :1], borders[at, 1:], recompute)

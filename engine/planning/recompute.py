@@ -1,8 +1,10 @@
-"""Which layers are recomputed: as little time as memory allows (OmniBal 4.3, solved instead of tried). Pure.
+"""Which layers are recomputed: as little time as memory allows (OmniBal 4.3, solved instead of
+tried). Pure.
 
-What must fit is the peak of live bytes along each rank's own order (`engine.simulator.memory`), not micro-batches under
-way times an average. Ranks are independent: no schedule's memory depends on times. Which layers of a rank:
-`engine.planning.rank_memory`. `engine.planning.adapt` is for memory that can only be measured.
+What must fit is the peak of live bytes along each rank's own order (`engine.simulator.memory`), not
+micro-batches under way times an average. Ranks are independent: no schedule's memory depends on
+times. Which layers of a rank: `engine.planning.rank_memory`. `engine.planning.adaptive_recompute`
+is for memory that can only be measured.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balance.errors import IsobatchError
-from balance.records import IntArray
+from balance.types import IntArray
 from engine.cost_model.costs import Costs
 from engine.planning.rank_memory import layer_bytes, minimal_choices, rank_order
 from engine.simulator.evaluate import evaluate
@@ -28,11 +30,14 @@ class InfeasiblePlan(IsobatchError):
     """A partition does not fit into memory even with every layer recomputed."""
 
 
-def choose_recompute(costs: Costs, borders: IntArray, schedule: Schedule, memory_bytes: int) -> NDArray[np.bool_]:
-    """The layers to recompute, (layers,) bool, so that every rank fits into `memory_bytes` at least time.
+def choose_recompute(
+    costs: Costs, borders: IntArray, schedule: Schedule, memory_bytes: int
+) -> NDArray[np.bool_]:
+    """The layers to recompute, (layers,) bool, so that every rank fits into `memory_bytes` at least
+    time.
 
-    Exact while kinds of layers are few (`rank_memory.MOST_TRIED`). Of equal layers in a stage the first ones.
-    InfeasiblePlan if even everything recomputed is too much; it says what would fit.
+    Exact while kinds of layers are few (`rank_memory.MOST_TRIED`). Of equal layers in a stage the
+    first ones. InfeasiblePlan if even everything recomputed is too much; it says what would fit.
     """
     chosen = np.zeros(costs.num_layers, np.bool_)
     for rank in range(schedule.num_ranks):
@@ -44,9 +49,16 @@ def choose_recompute(costs: Costs, borders: IntArray, schedule: Schedule, memory
 
 
 def rank_choices(
-    costs: Costs, borders: IntArray, schedule: Schedule, rank: int, memory_bytes: int, *, only_least: bool = False
+    costs: Costs,
+    borders: IntArray,
+    schedule: Schedule,
+    rank: int,
+    memory_bytes: int,
+    *,
+    only_least: bool = False,
 ) -> NDArray[np.bool_]:
-    """Minimal choices, (choices, layers) bool, with which a rank fits: less recomputed, and it would not. Maybe none.
+    """Minimal choices, (choices, layers) bool, with which a rank fits: less recomputed, and it
+    would not. Maybe none.
 
     With `only_least` the one that takes least time, alone.
     """
@@ -58,7 +70,9 @@ def rank_choices(
 
 
 def fitted_step(costs: Costs, schedule: Schedule, memory_bytes: int) -> Callable[[IntArray], int]:
-    """borders -> simulated time of a step, recomputing as little as fits; raises InfeasiblePlan. For `search_bmp`."""
+    """borders -> simulated time of a step, recomputing as little as fits; raises InfeasiblePlan.
+    For `search_bmp`.
+    """
 
     def step_ns(borders: IntArray) -> int:
         recompute = choose_recompute(costs, borders, schedule, memory_bytes)
@@ -68,8 +82,12 @@ def fitted_step(costs: Costs, schedule: Schedule, memory_bytes: int) -> Callable
 
 
 def what_would_fit(costs: Costs, borders: IntArray, schedule: Schedule, memory_bytes: int) -> str:
-    """What a partition lacks with everything recomputed, and how much less of what would do, in one line."""
-    kept = memory_of(schedule, stage_costs(costs, borders, np.asarray(layer_bytes(costs).kind >= 0)))
+    """What a partition lacks with everything recomputed, and how much less of what would do, in one
+    line.
+    """
+    kept = memory_of(
+        schedule, stage_costs(costs, borders, np.asarray(layer_bytes(costs).kind >= 0))
+    )
     rank = int(np.argmax(kept.peak_bytes))
     peak, state = int(kept.peak_bytes[rank]), int(kept.state_bytes[rank])
     lacks = (

@@ -1,8 +1,9 @@
-"""`Loads` of the micro-batches that a runtime trains on, from the tensors that say how long everything in them is.
+"""`Loads` of the micro-batches that a runtime trains on, from the tensors that say how long
+everything in them is.
 
-What `engine.cost_model.sample_loads` takes from counts of a build, exactly: images at native resolution and windows of
-audio each count with their own length. Any object with the fields of `loaders.MicroBatch` will do, decoded images or
-not.
+What `engine.cost_model.sample_loads` takes from counts of a build, exactly: images at native
+resolution and windows of audio each count with their own length. Any object with the fields of
+`loaders.MicroBatch` will do, decoded images or not.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ import numpy as np
 
 from balance.errors import ConfigError
 from balance.presets import ModelPreset, NativeRule
-from balance.records import IntArray
+from balance.types import IntArray
 from engine.cost_model.loads import Loads, PhaseLoads
-from engine.runtime.carries import Batch, ids_text
+from engine.runtime.stage_io import Batch, ids_text
 
 
 def batch_loads(batches: Sequence[Batch], model: ModelPreset) -> Loads:
-    """What each micro-batch brings to each phase of a model, (micro_batches,). ConfigError if they do not tell.
+    """What each micro-batch brings to each phase of a model, (micro_batches,). ConfigError if they
+    do not tell.
 
-    Read from `cu_seqlens`, `patches_per_image` or, at native resolution, `image_grid_thw`, and `audio_frames`.
+    Read from `cu_seqlens`, `patches_per_image` or, at native resolution, `image_grid_thw`, and
+    `audio_frames`.
     """
     return Loads(
         vision=_phase([_vision_lengths(batch, model) for batch in batches]),
@@ -45,7 +48,9 @@ def _vision_lengths(batch: Batch, model: ModelPreset) -> IntArray:
     if isinstance(rule, NativeRule):
         frames, rows, columns = _integers(batch, "image_grid_thw").reshape(-1, 3).T
         return np.repeat(rows * columns, frames)
-    return np.full(int(_integers(batch, "patches_per_image").sum()), rule.vit_tokens_per_patch, np.int64)
+    return np.full(
+        int(_integers(batch, "patches_per_image").sum()), rule.vit_tokens_per_patch, np.int64
+    )
 
 
 def _audio_lengths(batch: Batch, model: ModelPreset) -> IntArray:

@@ -1,4 +1,6 @@
-"""What a partition comes to: `evaluate` simulates one choice of borders and recomputed layers. Pure."""
+"""What a partition comes to: `evaluate` simulates one choice of borders and recomputed layers.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from balance.records import IntArray
+from balance.types import IntArray
 from engine.cost_model.costs import Costs
 from engine.simulator.memory import Memory, memory_of
 from engine.simulator.program import make_program
@@ -26,7 +28,9 @@ class Outcome:
 
     @property
     def step_ns(self) -> int:
-        """Time of the step, without the gradients' reduction over data-parallel ranks and the optimizer."""
+        """Time of the step, without the gradients' reduction over data-parallel ranks and the
+        optimizer.
+        """
         return self.timeline.step_ns
 
     def fits(self, memory_bytes: int) -> bool:
@@ -34,12 +38,24 @@ class Outcome:
         return int(self.memory.peak_bytes.max()) <= memory_bytes
 
 
-def schedule_for(name: str, borders: IntArray, num_micro_batches: int, stages_per_rank: int = 1) -> Schedule:
+def schedule_for(
+    name: str, borders: IntArray, num_micro_batches: int, stages_per_rank: int = 1
+) -> Schedule:
     """The schedule of a partition's stages."""
-    return make_schedule(name, (len(borders) - 1) // stages_per_rank, num_micro_batches, stages_per_rank)
+    return make_schedule(
+        name, (len(borders) - 1) // stages_per_rank, num_micro_batches, stages_per_rank
+    )
 
 
-def evaluate(costs: Costs, borders: IntArray, recompute: NDArray[np.bool_], schedule: Schedule) -> Outcome:
-    """Simulate a step. ConfigError or ValueError if costs, partition and schedule do not belong together."""
+def evaluate(
+    costs: Costs, borders: IntArray, recompute: NDArray[np.bool_], schedule: Schedule
+) -> Outcome:
+    """Simulate a step. ConfigError or ValueError if costs, partition and schedule do not belong
+    together.
+    """
     stages = stage_costs(costs, borders, recompute)
-    return Outcome(stages=stages, timeline=simulate(make_program(schedule, stages)), memory=memory_of(schedule, stages))
+    return Outcome(
+        stages=stages,
+        timeline=simulate(make_program(schedule, stages)),
+        memory=memory_of(schedule, stages),
+    )

@@ -1,7 +1,9 @@
-"""What each rank's memory holds over a step: the peak of what is live, not an average times what is under way. NumPy.
+"""What each rank's memory holds over a step: the peak of what is live, not an average times what is
+under way. NumPy.
 
-A rank allocates and frees as its own operations run, one after the other, so what is live depends on their order only,
-and a schedule's peak is known before it is simulated. Not counted: outputs that wait at the next rank for their turn.
+A rank allocates and frees as its own operations run, one after the other, so what is live depends
+on their order only, and a schedule's peak is known before it is simulated. Not counted: outputs
+that wait at the next rank for their turn.
 """
 
 from __future__ import annotations
@@ -10,14 +12,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from balance.records import IntArray
+from balance.types import IntArray
 from engine.simulator.schedule import Schedule
 from engine.simulator.stages import StageCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes of one GPU of each rank: int64; per operation, in the schedule's order, but for the first and last."""
+    """Bytes of one GPU of each rank: int64; per operation, in the schedule's order, but for the
+    first and last.
+    """
 
     state_bytes: IntArray
     """(ranks,): weights, gradients, optimizer state."""
@@ -34,9 +38,10 @@ class Memory:
 def memory_of(schedule: Schedule, stages: StageCosts) -> Memory:
     """What each rank's memory holds.
 
-    A backward pass of both gradients frees what the forward pass left. Where they run apart, that of the input frees
-    nothing and leaves what was recomputed, and that of the weights frees it all. What encodings ahead (ENCODE) hold
-    depends on when they run, not on the order alone: `engine.tuning.precompute` adds that, here they are free.
+    A backward pass of both gradients frees what the forward pass left. Where they run apart, that
+    of the input frees nothing and leaves what was recomputed, and that of the weights frees it all.
+    What encodings ahead (ENCODE) hold depends on when they run, not on the order alone:
+    `engine.tuning.precompute` adds that, here they are free.
     """
     kinds, stage, micro_batch = schedule.kinds, schedule.stages, schedule.micro_batches
     left, most = bytes_by_kind(stages)
@@ -58,9 +63,17 @@ def memory_of(schedule: Schedule, stages: StageCosts) -> Memory:
 
 
 def bytes_by_kind(stages: StageCosts) -> tuple[IntArray, IntArray]:
-    """Bytes that an action leaves behind, and at most besides what is live before; (kinds, stages, micro_batches)."""
+    """Bytes that an action leaves behind, and at most besides what is live before; (kinds, stages,
+    micro_batches).
+    """
     nothing = np.zeros_like(stages.live_bytes)
-    left = [stages.live_bytes, -stages.live_bytes, stages.held_bytes - stages.live_bytes, -stages.held_bytes, nothing]
+    left = [
+        stages.live_bytes,
+        -stages.live_bytes,
+        stages.held_bytes - stages.live_bytes,
+        -stages.held_bytes,
+        nothing,
+    ]
     most = [
         stages.forward_peak_bytes,
         stages.backward_peak_bytes - stages.live_bytes,

@@ -1,8 +1,9 @@
-"""A step as operations that wait for each other: `Program`, which `simulate` runs and the runtime executes.
+"""A step as operations that wait for each other: `Program`, which `simulate` runs and the runtime
+executes.
 
-Each rank runs its operations in the order given. Besides, an operation waits for results of others: edges, each with
-the time that the result travels. What travels from one rank to another goes one after the other, in the order in which
-it was made; to compute does not wait for that. Pure NumPy.
+Each rank runs its operations in the order given. Besides, an operation waits for results of others:
+edges, each with the time that the result travels. What travels from one rank to another goes one
+after the other, in the order in which it was made; to compute does not wait for that. Pure NumPy.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from functools import lru_cache
 
 import numpy as np
 
-from balance.records import IntArray
+from balance.types import IntArray
 from engine.simulator.schedule import Kind, Schedule
 from engine.simulator.stages import StageCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encodings:
-    """The encoder's forward pass of micro-batches that a schedule encodes ahead; int64, (micro_batches,)."""
+    """The encoder's forward pass of micro-batches that a schedule encodes ahead; int64,
+    (micro_batches,).
+    """
 
     forward_ns: IntArray
     send_ns: IntArray
@@ -34,18 +37,22 @@ class Program:
     duration_ns: IntArray
     """(operations,)."""
     edge_offsets: IntArray
-    """(operations + 1,): the results of operation o go along the edges `edge_offsets[o]:edge_offsets[o + 1]`."""
+    """(operations + 1,): the results of operation o go along the edges
+    `edge_offsets[o]:edge_offsets[o + 1]`.
+    """
     edge_targets: IntArray
     """(edges,): the operation that waits."""
     edge_ns: IntArray
     """(edges,): how long the result travels; 0 inside a rank."""
 
 
-def make_program(schedule: Schedule, stages: StageCosts, encodings: Encodings | None = None) -> Program:
+def make_program(
+    schedule: Schedule, stages: StageCosts, encodings: Encodings | None = None
+) -> Program:
     """The operations of a schedule.
 
-    Of micro-batches that the schedule encodes ahead, `stages.forward_ns` must not hold the encoding. ValueError if
-    schedule and costs are of different stages or micro-batches.
+    Of micro-batches that the schedule encodes ahead, `stages.forward_ns` must not hold the
+    encoding. ValueError if schedule and costs are of different stages or micro-batches.
     """
     shape = schedule.num_stages, schedule.num_micro_batches
     if shape != (stages.num_stages, stages.num_micro_batches):
@@ -102,7 +109,10 @@ def _edges(schedule: Schedule, sends_grad: tuple[bool, ...]) -> _Edges:
         (apart, place[Kind.WEIGHT_GRAD], 1),
         (place[Kind.ENCODE, 0], forward[0], 2),
     ]
-    made = np.concatenate([np.stack([a.ravel(), b.ravel(), np.full(a.size, result)]) for a, b, result in pairs], axis=1)
+    made = np.concatenate(
+        [np.stack([a.ravel(), b.ravel(), np.full(a.size, result)]) for a, b, result in pairs],
+        axis=1,
+    )
     sources, targets, results = made[:, (made[0] >= 0) & (made[1] >= 0)]
     order = np.argsort(sources, kind="stable")
     sources, targets, results = sources[order], targets[order], results[order]

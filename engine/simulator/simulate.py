@@ -1,8 +1,10 @@
-"""When each operation of a program runs: `simulate`, and what follows from it: bubbles, critical path, deadlocks.
+"""When each operation of a program runs: `simulate`, and what follows from it: bubbles, critical
+path, deadlocks.
 
-Exact, in whole nanoseconds, in one pass over the operations (numba): an operation begins when its rank has ended the
-one before and all that it waits for has arrived. 16,384 operations take .2 ms. `tests/engine/oracle.py` is a
-discrete-event simulation that shares nothing with this and agrees to the last nanosecond.
+Exact, in whole nanoseconds, in one pass over the operations (numba): an operation begins when its
+rank has ended the one before and all that it waits for has arrived. 16,384 operations take .2 ms.
+`tests/engine/oracle.py` is a discrete-event simulation that shares nothing with this and agrees to
+the last nanosecond.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balance.errors import IsobatchError
-from balance.records import IntArray
+from balance.types import IntArray
 from engine.simulator.program import Program
 
 
@@ -50,7 +52,11 @@ class Timeline:
 def simulate(program: Program) -> Timeline:
     """Run a program. Deadlock, with the operations that wait, if it cannot come to its end."""
     start, end, done = run(
-        program.schedule.rank_offsets, program.duration_ns, program.edge_offsets, program.edge_targets, program.edge_ns
+        program.schedule.rank_offsets,
+        program.duration_ns,
+        program.edge_offsets,
+        program.edge_targets,
+        program.edge_ns,
     )
     if done < len(program.duration_ns):
         raise Deadlock(_what_waits(program, end))
@@ -63,11 +69,13 @@ def step_ns(program: Program) -> int:
 
 
 def critical_path(timeline: Timeline) -> list[int]:
-    """Operations, first to last, of which each begins as soon as the one before allows: what a step's time is made of.
+    """Operations, first to last, of which each begins as soon as the one before allows: what a
+    step's time is made of.
 
-    Time that results travel lies between them: that of what the next one waits for, and of what went the same way just
-    before and held it up. Where several paths are critical, the one that stays on a rank. In a step that was measured,
-    passes begin a little later than they might: there it is what came last of all that each waited for.
+    Time that results travel lies between them: that of what the next one waits for, and of what
+    went the same way just before and held it up. Where several paths are critical, the one that
+    stays on a rank. In a step that was measured, passes begin a little later than they might: there
+    it is what came last of all that each waited for.
     """
     schedule = timeline.program.schedule
     sent = transfers(timeline)
@@ -104,7 +112,9 @@ class Transfers:
     start_ns: IntArray
     end_ns: IntArray
     previous: IntArray
-    """The edge whose result went from the same rank to the same rank before; -1 for the first, and inside a rank."""
+    """The edge whose result went from the same rank to the same rank before; -1 for the first, and
+    inside a rank.
+    """
     crosses: NDArray[np.bool_]
     """Whether it goes to another rank."""
 
@@ -113,7 +123,13 @@ def transfers(timeline: Timeline) -> Transfers:
     """What travels in a step."""
     program, schedule = timeline.program, timeline.program.schedule
     sources = np.repeat(np.arange(len(schedule)), np.diff(program.edge_offsets))
-    arrivals = send(schedule.rank_offsets, timeline.end_ns, program.edge_offsets, program.edge_targets, program.edge_ns)
+    arrivals = send(
+        schedule.rank_offsets,
+        timeline.end_ns,
+        program.edge_offsets,
+        program.edge_targets,
+        program.edge_ns,
+    )
     ranks = schedule.ranks
     ways = ranks[sources] * schedule.num_ranks + ranks[program.edge_targets]
     order = np.argsort(ways, kind="stable")
@@ -146,7 +162,8 @@ def _what_waits(program: Program, end_ns: IntArray) -> str:
 def run(rank_offsets, duration, edge_offsets, edge_targets, edge_ns):  # type: ignore[no-untyped-def]
     """-> (start, end, how many operations ran); -1 where an operation never ran.
 
-    A rank runs until it has to wait for a result that is not made yet; whoever makes it wakes the rank.
+    A rank runs until it has to wait for a result that is not made yet; whoever makes it wakes the
+    rank.
     """
     num_ranks, num_operations = len(rank_offsets) - 1, len(duration)
     rank_of = np.empty(num_operations, np.int64)
@@ -156,7 +173,9 @@ def run(rank_offsets, duration, edge_offsets, edge_targets, edge_ns):  # type: i
     for target in edge_targets:
         missing[target] += 1
     start, end = np.full(num_operations, -1, np.int64), np.full(num_operations, -1, np.int64)
-    free = np.zeros((num_ranks, num_ranks), np.int64)  # when what goes from a rank to another has arrived
+    free = np.zeros(
+        (num_ranks, num_ranks), np.int64
+    )  # when what goes from a rank to another has arrived
     now, following = np.zeros(num_ranks, np.int64), rank_offsets[:-1].copy()
     awake, queued = np.arange(num_ranks), np.ones(num_ranks, np.bool_)
     num_awake, done = num_ranks, 0
@@ -178,7 +197,12 @@ def run(rank_offsets, duration, edge_offsets, edge_targets, edge_ns):  # type: i
                     free[rank, other] = arrival
                 ready[target] = max(ready[target], arrival)
                 missing[target] -= 1
-                if missing[target] == 0 and other != rank and following[other] == target and not queued[other]:
+                if (
+                    missing[target] == 0
+                    and other != rank
+                    and following[other] == target
+                    and not queued[other]
+                ):
                     awake[num_awake] = other
                     queued[other] = True
                     num_awake += 1

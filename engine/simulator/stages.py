@@ -1,7 +1,9 @@
-"""A partition's stages and what they cost: layers -> stages, with or without recomputation. Pure NumPy.
+"""A partition's stages and what they cost: layers -> stages, with or without recomputation. Pure
+NumPy.
 
-A partition is its borders: stage s holds the layers `borders[s]:borders[s + 1]`, `borders[0]` is 0 and the last one the
-number of layers. (OmniBal's P^(i) counts layers from 1: P = (5, 10, 15) for 20 layers is borders (0, 4, 9, 14, 20).)
+A partition is its borders: stage s holds the layers `borders[s]:borders[s + 1]`, `borders[0]` is 0
+and the last one the number of layers. (OmniBal's P^(i) counts layers from 1: P = (5, 10, 15) for 20
+layers is borders (0, 4, 9, 14, 20).)
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balance.errors import ConfigError
-from balance.records import IntArray
+from balance.types import IntArray
 from engine.cost_model.costs import Costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCosts:
-    """A row per stage, a column per micro-batch; int64. What `engine.simulator.program` makes operations of."""
+    """A row per stage, a column per micro-batch; int64. What `engine.simulator.program` makes
+    operations of.
+    """
 
     forward_ns: IntArray
     input_grad_ns: IntArray
@@ -27,25 +31,37 @@ class StageCosts:
     send_ns: IntArray
     """Of the output of each stage to the next; 0 for the last."""
     send_back_ns: IntArray
-    """Of the gradient that each stage gives to the one before; 0 for the first, and where none is needed."""
+    """Of the gradient that each stage gives to the one before; 0 for the first, and where none is
+    needed.
+    """
     live_bytes: IntArray
     """From the forward pass to the backward pass."""
     forward_peak_bytes: IntArray
     """On top of everything live before, at most, while the forward pass runs."""
     backward_peak_bytes: IntArray
-    """On top of everything else that is live, at most, while the backward pass runs; its own `live_bytes` included."""
+    """On top of everything else that is live, at most, while the backward pass runs; its own
+    `live_bytes` included.
+    """
     held_bytes: IntArray
-    """From the input's gradient to that of the weights, if they run apart: what was recomputed stays until then."""
+    """From the input's gradient to that of the weights, if they run apart: what was recomputed
+    stays until then.
+    """
     apart_peak_bytes: IntArray
     """As `backward_peak_bytes`, while the gradient of the input alone is computed."""
     state_bytes: IntArray
     """(stages,): weights, gradients, optimizer state."""
     sends_grad: NDArray[np.bool_]
-    """(stages,): whether a gradient comes back to the stage from the next one; False for the last."""
+    """(stages,): whether a gradient comes back to the stage from the next one; False for the
+    last.
+    """
 
     @classmethod
     def of_times(
-        cls, forward_ns: IntArray, input_grad_ns: IntArray, weight_grad_ns: IntArray, sends_grad: NDArray[np.bool_]
+        cls,
+        forward_ns: IntArray,
+        input_grad_ns: IntArray,
+        weight_grad_ns: IntArray,
+        sends_grad: NDArray[np.bool_],
     ) -> StageCosts:
         """Stages that compute so long, hold nothing and send in no time."""
         nothing = np.zeros_like(forward_ns)
@@ -82,7 +98,9 @@ class StageCosts:
     def take(self, places: IntArray) -> StageCosts:
         """The same stages for some of the micro-batches, in the order of `places`."""
         columns = {f.name: getattr(self, f.name) for f in fields(self)}
-        return StageCosts(**{name: c[:, places] if c.ndim == 2 else c for name, c in columns.items()})
+        return StageCosts(
+            **{name: c[:, places] if c.ndim == 2 else c for name, c in columns.items()}
+        )
 
 
 def check_partition(borders: IntArray, num_layers: int) -> None:
@@ -97,13 +115,16 @@ def check_partition(borders: IntArray, num_layers: int) -> None:
 def stage_costs(costs: Costs, borders: IntArray, recompute: NDArray[np.bool_]) -> StageCosts:
     """What the stages of a partition cost, where layer l is recomputed if `recompute[l]`.
 
-    Memory: the forward pass leaves each layer's activations behind, or its input alone; the backward pass goes from the
-    last layer to the first, and a recomputed layer's activations are all there again while it is that layer's turn; or,
-    if its weights' gradient comes later, until then.
+    Memory: the forward pass leaves each layer's activations behind, or its input alone; the
+    backward pass goes from the last layer to the first, and a recomputed layer's activations are
+    all there again while it is that layer's turn; or, if its weights' gradient comes later, until
+    then.
     """
     check_partition(borders, costs.num_layers)
     if len(recompute) != costs.num_layers:
-        raise ConfigError(f"recompute names {len(recompute)} layers; the model has {costs.num_layers}")
+        raise ConfigError(
+            f"recompute names {len(recompute)} layers; the model has {costs.num_layers}"
+        )
     chosen = np.asarray(recompute)[:, np.newaxis]
     live = np.where(chosen, costs.kept_bytes, costs.saved_bytes)
     whole = np.maximum(costs.saved_bytes, live)

@@ -1,10 +1,13 @@
-"""PipeTune's encoder pre-computation: a frozen encoder's forward passes run ahead, where a rank would only wait.
+"""PipeTune's encoder pre-computation: a frozen encoder's forward passes run ahead, where a rank
+would only wait.
 
-What a frozen encoder makes of an image never changes, so it may be made at any time before the first stage takes it up
-(PipeTune, 3.3). PipeTune does not say where; here in idle time of the first stage's own rank (`"own"`), or of any rank
-that has memory for a copy of the encoder, whose features then travel (`"any"`). `engine.tuning.orders` finds the gaps
-while it simulates an order; here the answer becomes a schedule with ENCODE actions, which is simulated exactly, and its
-memory is counted: features wait on the first rank until their micro-batch enters, and a copy takes its weights. Pure.
+What a frozen encoder makes of an image never changes, so it may be made at any time before the
+first stage takes it up (PipeTune, 3.3). PipeTune does not say where; here in idle time of the first
+stage's own rank (`"own"`), or of any rank that has memory for a copy of the encoder, whose features
+then travel (`"any"`). `engine.tuning.order_times` finds the gaps while it simulates an order; here
+the answer becomes a schedule with ENCODE actions, which is simulated exactly, and its memory is
+counted: features wait on the first rank until their micro-batch enters, and a copy takes its
+weights. Pure.
 """
 
 from __future__ import annotations
@@ -16,14 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balance.errors import ConfigError
-from balance.records import IntArray
+from balance.types import IntArray
 from engine.cost_model.costs import Costs
 from engine.simulator.memory import memory_of
 from engine.simulator.program import Encodings, make_program
 from engine.simulator.schedule import Kind, Schedule
 from engine.simulator.simulate import Timeline, simulate, transfers
 from engine.simulator.stages import StageCosts
-from engine.tuning.orders import Ahead, OrderProblem, nothing_ahead, run_order
+from engine.tuning.order_times import Ahead, OrderProblem, nothing_ahead, run_order
 
 Where = Literal["never", "own", "any"]
 """Ranks whose idle time may be used for encoding: none, the first stage's, all."""
@@ -31,7 +34,9 @@ Where = Literal["never", "own", "any"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoder:
-    """The layers in front that are frozen, so that they can run ahead; int64, (micro_batches,) but for the weights."""
+    """The layers in front that are frozen, so that they can run ahead; int64, (micro_batches,) but
+    for the weights.
+    """
 
     num_layers: int
     forward_ns: IntArray
@@ -47,7 +52,14 @@ class Encoder:
     def nothing(cls, num_micro_batches: int) -> Encoder:
         """Of a step in which nothing runs ahead."""
         none = np.zeros(num_micro_batches, np.int64)
-        return cls(num_layers=0, forward_ns=none, send_ns=none, feature_bytes=none, working_bytes=none, state_bytes=0)
+        return cls(
+            num_layers=0,
+            forward_ns=none,
+            send_ns=none,
+            feature_bytes=none,
+            working_bytes=none,
+            state_bytes=0,
+        )
 
     def take(self, places: IntArray) -> Encoder:
         """For some of the micro-batches, in the order of `places`."""
@@ -58,8 +70,9 @@ class Encoder:
 def frozen_encoder(costs: Costs, borders: IntArray) -> Encoder:
     """The frozen layers in front of everything that is trained.
 
-    ConfigError where nothing can run ahead: the encoder is trained (then what it makes changes with its weights, and
-    its backward pass needs what the forward pass saved), or it does not lie in the first stage alone.
+    ConfigError where nothing can run ahead: the encoder is trained (then what it makes changes with
+    its weights, and its backward pass needs what the forward pass saved), or it does not lie in the
+    first stage alone.
     """
     frozen = costs.num_layers if not costs.sends_grad.any() else int(np.argmax(costs.sends_grad))
     if frozen == 0:
@@ -85,11 +98,18 @@ def frozen_encoder(costs: Costs, borders: IntArray) -> Encoder:
 
 
 def where_to_encode(
-    encoder: Encoder, schedule: Schedule, stages: StageCosts, *, where: Where, memory_bytes: int | None = None
+    encoder: Encoder,
+    schedule: Schedule,
+    stages: StageCosts,
+    *,
+    where: Where,
+    memory_bytes: int | None = None,
 ) -> Ahead:
-    """Which ranks may encode ahead, and for how many micro-batches features may wait, within `memory_bytes` per rank.
+    """Which ranks may encode ahead, and for how many micro-batches features may wait, within
+    `memory_bytes` per rank.
 
-    By the peaks of the micro-batches in the order given; orders that leave less free for it do not fit.
+    By the peaks of the micro-batches in the order given; orders that leave less free for it do not
+    fit.
     """
     if where == "never":
         return nothing_ahead(schedule)
@@ -109,7 +129,9 @@ def where_to_encode(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EncodedStep:
-    """A step, simulated exactly, in which some micro-batches are encoded ahead; in the order in which they enter."""
+    """A step, simulated exactly, in which some micro-batches are encoded ahead; in the order in
+    which they enter.
+    """
 
     timeline: Timeline
     encodings: Encodings
@@ -127,9 +149,13 @@ class EncodedStep:
 
 
 def encode_ahead(problem: OrderProblem, encoder: Encoder, order: IntArray) -> EncodedStep:
-    """An order with its encodings in the gaps that `engine.tuning.orders` finds, as `problem.ahead` allows."""
+    """An order with its encodings in the gaps that `engine.tuning.order_times` finds, as
+    `problem.ahead` allows.
+    """
     room = problem.room()
-    run_order(problem.actions, problem.work, problem.ahead, np.ascontiguousarray(order, np.int64), room)
+    run_order(
+        problem.actions, problem.work, problem.ahead, np.ascontiguousarray(order, np.int64), room
+    )
     is_ahead = room.gap_before[order] >= 0
     ahead = np.flatnonzero(is_ahead)
     before = problem.actions.own_places[room.gap_before[order[ahead]]]
@@ -152,12 +178,16 @@ def encode_ahead(problem: OrderProblem, encoder: Encoder, order: IntArray) -> En
 def _with_encodings(
     schedule: Schedule, ahead: IntArray, before: IntArray, begins: IntArray
 ) -> tuple[Schedule, IntArray]:
-    """The schedule with each micro-batch of `ahead` encoded in front of an action; and the rank that encodes it.
+    """The schedule with each micro-batch of `ahead` encoded in front of an action; and the rank
+    that encodes it.
 
     In front of the same action by the time at which they begin.
     """
     count, more = len(schedule), len(ahead)
-    places, times = np.concatenate([2 * np.arange(count), 2 * before - 1]), np.concatenate([np.zeros(count), begins])
+    places, times = (
+        np.concatenate([2 * np.arange(count), 2 * before - 1]),
+        np.concatenate([np.zeros(count), begins]),
+    )
     order = np.lexsort((times, places))
     ranks = schedule.ranks[before]
     more_per_rank = np.bincount(ranks, minlength=schedule.num_ranks)
@@ -177,8 +207,9 @@ def _with_encodings(
 def _peaks(timeline: Timeline, stages: StageCosts, encoder: Encoder) -> IntArray:
     """Each rank's peak: the plain one's operations, and what encodings hold while these run.
 
-    Features lie on the rank that makes them from the beginning of their encoding until they have arrived, and on the
-    first rank from the end of their encoding until the first stage is through with them.
+    Features lie on the rank that makes them from the beginning of their encoding until they have
+    arrived, and on the first rank from the end of their encoding until the first stage is through
+    with them.
     """
     program = timeline.program
     schedule = program.schedule
@@ -195,7 +226,11 @@ def _peaks(timeline: Timeline, stages: StageCosts, encoder: Encoder) -> IntArray
     during += np.where((ranks > 0) & np.isin(ranks, ranks[is_encoding]), encoder.state_bytes, 0)
     for place in np.flatnonzero(is_encoding):
         rank, number = ranks[place], numbers[place]
-        size, begin, end = encoder.feature_bytes[number], timeline.start_ns[place], timeline.end_ns[place]
+        size, begin, end = (
+            encoder.feature_bytes[number],
+            timeline.start_ns[place],
+            timeline.end_ns[place],
+        )
         if rank:
             during[_overlap(timeline, ranks == rank, begin, arrived[place])] += size
             begin = end
@@ -203,6 +238,8 @@ def _peaks(timeline: Timeline, stages: StageCosts, encoder: Encoder) -> IntArray
     return np.asarray(np.maximum.reduceat(during, schedule.rank_offsets[:-1]))
 
 
-def _overlap(timeline: Timeline, on_rank: NDArray[np.bool_], begin: int, end: int) -> NDArray[np.bool_]:
+def _overlap(
+    timeline: Timeline, on_rank: NDArray[np.bool_], begin: int, end: int
+) -> NDArray[np.bool_]:
     """A rank's operations that run while something lies in its memory."""
     return on_rank & (timeline.start_ns < end) & (timeline.end_ns > begin)

@@ -1,12 +1,15 @@
-"""PipeTune's tuner: for each step the micro-batches, their size, their order and what the encoder does ahead.
+"""PipeTune's tuner: for each step the micro-batches, their size, their order and what the encoder
+does ahead.
 
-For whoever runs steps (`engine.tuning.tune_steps` puts it behind the loader's hook) and for `python -m engine`. All
-candidates are costed in one call of the cost function; each is then simulated in the order in which it was packed, and
-the best few are searched: PipeTune's clusters, then exchanges (`engine.tuning.tune_order`), with the encoder's forward
-passes placed in idle time (`engine.tuning.precompute`). What is chosen has been simulated exactly, within the memory of
-every rank. The given micro-batches in their order are among the candidates, so a tuned step is never slower than an
-untuned one. Pure and deterministic. In 4 stages 128 samples take 15 ms with PipeTune's search, 80 with ours, 1,024
-samples 60 and 180 (PipeTune: 200 and 1,500; `benchmarks/tuner_speed.py`).
+For whoever runs steps (`engine.tuning.step_planner` puts it behind the loader's hook) and for
+`python -m engine`. All candidates are costed in one call of the cost function; each is then
+simulated in the order in which it was packed, and the best few are searched: PipeTune's clusters,
+then exchanges (`engine.tuning.order`), with the encoder's forward passes placed in idle time
+(`engine.tuning.precompute`). What is chosen has been simulated exactly, within the memory of every
+rank. The given micro-batches in their order are among the candidates, so a tuned step is never
+slower than an untuned one. Pure and deterministic. In 4 stages 128 samples take 15 ms with
+PipeTune's search, 80 with ours, 1,024 samples 60 and 180 (PipeTune: 200 and 1,500;
+`benchmarks/tuner_speed.py`).
 """
 
 from __future__ import annotations
@@ -19,15 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balance.errors import ConfigError
-from balance.records import Groups, IntArray
+from balance.types import Groups, IntArray
 from engine.cost_model.loads import Loads
 from engine.cost_model.sample_loads import joined_loads, packed_loads
 from engine.simulator.evaluate import schedule_for
 from engine.simulator.stages import StageCosts, stage_costs
-from engine.tuning.orders import OrderProblem, nothing_ahead, order_problem, times_of_orders
-from engine.tuning.precompute import EncodedStep, Encoder, Where, encode_ahead, frozen_encoder, where_to_encode
-from engine.tuning.tune_order import Ordered, search_clusters, search_swaps
-from engine.tuning.tune_pack import (
+from engine.tuning.order import Ordered, search_clusters, search_swaps
+from engine.tuning.order_times import OrderProblem, nothing_ahead, order_problem, times_of_orders
+from engine.tuning.pack import (
     CostFunction,
     Packing,
     Sizes,
@@ -35,9 +37,19 @@ from engine.tuning.tune_pack import (
     lengths_to_try,
     marginal_costs,
 )
+from engine.tuning.precompute import (
+    EncodedStep,
+    Encoder,
+    Where,
+    encode_ahead,
+    frozen_encoder,
+    where_to_encode,
+)
 
 Search = Literal["none", "clusters", "swaps"]
-"""Orders to try: as packed; PipeTune's orders of clusters; and exchanges from the best of those on."""
+"""Orders to try: as packed; PipeTune's orders of clusters; and exchanges from the best of those
+on.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +72,17 @@ class TuneOptions:
     max_seq_len: int
     """PipeTune's: micro-batch sizes are multiples of it."""
     largest_len: int | None = None
-    """Tokens of a micro-batch at most, where neither a sample nor the given ones have more: as many as the costs are
-    known for. None for any number."""
+    """Tokens of a micro-batch at most, where neither a sample nor the given ones have more: as many
+    as the costs are known for. None for any number.
+    """
     sizes: Sizes = "any"
     search: Search = "swaps"
     encode: Where = "never"
     """Whose idle time a frozen encoder may run in."""
     effort: int = 400_000
-    """Actions that one search by exchanges simulates, at some 6 ns (10 to 50 with encoding ahead)."""
+    """Actions that one search by exchanges simulates, at some 6 ns (10 to 50 with encoding
+    ahead).
+    """
     finalists: int = 3
     """Packings whose orders are searched."""
 
@@ -81,7 +96,9 @@ class TuneOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
-    """Best step with each ingredient and those before it, ns: PipeTune's Table 2. None grows if the given ones fit."""
+    """Best step with each ingredient and those before it, ns: PipeTune's Table 2. None grows if the
+    given ones fit.
+    """
 
     untuned_ns: int
     """The given micro-batches in their order."""
@@ -139,12 +156,15 @@ class _Found:
 def tune(samples: Loads, given: Groups, pipeline: Pipeline, options: TuneOptions) -> Tuned:
     """Choose how a step's samples run through a pipeline.
 
-    `samples`: a column per sample. `given`: the micro-batches as they would run untuned, every sample in one of them.
-    ConfigError if no micro-batches fit into memory, or if a trained encoder shall run ahead.
+    `samples`: a column per sample. `given`: the micro-batches as they would run untuned, every
+    sample in one of them. ConfigError if no micro-batches fit into memory, or if a trained encoder
+    shall run ahead.
     """
     lengths = samples.llm.tokens
     if not len(given) or not len(lengths):
-        raise ConfigError(f"{len(given)} micro-batches of {len(lengths)} samples; give at least one of each")
+        raise ConfigError(
+            f"{len(given)} micro-batches of {len(lengths)} samples; give at least one of each"
+        )
     untuned, same_size, others = _candidates(samples, given, pipeline, options)
     plain = _as_came(untuned)
     found = _fitting([plain], pipeline)
@@ -186,7 +206,9 @@ def _given_length(given: Groups, lengths: IntArray, max_seq_len: int) -> int:
 def _candidates(
     samples: Loads, given: Groups, pipeline: Pipeline, options: TuneOptions
 ) -> tuple[_Candidate, list[_Candidate], list[_Candidate]]:
-    """The given micro-batches, packings of their size and packings of others, all costed by one call."""
+    """The given micro-batches, packings of their size and packings of others, all costed by one
+    call.
+    """
     lengths = samples.llm.tokens
     max_lens = lengths_to_try(
         lengths,
@@ -199,8 +221,13 @@ def _candidates(
         first = max(int(given.sum(lengths).max()), min(max_lens[0], options.largest_len))
         max_lens = [first, *(length for length in max_lens[1:] if length <= options.largest_len)]
     weights = marginal_costs(pipeline.cost, samples, pipeline.recompute, len(given))
-    packings = [Packing(groups=given, max_len=max_lens[0]), *balanced_packings(lengths, weights, max_lens)]
-    costs = pipeline.cost(joined_loads([packed_loads(samples, packing.groups) for packing in packings]))
+    packings = [
+        Packing(groups=given, max_len=max_lens[0]),
+        *balanced_packings(lengths, weights, max_lens),
+    ]
+    costs = pipeline.cost(
+        joined_loads([packed_loads(samples, packing.groups) for packing in packings])
+    )
     stages = stage_costs(costs, pipeline.borders, pipeline.recompute)
     encoder = Encoder.nothing(costs.num_micro_batches)
     if options.encode != "never":
@@ -214,15 +241,23 @@ def _candidates(
     return untuned, same_size, [one for one in rest if one.packing.max_len != max_lens[0]]
 
 
-def _candidate(packing: Packing, stages: StageCosts, encoder: Encoder, pipeline: Pipeline, encode: Where) -> _Candidate:
-    schedule = schedule_for(pipeline.schedule, pipeline.borders, len(packing.groups), pipeline.stages_per_rank)
-    ahead = where_to_encode(encoder, schedule, stages, where=encode, memory_bytes=pipeline.memory_bytes)
+def _candidate(
+    packing: Packing, stages: StageCosts, encoder: Encoder, pipeline: Pipeline, encode: Where
+) -> _Candidate:
+    schedule = schedule_for(
+        pipeline.schedule, pipeline.borders, len(packing.groups), pipeline.stages_per_rank
+    )
+    ahead = where_to_encode(
+        encoder, schedule, stages, where=encode, memory_bytes=pipeline.memory_bytes
+    )
     problem = order_problem(schedule, stages, pipeline.memory_bytes, ahead)
     came = int(times_of_orders(problem, np.arange(len(packing.groups))[np.newaxis])[0])
     return _Candidate(packing=packing, problem=problem, encoder=encoder, came_ns=came)
 
 
-def _search(candidates: Sequence[_Candidate], pipeline: Pipeline, options: TuneOptions) -> list[_Found]:
+def _search(
+    candidates: Sequence[_Candidate], pipeline: Pipeline, options: TuneOptions
+) -> list[_Found]:
     """The best orders of the candidates that were best as they came; those that fit."""
     best = sorted(candidates, key=lambda one: one.came_ns)[: options.finalists]
     found = []
@@ -241,12 +276,16 @@ def _arrange(candidate: _Candidate, options: TuneOptions, *, plain: bool) -> _Fo
         ordered = search_clusters(problem)
     num = ordered.num_simulated
     if options.search == "swaps":
-        ordered = search_swaps(problem, ordered.order, trials=options.effort // max(1, len(problem.schedule)))
+        ordered = search_swaps(
+            problem, ordered.order, trials=options.effort // max(1, len(problem.schedule))
+        )
         num += ordered.num_simulated
     return _exact(candidate, ordered.order, plain=plain, num_simulated=num)
 
 
-def _exact(candidate: _Candidate, order: IntArray, *, plain: bool, num_simulated: int = 1) -> _Found:
+def _exact(
+    candidate: _Candidate, order: IntArray, *, plain: bool, num_simulated: int = 1
+) -> _Found:
     problem = _plain(candidate.problem) if plain else candidate.problem
     step = encode_ahead(problem, candidate.encoder, order)
     return _Found(candidate=candidate, order=order, step=step, num_simulated=num_simulated)
@@ -278,7 +317,9 @@ def _fitting(found: Sequence[_Found], pipeline: Pipeline) -> list[_Found]:
 
 def _nothing_fits(candidates: Sequence[_Candidate], pipeline: Pipeline) -> ConfigError:
     """Says how much memory the most modest candidate needs."""
-    least = min((_as_came(one).step.peak_bytes for one in candidates), key=lambda peak: int(peak.max()))
+    least = min(
+        (_as_came(one).step.peak_bytes for one in candidates), key=lambda peak: int(peak.max())
+    )
     rank = int(least.argmax())
     return ConfigError(
         f"no micro-batches of this step fit: rank {rank} needs at least {int(least[rank]):,} bytes, memory_bytes is "

@@ -1,4 +1,6 @@
-"""The datasets that are known by name: what they are, and what must lie under `--data-root`. For `packer datasets`."""
+"""The datasets that are known by name: what they are, and what must lie under `--data-root`. For
+`packer datasets`.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def list_datasets() -> list[KnownDataset]:
 
 def print_datasets(console: Console) -> None:
     """A table of the known datasets."""
-    table = Table("name", "what it is, and what it needs under --data-root", box=None, pad_edge=False)
+    table = Table(
+        "name", "what it is, and what it needs under --data-root", box=None, pad_edge=False
+    )
     for dataset in list_datasets():
         lines = [
             escape(dataset.description),
@@ -47,6 +51,10 @@ def _known(name: str) -> KnownDataset:
         needs = [(" and ".join(part.places), part.download) for part in mixture.datasets]
         return KnownDataset(name, mixture.description, tuple(needs))
     preset = load_dataset(name)
-    annotations = f"the Hugging Face dataset {preset.hub_repo}" if preset.hub_repo else "its own site"
-    folders = [(folder, preset.downloads.get(folder, "its own site")) for folder in preset.image_folders]
+    annotations = (
+        f"the Hugging Face dataset {preset.hub_repo}" if preset.hub_repo else "its own site"
+    )
+    folders = [
+        (folder, preset.downloads.get(folder, "its own site")) for folder in preset.image_folders
+    ]
     return KnownDataset(name, preset.description, ((preset.annotations, annotations), *folders))

@@ -1,7 +1,8 @@
-"""`--dataset`: a name or a place -> the raw datasets to read, or one clear line about what is missing.
+"""`--dataset`: a name or a place -> the raw datasets to read, or one clear line about what is
+missing.
 
-A dataset is one part or a mixture of several. A part is found by looking at it (`packer.sources.layouts`); presets,
-mixture files and InternVL's meta JSON name several.
+A dataset is one part or a mixture of several. A part is found by looking at it
+(`packer.sources.detect`); presets, mixture files and InternVL's meta JSON name several.
 """
 
 from __future__ import annotations
@@ -11,11 +12,18 @@ from pathlib import Path
 
 from balance.errors import ConfigError, DataError, first_line
 from balance.presets import DatasetPreset, load_dataset, preset_names
+from packer.sources.base import Source
+from packer.sources.detect import Located, locate, open_located
 from packer.sources.hub import parse_hub_id
-from packer.sources.layouts import Located, locate, open_located
-from packer.sources.mixture import MixturePart, is_meta, is_mixture, read_meta, read_mixture, require_parts
-from packer.sources.source import Source
-from packer.storage import is_uri, join, open_root
+from packer.sources.mixture import (
+    MixturePart,
+    is_meta,
+    is_mixture,
+    read_meta,
+    read_mixture,
+    require_parts,
+)
+from shards.folders import is_uri, join, open_root
 
 DEMO = "demo"
 
@@ -31,7 +39,9 @@ class Part:
     weight: float | None = None
     """Share of the mixture's samples, relative to the other parts' weights."""
     repeat: float = 1.0
-    """How often each sample goes in, without weights: 2.5 is twice, and every other one a third time."""
+    """How often each sample goes in, without weights: 2.5 is twice, and every other one a third
+    time.
+    """
     limit: int | None = None
     """Records to read at most."""
 
@@ -53,9 +63,9 @@ class Dataset:
 def find_dataset(dataset: str, data_root: str | None, *, fetch: bool = False) -> Dataset:
     """The dataset that `--dataset` and `--data-root` mean.
 
-    A preset's name, a mixture (TOML, InternVL's meta JSON), or anything that `locate` knows. With `fetch`, a preset's
-    missing annotation file is downloaded from the Hugging Face Hub. Raises ConfigError or DataError with what is
-    missing and where to get it.
+    A preset's name, a mixture (TOML, InternVL's meta JSON), or anything that `locate` knows. With
+    `fetch`, a preset's missing annotation file is downloaded from the Hugging Face Hub. Raises
+    ConfigError or DataError with what is missing and where to get it.
     """
     if dataset in preset_names("datasets") and not Path(dataset).exists():
         if is_mixture(dataset):
@@ -71,7 +81,9 @@ def _part(place: str, data_root: str | None) -> Part:
     located = locate(place, known=[DEMO, *preset_names("datasets")])
     root = data_root or located.folder
     if not is_uri(root) and not Path(root).is_dir():
-        raise DataError(f"no data root {root}: give the folder that the paths of images start from with --data-root")
+        raise DataError(
+            f"no data root {root}: give the folder that the paths of images start from with --data-root"
+        )
     return Part(name=_name(place, located), located=located, data_root=root)
 
 
@@ -89,19 +101,31 @@ def _mixture(place: str, data_root: str | None, *, fetch: bool) -> Dataset:
     require_parts(mixture, data_root)
     parts: list[Part] = []
     for entry in mixture.datasets:
-        root = entry.data_root if entry.data_root is None or data_root is None else _under(data_root, entry.data_root)
+        root = (
+            entry.data_root
+            if entry.data_root is None or data_root is None
+            else _under(data_root, entry.data_root)
+        )
         wanted = entry.dataset if data_root is None else _under(data_root, entry.dataset)
         found = find_dataset(wanted, root or data_root, fetch=fetch)
         parts += [_weighted(part, entry) for part in found.parts]
     names = [part.name for part in parts]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"mixture {mixture.name}: two of its datasets are called {twice!r}; give each a `name`")
+        raise ConfigError(
+            f"mixture {mixture.name}: two of its datasets are called {twice!r}; give each a `name`"
+        )
     return Dataset(name=mixture.name, parts=tuple(parts), num_samples=mixture.num_samples)
 
 
 def _weighted(part: Part, entry: MixturePart) -> Part:
-    return replace(part, name=entry.name or part.name, weight=entry.weight, repeat=entry.repeat, limit=entry.limit)
+    return replace(
+        part,
+        name=entry.name or part.name,
+        weight=entry.weight,
+        repeat=entry.repeat,
+        limit=entry.limit,
+    )
 
 
 def _under(data_root: str, place: str) -> str:
@@ -127,13 +151,20 @@ def _preset(preset: DatasetPreset, data_root: str | None, *, fetch: bool) -> Dat
         )
     for folder in preset.image_folders:
         if not root.has_folder(folder):
-            problems.append(f"image folder {folder}: from {preset.downloads.get(folder, 'its own site')}")
+            problems.append(
+                f"image folder {folder}: from {preset.downloads.get(folder, 'its own site')}"
+            )
     if problems:
-        raise DataError(f"{preset.name} is incomplete under {data_root}; missing:\n  - " + "\n  - ".join(problems))
+        raise DataError(
+            f"{preset.name} is incomplete under {data_root}; missing:\n  - "
+            + "\n  - ".join(problems)
+        )
     if not there:
         _fetch(preset, Path(data_root) / preset.annotations)
     located = Located("annotations", data_root, (preset.annotations,))
-    return Dataset(name=preset.name, parts=(Part(name=preset.name, located=located, data_root=data_root),))
+    return Dataset(
+        name=preset.name, parts=(Part(name=preset.name, located=located, data_root=data_root),)
+    )
 
 
 def _is_file(data_root: str, name: str) -> bool:
@@ -147,8 +178,16 @@ def _fetch(preset: DatasetPreset, target: Path) -> None:
     try:
         from huggingface_hub import hf_hub_download  # noqa: PLC0415 - an extra, needed only here
     except ImportError:
-        raise ConfigError("fetching annotations needs huggingface_hub: pip install 'isobatch[hub]'") from None
+        raise ConfigError(
+            "fetching annotations needs huggingface_hub: pip install 'isobatch[hub]'"
+        ) from None
     try:
-        hf_hub_download(preset.hub_repo, preset.hub_file, repo_type="dataset", local_dir=target.parent)
-    except Exception as error:  # the Hub client raises some twenty types, network libraries' own among them
-        raise DataError(f"{preset.hub_file} could not be fetched from {preset.hub_repo}: {first_line(error)}") from None
+        hf_hub_download(
+            preset.hub_repo, preset.hub_file, repo_type="dataset", local_dir=target.parent
+        )
+    except (
+        Exception
+    ) as error:  # the Hub client raises some twenty types, network libraries' own among them
+        raise DataError(
+            f"{preset.hub_file} could not be fetched from {preset.hub_repo}: {first_line(error)}"
+        ) from None

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import IO, Any
 
 from balance.errors import DataError, first_line
-from packer.storage import FileInfo, Root, join
+from shards.folders import FileInfo, Root, join
 
 
 def file_infos(root: Root, names: Sequence[str]) -> list[FileInfo]:
@@ -22,12 +22,16 @@ def name_and_size(infos: Sequence[FileInfo]) -> list[dict[str, Any]]:
 
 @contextmanager
 def opened(root: Root, name: str) -> Iterator[IO[bytes]]:
-    """A file for reading; what goes wrong with it inside the `with` is a DataError that names it."""
+    """A file for reading; what goes wrong with it inside the `with` is a DataError that names
+    it.
+    """
     try:
         with root.open(name) as file:
             yield file
     except OSError as error:
-        raise DataError(f"{join(root.uri, name)}: cannot be read: {error.strerror or first_line(error)}") from None
+        raise DataError(
+            f"{join(root.uri, name)}: cannot be read: {error.strerror or first_line(error)}"
+        ) from None
 
 
 def damaged(root: Root, name: str, error: Exception) -> DataError:
@@ -39,4 +43,6 @@ def _info(root: Root, name: str) -> FileInfo:
     try:
         return root.info(name)
     except OSError as error:
-        raise DataError(f"{join(root.uri, name)}: cannot be read: {error.strerror or first_line(error)}") from None
+        raise DataError(
+            f"{join(root.uri, name)}: cannot be read: {error.strerror or first_line(error)}"
+        ) from None

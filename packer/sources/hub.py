@@ -1,7 +1,8 @@
 """Datasets by Hugging Face Hub id: `org/name`, `org/name:configuration`, `org/name@split`, or both.
 
-Their Parquet files are downloaded into the Hub's cache and read from there; a dataset in another format is read from
-the Hub's own conversion to Parquet. Network access happens in `fetch_parquet` only.
+Their Parquet files are downloaded into the Hub's cache and read from there; a dataset in another
+format is read from the Hub's own conversion to Parquet. Network access happens in `fetch_parquet`
+only.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def parse_hub_id(place: str) -> HubId | None:
 def fetch_parquet(dataset: HubId) -> tuple[str, tuple[str, ...]]:
     """Download the Parquet files of a dataset's split: -> their folder, and their names in it.
 
-    ConfigError if the id is not precise enough, DataError if the Hub cannot be reached or has no such dataset.
+    ConfigError if the id is not precise enough, DataError if the Hub cannot be reached or has no
+    such dataset.
     """
     try:
         from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415 - an extra, needed only here
@@ -64,15 +66,22 @@ def fetch_parquet(dataset: HubId) -> tuple[str, tuple[str, ...]]:
         names = _parquet(HfApi().list_repo_files(dataset.repo, repo_type="dataset"))
         if not names:
             revision = CONVERTED
-            names = _parquet(HfApi().list_repo_files(dataset.repo, repo_type="dataset", revision=revision))
-    except Exception as error:  # the Hub client raises some twenty types, network libraries' own among them
+            names = _parquet(
+                HfApi().list_repo_files(dataset.repo, repo_type="dataset", revision=revision)
+            )
+    except (
+        Exception
+    ) as error:  # the Hub client raises some twenty types, network libraries' own among them
         raise DataError(
             f"no file or folder {dataset.repo}, and the Hugging Face Hub gave no such dataset: {first_line(error)}"
         ) from None
     chosen = choose_parquet(names, dataset)
     try:
         folder = snapshot_download(
-            dataset.repo, repo_type="dataset", revision=revision, allow_patterns=[_literal(name) for name in chosen]
+            dataset.repo,
+            repo_type="dataset",
+            revision=revision,
+            allow_patterns=[_literal(name) for name in chosen],
         )
     except Exception as error:
         raise DataError(
@@ -84,7 +93,9 @@ def fetch_parquet(dataset: HubId) -> tuple[str, tuple[str, ...]]:
 def choose_parquet(names: Sequence[str], dataset: HubId) -> tuple[str, ...]:
     """The files of the configuration and the split that are meant."""
     if not names:
-        raise DataError(f"{dataset.repo} on the Hugging Face Hub has no Parquet files, of its own or converted")
+        raise DataError(
+            f"{dataset.repo} on the Hugging Face Hub has no Parquet files, of its own or converted"
+        )
     configs = {name: _config_of(name) for name in names}
     found = sorted(set(configs.values()))
     config = dataset.config or (DEFAULT if DEFAULT in found else found[0])
@@ -92,7 +103,9 @@ def choose_parquet(names: Sequence[str], dataset: HubId) -> tuple[str, ...]:
         raise ConfigError(
             f"{dataset.repo} has the configurations {', '.join(found)}; say which one: {dataset.repo}:CONFIGURATION"
         )
-    return choose_files([name for name in names if configs[name] == config], dataset.split, str(dataset))
+    return choose_files(
+        [name for name in names if configs[name] == config], dataset.split, str(dataset)
+    )
 
 
 def _parquet(names: Sequence[str]) -> list[str]:
@@ -100,7 +113,9 @@ def _parquet(names: Sequence[str]) -> list[str]:
 
 
 def _config_of(name: str) -> str:
-    """The configuration that a file belongs to: its first folder, unless that only says `data` or a split."""
+    """The configuration that a file belongs to: its first folder, unless that only says `data` or a
+    split.
+    """
     folders = PurePosixPath(name).parts[:-1]
     if not folders or folders[0] == "data" or split_of(f"{folders[0]}/x") == folders[0]:
         return DEFAULT

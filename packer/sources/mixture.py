@@ -1,4 +1,6 @@
-"""Mixtures: several raw datasets as one, by a TOML file, a shipped preset, or InternVL's meta JSON."""
+"""Mixtures: several raw datasets as one, by a TOML file, a shipped preset, or InternVL's meta
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from typing import Any
 from balance.errors import ConfigError, DataError
 from balance.presets import build_config, config_root, preset_names
 from packer.sources.hub import parse_hub_id
-from packer.storage import is_uri, join, open_root, split
+from shards.folders import is_uri, join, open_root, split
 
 PEEK_BYTES = 1 << 16
 
@@ -21,7 +23,9 @@ class MixturePart:
     """One dataset of a mixture, as its file says it."""
 
     dataset: str
-    """A preset's name or a place, relative to `--data-root` or, without one, to the mixture's file."""
+    """A preset's name or a place, relative to `--data-root` or, without one, to the mixture's
+    file.
+    """
     name: str | None = None
     data_root: str | None = None
     weight: float | None = None
@@ -40,7 +44,11 @@ class MixturePart:
     @property
     def places(self) -> tuple[str, ...]:
         """What must be there: the dataset and, if that is another place, its data root."""
-        return (self.dataset,) if self.data_root in (None, self.dataset) else (self.dataset, self.data_root)
+        return (
+            (self.dataset,)
+            if self.data_root in (None, self.dataset)
+            else (self.dataset, self.data_root)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +67,9 @@ def is_mixture(place: str) -> bool:
         return True
     if place not in preset_names("datasets"):
         return False
-    return "datasets" in tomllib.loads((config_root() / "datasets" / f"{place}.toml").read_text("utf-8"))
+    return "datasets" in tomllib.loads(
+        (config_root() / "datasets" / f"{place}.toml").read_text("utf-8")
+    )
 
 
 def read_mixture(place: str) -> Mixture:
@@ -77,14 +87,17 @@ def read_mixture(place: str) -> Mixture:
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{path}: no [[datasets]]; a mixture names at least one")
     parts = tuple(
-        build_config(MixturePart, entry, where=f"{path}, dataset {number}") for number, entry in enumerate(entries, 1)
+        build_config(MixturePart, entry, where=f"{path}, dataset {number}")
+        for number, entry in enumerate(entries, 1)
     )
     if is_file:
         parts = tuple(_beside(path.parent, part) for part in parts)
     mixture = build_config(Mixture, {**values, "datasets": parts}, where=str(path))
     with_weight = sum(part.weight is not None for part in parts)
     if 0 < with_weight < len(parts):
-        raise ConfigError(f"{path}: {with_weight} of {len(parts)} datasets have a weight; give one to all, or to none")
+        raise ConfigError(
+            f"{path}: {with_weight} of {len(parts)} datasets have a weight; give one to all, or to none"
+        )
     if mixture.num_samples is not None and not with_weight:
         raise ConfigError(f"{path}: num_samples needs weights")
     return mixture
@@ -100,7 +113,9 @@ def _beside(folder: Path, part: MixturePart) -> MixturePart:
 
 
 def require_parts(mixture: Mixture, data_root: str | None) -> None:
-    """Look whether all datasets of a mixture and their data roots are there; DataError lists all that are not."""
+    """Look whether all datasets of a mixture and their data roots are there; DataError lists all
+    that are not.
+    """
     missing = []
     for part in mixture.datasets:
         lost = [place for place in part.places if not _is_there(place, data_root)]
@@ -110,17 +125,29 @@ def require_parts(mixture: Mixture, data_root: str | None) -> None:
             hint = f": from {part.download}" if part.download else ""
             missing.append(" and ".join(lost) + hint)
     if missing:
-        where = f"under {data_root}" if data_root else "here; --data-root gives the folder that its paths start from"
-        raise DataError(f"{mixture.name} is incomplete {where}; missing:\n  - " + "\n  - ".join(missing))
+        where = (
+            f"under {data_root}"
+            if data_root
+            else "here; --data-root gives the folder that its paths start from"
+        )
+        raise DataError(
+            f"{mixture.name} is incomplete {where}; missing:\n  - " + "\n  - ".join(missing)
+        )
 
 
 def _is_known(dataset: str) -> bool:
     """Whether a dataset is found by its name: a preset, or perhaps on the Hub."""
-    return dataset in preset_names("datasets") or (PurePosixPath(dataset).suffix == "" and bool(parse_hub_id(dataset)))
+    return dataset in preset_names("datasets") or (
+        PurePosixPath(dataset).suffix == "" and bool(parse_hub_id(dataset))
+    )
 
 
 def _is_there(place: str, data_root: str | None) -> bool:
-    full = place if data_root is None or is_uri(place) or Path(place).is_absolute() else join(data_root, place)
+    full = (
+        place
+        if data_root is None or is_uri(place) or Path(place).is_absolute()
+        else join(data_root, place)
+    )
     if not is_uri(full):
         return Path(full).exists() or Path(full.rpartition("@")[0] or full).exists()
     place = full.rpartition("@")[0] or full
@@ -132,7 +159,9 @@ def _is_there(place: str, data_root: str | None) -> bool:
 
 
 def is_meta(place: str) -> bool:
-    """Whether a JSON file is InternVL's meta file: dataset name -> {root, annotation, repeat_time, ...}."""
+    """Whether a JSON file is InternVL's meta file: dataset name -> {root, annotation, repeat_time,
+    ...}.
+    """
     path = Path(place)
     if path.suffix != ".json" or not path.is_file() or path.stat().st_size > PEEK_BYTES * 16:
         return False
@@ -148,12 +177,16 @@ def is_meta(place: str) -> bool:
 
 
 def read_meta(place: str) -> Mixture:
-    """InternVL's meta JSON: `repeat_time` is our repeat, `length` is what its author counted and is not used."""
+    """InternVL's meta JSON: `repeat_time` is our repeat, `length` is what its author counted and is
+    not used.
+    """
     path = Path(place)
     parts = []
     for name, entry in json.loads(path.read_text("utf-8")).items():
         repeat = entry.get("repeat_time", 1)
         root = entry.get("root") or None
         values = {"dataset": entry["annotation"], "name": name, "data_root": root, "repeat": repeat}
-        parts.append(_beside(path.parent, build_config(MixturePart, values, where=f"{path}: {name}")))
+        parts.append(
+            _beside(path.parent, build_config(MixturePart, values, where=f"{path}: {name}"))
+        )
     return Mixture(name=path.stem, datasets=tuple(parts))

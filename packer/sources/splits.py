@@ -1,4 +1,5 @@
-"""Which split a file belongs to, by its name, and which files are meant: the train split, unless another is named.
+"""Which split a file belongs to, by its name, and which files are meant: the train split, unless
+another is named.
 
 Datasets on the Hugging Face Hub, clones of them and `datasets.save_to_disk` folders lie in splits.
 """
@@ -30,14 +31,20 @@ def split_of(name: str) -> str:
     ('train', 'test', '')
     """
     path = PurePosixPath(name)
-    if match := _NUMBERED.fullmatch(path.name) or _NAMED.match(path.name) or _CONVERTED.fullmatch(name):
+    if (
+        match := _NUMBERED.fullmatch(path.name)
+        or _NAMED.match(path.name)
+        or _CONVERTED.fullmatch(name)
+    ):
         return match[1]
     folders = [folder for folder in path.parts[:-1] if re.fullmatch(_KNOWN, folder, re.IGNORECASE)]
     return folders[-1] if folders else ""
 
 
 def choose_split(splits: Sequence[str], wanted: str | None, where: str) -> str:
-    """The split to read: the one that is wanted, `train`, or the only one. ConfigError if that names none."""
+    """The split to read: the one that is wanted, `train`, or the only one. ConfigError if that
+    names none.
+    """
     has = f"{where} has the splits {', '.join(sorted(split or 'none' for split in splits))}"
     if wanted is not None:
         if wanted not in splits:

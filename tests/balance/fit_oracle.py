@@ -1,12 +1,16 @@
-"""`balance.fit` in plain Python: lists, linear searches and sums against the caps, nothing packed or indexed."""
+"""`balance.grouping.best_fit` in plain Python: lists, linear searches and sums against the caps,
+nothing packed or indexed.
+"""
 
 from dataclasses import dataclass
 from itertools import pairwise
 
 from isf_oracle import shuffle
 
-from balance import fit, fit_pass, fit_plan
-from balance.seeds import GROUPS, random_bits
+from balance.grouping import _best_fit_kernel as fit_pass
+from balance.grouping import _fit_plan as fit_plan
+from balance.grouping import best_fit as fit
+from balance.rng import GROUPS, random_bits
 
 
 @dataclass
@@ -24,7 +28,10 @@ def fit_oracle(loads, caps, *, seed, rounds):
     samples = list(range(len(loads[0])))
     if not samples:
         return []
-    num_windows = max(1, min(len(samples) // fit.WINDOW_SAMPLES, fewest(loads, caps, samples) // fit.WINDOW_GROUPS))
+    num_windows = max(
+        1,
+        min(len(samples) // fit.WINDOW_SAMPLES, fewest(loads, caps, samples) // fit.WINDOW_GROUPS),
+    )
     rounds //= num_windows
     windows = windows_of(len(samples), num_windows, seed)
     trial = windows_of(len(samples), -(-len(samples) // fit.TRIAL_SAMPLES), seed)[0]
@@ -38,16 +45,21 @@ def fit_oracle(loads, caps, *, seed, rounds):
     for place, drawn in enumerate(windows[:-1]):
         window = left + drawn
         state = int(random_bits(1, seed, GROUPS, epoch=1 + place)[0])
-        made, rest, tolerance = make(loads, caps, plan, window, state, tolerance, len(window) // fit.CARRIED)
+        made, rest, tolerance = make(
+            loads, caps, plan, window, state, tolerance, len(window) // fit.CARRIED
+        )
         weak = worst(plan, made, len(made) // fit.CARRIED)
         done += [group for group, is_weak in zip(made, weak, strict=True) if not is_weak]
-        left = rest + [sample for group, is_weak in zip(made, weak, strict=True) if is_weak for sample in group]
+        left = rest + [
+            sample for group, is_weak in zip(made, weak, strict=True) if is_weak for sample in group
+        ]
     return done + make_well(loads, caps, plan, left + windows[-1], seed, num_windows - 1, rounds)
 
 
 def fewest(loads, caps, samples):
     return max(
-        -(-sum(load[sample] for sample in samples) // max(cap, 1)) for load, cap in zip(loads, caps, strict=True)
+        -(-sum(load[sample] for sample in samples) // max(cap, 1))
+        for load, cap in zip(loads, caps, strict=True)
     )
 
 
@@ -55,7 +67,10 @@ def windows_of(num_samples, num_windows, seed):
     starts = range(0, num_samples, num_windows)
     shifts = [int(bits) % num_windows for bits in random_bits(len(starts), seed, GROUPS)]
     drawn = [
-        [start + (number + shift) % num_windows for start, shift in zip(starts, shifts, strict=True)]
+        [
+            start + (number + shift) % num_windows
+            for start, shift in zip(starts, shifts, strict=True)
+        ]
         for number in range(num_windows)
     ]
     return [[sample for sample in window if sample < num_samples] for window in drawn]
@@ -67,12 +82,16 @@ def all_plans(loads, caps):
     choices = [[r] for r in reversed(scarce)] + ([scarce] if len(scarce) > 1 else [])
     for chosen in choices:
         full = 1 << (fit_plan.SCORE_BITS + fit_plan.FRACTION_BITS)
-        weights = [int(full * (1 / len(chosen))) // cap if r in chosen else 0 for r, cap in enumerate(caps)]
+        weights = [
+            int(full * (1 / len(chosen))) // cap if r in chosen else 0 for r, cap in enumerate(caps)
+        ]
         score = [
             sum(w * load for w, load in zip(weights, row, strict=True)) >> fit_plan.FRACTION_BITS
             for row in zip(*loads, strict=True)
         ]
-        cap_score = sum(w * cap for w, cap in zip(weights, caps, strict=True)) >> fit_plan.FRACTION_BITS
+        cap_score = (
+            sum(w * cap for w, cap in zip(weights, caps, strict=True)) >> fit_plan.FRACTION_BITS
+        )
         for seed_largest, greedy in ((False, False), (False, True), (True, True)):
             yield Plan(score, cap_score, seed_largest, greedy)
 
@@ -121,14 +140,20 @@ def make(loads, caps, plan, window, state, tolerance, keep):
     while sum(a_pass.left) > keep:
         block = order[head : head + fit_pass.LOOKAHEAD]
         gone = [rank for rank in block if not a_pass.left[rank]]
-        order[head : head + fit_pass.LOOKAHEAD] = gone + [rank for rank in block if a_pass.left[rank]]
+        order[head : head + fit_pass.LOOKAHEAD] = gone + [
+            rank for rank in block if a_pass.left[rank]
+        ]
         head += len(gone)
         while not a_pass.left[order[head]]:
             head += 1
         group, hit = a_pass.group(order[head : head + fit_pass.LOOKAHEAD], tolerance)
         groups.append([a_pass.samples[rank] for rank in group])
         tolerance += -(tolerance >> fit_pass.ADAPT) if hit else (tolerance >> fit_pass.ADAPT) + 1
-    return groups, [sample for sample, left in zip(a_pass.samples, a_pass.left, strict=True) if left], tolerance
+    return (
+        groups,
+        [sample for sample, left in zip(a_pass.samples, a_pass.left, strict=True) if left],
+        tolerance,
+    )
 
 
 class Pass:
@@ -137,7 +162,11 @@ class Pass:
         self.load = [tuple(load[sample] for load in loads) for sample in samples]
         self.score = [plan.score[sample] for sample in samples]
         self.left = [True] * len(samples)
-        runs = [0, *(rank for rank, (a, b) in enumerate(pairwise(self.load), 1) if a != b), len(samples)]
+        runs = [
+            0,
+            *(rank for rank, (a, b) in enumerate(pairwise(self.load), 1) if a != b),
+            len(samples),
+        ]
         self.after = [stop for start, stop in pairwise(runs) for _ in range(start, stop)]
 
     def group(self, ahead, tolerance):
@@ -176,7 +205,9 @@ class Pass:
         fitting = [
             rank
             for rank in ahead
-            if self.left[rank] and self.fits([*group, rank]) and least <= slack - self.score[rank] <= most
+            if self.left[rank]
+            and self.fits([*group, rank])
+            and least <= slack - self.score[rank] <= most
         ]
         for rank in fitting[: fit_pass.MAX_TRIES]:
             other = self.largest_that_fits([*group, rank], besides=rank)
@@ -186,7 +217,10 @@ class Pass:
 
     def largest_that_fits(self, group, besides=None):
         slack = self.plan.cap_score - sum(self.score[rank] for rank in group)
-        rank = next((rank for rank, score in enumerate(self.score) if self.left[rank] and score <= slack), None)
+        rank = next(
+            (rank for rank, score in enumerate(self.score) if self.left[rank] and score <= slack),
+            None,
+        )
         for _ in range(fit_pass.PROBES):
             if rank is not None and rank == besides:
                 rank = self.next_left(rank + 1)

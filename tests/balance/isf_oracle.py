@@ -1,4 +1,6 @@
-"""ISF in plain Python, as one reads it in OmniBal's Algorithm 1, with the rules that `balance.isf` states."""
+"""ISF in plain Python, as one reads it in OmniBal's Algorithm 1, with the rules that
+`balance.grouping.isf` states.
+"""
 
 MASK = (1 << 64) - 1
 
@@ -27,7 +29,10 @@ def isf_oracle(vision, tokens, limits, *, seed, iterations):
 def fill(order, vision, tokens, limits):
     groups, group, images, text = [], [], 0, 0
     for sample in order:
-        exceeds = images + vision[sample] > limits.max_vision or text + tokens[sample] > limits.max_seq_len
+        exceeds = (
+            images + vision[sample] > limits.max_vision
+            or text + tokens[sample] > limits.max_seq_len
+        )
         if group and exceeds:
             groups.append(group)
             group, images, text = [], 0, 0

@@ -1,4 +1,6 @@
-"""Proven lower bounds of the node-wise problem by HiGHS: of one node alone, and of all nodes together."""
+"""Proven lower bounds of the node-wise problem by HiGHS: of one node alone, and of all nodes
+together.
+"""
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -15,7 +17,9 @@ def pair_tokens(lengths, batches, offsets, ranks):
 
 
 def node_bound(lengths, batches, offsets, node, ranks_per_node, *, seconds=5.0):
-    """Least possible largest send of one node's ranks if it may choose any batches: no plan sends less."""
+    """Least possible largest send of one node's ranks if it may choose any batches: no plan sends
+    less.
+    """
     num_ranks = len(offsets) - 1
     ranks = range(node * ranks_per_node, min((node + 1) * ranks_per_node, num_ranks))
     tokens = pair_tokens(lengths, batches, offsets, ranks)
@@ -33,18 +37,25 @@ def node_bound(lengths, batches, offsets, node, ranks_per_node, *, seconds=5.0):
 
 
 def worst_node_bound(lengths, batches, offsets, sends, ranks_per_node, *, nodes=4, seconds=5.0):
-    """Largest of the bounds of the nodes whose ranks send most, and of those where a simple greedy leaves most."""
+    """Largest of the bounds of the nodes whose ranks send most, and of those where a simple greedy
+    leaves most.
+    """
     starts = range(0, len(sends), ranks_per_node)
     sent = [sends[start : start + ranks_per_node].max() for start in starts]
-    left = [greedy_send(lengths, batches, offsets, node, ranks_per_node) for node in range(len(starts))]
+    left = [
+        greedy_send(lengths, batches, offsets, node, ranks_per_node) for node in range(len(starts))
+    ]
     candidates = [int(node) for values in (sent, left) for node in np.argsort(values)[::-1][:nodes]]
     return max(
-        node_bound(lengths, batches, offsets, n, ranks_per_node, seconds=seconds) for n in dict.fromkeys(candidates)
+        node_bound(lengths, batches, offsets, n, ranks_per_node, seconds=seconds)
+        for n in dict.fromkeys(candidates)
     )
 
 
 def greedy_send(lengths, batches, offsets, node, ranks_per_node):
-    """Largest send if the rank that sends most always takes its largest batch, for itself alone: tells hard nodes."""
+    """Largest send if the rank that sends most always takes its largest batch, for itself alone:
+    tells hard nodes.
+    """
     ranks = range(node * ranks_per_node, min((node + 1) * ranks_per_node, len(offsets) - 1))
     tokens = pair_tokens(lengths, batches, offsets, ranks)
     sends, largest = tokens.sum(axis=1), -np.sort(-tokens, axis=1)[:, : len(ranks)]

@@ -1,12 +1,15 @@
-"""OrchMLLM's post-balancing algorithms and node-wise problem in plain Python, as one reads them in the paper and in our
-docstrings; and brute force over all assignments, for a handful of examples."""
+"""OrchMLLM's post-balancing algorithms and node-wise problem in plain Python, as one reads them in
+the paper and in our docstrings; and brute force over all assignments, for a handful of examples.
+"""
 
 import heapq
 from itertools import combinations_with_replacement, permutations, product
 
 
 def sums_oracle(lengths, num_batches):
-    """Algorithm 1. An example over the mean fills a batch anyway, so all of these count as equally long."""
+    """Algorithm 1. An example over the mean fills a batch anyway, so all of these count as equally
+    long.
+    """
     full = sum(lengths) // num_batches + 1
     order = sorted(range(len(lengths)), key=lambda e: -min(lengths[e], full))
     heap = [(0, batch, batch) for batch in range(num_batches)]  # (sum, since when, batch)
@@ -107,7 +110,10 @@ def best_cut(lengths, num_batches, load):
     """Least possible largest `load`, over all cuts of the sorted lengths into runs."""
     values = sorted(lengths)
     cuts = combinations_with_replacement(range(len(values) + 1), num_batches - 1)
-    return min(max(load(values[a:b]) for a, b in zip((0, *cut), (*cut, len(values)), strict=True)) for cut in cuts)
+    return min(
+        max(load(values[a:b]) for a, b in zip((0, *cut), (*cut, len(values)), strict=True))
+        for cut in cuts
+    )
 
 
 def sends(lengths, sources, targets, ranks_per_node, num_ranks):

@@ -1,7 +1,9 @@
-"""transformers' own processors with the presets' settings: the reference that counts and pixels are compared with.
+"""transformers' own processors with the presets' settings: the reference that counts and pixels are
+compared with.
 
-The tokenizer knows nothing but the image tokens, which is enough for a processor to write an image into a text.
-Without torchvision the `*ImageProcessorPil` classes do the work (the same Pillow resize as the slow processors).
+The tokenizer knows nothing but the image tokens, which is enough for a processor to write an image
+into a text. Without torchvision the `*ImageProcessorPil` classes do the work (the same Pillow
+resize as the slow processors).
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from transformers import (
 )
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
-from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import (
+    LlavaNextImageProcessorPil,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from balance.presets import AnyresRule, FixedRule, ModelPreset, NativeRule, TilesRule
@@ -51,12 +55,18 @@ def reference_processor(preset: ModelPreset) -> Any:
     """The processor of the model that `preset` describes."""
     rule, markup = preset.vision, preset.image_markup
     pixels = {"image_mean": list(rule.mean), "image_std": list(rule.std)}
-    clip = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    clip = {
+        "patch_size": 14,
+        "vision_feature_select_strategy": "default",
+        "num_additional_image_tokens": 1,
+    }
     match rule:
         case FixedRule():
             size = {"size": {"shortest_edge": rule.image_size}, "crop_size": rule.image_size}
             return LlavaProcessor(
-                LlavaImageProcessorPil(**size, **pixels), _tokenizer(image_token=markup.token), **clip
+                LlavaImageProcessorPil(**size, **pixels),
+                _tokenizer(image_token=markup.token),
+                **clip,
             )
         case AnyresRule():
             size = {"size": {"shortest_edge": rule.image_size}, "crop_size": rule.image_size}
@@ -65,7 +75,11 @@ def reference_processor(preset: ModelPreset) -> Any:
             return LlavaNextProcessor(images, _tokenizer(image_token=markup.token), **clip)
         case TilesRule():
             size = {"size": {"height": rule.image_size, "width": rule.image_size}}
-            tiles = {"min_patches": rule.min_patches, "max_patches": rule.max_patches, "crop_to_patches": True}
+            tiles = {
+                "min_patches": rule.min_patches,
+                "max_patches": rule.max_patches,
+                "crop_to_patches": True,
+            }
             tokenizer = _tokenizer(
                 start_image_token=markup.prefix,
                 end_image_token=markup.suffix,
@@ -78,11 +92,17 @@ def reference_processor(preset: ModelPreset) -> Any:
             names = ("merge_size", "temporal_patch_size", "min_pixels", "max_pixels")
             squares = {name: getattr(rule, name) for name in names}
             images = Qwen2VLImageProcessorPil(patch_size=rule.vit_patch_size, **squares, **pixels)
-            return _Qwen2VL(images, _tokenizer(image_token=markup.token, video_token="<|video_pad|>"), None)
+            return _Qwen2VL(
+                images, _tokenizer(image_token=markup.token, video_token="<|video_pad|>"), None
+            )
 
 
 def random_image(rng: np.random.Generator, width: int, height: int) -> Image.Image:
-    """Coarse blobs with fine noise: a flat image would hide a wrong filter, pure noise a wrong place."""
-    coarse = Image.fromarray(rng.integers(0, 256, (5, 7, 3), dtype=np.uint8)).resize((width, height))
+    """Coarse blobs with fine noise: a flat image would hide a wrong filter, pure noise a wrong
+    place.
+    """
+    coarse = Image.fromarray(rng.integers(0, 256, (5, 7, 3), dtype=np.uint8)).resize(
+        (width, height)
+    )
     noise: NDArray[np.int64] = rng.integers(-30, 31, (height, width, 3))
     return Image.fromarray(np.clip(np.asarray(coarse) + noise, 0, 255).astype(np.uint8))

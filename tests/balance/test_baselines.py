@@ -1,4 +1,6 @@
-"""Properties of the baseline samplers, and the figures they are known to give on OmniBal's published lengths."""
+"""Properties of the baseline samplers, and the figures they are known to give on OmniBal's
+published lengths.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.baselines import BASELINES, LENGTH_WINDOW, as_groups
+from balance.baseline_samplers import BASELINES, LENGTH_WINDOW, as_groups
 from balance.metrics import dist_ratio, pad_ratio, padded_loads
-from balance.records import IntArray
+from balance.types import IntArray
 
 LENGTHS = Path(__file__).parents[3] / "shared" / "data" / "omnibal_lengths"
 FILES = ("ai2d_train_12k_wh_token_lengths.json", "chartqa_train_18k_wh_token_lengths.json")
 
-lengths_st = st.lists(st.integers(0, 5_000), max_size=300).map(lambda values: np.array(values, np.int64))
+lengths_st = st.lists(st.integers(0, 5_000), max_size=300).map(
+    lambda values: np.array(values, np.int64)
+)
 
 
 @pytest.mark.parametrize("name", BASELINES)
 @settings(max_examples=60, deadline=None)
-@given(lengths=lengths_st, dp=st.integers(1, 9), batch_size=st.integers(1, 5), seed=st.integers(0, 3))
+@given(
+    lengths=lengths_st, dp=st.integers(1, 9), batch_size=st.integers(1, 5), seed=st.integers(0, 3)
+)
 def test_every_sample_comes_once_except_what_does_not_fill_a_step(
     name: str, lengths: IntArray, dp: int, batch_size: int, seed: int
 ) -> None:
@@ -33,7 +39,9 @@ def test_every_sample_comes_once_except_what_does_not_fill_a_step(
     assert batches.shape[1:] == (dp, batch_size)
     assert len(batches) == max(steps, int(len(lengths) > 0))
     assert len(np.unique(present)) == len(present) == expected
-    assert np.array_equal(batches, BASELINES[name](lengths, dp, batch_size, seed)), "same seed, other batches"
+    assert np.array_equal(batches, BASELINES[name](lengths, dp, batch_size, seed)), (
+        "same seed, other batches"
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -54,7 +62,9 @@ def test_device_group_deals_each_step_to_the_lightest_rank_with_room(
 
 def test_length_group_sorts_inside_windows_and_nowhere_else() -> None:
     lengths = np.random.default_rng(0).integers(1, 10_000, 8 * LENGTH_WINDOW * 4)
-    flat = lengths[BASELINES["length_group"](lengths, 8, 4, 0)].ravel().reshape(-1, LENGTH_WINDOW * 4)
+    flat = (
+        lengths[BASELINES["length_group"](lengths, 8, 4, 0)].ravel().reshape(-1, LENGTH_WINDOW * 4)
+    )
     assert (np.diff(flat, axis=1) <= 0).all()
     assert (np.diff(flat, axis=0)[:, 0] > 0).any(), "the whole epoch is sorted, not windows of it"
 
@@ -82,9 +92,15 @@ def test_impossible_shapes_are_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     # pad / dist ViT / dist LLM on AI2D + ChartQA at dp 8, measured independently of this code
-    [("random", (0.237, 0.204, 0.091)), ("device_group", (0.250, 0.065, 0.075)), ("sorted", (0.000, 0.233, 0.263))],
+    [
+        ("random", (0.237, 0.204, 0.091)),
+        ("device_group", (0.250, 0.065, 0.075)),
+        ("sorted", (0.000, 0.233, 0.263)),
+    ],
 )
-def test_ratios_on_published_lengths_are_those_known(name: str, expected: tuple[float, float, float]) -> None:
+def test_ratios_on_published_lengths_are_those_known(
+    name: str, expected: tuple[float, float, float]
+) -> None:
     rows = [row for file in FILES for row in json.loads((LENGTHS / file).read_text())]
     vision = np.array([row["vit_num"] for row in rows])
     tokens = np.array([row["token_num"] for row in rows])

@@ -1,4 +1,6 @@
-"""FLOPs equal what torch counts in real modules, and the published figures; sums of work cost what their parts cost."""
+"""FLOPs equal what torch counts in real modules, and the published figures; sums of work cost what
+their parts cost.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from balance.cost import CostModel, Hardware, Work, epoch_ms, squared_sums
 from balance.errors import ConfigError
 from balance.presets import load_model, model_from_dict, model_to_dict
-from balance.records import Counts, Groups
 from balance.shapes import LlmShape
+from balance.types import Counts, Groups
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from tiny_vlm import TinyVLM
@@ -43,7 +45,9 @@ def counts_of(patches, vit_tokens, seq_len):
 
 def work_of(vit_tokens, vit_squares, llm_tokens, llm_squares):
     values = (np.array([value]) for value in (vit_tokens, vit_squares, llm_tokens, llm_squares))
-    return Work(**dict(zip(("vit_tokens", "vit_squares", "llm_tokens", "llm_squares"), values, strict=True)))
+    return Work(
+        **dict(zip(("vit_tokens", "vit_squares", "llm_tokens", "llm_squares"), values, strict=True))
+    )
 
 
 def tiny_batch(patches, lengths):
@@ -57,14 +61,21 @@ def tiny_batch(patches, lengths):
     )
 
 
-@pytest.mark.parametrize(("patches", "lengths"), [(1, [5]), (7, [40, 3, 61]), (2, [8, 8]), (0, [9])])
+@pytest.mark.parametrize(
+    ("patches", "lengths"), [(1, [5]), (7, [40, 3, 61]), (2, [8, 8]), (0, [9])]
+)
 def test_equals_what_torch_counts_in_the_example_model(patches, lengths):
     model = TinyVLM(2000, 1)
     model(tiny_batch(1, [5]))  # whatever torch sets up at first
     cost = CostModel.of(load_model("tiny"))
-    counts = counts_of([patches] + [0] * (len(lengths) - 1), [patches * 17] + [0] * (len(lengths) - 1), lengths)
+    counts = counts_of(
+        [patches] + [0] * (len(lengths) - 1), [patches * 17] + [0] * (len(lengths) - 1), lengths
+    )
     group = Groups(np.arange(len(lengths)), np.array([0, len(lengths)]))
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # torch counts no other on CPUs
+    with (
+        FlopCounterMode(display=False) as counter,
+        sdpa_kernel(SDPBackend.MATH),
+    ):  # torch counts no other on CPUs
         logits = model(tiny_batch(patches, lengths))
     # torch counts causal attention as if it were not: twice ours
     dense = replace(cost, llm_flops_per_square=2 * cost.llm_flops_per_square)
@@ -80,7 +91,10 @@ class Layer(nn.Module):
         super().__init__()
         self.shape = shape
         width, kv = shape.hidden_size, shape.num_kv_heads * shape.head_size
-        self.q, self.o = nn.Linear(width, shape.attention_size), nn.Linear(shape.attention_size, width)
+        self.q, self.o = (
+            nn.Linear(width, shape.attention_size),
+            nn.Linear(shape.attention_size, width),
+        )
         self.k, self.v = nn.Linear(width, kv), nn.Linear(width, kv)
         self.gate, self.up, self.down = (
             nn.Linear(a, b) for a, b in [(width, shape.ffn_size)] * 2 + [(shape.ffn_size, width)]
@@ -88,7 +102,10 @@ class Layer(nn.Module):
 
     def forward(self, x, *, attend):
         size = self.shape.head_size
-        q, k, v = (part.unflatten(-1, (-1, size)).transpose(0, 1)[None] for part in (self.q(x), self.k(x), self.v(x)))
+        q, k, v = (
+            part.unflatten(-1, (-1, size)).transpose(0, 1)[None]
+            for part in (self.q(x), self.k(x), self.v(x))
+        )
         repeats = self.shape.num_heads // self.shape.num_kv_heads
         k, v = (part.repeat_interleave(repeats, 1) for part in (k, v))
         mixed = scaled_dot_product_attention(q, k, v) if attend else q + k + v
@@ -116,7 +133,10 @@ def run_layers(tokens, *, attend, backward):
     layers = [Layer(SHAPE) for _ in range(SHAPE.num_layers)]
     head = nn.Linear(SHAPE.hidden_size, SHAPE.vocab_size, bias=False)
     x = torch.randn(tokens, SHAPE.hidden_size, requires_grad=True)
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # torch counts no other on CPUs
+    with (
+        FlopCounterMode(display=False) as counter,
+        sdpa_kernel(SDPBackend.MATH),
+    ):  # torch counts no other on CPUs
         y = x
         for layer in layers:
             y = layer(y, attend=attend)
@@ -132,7 +152,8 @@ def test_grouped_queries_a_gated_mlp_and_heads_wider_than_the_model_are_counted_
 
 
 def test_training_costs_three_forward_passes_of_matrix_products():
-    # without attention: torch counts its backward pass with the recomputation that flash attention does
+    # without attention: torch counts its backward pass with the recomputation that flash attention
+    # does
     counted = run_layers(13, attend=False, backward=True)
     assert llm_cost().train_flops(work_of(0, 0, 13, 0)).tolist() == [counted]
 
@@ -140,19 +161,34 @@ def test_training_costs_three_forward_passes_of_matrix_products():
 @pytest.mark.parametrize(
     ("name", "vit", "llm", "digits"),
     [
-        ("internvl_1_5", 5.54e9, 19.86e9, 2),  # model cards of InternViT-6B-448px-V1-5 and internlm2-20b
-        ("llava_1_5", 0.304e9 * 23 / 24, 6.74e9, 2),  # CLIP ViT-L/14 without its last layer, and Llama 2 7B
+        (
+            "internvl_1_5",
+            5.54e9,
+            19.86e9,
+            2,
+        ),  # model cards of InternViT-6B-448px-V1-5 and internlm2-20b
+        (
+            "llava_1_5",
+            0.304e9 * 23 / 24,
+            6.74e9,
+            2,
+        ),  # CLIP ViT-L/14 without its last layer, and Llama 2 7B
         ("qwen2_vl", 0.675e9, 7.62e9, 2),  # Qwen2-VL's table 1 (merger included) and Qwen2-7B
     ],
 )
 def test_the_weights_of_the_presets_are_the_published_ones(name, vit, llm, digits):
     preset = load_model(name)
-    counted = preset.vit.num_layers * preset.vit.layer_weights + preset.vit.patch_values * preset.vit.hidden_size
+    counted = (
+        preset.vit.num_layers * preset.vit.layer_weights
+        + preset.vit.patch_values * preset.vit.hidden_size
+    )
     if name == "qwen2_vl":
         counted += preset.vit.projector_weights
     embeddings = 2 * preset.llm.vocab_size * preset.llm.hidden_size
     assert counted == pytest.approx(vit, rel=10**-digits)
-    assert preset.llm.num_layers * preset.llm.layer_weights + embeddings == pytest.approx(llm, rel=10**-digits)
+    assert preset.llm.num_layers * preset.llm.layer_weights + embeddings == pytest.approx(
+        llm, rel=10**-digits
+    )
 
 
 def test_at_9_images_and_4k_tokens_the_encoder_takes_almost_40_percent():
@@ -178,7 +214,10 @@ def test_a_group_costs_what_its_samples_cost(name):
 
 def test_packing_does_not_make_samples_attend_to_each_other():
     cost = CostModel.of(load_model("llava_1_5"))
-    split, joined = cost.work(counts_of([0, 0], [0, 0], [500, 500])), cost.work(counts_of([0], [0], [1000]))
+    split, joined = (
+        cost.work(counts_of([0, 0], [0, 0], [500, 500])),
+        cost.work(counts_of([0], [0], [1000])),
+    )
     assert cost.llm_flops(split).sum() < cost.llm_flops(joined)[0]
 
 
@@ -196,7 +235,9 @@ def test_native_resolution_attends_inside_each_image():
 def test_squared_sums_equal_the_plain_sums(images):
     lengths = np.array([length for sample in images for length in sample], np.int64)
     offsets = np.cumsum([0, *map(len, images)]).astype(np.int64)
-    assert squared_sums(lengths, offsets).tolist() == [sum(length**2 for length in sample) for sample in images]
+    assert squared_sums(lengths, offsets).tolist() == [
+        sum(length**2 for length in sample) for sample in images
+    ]
 
 
 @settings(max_examples=60, deadline=None)
@@ -208,7 +249,9 @@ def test_a_step_takes_as_long_as_its_slowest_rank(times, dp):
 
 def test_faster_hardware_takes_less_time_in_proportion():
     preset = load_model("internvl_1_5")
-    slow, fast = (CostModel.of(preset, Hardware(vit_flops_per_s=s, llm_flops_per_s=s)) for s in (1e14, 4e14))
+    slow, fast = (
+        CostModel.of(preset, Hardware(vit_flops_per_s=s, llm_flops_per_s=s)) for s in (1e14, 4e14)
+    )
     work = slow.work(counts_of([3], [3075], [2000]))
     assert slow.compute_ms(work)[0] == pytest.approx(4 * fast.compute_ms(work)[0])
     assert slow.compute_ms(work)[0] == pytest.approx(1e3 * slow.train_flops(work)[0] / 1e14)

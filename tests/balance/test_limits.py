@@ -1,4 +1,6 @@
-"""Caps: those from the data reject nothing that fits and cost no groups; what is said about them is true."""
+"""Caps: those from the data reject nothing that fits and cost no groups; what is said about them is
+true.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.budget import MemoryBudget
 from balance.cost import CostModel
 from balance.errors import ConfigError
-from balance.fit import group_fit
-from balance.isf import group_isf
-from balance.limit_search import FREE, caps_of, least
-from balance.limits import choose_limits, choose_limits_omnibal, over_limits
+from balance.grouping._cap_search import FREE, caps_of, least
+from balance.grouping._cap_trials import TRIAL_ROUNDS, Candidate
+from balance.grouping.activation_memory import MemoryBudget
+from balance.grouping.best_fit import group_fit
+from balance.grouping.caps import choose_limits, choose_limits_omnibal, over_limits
+from balance.grouping.isf import group_isf
 from balance.presets import load_model
-from balance.records import Counts
-from balance.trials import TRIAL_ROUNDS, Candidate
+from balance.types import Counts
 
 LENGTHS = Path(__file__).parents[3] / "shared" / "data" / "omnibal_lengths"
 COST = CostModel.of(load_model("internvl_1_5"))
@@ -49,7 +51,9 @@ def choose(counts, **changes):
 
 
 def by_paper(counts, **changes):
-    return choose_limits_omnibal(counts, **{"vision_unit": "image_patches", "context_len": 4096, **changes})
+    return choose_limits_omnibal(
+        counts, **{"vision_unit": "image_patches", "context_len": 4096, **changes}
+    )
 
 
 def test_the_papers_rule_takes_the_ratio_of_the_data_and_the_least_of_longest_context_and_given_cap():
@@ -64,14 +68,25 @@ def test_the_papers_rule_takes_the_ratio_of_the_data_and_the_least_of_longest_co
 
 @st.composite
 def datasets(draw):
-    """Any samples: without tokens or without images, one giant, all equal, longer than the context."""
-    rows = draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 300)), min_size=1, max_size=60))
+    """Any samples: without tokens or without images, one giant, all equal, longer than the
+    context.
+    """
+    rows = draw(
+        st.lists(st.tuples(st.integers(0, 9), st.integers(0, 300)), min_size=1, max_size=60)
+    )
     return counts_of(*zip(*rows, strict=True))
 
 
 @settings(max_examples=120, deadline=None)
-@given(datasets(), st.integers(1, 400), st.sampled_from(["image_patches", "vit_tokens"]), st.sampled_from([COST, None]))
-def test_caps_from_the_data_reject_no_sample_that_fits_the_context(counts, context_len, vision_unit, cost):
+@given(
+    datasets(),
+    st.integers(1, 400),
+    st.sampled_from(["image_patches", "vit_tokens"]),
+    st.sampled_from([COST, None]),
+)
+def test_caps_from_the_data_reject_no_sample_that_fits_the_context(
+    counts, context_len, vision_unit, cost
+):
     for limits in (
         by_paper(counts, context_len=context_len, vision_unit=vision_unit),
         choose(counts, context_len=context_len, vision_unit=vision_unit, cost=cost).limits,
@@ -90,7 +105,9 @@ def test_the_chosen_vision_cap_costs_no_groups(counts, max_seq_len):
     tried = {c.limits.max_vision: c.num_groups for c in choice.candidates}
     if tried:  # none without images
         assert tried[choice.limits.max_vision] <= tried[max(tried)] * (1 + FREE)
-        assert {c.num_samples for c in choice.candidates} == {int((counts.seq_len <= max_seq_len).sum())}
+        assert {c.num_samples for c in choice.candidates} == {
+            int((counts.seq_len <= max_seq_len).sum())
+        }
 
 
 def test_a_cap_is_found_that_a_ratio_of_means_cannot_see():
@@ -101,11 +118,14 @@ def test_a_cap_is_found_that_a_ratio_of_means_cannot_see():
     assert by_paper(counts, max_seq_len=1000).max_vision == 6
     counts = counts_of([5] * 700 + [1] * 300, [500] * 1000)
     assert by_paper(counts, max_seq_len=1000).max_vision == 8
-    assert choose(counts, max_seq_len=1000).limits.max_vision == 10, "two samples of 5 fit no smaller cap"
+    assert choose(counts, max_seq_len=1000).limits.max_vision == 10, (
+        "two samples of 5 fit no smaller cap"
+    )
 
 
 def test_a_smaller_cap_is_taken_where_it_costs_nothing():
-    # a sample of 4 patches fills a group alone, samples without images fill the others: no group holds more than 4
+    # a sample of 4 patches fills a group alone, samples without images fill the others: no group
+    # holds more than 4
     counts = counts_of([4] * 300 + [0] * 3000, [1000] * 300 + [100] * 3000)
     choice = choose(counts, max_seq_len=1000)
     assert choice.limits.max_vision == 4
@@ -131,7 +151,10 @@ def test_the_reason_names_where_the_token_cap_comes_from():
 
 def test_text_only_data_filters_by_tokens_and_says_so():
     choice = choose(counts_of([0, 0], [100, 200]), cost=COST)
-    assert (choice.limits.max_vision, choice.lines) == (0, ["caps: 200 tokens (the longest sample), no images"])
+    assert (choice.limits.max_vision, choice.lines) == (
+        0,
+        ["caps: 200 tokens (the longest sample), no images"],
+    )
     assert choice.limits.min_vision > 0
 
 
@@ -167,8 +190,12 @@ def test_the_choice_is_the_same_every_time_for_a_million_samples():
 def test_on_the_published_lengths_the_search_finds_15_patches_at_4096_tokens():
     choice = choose(published(), max_seq_len=4096, cost=COST)
     assert choice.limits.max_vision == 15
-    prices = {int(cap): float(price) for cap, price in re.findall(r"(\d+): \+([\d.]+) %", choice.reason)}
-    assert prices[14] == pytest.approx(16.3, abs=3), "9,468 groups by the LP bound against about 8,050"
+    prices = {
+        int(cap): float(price) for cap, price in re.findall(r"(\d+): \+([\d.]+) %", choice.reason)
+    }
+    assert prices[14] == pytest.approx(16.3, abs=3), (
+        "9,468 groups by the LP bound against about 8,050"
+    )
 
 
 def packed(num_samples, seed=0):
@@ -179,15 +206,25 @@ def packed(num_samples, seed=0):
 
 
 def test_caps_and_split_are_as_good_as_a_full_grid():
-    counts, memory = packed(400), MemoryBudget(num_bytes=4_000, bytes_per_token=1, bytes_per_vision=100)
+    counts, memory = (
+        packed(400),
+        MemoryBudget(num_bytes=4_000, bytes_per_token=1, bytes_per_vision=100),
+    )
     patches, tokens = counts.num_image_patches, counts.seq_len
     fewest = len(counts)
-    for q_v, q_t in itertools.product(range(patches.max(), 35), range(int(tokens.max()), 2_001, 20)):
+    for q_v, q_t in itertools.product(
+        range(patches.max(), 35), range(int(tokens.max()), 2_001, 20)
+    ):
         if memory.bytes_per_token * q_t + memory.bytes_per_vision * q_v <= memory.num_bytes:
             limits = caps_of(q_t, q_v, "image_patches")
-            fewest = min(fewest, len(group_fit(patches, tokens, limits, seed=0, rounds=TRIAL_ROUNDS)))
+            fewest = min(
+                fewest, len(group_fit(patches, tokens, limits, seed=0, rounds=TRIAL_ROUNDS))
+            )
     limits = choose(counts, context_len=2_000, memory=memory).limits
-    assert len(group_fit(patches, tokens, limits, seed=0, rounds=TRIAL_ROUNDS)) <= fewest * (1 + FREE) + 1
+    assert (
+        len(group_fit(patches, tokens, limits, seed=0, rounds=TRIAL_ROUNDS))
+        <= fewest * (1 + FREE) + 1
+    )
     assert limits.max_seq_len + 100 * limits.max_vision <= 4_000
 
 
@@ -196,7 +233,11 @@ def test_without_a_budget_the_vision_cap_is_the_smallest_free_one_of_a_full_grid
     patches, tokens = counts.num_image_patches, counts.seq_len
     chosen = choose(counts, max_seq_len=900).limits.max_vision
     groups = {
-        q_v: len(group_fit(patches, tokens, caps_of(900, q_v, "image_patches"), seed=0, rounds=TRIAL_ROUNDS))
+        q_v: len(
+            group_fit(
+                patches, tokens, caps_of(900, q_v, "image_patches"), seed=0, rounds=TRIAL_ROUNDS
+            )
+        )
         for q_v in range(patches.max(), 45)
     }
     free = groups[44]
@@ -218,17 +259,23 @@ def test_a_budget_is_kept_and_rejects_no_sample(counts, num_bytes, price, cost):
 
 
 def test_a_budget_leaves_a_given_vision_cap_and_bounds_a_given_token_cap():
-    counts, memory = packed(200), MemoryBudget(num_bytes=3_000, bytes_per_token=1, bytes_per_vision=100)
+    counts, memory = (
+        packed(200),
+        MemoryBudget(num_bytes=3_000, bytes_per_token=1, bytes_per_vision=100),
+    )
     choice = choose(counts, max_seq_len=2_900, max_vision=12, memory=memory)
     assert (choice.limits.max_seq_len, choice.limits.max_vision) == (1_800, 12)
     assert "1,800 tokens (your memory budget)" in choice.reason
-    assert choose(counts, max_seq_len=1_500, max_vision=12, memory=memory).limits.max_seq_len == 1_500
+    assert (
+        choose(counts, max_seq_len=1_500, max_vision=12, memory=memory).limits.max_seq_len == 1_500
+    )
 
 
 def test_prices_come_from_the_models_dimensions_and_are_shared_by_gpus():
     preset = load_model("internvl_1_5")
     one, four = (MemoryBudget.of(preset, 1e12, gpus=gpus) for gpus in (1, 4))
-    # a plain layer of equal heads and four times as wide a feed-forward part: 32 bytes per hidden value
+    # a plain layer of equal heads and four times as wide a feed-forward part: 32 bytes per hidden
+    # value
     assert one.bytes_per_vision == 32 * preset.vit.hidden_size * preset.vit.num_layers * 1025
     assert four.bytes_per_token == one.bytes_per_token / 4
     with pytest.raises(ConfigError, match="above 0"):
@@ -240,13 +287,20 @@ def test_isf_gets_targets_that_need_no_more_groups_than_omnibals_and_fit_gets_no
     patches, tokens = counts.num_image_patches, counts.seq_len
     choice = choose(counts, max_seq_len=900, grouping="isf")
     paper = caps_of(900, choice.limits.max_vision, "image_patches")
-    ours, theirs = (len(group_isf(patches, tokens, limits, seed=0)) for limits in (choice.limits, paper))
+    ours, theirs = (
+        len(group_isf(patches, tokens, limits, seed=0)) for limits in (choice.limits, paper)
+    )
     assert ours <= theirs
-    assert choice.targets.startswith(f"filter: a group stays from {choice.limits.min_seq_len:,} tokens")
+    assert choice.targets.startswith(
+        f"filter: a group stays from {choice.limits.min_seq_len:,} tokens"
+    )
     tried = [c for c in choice.candidates if c.limits.max_vision == choice.limits.max_vision]
     assert ours <= min(c.num_groups for c in tried) * 1.002, "the best target that was tried"
     by_fit = choose(counts, max_seq_len=900)
-    assert (by_fit.limits.min_seq_len, by_fit.limits.min_vision) == (900 - 112, by_fit.limits.max_vision)
+    assert (by_fit.limits.min_seq_len, by_fit.limits.min_vision) == (
+        900 - 112,
+        by_fit.limits.max_vision,
+    )
     assert "fit has none" in by_fit.targets
 
 

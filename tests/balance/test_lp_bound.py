@@ -26,4 +26,6 @@ def test_sees_room_that_nothing_can_fill():
     vision, tokens = np.full(600, 5), np.full(600, 1300)
     assert lp_bound(vision, tokens, [14, 4096]) == pytest.approx(300)  # the sums say 214.3
     assert lp_bound(vision, tokens, [15, 4096]) == pytest.approx(200)
-    assert lp_bound(0 * vision, np.repeat([60, 41], 300), [0, 100]) == pytest.approx(450)  # 60 and 41 never meet
+    assert lp_bound(0 * vision, np.repeat([60, 41], 300), [0, 100]) == pytest.approx(
+        450
+    )  # 60 and 41 never meet

@@ -1,4 +1,6 @@
-"""The metrics against plain-Python readings of OmniBal's equations 1 and 2, one micro-batch and one step at a time."""
+"""The metrics against plain-Python readings of OmniBal's equations 1 and 2, one micro-batch and one
+step at a time.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,15 @@ from balance.metrics import (
     source_autocorrelation,
     source_entropy,
 )
-from balance.records import Groups, IntArray
+from balance.types import Groups, IntArray
 
 micro_batches_st = st.lists(st.lists(st.integers(0, 4_096), max_size=5), max_size=40)
 
 
 def flatten(micro_batches: list[list[int]]) -> tuple[Groups, IntArray]:
-    """Groups of samples numbered backwards (so that sample order and group order differ), and the samples' lengths."""
+    """Groups of samples numbered backwards (so that sample order and group order differ), and the
+    samples' lengths.
+    """
     flat = [length for batch in micro_batches for length in batch]
     samples = np.arange(len(flat))[::-1].astype(np.int64)
     offsets = np.cumsum([0] + [len(batch) for batch in micro_batches]).astype(np.int64)
@@ -34,7 +38,9 @@ def flatten(micro_batches: list[list[int]]) -> tuple[Groups, IntArray]:
 
 
 def eq1_over_epoch(micro_batches: list[list[int]]) -> float:
-    """Eq. 1's numerator and denominator of each micro-batch, both summed over the epoch, then divided."""
+    """Eq. 1's numerator and denominator of each micro-batch, both summed over the epoch, then
+    divided.
+    """
     padding = sum(max(batch) - length for batch in micro_batches for length in batch)
     padded = sum(max(batch) * len(batch) for batch in micro_batches if batch)
     return float(Fraction(padding, padded)) if padded else 0.0
@@ -43,7 +49,9 @@ def eq1_over_epoch(micro_batches: list[list[int]]) -> float:
 def eq2_mean(steps: list[list[int]]) -> float:
     """Eq. 2 of each step, T_max = 0 read as balanced, then the mean."""
     ratios = [
-        Fraction(sum(max(step) - load for load in step), max(step) * len(step)) if max(step) else Fraction(0)
+        Fraction(sum(max(step) - load for load in step), max(step) * len(step))
+        if max(step)
+        else Fraction(0)
         for step in steps
     ]
     return float(sum(ratios) / len(ratios)) if ratios else 0.0
@@ -58,7 +66,9 @@ def test_pad_ratio_is_equation_1_as_a_ratio_of_sums(micro_batches: list[list[int
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 20_000), max_size=60), st.integers(1, 9))
-def test_dist_ratio_is_the_mean_of_equation_2_over_complete_steps(loads: list[int], dp: int) -> None:
+def test_dist_ratio_is_the_mean_of_equation_2_over_complete_steps(
+    loads: list[int], dp: int
+) -> None:
     steps = [loads[start : start + dp] for start in range(0, len(loads) - dp + 1, dp)]
     if loads and not steps:  # less than one step: the missing ranks are idle
         steps = [loads + [0] * (dp - len(loads))]
@@ -69,7 +79,9 @@ def test_dist_ratio_is_the_mean_of_equation_2_over_complete_steps(loads: list[in
 @given(micro_batches_st)
 def test_padded_load_is_samples_times_the_longest(micro_batches: list[list[int]]) -> None:
     groups, lengths = flatten(micro_batches)
-    assert padded_loads(groups, lengths).tolist() == [len(batch) * max(batch, default=0) for batch in micro_batches]
+    assert padded_loads(groups, lengths).tolist() == [
+        len(batch) * max(batch, default=0) for batch in micro_batches
+    ]
 
 
 def test_a_step_without_any_load_counts_as_balanced() -> None:
@@ -89,7 +101,11 @@ def test_fill_counts_the_room_of_every_group() -> None:
 
 def test_a_stream_without_groups_has_ratios_of_zero() -> None:
     groups, lengths = flatten([])
-    assert (pad_ratio(groups, lengths), dist_ratio(lengths, 8), fill(groups, lengths, 8)) == (0.0, 0.0, 0.0)
+    assert (pad_ratio(groups, lengths), dist_ratio(lengths, 8), fill(groups, lengths, 8)) == (
+        0.0,
+        0.0,
+        0.0,
+    )
 
 
 def test_no_ranks_is_an_error() -> None:
@@ -112,7 +128,9 @@ def test_source_autocorrelation_tells_steps_that_share_sources_with_the_next() -
     in_turn = groups.take(np.argsort(sources[::2], kind="stable"))
     assert source_autocorrelation(in_turn, sources, 8) > 0.8
     assert source_autocorrelation(groups, np.zeros_like(sources), 8) == 0.0
-    assert source_autocorrelation(groups.take(np.arange(16)), sources, 8) == 0.0, "two steps tell nothing"
+    assert source_autocorrelation(groups.take(np.arange(16)), sources, 8) == 0.0, (
+        "two steps tell nothing"
+    )
 
 
 def test_source_autocorrelation_of_two_sources_is_that_of_ones_share() -> None:
@@ -128,7 +146,9 @@ def test_source_entropy_is_one_when_mixed_and_zero_when_steps_have_one_source() 
     sources = np.repeat([0, 1, 2], 800)
     groups = Groups(np.arange(2_400), np.arange(0, 2_401, 2))
     assert source_entropy(groups, sources, 8) < 0.03, "sources come one after the other"
-    assert source_entropy(groups.take(rng.permutation(1_200)), sources, 8) == pytest.approx(1, abs=0.03)
+    assert source_entropy(groups.take(rng.permutation(1_200)), sources, 8) == pytest.approx(
+        1, abs=0.03
+    )
     assert source_entropy(groups, np.zeros_like(sources), 8) == 1.0
 
 
@@ -138,7 +158,10 @@ def test_source_entropy_equals_its_definition() -> None:
     groups = Groups(rng.permutation(96), np.arange(0, 97, 3))
 
     def mean_entropy(order: IntArray) -> float:
-        steps = [np.concatenate([groups[g] for g in order[start : start + 4]]) for start in range(0, 32, 4)]
+        steps = [
+            np.concatenate([groups[g] for g in order[start : start + 4]])
+            for start in range(0, 32, 4)
+        ]
         entropies = []
         for step in steps:
             shares = [count / len(step) for count in Counter(sources[step].tolist()).values()]

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nodewise_bound import node_bound, whole_bound, worst_node_bound
 
-from balance.nodewise import place_batches
-from balance.post import balance_sums
-from balance.records import IntArray
+from balance.steps.node_placement import place_batches
+from balance.steps.post_balancing import balance_sums
+from balance.types import IntArray
 
 Step = tuple[IntArray, IntArray, IntArray]
 """(lengths, batches, source offsets)"""
@@ -47,13 +47,17 @@ def steps(draw: st.DrawFn) -> tuple[Step, int]:
 
 @settings(max_examples=200, deadline=None)
 @given(steps())
-def test_every_rank_gets_one_batch_and_nobody_sends_more_than_it_holds(problem: tuple[Step, int]) -> None:
+def test_every_rank_gets_one_batch_and_nobody_sends_more_than_it_holds(
+    problem: tuple[Step, int],
+) -> None:
     case, ranks_per_node = problem
     rank_of = place_batches(*case, ranks_per_node=ranks_per_node)
     num_ranks = len(case[2]) - 1
     assert sorted(rank_of.tolist()) == list(range(num_ranks))
     sources = np.repeat(np.arange(num_ranks), np.diff(case[2])).tolist()
-    plain = oracle.sends(case[0].tolist(), sources, rank_of[case[1]].tolist(), ranks_per_node, num_ranks)
+    plain = oracle.sends(
+        case[0].tolist(), sources, rank_of[case[1]].tolist(), ranks_per_node, num_ranks
+    )
     assert sends(case, rank_of, ranks_per_node).tolist() == plain
     if ranks_per_node >= num_ranks:
         assert max(plain) == 0
@@ -114,7 +118,8 @@ def test_a_node_may_have_more_places_than_there_are_ranks() -> None:
 
 
 def test_batches_that_nobody_needs_go_where_their_largest_example_is() -> None:
-    # only rank 0 holds much, and batch 0 is most of it; batches 1 and 2 cost nobody more than what rank 0 keeps sending
+    # only rank 0 holds much, and batch 0 is most of it; batches 1 and 2 cost nobody more than what
+    # rank 0 keeps sending
     lengths, offsets = np.array([90, 20, 3, 1, 2, 1]), np.array([0, 2, 3, 5, 6])
     batches = np.array([0, 3, 1, 1, 2, 2])
     rank_of = place_batches(lengths, batches, offsets, ranks_per_node=1)
@@ -142,7 +147,9 @@ def test_arrays_that_do_not_fit_are_errors_that_say_what() -> None:
 
 
 @pytest.mark.parametrize("per_rank", [16, 60])
-def test_two_swaps_at_once_and_smallest_covers_keep_small_clusters_near_the_bound(per_rank: int) -> None:
+def test_two_swaps_at_once_and_smallest_covers_keep_small_clusters_near_the_bound(
+    per_rank: int,
+) -> None:
     gaps = []
     for seed in range(6):
         case = step(64, per_rank, seed)

@@ -1,4 +1,6 @@
-"""Order of groups: every group once whatever is taken, exact resume, balanced and well mixed micro-batches."""
+"""Order of groups: every group once whatever is taken, exact resume, balanced and well mixed
+micro-batches.
+"""
 
 import json
 from itertools import pairwise
@@ -9,17 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balance.metrics import autocorrelation, dist_ratio, source_entropy
-from balance.order import GroupStream, OrderConfig, choose_order
-from balance.path import arrange_sources, sort_along_path, source_shares
-from balance.records import Groups
-from balance.regroup import repeated_pairs
-from balance.shuffle import RandomStream
+from balance.order.block_shuffle import BlockShuffle, OrderConfig, choose_order
+from balance.order.global_shuffle import GlobalShuffle
+from balance.order.regroup import repeated_pairs
+from balance.order.sort_groups import arrange_sources, sort_along_path, source_shares
+from balance.types import Groups
 
 sizes = st.lists(st.integers(0, 40), min_size=1, max_size=60)
 steps = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=1, max_size=12)
 windows = st.sampled_from([1, 2, 4, 8])
 orders = st.builds(
-    lambda window, times, lanes: OrderConfig(block_size=window * times, num_lanes=lanes, window_size=window),
+    lambda window, times, lanes: OrderConfig(
+        block_size=window * times, num_lanes=lanes, window_size=window
+    ),
     windows,
     st.integers(1, 7),
     st.integers(1, 9),
@@ -27,11 +31,11 @@ orders = st.builds(
 
 
 def stream_of(num_groups, order, epoch=0, seed=0, **state):
-    return GroupStream(num_groups=num_groups, order=order, seed=seed, epoch=epoch, **state)
+    return BlockShuffle(num_groups=num_groups, order=order, seed=seed, epoch=epoch, **state)
 
 
 def random_of(num_groups, epoch=0, seed=0, **state):
-    return RandomStream(num_groups=num_groups, seed=seed, epoch=epoch, **state)
+    return GlobalShuffle(num_groups=num_groups, seed=seed, epoch=epoch, **state)
 
 
 def loads_of(num_groups, kind):
@@ -39,7 +43,10 @@ def loads_of(num_groups, kind):
         "uneven": (np.arange(num_groups) * 7 % 16, np.arange(num_groups) * 31 % 4_096),
         "equal": (np.full(num_groups, 15), np.full(num_groups, 4_000)),
         "zeros": (np.zeros(num_groups, np.int64), np.zeros(num_groups, np.int64)),
-        "giant": (np.r_[10**6, np.zeros(num_groups, np.int64)], np.r_[10**9, np.ones(num_groups, np.int64)]),
+        "giant": (
+            np.r_[10**6, np.zeros(num_groups, np.int64)],
+            np.r_[10**9, np.ones(num_groups, np.int64)],
+        ),
     }[kind]
     return lambda groups: (vision[groups], tokens[groups])
 
@@ -49,7 +56,9 @@ kinds = st.sampled_from(["uneven", "equal", "zeros", "giant"])
 
 @settings(deadline=None)
 @given(num_groups=st.integers(0, 400), order=orders, counts=sizes, seed=st.integers(0, 2**40))
-def test_every_group_once_whatever_is_taken_and_wherever_the_state_is_restored(num_groups, order, counts, seed):
+def test_every_group_once_whatever_is_taken_and_wherever_the_state_is_restored(
+    num_groups, order, counts, seed
+):
     stream = stream_of(num_groups, order, seed=seed)
     seen = []
     for turn, count in enumerate([*counts, num_groups]):
@@ -58,14 +67,24 @@ def test_every_group_once_whatever_is_taken_and_wherever_the_state_is_restored(n
         assert len(taken) == min(count, before)
         seen += taken.tolist()
         if turn % 2:  # a new process, which knows the state alone
-            stream = stream_of(num_groups, order, seed=seed, **json.loads(json.dumps(stream.state())))
+            stream = stream_of(
+                num_groups, order, seed=seed, **json.loads(json.dumps(stream.state()))
+            )
     assert stream.remaining == 0
     assert sorted(seen) == list(range(num_groups))
 
 
 @settings(deadline=None)
-@given(num_groups=st.integers(0, 200), runs=steps, kind=kinds, order=st.none() | orders, seed=st.integers(0, 2**40))
-def test_every_group_once_in_steps_of_changing_ranks_and_micro_batches(num_groups, runs, kind, order, seed):
+@given(
+    num_groups=st.integers(0, 200),
+    runs=steps,
+    kind=kinds,
+    order=st.none() | orders,
+    seed=st.integers(0, 2**40),
+)
+def test_every_group_once_in_steps_of_changing_ranks_and_micro_batches(
+    num_groups, runs, kind, order, seed
+):
     loads = loads_of(num_groups, kind)
     make = random_of if order is None else lambda n, **state: stream_of(n, order, **state)
     stream, seen = make(num_groups, seed=seed), []
@@ -106,7 +125,9 @@ def test_micro_batches_come_from_one_lane_each_and_from_all_lanes_alike():
 
 @pytest.mark.parametrize("dp", [8, 12, 16, 64, 100, 400])
 def test_a_micro_batch_larger_than_a_lane_is_one_stretch_of_the_path(dp):
-    stream = stream_of(1_600, OrderConfig(block_size=16, num_lanes=32, window_size=8))  # lanes of 48 or 64
+    stream = stream_of(
+        1_600, OrderConfig(block_size=16, num_lanes=32, window_size=8)
+    )  # lanes of 48 or 64
     num_steps = 1_600 // dp
     spans = [np.ptp(stream.take(dp)) for _ in range(num_steps)]
     # but for the last, which gather what the lanes could not give in full
@@ -127,7 +148,9 @@ def test_groups_of_a_micro_batch_meet_others_in_the_next_epoch():
 
     def micro_batches(epoch):
         stream = stream_of(20_000, order, epoch)
-        return Groups(np.concatenate([stream.take(8) for _ in range(2_500)]), np.arange(0, 20_001, 8))
+        return Groups(
+            np.concatenate([stream.take(8) for _ in range(2_500)]), np.arange(0, 20_001, 8)
+        )
 
     assert repeated_pairs(micro_batches(0), micro_batches(1)) < 0.25  # 7 of 31 by chance
 
@@ -138,7 +161,10 @@ def test_streams_are_the_same_everywhere_and_others_in_each_epoch_and_seed():
     # across versions: resume depends on it
     assert first[:8].tolist() == FIRST_BLOCKS
     assert random_of(5_000).take(8).tolist() == FIRST_RANDOM
-    for make in (lambda **kind: stream_of(5_000, order, **kind), lambda **kind: random_of(5_000, **kind)):
+    for make in (
+        lambda **kind: stream_of(5_000, order, **kind),
+        lambda **kind: random_of(5_000, **kind),
+    ):
         assert not np.array_equal(make().take(5_000), make(epoch=1).take(5_000))
         assert not np.array_equal(make().take(5_000), make(seed=1).take(5_000))
 
@@ -154,7 +180,13 @@ def test_a_state_that_does_not_fit_is_refused(state):
 
 
 @pytest.mark.parametrize(
-    "state", [{"consumed": 21}, {"consumed": -1}, {"consumed": 1, "spare": [1, 2]}, {"consumed": 3, "spare": [20]}]
+    "state",
+    [
+        {"consumed": 21},
+        {"consumed": -1},
+        {"consumed": 1, "spare": [1, 2]},
+        {"consumed": 3, "spare": [20]},
+    ],
 )
 def test_a_random_state_that_does_not_fit_is_refused(state):
     with pytest.raises(ValueError, match="does not fit"):
@@ -197,7 +229,9 @@ def test_a_stream_of_250_million_groups_costs_its_blocks_alone():
 @settings(deadline=None)
 @given(num_groups=st.integers(1, 3_000), seed=st.integers(0, 2**40))
 def test_the_random_order_is_a_permutation(num_groups, seed):
-    assert sorted(random_of(num_groups, seed=seed).take(num_groups).tolist()) == list(range(num_groups))
+    assert sorted(random_of(num_groups, seed=seed).take(num_groups).tolist()) == list(
+        range(num_groups)
+    )
 
 
 def test_the_random_order_looks_random():
@@ -209,11 +243,15 @@ def test_the_random_order_looks_random():
 
 
 def packed_loads(num_groups, kind):
-    """Loads as grouping leaves them: near both caps, patches few-valued, ViT tokens (native resolution) many-valued."""
+    """Loads as grouping leaves them: near both caps, patches few-valued, ViT tokens (native
+    resolution) many-valued.
+    """
     rng = np.random.default_rng(1)
     tokens = np.minimum(4_096, 4_096 - rng.exponential(400, num_groups).astype(int)).clip(500)
     if kind == "patches":
-        return rng.choice([14, 13, 12, 9, 5, 1], size=num_groups, p=[0.5, 0.2, 0.1, 0.1, 0.05, 0.05]), tokens
+        return rng.choice(
+            [14, 13, 12, 9, 5, 1], size=num_groups, p=[0.5, 0.2, 0.1, 0.1, 0.05, 0.05]
+        ), tokens
     return (16_384 - rng.exponential(1_500, num_groups).astype(int) // 4 * 4).clip(1_000), tokens
 
 
@@ -226,7 +264,8 @@ def test_ranks_are_balanced_and_consecutive_micro_batches_differ(kind, dp):
     stream = stream_of(num_groups, choose_order(num_groups))
     ours = path[np.concatenate([stream.take(dp) for _ in range(num_groups // dp)])]
     random = np.random.default_rng(0).permutation(num_groups)
-    # with few vision values one path serves both loads; else both share it, and 4 is what 20,000 groups allow
+    # with few vision values one path serves both loads; else both share it, and 4 is what 20,000
+    # groups allow
     factors = (50, 15) if kind == "patches" else (4, 4)
     for loads, factor in zip((vision, tokens), factors, strict=True):
         assert dist_ratio(loads[ours], dp) < dist_ratio(loads[random], dp) / factor
@@ -269,11 +308,18 @@ def steps_of(stream, vision, tokens, dp):
     """All complete steps of eight micro-batches, shape (num_steps, dp, 8)."""
     num_steps = stream.remaining // (8 * dp)
     return np.stack(
-        [stream.take_step(dp, 8, lambda groups: (vision[groups], tokens[groups])) for _ in range(num_steps)]
+        [
+            stream.take_step(dp, 8, lambda groups: (vision[groups], tokens[groups]))
+            for _ in range(num_steps)
+        ]
     )
 
 
-SHARES = {"usual": [0, 0, 0.01, 0.19, 0.8], "small": [0.08, 0, 0.07, 0.3, 0.55], "mixed": [0.1, 0.2, 0.2, 0.2, 0.3]}
+SHARES = {
+    "usual": [0, 0, 0.01, 0.19, 0.8],
+    "small": [0.08, 0, 0.07, 0.3, 0.55],
+    "mixed": [0.1, 0.2, 0.2, 0.2, 0.3],
+}
 
 
 @pytest.mark.parametrize("kind", SHARES)
@@ -281,7 +327,9 @@ SHARES = {"usual": [0, 0, 0.01, 0.19, 0.8], "small": [0.08, 0, 0.07, 0.3, 0.55],
 def test_heavy_and_light_random_steps_do_not_take_turns(kind, dp, num_steps):
     rng = np.random.default_rng(0)
     vision = rng.choice([11, 12, 13, 14, 15], num_steps * dp * 8, p=SHARES[kind])
-    tokens = np.where(vision < 12, 2_500, 4_096) - rng.integers(0, 150, len(vision))  # what no rank can make up for
+    tokens = np.where(vision < 12, 2_500, 4_096) - rng.integers(
+        0, 150, len(vision)
+    )  # what no rank can make up for
     steps = steps_of(random_of(len(vision)), vision, tokens, dp)
     for loads in (vision, tokens):
         by_chance = 1 / np.sqrt(len(steps))

@@ -1,31 +1,45 @@
-"""The path: neighbours cost the same, and a window's sources stand so that every part of it can be drawn from."""
+"""The path: neighbours cost the same, and a window's sources stand so that every part of it can be
+drawn from.
+"""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.order import choose_order
-from balance.path import COUNTED_LOADS, NEIGHBOURHOOD, arrange_sources, sort_along_path, source_shares
-from balance.records import Groups
-from balance.seeds import TIES, random_bits
+from balance.order.block_shuffle import choose_order
+from balance.order.sort_groups import (
+    COUNTED_LOADS,
+    NEIGHBOURHOOD,
+    arrange_sources,
+    sort_along_path,
+    source_shares,
+)
+from balance.rng import TIES, random_bits
+from balance.types import Groups
 
 
 def path_oracle(vision, tokens, seed):
-    """The path by NumPy's sorts: a bin for each group, a key from bin and tokens, and a shuffle before for the ties."""
+    """The path by NumPy's sorts: a bin for each group, a key from bin and tokens, and a shuffle
+    before for the ties.
+    """
     values, inverse, counts = np.unique(vision, return_inverse=True, return_counts=True)
     window = (choose_order(len(vision)).window_size + NEIGHBOURHOOD) / max(1, len(vision))
     best, best_cost, num_bins = np.zeros_like(values), np.inf, 1
     while num_bins < 2 * len(values):
         below = np.cumsum(counts) - counts
-        bins = np.arange(len(values)) if num_bins >= len(values) else below * num_bins // len(vision)
+        bins = (
+            np.arange(len(values)) if num_bins >= len(values) else below * num_bins // len(vision)
+        )
         bins = np.unique(bins, return_inverse=True)[1]
         spread = 0.0
         for number in range(bins.max() + 1):
             load, count = values[bins == number], counts[bins == number]
             mean = (load * count).sum() / count.sum()
             spread += count.sum() * np.sqrt((count * (load - mean) ** 2).sum() / count.sum())
-        cost = spread / max(1, vision.sum()) + tokens.std() / max(1, tokens.mean()) * min(1, window * (bins.max() + 1))
+        cost = spread / max(1, vision.sum()) + tokens.std() / max(1, tokens.mean()) * min(
+            1, window * (bins.max() + 1)
+        )
         # far enough apart that rounding does not choose
         if cost < best_cost * (1 - 1e-12):
             best, best_cost = bins, cost
@@ -39,7 +53,10 @@ def path_oracle(vision, tokens, seed):
 @settings(deadline=None, max_examples=200)
 @given(
     size=st.integers(0, 300),
-    most=st.tuples(st.sampled_from([0, 1, 15, 3_000, 10 * COUNTED_LOADS]), st.sampled_from([0, 1, 4_096, 2**40])),
+    most=st.tuples(
+        st.sampled_from([0, 1, 15, 3_000, 10 * COUNTED_LOADS]),
+        st.sampled_from([0, 1, 4_096, 2**40]),
+    ),
     seed=st.integers(0, 1000),
 )
 def test_the_path_equals_the_plain_formula(size, most, seed):
@@ -52,7 +69,10 @@ def test_the_path_equals_the_plain_formula(size, most, seed):
 
 def test_the_path_of_many_groups_with_many_ties_equals_the_plain_formula():
     rng = np.random.default_rng(0)
-    vision, tokens = rng.integers(0, 16, 200_000), np.minimum(rng.integers(3_900, 4_400, 200_000), 4_096)
+    vision, tokens = (
+        rng.integers(0, 16, 200_000),
+        np.minimum(rng.integers(3_900, 4_400, 200_000), 4_096),
+    )
     assert np.array_equal(sort_along_path(vision, tokens, 5), path_oracle(vision, tokens, 5))
 
 
@@ -92,9 +112,15 @@ def test_shares_count_the_samples_of_each_source(groups, dtype):
     sources = np.array([source for group in groups for source in group])
     sizes = np.bincount(sources)
     by_size = sorted(range(len(sizes)), key=lambda source: -sizes[source])
-    column = {source: min(place, 15) if len(sizes) > 16 else source for place, source in enumerate(by_size)}
+    column = {
+        source: min(place, 15) if len(sizes) > 16 else source
+        for place, source in enumerate(by_size)
+    }
     expected = [
-        [[column[s] for s in group].count(kind) * 255 // max(len(group), 1) for kind in range(min(16, len(sizes)))]
+        [
+            [column[s] for s in group].count(kind) * 255 // max(len(group), 1)
+            for kind in range(min(16, len(sizes)))
+        ]
         for group in groups
     ]
     order = np.random.default_rng(0).permutation(len(sources))  # samples stand anywhere
@@ -119,10 +145,15 @@ def test_more_than_16_sources_leave_the_15_largest_a_column_of_their_own():
 
 
 @settings(deadline=None)
-@given(num_groups=st.integers(1, 150), window=st.sampled_from([1, 2, 8, 32]), seed=st.integers(0, 50))
+@given(
+    num_groups=st.integers(1, 150), window=st.sampled_from([1, 2, 8, 32]), seed=st.integers(0, 50)
+)
 def test_arranging_moves_groups_inside_their_window_only(num_groups, window, seed):
     rng = np.random.default_rng(seed)
-    path, shares = rng.permutation(num_groups), rng.integers(0, 256, (num_groups, 3)).astype(np.uint8)
+    path, shares = (
+        rng.permutation(num_groups),
+        rng.integers(0, 256, (num_groups, 3)).astype(np.uint8),
+    )
     arranged = arrange_sources(path, shares, window)
     for start in range(0, num_groups, window):
         assert sorted(arranged[start : start + window]) == sorted(path[start : start + window])

@@ -11,22 +11,41 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.pipetune import MAX_CLUSTERS, TOLERANCE, cluster_costs, cluster_orders, cut_long, pack_balanced
-from balance.records import Groups, IntArray
+from balance.steps.repack import (
+    MAX_CLUSTERS,
+    TOLERANCE,
+    cluster_costs,
+    cluster_orders,
+    cut_long,
+    pack_balanced,
+)
+from balance.types import Groups, IntArray
 
 MAX_LEN = 50
 
 
 def drawn(seed: int, num: int, longest: int) -> list[tuple[int, int]]:
     rng = np.random.default_rng(seed)
-    return list(zip(rng.integers(0, longest + 1, num).tolist(), rng.integers(0, 200, num).tolist(), strict=True))
+    return list(
+        zip(
+            rng.integers(0, longest + 1, num).tolist(),
+            rng.integers(0, 200, num).tolist(),
+            strict=True,
+        )
+    )
 
 
 samples_st = st.one_of(
     st.builds(drawn, st.integers(0, 10**6), st.integers(0, 60), st.sampled_from([10, 30, MAX_LEN])),
     st.lists(st.tuples(st.integers(0, MAX_LEN), st.integers(0, 200)), max_size=40),
-    st.builds(lambda length, number: [(length, length)] * number, st.integers(0, MAX_LEN), st.integers(0, 30)),
-    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 20)), max_size=30).map(lambda rest: [*rest, (MAX_LEN, 10**6)]),
+    st.builds(
+        lambda length, number: [(length, length)] * number,
+        st.integers(0, MAX_LEN),
+        st.integers(0, 30),
+    ),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 20)), max_size=30).map(
+        lambda rest: [*rest, (MAX_LEN, 10**6)]
+    ),
 )
 
 
@@ -67,7 +86,8 @@ def test_cost_is_evener_than_in_the_printed_form(mean_log: float, micro_batch_si
         ours.append(oracle.unevenness(members(groups), costs.tolist()))
         plain = oracle.pack_oracle(lengths.tolist(), costs.tolist(), max_len, 0)
         printed.append(oracle.unevenness(plain, costs.tolist()))
-        # a sample of 4,096 tokens fills a micro-batch of 4,096, and costs more than 4,096 tokens of short samples
+        # a sample of 4,096 tokens fills a micro-batch of 4,096, and costs more than 4,096 tokens of
+        # short samples
         least.append(max(1.0, costs.max() * len(groups) / costs.sum()))
     assert np.median(np.array(ours) / least) <= 1.033
     assert np.median(printed) >= max(1.05, np.median(ours))
@@ -91,7 +111,9 @@ def test_splitting_covers_every_token_once_in_even_pieces(lengths: list[int], ma
         for sample, start, length in zip(pieces.samples, pieces.starts, pieces.lengths, strict=True)
         for token in range(start, start + length)
     ]
-    assert covered == [(sample, token) for sample, length in enumerate(lengths) for token in range(length)]
+    assert covered == [
+        (sample, token) for sample, length in enumerate(lengths) for token in range(length)
+    ]
     assert set(pieces.samples.tolist()) == set(range(len(lengths)))
     assert not len(pieces.rejected)
     for sample, length in enumerate(lengths):
@@ -118,7 +140,11 @@ def test_there_is_no_silent_rule() -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 13), st.sampled_from([(1, 12), (1, 100), (10**14, 10**14 + 10**13)]))
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 13),
+    st.sampled_from([(1, 12), (1, 100), (10**14, 10**14 + 10**13)]),
+)
 def test_clusters_are_the_best_runs_and_as_few_as_the_tolerance_allows(
     seed: int, num: int, between: tuple[int, int]
 ) -> None:
@@ -126,7 +152,10 @@ def test_clusters_are_the_best_runs_and_as_few_as_the_tolerance_allows(
     labels = cluster_costs(np.array(costs))
     mean = sum(costs) / len(costs)
     scaled = [cost / mean for cost in costs]
-    clusters = [[s for s, label in zip(scaled, labels, strict=True) if label == k] for k in range(labels.max() + 1)]
+    clusters = [
+        [s for s, label in zip(scaled, labels, strict=True) if label == k]
+        for k in range(labels.max() + 1)
+    ]
     assert all(clusters)
     assert all(max(below) < min(above) for below, above in pairwise(clusters))
     best = oracle.best_spread(scaled, len(clusters))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balance.metrics import longest
-from balance.post import (
+from balance.steps.post_balancing import (
     EXACT_MEAN,
     as_batches,
     balance_conv,
@@ -18,7 +18,7 @@ from balance.post import (
     balance_squares,
     balance_sums,
 )
-from balance.records import IntArray
+from balance.types import IntArray
 
 
 def drawn(seed: int, num: int, longest: int) -> list[int]:
@@ -26,11 +26,18 @@ def drawn(seed: int, num: int, longest: int) -> list[int]:
 
 
 lengths_st = st.one_of(
-    # lists by hypothesis itself are mostly shorter than ten: few batches would ever hold two examples
-    st.builds(drawn, st.integers(0, 10**6), st.integers(0, 120), st.sampled_from([1, 12, 60, 3_000])),
+    # lists by hypothesis itself are mostly shorter than ten: few batches would ever hold two
+    # examples
+    st.builds(
+        drawn, st.integers(0, 10**6), st.integers(0, 120), st.sampled_from([1, 12, 60, 3_000])
+    ),
     st.builds(drawn, st.integers(0, 10**6), st.integers(40, 120), st.sampled_from([12, 60])),
     st.lists(st.integers(0, 12), max_size=30),
-    st.builds(lambda rest, giant: [*rest, giant], st.lists(st.integers(0, 50), max_size=40), st.integers(1, 10**6)),
+    st.builds(
+        lambda rest, giant: [*rest, giant],
+        st.lists(st.integers(0, 50), max_size=40),
+        st.integers(1, 10**6),
+    ),
     st.builds(lambda length, number: [length] * number, st.integers(0, 100), st.integers(0, 40)),
 )
 batches_st = st.integers(1, 12)
@@ -41,7 +48,9 @@ FUNCTIONS = {
     "padded": balance_padded,
     "squares": lambda lengths, num_batches: balance_squares(lengths, num_batches, tolerance=7),
     "conv": balance_conv,
-    "padded_attention": lambda lengths, num_batches: balance_padded_attention(lengths, num_batches, weight=0.1),
+    "padded_attention": lambda lengths, num_batches: balance_padded_attention(
+        lengths, num_batches, weight=0.1
+    ),
 }
 
 
@@ -52,7 +61,9 @@ def heavy_tailed(num: int, seed: int = 0) -> IntArray:
 @settings(max_examples=150, deadline=None)
 @given(lengths=lengths_st, num_batches=batches_st)
 def test_sums_equals_a_heap(lengths: list[int], num_batches: int) -> None:
-    assert balance_sums(np.array(lengths, np.int64), num_batches).tolist() == oracle.sums_oracle(lengths, num_batches)
+    assert balance_sums(np.array(lengths, np.int64), num_batches).tolist() == oracle.sums_oracle(
+        lengths, num_batches
+    )
 
 
 @settings(max_examples=150, deadline=None)
@@ -64,14 +75,18 @@ def test_padded_equals_a_walk_over_all_examples(lengths: list[int], num_batches:
 
 @settings(max_examples=150, deadline=None)
 @given(lengths=lengths_st, num_batches=batches_st, tolerance=st.sampled_from([0, 1, 3, 40, 2_000]))
-def test_squares_equals_a_look_at_all_batches(lengths: list[int], num_batches: int, tolerance: int) -> None:
+def test_squares_equals_a_look_at_all_batches(
+    lengths: list[int], num_batches: int, tolerance: int
+) -> None:
     got = balance_squares(np.array(lengths, np.int64), num_batches, tolerance=tolerance)
     assert got.tolist() == oracle.squares_oracle(lengths, num_batches, tolerance)
 
 
 @settings(max_examples=150, deadline=None)
 @given(lengths=lengths_st, num_batches=batches_st)
-def test_conv_equals_plain_lists_and_uses_no_batch_too_many(lengths: list[int], num_batches: int) -> None:
+def test_conv_equals_plain_lists_and_uses_no_batch_too_many(
+    lengths: list[int], num_batches: int
+) -> None:
     got = balance_conv(np.array(lengths, np.int64), num_batches)
     assert got.tolist() == oracle.conv_oracle(lengths, num_batches)
 
@@ -85,9 +100,13 @@ def test_the_batches_do_not_depend_on_who_holds_which_example(
     # only for distinct lengths: of equal ones, the first come first
     distinct = np.array(sorted(set(lengths)), np.int64)
     order = np.random.default_rng(seed).permutation(len(distinct))
-    straight, shuffled = FUNCTIONS[name](distinct, num_batches), FUNCTIONS[name](distinct[order], num_batches)
+    straight, shuffled = (
+        FUNCTIONS[name](distinct, num_batches),
+        FUNCTIONS[name](distinct[order], num_batches),
+    )
 
-    # examples over the mean are alike for `sums` and `conv`, so compare what the batches hold, not their numbers
+    # examples over the mean are alike for `sums` and `conv`, so compare what the batches hold, not
+    # their numbers
     def contents(values: IntArray, batches: IntArray) -> list[list[int]]:
         groups = as_batches(batches, num_batches)
         return sorted(sorted(values[groups[b]].tolist()) for b in range(num_batches))
@@ -130,9 +149,14 @@ def test_padded_attention_equals_the_best_cut_of_the_sorted_examples(
 def test_padded_attention_costs_less_than_the_published_algorithm(per_rank: int) -> None:
     lengths, weight = heavy_tailed(256 * per_rank), 1 / 6144
     largest = []
-    for batches in (balance_conv(lengths, 256), balance_padded_attention(lengths, 256, weight=weight)):
+    for batches in (
+        balance_conv(lengths, 256),
+        balance_padded_attention(lengths, 256, weight=weight),
+    ):
         groups = as_batches(batches, 256)
-        largest.append((groups.sum(lengths) + weight * groups.sizes * longest(groups, lengths) ** 2).max())
+        largest.append(
+            (groups.sum(lengths) + weight * groups.sizes * longest(groups, lengths) ** 2).max()
+        )
     assert largest[1] < 0.5 * largest[0]
 
 

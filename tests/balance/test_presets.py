@@ -1,4 +1,6 @@
-"""Presets: the shipped ones load and survive a manifest; a mistake in one is an error that says where."""
+"""Presets: the shipped ones load and survive a manifest; a mistake in one is an error that says
+where.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from balance.audio import AudioRule
 from balance.errors import ConfigError
-from balance.patches import plan_image
+from balance.media.audio_tokens import AudioRule
+from balance.media.image_tokens import plan_image
 from balance.presets import (
     AnyresRule,
     FixedRule,
@@ -50,7 +52,11 @@ def test_a_shipped_model_survives_a_manifest_unchanged(name: str) -> None:
 def single_datasets() -> list[str]:
     """Mixtures are the packer's: tests/packer/test_sources_mixture.py."""
     folder = config_root() / "datasets"
-    return [name for name in preset_names("datasets") if "[[datasets]]" not in (folder / f"{name}.toml").read_text()]
+    return [
+        name
+        for name in preset_names("datasets")
+        if "[[datasets]]" not in (folder / f"{name}.toml").read_text()
+    ]
 
 
 @pytest.mark.parametrize("name", single_datasets())
@@ -85,7 +91,10 @@ def test_the_promised_models_are_shipped_with_their_rules() -> None:
         "tiny": TilesRule,
         "tiny_audio": TilesRule,
     }
-    assert [load_model(name).vision_unit for name in ("internvl_1_5", "qwen2_vl")] == ["image_patches", "vit_tokens"]
+    assert [load_model(name).vision_unit for name in ("internvl_1_5", "qwen2_vl")] == [
+        "image_patches",
+        "vit_tokens",
+    ]
 
 
 AUDIO = {"audio": {"downsample": 2}, "audio_markup": {"token": "<audio>", "prefix": "<a>"}}
@@ -108,7 +117,11 @@ def test_an_image_token_that_audio_uses_too_is_an_error(markup: dict[str, str]) 
 
 @pytest.mark.parametrize(
     ("name", "bound", "image_rate", "audio_rate", "billions"),
-    [("10b", 448, 1, 2, (2, 0.6, 7)), ("18b", 672, 4, 2, (3, 0.6, 14)), ("84b", 896, 4, 4, (6, 6, 72))],
+    [
+        ("10b", 448, 1, 2, (2, 0.6, 7)),
+        ("18b", 672, 4, 2, (3, 0.6, 14)),
+        ("84b", 896, 4, 4, (6, 6, 72)),
+    ],
 )
 def test_the_orchmllm_presets_have_the_papers_sizes_rates_and_bounds(
     name: str, bound: int, image_rate: int, audio_rate: int, billions: tuple[float, float, float]
@@ -128,7 +141,8 @@ def test_the_orchmllm_presets_have_the_papers_sizes_rates_and_bounds(
         assert shape.projector[0] == shape.hidden_size * rate
         assert shape.projector[-1] == preset.llm.hidden_size
     assert preset.audio.downsample == audio_rate
-    # section 8, "Input preprocessing": native size up to the bound, larger ones resized, then the down-sampling
+    # section 8, "Input preprocessing": native size up to the bound, larger ones resized, then the
+    # down-sampling
     side = bound // 14
     assert plan_image(preset.vision, bound, bound).num_vit_tokens == side * side
     assert plan_image(preset.vision, bound, bound).num_image_tokens == side * side // image_rate
@@ -143,7 +157,9 @@ def test_a_variant_differs_from_what_it_extends_only_in_its_patches(max_patches:
     base, variant = load_model("internvl_1_5"), load_model(f"internvl_1_5_max{max_patches}")
     assert isinstance(base.vision, TilesRule)
     assert variant.vision == replace(base.vision, max_patches=max_patches)
-    assert replace(variant, name=base.name, description=base.description, vision=base.vision) == base
+    assert (
+        replace(variant, name=base.name, description=base.description, vision=base.vision) == base
+    )
 
 
 def test_a_preset_of_the_users_extends_a_shipped_one(tmp_path: Path) -> None:
@@ -161,7 +177,11 @@ def test_a_preset_of_the_users_extends_a_shipped_one(tmp_path: Path) -> None:
         ("context_len", "64", r"mine: context_len is '64', but should be int"),
         ("context_len", True, r"mine: context_len is True"),
         ("vision.max_tiles", 3, r"\[vision\]: unknown key max_tiles; known: image_size"),
-        ("vision.rule", "square", r"vision.rule is 'square'; use one of fixed, tiles, anyres, native"),
+        (
+            "vision.rule",
+            "square",
+            r"vision.rule is 'square'; use one of fixed, tiles, anyres, native",
+        ),
         ("vision.image_size", 0, r"\[vision\]: image_size = 0: must be greater than 0"),
         ("vision.image_size", 33.5, r"image_size is 33.5"),
         ("vision.mean", [0.5, 0.5], r"mean is \(0.5, 0.5\)"),
@@ -170,12 +190,22 @@ def test_a_preset_of_the_users_extends_a_shipped_one(tmp_path: Path) -> None:
         ("audio", {"downsample": 2}, r"mine: has \[audio\] but no \[audio_markup\]"),
         ("audio_markup", {"token": "<a>"}, r"mine: has \[audio_markup\] but no \[audio\]"),
         ("audio", {"downsample": 0}, r"\[audio\]: downsample = 0: must be greater than 0"),
-        ("audio", {"downsample": 7}, r"\[audio\]: window_frames = 3000: must be a multiple of .* 14"),
+        (
+            "audio",
+            {"downsample": 7},
+            r"\[audio\]: window_frames = 3000: must be a multiple of .* 14",
+        ),
         ("audio", {"downsample": 2, "hop": 1}, r"\[audio\]: unknown key hop; known: .*hop_length"),
-        ("audio_encoder", {"layers": 3}, r"\[audio_encoder\]: unknown key layers; known: .*frame_values"),
+        (
+            "audio_encoder",
+            {"layers": 3},
+            r"\[audio_encoder\]: unknown key layers; known: .*frame_values",
+        ),
     ],
 )
-def test_a_mistake_in_a_preset_is_an_error_that_says_where(key: str, value: object, message: str) -> None:
+def test_a_mistake_in_a_preset_is_an_error_that_says_where(
+    key: str, value: object, message: str
+) -> None:
     values = json.loads(json.dumps(TINY))
     table, _, name = key.rpartition(".")
     (values[table] if table else values)[name] = value
@@ -185,7 +215,9 @@ def test_a_mistake_in_a_preset_is_an_error_that_says_where(key: str, value: obje
 
 
 def test_an_unknown_name_lists_the_shipped_presets() -> None:
-    with pytest.raises(ConfigError, match=r"no model preset 'lava'; shipped: .*internvl_1_5, .*or give a \.toml"):
+    with pytest.raises(
+        ConfigError, match=r"no model preset 'lava'; shipped: .*internvl_1_5, .*or give a \.toml"
+    ):
         load_model("lava")
 
 

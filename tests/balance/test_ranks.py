@@ -1,4 +1,6 @@
-"""Sharing out a step's groups: a permutation, near brute force on tiny cases, within bounds on large ones."""
+"""Sharing out a step's groups: a permutation, near brute force on tiny cases, within bounds on
+large ones.
+"""
 
 import itertools
 import time
@@ -8,15 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.ranks import _rounded, assign_ranks, choose_set, spare_groups
-from balance.seeds import mix64
+from balance.order.assign_ranks import _rounded, assign_ranks, choose_set, spare_groups
+from balance.rng import mix64
 
 
 def worst(vision, tokens, assigned):
     """Largest rank's load over the mean rank's, less 1, of whichever load is worse."""
     present = assigned >= 0
     return max(
-        np.where(present, loads[assigned], 0).sum(axis=1).max() * len(assigned) / max(1, loads.sum()) - 1
+        np.where(present, loads[assigned], 0).sum(axis=1).max()
+        * len(assigned)
+        / max(1, loads.sum())
+        - 1
         for loads in (np.asarray(vision, float), np.asarray(tokens, float))
     )
 
@@ -61,7 +66,10 @@ def test_every_group_gets_one_place_and_lacking_groups_are_minus_one(loads, dp, 
 )
 def test_tiny_cases_are_near_brute_force(loads, shape):
     vision, tokens = np.array(loads, dtype=np.int64).T
-    found, best = worst(vision, tokens, assign_ranks(vision, tokens, *shape)), brute_force(vision, tokens, *shape)
+    found, best = (
+        worst(vision, tokens, assign_ranks(vision, tokens, *shape)),
+        brute_force(vision, tokens, *shape),
+    )
     assert best - 1e-9 <= found <= best + 0.35  # so few groups leave few exchanges
 
 
@@ -70,13 +78,22 @@ def test_tiny_cases_are_mostly_as_good_as_brute_force():
     gaps = []
     for _ in range(60):
         vision, tokens = rng.integers(8, 16, 6), rng.integers(2_000, 4_096, 6)
-        gaps.append(worst(vision, tokens, assign_ranks(vision, tokens, 2, 3)) - brute_force(vision, tokens, 2, 3))
+        gaps.append(
+            worst(vision, tokens, assign_ranks(vision, tokens, 2, 3))
+            - brute_force(vision, tokens, 2, 3)
+        )
     assert np.mean(np.array(gaps) < 1e-9) > 0.8
     assert max(gaps) < 0.03
 
 
 @pytest.mark.parametrize(
-    "loads", [np.full(64, 7), np.zeros(64, np.int64), np.r_[10**9, np.zeros(63, np.int64)], np.r_[10**12, np.ones(63)]]
+    "loads",
+    [
+        np.full(64, 7),
+        np.zeros(64, np.int64),
+        np.r_[10**9, np.zeros(63, np.int64)],
+        np.r_[10**12, np.ones(63)],
+    ],
 )
 def test_equal_zero_and_giant_loads_are_shared_out(loads):
     assigned = assign_ranks(loads.astype(np.int64), loads.astype(np.int64), 8, 8)
@@ -96,7 +113,11 @@ def test_chosen_sets_of_eight_micro_batches_are_shared_out_evenly(dp, most):
     for seed in range(4 if dp > 64 else 10):
         vision, tokens = packed(8 * dp + spare_groups(dp, 8), seed)
         chosen = choose_set(vision, tokens, dp, 8)
-        excess.append(worst(vision[chosen], tokens[chosen], assign_ranks(vision[chosen], tokens[chosen], dp, 8)))
+        excess.append(
+            worst(
+                vision[chosen], tokens[chosen], assign_ranks(vision[chosen], tokens[chosen], dp, 8)
+            )
+        )
     assert np.mean(excess) < most
 
 

@@ -8,17 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.rearrange import Rearrangement, from_assignment, volumes
-from balance.records import IntArray
+from balance.steps.all_to_all import Permutation, from_assignment, volumes
+from balance.types import IntArray
 
 
 @st.composite
 def layouts(draw: st.DrawFn, how_many: int = 1) -> tuple[list[IntArray], IntArray]:
-    """(`how_many` arrays of target ranks, source offsets): some ranks may be empty, a step may be, too."""
+    """(`how_many` arrays of target ranks, source offsets): some ranks may be empty, a step may be,
+    too.
+    """
     num_ranks = draw(st.integers(1, 7))
     rng = np.random.default_rng(draw(st.integers(0, 10**6)))
     sizes = rng.integers(0, draw(st.integers(1, 6)), num_ranks)
-    return [rng.integers(0, num_ranks, sizes.sum()) for _ in range(how_many)], np.cumsum([0, *sizes])
+    return [rng.integers(0, num_ranks, sizes.sum()) for _ in range(how_many)], np.cumsum(
+        [0, *sizes]
+    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -32,18 +36,24 @@ def test_the_inverse_undoes(problem: tuple[list[IntArray], IntArray]) -> None:
     assert there.target_ranks.tolist() == targets.tolist()
     assert (
         there.inverse().target_ranks.tolist()
-        == np.repeat(np.arange(len(offsets) - 1), np.diff(there.source_offsets))[there.order].tolist()
+        == np.repeat(np.arange(len(offsets) - 1), np.diff(there.source_offsets))[
+            there.order
+        ].tolist()
     )
 
 
 @settings(max_examples=100, deadline=None)
 @given(layouts(how_many=2))
-def test_composition_equals_going_home_first_and_then_to_the_llm(problem: tuple[list[IntArray], IntArray]) -> None:
+def test_composition_equals_going_home_first_and_then_to_the_llm(
+    problem: tuple[list[IntArray], IntArray],
+) -> None:
     (vision, llm), offsets = problem
     to_vision, to_llm = from_assignment(vision, offsets), from_assignment(llm, offsets)
     outputs = to_vision.apply(np.arange(len(vision)))
     at_once = to_vision.inverse().then(to_llm)
-    assert at_once.apply(outputs).tolist() == to_llm.apply(to_vision.inverse().apply(outputs)).tolist()
+    assert (
+        at_once.apply(outputs).tolist() == to_llm.apply(to_vision.inverse().apply(outputs)).tolist()
+    )
     assert at_once.target_offsets.tolist() == to_llm.target_offsets.tolist()
     # which is where the examples' texts are: outputs meet their texts
     assert at_once.apply(outputs).tolist() == to_llm.apply(np.arange(len(llm))).tolist()
@@ -51,32 +61,45 @@ def test_composition_equals_going_home_first_and_then_to_the_llm(problem: tuple[
 
 @settings(max_examples=100, deadline=None)
 @given(layouts(), st.randoms())
-def test_items_move_with_their_examples(problem: tuple[list[IntArray], IntArray], random: object) -> None:
+def test_items_move_with_their_examples(
+    problem: tuple[list[IntArray], IntArray], random: object
+) -> None:
     (targets,), offsets = problem
     counts = np.array([random.randint(0, 3) for _ in targets], np.int64)  # type: ignore[attr-defined]
     examples = from_assignment(targets, offsets)
     items = examples.expand(counts)
-    names = [f"{example}.{item}" for example in range(len(targets)) for item in range(counts[example])]
-    expected = [f"{example}.{item}" for example in examples.order for item in range(counts[example])]
+    names = [
+        f"{example}.{item}" for example in range(len(targets)) for item in range(counts[example])
+    ]
+    expected = [
+        f"{example}.{item}" for example in examples.order for item in range(counts[example])
+    ]
     assert items.apply(np.array(names, object)).tolist() == expected
     assert items.target_ranks.tolist() == np.repeat(targets, counts).tolist()
 
 
 @settings(max_examples=100, deadline=None)
 @given(layouts(how_many=2))
-def test_an_all_to_all_of_the_exchanges_is_the_rearrangement(problem: tuple[list[IntArray], IntArray]) -> None:
+def test_an_all_to_all_of_the_exchanges_is_the_rearrangement(
+    problem: tuple[list[IntArray], IntArray],
+) -> None:
     (first, second), offsets = problem
     # a composition: arrival order and target order differ
     moved = from_assignment(first, offsets).inverse().then(from_assignment(second, offsets))
     values, num_ranks = np.arange(len(first)), moved.num_ranks
     exchanges = [moved.exchange(rank) for rank in range(num_ranks)]
     sent = [
-        np.split(values[moved.source_offsets[r] : moved.source_offsets[r + 1]][e.send_places], np.cumsum(e.send_counts))
+        np.split(
+            values[moved.source_offsets[r] : moved.source_offsets[r + 1]][e.send_places],
+            np.cumsum(e.send_counts),
+        )
         for r, e in enumerate(exchanges)
     ]
     for rank, exchange in enumerate(exchanges):
         received = np.concatenate([sent[source][rank] for source in range(num_ranks)])
-        assert [len(sent[source][rank]) for source in range(num_ranks)] == exchange.receive_counts.tolist()
+        assert [
+            len(sent[source][rank]) for source in range(num_ranks)
+        ] == exchange.receive_counts.tolist()
         batch = np.empty_like(received)
         batch[exchange.receive_places] = received
         expected = moved.apply(values)[moved.target_offsets[rank] : moved.target_offsets[rank + 1]]
@@ -85,7 +108,9 @@ def test_an_all_to_all_of_the_exchanges_is_the_rearrangement(problem: tuple[list
 
 @settings(max_examples=100, deadline=None)
 @given(layouts())
-def test_an_all_to_all_delivers_an_assignment_in_target_order(problem: tuple[list[IntArray], IntArray]) -> None:
+def test_an_all_to_all_delivers_an_assignment_in_target_order(
+    problem: tuple[list[IntArray], IntArray],
+) -> None:
     (targets,), offsets = problem
     moved = from_assignment(targets, offsets)
     for rank in range(moved.num_ranks):
@@ -95,7 +120,9 @@ def test_an_all_to_all_delivers_an_assignment_in_target_order(problem: tuple[lis
 
 @settings(max_examples=100, deadline=None)
 @given(layouts(), st.integers(1, 4), st.integers(0, 99))
-def test_volumes_equal_plain_sums(problem: tuple[list[IntArray], IntArray], ranks_per_node: int, seed: int) -> None:
+def test_volumes_equal_plain_sums(
+    problem: tuple[list[IntArray], IntArray], ranks_per_node: int, seed: int
+) -> None:
     (targets,), offsets = problem
     lengths = np.random.default_rng(seed).integers(0, 10**6, len(targets))
     num_ranks = len(offsets) - 1
@@ -118,4 +145,4 @@ def test_layouts_that_do_not_meet_are_errors() -> None:
     with pytest.raises(ValueError, match="must be 0 to 1"):
         from_assignment(np.array([0, 2]), np.array([0, 1, 2]))
     with pytest.raises(ValueError, match="all must agree"):
-        Rearrangement(np.array([0]), np.array([0, 2]), np.array([0, 1]))
+        Permutation(np.array([0]), np.array([0, 2]), np.array([0, 1]))

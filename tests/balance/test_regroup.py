@@ -1,17 +1,19 @@
-"""Regrouping: every sample once, inside its window, others together in each epoch, at no loss of fill."""
+"""Regrouping: every sample once, inside its window, others together in each epoch, at no loss of
+fill.
+"""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.fit import choose_plan, group_fit
-from balance.isf import group_isf
+from balance.grouping.best_fit import choose_plan, group_fit
+from balance.grouping.isf import group_isf
 from balance.metrics import dist_ratio
-from balance.order import GroupStream
-from balance.path import sort_along_path
-from balance.records import Groups, Limits
-from balance.regroup import regroup, repeated_pairs, window_borders
+from balance.order.block_shuffle import BlockShuffle
+from balance.order.regroup import regroup, repeated_pairs, window_borders
+from balance.order.sort_groups import sort_along_path
+from balance.types import Groups, Limits
 
 LIMITS = Limits(max_seq_len=4_096, max_vision=15, min_seq_len=3_968, min_vision=15)
 
@@ -27,7 +29,12 @@ def stored():
 
 
 @settings(deadline=None)
-@given(num_groups=st.integers(0, 500), window=st.integers(1, 80), seed=st.integers(0, 9), epoch=st.integers(0, 9))
+@given(
+    num_groups=st.integers(0, 500),
+    window=st.integers(1, 80),
+    seed=st.integers(0, 9),
+    epoch=st.integers(0, 9),
+)
 def test_windows_cover_all_groups_and_are_no_larger_than_asked(num_groups, window, seed, epoch):
     borders = window_borders(num_groups, window, seed=seed, epoch=epoch)
     assert (borders[0], borders[-1]) == (0, num_groups)
@@ -44,7 +51,9 @@ def test_every_sample_once_within_the_caps_and_the_window(loads, window, epoch):
     vision, tokens = np.array(loads, dtype=np.int64).T
     limits = Limits(max_seq_len=10, max_vision=4, min_seq_len=10, min_vision=4)
     stored = group_isf(vision, tokens, limits, seed=0)
-    groups, order = regroup(vision, tokens, stored, limits, window_groups=window, seed=0, epoch=epoch)
+    groups, order = regroup(
+        vision, tokens, stored, limits, window_groups=window, seed=0, epoch=epoch
+    )
     assert sorted(groups.samples.tolist()) == list(range(len(loads)))
     assert groups.sum(vision).max() <= 4
     assert groups.sum(tokens).max() <= 10
@@ -55,14 +64,15 @@ def test_every_sample_once_within_the_caps_and_the_window(loads, window, epoch):
     assert all(len(set(window_of[groups[g]].tolist())) == 1 for g in range(len(groups)))
     again, _ = regroup(vision, tokens, stored, limits, window_groups=window, seed=0, epoch=epoch)
     assert np.array_equal(groups.samples, again.samples)
-    stream = GroupStream(num_groups=len(groups), order=order, seed=0, epoch=epoch)
+    stream = BlockShuffle(num_groups=len(groups), order=order, seed=0, epoch=epoch)
     assert sorted(stream.take(len(groups)).tolist()) == list(range(len(groups)))
 
 
 def test_epochs_bring_other_samples_together_at_no_loss_of_fill(stored):
     vision, tokens, groups = stored
     first, second = (
-        regroup(vision, tokens, groups, LIMITS, window_groups=512, seed=0, epoch=epoch)[0] for epoch in (0, 1)
+        regroup(vision, tokens, groups, LIMITS, window_groups=512, seed=0, epoch=epoch)[0]
+        for epoch in (0, 1)
     )
     assert repeated_pairs(first, second) < 0.01
     assert repeated_pairs(groups, first) < 0.01
@@ -71,8 +81,10 @@ def test_epochs_bring_other_samples_together_at_no_loss_of_fill(stored):
 
 def test_micro_batches_of_regrouped_samples_are_balanced(stored):
     vision, tokens, stored_groups = stored
-    groups, order = regroup(vision, tokens, stored_groups, LIMITS, window_groups=2_048, seed=0, epoch=3)
-    stream = GroupStream(num_groups=len(groups), order=order, seed=0, epoch=3)
+    groups, order = regroup(
+        vision, tokens, stored_groups, LIMITS, window_groups=2_048, seed=0, epoch=3
+    )
+    stream = BlockShuffle(num_groups=len(groups), order=order, seed=0, epoch=3)
     taken = np.concatenate([stream.take(8) for _ in range(len(groups) // 8)])
     random = np.random.default_rng(0).permutation(len(groups))
     for loads in (groups.sum(vision), groups.sum(tokens)):
@@ -83,7 +95,9 @@ def test_micro_batches_of_regrouped_samples_are_balanced(stored):
 def test_a_given_plan_groups_as_if_it_had_been_chosen(stored):
     vision, tokens, _ = stored
     plan = choose_plan(vision, tokens, LIMITS, seed=4, rounds=9)
-    given, chosen = (group_fit(vision, tokens, LIMITS, seed=4, rounds=9, plan=each) for each in (plan, None))
+    given, chosen = (
+        group_fit(vision, tokens, LIMITS, seed=4, rounds=9, plan=each) for each in (plan, None)
+    )
     assert np.array_equal(given.samples, chosen.samples)
     assert np.array_equal(given.offsets, chosen.offsets)
     by_vision = choose_plan(vision, tokens // 100, LIMITS, seed=4, rounds=9)
@@ -99,7 +113,8 @@ def test_pairs_are_new_also_where_beginning_with_the_largest_samples_would_fill_
     stored = group_fit(vision, tokens, limits, seed=0)
     stored = stored.take(sort_along_path(stored.sum(vision), stored.sum(tokens), 0))
     first, second = (
-        regroup(vision, tokens, stored, limits, window_groups=512, seed=0, epoch=epoch)[0] for epoch in (0, 1)
+        regroup(vision, tokens, stored, limits, window_groups=512, seed=0, epoch=epoch)[0]
+        for epoch in (0, 1)
     )
     assert repeated_pairs(first, second) < 0.02
     assert len(first) <= 1.01 * len(stored)
@@ -113,12 +128,23 @@ def test_repeated_pairs_equal_their_definition():
         return Groups(rng.permutation(40), np.r_[0, borders, 40])
 
     def pairs(groups):
-        return {(a, b) for g in range(len(groups)) for a in groups[g].tolist() for b in groups[g].tolist() if a < b}
+        return {
+            (a, b)
+            for g in range(len(groups))
+            for a in groups[g].tolist()
+            for b in groups[g].tolist()
+            if a < b
+        }
 
     one, other = random_groups(), random_groups()
-    assert repeated_pairs(one, other) == pytest.approx(len(pairs(one) & pairs(other)) / len(pairs(one)))
+    assert repeated_pairs(one, other) == pytest.approx(
+        len(pairs(one) & pairs(other)) / len(pairs(one))
+    )
     assert repeated_pairs(one, one) == 1.0
-    assert repeated_pairs(Groups(np.arange(3), np.arange(4)), Groups(np.arange(3), np.arange(4))) == 0.0
+    assert (
+        repeated_pairs(Groups(np.arange(3), np.arange(4)), Groups(np.arange(3), np.arange(4)))
+        == 0.0
+    )
 
 
 def test_a_window_without_groups_is_refused():

@@ -1,11 +1,13 @@
-"""Linear sorting equals NumPy's stable argsort, whatever the keys, the random bits and the width of the numbers."""
+"""Linear sorting equals NumPy's stable argsort, whatever the keys, the random bits and the width of
+the numbers.
+"""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.sorting import MAX_BUCKET_BITS, index_dtype, random_ties, sorted_by
+from balance.radix_sort import MAX_BUCKET_BITS, index_dtype, random_ties, sorted_by
 
 KEYS = st.one_of(st.integers(0, 3), st.integers(0, 5000), st.integers(0, 2**64 - 1))
 

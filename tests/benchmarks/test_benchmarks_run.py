@@ -1,4 +1,6 @@
-"""The benchmarks that mirror the paper's tables run on tiny generated inputs, and what they count is right."""
+"""The benchmarks that mirror the paper's tables run on tiny generated inputs, and what they count
+is right.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ import numpy as np
 import pytest
 
 from balance.presets import load_model
-from packer.count import CountTask, SampleCounter
-from packer.demo import demo_tokenizer_path, write_demo
-from packer.sources.json_records import read_json_records
-from packer.storage import open_root
+from packer.count.sample_counter import CountTask, SampleCounter
+from packer.demo.dataset import demo_tokenizer_path, write_demo
+from packer.sources._json_records import read_json_records
+from shards.folders import open_root
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 DEMO_SAMPLES = 60
@@ -50,16 +52,22 @@ def assert_no_nan(printed: str) -> None:
     assert not re.search(r"\b(nan|inf)\b", printed, re.IGNORECASE), printed
 
 
-def test_convergence_prints_finite_figures_for_every_number_of_iterations(capsys: pytest.CaptureFixture[str]) -> None:
+def test_convergence_prints_finite_figures_for_every_number_of_iterations(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert convergence.main(["--samples", "600", "--seeds", "1", "--dp", "4"]) == 0
     printed = capsys.readouterr().out
     assert_no_nan(printed)
     rows = [line for line in printed.splitlines() if line.lstrip().startswith(("ISF, ", "default"))]
-    assert [line.split()[:2] for line in rows[:-1]] == [["ISF,", str(number)] for number in convergence.ITERATIONS]
+    assert [line.split()[:2] for line in rows[:-1]] == [
+        ["ISF,", str(number)] for number in convergence.ITERATIONS
+    ]
     assert all(len(numbers(line)) >= 7 for line in rows)
 
 
-def test_more_iterations_never_need_more_groups_and_the_loaders_order_is_no_worse_than_chance() -> None:
+def test_more_iterations_never_need_more_groups_and_the_loaders_order_is_no_worse_than_chance() -> (
+    None
+):
     counts, sources = convergence.generate(3_000)
     options = convergence.GroupOptions(max_seq_len=4096)
     data = convergence.under_caps(counts, sources, options)
@@ -76,30 +84,42 @@ def test_more_iterations_never_need_more_groups_and_the_loaders_order_is_no_wors
 
 def test_samples_over_the_caps_are_left_out_and_counted() -> None:
     counts, sources = convergence.generate(2_000)
-    data = convergence.under_caps(counts, sources, convergence.GroupOptions(max_seq_len=1500, max_vision=4))
+    data = convergence.under_caps(
+        counts, sources, convergence.GroupOptions(max_seq_len=1500, max_vision=4)
+    )
     fits = (counts.seq_len <= 1500) & (counts.num_image_patches <= 4)
     assert data.num_over == int((~fits).sum()) > 0
     assert np.array_equal(data.counts.seq_len, counts.seq_len[fits])
     assert np.array_equal(data.sources, sources[fits])
 
 
-def test_resolutions_prints_every_setting_with_finite_figures(capsys: pytest.CaptureFixture[str]) -> None:
+def test_resolutions_prints_every_setting_with_finite_figures(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     arguments = ["--demo-samples", str(DEMO_SAMPLES), "--resample", "400", "--dp", "4"]
     assert resolutions.main(arguments) == 0
     printed = capsys.readouterr().out
     assert_no_nan(printed)
-    rows = [line for line in printed.splitlines() if re.search(r"\b(random|shuffled|Isobatch) +\d", line)]
+    rows = [
+        line
+        for line in printed.splitlines()
+        if re.search(r"\b(random|shuffled|Isobatch) +\d", line)
+    ]
     assert len([line for line in rows if "OmniBal" not in line]) == 3 * 8
     assert all(len(numbers(line)) >= 6 for line in rows if "OmniBal" not in line)
 
 
-@pytest.mark.parametrize("model", ["internvl_1_5", "internvl_1_5_max4", "internvl_1_5_max1", "qwen2_vl"])
+@pytest.mark.parametrize(
+    "model", ["internvl_1_5", "internvl_1_5_max4", "internvl_1_5_max1", "qwen2_vl"]
+)
 def test_a_rule_counts_from_sizes_what_the_packer_counts_from_files(demo: Path, model: str) -> None:
     preset = load_model(model)
     task = CountTask(model=preset, tokenizer=str(demo_tokenizer_path()))
     records = read_json_records(open_root(str(demo)), "annotations.json")
     expected = SampleCounter(task).count(records, "demo", str(demo), "").table
-    counts, refused = resolutions.count(resolutions.read_samples(str(demo), str(demo_tokenizer_path())), preset.vision)
+    counts, refused = resolutions.count(
+        resolutions.read_samples(str(demo), str(demo_tokenizer_path())), preset.vision
+    )
     assert len(refused) == 0
     for name in ("num_image_patches", "num_vit_tokens", "num_image_tokens", "num_text_tokens"):
         assert getattr(counts, name).tolist() == expected.column(name).to_pylist(), name
@@ -120,12 +140,20 @@ def test_a_sample_with_an_image_that_the_rule_refuses_is_named_and_left_out() ->
     drawn = np.array([0, 1, 2, 2, 0, 1, 0, 1, 0, 1])
     methods, left_out = resolutions.measure(setting, samples, drawn, dp=2, seed=0)
     assert left_out == 2
-    assert all(np.isfinite([method.avg_batch_size, *astuple(method.dist_ratios)]).all() for method in methods)
+    assert all(
+        np.isfinite([method.avg_batch_size, *astuple(method.dist_ratios)]).all()
+        for method in methods
+    )
 
 
 def test_tokens_per_tile_follow_the_tiles_pixels() -> None:
-    settings = {s.name: s.rule for s in resolutions.resolution_settings(load_model("internvl_1_5").vision)}
-    tokens = {name: (rule.vit_tokens_per_patch, rule.llm_tokens_per_patch) for name, rule in settings.items()}
+    settings = {
+        s.name: s.rule for s in resolutions.resolution_settings(load_model("internvl_1_5").vision)
+    }
+    tokens = {
+        name: (rule.vit_tokens_per_patch, rule.llm_tokens_per_patch)
+        for name, rule in settings.items()
+    }
     assert tokens == {"224 px": (257, 64), "336 px": (577, 144), "448 px": (1025, 256)}
     assert settings["448 px"] == load_model("internvl_1_5_max4").vision
 
@@ -140,7 +168,10 @@ def test_counting_prints_both_limits_and_the_memory(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(counting, "SETTLE_SECONDS", 0)
-    assert counting.main(["--samples", "600", "--work", str(tmp_path)]) in (0, 1)  # so few say nothing about speed
+    assert counting.main(["--samples", "600", "--work", str(tmp_path)]) in (
+        0,
+        1,
+    )  # so few say nothing about speed
     printed = capfd.readouterr().out
     assert_no_nan(printed)
     for stage in ("counting", "writing"):

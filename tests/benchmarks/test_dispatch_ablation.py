@@ -1,4 +1,6 @@
-"""The benchmark of OrchMLLM's ablations runs on a tiny model, computed and with stand-ins, and refuses wrong losses."""
+"""The benchmark of OrchMLLM's ablations runs on a tiny model, computed and with stand-ins, and
+refuses wrong losses.
+"""
 
 import importlib
 import re
@@ -18,16 +20,33 @@ runs = importlib.import_module("dispatching.runs")
 TIMEOUT_S = 120
 
 
-@pytest.mark.parametrize("options", [[], ["--standin", "--step-ms", "20"]], ids=["computed", "stand-ins"])
+@pytest.mark.parametrize(
+    "options", [[], ["--standin", "--step-ms", "20"]], ids=["computed", "stand-ins"]
+)
 def test_every_variant_has_a_row_in_each_table_and_all_losses_agree(options):
-    command = [sys.executable, BENCHMARK, "--tiny", "--steps", "1", "--samples", "5", "--ranks", "2", *options]
+    command = [
+        sys.executable,
+        BENCHMARK,
+        "--tiny",
+        "--steps",
+        "1",
+        "--samples",
+        "5",
+        "--ranks",
+        "2",
+        *options,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     assert "…" not in done.stdout  # nothing is cut off
     lines = done.stdout.splitlines()
     names = [variant.name for variant in runs.variants(1)]
     for name in names:
-        rows = [line.replace(name, "", 1).split() for line in lines if line.strip().startswith(f"{name}  ")]
+        rows = [
+            line.replace(name, "", 1).split()
+            for line in lines
+            if line.strip().startswith(f"{name}  ")
+        ]
         assert len(rows) == 4  # of times and of balance, in two settings
         assert [float(row[1].removesuffix("x")) > 0 for row in rows[::2]] == [True, True]
         assert all(0 <= float(ratio) < 1 for row in rows[1::2] for ratio in row[:3])

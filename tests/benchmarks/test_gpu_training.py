@@ -1,4 +1,6 @@
-"""The benchmark for one GPU: its whole path at tiny size on a CPU, its layers at full size without numbers."""
+"""The benchmark for one GPU: its whole path at tiny size on a CPU, its layers at full size without
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ from balance.presets import load_model
 from engine.cost_model.clusters import load_cluster
 from engine.cost_model.layer_list import layers_of
 from engine.cost_model.parallel import Parallelism
-from engine.cost_model.profile_costs import profiled_costs, read_profile
-from engine.runtime.live_bytes import LiveBytes
+from engine.cost_model.profile_table import profiled_costs, read_profile
+from engine.runtime.cpu_memory import LiveBytes
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 COMMAND = [sys.executable, BENCHMARKS / "gpu_training.py"]
@@ -51,14 +53,22 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def measured(folder: Path, command: str, *options: str, timeout: float = TIMEOUT_S) -> tuple[dict[str, Any], str]:
+def measured(
+    folder: Path, command: str, *options: str, timeout: float = TIMEOUT_S
+) -> tuple[dict[str, Any], str]:
     """The figures and the text that a run keeps; the text is what it prints."""
     done = subprocess.run(
-        [*COMMAND, command, "--out", folder, *options], capture_output=True, text=True, check=False, timeout=timeout
+        [*COMMAND, command, "--out", folder, *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout,
     )
     assert done.returncode == 0, done.stderr
     assert "…" not in done.stdout  # nothing is cut off
-    (kept,) = (path for path in folder.glob(f"gpu_{command}_*.json") if "profile.json" not in path.name)
+    (kept,) = (
+        path for path in folder.glob(f"gpu_{command}_*.json") if "profile.json" not in path.name
+    )
     assert kept.with_suffix(".txt").read_text() == done.stdout
     figures = json.loads(kept.read_text())
     assert figures["command"].startswith(f"python benchmarks/gpu_training.py {command}")
@@ -92,7 +102,12 @@ def test_profile_measures_every_kind_of_layer_and_partitions_by_it(tmp_path):
         assert row["modelled_ratio"] >= 0.9999
     for by in ("measured layers", "the analytical model"):
         methods = figures[f"table_4, {by}"]
-        assert [row["name"] for row in methods][:4] == ["parameter-based", "layer-based", "profile-based", "BMP"]
+        assert [row["name"] for row in methods][:4] == [
+            "parameter-based",
+            "layer-based",
+            "profile-based",
+            "BMP",
+        ]
         assert f"Table 4, by {by}" in text
     assert figures["table_4, measured layers"][3]["measured_ratio"] == 1.0
 
@@ -103,7 +118,12 @@ def test_train_runs_every_way_and_adaptive_recomputation_keeps_to_its_memory(tmp
     padded, packed, adaptive, nothing = figures["ways"]
     recomputed = [sum(way["recomputed"].values()) for way in (padded, packed, adaptive, nothing)]
     assert recomputed[0] == recomputed[1] > recomputed[2] > recomputed[3] == 0
-    assert packed["peak_bytes"] < adaptive["peak_bytes"] <= adaptive["limit_bytes"] < nothing["peak_bytes"]
+    assert (
+        packed["peak_bytes"]
+        < adaptive["peak_bytes"]
+        <= adaptive["limit_bytes"]
+        < nothing["peak_bytes"]
+    )
     for way in figures["ways"]:
         assert way["name"] in text
         assert len(way["passes_s"]) == len(way["losses"]) == 1
@@ -140,7 +160,11 @@ def test_what_runs_out_of_memory_is_a_row_and_the_next_one_runs(dtype):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_in_one_line(tmp_path):
     done = subprocess.run(
-        [*COMMAND, "profile", "--out", tmp_path], capture_output=True, text=True, check=False, timeout=TIMEOUT_S
+        [*COMMAND, "profile", "--out", tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
     )
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
@@ -148,10 +172,16 @@ def test_without_a_gpu_it_says_so_in_one_line(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("pair", [None, *PAIRS], ids=lambda pair: "one GPU" if pair is None else pair.name)
+@pytest.mark.parametrize(
+    "pair", [None, *PAIRS], ids=lambda pair: "one GPU" if pair is None else pair.name
+)
 def test_layers_of_full_size_stay_on_their_device_and_give_what_specs_say(pair):
-    # the device meta has shapes and dtypes, and refuses tensors of another device, but computes nothing
-    whole, where = load_model(presets.INTERNVL if pair is None else pair.preset), torch.device("meta")
+    # the device meta has shapes and dtypes, and refuses tensors of another device, but computes
+    # nothing
+    whole, where = (
+        load_model(presets.INTERNVL if pair is None else pair.preset),
+        torch.device("meta"),
+    )
     preset = presets.one_of_each(presets.gpu_part(whole, 1 if pair is None else pair.tp))
     sequences = batches.Sequences.of_sizes(profiles.FULL.tiles, profiles.FULL.tokens, 256)
     batch = batches.make_batch(sequences, preset, torch.bfloat16)
@@ -165,16 +195,25 @@ def test_layers_of_full_size_stay_on_their_device_and_give_what_specs_say(pair):
     assert (carry["loss"].shape, carry["loss"].dtype) == ((), torch.float32)
     carry["loss"].backward()
     for layer in model.layers:
-        assert all(weight.grad is not None and weight.dtype == torch.bfloat16 for weight in layer.parameters())
+        assert all(
+            weight.grad is not None and weight.dtype == torch.bfloat16
+            for weight in layer.parameters()
+        )
 
 
 def test_layers_have_as_many_parameters_as_the_planner_counts():
-    for preset in (presets.two_billion(), presets.gpu_part(load_model("eva_clip_1b_internlm2_20b"), 2)):
+    for preset in (
+        presets.two_billion(),
+        presets.gpu_part(load_model("eva_clip_1b_internlm2_20b"), 2),
+    ):
         model = layers.make_model(presets.one_of_each(preset), torch.device("meta"), torch.bfloat16)
         counted = layers_of(presets.one_of_each(preset), Parallelism())
         for layer, own in zip(model.layers[1:], counted[1:], strict=True):
-            # biases and some norms are not counted; nor, in the embedding of patches, class token and positions
-            assert sum(weight.numel() for weight in layer.parameters()) == pytest.approx(own.num_params, rel=0.002)
+            # biases and some norms are not counted; nor, in the embedding of patches, class token
+            # and positions
+            assert sum(weight.numel() for weight in layer.parameters()) == pytest.approx(
+                own.num_params, rel=0.002
+            )
 
 
 def test_the_model_has_two_billion_parameters():
@@ -247,7 +286,10 @@ def test_what_tensor_parallel_gpus_send_is_added_to_what_one_of_them_took():
     preset = presets.tiny_of(load_model(presets.INTERNVL), num_layers=1)
     bench = replace(device.open_bench(tiny=True, cluster=None), cluster=load_cluster("h100"))
     loads = profiles.loads_of(profiles.tiny_sizes(preset), preset)
-    alone, shared = (profiles.sends(preset, Parallelism(tp=tp, sequence_parallel=False), bench, loads) for tp in (1, 2))
+    alone, shared = (
+        profiles.sends(preset, Parallelism(tp=tp, sequence_parallel=False), bench, loads)
+        for tp in (1, 2)
+    )
     assert not np.any(alone)
     assert (np.array(shared)[:, 1] > 0).all()  # of the vision layer
 
@@ -260,7 +302,8 @@ def test_profile_on_a_gpu(tmp_path):
     limit = figures["matmul_flops_per_s"]
     vision = next(row for row in figures["layers"] if row["kind"] == "vision_layer")
     flops = profiles.layer_flops(
-        load_model(presets.INTERNVL), profiles.loads_of(profiles.SIZES, load_model(presets.INTERNVL))
+        load_model(presets.INTERNVL),
+        profiles.loads_of(profiles.SIZES, load_model(presets.INTERNVL)),
     )
     speeds = flops["vision_layer"] / np.array(vision["measured"]["forward_ns"]) * 1e9
     assert (speeds < 1.05 * limit).all()  # else something was not waited for
@@ -272,7 +315,12 @@ def test_train_on_a_gpu(tmp_path):
     options = ("--steps", "1", "--micro-batches", "2", "--rounds", "1", "--budgets", "0.5")
     figures, _ = measured(tmp_path, "train", *options, timeout=280)
     _, packed, adaptive, nothing = figures["ways"]
-    assert packed["peak_bytes"] < adaptive["peak_bytes"] <= adaptive["limit_bytes"] < nothing["peak_bytes"]
+    assert (
+        packed["peak_bytes"]
+        < adaptive["peak_bytes"]
+        <= adaptive["limit_bytes"]
+        < nothing["peak_bytes"]
+    )
     for way in figures["ways"]:
         assert all(map(math.isfinite, way["losses"]))
         assert way["predicted_bytes"] == pytest.approx(way["peak_bytes"], rel=0.25)

@@ -1,4 +1,6 @@
-"""What the loader benchmark says of its figures: tables, verdict, and that a loader gave what is stored."""
+"""What the loader benchmark says of its figures: tables, verdict, and that a loader gave what is
+stored.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def results(**figures: list[tuple[Any, float]]) -> Any:
 
 
 def test_the_best_of_all_runs_is_kept_by_what_better_means() -> None:
-    found = results(ours=[(RAW, 5.0), (RAW, 9.0), (RAW, 7.0), (table.MEMORY, 300.0), (table.MEMORY, 200.0)])
+    found = results(
+        ours=[(RAW, 5.0), (RAW, 9.0), (RAW, 7.0), (table.MEMORY, 300.0), (table.MEMORY, 200.0)]
+    )
     assert found.get("ours", RAW) == 9.0
     assert found.get("ours", table.MEMORY) == 200.0
     assert found.get("peer", RAW) is None
@@ -54,10 +58,19 @@ def test_the_verdict_is_silent_when_we_lead_everywhere() -> None:
 
 @pytest.mark.parametrize(
     ("column", "ours", "peer"),
-    [(RAW, 8.0, 9.0), (DECODED, 8.0, 8.0), (table.MEMORY, 9.0, 8.0), (table.FIRST_BATCH[True], 2, 1)],
+    [
+        (RAW, 8.0, 9.0),
+        (DECODED, 8.0, 8.0),
+        (table.MEMORY, 9.0, 8.0),
+        (table.FIRST_BATCH[True], 2, 1),
+    ],
 )
-def test_each_column_in_which_a_peer_is_no_worse_is_named(column: Any, ours: float, peer: float) -> None:
-    (line,) = table.verdict(results(ours=[(column, ours)], peer=[(column, peer)]), ["peer"], "ours", [])
+def test_each_column_in_which_a_peer_is_no_worse_is_named(
+    column: Any, ours: float, peer: float
+) -> None:
+    (line,) = table.verdict(
+        results(ours=[(column, ours)], peer=[(column, peer)]), ["peer"], "ours", []
+    )
     assert line.startswith(f"behind peer: {column}: ")
 
 
@@ -65,12 +78,19 @@ def test_too_small_a_share_of_a_limit_and_what_was_not_measured_are_named() -> N
     found = results(limit=[(RAW, 10.0)], ours=[(RAW, 4.9)])
     found.failed["peer", DECODED] = "it broke"
     lines = table.verdict(found, ["peer"], "ours", SHARES)
-    assert lines == [f"not measured: peer, {DECODED}", f"below the limit's share: {RAW}: 0.49, wanted 0.5"]
+    assert lines == [
+        f"not measured: peer, {DECODED}",
+        f"below the limit's share: {RAW}: 0.49, wanted 0.5",
+    ]
 
 
-def test_the_tables_show_every_figure_and_why_one_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tables_show_every_figure_and_why_one_is_missing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     remote = table.Work(remote=True, decoded=False, workers=2).column
-    found = results(limit=[(RAW, 40_000.0)], ours=[(RAW, 30_000.0), (remote, 1234.0)], peer=[(RAW, 20_000.0)])
+    found = results(
+        limit=[(RAW, 40_000.0)], ours=[(RAW, 30_000.0), (remote, 1234.0)], peer=[(RAW, 20_000.0)]
+    )
     found.failed["peer", remote] = "no [endpoint]"
     table.print_tables(found, ["ours", "peer"], "ours", SHARES)
     printed = capsys.readouterr().out
@@ -93,7 +113,10 @@ def test_a_process_that_fails_says_why_in_one_line_and_leaves_nothing(tmp_path: 
 
 
 def test_a_pass_counts_all_that_arrives_and_is_repeated_as_told() -> None:
-    batches = [[(b"x" * 100, np.zeros((2, 5), np.int32))] * 3, [(b"y" * 50, np.zeros((2, 4), np.int32))]]
+    batches = [
+        [(b"x" * 100, np.zeros((2, 5), np.int32))] * 3,
+        [(b"y" * 50, np.zeros((2, 4), np.int32))],
+    ]
     found = measure.one_pass(map(measure.pack, batches), measure.parts_of)
     assert (found.images, found.image_bytes, found.tokens) == (4, 350, 38)
     assert 0 < found.first_seconds <= found.seconds

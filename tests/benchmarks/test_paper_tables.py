@@ -11,7 +11,7 @@ import pytest
 from test_benchmarks_run import load
 
 from engine.cost_model.parallel import Training
-from engine.planning.exact import search_exact
+from engine.planning.search.branch_and_bound import search_exact
 from engine.simulator.evaluate import evaluate
 from engine.simulator.schedule import one_f_one_b
 
@@ -28,7 +28,9 @@ CLOCKED = {"pipetune-2", "pipetune-8"}
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in tables.SECTIONS if name not in CLOCKED])
 def test_the_page_holds_what_the_command_makes(name):
-    assert str(tables.SECTIONS[name]()) in PAGE.read_text("utf-8"), "run `python benchmarks/paper_tables.py`"
+    assert str(tables.SECTIONS[name]()) in PAGE.read_text("utf-8"), (
+        "run `python benchmarks/paper_tables.py`"
+    )
 
 
 @pytest.mark.slow
@@ -41,7 +43,9 @@ def test_sections_with_times_hold_the_same_figures_but_for_these(name):
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("place", [place for place in range(9) if "EVA-4B" not in models.PAIRS[place].name])
+@pytest.mark.parametrize(
+    "place", [place for place in range(9) if "EVA-4B" not in models.PAIRS[place].name]
+)
 def test_our_plan_is_never_slower_than_the_papers_and_fits(place, sequence_parallel):
     pair = models.replace_parallel(models.PAIRS[place], sequence_parallel)
     costs, schedule = pair.constant_costs, one_f_one_b(pair.pp, models.MICRO_BATCHES)
@@ -49,7 +53,9 @@ def test_our_plan_is_never_slower_than_the_papers_and_fits(place, sequence_paral
     found = search_exact(costs, schedule, memory)
     borders = models.borders_of(costs, pair.layers)
     assert models.layers_of(costs, borders) == list(pair.layers)
-    theirs = evaluate(costs, borders, models.first_recomputed(costs, borders, pair.recomputed), schedule)
+    theirs = evaluate(
+        costs, borders, models.first_recomputed(costs, borders, pair.recomputed), schedule
+    )
     ours = evaluate(costs, found.borders, found.recompute, schedule)
     assert ours.step_ns == found.step_ns <= theirs.step_ns
     assert ours.fits(memory)
@@ -61,7 +67,10 @@ def test_drawn_samples_are_like_those_the_paper_tells_of():
     random, groups = steps.random_data(counts, 8), steps.balanced_data(counts, 8)
     assert groups.samples / len(groups.loads) == pytest.approx(4.6, abs=0.1)
     assert random.pad_ratio == pytest.approx(0.31, abs=0.07)
-    assert (random.dist_vit, random.dist_llm) == (pytest.approx(0.34, abs=0.04), pytest.approx(0.30, abs=0.02))
+    assert (random.dist_vit, random.dist_llm) == (
+        pytest.approx(0.34, abs=0.04),
+        pytest.approx(0.30, abs=0.02),
+    )
     assert groups.loads.vision.items.max() <= models.IMAGES
     assert groups.loads.llm.tokens.max() <= models.SEQ_LEN
 
@@ -92,4 +101,8 @@ def test_gradients_of_frozen_parts_are_not_exchanged(monkeypatch):
 
 
 def test_a_table_is_markdown():
-    assert page.table(["a", "b"], [[1, "2"]]).splitlines() == ["| a | b |", "|---|---|", "| 1 | 2 |"]
+    assert page.table(["a", "b"], [[1, "2"]]).splitlines() == [
+        "| a | b |",
+        "|---|---|",
+        "| 1 | 2 |",
+    ]

@@ -8,8 +8,21 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "partition_speed.py"
 
 
 def test_a_small_model_is_solved_and_no_method_is_faster():
-    options = ["--sizes", "16x3", "--micro-batches", "6", "--spread", "0.1", "--schedules", "1f1b", "--rounds", "1"]
-    done = subprocess.run([sys.executable, BENCHMARK, *options], capture_output=True, text=True, check=False)
+    options = [
+        "--sizes",
+        "16x3",
+        "--micro-batches",
+        "6",
+        "--spread",
+        "0.1",
+        "--schedules",
+        "1f1b",
+        "--rounds",
+        "1",
+    ]
+    done = subprocess.run(
+        [sys.executable, BENCHMARK, *options], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if line.split()[:3] == ["16", "x", "3"]]
     assert len(rows) == 2

@@ -29,7 +29,10 @@ def counts() -> Any:
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_no_sample_comes_twice_and_steps_are_full(counts: Any, replicas: int) -> None:
-    for steps in (data.random_steps(counts, replicas, 4, 3), data.balanced_steps(counts, data.SHRUNK, replicas, 4, 3)):
+    for steps in (
+        data.random_steps(counts, replicas, 4, 3),
+        data.balanced_steps(counts, data.SHRUNK, replicas, 4, 3),
+    ):
         assert [[len(own) for own in step] for step in steps] == [[4] * replicas] * 3
         drawn = np.concatenate([own.samples for own in data.every(steps)])
         assert len(np.unique(drawn)) == len(drawn)
@@ -39,11 +42,19 @@ def test_no_sample_comes_twice_and_steps_are_full(counts: Any, replicas: int) ->
 def test_loads_are_those_of_the_micro_batches_that_are_run(counts: Any, padded: bool) -> None:
     (groups,) = data.random_steps(counts, 1, 6, 1)[0]
     loads = data.loads_of(groups, counts, data.SHRUNK, padded=padded)
-    batches = [model.make_batch(samples, counts, padded=padded) for samples in data.samples_of(groups)]
+    batches = [
+        model.make_batch(samples, counts, padded=padded) for samples in data.samples_of(groups)
+    ]
     assert loads.llm.tokens.tolist() == [len(batch.input_ids) for batch in batches]
-    assert loads.llm.squares.tolist() == [sum(length**2 for length in batch.lengths) for batch in batches]
-    assert loads.vision.tokens.tolist() == [batch.tiles.shape[0] * batch.tiles.shape[1] for batch in batches]
-    assert sum(batch.num_labels for batch in batches) == counts.num_loss_tokens[groups.samples].sum()
+    assert loads.llm.squares.tolist() == [
+        sum(length**2 for length in batch.lengths) for batch in batches
+    ]
+    assert loads.vision.tokens.tolist() == [
+        batch.tiles.shape[0] * batch.tiles.shape[1] for batch in batches
+    ]
+    assert (
+        sum(batch.num_labels for batch in batches) == counts.num_loss_tokens[groups.samples].sum()
+    )
 
 
 def test_padding_changes_no_loss(counts: Any) -> None:
@@ -79,11 +90,15 @@ def test_operations_are_those_that_torch_counts(counts: Any) -> None:
 def test_other_losses_of_the_same_samples_end_the_run(counts: Any) -> None:
     steps = data.random_steps(counts, 1, 2, 2)
     nothing = np.zeros(23, np.bool_)
-    first = variants.Variant(name="one", steps=steps, padded=True, borders=np.array([0, 23]), recompute=nothing)
+    first = variants.Variant(
+        name="one", steps=steps, padded=True, borders=np.array([0, 23]), recompute=nothing
+    )
     measured = ranks.Measured(seconds=np.ones(2), waiting=0.0, losses=np.array([3.0, 2.0]))
     real.check_losses([first, first], [measured, measured])
     with pytest.raises(SystemExit, match="losses"):
-        real.check_losses([first, first], [measured, replace(measured, losses=np.array([3.0, 2.1]))])
+        real.check_losses(
+            [first, first], [measured, replace(measured, losses=np.array([3.0, 2.1]))]
+        )
 
 
 def test_every_ingredient_of_pipetune_runs_with_real_compute_and_the_same_losses() -> None:
@@ -109,5 +124,7 @@ def test_stand_ins_take_no_less_than_they_are_modelled_to() -> None:
 
 def test_the_share_of_pairs_in_order_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
     times = [(1.0, 1.0), (1.2, 1.3), (1.1, 1.5), (1.01, 1.01)]
-    prediction.show("x", [prediction.Row(name="p", predicted_s=said, measured_s=was) for said, was in times])
+    prediction.show(
+        "x", [prediction.Row(name="p", predicted_s=said, measured_s=was) for said, was in times]
+    )
     assert "order: 4 of 5 pairs" in capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""A step like a real one, for the tests of charts: equal layers, half of them recomputed, uneven micro-batches."""
+"""A step like a real one, for the tests of charts: equal layers, half of them recomputed, uneven
+micro-batches.
+"""
 
 from itertools import pairwise
 
@@ -43,8 +45,12 @@ def chart_step(name, ranks, micro_batches, stages_per_rank=1, num_layers=64):
     costs = chart_costs(num_layers, micro_batches)
     borders = np.linspace(0, num_layers, ranks * stages_per_rank + 1).astype(int)
     recompute = np.arange(num_layers) < num_layers // 2
-    outcome = evaluate(costs, borders, recompute, make_schedule(name, ranks, micro_batches, stages_per_rank))
-    again = np.add.reduceat(np.where(recompute[:, np.newaxis], costs.recompute_ns, 0), borders[:-1], axis=0)
+    outcome = evaluate(
+        costs, borders, recompute, make_schedule(name, ranks, micro_batches, stages_per_rank)
+    )
+    again = np.add.reduceat(
+        np.where(recompute[:, np.newaxis], costs.recompute_ns, 0), borders[:-1], axis=0
+    )
     names = [f"layers {first} to {last - 1}" for first, last in pairwise(borders)]
     return Step(
         title=f"Schedule {name}",

@@ -12,5 +12,7 @@ from packer.progress import StageProgress
 def demo_build(tmp_path_factory):
     """The folder of a packed demo dataset."""
     out = tmp_path_factory.mktemp("demo") / "packed"
-    Builder(BuildConfig(dataset="demo", out=str(out), workers=1), StageProgress(Console(quiet=True))).build()
+    Builder(
+        BuildConfig(dataset="demo", out=str(out), workers=1), StageProgress(Console(quiet=True))
+    ).build()
     return out

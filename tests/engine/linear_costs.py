@@ -1,17 +1,21 @@
-"""A small vision-language model whose costs are linear in a micro-batch's loads, and steps of heavy-tailed samples."""
+"""A small vision-language model whose costs are linear in a micro-batch's loads, and steps of
+heavy-tailed samples.
+"""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from balance.records import Groups
+from balance.types import Groups
 from engine.cost_model.costs import Costs
 from engine.cost_model.loads import Loads, PhaseLoads
 
 
 @dataclass(frozen=True)
 class LinearModel:
-    """`encoders` layers of a vision encoder, then `layers` of an LLM; times in ns, sizes in bytes."""
+    """`encoders` layers of a vision encoder, then `layers` of an LLM; times in ns, sizes in
+    bytes.
+    """
 
     encoders: int = 2
     layers: int = 8
@@ -27,7 +31,8 @@ class LinearModel:
     def __call__(self, loads: Loads) -> Costs:
         encoder = np.array(self.vit_token_ns * loads.vision.tokens, np.int64)
         layer = (
-            self.token_ns * loads.llm.tokens + np.rint(self.square_ns * loads.llm.squares).astype(np.int64)
+            self.token_ns * loads.llm.tokens
+            + np.rint(self.square_ns * loads.llm.squares).astype(np.int64)
         ) + self.overhead_ns
         tokens = loads.llm.tokens
         count = self.encoders + self.layers
@@ -47,7 +52,9 @@ class LinearModel:
             send_ns=np.where(np.arange(count)[:, np.newaxis] < count - 1, sent * self.send_ns, 0),
             saved_bytes=saved,
             kept_bytes=saved // 8,
-            working_bytes=np.where(np.arange(count)[:, np.newaxis] == count - 1, tokens * self.token_bytes, 0),
+            working_bytes=np.where(
+                np.arange(count)[:, np.newaxis] == count - 1, tokens * self.token_bytes, 0
+            ),
             sent_bytes=sent * self.token_bytes,
             state_bytes=np.full(count, self.state_bytes),
             param_counts=np.full(count, self.state_bytes // 16),
@@ -57,12 +64,16 @@ class LinearModel:
 
 def even_borders(model: LinearModel, num_stages: int) -> np.ndarray:
     """The whole encoder in the first stage, the LLM's layers dealt evenly."""
-    cuts = [round(model.layers * stage / num_stages) + model.encoders for stage in range(1, num_stages)]
+    cuts = [
+        round(model.layers * stage / num_stages) + model.encoders for stage in range(1, num_stages)
+    ]
     return np.array([0, *cuts, model.encoders + model.layers])
 
 
 def mixed_samples(rng, count: int, *, images: float = 0.5, longest: int = 4096) -> Loads:
-    """One sample per column: log-normal texts, and in a share `images` of them 1 to 5 images of 576 tokens."""
+    """One sample per column: log-normal texts, and in a share `images` of them 1 to 5 images of 576
+    tokens.
+    """
     text = np.clip(rng.lognormal(4.5, 1.3, count), 4, longest - 5 * 576).astype(np.int64)
     number = np.where(rng.random(count) < images, rng.integers(1, 6, count), 0)
     tokens = text + 576 * number
@@ -74,4 +85,7 @@ def mixed_samples(rng, count: int, *, images: float = 0.5, longest: int = 4096) 
 
 
 def as_groups(lists) -> Groups:
-    return Groups(np.array([sample for own in lists for sample in own], np.int64), np.cumsum([0, *map(len, lists)]))
+    return Groups(
+        np.array([sample for own in lists for sample in own], np.int64),
+        np.cumsum([0, *map(len, lists)]),
+    )

@@ -1,7 +1,9 @@
-"""What the simulator and the memory figures are held against: plain Python, a heap of events, and dictionaries.
+"""What the simulator and the memory figures are held against: plain Python, a heap of events, and
+dictionaries.
 
-Shares no code with `engine`: what waits for what follows from the meaning of (kind, stage, micro-batch), and time
-passes event by event. Kinds are F forward, B backward, I input gradient, W weight gradient, E encode ahead.
+Shares no code with `engine`: what waits for what follows from the meaning of (kind, stage,
+micro-batch), and time passes event by event. Kinds are F forward, B backward, I input gradient, W
+weight gradient, E encode ahead.
 """
 
 import heapq
@@ -9,19 +11,26 @@ from collections import defaultdict, deque
 
 
 class StandstillError(Exception):
-    """Nothing happens any more, though actions are left; holds the first of each rank that never began."""
+    """Nothing happens any more, though actions are left; holds the first of each rank that never
+    began.
+    """
 
 
 class Pipeline:
     """A step of a pipeline: run it once.
 
-    `orders[rank]` are the rank's actions (kind, stage, micro_batch). `durations[action]` is an action's time,
-    `travel[kind, stage, micro_batch]` that of what it makes for another rank. `wants_grad[stage]` says whether a
-    gradient comes back to a stage from the next.
+    `orders[rank]` are the rank's actions (kind, stage, micro_batch). `durations[action]` is an
+    action's time, `travel[kind, stage, micro_batch]` that of what it makes for another rank.
+    `wants_grad[stage]` says whether a gradient comes back to a stage from the next.
     """
 
     def __init__(self, orders, durations, travel, wants_grad):
-        self.orders, self.durations, self.travel, self.wants_grad = orders, durations, travel, wants_grad
+        self.orders, self.durations, self.travel, self.wants_grad = (
+            orders,
+            durations,
+            travel,
+            wants_grad,
+        )
         self.rank_of = {action: rank for rank, order in enumerate(orders) for action in order}
         self.events, self.counter = [], 0
         self.position, self.is_busy = [0] * len(orders), [False] * len(orders)
@@ -105,14 +114,18 @@ class Pipeline:
             if ("F", stage + 1, number) in self.rank_of:
                 yield ("output", stage, number), self.rank_of["F", stage + 1, number]
         if kind in "BI" and stage > 0 and self.wants_grad[stage - 1]:
-            before = next(a for a in (("B", stage - 1, number), ("I", stage - 1, number)) if a in self.rank_of)
+            before = next(
+                a for a in (("B", stage - 1, number), ("I", stage - 1, number)) if a in self.rank_of
+            )
             yield ("gradient", stage, number), self.rank_of[before]
         if kind == "I":
             yield ("half", stage, number), self.rank_of[action]
 
 
 class RankMemory:
-    """One rank's memory, allocation by allocation. `layers` gives each layer's bytes for a micro-batch."""
+    """One rank's memory, allocation by allocation. `layers` gives each layer's bytes for a
+    micro-batch.
+    """
 
     def __init__(self, state, saved, kept, working, recompute):
         self.saved, self.kept, self.working, self.recompute = saved, kept, working, recompute
@@ -138,7 +151,11 @@ class RankMemory:
         if kind == "F":
             for layer in layers:
                 self.hold(layer, number, self.whole(layer, number), self.working[layer][number])
-                self.hold(layer, number, (self.kept if self.recompute[layer] else self.saved)[layer][number])
+                self.hold(
+                    layer,
+                    number,
+                    (self.kept if self.recompute[layer] else self.saved)[layer][number],
+                )
         if kind in "BI":
             for layer in reversed(layers):
                 self.hold(layer, number, self.whole(layer, number), self.working[layer][number])

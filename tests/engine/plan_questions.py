@@ -6,7 +6,7 @@ from balance.presets import load_model
 from engine.cost_model.clusters import load_cluster
 from engine.cost_model.loads import Loads, PhaseLoads
 from engine.cost_model.parallel import Parallelism, Training
-from engine.planning.planner import Question
+from engine.planning.planner import PlanRequest
 
 
 def uneven_loads(count, seed=0, *, model="tiny"):
@@ -27,8 +27,12 @@ def question(**changes):
     count = changes.pop("num_micro_batches", 8)
     loads = changes.pop("loads", uneven_loads(2 * parallel.dp * count, model="internvl_1_5"))
     full = Loads.constant(1, images=9, vit_tokens_per_image=1025, seq_len=4_096)
-    values = {"schedule": "1f1b", "stages_per_rank": 1, "memory_bytes": cluster.usable_memory_bytes} | changes
-    return Question(
+    values = {
+        "schedule": "1f1b",
+        "stages_per_rank": 1,
+        "memory_bytes": cluster.usable_memory_bytes,
+    } | changes
+    return PlanRequest(
         model=model,
         cluster=cluster,
         parallel=parallel,

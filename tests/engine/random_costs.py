@@ -1,4 +1,6 @@
-"""Random models for the tests of searches over partitions: a few kinds of layers, micro-batches that differ."""
+"""Random models for the tests of searches over partitions: a few kinds of layers, micro-batches
+that differ.
+"""
 
 import numpy as np
 
@@ -12,18 +14,24 @@ SHAPES = [("1f1b", 1), ("gpipe", 1), ("zero_bubble", 1), ("interleaved", 2)]
 
 
 def random_model(rng, num_layers, num_micro_batches, *, kinds=3, most=100):
-    """Costs of runs of layers of a kind; the first ones may be frozen. Times from 0, so that many are equal."""
+    """Costs of runs of layers of a kind; the first ones may be frozen. Times from 0, so that many
+    are equal.
+    """
     runs = np.sort(rng.integers(0, kinds, num_layers))
     if rng.random() < 0.3:
         rng.shuffle(runs)
     frozen = int(rng.integers(num_layers)) if rng.random() < 0.3 else 0
-    names = [f"{'trained' if layer >= frozen else 'frozen'} {run}" for layer, run in enumerate(runs)]
+    names = [
+        f"{'trained' if layer >= frozen else 'frozen'} {run}" for layer, run in enumerate(runs)
+    ]
     shape = len(set(names)), 1 if rng.random() < 0.3 else num_micro_batches
     where = [sorted(set(names)).index(name) for name in names]
     is_trained = np.arange(num_layers) >= frozen
 
     def column(low, high):
-        return np.broadcast_to(rng.integers(low, high, shape)[where], (num_layers, num_micro_batches)).copy()
+        return np.broadcast_to(
+            rng.integers(low, high, shape)[where], (num_layers, num_micro_batches)
+        ).copy()
 
     kept = column(0, most // 4) * is_trained[:, np.newaxis]
     send = column(0, most // 2)
@@ -47,7 +55,9 @@ def random_model(rng, num_layers, num_micro_batches, *, kinds=3, most=100):
 
 
 def vlm(rng, vision_layers, llm_layers, num_micro_batches, *, spread=0.1):
-    """Something like InternVL: large vision activations, a projector after which less is sent, head and embedding."""
+    """Something like InternVL: large vision activations, a projector after which less is sent, head
+    and embedding.
+    """
     kinds = ["patch", *["vit"] * vision_layers, "projector", *["llm"] * llm_layers, "head"]
     # forward ms; backward over forward; saved, kept, working, sent, state bytes (MB)
     table = {
@@ -57,7 +67,10 @@ def vlm(rng, vision_layers, llm_layers, num_micro_batches, *, spread=0.1):
         "llm": (20, 2, 400, 12, 0, 12, 2000),
         "head": (8, 2, 20, 12, 1500, 12, 3000),
     }
-    sizes = {kind: 1 + spread * rng.standard_normal(num_micro_batches).clip(-2, 2) for kind in ("vit", "llm")}
+    sizes = {
+        kind: 1 + spread * rng.standard_normal(num_micro_batches).clip(-2, 2)
+        for kind in ("vit", "llm")
+    }
     rows = np.array([table[kind] for kind in kinds], np.float64)
     scale = np.array([sizes["llm" if kind in ("llm", "head") else "vit"] for kind in kinds])
 
@@ -92,15 +105,21 @@ def peak(costs, borders, schedule, recompute):
 
 
 def instance(seed, *, most_layers, most_stages=4):
-    """Costs and schedule, and a memory in which a random partition fits if it recomputes something, or nearly so."""
+    """Costs and schedule, and a memory in which a random partition fits if it recomputes something,
+    or nearly so.
+    """
     rng = np.random.default_rng(seed)
     name, chunks = SHAPES[seed % len(SHAPES)]
     num_ranks = int(rng.integers(1, most_stages // chunks + 1))
     num_stages = num_ranks * chunks
-    costs = random_model(rng, int(rng.integers(num_stages, most_layers + 1)), int(rng.integers(1, 7)))
+    costs = random_model(
+        rng, int(rng.integers(num_stages, most_layers + 1)), int(rng.integers(1, 7))
+    )
     schedule = make_schedule(name, num_ranks, costs.num_micro_batches, chunks)
     borders = random_borders(rng, costs.num_layers, num_stages)
-    least, most = (peak(costs, borders, schedule, np.full(costs.num_layers, full)) for full in (True, False))
+    least, most = (
+        peak(costs, borders, schedule, np.full(costs.num_layers, full)) for full in (True, False)
+    )
     return costs, schedule, int(rng.integers(least * 7 // 8, most + 1))
 
 

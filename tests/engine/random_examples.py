@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from balance.records import Counts
+from balance.types import Counts
 
 
 def random_counts(rng, count):
@@ -10,7 +10,9 @@ def random_counts(rng, count):
     kind = rng.integers(0, 3, count)
     images = np.where(kind == 0, rng.integers(1, 4, count), 0)
     vit = np.where(kind == 0, np.clip(rng.lognormal(6.8, 0.6, count), 64, 4096).astype(np.int64), 0)
-    audio = np.where(kind == 1, np.clip(rng.lognormal(5.3, 0.8, count), 25, 750).astype(np.int64), 0)
+    audio = np.where(
+        kind == 1, np.clip(rng.lognormal(5.3, 0.8, count), 25, 750).astype(np.int64), 0
+    )
     text = np.clip(rng.lognormal(5, 1.2, count), 3, 8000).astype(np.int64)
     return Counts(
         num_image_patches=images,

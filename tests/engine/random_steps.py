@@ -4,10 +4,24 @@ import numpy as np
 
 from engine.cost_model.costs import Costs
 from engine.simulator.program import Encodings
-from engine.simulator.schedule import Action, Kind, Schedule, gpipe, interleaved, one_f_one_b, zero_bubble
+from engine.simulator.schedule import (
+    Action,
+    Kind,
+    Schedule,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zero_bubble,
+)
 from engine.simulator.stages import StageCosts
 
-LETTERS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRAD, "W": Kind.WEIGHT_GRAD, "E": Kind.ENCODE}
+LETTERS = {
+    "F": Kind.FORWARD,
+    "B": Kind.BACKWARD,
+    "I": Kind.INPUT_GRAD,
+    "W": Kind.WEIGHT_GRAD,
+    "E": Kind.ENCODE,
+}
 NAMES = {kind: letter for letter, kind in LETTERS.items()}
 
 
@@ -24,12 +38,16 @@ def random_schedule(rng):
 
 
 def permuted(schedule, rng, ahead=()):
-    """The same actions in a random order in which nothing waits for what comes later; stages stay on their ranks.
+    """The same actions in a random order in which nothing waits for what comes later; stages stay
+    on their ranks.
 
     The vision encoder's passes of the micro-batches `ahead` come besides, on random ranks.
     """
     rank_of = {schedule.action(place): int(rank) for place, rank in enumerate(schedule.ranks)}
-    rank_of |= {Action(Kind.ENCODE, 0, int(number)): int(rng.integers(schedule.num_ranks)) for number in ahead}
+    rank_of |= {
+        Action(Kind.ENCODE, 0, int(number)): int(rng.integers(schedule.num_ranks))
+        for number in ahead
+    }
     orders, done = [[] for _ in range(schedule.num_ranks)], set()
     left = list(rank_of)
     while left:
@@ -49,18 +67,27 @@ def _may_run(action, done, known):
         Kind.ENCODE: [],
     }.get(
         kind,
-        [(Kind.FORWARD, stage, number), (Kind.BACKWARD, stage + 1, number), (Kind.INPUT_GRAD, stage + 1, number)],
+        [
+            (Kind.FORWARD, stage, number),
+            (Kind.BACKWARD, stage + 1, number),
+            (Kind.INPUT_GRAD, stage + 1, number),
+        ],
     )
     return all(one in done for one in before if one in known)
 
 
 def random_stages(rng, num_stages, num_micro_batches, *, most=50):
-    """Stage costs, the first stages frozen at random; times from 0, so that many ends fall together."""
+    """Stage costs, the first stages frozen at random; times from 0, so that many ends fall
+    together.
+    """
     shape = num_stages, num_micro_batches
     frozen = int(rng.integers(num_stages + 1)) if rng.random() < 0.4 else 0
     is_trained = np.arange(num_stages) >= frozen
     # a trained stage's gradient goes to the stage before only where that one trains something too
-    times = {name: rng.integers(0, most, shape) for name in ("forward_ns", "input_grad_ns", "weight_grad_ns")}
+    times = {
+        name: rng.integers(0, most, shape)
+        for name in ("forward_ns", "input_grad_ns", "weight_grad_ns")
+    }
     sends_grad = np.append(is_trained[:-1], False)
     send, back = rng.integers(0, most, shape), rng.integers(0, most, shape)
     send[-1] = 0
@@ -70,7 +97,13 @@ def random_stages(rng, num_stages, num_micro_batches, *, most=50):
         times[name][~is_trained] = 0
     sizes = {
         name: rng.integers(0, most, shape)
-        for name in ("live_bytes", "forward_peak_bytes", "backward_peak_bytes", "held_bytes", "apart_peak_bytes")
+        for name in (
+            "live_bytes",
+            "forward_peak_bytes",
+            "backward_peak_bytes",
+            "held_bytes",
+            "apart_peak_bytes",
+        )
     }
     return StageCosts(
         **times,
@@ -82,7 +115,9 @@ def random_stages(rng, num_stages, num_micro_batches, *, most=50):
     )
 
 
-def constant_stages(num_stages, num_micro_batches, *, forward=1, input_grad=1, weight_grad=1, send=0):
+def constant_stages(
+    num_stages, num_micro_batches, *, forward=1, input_grad=1, weight_grad=1, send=0
+):
     """Equal stages and micro-batches, all trained."""
     shape = num_stages, num_micro_batches
     sent = np.full(shape, send)
@@ -109,19 +144,27 @@ def constant_stages(num_stages, num_micro_batches, *, forward=1, input_grad=1, w
 def random_encodings(rng, num_micro_batches, *, most=50):
     """What encoding each micro-batch ahead takes."""
     return Encodings(
-        forward_ns=rng.integers(0, most, num_micro_batches), send_ns=rng.integers(0, most, num_micro_batches)
+        forward_ns=rng.integers(0, most, num_micro_batches),
+        send_ns=rng.integers(0, most, num_micro_batches),
     )
 
 
 def random_costs(rng, num_layers, num_micro_batches, *, most=100):
     """Costs of layers, the first ones frozen at random."""
     shape = num_layers, num_micro_batches
-    columns = {name: rng.integers(0, most, shape) for name in ("forward_ns", "recompute_ns", "send_ns", "sent_bytes")}
-    columns |= {name: rng.integers(0, most, shape) for name in ("saved_bytes", "kept_bytes", "working_bytes")}
+    columns = {
+        name: rng.integers(0, most, shape)
+        for name in ("forward_ns", "recompute_ns", "send_ns", "sent_bytes")
+    }
+    columns |= {
+        name: rng.integers(0, most, shape)
+        for name in ("saved_bytes", "kept_bytes", "working_bytes")
+    }
     frozen = int(rng.integers(num_layers)) if rng.random() < 0.4 else 0
     is_trained = np.arange(num_layers) >= frozen
     grads = {
-        name: rng.integers(0, most, shape) * is_trained[:, np.newaxis] for name in ("input_grad_ns", "weight_grad_ns")
+        name: rng.integers(0, most, shape) * is_trained[:, np.newaxis]
+        for name in ("input_grad_ns", "weight_grad_ns")
     }
     return Costs(
         names=tuple(f"layer {number}" for number in range(num_layers)),
@@ -143,7 +186,10 @@ def as_oracle(schedule, stages, encodings=None):
     for kind, stage, number in (action for order in orders for action in order):
         action = kind, stage, number
         if kind == "E":
-            durations[action], travel[action] = int(encodings.forward_ns[number]), int(encodings.send_ns[number])
+            durations[action], travel[action] = (
+                int(encodings.forward_ns[number]),
+                int(encodings.send_ns[number]),
+            )
             continue
         parts = "IW" if kind == "B" else kind
         durations[action] = sum(int(times[part][stage, number]) for part in parts)

@@ -1,4 +1,6 @@
-"""The charts in a real browser: quiet, without network, every bar to be seen, and no text over another."""
+"""The charts in a real browser: quiet, without network, every bar to be seen, and no text over
+another.
+"""
 
 from itertools import pairwise
 
@@ -42,7 +44,11 @@ def browser(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def steps():
-    return [chart_step("1f1b", 4, 8), chart_step("zero_bubble", 4, 8), chart_step("interleaved", 4, 8, 2)]
+    return [
+        chart_step("1f1b", 4, 8),
+        chart_step("zero_bubble", 4, 8),
+        chart_step("interleaved", 4, 8, 2),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +92,9 @@ def look(browser, path, width, *, dark=False):
     browser.open(path, width=width, dark=dark)
     shown = evaluate(browser, MEASURE)
     assert browser.complaints() == []
-    assert browser.requests() == [path.resolve().as_uri()], "the page needs something from elsewhere"
+    assert browser.requests() == [path.resolve().as_uri()], (
+        "the page needs something from elsewhere"
+    )
     assert shown["page_width"] <= width, "the page is wider than the window"
     return shown
 
@@ -109,13 +117,17 @@ def test_charts_are_readable(browser, small_page, steps, width, mode, tmp_path):
     browser.screenshot(tmp_path / "page.png")
     with Image.open(tmp_path / "page.png") as taken:
         corner = taken.convert("L").getpixel((2, 2))
-        colours = {colour for count, colour in taken.convert("RGB").getcolors(1 << 24) if count > 200}
+        colours = {
+            colour for count, colour in taken.convert("RGB").getcolors(1 << 24) if count > 200
+        }
     assert corner < 60 if MODES[mode] else corner > 240
     wanted = {
         "light": [(20, 119, 106), (180, 84, 26), (125, 53, 9)],
         "dark": [(61, 182, 164), (224, 138, 79), (185, 98, 42)],
     }
-    assert colours >= set(wanted[mode]), "forward, backward and recomputation are not all to be seen"
+    assert colours >= set(wanted[mode]), (
+        "forward, backward and recomputation are not all to be seen"
+    )
 
 
 def test_bars_of_a_rank_do_not_overlap(browser, small_page):
@@ -156,4 +168,6 @@ def test_buttons_zoom_their_own_chart_only(browser, small_page):
     before = [chart["right"] - chart["left"] for chart in shown["charts"]]
     evaluate(browser, "document.getElementById('chart2-3').click()")
     after = [chart["right"] - chart["left"] for chart in evaluate(browser, MEASURE)["charts"]]
-    assert [new / old for new, old in zip(after, before, strict=True)] == pytest.approx([1, 1, 3], rel=0.01)
+    assert [new / old for new, old in zip(after, before, strict=True)] == pytest.approx(
+        [1, 1, 3], rel=0.01
+    )

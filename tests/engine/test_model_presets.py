@@ -1,4 +1,6 @@
-"""Model presets of the papers: parameters of every part, and layers as OmniBal's Table 9 sums them."""
+"""Model presets of the papers: parameters of every part, and layers as OmniBal's Table 9 sums
+them.
+"""
 
 import pytest
 
@@ -7,8 +9,8 @@ from engine.cost_model.layer_list import layers_of
 from engine.cost_model.parallel import Parallelism
 
 BILLIONS = {
-    # published parameters of vision encoder and language model: model cards of OpenGVLab, BAAI, InternLM, Meta, 01.AI,
-    # Qwen; EVA-CLIP's are of the vision tower alone
+    # published parameters of vision encoder and language model: model cards of OpenGVLab, BAAI,
+    # InternLM, Meta, 01.AI, Qwen; EVA-CLIP's are of the vision tower alone
     "internvl_1_5": (5.54, 19.86),
     "internvit_6b_llama3_8b": (5.54, 8.03),
     "internvit_6b_yi_34b": (5.54, 34.39),
@@ -35,7 +37,12 @@ TABLE_9 = {
 
 def parameters(name, part, *, without=()):
     layers = layers_of(load_model(name), Parallelism())
-    return sum(layer.num_params for layer in layers if layer.part == part and layer.kind not in without) / 1e9
+    return (
+        sum(
+            layer.num_params for layer in layers if layer.part == part and layer.kind not in without
+        )
+        / 1e9
+    )
 
 
 @pytest.mark.parametrize("name", BILLIONS)
@@ -45,12 +52,16 @@ def test_every_part_has_its_published_number_of_parameters(name):
     assert parameters(name, "llm") == pytest.approx(llm, rel=0.02)
 
 
-@pytest.mark.parametrize(("size", "billions"), [("10b", (2, 0.6, 7)), ("18b", (3, 0.6, 14)), ("84b", (6, 6, 72))])
+@pytest.mark.parametrize(
+    ("size", "billions"), [("10b", (2, 0.6, 7)), ("18b", (3, 0.6, 14)), ("84b", (6, 6, 72))]
+)
 def test_orchmllms_models_have_the_sizes_of_its_table_1(size, billions):
     for part, published in zip(("vision", "audio", "llm"), billions, strict=True):
         outside = ("token_embedding", "head") if part == "llm" else ()
         # the table rounds to one digit
-        assert parameters(f"orchmllm_{size}", part, without=outside) == pytest.approx(published, rel=0.1)
+        assert parameters(f"orchmllm_{size}", part, without=outside) == pytest.approx(
+            published, rel=0.1
+        )
 
 
 def test_pipetunes_3b_has_2_billion_parameters_by_the_papers_own_dimensions():

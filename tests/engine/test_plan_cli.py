@@ -9,7 +9,18 @@ import pytest
 from engine.cli import main
 from engine.planning.plan import read_plan
 
-EQUAL = ("--model", "internvl_1_5", "--images", "9", "--seq-len", "4096", "--tp", "4", "--cluster", "a100_80g")
+EQUAL = (
+    "--model",
+    "internvl_1_5",
+    "--images",
+    "9",
+    "--seq-len",
+    "4096",
+    "--tp",
+    "4",
+    "--cluster",
+    "a100_80g",
+)
 
 
 @pytest.fixture
@@ -31,7 +42,9 @@ def call(monkeypatch, capsys):
 
 def test_a_build_is_planned_and_its_files_are_written(call, demo_build, tmp_path):
     out = tmp_path / "out"
-    status, shown, errors = call("plan", demo_build, "--pp", 2, "--micro-batches", 4, "--steps", 2, "--out", out)
+    status, shown, errors = call(
+        "plan", demo_build, "--pp", 2, "--micro-batches", 4, "--steps", 2, "--out", out
+    )
     assert (status, errors) == (0, "")
     assert sorted(path.name for path in out.iterdir()) == ["gantt.html", "plan.json", "trace.json"]
     plan = read_plan(out / "plan.json")
@@ -49,11 +62,29 @@ def test_a_build_is_planned_and_its_files_are_written(call, demo_build, tmp_path
 
 
 def test_simulating_a_plan_again_says_the_same(call, demo_build, tmp_path):
-    call("plan", demo_build, "--pp", 2, "--dp", 2, "--micro-batches", 4, "--steps", 2, "--out", tmp_path)
-    status, shown, _ = call("simulate", tmp_path / "plan.json", "--json", "--out", tmp_path / "again")
+    call(
+        "plan",
+        demo_build,
+        "--pp",
+        2,
+        "--dp",
+        2,
+        "--micro-batches",
+        4,
+        "--steps",
+        2,
+        "--out",
+        tmp_path,
+    )
+    status, shown, _ = call(
+        "simulate", tmp_path / "plan.json", "--json", "--out", tmp_path / "again"
+    )
     assert status == 0
     assert json.loads(shown)["plan"] == json.loads((tmp_path / "plan.json").read_text())
-    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == ["gantt.html", "trace.json"]
+    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == [
+        "gantt.html",
+        "trace.json",
+    ]
     status, shown, _ = call("simulate", tmp_path / "plan.json")
     assert status == 0
     assert re.search(r"a step takes ([\d.]+) ms; planned for \1 ms", shown)
@@ -63,7 +94,9 @@ def test_other_schedules_and_micro_batches_can_be_tried(call, tmp_path):
     call("plan", *EQUAL, "--micro-batches", 16, "--out", tmp_path)
     times = {}
     for schedule in ("1f1b", "gpipe", "zero_bubble"):
-        status, shown, _ = call("simulate", tmp_path / "plan.json", "--schedule", schedule, "--json")
+        status, shown, _ = call(
+            "simulate", tmp_path / "plan.json", "--schedule", schedule, "--json"
+        )
         assert status == 0
         times[schedule] = json.loads(shown)["run"]["step_ns"]
     assert times["zero_bubble"] < times["1f1b"]
@@ -80,7 +113,10 @@ def test_other_schedules_and_micro_batches_can_be_tried(call, tmp_path):
     assert status == 0
     assert "does not fit: rank " in shown
     status, shown, _ = call("simulate", tmp_path / "plan.json", "--micro-batches", 8)
-    assert re.match(r"a step takes [\d.,]+ ms; planned for [\d.,]+ ms with 16 micro-batches instead of 8\n", shown)
+    assert re.match(
+        r"a step takes [\d.,]+ ms; planned for [\d.,]+ ms with 16 micro-batches instead of 8\n",
+        shown,
+    )
     status, _, errors = call("simulate", tmp_path / "plan.json", "--memory-gib", "nan")
     assert (status, errors.count("\n")) == (2, 1)
 
@@ -115,12 +151,32 @@ def test_a_file_gives_what_options_do_not(call, tmp_path):
     ("arguments", "status", "message"),
     [
         (("plan",), 2, "give a packed build, or --model with --images and --seq-len"),
-        (("plan", "nowhere"), 1, "nowhere: no such folder; give the output folder of `packer build`"),
-        (("plan", "nowhere", "--model", "tiny"), 2, "a build says for itself what its model are; leave those out"),
-        (("plan", *EQUAL, "--schedule", "2f2b"), 2, "schedule is '2f2b'; use one of 1f1b, gpipe, interleaved"),
-        (("plan", *EQUAL, "--cluster", "abacus"), 2, "no cluster preset 'abacus'; shipped: a100_80g"),
+        (
+            ("plan", "nowhere"),
+            1,
+            "nowhere: no such folder; give the output folder of `packer build`",
+        ),
+        (
+            ("plan", "nowhere", "--model", "tiny"),
+            2,
+            "a build says for itself what its model are; leave those out",
+        ),
+        (
+            ("plan", *EQUAL, "--schedule", "2f2b"),
+            2,
+            "schedule is '2f2b'; use one of 1f1b, gpipe, interleaved",
+        ),
+        (
+            ("plan", *EQUAL, "--cluster", "abacus"),
+            2,
+            "no cluster preset 'abacus'; shipped: a100_80g",
+        ),
         (("plan", *EQUAL, "--memory-gib", "1"), 1, "GiB too little"),
-        (("plan", *EQUAL, "--frozen", "wheels"), 2, "frozen names wheels; parts are audio, vision, projector, llm"),
+        (
+            ("plan", *EQUAL, "--frozen", "wheels"),
+            2,
+            "frozen names wheels; parts are audio, vision, projector, llm",
+        ),
         (
             ("plan", *EQUAL, "--frozen", "vision", "--frozen", "projector", "--frozen", "llm"),
             2,
@@ -133,9 +189,21 @@ def test_a_file_gives_what_options_do_not(call, tmp_path):
         ),
         (("plan", *EQUAL, "--pp", "98"), 2, "98 stages of 97 layers; give 1 to 97"),
         (("plan", *EQUAL, "--speed", "3"), 2, "No such option: --speed"),
-        (("simulate", "nothing.json"), 1, "nothing.json: No such file or directory; give the plan.json"),
-        (("plan", "--model", "qwen2_vl", "--images", "1", "--seq-len", "9"), 2, "takes images of any size"),
-        (("plan", *EQUAL, "--memory-gib", "nan"), 2, "memory_gib is nan; give more than 0 and at most 1,048,576"),
+        (
+            ("simulate", "nothing.json"),
+            1,
+            "nothing.json: No such file or directory; give the plan.json",
+        ),
+        (
+            ("plan", "--model", "qwen2_vl", "--images", "1", "--seq-len", "9"),
+            2,
+            "takes images of any size",
+        ),
+        (
+            ("plan", *EQUAL, "--memory-gib", "nan"),
+            2,
+            "memory_gib is nan; give more than 0 and at most 1,048,576",
+        ),
         (("plan", *EQUAL, "--memory-gib", "inf"), 2, "memory_gib is inf; give more than 0"),
         (("plan", *EQUAL, "--memory-gib", "-1"), 2, "memory_gib is -1.0; give more than 0"),
         (
@@ -152,11 +220,21 @@ def test_a_file_gives_what_options_do_not(call, tmp_path):
             2,
             "tp is 3, but a node of a100_80g has 8 GPUs: give a divisor or a multiple of 8",
         ),
-        (("plan", "nowhere", "--samples", "2"), 2, "a build says for itself what its samples are; leave those out"),
-        (("plan", "s3://bucket/packed"), 2, "s3://bucket/packed: planning reads a folder; copy the build's manifest"),
+        (
+            ("plan", "nowhere", "--samples", "2"),
+            2,
+            "a build says for itself what its samples are; leave those out",
+        ),
+        (
+            ("plan", "s3://bucket/packed"),
+            2,
+            "s3://bucket/packed: planning reads a folder; copy the build's manifest",
+        ),
     ],
 )
-def test_a_mistake_is_one_line_and_a_status(call, arguments, status, message, monkeypatch, tmp_path):
+def test_a_mistake_is_one_line_and_a_status(
+    call, arguments, status, message, monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
     found, shown, errors = call(*arguments)
     assert (found, shown) == (status, "")

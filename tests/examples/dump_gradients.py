@@ -1,4 +1,6 @@
-"""Run on four ranks: the summed float64 gradients of the tiny model for the first step of an epoch, into a file."""
+"""Run on four ranks: the summed float64 gradients of the tiny model for the first step of an epoch,
+into a file.
+"""
 
 import dataclasses
 import sys
@@ -19,11 +21,15 @@ WORLD_SIZE = 4
 def dump(build, file):
     """On every rank; the first one writes."""
     rank = dist.get_rank()
-    loader = StreamingLoader(build, dp_rank=rank, dp_world_size=WORLD_SIZE, micro_batches_per_step=2)
+    loader = StreamingLoader(
+        build, dp_rank=rank, dp_world_size=WORLD_SIZE, micro_batches_per_step=2
+    )
     torch.manual_seed(0)
     model = make_model(loader).double()
     batches = next(iter(loader))
-    doubled = [dataclasses.replace(batch, pixel_values=batch.pixel_values.double()) for batch in batches]
+    doubled = [
+        dataclasses.replace(batch, pixel_values=batch.pixel_values.double()) for batch in batches
+    ]
     loss = torch.tensor(accumulate(model, doubled), dtype=torch.float64)
     gradients = {name: weight.grad for name, weight in model.named_parameters()}
     sum_over_ranks([loss, *gradients.values()])

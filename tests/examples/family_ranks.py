@@ -1,4 +1,6 @@
-"""What two ranks run for `test_pipeline_families`: models of transformers planned by measuring, and trained by that."""
+"""What two ranks run for `test_pipeline_families`: models of transformers planned by measuring, and
+trained by that.
+"""
 
 import sys
 from pathlib import Path
@@ -16,20 +18,36 @@ STEPS = 3
 
 
 def plan_and_train(said, folder, builds):
-    """Of each build: a plan, and steps by it; `NAME` has plan and profile, `NAME.jsonl` the losses."""
+    """Of each build: a plan, and steps by it; `NAME` has plan and profile, `NAME.jsonl` the
+    losses.
+    """
     for name, build in builds.items():
         out = Path(folder) / name
-        measuring = [build, f"--out={out}", f"--model={name}", "--micro-batches-per-step=3", "--most-run=2"]
+        measuring = [
+            build,
+            f"--out={out}",
+            f"--model={name}",
+            "--micro-batches-per-step=3",
+            "--most-run=2",
+        ]
         plan_pipeline.plan(plan_pipeline.parse([*measuring, "--device=cpu"]), CPU)
         dist.barrier()  # the first rank writes
-        said[name] = train(build, f"--model={name}", f"--plan={out}/plan.json", f"--figures={out}.jsonl")
+        said[name] = train(
+            build, f"--model={name}", f"--plan={out}/plan.json", f"--figures={out}.jsonl"
+        )
 
 
 def tune(said, folder, build):
-    """Every step tuned by the plan's profile, with a frozen encoder that may run ahead and without."""
+    """Every step tuned by the plan's profile, with a frozen encoder that may run ahead and
+    without.
+    """
     out = Path(folder) / "internvl"
     for name, more in {"tuned": (), "frozen": ("--freeze=vision", "--encode=any")}.items():
-        given = (f"--plan={out}/plan.json", f"--profile={out}/profile.json", f"--figures={folder}/{name}.jsonl")
+        given = (
+            f"--plan={out}/plan.json",
+            f"--profile={out}/profile.json",
+            f"--figures={folder}/{name}.jsonl",
+        )
         said[name] = train(build, "--model=internvl", "--tune", *given, *more)
 
 

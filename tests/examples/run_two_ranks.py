@@ -1,4 +1,5 @@
-"""On each of two ranks: train with each trainer by plain SGD, and write the weights into DIR/NAME.pt.
+"""On each of two ranks: train with each trainer by plain SGD, and write the weights into
+DIR/NAME.pt.
 
 python run_two_ranks.py BUILD DIR STEPS LEARNING_RATE
 """
@@ -26,7 +27,11 @@ WORLD_SIZE, MICRO_BATCHES = 2, 2
 
 def main() -> None:
     build, out, steps, rate = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
-    for name, train in (("hf_trainer", hf_trainer), ("accelerate", accelerate), ("lightning", with_lightning)):
+    for name, train in (
+        ("hf_trainer", hf_trainer),
+        ("accelerate", accelerate),
+        ("lightning", with_lightning),
+    ):
         weights = train(build, str(out / name), steps, rate)
         if os.environ["RANK"] == "0":
             torch.save(weights, out / f"{name}.pt")
@@ -73,7 +78,9 @@ def with_lightning(build, out, steps, rate):
 
     module = Module(build, MICRO_BATCHES)
     options = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-    trainer = lightning.Trainer(max_steps=steps, accelerator="cpu", devices=WORLD_SIZE, strategy="ddp", **options)
+    trainer = lightning.Trainer(
+        max_steps=steps, accelerator="cpu", devices=WORLD_SIZE, strategy="ddp", **options
+    )
     trainer.fit(module)
     return module.model.state_dict()
 

@@ -1,4 +1,6 @@
-"""What two ranks run for `test_pipeline_families` by a profile that states times: steps are alike on any machine."""
+"""What two ranks run for `test_pipeline_families` by a profile that states times: steps are alike
+on any machine.
+"""
 
 import json
 from pathlib import Path
@@ -30,5 +32,10 @@ def tune_by_stated(said, folder, build, profile):
     for name, more in TUNED.items():
         given = (f"--borders={BORDERS}", "--micro-batches-per-step=3", f"--profile={profile}")
         said[name] = train(
-            build, "--model=internvl", "--tune", *given, f"--figures={folder}/stated-{name}.jsonl", *more
+            build,
+            "--model=internvl",
+            "--tune",
+            *given,
+            f"--figures={folder}/stated-{name}.jsonl",
+            *more,
         )

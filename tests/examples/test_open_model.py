@@ -1,4 +1,6 @@
-"""Models of transformers that the pipeline examples open for a build, and write: what is refused, in one line."""
+"""Models of transformers that the pipeline examples open for a build, and write: what is refused,
+in one line.
+"""
 
 import json
 import sys
@@ -30,7 +32,9 @@ def loaders(tmp_path_factory):
     """By model, of builds for it."""
     root, made = tmp_path_factory.mktemp("packed"), {}
     for name, preset in PRESETS.items():
-        build = write_build(root / name, group_samples(make_samples(4, model=preset), 4096), model=preset)
+        build = write_build(
+            root / name, group_samples(make_samples(4, model=preset), 4096), model=preset
+        )
         made[name] = StreamingLoader(build, dp_rank=0, dp_world_size=1)
     return made
 
@@ -60,21 +64,45 @@ def test_a_build_decides_the_model_unless_one_is_named(loaders, name):
         assert open_model(given, None, loaders[name]).whole.config.model_type == name
     other = next(other for other in PRESETS if other != name)
     line = refusal(ConfigError, open_model, other, None, loaders[name])
-    assert line.startswith(f"the build is for {PRESETS[name]}, whose images are not cut for {other}: build with")
+    assert line.startswith(
+        f"the build is for {PRESETS[name]}, whose images are not cut for {other}: build with"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "change", "own", "other"),
     [
-        ("llava", {"image_size": 224}, "image_size 224, llm_tokens_per_patch 256", "image_size 336"),
-        ("llava", {"patch_size": 28}, "image_size 336, llm_tokens_per_patch 144", "llm_tokens_per_patch 576"),
-        ("internvl", {"image_size": [224, 224]}, "image_size 224, llm_tokens_per_patch 64", "image_size 448"),
-        ("qwen2_vl", {"patch_size": 16}, "vit_patch_size 16, merge_size 2", "vit_patch_size 14, merge_size 2"),
+        (
+            "llava",
+            {"image_size": 224},
+            "image_size 224, llm_tokens_per_patch 256",
+            "image_size 336",
+        ),
+        (
+            "llava",
+            {"patch_size": 28},
+            "image_size 336, llm_tokens_per_patch 144",
+            "llm_tokens_per_patch 576",
+        ),
+        (
+            "internvl",
+            {"image_size": [224, 224]},
+            "image_size 224, llm_tokens_per_patch 64",
+            "image_size 448",
+        ),
+        (
+            "qwen2_vl",
+            {"patch_size": 16},
+            "vit_patch_size 16, merge_size 2",
+            "vit_patch_size 14, merge_size 2",
+        ),
         ("qwen2_vl", {"spatial_merge_size": 1}, "merge_size 1, temporal", "merge_size 2, temporal"),
         ("qwen2_vl", {"temporal_patch_size": 1}, "temporal_patch_size 1;", "temporal_patch_size 2"),
     ],
 )
-def test_a_model_that_takes_other_images_is_refused_with_both_sizes(loaders, tmp_path, name, change, own, other):
+def test_a_model_that_takes_other_images_is_refused_with_both_sizes(
+    loaders, tmp_path, name, change, own, other
+):
     config = make_config(name, loaders[name])
     for key, value in change.items():
         setattr(config.vision_config, key, value)
@@ -90,7 +118,10 @@ def test_a_folder_that_lacks_weights_is_refused(loaders, name, folder):
     weights = load_file(folder / "model.safetensors")
     lost = next(key for key in weights if "layers.1." in key)
     for changed in ({}, {lost: torch.zeros(3)}):
-        save_file({key: own for key, own in weights.items() if key != lost} | changed, folder / "model.safetensors")
+        save_file(
+            {key: own for key, own in weights.items() if key != lost} | changed,
+            folder / "model.safetensors",
+        )
         line = refusal(ConfigError, open_model, name, folder, loaders[name])
         assert line.startswith(f"{folder} lacks 1 weights that its config.json asks for")
         assert line.split(", as ")[1].split(":")[0].endswith(lost.rsplit("layers.", 1)[1])
@@ -98,7 +129,10 @@ def test_a_folder_that_lacks_weights_is_refused(loaders, name, folder):
 
 def test_tied_weights_are_not_lacking(loaders, name, folder):
     is_tied = name != "llava"  # by the defaults of their configs
-    assert any(key.endswith("lm_head.weight") for key in load_file(folder / "model.safetensors")) != is_tied
+    assert (
+        any(key.endswith("lm_head.weight") for key in load_file(folder / "model.safetensors"))
+        != is_tied
+    )
     model = open_model(name, folder, loaders[name]).whole
     assert (model.lm_head.weight is model.get_input_embeddings().weight) == is_tied
 

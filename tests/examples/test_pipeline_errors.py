@@ -1,4 +1,6 @@
-"""The pipeline example, when something goes wrong while it runs: one line, and status 1; wrong options, status 2."""
+"""The pipeline example, when something goes wrong while it runs: one line, and status 1; wrong
+options, status 2.
+"""
 
 import contextlib
 import json
@@ -31,7 +33,9 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
-    return write_tabled(tmp_path_factory.mktemp("packed") / "build", group_samples(make_samples(60)))
+    return write_tabled(
+        tmp_path_factory.mktemp("packed") / "build", group_samples(make_samples(60))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +62,9 @@ def alone():
 
 @pytest.mark.parametrize("what", ["figures", "trace"])
 def test_a_full_disk_is_told_in_one_line(build, what, capsys, alone):
-    assert main([str(build), "--plan=auto", "--steps=2", "--device=cpu", f"--{what}=/dev/full"]) == 1
+    assert (
+        main([str(build), "--plan=auto", "--steps=2", "--device=cpu", f"--{what}=/dev/full"]) == 1
+    )
     assert capsys.readouterr().err == "/dev/full: No space left on device\n"
 
 
@@ -81,15 +87,24 @@ def test_a_build_that_is_damaged_while_it_is_read_is_told_in_one_line(tmp_path, 
         (["--profile={profile}"], "--tune needs --profile"),
         (["--encode=own"], "--tune needs --profile"),
         (["--tune", "--profile=none.json"], "none.json: not a profile"),
-        (["--tune", "--profile={profile}", "--encode=own"], "the first layer (patch_embedding) is trained"),
+        (
+            ["--tune", "--profile={profile}", "--encode=own"],
+            "the first layer (patch_embedding) is trained",
+        ),
         (["--tune", "--profile={profile}", "--effort=-1"], "effort -1"),
         (["--dp=0"], "--dp is 0"),
         (["--recompute=plan"], "--recompute plan needs a plan"),
         (["--recompute=adapt"], "so does --recompute adapt"),
         (["--recompute=adapt", "--profile={profile}"], "say how much memory a rank has"),
         (["--recompute=adapt", "--tune", "--profile={profile}"], "use --tune with --memory-gib"),
-        (["--recompute=adapt", "--profile={profile}", "--stages-per-rank=2"], "use --stages-per-rank 1"),
-        (["--recompute=adapt", "--profile={less}", "--memory-gib=1"], "measure with these parts trained"),
+        (
+            ["--recompute=adapt", "--profile={profile}", "--stages-per-rank=2"],
+            "use --stages-per-rank 1",
+        ),
+        (
+            ["--recompute=adapt", "--profile={less}", "--memory-gib=1"],
+            "measure with these parts trained",
+        ),
         (["--memory-gib=1"], "--memory-gib is for --recompute adapt and --tune"),
         (["--reserve-gib=1"], "--reserve-gib is for --recompute adapt"),
         (["--export=trained"], "--export writes models of transformers"),
@@ -98,8 +113,12 @@ def test_a_build_that_is_damaged_while_it_is_read_is_told_in_one_line(tmp_path, 
         (["--model=qwen2_vl"], "the build is for tiny, whose images are not cut for qwen2_vl"),
     ],
 )
-def test_options_that_do_not_go_together_are_told_in_one_line(build, profile, options, message, capsys, alone):
-    named = [option.format(profile=profile, less=profile.parent / "less.json") for option in options]
+def test_options_that_do_not_go_together_are_told_in_one_line(
+    build, profile, options, message, capsys, alone
+):
+    named = [
+        option.format(profile=profile, less=profile.parent / "less.json") for option in options
+    ]
     assert main([str(build), "--plan=auto", "--device=cpu", *named]) == 2
     said = capsys.readouterr()
     assert message in said.err
@@ -146,7 +165,13 @@ def test_memory_that_is_given_binds_the_tuner(build, profile, tmp_path, capsys):
     for kind in values["kinds"]:
         kind["state_bytes"] = 1 << 20
     (tmp_path / "heavy.json").write_text(json.dumps(values))
-    given = [str(build), "--device=cpu", "--steps=1", "--tune", f"--profile={tmp_path / 'heavy.json'}"]
+    given = [
+        str(build),
+        "--device=cpu",
+        "--steps=1",
+        "--tune",
+        f"--profile={tmp_path / 'heavy.json'}",
+    ]
     for size, status in (("1", 0), ("0.001", 1)):
         assert main([*given, f"--memory-gib={size}"]) == status
         part()
@@ -159,7 +184,12 @@ def test_a_rank_that_is_lost_ends_the_other_with_one_line(build, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+    }
     figures = tmp_path / "figures.jsonl"
     options = ["--plan=auto", "--steps=100000", "--device=cpu", f"--figures={figures}"]
     command = [sys.executable, str(EXAMPLES / "train_pipeline.py"), str(build), *options]
@@ -167,9 +197,14 @@ def test_a_rank_that_is_lost_ends_the_other_with_one_line(build, tmp_path):
         error = stack.enter_context((tmp_path / "error.txt").open("w"))
         ranks = []
         for rank in ("0", "1"):
-            environment = os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank, "GLOO_SOCKET_IFNAME": "lo"}
+            environment = (
+                os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank, "GLOO_SOCKET_IFNAME": "lo"}
+            )
             process = subprocess.Popen(
-                command, env=environment, stdout=subprocess.DEVNULL, stderr=error if rank == "0" else subprocess.DEVNULL
+                command,
+                env=environment,
+                stdout=subprocess.DEVNULL,
+                stderr=error if rank == "0" else subprocess.DEVNULL,
             )
             stack.callback(process.wait)
             stack.callback(process.kill)

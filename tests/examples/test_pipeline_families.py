@@ -1,4 +1,6 @@
-"""Models of transformers through the pipeline examples: planned by measuring, trained, tuned, fitted into memory."""
+"""Models of transformers through the pipeline examples: planned by measuring, trained, tuned,
+fitted into memory.
+"""
 
 import json
 import subprocess
@@ -13,7 +15,10 @@ import torch
 pytest.importorskip("transformers")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path[:0] = [str(EXAMPLES), *(str(Path(__file__).parents[1] / part) for part in ("loaders", "engine/runtime"))]
+sys.path[:0] = [
+    str(EXAMPLES),
+    *(str(Path(__file__).parents[1] / part) for part in ("loaders", "engine/runtime")),
+]
 
 from family_ranks import STEPS, everything  # noqa: E402
 from pipeline_layout import follow  # noqa: E402
@@ -26,18 +31,20 @@ from tiny_transformers import make_config  # noqa: E402
 from train_pipeline import main, parse, start, train  # noqa: E402
 
 from balance.errors import ConfigError  # noqa: E402
-from engine.cost_model.profile_costs import read_profile  # noqa: E402
-from engine.planning.adapt import OutOfMemory  # noqa: E402
+from engine.cost_model.profile_table import read_profile  # noqa: E402
+from engine.planning.adaptive_recompute import OutOfMemory  # noqa: E402
 from engine.planning.plan import read_plan  # noqa: E402
-from engine.runtime.live_bytes import LiveBytes  # noqa: E402
-from engine.runtime.profiling.memory_trials import StepObserver  # noqa: E402
+from engine.runtime.cpu_memory import LiveBytes  # noqa: E402
+from engine.runtime.profiling.recompute_trials import StepObserver  # noqa: E402
 from loaders import StreamingLoader  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
 GIB, PLENTY = 2**30, 1 << 40
 TOLERANCE = 1e-5
-"""Of losses, relative: steps packed anew add gradients up in another order, which Adam magnifies."""
+"""Of losses, relative: steps packed anew add gradients up in another order, which Adam
+magnifies.
+"""
 LAYERS = {"internvl": 9, "llava": 8, "qwen2_vl": 9}
 
 torch.set_num_threads(1)
@@ -69,7 +76,12 @@ def losses(path):
 
 def train_here(build, name, figures, *options):
     """As without torchrun; -> the exit status."""
-    given = [f"--model={name}", f"--figures={figures}", f"--steps={STEPS}", "--micro-batches-per-step=3"]
+    given = [
+        f"--model={name}",
+        f"--figures={figures}",
+        f"--steps={STEPS}",
+        "--micro-batches-per-step=3",
+    ]
     try:
         return main([build, "--device=cpu", *given, *options])
     finally:
@@ -100,7 +112,9 @@ def test_a_measured_plan_trains_with_the_losses_of_one_stage(builds, two, tmp_pa
 def test_steps_that_are_tuned_have_the_losses_of_steps_that_are_not(builds, two, tmp_path):
     for name, more in {"tuned": [], "frozen": ["--freeze=vision"]}.items():
         assert train_here(builds["internvl"], "internvl", tmp_path / name, *more) == 0
-        assert losses(two / f"{name}.jsonl") == pytest.approx(losses(tmp_path / name), rel=TOLERANCE)
+        assert losses(two / f"{name}.jsonl") == pytest.approx(
+            losses(tmp_path / name), rel=TOLERANCE
+        )
         figures = [json.loads(line) for line in (two / f"{name}.jsonl").read_text().splitlines()]
         assert all(0 < step["tuned_s"] <= step["untuned_s"] for step in figures)
     assert losses(tmp_path / "tuned") != losses(tmp_path / "frozen")
@@ -109,20 +123,33 @@ def test_steps_that_are_tuned_have_the_losses_of_steps_that_are_not(builds, two,
 def test_tuning_changes_steps_and_a_frozen_encoder_runs_ahead(builds, two, tmp_path):
     state_times(two / "internvl" / "profile.json", tmp_path / "profile.json")
     profile = str(tmp_path / "profile.json")
-    for said in run_ranks(tmp_path, 2, tune_by_stated, str(tmp_path), builds["internvl"], profile, most_s=100):
+    for said in run_ranks(
+        tmp_path, 2, tune_by_stated, str(tmp_path), builds["internvl"], profile, most_s=100
+    ):
         assert set(said.values()) == {STEPS}
     for name in TUNED:
-        figures = [json.loads(line) for line in (tmp_path / f"stated-{name}.jsonl").read_text().splitlines()]
+        figures = [
+            json.loads(line)
+            for line in (tmp_path / f"stated-{name}.jsonl").read_text().splitlines()
+        ]
         assert any(step["tuned_s"] < step["untuned_s"] for step in figures)
         assert any(step["encoded_ahead"] > 0 for step in figures) == (name == "frozen")
-        assert losses(tmp_path / f"stated-{name}.jsonl") == pytest.approx(losses(two / f"{name}.jsonl"), rel=TOLERANCE)
+        assert losses(tmp_path / f"stated-{name}.jsonl") == pytest.approx(
+            losses(two / f"{name}.jsonl"), rel=TOLERANCE
+        )
 
 
 def needs_bytes(build, masks):
-    """What a rank needs for its first step behind one of training, for each choice of recomputed layers."""
-    args = parse([build, "--model=internvl", "--device=cpu", "--steps=1", "--micro-batches-per-step=3"])
+    """What a rank needs for its first step behind one of training, for each choice of recomputed
+    layers.
+    """
+    args = parse(
+        [build, "--model=internvl", "--device=cpu", "--steps=1", "--micro-batches-per-step=3"]
+    )
     run = start(args)
-    batches = next(iter(StreamingLoader(build, dp_rank=0, dp_world_size=1, micro_batches_per_step=3)))
+    batches = next(
+        iter(StreamingLoader(build, dp_rank=0, dp_world_size=1, micro_batches_per_step=3))
+    )
     train(run, args)
     observe = StepObserver(run.pipeline, [batches], limit_bytes=PLENTY, optimizer=run.optimizer)
     found = [PLENTY - int(observe(np.array(mask))[0]) for mask in masks]
@@ -130,12 +157,17 @@ def needs_bytes(build, masks):
     return found
 
 
-def test_recomputation_fitted_into_memory_changes_neither_losses_nor_weights(builds, two, tmp_path, capsys):
+def test_recomputation_fitted_into_memory_changes_neither_losses_nor_weights(
+    builds, two, tmp_path, capsys
+):
     build, count = builds["internvl"], LAYERS["internvl"]
     least, most = needs_bytes(build, [[True] * count, [False] * count])
     limit = (least + most) // 2
     fitting = ["--recompute=adapt", f"--profile={two / 'internvl' / 'profile.json'}"]
-    for name, more in {"all": ["--recompute=all"], "fitted": [*fitting, f"--memory-gib={limit / GIB}"]}.items():
+    for name, more in {
+        "all": ["--recompute=all"],
+        "fitted": [*fitting, f"--memory-gib={limit / GIB}"],
+    }.items():
         saving = [f"--export={tmp_path / name}", f"--state={tmp_path / name}-state"]
         assert train_here(build, "internvl", tmp_path / f"{name}.jsonl", *more, *saving) == 0
     assert losses(tmp_path / "fitted.jsonl") == losses(tmp_path / "all.jsonl")
@@ -149,7 +181,9 @@ def test_recomputation_fitted_into_memory_changes_neither_losses_nor_weights(bui
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("all", "fitted")]
     assert weights[0] == weights[1]
     # not even everything recomputed goes into this
-    status = train_here(build, "internvl", tmp_path / "none.jsonl", *fitting, f"--memory-gib={(least - 1) / GIB}")
+    status = train_here(
+        build, "internvl", tmp_path / "none.jsonl", *fitting, f"--memory-gib={(least - 1) / GIB}"
+    )
     assert status == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "run out of memory with every layer recomputed" in line
@@ -157,21 +191,33 @@ def test_recomputation_fitted_into_memory_changes_neither_losses_nor_weights(bui
 
 @pytest.fixture(scope="module")
 def growing(builds, tmp_path_factory):
-    """Options for a model with dropout, whose later steps are heavier than its first; and what each needs, (steps, 2):
-    bytes besides weights and optimizer state, with every layer recomputed and with none; and bytes of these two."""
+    """Options for a model with dropout, whose later steps are heavier than its first; and what each
+    needs, (steps, 2): bytes besides weights and optimizer state, with every layer recomputed and
+    with none; and bytes of these two.
+    """
     folder = tmp_path_factory.mktemp("growing")
-    config = make_config("internvl", StreamingLoader(builds["internvl"], dp_rank=0, dp_world_size=1))
+    config = make_config(
+        "internvl", StreamingLoader(builds["internvl"], dp_rank=0, dp_world_size=1)
+    )
     config.vision_config.hidden_dropout_prob = 0.2
     config.save_pretrained(folder)
     for seed in range(20):
-        options = [f"--config={folder / 'config.json'}", "--micro-batches-per-step=1", f"--seed={seed}"]
-        args = parse([builds["internvl"], "--model=internvl", "--device=cpu", "--steps=1", *options])
+        options = [
+            f"--config={folder / 'config.json'}",
+            "--micro-batches-per-step=1",
+            f"--seed={seed}",
+        ]
+        args = parse(
+            [builds["internvl"], "--model=internvl", "--device=cpu", "--steps=1", *options]
+        )
         run = start(args)
         loader = StreamingLoader(builds["internvl"], dp_rank=0, dp_world_size=1, seed=seed)
         steps = [batches for batches, _ in zip(loader, range(STEPS), strict=False)]
         train(run, args)
         kept = fixed_bytes(run)
-        needs = np.array([[PLENTY - kept - left for left in observed(run, batches)] for batches in steps])
+        needs = np.array(
+            [[PLENTY - kept - left for left in observed(run, batches)] for batches in steps]
+        )
         part()
         # a limit between them lets the first step recompute nothing, and a later one not
         if needs[0, 1] < needs[1:, 1].max() and needs[:, 0].max() < needs[0, 1]:
@@ -183,8 +229,13 @@ def fixed_bytes(run):
     """Of weights, buffers and optimizer state."""
     layers = run.pipeline.layers.values()
     state = [value for fields in run.optimizer.state.values() for value in fields.values()]
-    kept = [*(weight for layer in layers for weight in (*layer.parameters(), *layer.buffers())), *state]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+    kept = [
+        *(weight for layer in layers for weight in (*layer.parameters(), *layer.buffers())),
+        *state,
+    ]
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept
+    }
     return sum(storages.values())
 
 
@@ -217,22 +268,34 @@ def test_a_step_too_heavy_for_the_choice_is_repeated_and_the_next_choice_is_for_
 ):
     options, needs, kept = growing
     limit = int(needs[0, 1])  # just what the first step takes without recomputation
-    fitting = ["--recompute=adapt", f"--profile={two / 'internvl' / 'profile.json'}", f"--state={tmp_path / 'state'}"]
-    given = {"fitted": [*fitting, f"--memory-gib={(limit + kept) / GIB}"], "all": ["--recompute=all"]}
+    fitting = [
+        "--recompute=adapt",
+        f"--profile={two / 'internvl' / 'profile.json'}",
+        f"--state={tmp_path / 'state'}",
+    ]
+    given = {
+        "fitted": [*fitting, f"--memory-gib={(limit + kept) / GIB}"],
+        "all": ["--recompute=all"],
+    }
     for name, more in given.items():
         figures = [f"--figures={tmp_path / name}.jsonl", f"--export={tmp_path / name}"]
         within = limit if name == "fitted" else PLENTY
         train_within(within, builds["internvl"], *options, *more, *figures)
     said = capsys.readouterr().out
     assert said.count("the step is repeated with every layer recomputed") >= 1
-    first, *others = [line for line in said.splitlines() if line.startswith("recomputed from here on: ")]
+    first, *others = [
+        line for line in said.splitlines() if line.startswith("recomputed from here on: ")
+    ]
     assert first.startswith("recomputed from here on: nothing; ")
     assert others
     assert "recomputed from here on: nothing" not in "".join(others)
     assert losses(tmp_path / "fitted.jsonl") == losses(tmp_path / "all.jsonl")
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("fitted", "all")]
     assert weights[0] == weights[1]
-    assert sum(json.loads((tmp_path / "state" / "recompute.json").read_text())["chosen"]["recompute"]) > 0
+    assert (
+        sum(json.loads((tmp_path / "state" / "recompute.json").read_text())["chosen"]["recompute"])
+        > 0
+    )
 
 
 def test_a_step_too_heavy_with_every_layer_recomputed_ends_the_run(builds, two, growing):
@@ -249,7 +312,11 @@ def test_a_step_too_heavy_with_every_layer_recomputed_ends_the_run(builds, two, 
 def test_a_reserve_is_left_free(builds, two, tmp_path, capsys):
     build, count = builds["internvl"], LAYERS["internvl"]
     least, most = needs_bytes(build, [[True] * count, [False] * count])
-    fitting = ["--recompute=adapt", f"--profile={two / 'internvl' / 'profile.json'}", f"--memory-gib={most / GIB}"]
+    fitting = [
+        "--recompute=adapt",
+        f"--profile={two / 'internvl' / 'profile.json'}",
+        f"--memory-gib={most / GIB}",
+    ]
     for name, reserve in {"none": 0, "some": (most - least) // 2}.items():
         more = [f"--reserve-gib={reserve / GIB}", f"--state={tmp_path / name}"]
         assert train_here(build, "internvl", tmp_path / f"{name}.jsonl", *fitting, *more) == 0
@@ -260,10 +327,24 @@ def test_a_reserve_is_left_free(builds, two, tmp_path, capsys):
     assert losses(tmp_path / "none.jsonl") == losses(tmp_path / "some.jsonl")
 
 
-def test_a_plan_or_profile_that_is_not_for_this_run_is_refused_in_one_line(builds, two, tmp_path, capsys):
-    making = {"model": "tiny", "images": 4, "seq-len": 160, "pp": 1, "micro-batches": 3, "out": tmp_path}
+def test_a_plan_or_profile_that_is_not_for_this_run_is_refused_in_one_line(
+    builds, two, tmp_path, capsys
+):
+    making = {
+        "model": "tiny",
+        "images": 4,
+        "seq-len": 160,
+        "pp": 1,
+        "micro-batches": 3,
+        "out": tmp_path,
+    }
     named = [f"--{name}={value}" for name, value in making.items()]
-    subprocess.run([sys.executable, "-m", "engine", "plan", *named], check=True, capture_output=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-m", "engine", "plan", *named],
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
     profile, own = (f"--profile={two / name / 'profile.json'}" for name in ("llava", "internvl"))
     loader = StreamingLoader(builds["internvl"], dp_rank=0, dp_world_size=1)
     wide = make_config("internvl", loader)
@@ -285,9 +366,14 @@ def test_a_plan_or_profile_that_is_not_for_this_run_is_refused_in_one_line(build
 
 
 def test_a_plan_of_a_model_of_other_widths_is_refused(builds, two):
-    plan, loader = read_plan(two / "llava" / "plan.json"), StreamingLoader(builds["llava"], dp_rank=0, dp_world_size=1)
+    plan, loader = (
+        read_plan(two / "llava" / "plan.json"),
+        StreamingLoader(builds["llava"], dp_rank=0, dp_world_size=1),
+    )
     model = open_model(None, None, loader)
     follow(plan, model, 2)
     wide = replace(model.preset.llm, hidden_size=64)
-    with pytest.raises(ConfigError, match=r"the plan is for llava .*widths \(16, 32\).*widths \(16, 64\)"):
+    with pytest.raises(
+        ConfigError, match=r"the plan is for llava .*widths \(16, 32\).*widths \(16, 64\)"
+    ):
         follow(plan, replace(model, preset=replace(model.preset, llm=wide)), 2)

@@ -1,4 +1,6 @@
-"""The planning example on two ranks: what it writes is a profile, evidence, and a plan that the training takes."""
+"""The planning example on two ranks: what it writes is a profile, evidence, and a plan that the
+training takes.
+"""
 
 import gc
 import json
@@ -17,7 +19,7 @@ from sample_tables import text_samples  # noqa: E402
 from shard_fixture import group_samples, make_samples, write_build  # noqa: E402
 
 from balance.errors import ConfigError  # noqa: E402
-from engine.cost_model.profile_costs import profiled_costs, read_profile  # noqa: E402
+from engine.cost_model.profile_table import profiled_costs, read_profile  # noqa: E402
 from engine.planning.plan import read_plan  # noqa: E402
 from loaders import StreamingLoader  # noqa: E402
 
@@ -69,8 +71,13 @@ def test_the_first_step_with_images_is_measured_and_outlives_its_loader(tmp_path
 
 
 def test_a_build_whose_first_steps_have_no_images_is_refused(tmp_path):
-    loader = load(write_build(tmp_path / "build", [[sample] for sample in text_samples(MOST_STEPS + 3)]))
-    with pytest.raises(ConfigError, match=f"none of the first {MOST_STEPS} steps has something for each of vision and"):
+    loader = load(
+        write_build(tmp_path / "build", [[sample] for sample in text_samples(MOST_STEPS + 3)])
+    )
+    with pytest.raises(
+        ConfigError,
+        match=f"none of the first {MOST_STEPS} steps has something for each of vision and",
+    ):
         first_of_all_phases(loader, loader.model)
     loader.close()
 
@@ -78,7 +85,14 @@ def test_a_build_whose_first_steps_have_no_images_is_refused(tmp_path):
 @pytest.mark.slow
 def test_a_measured_plan_is_one_that_training_takes(build, tmp_path):
     out = tmp_path / "plan"
-    printed = on_two(tmp_path / "planned", "plan_pipeline.py", build, out=out, micro_batches_per_step=3, most_run=3)
+    printed = on_two(
+        tmp_path / "planned",
+        "plan_pipeline.py",
+        build,
+        out=out,
+        micro_batches_per_step=3,
+        most_run=3,
+    )
     evidence = json.loads((out / "evidence.json").read_text())
     plan = read_plan(out / "plan.json")
     assert list(plan.borders) == evidence["chosen"]

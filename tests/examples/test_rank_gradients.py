@@ -1,4 +1,6 @@
-"""Real processes: the gradients that four ranks sum up are those of one process, sample by sample."""
+"""Real processes: the gradients that four ranks sum up are those of one process, sample by
+sample.
+"""
 
 import dataclasses
 import sys
@@ -34,8 +36,13 @@ def test_summed_gradients_of_four_ranks_equal_those_of_one_process(tmp_path):
     torch.manual_seed(0)
     model = make_model(StreamingLoader(build, dp_rank=0, dp_world_size=1)).double()
     num_labels = sum(int((batch.labels != -100).sum()) for batch in batches)
-    doubled = [dataclasses.replace(batch, pixel_values=batch.pixel_values.double()) for batch in batches]
-    loss = torch.stack([token_losses(model(batch), batch).sum() for batch in doubled]).sum() / num_labels
+    doubled = [
+        dataclasses.replace(batch, pixel_values=batch.pixel_values.double()) for batch in batches
+    ]
+    loss = (
+        torch.stack([token_losses(model(batch), batch).sum() for batch in doubled]).sum()
+        / num_labels
+    )
     loss.backward()
     assert step["loss"] == pytest.approx(loss.item(), rel=1e-9)
     for name, weight in model.named_parameters():

@@ -1,4 +1,6 @@
-"""Real processes: four ranks killed in the middle of an epoch, and two or three that go on with what is left."""
+"""Real processes: four ranks killed in the middle of an epoch, and two or three that go on with
+what is left.
+"""
 
 import contextlib
 import os
@@ -48,15 +50,25 @@ def train(build, state, ids, steps):
 
 @pytest.fixture(scope="module")
 def killed(build, tmp_path_factory):
-    """The state file and the ids that four ranks left when all of them were killed in the middle of the epoch."""
+    """The state file and the ids that four ranks left when all of them were killed in the middle of
+    the epoch.
+    """
     root = tmp_path_factory.mktemp("killed")
     state, ids = root / "state.pt", root / "ids"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+    ]
     command = [*torchrun, *map(str, train(build, state, ids, 10_000))]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as launcher:
         deadline = time.monotonic() + DEADLINE_S
         try:
-            # between two saves, so that some steps are lost with the processes and have to be given again
+            # between two saves, so that some steps are lost with the processes and have to be given
+            # again
             while len(trained_steps(ids / "000000-rank-0.txt")) < 2 * SAVE_EVERY + 1:
                 assert launcher.poll() is None, "the run ended by itself"
                 assert time.monotonic() < deadline, "no step was trained in time"
@@ -81,7 +93,9 @@ def children(process):
 
 
 @pytest.mark.parametrize("processes", [2, 3])
-def test_killed_ranks_are_continued_by_another_number_of_them(build, samples, killed, tmp_path, processes):
+def test_killed_ranks_are_continued_by_another_number_of_them(
+    build, samples, killed, tmp_path, processes
+):
     state, ids = tmp_path / "state.pt", tmp_path / "ids"
     shutil.copy(killed[0], state)
     saved = torch.load(state)
@@ -94,7 +108,9 @@ def test_killed_ranks_are_continued_by_another_number_of_them(build, samples, ki
     # the loss need not fall any more, so 1 is fine too; 2 would be an unusable state
     result = launch(processes, tmp_path / "printed", *train(build, state, ids, remaining))
     assert f"step {saved['step'] + remaining - 1:4d}" in result.stdout, result.stderr
-    before = [line.split() for file in killed[1].iterdir() for line in file.read_text().splitlines()]
+    before = [
+        line.split() for file in killed[1].iterdir() for line in file.read_text().splitlines()
+    ]
     kept = [sample_id for step, sample_id in before if int(step) < saved["step"]]
     after = [line.split()[1] for file in ids.iterdir() for line in file.read_text().splitlines()]
     assert len(list(ids.iterdir())) == processes

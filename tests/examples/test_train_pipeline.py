@@ -1,4 +1,6 @@
-"""The pipeline example, really launched: the losses of one process, by a plan, on any ranks, killed and continued."""
+"""The pipeline example, really launched: the losses of one process, by a plan, on any ranks, killed
+and continued.
+"""
 
 import contextlib
 import json
@@ -27,12 +29,14 @@ from train_tiny import accumulate, endless, make_model, train  # noqa: E402
 from engine.cost_model.analytical import layer_names  # noqa: E402
 from engine.cost_model.layer_list import layers_of  # noqa: E402
 from engine.cost_model.parallel import Parallelism  # noqa: E402
-from engine.runtime.checkpoints.saving import PROGRESS_NAME, newest_state  # noqa: E402
+from engine.runtime.checkpoints.training_state import PROGRESS_NAME, newest_state  # noqa: E402
 from loaders import StreamingLoader  # noqa: E402
 
 NUM_SAMPLES, STEPS, MICRO_BATCHES, SAVE_EVERY = 160, 16, 4, 2
 TOLERANCE = 1e-5
-"""Of losses, relative: replicas add gradients up in another order, and Adam's first steps magnify the roundings."""
+"""Of losses, relative: replicas add gradients up in another order, and Adam's first steps magnify
+the roundings.
+"""
 DEADLINE_S = 60
 SCRIPT = EXAMPLES / "train_pipeline.py"
 
@@ -49,9 +53,21 @@ def build(tmp_path_factory):
 def plan(tmp_path_factory):
     """For two ranks, made by the command that people use."""
     out = tmp_path_factory.mktemp("plan")
-    options = {"model": "tiny", "images": 4, "seq-len": 160, "pp": 2, "micro-batches": MICRO_BATCHES, "out": out}
+    options = {
+        "model": "tiny",
+        "images": 4,
+        "seq-len": 160,
+        "pp": 2,
+        "micro-batches": MICRO_BATCHES,
+        "out": out,
+    }
     named = [f"--{name}={value}" for name, value in options.items()]
-    subprocess.run([sys.executable, "-m", "engine", "plan", *named], check=True, capture_output=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-m", "engine", "plan", *named],
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
     return out / "plan.json"
 
 
@@ -73,11 +89,15 @@ def train_alone(build, *parts):
     model, state, found = make_model(load(build)), None, []
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for dp, steps in parts:
-        loaders = [load(build, rank, dp, micro_batches_per_step=MICRO_BATCHES // dp) for rank in range(dp)]
+        loaders = [
+            load(build, rank, dp, micro_batches_per_step=MICRO_BATCHES // dp) for rank in range(dp)
+        ]
         for loader in loaders:
             if state is not None:
                 loader.load_state_dict(state)
-        for _, replicas in zip(range(steps), zip(*map(endless, loaders), strict=False), strict=False):
+        for _, replicas in zip(
+            range(steps), zip(*map(endless, loaders), strict=False), strict=False
+        ):
             optimizer.zero_grad()
             found.append(sum(accumulate(model, batches) for batches in replicas))
             optimizer.step()
@@ -117,9 +137,13 @@ def test_layers_are_the_model_and_specs_are_what_crosses_each_cut(build):
     loader, bare = load(build), load(build, decode_images=False)
     model = make_model(loader)
     layered = make_layers(model)
-    assert {id(w) for layer in layered.layers for w in layer.parameters()} == {id(w) for w in model.parameters()}
+    assert {id(w) for layer in layered.layers for w in layer.parameters()} == {
+        id(w) for w in model.parameters()
+    }
     opened = open_model(None, None, loader)
-    assert [type(layer) for layer in opened.layered.layers] == [type(layer) for layer in layered.layers]
+    assert [type(layer) for layer in opened.layered.layers] == [
+        type(layer) for layer in layered.layers
+    ]
     assert opened.names == layer_names(layers_of(loader.model, Parallelism()))
     shape = opened.preset.llm
     assert (shape.vocab_size, shape.hidden_size) == tuple(model.embed.weight.shape)
@@ -130,8 +154,12 @@ def test_layers_are_the_model_and_specs_are_what_crosses_each_cut(build):
             carry = layer(carry, batch)
             if cut < len(layered.layers):
                 specs = layered.specs(cut, undecoded)
-                assert {name: tensor.shape for name, tensor in carry.items()} == {n: s.shape for n, s in specs.items()}
-        torch.testing.assert_close(carry["loss"], token_losses(model(batch), batch).sum(), rtol=1e-6, atol=1e-5)
+                assert {name: tensor.shape for name, tensor in carry.items()} == {
+                    n: s.shape for n, s in specs.items()
+                }
+        torch.testing.assert_close(
+            carry["loss"], token_losses(model(batch), batch).sum(), rtol=1e-6, atol=1e-5
+        )
         patches.add(num_patches(undecoded))
         assert not undecoded.pixel_values.numel()
     assert 0 in patches
@@ -140,8 +168,12 @@ def test_layers_are_the_model_and_specs_are_what_crosses_each_cut(build):
 
 @pytest.mark.slow
 def test_a_plan_on_two_ranks_gives_the_losses_of_one_process(build, plan, expected, tmp_path):
-    command = torchrun(2, build, plan=plan, figures=tmp_path / "figures.jsonl", trace=tmp_path / "trace.json")
-    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
+    command = torchrun(
+        2, build, plan=plan, figures=tmp_path / "figures.jsonl", trace=tmp_path / "trace.json"
+    )
+    result = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=120, env=ENVIRONMENT
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     assert_same(losses(tmp_path / "figures.jsonl"), expected)
     assert sum(expected[-4:]) < 0.9 * sum(expected[:4])
@@ -158,8 +190,15 @@ def test_a_plan_on_two_ranks_gives_the_losses_of_one_process(build, plan, expect
 
 @pytest.mark.slow
 def test_four_ranks_as_two_pipelines_give_the_losses_of_one_process(build, tmp_path):
-    options = {"plan": "auto", "dp": 2, "schedule": "zero_bubble", "micro_batches_per_step": MICRO_BATCHES // 2}
-    result = launch(4, tmp_path, SCRIPT, *given(build, figures=tmp_path / "figures.jsonl", **options))
+    options = {
+        "plan": "auto",
+        "dp": 2,
+        "schedule": "zero_bubble",
+        "micro_batches_per_step": MICRO_BATCHES // 2,
+    }
+    result = launch(
+        4, tmp_path, SCRIPT, *given(build, figures=tmp_path / "figures.jsonl", **options)
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     assert_same(losses(tmp_path / "figures.jsonl"), train_alone(build, (2, STEPS)))
     assert "2 x 2 ranks" in result.stdout
@@ -177,13 +216,17 @@ def killed(build, plan, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("pp", "dp"), [(3, 1), (1, 2)])
-def test_a_killed_run_goes_on_exactly_with_other_stages_and_replicas(build, killed, tmp_path, pp, dp):
+def test_a_killed_run_goes_on_exactly_with_other_stages_and_replicas(
+    build, killed, tmp_path, pp, dp
+):
     root = tmp_path / "killed"
     shutil.copytree(killed, root)
     saved = json.loads((newest_state(root / "state") / PROGRESS_NAME).read_text())["step"]
     assert SAVE_EVERY <= saved < STEPS - 2
     options = {"state": root / "state", "figures": root / "figures.jsonl", "save_every": SAVE_EVERY}
-    arguments = given(build, plan="auto", dp=dp, micro_batches_per_step=MICRO_BATCHES // dp, **options)
+    arguments = given(
+        build, plan="auto", dp=dp, micro_batches_per_step=MICRO_BATCHES // dp, **options
+    )
     result = launch(pp * dp, tmp_path, SCRIPT, *arguments)
     assert result.returncode == 0, result.stderr[-3000:]
     assert f"goes on behind step {saved - 1}" in result.stdout
@@ -200,7 +243,9 @@ def kill_after(command, figures, steps):
                 assert time.monotonic() < deadline, "no step was trained in time"
                 time.sleep(0.005)
         finally:
-            children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+            children = (
+                Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+            )
             for process in [*map(int, children), launcher.pid]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
@@ -216,13 +261,25 @@ def alone():
 
 
 def test_one_process_without_torchrun_gives_the_same_losses(build, expected, tmp_path, alone):
-    options = ["--plan=auto", "--steps=4", "--clip=inf", f"--figures={tmp_path / 'figures.jsonl'}", "--device=cpu"]
+    options = [
+        "--plan=auto",
+        "--steps=4",
+        "--clip=inf",
+        f"--figures={tmp_path / 'figures.jsonl'}",
+        "--device=cpu",
+    ]
     assert main([str(build), *options]) == 0
     assert_same(losses(tmp_path / "figures.jsonl"), expected[:4])
 
 
 def test_gradients_are_clipped(build, expected, tmp_path, alone):
-    options = ["--plan=auto", "--steps=3", "--clip=1e-6", f"--figures={tmp_path / 'figures.jsonl'}", "--device=cpu"]
+    options = [
+        "--plan=auto",
+        "--steps=3",
+        "--clip=1e-6",
+        f"--figures={tmp_path / 'figures.jsonl'}",
+        "--device=cpu",
+    ]
     assert main([str(build), *options]) == 0
     found = losses(tmp_path / "figures.jsonl")
     assert found[0] == pytest.approx(expected[0], rel=TOLERANCE)
@@ -237,7 +294,9 @@ def test_gradients_are_clipped(build, expected, tmp_path, alone):
         ({"plan": "none.json"}, "none.json: No such file"),
     ],
 )
-def test_what_does_not_fit_together_is_told_in_one_line(build, plan, options, message, capsys, alone):
+def test_what_does_not_fit_together_is_told_in_one_line(
+    build, plan, options, message, capsys, alone
+):
     named = [f"--{name}={plan if value == 'plan' else value}" for name, value in options.items()]
     assert main([str(build), *named, "--device=cpu"]) == 2
     error = capsys.readouterr().err

@@ -36,7 +36,9 @@ def build(samples, tmp_path_factory):
 def alone(samples, tmp_path_factory):
     """The same samples without packing: one per group. Sample id -> its micro-batch."""
     root = write_build(tmp_path_factory.mktemp("alone") / "build", [[sample] for sample in samples])
-    return {step[0].sample_ids[0]: step[0] for step in StreamingLoader(root, dp_rank=0, dp_world_size=1)}
+    return {
+        step[0].sample_ids[0]: step[0] for step in StreamingLoader(root, dp_rank=0, dp_world_size=1)
+    }
 
 
 def load(build, rank=0, world=1, **options):
@@ -99,12 +101,21 @@ def test_loss_falls(build):
 
 
 def test_two_processes_train_as_one_would(build):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     result = run([*command, str(EXAMPLES / "train_tiny.py"), str(build), "--steps", "6"])
     lines = [line.split() for line in result.stdout.splitlines() if line.startswith("step")]
     model = new_model(build)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for line, step in zip(lines, zip(load(build, 0, 2), load(build, 1, 2), strict=True), strict=False):
+    for line, step in zip(
+        lines, zip(load(build, 0, 2), load(build, 1, 2), strict=True), strict=False
+    ):
         optimizer.zero_grad()
         loss = sum(accumulate(model, batches) for batches in step)
         optimizer.step()

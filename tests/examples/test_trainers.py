@@ -1,4 +1,6 @@
-"""The four trainer examples: killed in the middle of an epoch, they go on with exactly the samples that are left."""
+"""The four trainer examples: killed in the middle of an epoch, they go on with exactly the samples
+that are left.
+"""
 
 import importlib
 import sys
@@ -24,7 +26,7 @@ torch.set_num_threads(1)
 
 # example: what it needs, where a micro-batch passes in the order of training (module, name)
 EXAMPLE_OF = {
-    "train_hf_trainer": ("accelerate", "loaders.hf_trainer", "model_inputs"),
+    "train_hf_trainer": ("accelerate", "loaders.integrations.hf_trainer", "model_inputs"),
     "train_accelerate": ("accelerate", "train_accelerate", "model_inputs"),
     "train_lightning": ("lightning", "train_lightning", "token_losses"),
     "train_dataloader": ("torch", "train_tiny", "token_losses"),
@@ -49,7 +51,9 @@ def build(samples, tmp_path_factory):
 
 @pytest.fixture(params=EXAMPLE_OF)
 def example(request, monkeypatch):
-    """`train(out, steps, done=0, micro_batches=2, kill_in_step=None)` -> ids of each micro-batch trained on."""
+    """`train(out, steps, done=0, micro_batches=2, kill_in_step=None)` -> ids of each micro-batch
+    trained on.
+    """
     needs, module, function = EXAMPLE_OF[request.param]
     pytest.importorskip(needs)
     script, patched = importlib.import_module(request.param), importlib.import_module(module)
@@ -67,8 +71,16 @@ def example(request, monkeypatch):
 
         monkeypatch.setattr(patched, function, watched)
         total = steps + (done if request.param in COUNTS_ALL_STEPS else 0)
-        options = {"--steps": total, "--save-every": SAVE_EVERY, "--micro-batches-per-step": micro_batches}
-        arguments = [str(build), str(out), *(str(part) for option in options.items() for part in option)]
+        options = {
+            "--steps": total,
+            "--save-every": SAVE_EVERY,
+            "--micro-batches-per-step": micro_batches,
+        }
+        arguments = [
+            str(build),
+            str(out),
+            *(str(part) for option in options.items() for part in option),
+        ]
         if kill_in_step is None:
             assert script.main(arguments) == 0
         else:
@@ -81,7 +93,9 @@ def example(request, monkeypatch):
 
 def expected_ids(build, steps, micro_batches=2):
     """Ids of the micro-batches of the first steps, epoch after epoch."""
-    loader = StreamingLoader(build, dp_rank=0, dp_world_size=1, micro_batches_per_step=micro_batches)
+    loader = StreamingLoader(
+        build, dp_rank=0, dp_world_size=1, micro_batches_per_step=micro_batches
+    )
 
     def endless():
         while True:
@@ -106,7 +120,9 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(example, build, samples
     steps = epoch + 2
     whole = example(build, tmp_path / "whole", steps)
     assert whole == expected_ids(build, steps)
-    assert Counter(i for ids in whole[: 2 * epoch] for i in ids) == Counter(sample.sample_id for sample in samples)
+    assert Counter(i for ids in whole[: 2 * epoch] for i in ids) == Counter(
+        sample.sample_id for sample in samples
+    )
     before = example(build, tmp_path / "killed", steps, kill_in_step=KILLED_IN_STEP)
     after = example(build, tmp_path / "killed", steps - SAVE_EVERY, done=SAVE_EVERY)
     assert len(before) == 2 * KILLED_IN_STEP
@@ -123,7 +139,9 @@ def test_a_killed_run_goes_on_with_other_micro_batches_per_step(example, build, 
     left = -(-(num_groups - 2 * SAVE_EVERY) // 3)
     after = example(build, tmp_path / "out", left, done=SAVE_EVERY, micro_batches=3)
     assert len(after) == 3 * left
-    assert Counter(i for ids in before + after for i in ids) == Counter(sample.sample_id for sample in samples)
+    assert Counter(i for ids in before + after for i in ids) == Counter(
+        sample.sample_id for sample in samples
+    )
 
 
 def test_a_build_that_cannot_be_used_gives_one_line(example, tmp_path, capsys):

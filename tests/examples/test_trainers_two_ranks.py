@@ -1,4 +1,6 @@
-"""Two ranks of each trainer take the step that one process takes on the same samples: no averaging spoils the loss."""
+"""Two ranks of each trainer take the step that one process takes on the same samples: no averaging
+spoils the loss.
+"""
 
 import importlib
 import sys
@@ -17,7 +19,7 @@ from tiny_vlm import token_losses  # noqa: E402
 from train_tiny import make_model  # noqa: E402
 
 from loaders import StreamingLoader  # noqa: E402
-from loaders.model_inputs import model_inputs  # noqa: E402
+from loaders.batch.model_inputs import model_inputs  # noqa: E402
 
 for needed in ("accelerate", "lightning", "transformers"):
     pytest.importorskip(needed)
@@ -71,12 +73,16 @@ def test_two_ranks_take_the_step_that_one_process_takes(build, trained, name):
         model = make_model(load(build, 0))
         before = {key: weight.clone() for key, weight in model.state_dict().items()}
         expected = one_process(
-            build, model, lambda model, batch: token_losses(model(batch), batch).sum() / batch.num_loss_tokens
+            build,
+            model,
+            lambda model, batch: token_losses(model(batch), batch).sum() / batch.num_loss_tokens,
         )
     else:
         model = importlib.import_module("tiny_internvl").make_internvl(load(build, 0))
         before = {key: weight.clone() for key, weight in model.state_dict().items()}
-        expected = one_process(build, model, lambda model, batch: model(**model_inputs(batch, model.config)).loss)
+        expected = one_process(
+            build, model, lambda model, batch: model(**model_inputs(batch, model.config)).loss
+        )
     weights = torch.load(trained / f"{name}.pt")
     assert weights.keys() == expected.keys()
     assert any(not torch.equal(before[key], expected[key]) for key in before)

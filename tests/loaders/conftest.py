@@ -1,4 +1,6 @@
-"""Makes the reference processors of tests/balance importable, also when only this folder is tested."""
+"""Makes the reference processors of tests/balance importable, also when only this folder is
+tested.
+"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""What all ranks of a run get, step by step: in this process (`steps_of`), or in one that is killed (`serve`)."""
+"""What all ranks of a run get, step by step: in this process (`steps_of`), or in one that is killed
+(`serve`).
+"""
 
 from __future__ import annotations
 
@@ -42,10 +44,13 @@ def mark(sample_id: str, input_ids: list[int], labels: list[int]) -> str:
     return f"{sample_id} {zlib.crc32(repr((input_ids, labels)).encode()):08x}"
 
 
-def open_ranks(world: int, state: dict[str, Any] | None = None, **options: Any) -> list[StreamingLoader]:
+def open_ranks(
+    world: int, state: dict[str, Any] | None = None, **options: Any
+) -> list[StreamingLoader]:
     """The loaders of all ranks, at `state` if there is one; `options` are the loaders'."""
     ranks = [
-        StreamingLoader(dp_rank=rank, dp_world_size=world, pixel_dtype=torch.uint8, **options) for rank in range(world)
+        StreamingLoader(dp_rank=rank, dp_world_size=world, pixel_dtype=torch.uint8, **options)
+        for rank in range(world)
     ]
     for loader in ranks:
         if state is not None:
@@ -54,11 +59,15 @@ def open_ranks(world: int, state: dict[str, Any] | None = None, **options: Any) 
 
 
 def steps_of(ranks: list[StreamingLoader]) -> Iterator[Given]:
-    """Steps of all ranks, epoch after epoch until EPOCHS are complete. Checks what holds for every step."""
+    """Steps of all ranks, epoch after epoch until EPOCHS are complete. Checks what holds for every
+    step.
+    """
     dropped = ranks[0].num_dropped_samples
     while ranks[0].epoch < EPOCHS:
         for step in zip(*ranks, strict=True):  # strict: all ranks have the same number of steps
-            if ranks[0].epoch == EPOCHS:  # the state was behind the very last step, but before the epoch's end
+            if (
+                ranks[0].epoch == EPOCHS
+            ):  # the state was behind the very last step, but before the epoch's end
                 break
             batches = [batch for rank in step for batch in rank]
             _check(batches)
@@ -81,7 +90,9 @@ def _given(ranks: list[StreamingLoader], batches: list[MicroBatch], dropped: int
 
 def _marks(batch: MicroBatch) -> Iterator[str]:
     sizes = batch.cu_seqlens.diff().tolist()
-    parts = zip(batch.sample_ids, batch.input_ids.split(sizes), batch.labels.split(sizes), strict=True)
+    parts = zip(
+        batch.sample_ids, batch.input_ids.split(sizes), batch.labels.split(sizes), strict=True
+    )
     return (mark(sample_id, ids.tolist(), labels.tolist()) for sample_id, ids, labels in parts)
 
 
@@ -89,16 +100,19 @@ def _check(batches: list[MicroBatch]) -> None:
     """The step's sums are global, and every image token has its pixels."""
     num_labels = sum(int((batch.labels >= 0).sum()) for batch in batches)
     num_samples = sum(batch.num_samples for batch in batches)
-    assert {(batch.num_loss_tokens, batch.num_step_samples) for batch in batches} <= {(num_labels, num_samples)}
+    assert {(batch.num_loss_tokens, batch.num_step_samples) for batch in batches} <= {
+        (num_labels, num_samples)
+    }
     num_image_tokens = sum(int((batch.input_ids == 3).sum()) for batch in batches)
     assert num_image_tokens == PATCH_TOKENS * sum(len(batch.pixel_values) for batch in batches)
 
 
 def serve(connection: Connection, build: Path) -> None:
-    """Run what `connection` asks for, each in a fork: answers its pid, and when it has ended its status.
+    """Run what `connection` asks for, each in a fork: answers its pid, and when it has ended its
+    status.
 
-    A process of its own, because forks need one without threads or connections to a store; and one that has done a step
-    already, because the imports and kernels of a first one take seconds.
+    A process of its own, because forks need one without threads or connections to a store; and one
+    that has done a step already, because the imports and kernels of a first one take seconds.
     """
     _die_with_parent()
     torch.set_num_threads(1)
@@ -125,10 +139,14 @@ def _consume_and_exit(*task: Any) -> NoReturn:
         os._exit(status)
 
 
-def consume(run: dict[str, Any], environment: dict[str, str], folder: Path, save_every: int) -> None:
-    """A run to be killed: every `save_every` steps it writes what came since, with the state, as one file of `folder`.
+def consume(
+    run: dict[str, Any], environment: dict[str, str], folder: Path, save_every: int
+) -> None:
+    """A run to be killed: every `save_every` steps it writes what came since, with the state, as
+    one file of `folder`.
 
-    `run`: arguments of `open_ranks`. The file `told` grows by a byte with each step, before that is saved.
+    `run`: arguments of `open_ranks`. The file `told` grows by a byte with each step, before that is
+    saved.
     """
     os.environ.update(environment)
     unsaved: list[dict[str, Any]] = []

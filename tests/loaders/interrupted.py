@@ -1,4 +1,6 @@
-"""A run to be interrupted: `interrupted.py BUILD` trains on and on, prints a line per step, and never closes."""
+"""A run to be interrupted: `interrupted.py BUILD` trains on and on, prints a line per step, and
+never closes.
+"""
 
 import sys
 import time

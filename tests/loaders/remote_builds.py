@@ -12,7 +12,7 @@ from obstore.store import S3Store
 from servers import S3Server
 from shard_fixture import Sample
 
-from loaders.formats import RawGroup
+from shards.decode import RawGroup
 
 
 def client(s3: S3Server) -> Any:
@@ -30,7 +30,12 @@ def upload(s3: S3Server, folder: Path, prefix: str) -> str:
     store = client(s3)
     paths = [path for path in folder.rglob("*") if path.is_file()]
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda path: store.put(f"{prefix}/{path.relative_to(folder)}", path.read_bytes()), paths))
+        list(
+            pool.map(
+                lambda path: store.put(f"{prefix}/{path.relative_to(folder)}", path.read_bytes()),
+                paths,
+            )
+        )
     return f"s3://{s3.bucket}/{prefix}"
 
 

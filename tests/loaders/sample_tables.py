@@ -1,4 +1,6 @@
-"""Builds with the tables that regrouping and step planners read, and many small samples without images."""
+"""Builds with the tables that regrouping and step planners read, and many small samples without
+images.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from shard_fixture import Sample, write_build
 
-from balance.path import sort_along_path
-from balance.records import COUNT_COLUMNS, Limits
+from balance.order.sort_groups import sort_along_path
+from balance.types import COUNT_COLUMNS, Limits
 
 MAX_SEQ_LEN = 70
 LIMITS = Limits(max_seq_len=MAX_SEQ_LEN, max_vision=12, min_seq_len=MAX_SEQ_LEN, min_vision=12)
@@ -26,7 +28,10 @@ def text_samples(count: int, prefix: str = "text") -> list[Sample]:
     for number, length in enumerate(rng.integers(3, 31, size=count).tolist()):
         ids = rng.integers(8, 64, size=length).tolist()
         labels = [-100] * (length - length // 3) + ids[length - length // 3 :]
-        counts = dict.fromkeys(COUNT_COLUMNS, 0) | {"num_text_tokens": length, "num_loss_tokens": length // 3}
+        counts = dict.fromkeys(COUNT_COLUMNS, 0) | {
+            "num_text_tokens": length,
+            "num_loss_tokens": length // 3,
+        }
         samples.append(Sample(f"{prefix}-{number:05d}", ids, labels, counts=counts))
     return samples
 
@@ -45,14 +50,21 @@ def path_groups(samples: list[Sample], max_tokens: int = 60) -> list[list[Sample
     return [groups[place] for place in sort_along_path(patches, tokens, 0)]
 
 
-def write_tabled(root: Path, groups: list[list[Sample]], format: str = "arrow", model: str = "tiny") -> Path:
+def write_tabled(
+    root: Path, groups: list[list[Sample]], format: str = "arrow", model: str = "tiny"
+) -> Path:
     """A build with counts.parquet, in an order of its own, groups.parquet and limits."""
     write_build(root, groups, format, model)
     samples = [sample for group in groups for sample in group]
-    order = np.random.default_rng(1).permutation(len(samples))  # row of counts -> sample in stored order
+    order = np.random.default_rng(1).permutation(
+        len(samples)
+    )  # row of counts -> sample in stored order
     rows = np.empty_like(order)
     rows[order] = np.arange(len(order))
-    counts = {name: pa.array([samples[s].counts[name] for s in order], pa.int32()) for name in COUNT_COLUMNS}
+    counts = {
+        name: pa.array([samples[s].counts[name] for s in order], pa.int32())
+        for name in COUNT_COLUMNS
+    }
     pq.write_table(pa.table(counts), root / "counts.parquet")
     borders = np.cumsum([0, *map(len, groups)])
     stored = [rows[start:stop] for start, stop in pairwise(borders.tolist())]

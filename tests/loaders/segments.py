@@ -1,4 +1,6 @@
-"""Runs in segments: each on its own number of ranks, from the state that the one before has left, to its own end."""
+"""Runs in segments: each on its own number of ranks, from the state that the one before has left,
+to its own end.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,9 @@ class Segment:
     num_steps: int
     """Steps until the end; the ends of epochs count too."""
     end: str
-    """How: "stop" closes the loaders; "go on" leaves the next segment's steps to the same loaders and new iterators;
-    "kill" is SIGKILL for the process that the ranks run in."""
+    """How: "stop" closes the loaders; "go on" leaves the next segment's steps to the same loaders
+    and new iterators; "kill" is SIGKILL for the process that the ranks run in.
+    """
     save_every: int = 1
     """Steps from one saved state to the next; what comes after the last one was for nothing."""
     delay_s: float = 0.0
@@ -69,8 +72,11 @@ def killable_runs(build: Path) -> Iterator[Connection]:
         process.join(PATIENCE_S)
 
 
-def run_segments(segments: Sequence[Segment], server: Connection, options: dict[str, Any]) -> Iterator[Given]:
-    """What a run gives that counts, with the loaders' `options`; after the segments LAST brings it to its end.
+def run_segments(
+    segments: Sequence[Segment], server: Connection, options: dict[str, Any]
+) -> Iterator[Given]:
+    """What a run gives that counts, with the loaders' `options`; after the segments LAST brings it
+    to its end.
 
     `server` leads to a process that runs `consume_steps.serve`.
     """

@@ -1,4 +1,6 @@
-"""A build directory in any of the three formats, written from the contract in docs/design.md alone."""
+"""A build directory in any of the three formats, written from the contract in docs/design.md
+alone.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ import pyarrow as pa
 import xxhash
 from PIL import Image
 
-from balance.order import choose_order
-from balance.patches import plan_image
+from balance.media.image_tokens import plan_image
+from balance.order.block_shuffle import choose_order
 from balance.presets import ModelPreset, load_model, model_to_dict
 
 FORMATS = ("arrow", "webdataset", "refs")
@@ -36,7 +38,9 @@ class Sample:
 
 
 def make_samples(count: int, seed: int = 0, model: str = "tiny") -> list[Sample]:
-    """Samples with 0 to 2 drawn images, a prompt without labels, and an answer with labels that can be learned."""
+    """Samples with 0 to 2 drawn images, a prompt without labels, and an answer with labels that can
+    be learned.
+    """
     rng = np.random.default_rng(seed)
     preset = load_model(model)
     return [_make_sample(f"sample-{number:05d}", preset, rng) for number in range(count)]
@@ -50,7 +54,9 @@ def _make_sample(sample_id: str, preset: ModelPreset, rng: np.random.Generator) 
         ids += [2, *[IMAGE_TOKEN] * plan.num_image_tokens, 4]
     ids += rng.integers(8, VOCAB_SIZE, size=rng.integers(2, 12)).tolist()
     start = int(rng.integers(8, VOCAB_SIZE))
-    answer = [8 + (start + step) % (VOCAB_SIZE - 8) for step in range(int(rng.integers(3, 16)))]  # counts upwards
+    answer = [
+        8 + (start + step) % (VOCAB_SIZE - 8) for step in range(int(rng.integers(3, 16)))
+    ]  # counts upwards
     num_image_tokens = sum(plan.num_image_tokens for plan in plans)
     counts = {
         "num_image_patches": sum(plan.num_patches for plan in plans),
@@ -61,7 +67,12 @@ def _make_sample(sample_id: str, preset: ModelPreset, rng: np.random.Generator) 
         "num_loss_tokens": len(answer),
     }
     return Sample(
-        sample_id, ids + answer, [-100] * len(ids) + answer, [draw_image(size, rng) for size in sizes], sizes, counts
+        sample_id,
+        ids + answer,
+        [-100] * len(ids) + answer,
+        [draw_image(size, rng) for size in sizes],
+        sizes,
+        counts,
     )
 
 
@@ -79,11 +90,18 @@ def group_samples(samples: list[Sample], max_tokens: int = 160) -> list[list[Sam
         if groups[-1] and sum(len(s.input_ids) for s in [*groups[-1], sample]) > max_tokens:
             groups.append([])
         groups[-1].append(sample)
-    return sorted(groups, key=lambda group: (_total(group, "num_image_patches"), _total(group, "num_text_tokens")))
+    return sorted(
+        groups,
+        key=lambda group: (_total(group, "num_image_patches"), _total(group, "num_text_tokens")),
+    )
 
 
-def write_build(root: Path, groups: list[list[Sample]], format: str = "arrow", model: str = "tiny") -> Path:
-    """Write a finished build of `groups`, which stand in path order, into the new directory `root`."""
+def write_build(
+    root: Path, groups: list[list[Sample]], format: str = "arrow", model: str = "tiny"
+) -> Path:
+    """Write a finished build of `groups`, which stand in path order, into the new directory
+    `root`.
+    """
     (root / "shards").mkdir(parents=True)
     writer = {"arrow": _write_arrow, "refs": _write_arrow, "webdataset": _write_tar}[format]
     rows: list[dict[str, Any]] = []
@@ -93,8 +111,13 @@ def write_build(root: Path, groups: list[list[Sample]], format: str = "arrow", m
         name = f"shards/shard-{len(shards):05d}.{'tar' if format == 'webdataset' else 'arrow'}"
         places = writer(root / name, first, part, root / "images" if format == "refs" else None)
         content = (root / name).read_bytes()
-        rows += [_index_row(len(shards), place, content, group) for place, group in zip(places, part, strict=True)]
-        shards.append({**_describe(root, name), "num_groups": len(part), "num_samples": sum(map(len, part))})
+        rows += [
+            _index_row(len(shards), place, content, group)
+            for place, group in zip(places, part, strict=True)
+        ]
+        shards.append(
+            {**_describe(root, name), "num_groups": len(part), "num_samples": sum(map(len, part))}
+        )
     write_index(root / "index.arrow", rows)
     order = choose_order(len(groups))
     manifest = {
@@ -104,7 +127,12 @@ def write_build(root: Path, groups: list[list[Sample]], format: str = "arrow", m
         "config": {},
         "config_hash": "",
         "model": model_to_dict(load_model(model)),
-        "tokenizer": {"hash": "", "image_token_id": IMAGE_TOKEN, "vocab_size": VOCAB_SIZE, "added_tokens": []},
+        "tokenizer": {
+            "hash": "",
+            "image_token_id": IMAGE_TOKEN,
+            "vocab_size": VOCAB_SIZE,
+            "added_tokens": [],
+        },
         "limits": {},
         "seed": 0,
         "order": {"block_size": order.block_size, "num_lanes": order.num_lanes},
@@ -123,7 +151,14 @@ def write_index(path: Path, rows: list[dict[str, Any]]) -> None:
         writer.write_table(table.combine_chunks(), max_chunksize=65_536)
 
 
-COUNTS = ("image_patches", "vit_tokens", "image_tokens", "text_tokens", "audio_tokens", "loss_tokens")
+COUNTS = (
+    "image_patches",
+    "vit_tokens",
+    "image_tokens",
+    "text_tokens",
+    "audio_tokens",
+    "loss_tokens",
+)
 INDEX_SCHEMA = pa.schema(
     [
         ("shard", pa.int32()),
@@ -137,7 +172,9 @@ INDEX_SCHEMA = pa.schema(
 )
 
 
-def _index_row(shard: int, place: tuple[int, int], content: bytes, group: list[Sample]) -> dict[str, Any]:
+def _index_row(
+    shard: int, place: tuple[int, int], content: bytes, group: list[Sample]
+) -> dict[str, Any]:
     return {
         "shard": shard,
         "offset": place[0],
@@ -149,8 +186,14 @@ def _index_row(shard: int, place: tuple[int, int], content: bytes, group: list[S
     }
 
 
-def _write_arrow(path: Path, first: int, groups: list[list[Sample]], image_root: Path | None) -> list[tuple[int, int]]:
-    images = ("images", pa.list_(pa.binary())) if image_root is None else ("image_paths", pa.list_(pa.string()))
+def _write_arrow(
+    path: Path, first: int, groups: list[list[Sample]], image_root: Path | None
+) -> list[tuple[int, int]]:
+    images = (
+        ("images", pa.list_(pa.binary()))
+        if image_root is None
+        else ("image_paths", pa.list_(pa.string()))
+    )
     schema = pa.schema(
         [
             ("sample_id", pa.string()),
@@ -165,7 +208,8 @@ def _write_arrow(path: Path, first: int, groups: list[list[Sample]], image_root:
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         for group in groups:
             rows = [_arrow_row(sample, image_root) for sample in group]
-            # the file's magic and schema are only written with the first batch, and are no part of it
+            # the file's magic and schema are only written with the first batch, and are no part of
+            # it
             start = max(sink.tell(), len(b"ARROW1\0\0") + len(schema.serialize()))
             writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=schema))
             places.append((start, sink.tell() - start))
@@ -190,7 +234,9 @@ def _arrow_row(sample: Sample, image_root: Path | None) -> dict[str, Any]:
     return {**row, "image_paths": names}
 
 
-def _write_tar(path: Path, first: int, groups: list[list[Sample]], image_root: None) -> list[tuple[int, int]]:
+def _write_tar(
+    path: Path, first: int, groups: list[list[Sample]], image_root: None
+) -> list[tuple[int, int]]:
     places = []
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as archive:
         for number, group in enumerate(groups, start=first):
@@ -202,7 +248,10 @@ def _write_tar(path: Path, first: int, groups: list[list[Sample]], image_root: N
 
 
 def _add_members(archive: tarfile.TarFile, key: str, sample: Sample) -> None:
-    names = [f"{place}.{'png' if data.startswith(PNG) else 'jpg'}" for place, data in enumerate(sample.images)]
+    names = [
+        f"{place}.{'png' if data.startswith(PNG) else 'jpg'}"
+        for place, data in enumerate(sample.images)
+    ]
     about = {
         "sample_id": sample.sample_id,
         **sample.counts,

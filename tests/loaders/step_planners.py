@@ -2,16 +2,18 @@
 
 import numpy as np
 
-from balance.pipetune import pack_balanced
-from balance.post import as_batches, balance_sums
-from balance.records import Groups
-from balance.step_plan import StepSamples, StepWork
+from balance.steps.post_balancing import as_batches, balance_sums
+from balance.steps.repack import pack_balanced
+from balance.steps.step_planner import StepAssignment, StepRequest
+from balance.types import Groups
 
 MAX_LEN = 80
 
 
-def repack(samples: StepSamples) -> StepWork:
-    """OrchMLLM's cut of the step's tokens into ranks, then PipeTune's packing of each rank's samples."""
+def repack(samples: StepRequest) -> StepAssignment:
+    """OrchMLLM's cut of the step's tokens into ranks, then PipeTune's packing of each rank's
+    samples.
+    """
     lengths = samples.counts.seq_len
     ranks = as_batches(balance_sums(lengths, samples.dp), samples.dp)
     micro_batches = []
@@ -19,10 +21,10 @@ def repack(samples: StepSamples) -> StepWork:
         own = ranks[rank]
         packed = pack_balanced(lengths[own], lengths[own], max_len=MAX_LEN)
         micro_batches.append(Groups(own[packed.samples], packed.offsets))
-    return StepWork(micro_batches=tuple(micro_batches))
+    return StepAssignment(micro_batches=tuple(micro_batches))
 
 
-def dispatch(samples: StepSamples) -> StepWork:
+def dispatch(samples: StepRequest) -> StepAssignment:
     """As `repack`, and images are encoded wherever the sums of ViT tokens are even."""
     vit_tokens = samples.counts.num_vit_tokens
     ranks = as_batches(balance_sums(vit_tokens, samples.dp), samples.dp)
@@ -30,4 +32,6 @@ def dispatch(samples: StepSamples) -> StepWork:
     for rank in range(samples.dp):
         own = ranks[rank][vit_tokens[ranks[rank]] > 0]
         encoding.append(Groups(own, np.array([0, len(own)])))
-    return StepWork(micro_batches=repack(samples).micro_batches, encoders={"vision": tuple(encoding)})
+    return StepAssignment(
+        micro_batches=repack(samples).micro_batches, encoders={"vision": tuple(encoding)}
+    )

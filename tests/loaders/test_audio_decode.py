@@ -13,16 +13,18 @@ import pytest
 import soundfile
 from scipy.signal import resample_poly
 
-from balance.audio import AudioRule
 from balance.errors import DataError
-from loaders.audio import decode_audio
+from balance.media.audio_tokens import AudioRule
+from loaders.decode.audio import decode_audio
 
 RULE = AudioRule(downsample=2)
 RATE = RULE.sampling_rate
 
 
 def _tone(count: int, channels: int = 1) -> np.ndarray:
-    waves = [np.sin(np.arange(count) * (0.05 + 0.02 * channel)) * 0.6 for channel in range(channels)]
+    waves = [
+        np.sin(np.arange(count) * (0.05 + 0.02 * channel)) * 0.6 for channel in range(channels)
+    ]
     return np.stack(waves, axis=1) + np.random.default_rng(count).normal(0, 0.01, (count, channels))
 
 
@@ -41,7 +43,9 @@ WAVS = [
 
 @pytest.mark.parametrize(("form", "subtype"), WAVS)
 @pytest.mark.parametrize("channels", [1, 2, 5])
-def test_wav_samples_are_soundfiles(form: str, subtype: str, channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wav_samples_are_soundfiles(
+    form: str, subtype: str, channels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = _encoded(_tone(777, channels), format=form, subtype=subtype)
     expected, _ = soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)
     monkeypatch.setitem(sys.modules, "soundfile", None)  # and need no soundfile
@@ -50,7 +54,9 @@ def test_wav_samples_are_soundfiles(form: str, subtype: str, channels: int, monk
     assert np.abs(ours - expected.mean(axis=1)).max() <= 1e-7
 
 
-@pytest.mark.parametrize(("form", "subtype"), [("FLAC", "PCM_16"), ("WAV", "ULAW"), ("OGG", "VORBIS"), ("MP3", None)])
+@pytest.mark.parametrize(
+    ("form", "subtype"), [("FLAC", "PCM_16"), ("WAV", "ULAW"), ("OGG", "VORBIS"), ("MP3", None)]
+)
 def test_other_kinds_are_read_by_soundfile(form: str, subtype: str | None) -> None:
     data = _encoded(_tone(8000, 2), format=form, subtype=subtype)
     expected, _ = soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)
@@ -68,21 +74,41 @@ def test_another_rate_is_resampled_to_the_models(form: str) -> None:
 
 def test_chunks_before_the_samples_and_half_a_frame_behind_them_are_left_out() -> None:
     form = struct.pack("<HHIIHH", 1, 2, RATE, RATE * 4, 4, 16)
-    chunks = [(b"LIST", b"odd"), (b"fmt ", form), (b"data", np.arange(8, dtype="<i2").tobytes() + b"\1\2")]
-    body = b"".join(kind + struct.pack("<I", len(part)) + part + b"\0" * (len(part) % 2) for kind, part in chunks)
+    chunks = [
+        (b"LIST", b"odd"),
+        (b"fmt ", form),
+        (b"data", np.arange(8, dtype="<i2").tobytes() + b"\1\2"),
+    ]
+    body = b"".join(
+        kind + struct.pack("<I", len(part)) + part + b"\0" * (len(part) % 2)
+        for kind, part in chunks
+    )
     data = b"RIFF" + struct.pack("<I", len(body) + 4) + b"WAVE" + body
-    assert decode_audio(RULE, data, counted=4).tolist() == [(2 * i + 2 * i + 1) / 2 / 32768 for i in range(4)]
+    assert decode_audio(RULE, data, counted=4).tolist() == [
+        (2 * i + 2 * i + 1) / 2 / 32768 for i in range(4)
+    ]
 
 
 def test_a_clip_of_another_length_than_counted_is_a_data_error() -> None:
     data = _encoded(_tone(800), 8_000, format="WAV")
-    with pytest.raises(DataError, match=r"has 1600 samples at 16000 per second, but had 1599 when it was counted"):
+    with pytest.raises(
+        DataError, match=r"has 1600 samples at 16000 per second, but had 1599 when it was counted"
+    ):
         decode_audio(RULE, data, counted=1599)
 
 
-def _header(channels: int = 1, rate: int = RATE, frame: int = 2, tag: int = 1, size: int = 8) -> bytes:
+def _header(
+    channels: int = 1, rate: int = RATE, frame: int = 2, tag: int = 1, size: int = 8
+) -> bytes:
     form = struct.pack("<HHIIHH", tag, channels, rate, rate * frame, frame, 16)
-    return b"RIFF\0\0\0\0WAVEfmt " + struct.pack("<I", 16) + form + b"data" + struct.pack("<I", size) + bytes(8)
+    return (
+        b"RIFF\0\0\0\0WAVEfmt "
+        + struct.pack("<I", 16)
+        + form
+        + b"data"
+        + struct.pack("<I", size)
+        + bytes(8)
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,7 +154,9 @@ def test_mutated_clips_are_a_data_error_or_a_clip(form: str) -> None:
     assert outcomes == {True}
 
 
-def test_without_soundfile_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_soundfile_the_message_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "soundfile", None)
     with pytest.raises(DataError, match=r"pip install 'isobatch\[audio\]'"):
         decode_audio(RULE, _encoded(_tone(100), format="FLAC"))

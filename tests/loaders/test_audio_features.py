@@ -7,18 +7,32 @@ import pytest
 import torch
 from transformers import WhisperFeatureExtractor
 
-from balance.audio import AudioRule, plan_audio
-from loaders.log_mel import log_mel_frames, log_mel_windows, mel_filters
+from balance.media.audio_tokens import AudioRule, plan_audio
+from loaders.decode.log_mel import log_mel_frames, log_mel_windows, mel_filters
 
 RULE = AudioRule(downsample=2)
 WINDOW = RULE.window_frames * RULE.hop_length
 TOLERANCE = 1e-5
-LENGTHS = [1, 159, 160, 161, 3_999, 48_000, WINDOW - 400, WINDOW - 161, WINDOW - 160, WINDOW - 1, WINDOW]
+LENGTHS = [
+    1,
+    159,
+    160,
+    161,
+    3_999,
+    48_000,
+    WINDOW - 400,
+    WINDOW - 161,
+    WINDOW - 160,
+    WINDOW - 1,
+    WINDOW,
+]
 
 
 def _clip(count: int) -> torch.Tensor:
     rng = np.random.default_rng(count)
-    wave = np.sin(np.arange(count) * 0.05) * np.linspace(0, 0.5, count) + rng.normal(0, 0.003, count)
+    wave = np.sin(np.arange(count) * 0.05) * np.linspace(0, 0.5, count) + rng.normal(
+        0, 0.003, count
+    )
     return torch.from_numpy(wave.astype(np.float32))
 
 
@@ -30,7 +44,10 @@ def test_features_equal_whispers(mel_bins: int) -> None:
         options = {"sampling_rate": 16_000, "return_attention_mask": True, "return_tensors": "pt"}
         reference = extractor(clip.numpy(), **options)
         expected, frames = reference["input_features"], int(reference["attention_mask"].sum())
-        windows, packed = log_mel_windows(RULE, clip, mel_bins), log_mel_frames(RULE, clip, mel_bins)
+        windows, packed = (
+            log_mel_windows(RULE, clip, mel_bins),
+            log_mel_frames(RULE, clip, mel_bins),
+        )
         assert windows.shape == expected.shape, count
         assert packed.shape == (frames, mel_bins) == (plan_frames(count), mel_bins), count
         assert (windows - expected).abs().max() <= TOLERANCE, count
@@ -53,8 +70,12 @@ def test_each_window_of_a_long_clip_is_like_a_clip_of_its_own(count: int) -> Non
 
 
 def test_silence_is_no_special_case() -> None:
-    expected = WhisperFeatureExtractor(feature_size=128)(np.zeros(999, np.float32), sampling_rate=16_000)
-    assert np.array_equal(log_mel_windows(RULE, torch.zeros(999)).numpy(), expected["input_features"])
+    expected = WhisperFeatureExtractor(feature_size=128)(
+        np.zeros(999, np.float32), sampling_rate=16_000
+    )
+    assert np.array_equal(
+        log_mel_windows(RULE, torch.zeros(999)).numpy(), expected["input_features"]
+    )
 
 
 def test_filters_of_another_rate_end_at_its_highest_frequency() -> None:

@@ -8,16 +8,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.signal import resample_poly
 
-from balance.audio import AudioRejected, AudioRule, plan_audio
-from loaders.resample import resample
+from balance.media.audio_tokens import AudioRejected, AudioRule, plan_audio
+from loaders.decode._resample import resample
 
 RATES = [8_000, 11_025, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000, 96_000]
 TOLERANCE = 2e-6
-"""Measured 2e-7 on noise of standard deviation .3: sums of up to 121 taps in float32 beside SciPy's float64."""
+"""Measured 2e-7 on noise of standard deviation .3: sums of up to 121 taps in float32 beside SciPy's
+float64.
+"""
 
 
 @settings(max_examples=120, deadline=None)
-@given(st.integers(1, 3000), st.sampled_from(RATES), st.sampled_from([*RATES, 15_999]), st.integers(0, 1 << 16))
+@given(
+    st.integers(1, 3000),
+    st.sampled_from(RATES),
+    st.sampled_from([*RATES, 15_999]),
+    st.integers(0, 1 << 16),
+)
 def test_resampling_equals_scipy(count: int, source: int, target: int, seed: int) -> None:
     waveform = np.random.default_rng(seed).normal(0, 0.3, count).astype(np.float32)
     ours = resample(waveform, source, target)
@@ -38,7 +45,9 @@ def test_the_number_of_samples_is_the_planned_one(count: int, rate: int) -> None
     assert len(resample(np.zeros(count, np.float32), rate, rule.sampling_rate)) == planned
 
 
-@pytest.mark.parametrize(("source", "target"), [(44_100, 16_000), (8_000, 16_000), (48_000, 16_000)])
+@pytest.mark.parametrize(
+    ("source", "target"), [(44_100, 16_000), (8_000, 16_000), (48_000, 16_000)]
+)
 def test_a_tone_keeps_its_pitch_and_loudness(source: int, target: int) -> None:
     seconds = np.arange(source) / source
     ours = resample(np.sin(2 * np.pi * 440 * seconds).astype(np.float32), source, target)

@@ -1,4 +1,6 @@
-"""The cache on disk: what is read is what was written, the limit holds at every moment, nothing is left behind."""
+"""The cache on disk: what is read is what was written, the limit holds at every moment, nothing is
+left behind.
+"""
 
 import contextlib
 import os
@@ -15,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loaders.cache import Cache
-from loaders.cache_room import BLOCK_BYTES
+from loaders.read.cache import Cache
+from loaders.read.cache_quota import BLOCK_BYTES
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +29,9 @@ def on_disk(root):
     for folder, _, names in os.walk(root):
         for name in names if Path(folder) != Path(root) else ():
             with contextlib.suppress(FileNotFoundError):
-                total += -(-os.stat(os.path.join(folder, name)).st_size // BLOCK_BYTES) * BLOCK_BYTES
+                total += (
+                    -(-os.stat(os.path.join(folder, name)).st_size // BLOCK_BYTES) * BLOCK_BYTES
+                )
     return total
 
 
@@ -37,11 +41,15 @@ def content(name, size):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 12), st.integers(0, 20_000)), max_size=60))
-def test_files_come_back_whole_and_the_limit_holds_whatever_is_written_and_read(tmp_path_factory, actions):
+def test_files_come_back_whole_and_the_limit_holds_whatever_is_written_and_read(
+    tmp_path_factory, actions
+):
     root = tmp_path_factory.mktemp("cache")
     limit, sizes = 50_000, {}
     for writes, number, size in actions:
-        cache = Cache(root, f"build-{number % 2}", limit)  # each time a process of its own, as it were
+        cache = Cache(
+            root, f"build-{number % 2}", limit
+        )  # each time a process of its own, as it were
         name = f"{number // 6:05d}/{number}"
         found = cache.read(name)
         if found is not None:
@@ -156,7 +164,7 @@ def run(code, *arguments):
 HOLD = """
 import sys
 from pathlib import Path
-from loaders.cache_room import locked
+from loaders.read.cache_quota import locked
 with locked(Path(sys.argv[1]) / "size", 5):
     print("held", flush=True)
     sys.stdin.read()
@@ -164,7 +172,7 @@ with locked(Path(sys.argv[1]) / "size", 5):
 
 
 def test_a_process_that_stops_with_the_lock_held_stops_nobody_else(tmp_path, monkeypatch):
-    monkeypatch.setattr("loaders.cache_room.LOCK_WAIT_S", 0.2)
+    monkeypatch.setattr("loaders.read.cache_quota.LOCK_WAIT_S", 0.2)
     cache = Cache(tmp_path, "build", 1 << 20)
     cache.write("a", b"x")
     with run(HOLD, tmp_path) as child:
@@ -182,7 +190,7 @@ WRITER = """
 import sys
 from pathlib import Path
 import numpy as np
-from loaders.cache import Cache
+from loaders.read.cache import Cache
 from test_cache import content
 cache = Cache(Path(sys.argv[1]), "build", int(sys.argv[2]))
 rng = np.random.default_rng(int(sys.argv[3]))
@@ -220,6 +228,8 @@ def test_killed_processes_leave_whole_files_and_the_limit_holds_all_the_time(tmp
     assert not [*tmp_path.rglob(".tmp-*")]
     stored = [number for number in range(60) if cache.has(str(number))]
     assert len(stored) >= 5
-    assert all(cache.read(str(number)) == content(number, 30_000 + 1000 * number) for number in stored)
+    assert all(
+        cache.read(str(number)) == content(number, 30_000 + 1000 * number) for number in stored
+    )
     # the sum that is kept beside the files is theirs
     assert int.from_bytes((tmp_path / "size").read_bytes(), "little") == on_disk(tmp_path)

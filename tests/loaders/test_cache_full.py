@@ -15,7 +15,9 @@ pytestmark = pytest.mark.server
 @pytest.fixture
 def url(s3, tmp_path, monkeypatch):
     use(monkeypatch, s3)
-    return upload(s3, write_build(tmp_path / "build", group_samples(make_samples(120))), tmp_path.name)
+    return upload(
+        s3, write_build(tmp_path / "build", group_samples(make_samples(120))), tmp_path.name
+    )
 
 
 PROGRAM = """
@@ -23,7 +25,7 @@ import sys, warnings
 sys.path[:0] = sys.argv[3:]
 from remote_builds import is_as_written
 from shard_fixture import SHARD_GROUPS, group_samples, make_samples
-from loaders.storage import StorageOptions, open_build
+from loaders.read.build import StorageOptions, open_build
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     build = open_build(sys.argv[1], options=StorageOptions(cache_dir=sys.argv[2]))
@@ -36,14 +38,23 @@ print(len(said), *(str(one.message) for one in said), build.shards.cache_hits)
 """
 
 
-@pytest.mark.parametrize("size", ["100k", "400k"])  # less than the index with its folders, and less than the groups
+@pytest.mark.parametrize(
+    "size", ["100k", "400k"]
+)  # less than the index with its folders, and less than the groups
 def test_a_full_cache_disk_is_said_once_and_changes_nothing(url, small_disk, size):
     disk, private = small_disk(size)
-    folders = [str(Path(__file__).parents[2]), *map(str, (Path(__file__).parent, Path(__file__).parents[1]))]
+    folders = [
+        str(Path(__file__).parents[2]),
+        *map(str, (Path(__file__).parent, Path(__file__).parents[1])),
+    ]
     script = [*private, sys.executable, "-c", PROGRAM, url, str(disk / "cache")]
-    found = subprocess.run([*script, *folders], capture_output=True, text=True, timeout=60, check=False)
+    found = subprocess.run(
+        [*script, *folders], capture_output=True, text=True, timeout=60, check=False
+    )
     assert found.returncode == 0, found.stderr
-    assert found.stdout.startswith(f"1 cache {disk}/cache: No space left on device; going on without storing")
+    assert found.stdout.startswith(
+        f"1 cache {disk}/cache: No space left on device; going on without storing"
+    )
     if size == "400k":
         assert not found.stdout.endswith(" 0\n")  # what was stored before is used
     assert os.listdir(disk) == []  # it was the child's alone

@@ -1,4 +1,6 @@
-"""A group with audio becomes tensors in each form; images as `cut` makes them; errors name the sample."""
+"""A group with audio becomes tensors in each form; images as `cut` makes them; errors name the
+sample.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,15 @@ import soundfile
 import torch
 from PIL import Image
 
-from balance.audio import plan_audio
 from balance.errors import ConfigError, DataError
+from balance.media.audio_tokens import plan_audio
 from balance.presets import load_model
-from loaders import pixels
-from loaders.batch import MicroBatch
-from loaders.collate import EMPTY_GROUP, MediaOptions, StepTotals, collate
-from loaders.decode import decode
-from loaders.log_mel import log_mel_frames, log_mel_windows
-from loaders.shards import RawGroup
+from loaders.batch.collate import EMPTY_GROUP, MediaOptions, StepTotals, collate
+from loaders.batch.micro_batch import MicroBatch
+from loaders.decode import pixels
+from loaders.decode.image import decode
+from loaders.decode.log_mel import log_mel_frames, log_mel_windows
+from loaders.read.shard_reader import RawGroup
 
 MODEL = load_model("tiny_audio")
 RULE = MODEL.audio
@@ -103,16 +105,27 @@ def test_frames_of_windows_are_the_planned_ones(group: RawGroup, audio: str) -> 
         assert len(batch.audio_values) == (batch.audio_frames.sum() if audio == "features" else 4)
 
 
-@pytest.mark.parametrize(("audio", "shape"), [("waveform", (0,)), ("features", (0, 128)), ("windows", (0, 128, 3000))])
+@pytest.mark.parametrize(
+    ("audio", "shape"), [("waveform", (0,)), ("features", (0, 128)), ("windows", (0, 128, 3000))]
+)
 def test_nothing_to_hear_is_no_rows_of_the_usual_shape(audio: str, shape: tuple[int, ...]) -> None:
     batch = _collate(None, audio=audio)
-    for tensor, expected in ((batch.audio_values, shape), (batch.audio_lengths, (0,)), (batch.audio_frames, (0,))):
+    for tensor, expected in (
+        (batch.audio_values, shape),
+        (batch.audio_lengths, (0,)),
+        (batch.audio_frames, (0,)),
+    ):
         assert tensor is not None
         assert tuple(tensor.shape) == expected
 
 
 def test_a_model_that_hears_nothing_has_no_audio_fields(group: RawGroup) -> None:
-    silent = replace(group, audios=(), audio_lengths=EMPTY_GROUP.audio_lengths, audio_samples=EMPTY_GROUP.audio_samples)
+    silent = replace(
+        group,
+        audios=(),
+        audio_lengths=EMPTY_GROUP.audio_lengths,
+        audio_samples=EMPTY_GROUP.audio_samples,
+    )
     batch = collate(silent, MODEL.vision, torch.uint8, TOTALS)
     assert batch.audio_values is None
     assert batch.audio_lengths is None
@@ -158,18 +171,26 @@ def test_reduced_decoding_is_the_option_that_it_says(group: RawGroup) -> None:
 
 def test_errors_name_the_sample_and_the_group(group: RawGroup) -> None:
     damaged = replace(group, audios=[*group.audios[:2], b"nothing"])
-    with pytest.raises(DataError, match=r"sample 'c' \(shard-00000.arrow, group 7\): audio clip of 7 bytes"):
+    with pytest.raises(
+        DataError, match=r"sample 'c' \(shard-00000.arrow, group 7\): audio clip of 7 bytes"
+    ):
         _collate(damaged)
     longer = replace(group, audio_lengths=np.array([4_000, 500_001, 16_002], np.int32))
-    with pytest.raises(DataError, match=r"sample 'b' .* 500000 samples at 16000 per second, but had 500001 when"):
+    with pytest.raises(
+        DataError, match=r"sample 'b' .* 500000 samples at 16000 per second, but had 500001 when"
+    ):
         _collate(longer)
     resized = replace(group, image_sizes=np.array([(40, 60), (90, 41)], np.int32))
-    with pytest.raises(DataError, match=r"sample 'c' .*: image has 40 x 90 pixels, but had 41 x 90 when"):
+    with pytest.raises(
+        DataError, match=r"sample 'c' .*: image has 40 x 90 pixels, but had 41 x 90 when"
+    ):
         _collate(resized)
 
 
 def test_options_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ConfigError, match="audio is 'spectrum'; use one of waveform, features, windows"):
+    with pytest.raises(
+        ConfigError, match="audio is 'spectrum'; use one of waveform, features, windows"
+    ):
         MediaOptions.of(MODEL, audio="spectrum")
     with pytest.raises(ConfigError, match="mel_bins is 0"):
         MediaOptions(mel_bins=0)

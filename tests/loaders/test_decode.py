@@ -13,8 +13,8 @@ from PIL import Image
 from reference_processors import random_image
 
 from balance.errors import DataError
-from loaders import decode as decoding
-from loaders.decode import decode, decode_pixels
+from loaders.decode import image as decoding
+from loaders.decode.image import decode, decode_pixels
 
 KINDS: dict[str, dict[str, Any]] = {
     "4:4:4": {"subsampling": 0},
@@ -82,7 +82,9 @@ def test_everything_else_goes_by_pillow(mode: str, calls: list[int]) -> None:
     exif[0x0112] = 6
     png = io.BytesIO()
     image.convert("L" if mode == "grey PNG" else "RGB").save(png, "PNG")
-    content = {"CMYK": _jpeg(image.convert("CMYK")), "turned": _jpeg(image, exif=exif)}.get(mode, png.getvalue())
+    content = {"CMYK": _jpeg(image.convert("CMYK")), "turned": _jpeg(image, exif=exif)}.get(
+        mode, png.getvalue()
+    )
     assert np.array_equal(decode_pixels(content), np.asarray(decode(content)))
     assert not calls
 
@@ -110,13 +112,18 @@ def test_damaged_files_have_the_same_outcome() -> None:
 
 def test_a_file_of_another_size_than_counted_is_refused() -> None:
     content = _jpeg(random_image(np.random.default_rng(4), 60, 40))
-    with pytest.raises(DataError, match="image has 60 x 40 pixels, but had 40 x 60 when it was counted"):
+    with pytest.raises(
+        DataError, match="image has 60 x 40 pixels, but had 40 x 60 when it was counted"
+    ):
         decode_pixels(content, counted=(40, 60))
 
 
 def test_threads_do_not_share_pixels() -> None:
     rng = np.random.default_rng(5)
-    files = [_jpeg(random_image(rng, int(width), int(height))) for width, height in rng.integers(8, 400, (60, 2))]
+    files = [
+        _jpeg(random_image(rng, int(width), int(height)))
+        for width, height in rng.integers(8, 400, (60, 2))
+    ]
     expected = [np.asarray(decode(content)) for content in files]
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda content: decode_pixels(content).copy(), files * 3))
@@ -139,7 +146,9 @@ def test_pixels_lie_where_they_shall(mode: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "GIF"])
-def test_transparency_is_dropped_without_a_word(kind: str, recwarn: pytest.WarningsRecorder) -> None:
+def test_transparency_is_dropped_without_a_word(
+    kind: str, recwarn: pytest.WarningsRecorder
+) -> None:
     opaque = random_image(np.random.default_rng(0), 40, 30).quantize(16)
     buffer = io.BytesIO()
     opaque.save(buffer, kind, transparency=bytes(range(0, 256, 16)) if kind == "PNG" else 3)

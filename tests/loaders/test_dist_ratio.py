@@ -12,7 +12,7 @@ from loaders import StreamingLoader
 from packer.build import Builder
 from packer.config import BuildConfig
 from packer.progress import StageProgress
-from packer.report import make_report
+from packer.report.figures import make_report
 
 sys.path.append(str(Path(__file__).parents[1] / "packer"))
 
@@ -54,7 +54,9 @@ def test_received_predicted_and_counted_are_equal(build, dp, micro_batches):
     rounds = [round for step in zip(*ranks, strict=True) for round in zip(*step, strict=True)]
     predicted = make_report(build, dp=dp, seed=SEED).methods["ours"]
     llm = dist_ratio(rounds, lambda batch: len(batch.input_ids))
-    vit = dist_ratio(rounds, lambda batch: len(batch.pixel_values))  # patches, all of one size, or ViT tokens
+    vit = dist_ratio(
+        rounds, lambda batch: len(batch.pixel_values)
+    )  # patches, all of one size, or ViT tokens
     assert llm == pytest.approx(predicted.dist_ratio_llm, rel=1e-12)
     assert vit == pytest.approx(predicted.dist_ratio_vit, rel=1e-12)
     assert llm > 0
@@ -66,8 +68,12 @@ def test_received_predicted_and_counted_are_equal(build, dp, micro_batches):
 
 
 def dist_ratio(rounds, load):
-    """OmniBal, equation 2: the mean of the ranks' idle share, over rounds in which every rank has work if any has."""
-    complete = [round for round in rounds if all(batch.num_samples for batch in round)] or rounds[:1]
+    """OmniBal, equation 2: the mean of the ranks' idle share, over rounds in which every rank has
+    work if any has.
+    """
+    complete = [round for round in rounds if all(batch.num_samples for batch in round)] or rounds[
+        :1
+    ]
     shares = []
     for round in complete:
         loads = [load(batch) for batch in round]

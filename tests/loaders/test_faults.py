@@ -1,4 +1,6 @@
-"""What goes wrong between a store and a loader: every group arrives intact, or an error names its shard in time."""
+"""What goes wrong between a store and a loader: every group arrives intact, or an error names its
+shard in time.
+"""
 
 import contextlib
 import random
@@ -11,7 +13,7 @@ from servers import FaultyProxy
 from shard_fixture import SHARD_GROUPS, group_samples, make_samples, write_build
 
 from balance.errors import DamagedShard, DataError
-from loaders.storage import StorageOptions, open_build
+from loaders.read.build import StorageOptions, open_build
 
 pytestmark = pytest.mark.server
 
@@ -45,7 +47,9 @@ def opened(tmp_path):
 
         def open_it(url, **options):
             options = {"cache_dir": tmp_path / "cache", "timeout_s": 30.0, **options}
-            return stack.enter_context(contextlib.closing(open_build(url, options=StorageOptions(**options))))
+            return stack.enter_context(
+                contextlib.closing(open_build(url, options=StorageOptions(**options)))
+            )
 
         yield open_it
 
@@ -105,7 +109,9 @@ LASTING = {
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
 @pytest.mark.parametrize("fault", LASTING)
-def test_what_does_not_pass_is_an_error_that_names_the_shard_in_time(url, proxy, opened, fault, ahead):
+def test_what_does_not_pass_is_an_error_that_names_the_shard_in_time(
+    url, proxy, opened, fault, ahead
+):
     build = opened(url, timeout_s=2.0)
     assert is_as_written(build.shards.read(0), GROUPS[0])
     proxy.fault = of_shards(lambda path: fault)
@@ -129,15 +135,26 @@ def damaged(content):
 
 
 DAMAGES = {
-    "flipped": (damaged, r"group \d+: its bytes have another checksum than the index says; run `packer verify`"),
-    "cut": (lambda content: content[: len(content) // 2], r"group \d+: .*(the manifest says \d+ bytes|ends before)"),
-    "longer": (lambda content: content + b"\0", r"group \d+: .*has \d+ bytes, the manifest says \d+ bytes"),
+    "flipped": (
+        damaged,
+        r"group \d+: its bytes have another checksum than the index says; run `packer verify`",
+    ),
+    "cut": (
+        lambda content: content[: len(content) // 2],
+        r"group \d+: .*(the manifest says \d+ bytes|ends before)",
+    ),
+    "longer": (
+        lambda content: content + b"\0",
+        r"group \d+: .*has \d+ bytes, the manifest says \d+ bytes",
+    ),
     "deleted": (None, r"group \d+: .*shards/shard-00001\.arrow: is missing"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_shard_is_named_and_the_others_are_read(s3, url, folder, opened, tmp_path, damage):
+def test_a_damaged_shard_is_named_and_the_others_are_read(
+    s3, url, folder, opened, tmp_path, damage
+):
     change, expected = DAMAGES[damage]
     key = f"{tmp_path.name}/shards/shard-00001.arrow"
     if change is None:

@@ -1,4 +1,6 @@
-"""Manifest and index: unfinished, foreign and damaged builds are refused; columns come from the right rows."""
+"""Manifest and index: unfinished, foreign and damaged builds are refused; columns come from the
+right rows.
+"""
 
 import json
 
@@ -8,7 +10,7 @@ import pytest
 from shard_fixture import INDEX_SCHEMA, group_samples, make_samples, write_build
 
 from balance.errors import DamagedShard, DataError
-from loaders.index import BATCH_ROWS, GroupIndex, read_manifest
+from shards.index import BATCH_ROWS, GroupIndex, read_manifest
 
 
 @pytest.fixture
@@ -36,7 +38,9 @@ def test_a_build_of_another_version_is_refused(build, changes):
         read_manifest(build)
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b'{"format_version": 2, "format": "arrow"}'])
+@pytest.mark.parametrize(
+    "content", [b"{", b"[]", b"\xff", b'{"format_version": 2, "format": "arrow"}']
+)
 def test_a_file_that_is_no_manifest_gives_one_line(build, content):
     (build / "manifest.json").write_bytes(content)
     with pytest.raises(DataError, match=r"manifest.json: not a manifest of Isobatch") as error:

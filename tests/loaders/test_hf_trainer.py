@@ -12,8 +12,8 @@ from loaders import StreamingLoader
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from loaders import hf_trainer  # noqa: E402
-from loaders.hf_trainer import STATE_KEY, StreamingTrainer  # noqa: E402
+from loaders.integrations import hf_trainer  # noqa: E402
+from loaders.integrations.hf_trainer import STATE_KEY, StreamingTrainer  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -33,7 +33,9 @@ class TokenModel(torch.nn.Module):
 
     def forward(self, input_ids, labels, num_items_in_batch=None, **options):
         logits = self.head(self.embed(input_ids))
-        loss = torch.nn.functional.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum")
+        loss = torch.nn.functional.cross_entropy(
+            logits[:-1], labels[1:], ignore_index=-100, reduction="sum"
+        )
         return {"loss": loss / num_items_in_batch, "logits": logits}
 
 
@@ -44,9 +46,16 @@ def to_inputs(batch):
 def make_trainer(build, out, micro_batches=2, **options):
     options = {"max_steps": 4, "save_steps": 2, "gradient_accumulation_steps": 2, **options}
     args = transformers.TrainingArguments(
-        output_dir=str(out), report_to=[], disable_tqdm=True, use_cpu=True, save_only_model=False, **options
+        output_dir=str(out),
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        save_only_model=False,
+        **options,
     )
-    loader = StreamingLoader(build, dp_rank=0, dp_world_size=1, micro_batches_per_step=micro_batches)
+    loader = StreamingLoader(
+        build, dp_rank=0, dp_world_size=1, micro_batches_per_step=micro_batches
+    )
     model = TokenModel(loader.vocab_size)
     return StreamingTrainer(model=model, args=args, loader=loader, to_inputs=to_inputs)
 
@@ -65,10 +74,14 @@ def seen(monkeypatch):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_checkpoint_holds_the_state_behind_its_own_step_even_if_a_worker_is_ahead(build, tmp_path, seen, workers):
+def test_a_checkpoint_holds_the_state_behind_its_own_step_even_if_a_worker_is_ahead(
+    build, tmp_path, seen, workers
+):
     make_trainer(build, tmp_path / "out", dataloader_num_workers=workers).train()
     for step in (2, 4):
-        state = json.loads((tmp_path / "out" / f"checkpoint-{step}" / "trainer_state.json").read_text())
+        state = json.loads(
+            (tmp_path / "out" / f"checkpoint-{step}" / "trainer_state.json").read_text()
+        )
         loader = StreamingLoader(build, dp_rank=0, dp_world_size=1, micro_batches_per_step=2)
         for _ in zip(range(step), loader, strict=False):
             pass
@@ -83,7 +96,9 @@ def test_a_checkpoint_holds_the_state_behind_its_own_step_even_if_a_worker_is_ah
 def test_arguments_with_which_training_would_be_wrong_are_refused(build, tmp_path):
     with pytest.raises(ConfigError, match="max_steps"):
         make_trainer(build, tmp_path, max_steps=-1)
-    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps is 2.*micro_batches_per_step 3"):
+    with pytest.raises(
+        ConfigError, match=r"gradient_accumulation_steps is 2.*micro_batches_per_step 3"
+    ):
         make_trainer(build, tmp_path, micro_batches=3).train()
 
 

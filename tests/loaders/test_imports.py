@@ -1,4 +1,6 @@
-"""What a training process does not load: it costs memory in every rank and time before the first batch."""
+"""What a training process does not load: it costs memory in every rank and time before the first
+batch.
+"""
 
 import subprocess
 import sys

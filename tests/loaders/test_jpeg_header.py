@@ -12,8 +12,8 @@ from PIL import Image
 from reference_processors import random_image
 
 from balance.errors import DataError
-from loaders.decode import decode, decode_pixels
-from loaders.jpeg_header import plain_size
+from loaders.decode._jpeg_header import plain_size
+from loaders.decode.image import decode, decode_pixels
 
 IMAGE = random_image(np.random.default_rng(0), 40, 30)
 
@@ -30,7 +30,9 @@ def exif(orientation: int) -> Image.Exif:
     return made
 
 
-@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"comment": b"Exif"}, {"icc_profile": b"profile"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"progressive": True}, {"comment": b"Exif"}, {"icc_profile": b"profile"}]
+)
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_plain_ones(mode: str, options: dict[str, Any]) -> None:
     assert plain_size(memoryview(encoded(IMAGE.convert(mode), **options))) == (40, 30)
@@ -57,9 +59,14 @@ def test_all_others_are_left_to_pillow(content: bytes) -> None:
 
 
 def test_pillow_is_not_asked_about_stored_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loaders.decode._upright_size", None)
+    monkeypatch.setattr("loaders.decode.image._upright_size", None)
     expected = np.asarray(decode(encoded()))
-    for content in (encoded(), memoryview(encoded()), pa.py_buffer(encoded()), memoryview(pa.py_buffer(encoded()))):
+    for content in (
+        encoded(),
+        memoryview(encoded()),
+        pa.py_buffer(encoded()),
+        memoryview(pa.py_buffer(encoded())),
+    ):
         assert np.array_equal(decode_pixels(content), expected)
 
 
@@ -73,7 +80,9 @@ def outcome(content: bytes, *, short: bool) -> Any:
 def test_damaged_headers_have_the_outcome_that_pillow_gives() -> None:
     rng = np.random.default_rng(1)
     files = [
-        encoded(IMAGE.convert(mode), **options) for mode in ("RGB", "L") for options in ({}, {"progressive": True})
+        encoded(IMAGE.convert(mode), **options)
+        for mode in ("RGB", "L")
+        for options in ({}, {"progressive": True})
     ]
     num_plain = 0
     for number in range(1500):

@@ -37,7 +37,12 @@ def load(build, rank=0, world=1, **options):
 
 
 def all_ids(build):
-    return [sample_id for step in load(build, pixel_dtype=torch.uint8) for b in step for sample_id in b.sample_ids]
+    return [
+        sample_id
+        for step in load(build, pixel_dtype=torch.uint8)
+        for b in step
+        for sample_id in b.sample_ids
+    ]
 
 
 def ids_of(steps):
@@ -46,7 +51,10 @@ def ids_of(steps):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_sample_of_an_epoch_once_on_four_ranks(builds, format):
-    loaders = [load(builds[format], rank, 4, micro_batches_per_step=2, pixel_dtype=torch.uint8) for rank in range(4)]
+    loaders = [
+        load(builds[format], rank, 4, micro_batches_per_step=2, pixel_dtype=torch.uint8)
+        for rank in range(4)
+    ]
     steps = [list(loader) for loader in loaders]
     assert Counter(ids_of(chain(*steps))) == Counter(f"sample-{n:05d}" for n in range(NUM_SAMPLES))
     assert {len(s) for s in steps} == {len(loaders[0])}
@@ -75,19 +83,26 @@ def test_epochs_and_seeds_have_orders_of_their_own(text_build):
 
 
 def test_sums_of_the_step_are_global_and_known_to_every_rank(builds):
-    ranks = [load(builds["arrow"], rank, 3, micro_batches_per_step=2, pixel_dtype=torch.uint8) for rank in range(3)]
+    ranks = [
+        load(builds["arrow"], rank, 3, micro_batches_per_step=2, pixel_dtype=torch.uint8)
+        for rank in range(3)
+    ]
     for step in zip(*ranks, strict=True):
         batches = [batch for rank in step for batch in rank]
         labels = sum(int((batch.labels != -100).sum()) for batch in batches)
         samples = sum(batch.num_samples for batch in batches)
-        assert {(batch.num_loss_tokens, batch.num_step_samples) for batch in batches} == {(labels, samples)}
+        assert {(batch.num_loss_tokens, batch.num_step_samples) for batch in batches} == {
+            (labels, samples)
+        }
 
 
 def test_a_micro_batch_is_packed_as_documented(builds):
     pixels_seen = 0
     for (batch,) in load(builds["arrow"]):
         lengths = batch.cu_seqlens.diff().tolist()
-        assert batch.position_ids.tolist() == [place for length in lengths for place in range(length)]
+        assert batch.position_ids.tolist() == [
+            place for length in lengths for place in range(length)
+        ]
         assert batch.max_seqlen == max(lengths)
         assert batch.pixel_values.shape == (int(batch.patches_per_image.sum()), 3, 56, 56)
         assert batch.pixel_values.dtype == torch.float32
@@ -131,31 +146,49 @@ def test_padding_adds_empty_micro_batches_of_zero_weight(text_build):
 
 
 def test_drop_leaves_out_less_than_a_step_and_counts_it(text_build):
-    ranks = [load(text_build, rank, 4, micro_batches_per_step=2, remainder="drop") for rank in range(4)]
+    ranks = [
+        load(text_build, rank, 4, micro_batches_per_step=2, remainder="drop") for rank in range(4)
+    ]
     num_groups = len(load(text_build))
     assert num_groups % 8
     steps = [list(loader) for loader in ranks]
     assert {len(s) for s in steps} == {num_groups // 8} == {len(loader) for loader in ranks}
     seen = ids_of(chain(*steps))
     assert len(set(seen)) == len(seen)
-    assert {loader.num_dropped_samples for loader in ranks} == {len(all_ids(text_build)) - len(seen)}
+    assert {loader.num_dropped_samples for loader in ranks} == {
+        len(all_ids(text_build)) - len(seen)
+    }
     assert ranks[0].num_dropped_samples > 0
 
 
-runs = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(0, 6)), min_size=1, max_size=4)
+runs = st.lists(
+    st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(0, 6)), min_size=1, max_size=4
+)
 
 
 @settings(deadline=None, max_examples=40)
-@given(runs=runs, last=st.tuples(st.integers(1, 5), st.integers(1, 3)), order=st.sampled_from(["blocks", "random"]))
-def test_resumed_on_other_ranks_at_any_step_the_union_is_exact_and_none_comes_twice(text_build, runs, last, order):
+@given(
+    runs=runs,
+    last=st.tuples(st.integers(1, 5), st.integers(1, 3)),
+    order=st.sampled_from(["blocks", "random"]),
+)
+def test_resumed_on_other_ranks_at_any_step_the_union_is_exact_and_none_comes_twice(
+    text_build, runs, last, order
+):
     state, seen = None, []
     for world, micro_batches, num_steps in [*runs, (*last, None)]:
         states = []
         for rank in range(world):
-            loader = load(text_build, rank, world, micro_batches_per_step=micro_batches, order=order)
+            loader = load(
+                text_build, rank, world, micro_batches_per_step=micro_batches, order=order
+            )
             if state is not None:
                 loader.load_state_dict(json.loads(json.dumps(state)))
-            count = loader.remaining_steps if num_steps is None else min(num_steps, loader.remaining_steps)
+            count = (
+                loader.remaining_steps
+                if num_steps is None
+                else min(num_steps, loader.remaining_steps)
+            )
             seen += ids_of(step for _, step in zip(range(count), loader, strict=False))
             states.append(loader.state_dict())
         assert all(other == states[0] for other in states)
@@ -166,14 +199,27 @@ def test_resumed_on_other_ranks_at_any_step_the_union_is_exact_and_none_comes_tw
 @pytest.mark.parametrize("format", FORMATS)
 def test_random_steps_give_ranks_the_same_sums_and_every_sample_once(builds, format):
     loaders = [
-        load(builds[format], rank, 2, micro_batches_per_step=4, order="random", pixel_dtype=torch.uint8)
+        load(
+            builds[format],
+            rank,
+            2,
+            micro_batches_per_step=4,
+            order="random",
+            pixel_dtype=torch.uint8,
+        )
         for rank in range(2)
     ]
     steps = list(zip(*loaders, strict=True))
     assert Counter(ids_of(chain(*steps))) == Counter(f"sample-{n:05d}" for n in range(NUM_SAMPLES))
-    tokens = np.array([[sum(len(batch.input_ids) for batch in rank) for rank in step] for step in steps[:-2]])
-    patches = np.array([[sum(len(batch.pixel_values) for batch in rank) for rank in step] for step in steps[:-2]])
-    blocks = zip(*(load(builds[format], rank, 2, micro_batches_per_step=4) for rank in range(2)), strict=True)
+    tokens = np.array(
+        [[sum(len(batch.input_ids) for batch in rank) for rank in step] for step in steps[:-2]]
+    )
+    patches = np.array(
+        [[sum(len(batch.pixel_values) for batch in rank) for rank in step] for step in steps[:-2]]
+    )
+    blocks = zip(
+        *(load(builds[format], rank, 2, micro_batches_per_step=4) for rank in range(2)), strict=True
+    )
     assert ids_of(chain(*blocks)) != ids_of(chain(*steps))
     assert np.ptp(tokens, axis=1).mean() < 0.1 * tokens.mean()
     assert np.ptp(patches, axis=1).mean() <= 2
@@ -182,17 +228,23 @@ def test_random_steps_give_ranks_the_same_sums_and_every_sample_once(builds, for
 def test_an_epoch_without_a_step_is_refused_and_not_dropped_unheard(text_build):
     loader = load(text_build, 0, 4, micro_batches_per_step=1_000, remainder="drop")
     with pytest.raises(
-        ConfigError, match=r"the \d+ groups of an epoch are less than one step of 4 ranks x 1000 micro-b"
+        ConfigError,
+        match=r"the \d+ groups of an epoch are less than one step of 4 ranks x 1000 micro-b",
     ):
         next(iter(loader))
     assert (loader.epoch, loader.num_dropped_samples) == (0, 0)
 
 
 def test_random_remainder_is_dropped_and_counted(text_build):
-    ranks = [load(text_build, rank, 4, micro_batches_per_step=2, remainder="drop", order="random") for rank in range(4)]
+    ranks = [
+        load(text_build, rank, 4, micro_batches_per_step=2, remainder="drop", order="random")
+        for rank in range(4)
+    ]
     seen = ids_of(chain(*map(list, ranks)))
     assert len(set(seen)) == len(seen)
-    assert {loader.num_dropped_samples for loader in ranks} == {len(all_ids(text_build)) - len(seen)}
+    assert {loader.num_dropped_samples for loader in ranks} == {
+        len(all_ids(text_build)) - len(seen)
+    }
 
 
 def test_a_resumed_loader_gives_the_steps_that_the_first_would_have_given(text_build):

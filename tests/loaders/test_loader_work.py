@@ -1,4 +1,6 @@
-"""The loader's work: the same bytes whoever does it, encoders' items, several builds, figures, and clean ends."""
+"""The loader's work: the same bytes whoever does it, encoders' items, several builds, figures, and
+clean ends.
+"""
 
 import copy
 import dataclasses
@@ -30,7 +32,9 @@ NUM_SAMPLES = 60
 def builds(tmp_path_factory):
     root = tmp_path_factory.mktemp("builds")
     groups = group_samples(make_samples(NUM_SAMPLES), max_tokens=50)
-    return {format: write_tabled(root / format, groups, format) for format in ("arrow", "webdataset")}
+    return {
+        format: write_tabled(root / format, groups, format) for format in ("arrow", "webdataset")
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +51,18 @@ def load(build, rank=0, world=1, **options):
 def content(step):
     """All that a step holds, comparable."""
     batches = [*step, *(batch for name in sorted(step.encoders) for batch in step.encoders[name])]
-    return [[as_bytes(getattr(batch, field.name)) for field in dataclasses.fields(MicroBatch)] for batch in batches]
+    return [
+        [as_bytes(getattr(batch, field.name)) for field in dataclasses.fields(MicroBatch)]
+        for batch in batches
+    ]
 
 
 def as_bytes(value):
-    return (value.shape, value.dtype, value.numpy().tobytes()) if isinstance(value, torch.Tensor) else value
+    return (
+        (value.shape, value.dtype, value.numpy().tobytes())
+        if isinstance(value, torch.Tensor)
+        else value
+    )
 
 
 MODES = [
@@ -66,8 +77,17 @@ MODES = [
 @pytest.mark.parametrize("mode", MODES)
 def test_two_runs_give_identical_bytes_whatever_the_workers_and_the_format(builds, mode):
     runs = [
-        [content(step) for step in load(builds[format], 1, 3, workers=workers, prefetch_bytes=bytes_ahead, **mode)]
-        for format, workers, bytes_ahead in [("arrow", 0, 0), ("arrow", 3, 1 << 30), ("webdataset", 2, 0)]
+        [
+            content(step)
+            for step in load(
+                builds[format], 1, 3, workers=workers, prefetch_bytes=bytes_ahead, **mode
+            )
+        ]
+        for format, workers, bytes_ahead in [
+            ("arrow", 0, 0),
+            ("arrow", 3, 1 << 30),
+            ("webdataset", 2, 0),
+        ]
     ]
     assert runs[0] == runs[1] == runs[2]
 
@@ -80,7 +100,11 @@ def test_labels_and_pixels_belong_to_their_samples(builds, mode):
     for step in load(builds["arrow"], pixel_dtype=torch.uint8):
         for batch in step:
             pixels |= pixels_by_sample(batch, batch.sample_ids, samples)
-    steps = [step for r in range(2) for step in load(builds["webdataset"], r, 2, pixel_dtype=torch.uint8, **mode)]
+    steps = [
+        step
+        for r in range(2)
+        for step in load(builds["webdataset"], r, 2, pixel_dtype=torch.uint8, **mode)
+    ]
     for batch in (batch for step in steps for batch in step):
         check_tokens(batch, samples)
     encoded = {}
@@ -111,10 +135,16 @@ def test_a_rank_reads_only_the_images_that_it_encodes(builds):
             assert encoded.cu_seqlens.tolist() == [0] * (encoded.num_samples + 1)
             assert all(len(batch.pixel_values) == 0 for batch in step)
             for batch in step:
-                assert 4 * int(batch.patches_per_image.sum()) == int((batch.input_ids == IMAGE_TOKEN).sum())
+                assert 4 * int(batch.patches_per_image.sum()) == int(
+                    (batch.input_ids == IMAGE_TOKEN).sum()
+                )
             for again in (pickle.loads(pickle.dumps(step)), copy.deepcopy(step)):
                 assert content(again) == content(step)
-                pairs = [(a.input_ids, b.input_ids) for a, b in zip(again, step, strict=True) if a.num_samples]
+                pairs = [
+                    (a.input_ids, b.input_ids)
+                    for a, b in zip(again, step, strict=True)
+                    if a.num_samples
+                ]
                 assert all(a.data_ptr() != b.data_ptr() for a, b in pairs)
 
 
@@ -125,12 +155,20 @@ def test_several_builds_are_one_stream_and_resume_exactly(builds, tmp_path):
     other = write_tabled(tmp_path / "more", group_samples(more, max_tokens=50))
     datasets = [(builds["arrow"], 2.0), (other, 2.0)]
     first = [load(datasets, rank, 3, pixel_dtype=torch.uint8) for rank in range(3)]
-    seen = [one for loader in first for step in islice(loader, 4) for batch in step for one in batch.sample_ids]
+    seen = [
+        one
+        for loader in first
+        for step in islice(loader, 4)
+        for batch in step
+        for one in batch.sample_ids
+    ]
     for rank in range(2):
         loader = load(datasets, rank, 2, pixel_dtype=torch.uint8)
         loader.load_state_dict(first[0].state_dict())
         seen += [one for step in loader for batch in step for one in batch.sample_ids]
-    assert Counter(seen) == Counter([f"sample-{n:05d}" for n in range(NUM_SAMPLES)] + [s.sample_id for s in more])
+    assert Counter(seen) == Counter(
+        [f"sample-{n:05d}" for n in range(NUM_SAMPLES)] + [s.sample_id for s in more]
+    )
     for loader in first:
         loader.close()
 
@@ -145,7 +183,9 @@ def test_several_builds_are_one_stream_and_resume_exactly(builds, tmp_path):
     ],
 )
 def test_datasets_that_do_not_go_together_are_refused(builds, tmp_path, datasets, options, message):
-    native = write_tabled(tmp_path / "native", [make_samples(3, model="qwen2_vl")], model="qwen2_vl")
+    native = write_tabled(
+        tmp_path / "native", [make_samples(3, model="qwen2_vl")], model="qwen2_vl"
+    )
     with pytest.raises(ConfigError, match=message):
         load(datasets(builds["arrow"], native), **options)
 
@@ -154,7 +194,9 @@ def test_datasets_that_do_not_go_together_are_refused(builds, tmp_path, datasets
 def test_an_error_comes_at_its_step_and_the_state_is_that_of_the_step_before(tmp_path, workers):
     groups = group_samples(make_samples(NUM_SAMPLES), max_tokens=50)
     whole = [step[0].sample_ids for step in load(write_tabled(tmp_path / "whole", groups))]
-    victim_at, victim = next((n, ids[0]) for n, ids in enumerate(whole) if n > 4 and has_image(groups, ids[0]))
+    victim_at, victim = next(
+        (n, ids[0]) for n, ids in enumerate(whole) if n > 4 and has_image(groups, ids[0])
+    )
     sample = next(s for group in groups for s in group if s.sample_id == victim)
     sample.images[0] = b"no image"
     loader = load(write_tabled(tmp_path / "build", groups), workers=workers)
@@ -169,7 +211,9 @@ def test_an_error_comes_at_its_step_and_the_state_is_that_of_the_step_before(tmp
 
 
 def has_image(groups, sample_id):
-    return any(sample.sample_id == sample_id and sample.images for group in groups for sample in group)
+    return any(
+        sample.sample_id == sample_id and sample.images for group in groups for sample in group
+    )
 
 
 def test_a_newer_iterator_a_loaded_state_and_close_end_an_older_one(builds):
@@ -197,7 +241,10 @@ def test_figures_are_those_of_what_was_done(builds):
     other = [[len(batch.input_ids) for batch in step] for step in load(builds["arrow"], 0, 2)]
     steps = list(loader)
     stats = loader.stats()
-    assert (stats.steps, stats.samples) == (len(steps), sum(batch.num_samples for step in steps for batch in step))
+    assert (stats.steps, stats.samples) == (
+        len(steps),
+        sum(batch.num_samples for step in steps for batch in step),
+    )
     samples = {sample.sample_id: sample for sample in make_samples(NUM_SAMPLES)}
     ids = [one for step in steps for batch in step for one in batch.sample_ids]
     files = sum(len(image) for one in ids for image in samples[one].images)
@@ -225,8 +272,12 @@ def test_inside_a_worker_process_it_continues_where_its_parent_was(builds, metho
     whole = [content(step) for step in load(builds["arrow"], workers=0)]
     loader = load(builds["arrow"], workers=2)
     running = iter(loader)
-    assert [content(step) for step in islice(running, 3)] == whole[:3]  # its threads are alive when the worker starts
-    data = DataLoader(Passes(loader), batch_size=None, num_workers=1, multiprocessing_context=method)
+    assert [content(step) for step in islice(running, 3)] == whole[
+        :3
+    ]  # its threads are alive when the worker starts
+    data = DataLoader(
+        Passes(loader), batch_size=None, num_workers=1, multiprocessing_context=method
+    )
     assert [content(step) for step in data] == whole[3:]
     assert [content(step) for step in running] == whole[3:]
 
@@ -243,7 +294,10 @@ def test_tensors_are_on_the_device_that_was_asked_for(builds):
 def test_an_interrupted_run_ends_at_once_and_leaves_nothing(builds, number):
     script = Path(__file__).with_name("interrupted.py")
     process = subprocess.Popen(
-        [sys.executable, script, builds["arrow"]], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, script, builds["arrow"]],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         for _ in range(4):
@@ -261,5 +315,8 @@ def test_by_default_there_are_no_more_threads_than_cores_for_this_rank(builds, m
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
     running = iter(load(builds["arrow"]))
     next(running)
-    assert len([thread for thread in threading.enumerate() if thread.name.startswith("isobatch-")]) == 1
+    assert (
+        len([thread for thread in threading.enumerate() if thread.name.startswith("isobatch-")])
+        == 1
+    )
     running.close()

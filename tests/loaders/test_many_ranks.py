@@ -1,4 +1,6 @@
-"""512 ranks that really read: the same steps for all, every sample once, and on from there with other ranks."""
+"""512 ranks that really read: the same steps for all, every sample once, and on from there with
+other ranks.
+"""
 
 from collections import Counter
 from itertools import islice
@@ -22,7 +24,9 @@ def builds(tmp_path_factory):
     return {format: write_build(root / format, groups, format) for format in FORMATS}
 
 
-@pytest.mark.parametrize(("format", "remainder"), [("arrow", "pad"), ("webdataset", "drop"), ("refs", "drop")])
+@pytest.mark.parametrize(
+    ("format", "remainder"), [("arrow", "pad"), ("webdataset", "drop"), ("refs", "drop")]
+)
 def test_all_have_the_same_steps_and_together_every_sample_once(builds, format, remainder):
     ranks = open_ranks(WORLD, url=builds[format], remainder=remainder, workers=0)
     num_steps = 3 if remainder == "pad" else 2

@@ -1,4 +1,6 @@
-"""Packed inputs of transformers' models: every sample gets the logits and the loss that it gets alone."""
+"""Packed inputs of transformers' models: every sample gets the logits and the loss that it gets
+alone.
+"""
 
 import dataclasses
 import io
@@ -10,11 +12,11 @@ import torch
 from PIL import Image
 
 from balance.errors import ConfigError
-from balance.patches import plan_image
+from balance.media.image_tokens import plan_image
 from balance.presets import AnyresRule, FixedRule, NativeRule, TilesRule
-from loaders.collate import StepTotals, collate
-from loaders.model_inputs import BLANK_SAMPLE_ID, model_inputs
-from loaders.shards import RawGroup
+from loaders.batch.collate import StepTotals, collate
+from loaders.batch.model_inputs import BLANK_SAMPLE_ID, model_inputs
+from loaders.read.shard_reader import RawGroup
 
 transformers = pytest.importorskip("transformers")
 
@@ -34,11 +36,19 @@ NATIVE = NativeRule(
     **COLOURS,
 )
 RULES = {
-    "llava": FixedRule(image_size=SIDE, vit_tokens_per_patch=17, llm_tokens_per_patch=16, **COLOURS),
-    "llava_next": AnyresRule(
-        image_size=SIDE, vit_patch_size=7, vit_tokens_per_patch=17, grid_pinpoints=PINPOINTS, **COLOURS
+    "llava": FixedRule(
+        image_size=SIDE, vit_tokens_per_patch=17, llm_tokens_per_patch=16, **COLOURS
     ),
-    "internvl": TilesRule(image_size=SIDE, vit_tokens_per_patch=17, llm_tokens_per_patch=4, max_patches=4, **COLOURS),
+    "llava_next": AnyresRule(
+        image_size=SIDE,
+        vit_patch_size=7,
+        vit_tokens_per_patch=17,
+        grid_pinpoints=PINPOINTS,
+        **COLOURS,
+    ),
+    "internvl": TilesRule(
+        image_size=SIDE, vit_tokens_per_patch=17, llm_tokens_per_patch=4, max_patches=4, **COLOURS
+    ),
     "qwen2_vl": NATIVE,
     "qwen2_5_vl": NATIVE,
 }
@@ -67,23 +77,43 @@ MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10_00
 
 def make_config(name):
     if name.startswith("llava"):
-        more = {"image_grid_pinpoints": [list(size) for size in PINPOINTS]} if name == "llava_next" else {}
+        more = (
+            {"image_grid_pinpoints": [list(size) for size in PINPOINTS]}
+            if name == "llava_next"
+            else {}
+        )
         kind = transformers.LlavaNextConfig if more else transformers.LlavaConfig
         return kind(
-            vision_config=dict(CLIP), text_config={"model_type": "llama", **LLM}, image_token_id=IMAGE_TOKEN, **more
+            vision_config=dict(CLIP),
+            text_config={"model_type": "llama", **LLM},
+            image_token_id=IMAGE_TOKEN,
+            **more,
         )
     if name == "internvl":
         vision = {key: value for key, value in CLIP.items() if key != "model_type"}
         vision |= {"image_size": [SIDE, SIDE], "patch_size": [7, 7]}
         text = {"model_type": "qwen2", **LLM}
-        return transformers.InternVLConfig(vision_config=vision, text_config=text, image_token_id=IMAGE_TOKEN)
+        return transformers.InternVLConfig(
+            vision_config=vision, text_config=text, image_token_id=IMAGE_TOKEN
+        )
     text = {**LLM, "rope_parameters": MROPE}
-    tokens = {"image_token_id": IMAGE_TOKEN, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
+    tokens = {
+        "image_token_id": IMAGE_TOKEN,
+        "video_token_id": 6,
+        "vision_start_token_id": 7,
+        "vision_end_token_id": 8,
+    }
     shape = {"depth": 2, "num_heads": 2, "patch_size": 14}
     if name == "qwen2_vl":
         vision = {**shape, "embed_dim": 16, "hidden_size": 32}
         return transformers.Qwen2VLConfig(vision_config=vision, text_config=text, **tokens)
-    vision = {**shape, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "window_size": 56}
+    vision = {
+        **shape,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "out_hidden_size": 32,
+        "window_size": 56,
+    }
     vision |= {"fullatt_block_indexes": [1]}
     return transformers.Qwen2_5_VLConfig(vision_config=vision, text_config=text, **tokens)
 
@@ -99,12 +129,16 @@ def model(name):
     built = transformers.AutoModelForImageTextToText.from_config(make_config(name)).eval()
     with torch.no_grad():  # the usual small weights would hide a sample that sees another
         for weight in built.parameters():
-            weight.copy_(torch.randn_like(weight) * (0.3 if weight.ndim > 1 else 0.1) + (weight.ndim == 1))
+            weight.copy_(
+                torch.randn_like(weight) * (0.3 if weight.ndim > 1 else 0.1) + (weight.ndim == 1)
+            )
     return built
 
 
 def make_samples(name, image_counts, seed=0):
-    """(ids, labels, [(file, (width, height))]) of each sample; text before, between and behind its images."""
+    """(ids, labels, [(file, (width, height))]) of each sample; text before, between and behind its
+    images.
+    """
     rng = np.random.default_rng(seed)
     return [_make_sample(RULES[name], count, rng) for count in image_counts]
 
@@ -116,7 +150,9 @@ def _make_sample(rule, num_images, rng):
     ids, images = text(), []
     for size in rng.integers(14, 90, size=(num_images, 2)).tolist():
         buffer = io.BytesIO()
-        Image.fromarray(rng.integers(0, 256, size=(size[1], size[0], 3), dtype=np.uint8)).save(buffer, "PNG")
+        Image.fromarray(rng.integers(0, 256, size=(size[1], size[0], 3), dtype=np.uint8)).save(
+            buffer, "PNG"
+        )
         images.append((buffer.getvalue(), tuple(size)))
         ids += [7, *[IMAGE_TOKEN] * plan_image(rule, *size).num_image_tokens, 8, *text()]
     answer = text() + text()
@@ -142,7 +178,9 @@ def pack(name, samples, num_loss_tokens=1, pixel_dtype=torch.float32):
 
 
 def run_alone(name, model, sample):
-    """Logits of a sample as a user of transformers would run it: no packing, positions left to the model."""
+    """Logits of a sample as a user of transformers would run it: no packing, positions left to the
+    model.
+    """
     batch = pack(name, [sample])
     inputs = {"input_ids": batch.input_ids[None]}
     if sample[2]:
@@ -161,8 +199,12 @@ def test_packed_logits_equal_those_of_each_sample_alone(name, model, image_count
     with torch.no_grad():
         batch = pack(name, samples)
         packed = model(**model_inputs(batch, model.config)).logits[0]
-        for sample, begin, end in zip(samples, batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
-            torch.testing.assert_close(packed[begin:end], run_alone(name, model, sample), rtol=0, atol=1e-5)
+        for sample, begin, end in zip(
+            samples, batch.cu_seqlens, batch.cu_seqlens[1:], strict=False
+        ):
+            torch.testing.assert_close(
+                packed[begin:end], run_alone(name, model, sample), rtol=0, atol=1e-5
+            )
 
 
 def test_loss_and_gradients_equal_those_of_single_samples_over_the_steps_tokens(name, model):
@@ -171,12 +213,18 @@ def test_loss_and_gradients_equal_those_of_single_samples_over_the_steps_tokens(
     model.zero_grad()
     loss = model(**model_inputs(pack(name, samples, num_loss_tokens), model.config)).loss
     loss.backward()
-    gradients = {key: weight.grad.clone() for key, weight in model.named_parameters() if weight.grad is not None}
+    gradients = {
+        key: weight.grad.clone()
+        for key, weight in model.named_parameters()
+        if weight.grad is not None
+    }
     model.zero_grad()
     losses = []
     for sample in samples:
         logits, targets = run_alone(name, model, sample)[:-1], torch.tensor(sample[1][1:])
-        losses.append(torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum"))
+        losses.append(
+            torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+        )
     expected = torch.stack(losses).sum() / num_loss_tokens
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
@@ -195,10 +243,16 @@ def test_a_micro_batch_without_images_has_a_gradient_for_every_parameter_that_an
     model.zero_grad()
     loss = model(**model_inputs(pack(name, make_samples(name, image_counts)), model.config)).loss
     loss.backward()
-    vision = {key: weight.grad for key, weight in model.named_parameters() if weight.grad is not None}
+    vision = {
+        key: weight.grad for key, weight in model.named_parameters() if weight.grad is not None
+    }
     assert set(vision) == reached
     assert (loss.item() == 0) == (not image_counts)
-    assert all(grad.count_nonzero() == 0 for key, grad in vision.items() if "visual" in key or "vision" in key)
+    assert all(
+        grad.count_nonzero() == 0
+        for key, grad in vision.items()
+        if "visual" in key or "vision" in key
+    )
 
 
 def test_without_always_encode_nothing_is_added(name, model):
@@ -213,10 +267,14 @@ def test_without_always_encode_nothing_is_added(name, model):
 
 
 def test_flash_attention_gets_the_borders_of_the_samples(name, model, monkeypatch):
-    """A stand-in for flash attention, which needs a GPU: it attends inside the borders that it is given."""
+    """A stand-in for flash attention, which needs a GPU: it attends inside the borders that it is
+    given.
+    """
     seen = []
 
-    def varlen(module, query, key, value, attention_mask, cu_seq_lens_q=None, max_length_q=None, **kwargs):
+    def varlen(
+        module, query, key, value, attention_mask, cu_seq_lens_q=None, max_length_q=None, **kwargs
+    ):
         borders = cu_seq_lens_q.tolist() if cu_seq_lens_q is not None else [0, query.shape[2]]
         seen.append((borders, max_length_q))
         groups = query.shape[1] // key.shape[1]
@@ -256,7 +314,9 @@ def test_positions_of_qwen_are_those_of_the_reference():
     for sample in samples:
         ids = torch.tensor(sample[0])
         grids = pack("qwen2_vl", [sample]).image_grid_thw
-        expected, _ = model.model.get_rope_index(ids[None], (ids == IMAGE_TOKEN).int()[None], image_grid_thw=grids)
+        expected, _ = model.model.get_rope_index(
+            ids[None], (ids == IMAGE_TOKEN).int()[None], image_grid_thw=grids
+        )
         assert torch.equal(rows[1:, 0, place : place + len(ids)], expected[:, 0])
         assert rows[0, 0, place : place + len(ids)].tolist() == list(range(len(ids)))
         place += len(ids)
@@ -289,7 +349,10 @@ def test_what_cannot_be_run_is_refused(name, model):
     with pytest.raises(ConfigError, match="cannot hear"):
         model_inputs(dataclasses.replace(pack(name, samples), **clip), model.config)
     # as a step planner leaves it whose images go through another rank's encoder
-    without = {"pixel_values": torch.zeros(0, 3, SIDE, SIDE), "image_sizes": torch.zeros(0, 2, dtype=torch.long)}
+    without = {
+        "pixel_values": torch.zeros(0, 3, SIDE, SIDE),
+        "image_sizes": torch.zeros(0, 2, dtype=torch.long),
+    }
     with pytest.raises(ConfigError, match="without images"):
         model_inputs(dataclasses.replace(pack(name, samples), **without), model.config)
 

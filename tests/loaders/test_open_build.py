@@ -1,4 +1,6 @@
-"""Builds on disk and what needs no server: requests are joined rightly, checksums are compared, options are checked."""
+"""Builds on disk and what needs no server: requests are joined rightly, checksums are compared,
+options are checked.
+"""
 
 import builtins
 import io
@@ -16,11 +18,11 @@ from hypothesis import strategies as st
 from remote_builds import is_as_written
 from shard_fixture import FORMATS, group_samples, make_samples, write_build
 
-from balance.checksums import group_checksum
 from balance.errors import ConfigError, DamagedShard
-from loaders.formats import ArrowLayout, decode_arrow, decode_tar
-from loaders.remote import GAP_BYTES, REQUEST_BYTES, join_ranges
-from loaders.storage import StorageOptions, default_cache_dir, open_build
+from loaders.read.build import StorageOptions, default_cache_dir, open_build
+from loaders.read.remote import GAP_BYTES, REQUEST_BYTES, join_ranges
+from shards.checksums import group_checksum
+from shards.decode import ArrowLayout, decode_arrow, decode_tar
 
 GROUPS = group_samples(make_samples(80))
 
@@ -38,7 +40,9 @@ def test_a_build_on_disk_is_read_by_many_threads(folder, prefix):
     barrier = threading.Barrier(8)
     with ThreadPoolExecutor(8, initializer=barrier.wait) as pool:
         found = [*pool.map(build.shards.read, numbers)]
-    assert all(is_as_written(raw, GROUPS[number]) for raw, number in zip(found, numbers, strict=True))
+    assert all(
+        is_as_written(raw, GROUPS[number]) for raw, number in zip(found, numbers, strict=True)
+    )
     build.close()
 
 
@@ -53,7 +57,9 @@ def test_a_flipped_bit_is_found_when_checksums_are_compared(folder):
         damaged[int(rng.integers(offset, offset + length))] ^= 1 << int(rng.integers(8))
         shard.write_bytes(damaged)
         build = open_build(folder, options=StorageOptions(verify="first"))
-        with pytest.raises(DamagedShard, match=rf"^{shard.name}, group {group}: its bytes have another checksum"):
+        with pytest.raises(
+            DamagedShard, match=rf"^{shard.name}, group {group}: its bytes have another checksum"
+        ):
             build.shards.read(group)
         assert is_as_written(build.shards.read(group + 1), GROUPS[group + 1])
 
@@ -61,14 +67,21 @@ def test_a_flipped_bit_is_found_when_checksums_are_compared(folder):
 def test_a_group_is_checked_once(folder, monkeypatch):
     checked, real = [], group_checksum
     build = open_build(folder, options=StorageOptions(verify="first"))
-    monkeypatch.setattr("loaders.shards.group_checksum", lambda content: checked.append(1) or real(content))
+    monkeypatch.setattr(
+        "loaders.read.shard_reader.group_checksum",
+        lambda content: checked.append(1) or real(content),
+    )
     for number in [0, 1, 8, 0, 1, 8, 9]:
         build.shards.read(number)
     assert len(checked) == 4
 
 
 ranges = st.lists(
-    st.tuples(st.integers(0, 2), st.sampled_from([0, 1, GAP_BYTES, GAP_BYTES + 1]), st.integers(1, REQUEST_BYTES)),
+    st.tuples(
+        st.integers(0, 2),
+        st.sampled_from([0, 1, GAP_BYTES, GAP_BYTES + 1]),
+        st.integers(1, REQUEST_BYTES),
+    ),
     max_size=30,
     unique=True,
 )
@@ -111,17 +124,23 @@ def arrow_group(refs):
             "sample_id": name,
             "input_ids": tokens,
             "labels": tokens,
-            "image_paths" if refs else "images": [*images] if refs else [file[0] for file in images.values()],
+            "image_paths" if refs else "images": [*images]
+            if refs
+            else [file[0] for file in images.values()],
             "image_widths": [width for _, width, _ in images.values()],
             "image_heights": [height for _, _, height in images.values()],
-            "audio_paths" if refs else "audios": [*clips] if refs else [file[0] for file in clips.values()],
+            "audio_paths" if refs else "audios": [*clips]
+            if refs
+            else [file[0] for file in clips.values()],
             "audio_lengths": [length for _, length in clips.values()],
         }
         for name, tokens, images, clips in AUDIO_SAMPLES
     ]
     files = pa.list_(pa.string() if refs else pa.binary())
     names = {name: pa.list_(pa.int32()) for name in rows[0]} | {"sample_id": pa.string()}
-    names |= {name: files for name in names if name in {"images", "audios", "image_paths", "audio_paths"}}
+    names |= {
+        name: files for name in names if name in {"images", "audios", "image_paths", "audio_paths"}
+    }
     batch = pa.RecordBatch.from_pylist(rows, schema=pa.schema(names))
     return batch.serialize(), batch.schema
 
@@ -155,7 +174,9 @@ class NamedMedia:
     """Files whose content says for whom they were read."""
 
     def read(self, names, owners, where):
-        return [f"{where} {owner} {name}".encode() for name, owner in zip(names, owners, strict=True)]
+        return [
+            f"{where} {owner} {name}".encode() for name, owner in zip(names, owners, strict=True)
+        ]
 
     def close(self):
         pass
@@ -169,7 +190,9 @@ def test_audio_comes_with_its_lengths_and_samples(format):
     else:
         content, schema = arrow_group(refs)
         raw = decode_arrow(content, ArrowLayout(schema), "here", NamedMedia() if refs else None)
-    expected = [b"here a a.wav", b"here c c.wav", b"here c c.flac"] if refs else [b"wav a", b"", b"flac c"]
+    expected = (
+        [b"here a a.wav", b"here c c.wav", b"here c c.flac"] if refs else [b"wav a", b"", b"flac c"]
+    )
     assert [bytes(audio) for audio in raw.audios] == expected
     expected = [b"here b b.jpg", b"here c c.jpg"] if refs else [b"jpeg b", b"jpeg c"]
     assert [bytes(image) for image in raw.images] == expected
@@ -178,7 +201,9 @@ def test_audio_comes_with_its_lengths_and_samples(format):
     assert raw.image_samples.tolist() == [1, 2]
     assert raw.image_sizes.tolist() == [[5, 3], [6, 4]]
     assert raw.cu_seqlens.tolist() == [0, 2, 5, 6]
-    assert {raw.audio_lengths.dtype, raw.audio_samples.dtype, raw.image_sizes.dtype} == {np.dtype(np.int32)}
+    assert {raw.audio_lengths.dtype, raw.audio_samples.dtype, raw.image_sizes.dtype} == {
+        np.dtype(np.int32)
+    }
 
 
 def test_without_the_extra_it_is_named(monkeypatch, tmp_path):
@@ -196,7 +221,9 @@ def test_without_the_extra_it_is_named(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("url", ["ftp://host/build", "hdfs://host/build"])
 def test_an_unknown_scheme_lists_the_known(url):
-    with pytest.raises(ConfigError, match="unknown scheme; use a folder, file:// or s3://, gs://, az://"):
+    with pytest.raises(
+        ConfigError, match="unknown scheme; use a folder, file:// or s3://, gs://, az://"
+    ):
         open_build(url)
 
 
@@ -216,5 +243,5 @@ def test_the_cache_lies_where_the_environment_says(monkeypatch, tmp_path):
     monkeypatch.setenv("ISOBATCH_CACHE", str(tmp_path / "here"))
     assert default_cache_dir() == tmp_path / "here"
     monkeypatch.delenv("ISOBATCH_CACHE")
-    monkeypatch.setattr("loaders.storage.tempfile.gettempdir", lambda: "/scratch")
+    monkeypatch.setattr("loaders.read.build.tempfile.gettempdir", lambda: "/scratch")
     assert str(default_cache_dir()).startswith("/scratch/isobatch-")

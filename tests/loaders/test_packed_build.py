@@ -1,4 +1,6 @@
-"""From raw records through `packer` to micro-batches: nothing lost, and pixels fill exactly the image tokens."""
+"""From raw records through `packer` to micro-batches: nothing lost, and pixels fill exactly the
+image tokens.
+"""
 
 import io
 import sys
@@ -34,7 +36,10 @@ def ranks(request, dataset, tmp_path_factory):
     out = tmp_path_factory.mktemp("packed") / "out"
     progress = StageProgress(Console(file=io.StringIO()))
     Builder(BuildConfig(**options(dataset, out, model=model, format=format)), progress).build()
-    loaders = [StreamingLoader(out, dp_rank=rank, dp_world_size=4, pixel_dtype=torch.uint8) for rank in range(4)]
+    loaders = [
+        StreamingLoader(out, dp_rank=rank, dp_world_size=4, pixel_dtype=torch.uint8)
+        for rank in range(4)
+    ]
     return loaders, [[batch for step in loader for batch in step] for loader in loaders]
 
 
@@ -49,7 +54,9 @@ def test_pixels_fill_exactly_the_image_tokens(ranks):
     seen = 0
     for batch in (batch for rank in batches for batch in rank):
         num_image_tokens = int((batch.input_ids == loaders[0].image_token_id).sum())
-        per_row = 4 if batch.image_grid_thw is None else 1 / 4  # a tiny patch has 4 tokens, 4 native squares have one
+        per_row = (
+            4 if batch.image_grid_thw is None else 1 / 4
+        )  # a tiny patch has 4 tokens, 4 native squares have one
         assert num_image_tokens == len(batch.pixel_values) * per_row
         assert not (batch.labels == loaders[0].image_token_id).any()
         assert not (batch.input_ids >= loaders[0].vocab_size).any()
@@ -61,5 +68,9 @@ def test_the_global_sum_counts_each_label_that_survives_the_shift(ranks):
     _, batches = ranks
     for step in zip(*batches, strict=True):
         first_tokens = torch.cat([batch.labels[batch.cu_seqlens[:-1].long()] for batch in step])
-        assert bool((first_tokens == -100).all())  # nothing comes before them that could predict them
-        assert {batch.num_loss_tokens for batch in step} == {sum(int((b.labels != -100).sum()) for b in step)}
+        assert bool(
+            (first_tokens == -100).all()
+        )  # nothing comes before them that could predict them
+        assert {batch.num_loss_tokens for batch in step} == {
+            sum(int((b.labels != -100).sum()) for b in step)
+        }

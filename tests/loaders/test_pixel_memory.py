@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from loaders.pixel_memory import LEAST_BYTES, PixelMemory
+from loaders.decode.buffer_pool import LEAST_BYTES, BufferPool
 
 SIZE = 4 * LEAST_BYTES
 
 
 def test_a_freed_block_is_used_again() -> None:
-    memory = PixelMemory()
+    memory = BufferPool()
     first = memory.empty(SIZE)
     place = first.data_ptr()
     del first
@@ -36,7 +36,7 @@ LOOKS = [
 
 @pytest.mark.parametrize("look", LOOKS)
 def test_a_block_in_use_is_never_given_twice(look: Callable[[torch.Tensor], Any]) -> None:
-    memory = PixelMemory()
+    memory = BufferPool()
     whole = memory.empty(SIZE)
     place, view = whole.data_ptr(), look(whole)
     del whole
@@ -48,20 +48,20 @@ def test_a_block_in_use_is_never_given_twice(look: Callable[[torch.Tensor], Any]
 
 
 def test_much_smaller_wishes_get_memory_of_their_own() -> None:
-    memory = PixelMemory()
+    memory = BufferPool()
     place = memory.empty(SIZE).data_ptr()
     assert memory.empty(SIZE // 2).data_ptr() != place
 
 
 def test_only_so_much_is_kept() -> None:
-    memory = PixelMemory(kept_bytes=3 * SIZE)
+    memory = BufferPool(kept_bytes=3 * SIZE)
     blocks = [memory.empty(SIZE) for _ in range(8)]
     del blocks
     assert sum(map(len, memory._free)) == 3 * SIZE
 
 
 def test_many_threads_never_share_memory() -> None:
-    memory, wrong = PixelMemory(), []
+    memory, wrong = BufferPool(), []
 
     def work(number: int) -> None:
         rng, held = random.Random(number), []
@@ -83,5 +83,5 @@ def test_many_threads_never_share_memory() -> None:
 
 
 def test_no_rows_take_none() -> None:
-    assert PixelMemory().empty(0).shape == (0,)
-    assert PixelMemory().empty(0).dtype == torch.uint8
+    assert BufferPool().empty(0).shape == (0,)
+    assert BufferPool().empty(0).dtype == torch.uint8

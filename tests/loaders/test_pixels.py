@@ -14,11 +14,18 @@ from reference_processors import random_image, reference_processor
 from transformers.image_utils import load_image
 
 from balance.errors import DataError
-from balance.patches import ImageRejected, plan_image
+from balance.media.image_tokens import ImageRejected, plan_image
 from balance.presets import AnyresRule, NativeRule, load_model, preset_names
-from loaders.decode import decode
-from loaders.pixels import _normalize_on_device, cut, cut_into, memory_of, normalize, patch_shape
-from loaders.resize import LEVELS
+from loaders.decode.image import decode
+from loaders.decode.pixels import (
+    _normalize_on_device,
+    cut,
+    cut_into,
+    memory_of,
+    normalize,
+    patch_shape,
+)
+from loaders.decode.resize import LEVELS
 
 PRESETS = preset_names("models")
 TOLERANCE = 1e-6
@@ -38,7 +45,9 @@ def _encoded(image: Image.Image, **options: Any) -> bytes:
 
 def _reference_pixels(name: str, image: Image.Image) -> NDArray[np.float32]:
     preset = load_model(name)
-    pixels = reference_processor(preset).image_processor(images=[image], return_tensors="np")["pixel_values"]
+    pixels = reference_processor(preset).image_processor(images=[image], return_tensors="np")[
+        "pixel_values"
+    ]
     return np.asarray(pixels[0] if isinstance(preset.vision, AnyresRule) else pixels)
 
 
@@ -64,9 +73,13 @@ def test_exact_pixels_equal_the_reference_processors(name: str) -> None:
         assert np.abs(ours - expected).max() <= TOLERANCE, image.size
 
 
-def _lines_first(image: Image.Image, size: tuple[int, int], *args: Any, **options: Any) -> Image.Image:
+def _lines_first(
+    image: Image.Image, size: tuple[int, int], *args: Any, **options: Any
+) -> Image.Image:
     """Pillow's resize as all versions before 13 do it."""
-    return _resize(_resize(image, (size[0], image.height), *args, **options), size, *args, **options)
+    return _resize(
+        _resize(image, (size[0], image.height), *args, **options), size, *args, **options
+    )
 
 
 _resize = Image.Image.resize
@@ -82,7 +95,9 @@ def test_pixels_are_within_the_stated_levels_of_the_reference_processors(
     monkeypatch.setattr(Image.Image, "resize", _lines_first)
     off_by = []
     for image in images:
-        difference = np.abs(normalize(rule, cut(rule, image)).numpy() - _reference_pixels(name, image))
+        difference = np.abs(
+            normalize(rule, cut(rule, image)).numpy() - _reference_pixels(name, image)
+        )
         assert difference.max() <= LEVELS * level + TOLERANCE, image.size
         off_by.append(difference.mean() / level)
     assert np.mean(off_by) <= MEAN_LEVELS
@@ -155,9 +170,13 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize(("file_format", "mode"), [(name, mode) for name, modes in MODES.items() for mode in modes])
+@pytest.mark.parametrize(
+    ("file_format", "mode"), [(name, mode) for name, modes in MODES.items() for mode in modes]
+)
 def test_decoding_makes_rgb_of_every_mode_as_load_image_does(file_format: str, mode: str) -> None:
-    source = random_image(np.random.default_rng(10), 33, 21).convert("RGBA" if mode in ("LA", "RGBA") else "RGB")
+    source = random_image(np.random.default_rng(10), 33, 21).convert(
+        "RGBA" if mode in ("LA", "RGBA") else "RGB"
+    )
     data = _encoded(source.convert(mode), format=file_format)
     ours = decode(data)
     assert ours.mode == "RGB"
@@ -171,7 +190,9 @@ def test_16_bit_grey_keeps_its_upper_bits_where_load_image_makes_it_white(file_f
     assert Image.open(io.BytesIO(data)).mode == "I;16"
     ours = np.asarray(decode(data))
     assert np.array_equal(ours, np.repeat((ramp >> 8)[:, :, None], 3, axis=2))
-    assert (np.asarray(load_image(Image.open(io.BytesIO(data)))) == 255).mean() > 0.99  # why ours differs
+    assert (
+        np.asarray(load_image(Image.open(io.BytesIO(data)))) == 255
+    ).mean() > 0.99  # why ours differs
 
 
 def test_an_image_of_another_size_than_counted_is_a_data_error() -> None:
@@ -188,12 +209,17 @@ def _photo(width: int, height: int) -> Image.Image:
     rng = np.random.default_rng(13)
     layers = [
         np.asarray(
-            Image.fromarray(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)).resize((width, height)), np.float64
+            Image.fromarray(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)).resize(
+                (width, height)
+            ),
+            np.float64,
         )
         for side in (4, 16, 64)
     ]
     return Image.fromarray(
-        np.clip(np.average(layers, axis=0) + rng.normal(0, 3, (height, width, 1)), 0, 255).astype("u1")
+        np.clip(np.average(layers, axis=0) + rng.normal(0, 3, (height, width, 1)), 0, 255).astype(
+            "u1"
+        )
     )
 
 
@@ -266,13 +292,17 @@ def test_an_image_of_a_million_to_one_is_cut_without_a_giant_resize() -> None:
     assert cut(load_model("llava_1_5").vision, image).unique().tolist() == [10, 20, 30]
 
 
-def test_the_centre_of_a_long_strip_is_the_centre_that_the_full_resize_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_centre_of_a_long_strip_is_the_centre_that_the_full_resize_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rule = load_model("llava_1_5").vision
     # smooth, so that the order of Pillow's two passes does not matter
-    coarse = Image.fromarray(np.random.default_rng(12).integers(0, 256, (4, 400, 3), dtype=np.uint8))
+    coarse = Image.fromarray(
+        np.random.default_rng(12).integers(0, 256, (4, 400, 3), dtype=np.uint8)
+    )
     for image in (coarse.resize((8000, 90)), coarse.resize((8000, 90)).rotate(90, expand=True)):
         full = cut(rule, image).int()
-        monkeypatch.setattr("loaders.pixels._LONGEST_STRIP", 1)
+        monkeypatch.setattr("loaders.decode.pixels._LONGEST_STRIP", 1)
         assert (cut(rule, image).int() - full).abs().max() <= 2
         monkeypatch.undo()
 

@@ -1,4 +1,6 @@
-"""What a step planner tells the trainer, and how long it took: with the step that it belongs to, whoever fetches it."""
+"""What a step planner tells the trainer, and how long it took: with the step that it belongs to,
+whoever fetches it.
+"""
 
 import time
 from itertools import islice
@@ -9,9 +11,9 @@ from step_planners import repack
 from torch.utils.data import DataLoader
 
 from balance.errors import ConfigError
-from balance.step_plan import StepWork
+from balance.steps.step_planner import StepAssignment
 from loaders import StreamingLoader
-from loaders.trainers import StepDataset
+from loaders.integrations.torch_dataset import StepDataset
 
 DP, PLANNING_S = 2, 0.002
 
@@ -24,8 +26,11 @@ def build(tmp_path_factory):
 def noting(samples):
     """As `repack`; each rank is told how long its samples are."""
     work = repack(samples)
-    notes = tuple((rank, samples.counts.seq_len[own.samples].tolist()) for rank, own in enumerate(work.micro_batches))
-    return StepWork(micro_batches=work.micro_batches, notes=notes)
+    notes = tuple(
+        (rank, samples.counts.seq_len[own.samples].tolist())
+        for rank, own in enumerate(work.micro_batches)
+    )
+    return StepAssignment(micro_batches=work.micro_batches, notes=notes)
 
 
 def noting_slowly(samples):
@@ -85,7 +90,7 @@ def test_without_a_planner_or_notes_there_is_none(build):
 
 def test_notes_for_other_ranks_than_there_are_are_refused(build):
     def wrong(samples):
-        return StepWork(micro_batches=repack(samples).micro_batches, notes=("alone",))
+        return StepAssignment(micro_batches=repack(samples).micro_batches, notes=("alone",))
 
     with pytest.raises(ConfigError, match="gave notes to 1 ranks; there are 2"):
         next(iter(load(build, planner=wrong)))

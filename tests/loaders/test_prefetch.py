@@ -1,4 +1,6 @@
-"""Work ahead: in order whatever finishes first, bounded, errors at their place, and no thread left behind."""
+"""Work ahead: in order whatever finishes first, bounded, errors at their place, and no thread left
+behind.
+"""
 
 import gc
 import os
@@ -16,7 +18,12 @@ WAIT_S = 20.0
 
 def works(steps, num_bytes=1):
     """Steps of callables, numbered."""
-    return iter([Work(subject=number, parts=parts, num_bytes=num_bytes) for number, parts in enumerate(steps)])
+    return iter(
+        [
+            Work(subject=number, parts=parts, num_bytes=num_bytes)
+            for number, parts in enumerate(steps)
+        ]
+    )
 
 
 def threads():
@@ -38,9 +45,14 @@ def _no_thread_is_left():
     num_bytes=st.integers(0, 20),
 )
 def test_all_steps_come_in_order_with_their_results_in_order(counts, workers, max_bytes, num_bytes):
-    steps = [[lambda value=(step, part): value for part in range(count)] for step, count in enumerate(counts)]
+    steps = [
+        [lambda value=(step, part): value for part in range(count)]
+        for step, count in enumerate(counts)
+    ]
     got = list(Prefetcher(works(steps, num_bytes), workers=workers, max_bytes=max_bytes))
-    assert got == [(step, [(step, part) for part in range(count)]) for step, count in enumerate(counts)]
+    assert got == [
+        (step, [(step, part) for part in range(count)]) for step, count in enumerate(counts)
+    ]
 
 
 def test_order_is_kept_when_later_steps_finish_first():
@@ -53,7 +65,11 @@ def test_order_is_kept_when_later_steps_finish_first():
         return step
 
     steps = [[lambda step=step: finish(step)] for step in range(3)]
-    assert [results for _, results in Prefetcher(works(steps), workers=3, max_bytes=99)] == [[0], [1], [2]]
+    assert [results for _, results in Prefetcher(works(steps), workers=3, max_bytes=99)] == [
+        [0],
+        [1],
+        [2],
+    ]
 
 
 def test_parts_of_one_step_run_at_the_same_time():
@@ -72,7 +88,9 @@ def test_the_first_step_does_not_wait_for_others():
     assert [results for _, results in prefetcher] == [[True]] * 6
 
 
-@pytest.mark.parametrize(("num_bytes", "max_bytes", "most"), [(10, 35, 3), (10, 5, 1), (0, 0, 2 * STEPS_PER_WORKER)])
+@pytest.mark.parametrize(
+    ("num_bytes", "max_bytes", "most"), [(10, 35, 3), (10, 5, 1), (0, 0, 2 * STEPS_PER_WORKER)]
+)
 def test_no_more_is_made_ahead_than_allowed_but_always_one_step(num_bytes, max_bytes, most):
     lock, begun, taken, ahead = threading.Lock(), 0, 0, []
 
@@ -85,7 +103,9 @@ def test_no_more_is_made_ahead_than_allowed_but_always_one_step(num_bytes, max_b
     prefetcher = Prefetcher(works([[begin]] * 40, num_bytes), workers=2, max_bytes=max_bytes)
     while True:
         with lock:
-            taken += 1  # before the step leaves: counted so, what is ahead can only be too small by one
+            taken += (
+                1  # before the step leaves: counted so, what is ahead can only be too small by one
+            )
         try:
             next(prefetcher)
         except StopIteration:
@@ -140,7 +160,9 @@ def test_an_error_of_planning_comes_behind_the_steps_before_it(workers):
 
 def test_without_workers_everything_runs_in_the_callers_thread_when_asked_for():
     ran = []
-    prefetcher = Prefetcher(works([[lambda: ran.append(threading.current_thread())]] * 3), workers=0, max_bytes=99)
+    prefetcher = Prefetcher(
+        works([[lambda: ran.append(threading.current_thread())]] * 3), workers=0, max_bytes=99
+    )
     assert ran == []
     next(prefetcher)
     assert ran == [threading.current_thread()]
@@ -162,7 +184,9 @@ def test_threads_end_while_they_wait_for_room(how):
 
 
 def test_a_forked_copy_refuses_and_its_parent_goes_on():
-    prefetcher = Prefetcher(works([[lambda step=step: step] for step in range(5)]), workers=2, max_bytes=99)
+    prefetcher = Prefetcher(
+        works([[lambda step=step: step] for step in range(5)]), workers=2, max_bytes=99
+    )
     assert next(prefetcher) == (0, [0])
     child = os.fork()
     if child == 0:

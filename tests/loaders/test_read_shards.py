@@ -1,4 +1,6 @@
-"""Reading groups: what was written comes back, nothing is copied, damage is named, few shards stay open."""
+"""Reading groups: what was written comes back, nothing is copied, damage is named, few shards stay
+open.
+"""
 
 from itertools import chain
 
@@ -8,8 +10,8 @@ import pytest
 from shard_fixture import FORMATS, group_samples, make_samples, write_build
 
 from balance.errors import DamagedShard
-from loaders import storage
-from loaders.local import OpenFiles
+from loaders.read import build as storage
+from loaders.read.local import OpenFiles
 
 
 def open_build(root):
@@ -28,9 +30,13 @@ def test_a_group_comes_back_as_it_was_written(tmp_path, format):
         assert raw.input_ids.tolist() == [*chain(*(sample.input_ids for sample in group))]
         assert raw.labels.tolist() == [*chain(*(sample.labels for sample in group))]
         assert np.diff(raw.cu_seqlens).tolist() == [len(sample.input_ids) for sample in group]
-        assert [bytes(image) for image in raw.images] == [*chain(*(sample.images for sample in group))]
+        assert [bytes(image) for image in raw.images] == [
+            *chain(*(sample.images for sample in group))
+        ]
         assert raw.image_sizes.tolist() == [[h, w] for sample in group for w, h in sample.sizes]
-        assert raw.image_samples.tolist() == [place for place, s in enumerate(group) for _ in s.images]
+        assert raw.image_samples.tolist() == [
+            place for place, s in enumerate(group) for _ in s.images
+        ]
 
 
 def test_arrow_images_are_views_into_the_mapped_file(tmp_path):
@@ -78,7 +84,9 @@ def test_the_shard_unused_for_longest_is_closed_and_its_views_stay_valid(tmp_pat
     reader, manifest = open_build(build)
     assert len(manifest.shards) >= 4
     opened = []
-    files = OpenFiles(build, manifest.shards, lambda path: opened.append(path.name) or path.name, max_open=2)
+    files = OpenFiles(
+        build, manifest.shards, lambda path: opened.append(path.name) or path.name, max_open=2
+    )
     for shard in (0, 1, 0, 2, 0, 1):
         assert files.get(shard) == manifest.shards[shard].name.removeprefix("shards/")
         assert len(files) <= 2

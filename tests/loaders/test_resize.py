@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from loaders.resize import LEVELS, cut_squares, resizer, to_image, to_pixels
-from loaders.squares import cut_planes
+from loaders.decode._patchify import cut_planes
+from loaders.decode.resize import LEVELS, cut_squares, resizer, to_image, to_pixels
 
 sides = st.integers(1, 150)
 
@@ -23,14 +23,21 @@ def _noise(width: int, height: int, seed: int = 0) -> Image.Image:
 
 @settings(max_examples=150, deadline=None)
 @given(sides, sides, sides, sides, st.integers(0, 1 << 16))
-def test_every_resize_is_within_the_stated_levels_of_pillows(width, height, new_width, new_height, seed):
+def test_every_resize_is_within_the_stated_levels_of_pillows(
+    width, height, new_width, new_height, seed
+):
     image = _noise(width, height, seed)
     exact = np.asarray(image.resize((new_width, new_height), Image.Resampling.BICUBIC))
     assert np.array_equal(resizer(image, exact=True)(new_width, new_height), exact)
     # along lines first, whatever the version of Pillow
     narrowed = image.resize((new_width, height), Image.Resampling.BICUBIC)
-    expected = np.asarray(narrowed.resize((new_width, new_height), Image.Resampling.BICUBIC)).astype(np.int64)
-    assert np.abs(resizer(image, exact=False)(new_width, new_height).astype(np.int64) - expected).max() <= LEVELS
+    expected = np.asarray(
+        narrowed.resize((new_width, new_height), Image.Resampling.BICUBIC)
+    ).astype(np.int64)
+    assert (
+        np.abs(resizer(image, exact=False)(new_width, new_height).astype(np.int64) - expected).max()
+        <= LEVELS
+    )
 
 
 @pytest.mark.parametrize("capability", ["NO AVX", "DEFAULT"])
@@ -65,14 +72,20 @@ def test_planes_are_written_block_by_block(rows, columns, merge, side):
     pixels = to_pixels(_noise(columns * merge * side, rows * merge * side))
     planes = np.full((rows * columns * merge * merge, 3, side, side), 7, dtype=np.uint8)
     cut_planes(pixels, planes, merge)
-    # (rows, merge, side, columns, merge, side, 3) -> blocks, squares inside a block, channels, lines, pixels
-    squares = pixels.reshape(rows, merge, side, columns, merge, side, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+    # (rows, merge, side, columns, merge, side, 3) -> blocks, squares inside a block, channels,
+    # lines, pixels
+    squares = pixels.reshape(rows, merge, side, columns, merge, side, 3).transpose(
+        0, 3, 1, 4, 6, 2, 5
+    )
     assert np.array_equal(planes, squares.reshape(planes.shape))
 
 
 def test_a_window_of_a_larger_image_is_cut():
     image = _noise(50, 40)
-    squares, planes = np.empty((1, 20, 20, 3), dtype=np.uint8), np.empty((1, 3, 20, 20), dtype=np.uint8)
+    squares, planes = (
+        np.empty((1, 20, 20, 3), dtype=np.uint8),
+        np.empty((1, 3, 20, 20), dtype=np.uint8),
+    )
     cut_squares(to_pixels(image)[7:27, 11:31], squares)
     cut_planes(to_pixels(image)[7:27, 11:31], planes, 1)
     expected = np.asarray(image.crop((11, 7, 31, 27)))

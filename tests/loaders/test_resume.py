@@ -1,4 +1,6 @@
-"""Stopped, resumed and killed on any ranks, workers and micro-batches, every sample comes once per epoch."""
+"""Stopped, resumed and killed on any ranks, workers and micro-batches, every sample comes once per
+epoch.
+"""
 
 import os
 from collections import Counter
@@ -14,12 +16,19 @@ from segments import Segment, killable_runs, run_segments, write_listed
 from shard_fixture import FORMATS, make_samples
 from step_planners import repack
 
-from loaders.storage import StorageOptions
+from loaders.read.build import StorageOptions
 
-SAMPLES = [*text_samples(50), *(s for s in make_samples(14) if len(s.input_ids) <= LIMITS.max_seq_len)]
-EXPECTED = {(epoch, mark(s.sample_id, s.input_ids, s.labels)) for s in SAMPLES for epoch in range(EPOCHS)}
+SAMPLES = [
+    *text_samples(50),
+    *(s for s in make_samples(14) if len(s.input_ids) <= LIMITS.max_seq_len),
+]
+EXPECTED = {
+    (epoch, mark(s.sample_id, s.input_ids, s.labels)) for s in SAMPLES for epoch in range(EPOCHS)
+}
 SMALL_WORLD = 8
-"""Ranks at most where groups are made anew: every simulated rank makes those of all, which takes the square."""
+"""Ranks at most where groups are made anew: every simulated rank makes those of all, which takes
+the square.
+"""
 MOST_DROPPED = 20
 """Groups of a step where what is less than one is dropped: half an epoch."""
 
@@ -68,7 +77,8 @@ def check_run(server, segments, options):
         segments = [replace(segment, world=min(segment.world, SMALL_WORLD)) for segment in segments]
     if options["remainder"] == "drop":  # an epoch without a step is refused
         segments = [
-            replace(segment, world=min(segment.world, MOST_DROPPED // segment.micro_batches)) for segment in segments
+            replace(segment, world=min(segment.world, MOST_DROPPED // segment.micro_batches))
+            for segment in segments
         ]
     seen, dropped = Counter(), 0
     for step in run_segments(segments, server, options):
@@ -83,7 +93,9 @@ def check_run(server, segments, options):
 @pytest.mark.parametrize("format", FORMATS)
 @settings(deadline=None, max_examples=6)
 @given(**runs)
-def test_every_sample_comes_once_per_epoch_whatever_happens(builds, server, format, segments, mode, remainder):
+def test_every_sample_comes_once_per_epoch_whatever_happens(
+    builds, server, format, segments, mode, remainder
+):
     check_run(server, segments, {"url": builds[format], "remainder": remainder, **mode})
 
 
@@ -93,7 +105,10 @@ def bucket(s3, builds, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in s3.environment.items():
             patch.setenv(name, value)
-        yield {format: upload(s3, builds[format], f"resume-{os.getpid()}/{format}") for format in FORMATS}
+        yield {
+            format: upload(s3, builds[format], f"resume-{os.getpid()}/{format}")
+            for format in FORMATS
+        }
 
 
 @pytest.mark.server

@@ -1,4 +1,6 @@
-"""Two runs of one configuration give identical bytes: with other workers, other formats, resumed, from a bucket."""
+"""Two runs of one configuration give identical bytes: with other workers, other formats, resumed,
+from a bucket.
+"""
 
 import hashlib
 import json
@@ -11,7 +13,7 @@ from remote_builds import upload, use
 from shard_fixture import FORMATS, group_samples, make_samples, write_build
 
 from loaders import StreamingLoader
-from loaders.storage import StorageOptions
+from loaders.read.build import StorageOptions
 
 WORLD, EPOCHS = 3, 2
 ORDERS = ("blocks", "random")
@@ -31,14 +33,18 @@ def reference(builds):
 
 
 def digests(url, stop_every=None, **options):
-    """A hash of everything that each rank gets in each step; loaders are made anew every `stop_every` steps."""
+    """A hash of everything that each rank gets in each step; loaders are made anew every
+    `stop_every` steps.
+    """
     return [_digests_of(url, rank, stop_every, options) for rank in range(WORLD)]
 
 
 def _digests_of(url, rank, stop_every, options):
     found, state = [], None
     while state is None or state["epoch"] < EPOCHS:
-        loader = StreamingLoader(url, dp_rank=rank, dp_world_size=WORLD, micro_batches_per_step=2, **options)
+        loader = StreamingLoader(
+            url, dp_rank=rank, dp_world_size=WORLD, micro_batches_per_step=2, **options
+        )
         if state is not None:
             loader.load_state_dict(state)
         found += map(_digest, islice(loader, stop_every))
@@ -75,4 +81,7 @@ def test_from_a_bucket_first_and_again(s3, builds, reference, tmp_path, monkeypa
     options = {"image_root": f"{url}/images"} if format == "refs" else {}
     for workers in (2, 0):  # the second time out of the cache
         storage = StorageOptions(cache_dir=tmp_path / "cache")
-        assert digests(url, order="blocks", workers=workers, storage=storage, **options) == reference["blocks"]
+        assert (
+            digests(url, order="blocks", workers=workers, storage=storage, **options)
+            == reference["blocks"]
+        )

@@ -1,4 +1,6 @@
-"""Steps that carry their state: through torch's DataLoader and torchdata's, in this process and in a worker."""
+"""Steps that carry their state: through torch's DataLoader and torchdata's, in this process and in
+a worker.
+"""
 
 from itertools import islice
 from types import SimpleNamespace
@@ -9,8 +11,9 @@ from shard_fixture import group_samples, make_samples, write_build
 from torch.utils.data import DataLoader
 
 from balance.errors import ConfigError
-from loaders import StreamingLoader, trainers
-from loaders.trainers import StepDataset
+from loaders import StreamingLoader
+from loaders.integrations import torch_dataset as trainers
+from loaders.integrations.torch_dataset import StepDataset
 
 torch.set_num_threads(1)
 
@@ -21,7 +24,9 @@ def build(tmp_path_factory):
 
 
 def load(build, **options):
-    return StreamingLoader(build, dp_rank=0, dp_world_size=1, **{"micro_batches_per_step": 2} | options)
+    return StreamingLoader(
+        build, dp_rank=0, dp_world_size=1, **{"micro_batches_per_step": 2} | options
+    )
 
 
 def ids(steps):
@@ -35,10 +40,14 @@ def two_epochs(build):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_data_loader_gives_epoch_after_epoch_and_every_state_goes_on_behind_its_step(build, workers):
+def test_a_data_loader_gives_epoch_after_epoch_and_every_state_goes_on_behind_its_step(
+    build, workers
+):
     expected = two_epochs(build)
     loader = load(build)
-    steps = list(islice(DataLoader(StepDataset(loader), batch_size=None, num_workers=workers), len(expected)))
+    steps = list(
+        islice(DataLoader(StepDataset(loader), batch_size=None, num_workers=workers), len(expected))
+    )
     assert ids(steps) == expected
     assert [step.state["epoch"] for step in steps[: len(loader)]] == [0] * len(loader)
     assert steps[len(loader)].state["epoch"] == 1
@@ -52,7 +61,8 @@ def test_a_data_loader_gives_epoch_after_epoch_and_every_state_goes_on_behind_it
 
 def test_tensors_from_a_worker_are_those_of_this_process(build):
     here, there = (
-        next(iter(DataLoader(StepDataset(load(build)), batch_size=None, num_workers=workers))) for workers in (0, 1)
+        next(iter(DataLoader(StepDataset(load(build)), batch_size=None, num_workers=workers)))
+        for workers in (0, 1)
     )
     for one, other in zip(here.micro_batches, there.micro_batches, strict=True):
         assert torch.equal(one.input_ids, other.input_ids)

@@ -1,4 +1,6 @@
-"""Steps without any reading: exact on any ranks, balanced as predicted, several builds and regrouped ones too."""
+"""Steps without any reading: exact on any ranks, balanced as predicted, several builds and
+regrouped ones too.
+"""
 
 import json
 from collections import Counter
@@ -13,14 +15,14 @@ from step_planners import dispatch, repack
 
 from balance.errors import ConfigError, DataError
 from balance.metrics import dist_ratio
-from balance.order import GroupStream
-from balance.records import Groups
-from balance.step_plan import StepWork
+from balance.order.block_shuffle import BlockShuffle
+from balance.steps.step_planner import StepAssignment
+from balance.types import Groups
 from loaders import StreamingLoader
-from loaders.builds import open_builds
-from loaders.epochs import MixedGroups, Regrouped, StoredGroups
+from loaders.plan.epoch_groups import MixedGroups, Regrouped, StoredGroups
+from loaders.plan.steps import StepConfig, Steps
+from loaders.read.builds import open_builds
 from loaders.stats import Meter
-from loaders.steps import StepConfig, Steps
 
 NUM_SAMPLES = 900
 
@@ -39,7 +41,9 @@ def others(tmp_path_factory):
     """Two smaller builds."""
     roots = [tmp_path_factory.mktemp("other") / "build" for _ in range(2)]
     sizes = zip(roots, [300, 101], strict=True)
-    return open_builds([write_tabled(root, path_groups(text_samples(size, f"of-{size}"))) for root, size in sizes])
+    return open_builds(
+        [write_tabled(root, path_groups(text_samples(size, f"of-{size}"))) for root, size in sizes]
+    )
 
 
 def with_images(sample, num_patches):
@@ -47,9 +51,16 @@ def with_images(sample, num_patches):
     return Sample(sample.sample_id, sample.input_ids, sample.labels, counts=counts)
 
 
-def make_steps(source, rank=0, world=1, micro_batches=1, order="blocks", remainder="pad", planner=None, seed=0):
+def make_steps(
+    source, rank=0, world=1, micro_batches=1, order="blocks", remainder="pad", planner=None, seed=0
+):
     config = StepConfig(
-        dp_rank=rank, dp_world_size=world, micro_batches=micro_batches, seed=seed, remainder=remainder, order=order
+        dp_rank=rank,
+        dp_world_size=world,
+        micro_batches=micro_batches,
+        seed=seed,
+        remainder=remainder,
+        order=order,
     )
     return Steps(source, config, "image_patches", planner)
 
@@ -64,7 +75,9 @@ def samples_of(items, builds):
 
 
 sources = st.sampled_from(["stored", "regrouped", "mixed"])
-shapes = st.tuples(st.one_of(st.integers(1, 8), st.integers(1, 64)), st.integers(1, 4), st.integers(0, 9))
+shapes = st.tuples(
+    st.one_of(st.integers(1, 8), st.integers(1, 64)), st.integers(1, 4), st.integers(0, 9)
+)
 
 
 @settings(deadline=None, max_examples=30)
@@ -76,13 +89,18 @@ shapes = st.tuples(st.one_of(st.integers(1, 8), st.integers(1, 64)), st.integers
     runs=st.lists(shapes, max_size=3),
     last=st.tuples(st.integers(1, 6), st.integers(1, 3)),
 )
-def test_every_sample_once_per_epoch_whatever_the_ranks(build, others, kind, order, planner, remainder, runs, last):
+def test_every_sample_once_per_epoch_whatever_the_ranks(
+    build, others, kind, order, planner, remainder, runs, last
+):
     builds = others if kind == "mixed" else [build]
     source = make_source(kind, builds)
     seen: Counter[tuple[int, int]] = Counter()
     state, left_out = None, 0
     for world, micro_batches, num_steps in [*runs, (*last, 10**6)]:
-        ranks = [make_steps(source, rank, world, micro_batches, order, remainder, planner) for rank in range(world)]
+        ranks = [
+            make_steps(source, rank, world, micro_batches, order, remainder, planner)
+            for rank in range(world)
+        ]
         for steps in ranks if state is not None else []:
             steps.load(json.loads(state))
         assert len({steps.remaining for steps in ranks}) == 1
@@ -107,8 +125,13 @@ def make_source(kind, builds):
 
 
 def check_step(plans, given, builds):
-    """What every rank knows of a step is so, and what planners gave to encoders is all there is to encode."""
-    count = {name: sum(int(builds[b].samples.columns[name][s]) for b, s in given) for name in builds[0].samples.columns}
+    """What every rank knows of a step is so, and what planners gave to encoders is all there is to
+    encode.
+    """
+    count = {
+        name: sum(int(builds[b].samples.columns[name][s]) for b, s in given)
+        for name in builds[0].samples.columns
+    }
     assert {plan.totals.num_samples for plan in plans} == {len(given)}
     assert {plan.totals.num_loss_tokens for plan in plans} == {count["num_loss_tokens"]}
     for plan in plans:
@@ -117,8 +140,12 @@ def check_step(plans, given, builds):
     assert sum(plan.num_tokens for plan in plans) == count["num_text_tokens"]
     assert sum(plan.num_pixel_rows for plan in plans) == count["num_image_patches"]
     if plans[0].encoders:
-        encoded = Counter(sample for plan in plans for sample in samples_of(plan.encoders["vision"], builds))
-        assert encoded == Counter((b, s) for b, s in given if builds[b].samples.columns["num_vit_tokens"][s])
+        encoded = Counter(
+            sample for plan in plans for sample in samples_of(plan.encoders["vision"], builds)
+        )
+        assert encoded == Counter(
+            (b, s) for b, s in given if builds[b].samples.columns["num_vit_tokens"][s]
+        )
 
 
 @pytest.mark.parametrize(("world", "order"), [(512, "blocks"), (128, "random")])
@@ -138,13 +165,15 @@ def test_the_dist_ratios_of_the_steps_are_those_that_the_metrics_predict(build, 
     steps, meter = make_steps(StoredGroups(build), 0, world, micro_batches=2), Meter()
     while steps.remaining:
         meter.add_step(steps.next(), 0)
-    stream = GroupStream(num_groups=len(build.index), order=build.manifest.order, seed=0, epoch=0)
+    stream = BlockShuffle(num_groups=len(build.index), order=build.manifest.order, seed=0, epoch=0)
     rounds = []
     while stream.remaining:
         rounds.append(stream.take(world))
     groups = np.concatenate(rounds)
     stats = meter.stats(0)
-    assert stats.dist_ratio_vit == pytest.approx(dist_ratio(build.index.column("num_vit_tokens", groups), world))
+    assert stats.dist_ratio_vit == pytest.approx(
+        dist_ratio(build.index.column("num_vit_tokens", groups), world)
+    )
     assert stats.dist_ratio_llm == pytest.approx(dist_ratio(build.index.seq_len(groups), world))
     assert stats.dist_ratio_llm > 0
 
@@ -160,7 +189,9 @@ def test_regrouped_epochs_differ_keep_the_caps_and_are_the_same_when_made_in_the
         np.testing.assert_array_equal(made.groups, made_again.groups)
         np.testing.assert_array_equal(made.places, made_again.places)
         sizes = epoch.column("num_samples", everyone)
-        groups = Groups(table.offsets[made.groups] + made.places, np.concatenate([[0], np.cumsum(sizes)]))
+        groups = Groups(
+            table.offsets[made.groups] + made.places, np.concatenate([[0], np.cumsum(sizes)])
+        )
         assert groups.sum(table.seq_len(np.arange(NUM_SAMPLES))).max() <= LIMITS.max_seq_len
         groups_of.append({tuple(sorted(groups[g].tolist())) for g in range(len(groups))})
     assert len(groups_of[0] & groups_of[1]) < len(groups_of[0]) / 4
@@ -189,15 +220,26 @@ def test_a_state_of_other_weights_is_refused(others):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda groups: Groups(groups.samples[1:], groups.offsets.clip(max=len(groups.samples) - 1)), "in 0 micro-b"),
-        (lambda groups: Groups(np.zeros_like(groups.samples), groups.offsets), "sample 0 in [0-9]+ micro-batches"),
-        (lambda groups: Groups(groups.samples + 10**6, groups.offsets), "sample 10000.. of|gave out sample 1000"),
+        (
+            lambda groups: Groups(
+                groups.samples[1:], groups.offsets.clip(max=len(groups.samples) - 1)
+            ),
+            "in 0 micro-b",
+        ),
+        (
+            lambda groups: Groups(np.zeros_like(groups.samples), groups.offsets),
+            "sample 0 in [0-9]+ micro-batches",
+        ),
+        (
+            lambda groups: Groups(groups.samples + 10**6, groups.offsets),
+            "sample 10000.. of|gave out sample 1000",
+        ),
     ],
 )
 def test_a_planner_that_loses_or_repeats_a_sample_is_refused(build, spoil, message):
     def planner(samples):
         work = repack(samples)
-        return StepWork(micro_batches=(spoil(work.micro_batches[0]), *work.micro_batches[1:]))
+        return StepAssignment(micro_batches=(spoil(work.micro_batches[0]), *work.micro_batches[1:]))
 
     with pytest.raises(ConfigError, match=message):
         make_steps(StoredGroups(build), 0, 2, planner=planner).next()

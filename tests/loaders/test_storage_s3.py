@@ -1,4 +1,6 @@
-"""Builds in a real S3 server: the same groups as on disk, few requests, one line per mistake, nothing that hangs."""
+"""Builds in a real S3 server: the same groups as on disk, few requests, one line per mistake,
+nothing that hangs.
+"""
 
 import contextlib
 import os
@@ -16,7 +18,7 @@ from servers import FaultyProxy
 from shard_fixture import FORMATS, group_samples, make_samples, write_build
 
 from balance.errors import ConfigError, DataError
-from loaders.storage import StorageOptions, open_build
+from loaders.read.build import StorageOptions, open_build
 
 pytestmark = pytest.mark.server
 
@@ -48,7 +50,9 @@ def opened(tmp_path, environment):
 
 
 def all_intact(build):
-    return all(is_as_written(build.shards.read(number), group) for number, group in enumerate(GROUPS))
+    return all(
+        is_as_written(build.shards.read(number), group) for number, group in enumerate(GROUPS)
+    )
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -77,11 +81,15 @@ def test_images_of_a_refs_build_come_from_a_bucket(s3, builds, opened, tmp_path)
     assert all_intact(opened(builds["refs"], image_root=images))
     name = next(f"{sample.sample_id}/0.img" for sample in GROUPS[-1] if sample.images)
     client(s3).delete(f"{tmp_path.name}/images/{name}")
-    with pytest.raises(DataError, match=rf"sample '{name[:12]}' \(shard-.*, group .*{name} is missing"):
+    with pytest.raises(
+        DataError, match=rf"sample '{name[:12]}' \(shard-.*, group .*{name} is missing"
+    ):
         all_intact(opened(builds["refs"], image_root=images, cache_bytes=0))
 
 
-def test_neighbours_that_are_asked_for_together_are_one_request(s3, builds, opened, tmp_path, monkeypatch):
+def test_neighbours_that_are_asked_for_together_are_one_request(
+    s3, builds, opened, tmp_path, monkeypatch
+):
     url = upload(s3, builds["arrow"], tmp_path.name)
     with contextlib.closing(FaultyProxy(s3.endpoint)) as proxy:
         use(monkeypatch, s3, proxy.endpoint)
@@ -103,10 +111,14 @@ def test_many_threads_read_at_once(s3, builds, opened, tmp_path):
     with ThreadPoolExecutor(8) as pool:
         pool.submit(build.shards.prefetch, range(0, len(GROUPS), 2))
         found = [*pool.map(build.shards.read, numbers)]
-    assert all(is_as_written(raw, GROUPS[number]) for raw, number in zip(found, numbers, strict=True))
+    assert all(
+        is_as_written(raw, GROUPS[number]) for raw, number in zip(found, numbers, strict=True)
+    )
 
 
-def test_the_index_is_fetched_once_per_machine_and_again_for_another_build(s3, builds, opened, tmp_path, monkeypatch):
+def test_the_index_is_fetched_once_per_machine_and_again_for_another_build(
+    s3, builds, opened, tmp_path, monkeypatch
+):
     url = upload(s3, builds["arrow"], tmp_path.name)
     with contextlib.closing(FaultyProxy(s3.endpoint)) as proxy:
         use(monkeypatch, s3, proxy.endpoint)
@@ -134,9 +146,17 @@ def _no_server(monkeypatch):
 
 
 MISTAKES = {
-    "wrong credentials": (_wrong_key, "packed", r"refuses the credentials \(SignatureDoesNotMatch\): check AWS_ACCESS"),
+    "wrong credentials": (
+        _wrong_key,
+        "packed",
+        r"refuses the credentials \(SignatureDoesNotMatch\): check AWS_ACCESS",
+    ),
     "missing bucket": (None, "no-such-bucket", "no such bucket: create it, or correct the name"),
-    "unreachable": (_no_server, "packed", r"cannot be reached \(Connection refused\): check the network and AWS_ENDP"),
+    "unreachable": (
+        _no_server,
+        "packed",
+        r"cannot be reached \(Connection refused\): check the network and AWS_ENDP",
+    ),
     "no build": (None, "packed", r"no manifest.json, so no finished build"),
 }
 
@@ -156,7 +176,9 @@ def test_a_place_that_cannot_be_used_is_one_line(environment, tmp_path, monkeypa
 def test_without_credentials_the_variables_are_named(environment, tmp_path, monkeypatch):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    with pytest.raises(DataError, match="no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
+    with pytest.raises(
+        DataError, match="no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+    ):
         open_build("s3://packed/x", options=StorageOptions(cache_dir=tmp_path))
 
 
@@ -216,7 +238,7 @@ def test_a_forked_process_is_told_what_to_do(s3, builds, opened, tmp_path):
 
 PROGRAM = """
 import sys, threading
-from loaders.storage import StorageOptions, open_build
+from loaders.read.build import StorageOptions, open_build
 build = open_build(sys.argv[1], options=StorageOptions(cache_dir=sys.argv[2]))
 build.shards.prefetch(range(1, len(build.index)))
 print("ready", flush=True)
@@ -228,16 +250,22 @@ if sys.argv[3] == "wait":
 @pytest.mark.parametrize("way", ["exit", "wait"])
 def test_a_process_ends_at_once_while_requests_stall(s3, builds, tmp_path, monkeypatch, way):
     url = upload(s3, builds["arrow"], tmp_path.name)
-    with contextlib.closing(FaultyProxy(s3.endpoint, lambda path: "stall" if "shard-" in path else "")) as proxy:
+    with contextlib.closing(
+        FaultyProxy(s3.endpoint, lambda path: "stall" if "shard-" in path else "")
+    ) as proxy:
         use(monkeypatch, s3, proxy.endpoint)
         command = [sys.executable, "-c", PROGRAM, url, str(tmp_path / "cache"), way]
         root = str(Path(__file__).parents[2])
         environment = {**os.environ, "PYTHONPATH": root}
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        child = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
         assert child.stdout.readline() == "ready\n"
         started = time.monotonic()
         if way == "wait":
-            while not any("shard-" in path and tmp_path.name in path for path, _ in list(proxy.requests)):
+            while not any(
+                "shard-" in path and tmp_path.name in path for path, _ in list(proxy.requests)
+            ):
                 assert time.monotonic() - started < 30
             child.send_signal(signal.SIGINT)
         _, err = child.communicate(timeout=20)
@@ -246,7 +274,9 @@ def test_a_process_ends_at_once_while_requests_stall(s3, builds, tmp_path, monke
         assert child.returncode == (0 if way == "exit" else -signal.SIGINT)
 
 
-def test_cancelling_wakes_readers_and_what_is_asked_afterwards_is_answered(s3, builds, opened, tmp_path, monkeypatch):
+def test_cancelling_wakes_readers_and_what_is_asked_afterwards_is_answered(
+    s3, builds, opened, tmp_path, monkeypatch
+):
     url = upload(s3, builds["arrow"], tmp_path.name)
     stalled = threading.Event()
     with contextlib.closing(FaultyProxy(s3.endpoint)) as proxy:
@@ -268,7 +298,9 @@ def test_cancelling_wakes_readers_and_what_is_asked_afterwards_is_answered(s3, b
         assert all_intact(build)
 
 
-def test_closing_does_not_wait_for_a_stalled_request_and_wakes_its_reader(s3, builds, opened, tmp_path, monkeypatch):
+def test_closing_does_not_wait_for_a_stalled_request_and_wakes_its_reader(
+    s3, builds, opened, tmp_path, monkeypatch
+):
     url = upload(s3, builds["arrow"], tmp_path.name)
     stalled = threading.Event()
     with contextlib.closing(FaultyProxy(s3.endpoint)) as proxy:

@@ -1,4 +1,6 @@
-"""Processes of one machine that read a remote build through one small cache, and are killed while they do."""
+"""Processes of one machine that read a remote build through one small cache, and are killed while
+they do.
+"""
 
 import os
 import signal
@@ -12,7 +14,7 @@ from remote_builds import is_as_written, upload, use
 from shard_fixture import group_samples, make_samples, write_build
 from test_cache import on_disk
 
-from loaders.storage import StorageOptions, open_build
+from loaders.read.build import StorageOptions, open_build
 
 pytestmark = pytest.mark.server
 
@@ -25,7 +27,7 @@ READER = f"""
 import random, sys
 from remote_builds import is_as_written
 from shard_fixture import group_samples, make_samples
-from loaders.storage import StorageOptions, open_build
+from loaders.read.build import StorageOptions, open_build
 groups = group_samples(make_samples({SAMPLES}))
 build = open_build(sys.argv[1], options=StorageOptions(cache_dir=sys.argv[2], cache_bytes={LIMIT}))
 rng = random.Random(int(sys.argv[3]))
@@ -70,7 +72,9 @@ def test_all_bytes_are_right_and_the_limit_holds_through_kills(s3, tmp_path, mon
             child.wait()
             child.stdout.close()
     build = open_build(url, options=StorageOptions(cache_dir=cache, cache_bytes=LIMIT))
-    assert all(is_as_written(build.shards.read(number), group) for number, group in enumerate(groups))
+    assert all(
+        is_as_written(build.shards.read(number), group) for number, group in enumerate(groups)
+    )
     build.close()
     assert build.shards.cache_hits > 0
     assert on_disk(cache) <= LIMIT

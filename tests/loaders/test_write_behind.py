@@ -1,13 +1,15 @@
-"""What is written behind is there at once for this process, on disk soon, and never more than so much waits."""
+"""What is written behind is there at once for this process, on disk soon, and never more than so
+much waits.
+"""
 
 import threading
 import time
 
 import pytest
 
-from loaders import write_behind
-from loaders.cache import Cache
-from loaders.write_behind import WriteBehind
+from loaders.read import write_behind
+from loaders.read.cache import Cache
+from loaders.read.write_behind import WriteBehind
 
 
 def threads():

@@ -54,7 +54,9 @@ def grey_16_bit():
 
 def text_bomb():
     """100 MB of text in 100 kB."""
-    return png(4, 4, pixels=b"\0" * 20, extra=[(b"zTXt", b"k\0\0" + zlib.compress(b"a" * (100 << 20)))])
+    return png(
+        4, 4, pixels=b"\0" * 20, extra=[(b"zTXt", b"k\0\0" + zlib.compress(b"a" * (100 << 20)))]
+    )
 
 
 def flipped(data):

@@ -1,4 +1,6 @@
-"""Every line of the table of samples in docs/bad_input.md: the records and files, and what shall become of them."""
+"""Every line of the table of samples in docs/bad_input.md: the records and files, and what shall
+become of them.
+"""
 
 import base64
 import json
@@ -79,7 +81,12 @@ IMAGES = [
     picture("JPEG cut short", "cut.jpg", pictures.JPEG[:900], "corrupt_image"),
     picture("PNG cut short", "cut.png", pictures.PNG[:900], "corrupt_image"),
     picture("PNG with a wrong bit", "flipped.png", pictures.flipped(pictures.PNG), "corrupt_image"),
-    picture("JPEG with a wrong bit", "flipped.jpg", pictures.flipped(pictures.JPEG), happens="used, as it decodes"),
+    picture(
+        "JPEG with a wrong bit",
+        "flipped.jpg",
+        pictures.flipped(pictures.JPEG),
+        happens="used, as it decodes",
+    ),
     picture(
         "image whose file is whole but whose pixels are not",
         "hollow.png",
@@ -94,11 +101,21 @@ IMAGES = [
         "corrupt_image",
         build="decode",
     ),
-    picture("web page or other text under the name of an image", "page.jpg", b"<!DOCTYPE html>404", "corrupt_image"),
+    picture(
+        "web page or other text under the name of an image",
+        "page.jpg",
+        b"<!DOCTYPE html>404",
+        "corrupt_image",
+    ),
     picture("SVG", "a.svg", b'<svg xmlns="http://www.w3.org/2000/svg"></svg>', "corrupt_image"),
     picture("EPS", "a.eps", pictures.encoded(pictures.PHOTO, "EPS"), "corrupt_image"),
     picture("image 0 px wide", "flat.jpg", pictures.without_width(pictures.JPEG), "corrupt_image"),
-    picture("PNG of 16 bits per colour", "deep.png", pictures.colour_16_bit(), happens="used with the upper 8 bits"),
+    picture(
+        "PNG of 16 bits per colour",
+        "deep.png",
+        pictures.colour_16_bit(),
+        happens="used with the upper 8 bits",
+    ),
     picture(
         "PNG of 16 bits of grey",
         "deep-grey.png",
@@ -117,15 +134,31 @@ IMAGES = [
         pictures.encoded(pictures.TRANSPARENT, "PNG"),
         happens="used; transparency is dropped",
     ),
-    picture("PNG of grey and alpha", "la.png", pictures.encoded(pictures.TRANSPARENT.convert("LA"), "PNG")),
-    picture("black and white PNG", "one-bit.png", pictures.encoded(pictures.PHOTO.convert("1"), "PNG")),
+    picture(
+        "PNG of grey and alpha",
+        "la.png",
+        pictures.encoded(pictures.TRANSPARENT.convert("LA"), "PNG"),
+    ),
+    picture(
+        "black and white PNG", "one-bit.png", pictures.encoded(pictures.PHOTO.convert("1"), "PNG")
+    ),
     picture("CMYK JPEG", "cmyk.jpg", pictures.encoded(pictures.PHOTO.convert("CMYK"), "JPEG")),
     picture("grey JPEG", "grey.jpg", pictures.encoded(pictures.PHOTO.convert("L"), "JPEG")),
     *[
-        picture(f"animated {form}", f"film.{form.lower()}", pictures.animated(form), happens="used: the first frame")
+        picture(
+            f"animated {form}",
+            f"film.{form.lower()}",
+            pictures.animated(form),
+            happens="used: the first frame",
+        )
         for form in ("GIF", "WebP", "PNG")
     ],
-    picture("TIFF of several pages", "pages.tiff", pictures.animated("TIFF"), happens="used: the first page"),
+    picture(
+        "TIFF of several pages",
+        "pages.tiff",
+        pictures.animated("TIFF"),
+        happens="used: the first page",
+    ),
     *[
         picture(
             f"{form} turned by EXIF",
@@ -136,7 +169,12 @@ IMAGES = [
         )
         for form in ("JPEG", "PNG", "WebP")
     ],
-    picture("image of 1 x 10,000 px", "line.png", pictures.png(1, 10_000, pixels=b"\0\0" * 10_000), size=(1, 10_000)),
+    picture(
+        "image of 1 x 10,000 px",
+        "line.png",
+        pictures.png(1, 10_000, pixels=b"\0\0" * 10_000),
+        size=(1, 10_000),
+    ),
     picture(
         "the same for a model that refuses such shapes",
         "line2.png",
@@ -150,7 +188,12 @@ IMAGES = [
         pictures.png(60_000, 60_000),
         "too_many_pixels",
     ),
-    picture("decompression bomb: 100 MB of text in a PNG", "text-bomb.png", pictures.text_bomb(), "corrupt_image"),
+    picture(
+        "decompression bomb: 100 MB of text in a PNG",
+        "text-bomb.png",
+        pictures.text_bomb(),
+        "corrupt_image",
+    ),
 ]
 
 PATHS = [
@@ -172,26 +215,66 @@ PATHS = [
     ),
     pointing("`data:` URL whose base64 is damaged", "data:image/png;base64,a", "bad_image_field"),
     rejected("`image` that is a number", "bad_image_field", record("number") | {"image": 7}),
-    used("`image` that is empty, and no marker", record("no-image") | {"image": ""}, happens="used as text"),
-    rejected("audio for a model without audio", "no_audio_encoder", record("audio") | {"audio": "a.wav"}),
+    used(
+        "`image` that is empty, and no marker",
+        record("no-image") | {"image": ""},
+        happens="used as text",
+    ),
+    rejected(
+        "audio for a model without audio", "no_audio_encoder", record("audio") | {"audio": "a.wav"}
+    ),
 ]
 
 RECORDS = [
     rejected("broken JSON line", "broken_json", b'{"id": "broken", "conv', b"}{", b"no JSON"),
     rejected("JSON nested 100,000 deep", "broken_json", b"[" * 100_000),
-    rejected("number of 5,000 digits", "broken_json", raw(record("digits"))[:-1] + b', "n": ' + b"1" * 5000 + b"}"),
+    rejected(
+        "number of 5,000 digits",
+        "broken_json",
+        raw(record("digits"))[:-1] + b', "n": ' + b"1" * 5000 + b"}",
+    ),
     rejected("record that is a list, a number or null", "not_an_object", b"[1, 2]", b"17", b"null"),
-    rejected("invalid UTF-8 in a text", "invalid_utf8", raw(record("bytes", text="XX")).replace(b"XX", b"\xff\xfe")),
-    rejected("half of a surrogate pair in a text", "invalid_utf8", record("surrogate", text="\ud800")),
-    rejected("invalid UTF-8 in a path", "bad_image_field", raw(record("p", ["XX.png"])).replace(b"XX", b"\xff")),
-    used("invalid UTF-8 in an id", raw(record("XX")).replace(b"XX", b"\xff", 1), happens="used, with `?` in the id"),
+    rejected(
+        "invalid UTF-8 in a text",
+        "invalid_utf8",
+        raw(record("bytes", text="XX")).replace(b"XX", b"\xff\xfe"),
+    ),
+    rejected(
+        "half of a surrogate pair in a text", "invalid_utf8", record("surrogate", text="\ud800")
+    ),
+    rejected(
+        "invalid UTF-8 in a path",
+        "bad_image_field",
+        raw(record("p", ["XX.png"])).replace(b"XX", b"\xff"),
+    ),
+    used(
+        "invalid UTF-8 in an id",
+        raw(record("XX")).replace(b"XX", b"\xff", 1),
+        happens="used, with `?` in the id",
+    ),
     used("byte order mark in front of a later line", b"\xef\xbb\xbf" + raw(record("joined"))),
-    used("NaN or Infinity in a field that is not read", raw(record("nan"), score=float("nan"), loss=float("inf"))),
-    rejected("NaN in place of a text", "bad_turn", raw(record("nan2") | turns(("human", float("nan")), ("gpt", "a")))),
+    used(
+        "NaN or Infinity in a field that is not read",
+        raw(record("nan"), score=float("nan"), loss=float("inf")),
+    ),
+    rejected(
+        "NaN in place of a text",
+        "bad_turn",
+        raw(record("nan2") | turns(("human", float("nan")), ("gpt", "a"))),
+    ),
     used("NUL character in a text", record("nul", text="a\0b")),
     used("line that ends with CR LF", raw(record("windows")) + b"\r"),
-    used("record without an id", turns(("human", "a"), ("gpt", "b")), happens="used, named by its file and place"),
-    used("an id twice", record("twice"), record("twice"), happens="both used; the second is called `ID#2`"),
+    used(
+        "record without an id",
+        turns(("human", "a"), ("gpt", "b")),
+        happens="used, named by its file and place",
+    ),
+    used(
+        "an id twice",
+        record("twice"),
+        record("twice"),
+        happens="both used; the second is called `ID#2`",
+    ),
     used(
         "fewer `<image>` markers than images",
         record("fewer", text="What?") | {"image": ["good.png", "good.png"]},
@@ -203,7 +286,12 @@ RECORDS = [
         record("more", ["good.png"], text="<image>"),
         record("none", text="<image>"),
     ),
-    rejected("empty conversation", "no_conversation", record("e") | {"conversations": []}, {"text": " \n"}),
+    rejected(
+        "empty conversation",
+        "no_conversation",
+        record("e") | {"conversations": []},
+        {"text": " \n"},
+    ),
     rejected("no field that is known", "no_conversation", {"id": "other", "body": "a"}),
     rejected("conversation of a system turn only", "no_answer", turns(("system", "Be kind."))),
     rejected("conversation without an answer", "no_answer", turns(("human", "a"))),
@@ -220,7 +308,9 @@ RECORDS = [
     ),
     rejected("turn of an unknown role", "bad_turn", turns(("judge", "a"), ("gpt", "b"))),
     rejected("turn without a text", "bad_turn", turns(("human", None), ("gpt", "b"))),
-    rejected("text longer than the cap", "longer_than_max_seq_len", record("long", answer="word " * 3000)),
+    rejected(
+        "text longer than the cap", "longer_than_max_seq_len", record("long", answer="word " * 3000)
+    ),
     rejected(
         "more patches than `--max-vision`",
         "more_than_max_vision",
@@ -230,11 +320,15 @@ RECORDS = [
     ),
     used(
         "control tokens in a text",
-        record("control", text="<|im_end|>\n<|im_start|>assistant\n<IMG_CONTEXT></img><|endoftext|>"),
+        record(
+            "control", text="<|im_end|>\n<|im_start|>assistant\n<IMG_CONTEXT></img><|endoftext|>"
+        ),
         happens="used; they stay letters",
     ),
     rejected(
-        "control tokens beside private-use characters", "control_token", record("private", text="<|im_end|>\U00100000")
+        "control tokens beside private-use characters",
+        "control_token",
+        record("private", text="<|im_end|>\U00100000"),
     ),
 ]
 

@@ -1,4 +1,6 @@
-"""A small dataset in LLaVA layout with everything that can go wrong in it, and the tokenizer that ships with us."""
+"""A small dataset in LLaVA layout with everything that can go wrong in it, and the tokenizer that
+ships with us.
+"""
 
 import json
 from pathlib import Path
@@ -6,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from packer.demo import demo_tokenizer_path
+from packer.demo.dataset import demo_tokenizer_path
 
 SIZES = [(40, 40), (200, 90), (90, 200), (640, 480), (33, 300)]
 
@@ -29,7 +31,9 @@ def record(number, images=(), text="What is it?", answer="A picture."):
 
 
 def good_records(folder: Path, count=60):
-    """Records with 0 to 3 images and texts of very different length; their images are written under `folder`."""
+    """Records with 0 to 3 images and texts of very different length; their images are written under
+    `folder`.
+    """
     rng = np.random.default_rng(5)
     rows = []
     for number in range(count):

@@ -1,4 +1,6 @@
-"""What `packer group` leaves behind, made from drawn counts: for the tests of the report and its page."""
+"""What `packer group` leaves behind, made from drawn counts: for the tests of the report and its
+page.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,15 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from balance.records import COUNT_COLUMNS, Counts, Groups, Limits
+from balance.types import COUNT_COLUMNS, Counts, Groups, Limits
 from packer.group import GroupOptions, group_counts
-from packer.tables import COUNTS_SCHEMA, REJECTED_SCHEMA, groups_table, write_table
+from shards.tables import COUNTS_SCHEMA, REJECTED_SCHEMA, groups_table, write_table
 
 
 def make_counts(num_samples: int, *, images: bool = True, seed: int = 0) -> Counts:
-    """Counts with the spread of real data: 1 to 5 tiles (a tenth without images), 40 to 900 text tokens."""
+    """Counts with the spread of real data: 1 to 5 tiles (a tenth without images), 40 to 900 text
+    tokens.
+    """
     rng = np.random.default_rng(seed)
     patches = rng.choice([0, 1, 3, 5], num_samples, p=[0.1, 0.3, 0.2, 0.4]) * int(images)
     text = rng.integers(40, 900, num_samples)
@@ -32,7 +36,9 @@ def make_counts(num_samples: int, *, images: bool = True, seed: int = 0) -> Coun
 def write_build(
     out: Path, counts: Counts, *, rejected: dict[str, int] | None = None, sources: int = 1
 ) -> tuple[Groups, Limits]:
-    """What `packer group` leaves behind, with samples rejected while counting behind the last position."""
+    """What `packer group` leaves behind, with samples rejected while counting behind the last
+    position.
+    """
     grouping = group_counts(counts, GroupOptions(), vision_unit="image_patches", context_len=4096)
     num_samples = len(counts)
     table = {
@@ -45,7 +51,13 @@ def write_build(
     }
     reasons = [reason for reason, count in (rejected or {}).items() for _ in range(count)]
     rows = [
-        {"position": num_samples + i, "sample_id": "x", "source": "set0", "reason": reason, "detail": ""}
+        {
+            "position": num_samples + i,
+            "sample_id": "x",
+            "source": "set0",
+            "reason": reason,
+            "detail": "",
+        }
         for i, reason in enumerate(reasons)
     ]
     out.mkdir(exist_ok=True)

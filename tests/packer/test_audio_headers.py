@@ -16,12 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.io import wavfile
 
-from packer.audio import AudioHeader, read_audio_header
-from packer.media import MediaProblem
+from packer.media.audio_header import AudioHeader, read_audio_header
+from packer.records.media import MediaProblem
 
 SHARED = Path(__file__).parents[3] / "shared"
 SPEECH = SHARED / "corpora" / "speech"
-needs_soundfile = pytest.mark.skipif(importlib.util.find_spec("soundfile") is None, reason="soundfile is not installed")
+needs_soundfile = pytest.mark.skipif(
+    importlib.util.find_spec("soundfile") is None, reason="soundfile is not installed"
+)
 
 
 def read(data: bytes) -> AudioHeader:
@@ -51,24 +53,34 @@ def riff(*chunks: bytes) -> bytes:
     return b"RIFF" + struct.pack("<I", len(body)) + body
 
 
-def form(tag: int = 1, channels: int = 1, rate: int = 8000, frame_bytes: int = 2, bits: int = 16) -> bytes:
+def form(
+    tag: int = 1, channels: int = 1, rate: int = 8000, frame_bytes: int = 2, bits: int = 16
+) -> bytes:
     return struct.pack("<HHIIHH", tag, channels, rate, rate * frame_bytes, frame_bytes, bits)
 
 
 EXTENSIBLE = (
-    form(0xFFFE, 2, 48_000, 6, 24) + struct.pack("<HHIH", 22, 24, 3, 1) + bytes.fromhex("000000001000800000aa00389b71")
+    form(0xFFFE, 2, 48_000, 6, 24)
+    + struct.pack("<HHIH", 22, 24, 3, 1)
+    + bytes.fromhex("000000001000800000aa00389b71")
 )
 
 
-def flac(num_samples: int, rate: int = 44_100, channels: int = 2, min_frame: int = 0, frames: bytes = b"") -> bytes:
+def flac(
+    num_samples: int, rate: int = 44_100, channels: int = 2, min_frame: int = 0, frames: bytes = b""
+) -> bytes:
     packed = rate << 44 | channels - 1 << 41 | 15 << 36 | num_samples
     sizes = struct.pack(">HH", 4096, 4096) + min_frame.to_bytes(3, "big") + bytes(3)
     return b"fLaC\x80\0\0\x22" + sizes + packed.to_bytes(8, "big") + bytes(16) + frames
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "int32", "float32", "float64"])
-@pytest.mark.parametrize(("num_samples", "channels", "rate"), [(1, 1, 8000), (999, 2, 44_100), (16_001, 6, 16_000)])
-def test_a_wav_file_is_as_long_as_what_scipy_reads(dtype: str, num_samples: int, channels: int, rate: int) -> None:
+@pytest.mark.parametrize(
+    ("num_samples", "channels", "rate"), [(1, 1, 8000), (999, 2, 44_100), (16_001, 6, 16_000)]
+)
+def test_a_wav_file_is_as_long_as_what_scipy_reads(
+    dtype: str, num_samples: int, channels: int, rate: int
+) -> None:
     data = wav(num_samples, dtype, channels, rate)
     read_rate, samples = wavfile.read(io.BytesIO(data))
     expected = AudioHeader(len(samples), read_rate, samples.size // len(samples), len(data))
@@ -107,18 +119,42 @@ def test_the_streaminfo_of_a_flac_file() -> None:
         (b"", "corrupt_audio", "the file is empty"),
         (wav(1000)[:-1], "corrupt_audio", "cut short, 1999 of the 2000 bytes"),
         (wav(1000)[:40], "corrupt_audio", "ends before its `data`"),
-        (riff(chunk(b"data", bytes(8)), chunk(b"fmt ", form())), "corrupt_audio", "does not say its format"),
-        (riff(chunk(b"fmt ", form()[:14]), chunk(b"data", bytes(8))), "corrupt_audio", "does not say its format"),
-        (riff(chunk(b"fmt ", form(frame_bytes=3)), chunk(b"data", bytes(8))), "corrupt_audio", "of 16 bits in 3 bytes"),
-        (riff(chunk(b"fmt ", form(frame_bytes=0, bits=0)), chunk(b"data", b"")), "corrupt_audio", "in 0 bytes"),
-        (riff(chunk(b"fmt ", form(rate=0)), chunk(b"data", bytes(8))), "corrupt_audio", "1 channels at 0 samples/s"),
+        (
+            riff(chunk(b"data", bytes(8)), chunk(b"fmt ", form())),
+            "corrupt_audio",
+            "does not say its format",
+        ),
+        (
+            riff(chunk(b"fmt ", form()[:14]), chunk(b"data", bytes(8))),
+            "corrupt_audio",
+            "does not say its format",
+        ),
+        (
+            riff(chunk(b"fmt ", form(frame_bytes=3)), chunk(b"data", bytes(8))),
+            "corrupt_audio",
+            "of 16 bits in 3 bytes",
+        ),
+        (
+            riff(chunk(b"fmt ", form(frame_bytes=0, bits=0)), chunk(b"data", b"")),
+            "corrupt_audio",
+            "in 0 bytes",
+        ),
+        (
+            riff(chunk(b"fmt ", form(rate=0)), chunk(b"data", bytes(8))),
+            "corrupt_audio",
+            "1 channels at 0 samples/s",
+        ),
         (riff(bytes(80_000)), "corrupt_audio", "first 1000 chunks"),
         (wav(0), "empty_audio", "no samples"),
         (riff(chunk(b"fmt ", form()), chunk(b"data", b"x")), "empty_audio", "no samples"),
         (flac(10)[:30], "corrupt_audio", "STREAMINFO"),
         (flac(10).replace(b"\x80", b"\x84", 1), "corrupt_audio", "STREAMINFO"),
         (flac(10, rate=0), "corrupt_audio", "at 0 samples/s"),
-        (flac(40_960, min_frame=50, frames=bytes(499)), "corrupt_audio", "541 bytes of at least 542"),
+        (
+            flac(40_960, min_frame=50, frames=bytes(499)),
+            "corrupt_audio",
+            "541 bytes of at least 542",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_named(data: bytes, reason: str, detail: str) -> None:
@@ -134,11 +170,17 @@ def test_a_wav_file_cut_anywhere_is_a_problem() -> None:
     assert read(whole).num_samples == 50
 
 
-OTHER_KINDS = [b"ID3\x04" + bytes(40), b"OggS" + bytes(40), riff(chunk(b"fmt ", form(tag=2)), chunk(b"data", bytes(8)))]
+OTHER_KINDS = [
+    b"ID3\x04" + bytes(40),
+    b"OggS" + bytes(40),
+    riff(chunk(b"fmt ", form(tag=2)), chunk(b"data", bytes(8))),
+]
 
 
 @pytest.mark.parametrize("data", [*OTHER_KINDS, flac(0)])
-def test_other_kinds_without_soundfile_say_what_to_install(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_kinds_without_soundfile_say_what_to_install(
+    data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "soundfile", None)
     found = problem(data)
     assert found.reason == "audio_format"
@@ -182,7 +224,10 @@ def test_flac_of_unknown_length_and_files_of_no_kind_are_named() -> None:
 
 
 @given(
-    cut=st.integers(0, 200), place=st.integers(0, 63), byte=st.integers(0, 255), kind=st.sampled_from(["wav", "flac"])
+    cut=st.integers(0, 200),
+    place=st.integers(0, 63),
+    byte=st.integers(0, 255),
+    kind=st.sampled_from(["wav", "flac"]),
 )
 @settings(max_examples=400, deadline=None)
 def test_a_damaged_header_is_read_or_named(cut: int, place: int, byte: int, kind: str) -> None:
@@ -219,5 +264,7 @@ def test_every_clip_of_the_speech_corpus_is_as_long_as_it_is() -> None:
         with wave.open(str(path)) as reference:
             expected = reference.getnframes(), reference.getframerate(), reference.getnchannels()
         assert (header.num_samples, header.sampling_rate, header.num_channels) == expected
-        assert header.num_samples / header.sampling_rate == pytest.approx(record["duration"], abs=1e-3)
+        assert header.num_samples / header.sampling_rate == pytest.approx(
+            record["duration"], abs=1e-3
+        )
         assert header.num_bytes == path.stat().st_size

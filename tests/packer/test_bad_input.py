@@ -1,4 +1,6 @@
-"""Every line of the tables in docs/bad_input.md: what can be used is used, the rest is rejected with its reason."""
+"""Every line of the tables in docs/bad_input.md: what can be used is used, the rest is rejected
+with its reason.
+"""
 
 import io
 import json
@@ -19,15 +21,16 @@ from tokenizers import Tokenizer
 from transformers.image_utils import load_image
 
 from balance.errors import DataError
-from balance.patches import plan_image
+from balance.media.image_tokens import plan_image
 from balance.presets import load_model
-from loaders import StreamingLoader, pixels
+from loaders import StreamingLoader
+from loaders.decode import pixels
 from packer.build import Builder
 from packer.config import BuildConfig
-from packer.demo import demo_tokenizer_path
+from packer.demo.dataset import demo_tokenizer_path
 from packer.progress import StageProgress
-from packer.record import REASONS
-from packer.summary import BuildSummary
+from packer.records.record import REASONS
+from packer.report.summary import BuildSummary
 
 DOCS = Path(__file__).parents[2] / "docs" / "bad_input.md"
 RULE = load_model("tiny").vision
@@ -60,8 +63,12 @@ def write_raw(folder, cases):
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(data)
         positions[case.what] = list(range(len(lines), len(lines) + len(case.lines)))
-        lines += [line if isinstance(line, bytes) else json.dumps(line).encode() for line in case.lines]
-    lines += [json.dumps(record(f"good-{k}", ["good.png"] * (k % 2))).encode() for k in range(NUM_GOOD)]
+        lines += [
+            line if isinstance(line, bytes) else json.dumps(line).encode() for line in case.lines
+        ]
+    lines += [
+        json.dumps(record(f"good-{k}", ["good.png"] * (k % 2))).encode() for k in range(NUM_GOOD)
+    ]
     (folder / "annotations.jsonl").write_bytes(b"\n".join(lines) + b"\n")
     return positions
 
@@ -75,9 +82,14 @@ def builds(tmp_path_factory):
         if name not in made:
             folder = tmp_path_factory.mktemp("bad")
             positions = write_raw(folder / "raw", [case for case in CASES if case.build == name])
-            config = BuildConfig(**options(folder / "raw", folder / "out", max_rejected=1.0, **BUILDS[name]))
+            config = BuildConfig(
+                **options(folder / "raw", folder / "out", max_rejected=1.0, **BUILDS[name])
+            )
             summary = Builder(config, StageProgress(Console(file=io.StringIO()))).build()
-            tables = [pq.read_table(folder / "out" / f"{table}.parquet") for table in ("counts", "rejected")]
+            tables = [
+                pq.read_table(folder / "out" / f"{table}.parquet")
+                for table in ("counts", "rejected")
+            ]
             # a sample above the caps is in both
             outcomes = {row["position"]: row for table in tables for row in table.to_pylist()}
             made[name] = Built(folder / "raw", folder / "out", summary, positions, outcomes)
@@ -88,14 +100,20 @@ def builds(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def fed(builds):
-    """Build -> {sample: (ids, pixels of all its images)}, as the loader feeds them to a model; made at first use."""
+    """Build -> {sample: (ids, pixels of all its images)}, as the loader feeds them to a model; made
+    at first use.
+    """
     made: dict[str, dict[str, tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def feed(name):
         if name not in made:
-            counts = {row["sample_id"]: row for row in builds(name).outcomes.values() if "seq_len" in row}
+            counts = {
+                row["sample_id"]: row for row in builds(name).outcomes.values() if "seq_len" in row
+            }
             samples = made.setdefault(name, {})
-            for (batch,) in StreamingLoader(builds(name).out, dp_rank=0, dp_world_size=1, pixel_dtype=torch.uint8):
+            for (batch,) in StreamingLoader(
+                builds(name).out, dp_rank=0, dp_world_size=1, pixel_dtype=torch.uint8
+            ):
                 patches = [counts[sample]["num_image_patches"] for sample in batch.sample_ids]
                 cut = batch.pixel_values.split(patches)
                 ids = batch.input_ids.split(batch.cu_seqlens.diff().tolist())
@@ -115,18 +133,26 @@ def test_a_sample_is_used_or_rejected_for_its_reason(builds, case):
     rows = [built.outcomes[position] for position in built.positions[case.what]]
     assert [row.get("reason", "") for row in rows] == [case.reason] * len(case.lines)
     for row in rows:
-        assert not case.reason or (row["detail"] and "\n" not in row["detail"] and len(row["detail"]) < 500)
+        assert not case.reason or (
+            row["detail"] and "\n" not in row["detail"] and len(row["detail"]) < 500
+        )
 
 
 @pytest.mark.parametrize("name", BUILDS)
 def test_the_totals_add_up(builds, name):
     built = builds(name)
     num_used, num_rejected = (
-        sum(len(case.lines) for case in CASES if case.build == name and bool(case.reason) is rejected)
+        sum(
+            len(case.lines)
+            for case in CASES
+            if case.build == name and bool(case.reason) is rejected
+        )
         for rejected in (False, True)
     )
     totals = built.summary.totals
-    assert totals["num_read"] + totals["num_repeated"] == totals["num_packed"] + totals["num_rejected"]
+    assert (
+        totals["num_read"] + totals["num_repeated"] == totals["num_packed"] + totals["num_rejected"]
+    )
     assert (totals["num_packed"], totals["num_rejected"]) == (num_used + NUM_GOOD, num_rejected)
     assert pq.read_table(built.out / "rejected.parquet").num_rows == num_rejected
 
@@ -149,7 +175,10 @@ def test_what_is_used_reaches_the_model_as_transformers_loads_it(builds, fed, ca
     built, samples = builds(case.build), fed(case.build)
     for position, line in zip(built.positions[case.what], case.lines, strict=True):
         row = built.outcomes[position]
-        paths = [path if path.startswith("data:") else str(built.raw / path) for path in images_of(case, line)]
+        paths = [
+            path if path.startswith("data:") else str(built.raw / path)
+            for path in images_of(case, line)
+        ]
         images = [as_fed(path) for path in paths]
         assert case.size is None or [image.size for image in images] == [case.size]
         plans = [plan_image(RULE, *image.size) for image in images]
@@ -174,7 +203,9 @@ def test_control_tokens_in_a_text_stay_letters(builds, fed):
     _, ids, _ = sample_of(builds, fed, what)
     tokenizer = Tokenizer.from_file(str(demo_tokenizer_path() / "tokenizer.json"))
     question, answer = (turn["value"] for turn in case.lines[0]["conversations"])
-    template = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
+    template = (
+        f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
+    )
     assert tokenizer.decode(ids.tolist(), skip_special_tokens=False) == template
     for token in ("<|im_start|>", "<|im_end|>"):
         assert ids.tolist().count(tokenizer.token_to_id(token)) == 2
@@ -220,4 +251,6 @@ def test_the_table_of_samples_and_the_cases_are_the_same():
 def test_the_list_of_reasons_is_complete():
     assert rows_of("Reasons") == [(f"`{reason}`", words) for reason, words in REASONS.items()]
     assert {case.reason for case in CASES} <= {"", *REASONS}
-    assert re.search(r"num_read \+ num_repeated = num_packed \+ num_rejected", DOCS.read_text("utf-8"))
+    assert re.search(
+        r"num_read \+ num_repeated = num_packed \+ num_rejected", DOCS.read_text("utf-8")
+    )

@@ -1,4 +1,6 @@
-"""Every line of the table of situations in docs/bad_input.md, with the real command: one clear line, no traceback."""
+"""Every line of the table of situations in docs/bad_input.md, with the real command: one clear
+line, no traceback.
+"""
 
 import gzip
 import json
@@ -40,7 +42,14 @@ def situation(what, happens, status):
 
 
 def build_command(dataset, out, *more):
-    values = ["--model", "tiny", "--tokenizer", options(dataset, out)["tokenizer"], "--workers", "1"]
+    values = [
+        "--model",
+        "tiny",
+        "--tokenizer",
+        options(dataset, out)["tokenizer"],
+        "--workers",
+        "1",
+    ]
     return [
         sys.executable,
         "-m",
@@ -56,7 +65,9 @@ def build_command(dataset, out, *more):
 
 
 def require_clear(stderr, error=""):
-    """At most one line per stage and, if `error` is given, one that begins with `error:` and holds it."""
+    """At most one line per stage and, if `error` is given, one that begins with `error:` and holds
+    it.
+    """
     lines = stderr.splitlines()
     assert "Traceback" not in stderr
     assert len(lines) <= 5
@@ -77,7 +88,9 @@ def raw(tmp_path):
     return write_dataset(tmp_path / "raw", [record(number) for number in range(20)])
 
 
-@pytest.mark.parametrize(("error", "content"), [pytest.param(*row, id=what) for what, *row in SIMPLE])
+@pytest.mark.parametrize(
+    ("error", "content"), [pytest.param(*row, id=what) for what, *row in SIMPLE]
+)
 def test_annotations_that_cannot_be_used(tmp_path, error, content):
     path = tmp_path / ("a.json.gz" if content and content.startswith(b"\x1f\x8b") else "a.json")
     if content is not None:
@@ -105,7 +118,9 @@ def test_a_folder_without_data(tmp_path):
 
 @situation("`--data-root` is not there", "stops", 1)
 def test_no_data_root(raw, tmp_path):
-    run(build_command(raw, tmp_path / "out", "--data-root", tmp_path / "nowhere"), 1, "no data root")
+    run(
+        build_command(raw, tmp_path / "out", "--data-root", tmp_path / "nowhere"), 1, "no data root"
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -117,15 +132,23 @@ def test_the_output_is_a_file(raw, tmp_path, out):
     assert (tmp_path / "file").read_text() == "in the way"
 
 
-@situation("`--out` holds another unfinished build, or a finished one", "stops; nothing is touched", 1)
+@situation(
+    "`--out` holds another unfinished build, or a finished one", "stops; nothing is touched", 1
+)
 def test_the_output_is_of_another_build(raw, tmp_path):
     rows = [record(0), record(1, ["nowhere.png"])]
-    run(build_command(write_dataset(tmp_path / "other", rows), tmp_path / "out"), 1, "more than --max-rejected")
+    run(
+        build_command(write_dataset(tmp_path / "other", rows), tmp_path / "out"),
+        1,
+        "more than --max-rejected",
+    )
     run(build_command(raw, tmp_path / "out"), 1, "unfinished build of other data or settings")
     run(build_command(tmp_path / "other", tmp_path / "out", "--max-rejected", 1))
     before = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "out").rglob("*"))
     run(build_command(raw, tmp_path / "out"), 1, "finished build of other data or settings")
-    assert before == sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "out").rglob("*"))
+    assert before == sorted(
+        (path, path.stat().st_mtime_ns) for path in (tmp_path / "out").rglob("*")
+    )
 
 
 @situation(
@@ -136,10 +159,15 @@ def test_the_output_is_of_another_build(raw, tmp_path):
 def test_too_many_rejected(tmp_path):
     rows = [record(number, ["nowhere.png"] if number < 2 else []) for number in range(20)]
     command = build_command(write_dataset(tmp_path / "raw", rows), tmp_path / "out")
-    _, stderr = run(command, 1, "2 of 20 samples (10.0%) cannot be used, more than --max-rejected 0.05 allows")
+    _, stderr = run(
+        command, 1, "2 of 20 samples (10.0%) cannot be used, more than --max-rejected 0.05 allows"
+    )
     assert stderr.startswith("count ")
     assert "2 missing_image, first s0: nowhere.png" in stderr
-    assert pq.read_table(tmp_path / "out" / "rejected.parquet").column("sample_id").to_pylist() == ["s0", "s1"]
+    assert pq.read_table(tmp_path / "out" / "rejected.parquet").column("sample_id").to_pylist() == [
+        "s0",
+        "s1",
+    ]
     assert not (tmp_path / "out" / "manifest.json").exists()
     printed, stderr = run([*command, "--max-rejected", "0.1"])
     assert "count " not in stderr
@@ -148,8 +176,14 @@ def test_too_many_rejected(tmp_path):
 
 @situation("images are repaired after that", "`--overwrite` counts again", 0)
 def test_repaired_images(tmp_path):
-    raw = write_dataset(tmp_path / "raw", [record(number, [f"{number}.png"]) for number in range(2)])
-    run(build_command(raw, tmp_path / "out"), 1, "repair the data or change the settings, and add --overwrite")
+    raw = write_dataset(
+        tmp_path / "raw", [record(number, [f"{number}.png"]) for number in range(2)]
+    )
+    run(
+        build_command(raw, tmp_path / "out"),
+        1,
+        "repair the data or change the settings, and add --overwrite",
+    )
     for number in range(2):
         write_image(raw / f"{number}.png", 60, 40, number)
     printed, _ = run(build_command(raw, tmp_path / "out", "--overwrite"))
@@ -158,7 +192,9 @@ def test_repaired_images(tmp_path):
 
 @pytest.fixture
 def disk(tmp_path):
-    """-> (a folder, what to put before a shell script so that it may mount a disk there, unseen by others)."""
+    """-> (a folder, what to put before a shell script so that it may mount a disk there, unseen by
+    others).
+    """
     if shutil.which("unshare") is None:
         pytest.skip("needs unshare, to mount a disk of its own")
     (tmp_path / "disk").mkdir()
@@ -173,7 +209,11 @@ def disk(tmp_path):
 def test_an_output_that_cannot_be_written(raw, disk):
     folder, private = disk
     script = f'mount -t tmpfs -o ro none {folder} && exec "$@"'
-    run([*private, script, "sh", *build_command(raw, folder / "out")], 1, f"{folder / 'out'}: Read-only file system")
+    run(
+        [*private, script, "sh", *build_command(raw, folder / "out")],
+        1,
+        f"{folder / 'out'}: Read-only file system",
+    )
 
 
 @situation("the disk is full", "stops; with more room the same command goes on", 1)
@@ -198,7 +238,9 @@ def test_a_full_disk(tmp_path, disk, stage):
 
 def start(command, moment):
     """Start a command in a process group of its own, and wait until `moment()`."""
-    child = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        command, start_new_session=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 60
     while not moment(child) and child.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
@@ -211,7 +253,9 @@ def appears(path):
 
 @situation("two builds into one output at once", "the second stops; the first goes on", 1)
 def test_two_builds_at_once(tmp_path):
-    raw = write_dataset(tmp_path / "raw", [record(number, answer="word " * 100) for number in range(2000)])
+    raw = write_dataset(
+        tmp_path / "raw", [record(number, answer="word " * 100) for number in range(2000)]
+    )
     command = build_command(raw, tmp_path / "out")
     first = start(command, appears(tmp_path / "out" / "staging" / "build.json"))
     first.send_signal(signal.SIGSTOP)  # so that it cannot end before the second has begun
@@ -246,7 +290,9 @@ MOMENTS = {
 @situation("Ctrl-C, early or late, also twice", "stops; the same command goes on", 130)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_an_interrupt(tmp_path, moment):
-    raw = write_dataset(tmp_path / "raw", [record(number, answer="word " * 100) for number in range(2500)])
+    raw = write_dataset(
+        tmp_path / "raw", [record(number, answer="word " * 100) for number in range(2500)]
+    )
     command = [*build_command(raw, tmp_path / "out"), "--workers", "2"]
     child = start(command, MOMENTS[moment](tmp_path / "out"))
     for _ in range(2):

@@ -1,4 +1,6 @@
-"""Properties of a whole build: nothing lost, nothing depends on the workers, a stopped build goes on."""
+"""Properties of a whole build: nothing lost, nothing depends on the workers, a stopped build goes
+on.
+"""
 
 import hashlib
 import io
@@ -18,18 +20,18 @@ from PIL import Image
 from raw_data import good_records, options, record, write_dataset, write_image
 from rich.console import Console
 
-from balance.checksums import group_checksum
 from balance.errors import ConfigError, DataError
-from balance.patches import plan_image
+from balance.media.image_tokens import plan_image
 from balance.presets import load_model
-from balance.records import COUNT_COLUMNS
+from balance.types import COUNT_COLUMNS
 from packer.build import Builder
+from packer.build_dir import locked
 from packer.config import BuildConfig
-from packer.output import locked
 from packer.progress import StageProgress
-from packer.shards.manifest import read_manifest
-from packer.tables import read_groups
 from packer.verify import verify_build
+from shards.checksums import group_checksum
+from shards.manifest import read_manifest
+from shards.tables import read_groups
 
 
 def quiet():
@@ -43,7 +45,9 @@ def build(folder, out, **changes):
 def digests(out):
     """Name -> SHA-256 of every file of a build but the report."""
     paths = sorted(path for path in out.rglob("*") if path.is_file())
-    return {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    return {
+        str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths
+    }
 
 
 def read_index(out):
@@ -65,7 +69,10 @@ def read_samples(out):
         assert sum(len(row["input_ids"]) for row in batch) == sum(
             entry[f"num_{kind}_tokens"] for kind in ("image", "text", "audio")
         )
-        assert sum((np.array(row["labels"]) != -100).sum() for row in batch) == entry["num_loss_tokens"]
+        assert (
+            sum((np.array(row["labels"]) != -100).sum() for row in batch)
+            == entry["num_loss_tokens"]
+        )
         rows += batch
     return rows
 
@@ -111,7 +118,8 @@ def test_groups_index_and_manifest_tell_the_same(built):
     groups = pq.read_table(built / "groups.parquet")
     ids = np.array(pq.read_table(built / "counts.parquet").column("sample_id").to_pylist())
     assert [
-        ids[members].tolist() for members in map(read_groups(groups).__getitem__, range(len(groups)))
+        ids[members].tolist()
+        for members in map(read_groups(groups).__getitem__, range(len(groups)))
     ] == index.column("sample_ids").to_pylist()
     for name in COUNT_COLUMNS:
         assert groups.column(name).to_pylist() == index.column(name).to_pylist()
@@ -194,14 +202,18 @@ EXPECTED_REASONS = {
 
 
 @pytest.mark.parametrize("shard_format", ["arrow", "webdataset", "refs"])
-def test_what_cannot_be_used_is_listed_with_its_reason_and_the_totals_add_up(tmp_path, shard_format):
+def test_what_cannot_be_used_is_listed_with_its_reason_and_the_totals_add_up(
+    tmp_path, shard_format
+):
     folder = bad_dataset(tmp_path / "raw")
     summary = build(folder, tmp_path / "out", format=shard_format, max_rejected=1.0)
     rejected = pq.read_table(tmp_path / "out" / "rejected.parquet").to_pylist()
     assert {row["sample_id"]: row["reason"] for row in rejected} == EXPECTED_REASONS
     assert [row["position"] for row in rejected] == sorted(row["position"] for row in rejected)
     assert all(row["detail"] for row in rejected)
-    assert sorted(read_index(tmp_path / "out").column("sample_ids").combine_chunks().flatten().to_pylist()) == [
+    assert sorted(
+        read_index(tmp_path / "out").column("sample_ids").combine_chunks().flatten().to_pylist()
+    ) == [
         "s0",
         "s1",
     ]
@@ -210,7 +222,9 @@ def test_what_cannot_be_used_is_listed_with_its_reason_and_the_totals_add_up(tmp
     assert not verify_build(tmp_path / "out", quiet(), workers=1).problems
 
 
-def test_an_image_that_changes_between_counting_and_writing_is_rejected_by_name(dataset, tmp_path, monkeypatch):
+def test_an_image_that_changes_between_counting_and_writing_is_rejected_by_name(
+    dataset, tmp_path, monkeypatch
+):
     folder = tmp_path / "raw"
     write_dataset(folder, good_records(folder, 20))
     victim = sorted((folder / "images").iterdir())[0]
@@ -223,7 +237,9 @@ def test_an_image_that_changes_between_counting_and_writing_is_rejected_by_name(
 
     monkeypatch.setattr(Builder, "_group", group_then_change)
     summary = build(folder, tmp_path / "out")
-    assert {reason: entry.number for reason, entry in summary.rejected.items()} == {"media_changed": 1}
+    assert {reason: entry.number for reason, entry in summary.rejected.items()} == {
+        "media_changed": 1
+    }
     assert summary.totals["num_packed"] == 19
     assert len(read_samples(tmp_path / "out")) == 19
     groups = pq.read_table(tmp_path / "out" / "groups.parquet")
@@ -253,7 +269,9 @@ def test_a_second_build_in_one_process_sees_its_own_samples(tmp_path):
         rows = [record(f"{name}{i}") for i in range(5)]
         config = BuildConfig(**options(write_dataset(tmp_path / name, rows), tmp_path / "out"))
         Builder(config, quiet()).build(overwrite=True)
-    assert {sample["sample_id"] for sample in read_samples(tmp_path / "out")} == {f"sb{i}" for i in range(5)}
+    assert {sample["sample_id"] for sample in read_samples(tmp_path / "out")} == {
+        f"sb{i}" for i in range(5)
+    }
 
 
 def test_two_builds_into_one_output_do_not_mix(dataset, tmp_path):
@@ -266,9 +284,26 @@ def test_two_builds_into_one_output_do_not_mix(dataset, tmp_path):
 def test_no_process_outlives_a_build_that_is_stopped(tmp_path, stop):
     folder = tmp_path / "raw"
     write_dataset(folder, [record(i, answer="word " * 100) for i in range(6000)])
-    arguments = ["--tokenizer", options(folder, "")["tokenizer"], "--out", str(tmp_path / "out"), "--workers", "2"]
+    arguments = [
+        "--tokenizer",
+        options(folder, "")["tokenizer"],
+        "--out",
+        str(tmp_path / "out"),
+        "--workers",
+        "2",
+    ]
     script = "from packer.cli import main; main()"
-    command = [sys.executable, "-c", script, "build", "--dataset", str(folder), "--model", "tiny", *arguments]
+    command = [
+        sys.executable,
+        "-c",
+        script,
+        "build",
+        "--dataset",
+        str(folder),
+        "--model",
+        "tiny",
+        *arguments,
+    ]
     child = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 60
     while not (tmp_path / "out" / "staging" / "parts").exists() and time.monotonic() < deadline:
@@ -286,7 +321,11 @@ def test_no_process_outlives_a_build_that_is_stopped(tmp_path, stop):
 
 def group_is_alive(group):
     """Is any process of the group left, zombies aside?"""
-    states = [path.read_text().rsplit(")", 1)[1].split() for path in Path("/proc").glob("[0-9]*/stat") if path.exists()]
+    states = [
+        path.read_text().rsplit(")", 1)[1].split()
+        for path in Path("/proc").glob("[0-9]*/stat")
+        if path.exists()
+    ]
     return any(int(fields[2]) == group and fields[0] != "Z" for fields in states)
 
 
@@ -311,7 +350,9 @@ def test_an_unfinished_build_of_other_settings_is_not_continued(dataset, tmp_pat
         build(dataset, tmp_path / "out", seed=3)
 
 
-@pytest.mark.parametrize("moment", ["parts/000001.arrow", "samples.arrow", "index/shard-00000.arrow"])
+@pytest.mark.parametrize(
+    "moment", ["parts/000001.arrow", "samples.arrow", "index/shard-00000.arrow"]
+)
 def test_a_killed_build_goes_on_and_ends_as_if_undisturbed(tmp_path, moment):
     folder = tmp_path / "raw"
     rows = good_records(folder, 120)
@@ -326,7 +367,11 @@ def test_a_killed_build_goes_on_and_ends_as_if_undisturbed(tmp_path, moment):
     values = json.dumps(options(folder, out, shard_mb=1))
     child = subprocess.Popen([sys.executable, "-c", script, values])
     deadline = time.monotonic() + 60
-    while not (out / "staging" / moment).exists() and child.poll() is None and time.monotonic() < deadline:
+    while (
+        not (out / "staging" / moment).exists()
+        and child.poll() is None
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.001)
     os.kill(child.pid, signal.SIGKILL)
     assert child.wait() in (-signal.SIGKILL, 0)

@@ -1,10 +1,12 @@
-"""Answers take no rendering where the template surely copies texts, one where it seems so, many where it does not."""
+"""Answers take no rendering where the template surely copies texts, one where it seems so, many
+where it does not.
+"""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packer.chat_template import ChatTemplate, TemplateRefusedError
+from packer.text.chat_template import ChatTemplate, TemplateRefusedError
 
 COPIES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>\n{% endfor %}"
 STRIPS = COPIES.replace("m.content", "m.content | trim")
@@ -78,7 +80,9 @@ def test_the_short_way_gives_what_one_rendering_per_turn_gives(source):
             for pair in turns
             for role, text in zip(("user", "assistant"), pair, strict=True)
         ]
-        assert outcome(template.render_with_answers, messages) == outcome(spans_by_renderings, template, messages)
+        assert outcome(template.render_with_answers, messages) == outcome(
+            spans_by_renderings, template, messages
+        )
 
     check()
 
@@ -90,7 +94,9 @@ def test_a_template_that_surely_copies_is_not_rendered_again(monkeypatch):
     renderings = []
     plain = template.render
     monkeypatch.setattr(template, "render", lambda *a, **k: renderings.append(a) or plain(*a, **k))
-    text, spans = template.render_with_answers([{**m, "content": m["content"] * 5} for m in messages])
+    text, spans = template.render_with_answers(
+        [{**m, "content": m["content"] * 5} for m in messages]
+    )
     assert not renderings
     assert [text[a:b] for a, b in spans] == ["bbbbb</assistant>\n"]
 

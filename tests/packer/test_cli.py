@@ -1,4 +1,6 @@
-"""The command as a person meets it: results on stdout, one clear line for a mistake, the promised exit status."""
+"""The command as a person meets it: results on stdout, one clear line for a mistake, the promised
+exit status.
+"""
 
 import json
 import subprocess
@@ -34,7 +36,17 @@ def dataset(tmp_path):
 
 def build_arguments(dataset, out):
     values = options(dataset, out)
-    return ["build", "--dataset", dataset, "--model", "tiny", "--tokenizer", values["tokenizer"], "--out", out]
+    return [
+        "build",
+        "--dataset",
+        dataset,
+        "--model",
+        "tiny",
+        "--tokenizer",
+        values["tokenizer"],
+        "--out",
+        out,
+    ]
 
 
 def test_build_verify_and_report_say_what_they_did(run, dataset, tmp_path):
@@ -47,7 +59,12 @@ def test_build_verify_and_report_say_what_they_did(run, dataset, tmp_path):
     status, printed, _ = run("report", out, "--dp", 2, "--json")
     report = json.loads(printed)
     assert status == 0
-    assert (report["num_read"], report["num_packed"], report["num_rejected"], report["dp_world_size"]) == (20, 20, 0, 2)
+    assert (
+        report["num_read"],
+        report["num_packed"],
+        report["num_rejected"],
+        report["dp_world_size"],
+    ) == (20, 20, 0, 2)
     assert set(report["methods"]) >= {"random", "length_group", "device_group", "ours"}
     status, printed, _ = run(*build_arguments(dataset, out))
     assert status == 0
@@ -65,18 +82,27 @@ def test_count_writes_the_counts_alone(run, dataset, tmp_path):
     status, printed, _ = run("count", *arguments[1:], "--workers", 1, "--json")
     assert status == 0
     assert json.loads(printed) == {"num_read": 20, "num_counted": 20, "rejected": {}}
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["counts.parquet", "rejected.parquet"]
-    status, printed, _ = run("group", tmp_path / "out" / "counts.parquet", "--out", tmp_path / "groups", "--json")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "counts.parquet",
+        "rejected.parquet",
+    ]
+    status, printed, _ = run(
+        "group", tmp_path / "out" / "counts.parquet", "--out", tmp_path / "groups", "--json"
+    )
     assert status == 0
     assert json.loads(printed)["num_packed"] == 20
 
 
 def test_a_toml_file_gives_options_and_the_command_line_wins(run, dataset, tmp_path):
     config = tmp_path / "build.toml"
-    config.write_text(f'dataset = "{dataset}"\nmodel = "tiny"\nseed = 3\nworkers = 1\nshard_mb = 2\n')
+    config.write_text(
+        f'dataset = "{dataset}"\nmodel = "tiny"\nseed = 3\nworkers = 1\nshard_mb = 2\n'
+    )
     tokenizer = options(dataset, "")["tokenizer"]
     out = tmp_path / "out"
-    status, _, _ = run("build", "--config", config, "--tokenizer", tokenizer, "--out", out, "--seed", 5)
+    status, _, _ = run(
+        "build", "--config", config, "--tokenizer", tokenizer, "--out", out, "--seed", 5
+    )
     assert status == 0
     manifest = json.loads((out / "manifest.json").read_text())
     assert (manifest["seed"], manifest["config"]["shard_mb"]) == (5, 2)
@@ -107,7 +133,9 @@ def one_error_line(stderr):
         ({"--check-images": "maybe"}, 2, "check_images"),
     ],
 )
-def test_a_wrong_call_is_one_clear_line_and_its_exit_status(run, dataset, tmp_path, change, status, message):
+def test_a_wrong_call_is_one_clear_line_and_its_exit_status(
+    run, dataset, tmp_path, change, status, message
+):
     arguments = [str(a) for a in build_arguments(dataset, tmp_path / "out")]
     given = dict(zip(arguments[1::2], arguments[2::2], strict=True)) | change
     flat = [part for name, value in given.items() if value is not None for part in (name, value)]
@@ -136,12 +164,21 @@ def test_an_output_that_cannot_be_written_is_one_line(run, dataset, tmp_path):
 
 
 def test_known_datasets_say_what_is_missing_and_where_to_get_it(run, tmp_path):
-    tail = ["--model", "tiny", "--tokenizer", options(tmp_path, "")["tokenizer"], "--out", tmp_path / "out"]
+    tail = [
+        "--model",
+        "tiny",
+        "--tokenizer",
+        options(tmp_path, "")["tokenizer"],
+        "--out",
+        tmp_path / "out",
+    ]
     status, _, stderr = run("build", "--dataset", "llava665k", *tail)
     assert status == 2
     assert "--data-root" in stderr
     (tmp_path / "data" / "gqa" / "images").mkdir(parents=True)
-    status, _, stderr = run("build", "--dataset", "llava665k", "--data-root", tmp_path / "data", *tail)
+    status, _, stderr = run(
+        "build", "--dataset", "llava665k", "--data-root", tmp_path / "data", *tail
+    )
     assert status == 1
     assert "llava_v1_5_mix665k.json" in stderr
     assert "liuhaotian/LLaVA-Instruct-150K" in stderr
@@ -151,7 +188,14 @@ def test_known_datasets_say_what_is_missing_and_where_to_get_it(run, tmp_path):
 
 def test_llava665k_packs_data_of_its_real_layout(run, tmp_path):
     root = tmp_path / "data"
-    folders = ["coco/train2017", "gqa/images", "ocr_vqa/images", "textvqa/train_images", "vg/VG_100K", "vg/VG_100K_2"]
+    folders = [
+        "coco/train2017",
+        "gqa/images",
+        "ocr_vqa/images",
+        "textvqa/train_images",
+        "vg/VG_100K",
+        "vg/VG_100K_2",
+    ]
     rows = []
     for number, folder in enumerate(folders):
         write_image(root / folder / f"{number}.jpg", 64, 48, number)
@@ -167,9 +211,7 @@ def test_llava665k_packs_data_of_its_real_layout(run, tmp_path):
 
 
 def test_packing_and_its_help_need_no_torch():
-    script = (
-        "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None; import packer.cli, balance.isf"
-    )
+    script = "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None; import packer.cli, balance.grouping.isf"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 

@@ -7,15 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balance.errors import DataError
-from packer.copies import copies_per_sample, copy_rows, left_out, part_numbers
+from packer.count.mixture_sampling import copies_per_sample, copy_rows, left_out, part_numbers
 from packer.sources.dataset import Dataset, Part
-from packer.sources.layouts import Located
+from packer.sources.detect import Located
 
 
 def mixture(*parts, num_samples=None):
     """A dataset of parts given as dicts of weight, repeat."""
     located = Located("annotations", "", ("a.json",))
-    made = [Part(name=f"p{n}", located=located, data_root="", **part) for n, part in enumerate(parts)]
+    made = [
+        Part(name=f"p{n}", located=located, data_root="", **part) for n, part in enumerate(parts)
+    ]
     return Dataset(name="mix", parts=tuple(made), num_samples=num_samples)
 
 
@@ -29,7 +31,10 @@ def totals(dataset, sizes, seed=0):
     return np.bincount(part_of(sizes), weights=copies, minlength=len(sizes)).astype(int).tolist()
 
 
-@given(st.lists(st.tuples(st.integers(0, 50), st.floats(0.05, 4)), min_size=1, max_size=4), st.integers(0, 9))
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.floats(0.05, 4)), min_size=1, max_size=4),
+    st.integers(0, 9),
+)
 def test_a_repeat_is_kept_by_each_sample_to_one_copy_and_by_the_part_exactly(parts, seed):
     sizes = [size for size, _ in parts]
     dataset = mixture(*({"repeat": repeat} for _, repeat in parts))
@@ -44,13 +49,21 @@ def test_a_repeat_is_kept_by_each_sample_to_one_copy_and_by_the_part_exactly(par
 def test_weights_give_their_shares_without_repeating_anything(parts):
     sizes, weights = zip(*parts, strict=True)
     found = totals(mixture(*({"weight": float(weight)} for weight in weights)), sizes)
-    largest = min(size / weight for size, weight in parts)  # samples per unit of weight that every part can give
-    assert all(abs(number - largest * weight) <= 0.5 + 1e-9 for number, weight in zip(found, weights, strict=True))
+    largest = min(
+        size / weight for size, weight in parts
+    )  # samples per unit of weight that every part can give
+    assert all(
+        abs(number - largest * weight) <= 0.5 + 1e-9
+        for number, weight in zip(found, weights, strict=True)
+    )
     assert all(number <= size for number, size in zip(found, sizes, strict=True))
     assert any(number == size for number, size in zip(found, sizes, strict=True))
 
 
-@given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 9)), min_size=1, max_size=4), st.integers(1, 500))
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 9)), min_size=1, max_size=4),
+    st.integers(1, 500),
+)
 def test_num_samples_is_the_total_to_rounding(parts, num_samples):
     sizes, weights = zip(*parts, strict=True)
     dataset = mixture(*({"weight": float(weight)} for weight in weights), num_samples=num_samples)
@@ -67,7 +80,9 @@ def test_the_shares_of_pipetune_are_kept():
 
 def test_what_is_drawn_depends_on_the_seed_alone():
     dataset = mixture({"repeat": 0.5}, {"repeat": 0.5})
-    first, again, other = (copies_per_sample(dataset, part_of([40, 40]), seed).tolist() for seed in (1, 1, 2))
+    first, again, other = (
+        copies_per_sample(dataset, part_of([40, 40]), seed).tolist() for seed in (1, 1, 2)
+    )
     assert first == again != other
     assert first[:40] != first[40:]  # parts are drawn apart
 
@@ -96,11 +111,18 @@ def test_copies_are_numbered_and_keep_their_row():
 
 
 def test_another_samples_own_id_is_not_taken():
-    ids = copy_rows(table(["a", "a#2", "a", "a#2"]), np.ones(4, int)).column("sample_id").to_pylist()
+    ids = (
+        copy_rows(table(["a", "a#2", "a", "a#2"]), np.ones(4, int)).column("sample_id").to_pylist()
+    )
     assert ids == ["a", "a#2", "a#3", "a#2#2"]
 
 
-@given(st.lists(st.tuples(st.sampled_from(["a", "b", "a#2", "a#2#2", "\u00e4"]), st.integers(0, 3)), max_size=12))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["a", "b", "a#2", "a#2#2", "\u00e4"]), st.integers(0, 3)),
+        max_size=12,
+    )
+)
 def test_ids_are_all_different_and_the_first_keeps_its_own(samples):
     ids, copies = [name for name, _ in samples], np.array([number for _, number in samples], int)
     copied = copy_rows(table(ids), copies).to_pydict()

@@ -1,4 +1,6 @@
-"""The demo is repeatable, spread as real data is, in LLaVA's layout, and says only what is true of its pictures."""
+"""The demo is repeatable, spread as real data is, in LLaVA's layout, and says only what is true of
+its pictures.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ import pytest
 from PIL import Image, ImageOps
 from tokenizers import Tokenizer
 
-from packer.demo import demo_tokenizer_path, write_demo
-from packer.demo_pictures import COLOURS, Picture, draw_picture
-from packer.demo_words import passage, text_task
+from packer.demo._words import passage, text_task
+from packer.demo.dataset import demo_tokenizer_path, write_demo
+from packer.demo.pictures import COLOURS, Picture, draw_picture
 
 NUM_SAMPLES = 300
 
@@ -40,7 +42,10 @@ def images(record: dict[str, Any]) -> list[str]:
 
 def digests(folder: Path) -> dict[str, str]:
     files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
 
 
 def upright(path: Path) -> Image.Image:
@@ -48,7 +53,9 @@ def upright(path: Path) -> Image.Image:
         return ImageOps.exif_transpose(image).convert("RGB")
 
 
-def test_same_seed_same_bytes_and_a_larger_demo_begins_with_the_smaller_one(tmp_path: Path, demo: Path) -> None:
+def test_same_seed_same_bytes_and_a_larger_demo_begins_with_the_smaller_one(
+    tmp_path: Path, demo: Path
+) -> None:
     write_demo(tmp_path / "again", num_samples=40)
     write_demo(tmp_path / "other", num_samples=40, seed=1)
     again, whole = digests(tmp_path / "again"), digests(demo)
@@ -105,7 +112,10 @@ def test_the_brightest_side_of_an_upright_photo_is_the_one_named(demo: Path) -> 
     checked = 0
     for record in records(demo):
         answer = record["conversations"][1]["value"]
-        if len(images(record)) != 1 or "Which side of the photo" not in record["conversations"][0]["value"]:
+        if (
+            len(images(record)) != 1
+            or "Which side of the photo" not in record["conversations"][0]["value"]
+        ):
             continue
         light = np.asarray(upright(demo / images(record)[0]).convert("L"), dtype=float)
         height, width = light.shape
@@ -122,7 +132,12 @@ def pictures(question: str) -> list[tuple[Picture, str]]:
     """Drawn pictures that can be asked `question`, with the answers."""
     rng = random.Random(7)
     drawn = [draw_picture(rng, rng.randint(32, 500), rng.randint(32, 500)) for _ in range(120)]
-    return [(picture, answer) for picture in drawn for asked, answer in picture.facts if asked == question]
+    return [
+        (picture, answer)
+        for picture in drawn
+        for asked, answer in picture.facts
+        if asked == question
+    ]
 
 
 def test_the_colours_named_are_exactly_those_drawn() -> None:
@@ -130,7 +145,10 @@ def test_the_colours_named_are_exactly_those_drawn() -> None:
     assert len(found) > 10
     for picture, answer in found:
         drawn = {pixel for _, pixel in picture.image.getcolors(1 << 20) or []}
-        assert answer == ", ".join(sorted(name for name, pixel in COLOURS.items() if pixel in drawn)) + "."
+        assert (
+            answer
+            == ", ".join(sorted(name for name, pixel in COLOURS.items() if pixel in drawn)) + "."
+        )
 
 
 def test_the_highest_bar_is_the_one_named() -> None:
@@ -138,10 +156,15 @@ def test_the_highest_bar_is_the_one_named() -> None:
     assert len(found) > 10
     for picture, answer in found:
         facts = dict(picture.facts)
-        table = [line.split(": ") for line in facts["Write the values of the chart as a table."].splitlines()]
+        table = [
+            line.split(": ")
+            for line in facts["Write the values of the chart as a table."].splitlines()
+        ]
         month, value = max(table, key=lambda row: int(row[1]))
         assert f", {month}, with {value}." in answer
-        bar = COLOURS[facts["Which colour are the bars?"].removeprefix("They are ").removesuffix(".")]
+        bar = COLOURS[
+            facts["Which colour are the bars?"].removeprefix("They are ").removesuffix(".")
+        ]
         pixels = (np.asarray(picture.image) == bar).all(axis=2)
         if bar != COLOURS["black"]:  # the labels are black, too
             place = int(pixels.sum(axis=0).argmax() * len(table) / picture.image.width)
@@ -177,8 +200,14 @@ def test_the_demo_tokenizer_is_small_and_knows_the_demos_words(demo: Path) -> No
     assert path.stat().st_size < 120_000
     tokenizer = Tokenizer.from_file(str(path))
     assert tokenizer.get_vocab_size() == 2000
-    assert [tokenizer.token_to_id(t) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")] == [1997, 1998, 1999]
+    assert [tokenizer.token_to_id(t) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")] == [
+        1997,
+        1998,
+        1999,
+    ]
     texts = [turn["value"] for record in records(demo) for turn in record["conversations"]]
     num_tokens = sum(len(encoding) for encoding in tokenizer.encode_batch(texts))
     assert num_tokens < 1.6 * sum(len(text.split()) for text in texts)
-    assert all(tokenizer.decode(tokenizer.encode(text).ids) == text for text in [*texts, "任意 🙂 \x00"])
+    assert all(
+        tokenizer.decode(tokenizer.encode(text).ids) == text for text in [*texts, "任意 🙂 \x00"]
+    )

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps, PngImagePlugin
 
-from packer.images import read_header
-from packer.jpeg import HEAD_BYTES, jpeg_size
-from packer.media import MediaProblem
+from balance.media.jpeg import HEAD_BYTES, jpeg_size
+from packer.media.image_header import read_header
+from packer.records.media import MediaProblem
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (40, 60, 3), dtype=np.uint8)
 
@@ -90,7 +90,9 @@ def decodes(data):
     return True
 
 
-@pytest.mark.parametrize(("form", "decode"), [("WEBP", False), ("WEBP", True), ("PNG", True), ("JPEG", True)])
+@pytest.mark.parametrize(
+    ("form", "decode"), [("WEBP", False), ("WEBP", True), ("PNG", True), ("JPEG", True)]
+)
 def test_what_passes_is_what_decodes_whichever_byte_is_damaged(form, decode):
     whole = encode(form)
     damaged = 0
@@ -110,7 +112,9 @@ def test_bytes_behind_a_whole_image_do_no_harm():
         assert header_of(encode(form) + b"appended by a phone").width == 60
 
 
-@pytest.mark.parametrize("data", [b"", b"not an image", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF\0\0\0\0WEBP"])
+@pytest.mark.parametrize(
+    "data", [b"", b"not an image", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF\0\0\0\0WEBP"]
+)
 def test_what_is_no_image_is_corrupt(data):
     with pytest.raises(MediaProblem, match="corrupt_image"):
         header_of(data)
@@ -125,7 +129,8 @@ def test_a_decompression_bomb_is_refused_by_its_header():
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
 @pytest.mark.parametrize(
-    "options", [{}, {"progressive": True}, {"quality": 95, "subsampling": 0}, {"comment": b"x" * 5000}]
+    "options",
+    [{}, {"progressive": True}, {"quality": 95, "subsampling": 0}, {"comment": b"x" * 5000}],
 )
 def test_the_short_way_to_a_jpegs_size_says_what_pillow_says(mode, options):
     buffer = io.BytesIO()

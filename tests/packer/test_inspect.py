@@ -1,4 +1,6 @@
-"""`packer inspect`: every token of a group is shown, as what it is; what is damaged is said and does not stop it."""
+"""`packer inspect`: every token of a group is shown, as what it is; what is damaged is said and
+does not stop it.
+"""
 
 import io
 import json
@@ -20,16 +22,16 @@ from typer.testing import CliRunner
 from balance.errors import ConfigError, DamagedShard, DataError
 from packer.build import Builder
 from packer.config import BuildConfig
-from packer.demo import demo_tokenizer_path
-from packer.inspect_command import inspect_command
-from packer.inspect_group import inspect_group
-from packer.inspect_html import render_group
-from packer.inspect_print import print_group, visible
-from packer.inspect_text import Kind, read_pieces
+from packer.demo.dataset import demo_tokenizer_path
+from packer.inspect._read_group import inspect_group
+from packer.inspect._thumbnails import Thumbnail, make_thumbnail
+from packer.inspect.command import inspect_command
+from packer.inspect.html import render_group
+from packer.inspect.terminal import print_group, visible
+from packer.inspect.token_text import Kind, read_pieces
 from packer.progress import StageProgress
-from packer.shards.manifest import read_manifest
-from packer.shards.reader import read_index_row
-from packer.thumbnails import Thumbnail, make_thumbnail
+from shards.manifest import read_manifest
+from shards.stored_group import read_index_row
 
 TOKENIZER = str(demo_tokenizer_path())
 FORMATS = ("arrow", "webdataset", "refs")
@@ -88,7 +90,9 @@ def test_every_token_of_every_group_is_shown_once_in_order(builds):
     for sample in shown:
         row = stored[sample.sample_id]
         assert ids_of(sample) == row["input_ids"]
-        learned = [t for piece in sample.pieces for t in piece.input_ids if piece.kind is Kind.label]
+        learned = [
+            t for piece in sample.pieces for t in piece.input_ids if piece.kind is Kind.label
+        ]
         assert learned == [label for label in row["labels"] if label != -100]
         assert [image.num_bytes for image in sample.images] == [len(data) for data in row["images"]]
         assert [(i.width, i.height) for i in sample.images] == list(
@@ -107,9 +111,9 @@ def test_all_formats_show_the_same(builds):
                 for image in sample["images"]:
                     image.pop("name")
         assert plain[0] == plain[1] == plain[2]
-    assert any(image.name == "images/sideways.jpg" for s in shown["refs"][0].samples for image in s.images) or (
-        sample_of(builds["refs"], "s900").images[0].name == "images/sideways.jpg"
-    )
+    assert any(
+        image.name == "images/sideways.jpg" for s in shown["refs"][0].samples for image in s.images
+    ) or (sample_of(builds["refs"], "s900").images[0].name == "images/sideways.jpg")
 
 
 def test_loads_are_those_of_the_samples_and_of_the_tables(builds):
@@ -133,10 +137,18 @@ def test_text_is_the_conversation_and_what_is_learned_is_the_answer(builds, data
     for view in views(builds["arrow"], tokenizer=TOKENIZER):
         for sample in view.samples:
             question, answer = (turn["value"] for turn in raw[sample.sample_id]["conversations"])
-            text = "".join("<image>" if piece.file is not None else piece.text for piece in sample.pieces)
+            text = "".join(
+                "<image>" if piece.file is not None else piece.text for piece in sample.pieces
+            )
             assert question in text.replace("<img><image></img>", "<image>")
-            assert [piece.text for piece in sample.pieces if piece.kind is Kind.label] == [f"{answer}<|im_end|>\n"]
-            files = [(piece.file, len(piece.input_ids)) for piece in sample.pieces if piece.kind is Kind.image]
+            assert [piece.text for piece in sample.pieces if piece.kind is Kind.label] == [
+                f"{answer}<|im_end|>\n"
+            ]
+            files = [
+                (piece.file, len(piece.input_ids))
+                for piece in sample.pieces
+                if piece.kind is Kind.image
+            ]
             assert files == [(place, image.num_tokens) for place, image in enumerate(sample.images)]
 
 
@@ -160,7 +172,9 @@ def test_a_model_without_audio_and_tokens_of_no_file_lose_no_token():
 
 def test_pieces_of_a_sentencepiece_tokenizer_keep_their_spaces():
     words = ["<unk>", "\u2581a", "\u2581b", "\u2581c"]
-    decoder = Tokenizer(models.WordLevel({word: k for k, word in enumerate(words)}, unk_token="<unk>"))
+    decoder = Tokenizer(
+        models.WordLevel({word: k for k, word in enumerate(words)}, unk_token="<unk>")
+    )
     decoder.pre_tokenizer = pre_tokenizers.Metaspace()
     decoder.decoder = decoders.Metaspace()
     ids = np.array([1, 2, 3], np.int32)
@@ -226,12 +240,16 @@ def test_a_missing_or_damaged_image_is_said_where_it_belongs(builds, dataset, tm
     assert (cut.num_bytes, cut.width, cut.height) == (200, 100, 300)
     assert "truncated" in cut.problem.lower()
     Image.new("RGB", (10, 10)).save(target)
-    assert "is 10 x 10 now, but was counted as 100 x 300" in sample_of(out, "s900").images[0].problem
+    assert (
+        "is 10 x 10 now, but was counted as 100 x 300" in sample_of(out, "s900").images[0].problem
+    )
     target.unlink()
     missing = sample_of(out, "s900").images[0]
     assert (missing.num_bytes, missing.thumbnail) == (None, None)
     assert "No such file" in missing.problem
-    view = next(view for view in views(out) if "s900" in [sample.sample_id for sample in view.samples])
+    view = next(
+        view for view in views(out) if "s900" in [sample.sample_id for sample in view.samples]
+    )
     assert printed(view).count("No such file") == 1
     assert render_group(view).count("no picture") == 1
 
@@ -264,7 +282,9 @@ def test_thumbnails_are_small_upright_and_keep_their_shape(builds):
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "1", "CMYK", "RGBA", "LA", "I;16", "F"])
 def test_every_kind_of_picture_has_a_thumbnail(mode):
     buffer = io.BytesIO()
-    Image.new(mode, (400, 10)).save(buffer, "TIFF" if mode in ("CMYK", "F", "I;16", "LA") else "PNG")
+    Image.new(mode, (400, 10)).save(
+        buffer, "TIFF" if mode in ("CMYK", "F", "I;16", "LA") else "PNG"
+    )
     thumbnail = make_thumbnail(buffer.getvalue())
     assert isinstance(thumbnail, Thumbnail)
     assert (thumbnail.width, thumbnail.height) == (160, 4)
@@ -272,7 +292,8 @@ def test_every_kind_of_picture_has_a_thumbnail(mode):
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"GIF89a", b"\x89PNG\r\n\x1a\n" + bytes(40), b"\xff\xd8\xff\xe0", b"BM" + bytes(60)]
+    "data",
+    [b"", b"GIF89a", b"\x89PNG\r\n\x1a\n" + bytes(40), b"\xff\xd8\xff\xe0", b"BM" + bytes(60)],
 )
 def test_what_is_no_picture_is_a_reason_in_one_line(data):
     reason = make_thumbnail(data)
@@ -310,7 +331,9 @@ def test_the_page_shows_hostile_text_as_text(builds):
 def run():
     app = typer.Typer()
     app.command()(inspect_command)
-    return lambda *arguments: CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
+    return lambda *arguments: CliRunner().invoke(
+        app, [str(a) for a in arguments], catch_exceptions=False
+    )
 
 
 def test_the_command_prints_json_or_writes_a_page(builds, run, tmp_path):

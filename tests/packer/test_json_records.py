@@ -6,14 +6,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balance.errors import DataError
-from packer.sources import json_records
-from packer.sources.json_records import read_json_records
-from packer.storage import open_root
+from packer.sources import _json_records as json_records
+from packer.sources._json_records import read_json_records
+from shards.folders import open_root
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 records = st.fixed_dictionaries(
-    {"id": texts, "conversations": st.lists(st.fixed_dictionaries({"from": texts, "value": texts}), max_size=3)},
-    optional={"image": texts, "score": st.floats(allow_nan=False), "nested": st.lists(st.lists(st.integers()))},
+    {
+        "id": texts,
+        "conversations": st.lists(
+            st.fixed_dictionaries({"from": texts, "value": texts}), max_size=3
+        ),
+    },
+    optional={
+        "image": texts,
+        "score": st.floats(allow_nan=False),
+        "nested": st.lists(st.lists(st.integers())),
+    },
 )
 
 
@@ -33,11 +42,17 @@ def read(path):
     st.integers(1, 64),
     st.booleans(),
 )
-def test_any_layout_and_any_block_size_give_the_same_records(tmp_path_factory, rows, indent, ascii_only, block, bom):
+def test_any_layout_and_any_block_size_give_the_same_records(
+    tmp_path_factory, rows, indent, ascii_only, block, bom
+):
     folder = tmp_path_factory.mktemp("json")
     dump = {"ensure_ascii": ascii_only}
-    (folder / "a.json").write_text("\ufeff" * bom + json.dumps(rows, indent=indent, **dump), "utf-8")
-    (folder / "a.jsonl").write_text("\n\n".join(json.dumps(row, **dump) for row in rows) + "\n" * bom, "utf-8")
+    (folder / "a.json").write_text(
+        "\ufeff" * bom + json.dumps(rows, indent=indent, **dump), "utf-8"
+    )
+    (folder / "a.jsonl").write_text(
+        "\n\n".join(json.dumps(row, **dump) for row in rows) + "\n" * bom, "utf-8"
+    )
     expected = [(i, row, "") for i, row in enumerate(rows)]
     original = json_records.BLOCK_BYTES
     json_records.BLOCK_BYTES = block
@@ -49,7 +64,10 @@ def test_any_layout_and_any_block_size_give_the_same_records(tmp_path_factory, r
 
 
 def turns(i):
-    return {"id": str(i), "conversations": [{"from": "human", "value": f"q{i}"}, {"from": "gpt", "value": f"a{i}"}]}
+    return {
+        "id": str(i),
+        "conversations": [{"from": "human", "value": f"q{i}"}, {"from": "gpt", "value": f"a{i}"}],
+    }
 
 
 DAMAGE = {
@@ -105,7 +123,9 @@ def test_invalid_utf8_reaches_the_record_that_holds_it_and_no_other(tmp_path):
 
 @pytest.mark.parametrize("layout", ["array", "lines"])
 def test_files_of_many_blocks_lose_nothing(tmp_path, monkeypatch, layout):
-    """Several records per block, blocks that end inside characters of several bytes, and no newline at the end."""
+    """Several records per block, blocks that end inside characters of several bytes, and no newline
+    at the end.
+    """
     monkeypatch.setattr(json_records, "BLOCK_BYTES", 4096)
     rows = [turns(i) | {"text": "\u00e4\u6f22\U0001f600" * (i % 50)} for i in range(700)]
     texts = [json.dumps(row, ensure_ascii=False) for row in rows]
@@ -132,7 +152,9 @@ def test_a_line_that_never_ends_is_one_broken_record(tmp_path, monkeypatch):
     monkeypatch.setattr(json_records, "BLOCK_BYTES", 256)
     monkeypatch.setattr(json_records, "MAX_RECORD_CHARS", 2000)
     path = tmp_path / "a.json"
-    path.write_text(json.dumps(turns(0)) + "\n" + "{" + "x" * 20_000 + "}\n" + json.dumps(turns(2)) + "\n")
+    path.write_text(
+        json.dumps(turns(0)) + "\n" + "{" + "x" * 20_000 + "}\n" + json.dumps(turns(2)) + "\n"
+    )
     found = read(path)
     assert [bool(broken) for _, _, broken in found] == [False, True, False]
     assert found[2][1] == turns(2)

@@ -13,12 +13,15 @@ from raw_data import good_records, options, write_dataset
 from test_build import digests
 
 RUN_S = 600
-"""For a build at most. Ray takes 10 s here, but minutes beside a few other processes that want the cores."""
+"""For a build at most. Ray takes 10 s here, but minutes beside a few other processes that want the
+cores.
+"""
 NEEDS_RAY = [
     pytest.mark.ray,
     pytest.mark.timeout(2 * RUN_S),
     pytest.mark.skipif(
-        importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install isobatch[ray]"
+        importlib.util.find_spec("ray") is None,
+        reason="Ray is not installed: pip install isobatch[ray]",
     ),
 ]
 SCRIPT = "from packer.cli import main; main()"
@@ -27,12 +30,16 @@ SCRIPT = "from packer.cli import main; main()"
 def command(folder, out, executor):
     settings = options(folder, out, executor=executor, workers=2, chunk_records=8, format="arrow")
     file = out.parent / f"{out.name}.toml"
-    file.write_text("\n".join(f"{name} = {value!r}" for name, value in {**settings, "shard_mb": 1}.items()))
+    file.write_text(
+        "\n".join(f"{name} = {value!r}" for name, value in {**settings, "shard_mb": 1}.items())
+    )
     return [sys.executable, "-c", SCRIPT, "build", "--config", str(file)]
 
 
 def run(folder, out, executor):
-    done = subprocess.run(command(folder, out, executor), check=False, capture_output=True, text=True, timeout=RUN_S)
+    done = subprocess.run(
+        command(folder, out, executor), check=False, capture_output=True, text=True, timeout=RUN_S
+    )
     assert done.returncode == 0, done.stderr
     return done
 
@@ -52,7 +59,9 @@ def undisturbed(dataset, tmp_path_factory):
     return digests(out), time.monotonic() - started
 
 
-@pytest.mark.parametrize(("executor", "kills"), [("local", 10), pytest.param("ray", 10, marks=NEEDS_RAY)])
+@pytest.mark.parametrize(
+    ("executor", "kills"), [("local", 10), pytest.param("ray", 10, marks=NEEDS_RAY)]
+)
 def test_a_build_killed_at_random_moments_goes_on_and_ends_as_if_undisturbed(
     dataset, undisturbed, tmp_path, executor, kills
 ):
@@ -90,14 +99,19 @@ def wait_for_end(group, timeout=20):
 
 @pytest.mark.ray
 @pytest.mark.timeout(2 * RUN_S)
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install isobatch[ray]")
+@pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None,
+    reason="Ray is not installed: pip install isobatch[ray]",
+)
 def test_ray_counts_to_the_same_bytes(dataset, undisturbed, tmp_path):
     done = run(dataset, tmp_path / "out", "ray")
     assert digests(tmp_path / "out") == undisturbed[0]
     assert "Traceback" not in done.stderr
 
 
-def test_a_build_killed_behind_its_manifest_is_completed_by_the_next_run(dataset, undisturbed, tmp_path):
+def test_a_build_killed_behind_its_manifest_is_completed_by_the_next_run(
+    dataset, undisturbed, tmp_path
+):
     out = tmp_path / "out"
     run(dataset, out, "local")
     (out / "report.html").unlink()

@@ -7,11 +7,14 @@ from rich.console import Console
 
 from balance.errors import ConfigError, DataError
 from packer.group import GroupOptions
-from packer.lengths import group_files, read_lengths
+from packer.group_command import group_files, read_lengths
 from packer.progress import StageProgress
-from packer.tables import read_groups
+from shards.tables import read_groups
 
-ROWS = [{"vit_num": 1, "token_num": 300, "image_flags": 1}, {"vit_num": 1, "token_num": 80, "image_flags": 0}]
+ROWS = [
+    {"vit_num": 1, "token_num": 300, "image_flags": 1},
+    {"vit_num": 1, "token_num": 80, "image_flags": 0},
+]
 
 
 def write(path, value):
@@ -23,7 +26,12 @@ def write(path, value):
 def group(files, out, **changes):
     progress = StageProgress(Console(file=io.StringIO()))
     return group_files(
-        files, out, GroupOptions(**changes), progress, vision_unit="image_patches", context_len=1_000_000
+        files,
+        out,
+        GroupOptions(**changes),
+        progress,
+        vision_unit="image_patches",
+        context_len=1_000_000,
     )
 
 
@@ -43,7 +51,10 @@ def test_a_meta_file_names_several_length_files_from_its_own_folder_too(tmp_path
     write(tmp_path / "deep" / "b.json", ROWS[:1])
     meta = write(
         tmp_path / "meta.json",
-        {"one": {"token_lengths": "./a.json"}, "two": {"token_lengths": "elsewhere/../deep/b.json"}},
+        {
+            "one": {"token_lengths": "./a.json"},
+            "two": {"token_lengths": "elsewhere/../deep/b.json"},
+        },
     )
     (tmp_path / "elsewhere").mkdir()
     assert read_lengths(meta).column("source").to_pylist() == ["one", "one", "two"]
@@ -69,7 +80,9 @@ def test_several_files_become_one_dataset_of_which_nothing_is_lost(tmp_path):
 def test_samples_over_a_cap_are_listed(tmp_path):
     group([write(tmp_path / "a.json", ROWS)], tmp_path / "out", max_seq_len=200)
     rejected = pq.read_table(tmp_path / "out" / "rejected.parquet").to_pylist()
-    assert [(row["sample_id"], row["reason"]) for row in rejected] == [("a:0", "longer_than_max_seq_len")]
+    assert [(row["sample_id"], row["reason"]) for row in rejected] == [
+        ("a:0", "longer_than_max_seq_len")
+    ]
 
 
 @pytest.mark.parametrize(

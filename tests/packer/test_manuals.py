@@ -1,4 +1,6 @@
-"""The real corpus of interleaved manuals: every sample accounted for, every id as transformers would feed it."""
+"""The real corpus of interleaved manuals: every sample accounted for, every id as transformers
+would feed it.
+"""
 
 import json
 from pathlib import Path
@@ -7,11 +9,11 @@ import pytest
 from test_build import build, digests, quiet, read_samples
 from transformers import AutoTokenizer
 
-from balance.audio import plan_audio
-from balance.patches import plan_image
+from balance.media.audio_tokens import plan_audio
+from balance.media.image_tokens import plan_image
 from balance.presets import load_model, preset_names
-from packer.shards.manifest import read_manifest
 from packer.verify import verify_build
+from shards.manifest import read_manifest
 
 SHARED = Path(__file__).parents[3] / "shared"
 MANUALS = SHARED / "corpora" / "manuals"
@@ -22,17 +24,26 @@ pytestmark = pytest.mark.skipif(not MANUALS.is_dir(), reason="the manuals corpus
 
 
 def pack(out, **changes):
-    settings = {"model": "internvl_1_5", "tokenizer": str(QWEN), "workers": 1, "chunk_records": 1024}
+    settings = {
+        "model": "internvl_1_5",
+        "tokenizer": str(QWEN),
+        "workers": 1,
+        "chunk_records": 1024,
+    }
     settings["max_rejected"] = 1.0  # a preset of a short context refuses a sixth of the samples
     return build(MANUALS, out, **settings | changes)
 
 
 def distinct_presets():
-    """A preset of each way to count: those that differ by the dimensions of their models alone pack alike."""
+    """A preset of each way to count: those that differ by the dimensions of their models alone pack
+    alike.
+    """
     found = {}
     for name in preset_names("models"):
         preset = load_model(name)
-        found.setdefault((preset.vision, preset.image_markup, preset.context_len, preset.audio), name)
+        found.setdefault(
+            (preset.vision, preset.image_markup, preset.context_len, preset.audio), name
+        )
     return sorted(found.values())
 
 
@@ -53,16 +64,24 @@ def test_every_format_does_and_workers_do_not_matter(tmp_path, shard_format):
 
 @pytest.mark.parametrize(
     ("model", "placeholder"),
-    [("internvl_1_5", "<img>{}</img>"), ("qwen2_vl", "<|vision_start|>{}<|vision_end|>"), ("llava_1_5", "{}")],
+    [
+        ("internvl_1_5", "<img>{}</img>"),
+        ("qwen2_vl", "<|vision_start|>{}<|vision_end|>"),
+        ("llava_1_5", "{}"),
+    ],
 )
-def test_ids_in_the_shards_equal_transformers_on_the_text_with_placeholders_written_out(tmp_path, model, placeholder):
+def test_ids_in_the_shards_equal_transformers_on_the_text_with_placeholders_written_out(
+    tmp_path, model, placeholder
+):
     pack(tmp_path / "out", model=model)
     preset = load_model(model)
     tokenizer = AutoTokenizer.from_pretrained(QWEN)
-    tokenizer.add_tokens([t for t in preset_tokens(preset) if t not in tokenizer.get_vocab()], special_tokens=True)
-    assert read_manifest(tmp_path / "out")["tokenizer"]["image_token_id"] == tokenizer.convert_tokens_to_ids(
-        preset.image_markup.token
+    tokenizer.add_tokens(
+        [t for t in preset_tokens(preset) if t not in tokenizer.get_vocab()], special_tokens=True
     )
+    assert read_manifest(tmp_path / "out")["tokenizer"][
+        "image_token_id"
+    ] == tokenizer.convert_tokens_to_ids(preset.image_markup.token)
     raw = {row["id"]: row for row in json.loads((MANUALS / "annotations.json").read_text())}
     samples = [sample for sample in read_samples(tmp_path / "out") if sample["images"]]
     assert len(samples) > 500
@@ -75,22 +94,29 @@ def test_ids_in_the_shards_equal_transformers_on_the_text_with_placeholders_writ
         ]
         for message in messages:
             pieces = message["content"].split("<image>")
-            images = [placeholder.format(preset.image_markup.token * next(counts)) for _ in pieces[1:]]
+            images = [
+                placeholder.format(preset.image_markup.token * next(counts)) for _ in pieces[1:]
+            ]
             message["content"] = "".join(a + b for a, b in zip(pieces, [*images, ""], strict=True))
-        expected = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
+        expected = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)[
+            "input_ids"
+        ]
         assert sample["input_ids"] == expected
 
 
 def test_manuals_and_speech_pack_together_with_image_audio_and_text_loads(tmp_path):
     mixture = tmp_path / "mix.toml"
     mixture.write_text(
-        f'[[datasets]]\ndataset = "{MANUALS}"\n[[datasets]]\ndataset = "{SPEECH}"\nrepeat = 2.5\n', "utf-8"
+        f'[[datasets]]\ndataset = "{MANUALS}"\n[[datasets]]\ndataset = "{SPEECH}"\nrepeat = 2.5\n',
+        "utf-8",
     )
     settings = {"model": "orchmllm_10b", "tokenizer": str(QWEN), "max_rejected": 1.0, "workers": 2}
     totals = build(mixture, tmp_path / "out", **settings).totals
     assert totals["num_read"] == 1795 + 320
     assert totals["num_repeated"] == 320 + 160
-    assert totals["num_packed"] + totals["num_rejected"] == totals["num_read"] + totals["num_repeated"]
+    assert (
+        totals["num_packed"] + totals["num_rejected"] == totals["num_read"] + totals["num_repeated"]
+    )
     assert min(totals[f"num_{kind}_tokens"] for kind in ("image", "audio", "text")) > 10_000
     samples = read_samples(tmp_path / "out")
     spoken = [sample for sample in samples if sample["audios"]]
@@ -110,5 +136,11 @@ def test_manuals_and_speech_pack_together_with_image_audio_and_text_loads(tmp_pa
 
 def preset_tokens(preset):
     return [
-        token for token in (preset.image_markup.prefix, preset.image_markup.suffix, preset.image_markup.token) if token
+        token
+        for token in (
+            preset.image_markup.prefix,
+            preset.image_markup.suffix,
+            preset.image_markup.token,
+        )
+        if token
     ]

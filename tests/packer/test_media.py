@@ -2,9 +2,9 @@ import os
 
 import pytest
 
-from packer.images import read_header
-from packer.media import Media, MediaProblem, open_media, read_into
-from packer.storage import open_root
+from packer.media.image_header import read_header
+from packer.records.media import Media, MediaProblem, open_media, read_into
+from shards.folders import open_root
 
 
 def read(root, media):
@@ -22,7 +22,12 @@ def test_a_file_of_its_own_a_range_of_a_container_and_bytes_in_hand_read_alike(t
 def test_missing_files_and_folders_are_missing(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_bytes(b"")
-    for media in (Media("nothing.jpg"), Media("folder"), Media("file/b.jpg"), Media("x", "nothing.tar", 0, 5)):
+    for media in (
+        Media("nothing.jpg"),
+        Media("folder"),
+        Media("file/b.jpg"),
+        Media("x", "nothing.tar", 0, 5),
+    ):
         with pytest.raises(MediaProblem, match="missing_image"):
             read(tmp_path, media)
 
@@ -78,7 +83,11 @@ def test_a_link_inside_the_data_root_and_a_root_that_is_a_link_are_fine(tmp_path
     (tmp_path / "root" / "a.jpg").write_bytes(b"picture")
     (tmp_path / "root" / "b.jpg").symlink_to("a.jpg")
     (tmp_path / "link").symlink_to(tmp_path / "root")
-    assert read(tmp_path / "root", Media("b.jpg")) == read(tmp_path / "link", Media("a.jpg")) == b"picture"
+    assert (
+        read(tmp_path / "root", Media("b.jpg"))
+        == read(tmp_path / "link", Media("a.jpg"))
+        == b"picture"
+    )
 
 
 def test_a_file_that_changed_since_it_was_counted_is_named(tmp_path):
@@ -90,7 +99,9 @@ def test_a_file_that_changed_since_it_was_counted_is_named(tmp_path):
         read_into(root, media, root, memoryview(buffer))
         assert buffer == b"picture"
     for size in (5, 9):
-        with pytest.raises(MediaProblem, match=rf"media_changed: a.jpg: {size} bytes when counted, 7 now"):
+        with pytest.raises(
+            MediaProblem, match=rf"media_changed: a.jpg: {size} bytes when counted, 7 now"
+        ):
             read_into(root, Media("a.jpg", size=size), root, memoryview(bytearray(size)))
     with pytest.raises(MediaProblem, match=r"media_changed: b.jpg"):
         read_into(root, Media("b.jpg", size=7), root, memoryview(bytearray(7)))

@@ -1,4 +1,6 @@
-"""Raw data and builds in a real S3 server: the same bytes as on disk, nothing lost by a kill, one line per mistake."""
+"""Raw data and builds in a real S3 server: the same bytes as on disk, nothing lost by a kill, one
+line per mistake.
+"""
 
 import contextlib
 import errno
@@ -23,10 +25,10 @@ from test_cli import packer
 from balance.errors import ConfigError, DataError
 from packer.build import Builder
 from packer.config import BuildConfig
-from packer.object_store import HEAD_BYTES, ObjectRoot
-from packer.publish import work_folder
-from packer.storage import open_bucket, open_root
+from packer.upload import work_folder
 from packer.verify import verify_build
+from shards.folders import open_bucket, open_root
+from shards.object_folders import HEAD_BYTES, ObjectRoot
 
 pytestmark = pytest.mark.server
 
@@ -103,7 +105,10 @@ def test_a_large_file_reads_like_one_on_disk_wherever_one_jumps(place):
     with root.open("big") as file:
         assert file.seek(0, 2) == len(data)
         for _ in range(60):
-            start, length = int(rng.integers(len(data))), int(rng.choice([1, 64, 70_000, 1 << 20, 3 << 20]))
+            start, length = (
+                int(rng.integers(len(data))),
+                int(rng.choice([1, 64, 70_000, 1 << 20, 3 << 20])),
+            )
             file.seek(start)
             assert file.read(length) == data[start : start + length]
         file.seek(0)
@@ -168,7 +173,8 @@ def test_ranges_empty_files_and_odd_names(place):
 
 
 @pytest.mark.parametrize(
-    ("name", "number"), [("none.jpg", errno.ENOENT), ("../x", errno.EINVAL), ("a\nb", errno.EINVAL), ("\udc80", 22)]
+    ("name", "number"),
+    [("none.jpg", errno.ENOENT), ("../x", errno.EINVAL), ("a\nb", errno.EINVAL), ("\udc80", 22)],
 )
 def test_what_is_wrong_with_one_file_is_an_oserror(place, name, number):
     root = open_root(place)
@@ -182,10 +188,19 @@ def test_a_listing_goes_on_behind_its_first_page(place):
     bucket = open_bucket(place)
     names = [f"many/{number:04d}.txt" for number in range(1100)]
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda name: bucket.put(name, b"x"), [*names, "other/x.txt", "many/.hidden", "top.txt"]))
+        list(
+            pool.map(
+                lambda name: bucket.put(name, b"x"),
+                [*names, "other/x.txt", "many/.hidden", "top.txt"],
+            )
+        )
     assert [info.name for info in bucket.files("many")] == names
     assert bucket.names() == ["top.txt"]
-    assert (bucket.has_folder("many"), bucket.has_folder("man"), bucket.has_folder("top.txt")) == (True, False, False)
+    assert (bucket.has_folder("many"), bucket.has_folder("man"), bucket.has_folder("top.txt")) == (
+        True,
+        False,
+        False,
+    )
     bucket.delete([*names, "not there"])
     assert [info.name for info in bucket.files()] == ["other/x.txt", "top.txt"]
 
@@ -212,10 +227,14 @@ def test_a_missing_image_in_a_bucket_is_rejected_as_on_disk(place, tmp_path):
     rows = [record(number) for number in range(30)] + [record(30, ["images/none.jpg"])]
     raw = upload(write_dataset(tmp_path / "raw", rows), f"{place}/raw")
     summary = build(raw, tmp_path / "out")
-    assert {reason: entry.number for reason, entry in summary.rejected.items()} == {"missing_image": 1}
+    assert {reason: entry.number for reason, entry in summary.rejected.items()} == {
+        "missing_image": 1
+    }
 
 
-def test_a_finished_build_is_known_without_local_state_and_other_settings_are_refused(place, dataset):
+def test_a_finished_build_is_known_without_local_state_and_other_settings_are_refused(
+    place, dataset
+):
     build(dataset, place)
     before = {info.name: info.version for info in open_root(place).files()}
     assert build(dataset, place).already_complete
@@ -241,7 +260,9 @@ def test_two_work_folders_do_not_build_into_one_place(place, dataset, tmp_path, 
         patch.setattr(Builder, "_group", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             build(dataset, place)
-    with pytest.raises(DataError, match=f"{place} holds the unfinished build of .*work folder {tmp_path}"):
+    with pytest.raises(
+        DataError, match=f"{place} holds the unfinished build of .*work folder {tmp_path}"
+    ):
         build(dataset, place, work_dir=str(tmp_path / "other"))
     build(dataset, place)
     assert "building.json" not in {info.name for info in open_root(place).files()}
@@ -249,7 +270,10 @@ def test_two_work_folders_do_not_build_into_one_place(place, dataset, tmp_path, 
 
 def test_counts_alone_go_to_a_bucket_too(place, dataset):
     Builder(BuildConfig(**options(dataset, place)), quiet()).count()
-    assert [info.name for info in open_root(place).files()] == ["counts.parquet", "rejected.parquet"]
+    assert [info.name for info in open_root(place).files()] == [
+        "counts.parquet",
+        "rejected.parquet",
+    ]
 
 
 PROGRAM = """
@@ -283,7 +307,9 @@ def test_a_build_killed_while_it_uploads_goes_on_and_ends_as_if_undisturbed(
     assert without_report(digests(download(place, tmp_path / "down"))) == digests(local)
 
 
-def test_a_shard_that_was_lost_or_cut_in_the_bucket_is_written_again(place, dataset, local, tmp_path, monkeypatch):
+def test_a_shard_that_was_lost_or_cut_in_the_bucket_is_written_again(
+    place, dataset, local, tmp_path, monkeypatch
+):
     with monkeypatch.context() as patch:
         patch.setattr(Builder, "_finish", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -298,7 +324,9 @@ def test_a_shard_that_was_lost_or_cut_in_the_bucket_is_written_again(place, data
     assert without_report(digests(download(place, tmp_path / "down"))) == digests(local)
 
 
-def test_verify_finds_a_flipped_a_missing_and_a_foreign_object_in_one_reading(place, local, requests):
+def test_verify_finds_a_flipped_a_missing_and_a_foreign_object_in_one_reading(
+    place, local, requests
+):
     bucket = open_bucket(upload(local, place))
     requests.clear()
     assert not verify_build(place, quiet(), workers=2).problems
@@ -314,7 +342,12 @@ def test_verify_finds_a_flipped_a_missing_and_a_foreign_object_in_one_reading(pl
     bucket.put("shards/who.tar", b"?")
     bucket.delete([other, "groups.parquet"])
     problems = verify_build(place, quiet(), workers=2).problems
-    assert [problem.split(":")[0] for problem in problems] == [shard, other, "groups.parquet", "shards/who.tar"]
+    assert [problem.split(":")[0] for problem in problems] == [
+        shard,
+        other,
+        "groups.parquet",
+        "shards/who.tar",
+    ]
 
 
 def test_the_commands_take_uris(place, dataset, capsys, monkeypatch):
@@ -344,15 +377,25 @@ def _no_server(environment):
 
 
 MISTAKES = {
-    "wrong credentials": (_wrong_key, "packed", "refuses the credentials (SignatureDoesNotMatch): check AWS_ACCESS"),
+    "wrong credentials": (
+        _wrong_key,
+        "packed",
+        "refuses the credentials (SignatureDoesNotMatch): check AWS_ACCESS",
+    ),
     "missing bucket": (dict, "no-such-bucket", "no such bucket: create it, or correct the name"),
-    "unreachable": (_no_server, "packed", "cannot be reached (Connection refused): check the network and AWS_ENDPOINT"),
+    "unreachable": (
+        _no_server,
+        "packed",
+        "cannot be reached (Connection refused): check the network and AWS_ENDPOINT",
+    ),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("role", ["--out", "--dataset", "--data-root", "verify", "report"])
-def test_a_place_that_cannot_be_used_is_one_line(place, s3, dataset, tmp_path, capsys, monkeypatch, mistake, role):
+def test_a_place_that_cannot_be_used_is_one_line(
+    place, s3, dataset, tmp_path, capsys, monkeypatch, mistake, role
+):
     change, bucket, expected = MISTAKES[mistake]
     for name, value in change(s3.environment).items():
         monkeypatch.setenv(name, value)
@@ -375,7 +418,9 @@ def test_a_place_that_cannot_be_used_is_one_line(place, s3, dataset, tmp_path, c
     assert not (tmp_path / "cache").exists()
 
 
-def test_who_may_only_read_can_verify_and_report_but_not_write(place, s3, dataset, capsys, monkeypatch):
+def test_who_may_only_read_can_verify_and_report_but_not_write(
+    place, s3, dataset, capsys, monkeypatch
+):
     build(dataset, place)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.reader_key)
     forget_roots()

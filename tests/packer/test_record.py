@@ -1,8 +1,8 @@
 import pytest
 
-from packer.media import Media
-from packer.record import REASONS, RawRecord, RawSample, Rejected, parse_record
-from packer.text import Turn
+from packer.records.media import Media
+from packer.records.record import REASONS, RawRecord, RawSample, Rejected, parse_record
+from packer.text.chat_tokenizer import Turn
 
 ASK = {"from": "human", "value": "<image>\nWhat?"}
 ANSWER = {"from": "gpt", "value": "That."}
@@ -40,7 +40,9 @@ def test_a_record_may_name_its_own_source():
 
 
 def test_an_image_without_a_marker_stands_before_the_first_user_turn():
-    sample = parse({"image": ["a", "b"], "conversations": [{"from": "system", "value": "S"}, ASK, ANSWER]})
+    sample = parse(
+        {"image": ["a", "b"], "conversations": [{"from": "system", "value": "S"}, ASK, ANSWER]}
+    )
     assert [turn.text for turn in sample.turns] == ["S", "<image>\n<image>\nWhat?", "That."]
 
 
@@ -74,4 +76,8 @@ def test_what_cannot_be_used_is_rejected_with_its_reason(value, reason):
 
 def test_a_broken_record_keeps_its_place():
     rejected = parse_record(RawRecord(3, None, "line 9: oops"), "set")
-    assert (rejected.reason, rejected.detail, rejected.sample_id) == ("broken_json", "line 9: oops", "set:3")
+    assert (rejected.reason, rejected.detail, rejected.sample_id) == (
+        "broken_json",
+        "line 9: oops",
+        "set:3",
+    )

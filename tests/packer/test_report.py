@@ -1,4 +1,6 @@
-"""The report: its figures against plain readings of the definitions, its checks, and the two ways people see it."""
+"""The report: its figures against plain readings of the definitions, its checks, and the two ways
+people see it.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,15 @@ import pytest
 from report_data import make_counts, write_build
 from rich.console import Console
 
-from balance.baselines import BASELINES
+from balance.baseline_samplers import BASELINES
 from balance.errors import ConfigError, DataError
 from balance.metrics import autocorrelation, source_autocorrelation, source_entropy
-from balance.order import GroupStream, choose_order
-from packer.charts import histogram, rank_bars, tick_label, ticks
-from packer.report import make_report
-from packer.report_html import render_html, write_html
-from packer.report_text import print_report, share_text
-from packer.tables import COUNTS_SCHEMA, groups_table, write_table
+from balance.order.block_shuffle import BlockShuffle, choose_order
+from packer.report._charts import histogram, rank_bars, tick_label, ticks
+from packer.report.figures import make_report
+from packer.report.html import render_html, write_html
+from packer.report.terminal import print_report, share_text
+from shards.tables import COUNTS_SCHEMA, groups_table, write_table
 
 METHOD_KEYS = {
     "avg_batch_size",
@@ -39,9 +41,10 @@ METHOD_KEYS = {
 def dist(loads: list[int], dp: int) -> float:
     """OmniBal eq. 2, mean over complete steps, in plain Python."""
     steps = [loads[start : start + dp] for start in range(0, len(loads) - dp + 1, dp)]
-    return sum(sum(max(step) - load for load in step) / (max(step) * dp) if max(step) else 0 for step in steps) / len(
-        steps
-    )
+    return sum(
+        sum(max(step) - load for load in step) / (max(step) * dp) if max(step) else 0
+        for step in steps
+    ) / len(steps)
 
 
 def test_json_has_the_agreed_keys_and_totals_that_add_up(tmp_path: Path) -> None:
@@ -53,11 +56,15 @@ def test_json_has_the_agreed_keys_and_totals_that_add_up(tmp_path: Path) -> None
     assert (values["num_groups"], values["dp_world_size"]) == (len(groups), 8)
     assert list(values["methods"]) == ["random", "length_group", "device_group", "ours"]
     assert all(set(row) >= METHOD_KEYS for row in values["methods"].values())
-    assert values["fill"] == pytest.approx(int(counts.seq_len.sum()) / (len(groups) * limits.max_seq_len))
+    assert values["fill"] == pytest.approx(
+        int(counts.seq_len.sum()) / (len(groups) * limits.max_seq_len)
+    )
 
 
 @pytest.mark.parametrize("name", ["random", "length_group", "device_group"])
-def test_baselines_are_padded_to_the_longest_and_equal_the_definitions(tmp_path: Path, name: str) -> None:
+def test_baselines_are_padded_to_the_longest_and_equal_the_definitions(
+    tmp_path: Path, name: str
+) -> None:
     counts = make_counts(1_000)
     write_build(tmp_path, counts)
     row = make_report(tmp_path, dp=4, seed=3).methods[name]
@@ -76,7 +83,7 @@ def test_ours_are_the_stored_groups_in_the_loaders_order(tmp_path: Path) -> None
     counts = make_counts(2_000)
     groups, limits = write_build(tmp_path, counts)
     report = make_report(tmp_path, dp=4, seed=7)
-    stream = GroupStream(num_groups=len(groups), order=choose_order(len(groups)), seed=7, epoch=0)
+    stream = BlockShuffle(num_groups=len(groups), order=choose_order(len(groups)), seed=7, epoch=0)
     order = [group for _ in range(-(-len(groups) // 4)) for group in stream.take(4).tolist()]
     tokens = [int(counts.seq_len[groups[group]].sum()) for group in order]
     vision = [int(counts.num_vit_tokens[groups[group]].sum()) for group in order]
@@ -87,12 +94,16 @@ def test_ours_are_the_stored_groups_in_the_loaders_order(tmp_path: Path) -> None
     assert row.longest_vit_tokens == max(vision) <= limits.max_vision * 1025
     assert row.dist_ratio_llm == pytest.approx(dist(tokens, 4))
     assert row.dist_ratio_vit == pytest.approx(dist(vision, 4))
-    assert row.dist_ratio_vit < report.methods["ours_shuffled"].dist_ratio_vit, "the order adds nothing"
+    assert row.dist_ratio_vit < report.methods["ours_shuffled"].dist_ratio_vit, (
+        "the order adds nothing"
+    )
 
 
 @pytest.mark.parametrize("num_samples", [1, 3, 9, 31, 33])
 @pytest.mark.parametrize("dp", [1, 8])
-def test_a_dataset_smaller_than_a_step_is_reported_and_said_to_be_so(tmp_path: Path, num_samples: int, dp: int) -> None:
+def test_a_dataset_smaller_than_a_step_is_reported_and_said_to_be_so(
+    tmp_path: Path, num_samples: int, dp: int
+) -> None:
     write_build(tmp_path, make_counts(num_samples))
     report = make_report(tmp_path, dp=dp)
     text = json.dumps(report.to_json(), allow_nan=False)
@@ -116,12 +127,14 @@ def test_source_mix_is_reported_when_there_are_several_sources(tmp_path: Path) -
     assert "source" in render_html(report)
 
 
-def test_shuffle_figures_stand_beside_every_dist_ratio_for_one_and_eight_micro_batches(tmp_path: Path) -> None:
+def test_shuffle_figures_stand_beside_every_dist_ratio_for_one_and_eight_micro_batches(
+    tmp_path: Path,
+) -> None:
     counts = make_counts(3_000)
     groups, _ = write_build(tmp_path, counts, sources=3)
     values = json.loads(json.dumps(make_report(tmp_path, dp=2, seed=5).to_json()))
     sources = np.arange(3_000) % 3
-    stream = GroupStream(num_groups=len(groups), order=choose_order(len(groups)), seed=5, epoch=0)
+    stream = BlockShuffle(num_groups=len(groups), order=choose_order(len(groups)), seed=5, epoch=0)
     taken = groups.take(np.concatenate([stream.take(2) for _ in range(-(-len(groups) // 2))]))
     for row in values["methods"].values():
         assert list(row["shuffle"]) == ["1", "8"]
@@ -140,11 +153,21 @@ def test_shuffle_figures_stand_beside_every_dist_ratio_for_one_and_eight_micro_b
 def test_copies_of_a_sample_are_packed_but_not_read(tmp_path: Path) -> None:
     write_build(tmp_path, make_counts(100), rejected={"missing_image": 4})
     counts = pq.read_table(tmp_path / "counts.parquet")
-    positions = pa.array(np.maximum(np.arange(100) - 7, 0), pa.int64())  # the first sample stands there eight times
-    write_table(counts.set_column(0, COUNTS_SCHEMA.field("position"), positions), tmp_path / "counts.parquet")
+    positions = pa.array(
+        np.maximum(np.arange(100) - 7, 0), pa.int64()
+    )  # the first sample stands there eight times
+    write_table(
+        counts.set_column(0, COUNTS_SCHEMA.field("position"), positions),
+        tmp_path / "counts.parquet",
+    )
     report = make_report(tmp_path)
     values = report.to_json()
-    assert [values[f"num_{name}"] for name in ("read", "repeated", "packed", "rejected")] == [97, 7, 100, 4]
+    assert [values[f"num_{name}"] for name in ("read", "repeated", "packed", "rejected")] == [
+        97,
+        7,
+        100,
+        4,
+    ]
     text = io.StringIO()
     print_report(report, Console(file=text, width=120))
     assert "97 samples read + 7 repeated = 100 packed + 4 rejected" in text.getvalue()
@@ -153,7 +176,9 @@ def test_copies_of_a_sample_are_packed_but_not_read(tmp_path: Path) -> None:
 def test_tables_that_do_not_add_up_are_an_error(tmp_path: Path) -> None:
     counts = make_counts(100)
     groups, _ = write_build(tmp_path, counts)
-    write_table(groups_table(groups.take(np.arange(1, len(groups))), counts), tmp_path / "groups.parquet")
+    write_table(
+        groups_table(groups.take(np.arange(1, len(groups))), counts), tmp_path / "groups.parquet"
+    )
     with pytest.raises(DataError, match="not in exactly one group"):
         make_report(tmp_path)
 
@@ -161,7 +186,12 @@ def test_tables_that_do_not_add_up_are_an_error(tmp_path: Path) -> None:
 def test_a_manifest_that_says_otherwise_is_an_error(tmp_path: Path) -> None:
     groups, limits = write_build(tmp_path, make_counts(100))
     manifest = {
-        "totals": {"num_read": 100, "num_packed": 100, "num_rejected": 0, "num_groups": len(groups)},
+        "totals": {
+            "num_read": 100,
+            "num_packed": 100,
+            "num_rejected": 0,
+            "num_groups": len(groups),
+        },
         "limits": asdict(limits),
         "order": {"block_size": 96, "num_lanes": 1},
     }
@@ -242,7 +272,9 @@ def test_the_page_is_whole_self_contained_and_shows_the_figures(tmp_path: Path) 
     page.feed(source)
     page.close()
     assert page.open == []
-    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags), "needs something from elsewhere"
+    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags), (
+        "needs something from elsewhere"
+    )
     assert not {"src", "href", "onload", "onclick"} & set(page.attributes)
     assert not re.search(r"https?:|url\(|@import", source)
     assert "<script>alert(1)</script>" in page.text, "the reason is shown as text"
@@ -252,7 +284,9 @@ def test_the_page_is_whole_self_contained_and_shows_the_figures(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("dp", [4, 16])
-def test_the_chart_of_the_ranks_says_how_much_of_the_drawn_steps_is_waiting(tmp_path: Path, dp: int) -> None:
+def test_the_chart_of_the_ranks_says_how_much_of_the_drawn_steps_is_waiting(
+    tmp_path: Path, dp: int
+) -> None:
     write_build(tmp_path, make_counts(2_000))
     report = make_report(tmp_path, dp=dp)
     said = re.findall(r"([\d.]+%) of the ranks' time for (LLM|ViT) tokens", render_html(report))
@@ -266,7 +300,9 @@ def test_the_chart_of_the_ranks_says_how_much_of_the_drawn_steps_is_waiting(tmp_
 
 
 def test_a_histogram_draws_a_bar_where_and_only_where_there_are_values() -> None:
-    drawn = histogram(np.array([10] * 3 + [90]), upper=96, series="ours", unit="LLM tokens", counted="groups")
+    drawn = histogram(
+        np.array([10] * 3 + [90]), upper=96, series="ours", unit="LLM tokens", counted="groups"
+    )
     bars = re.search(r'class="ours" d="([^"]*)"', drawn)
     assert bars is not None
     places = [float(x) for x in re.findall(r"M([\d.]+) ", bars[1])]
@@ -282,13 +318,20 @@ def test_balanced_ranks_are_drawn_without_waiting() -> None:
     drawn = rank_bars(steps, slowest=steps.max(axis=1), upper=8, series="ours", unit="LLM tokens")
     wait = re.search(r'class="wait ours" d="([^"]*)"', drawn)
     assert wait is not None
-    heights = [float(low) - float(high) for low, high in re.findall(r"M[\d.]+ ([\d.]+)V([\d.]+)h", wait[1])]
+    heights = [
+        float(low) - float(high) for low, high in re.findall(r"M[\d.]+ ([\d.]+)V([\d.]+)h", wait[1])
+    ]
     assert [height > 0 for height in heights] == [False, False, False, True]
 
 
 def test_ticks_are_round_and_thousands_are_k() -> None:
     assert ticks(7_328) == [0, 2_000, 4_000, 6_000]
-    assert [tick_label(value) for value in (0, 4_000, 2_500, 1_500_000)] == ["0", "4K", "2.5K", "1.5M"]
+    assert [tick_label(value) for value in (0, 4_000, 2_500, 1_500_000)] == [
+        "0",
+        "4K",
+        "2.5K",
+        "1.5M",
+    ]
     for upper in (0, 0.013, 1, 7, 4_096, 20_500, 1e9):
         assert len(ticks(upper)) <= 7
         assert ticks(upper)[-1] <= upper

@@ -1,4 +1,6 @@
-"""The pages in a real browser: whole, quiet, without network, and laid out so that a person can read them."""
+"""The pages in a real browser: whole, quiet, without network, and laid out so that a person can
+read them.
+"""
 
 from pathlib import Path
 
@@ -12,11 +14,11 @@ from rich.console import Console
 
 from packer.build import Builder
 from packer.config import BuildConfig
-from packer.inspect_group import inspect_group
-from packer.inspect_html import write_group_html
+from packer.inspect._read_group import inspect_group
+from packer.inspect.html import write_group_html
 from packer.progress import StageProgress
-from packer.report import make_report
-from packer.report_html import write_html
+from packer.report.figures import make_report
+from packer.report.html import write_html
 
 PROGRAM = find_browser()
 pytestmark = pytest.mark.skipif(
@@ -37,7 +39,9 @@ def browser(tmp_path_factory):
 @pytest.fixture(scope="module")
 def report_page(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
-    write_build(folder, make_counts(4_000), rejected={"missing_image": 12, "corrupt_image": 3}, sources=3)
+    write_build(
+        folder, make_counts(4_000), rejected={"missing_image": 12, "corrupt_image": 3}, sources=3
+    )
     write_html(make_report(folder), folder / "report.html")
     return folder / "report.html"
 
@@ -51,12 +55,17 @@ def group_page(tmp_path_factory):
     Image.fromarray(np.zeros((40, 80, 3), np.uint8)).save(folder / "raw" / "images" / "broken.bmp")
     text = "</div><script>throw 1</script> " + "word" * 100
     rows.append(record(99, ["images/wide.png", "images/broken.bmp"], text=text))
-    rows.append(record(98, text="long " * 600))  # so that the cap leaves the others room for company
+    rows.append(
+        record(98, text="long " * 600)
+    )  # so that the cap leaves the others room for company
     dataset = write_dataset(folder / "raw", rows)
     config = BuildConfig(**options(dataset, folder / "out", format="refs"))
     num_groups = Builder(config, StageProgress(Console(quiet=True))).build().totals["num_groups"]
     (dataset / "images" / "broken.bmp").write_bytes(b"BM damaged")
-    views = [inspect_group(folder / "out", group, tokenizer=config.tokenizer) for group in range(num_groups)]
+    views = [
+        inspect_group(folder / "out", group, tokenizer=config.tokenizer)
+        for group in range(num_groups)
+    ]
     view = next(view for view in views if "s99" in [sample.sample_id for sample in view.samples])
     write_group_html(view, folder / "group.html")
     return folder / "group.html"
@@ -64,7 +73,11 @@ def group_page(tmp_path_factory):
 
 def overlapping(boxes):
     """Pairs of texts whose boxes share more than an edge."""
-    boxes = [box for box in boxes if box["text"] and box["right"] > box["left"] and box["bottom"] > box["top"]]
+    boxes = [
+        box
+        for box in boxes
+        if box["text"] and box["right"] > box["left"] and box["bottom"] > box["top"]
+    ]
     return [
         (one["text"], other["text"])
         for number, one in enumerate(boxes)
@@ -88,7 +101,9 @@ def look(browser, path: Path, width: int, mode: str, tmp_path: Path):
     browser.open(path, width=width, dark=MODES[mode])
     shown = browser.measure()
     assert browser.complaints() == []
-    assert browser.requests() == [path.resolve().as_uri()], "the page needs something from elsewhere"
+    assert browser.requests() == [path.resolve().as_uri()], (
+        "the page needs something from elsewhere"
+    )
     assert shown["page_width"] <= width, "the page is wider than the window"
     assert [block["text"] for block in shown["blocks"] if block["clipped"]] == []
     assert overlapping(shown["blocks"]) == []
@@ -106,7 +121,9 @@ def look(browser, path: Path, width: int, mode: str, tmp_path: Path):
 @pytest.mark.parametrize("width", [420, 1000])
 def test_the_report_is_readable(browser, report_page, width, mode, tmp_path):
     shown = look(browser, report_page, width, mode, tmp_path)
-    assert len(shown["charts"]) == 10  # before and after, of both loads: ranks; and samples too: distributions
+    assert (
+        len(shown["charts"]) == 10
+    )  # before and after, of both loads: ranks; and samples too: distributions
     for chart in shown["charts"]:
         name = chart["text"]
         assert chart["right"] - chart["left"] > 300, name
@@ -114,7 +131,9 @@ def test_the_report_is_readable(browser, report_page, width, mode, tmp_path):
         assert len(chart["texts"]) > 4, name
         assert overlapping(chart["texts"]) == [], name
         assert [text["text"] for text in chart["texts"] if outside(text, chart)] == [], name
-        drawn = [s for s in chart["shapes"] if s["right"] - s["left"] > 5 and s["bottom"] - s["top"] > 10]
+        drawn = [
+            s for s in chart["shapes"] if s["right"] - s["left"] > 5 and s["bottom"] - s["top"] > 10
+        ]
         assert drawn, f"{name}: no bars"
         assert [s for s in chart["shapes"] if outside(s, chart)] == [], name
 
@@ -145,5 +164,9 @@ def test_a_bad_page_is_seen_to_be_bad(browser, tmp_path):
     assert overlapping(shown["charts"][0]["texts"]) == [("one thing", "another")]
     assert shown["page_width"] > 1000
     methods = {event["method"] for event in browser.complaints()}
-    assert methods >= {"Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Network.loadingFailed"}
+    assert methods >= {
+        "Runtime.consoleAPICalled",
+        "Runtime.exceptionThrown",
+        "Network.loadingFailed",
+    }
     assert len(browser.requests()) == 2

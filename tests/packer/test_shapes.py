@@ -1,4 +1,6 @@
-"""Every shape of record that exists in the wild: what becomes of it, and why damaged ones are rejected."""
+"""Every shape of record that exists in the wild: what becomes of it, and why damaged ones are
+rejected.
+"""
 
 import base64
 
@@ -6,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packer.media import Media, MediaProblem, open_media
-from packer.record import REASONS, RawRecord, RawSample, Rejected, parse_record
-from packer.shapes import CONTENT_KEYS, RECORD_KEYS, ROLES
-from packer.storage import LocalRoot
+from packer.records.media import Media, MediaProblem, open_media
+from packer.records.record import REASONS, RawRecord, RawSample, Rejected, parse_record
+from packer.records.schemas import CONTENT_KEYS, RECORD_KEYS, ROLES
+from shards.folders import LocalRoot
 
 ASK = {"from": "human", "value": "<image>\nWhat?"}
 ANSWER = {"from": "gpt", "value": "That."}
@@ -27,7 +29,9 @@ def content(value):
     """(role, text) of each turn, and the names or contents of the images and audio files."""
     sample = parse(value)
     assert isinstance(sample, RawSample), sample
-    files = [[media.data or media.name for media in kind] for kind in (sample.images, sample.audios)]
+    files = [
+        [media.data or media.name for media in kind] for kind in (sample.images, sample.audios)
+    ]
     return [(turn.role, turn.text) for turn in sample.turns], *files
 
 
@@ -49,14 +53,22 @@ CHAT = [
 
 SHAPES = {
     "LLaVA": (LLAVA, chat("<image>\nWhat?", "That."), ["x.jpg"], []),
-    "LLaVA, text only": ({"conversations": [{"from": "human", "value": "Hi"}, ANSWER]}, chat("Hi", "That."), [], []),
+    "LLaVA, text only": (
+        {"conversations": [{"from": "human", "value": "Hi"}, ANSWER]},
+        chat("Hi", "That."),
+        [],
+        [],
+    ),
     "InternVL, several images": (
         {
             "id": 3,
             "image": ["a.jpg", "b.jpg"],
             "width": [4, 5],
             "height": [6, 7],
-            "conversations": [{"from": "human", "value": "Image-1: <image>\nImage-2: <image>\nWhich?"}, ANSWER],
+            "conversations": [
+                {"from": "human", "value": "Image-1: <image>\nImage-2: <image>\nWhich?"},
+                ANSWER,
+            ],
         },
         chat("Image-1: <image>\nImage-2: <image>\nWhich?", "That."),
         ["a.jpg", "b.jpg"],
@@ -77,7 +89,11 @@ SHAPES = {
     "ShareGPT, system in both places": (
         {
             "system": "No.",
-            "conversations": [{"from": "system", "value": "Yes."}, {"from": "user", "value": "?"}, ANSWER],
+            "conversations": [
+                {"from": "system", "value": "Yes."},
+                {"from": "user", "value": "?"},
+                ANSWER,
+            ],
         },
         [("system", "Yes."), *chat("?", "That.")],
         [],
@@ -100,7 +116,9 @@ SHAPES = {
             "messages": [
                 {
                     "role": "user",
-                    "content": [{"type": "input_audio", "input_audio": {"data": BASE64, "format": "wav"}}],
+                    "content": [
+                        {"type": "input_audio", "input_audio": {"data": BASE64, "format": "wav"}}
+                    ],
                 },
                 {"role": "assistant", "content": [{"type": "text", "text": "A bell"}]},
             ]
@@ -113,7 +131,10 @@ SHAPES = {
         {
             "images": [{"bytes": PIXELS, "path": None}],
             "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "A"}, {"type": "image", "text": None}]},
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "A"}, {"type": "image", "text": None}],
+                },
                 {"role": "assistant", "content": [{"type": "text", "text": "B"}]},
             ],
         },
@@ -122,7 +143,13 @@ SHAPES = {
         [],
     ),
     "keys that a table leaves null": (
-        {"conversations": [{"from": None, "role": "user", "value": None, "content": "Hi"}, ANSWER], "image": None},
+        {
+            "conversations": [
+                {"from": None, "role": "user", "value": None, "content": "Hi"},
+                ANSWER,
+            ],
+            "image": None,
+        },
         chat("Hi", "That."),
         [],
         [],
@@ -171,9 +198,24 @@ SHAPES = {
         [],
     ),
     "FLAN": ({"inputs": "2+2?", "targets": "4"}, chat("2+2?", "4"), [], []),
-    "Alpaca": ({"instruction": "Add.", "input": "2 2", "output": "4"}, chat("Add.\n2 2", "4"), [], []),
-    "Alpaca, no input": ({"instruction": "Sing.", "input": "", "output": "La"}, chat("Sing.", "La"), [], []),
-    "Dolly": ({"instruction": "When?", "context": "In 5.", "response": "5"}, chat("When?\nIn 5.", "5"), [], []),
+    "Alpaca": (
+        {"instruction": "Add.", "input": "2 2", "output": "4"},
+        chat("Add.\n2 2", "4"),
+        [],
+        [],
+    ),
+    "Alpaca, no input": (
+        {"instruction": "Sing.", "input": "", "output": "La"},
+        chat("Sing.", "La"),
+        [],
+        [],
+    ),
+    "Dolly": (
+        {"instruction": "When?", "context": "In 5.", "response": "5"},
+        chat("When?\nIn 5.", "5"),
+        [],
+        [],
+    ),
     "question about an image": (
         {"question": "What?", "answer": "A cat", "image": {"bytes": PIXELS, "path": "c.png"}},
         chat("<image>\nWhat?", "A cat"),
@@ -181,13 +223,22 @@ SHAPES = {
         [],
     ),
     "messages as prompt and completion": (
-        {"prompt": [{"role": "user", "content": "Hi"}], "completion": [{"role": "assistant", "content": "Ho"}]},
+        {
+            "prompt": [{"role": "user", "content": "Hi"}],
+            "completion": [{"role": "assistant", "content": "Ho"}],
+        },
         chat("Hi", "Ho"),
         [],
         [],
     ),
     "img2dataset": (
-        {"__key__": "01", "caption": "A dog", "url": "http://x", "status": "success", "jpg": PIXELS},
+        {
+            "__key__": "01",
+            "caption": "A dog",
+            "url": "http://x",
+            "status": "success",
+            "jpg": PIXELS,
+        },
         document("<image>A dog"),
         [PIXELS],
         [],
@@ -198,9 +249,24 @@ SHAPES = {
         ["d.jpg"],
         [],
     ),
-    "caption of a clip": ({"caption": "Rain", "audio": "r.wav"}, document("<audio>Rain"), [], ["r.wav"]),
-    "text": ({"text": "Once upon a time", "url": "http://page"}, document("Once upon a time"), [], []),
-    "text with images": ({"text": "A <image> b", "images": ["x"]}, document("A <image> b"), ["x"], []),
+    "caption of a clip": (
+        {"caption": "Rain", "audio": "r.wav"},
+        document("<audio>Rain"),
+        [],
+        ["r.wav"],
+    ),
+    "text": (
+        {"text": "Once upon a time", "url": "http://page"},
+        document("Once upon a time"),
+        [],
+        [],
+    ),
+    "text with images": (
+        {"text": "A <image> b", "images": ["x"]},
+        document("A <image> b"),
+        ["x"],
+        [],
+    ),
     "transcribed speech": (
         {"text": "HELLO", "audio": {"bytes": PIXELS, "path": "1.flac"}},
         document("<audio>\nHELLO"),
@@ -219,7 +285,9 @@ def test_each_shape_becomes_turns_and_files_in_their_order(name):
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_table_needs_no_column_that_is_not_in_record_keys(name):
     value, *expected = SHAPES[name]
-    assert list(content({key: item for key, item in value.items() if key in RECORD_KEYS})) == expected
+    assert (
+        list(content({key: item for key, item in value.items() if key in RECORD_KEYS})) == expected
+    )
     assert CONTENT_KEYS & set(value)
 
 
@@ -256,9 +324,20 @@ DAMAGED = [
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "<image>"}]}, ANSWER]},
         "marker_without_image",
     ),
-    ({"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}, "marker_without_image"),
     (
-        {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "*"}}]}, ANSWER]},
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]},
+        "marker_without_image",
+    ),
+    (
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "input_audio", "input_audio": {"data": "*"}}],
+                },
+                ANSWER,
+            ]
+        },
         "bad_audio_field",
     ),
     (damaged("The Cauldron", texts=[{"user": "One?"}]), "bad_turn"),
@@ -267,7 +346,10 @@ DAMAGED = [
     (damaged("MMC4", image_info=5), "bad_image_field"),
     (damaged("MMC4", image_info=["a.jpg"]), "bad_image_field"),
     (damaged("MMC4", image_info=[{"image_name": "a", "matched_text_index": 3}]), "bad_image_field"),
-    (damaged("MMC4", image_info=[{"image_name": "a", "matched_text_index": True}]), "bad_image_field"),
+    (
+        damaged("MMC4", image_info=[{"image_name": "a", "matched_text_index": True}]),
+        "bad_image_field",
+    ),
     (damaged("MMC4", image_info=[{"matched_text_index": 0}]), "bad_image_field"),
     (damaged("MMC4", image_info=[{"image_base64": 5, "matched_text_index": 0}]), "bad_image_field"),
     (damaged("MMC4", text_list=["an <image> of", "b", "c"]), "marker_without_image"),
@@ -284,7 +366,15 @@ DAMAGED = [
     ({"caption": " ", "image": "x"}, "no_conversation"),
     ({"caption": "<image>", "image": "x"}, "marker_without_image"),
     ({"caption": "A dog"}, "missing_image"),
-    ({"caption": "A dog", "status": "failed_to_download", "error_message": "404", "url": "http://x"}, "missing_image"),
+    (
+        {
+            "caption": "A dog",
+            "status": "failed_to_download",
+            "error_message": "404",
+            "url": "http://x",
+        },
+        "missing_image",
+    ),
     ({"TEXT": "A dog", "URL": "http://x"}, "image_url"),
     ({"text": "A dog", "url": "http://x", "width": 5, "image_phash": "f"}, "image_url"),
     ({"text": ["a"]}, "bad_turn"),
@@ -303,14 +393,27 @@ def test_what_is_damaged_is_rejected_with_its_reason(value, reason):
 
 
 def test_a_failed_download_says_what_failed():
-    assert parse({"caption": "x", "status": "failed_to_download", "error_message": "404"}).detail.endswith("404")
+    assert parse(
+        {"caption": "x", "status": "failed_to_download", "error_message": "404"}
+    ).detail.endswith("404")
 
 
 def test_urls_are_kept_as_names_and_refused_when_opened(tmp_path):
     for value in (
         damaged("OBELICS", images=[None, "https://x/a.jpg", None, None]),
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "https://x/a.jpg"}]}, ANSWER]},
-        {"text_list": ["a"], "image_info": [{"raw_url": "https://x/a.jpg", "matched_text_index": 0}]},
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": "https://x/a.jpg"}],
+                },
+                ANSWER,
+            ]
+        },
+        {
+            "text_list": ["a"],
+            "image_info": [{"raw_url": "https://x/a.jpg", "matched_text_index": 0}],
+        },
     ):
         (media,) = parse(value).images
         assert media == Media("https://x/a.jpg")
@@ -319,19 +422,40 @@ def test_urls_are_kept_as_names_and_refused_when_opened(tmp_path):
 
 
 def test_nothing_of_a_place_with_image_and_text_is_lost():
-    assert content({"images": ["a.jpg"], "texts": ["both"]}) == (document("<image>both"), ["a.jpg"], [])
+    assert content({"images": ["a.jpg"], "texts": ["both"]}) == (
+        document("<image>both"),
+        ["a.jpg"],
+        [],
+    )
 
 
 def test_all_role_names_are_roles_of_a_turn():
     assert set(ROLES.values()) == {"user", "assistant", "system"}
 
 
-keys = st.sampled_from(sorted(RECORD_KEYS)) | st.sampled_from(["from", "value", "role", "content", "type", "user"])
-words = st.sampled_from([*ROLES, "text", "image", "image_url", "<image>", "<audio>", "data:,x", DATA_URL]) | st.text()
-leaves = st.none() | st.booleans() | st.integers() | st.floats() | words | st.binary(max_size=4) | st.just(EMBEDDED)
+keys = st.sampled_from(sorted(RECORD_KEYS)) | st.sampled_from(
+    ["from", "value", "role", "content", "type", "user"]
+)
+words = (
+    st.sampled_from(
+        [*ROLES, "text", "image", "image_url", "<image>", "<audio>", "data:,x", DATA_URL]
+    )
+    | st.text()
+)
+leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | words
+    | st.binary(max_size=4)
+    | st.just(EMBEDDED)
+)
 values = st.recursive(
     leaves,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(keys | st.text(), inner, max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(keys | st.text(), inner, max_size=5)
+    ),
     max_leaves=12,
 )
 near_records = st.sampled_from([value for value, *_ in SHAPES.values()])

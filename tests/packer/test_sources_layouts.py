@@ -1,4 +1,6 @@
-"""How a place is recognised by looking at it: files, folders, splits and Hub ids, or one line about what is wrong."""
+"""How a place is recognised by looking at it: files, folders, splits and Hub ids, or one line about
+what is wrong.
+"""
 
 import json
 
@@ -6,8 +8,8 @@ import huggingface_hub
 import pytest
 
 from balance.errors import ConfigError, DataError
+from packer.sources.detect import locate
 from packer.sources.hub import HubId, choose_parquet, fetch_parquet, parse_hub_id
-from packer.sources.layouts import locate
 from packer.sources.splits import split_of
 
 KNOWN = ["demo", "llava665k"]
@@ -55,7 +57,9 @@ def test_a_folder_is_recognised_by_its_files(tmp_path, names, layout, expected):
     "name", ["a.json", "a.jsonl.gz", "a.parquet", "a.arrow", "a.tar", "a.tar.gz", "a.tgz", "a.txt"]
 )
 def test_a_file_is_read_as_what_its_name_says(tmp_path, name):
-    layout = {"parquet": "parquet", "arrow": "arrow", "tar": "tar", "tgz": "tar"}.get(name.split(".")[1], "annotations")
+    layout = {"parquet": "parquet", "arrow": "arrow", "tar": "tar", "tgz": "tar"}.get(
+        name.split(".")[1], "annotations"
+    )
     assert found(touch(tmp_path, name) / name) == (layout, (name,))
 
 
@@ -67,7 +71,11 @@ def test_a_file_is_read_as_what_its_name_says(tmp_path, name):
         (["a.json", "b.json"], ConfigError, "2 annotation files"),
         (["mix558k.json", "mix665k.json"], ConfigError, "2 annotation files"),
         (["a.parquet", "b.tar"], ConfigError, "several layouts"),
-        (["test.parquet", "validation.parquet"], ConfigError, "splits test, validation; say which one"),
+        (
+            ["test.parquet", "validation.parquet"],
+            ConfigError,
+            "splits test, validation; say which one",
+        ),
         (["train.parquet", "more.parquet"], ConfigError, "more.parquet belongs to no split"),
     ],
 )
@@ -111,14 +119,22 @@ def test_the_split_stands_in_the_name(name, split):
 
 
 CAULDRON = ["ai2d/train-00000-of-00001.parquet", "cocoqa/train-00000-of-00002.parquet"]
-CONVERTED = ["default/test/0000.parquet", "default/train/0000.parquet", "default/train/0001.parquet"]
+CONVERTED = [
+    "default/test/0000.parquet",
+    "default/train/0000.parquet",
+    "default/train/0001.parquet",
+]
 
 
 @pytest.mark.parametrize(
     ("place", "names", "chosen"),
     [
         ("o/n", ["data/test-00000-of-00001.parquet", "data/train-00000-of-00001.parquet"], [1]),
-        ("o/n@test", ["data/test-00000-of-00001.parquet", "data/train-00000-of-00001.parquet"], [0]),
+        (
+            "o/n@test",
+            ["data/test-00000-of-00001.parquet", "data/train-00000-of-00001.parquet"],
+            [0],
+        ),
         ("o/n", ["train/0.parquet", "test/0.parquet"], [0]),
         ("o/n:cocoqa", CAULDRON, [1]),
         ("o/n", CAULDRON[:1], [0]),
@@ -136,7 +152,12 @@ def test_the_files_of_the_split_are_chosen(place, names, chosen):
     ("place", "names", "error", "message"),
     [
         ("o/n", [], DataError, "no Parquet files"),
-        ("o/n", CAULDRON, ConfigError, "configurations ai2d, cocoqa; say which one: o/n:CONFIGURATION"),
+        (
+            "o/n",
+            CAULDRON,
+            ConfigError,
+            "configurations ai2d, cocoqa; say which one: o/n:CONFIGURATION",
+        ),
         ("o/n:x", CAULDRON, ConfigError, "configurations ai2d, cocoqa"),
         ("o/n:ai2d@dev", CAULDRON, ConfigError, "o/n:ai2d has the splits train, and no 'dev'"),
         ("o/n", ["default/partial-train/0000.parquet"], ConfigError, "only the first 5 GB"),
@@ -183,7 +204,11 @@ def hub(monkeypatch, tmp_path):
 def test_a_place_that_is_no_path_is_looked_up_on_the_hub(hub):
     hub.files = {None: ["README.md", "data/train-[1].parquet", "data/test.parquet"]}
     located = locate("org/name", known=KNOWN)
-    assert (located.layout, located.folder, located.names) == ("parquet", str(hub.folder), ("data/train-[1].parquet",))
+    assert (located.layout, located.folder, located.names) == (
+        "parquet",
+        str(hub.folder),
+        ("data/train-[1].parquet",),
+    )
     assert hub.downloads == [("org/name", None, ["data/train-[[]1].parquet"])]
 
 
@@ -198,7 +223,9 @@ def test_without_parquet_files_of_its_own_the_hubs_conversion_is_read(hub):
 )
 def test_a_hub_that_gives_nothing_is_one_line(hub, error):
     hub.files = {None: error}
-    with pytest.raises(DataError, match="no file or folder org/name, and the Hugging Face Hub gave") as caught:
+    with pytest.raises(
+        DataError, match="no file or folder org/name, and the Hugging Face Hub gave"
+    ) as caught:
         locate("org/name", known=KNOWN)
     assert "\n" not in str(caught.value)
 

@@ -1,4 +1,6 @@
-"""Mixtures: repeats, weights and limits through whole builds, three layouts in one, presets, and what is missing."""
+"""Mixtures: repeats, weights and limits through whole builds, three layouts in one, presets, and
+what is missing.
+"""
 
 import io
 import json
@@ -16,12 +18,12 @@ from balance.presets import load_dataset, preset_names
 from packer.build import Builder
 from packer.config import BuildConfig
 from packer.progress import StageProgress
-from packer.shards.manifest import read_manifest
 from packer.sources import mixture as mixture_module
 from packer.sources.catalog import list_datasets, print_datasets
 from packer.sources.dataset import find_dataset
 from packer.sources.mixture import is_meta, is_mixture, read_meta, read_mixture, require_parts
-from packer.storage import LocalRoot
+from shards.folders import LocalRoot
+from shards.manifest import read_manifest
 
 
 def build(place, out, **changes):
@@ -33,7 +35,9 @@ def build(place, out, **changes):
     for shard in manifest["shards"]:
         samples += pa.ipc.open_file(str(out / shard["name"])).read_all().to_pylist()
     totals, rejected = manifest["totals"], pq.read_table(out / "rejected.parquet").to_pylist()
-    assert totals["num_read"] + totals["num_repeated"] == totals["num_packed"] + totals["num_rejected"]
+    assert (
+        totals["num_read"] + totals["num_repeated"] == totals["num_packed"] + totals["num_rejected"]
+    )
     assert len(samples) == totals["num_packed"]
     assert len(rejected) == totals["num_rejected"]
     ids = [sample["sample_id"] for sample in samples]
@@ -45,7 +49,11 @@ def write_mixture(folder, *entries, **top):
     """A mixture file of entries given as dicts."""
     lines = [f"{key} = {json.dumps(value)}" for key, value in top.items()]
     for entry in entries:
-        lines += ["", "[[datasets]]", *(f"{key} = {json.dumps(value)}" for key, value in entry.items())]
+        lines += [
+            "",
+            "[[datasets]]",
+            *(f"{key} = {json.dumps(value)}" for key, value in entry.items()),
+        ]
     path = folder / "mix.toml"
     path.write_text("\n".join(lines))
     return path
@@ -115,31 +123,50 @@ def image(folder, name, seed):
 
 
 def test_a_mixture_of_all_layouts_keeps_every_image_byte(tmp_path):
-    """JSON with files, Parquet and `save_to_disk` with structs, tars with byte ranges; MMC4, COYO and FLAN shapes."""
+    """JSON with files, Parquet and `save_to_disk` with structs, tars with byte ranges; MMC4, COYO
+    and FLAN shapes.
+    """
     folder, images = tmp_path / "raw", {}
     pixels = {n: image(tmp_path / "pixels", f"{n}.png", n) for n in range(12)}
     write_dataset(folder / "json", [record(n, [f"i/{n}.png"]) for n in range(3)])
     for n in range(3):
         images[f"s{n}"] = [image(folder / "json", f"i/{n}.png", n)]
     rows = [
-        {"id": f"p{n}", "images": [{"bytes": pixels[n], "path": None}] * 2, "texts": [{"user": "?", "assistant": "!"}]}
+        {
+            "id": f"p{n}",
+            "images": [{"bytes": pixels[n], "path": None}] * 2,
+            "texts": [{"user": "?", "assistant": "!"}],
+        }
         for n in range(3, 6)
     ]
     (folder / "parquet").mkdir()
-    pq.write_table(pa.Table.from_pylist(rows), folder / "parquet" / "train.parquet", row_group_size=2)
+    pq.write_table(
+        pa.Table.from_pylist(rows), folder / "parquet" / "train.parquet", row_group_size=2
+    )
     images |= {f"p{n}": [pixels[n]] * 2 for n in range(3, 6)}
     turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "!"}]
     write_saved(
         folder / "saved",
-        [{"id": f"d{n}", "image": {"bytes": pixels[n], "path": "x"}, "conversations": turns} for n in (6, 7)],
+        [
+            {"id": f"d{n}", "image": {"bytes": pixels[n], "path": "x"}, "conversations": turns}
+            for n in (6, 7)
+        ],
     )
     images |= {f"d{n}": [pixels[n]] for n in (6, 7)}
     write_tar(
         folder / "tar" / "0.tar",
-        [(f"t{n}.{end}", data) for n in (8, 9) for end, data in (("png", pixels[n]), ("txt", b"A thing"))],
+        [
+            (f"t{n}.{end}", data)
+            for n in (8, 9)
+            for end, data in (("png", pixels[n]), ("txt", b"A thing"))
+        ],
     )
     images |= {f"t{n}": [pixels[n]] for n in (8, 9)}
-    mmc4 = {"id": "m", "text_list": ["One.", "Two."], "image_info": [{"image_name": "z.png", "matched_text_index": 1}]}
+    mmc4 = {
+        "id": "m",
+        "text_list": ["One.", "Two."],
+        "image_info": [{"image_name": "z.png", "matched_text_index": 1}],
+    }
     write_dataset(folder / "mmc4", [mmc4])
     images["m"] = [image(folder / "mmc4", "z.png", 11)]
     write_dataset(folder / "flan", [{"id": "f", "inputs": "1+1?", "targets": "2"}], lines=True)
@@ -147,7 +174,9 @@ def test_a_mixture_of_all_layouts_keeps_every_image_byte(tmp_path):
     parts = ("json", "parquet", "saved", "tar", "mmc4", "flan")
     path = write_mixture(folder, *({"dataset": part} for part in parts))
     for workers in (1, 2):
-        totals, samples, _ = build(path, tmp_path / f"out{workers}", workers=workers, chunk_records=2)
+        totals, samples, _ = build(
+            path, tmp_path / f"out{workers}", workers=workers, chunk_records=2
+        )
         assert {name: sample["images"] for name, sample in samples.items()} == images
         assert totals["num_rejected"] == 0
     assert [one["part"] for one in read_manifest(tmp_path / "out1")["raw_files"]] == list(parts)
@@ -170,8 +199,20 @@ def test_a_tar_that_is_cut_costs_one_record_of_a_build(tmp_path):
 
 
 META = {
-    "one": {"root": "a", "annotation": "a/annotations.json", "data_augment": False, "repeat_time": 2, "length": 999},
-    "two": {"root": "b", "annotation": "b/annotations.json", "data_augment": True, "repeat_time": 0.5, "length": 1},
+    "one": {
+        "root": "a",
+        "annotation": "a/annotations.json",
+        "data_augment": False,
+        "repeat_time": 2,
+        "length": 999,
+    },
+    "two": {
+        "root": "b",
+        "annotation": "b/annotations.json",
+        "data_augment": True,
+        "repeat_time": 0.5,
+        "length": 1,
+    },
 }
 
 
@@ -190,7 +231,11 @@ def test_internvl_meta_files_are_mixtures_of_repeats(raw, tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"repeat_time": "2"}, "one: repeat"), ({"repeat_time": 0}, "one: repeat"), ({"annotation": 5}, "one: dataset")],
+    [
+        ({"repeat_time": "2"}, "one: repeat"),
+        ({"repeat_time": 0}, "one: repeat"),
+        ({"annotation": 5}, "one: dataset"),
+    ],
 )
 def test_a_wrong_meta_file_is_one_line(raw, change, message):
     path = raw / "wrong.json"
@@ -199,7 +244,9 @@ def test_a_wrong_meta_file_is_one_line(raw, change, message):
         read_meta(str(path))
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", '{"a": 1}', '{"a": {"root": "x"}}', "{", "[" * 100_000])
+@pytest.mark.parametrize(
+    "content", ["[]", "{}", '{"a": 1}', '{"a": {"root": "x"}}', "{", "[" * 100_000]
+)
 def test_other_json_is_no_meta_file(tmp_path, content):
     path = tmp_path / "a.json"
     path.write_text(content)
@@ -216,7 +263,10 @@ def test_other_json_is_no_meta_file(tmp_path, content):
         ("[[datasets]]\ndataset = 'a'\nweight = -1", "weight is -1"),
         ("[[datasets]]\ndataset = 'a'\nlimit = 0", "limit is 0"),
         ("[[datasets]]\ndataset = 'a'\nweight = 1\nrepeat = 2.0", "a weight or a repeat"),
-        ("[[datasets]]\ndataset = 'a'\nweight = 1\n[[datasets]]\ndataset = 'b'", "1 of 2 datasets have a weight"),
+        (
+            "[[datasets]]\ndataset = 'a'\nweight = 1\n[[datasets]]\ndataset = 'b'",
+            "1 of 2 datasets have a weight",
+        ),
         ("num_samples = 5\n[[datasets]]\ndataset = 'a'", "num_samples needs weights"),
     ],
 )
@@ -259,7 +309,10 @@ def test_parts_that_are_there_are_not_missing(tmp_path):
     (tmp_path / "coyo").mkdir()
     with pytest.raises(DataError) as caught:
         require_parts(read_mixture("datamix2"), str(tmp_path))
-    assert [line.split(":")[0] for line in str(caught.value).splitlines()[1:]] == ["  - mmc4", "  - flan"]
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()[1:]] == [
+        "  - mmc4",
+        "  - flan",
+    ]
     for name in ("mmc4", "flan"):
         (tmp_path / name).mkdir()
     require_parts(read_mixture("datamix2"), str(tmp_path))
@@ -280,14 +333,17 @@ def test_parts_in_a_bucket_are_looked_for_there(tmp_path, monkeypatch):
 
 
 def test_missing_without_a_data_root_says_how_to_give_one(tmp_path):
-    path = write_mixture(tmp_path, {"dataset": "gone"}, {"dataset": "org/name"}, {"dataset": str(tmp_path)})
+    path = write_mixture(
+        tmp_path, {"dataset": "gone"}, {"dataset": "org/name"}, {"dataset": str(tmp_path)}
+    )
     with pytest.raises(DataError, match="--data-root gives") as caught:
         require_parts(read_mixture(str(path)), None)
     assert str(caught.value).splitlines()[1:] == ["  - gone"]
 
 
 @pytest.mark.parametrize(
-    ("name", "shares"), [("datamix1", (5, 5, 90)), ("datamix2", (30, 30, 40)), ("datamix3", (45, 45, 10))]
+    ("name", "shares"),
+    [("datamix1", (5, 5, 90)), ("datamix2", (30, 30, 40)), ("datamix3", (45, 45, 10))],
 )
 def test_the_mixes_of_pipetune_have_its_shares(name, shares):
     mixture = read_mixture(name)
@@ -301,7 +357,8 @@ def test_a_mix_of_pipetune_builds_from_folders_recognised_by_looking(tmp_path):
     names = ["x.png", "y.png"]
     data = [image(folder / "mmc4", name, number) for number, name in enumerate(names)]
     documents = [
-        {"text_list": ["One."], "image_info": [{"image_name": name, "matched_text_index": 0}]} for name in names
+        {"text_list": ["One."], "image_info": [{"image_name": name, "matched_text_index": 0}]}
+        for name in names
     ]
     for number, document in enumerate(documents):
         (folder / "mmc4" / f"docs_shard_{number}_v2.jsonl").write_text(json.dumps(document))
@@ -310,7 +367,9 @@ def test_a_mix_of_pipetune_builds_from_folders_recognised_by_looking(tmp_path):
         [(f"{n}.{end}", one) for n in range(2) for end, one in (("png", data[n]), ("txt", b"A"))],
     )
     (folder / "flan").mkdir()
-    pq.write_table(pa.table({"inputs": ["1?"] * 40, "targets": ["2"] * 40}), folder / "flan" / "train.parquet")
+    pq.write_table(
+        pa.table({"inputs": ["1?"] * 40, "targets": ["2"] * 40}), folder / "flan" / "train.parquet"
+    )
     _, samples, _ = build("datamix1", tmp_path / "out", data_root=str(folder))
     flan = [name for name in samples if name.startswith("train.parquet:")]
     assert len(flan) == 36
@@ -322,4 +381,6 @@ def test_the_catalog_prints_every_name():
     console = Console(file=io.StringIO(), width=200)
     print_datasets(console)
     text = console.file.getvalue()
-    assert all(name in text for name in ["demo", *preset_names("datasets"), "coco/train2017", "geoqa+"])
+    assert all(
+        name in text for name in ["demo", *preset_names("datasets"), "coco/train2017", "geoqa+"]
+    )

@@ -1,4 +1,6 @@
-"""Parquet files and `save_to_disk` folders: every row once, in order, whatever the blocks; damage has a name."""
+"""Parquet files and `save_to_disk` folders: every row once, in order, whatever the blocks; damage
+has a name.
+"""
 
 import json
 import pickle
@@ -11,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balance.errors import ConfigError, DataError
-from packer.record import RawRecord, parse_record
-from packer.sources import tables
-from packer.sources.layouts import Located, locate, open_located
-from packer.sources.source import RecordChunk
-from packer.sources.tables import TableChunk, TableSource, _chunks
+from packer.records.record import RawRecord, parse_record
+from packer.sources import table_source as tables
+from packer.sources.base import RecordChunk
+from packer.sources.detect import Located, locate, open_located
+from packer.sources.table_source import TableChunk, TableSource, _chunks
 
 CONVERSATION = pa.list_(pa.struct([("from", pa.string()), ("value", pa.string())]))
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -25,15 +27,27 @@ def rows(count, image=b"pixels"):
     return [
         {
             "id": f"r{number}",
-            "image": None if number % 3 else {"bytes": image + bytes([number % 256]), "path": f"{number}.png"},
-            "conversations": [{"from": "human", "value": f"Q{number}"}, {"from": "gpt", "value": f"A{number}"}],
+            "image": None
+            if number % 3
+            else {"bytes": image + bytes([number % 256]), "path": f"{number}.png"},
+            "conversations": [
+                {"from": "human", "value": f"Q{number}"},
+                {"from": "gpt", "value": f"A{number}"},
+            ],
             "unused": "x" * 100,
         }
         for number in range(count)
     ]
 
 
-SCHEMA = pa.schema([("id", pa.string()), ("image", IMAGE), ("conversations", CONVERSATION), ("unused", pa.string())])
+SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("image", IMAGE),
+        ("conversations", CONVERSATION),
+        ("unused", pa.string()),
+    ]
+)
 
 
 def write_parquet(path, values, row_group_size=7, schema=SCHEMA):
@@ -53,7 +67,11 @@ def write_saved(folder, values, num_files=2, **options):
     size = -(-len(values) // num_files)
     for number, name in enumerate(names):
         write_stream(folder / name, values[number * size : (number + 1) * size], **options)
-    state = {"_data_files": [{"filename": name} for name in names], "_split": "train", "_fingerprint": "0"}
+    state = {
+        "_data_files": [{"filename": name} for name in names],
+        "_split": "train",
+        "_fingerprint": "0",
+    }
     (folder / "state.json").write_text(json.dumps(state))
     (folder / "dataset_info.json").write_text(json.dumps({"features": {}}))
 
@@ -65,7 +83,9 @@ def open_place(place, **changes):
 
 def chunks_of(source, num_records=10):
     """The chunks as another process gets them."""
-    return [pickle.loads(pickle.dumps(chunk)) for chunk in source.chunks(num_records, lambda _: None)]
+    return [
+        pickle.loads(pickle.dumps(chunk)) for chunk in source.chunks(num_records, lambda _: None)
+    ]
 
 
 def read(source, num_records=10):
@@ -113,14 +133,18 @@ def test_chunks_cover_each_row_of_the_blocks_exactly_once(blocks, num_records):
     tables_bytes, tables.CHUNK_BYTES = tables.CHUNK_BYTES, 1000
     records, TableChunk.records = (
         TableChunk.records,
-        lambda self: (RawRecord(row, row) for row in range(self.first_row, self.first_row + self.count)),
+        lambda self: (
+            RawRecord(row, row) for row in range(self.first_row, self.first_row + self.count)
+        ),
     )
     try:
         for chunk in _chunks(new, blocks, num_records):
             if isinstance(chunk, RecordChunk):
                 found = chunk.values
             else:
-                found = range(chunk.first_row + chunk.skip, chunk.first_row + chunk.skip + chunk.count)
+                found = range(
+                    chunk.first_row + chunk.skip, chunk.first_row + chunk.skip + chunk.count
+                )
             assert len(found) <= num_records
             covered += found
     finally:
@@ -140,7 +164,9 @@ def test_a_block_that_would_be_reread_too_often_is_read_by_the_leader(tmp_path):
     write_parquet(tmp_path / "a.parquet", rows(90), row_group_size=90)
     chunks = chunks_of(open_place(tmp_path), 10)
     assert all(isinstance(chunk, RecordChunk) for chunk in chunks)
-    assert [record.value["id"] for chunk in chunks for record in chunk.records()] == [f"r{n}" for n in range(90)]
+    assert [record.value["id"] for chunk in chunks for record in chunk.records()] == [
+        f"r{n}" for n in range(90)
+    ]
 
 
 def test_progress_ends_at_the_size_of_the_files(tmp_path):
@@ -156,7 +182,9 @@ def test_progress_ends_at_the_size_of_the_files(tmp_path):
 def test_a_row_without_an_id_is_named_by_its_file_and_row(tmp_path):
     write_parquet(tmp_path / "b" / "x.parquet", without(rows(20), "id"), schema=SCHEMA.remove(0))
     records = read(open_place(tmp_path), 3)
-    assert [parse_record(record, "set").sample_id for record in records] == [f"b/x.parquet:{n}" for n in range(20)]
+    assert [parse_record(record, "set").sample_id for record in records] == [
+        f"b/x.parquet:{n}" for n in range(20)
+    ]
 
 
 def test_images_come_as_structs_binaries_or_paths(tmp_path):
@@ -164,13 +192,20 @@ def test_images_come_as_structs_binaries_or_paths(tmp_path):
     schema = pa.schema([("images", pa.list_(IMAGE)), ("conversations", CONVERSATION)])
     write_parquet(
         tmp_path / "a.parquet",
-        [{"images": [{"bytes": b"1", "path": None}, {"bytes": None, "path": "p.png"}], "conversations": turns}],
+        [
+            {
+                "images": [{"bytes": b"1", "path": None}, {"bytes": None, "path": "p.png"}],
+                "conversations": turns,
+            }
+        ],
         schema=schema,
     )
     schema = pa.schema([("jpg", pa.large_binary()), ("conversations", CONVERSATION)])
     write_parquet(tmp_path / "b.parquet", [{"jpg": b"2", "conversations": turns}], schema=schema)
     schema = pa.schema([("image", pa.string()), ("conversations", CONVERSATION)])
-    write_parquet(tmp_path / "c.parquet", [{"image": "q.png", "conversations": turns}], schema=schema)
+    write_parquet(
+        tmp_path / "c.parquet", [{"image": "q.png", "conversations": turns}], schema=schema
+    )
     samples = [parse_record(record, "set") for record in read(open_place(tmp_path))]
     assert [[media.data or media.name for media in sample.images] for sample in samples] == [
         [b"1", "p.png"],
@@ -180,7 +215,9 @@ def test_images_come_as_structs_binaries_or_paths(tmp_path):
 
 
 def test_a_text_that_is_no_unicode_costs_its_row(tmp_path):
-    bad = pa.Array.from_buffers(pa.string(), 3, [None, *pa.array([b"one", b"t\xffo", b"three"]).buffers()[1:]])
+    bad = pa.Array.from_buffers(
+        pa.string(), 3, [None, *pa.array([b"one", b"t\xffo", b"three"]).buffers()[1:]]
+    )
     pq.write_table(pa.table({"text": bad}), tmp_path / "a.parquet")
     records = read(open_place(tmp_path))
     assert [record.value.get("text") for record in records] == ["one", None, "three"]
@@ -203,7 +240,9 @@ def test_a_damaged_parquet_file_is_named(tmp_path, damage):
     data = path.read_bytes()
     {
         "cut": lambda: path.write_bytes(data[: len(data) // 2]),
-        "overwritten": lambda: path.write_bytes(data[:4] + bytes(len(data) // 2) + data[4 + len(data) // 2 :]),
+        "overwritten": lambda: path.write_bytes(
+            data[:4] + bytes(len(data) // 2) + data[4 + len(data) // 2 :]
+        ),
         "empty": lambda: path.write_bytes(b""),
         "gone": path.unlink,
     }[damage]()
@@ -215,19 +254,23 @@ def test_a_damaged_parquet_file_is_named(tmp_path, damage):
 
 
 @pytest.mark.parametrize(
-    ("kept", "message"), [(0.03, ""), (0.5, "last record batch is cut"), (1, "ends without its end mark")]
+    ("kept", "message"),
+    [(0.03, ""), (0.5, "last record batch is cut"), (1, "ends without its end mark")],
 )
 def test_a_cut_arrow_stream_is_named(tmp_path, kept, message):
     write_saved(tmp_path, rows(40), num_files=1)
     path = tmp_path / "data-00000-of-00001.arrow"
     data = path.read_bytes()
     path.write_bytes(data[: min(int(len(data) * kept), len(data) - 8)])
-    with pytest.raises(DataError, match=rf"data-00000-of-00001\.arrow: damaged or cut short.*{message}"):
+    with pytest.raises(
+        DataError, match=rf"data-00000-of-00001\.arrow: damaged or cut short.*{message}"
+    ):
         chunks_of(open_place(tmp_path))
 
 
 @pytest.mark.parametrize(
-    "content", [b"hello, this is no Arrow stream", bytes(100), b"\xff\xff\xff\xff" + bytes(range(90))]
+    "content",
+    [b"hello, this is no Arrow stream", bytes(100), b"\xff\xff\xff\xff" + bytes(range(90))],
 )
 def test_what_is_no_arrow_stream_is_named(tmp_path, content):
     write_saved(tmp_path, rows(3), num_files=1)
@@ -280,7 +323,9 @@ def test_a_damaged_state_is_named(tmp_path, state):
 
 def test_rows_selected_by_an_index_are_refused(tmp_path):
     write_saved(tmp_path, rows(3))
-    state = json.loads((tmp_path / "state.json").read_text()) | {"_indices_data_files": [{"filename": "i.arrow"}]}
+    state = json.loads((tmp_path / "state.json").read_text()) | {
+        "_indices_data_files": [{"filename": "i.arrow"}]
+    }
     (tmp_path / "state.json").write_text(json.dumps(state))
     with pytest.raises(ConfigError, match="flatten_indices"):
         open_place(tmp_path)
@@ -290,6 +335,10 @@ def test_a_source_names_its_files_for_the_manifest(tmp_path):
     write_parquet(tmp_path / "a.parquet", rows(3))
     source = open_place(tmp_path)
     assert isinstance(source, TableSource)
-    assert source.describe() == [{"name": "a.parquet", "size": (tmp_path / "a.parquet").stat().st_size}]
+    assert source.describe() == [
+        {"name": "a.parquet", "size": (tmp_path / "a.parquet").stat().st_size}
+    ]
     with pytest.raises(DataError, match=r"b\.parquet: cannot be read"):
-        open_located(Located("parquet", str(tmp_path), ("b.parquet",)), "set", str(tmp_path)).files()
+        open_located(
+            Located("parquet", str(tmp_path), ("b.parquet",)), "set", str(tmp_path)
+        ).files()

@@ -1,4 +1,6 @@
-"""Tars of samples: what the webdataset library would read, nothing skipped in silence, every byte range right."""
+"""Tars of samples: what the webdataset library would read, nothing skipped in silence, every byte
+range right.
+"""
 
 import io
 import json
@@ -13,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balance.errors import ConfigError, DataError
-from packer.media import open_media
-from packer.record import Rejected, parse_record
-from packer.sources import tar as tar_source
-from packer.sources.layouts import locate, open_located
-from packer.sources.tar_members import BrokenTarError, read_members
-from packer.sources.tar_samples import key_of
-from packer.storage import open_root
+from packer.records.media import open_media
+from packer.records.record import Rejected, parse_record
+from packer.sources import tar_source
+from packer.sources._tar_members import BrokenTarError, read_members
+from packer.sources._tar_samples import key_of
+from packer.sources.detect import locate, open_located
+from shards.folders import open_root
 
 LINK, FOLDER = tarfile.SYMTYPE.decode(), tarfile.DIRTYPE.decode()
 
@@ -50,7 +52,13 @@ def pairs(count, first=0):
     members = []
     for number in range(first, first + count):
         key = f"{number:09d}"
-        about = {"caption": f"C{number}", "url": "http://x", "key": key, "status": "success", "error_message": None}
+        about = {
+            "caption": f"C{number}",
+            "url": "http://x",
+            "key": key,
+            "status": "success",
+            "error_message": None,
+        }
         members += [
             (f"{key}.jpg", f"pixels {number}".encode() * (number % 5 + 1)),
             (f"{key}.json", json.dumps(about).encode()),
@@ -65,7 +73,10 @@ def source_of(place, data_root=None):
 
 
 def read(place, data_root=None, num_records=10):
-    chunks = [pickle.loads(pickle.dumps(c)) for c in source_of(place, data_root).chunks(num_records, lambda _: None)]
+    chunks = [
+        pickle.loads(pickle.dumps(c))
+        for c in source_of(place, data_root).chunks(num_records, lambda _: None)
+    ]
     return list(chain.from_iterable(chunk.records() for chunk in chunks))
 
 
@@ -112,7 +123,10 @@ def test_the_webdataset_library_sees_the_same_samples(tmp_path):
         for sample in webdataset.WebDataset(str(path), shardshuffle=False)
     ]
     ours = [
-        (sample.sample_id, sorted([*contents(sample, tmp_path), sample.turns[0].text.split(">")[-1].encode()]))
+        (
+            sample.sample_id,
+            sorted([*contents(sample, tmp_path), sample.turns[0].text.split(">")[-1].encode()]),
+        )
         for sample in samples(path)
     ]
     assert ours == theirs
@@ -189,13 +203,26 @@ def test_mmc4_in_tars_finds_its_images_by_name(tmp_path):
 def test_sound_and_plain_text_are_samples_too(tmp_path):
     members = [("a.flac", b"sound"), ("a.txt", b"Rain"), ("b.txt", "Nur Text \u00e4".encode())]
     speech, text = samples(write_tar(tmp_path / "x.tar", members))
-    assert (speech.turns[0].text, contents(speech, tmp_path, "audio")) == ("<audio>Rain", [b"sound"])
+    assert (speech.turns[0].text, contents(speech, tmp_path, "audio")) == (
+        "<audio>Rain",
+        [b"sound"],
+    )
     assert (text.turns[0].text, text.audios) == ("Nur Text \u00e4", ())
 
 
 def test_a_pair_without_its_image_says_why(tmp_path):
-    failed = {"caption": "C", "url": "http://x", "status": "failed_to_download", "error_message": "404 gone"}
-    members = [("1.json", json.dumps(failed).encode()), ("1.txt", b"C"), ("2.jpg", b"x"), ("2.txt", b"D")]
+    failed = {
+        "caption": "C",
+        "url": "http://x",
+        "status": "failed_to_download",
+        "error_message": "404 gone",
+    }
+    members = [
+        ("1.json", json.dumps(failed).encode()),
+        ("1.txt", b"C"),
+        ("2.jpg", b"x"),
+        ("2.txt", b"D"),
+    ]
     rejected, good = samples(write_tar(tmp_path / "x.tar", members))
     assert (rejected.reason, rejected.sample_id) == ("missing_image", "1")
     assert "404 gone" in rejected.detail
@@ -215,7 +242,14 @@ def test_a_pair_without_its_image_says_why(tmp_path):
     ],
 )
 def test_a_damaged_sample_costs_that_sample(tmp_path, member, message):
-    members = [("1.jpg", b"1"), ("1.txt", b"A"), ("2.jpg", b"2"), member, ("folder", FOLDER), *pairs(1, 3)]
+    members = [
+        ("1.jpg", b"1"),
+        ("1.txt", b"A"),
+        ("2.jpg", b"2"),
+        member,
+        ("folder", FOLDER),
+        *pairs(1, 3),
+    ]
     good, bad, last = samples(write_tar(tmp_path / "x.tar", members))
     assert isinstance(bad, Rejected)
     assert bad.sample_id == "2"
@@ -225,7 +259,9 @@ def test_a_damaged_sample_costs_that_sample(tmp_path, member, message):
 
 
 def expected_keys(data):
-    """Keys of the samples that are whole in the first bytes of a tar of `pairs`, by an independent walk."""
+    """Keys of the samples that are whole in the first bytes of a tar of `pairs`, by an independent
+    walk.
+    """
     keys, offset = {}, 0
     while offset + 512 <= len(data):
         header = data[offset : offset + 512]

@@ -9,8 +9,16 @@ from pathlib import Path
 import pytest
 
 from balance.errors import ConfigError, DamagedShard, DataError
-from packer.demo import write_demo
-from packer.storage import OutsideRoot, join, naming_full_disk, on_disk, open_bucket, open_root, split
+from packer.demo.dataset import write_demo
+from shards.folders import (
+    OutsideRoot,
+    join,
+    naming_full_disk,
+    on_disk,
+    open_bucket,
+    open_root,
+    split,
+)
 
 
 @pytest.fixture
@@ -24,9 +32,17 @@ def folder(tmp_path):
 
 def test_files_come_sorted_with_their_sizes_and_without_hidden_ones(folder):
     root = open_root(str(folder))
-    assert [(info.name, info.size) for info in root.files()] == [("a/deep/y.txt", 12), ("a/z.txt", 7), ("b.txt", 5)]
+    assert [(info.name, info.size) for info in root.files()] == [
+        ("a/deep/y.txt", 12),
+        ("a/z.txt", 7),
+        ("b.txt", 5),
+    ]
     assert [info.name for info in root.files("a/deep")] == ["a/deep/y.txt"]
-    assert (root.has_folder("a"), root.has_folder("b.txt"), root.has_folder("c")) == (True, False, False)
+    assert (root.has_folder("a"), root.has_folder("b.txt"), root.has_folder("c")) == (
+        True,
+        False,
+        False,
+    )
     assert "b.txt" in root.names()
 
 
@@ -63,7 +79,7 @@ def test_places_are_joined_and_split_alike():
 def test_an_unknown_kind_of_uri_and_a_missing_package_say_what_to_do(monkeypatch):
     with pytest.raises(ConfigError, match="hdfs:// is no object store that packer knows"):
         open_root("hdfs://cluster/data")
-    monkeypatch.setitem(sys.modules, "packer.object_store", None)
+    monkeypatch.setitem(sys.modules, "shards.object_folders", None)
     open_bucket.cache_clear()
     with pytest.raises(ConfigError, match=r"pip install 'isobatch\[cloud\]'"):
         open_root("s3://bucket/data", follow_links=True)
@@ -75,7 +91,10 @@ def test_a_folder_on_disk_is_used_as_it_is(folder):
 
 
 def test_only_a_full_disk_is_renamed():
-    with pytest.raises(DataError, match=r"^/work: no space left on device: make room"), naming_full_disk("/work"):
+    with (
+        pytest.raises(DataError, match=r"^/work: no space left on device: make room"),
+        naming_full_disk("/work"),
+    ):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with pytest.raises(PermissionError), naming_full_disk("/work"):
         raise PermissionError(errno.EACCES, "no", "x")
@@ -83,10 +102,14 @@ def test_only_a_full_disk_is_renamed():
         raise DamagedShard("x")
 
 
-def in_a_small_folder(folder: Path, size: str, command: list[str], **environment: str) -> subprocess.CompletedProcess:
+def in_a_small_folder(
+    folder: Path, size: str, command: list[str], **environment: str
+) -> subprocess.CompletedProcess:
     """Run a command while `folder` is a file system of that size, which is gone afterwards."""
     inside = ["sh", "-c", f'mount -t tmpfs -o size={size} none "$0" && exec "$@"', str(folder)]
-    if subprocess.run(["unshare", "-rm", *inside, "true"], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        ["unshare", "-rm", *inside, "true"], capture_output=True, check=False
+    ).returncode:
         pytest.skip("file systems cannot be mounted here, not even in a namespace of one's own")
     return subprocess.run(
         ["unshare", "-rm", *inside, *command],
@@ -105,12 +128,24 @@ def test_a_full_disk_is_one_line_that_names_the_folder(tmp_path, demo_data, size
     out = tmp_path / "full"
     out.mkdir()
     script = "from packer.cli import main; main()"
-    arguments = ["build", "--dataset", "demo", "--data-root", str(demo_data), "--out", str(out), "--workers", "2"]
+    arguments = [
+        "build",
+        "--dataset",
+        "demo",
+        "--data-root",
+        str(demo_data),
+        "--out",
+        str(out),
+        "--workers",
+        "2",
+    ]
     command = [sys.executable, "-c", script, *arguments, "--format", shard_format]
     done = in_a_small_folder(out, size, command)
     assert done.returncode == 1, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert errors == [f"error: {out}: no space left on device: make room there, then run the same command again"]
+    assert errors == [
+        f"error: {out}: no space left on device: make room there, then run the same command again"
+    ]
     assert "Traceback" not in done.stderr
 
 

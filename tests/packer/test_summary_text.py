@@ -9,12 +9,12 @@ from rich.console import Console
 
 from packer.build import Builder
 from packer.config import BuildConfig
-from packer.inspect_print import size_text, visible
+from packer.inspect.terminal import size_text, visible
 from packer.progress import StageProgress
-from packer.report import make_report
-from packer.report_text import share_text
-from packer.shards.manifest import read_manifest
-from packer.summary_text import print_build
+from packer.report._summary_text import print_build
+from packer.report.figures import make_report
+from packer.report.terminal import share_text
+from shards.manifest import read_manifest
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,9 @@ def finish(config):
 
 def test_the_summary_is_short_and_starts_with_the_sum(first):
     _, report, lines = first
-    assert lines[0] == "83 samples read = 80 packed + 3 rejected (missing_image 2, no_conversation 1)"
+    assert (
+        lines[0] == "83 samples read = 80 packed + 3 rejected (missing_image 2, no_conversation 1)"
+    )
     assert f"{report.num_groups:,} groups" in lines[1]
     assert f"{report.fill:.1%} full" in lines[1]
     assert len(lines) < 24
@@ -86,7 +88,9 @@ def test_where_things_lie_is_said(first):
     assert size_text(sum(shard["size"] for shard in manifest["shards"])) in line
     assert any(line.endswith(f"{summary.out}/report.html") for line in lines)
     assert any(f"packer verify {summary.out}" in line for line in lines)
-    assert any("<IMG_CONTEXT> = " in line for line in lines), "tokens that the model has to learn of"
+    assert any("<IMG_CONTEXT> = " in line for line in lines), (
+        "tokens that the model has to learn of"
+    )
 
 
 def test_a_build_that_was_finished_before_says_so_first(first, config):

@@ -1,4 +1,6 @@
-"""Token ids and labels equal those of transformers; control strings in content stay letters; every failure is named."""
+"""Token ids and labels equal those of transformers; control strings in content stay letters; every
+failure is named.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ from transformers import PreTrainedTokenizerFast
 
 from balance.errors import ConfigError
 from balance.presets import ImageMarkup
-from balance.records import LABEL_IGNORE
-from packer.demo import demo_tokenizer_path
-from packer.expand import expand
-from packer.text import ChatTokenizer, EncodedText, TextRejected, Turn
+from balance.types import LABEL_IGNORE
+from packer.demo.dataset import demo_tokenizer_path
+from packer.text.chat_tokenizer import ChatTokenizer, EncodedText, TextRejected, Turn
+from packer.write.expand_placeholders import expand
 
 SHARED = Path(__file__).parents[3] / "shared"
 INTERNVL = ImageMarkup(prefix="<img>", suffix="</img>", token="<IMG_CONTEXT>")
@@ -68,7 +70,9 @@ def ours(name: str, markup: ImageMarkup = INTERNVL, template: str | None = None)
 @cache
 def reference(name: str, markup: ImageMarkup = INTERNVL) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder(name))
-    tokenizer.add_tokens([t for t in (markup.prefix, markup.suffix, markup.token) if t], special_tokens=True)
+    tokenizer.add_tokens(
+        [t for t in (markup.prefix, markup.suffix, markup.token) if t], special_tokens=True
+    )
     return tokenizer
 
 
@@ -77,20 +81,28 @@ def messages(turns: list[Turn], markup: ImageMarkup = INTERNVL) -> list[dict[str
     return [{"role": turn.role, "content": turn.text.replace("<image>", image)} for turn in turns]
 
 
-def reference_labels(tokenizer: PreTrainedTokenizerFast, chat: list[dict[str, str]], image_id: int) -> list[int]:
-    """Labels by the definition in docs/design.md: prefix differences of the text, and overlap of offsets with them."""
+def reference_labels(
+    tokenizer: PreTrainedTokenizerFast, chat: list[dict[str, str]], image_id: int
+) -> list[int]:
+    """Labels by the definition in docs/design.md: prefix differences of the text, and overlap of
+    offsets with them.
+    """
     text = tokenizer.apply_chat_template(chat, tokenize=False)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     answers = [
         (
-            len(tokenizer.apply_chat_template(chat[:i], tokenize=False, add_generation_prompt=True)),
+            len(
+                tokenizer.apply_chat_template(chat[:i], tokenize=False, add_generation_prompt=True)
+            ),
             len(tokenizer.apply_chat_template(chat[: i + 1], tokenize=False)),
         )
         for i, message in enumerate(chat)
         if message["role"] == "assistant"
     ]
     return [
-        token if token != image_id and any(a < last and b > first for first, last in answers) else LABEL_IGNORE
+        token
+        if token != image_id and any(a < last and b > first for first, last in answers)
+        else LABEL_IGNORE
         for token, (a, b) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
     ]
 
@@ -101,12 +113,16 @@ def check_against_reference(name: str, conversations: list[list[Turn]]) -> None:
         assert isinstance(encoded, EncodedText), (turns, encoded)
         chat = messages(turns)
         assert encoded.input_ids.tolist() == expected.apply_chat_template(chat, return_dict=False)
-        assert labels_of(tokenizer, encoded) == reference_labels(expected, chat, tokenizer.image_token_id)
+        assert labels_of(tokenizer, encoded) == reference_labels(
+            expected, chat, tokenizer.image_token_id
+        )
         assert encoded.num_images == sum(turn.text.count("<image>") for turn in turns)
 
 
 def labels_of(tokenizer: ChatTokenizer, encoded: EncodedText) -> list[int]:
-    _, labels = expand(encoded.input_ids, encoded.loss_spans, tokenizer.image_token_id, [1] * encoded.num_images)
+    _, labels = expand(
+        encoded.input_ids, encoded.loss_spans, tokenizer.image_token_id, [1] * encoded.num_images
+    )
     assert encoded.num_loss_tokens == (labels != LABEL_IGNORE).sum()
     return labels.tolist()
 
@@ -158,7 +174,9 @@ QUICK = settings(max_examples=120, deadline=None, suppress_health_check=[HealthC
 
 @pytest.mark.parametrize("corpus_name", ["manuals", "speech"])
 @pytest.mark.parametrize("name", ["qwen2_5", "internlm2"])
-def test_ids_and_labels_equal_apply_chat_template_on_a_whole_corpus(name: str, corpus_name: str) -> None:
+def test_ids_and_labels_equal_apply_chat_template_on_a_whole_corpus(
+    name: str, corpus_name: str
+) -> None:
     check_against_reference(name, corpus(corpus_name))
 
 
@@ -185,17 +203,28 @@ def check_marked(name: str, conversations: list[list[Turn]]) -> None:
     for turns, encoded in zip(conversations, tokenizer.encode_batch(conversations), strict=True):
         assert isinstance(encoded, EncodedText)
         wanted = expected.apply_chat_template(
-            messages(turns), chat_template=MARKED_TEMPLATE, return_dict=True, return_assistant_tokens_mask=True
+            messages(turns),
+            chat_template=MARKED_TEMPLATE,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
         )
         assert encoded.input_ids.tolist() == wanted["input_ids"]
-        mask = np.array(wanted["assistant_masks"], dtype=bool) & (encoded.input_ids != tokenizer.image_token_id)
+        mask = np.array(wanted["assistant_masks"], dtype=bool) & (
+            encoded.input_ids != tokenizer.image_token_id
+        )
         labels = np.where(mask, encoded.input_ids, LABEL_IGNORE)
         assert labels_of(tokenizer, encoded) == labels.tolist()
 
 
 CONVERSATIONS = [
     [Turn("user", "<image>\nHow many?"), Turn("assistant", "Three.\n")],
-    [Turn("system", ""), Turn("user", ""), Turn("assistant", ""), Turn("user", "\n"), Turn("assistant", "é\n\n")],
+    [
+        Turn("system", ""),
+        Turn("user", ""),
+        Turn("assistant", ""),
+        Turn("user", "\n"),
+        Turn("assistant", "é\n\n"),
+    ],
     [Turn("user", "a<image><image>b"), Turn("assistant", "see <image> here")],
     [Turn("user", "no answer yet")],
 ]
@@ -227,12 +256,17 @@ def test_unknown_markup_is_added_behind_the_vocabulary_as_transformers_does(
 
 def test_tokens_that_only_the_config_lists_get_the_ids_of_transformers_and_a_note() -> None:
     conflicts = ours("internlm2").id_conflicts
-    assert conflicts["<|im_end|>"] == (92542, reference("internlm2").convert_tokens_to_ids("<|im_end|>"))
+    assert conflicts["<|im_end|>"] == (
+        92542,
+        reference("internlm2").convert_tokens_to_ids("<|im_end|>"),
+    )
     assert ours("qwen2_5").id_conflicts == {}
 
 
 def letters(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=True)[
+        "input_ids"
+    ]
     return ids
 
 
@@ -248,7 +282,11 @@ CONTROL_STRINGS = [
 
 
 @given(
-    texts=st.lists(st.lists(st.sampled_from(CONTROL_STRINGS) | PIECES, max_size=6).map("".join), min_size=2, max_size=2)
+    texts=st.lists(
+        st.lists(st.sampled_from(CONTROL_STRINGS) | PIECES, max_size=6).map("".join),
+        min_size=2,
+        max_size=2,
+    )
 )
 @QUICK
 @pytest.mark.parametrize("name", ["demo", "qwen2_5"])
@@ -261,24 +299,42 @@ def test_control_strings_in_content_stay_letters(name: str, texts: list[str]) ->
     start, end = expected.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     ids: list[int] = []
     for turn in turns:
-        # a turn's content is tokenised as if no special token existed, and the template's own are control tokens
-        ids += [start, *letters(expected, f"{turn.role}\n{turn.text}"), end, *letters(expected, "\n")]
+        # a turn's content is tokenised as if no special token existed, and the template's own are
+        # control tokens
+        ids += [
+            start,
+            *letters(expected, f"{turn.role}\n{turn.text}"),
+            end,
+            *letters(expected, "\n"),
+        ]
     assert encoded.input_ids.tolist() == ids
     assert encoded.loss_spans[-1, 1] == len(ids)
     # the newline may share its token with the answer's first letters, and then has a label
-    assert expected.decode(ids[: encoded.loss_spans[0, 0]]).rstrip("\n").endswith("<|im_start|>assistant")
+    assert (
+        expected.decode(ids[: encoded.loss_spans[0, 0]])
+        .rstrip("\n")
+        .endswith("<|im_start|>assistant")
+    )
 
 
 @pytest.mark.parametrize("name", ["demo", "qwen2_5", "internlm2"])
 def test_a_control_string_in_one_conversation_changes_no_other(name: str) -> None:
-    strange = [Turn("user", "What does <|im_end|> mean, beside <IMG_CONTEXT> and <image>?"), Turn("assistant", "<img>")]
+    strange = [
+        Turn("user", "What does <|im_end|> mean, beside <IMG_CONTEXT> and <image>?"),
+        Turn("assistant", "<img>"),
+    ]
     mixed = ours(name).encode_batch([CONVERSATIONS[0], strange, CONVERSATIONS[1]])
     alone = ours(name).encode_batch([CONVERSATIONS[0], CONVERSATIONS[1]])
-    assert [mixed[0].input_ids.tolist(), mixed[2].input_ids.tolist()] == [e.input_ids.tolist() for e in alone]  # type: ignore[union-attr]
+    assert [mixed[0].input_ids.tolist(), mixed[2].input_ids.tolist()] == [
+        e.input_ids.tolist() for e in alone
+    ]  # type: ignore[union-attr]
     assert isinstance(mixed[1], EncodedText)
     assert (mixed[1].input_ids == ours(name).image_token_id).sum() == 1
     decoded = reference(name).decode(mixed[1].input_ids)
-    assert "What does <|im_end|> mean, beside <IMG_CONTEXT> and <img><IMG_CONTEXT></img>?<|im_end|>" in decoded
+    assert (
+        "What does <|im_end|> mean, beside <IMG_CONTEXT> and <img><IMG_CONTEXT></img>?<|im_end|>"
+        in decoded
+    )
 
 
 def test_private_characters_beside_a_control_string_are_rejected_not_forged() -> None:
@@ -307,15 +363,21 @@ def test_templates_that_take_content_lists_place_the_images_themselves() -> None
         },
         {"role": "assistant", "content": [{"type": "text", "text": "Same."}]},
     ]
-    expected = reference("demo", LLAVA).apply_chat_template(chat, chat_template=PARTS_TEMPLATE, return_dict=False)
+    expected = reference("demo", LLAVA).apply_chat_template(
+        chat, chat_template=PARTS_TEMPLATE, return_dict=False
+    )
     assert encoded.input_ids.tolist() == expected
     assert encoded.num_images == 2
     answer = encoded.input_ids[slice(*encoded.loss_spans[0])]
-    assert reference("demo", LLAVA).decode(answer) == " Same. "  # the prompt's last space is in the first token
+    assert (
+        reference("demo", LLAVA).decode(answer) == " Same. "
+    )  # the prompt's last space is in the first token
 
 
 def test_content_lists_get_the_markup_when_the_template_writes_no_image_of_its_own() -> None:
-    encoded = ours("demo", INTERNVL, PARTS_TEMPLATE).encode_batch([[Turn("user", "a <image> b")]])[0]
+    encoded = ours("demo", INTERNVL, PARTS_TEMPLATE).encode_batch([[Turn("user", "a <image> b")]])[
+        0
+    ]
     assert isinstance(encoded, EncodedText)
     assert reference("demo").decode(encoded.input_ids) == "USER: a <img><IMG_CONTEXT></img> b "
 
@@ -356,13 +418,17 @@ def test_what_cannot_be_tokenised_is_rejected_with_a_reason(
     data=st.data(),
 )
 @QUICK
-def test_expand_equals_a_loop_over_tokens(ids: list[int], spans: list[tuple[int, int]], data: st.DataObject) -> None:
+def test_expand_equals_a_loop_over_tokens(
+    ids: list[int], spans: list[tuple[int, int]], data: st.DataObject
+) -> None:
     counts = data.draw(st.lists(st.integers(0, 4), min_size=ids.count(5), max_size=ids.count(5)))
     expected: list[tuple[int, int]] = []
     left = iter(counts)
     for place, token in enumerate(ids):
         labelled = token != 5 and any(a <= place < b for a, b in spans)
-        expected += [(token, token if labelled else LABEL_IGNORE)] * (next(left) if token == 5 else 1)
+        expected += [(token, token if labelled else LABEL_IGNORE)] * (
+            next(left) if token == 5 else 1
+        )
     loss_spans = np.array(spans, dtype=np.int32).reshape(-1, 2)
     input_ids, labels = expand(np.array(ids, dtype=np.int32), loss_spans, 5, counts)
     assert list(zip(input_ids.tolist(), labels.tolist(), strict=True)) == expected
@@ -401,7 +467,9 @@ def test_templates_are_found_where_transformers_finds_them(tmp_path: Path) -> No
     assert text(folder) == "Jx"
     assert text(folder, str(folder / "chat_template.jinja")) == "Jx"
     only_processor = write_tokenizer(tmp_path / "p")
-    (only_processor / "chat_template.json").write_text(json.dumps({"chat_template": "P{{ messages[0].content }}"}))
+    (only_processor / "chat_template.json").write_text(
+        json.dumps({"chat_template": "P{{ messages[0].content }}"})
+    )
     assert text(only_processor) == "Px"
 
 
@@ -440,7 +508,9 @@ def test_a_tokenizer_that_cannot_be_used_is_one_clear_line(tmp_path: Path) -> No
         assert "\n" not in str(caught.value)
 
 
-def test_a_hub_id_is_fetched_and_its_absence_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_is_fetched_and_its_absence_is_one_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub = pytest.importorskip("huggingface_hub")
 
     def fetch(repo_id: str, name: str) -> str:

@@ -1,4 +1,6 @@
-"""Audio clips in conversations, and documents: ids as transformers gives them, labels where they belong."""
+"""Audio clips in conversations, and documents: ids as transformers gives them, labels where they
+belong.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from balance.presets import AudioMarkup, ImageMarkup
-from balance.records import LABEL_IGNORE
-from packer.demo import demo_tokenizer_path
-from packer.expand import expand
-from packer.text import DOCUMENT, ChatTokenizer, EncodedText, TextRejected, Turn
+from balance.types import LABEL_IGNORE
+from packer.demo.dataset import demo_tokenizer_path
+from packer.text.chat_tokenizer import DOCUMENT, ChatTokenizer, EncodedText, TextRejected, Turn
+from packer.write.expand_placeholders import expand
 
 SHARED = Path(__file__).parents[3] / "shared"
 INTERNVL = ImageMarkup(prefix="<img>", suffix="</img>", token="<IMG_CONTEXT>")
@@ -96,7 +98,9 @@ def labels_of(tokenizer: ChatTokenizer, encoded: EncodedText) -> list[int]:
 
 def written_out(text: str) -> str:
     """A raw text with its markup."""
-    return text.replace("<image>", "<img><IMG_CONTEXT></img>").replace("<audio>", "<|audio_bos|><|AUDIO|><|audio_eos|>")
+    return text.replace("<image>", "<img><IMG_CONTEXT></img>").replace(
+        "<audio>", "<|audio_bos|><|AUDIO|><|audio_eos|>"
+    )
 
 
 NAMES = ["demo", "qwen2_5", "internlm2"]
@@ -112,7 +116,9 @@ CLIPS_AND_IMAGES = [
 def test_ids_with_audio_equal_apply_chat_template(name: str) -> None:
     encoded = encode(ours(name), *CLIPS_AND_IMAGES)
     chat = [{"role": turn.role, "content": written_out(turn.text)} for turn in CLIPS_AND_IMAGES]
-    assert encoded.input_ids.tolist() == reference(name).apply_chat_template(chat, return_dict=False)
+    assert encoded.input_ids.tolist() == reference(name).apply_chat_template(
+        chat, return_dict=False
+    )
     assert (encoded.num_images, encoded.num_audios) == (1, 4)
     labels = labels_of(ours(name), encoded)
     assert ours(name).audio_token_id not in labels
@@ -122,7 +128,9 @@ def test_ids_with_audio_equal_apply_chat_template(name: str) -> None:
 
 def test_audio_tokens_come_behind_those_of_images_in_the_vocabulary() -> None:
     tokenizer, expected = ours("demo"), reference("demo")
-    assert tokenizer.added_tokens == {token: expected.convert_tokens_to_ids(token) for token in MARKUP}
+    assert tokenizer.added_tokens == {
+        token: expected.convert_tokens_to_ids(token) for token in MARKUP
+    }
     assert tokenizer.audio_token_id == expected.convert_tokens_to_ids("<|AUDIO|>")
     assert tokenizer.vocab_size == len(expected)
 
@@ -154,17 +162,26 @@ def test_a_template_that_numbers_the_clips_does_so() -> None:
         Turn("user", "And <audio> here, <audio>?"),
     ]
     encoded = encode(ours("demo", NUMBERING_TEMPLATE), *turns)
-    chat: list[dict[str, Any]] = [{"role": turn.role, "content": parts(turn.text)} for turn in turns]
-    expected = reference("demo").apply_chat_template(chat, chat_template=NUMBERING_TEMPLATE, return_dict=False)
+    chat: list[dict[str, Any]] = [
+        {"role": turn.role, "content": parts(turn.text)} for turn in turns
+    ]
+    expected = reference("demo").apply_chat_template(
+        chat, chat_template=NUMBERING_TEMPLATE, return_dict=False
+    )
     assert encoded.input_ids.tolist() == expected
     assert encoded.num_audios == 3
     assert "Audio 3: <|audio_bos|>" in reference("demo").decode(encoded.input_ids)
 
 
 def test_inline_markup_stands_beside_the_images_that_a_template_writes() -> None:
-    encoded = encode(ours("demo", IMAGE_PARTS_TEMPLATE), Turn("user", "a <audio> b <image> c <audio>"))
+    encoded = encode(
+        ours("demo", IMAGE_PARTS_TEMPLATE), Turn("user", "a <audio> b <image> c <audio>")
+    )
     written = "<|audio_bos|><|AUDIO|><|audio_eos|>"
-    assert reference("demo").decode(encoded.input_ids) == f"USER: <IMG_CONTEXT>\na {written} b   c {written} "
+    assert (
+        reference("demo").decode(encoded.input_ids)
+        == f"USER: <IMG_CONTEXT>\na {written} b   c {written} "
+    )
     assert (encoded.num_images, encoded.num_audios) == (1, 2)
 
 
@@ -177,7 +194,9 @@ def test_a_template_that_loses_a_clip_is_rejected() -> None:
 
 
 def document_reference(name: str, text: str) -> tuple[list[int], list[int]]:
-    """Ids and labels of a document: all ids but those of the start and of markup, which offsets tell apart."""
+    """Ids and labels of a document: all ids but those of the start and of markup, which offsets
+    tell apart.
+    """
     tokenizer = reference(name)
     ids: list[int] = [*tokenizer(written_out(text))["input_ids"], tokenizer.eos_token_id]
     unlearned = {*tokenizer.convert_tokens_to_ids(MARKUP), tokenizer.bos_token_id}
@@ -196,17 +215,35 @@ DOCUMENTS = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_documents_are_tokenised_as_by_transformers_and_learned_in_whole(name: str) -> None:
-    for text, encoded in zip(DOCUMENTS, ours(name).encode_batch([[Turn(DOCUMENT, t)] for t in DOCUMENTS]), strict=True):
+    for text, encoded in zip(
+        DOCUMENTS, ours(name).encode_batch([[Turn(DOCUMENT, t)] for t in DOCUMENTS]), strict=True
+    ):
         assert isinstance(encoded, EncodedText)
         ids, labels = document_reference(name, text)
         assert encoded.input_ids.tolist() == ids
         assert labels_of(ours(name), encoded) == labels
-        assert (encoded.num_images, encoded.num_audios) == (text.count("<image>"), text.count("<audio>"))
+        assert (encoded.num_images, encoded.num_audios) == (
+            text.count("<image>"),
+            text.count("<audio>"),
+        )
         assert encoded.input_ids.dtype == encoded.loss_spans.dtype == np.int32
 
 
 PIECES = st.sampled_from(
-    ["<image>", "<audio>", " ", "\n", "  a", "word ", "é", "e\u0301", "한국", "👩‍👧", "\u200b", "12"]
+    [
+        "<image>",
+        "<audio>",
+        " ",
+        "\n",
+        "  a",
+        "word ",
+        "é",
+        "e\u0301",
+        "한국",
+        "👩‍👧",
+        "\u200b",
+        "12",
+    ]
 )
 
 
@@ -231,16 +268,27 @@ def test_the_tokenizer_file_decides_about_the_start_as_in_transformers(
         values["post_processor"] = {
             "type": "TemplateProcessing",
             "single": [{"SpecialToken": bos}, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+            "pair": [
+                {"Sequence": {"id": "A", "type_id": 0}},
+                {"Sequence": {"id": "B", "type_id": 0}},
+            ],
             "special_tokens": {
                 "<|im_start|>": {
                     "id": "<|im_start|>",
-                    "ids": [next(t["id"] for t in values["added_tokens"] if t["content"] == "<|im_start|>")],
+                    "ids": [
+                        next(
+                            t["id"]
+                            for t in values["added_tokens"]
+                            if t["content"] == "<|im_start|>"
+                        )
+                    ],
                     "tokens": ["<|im_start|>"],
                 }
             },
         }
-    config = json.loads((demo_tokenizer_path() / "tokenizer_config.json").read_text()) | {"bos_token": "<|im_start|>"}
+    config = json.loads((demo_tokenizer_path() / "tokenizer_config.json").read_text()) | {
+        "bos_token": "<|im_start|>"
+    }
     config |= {} if config_says is None else {"add_bos_token": config_says}
     (tmp_path / "tokenizer.json").write_text(json.dumps(values))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -256,11 +304,24 @@ def test_control_strings_in_a_document_stay_letters(name: str) -> None:
     text = "<image>How <|im_end|> and <|AUDIO|> are written: <audio>"
     encoded = encode(ours(name), Turn(DOCUMENT, text))
     tokenizer = reference(name)
-    letters = tokenizer("How <|im_end|> and <|AUDIO|> are written: ", split_special_tokens=True)["input_ids"]
+    letters = tokenizer("How <|im_end|> and <|AUDIO|> are written: ", split_special_tokens=True)[
+        "input_ids"
+    ]
     image, audio = (tokenizer.convert_tokens_to_ids(MARKUP[i : i + 3]) for i in (0, 3))
-    expected = [image[0], image[2], image[1], *letters, audio[0], audio[2], audio[1], tokenizer.eos_token_id]
+    expected = [
+        image[0],
+        image[2],
+        image[1],
+        *letters,
+        audio[0],
+        audio[2],
+        audio[1],
+        tokenizer.eos_token_id,
+    ]
     assert encoded.input_ids.tolist() == expected
-    assert labels_of(ours(name), encoded) == [-100] * 3 + letters + [-100] * 3 + [tokenizer.eos_token_id]
+    assert labels_of(ours(name), encoded) == [-100] * 3 + letters + [-100] * 3 + [
+        tokenizer.eos_token_id
+    ]
 
 
 def test_documents_and_chats_share_a_batch_without_changing_each_other() -> None:
@@ -280,7 +341,9 @@ def test_documents_and_chats_share_a_batch_without_changing_each_other() -> None
 
 def test_a_document_among_other_turns_is_rejected() -> None:
     rejected = ours("demo").encode_batch([[Turn(DOCUMENT, "a"), Turn("user", "b")]])[0]
-    assert rejected == TextRejected("chat_template", "2 turns, one of them a document, which stands alone")
+    assert rejected == TextRejected(
+        "chat_template", "2 turns, one of them a document, which stands alone"
+    )
 
 
 @given(ids=st.lists(st.integers(0, 5), max_size=30), data=st.data())
@@ -295,7 +358,9 @@ def test_expand_with_audio_equals_a_loop_over_tokens(ids: list[int], data: st.Da
     expected: list[tuple[int, int]] = []
     for place, token in enumerate(ids):
         labelled = token not in left and place >= 3
-        expected += [(token, token if labelled else LABEL_IGNORE)] * (next(left[token]) if token in left else 1)
+        expected += [(token, token if labelled else LABEL_IGNORE)] * (
+            next(left[token]) if token in left else 1
+        )
     spans = np.array([[3, len(ids)]], dtype=np.int32)
     input_ids, labels = expand(np.array(ids, dtype=np.int32), spans, 4, tokens[4], 5, tokens[5])
     assert list(zip(input_ids.tolist(), labels.tolist(), strict=True)) == expected
@@ -304,4 +369,11 @@ def test_expand_with_audio_equals_a_loop_over_tokens(ids: list[int], data: st.Da
 @pytest.mark.parametrize(("token_id", "tokens"), [(7, [3]), (None, [3]), (8, [1])])
 def test_expand_refuses_another_number_of_clips(token_id: int | None, tokens: list[int]) -> None:
     with pytest.raises(ValueError, match=r"\d audio tokens but tokens for 1 audios"):
-        expand(np.array([7, 7], dtype=np.int32), np.zeros((0, 2), dtype=np.int32), 1, [], token_id, tokens)
+        expand(
+            np.array([7, 7], dtype=np.int32),
+            np.zeros((0, 2), dtype=np.int32),
+            1,
+            [],
+            token_id,
+            tokens,
+        )

@@ -5,8 +5,8 @@ from raw_data import good_records, write_dataset
 from test_build import build, quiet
 
 from balance.errors import DamagedShard, DataError
-from packer.shards.manifest import write_manifest
 from packer.verify import require_intact, verify_build
+from shards.manifest import write_manifest
 
 
 @pytest.fixture(params=["arrow", "webdataset", "refs"])
@@ -26,7 +26,9 @@ def test_an_intact_build_has_no_problems(built):
     assert verification.num_samples == 20
 
 
-@pytest.mark.parametrize("name", ["shards/shard-00000", "index.arrow", "counts.parquet", "rejected.parquet"])
+@pytest.mark.parametrize(
+    "name", ["shards/shard-00000", "index.arrow", "counts.parquet", "rejected.parquet"]
+)
 def test_one_flipped_byte_is_found_and_its_file_named(built, name):
     path = next(p for p in built.rglob("*") if str(p.relative_to(built)).startswith(name))
     data = bytearray(path.read_bytes())

@@ -39,7 +39,9 @@ def test_every_sample_is_found_with_the_same_tokens_and_images_as_in_arrow_shard
 
 def test_the_library_decodes_images_and_arrays_by_their_names(builds):
     urls = sorted(str(path) for path in (builds / "webdataset" / "shards").glob("*.tar"))
-    decoded = [s for s in webdataset.WebDataset(urls, shardshuffle=False).decode("pil") if "0.png" in s]
+    decoded = [
+        s for s in webdataset.WebDataset(urls, shardshuffle=False).decode("pil") if "0.png" in s
+    ]
     assert decoded
     for sample in decoded:
         assert isinstance(sample["0.png"], Image.Image)
@@ -53,7 +55,11 @@ def test_a_group_is_one_byte_range_of_whole_members(builds):
         part = data[entry["offset"] : entry["offset"] + entry["length"]]
         with tarfile.open(fileobj=io.BytesIO(part + bytes(1024))) as tar:
             keys = [name.split(".")[0] for name in tar.getnames()]
-            ids = [json.load(tar.extractfile(m))["sample_id"] for m in tar.getmembers() if m.name.endswith(".json")]
+            ids = [
+                json.load(tar.extractfile(m))["sample_id"]
+                for m in tar.getmembers()
+                if m.name.endswith(".json")
+            ]
         assert ids == entry["sample_ids"]
         assert {key.split("-")[0] for key in keys} == {f"g{group:09d}"}
 

@@ -1,1 +1,3 @@
-"""Models of transformers as lists of layers that a pipeline can cut anywhere, with their weights in and out."""
+"""Models of transformers as lists of layers that a pipeline can cut anywhere, with their weights in
+and out.
+"""

@@ -1,8 +1,9 @@
 """Vision-language models of transformers as pipelines take them: `from_transformers`.
 
-For LLaVA, InternVL and Qwen2-VL of transformers 5. The layers hold the model's own modules: no weight is copied, and
-`engine.runtime.models.weights` brings them in and out under transformers' names. Micro-batches are packed without
-padding (`loaders.MicroBatch`, or whatever has its fields). Imports nothing of transformers.
+For LLaVA, InternVL and Qwen2-VL of transformers 5. The layers hold the model's own modules: no
+weight is copied, and `engine.runtime.models.weights` brings them in and out under transformers'
+names. Micro-batches are packed without padding (`loaders.MicroBatch`, or whatever has its fields).
+Imports nothing of transformers.
 """
 
 from __future__ import annotations
@@ -16,23 +17,27 @@ import torch
 from torch import Tensor
 
 from balance.errors import ConfigError, first_line
-from engine.runtime.carries import Batch, LayeredModel, Spec
-from engine.runtime.models.cut_layers import CutLayer
 from engine.runtime.models.language_layers import Positions, language_layers
+from engine.runtime.models.layer_specs import CutLayer
 from engine.runtime.models.qwen2_vl_layers import qwen2_vl_vision, rotary_positions
 from engine.runtime.models.vision_layers import internvl_vision, llava_vision
+from engine.runtime.stage_io import Batch, LayerStack, TensorSpec
 
 TEXT_MODELS = ("llama", "mistral", "qwen2", "qwen3", "qwen2_vl_text")
-"""Model types of language models that are nothing but embedding, decoder layers, norm and head. Others scale what goes
-in between, add a loss of their own or mask otherwise, and would be computed wrongly without a word."""
+"""Model types of language models that are nothing but embedding, decoder layers, norm and head.
+Others scale what goes in between, add a loss of their own or mask otherwise, and would be computed
+wrongly without a word.
+"""
 
 
-def from_transformers(model: Any) -> LayeredModel:
-    """A model's layers: patch embedding, vision layers, projector, token embedding, decoder layers, norm and head.
+def from_transformers(model: Any) -> LayerStack:
+    """A model's layers: patch embedding, vision layers, projector, token embedding, decoder layers,
+    norm and head.
 
-    `model`: a LlavaForConditionalGeneration, InternVLForConditionalGeneration or Qwen2VLForConditionalGeneration.
-    Attention is as the model is set: flash attention gets the samples' borders, anything else is computed sample by
-    sample. ConfigError for other models, and for those that something else than the pipeline moves or recomputes.
+    `model`: a LlavaForConditionalGeneration, InternVLForConditionalGeneration or
+    Qwen2VLForConditionalGeneration. Attention is as the model is set: flash attention gets the
+    samples' borders, anything else is computed sample by sample. ConfigError for other models, and
+    for those that something else than the pipeline moves or recomputes.
     """
     family = _family(model)
     _check_state(model)
@@ -46,10 +51,10 @@ def from_transformers(model: Any) -> LayeredModel:
     # not the layers themselves, which a rank may let go of
     gives = [layer.gives for layer in layers]
 
-    def specs(cut: int, batch: Batch) -> Mapping[str, Spec]:
+    def specs(cut: int, batch: Batch) -> Mapping[str, TensorSpec]:
         return gives[cut - 1](batch)
 
-    return LayeredModel(layers=layers, specs=specs)
+    return LayerStack(layers=layers, specs=specs)
 
 
 def _family(model: Any) -> _Family:
@@ -62,7 +67,9 @@ def _family(model: Any) -> _Family:
         )
     text = model.config.text_config.model_type
     if text not in TEXT_MODELS:
-        raise ConfigError(f"{type(model).__name__} with a text model {text!r}: give one of {', '.join(TEXT_MODELS)}")
+        raise ConfigError(
+            f"{type(model).__name__} with a text model {text!r}: give one of {', '.join(TEXT_MODELS)}"
+        )
     return family
 
 
@@ -73,10 +80,14 @@ def _check_state(model: Any) -> None:
             "the model recomputes by itself; call gradient_checkpointing_disable(), the plan says what is"
         )
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
-        raise ConfigError("the model was loaded with device_map, which moves its layers: load it without")
+        raise ConfigError(
+            "the model was loaded with device_map, which moves its layers: load it without"
+        )
     for name, weight in model.named_parameters():
         if not weight.is_floating_point():
-            raise ConfigError(f"{name} is quantized ({weight.dtype}); load the model with dtype=torch.float32")
+            raise ConfigError(
+                f"{name} is quantized ({weight.dtype}); load the model with dtype=torch.float32"
+            )
         if weight.requires_grad and weight.dtype == torch.float16:
             raise ConfigError(
                 f"{name} is trained in float16, whose gradients vanish for want of range; load the model with "
@@ -101,10 +112,15 @@ def _plain_positions(model: Any) -> Positions:
 
 
 def _grid_positions(model: Any) -> Positions:
-    image_token_id, merge = int(model.config.image_token_id), int(model.config.vision_config.spatial_merge_size)
+    image_token_id, merge = (
+        int(model.config.image_token_id),
+        int(model.config.vision_config.spatial_merge_size),
+    )
 
     def positions(batch: Batch) -> Tensor:
-        rows = rotary_positions(batch.input_ids, batch.cu_seqlens, batch.image_grid_thw, image_token_id, merge)
+        rows = rotary_positions(
+            batch.input_ids, batch.cu_seqlens, batch.image_grid_thw, image_token_id, merge
+        )
         return rows[:, None]
 
     return positions

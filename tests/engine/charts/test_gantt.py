@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from chart_steps import chart_step
 
+from engine.charts._gantt_page import CHART_PX, ZOOMS
 from engine.charts.gantt import Step, gantt_page, path_parts, write_gantt
-from engine.charts.gantt_page import CHART_PX, ZOOMS
 from engine.simulator.schedule import SCHEDULES, Kind
 from engine.simulator.simulate import transfers
 
@@ -17,7 +17,9 @@ GIB = 2**30
 
 @pytest.fixture(scope="module", params=SCHEDULES)
 def step(request):
-    return chart_step(request.param, 4, 6, 2 if request.param == "interleaved" else 1, num_layers=16)
+    return chart_step(
+        request.param, 4, 6, 2 if request.param == "interleaved" else 1, num_layers=16
+    )
 
 
 def parsed(page):
@@ -40,14 +42,18 @@ def test_every_pass_is_a_bar_in_its_time(step):
     bars = rectangles(chart, "forward", "backward", "input", "weight")
     assert len(bars) == len(timeline.program.schedule)
     longest = timeline.step_ns
-    np.testing.assert_allclose([share(bar, "x") for bar in bars], timeline.start_ns / longest, atol=1e-6)
+    np.testing.assert_allclose(
+        [share(bar, "x") for bar in bars], timeline.start_ns / longest, atol=1e-6
+    )
     widths = (timeline.end_ns - timeline.start_ns) / longest
     np.testing.assert_allclose([share(bar, "width") for bar in bars], widths, atol=1e-6)
     tops = [int(bar.get("y")) for bar in bars]
     assert len(set(tops)) == timeline.program.schedule.num_ranks
     for place, bar in enumerate(bars):
         action = timeline.program.schedule.action(place)
-        assert f"of micro-batch {action.micro_batch}, stage {action.stage}:" in bar.find("title").text
+        assert (
+            f"of micro-batch {action.micro_batch}, stage {action.stage}:" in bar.find("title").text
+        )
 
 
 def test_recomputation_is_the_first_part_of_its_bar(step):
@@ -59,7 +65,9 @@ def test_recomputation_is_the_first_part_of_its_bar(step):
     assert len(again) == (spent > 0).sum() > 0
     starts = timeline.start_ns[spent > 0] / timeline.step_ns
     np.testing.assert_allclose([share(part, "x") for part in again], starts, atol=1e-6)
-    np.testing.assert_allclose([share(part, "width") for part in again], spent[spent > 0] / timeline.step_ns, atol=1e-6)
+    np.testing.assert_allclose(
+        [share(part, "width") for part in again], spent[spent > 0] / timeline.step_ns, atol=1e-6
+    )
 
 
 def test_what_crosses_ranks_is_a_strip(step):
@@ -71,7 +79,9 @@ def test_numbers_stand_where_there_is_room(step):
     (chart,) = parsed(gantt_page([step], title="A step"))
     numbers = [text for text in chart.iter("text") if text.get("class").startswith("number")]
     assert len(numbers) == len(step.outcome.timeline.program.schedule)
-    widths = {share(bar, "x") + share(bar, "width") / 2: share(bar, "width") for bar in chart.iter("rect")}
+    widths = {
+        share(bar, "x") + share(bar, "width") / 2: share(bar, "width") for bar in chart.iter("rect")
+    }
     for number in numbers:
         zoom = int(number.get("class").rpartition("n")[2])
         assert zoom in ZOOMS
@@ -93,7 +103,9 @@ def test_parts_of_the_critical_path_add_up_to_the_step(step):
 def test_steps_share_one_scale():
     short, long = chart_step("1f1b", 2, 3, num_layers=8), chart_step("1f1b", 2, 9, num_layers=8)
     charts = parsed(gantt_page([short, long], title="Two"))
-    ends = [max(share(bar, "x") + share(bar, "width") for bar in chart.iter("rect")) for chart in charts]
+    ends = [
+        max(share(bar, "x") + share(bar, "width") for bar in chart.iter("rect")) for chart in charts
+    ]
     assert ends[1] == pytest.approx(1, abs=1e-5)
     assert ends[0] == pytest.approx(short.outcome.step_ns / long.outcome.step_ns, abs=1e-5)
 
@@ -109,7 +121,12 @@ def test_memory_beyond_what_a_gpu_has_is_marked(step):
 
 def test_what_people_wrote_is_text_not_markup(tmp_path):
     step = chart_step("1f1b", 2, 2, num_layers=4)
-    hostile = Step(title="<script>1</script>", text="a < b", outcome=step.outcome, stage_names=['"><img src=x>', "b"])
+    hostile = Step(
+        title="<script>1</script>",
+        text="a < b",
+        outcome=step.outcome,
+        stage_names=['"><img src=x>', "b"],
+    )
     write_gantt([hostile], tmp_path / "chart.html", title="<b>&")
     page = (tmp_path / "chart.html").read_text()
     assert "<script" not in page

@@ -1,4 +1,6 @@
-"""A measured step in the form of a simulated one: a simulation that is taken for a measurement comes out unchanged."""
+"""A measured step in the form of a simulated one: a simulation that is taken for a measurement
+comes out unchanged.
+"""
 
 import json
 from dataclasses import replace
@@ -21,9 +23,15 @@ def simulated(seed, name, *, sends=True):
     rng = np.random.default_rng(seed)
     chunks = 2 if name == "interleaved" else 1
     schedule = make_schedule(name, 4, int(rng.integers(1, 9)), chunks)
-    program = make_program(schedule, random_stages(rng, schedule.num_stages, schedule.num_micro_batches))
+    program = make_program(
+        schedule, random_stages(rng, schedule.num_stages, schedule.num_micro_batches)
+    )
     return simulate(
-        replace(program, duration_ns=10**6 * program.duration_ns, edge_ns=10**6 * program.edge_ns * (1 if sends else 0))
+        replace(
+            program,
+            duration_ns=10**6 * program.duration_ns,
+            edge_ns=10**6 * program.edge_ns * (1 if sends else 0),
+        )
     )
 
 
@@ -80,8 +88,12 @@ def test_chart_and_trace_of_a_measurement_stand_beside_those_of_the_prediction(n
     assert len(passes) == 2 * len(below) == 2 * len(measured.start_ns)
     assert [event["ts"] for event in below] == (measured.start_ns / 1000).tolist()
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert names == {f"rank {rank}, {what}" for rank in range(4) for what in ("predicted", "measured")}
-    write_comparison(outcome, measured, tmp_path / "chart.html", tmp_path / "trace.json", title="Both")
+    assert names == {
+        f"rank {rank}, {what}" for rank in range(4) for what in ("predicted", "measured")
+    }
+    write_comparison(
+        outcome, measured, tmp_path / "chart.html", tmp_path / "trace.json", title="Both"
+    )
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == events
     page = (tmp_path / "chart.html").read_text()
     assert "Step, predicted" in page

@@ -1,4 +1,6 @@
-"""Traces: every pass and every send is there, nothing overlaps in a row, and memory peaks where it does."""
+"""Traces: every pass and every send is there, nothing overlaps in a row, and memory peaks where it
+does.
+"""
 
 import json
 from collections import defaultdict
@@ -30,7 +32,9 @@ def test_every_pass_is_in_its_ranks_row_to_the_nanosecond(outcome):
     timeline, schedule = outcome.timeline, outcome.timeline.program.schedule
     passes = [event for event in events_of(outcome, "X") if event["cat"] == "compute"]
     assert [round(event["ts"] * 1000) for event in passes] == timeline.start_ns.tolist()
-    assert [round((event["ts"] + event["dur"]) * 1000) for event in passes] == timeline.end_ns.tolist()
+    assert [
+        round((event["ts"] + event["dur"]) * 1000) for event in passes
+    ] == timeline.end_ns.tolist()
     assert [event["pid"] for event in passes] == schedule.ranks.tolist()
     assert [event["args"]["stage"] for event in passes] == schedule.stages.tolist()
     critical = [place for place, event in enumerate(passes) if event["args"]["critical"]]
@@ -40,7 +44,9 @@ def test_every_pass_is_in_its_ranks_row_to_the_nanosecond(outcome):
 def test_nothing_overlaps_in_a_row(outcome):
     rows = defaultdict(list)
     for event in events_of(outcome, "X"):
-        rows[event["pid"], event["tid"]].append((round(event["ts"] * 1000), round(event["dur"] * 1000)))
+        rows[event["pid"], event["tid"]].append(
+            (round(event["ts"] * 1000), round(event["dur"] * 1000))
+        )
     assert len(rows) > outcome.timeline.program.schedule.num_ranks  # sends too
     for row in rows.values():
         row.sort()
@@ -49,7 +55,11 @@ def test_nothing_overlaps_in_a_row(outcome):
 
 
 def test_rows_have_names(outcome):
-    named = {(event["pid"], event["tid"]) for event in events_of(outcome, "M") if event["name"] == "thread_name"}
+    named = {
+        (event["pid"], event["tid"])
+        for event in events_of(outcome, "M")
+        if event["name"] == "thread_name"
+    }
     assert named == {(event["pid"], event["tid"]) for event in events_of(outcome, "X")}
 
 
@@ -57,7 +67,11 @@ def test_arrows_lead_from_each_send_to_a_pass(outcome):
     starts, ends = events_of(outcome, "s"), events_of(outcome, "f")
     assert [event["id"] for event in starts] == [event["id"] for event in ends]
     assert len(starts) == sum(event["cat"] == "send" for event in events_of(outcome, "X")) > 0
-    passes = {(event["pid"], event["ts"]) for event in events_of(outcome, "X") if event["cat"] == "compute"}
+    passes = {
+        (event["pid"], event["ts"])
+        for event in events_of(outcome, "X")
+        if event["cat"] == "compute"
+    }
     assert {(event["pid"], event["ts"]) for event in ends} <= passes
 
 

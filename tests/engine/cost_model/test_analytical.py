@@ -1,4 +1,6 @@
-"""The analytical model against the papers' figures, against FLOPs counted apart, and what must hold of any cost."""
+"""The analytical model against the papers' figures, against FLOPs counted apart, and what must hold
+of any cost.
+"""
 
 from dataclasses import replace
 
@@ -20,14 +22,18 @@ OMNIBAL = Parallelism(tp=2, pp=4, dp=4)
 BF16_GRADIENTS = Training(gradient_bytes=2)
 GB, MIB = 1e9, 2**20
 PAPERS_PARTITION = np.array([0, 23, 47, 72, 97])
-"""Table 9's [22, 23, 24, 24]: embeddings and projector stand with the layers next to them, the head with the last."""
+"""Table 9's [22, 23, 24, 24]: embeddings and projector stand with the layers next to them, the head
+with the last.
+"""
 
 
 def full(count=1, images=9, seq_len=4096):
     return Loads.constant(count, images=images, vit_tokens_per_image=1025, seq_len=seq_len)
 
 
-def internvl(count=1, images=9, seq_len=4096, *, parallel=OMNIBAL, training=BF16_GRADIENTS, cluster=A100):
+def internvl(
+    count=1, images=9, seq_len=4096, *, parallel=OMNIBAL, training=BF16_GRADIENTS, cluster=A100
+):
     return layer_costs(INTERNVL, cluster, parallel, full(count, images, seq_len), training)
 
 
@@ -68,7 +74,9 @@ def test_vision_layers_are_almost_40_percent_of_the_linear_flops_at_9_images_and
 
 
 def test_cuts_send_what_table_4_says():
-    """+8.2 and +16.6 MByte if one or two cuts lie in the vision encoder, -21.0 if one lies behind the projector."""
+    """+8.2 and +16.6 MByte if one or two cuts lie in the vision encoder, -21.0 if one lies behind
+    the projector.
+    """
     costs = internvl()
     # tensor-parallel GPUs share the activations
     sent = {kind: OMNIBAL.tp * costs.sent_bytes[row(costs, kind), 0] / MIB for kind in costs.kinds}
@@ -80,10 +88,11 @@ def test_cuts_send_what_table_4_says():
 
 
 def test_a_vision_layers_memory_is_within_15_percent_of_table_5_and_a_language_layers_is_not():
-    """Table 5 by differences: .522 and .500 GB per vision layer and micro-batch, .163 and .113 per language layer.
+    """Table 5 by differences: .522 and .500 GB per vision layer and micro-batch, .163 and .113 per
+    language layer.
 
-    The latter are below what the backward pass must have: the rows with recomputation were not limited by activations,
-    see the next test.
+    The latter are below what the backward pass must have: the rows with recomputation were not
+    limited by activations, see the next test.
     """
     costs = internvl()
     freed = (costs.saved_bytes - costs.kept_bytes)[:, 0] / GB
@@ -104,15 +113,24 @@ def test_stages_without_recomputation_need_what_table_5_leaves_but_for_5_gb_that
 
 
 def test_a_group_takes_about_the_time_of_21_gpu_days():
-    """21.3 GPU days for 1.2 M samples, 4.6 per group, on pipelines of 8 GPUs: .88 s per group, 37 % MFU."""
+    """21.3 GPU days for 1.2 M samples, 4.6 per group, on pipelines of 8 GPUs: .88 s per group, 37 %
+    MFU.
+    """
     count = 56  # of 4.6 samples on 4 replicas: about the global batch of 1,024 that InternVL trains with
     costs = internvl(count=count)
     nothing = np.zeros(costs.num_layers, np.bool_)
-    outcome = evaluate(costs, PAPERS_PARTITION, nothing, schedule_for("1f1b", PAPERS_PARTITION, count))
+    outcome = evaluate(
+        costs, PAPERS_PARTITION, nothing, schedule_for("1f1b", PAPERS_PARTITION, count)
+    )
     seconds = outcome.step_ns / count / 1e9
     assert seconds == pytest.approx(21.3 * 86400 * 4.6 / 1.2e6 / 8, rel=0.05)
     tiles, tokens = np.array([9]), np.array([4096])
-    work = Work(vit_tokens=tiles * 1025, vit_squares=tiles * 1025**2, llm_tokens=tokens, llm_squares=tokens**2)
+    work = Work(
+        vit_tokens=tiles * 1025,
+        vit_squares=tiles * 1025**2,
+        llm_tokens=tokens,
+        llm_squares=tokens**2,
+    )
     mfu = CostModel.of(INTERNVL).train_flops(work)[0] / (8 * seconds) / A100.peak_flops_per_s
     assert mfu == pytest.approx(0.38, abs=0.02)
 
@@ -120,10 +138,13 @@ def test_a_group_takes_about_the_time_of_21_gpu_days():
 def test_figure_2_is_slower_than_its_own_gpu_days_allow_and_ours_is_about_half_of_it():
     """970 ms at 4 images and 2k tokens, 1,730 ms at 9 and 4k.
 
-    Forward and backward pass at Figure 2's speed would take 4 stages of 8 GPUs 1.3 s per group, not .88. In ratio ours
-    grow by 2.1, as FLOPs do, the paper's by 1.8.
+    Forward and backward pass at Figure 2's speed would take 4 stages of 8 GPUs 1.3 s per group, not
+    .88. In ratio ours grow by 2.1, as FLOPs do, the paper's by 1.8.
     """
-    small, large = internvl(images=4, seq_len=2048).forward_ns.sum() / 1e6, internvl().forward_ns.sum() / 1e6
+    small, large = (
+        internvl(images=4, seq_len=2048).forward_ns.sum() / 1e6,
+        internvl().forward_ns.sum() / 1e6,
+    )
     assert 3 * 1.730 / 4 > 0.88 * 1.4
     assert large / 1730 == pytest.approx(0.57, abs=0.03)
     assert small / 970 == pytest.approx(0.48, abs=0.03)
@@ -136,28 +157,47 @@ def test_figure_2_is_slower_than_its_own_gpu_days_allow_and_ours_is_about_half_o
         ("internvit_6b_llama3_8b", 1, [16, 17, 20, 24], [8, 7, 10, 24]),
         ("internvl_1_5", 2, [22, 23, 24, 24], [0, 0, 0, 0]),
         ("internvit_6b_yi_34b", 4, [28, 29, 24, 24], [3, 2, 0, 0]),
-        ("internvit_6b_llama3_70b", 4, [22, 23, 13, 14, 14, 14, 13, 12], [11, 12, 8, 5, 3, 2, 0, 0]),
-        ("internvit_6b_qwen1_5_110b", 8, [21, 22, 13, 13, 14, 14, 14, 14], [6, 9, 1, 3, 0, 0, 0, 0]),
+        (
+            "internvit_6b_llama3_70b",
+            4,
+            [22, 23, 13, 14, 14, 14, 13, 12],
+            [11, 12, 8, 5, 3, 2, 0, 0],
+        ),
+        (
+            "internvit_6b_qwen1_5_110b",
+            8,
+            [21, 22, 13, 13, 14, 14, 14, 14],
+            [6, 9, 1, 3, 0, 0, 0, 0],
+        ),
         ("eva_clip_1b_internlm2_20b", 2, [43, 16, 15, 14], [0, 0, 0, 0]),
         ("eva_clip_8b_internlm2_20b", 2, [17, 18, 23, 22], [5, 5, 8, 10]),
         ("eva_clip_18b_internlm2_20b", 4, [18, 19, 25, 34], [2, 2, 0, 0]),
     ],
 )
 def test_the_papers_partitions_are_balanced_under_this_model(name, tp, stages, recomputed):
-    """OmniBal Table 9, the eight rows whose models exist: no stage is more than 18 % slower than the mean."""
-    costs = layer_costs(load_model(name), A100, Parallelism(tp=tp, pp=len(stages), dp=4), full(), BF16_GRADIENTS)
+    """OmniBal Table 9, the eight rows whose models exist: no stage is more than 18 % slower than
+    the mean.
+    """
+    costs = layer_costs(
+        load_model(name), A100, Parallelism(tp=tp, pp=len(stages), dp=4), full(), BF16_GRADIENTS
+    )
     layers = [place for place, kind in enumerate(costs.kinds) if kind.endswith("_layer")]
     times, place = [], 0
     for count, again in zip(stages, recomputed, strict=True):
         own = layers[place : place + count]
-        times.append((costs.forward_ns + costs.backward_ns)[own].sum() + costs.recompute_ns[own[:again]].sum())
+        times.append(
+            (costs.forward_ns + costs.backward_ns)[own].sum()
+            + costs.recompute_ns[own[:again]].sum()
+        )
         place += count
     times[-1] += (costs.forward_ns + costs.backward_ns)[-1, 0]
     assert max(times) < 1.18 * np.mean(times)
 
 
 def test_not_to_recompute_gains_more_than_a_third():
-    """Table 7's 1.36: communication is in what is recomputed, and as much in forward as in backward pass."""
+    """Table 7's 1.36: communication is in what is recomputed, and as much in forward as in backward
+    pass.
+    """
     costs = internvl()
     layers = [place for place, kind in enumerate(costs.kinds) if kind.endswith("_layer")]
     once = (costs.forward_ns + costs.backward_ns)[layers].sum()
@@ -170,10 +210,18 @@ def test_not_to_recompute_gains_more_than_a_third():
 def test_an_infinitely_fast_memory_and_network_leave_the_flops_of_the_cost_model():
     cluster = replace(A100, hbm_bytes_per_s=1e30, launch_us=1e-12, half_speed_width=1)
     ideal = replace(
-        cluster, product_efficiency=1.0, attention_forward_efficiency=1.0, attention_backward_efficiency=1.0
+        cluster,
+        product_efficiency=1.0,
+        attention_forward_efficiency=1.0,
+        attention_backward_efficiency=1.0,
     )
     tiles, tokens = np.array([9]), np.array([4096])
-    work = Work(vit_tokens=tiles * 1025, vit_squares=tiles * 1025**2, llm_tokens=tokens, llm_squares=tokens**2)
+    work = Work(
+        vit_tokens=tiles * 1025,
+        vit_squares=tiles * 1025**2,
+        llm_tokens=tokens,
+        llm_squares=tokens**2,
+    )
     model = CostModel.of(INTERNVL)
     flops = model.vit_flops(work)[0] + model.llm_flops(work)[0]
     costs = layer_costs(INTERNVL, ideal, Parallelism(), full())
@@ -181,18 +229,29 @@ def test_an_infinitely_fast_memory_and_network_leave_the_flops_of_the_cost_model
     assert costs.forward_ns.sum() * 1e-9 * ideal.peak_flops_per_s == pytest.approx(flops, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["internvl_1_5", "pipetune_3b", "orchmllm_18b", "qwen2_vl", "tiny"])
+@pytest.mark.parametrize(
+    "name", ["internvl_1_5", "pipetune_3b", "orchmllm_18b", "qwen2_vl", "tiny"]
+)
 def test_more_to_do_never_costs_less(name):
     rng = np.random.default_rng(5)
     model, loads = load_model(name), random_loads(rng, 40, audio=True)
     grown = Loads(
         **{
-            phase: replace(own := getattr(loads, phase), tokens=own.tokens + 8, squares=own.squares + 64)
+            phase: replace(
+                own := getattr(loads, phase), tokens=own.tokens + 8, squares=own.squares + 64
+            )
             for phase in ("vision", "audio", "llm")
         }
     )
     less, more = (layer_costs(model, A100, OMNIBAL, own) for own in (loads, grown))
-    for column in ("forward_ns", "input_grad_ns", "weight_grad_ns", "recompute_ns", "saved_bytes", "sent_bytes"):
+    for column in (
+        "forward_ns",
+        "input_grad_ns",
+        "weight_grad_ns",
+        "recompute_ns",
+        "saved_bytes",
+        "sent_bytes",
+    ):
         assert (getattr(more, column) >= getattr(less, column)).all()
 
 
@@ -211,7 +270,14 @@ def test_a_phase_with_nothing_to_do_costs_nothing():
         for place, kind in enumerate(costs.kinds)
         if kind in ("patch_embedding", "vision_layer", "vision_projector")
     ]
-    for column in ("forward_ns", "input_grad_ns", "weight_grad_ns", "send_ns", "saved_bytes", "working_bytes"):
+    for column in (
+        "forward_ns",
+        "input_grad_ns",
+        "weight_grad_ns",
+        "send_ns",
+        "saved_bytes",
+        "working_bytes",
+    ):
         assert not getattr(costs, column)[vision].any()
     assert costs.forward_ns.sum() > 0
 
@@ -261,7 +327,9 @@ def test_with_the_projector_alone_trained_the_vision_encoder_only_runs_forward()
     assert costs.input_grad_ns[projector] == 0
     assert costs.weight_grad_ns[projector, 0] > internvl().weight_grad_ns[projector, 0]
     assert (costs.input_grad_ns[projector + 1 :] > 0).all()
-    assert costs.sends_grad.tolist() == [False] * projector + [True] * (costs.num_layers - projector)
+    assert costs.sends_grad.tolist() == [False] * projector + [True] * (
+        costs.num_layers - projector
+    )
 
 
 def test_a_frozen_vision_encoder_gets_no_gradient_from_the_trained_audio_encoder_before_it():
@@ -285,7 +353,11 @@ def test_attention_is_per_square_and_the_rest_per_token():
         for n in (1, 4)
     )
     llm = row(one, "llm_layer")
-    attention = next(each for each in layers_of(INTERNVL, Parallelism())[60].operations if isinstance(each, Attention))
+    attention = next(
+        each
+        for each in layers_of(INTERNVL, Parallelism())[60].operations
+        if isinstance(each, Attention)
+    )
     flops = 2 * attention.width * (8192**2 - 8192**2 // 4)
     expected = flops / (A100.peak_flops_per_s * A100.attention_forward_efficiency) * 1e9
     assert one.forward_ns[llm, 0] - four.forward_ns[llm, 0] == pytest.approx(expected, rel=1e-3)

@@ -1,4 +1,6 @@
-"""Clusters: the shipped ones load; a mistake in one says where; narrow products are slow; stages find their link."""
+"""Clusters: the shipped ones load; a mistake in one says where; narrow products are slow; stages
+find their link.
+"""
 
 import pytest
 
@@ -28,7 +30,12 @@ def test_what_surrounds_products_goes_with_peak_over_memory_speed():
     a100 = load_cluster("a100_80g")
     for name in ("h100", "h200", "gh200"):
         other = load_cluster(name)
-        ratio = other.peak_flops_per_s / other.hbm_bytes_per_s * a100.hbm_bytes_per_s / a100.peak_flops_per_s
+        ratio = (
+            other.peak_flops_per_s
+            / other.hbm_bytes_per_s
+            * a100.hbm_bytes_per_s
+            / a100.peak_flops_per_s
+        )
         assert other.half_speed_width == pytest.approx(a100.half_speed_width * ratio, rel=0.03)
 
 
@@ -48,7 +55,10 @@ def test_a_file_of_the_users_may_extend_ours(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("nvlink_efficiency = 1.5", r"cluster preset .*mine.toml: nvlink_efficiency = 1.5: must be greater than 0"),
+        (
+            "nvlink_efficiency = 1.5",
+            r"cluster preset .*mine.toml: nvlink_efficiency = 1.5: must be greater than 0",
+        ),
         ("gpus_per_node = 0", r"gpus_per_node = 0: must be greater"),
         ("gpu_per_node = 8", r"unknown key gpu_per_node; known: .*gpus_per_node"),
         ('gpus_per_node = "8"', r"gpus_per_node is '8', but should be int"),
@@ -70,7 +80,10 @@ def test_an_unknown_cluster_is_an_error_that_lists_the_shipped_ones():
     ("parallel", "inside"),
     [
         (Parallelism(tp=2, pp=4, innermost="stages"), True),
-        (Parallelism(tp=4, pp=4, innermost="stages"), False),  # two of three borders lie in a node, one does not
+        (
+            Parallelism(tp=4, pp=4, innermost="stages"),
+            False,
+        ),  # two of three borders lie in a node, one does not
         (Parallelism(tp=2, pp=4, dp=4), False),
         (Parallelism(tp=2, pp=2, dp=2), True),
     ],
@@ -86,7 +99,9 @@ def test_tensor_parallelism_beyond_a_node_goes_over_the_network():
     assert Parallelism(tp=8).tensor_link(cluster) == cluster.network
 
 
-@pytest.mark.parametrize("wrong", [{"tp": 0}, {"dp": -1}, {"zero_stage": 4}, {"innermost": "stage"}])
+@pytest.mark.parametrize(
+    "wrong", [{"tp": 0}, {"dp": -1}, {"zero_stage": 4}, {"innermost": "stage"}]
+)
 def test_an_impossible_parallelism_is_an_error(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Parallelism(**wrong)

@@ -24,7 +24,9 @@ def costs(first_trained=0):
     )
 
 
-@pytest.mark.parametrize("trained", [(1, 1, 1, 1, 1), (0, 0, 1, 0, 1), (1, 0, 0, 1, 0), (0, 0, 0, 0, 0)])
+@pytest.mark.parametrize(
+    "trained", [(1, 1, 1, 1, 1), (0, 0, 1, 0, 1), (1, 0, 0, 1, 0), (0, 0, 0, 0, 0)]
+)
 def test_each_layer_runs_backward_what_its_place_needs(trained):
     whole, found = costs(), frozen_costs(costs(), [bool(own) for own in trained])
     for place, own in enumerate(trained):

@@ -1,4 +1,6 @@
-"""Layers of a model: complete, in order, split evenly over GPUs; activations by the formula stated."""
+"""Layers of a model: complete, in order, split evenly over GPUs; activations by the formula
+stated.
+"""
 
 import pytest
 
@@ -33,10 +35,14 @@ def test_layers_stand_in_the_order_in_which_a_micro_batch_passes_them():
     assert heard.index("audio_projector") == 33 == heard.index("patch_embedding") - 1
 
 
-@pytest.mark.parametrize("name", [name for name in preset_names("models") if load_model(name).has_dimensions])
+@pytest.mark.parametrize(
+    "name", [name for name in preset_names("models") if load_model(name).has_dimensions]
+)
 def test_weights_of_all_products_are_the_layers_parameters_but_for_norms(name):
     for layer in set(layers_of(load_model(name), ONE)):
-        weights = sum(each.inputs * each.outputs for each in layer.operations if isinstance(each, Product))
+        weights = sum(
+            each.inputs * each.outputs for each in layer.operations if isinstance(each, Product)
+        )
         if layer.kind == "token_embedding":
             assert weights == 0
         else:
@@ -45,7 +51,10 @@ def test_weights_of_all_products_are_the_layers_parameters_but_for_norms(name):
 
 
 def test_gpus_hold_whole_heads_so_that_25_on_two_are_13_on_each():
-    vision, llm = (only(layers_of(load_model("internvl_1_5"), TWO), kind) for kind in ("vision_layer", "llm_layer"))
+    vision, llm = (
+        only(layers_of(load_model("internvl_1_5"), TWO), kind)
+        for kind in ("vision_layer", "llm_layer")
+    )
     assert llm.gpu_params - 2 * 6144 == (llm.num_params - 2 * 6144) // 2
     assert vision.gpu_params > vision.num_params / 2
     assert [each.inputs for each in vision.operations if isinstance(each, Product)][1] == 13 * 128

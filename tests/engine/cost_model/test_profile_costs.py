@@ -1,4 +1,6 @@
-"""Costs out of profiles: they give back what was measured, survive JSON, and refuse what lies too far away."""
+"""Costs out of profiles: they give back what was measured, survive JSON, and refuse what lies too
+far away.
+"""
 
 import json
 from dataclasses import replace
@@ -14,7 +16,7 @@ from engine.cost_model.clusters import load_cluster
 from engine.cost_model.layer_list import phases_of
 from engine.cost_model.loads import Loads, PhaseLoads
 from engine.cost_model.parallel import Parallelism
-from engine.cost_model.profile_costs import (
+from engine.cost_model.profile_table import (
     COLUMNS,
     make_profile,
     misfit,
@@ -28,8 +30,9 @@ from engine.cost_model.profile_costs import (
 
 A100, PARALLEL = load_cluster("a100_80g"), Parallelism(tp=2, pp=4, dp=4)
 TOLERANCE = 0.06
-"""Of a layer's forward and backward time, between what was measured; measured .021 to .053, the most where a product
-changes from reading weights to computing."""
+"""Of a layer's forward and backward time, between what was measured; measured .021 to .053, the
+most where a product changes from reading weights to computing.
+"""
 STEP_TOLERANCE = 0.015
 """Of all layers of a micro-batch together; measured .007 to .012."""
 
@@ -51,11 +54,15 @@ def loads_of(images, samples, clips):
 
 
 def sweep():
-    """What a runtime would measure: each phase from little to much, in long samples and in short ones."""
+    """What a runtime would measure: each phase from little to much, in long samples and in short
+    ones.
+    """
     tokens = [64, 128, 256, 512, 1024, 2048, 4096, 8192]
     samples = [own for size in tokens for own in ([size], [size // 8] * 8)]
     images = [1, 2, 3, 4, 6, 8, 10, 14] * 2
-    return loads_of(images, samples, [[own] for own in (50, 100, 200, 400, 800, 1500, 1500, 1500)] * 2)
+    return loads_of(
+        images, samples, [[own] for own in (50, 100, 200, 400, 800, 1500, 1500, 1500)] * 2
+    )
 
 
 def random_loads(rng, count):
@@ -71,7 +78,9 @@ def measured(name):
     return make_profile(layer_costs(model, A100, PARALLEL, loads), loads, phases_of(model)), model
 
 
-@pytest.mark.parametrize("name", ["internvl_1_5", "orchmllm_84b", "pipetune_3b", "eva_clip_1b_internlm2_20b"])
+@pytest.mark.parametrize(
+    "name", ["internvl_1_5", "orchmllm_84b", "pipetune_3b", "eva_clip_1b_internlm2_20b"]
+)
 def test_a_profile_of_the_analytical_model_gives_its_costs_back(name):
     profile, model = measured(name)
     loads = random_loads(np.random.default_rng(3), 100)
@@ -92,9 +101,9 @@ def test_a_profile_of_the_analytical_model_gives_its_costs_back(name):
 
 def test_a_profile_survives_json_and_disk(tmp_path):
     profile, _ = measured("tiny")
-    assert profile_to_dict(profile_from_dict(json.loads(json.dumps(profile_to_dict(profile))))) == profile_to_dict(
-        profile
-    )
+    assert profile_to_dict(
+        profile_from_dict(json.loads(json.dumps(profile_to_dict(profile))))
+    ) == profile_to_dict(profile)
     write_profile(profile, tmp_path / "profile.json")
     again = profiled_costs(read_profile(tmp_path / "profile.json"), sweep())
     for column in COLUMNS:
@@ -105,12 +114,16 @@ def test_more_to_do_never_costs_less_however_noisy_the_measurements_are():
     profile, _ = measured("internvl_1_5")
     rng = np.random.default_rng(9)
     noisy = {
-        name: np.rint(getattr(profile.costs, name) * rng.uniform(0.7, 1.3, profile.costs.forward_ns.shape)).astype(int)
+        name: np.rint(
+            getattr(profile.costs, name) * rng.uniform(0.7, 1.3, profile.costs.forward_ns.shape)
+        ).astype(int)
         for name in ("forward_ns", "input_grad_ns", "weight_grad_ns", "recompute_ns")
     }
     shaky = replace(profile, costs=replace(profile.costs, **noisy))
     less = random_loads(rng, 60)
-    more = replace(less, llm=replace(less.llm, tokens=less.llm.tokens + 5, squares=less.llm.squares + 25))
+    more = replace(
+        less, llm=replace(less.llm, tokens=less.llm.tokens + 5, squares=less.llm.squares + 25)
+    )
     small, large = profiled_costs(shaky, less), profiled_costs(shaky, more)
     assert (large.forward_ns >= small.forward_ns).all()
     assert (large.weight_grad_ns >= small.weight_grad_ns).all()
@@ -120,7 +133,9 @@ def test_more_to_do_never_costs_less_however_noisy_the_measurements_are():
 def test_a_phase_with_nothing_to_do_costs_nothing():
     profile, _ = measured("internvl_1_5")
     costs = profiled_costs(profile, loads_of([0], [[500]], [[100]]))
-    vision = [place for place, kind in enumerate(costs.kinds) if kind.startswith(("patch", "vision"))]
+    vision = [
+        place for place, kind in enumerate(costs.kinds) if kind.startswith(("patch", "vision"))
+    ]
     assert not costs.forward_ns[vision].any()
     assert not costs.send_ns[vision].any()
 
@@ -128,7 +143,11 @@ def test_a_phase_with_nothing_to_do_costs_nothing():
 @pytest.mark.parametrize(
     ("images", "samples", "message"),
     [
-        (30, [100], r"a micro-batch has 30,750 vision tokens, the profile's largest 14,350: .* up to 1.25 times"),
+        (
+            30,
+            [100],
+            r"a micro-batch has 30,750 vision tokens, the profile's largest 14,350: .* up to 1.25 times",
+        ),
         (1, [11_000], r"11,000 llm tokens, the profile's largest 8,192"),
     ],
 )
@@ -171,7 +190,11 @@ def test_a_profile_whose_parts_do_not_belong_together_is_an_error():
     with pytest.raises(ConfigError, match="do not fit"):
         replace(profile, layers=(0, 99))
     with pytest.raises(ConfigError, match="no phase is given for the layers head"):
-        make_profile(profile.costs, profile.loads, {kind: "llm" for kind in profile.costs.kinds if kind != "head"})
+        make_profile(
+            profile.costs,
+            profile.loads,
+            {kind: "llm" for kind in profile.costs.kinds if kind != "head"},
+        )
 
 
 def test_nonnegative_least_squares_equal_the_best_subset():

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from engine.cost_model.clusters import load_cluster
+from engine.cost_model.gradient_reduction import gather_ns, reduction_ns
 from engine.cost_model.parallel import Parallelism, Training
-from engine.cost_model.replicas import gather_ns, reduction_ns
 
 A100 = load_cluster("a100_80g")
 BILLION = np.array([1_000_000_000])

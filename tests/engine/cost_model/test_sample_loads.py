@@ -4,9 +4,9 @@ import numpy as np
 from linear_costs import mixed_samples
 
 from balance.presets import load_model
-from balance.records import COUNT_COLUMNS, Counts
+from balance.types import COUNT_COLUMNS, Counts
 from engine.cost_model.sample_loads import joined_loads, packed_loads, sample_loads
-from engine.tuning.tune_pack import pack_in_order
+from engine.tuning.pack import pack_in_order
 
 
 def test_micro_batches_bring_the_sums_of_their_samples():
@@ -39,7 +39,8 @@ def test_loads_of_counts_are_those_of_the_model():
 
 def test_audio_is_cut_into_windows_of_one_clip():
     counts = Counts(
-        **{name: np.zeros(2, np.int64) for name in COUNT_COLUMNS} | {"num_audio_tokens": np.array([0, 800])}
+        **{name: np.zeros(2, np.int64) for name in COUNT_COLUMNS}
+        | {"num_audio_tokens": np.array([0, 800])}
     )
     audio = sample_loads(counts, load_model("tiny_audio")).audio
     assert audio.tokens.tolist() == [0, 1600]

@@ -8,11 +8,11 @@ from linear_costs import LinearModel
 from random_examples import random_counts, uneven_offsets
 
 from balance.errors import ConfigError
-from balance.rearrange import from_assignment
+from balance.steps.all_to_all import from_assignment
 from engine.cost_model.clusters import Link
 from engine.cost_model.loads import PhaseLoads
 from engine.dispatching.dispatch import PHASES, DispatchOptions, Examples, plan_dispatch
-from engine.dispatching.dispatch_times import TokenBytes, phase_cost, phase_times, phase_volumes, step_times
+from engine.dispatching.times import TokenBytes, phase_cost, phase_times, phase_volumes, step_times
 
 OPTIONS = {
     "full": {},
@@ -30,7 +30,9 @@ OPTIONS = {
 def examples_of(seed, num_ranks=16, per_rank=12, *, uneven=False):
     rng = np.random.default_rng(seed)
     count = num_ranks * per_rank
-    offsets = uneven_offsets(rng, count, num_ranks) if uneven else np.arange(num_ranks + 1) * per_rank
+    offsets = (
+        uneven_offsets(rng, count, num_ranks) if uneven else np.arange(num_ranks + 1) * per_rank
+    )
     return Examples.of_counts(random_counts(rng, count), offsets, audio_downsample=2)
 
 
@@ -45,7 +47,11 @@ def test_every_example_is_worked_on_once_in_each_phase_that_it_has(name, seed):
     plan = plan_dispatch(examples, options_of(name))
     for phase in PHASES:
         batches = plan.batches(phase)
-        has = np.flatnonzero(examples.lengths[phase]) if phase != "llm" else np.arange(len(examples.texts))
+        has = (
+            np.flatnonzero(examples.lengths[phase])
+            if phase != "llm"
+            else np.arange(len(examples.texts))
+        )
         assert len(batches) == examples.num_ranks
         assert sorted(batches.samples.tolist()) == has.tolist()
         tokens = [examples.lengths[phase][batches[rank]] for rank in range(len(batches))]
@@ -97,7 +103,9 @@ def test_no_rank_has_more_than_four_thirds_of_the_best_possible(seed):
         padded = phase in plan.options.padded
         best = None
         for ranks in product(range(3), repeat=len(lengths)):
-            own = [[x for x, at in zip(lengths, ranks, strict=True) if at == rank] for rank in range(3)]
+            own = [
+                [x for x, at in zip(lengths, ranks, strict=True) if at == rank] for rank in range(3)
+            ]
             most = max(len(x) * max(x, default=0) if padded else sum(x) for x in own)
             best = most if best is None else min(best, most)
         most = plan.phases[phase].balanced.tokens.max()
@@ -119,7 +127,9 @@ def whole_step(examples, communicator="all_to_all", **changes):
 
 
 def test_every_ablation_costs_time_as_in_the_paper():
-    mean = dict.fromkeys(("full", "llm only", "nothing", "all rmpad", "all pad", "all gather", "not node-wise"), 0.0)
+    mean = dict.fromkeys(
+        ("full", "llm only", "nothing", "all rmpad", "all pad", "all gather", "not node-wise"), 0.0
+    )
     for seed in range(6):
         examples = examples_of(seed, 64, 25)
         mean["full"] += whole_step(examples).step_ns
@@ -168,7 +178,10 @@ def test_llm_only_leaves_encoders_with_the_llm_and_nothing_moves_features():
         assert phase_volumes(plan, phase).features.total == 0
     nothing = plan_dispatch(examples_of(1), options_of("nothing"))
     for phase in PHASES:
-        assert nothing.phases[phase].drawn.tokens.tolist() == nothing.phases[phase].balanced.tokens.tolist()
+        assert (
+            nothing.phases[phase].drawn.tokens.tolist()
+            == nothing.phases[phase].balanced.tokens.tolist()
+        )
 
 
 def test_phase_times_are_a_phase_s_part_of_a_cost_function():

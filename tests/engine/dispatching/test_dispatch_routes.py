@@ -1,19 +1,21 @@
-"""Routes of features: what each rank sends and receives puts every feature where its sample's micro-batch is."""
+"""Routes of features: what each rank sends and receives puts every feature where its sample's
+micro-batch is.
+"""
 
 import numpy as np
 import pytest
 from random_examples import random_counts, uneven_offsets
 
 from balance.errors import ConfigError
-from balance.records import Groups
-from balance.step_plan import StepSamples, StepWork
-from engine.dispatching.dispatch_routes import feature_moves, step_routes
-from engine.dispatching.dispatch_steps import DispatchedSteps
+from balance.steps.step_planner import StepAssignment, StepRequest
+from balance.types import Groups
+from engine.dispatching.routes import feature_moves, step_routes
+from engine.dispatching.step_planner import DispatchedSteps
 
 
 def planned(seed, dp, micro_batches, count=60):
     rng = np.random.default_rng(seed)
-    samples = StepSamples(
+    samples = StepRequest(
         counts=random_counts(rng, count),
         offsets=uneven_offsets(rng, count, dp * micro_batches),
         dp=dp,
@@ -45,7 +47,9 @@ def test_features_arrive_in_the_order_of_the_micro_batch(seed, micro_batches):
                     posted[rank, other] = sent[ends[other] : ends[other + 1]]
             for rank, way in enumerate(own):
                 came = [row for other in range(4) for row in posted[other, rank]]
-                assert [len(posted[other, rank]) for other in range(4)] == way.receive_counts.tolist()
+                assert [
+                    len(posted[other, rank]) for other in range(4)
+                ] == way.receive_counts.tolist()
                 used = dict(zip(way.receive_places.tolist(), came, strict=True))
                 wanted = named(work.micro_batches[rank][number], features[name])
                 assert [used[place] for place in range(len(wanted))] == wanted
@@ -64,19 +68,26 @@ def test_moves_are_the_plan_s_compositions_and_routes_their_expansions(seed):
             for rank in range(6):
                 route = step_routes(work, features, rank)[number][name].tokens
                 for field in ("send_places", "send_counts", "receive_counts", "receive_places"):
-                    np.testing.assert_array_equal(getattr(route, field), getattr(whole.exchange(rank), field))
+                    np.testing.assert_array_equal(
+                        getattr(route, field), getattr(whole.exchange(rank), field)
+                    )
 
 
 def test_nothing_travels_if_encoders_work_where_the_language_model_does():
     _, work, features = planned(0, 4, 2)
-    alike = StepWork(micro_batches=work.micro_batches, encoders={"vision": work.micro_batches})
+    alike = StepAssignment(
+        micro_batches=work.micro_batches, encoders={"vision": work.micro_batches}
+    )
     assert not any(routes["vision"].travels for routes in step_routes(alike, features, 1))
     assert any(routes["vision"].travels for routes in step_routes(work, features, 1))
 
 
 def test_a_sample_encoded_in_another_round_is_named():
-    both = Groups(np.array([0, 1]), np.array([0, 1, 2])), Groups(np.array([1, 0]), np.array([0, 1, 2]))
-    work = StepWork(micro_batches=(both[0],), encoders={"vision": (both[1],)})
+    both = (
+        Groups(np.array([0, 1]), np.array([0, 1, 2])),
+        Groups(np.array([1, 0]), np.array([0, 1, 2])),
+    )
+    work = StepAssignment(micro_batches=(both[0],), encoders={"vision": (both[1],)})
     with pytest.raises(ConfigError, match=r"sample 0 .*round 0"):
         step_routes(work, {"vision": np.array([4, 4])}, 0)
 
@@ -84,4 +95,4 @@ def test_a_sample_encoded_in_another_round_is_named():
 def test_uneven_numbers_of_batches_are_named():
     one, two = Groups(np.array([0]), np.array([0, 1])), Groups(np.array([1]), np.array([0, 1, 1]))
     with pytest.raises(ConfigError, match=r"\[1, 2\] batches"):
-        step_routes(StepWork(micro_batches=(one, two), encoders={}), {}, 0)
+        step_routes(StepAssignment(micro_batches=(one, two), encoders={}), {}, 0)

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 from random_examples import random_counts, uneven_offsets
 
-from balance.step_plan import StepPlanner, StepSamples, check_work
+from balance.steps.step_planner import StepPlanner, StepRequest, check_work
 from engine.dispatching.dispatch import DispatchOptions
-from engine.dispatching.dispatch_steps import DispatchedSteps
+from engine.dispatching.step_planner import DispatchedSteps
 
 
 def samples_of(seed, dp, micro_batches, count=90):
     rng = np.random.default_rng(seed)
-    return StepSamples(
+    return StepRequest(
         counts=random_counts(rng, count),
         offsets=uneven_offsets(rng, count, dp * micro_batches),
         dp=dp,

@@ -5,7 +5,7 @@ import pytest
 from random_costs import vlm
 
 from balance.errors import ConfigError
-from engine.planning.adapt import OutOfMemory, adapt_recompute, under_way
+from engine.planning.adaptive_recompute import OutOfMemory, adapt_recompute, under_way
 from engine.planning.recompute import InfeasiblePlan, choose_recompute
 from engine.simulator.evaluate import schedule_for
 from engine.simulator.memory import memory_of
@@ -13,10 +13,18 @@ from engine.simulator.stages import stage_costs
 
 
 class Model:
-    """A run of the memory model; noise in the largest part of what activations hold, always the same for a choice."""
+    """A run of the memory model; noise in the largest part of what activations hold, always the
+    same for a choice.
+    """
 
     def __init__(self, costs, borders, schedule, memory, *, noise=0.0):
-        self.costs, self.borders, self.schedule, self.memory, self.noise = costs, borders, schedule, memory, noise
+        self.costs, self.borders, self.schedule, self.memory, self.noise = (
+            costs,
+            borders,
+            schedule,
+            memory,
+            noise,
+        )
         self.runs = 0
 
     def peaks(self, recompute):
@@ -32,7 +40,9 @@ class Model:
 
 
 def model(seed, *, name="1f1b", share=0.5, noise=0.0, spread=0.05):
-    """`share`: how much of what recomputation can free the memory has, on the rank that needs most."""
+    """`share`: how much of what recomputation can free the memory has, on the rank that needs
+    most.
+    """
     rng = np.random.default_rng(seed)
     costs = vlm(rng, int(rng.integers(15, 30)), int(rng.integers(15, 30)), 12, spread=spread)
     inner = np.sort(rng.choice(np.arange(4, costs.num_layers, 4), 3, replace=False))
@@ -56,7 +66,11 @@ def test_it_ends_within_a_layer_per_stage_of_the_exact_choice(name, share, seed)
     best = choose_recompute(observe.costs, observe.borders, observe.schedule, observe.memory)
     one_layer = observe.costs.recompute_ns.sum(axis=1).max()
     assert (observe.peaks(adapted.recompute) <= observe.memory).all()
-    assert 0 <= extra_ns(observe, adapted.recompute) - extra_ns(observe, best) <= len(observe.borders) * one_layer
+    assert (
+        0
+        <= extra_ns(observe, adapted.recompute) - extra_ns(observe, best)
+        <= len(observe.borders) * one_layer
+    )
     away = np.add.reduceat(adapted.recompute.astype(int) - best, observe.borders[:-1])
     assert np.abs(away).max() <= 2
     assert observe.runs == len(adapted.trials) <= 20
@@ -66,8 +80,12 @@ def test_it_ends_within_a_layer_per_stage_of_the_exact_choice(name, share, seed)
 def test_noise_of_half_a_percent_of_the_memory_costs_two_layers_a_stage_at_most(seed):
     observe = model(seed, noise=0.005)
     reserve = int(0.005 * observe.memory)
-    adapted = adapt_recompute(observe.costs, observe.borders, observe.schedule, observe, reserve_bytes=reserve)
-    best = choose_recompute(observe.costs, observe.borders, observe.schedule, observe.memory - reserve)
+    adapted = adapt_recompute(
+        observe.costs, observe.borders, observe.schedule, observe, reserve_bytes=reserve
+    )
+    best = choose_recompute(
+        observe.costs, observe.borders, observe.schedule, observe.memory - reserve
+    )
     one_layer = observe.costs.recompute_ns.sum(axis=1).max()
     assert (observe.peaks(adapted.recompute) <= observe.memory - reserve).all()
     assert (adapted.left_bytes >= reserve).all()
@@ -109,17 +127,24 @@ def test_a_stage_that_runs_out_though_it_reports_much_left_is_backed_off_layer_b
 
 def test_everything_recomputed_and_still_too_much_is_infeasible():
     observe = model(0, share=-0.01)
-    with pytest.raises(InfeasiblePlan, match=r"^stages \[\d\] run out of memory with every layer recomputed"):
+    with pytest.raises(
+        InfeasiblePlan, match=r"^stages \[\d\] run out of memory with every layer recomputed"
+    ):
         adapt_recompute(observe.costs, observe.borders, observe.schedule, observe)
     observe = model(0, share=0.1)
     with pytest.raises(InfeasiblePlan, match=r"bytes in reserve: use smaller micro-batches"):
-        adapt_recompute(observe.costs, observe.borders, observe.schedule, observe, reserve_bytes=observe.memory)
+        adapt_recompute(
+            observe.costs, observe.borders, observe.schedule, observe, reserve_bytes=observe.memory
+        )
 
 
 def test_several_stages_per_rank_are_refused():
     observe = model(2)
     schedule = schedule_for("interleaved", observe.borders, 12, 2)
-    with pytest.raises(ConfigError, match=r"interleaved runs 4 stages on 2 ranks, .* one stage per rank; use schedule"):
+    with pytest.raises(
+        ConfigError,
+        match=r"interleaved runs 4 stages on 2 ranks, .* one stage per rank; use schedule",
+    ):
         adapt_recompute(observe.costs, observe.borders, schedule, observe)
 
 

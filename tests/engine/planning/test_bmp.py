@@ -9,8 +9,8 @@ from random_costs import random_model, vlm
 from balance.errors import ConfigError
 from engine.cost_model.costs import NS_PER_MS
 from engine.planning.bmp import candidate, greedy_anchor, rank_candidates, search_bmp
-from engine.planning.exact import search_exact
 from engine.planning.recompute import InfeasiblePlan, fitted_step
+from engine.planning.search.branch_and_bound import search_exact
 from engine.simulator.evaluate import schedule_for
 
 PLENTY = 10**15
@@ -24,7 +24,8 @@ def by_hand(costs, borders):
     variance = sum((stage - mean) ** 2 for stage in stages)
     sent = sum(costs.sent_bytes[cut - 1].mean() for cut in borders[1:-1])
     comm = sum(
-        costs.send_ns[cut - 1].mean() / NS_PER_MS * (2 if costs.sends_grad[cut - 1] else 1) for cut in borders[1:-1]
+        costs.send_ns[cut - 1].mean() / NS_PER_MS * (2 if costs.sends_grad[cut - 1] else 1)
+        for cut in borders[1:-1]
     )
     return variance, sent, comm, (variance / mean if mean else 0.0) + comm
 
@@ -72,9 +73,13 @@ def test_equal_layers_are_cut_evenly():
     assert greedy_anchor(costs, 3).tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(("stage_ms", "deviation"), [((500, 160, 150, 160), 148), ((2000, 1600, 1000, 1100), 402)])
+@pytest.mark.parametrize(
+    ("stage_ms", "deviation"), [((500, 160, 150, 160), 148), ((2000, 1600, 1000, 1100), 402)]
+)
 def test_the_variance_is_that_of_figure_2(stage_ms, deviation):
-    """OmniBal prints the population's deviation of the stages' times, cut to whole ms; eq. 4 does not divide by N."""
+    """OmniBal prints the population's deviation of the stages' times, cut to whole ms; eq. 4 does
+    not divide by N.
+    """
     costs = vlm(np.random.default_rng(0), 1, 0, 1)
     costs.forward_ns[:, 0] = np.array(stage_ms) * NS_PER_MS
     assert int(np.sqrt(candidate(costs, np.arange(5)).variance_ms2 / 4)) == deviation
@@ -95,14 +100,24 @@ def test_the_best_is_the_fastest_of_what_was_run_and_no_slower_than_the_anchor(s
 
 
 def test_a_gap_before_the_cut_that_sends_least_is_found_if_it_is_worth_it():
-    """Where a projector makes the output small, a cut there beats one that is a little more even."""
+    """Where a projector makes the output small, a cut there beats one that is a little more
+    even.
+    """
     costs = vlm(np.random.default_rng(0), 10, 10, 8, spread=0.0)
-    costs.forward_ns[:], costs.input_grad_ns[:], costs.weight_grad_ns[:] = NS_PER_MS, NS_PER_MS, NS_PER_MS
+    costs.forward_ns[:], costs.input_grad_ns[:], costs.weight_grad_ns[:] = (
+        NS_PER_MS,
+        NS_PER_MS,
+        NS_PER_MS,
+    )
     costs.send_ns[:-1] = 5 * NS_PER_MS
     costs.send_ns[9] = 0
     schedule = schedule_for("1f1b", np.arange(3), 8)
     assert greedy_anchor(costs, 2).tolist() == [0, 11, 23]
-    assert search_bmp(costs, 2, fitted_step(costs, schedule, PLENTY)).best.borders.tolist() == [0, 10, 23]
+    assert search_bmp(costs, 2, fitted_step(costs, schedule, PLENTY)).best.borders.tolist() == [
+        0,
+        10,
+        23,
+    ]
 
 
 def test_candidates_that_do_not_fit_are_kept_as_evidence_and_none_fitting_is_an_error():

@@ -10,13 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from balance.errors import ConfigError, DataError
-from balance.records import Groups
+from balance.types import Groups
 from engine.cost_model.loads import Loads, PhaseLoads
 from engine.cost_model.sample_loads import packed_loads, sample_loads
-from engine.planning.data import padded, read_build
-from loaders.builds import open_builds
-from loaders.epochs import StoredGroups
-from loaders.steps import StepConfig, Steps
+from engine.planning.build_steps import padded, read_build
+from loaders.plan.epoch_groups import StoredGroups
+from loaders.plan.steps import StepConfig, Steps
+from loaders.read.builds import open_builds
 
 
 def tokens_of(loads):
@@ -30,14 +30,23 @@ def test_steps_are_those_of_the_loaders(demo_build, dp, micro_batches):
     num_steps = len(loads) // (dp * micro_batches)
     assert num_steps > 1
     config = StepConfig(
-        dp_rank=0, dp_world_size=dp, micro_batches=micro_batches, seed=5, remainder="drop", order="blocks"
+        dp_rank=0,
+        dp_world_size=dp,
+        micro_batches=micro_batches,
+        seed=5,
+        remainder="drop",
+        order="blocks",
     )
     (opened,) = open_builds([demo_build])
     plans = Steps(StoredGroups(opened), config, opened.manifest.model.vision_unit).plan(num_steps)
     shape = num_steps, dp, micro_batches
     vit, llm = tokens_of(loads)
-    np.testing.assert_array_equal(vit.reshape(shape), np.stack([plan.loads.vit_tokens for plan in plans]))
-    np.testing.assert_array_equal(llm.reshape(shape), np.stack([plan.loads.llm_tokens for plan in plans]))
+    np.testing.assert_array_equal(
+        vit.reshape(shape), np.stack([plan.loads.vit_tokens for plan in plans])
+    )
+    np.testing.assert_array_equal(
+        llm.reshape(shape), np.stack([plan.loads.llm_tokens for plan in plans])
+    )
 
 
 def test_squares_are_those_of_each_sample(demo_build):
@@ -71,7 +80,8 @@ def test_random_batches_of_the_mean_size_are_at_least_as_many_as_the_groups(demo
     few = build.groups.take(np.argsort(build.groups.sizes)[:1])
     one, two = Groups(few.samples[:1], np.array([0, 1])), Groups(few.samples[:2], np.array([0, 2]))
     groups = Groups(
-        np.concatenate([one.samples, two.samples, two.samples]), np.cumsum([0, *one.sizes, *two.sizes, *two.sizes])
+        np.concatenate([one.samples, two.samples, two.samples]),
+        np.cumsum([0, *one.sizes, *two.sizes, *two.sizes]),
     )
     build = replace(build, groups=groups)
     asked = {"dp": 1, "micro_batches": len(groups), "steps": 1}
@@ -91,7 +101,9 @@ def test_random_batches_hold_each_sample_at_most_once(demo_build):
 
 def test_padding_counts_the_longest_for_everyone():
     groups = Groups(np.array([0, 1, 2, 3]), np.array([0, 3, 4]))
-    plain = Loads(vision=PhaseLoads.nothing(2), audio=PhaseLoads.nothing(2), llm=PhaseLoads.nothing(2))
+    plain = Loads(
+        vision=PhaseLoads.nothing(2), audio=PhaseLoads.nothing(2), llm=PhaseLoads.nothing(2)
+    )
     loads = padded(plain, groups, np.array([5, 7, 1, 2]))
     assert loads.llm.tokens.tolist() == [21, 2]
     assert loads.llm.squares.tolist() == [147, 4]
@@ -99,7 +111,10 @@ def test_padding_counts_the_longest_for_everyone():
 
 def test_no_group_is_larger_than_a_full_micro_batch(demo_build):
     build = read_build(demo_build)
-    full, every = build.full_micro_batch(), packed_loads(sample_loads(build.counts, build.model), build.groups)
+    full, every = (
+        build.full_micro_batch(),
+        packed_loads(sample_loads(build.counts, build.model), build.groups),
+    )
     assert (every.llm.tokens <= full.llm.tokens).all()
     assert (every.vision.tokens <= full.vision.tokens).all()
     assert full.llm.tokens.tolist() == [build.limits.max_seq_len]
@@ -108,7 +123,8 @@ def test_no_group_is_larger_than_a_full_micro_batch(demo_build):
 def test_a_step_larger_than_the_build_is_refused(demo_build):
     build = read_build(demo_build)
     with pytest.raises(
-        ConfigError, match=rf"has {len(build.groups)} groups, a step needs 4,000 \(dp x micro-batches\)"
+        ConfigError,
+        match=rf"has {len(build.groups)} groups, a step needs 4,000 \(dp x micro-batches\)",
     ):
         build.stream_steps(dp=4, micro_batches=1000, steps=1)
 
@@ -127,7 +143,10 @@ def test_wrong_folders_are_named(copied, tmp_path):
     for name in ("index.arrow", "counts.parquet", "groups.parquet"):
         kept = (copied / name).read_bytes()
         (copied / name).unlink()
-        with pytest.raises(DataError, match=rf"planning needs index.arrow, .* of the build, and {name} is not there"):
+        with pytest.raises(
+            DataError,
+            match=rf"planning needs index.arrow, .* of the build, and {name} is not there",
+        ):
             read_build(copied)
         (copied / name).write_bytes(kept[:100])
         with pytest.raises(DataError, match="cannot be read"):
@@ -142,8 +161,14 @@ def test_other_manifests_are_refused(copied):
     for content, message in (
         ("[]", "not a manifest of Isobatch"),
         ("{", "not a manifest of Isobatch"),
-        (json.dumps({**values, "format_version": 1}), "format version 1; this isobatch reads version 2"),
-        (json.dumps({**values, "seed": 1}), "damaged or edited: its content is not what its content_hash says"),
+        (
+            json.dumps({**values, "format_version": 1}),
+            "format version 1; this isobatch reads version 2",
+        ),
+        (
+            json.dumps({**values, "seed": 1}),
+            "damaged or edited: its content is not what its content_hash says",
+        ),
     ):
         path.write_text(content)
         with pytest.raises(DataError, match=message):
@@ -152,11 +177,17 @@ def test_other_manifests_are_refused(copied):
 
 @pytest.mark.parametrize("name", ["model", "order", "limits"])
 @pytest.mark.parametrize("value", [None, 5, "x", [1], {"speed": 1}])
-def test_a_manifest_whose_parts_are_not_what_they_should_be_is_refused_in_one_line(copied, name, value):
+def test_a_manifest_whose_parts_are_not_what_they_should_be_is_refused_in_one_line(
+    copied, name, value
+):
     path = copied / "manifest.json"
-    values = {key: kept for key, kept in json.loads(path.read_text()).items() if key != "content_hash"}
+    values = {
+        key: kept for key, kept in json.loads(path.read_text()).items() if key != "content_hash"
+    }
     path.write_text(json.dumps({**values, name: value}))
-    with pytest.raises((DataError, ConfigError), match=r"not a manifest of Isobatch|model preset") as error:
+    with pytest.raises(
+        (DataError, ConfigError), match=r"not a manifest of Isobatch|model preset"
+    ) as error:
         read_build(copied)
     assert "\n" not in str(error.value)
 
@@ -166,5 +197,7 @@ def test_tables_of_another_build_are_noticed(copied, demo_build):
     longer = pa.array(table.column("num_text_tokens").to_numpy() + 1, pa.int32())
     place = table.schema.get_field_index("num_text_tokens")
     pq.write_table(table.set_column(place, "num_text_tokens", longer), copied / "counts.parquet")
-    with pytest.raises(DataError, match=r"counts.parquet and groups.parquet do not fit index.arrow"):
+    with pytest.raises(
+        DataError, match=r"counts.parquet and groups.parquet do not fit index.arrow"
+    ):
         read_build(copied)

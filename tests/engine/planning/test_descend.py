@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from random_costs import instance
 
-from engine.planning.bounds import layer_sums
-from engine.planning.descend import NEVER, Fitter, descend, neighbours
-from engine.planning.exact import anchors
 from engine.planning.recompute import choose_recompute
+from engine.planning.search._bounds import layer_sums
+from engine.planning.search.branch_and_bound import anchors
+from engine.planning.search.local_search import NEVER, Fitter, descend, neighbours
 from engine.simulator.evaluate import evaluate
 
 
@@ -38,6 +38,9 @@ def test_the_least_peaks_are_those_with_everything_recomputed():
     costs, schedule, _ = instance(12, most_layers=10)
     fitter = Fitter(costs, schedule, 0, layer_sums(costs, schedule))
     tried = np.stack(anchors(costs, schedule.num_stages))
-    peaks = [evaluate(costs, borders, fitter.frees, schedule).memory.peak_bytes.max() for borders in tried]
+    peaks = [
+        evaluate(costs, borders, fitter.frees, schedule).memory.peak_bytes.max()
+        for borders in tried
+    ]
     assert fitter.least_peaks(tried).tolist() == peaks
     assert (fitter.steps(tried) == NEVER).all()

@@ -1,4 +1,6 @@
-"""The exact search: brute force over partitions and recomputed layers, its bounds, its answer's stability."""
+"""The exact search: brute force over partitions and recomputed layers, its bounds, its answer's
+stability.
+"""
 
 import itertools
 from dataclasses import replace
@@ -8,9 +10,9 @@ import pytest
 from random_costs import SHAPES, instance, peak, random_model, vlm
 
 from engine.cost_model.costs import Costs
-from engine.planning.exact import MOST_WHOLE, MOST_WINDOWS, search_exact
 from engine.planning.recompute import InfeasiblePlan, rank_choices
-from engine.planning.stage_choices import MOST_COMBINED
+from engine.planning.search._stage_choices import MOST_COMBINED
+from engine.planning.search.branch_and_bound import MOST_WHOLE, MOST_WINDOWS, search_exact
 from engine.simulator.evaluate import evaluate, schedule_for
 from engine.simulator.schedule import make_schedule
 
@@ -33,7 +35,12 @@ def check(costs, schedule, memory, best):
             search_exact(costs, schedule, memory)
         return
     found = search_exact(costs, schedule, memory)
-    assert (found.step_ns, found.lower_bound_ns, found.is_proven, found.gap) == (best, best, True, 0.0)
+    assert (found.step_ns, found.lower_bound_ns, found.is_proven, found.gap) == (
+        best,
+        best,
+        True,
+        0.0,
+    )
     outcome = evaluate(costs, found.borders, found.recompute, schedule)
     assert outcome.step_ns == best
     assert outcome.fits(memory)
@@ -56,7 +63,10 @@ def test_nothing_beats_it_of_all_partitions_of_up_to_12_layers_with_all_minimal_
     costs, schedule, memory = instance(1000 + seed, most_layers=12)
     best = None
     for borders in partitions(costs.num_layers, schedule.num_stages):
-        own = [rank_choices(costs, borders, schedule, rank, memory) for rank in range(schedule.num_ranks)]
+        own = [
+            rank_choices(costs, borders, schedule, rank, memory)
+            for rank in range(schedule.num_ranks)
+        ]
         for combination in itertools.product(*own):
             step = evaluate(costs, borders, np.logical_or.reduce(combination), schedule).step_ns
             best = step if best is None else min(best, step)
@@ -68,7 +78,12 @@ def test_nothing_beats_it_of_all_partitions_of_up_to_12_layers_where_all_fits(se
     costs, schedule, _ = instance(2000 + seed, most_layers=12)
     nothing = np.zeros(costs.num_layers, bool)
     every = partitions(costs.num_layers, schedule.num_stages)
-    check(costs, schedule, PLENTY, min(evaluate(costs, borders, nothing, schedule).step_ns for borders in every))
+    check(
+        costs,
+        schedule,
+        PLENTY,
+        min(evaluate(costs, borders, nothing, schedule).step_ns for borders in every),
+    )
 
 
 @pytest.mark.parametrize(("name", "chunks"), SHAPES)
@@ -85,7 +100,10 @@ def test_a_search_that_is_cut_short_still_knows_a_bound(name, chunks, most_windo
 
 def test_a_step_that_takes_no_time_is_proven_without_a_gap():
     costs = vlm(np.random.default_rng(0), 3, 3, 2)
-    costs = replace(costs, **{name: 0 * getattr(costs, name) for name in Costs.__slots__ if name.endswith("_ns")})
+    costs = replace(
+        costs,
+        **{name: 0 * getattr(costs, name) for name in Costs.__slots__ if name.endswith("_ns")},
+    )
     found = search_exact(costs, make_schedule("1f1b", 2, 2), PLENTY)
     assert (found.step_ns, found.gap, found.is_proven) == (0, 0.0, True)
 
@@ -96,7 +114,10 @@ def test_ranks_of_several_stages_that_must_recompute_end_with_a_plan_that_fits_a
     costs = vlm(np.random.default_rng(2), 12, 12, 8, spread=0.1)
     schedule = make_schedule("interleaved", 2, 8, chunks)
     free = search_exact(costs, schedule, PLENTY)
-    least, most = (peak(costs, free.borders, schedule, np.full(costs.num_layers, full)) for full in (True, False))
+    least, most = (
+        peak(costs, free.borders, schedule, np.full(costs.num_layers, full))
+        for full in (True, False)
+    )
     before = None
     for share in (1, 0.5, 0.05):
         memory = int(least + share * (most - least))
@@ -112,13 +133,17 @@ def test_ranks_of_several_stages_that_must_recompute_end_with_a_plan_that_fits_a
 
 
 def test_where_no_anchor_fits_one_that_does_is_found():
-    """One layer's weights fill a rank, so its stage must be as short as can be, which no method aims at."""
+    """One layer's weights fill a rank, so its stage must be as short as can be, which no method
+    aims at.
+    """
     costs = vlm(np.random.default_rng(0), 12, 12, 8, spread=0.0)
     costs.state_bytes[:] = 1
     costs.state_bytes[20] = 10**12
     for name, chunks in SHAPES:
         schedule = make_schedule(name, 4 // chunks, 8, chunks)
-        with pytest.raises(InfeasiblePlan, match=r"rank \d needs .* split the model over \d+ times"):
+        with pytest.raises(
+            InfeasiblePlan, match=r"rank \d needs .* split the model over \d+ times"
+        ):
             search_exact(costs, schedule, 10**12)
         found = search_exact(costs, schedule, 10**12 + 8 * 10**9)
         assert evaluate(costs, found.borders, found.recompute, schedule).fits(10**12 + 8 * 10**9)
@@ -128,7 +153,9 @@ def shaken(costs: Costs, rng: np.random.Generator) -> Costs:
     """Every layer's times 1 % more or less, the same for all micro-batches."""
     factors = 1 + 0.01 * rng.choice([-1, 1], (costs.num_layers, 1))
     names = ("forward_ns", "input_grad_ns", "weight_grad_ns", "recompute_ns", "send_ns")
-    return replace(costs, **{name: np.rint(getattr(costs, name) * factors).astype(np.int64) for name in names})
+    return replace(
+        costs, **{name: np.rint(getattr(costs, name) * factors).astype(np.int64) for name in names}
+    )
 
 
 def models(seed):
@@ -139,7 +166,9 @@ def models(seed):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_after_a_change_of_a_percent_the_old_plan_is_at_most_two_percent_slower_than_a_new_one(seed):
+def test_after_a_change_of_a_percent_the_old_plan_is_at_most_two_percent_slower_than_a_new_one(
+    seed,
+):
     rng = np.random.default_rng(seed)
     costs, num_stages = models(seed), int(rng.choice([2, 4, 8]))
     schedule = schedule_for("1f1b", np.arange(num_stages + 1), costs.num_micro_batches)

@@ -7,7 +7,14 @@ import pytest
 from random_costs import random_model, vlm
 
 from balance.errors import ConfigError
-from engine.planning.partition import METHODS, by_forward_time, by_layers, by_params, by_step_time, even_partition
+from engine.planning.partition import (
+    METHODS,
+    by_forward_time,
+    by_layers,
+    by_params,
+    by_step_time,
+    even_partition,
+)
 
 
 def all_borders(num_layers, num_stages):
@@ -25,7 +32,9 @@ def test_no_partition_has_a_smaller_largest_sum_nor_as_large_a_one_and_less_vari
     def sums(borders):
         return np.add.reduceat(weights, borders[:-1])
 
-    best = min((sums(b).max(), int((sums(b) ** 2).sum())) for b in all_borders(num_layers, num_stages))
+    best = min(
+        (sums(b).max(), int((sums(b) ** 2).sum())) for b in all_borders(num_layers, num_stages)
+    )
     found = sums(even_partition(weights, num_stages))
     assert (found.max(), int((found**2).sum())) == best
 
@@ -43,7 +52,10 @@ def test_each_method_is_best_by_its_own_figure():
         "profile-based": costs.forward_ns.sum(axis=1),
     }
     for name, figure in figures.items():
-        largest = {other: np.add.reduceat(figure, method(costs, 4)[:-1]).max() for other, method in METHODS.items()}
+        largest = {
+            other: np.add.reduceat(figure, method(costs, 4)[:-1]).max()
+            for other, method in METHODS.items()
+        }
         assert largest[name] == min(largest.values())
 
 

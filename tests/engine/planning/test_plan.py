@@ -35,7 +35,10 @@ def test_a_plan_survives_its_file(plan, tmp_path):
 
 def test_the_hash_is_that_of_the_question(plan):
     assert make_plan(question(), search="bmp").plan.inputs_hash == plan.inputs_hash
-    others = [question(memory_bytes=plan.memory_bytes + 1), question(loads=uneven_loads(32, 7, model="internvl_1_5"))]
+    others = [
+        question(memory_bytes=plan.memory_bytes + 1),
+        question(loads=uneven_loads(32, 7, model="internvl_1_5")),
+    ]
     assert len({plan.inputs_hash, *(make_plan(other).plan.inputs_hash for other in others)}) == 3
 
 
@@ -65,10 +68,18 @@ def with_own_hash(values):
         (("inputs", "loads", "llm", "tokens"), [1.5], "loads are not lists of integers"),
         (("inputs", "loads", "sound"), {}, "here, loads: has .*'sound'"),
         (("inputs",), 1, "here, inputs: has int; it must have"),
-        (("inputs", "num_micro_batches"), 0, "loads of 32 micro-batches and 1 of the largest; give steps of 1, and 1"),
+        (
+            ("inputs", "num_micro_batches"),
+            0,
+            "loads of 32 micro-batches and 1 of the largest; give steps of 1, and 1",
+        ),
         (("predicted",), None, "here, predicted: has NoneType; it must have"),
         (("predicted", "peak_bytes"), [], "predicted peak_bytes has 0 entries; there must be 4"),
-        (("predicted", "forward_ns"), [1] * 5, "predicted forward_ns has 5 entries; there must be 4"),
+        (
+            ("predicted", "forward_ns"),
+            [1] * 5,
+            "predicted forward_ns has 5 entries; there must be 4",
+        ),
         (("borders",), [0, 5, 4, 20, 97], "borders must rise from 0 to 97"),
         (("borders",), [0, 97], "1 stages; 4 ranks with 1 each make 4"),
         (("borders",), [0, 1, 2, 3.5, 97], "borders is"),
@@ -100,7 +111,9 @@ def test_what_is_not_a_plan_is_refused(plan, path, value, message):
     ],
 )
 def test_whatever_is_edited_into_the_inputs_is_refused_in_one_line(plan, path, value):
-    with pytest.raises(ConfigError, match="here: its inputs are not those that its predictions") as error:
+    with pytest.raises(
+        ConfigError, match="here: its inputs are not those that its predictions"
+    ) as error:
         plan_from_json(changed(plan, "inputs", *path, value=value), where="here")
     assert "\n" not in str(error.value)
 
@@ -115,7 +128,9 @@ def test_missing_parts_are_named(plan):
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):
-    with pytest.raises(DataError, match=r"nothing.json: No such file or directory; give the plan.json"):
+    with pytest.raises(
+        DataError, match=r"nothing.json: No such file or directory; give the plan.json"
+    ):
         read_plan(tmp_path / "nothing.json")
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(DataError, match=r"bad.json: not JSON"):

@@ -1,4 +1,6 @@
-"""Plans: never slower than the choices beside them, of the given steps, and within memory for the largest ones."""
+"""Plans: never slower than the choices beside them, of the given steps, and within memory for the
+largest ones.
+"""
 
 from dataclasses import replace
 from io import StringIO
@@ -9,13 +11,20 @@ from plan_questions import question, uneven_loads
 from rich.console import Console
 
 from balance.errors import ConfigError
+from engine.cost_model.gradient_reduction import reduction_ns
 from engine.cost_model.parallel import Training
-from engine.cost_model.replicas import reduction_ns
-from engine.explain import comparison, layers_text, print_plan, stage_names, stage_rows, time_shares
-from engine.planning.exact import search_exact
+from engine.plan_report import (
+    comparison,
+    layers_text,
+    print_plan,
+    stage_names,
+    stage_rows,
+    time_shares,
+)
 from engine.planning.partition import METHODS
 from engine.planning.planner import make_plan, run, tensor_parallel_ns
 from engine.planning.recompute import InfeasiblePlan, choose_recompute
+from engine.planning.search.branch_and_bound import search_exact
 from engine.simulator.evaluate import evaluate, schedule_for
 
 
@@ -83,7 +92,9 @@ def test_the_searched_partition_is_no_slower_than_other_methods_for_the_searched
 
 def test_both_searches_find_a_plan_and_the_exact_one_is_no_slower():
     asked = replace(
-        question(), parallel=replace(question().parallel, dp=1), loads=uneven_loads(8, model="internvl_1_5")
+        question(),
+        parallel=replace(question().parallel, dp=1),
+        loads=uneven_loads(8, model="internvl_1_5"),
     )
     exact, bmp = make_plan(asked), make_plan(asked, search="bmp")
     assert exact.best.step_ns <= bmp.best.step_ns
@@ -102,7 +113,9 @@ def test_the_same_question_has_the_same_answer(answer):
     assert comparison(again) == comparison(answer)
 
 
-@pytest.mark.parametrize(("schedule", "stages_per_rank"), [("zero_bubble", 1), ("gpipe", 1), ("interleaved", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "stages_per_rank"), [("zero_bubble", 1), ("gpipe", 1), ("interleaved", 2)]
+)
 def test_every_schedule_can_be_planned(schedule, stages_per_rank):
     asked = question(schedule=schedule, stages_per_rank=stages_per_rank)
     plan = make_plan(asked).plan
@@ -116,13 +129,22 @@ def test_shares_of_time_add_up_and_waiting_is_what_is_left(answer):
         assert sum(shares.values()) == pytest.approx(1)
         assert min(shares.values()) >= 0
     ratios = [outcome.timeline.bubble_ratio.mean() for outcome in answer.best.outcomes]
-    assert time_shares(answer.best)["waiting"] >= np.mean(ratios) - 1e-9  # waiting for other replicas comes on top
+    assert (
+        time_shares(answer.best)["waiting"] >= np.mean(ratios) - 1e-9
+    )  # waiting for other replicas comes on top
 
 
 def test_one_gpu_per_group_has_no_tensor_parallel_communication(answer):
     assert (tensor_parallel_ns(question(), answer.best) > 0).all()
     alone = replace(question(), parallel=replace(question().parallel, tp=1))
-    found = run(alone, "alone", alone.pipelines(alone.loads), alone.loads, answer.best.borders, answer.best.recompute)
+    found = run(
+        alone,
+        "alone",
+        alone.pipelines(alone.loads),
+        alone.loads,
+        answer.best.borders,
+        answer.best.recompute,
+    )
     assert not tensor_parallel_ns(alone, found).any()
 
 
@@ -134,7 +156,9 @@ def test_tensor_parallel_communication_is_part_of_what_ranks_compute(answer):
 def test_replicas_reduce_gradients_of_what_is_trained(answer):
     asked = question()
     assert answer.plan.predicted.reduction_ns > 0
-    single = replace(asked, parallel=replace(asked.parallel, dp=1), loads=asked.loads.take(np.arange(16)))
+    single = replace(
+        asked, parallel=replace(asked.parallel, dp=1), loads=asked.loads.take(np.arange(16))
+    )
     assert make_plan(single).plan.predicted.reduction_ns == 0
     frozen = replace(asked, training=replace(asked.training, llm=False))
     less = make_plan(frozen).plan.predicted.reduction_ns
@@ -149,7 +173,9 @@ def test_replicas_reduce_gradients_of_what_is_trained(answer):
 def test_what_cannot_be_trained_or_costed_is_refused():
     asked = question()
     with pytest.raises(ConfigError, match="everything is frozen: there is nothing to train"):
-        replace(asked, training=Training(vision=False, projector=False, llm=False))  # the model hears nothing
+        replace(
+            asked, training=Training(vision=False, projector=False, llm=False)
+        )  # the model hears nothing
     heard = replace(asked.loads, audio=asked.loads.vision)
     with pytest.raises(ConfigError, match=r"internvl_1_5 has no \[audio_encoder\] table"):
         replace(asked, loads=heard)
@@ -159,7 +185,9 @@ def test_what_cannot_be_trained_or_costed_is_refused():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_plan_is_at_most_2_percent_slower_than_a_new_one_after_a_change_of_1_percent(answer, seed):
+def test_a_plan_is_at_most_2_percent_slower_than_a_new_one_after_a_change_of_1_percent(
+    answer, seed
+):
     rng = np.random.default_rng(seed)
     asked = question()
     full = asked.costs(asked.full.take(np.zeros(8, np.int64)))
@@ -169,7 +197,9 @@ def test_a_plan_is_at_most_2_percent_slower_than_a_new_one_after_a_change_of_1_p
     costs = replace(answer.best.costs[searched], **sizes)
     factors = rng.choice([0.99, 1.01], (costs.num_layers, 1))
     times = ("forward_ns", "input_grad_ns", "weight_grad_ns", "recompute_ns")
-    changed = replace(costs, **{name: np.rint(factors * getattr(costs, name)).astype(np.int64) for name in times})
+    changed = replace(
+        costs, **{name: np.rint(factors * getattr(costs, name)).astype(np.int64) for name in times}
+    )
     schedule = schedule_for("1f1b", answer.best.borders, 8)
     kept = evaluate(changed, answer.best.borders, answer.best.recompute, schedule).step_ns
     anew = search_exact(changed, schedule, asked.memory_bytes)

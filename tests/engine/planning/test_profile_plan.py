@@ -12,17 +12,19 @@ from engine.cost_model.analytical import layer_costs
 from engine.cost_model.clusters import load_cluster
 from engine.cost_model.layer_list import phases_of
 from engine.cost_model.parallel import Parallelism
-from engine.cost_model.profile_costs import COLUMNS, make_profile, profiled_costs
+from engine.cost_model.profile_table import COLUMNS, make_profile, profiled_costs
 from engine.planning.bmp import greedy_anchor
 from engine.planning.plan import read_plan, write_plan
-from engine.planning.profile_plan import largest_micro_batch, measured_costs, plan_of_profile
+from engine.planning.plan_from_profile import largest_micro_batch, measured_costs, plan_of_profile
 from engine.simulator.evaluate import evaluate
 
 PARALLEL = Parallelism(tp=4, pp=4, dp=2)
 
 
 def profile_of(model, loads):
-    return make_profile(layer_costs(model, load_cluster("gh200"), PARALLEL, loads), loads, phases_of(model))
+    return make_profile(
+        layer_costs(model, load_cluster("gh200"), PARALLEL, loads), loads, phases_of(model)
+    )
 
 
 def test_a_plan_says_what_the_profile_says_of_its_partition(tmp_path):
@@ -46,7 +48,9 @@ def test_a_plan_says_what_the_profile_says_of_its_partition(tmp_path):
 def test_what_was_measured_is_used_as_it_is():
     loads = uneven_loads(16, model="internvl_1_5")
     places = np.array([3, 1, 1, 12])
-    asked = question(parallel=Parallelism(tp=4, pp=4), num_micro_batches=4, loads=loads.take(places))
+    asked = question(
+        parallel=Parallelism(tp=4, pp=4), num_micro_batches=4, loads=loads.take(places)
+    )
     asked = replace(asked, full=largest_micro_batch(loads))
     profile = profile_of(asked.model, loads)
     exact = layer_costs(asked.model, load_cluster("gh200"), PARALLEL, loads.take(places))
@@ -62,8 +66,15 @@ def test_what_was_measured_is_used_as_it_is():
 def test_a_profile_of_another_model_is_refused():
     asked = question()
     profile = profile_of(load_model("tiny"), asked.loads)
-    with pytest.raises(ConfigError, match=r"the profile has \d+ layers, the model internvl_1_5 \d+"):
-        plan_of_profile(asked, profile, np.array([0, 1, 2, 3, len(profile.names)]), np.zeros(len(profile.names), bool))
+    with pytest.raises(
+        ConfigError, match=r"the profile has \d+ layers, the model internvl_1_5 \d+"
+    ):
+        plan_of_profile(
+            asked,
+            profile,
+            np.array([0, 1, 2, 3, len(profile.names)]),
+            np.zeros(len(profile.names), bool),
+        )
 
 
 def test_the_largest_micro_batch_has_the_most_of_everything():

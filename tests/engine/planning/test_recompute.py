@@ -16,11 +16,17 @@ SHAPES = [("1f1b", 1), ("gpipe", 1), ("zero_bubble", 1), ("interleaved", 2)]
 
 
 def instance(seed, *, most_layers=9):
-    """Costs, borders, schedule, and memory between what is needed at least and at most, or a little less."""
+    """Costs, borders, schedule, and memory between what is needed at least and at most, or a little
+    less.
+    """
     rng = np.random.default_rng(seed)
     name, chunks = SHAPES[seed % len(SHAPES)]
     num_stages = int(rng.integers(1, 4)) * chunks
-    costs = random_model(rng, int(rng.integers(num_stages, max(num_stages, most_layers) + 1)), int(rng.integers(1, 6)))
+    costs = random_model(
+        rng,
+        int(rng.integers(num_stages, max(num_stages, most_layers) + 1)),
+        int(rng.integers(1, 6)),
+    )
     inner = rng.choice(np.arange(1, costs.num_layers), num_stages - 1, replace=False)
     borders = np.array([0, *sorted(inner.tolist()), costs.num_layers])
     schedule = schedule_for(name, borders, costs.num_micro_batches, chunks)
@@ -52,7 +58,9 @@ def test_the_kernel_s_peak_is_that_of_the_memory_model(seed):
 def test_the_choice_takes_as_little_time_as_the_best_of_all_subsets(seed):
     costs, borders, schedule, memory = instance(seed)
     extra = costs.recompute_ns.sum(axis=1)
-    fitting = [s for s in subsets(costs.num_layers) if (peaks(costs, borders, schedule, s) <= memory).all()]
+    fitting = [
+        s for s in subsets(costs.num_layers) if (peaks(costs, borders, schedule, s) <= memory).all()
+    ]
     if not fitting:
         with pytest.raises(InfeasiblePlan):
             choose_recompute(costs, borders, schedule, memory)
@@ -79,7 +87,9 @@ def test_minimal_choices_are_a_part_of_every_subset_that_fits_but_for_equal_laye
             and peaks(costs, borders, schedule, s)[rank] <= memory
         ]
         counts = {tuple((s & (keys == key)).sum() for key in sorted(set(keys))) for s in fitting}
-        minimal = {c for c in counts if not any(d != c and np.less_equal(d, c).all() for d in counts)}
+        minimal = {
+            c for c in counts if not any(d != c and np.less_equal(d, c).all() for d in counts)
+        }
         found = {tuple((s & (keys == key)).sum() for key in sorted(set(keys))) for s in choices}
         assert found == minimal
         assert all(peaks(costs, borders, schedule, s)[rank] <= memory for s in choices)
@@ -146,9 +156,14 @@ def test_many_kinds_end_early_with_a_choice_that_fits():
     most = peaks(costs, borders, schedule, np.zeros(40, bool)).max()
     least = peaks(costs, borders, schedule, np.ones(40, bool)).max()
     memory = int(most + least) // 2
-    _, is_all = minimal_choices(layer_bytes(costs), rank_order(schedule, 0), borders[:1], borders[1:], memory, False)
+    _, is_all = minimal_choices(
+        layer_bytes(costs), rank_order(schedule, 0), borders[:1], borders[1:], memory, False
+    )
     assert not is_all
-    assert peaks(costs, borders, schedule, choose_recompute(costs, borders, schedule, memory)).max() <= memory
+    assert (
+        peaks(costs, borders, schedule, choose_recompute(costs, borders, schedule, memory)).max()
+        <= memory
+    )
 
 
 def test_an_infeasible_plan_says_which_share_of_the_micro_batch_would_fit():
@@ -159,9 +174,13 @@ def test_an_infeasible_plan_says_which_share_of_the_micro_batch_would_fit():
     rank = int(full.peak_bytes.argmax())
     state, peak = int(full.state_bytes[rank]), int(full.peak_bytes[rank])
     memory = state + (peak - state) // 2
-    with pytest.raises(InfeasiblePlan, match=rf"^rank {rank} needs .* at most 50 % of this size, or split .*$"):
+    with pytest.raises(
+        InfeasiblePlan, match=rf"^rank {rank} needs .* at most 50 % of this size, or split .*$"
+    ):
         choose_recompute(costs, borders, schedule, memory)
-    with pytest.raises(InfeasiblePlan, match=r"optimizer state; split the model over 3 times as many"):
+    with pytest.raises(
+        InfeasiblePlan, match=r"optimizer state; split the model over 3 times as many"
+    ):
         choose_recompute(costs, borders, schedule, peak * 2 // 5)
 
 
@@ -170,4 +189,6 @@ def test_a_step_that_fits_recomputes_and_is_slower():
     borders = np.array([0, 12, costs.num_layers])
     schedule = schedule_for("1f1b", borders, 8)
     need = int(peaks(costs, borders, schedule, np.zeros(costs.num_layers, bool)).max())
-    assert fitted_step(costs, schedule, need)(borders) < fitted_step(costs, schedule, need - 1)(borders)
+    assert fitted_step(costs, schedule, need)(borders) < fitted_step(costs, schedule, need - 1)(
+        borders
+    )

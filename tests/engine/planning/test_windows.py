@@ -5,20 +5,33 @@ import itertools
 import numpy as np
 import pytest
 
-from engine.planning.descend import NEVER
-from engine.planning.windows import Windows, best_chain, chain_bounds, count_joined, join, prune
+from engine.planning.search._windows import (
+    Windows,
+    best_chain,
+    chain_bounds,
+    count_joined,
+    join,
+    prune,
+)
+from engine.planning.search.local_search import NEVER
 
 
 def random_chain(rng):
-    """Windows of one stage with random bounds: some of the stages that partitions of a few layers can have."""
+    """Windows of one stage with random bounds: some of the stages that partitions of a few layers
+    can have.
+    """
     num_stages = int(rng.integers(1, 5))
     num_layers = int(rng.integers(num_stages, num_stages + 4))
     chain = []
     for stage in range(num_stages):
         starts = [0] if stage == 0 else range(1, num_layers)
         ends = [num_layers] if stage == num_stages - 1 else range(1, num_layers)
-        borders = [(a, b) for a, b in itertools.product(starts, ends) if a < b and rng.random() < 0.8]
-        borders = np.array(borders * int(rng.integers(1, 3)), np.int64).reshape(-1, 2)  # several choices
+        borders = [
+            (a, b) for a, b in itertools.product(starts, ends) if a < b and rng.random() < 0.8
+        ]
+        borders = np.array(borders * int(rng.integers(1, 3)), np.int64).reshape(
+            -1, 2
+        )  # several choices
         chain.append(
             Windows(
                 borders=borders,
@@ -34,7 +47,10 @@ def random_chain(rng):
 def chains(chain):
     """Every chain: the places of its windows, which agree on what they share."""
     for places in itertools.product(*(range(len(one)) for one in chain)):
-        if all(a.right[i] == b.left[j] for (a, i), (b, j) in itertools.pairwise(zip(chain, places, strict=True))):
+        if all(
+            a.right[i] == b.left[j]
+            for (a, i), (b, j) in itertools.pairwise(zip(chain, places, strict=True))
+        ):
             yield places
 
 
@@ -55,13 +71,19 @@ def test_bounds_pruning_and_joining_are_those_of_every_chain(seed):
         if every:
             borders, choices = best_chain(chain, bounds)
             fits = [
-                bound for places, bound in every.items() if whole(chain, places) == (borders.tolist(), choices.tolist())
+                bound
+                for places, bound in every.items()
+                if whole(chain, places) == (borders.tolist(), choices.tolist())
             ]
             assert min(fits) == min(every.values())
         limit = int(np.random.default_rng(seed).integers(3, 11))
         kept = prune(chain, bounds, limit)
         left = {tuple(map(tuple, whole(kept, places))) for places in chains(kept)}
-        assert left >= {tuple(map(tuple, whole(chain, places))) for places, bound in every.items() if bound < limit}
+        assert left >= {
+            tuple(map(tuple, whole(chain, places)))
+            for places, bound in every.items()
+            if bound < limit
+        }
         if len(kept) == 1:
             return
         chain = join(kept)

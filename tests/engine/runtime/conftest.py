@@ -1,1 +1,3 @@
-"""Nothing but a place: pytest puts it in `sys.path`, where the tests of the folders below find the modules here."""
+"""Nothing but a place: pytest puts it in `sys.path`, where the tests of the folders below find the
+modules here.
+"""

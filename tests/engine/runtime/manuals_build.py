@@ -1,4 +1,6 @@
-"""A small build of the manuals corpus: real samples with text alone, one image, and several images."""
+"""A small build of the manuals corpus: real samples with text alone, one image, and several
+images.
+"""
 
 import io
 import json
@@ -21,7 +23,9 @@ SAMPLES = {0: 6, 1: 6, 2: 2, 3: 1}
 MOST_CHARACTERS, MOST_PIXELS = 1000, 250_000
 """Of the samples taken, so that the tests are quick: text of a sample, pixels of an image."""
 NUM_TOKENS = 4096
-"""Of the tokenizer's: with all of its 151,643, the tiny models would spend their time with logits."""
+"""Of the tokenizer's: with all of its 151,643, the tiny models would spend their time with
+logits.
+"""
 MAX_SEQ_LEN = 2048
 
 
@@ -73,14 +77,18 @@ def is_small(sample, images):
 def cut_tokenizer(folder):
     """The shared tokenizer with its first tokens only, and its control tokens behind them."""
     folder.mkdir()
-    whole, config = (json.loads((TOKENIZER / f"{name}.json").read_text()) for name in ("tokenizer", "tokenizer_config"))
+    whole, config = (
+        json.loads((TOKENIZER / f"{name}.json").read_text())
+        for name in ("tokenizer", "tokenizer_config")
+    )
     model, first = whole["model"], len(whole["model"]["vocab"])
     model["vocab"] = {token: place for token, place in model["vocab"].items() if place < NUM_TOKENS}
     model["merges"] = [pair for pair in model["merges"] if "".join(pair.split()) in model["vocab"]]
     for token in whole["added_tokens"]:
         token["id"] += NUM_TOKENS - first
     config["added_tokens_decoder"] = {
-        str(int(place) + NUM_TOKENS - first): token for place, token in config["added_tokens_decoder"].items()
+        str(int(place) + NUM_TOKENS - first): token
+        for place, token in config["added_tokens_decoder"].items()
     }
     for name, content in (("tokenizer", whole), ("tokenizer_config", config)):
         (folder / f"{name}.json").write_text(json.dumps(content))

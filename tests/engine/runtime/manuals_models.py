@@ -1,4 +1,6 @@
-"""Tiny models of transformers for builds of the manuals corpus, with random weights, and how they train alone."""
+"""Tiny models of transformers for builds of the manuals corpus, with random weights, and how they
+train alone.
+"""
 
 import sys
 from itertools import islice, pairwise
@@ -20,7 +22,12 @@ MICRO_BATCHES = 2
 def load(build, **options):
     """The steps of a build, for a single pipeline."""
     return StreamingLoader(
-        build, dp_rank=0, dp_world_size=1, micro_batches_per_step=MICRO_BATCHES, workers=0, **options
+        build,
+        dp_rank=0,
+        dp_world_size=1,
+        micro_batches_per_step=MICRO_BATCHES,
+        workers=0,
+        **options,
     )
 
 
@@ -29,13 +36,16 @@ def make_model(name, loader, seed=0):
     model = transformers.AutoModelForImageTextToText.from_config(make_config(name, loader)).eval()
     with torch.no_grad():  # the usual small weights would hide a sample that sees another
         for weight in model.parameters():
-            weight.copy_(torch.randn_like(weight) * (0.2 if weight.ndim > 1 else 0.1) + (weight.ndim == 1))
+            weight.copy_(
+                torch.randn_like(weight) * (0.2 if weight.ndim > 1 else 0.1) + (weight.ndim == 1)
+            )
     return model
 
 
 def make_optimizer(weights):
-    """Adam divides by the size of a gradient: with the usual eps, where it is nothing but rounding (a key's bias, to
-    which attention is blind) a weight would go anywhere."""
+    """Adam divides by the size of a gradient: with the usual eps, where it is nothing but rounding
+    (a key's bias, to which attention is blind) a weight would go anywhere.
+    """
     return torch.optim.AdamW(weights, lr=1e-3, eps=1e-5)
 
 
@@ -61,7 +71,9 @@ def loss_alone(model, batch, rule):
 
 
 def samples_of(batch, image_token_id, rule):
-    """The samples of a micro-batch as transformers' users run them: no packing, positions left to the model."""
+    """The samples of a micro-batch as transformers' users run them: no packing, positions left to
+    the model.
+    """
     native = batch.image_grid_thw is not None
     rows = batch.image_grid_thw.prod(1) if native else batch.patches_per_image
     tokens = rows // rule.merge_size**2 if native else rows * rule.llm_tokens_per_patch
@@ -80,5 +92,8 @@ def samples_of(batch, image_token_id, rule):
         if own:
             inputs["pixel_values"] = torch.cat([pixels for pixels, _ in own])
         if own and native:
-            inputs |= {"image_grid_thw": torch.stack([next(grids) for _ in own]), "mm_token_type_ids": is_image.int()}
+            inputs |= {
+                "image_grid_thw": torch.stack([next(grids) for _ in own]),
+                "mm_token_type_ids": is_image.int(),
+            }
         yield inputs

@@ -1,4 +1,6 @@
-"""What each rank runs for `test_manuals_training`: a model of transformers in a pipeline, saved and continued."""
+"""What each rank runs for `test_manuals_training`: a model of transformers in a pipeline, saved and
+continued.
+"""
 
 from itertools import islice
 from pathlib import Path
@@ -7,7 +9,7 @@ import torch
 import torch.distributed as dist
 from manuals_models import endless, load, make_model, make_optimizer
 
-from engine.runtime.checkpoints.saving import Progress, load_state, save_state
+from engine.runtime.checkpoints.training_state import Progress, load_state, save_state
 from engine.runtime.models.transformers_models import from_transformers
 from engine.runtime.models.weights import gather_state_dict, names_of
 from engine.runtime.pipeline import Pipeline, PipelineOptions
@@ -17,7 +19,9 @@ STEPS, SAVED_BEHIND = 5, 2
 
 
 class Run:
-    """A pipeline of all ranks with loader and optimizer; without `state` from the beginning, else from there on."""
+    """A pipeline of all ranks with loader and optimizer; without `state` from the beginning, else
+    from there on.
+    """
 
     def __init__(self, name, build, borders, *, seed=0, state=None, **options):
         ranks = list(range(dist.get_world_size()))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from engine.cost_model.costs import NS_PER_MS
 from engine.cost_model.loads import Loads, PhaseLoads
-from engine.runtime.carries import LayeredModel, Spec
+from engine.runtime.stage_io import LayerStack, TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +29,17 @@ def rows(count, width):
 def loads_of(batches):
     lengths = torch.tensor([len(batch.values) for batch in batches]).numpy()
     llm = PhaseLoads(tokens=lengths, squares=lengths**2, items=lengths**0)
-    return Loads(vision=PhaseLoads.nothing(len(batches)), audio=PhaseLoads.nothing(len(batches)), llm=llm)
+    return Loads(
+        vision=PhaseLoads.nothing(len(batches)), audio=PhaseLoads.nothing(len(batches)), llm=llm
+    )
 
 
 class WorkClock:
-    """Rank's clock that stands still unless layers work: what they take is known to the ns, on however busy a machine.
+    """Rank's clock that stands still unless layers work: what they take is known to the ns, on
+    however busy a machine.
 
-    In a `with`, it is what `time.perf_counter_ns` tells. Waiting for other ranks takes no time by it.
+    In a `with`, it is what `time.perf_counter_ns` tells. Waiting for other ranks takes no time by
+    it.
     """
 
     def __init__(self):
@@ -82,7 +86,9 @@ class Durations:
 class TimedLayer(nn.Module):
     """Takes a known time; with `only_on`, runs out of memory on other ranks."""
 
-    def __init__(self, durations: Durations, clock: WorkClock, *, is_last: bool, only_on: int | None = None):
+    def __init__(
+        self, durations: Durations, clock: WorkClock, *, is_last: bool, only_on: int | None = None
+    ):
         super().__init__()
         self.durations, self.clock, self.is_last, self.only_on = durations, clock, is_last, only_on
         self.weight = nn.Parameter(torch.ones(3))
@@ -92,8 +98,13 @@ class TimedLayer(nn.Module):
             raise torch.OutOfMemoryError("too much")
         each = len(batch.values)
         self.clock.work(self.durations.forward * each)
-        given = _WorksBack.apply(carry.get("x", batch.values), self.clock, self.durations.input_grad * each)
-        made = given + _WorksBack.apply(self.weight, self.clock, self.durations.weight_grad * each).sum()
+        given = _WorksBack.apply(
+            carry.get("x", batch.values), self.clock, self.durations.input_grad * each
+        )
+        made = (
+            given
+            + _WorksBack.apply(self.weight, self.clock, self.durations.weight_grad * each).sum()
+        )
         return {"loss": made.sum()} if self.is_last else {"x": made}
 
 
@@ -104,7 +115,7 @@ def timed_model(durations, clock, width=2, only_on=None):
         TimedLayer(own, clock, is_last=place == len(durations) - 1, only_on=only_on.get(place))
         for place, own in enumerate(durations)
     ]
-    return LayeredModel(layers=layers, specs=_Rows([width] * len(durations)))
+    return LayerStack(layers=layers, specs=_Rows([width] * len(durations)))
 
 
 class _Rows:
@@ -114,7 +125,9 @@ class _Rows:
         self.widths = widths
 
     def __call__(self, cut, batch):
-        return {"x": Spec(shape=(len(batch.values), self.widths[cut - 1]), dtype=torch.float32)}
+        return {
+            "x": TensorSpec(shape=(len(batch.values), self.widths[cut - 1]), dtype=torch.float32)
+        }
 
 
 class Block(nn.Module):
@@ -145,4 +158,4 @@ class Sum(nn.Module):
 def chain(widths, follows, loss):
     """Linear maps from width to width, each followed by a function, and a loss."""
     blocks = [Block(inputs, outputs, follows) for inputs, outputs in pairwise(widths)]
-    return LayeredModel(layers=[*blocks, loss], specs=_Rows(widths[1:]))
+    return LayerStack(layers=[*blocks, loss], specs=_Rows(widths[1:]))

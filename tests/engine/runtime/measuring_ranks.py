@@ -1,4 +1,6 @@
-"""What ranks run in the tests of profiles and of partitions that are tried; each writes down what it saw."""
+"""What ranks run in the tests of profiles and of partitions that are tried; each writes down what
+it saw.
+"""
 
 import numpy as np
 import torch
@@ -8,11 +10,16 @@ from torch import nn
 
 from balance.errors import ConfigError, IsobatchError
 from engine.cost_model.costs import NS_PER_MS, Costs
-from engine.cost_model.profile_costs import profile_to_dict
+from engine.cost_model.profile_table import profile_to_dict
 from engine.planning.recompute import InfeasiblePlan
 from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.profiling.profile import MeasureOptions, measure_layers
-from engine.runtime.profiling.trials import TrialOptions, TrialStep, evidence, measure_partitions
+from engine.runtime.profiling.measure_layers import MeasureOptions, measure_layers
+from engine.runtime.profiling.partition_trials import (
+    TrialOptions,
+    TrialStep,
+    evidence,
+    measure_partitions,
+)
 
 DURATIONS = (
     Durations(forward=1, input_grad=2, weight_grad=4),
@@ -25,7 +32,9 @@ COUNTS = (8, 16, 40)
 
 
 def profile_timed(said):
-    """Layers that take a known time; three, on two ranks. Backward passes measured together, then apart."""
+    """Layers that take a known time; three, on two ranks. Backward passes measured together, then
+    apart.
+    """
     for apart in (False, True):
         with WorkClock() as clock:
             said[f"apart: {apart}"] = _profile_timed(clock, apart=apart)
@@ -63,15 +72,21 @@ def profile_chains(said):
     """Chains whose bytes can be counted by hand; more stages than ranks, too."""
     batches = [rows(count, WIDTHS[0]) for count in COUNTS]
     for name, follows, loss in (("gelu", nn.GELU(), Square()), ("relu", nn.ReLU(), Sum())):
-        said[name] = _profile_chain(chain(WIDTHS, follows, loss), batches, [0, 2, 5], PipelineOptions())
+        said[name] = _profile_chain(
+            chain(WIDTHS, follows, loss), batches, [0, 2, 5], PipelineOptions()
+        )
     frozen = chain(WIDTHS, nn.GELU(), Square())
     frozen.layers[0].requires_grad_(False)
     options = PipelineOptions(schedule="interleaved", stages_per_rank=2)
     said["frozen"] = _profile_chain(frozen, batches, [0, 1, 2, 4, 5], options)
     alike = chain((10,) * 4, nn.GELU(), Square())
-    said["alike"] = _profile_chain(alike, [rows(8, 10)] * 2, [0, 2, 4], PipelineOptions(), kind="block")
+    said["alike"] = _profile_chain(
+        alike, [rows(8, 10)] * 2, [0, 2, 4], PipelineOptions(), kind="block"
+    )
     try:
-        _profile_chain(chain(WIDTHS, nn.GELU(), Square()), batches, [0, 2, 5], PipelineOptions(), kind="block")
+        _profile_chain(
+            chain(WIDTHS, nn.GELU(), Square()), batches, [0, 2, 5], PipelineOptions(), kind="block"
+        )
     except ConfigError as error:
         said["unlike"] = str(error)
 
@@ -96,7 +111,9 @@ UNEVEN = (
     Durations(forward=3, input_grad=0, weight_grad=21),
     *[Durations(forward=3, input_grad=3, weight_grad=2)] * 3,
 )
-"""Forward times say to cut in the middle; all times, behind the first layer: the slower rank then works 3/4 of that."""
+"""Forward times say to cut in the middle; all times, behind the first layer: the slower rank then
+works 3/4 of that.
+"""
 
 
 def costs_of(durations, batches):
@@ -127,7 +144,9 @@ def costs_of(durations, batches):
 
 
 def try_partitions(said):
-    """The best partition is known; and what fits no memory, or is asked wrongly, ends alike on both ranks."""
+    """The best partition is known; and what fits no memory, or is asked wrongly, ends alike on both
+    ranks.
+    """
     with WorkClock() as clock:
         _try_partitions(said, clock)
 
@@ -140,12 +159,18 @@ def _try_partitions(said, clock):
     step = TrialStep(batches=batches, normalizer=6, pipelines=[[0, 1]])
     # whatever the other ranks know does not count
     own = costs if dist.get_rank() == 0 else costs_of(UNEVEN[::-1], batches)
-    said["best"] = evidence(measure_partitions(model, own, step, TrialOptions(radius=2, most_run=3)))
-    said["gradients"] = sum(weight.grad is not None for layer in model.layers for weight in layer.parameters())
+    said["best"] = evidence(
+        measure_partitions(model, own, step, TrialOptions(radius=2, most_run=3))
+    )
+    said["gradients"] = sum(
+        weight.grad is not None for layer in model.layers for weight in layer.parameters()
+    )
     said["weights"] = all(bool((layer.weight == 1).all()) for layer in model.layers)
     # the third layer has room on the first rank only
     crowded = timed_model(UNEVEN, clock, only_on={2: 0})
-    said["crowded"] = evidence(measure_partitions(crowded, own, step, TrialOptions(steps=1, radius=2)))
+    said["crowded"] = evidence(
+        measure_partitions(crowded, own, step, TrialOptions(steps=1, radius=2))
+    )
     nowhere = timed_model(UNEVEN, clock, only_on={1: 1, 2: 0})
     said["nowhere"] = _failure(nowhere, own, step, TrialOptions(steps=1, radius=1))
     said["radius"] = _failure(model, own, step, TrialOptions(radius=-1))

@@ -1,4 +1,6 @@
-"""What each rank runs for `test_models`: a model of transformers in a pipeline beside the same training alone."""
+"""What each rank runs for `test_models`: a model of transformers in a pipeline beside the same
+training alone.
+"""
 
 from dataclasses import dataclass, field
 
@@ -12,7 +14,9 @@ from engine.runtime.models.weights import gather_state_dict, load_state_dict, na
 from engine.runtime.pipeline import Pipeline, PipelineOptions
 
 STEPS = [[(1, 0), (0, 0), (2,)], [(0,), (1,)], [(), (1, 1, 0), (0, 3), (1,)]]
-"""Images of each sample of each micro-batch of each step; some without images, one without samples."""
+"""Images of each sample of each micro-batch of each step; some without images, one without
+samples.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +49,9 @@ def _run_all(cases: list[ModelCase]) -> None:
 
 
 def _run_case(case: ModelCase) -> None:
-    """Steps with an optimizer in the pipeline and alone; losses and, in the end, all weights must agree."""
+    """Steps with an optimizer in the pipeline and alone; losses and, in the end, all weights must
+    agree.
+    """
     piped, alone = (make_model(case.name, tied=case.tied) for _ in range(2))
     if case.frozen is not None:
         for model in (piped, alone):
@@ -53,14 +59,21 @@ def _run_case(case: ModelCase) -> None:
     layered = from_transformers(piped)
     recompute = [place in case.recompute for place in range(len(layered.layers))]
     pipeline = Pipeline(layered, case.borders, recompute, [[0, 1]], case.options)
-    optimizers = [torch.optim.SGD(part, lr=1e-3, momentum=0.9) for part in (pipeline.parameters(), alone.parameters())]
+    optimizers = [
+        torch.optim.SGD(part, lr=1e-3, momentum=0.9)
+        for part in (pipeline.parameters(), alone.parameters())
+    ]
     for step, counts in enumerate(STEPS):
-        batches = [make_batch(case.name, own, seed=10 * step + place) for place, own in enumerate(counts)]
+        batches = [
+            make_batch(case.name, own, seed=10 * step + place) for place, own in enumerate(counts)
+        ]
         normalizer = sum(int((batch.labels >= 0).sum()) for batch in batches)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=case.options.autocast is not None):
             expected = sum(run_alone(case.name, alone, batch, normalizer) for batch in batches)
         found = pipeline.step(batches, normalizer).loss
-        assert abs(found - expected) <= case.tolerance * expected, f"step {step}: loss {found}, not {expected}"
+        assert abs(found - expected) <= case.tolerance * expected, (
+            f"step {step}: loss {found}, not {expected}"
+        )
         pipeline.reduce_gradients()
         for optimizer in optimizers:
             optimizer.step()

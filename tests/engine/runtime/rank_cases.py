@@ -1,4 +1,6 @@
-"""What each rank runs in these tests: the pipeline beside the same steps in one process, gradients compared."""
+"""What each rank runs in these tests: the pipeline beside the same steps in one process, gradients
+compared.
+"""
 
 from dataclasses import dataclass, field
 
@@ -9,13 +11,13 @@ from ranks import on_ranks
 from toy_model import freeze, make_batch, make_model, run_alone
 
 from engine.cost_model.costs import Costs
-from engine.runtime.draws import Draws
+from engine.runtime.communication.p2p_schedule import make_routes
+from engine.runtime.layer_rng import Draws
 from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.routes import make_routes
 from engine.simulator.schedule import Action, Kind, Schedule, make_schedule
 from engine.simulator.simulate import Deadlock
 from engine.simulator.stages import stage_costs
-from engine.tuning.orders import order_problem
+from engine.tuning.order_times import order_problem
 from engine.tuning.precompute import encode_ahead, frozen_encoder, where_to_encode
 
 SEED = 5
@@ -47,7 +49,9 @@ class Case:
     encode_on: tuple[int, ...] = ()
     """Ranks that encode some micro-batches ahead."""
     planned: bool = False
-    """Whether the planner says which are encoded ahead and in which order micro-batches enter; otherwise, by chance."""
+    """Whether the planner says which are encoded ahead and in which order micro-batches enter;
+    otherwise, by chance.
+    """
 
 
 def run_cases(folder: str, world_size: int, cases: list[Case]) -> None:
@@ -64,7 +68,9 @@ def _run_all(cases: list[Case]) -> None:
 
 
 def run_case(case: Case) -> None:
-    """Steps in the pipeline and alone, with an optimizer step after each; every gradient must agree."""
+    """Steps in the pipeline and alone, with an optimizer step after each; every gradient must
+    agree.
+    """
     piped, alone = (make_model(tied=case.tied, dropout=case.dropout) for _ in range(2))
     for part in case.frozen:
         freeze(piped, part)
@@ -76,8 +82,12 @@ def run_case(case: Case) -> None:
         *sorted(rng.choice(np.arange(1, num_layers), num_stages - 1, replace=False)),
         num_layers,
     )
-    recompute = {"none": np.zeros, "all": np.ones}.get(case.recompute, lambda n: rng.random(n) < 0.5)(num_layers)
-    pipelines = [list(range(first, first + case.pp)) for first in range(0, case.pp * case.dp, case.pp)]
+    recompute = {"none": np.zeros, "all": np.ones}.get(
+        case.recompute, lambda n: rng.random(n) < 0.5
+    )(num_layers)
+    pipelines = [
+        list(range(first, first + case.pp)) for first in range(0, case.pp * case.dp, case.pp)
+    ]
     options = PipelineOptions(
         schedule=case.schedule,
         stages_per_rank=case.stages_per_rank,
@@ -91,10 +101,14 @@ def run_case(case: Case) -> None:
         generator = torch.Generator().manual_seed(100 + step)
         batches = [_batch(generator, place, step, case) for place in range(count * case.dp)]
         normalizer = max(1, sum(batch.num_loss_tokens for batch in batches))
-        expected = run_alone(alone, batches, normalizer, _drawing(step, count) if case.dropout else None)
+        expected = run_alone(
+            alone, batches, normalizer, _drawing(step, count) if case.dropout else None
+        )
         own = batches[replica * count : (replica + 1) * count]
         order = rng.permutation(count) if case.reorder else None
-        schedule = _planned(case, borders, order, rng) if case.planned else _schedule(case, count, rng)
+        schedule = (
+            _planned(case, borders, order, rng) if case.planned else _schedule(case, count, rng)
+        )
         result = pipeline.step(own, normalizer, schedule, order)
         loss = torch.tensor(result.loss)
         if case.dp > 1:
@@ -146,14 +160,22 @@ def _schedule(case, count, rng):
 
 
 def _planned(case, borders, order, rng):
-    """The case's schedule with encodings where the planner puts them, for layers that take any time."""
+    """The case's schedule with encodings where the planner puts them, for layers that take any
+    time.
+    """
     layers, frozen, shape = borders[-1], 4, (borders[-1], len(order))
     times = [rng.integers(1, 50, shape) for _ in range(5)]
     nothing = np.zeros(shape, np.int64)
     costs = Costs(
         names=("layer",) * layers,
         kinds=("layer",) * layers,
-        **dict(zip(("forward_ns", "input_grad_ns", "weight_grad_ns", "recompute_ns", "send_ns"), times, strict=True)),
+        **dict(
+            zip(
+                ("forward_ns", "input_grad_ns", "weight_grad_ns", "recompute_ns", "send_ns"),
+                times,
+                strict=True,
+            )
+        ),
         **{f"{name}_bytes": nothing for name in ("saved", "kept", "working", "sent")},
         state_bytes=nothing[:, 0],
         param_counts=nothing[:, 0],
@@ -171,7 +193,9 @@ def _planned(case, borders, order, rng):
 
 def _weights(model):
     """Each once, tied or not."""
-    return list({id(weight): weight for layer in model.layers for weight in layer.parameters()}.values())
+    return list(
+        {id(weight): weight for layer in model.layers for weight in layer.parameters()}.values()
+    )
 
 
 def _optimizer(weights):

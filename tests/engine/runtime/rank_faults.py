@@ -1,4 +1,6 @@
-"""What ranks run in the tests of faults, of measured steps and of bf16; each writes down what it saw."""
+"""What ranks run in the tests of faults, of measured steps and of bf16; each writes down what it
+saw.
+"""
 
 import os
 import signal
@@ -12,10 +14,10 @@ import torch.distributed as dist
 from toy_model import make_batch, make_model, run_alone
 
 from engine.charts.trace import KIND_NAMES
-from engine.runtime.carries import LayeredModel, Spec
-from engine.runtime.faults import IsobatchError, LossNotFinite
-from engine.runtime.messages import Mailbox
+from engine.runtime.communication.p2p import P2PQueue
+from engine.runtime.errors import IsobatchError, LossNotFinite
 from engine.runtime.pipeline import Pipeline, PipelineOptions
+from engine.runtime.stage_io import LayerStack, TensorSpec
 from engine.simulator.simulate import critical_path
 
 
@@ -23,7 +25,9 @@ def batches_of(count, seed=0):
     """With ids that tell them apart."""
     generator = torch.Generator().manual_seed(seed)
     made = [make_batch(generator, [7, 4 + place], 2) for place in range(count)]
-    return [replace(batch, sample_ids=(f"a{place}", f"b{place}")) for place, batch in enumerate(made)]
+    return [
+        replace(batch, sample_ids=(f"a{place}", f"b{place}")) for place, batch in enumerate(made)
+    ]
 
 
 def make_pipeline(pp, dp=1, model=None, **options):
@@ -61,7 +65,9 @@ def delay(said, seconds, timeout_s):
     """Rank 1 stops for a while, in the midst of a forward pass."""
     pipeline = make_pipeline(2, timeout_s=timeout_s)
     if dist.get_rank() == 1:
-        next(iter(pipeline.layers.values())).register_forward_pre_hook(lambda *_: time.sleep(seconds))
+        next(iter(pipeline.layers.values())).register_forward_pre_hook(
+            lambda *_: time.sleep(seconds)
+        )
     try:
         pipeline.step(batches_of(1), 10)
     except IsobatchError as error:
@@ -69,7 +75,9 @@ def delay(said, seconds, timeout_s):
 
 
 def not_finite(said):
-    """A NaN in a stage's output, in a replica; steps after it run. Then a tensor that is unlike its spec."""
+    """A NaN in a stage's output, in a replica; steps after it run. Then a tensor that is unlike its
+    spec.
+    """
     batches = batches_of(4)
     broken = [*batches]
     broken[2] = replace(batches[2], pixel_values=batches[2].pixel_values * float("nan"))
@@ -93,10 +101,10 @@ def not_finite(said):
     def wrong(cut, batch):
         specs = dict(model.specs(cut, batch))
         if "a1" in batch.sample_ids:
-            specs["features"] = Spec(shape=(1, 2), dtype=torch.float32)
+            specs["features"] = TensorSpec(shape=(1, 2), dtype=torch.float32)
         return specs
 
-    pipeline = make_pipeline(2, model=LayeredModel(layers=model.layers, specs=wrong))
+    pipeline = make_pipeline(2, model=LayerStack(layers=model.layers, specs=wrong))
     try:
         pipeline.step(batches, 10)
     except IsobatchError as error:
@@ -104,7 +112,9 @@ def not_finite(said):
 
 
 def measure(said):
-    """A step's timeline on all ranks; dropout from torch's generators; bf16; a schedule that cannot run."""
+    """A step's timeline on all ranks; dropout from torch's generators; bf16; a schedule that cannot
+    run.
+    """
     batches = batches_of(5)
     pipeline = make_pipeline(2, schedule="zero_bubble")
     pipeline.step(batches, 10)
@@ -117,8 +127,13 @@ def measure(said):
     first, last = offsets[dist.get_rank() : dist.get_rank() + 2]
     own = timeline.end_ns[last - 1] - timeline.start_ns[first]
     said["own share of the step's wall time"] = float(own / most)
-    said["same durations"] = bool((timeline.program.duration_ns[first:last] == result.end_ns - result.start_ns).all())
-    said["path"] = [KIND_NAMES[timeline.program.schedule.action(place).kind] for place in critical_path(timeline)]
+    said["same durations"] = bool(
+        (timeline.program.duration_ns[first:last] == result.end_ns - result.start_ns).all()
+    )
+    said["path"] = [
+        KIND_NAMES[timeline.program.schedule.action(place).kind]
+        for place in critical_path(timeline)
+    ]
     said["peak"] = pipeline.peak_bytes()
     said["under way"] = _most_under_way()
     said["dropout"] = [_gradient(batches, recompute) for recompute in (False, True)]
@@ -127,13 +142,13 @@ def measure(said):
 
 def _most_under_way():
     """The most tensors on their way at any time in a step of many micro-batches."""
-    pipeline, counts, send = make_pipeline(2), [], Mailbox.send
+    pipeline, counts, send = make_pipeline(2), [], P2PQueue.send
 
     def counted(mailbox, *arguments):
         send(mailbox, *arguments)
         counts.append(mailbox.num_under_way)
 
-    with mock.patch.object(Mailbox, "send", counted):
+    with mock.patch.object(P2PQueue, "send", counted):
         pipeline.step(batches_of(12), 10)
     return max(counts)
 
@@ -150,7 +165,9 @@ def _gradient(batches, recompute):
 def _bf16(batches):
     """Losses of some steps in bf16 and in float32, alone."""
     pipeline, alone = make_pipeline(2, autocast=torch.bfloat16), make_model()
-    weights = list({id(weight): weight for layer in alone.layers for weight in layer.parameters()}.values())
+    weights = list(
+        {id(weight): weight for layer in alone.layers for weight in layer.parameters()}.values()
+    )
     optimizers = [torch.optim.SGD(own, lr=0.05) for own in (pipeline.parameters(), weights)]
     labels = sum(batch.num_loss_tokens for batch in batches)
     losses = []

@@ -1,4 +1,6 @@
-"""What ranks run in the tests of recomputation adapted to memory: the choice, beside all choices that there are."""
+"""What ranks run in the tests of recomputation adapted to memory: the choice, beside all choices
+that there are.
+"""
 
 import json
 from dataclasses import dataclass
@@ -15,10 +17,10 @@ from toy_model import make_model, run_alone
 
 from balance.errors import ConfigError, IsobatchError
 from engine.cost_model.costs import Costs
-from engine.planning.adapt import OutOfMemory
-from engine.runtime.carries import LayeredModel, Spec
+from engine.planning.adaptive_recompute import OutOfMemory
 from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.profiling.memory_trials import StepObserver, adapt_running
+from engine.runtime.profiling.recompute_trials import StepObserver, adapt_running
+from engine.runtime.stage_io import LayerStack, TensorSpec
 
 WIDTH, PLENTY = 16, 1 << 40
 TIMES = {"start": 1, "wide": 5, "narrow": 2, "end": 3}
@@ -42,7 +44,11 @@ class Layer(nn.Module):
         super().__init__()
         self.kind = kind
         inner = {"start": 2, "wide": 12, "narrow": 4, "end": 3}[kind] * WIDTH
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, inner),
+            nn.Linear(inner, WIDTH),
+        )
 
     def forward(self, carry, batch):
         hidden = batch.values if self.kind == "start" else carry["hidden"]
@@ -54,9 +60,9 @@ def two_kinds():
     torch.manual_seed(0)
 
     def specs(cut, batch):
-        return {"hidden": Spec(shape=tuple(batch.values.shape), dtype=torch.float32)}
+        return {"hidden": TensorSpec(shape=tuple(batch.values.shape), dtype=torch.float32)}
 
-    return LayeredModel(layers=[Layer(kind) for kind in KINDS], specs=specs)
+    return LayerStack(layers=[Layer(kind) for kind in KINDS], specs=specs)
 
 
 def costs_of_kinds(kinds=KINDS):
@@ -76,18 +82,26 @@ def costs_of_kinds(kinds=KINDS):
 
 
 def adapt_both(said, dp, shares, folder):
-    """For memories between what everything recomputed needs and what nothing recomputed does: the choices."""
+    """For memories between what everything recomputed needs and what nothing recomputed does: the
+    choices.
+    """
     replica, generator = dist.get_rank() // 2, torch.Generator().manual_seed(3)
-    batches = [Rows(values=torch.randn(40 + 8 * replica, WIDTH, generator=generator)) for _ in range(4)]
+    batches = [
+        Rows(values=torch.randn(40 + 8 * replica, WIDTH, generator=generator)) for _ in range(4)
+    ]
     pipelines = [list(range(first, first + 2)) for first in range(0, 2 * dp, 2)]
     for schedule in shares:
         options = PipelineOptions(schedule=schedule)
         pipeline = Pipeline(two_kinds(), BORDERS, np.zeros(len(KINDS), bool), pipelines, options)
-        said[schedule] = _adapt_beside_all(pipeline, [batches, batches[:2]], shares[schedule], Path(folder))
+        said[schedule] = _adapt_beside_all(
+            pipeline, [batches, batches[:2]], shares[schedule], Path(folder)
+        )
 
 
 def _adapt_beside_all(pipeline, steps, shares, folder):
-    needs = PLENTY - np.array([StepObserver(pipeline, steps, limit_bytes=PLENTY)(mask) for mask in every_mask()])
+    needs = PLENTY - np.array(
+        [StepObserver(pipeline, steps, limit_bytes=PLENTY)(mask) for mask in every_mask()]
+    )
     least, most = int(needs[-1].max()), int(needs[0].max())
     found = {"needs": needs.tolist(), "limits": [], "adapted": []}
     for share in shares:
@@ -107,9 +121,14 @@ def _adapt_beside_all(pipeline, steps, shares, folder):
 
 
 def every_mask():
-    """Both stages alike: any of each one's layers; the first recomputes nothing, the last everything."""
+    """Both stages alike: any of each one's layers; the first recomputes nothing, the last
+    everything.
+    """
     size = len(STAGES[0])
-    return [np.tile([bool(number >> place & 1) for place in range(size)], 2) for number in range(1 << size)]
+    return [
+        np.tile([bool(number >> place & 1) for place in range(size)], 2)
+        for number in range(1 << size)
+    ]
 
 
 def _refusal(pipeline, steps, limit):
@@ -120,7 +139,9 @@ def _refusal(pipeline, steps, limit):
 
 
 def observe(said):
-    """Gradients with masks that change; what an observation leaves as it was; optimizer state; bad questions."""
+    """Gradients with masks that change; what an observation leaves as it was; optimizer state; bad
+    questions.
+    """
     batches, alone = batches_of(4), make_model()
     labels = sum(batch.num_loss_tokens for batch in batches)
     run_alone(alone, batches, labels)
@@ -181,7 +202,10 @@ def _questions(pipeline, batches):
         lambda: StepObserver(pipeline, [[]], limit_bytes=1),
         lambda: adapt_running(pipeline, costs_of_kinds(), [batches], limit_bytes=PLENTY),
         lambda: adapt_running(
-            pipeline, costs_of_kinds((f"rank {dist.get_rank()}",) * 11), [batches], limit_bytes=PLENTY
+            pipeline,
+            costs_of_kinds((f"rank {dist.get_rank()}",) * 11),
+            [batches],
+            limit_bytes=PLENTY,
         ),
         lambda: pipeline.set_recompute([True]),
     ]

@@ -1,4 +1,6 @@
-"""What ranks run in the tests of steps that run out of memory: what each was told, and the step after it."""
+"""What ranks run in the tests of steps that run out of memory: what each was told, and the step
+after it.
+"""
 
 import gc
 import time
@@ -10,8 +12,8 @@ import torch.distributed as dist
 from rank_faults import batches_of
 from toy_model import freeze, make_model, run_alone
 
-from engine.planning.adapt import OutOfMemory
-from engine.runtime.live_bytes import LiveBytes
+from engine.planning.adaptive_recompute import OutOfMemory
+from engine.runtime.cpu_memory import LiveBytes
 from engine.runtime.pipeline import Pipeline, PipelineOptions
 from engine.simulator.schedule import Action, Kind, Schedule, make_schedule
 
@@ -36,7 +38,9 @@ class Shortage:
 
 
 def run_short(said, cases):
-    """All cases; of each, what this rank was told, how long that took, and what was wrong with the step after it."""
+    """All cases; of each, what this rank was told, how long that took, and what was wrong with the
+    step after it.
+    """
     for case in cases:
         said[case.name] = _run_short(case)
 
@@ -58,7 +62,11 @@ def _run_short(case):
         try:
             pipeline.step(own, labels, schedule)
         except OutOfMemory as error:
-            found |= {"error": str(error), "stages": error.stages, "seconds": time.monotonic() - begun}
+            found |= {
+                "error": str(error),
+                "stages": error.stages,
+                "seconds": time.monotonic() - begun,
+            }
         _drop_gradients(pipeline)
         gc.collect()
         found["left over"] = memory.live_bytes
@@ -69,7 +77,10 @@ def _run_short(case):
         dist.all_reduce(loss)
         loss /= case.pp
     expected = run_alone(alone, batches, labels)
-    return found | {"loss off": abs(float(loss) / expected - 1), "gradients off": gradients_off(pipeline, alone)}
+    return found | {
+        "loss off": abs(float(loss) / expected - 1),
+        "gradients off": gradients_off(pipeline, alone),
+    }
 
 
 def gradients_off(pipeline, alone):
@@ -77,7 +88,11 @@ def gradients_off(pipeline, alone):
     most = 0.0
     for place, layer in pipeline.layers.items():
         own = [weight for weight in layer.parameters() if weight.requires_grad]
-        wanted = [weight.grad.flatten() for weight in alone.layers[place].parameters() if weight.requires_grad]
+        wanted = [
+            weight.grad.flatten()
+            for weight in alone.layers[place].parameters()
+            if weight.requires_grad
+        ]
         if own:
             difference = torch.cat([weight.grad.flatten() for weight in own]) - torch.cat(wanted)
             most = max(most, float(difference.norm() / torch.cat(wanted).norm()))
@@ -95,7 +110,9 @@ def _pipeline(case, model):
     borders = np.linspace(0, len(model.layers), case.pp * case.stages_per_rank + 1).astype(int)
     if case.encode_on is not None:
         borders = np.array([0, *np.linspace(6, len(model.layers), case.pp).astype(int)])
-    pipelines = [list(range(first, first + case.pp)) for first in range(0, case.pp * case.dp, case.pp)]
+    pipelines = [
+        list(range(first, first + case.pp)) for first in range(0, case.pp * case.dp, case.pp)
+    ]
     options = PipelineOptions(
         schedule=case.schedule,
         stages_per_rank=case.stages_per_rank,
@@ -105,7 +122,9 @@ def _pipeline(case, model):
 
 
 def _schedule(case):
-    """The case's own, with the first micro-batches encoded ahead on another rank; None for the pipeline's."""
+    """The case's own, with the first micro-batches encoded ahead on another rank; None for the
+    pipeline's.
+    """
     if case.encode_on is None:
         return None
     plain = make_schedule(case.schedule, case.pp, case.count, case.stages_per_rank)

@@ -1,4 +1,6 @@
-"""What ranks run in `test_saving_faults`, each writing down what it saw; as a program, on a disk that it fills up."""
+"""What ranks run in `test_saving_faults`, each writing down what it saw; as a program, on a disk
+that it fills up.
+"""
 
 import json
 import os
@@ -16,8 +18,8 @@ from ranks import run_ranks
 from toy_model import make_model
 
 from balance.errors import IsobatchError
-from engine.runtime.checkpoints import saving
-from engine.runtime.checkpoints.saving import Progress, load_state, newest_state, save_state
+from engine.runtime.checkpoints import training_state as saving
+from engine.runtime.checkpoints.training_state import Progress, load_state, newest_state, save_state
 
 
 class Trained:
@@ -36,7 +38,9 @@ class Trained:
         return loss
 
     def save(self, folder, step):
-        return save_state(folder, self.pipeline.layers, self.optimizer, Progress(step=step, loader={}))
+        return save_state(
+            folder, self.pipeline.layers, self.optimizer, Progress(step=step, loader={})
+        )
 
     def load(self, folder):
         return load_state(folder, self.pipeline.layers, self.optimizer)
@@ -49,7 +53,11 @@ def note(said, name, work):
         work()
         said[name] = None
     except IsobatchError as error:
-        said[name] = {"type": type(error).__name__, "text": str(error), "seconds": time.monotonic() - begun}
+        said[name] = {
+            "type": type(error).__name__,
+            "text": str(error),
+            "seconds": time.monotonic() - begun,
+        }
 
 
 def lose(said, folder, victim, when):
@@ -57,13 +65,17 @@ def lose(said, folder, victim, when):
     folder, trained = Path(folder), Trained()
     trained.save(folder, 1)
     if dist.get_rank() == victim:
-        owner, name = {"save": (os, "fsync"), "load": (saving.FileSystemReader, "read_metadata")}[when]
+        owner, name = {"save": (os, "fsync"), "load": (saving.FileSystemReader, "read_metadata")}[
+            when
+        ]
         setattr(owner, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     note(said, "lost", lambda: trained.save(folder, 2) if when == "save" else trained.load(folder))
 
 
 def fail_while_saving(said, folder):
-    """A rank may write files of a few bytes only; then as long as it likes again. And a folder that is a file."""
+    """A rank may write files of a few bytes only; then as long as it likes again. And a folder that
+    is a file.
+    """
     folder, trained = Path(folder), Trained()
     trained.save(folder, 1)
     if dist.get_rank() == 1:
@@ -82,11 +94,15 @@ def fail_while_saving(said, folder):
 
 
 def damage(said, folder):
-    """Tensors that one rank cannot read, then what all must know, on each of which all ranks fail."""
+    """Tensors that one rank cannot read, then what all must know, on each of which all ranks
+    fail.
+    """
     folder, trained = Path(folder), Trained()
     trained.save(folder, 1)
     other = make_model(seed=1)
-    other.layers[-1].norm = torch.nn.LayerNorm(3)  # only the last layer's rank finds another shape than was saved
+    other.layers[-1].norm = torch.nn.LayerNorm(
+        3
+    )  # only the last layer's rank finds another shape than was saved
     model = make_pipeline(dist.get_world_size(), model=other)
     note(said, "other model", lambda: load_state(folder, model.layers, None))
     for name, pattern in {"tensors": "__1_*", "metadata": ".metadata"}.items():

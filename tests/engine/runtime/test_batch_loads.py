@@ -1,4 +1,6 @@
-"""Loads of micro-batches: what their tensors say, and the same as the counts of the same samples."""
+"""Loads of micro-batches: what their tensors say, and the same as the counts of the same
+samples.
+"""
 
 from types import SimpleNamespace
 
@@ -8,7 +10,7 @@ import torch
 
 from balance.errors import ConfigError
 from balance.presets import load_model
-from balance.records import Counts, Groups
+from balance.types import Counts, Groups
 from engine.cost_model.sample_loads import packed_loads, sample_loads
 from engine.runtime.batch_loads import batch_loads
 
@@ -34,13 +36,18 @@ def test_micro_batches_of_tiles_bring_what_their_counts_say():
     # one micro-batch has nothing in it
     groups = Groups(np.arange(12), np.array([0, 5, 5, 12]))
     made = [
-        batch((counts.seq_len[groups[group]]).tolist(), patches_per_image=torch.from_numpy(patches[groups[group]]))
+        batch(
+            (counts.seq_len[groups[group]]).tolist(),
+            patches_per_image=torch.from_numpy(patches[groups[group]]),
+        )
         for group in range(3)
     ]
     found, expected = batch_loads(made, model), packed_loads(sample_loads(counts, model), groups)
     for phase in PHASES:
         for name in QUANTITIES:
-            own, other = (getattr(getattr(loads, phase), name).tolist() for loads in (found, expected))
+            own, other = (
+                getattr(getattr(loads, phase), name).tolist() for loads in (found, expected)
+            )
             assert own == other, (phase, name)
 
 
@@ -64,5 +71,7 @@ def test_audio_counts_by_windows():
 
 
 def test_a_micro_batch_that_does_not_tell_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"a micro-batch \(samples 4, 5\) has no patches_per_image"):
+    with pytest.raises(
+        ConfigError, match=r"a micro-batch \(samples 4, 5\) has no patches_per_image"
+    ):
         batch_loads([batch([4, 5])], load_model("tiny"))

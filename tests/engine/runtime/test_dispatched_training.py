@@ -1,4 +1,6 @@
-"""OrchMLLM's dispatching from packed shards to gradients: two ranks of the example, beside one process."""
+"""OrchMLLM's dispatching from packed shards to gradients: two ranks of the example, beside one
+process.
+"""
 
 import hashlib
 import json
@@ -14,17 +16,20 @@ import torch.distributed as dist
 from heard_build import KINDS, PER_KIND, build_heard
 from ranks import on_ranks
 
-sys.path[:0] = [str(Path(__file__).parents[3] / "examples"), str(Path(__file__).parents[2] / "loaders")]
+sys.path[:0] = [
+    str(Path(__file__).parents[3] / "examples"),
+    str(Path(__file__).parents[2] / "loaders"),
+]
 
 from sample_tables import path_groups, text_samples, write_tabled  # noqa: E402
 from tiny_three_modalities import make_model  # noqa: E402
 from train_three_modalities import accumulate, gather, main, make_run, parse, sum_gradients, train  # noqa: E402
 
-import loaders.collate  # noqa: E402
+import loaders.batch.collate  # noqa: E402
 from balance.metrics import dist_ratio  # noqa: E402
-from balance.step_plan import ENCODERS  # noqa: E402
+from balance.steps.step_planner import ENCODERS  # noqa: E402
 from engine.dispatching.dispatch import PHASES  # noqa: E402
-from engine.runtime.faults import PeerLost  # noqa: E402
+from engine.runtime.errors import PeerLost  # noqa: E402
 from loaders import StreamingLoader  # noqa: E402
 
 RANKS, MICRO_BATCHES, SEED = 2, 2, 0
@@ -74,7 +79,9 @@ def test_every_image_and_clip_is_decoded_once_where_it_is_encoded(told):
             for rank in told:
                 assert len(rank[balance]["decoded"][name]) == rank[balance]["encoded"][name] > 0
     for balance in BALANCES:
-        assert all((rank[balance]["rows beside tokens"] == 0) == (balance != "none") for rank in told)
+        assert all(
+            (rank[balance]["rows beside tokens"] == 0) == (balance != "none") for rank in told
+        )
     # a file counts where it is used, so no byte is used twice
     used = {balance: sum(rank[balance]["bytes"] for rank in told) for balance in BALANCES}
     assert used["all"] == used["encoders"] == used["none"]
@@ -82,11 +89,17 @@ def test_every_image_and_clip_is_decoded_once_where_it_is_encoded(told):
 
 def test_samples_of_all_kinds_are_trained_once_and_features_of_both_encoders_travel(told):
     expected = {f"{kind}-{number}" for kind in KINDS for number in range(PER_KIND)}
-    steps = {balance: [[set(step) for step in rank[balance]["ids"]] for rank in told] for balance in BALANCES}
+    steps = {
+        balance: [[set(step) for step in rank[balance]["ids"]] for rank in told]
+        for balance in BALANCES
+    }
     for ranks in steps.values():
         assert sorted(name for rank in ranks for step in rank for name in step) == sorted(expected)
     # the same samples in the same steps, but not always on the same ranks
-    joined = {balance: [set.union(*step) for step in zip(*ranks, strict=True)] for balance, ranks in steps.items()}
+    joined = {
+        balance: [set.union(*step) for step in zip(*ranks, strict=True)]
+        for balance, ranks in steps.items()
+    }
     assert joined["all"] == joined["encoders"] == joined["none"]
     assert steps["all"] != steps["encoders"] == steps["none"]
     for name in ENCODERS:
@@ -128,7 +141,9 @@ def test_a_build_for_a_model_without_ears_is_refused_in_one_line(tmp_path, capsy
         assert main([str(build)]) == 2
     finally:
         dist.destroy_process_group()
-    assert capsys.readouterr().err.splitlines() == ["the build is for the model tiny; build it with --model tiny_audio"]
+    assert capsys.readouterr().err.splitlines() == [
+        "the build is for the model tiny; build it with --model tiny_audio"
+    ]
 
 
 def _run_all(folder, build):
@@ -152,8 +167,15 @@ def _run(build, balance):
 
 
 def _one_process(build):
-    """All ranks' micro-batches, one after the other, with whatever comes with them; plain steps of SGD."""
-    given = {"dp_world_size": RANKS, "micro_batches_per_step": MICRO_BATCHES, "seed": SEED, "audio": "features"}
+    """All ranks' micro-batches, one after the other, with whatever comes with them; plain steps of
+    SGD.
+    """
+    given = {
+        "dp_world_size": RANKS,
+        "micro_batches_per_step": MICRO_BATCHES,
+        "seed": SEED,
+        "audio": "features",
+    }
     ranks = [StreamingLoader(build, dp_rank=rank, **given) for rank in range(RANKS)]
     torch.manual_seed(SEED)
     model = make_model(ranks[0])
@@ -174,11 +196,16 @@ def _one_process(build):
 
 
 def _gradients(model):
-    return {name: torch.cat([weight.grad.flatten() for weight in part.parameters()]) for name, part in model.items()}
+    return {
+        name: torch.cat([weight.grad.flatten() for weight in part.parameters()])
+        for name, part in model.items()
+    }
 
 
 def _epoch(build, balance, expected):
-    """An epoch of the example's steps, each from the weights of one process; -> what there is to tell of it."""
+    """An epoch of the example's steps, each from the weights of one process; -> what there is to
+    tell of it.
+    """
     run = _run(build, balance)
     offs, works, ids, beside = [], [], [], 0
     sent, encoded = dict.fromkeys(ENCODERS, 0), dict.fromkeys(ENCODERS, 0)
@@ -209,7 +236,10 @@ def _epoch(build, balance, expected):
 
 
 def _off(loss, gradients, wanted):
-    found = {name: float((gradients[name] - own).norm() / own.norm()) for name, own in wanted.gradients.items()}
+    found = {
+        name: float((gradients[name] - own).norm() / own.norm())
+        for name, own in wanted.gradients.items()
+    }
     return found | {"loss": abs(loss - wanted.loss) / wanted.loss}
 
 
@@ -222,7 +252,10 @@ def _count_sent(name, step):
     """Features that go to the other rank."""
     if step.note is None:
         return 0
-    return sum(int(np.delete(routes[name].tokens.send_counts, dist.get_rank()).sum()) for routes in step.note.rounds)
+    return sum(
+        int(np.delete(routes[name].tokens.send_counts, dist.get_rank()).sum())
+        for routes in step.note.rounds
+    )
 
 
 def _files(build):
@@ -237,7 +270,7 @@ class _Decoding:
 
     def __enter__(self):
         self.files = {name: [] for name in ENCODERS}
-        self._real = loaders.collate.decode_pixels, loaders.collate.decode_audio
+        self._real = loaders.batch.collate.decode_pixels, loaders.batch.collate.decode_audio
         pixels, audio = self._real
 
         def decode_pixels(content, **options):
@@ -248,8 +281,11 @@ class _Decoding:
             self.files["audio"].append(hashlib.sha256(content).hexdigest())
             return audio(rule, content, counted)
 
-        loaders.collate.decode_pixels, loaders.collate.decode_audio = decode_pixels, decode_audio
+        loaders.batch.collate.decode_pixels, loaders.batch.collate.decode_audio = (
+            decode_pixels,
+            decode_audio,
+        )
         return self
 
     def __exit__(self, *_):
-        loaders.collate.decode_pixels, loaders.collate.decode_audio = self._real
+        loaders.batch.collate.decode_pixels, loaders.batch.collate.decode_audio = self._real

@@ -1,4 +1,6 @@
-"""Three modalities balanced phase by phase: losses and gradients as of one process; what travels is as planned."""
+"""Three modalities balanced phase by phase: losses and gradients as of one process; what travels is
+as planned.
+"""
 
 import pickle
 from dataclasses import dataclass
@@ -11,13 +13,13 @@ from ranks import on_ranks
 from three_modalities import TOKENS, counts_of, deliver, draw, make_model, run_alone
 
 from balance.errors import ConfigError
-from balance.records import Groups
-from balance.step_plan import StepSamples, StepWork, check_work
+from balance.steps.step_planner import StepAssignment, StepRequest, check_work
+from balance.types import Groups
 from engine.dispatching.dispatch import DispatchOptions
-from engine.dispatching.dispatch_routes import step_routes
-from engine.dispatching.dispatch_steps import DispatchedSteps
-from engine.dispatching.dispatch_times import phase_volumes
-from engine.runtime.exchange import agree_on_routes, exchange_features
+from engine.dispatching.routes import step_routes
+from engine.dispatching.step_planner import DispatchedSteps
+from engine.dispatching.times import phase_volumes
+from engine.runtime.communication.feature_all_to_all import agree_on_routes, exchange_features
 
 TOLERANCE = 1e-6
 STEPS, ROUNDS = 3, 2
@@ -41,14 +43,25 @@ CASES = [
     Case(name="vision frozen", frozen=("vision",)),
     Case(name="both encoders frozen", frozen=("vision", "audio")),
     Case(name="text only", text_only=True),
-    Case(name="one rank draws everything, encoders balanced", algorithms=("vision", "audio"), alone_on=1),
+    Case(
+        name="one rank draws everything, encoders balanced",
+        algorithms=("vision", "audio"),
+        alone_on=1,
+    ),
 ]
-ON_FOUR = ("balanced", "not balanced", "vision frozen", "one rank draws everything, encoders balanced")
+ON_FOUR = (
+    "balanced",
+    "not balanced",
+    "vision frozen",
+    "one rank draws everything, encoders balanced",
+)
 ALGORITHMS = {"vision": "sums", "audio": "padded", "llm": "sums"}
 
 
 @pytest.mark.parametrize(
-    ("world_size", "cases"), [(2, CASES), (4, [case for case in CASES if case.name in ON_FOUR])], ids=["two", "four"]
+    ("world_size", "cases"),
+    [(2, CASES), (4, [case for case in CASES if case.name in ON_FOUR])],
+    ids=["two", "four"],
 )
 def test_losses_and_gradients_equal_one_process_and_volumes_the_plan(tmp_path, world_size, cases):
     on_ranks(world_size, tmp_path, _run_all, cases)
@@ -71,7 +84,10 @@ def _run_case(case, rank, world_size):
         for name in case.frozen:
             model[name].requires_grad_(False)
     dispatched, alone = models
-    optimizers = [torch.optim.SGD([w for w in model.parameters() if w.requires_grad], lr=0.2) for model in models]
+    optimizers = [
+        torch.optim.SGD([w for w in model.parameters() if w.requires_grad], lr=0.2)
+        for model in models
+    ]
     options = DispatchOptions(
         ranks_per_node=max(1, world_size // 2),
         algorithms={name: ALGORITHMS[name] for name in case.algorithms},
@@ -80,8 +96,12 @@ def _run_case(case, rank, world_size):
     for step in range(STEPS):
         samples = draw(10 + step, 9 + 5 * step, text_only=case.text_only)
         expected = run_alone(alone, samples)
-        found = _run_step(dispatched, samples, DispatchedSteps(options=options), case, (rank, world_size))
-        assert abs(found - expected) <= TOLERANCE * expected, f"step {step}: loss {found}, not {expected}"
+        found = _run_step(
+            dispatched, samples, DispatchedSteps(options=options), case, (rank, world_size)
+        )
+        assert abs(found - expected) <= TOLERANCE * expected, (
+            f"step {step}: loss {found}, not {expected}"
+        )
         _compare(dispatched, alone, step)
         for optimizer in optimizers:
             optimizer.step()
@@ -92,7 +112,7 @@ def _run_case(case, rank, world_size):
 def _run_step(model, samples, planner, case, place):
     """One step on one rank, gradients summed over ranks; -> the loss of all ranks."""
     rank, world_size = place
-    drawn = StepSamples(
+    drawn = StepRequest(
         counts=counts_of(samples),
         offsets=_offsets(len(samples), world_size * ROUNDS, case),
         dp=world_size,
@@ -136,11 +156,15 @@ def _same(told, planned):
         for name, route in there.items():
             assert route.travels == known[name].travels
             for field in ("send_places", "send_counts", "receive_counts", "receive_places"):
-                np.testing.assert_array_equal(getattr(route.tokens, field), getattr(known[name].tokens, field))
+                np.testing.assert_array_equal(
+                    getattr(route.tokens, field), getattr(known[name].tokens, field)
+                )
 
 
 class _Traffic:
-    """Counts rows that `dist.all_to_all_single` is really given for each rank; int64, (calls, ranks)."""
+    """Counts rows that `dist.all_to_all_single` is really given for each rank; int64, (calls,
+    ranks).
+    """
 
     def __init__(self, world_size):
         self.calls, self._world_size = [], world_size
@@ -194,22 +218,26 @@ def _compare(dispatched, alone, step):
 
 def _gradients(part):
     weights = [weight for weight in part.parameters() if weight.requires_grad]
-    gradients = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights]
+    gradients = [
+        torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights
+    ]
     return torch.cat([torch.zeros(1), *(gradient.flatten() for gradient in gradients)])
 
 
 def _wrong_lengths_are_named(rank):
     one, other = Groups(np.array([0]), np.array([0, 1])), Groups(np.array([1]), np.array([0, 1]))
-    work = StepWork(micro_batches=(one, other), encoders={"vision": (other, one)})
+    work = StepAssignment(micro_batches=(one, other), encoders={"vision": (other, one)})
     if rank < 2:
         routes = step_routes(work, {"vision": np.array([3, 2])}, rank)[0]
-        with pytest.raises(ConfigError, match="vision encoder made 7 features, its batch should give"):
+        with pytest.raises(
+            ConfigError, match="vision encoder made 7 features, its batch should give"
+        ):
             exchange_features({"vision": torch.zeros(7, 4)}, routes)
 
 
 def _samples_that_come_twice_are_named(rank):
     samples = draw(0, 1)
     alone = Groups(np.array([0]), np.array([0, 1]))
-    work = StepWork(micro_batches=(alone,) * dist.get_world_size(), encoders={})
+    work = StepAssignment(micro_batches=(alone,) * dist.get_world_size(), encoders={})
     with pytest.raises(ConfigError, match="'0-0' is twice"):
         agree_on_routes(deliver(samples, work, rank), TOKENS)

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from engine.runtime.groups import sum_over
+from engine.runtime.communication.process_groups import sum_over
 
 SHAPES = [(3,), (4, 5), (40, 2), (1,), (7,)]
 BYTES = [(1, "each alone"), (100, "some together"), (1 << 20, "all of a dtype together")]

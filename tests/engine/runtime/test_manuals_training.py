@@ -1,4 +1,6 @@
-"""Real documents through the pipeline: the losses and weights of transformers alone, saved and continued elsewhere."""
+"""Real documents through the pipeline: the losses and weights of transformers alone, saved and
+continued elsewhere.
+"""
 
 from dataclasses import dataclass, field
 from itertools import islice
@@ -97,7 +99,8 @@ def test_steps_hold_samples_without_images_with_one_and_with_several_of_many_siz
     assert counts == set(SAMPLES)
     assert len(sizes) > 5
     assert len(lengths) > 3
-    # LLaVA sees every image as one patch, InternVL cuts some into several, Qwen2-VL takes each as it is
+    # LLaVA sees every image as one patch, InternVL cuts some into several, Qwen2-VL takes each as
+    # it is
     least = {"llava": 1, "internvl": 2, "qwen2_vl": 6}[trained.case.name]
     assert len(rows) >= least
     assert min(rows) >= 1
@@ -121,7 +124,9 @@ def test_saved_by_two_ranks_one_goes_on_with_the_same_losses(trained):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         folder, case = trained.folder, trained.case
-        run = Run(case.name, folder / "build", (0, case.num_layers), seed=2, state=folder / "states")
+        run = Run(
+            case.name, folder / "build", (0, case.num_layers), seed=2, state=folder / "states"
+        )
         assert run.step == SAVED_BEHIND
         assert_same(run.train(STEPS), trained.said[0]["losses"][SAVED_BEHIND:])
     finally:
@@ -137,7 +142,9 @@ def test_weights_come_out_as_those_of_transformers(trained, file):
     expected = dict(trained.alone.named_parameters())
     used = {name for name, weight in expected.items() if weight.grad is not None}
     for name in used:
-        off = float((weights[name] - expected[name].detach()).norm() / expected[name].detach().norm())
+        off = float(
+            (weights[name] - expected[name].detach()).norm() / expected[name].detach().norm()
+        )
         assert off <= TOLERANCE, f"{name} off by {off:.1e}"
         assert not torch.equal(weights[name], before[name]), name
     # LLaVA looks at its vision encoder's last layer but one: what is behind it is never run

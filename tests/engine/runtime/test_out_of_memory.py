@@ -1,4 +1,6 @@
-"""A rank that runs out of memory ends the step, on all ranks alike; no rank ends, and the next step is right."""
+"""A rank that runs out of memory ends the step, on all ranks alike; no rank ends, and the next step
+is right.
+"""
 
 import re
 
@@ -29,9 +31,18 @@ TWO += [
 ]
 FOUR = [
     Shortage(name="a replica", pp=2, dp=2, victims=(3,), share=0.1),
-    Shortage(name="two replicas, zero bubble", pp=2, dp=2, victims=(0, 3), share=1.0, schedule="zero_bubble"),
+    Shortage(
+        name="two replicas, zero bubble",
+        pp=2,
+        dp=2,
+        victims=(0, 3),
+        share=1.0,
+        schedule="zero_bubble",
+    ),
     Shortage(name="four stages", pp=4, victims=(2,), share=1.0, recompute=True),
-    Shortage(name="interleaved", pp=4, victims=(1,), share=0.1, schedule="interleaved", stages_per_rank=2),
+    Shortage(
+        name="interleaved", pp=4, victims=(1,), share=0.1, schedule="interleaved", stages_per_rank=2
+    ),
     Shortage(name="encoding ahead", pp=4, victims=(2,), share=0.0, encode_on=2),
 ]
 BACKWARD = re.compile(": (backward|input_grad|weight_grad) of micro-batch")

@@ -1,4 +1,6 @@
-"""Gradients and losses of a pipeline equal those of one process, over steps that differ in number and length."""
+"""Gradients and losses of a pipeline equal those of one process, over steps that differ in number
+and length.
+"""
 
 import pytest
 from rank_cases import Case, run_cases
@@ -8,12 +10,23 @@ TWO = [
     Case(name="gpipe", pp=2, schedule="gpipe"),
     Case(name="zero bubble", pp=2, schedule="zero_bubble"),
     Case(name="interleaved", pp=2, schedule="interleaved", stages_per_rank=2),
-    Case(name="interleaved, three stages each", pp=2, schedule="interleaved", stages_per_rank=3, counts=(4, 1, 5)),
+    Case(
+        name="interleaved, three stages each",
+        pp=2,
+        schedule="interleaved",
+        stages_per_rank=3,
+        counts=(4, 1, 5),
+    ),
     Case(name="everything recomputed", pp=2, recompute="all"),
     Case(name="some recomputed", pp=2, recompute="some"),
     Case(name="some recomputed, zero bubble", pp=2, recompute="some", schedule="zero_bubble"),
     Case(name="frozen vision", pp=2, frozen=("vision",), borders=(0, 3, 11)),
-    Case(name="frozen vision, cut inside the language model", pp=2, frozen=("vision",), borders=(0, 7, 11)),
+    Case(
+        name="frozen vision, cut inside the language model",
+        pp=2,
+        frozen=("vision",),
+        borders=(0, 7, 11),
+    ),
     Case(name="frozen language model", pp=2, frozen=("language",)),
     Case(name="not tied", pp=2, tied=False),
     Case(name="clipped", pp=2, clip=0.05),

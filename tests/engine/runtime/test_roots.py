@@ -1,4 +1,6 @@
-"""A stage's outputs are let go of before their gradients come; what the gradients make is the same."""
+"""A stage's outputs are let go of before their gradients come; what the gradients make is the
+same.
+"""
 
 import gc
 import weakref
@@ -10,8 +12,8 @@ from ranks import run_ranks
 from torch import nn
 from toy_model import make_model
 
+from engine.runtime.detached_backward import BackwardHandle
 from engine.runtime.pipeline import Pipeline
-from engine.runtime.roots import Root
 
 CUT = 4
 
@@ -33,13 +35,15 @@ def gradients():
 def expected(layer, given, outputs, came):
     """By autograd itself, from the outputs."""
     tensors = [tensor for name, tensor in outputs.items() if name in came]
-    return torch.autograd.grad(tensors, [given, *layer.parameters()], list(came.values()), retain_graph=True)
+    return torch.autograd.grad(
+        tensors, [given, *layer.parameters()], list(came.values()), retain_graph=True
+    )
 
 
 def test_backward_is_that_of_the_outputs_themselves(stage):
     layer, given, outputs = stage
     wanted = expected(*stage, gradients())
-    Root(outputs).backward(gradients(), [given, *layer.parameters()], keep=False)
+    BackwardHandle(outputs).backward(gradients(), [given, *layer.parameters()], keep=False)
     for tensor, gradient in zip([given, *layer.parameters()], wanted, strict=True):
         torch.testing.assert_close(tensor.grad, gradient, rtol=0, atol=0)
 
@@ -47,14 +51,14 @@ def test_backward_is_that_of_the_outputs_themselves(stage):
 def test_outputs_without_a_gradient_add_nothing(stage):
     _, given, outputs = stage
     came = {"passed_on": gradients()["passed_on"]}
-    Root(outputs).backward(came, [given], keep=False)
+    BackwardHandle(outputs).backward(came, [given], keep=False)
     torch.testing.assert_close(given.grad, 2 * came["passed_on"], rtol=0, atol=0)
 
 
 def test_inputs_first_and_weights_later_give_the_same(stage):
     layer, given, outputs = stage
     wanted = expected(*stage, gradients())
-    root = Root(outputs)
+    root = BackwardHandle(outputs)
     root.backward(gradients(), [given], keep=True)
     root.backward(gradients(), list(layer.parameters()), keep=False)
     for tensor, gradient in zip([given, *layer.parameters()], wanted, strict=True):
@@ -83,7 +87,7 @@ def test_outputs_are_freed_while_the_root_lives_and_the_graph_with_the_root():
     freed = weakref.ref(output)
     gc.disable()  # what only circles hold would not be let go of in time
     try:
-        root = Root({"output": output})
+        root = BackwardHandle({"output": output})
         del output
         assert freed() is None
         root.backward({"output": torch.ones(2, 3)}, [given], keep=True)
@@ -95,7 +99,9 @@ def test_outputs_are_freed_while_the_root_lives_and_the_graph_with_the_root():
 
 
 def watch_outputs(said):
-    """How many outputs of the first stage are alive whenever one of its backward passes comes to its end."""
+    """How many outputs of the first stage are alive whenever one of its backward passes comes to
+    its end.
+    """
     model, made, alive = make_model(), [], []
 
     def note(_layer, _given, carry):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from balance.errors import ConfigError
-from engine.runtime.routes import make_routes, reordered
+from engine.runtime.communication.p2p_schedule import make_routes, reordered
 from engine.simulator.schedule import SCHEDULES, Action, Kind, Schedule, make_schedule, one_f_one_b
 from engine.simulator.simulate import Deadlock
 
@@ -22,8 +22,14 @@ def changed(change):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda actions: actions[0].pop(), "does not pass micro-batch 2 once forward and once back through stage 0"),
-        (lambda actions: actions[1].append(actions[1][-1]), "micro-batch 2 once forward and once back through stage 1"),
+        (
+            lambda actions: actions[0].pop(),
+            "does not pass micro-batch 2 once forward and once back through stage 0",
+        ),
+        (
+            lambda actions: actions[1].append(actions[1][-1]),
+            "micro-batch 2 once forward and once back through stage 1",
+        ),
         (lambda actions: actions.reverse(), "forward of micro-batch 0 in stage 1 on rank 0"),
         (
             lambda actions: actions[0].append(Action(Kind.INPUT_GRAD, 0, 1)),
@@ -37,7 +43,9 @@ def test_a_schedule_that_lacks_or_misplaces_a_pass_is_refused(change, text):
 
 
 def test_a_schedule_whose_passes_wait_for_each_other_is_refused():
-    with pytest.raises(Deadlock, match="rank 0 waits to begin backward of micro-batch 0 in stage 0"):
+    with pytest.raises(
+        Deadlock, match="rank 0 waits to begin backward of micro-batch 0 in stage 0"
+    ):
         make_routes(changed(lambda actions: actions[0].insert(0, actions[0].pop(2))), GRADS, 0)
 
 
@@ -51,14 +59,22 @@ def test_what_one_rank_sends_is_what_another_receives(name, seed):
     grads = (*rng.choice([True, False], schedule.num_stages - 1).tolist(), False)
     routes = [make_routes(schedule, grads, rank) for rank in range(4)]
     sent = {
-        (message, rank, other) for rank in range(4) for own in routes[rank].outgoing.values() for message, other in own
+        (message, rank, other)
+        for rank in range(4)
+        for own in routes[rank].outgoing.values()
+        for message, other in own
     }
     came = {
-        (message, other, rank) for rank in range(4) for own in routes[rank].incoming.values() for message, other in own
+        (message, other, rank)
+        for rank in range(4)
+        for own in routes[rank].incoming.values()
+        for message, other in own
     }
     assert sent == came
     between = routes[0].messages
-    assert {(m, *pair) for pair, messages in between.items() for m in messages} == {s for s in sent if s[1] != s[2]}
+    assert {(m, *pair) for pair, messages in between.items() for m in messages} == {
+        s for s in sent if s[1] != s[2]
+    }
     # in the order in which they are made
     assert all(messages == sorted(messages) for messages in between.values())
     assert len(sent) == count * (schedule.num_stages - 1 + sum(grads))

@@ -1,4 +1,6 @@
-"""A rank that dies, a loss that is no number, a tensor unlike its spec: all ranks end soon, with one clear line."""
+"""A rank that dies, a loss that is no number, a tensor unlike its spec: all ranks end soon, with
+one clear line.
+"""
 
 import pytest
 from rank_faults import delay, lose, measure, not_finite
@@ -30,8 +32,12 @@ def test_a_loss_that_is_not_finite_and_a_wrong_shape_name_their_samples_on_all_r
         assert "nan in micro-batch 2 of replica 1, samples a2, b2" in own["replicas"]
         assert own["stages, after"] > 0
         assert own["replicas, after"] > 0
-        assert own["fewer"].startswith("the ranks [0, 1] of a pipeline were given different micro-batches, schedules")
-        assert own["other"].startswith("the ranks [0, 1] of a pipeline were given different micro-batches;")
+        assert own["fewer"].startswith(
+            "the ranks [0, 1] of a pipeline were given different micro-batches, schedules"
+        )
+        assert own["other"].startswith(
+            "the ranks [0, 1] of a pipeline were given different micro-batches;"
+        )
     assert said[0]["mismatch type"] == "SpecMismatch"
     assert said[0]["mismatch"] == (
         "what layer 4 gives for micro-batch 1 (samples a1, b1): 'features' has the shape (2, 16), but the model's "

@@ -1,4 +1,6 @@
-"""torch's own schedules give the gradients of one process, micro-batches differing in length, as ours do."""
+"""torch's own schedules give the gradients of one process, micro-batches differing in length, as
+ours do.
+"""
 
 from types import SimpleNamespace
 
@@ -15,7 +17,8 @@ from engine.runtime.pipeline import Pipeline, PipelineOptions
 from engine.runtime.torch_schedules import TESTED, TorchSchedules, check_version
 
 pytestmark = pytest.mark.skipif(
-    ".".join(torch.__version__.split(".")[:2]) not in TESTED, reason="another version of torch's pipelining"
+    ".".join(torch.__version__.split(".")[:2]) not in TESTED,
+    reason="another version of torch's pipelining",
 )
 ZERO_BUBBLE = {"schedule": "zero_bubble", "stages_per_rank": 2}
 
@@ -23,7 +26,13 @@ TWO = [
     Case(name="1f1b", pp=2, counts=(5, 3, 7)),
     Case(name="gpipe", pp=2, schedule="gpipe"),
     Case(name="interleaved", pp=2, schedule="interleaved", stages_per_rank=2, counts=(6, 3, 4)),
-    Case(name="interleaved, three stages each", pp=2, schedule="interleaved", stages_per_rank=3, counts=(4, 1, 6)),
+    Case(
+        name="interleaved, three stages each",
+        pp=2,
+        schedule="interleaved",
+        stages_per_rank=3,
+        counts=(4, 1, 6),
+    ),
     Case(name="looped", pp=2, schedule="looped_bfs", stages_per_rank=2, counts=(5, 3)),
     Case(name="zero bubble", pp=2, **ZERO_BUBBLE, counts=(6, 3, 4)),
     Case(name="zero bubble, one stage each", pp=2, schedule="zero_bubble", counts=(6, 3, 4)),
@@ -65,7 +74,9 @@ class _ByTorch(Pipeline):
     def step(self, batches, normalizer, schedule=None, order=None):
         assert schedule is None
         assert order is None
-        return SimpleNamespace(loss=TorchSchedules(self, self._options.schedule).step(batches, normalizer))
+        return SimpleNamespace(
+            loss=TorchSchedules(self, self._options.schedule).step(batches, normalizer)
+        )
 
 
 def _run_all(cases):

@@ -1,4 +1,6 @@
-"""The example for models of transformers, really launched: it trains, goes on with other stages, gives weights back."""
+"""The example for models of transformers, really launched: it trains, goes on with other stages,
+gives weights back.
+"""
 
 import json
 import sys
@@ -25,7 +27,9 @@ pytestmark = [
 SCRIPT = Path(__file__).parents[3] / "examples" / "train_pipeline.py"
 STEPS, SAVED_BEHIND = 4, 2
 TOLERANCE = 1e-5
-"""Of losses, relative: ranks add up in the same order, but gradients' norm, by which all are clipped."""
+"""Of losses, relative: ranks add up in the same order, but gradients' norm, by which all are
+clipped.
+"""
 
 torch.set_num_threads(1)
 
@@ -58,7 +62,10 @@ def run_here(*given, **options):
 
 def losses(path):
     """Of each step of a file of figures."""
-    return {figures["step"]: figures["loss"] for figures in map(json.loads, path.read_text().splitlines())}
+    return {
+        figures["step"]: figures["loss"]
+        for figures in map(json.loads, path.read_text().splitlines())
+    }
 
 
 @pytest.fixture(scope="module")
@@ -69,26 +76,49 @@ def exported(build, tmp_path_factory):
     return folder
 
 
-def test_two_ranks_saved_and_continued_by_others_give_losses_and_weights_of_one(build, exported, tmp_path, capsys):
+def test_two_ranks_saved_and_continued_by_others_give_losses_and_weights_of_one(
+    build, exported, tmp_path, capsys
+):
     assert run_here(build, steps=STEPS, figures=tmp_path / "alone") == 0
     output = capsys.readouterr().out
-    assert "stage 0: patch_embedding, vision_layer 0, vision_layer 1, vision_projector, token_embedding" in output
+    assert (
+        "stage 0: patch_embedding, vision_layer 0, vision_layer 1, vision_projector, token_embedding"
+        in output
+    )
     expected = losses(tmp_path / "alone")
     assert sorted(expected) == list(range(STEPS))
     assert expected[STEPS - 1] < expected[0]
     saving = {"state": tmp_path / "state", "recompute": "all"}
-    on_two(build, tmp_path / "on two", steps=SAVED_BEHIND, figures=tmp_path / "first", borders="0,3,8", **saving)
+    on_two(
+        build,
+        tmp_path / "on two",
+        steps=SAVED_BEHIND,
+        figures=tmp_path / "first",
+        borders="0,3,8",
+        **saving,
+    )
     then = on_two(
-        build, tmp_path / "again", steps=STEPS, figures=tmp_path / "then", export=tmp_path / "model", **saving
+        build,
+        tmp_path / "again",
+        steps=STEPS,
+        figures=tmp_path / "then",
+        export=tmp_path / "model",
+        **saving,
     )
     assert "stage 1: token_embedding, llm_layer 0, llm_layer 1, head" in then
     assert "1 x 2 ranks, 2 micro-batches each; goes on behind step 1" in then
     assert sorted(losses(tmp_path / "then")) == [SAVED_BEHIND, SAVED_BEHIND + 1]
-    assert losses(tmp_path / "first") | losses(tmp_path / "then") == pytest.approx(expected, rel=TOLERANCE)
+    assert losses(tmp_path / "first") | losses(tmp_path / "then") == pytest.approx(
+        expected, rel=TOLERANCE
+    )
     read = transformers.AutoModelForImageTextToText.from_pretrained
-    alone, trained = (dict(read(folder).named_parameters()) for folder in (exported, tmp_path / "model"))
+    alone, trained = (
+        dict(read(folder).named_parameters()) for folder in (exported, tmp_path / "model")
+    )
     for name, weight in alone.items():
-        if not name.endswith("k_proj.bias"):  # attention is blind to it: its gradient is rounding, which Adam blows up
+        if not name.endswith(
+            "k_proj.bias"
+        ):  # attention is blind to it: its gradient is rounding, which Adam blows up
             off = (trained[name] - weight).detach().norm()
             assert float(off) <= 1e-3 * float(weight.detach().norm()), name
 
@@ -104,7 +134,10 @@ def test_a_folder_of_weights_is_trained_on(build, exported, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": "qwen2_vl"}, "the build is for llava_1_5, whose images are not cut for qwen2_vl"),
+        (
+            {"model": "qwen2_vl"},
+            "the build is for llava_1_5, whose images are not cut for qwen2_vl",
+        ),
         ({"config": "none"}, "none.json: "),
         ({"config": "other"}, "image token 7; the build "),
         ({"dp": 3}, "--dp is 3; 1 processes"),
@@ -112,7 +145,9 @@ def test_a_folder_of_weights_is_trained_on(build, exported, tmp_path):
         ({"model": "tiny", "config": "other"}, "the model tiny has none"),
     ],
 )
-def test_what_does_not_fit_together_is_told_in_one_line(build, exported, tmp_path, capsys, options, message):
+def test_what_does_not_fit_together_is_told_in_one_line(
+    build, exported, tmp_path, capsys, options, message
+):
     config = json.loads((exported / "config.json").read_text()) | {"image_token_id": 7}
     (tmp_path / "other.json").write_text(json.dumps(config))
     if "config" in options:

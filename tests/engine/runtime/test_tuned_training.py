@@ -1,4 +1,6 @@
-"""Training whose every step is tuned: the same gradients as untuned, of each sample once, by the schedule tuned."""
+"""Training whose every step is tuned: the same gradients as untuned, of each sample once, by the
+schedule tuned.
+"""
 
 import json
 import sys
@@ -22,7 +24,10 @@ TWO = (
     Epoch(name="plain"),
     Epoch(name="own", frozen=("vision",)),
     Epoch(
-        name="any", frozen=("vision", "projector"), options=("--encode=any", "--schedule=zero_bubble"), vision_us=8_000
+        name="any",
+        frozen=("vision", "projector"),
+        options=("--encode=any", "--schedule=zero_bubble"),
+        vision_us=8_000,
     ),
 )
 FOUR = (Epoch(name="replicas", dp=2),)
@@ -35,7 +40,9 @@ torch.set_num_threads(1)
 def build(tmp_path_factory):
     """Of uneven groups."""
     samples = make_samples(NUM_SAMPLES)
-    groups = group_samples(samples[:90], max_tokens=160) + group_samples(samples[90:], max_tokens=40)
+    groups = group_samples(samples[:90], max_tokens=160) + group_samples(
+        samples[90:], max_tokens=40
+    )
     return write_tabled(tmp_path_factory.mktemp("packed") / "build", groups)
 
 
@@ -70,13 +77,21 @@ def of_ranks(folder, name, count=2):
     return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(count)]
 
 
-@pytest.mark.parametrize(("world", "name"), [*(("two", case.name) for case in TWO), ("four", "replicas")])
+@pytest.mark.parametrize(
+    ("world", "name"), [*(("two", case.name) for case in TWO), ("four", "replicas")]
+)
 def test_every_sample_comes_once_and_steps_run_as_they_were_tuned(request, world, name):
     ranks = of_ranks(request.getfixturevalue(world), name, {"two": 2, "four": 4}[world])
     pipelines = [ranks[first : first + 2] for first in range(0, len(ranks), 2)]
     for first, second in pipelines:
         assert first == second
-    ids = Counter(sample_id for first, _ in pipelines for step in first for batch in step["ids"] for sample_id in batch)
+    ids = Counter(
+        sample_id
+        for first, _ in pipelines
+        for step in first
+        for batch in step["ids"]
+        for sample_id in batch
+    )
     assert set(ids.values()) == {1}
     assert len(ids) == NUM_SAMPLES
     for step in (step for first, _ in pipelines for step in first):
@@ -88,11 +103,15 @@ def test_every_sample_comes_once_and_steps_run_as_they_were_tuned(request, world
     assert len(set(counts)) > 1
     assert any(step["step_ns"] < step["untuned_ns"] for step in ranks[0])
     for steps in zip(*(first for first, _ in pipelines), strict=True):
-        assert len({(step["fingerprint"], step["step_ns"], step["untuned_ns"]) for step in steps}) == 1
+        assert (
+            len({(step["fingerprint"], step["step_ns"], step["untuned_ns"]) for step in steps}) == 1
+        )
 
 
 def test_a_frozen_encoder_runs_ahead_where_it_may(two):
-    encoded = {case.name: sum(step["encoded"] for step in of_ranks(two, case.name)[0]) for case in TWO}
+    encoded = {
+        case.name: sum(step["encoded"] for step in of_ranks(two, case.name)[0]) for case in TWO
+    }
     assert encoded["plain"] == 0
     assert min(encoded["own"], encoded["any"]) > 0
     second = [action for step in of_ranks(two, "any")[0] for action in step["schedule"][1]]
@@ -116,4 +135,7 @@ def test_a_run_that_goes_on_in_the_middle_of_an_epoch_takes_the_same_steps(two):
 
 def test_ranks_that_tune_a_step_differently_all_say_so_before_they_train(two):
     for rank in (0, 1):
-        assert "ConfigError: the ranks tuned the step differently" in (two / f"error-{rank}.txt").read_text()
+        assert (
+            "ConfigError: the ranks tuned the step differently"
+            in (two / f"error-{rank}.txt").read_text()
+        )

@@ -1,4 +1,6 @@
-"""A tiny model that sees, hears and reads, its samples, and steps as a loader with a step planner gives them."""
+"""A tiny model that sees, hears and reads, its samples, and steps as a loader with a step planner
+gives them.
+"""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -8,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from balance.records import Counts
+from balance.types import Counts
 
 IMAGE, CLIP, VOCAB = 0, 1, 23
 TOKENS = {"vision": IMAGE, "audio": CLIP}
@@ -56,7 +58,11 @@ def draw(seed: int, count: int, *, text_only: bool = False) -> list[Sample]:
     samples = []
     for number in range(count):
         kind = 3 if text_only else upto(4)
-        images, clips, texts = (kind in (0, 2)) * (1 + upto(9)), (kind in (1, 2)) * (1 + upto(6)), 2 + upto(12)
+        images, clips, texts = (
+            (kind in (0, 2)) * (1 + upto(9)),
+            (kind in (1, 2)) * (1 + upto(6)),
+            2 + upto(12),
+        )
         texts_ids = torch.randint(2, VOCAB, (texts,), generator=generator)
         ids = torch.cat([torch.full((images,), IMAGE), torch.full((clips,), CLIP), texts_ids])
         ids = ids[torch.randperm(len(ids), generator=generator)]
@@ -86,8 +92,13 @@ def counts_of(samples: list[Sample]) -> Counts:
 
 
 def collate(samples: list[Sample], total: int, *, media=("vision", "audio"), text=True) -> Batch:
-    """Samples one behind the other; `media`: whose inputs come with them; `total`: labels of the step."""
-    none, lengths = torch.empty(0, dtype=torch.int64), [len(sample.input_ids) * text for sample in samples]
+    """Samples one behind the other; `media`: whose inputs come with them; `total`: labels of the
+    step.
+    """
+    none, lengths = (
+        torch.empty(0, dtype=torch.int64),
+        [len(sample.input_ids) * text for sample in samples],
+    )
     pixels = [sample.pixels for sample in samples if "vision" in media]
     frames = [sample.frames for sample in samples if "audio" in media]
     return Batch(
@@ -108,18 +119,24 @@ def deliver(samples: list[Sample], work, rank: int) -> Delivered:
 
     def batches(groups, **options):
         return [
-            collate([samples[place] for place in groups[number]], total, **options) for number in range(len(groups))
+            collate([samples[place] for place in groups[number]], total, **options)
+            for number in range(len(groups))
         ]
 
     return Delivered(
         batches(work.micro_batches[rank], media=own),
-        {name: batches(ranks[rank], media={name}, text=False) for name, ranks in work.encoders.items()},
+        {
+            name: batches(ranks[rank], media={name}, text=False)
+            for name, ranks in work.encoders.items()
+        },
         work.notes[rank] if work.notes else None,
     )
 
 
 class Vision(nn.Module):
-    """Patches -> image tokens; every image by itself, so it does not matter who else is in the batch."""
+    """Patches -> image tokens; every image by itself, so it does not matter who else is in the
+    batch.
+    """
 
     def __init__(self):
         super().__init__()
@@ -150,10 +167,16 @@ class Language(nn.Module):
     def __init__(self):
         super().__init__()
         self.table = nn.Embedding(VOCAB, HIDDEN)
-        self.qkv, self.up, self.down = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, 32), nn.Linear(32, HIDDEN)
+        self.qkv, self.up, self.down = (
+            nn.Linear(HIDDEN, 3 * HIDDEN),
+            nn.Linear(HIDDEN, 32),
+            nn.Linear(32, HIDDEN),
+        )
 
     def forward(self, batch, features):
-        """The sum of the losses. Features are touched only where there are some, as many models do."""
+        """The sum of the losses. Features are touched only where there are some, as many models
+        do.
+        """
         hidden = self.table(batch.input_ids)
         for name, token in TOKENS.items():
             places = (batch.input_ids == token).nonzero().squeeze(1)
@@ -164,12 +187,16 @@ class Language(nn.Module):
             return hidden.sum()
         parts = self.qkv(hidden).reshape(-1, 3, HIDDEN).permute(1, 0, 2)
         mixed = [
-            functional.scaled_dot_product_attention(*(part[None, start:end] for part in parts), is_causal=True)
+            functional.scaled_dot_product_attention(
+                *(part[None, start:end] for part in parts), is_causal=True
+            )
             for start, end in borders
         ]
         hidden = hidden + torch.cat(mixed, 1)[0]
         hidden = hidden + self.down(functional.gelu(self.up(hidden)))
-        return functional.cross_entropy(hidden @ self.table.weight.T, batch.labels, ignore_index=-100, reduction="sum")
+        return functional.cross_entropy(
+            hidden @ self.table.weight.T, batch.labels, ignore_index=-100, reduction="sum"
+        )
 
 
 def make_model(seed: int = 0) -> nn.ModuleDict:

@@ -1,9 +1,11 @@
-"""Tiny LLaVA, InternVL and Qwen2-VL of transformers with random weights, and packed micro-batches for them."""
+"""Tiny LLaVA, InternVL and Qwen2-VL of transformers with random weights, and packed micro-batches
+for them.
+"""
 
 import torch
 import transformers
 
-from loaders.batch import MicroBatch
+from loaders.batch.micro_batch import MicroBatch
 
 IMAGE, VOCAB, SIDE = 5, 64, 28
 NAMES = ("llava", "internvl", "qwen2_vl")
@@ -45,7 +47,13 @@ def make_config(name, *, tied=False, **more):
         text |= {"rope_parameters": rope}
         more |= {"video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
     text |= more.pop("text", {})
-    return kind(vision_config=vision, text_config=text, image_token_id=IMAGE, tie_word_embeddings=tied, **more)
+    return kind(
+        vision_config=vision,
+        text_config=text,
+        image_token_id=IMAGE,
+        tie_word_embeddings=tied,
+        **more,
+    )
 
 
 def make_model(name, *, seed=0, **more):
@@ -53,7 +61,9 @@ def make_model(name, *, seed=0, **more):
     model = transformers.AutoModelForImageTextToText.from_config(make_config(name, **more)).eval()
     with torch.no_grad():  # the usual small weights would hide a sample that sees another
         for weight in model.parameters():
-            weight.copy_(torch.randn_like(weight) * (0.2 if weight.ndim > 1 else 0.1) + (weight.ndim == 1))
+            weight.copy_(
+                torch.randn_like(weight) * (0.2 if weight.ndim > 1 else 0.1) + (weight.ndim == 1)
+            )
     return model
 
 
@@ -75,16 +85,22 @@ def make_batch(name, image_counts, *, seed=0, num_loss_tokens=1):
         position_ids=torch.cat([torch.empty(0, dtype=torch.long), *map(torch.arange, lengths)]),
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int(),
         pixel_values=torch.cat([torch.zeros(shape), *(row[0] for row in rows)]),
-        patches_per_image=torch.tensor([1 if native else len(row[0]) for row in rows], dtype=torch.long),
+        patches_per_image=torch.tensor(
+            [1 if native else len(row[0]) for row in rows], dtype=torch.long
+        ),
         image_sizes=torch.full((len(rows), 2), SIDE),
-        image_grid_thw=torch.tensor([row[1] for row in rows], dtype=torch.long).reshape(-1, 3) if native else None,
+        image_grid_thw=torch.tensor([row[1] for row in rows], dtype=torch.long).reshape(-1, 3)
+        if native
+        else None,
         num_loss_tokens=num_loss_tokens,
         num_step_samples=len(ids),
     )
 
 
 def cut_sample(name, batch, place):
-    """One sample of a micro-batch as transformers' users run it: no packing, positions left to the model."""
+    """One sample of a micro-batch as transformers' users run it: no packing, positions left to the
+    model.
+    """
     start, end = batch.cu_seqlens[place : place + 2].tolist()
     ids = batch.input_ids[start:end][None]
     inputs = {"input_ids": ids, "labels": batch.labels[start:end][None], "num_items_in_batch": 1}
@@ -98,14 +114,21 @@ def cut_sample(name, batch, place):
     chosen = (ends > before) & (ends <= before + own)
     if bool(chosen.any()):
         pixels = batch.pixel_values.split(rows_per_image.tolist())
-        inputs["pixel_values"] = torch.cat([part for part, mine in zip(pixels, chosen.tolist(), strict=True) if mine])
+        inputs["pixel_values"] = torch.cat(
+            [part for part, mine in zip(pixels, chosen.tolist(), strict=True) if mine]
+        )
         if name == "qwen2_vl":
-            inputs |= {"image_grid_thw": batch.image_grid_thw[chosen], "mm_token_type_ids": (ids == IMAGE).int()}
+            inputs |= {
+                "image_grid_thw": batch.image_grid_thw[chosen],
+                "mm_token_type_ids": (ids == IMAGE).int(),
+            }
     return inputs
 
 
 def run_alone(name, model, batch, normalizer=1):
-    """Losses and gradients of a micro-batch by transformers alone, each sample by itself; -> the loss."""
+    """Losses and gradients of a micro-batch by transformers alone, each sample by itself; -> the
+    loss.
+    """
     total = 0.0
     for place in range(batch.num_samples):
         # the loss of a sample without a label is 0 of nothing
@@ -117,13 +140,19 @@ def run_alone(name, model, batch, normalizer=1):
 
 def _make_sample(name, num_images, generator):
     def text():
-        return torch.randint(10, VOCAB, (int(torch.randint(1, 6, (), generator=generator)),), generator=generator)
+        return torch.randint(
+            10, VOCAB, (int(torch.randint(1, 6, (), generator=generator)),), generator=generator
+        )
 
     parts, images = [text()], []
     for _ in range(num_images):
         first, second = torch.randint(1, 4, (2,), generator=generator).tolist()
         if name == "qwen2_vl":
-            pixels, grid, tokens = (4 * first * second, 3 * 2 * 14 * 14), (1, 2 * first, 2 * second), first * second
+            pixels, grid, tokens = (
+                (4 * first * second, 3 * 2 * 14 * 14),
+                (1, 2 * first, 2 * second),
+                first * second,
+            )
         else:
             pixels, grid, tokens = (first, 3, SIDE, SIDE), None, first * TOKENS_PER_PATCH[name]
         images.append((torch.randn(pixels, generator=generator), grid))

@@ -1,4 +1,6 @@
-"""A tiny vision-language model as a list of layers, and micro-batches for it: what the runtime is tested with."""
+"""A tiny vision-language model as a list of layers, and micro-batches for it: what the runtime is
+tested with.
+"""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -7,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.runtime.carries import LayeredModel, Spec
+from engine.runtime.stage_io import LayerStack, TensorSpec
 
 IMAGE, VOCAB = 0, 29
 VIT_TOKENS, PATCH_VALUES, VISION, HIDDEN, HEADS = 4, 12, 8, 16, 2
@@ -54,12 +56,19 @@ class PatchEmbedding(nn.Module):
 class VisionLayer(nn.Module):
     def __init__(self, dropout=0.0):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(VISION), nn.Linear(VISION, 24), nn.Linear(24, VISION)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(VISION),
+            nn.Linear(VISION, 24),
+            nn.Linear(24, VISION),
+        )
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, carry, batch):
         features = carry["features"]
-        return {"features": features + self.dropout(self.down(functional.gelu(self.up(self.norm(features)))))}
+        return {
+            "features": features
+            + self.dropout(self.down(functional.gelu(self.up(self.norm(features)))))
+        }
 
 
 class Projector(nn.Module):
@@ -80,25 +89,43 @@ class Embedding(nn.Module):
         hidden = self.table(batch.input_ids)
         places = (batch.input_ids == IMAGE).nonzero().squeeze(1)
         # also the scale of the features travels on, so that more than one tensor crosses each cut
-        return {"hidden": hidden.index_copy(0, places, carry["features"]), "scale": 1 + 0.1 * carry["features"].sum(0)}
+        return {
+            "hidden": hidden.index_copy(0, places, carry["features"]),
+            "scale": 1 + 0.1 * carry["features"].sum(0),
+        }
 
 
 class LanguageLayer(nn.Module):
     def __init__(self, dropout=0.0):
         super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-        self.up, self.down, self.dropout = nn.Linear(HIDDEN, 40), nn.Linear(40, HIDDEN), nn.Dropout(dropout)
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(HIDDEN),
+            nn.Linear(HIDDEN, 3 * HIDDEN),
+            nn.Linear(HIDDEN, HIDDEN),
+        )
+        self.up, self.down, self.dropout = (
+            nn.Linear(HIDDEN, 40),
+            nn.Linear(40, HIDDEN),
+            nn.Dropout(dropout),
+        )
 
     def forward(self, carry, batch):
         hidden = carry["hidden"]
-        parts = self.qkv(self.norm(hidden)).reshape(-1, 3, HEADS, HIDDEN // HEADS).permute(1, 2, 0, 3)
+        parts = (
+            self.qkv(self.norm(hidden)).reshape(-1, 3, HEADS, HIDDEN // HEADS).permute(1, 2, 0, 3)
+        )
         mixed = [
-            functional.scaled_dot_product_attention(*(part[:, start:end] for part in parts), is_causal=True)
+            functional.scaled_dot_product_attention(
+                *(part[:, start:end] for part in parts), is_causal=True
+            )
             for start, end in pairwise(batch.cu_seqlens.tolist())
         ]
         joined = torch.cat(mixed, 1).permute(1, 0, 2).reshape(-1, HIDDEN)
         hidden = hidden + self.dropout(self.out(joined)) * carry["scale"]
-        return {"hidden": hidden + self.down(functional.gelu(self.up(hidden))), "scale": carry["scale"]}
+        return {
+            "hidden": hidden + self.down(functional.gelu(self.up(hidden))),
+            "scale": carry["scale"],
+        }
 
 
 class Head(nn.Module):
@@ -109,37 +136,51 @@ class Head(nn.Module):
 
     def forward(self, carry, batch):
         logits = self.norm(carry["hidden"]) @ self.table.weight.T
-        return {"loss": functional.cross_entropy(logits, batch.labels, ignore_index=-100, reduction="sum")}
+        return {
+            "loss": functional.cross_entropy(
+                logits, batch.labels, ignore_index=-100, reduction="sum"
+            )
+        }
 
 
-def make_model(num_vision=3, num_language=4, *, tied=True, dropout=0.0, seed=0) -> LayeredModel:
+def make_model(num_vision=3, num_language=4, *, tied=True, dropout=0.0, seed=0) -> LayerStack:
     torch.manual_seed(seed)
     embedding = Embedding()
     vision = [PatchEmbedding(), *(VisionLayer(dropout) for _ in range(num_vision)), Projector()]
-    language = [embedding, *(LanguageLayer(dropout) for _ in range(num_language)), Head(embedding, tied)]
+    language = [
+        embedding,
+        *(LanguageLayer(dropout) for _ in range(num_language)),
+        Head(embedding, tied),
+    ]
 
-    def specs(cut: int, batch: ToyBatch) -> dict[str, Spec]:
+    def specs(cut: int, batch: ToyBatch) -> dict[str, TensorSpec]:
         patches = len(batch.pixel_values) // VIT_TOKENS
         if cut < len(vision):
-            return {"features": Spec(shape=(patches * VIT_TOKENS, VISION), dtype=torch.float32)}
+            return {
+                "features": TensorSpec(shape=(patches * VIT_TOKENS, VISION), dtype=torch.float32)
+            }
         if cut == len(vision):
-            return {"features": Spec(shape=(patches, HIDDEN), dtype=torch.float32)}
-        hidden = Spec(shape=(len(batch.input_ids), HIDDEN), dtype=torch.float32)
-        return {"hidden": hidden, "scale": Spec(shape=(HIDDEN,), dtype=torch.float32)}
+            return {"features": TensorSpec(shape=(patches, HIDDEN), dtype=torch.float32)}
+        hidden = TensorSpec(shape=(len(batch.input_ids), HIDDEN), dtype=torch.float32)
+        return {"hidden": hidden, "scale": TensorSpec(shape=(HIDDEN,), dtype=torch.float32)}
 
-    return LayeredModel(layers=[*vision, *language], specs=specs)
+    return LayerStack(layers=[*vision, *language], specs=specs)
 
 
-def freeze(model: LayeredModel, part: str) -> None:
+def freeze(model: LayerStack, part: str) -> None:
     """`vision` (without the projector) or `language`."""
-    place = next(number for number, layer in enumerate(model.layers) if isinstance(layer, Projector))
+    place = next(
+        number for number, layer in enumerate(model.layers) if isinstance(layer, Projector)
+    )
     frozen = model.layers[:place] if part == "vision" else model.layers[place + 1 :]
     for layer in frozen:
         layer.requires_grad_(False)
 
 
-def run_alone(model: LayeredModel, batches: list[ToyBatch], normalizer: int, before=None) -> float:
-    """Forward and backward passes of a step in one process; -> the loss. `before(layer, micro-batch)`: of each pass."""
+def run_alone(model: LayerStack, batches: list[ToyBatch], normalizer: int, before=None) -> float:
+    """Forward and backward passes of a step in one process; -> the loss. `before(layer,
+    micro-batch)`: of each pass.
+    """
     total = 0.0
     for number, batch in enumerate(batches):
         carry = {}

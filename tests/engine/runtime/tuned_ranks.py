@@ -1,4 +1,6 @@
-"""What each rank runs for `test_tuned_training`: the pipeline example with `--tune`, beside one process without it."""
+"""What each rank runs for `test_tuned_training`: the pipeline example with `--tune`, beside one
+process without it.
+"""
 
 import json
 import sys
@@ -22,7 +24,7 @@ from engine.cost_model.costs import Costs  # noqa: E402
 from engine.cost_model.layer_list import layers_of, phases_of  # noqa: E402
 from engine.cost_model.loads import Loads  # noqa: E402
 from engine.cost_model.parallel import Parallelism  # noqa: E402
-from engine.cost_model.profile_costs import make_profile, write_profile  # noqa: E402
+from engine.cost_model.profile_table import make_profile, write_profile  # noqa: E402
 from engine.simulator.schedule import Kind  # noqa: E402
 from loaders import StreamingLoader  # noqa: E402
 
@@ -65,7 +67,10 @@ def stated_profile(path, vision_us=900):
     kinds = tuple(layer.kind for layer in layers)
     each_us = {"vision": vision_us, "llm": LLM_US}
     forward = np.array(
-        [1_000 * FIXED_US + each_us[PHASES[kind]] * getattr(loads, PHASES[kind]).tokens for kind in kinds]
+        [
+            1_000 * FIXED_US + each_us[PHASES[kind]] * getattr(loads, PHASES[kind]).tokens
+            for kind in kinds
+        ]
     )
     nothing = np.zeros_like(forward)
     costs = Costs(
@@ -97,7 +102,9 @@ def run_all(folder, build, epochs, steps, behind):
 
 
 def run_epochs(folder, build, epochs):
-    """An epoch of each; what is known of its steps goes to `NAME-RANK.json`; profiles are `NAME.json`."""
+    """An epoch of each; what is known of its steps goes to `NAME-RANK.json`; profiles are
+    `NAME.json`.
+    """
     for epoch in epochs:
         try:
             found = run_epoch(folder, build, epoch)
@@ -132,7 +139,9 @@ def run_epoch(folder, build, epoch):
                 "ids": [list(batch.sample_ids) for batch in batches],
                 "untuned": [len(own) for own in replicas],
                 "schedule": _actions(result.schedule),
-                "planned": _actions(batches.note.schedule) if batches.note.schedule is not None else None,
+                "planned": _actions(batches.note.schedule)
+                if batches.note.schedule is not None
+                else None,
                 "encoded": int((result.schedule.kinds == Kind.ENCODE).sum()),
                 "step_ns": batches.note.step_ns,
                 "untuned_ns": batches.note.untuned_ns,
@@ -158,7 +167,9 @@ def check_gradients(pipeline, alone):
     for place, layer in pipeline.layers.items():
         pairs = list(zip(layer.parameters(), alone.layers[place].parameters(), strict=True))
         assert all(own.requires_grad == other.requires_grad for own, other in pairs)
-        trained = [(own.grad.flatten(), other.grad.flatten()) for own, other in pairs if own.requires_grad]
+        trained = [
+            (own.grad.flatten(), other.grad.flatten()) for own, other in pairs if own.requires_grad
+        ]
         if trained:
             own, wanted = (torch.cat(side) for side in zip(*trained, strict=True))
             off = float((own - wanted).norm() / wanted.norm().clamp(min=1e-6))
@@ -166,18 +177,26 @@ def check_gradients(pipeline, alone):
 
 
 def _actions(schedule):
-    return [[list(map(int, action)) for action in schedule.of_rank(rank)] for rank in range(schedule.num_ranks)]
+    return [
+        [list(map(int, action)) for action in schedule.of_rank(rank)]
+        for rank in range(schedule.num_ranks)
+    ]
 
 
 def train_in_parts(folder, build, steps, behind):
-    """Train `steps`, once in one go, and once in two runs of which the first ends in the middle of an epoch.
+    """Train `steps`, once in one go, and once in two runs of which the first ends in the middle of
+    an epoch.
 
     What each step held and ran goes to `whole-RANK.json` and `parts-RANK.json`.
     """
     for name, ends in (("whole", (steps,)), ("parts", (behind, steps))):
         seen = []
         for end in ends:
-            more = (f"--state={folder / name}", f"--figures={folder / name}.jsonl", f"--steps={end}")
+            more = (
+                f"--state={folder / name}",
+                f"--figures={folder / name}.jsonl",
+                f"--steps={end}",
+            )
             args = options_of(build, folder / "profile.json", *more)
             run = make_run(args, CPU)
             noting(run, seen)
@@ -192,7 +211,9 @@ def noting(run, seen):
 
     def step(batches, normalizer, schedule):
         result = plain(batches, normalizer, schedule)
-        seen.append([[list(batch.sample_ids) for batch in batches], _actions(result.schedule), result.loss])
+        seen.append(
+            [[list(batch.sample_ids) for batch in batches], _actions(result.schedule), result.loss]
+        )
         return result
 
     run.pipeline.step = step

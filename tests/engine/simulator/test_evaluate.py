@@ -34,7 +34,13 @@ def test_an_outcome_is_the_simulated_step_of_the_layers(name, seed):
 
 def test_a_partition_and_a_schedule_of_different_stages_are_refused():
     costs = random_costs(np.random.default_rng(0), 4, 2)
-    with pytest.raises(ValueError, match="the schedule has 2 stages and 2 micro-batches, the costs 4 and 2"):
-        evaluate(costs, np.arange(5), np.zeros(4, bool), schedule_for("1f1b", np.array([0, 1, 4]), 2))
+    with pytest.raises(
+        ValueError, match="the schedule has 2 stages and 2 micro-batches, the costs 4 and 2"
+    ):
+        evaluate(
+            costs, np.arange(5), np.zeros(4, bool), schedule_for("1f1b", np.array([0, 1, 4]), 2)
+        )
     with pytest.raises(ConfigError, match="borders must rise from 0 to 4"):
-        evaluate(costs, np.array([0, 5]), np.zeros(4, bool), schedule_for("1f1b", np.array([0, 5]), 2))
+        evaluate(
+            costs, np.array([0, 5]), np.zeros(4, bool), schedule_for("1f1b", np.array([0, 5]), 2)
+        )

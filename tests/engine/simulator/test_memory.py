@@ -11,15 +11,26 @@ from engine.simulator.stages import stage_costs
 
 
 def random_step(rng, name):
-    """(costs, borders, recompute, schedule), with every layer in one of several stages per rank if interleaved."""
+    """(costs, borders, recompute, schedule), with every layer in one of several stages per rank if
+    interleaved.
+    """
     chunks = int(rng.integers(1, 4)) if name == "interleaved" else 1
-    ranks, layers, micro_batches = int(rng.integers(1, 5)), int(rng.integers(12, 20)), int(rng.integers(1, 9))
+    ranks, layers, micro_batches = (
+        int(rng.integers(1, 5)),
+        int(rng.integers(12, 20)),
+        int(rng.integers(1, 9)),
+    )
     cuts = np.sort(rng.choice(np.arange(1, layers), ranks * chunks - 1, replace=False))
     schedule = make_schedule(name, ranks, micro_batches, chunks)
     if rng.random() < 0.5:
         schedule = permuted(schedule, rng)
     borders = np.array([0, *cuts, layers])
-    return random_costs(rng, layers, micro_batches), borders, rng.random(layers) < rng.random(), schedule
+    return (
+        random_costs(rng, layers, micro_batches),
+        borders,
+        rng.random(layers) < rng.random(),
+        schedule,
+    )
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -30,14 +41,20 @@ def test_peaks_are_those_of_allocating_and_freeing_layer_by_layer(name, seed):
     for rank in range(schedule.num_ranks):
         own = range(schedule.rank_offsets[rank], schedule.rank_offsets[rank + 1])
         stages = range(rank, schedule.num_stages, schedule.num_ranks)
-        state = sum(int(costs.state_bytes[borders[stage] : borders[stage + 1]].sum()) for stage in stages)
-        oracle = RankMemory(state, costs.saved_bytes, costs.kept_bytes, costs.working_bytes, recompute)
+        state = sum(
+            int(costs.state_bytes[borders[stage] : borders[stage + 1]].sum()) for stage in stages
+        )
+        oracle = RankMemory(
+            state, costs.saved_bytes, costs.kept_bytes, costs.working_bytes, recompute
+        )
         assert memory.state_bytes[rank] == state
         for place in own:
             kind, stage, number = schedule.action(place)
             assert memory.before_bytes[place] == oracle.live
             oracle.peak, before = oracle.live, oracle.peak
-            after = oracle.run((NAMES[kind], stage, number), range(borders[stage], borders[stage + 1]))
+            after = oracle.run(
+                (NAMES[kind], stage, number), range(borders[stage], borders[stage + 1])
+            )
             if NAMES[kind] in "FBI":
                 assert memory.during_bytes[place] == oracle.peak
             assert memory.after_bytes[place] == after

@@ -35,7 +35,9 @@ def test_operations_wait_for_what_their_passes_need_and_nothing_else(seed):
         (
             made_by[thing],
             action,
-            0 if pipeline.rank_of[made_by[thing]] == pipeline.rank_of[action] else travel[made_by[thing]],
+            0
+            if pipeline.rank_of[made_by[thing]] == pipeline.rank_of[action]
+            else travel[made_by[thing]],
         )
         for action in actions
         for thing in pipeline.needs(action)
@@ -48,7 +50,9 @@ def test_operations_wait_for_what_their_passes_need_and_nothing_else(seed):
     sources = np.repeat(np.arange(len(schedule)), np.diff(program.edge_offsets))
     edges = [
         (named(source), named(target), int(takes))
-        for source, target, takes in zip(sources, program.edge_targets, program.edge_ns, strict=True)
+        for source, target, takes in zip(
+            sources, program.edge_targets, program.edge_ns, strict=True
+        )
     ]
     assert len(edges) == len(set(edges))
     assert set(edges) == wanted
@@ -56,7 +60,9 @@ def test_operations_wait_for_what_their_passes_need_and_nothing_else(seed):
 
 
 def test_costs_of_another_shape_are_refused():
-    with pytest.raises(ValueError, match="the schedule has 2 stages and 3 micro-batches, the costs 2 and 4"):
+    with pytest.raises(
+        ValueError, match="the schedule has 2 stages and 3 micro-batches, the costs 2 and 4"
+    ):
         make_program(one_f_one_b(2, 3), constant_stages(2, 4))
 
 

@@ -28,7 +28,9 @@ def text(actions):
 
 
 def under_way(actions):
-    """The most micro-batches of which a rank's stages have run forward and not yet back, at one time."""
+    """The most micro-batches of which a rank's stages have run forward and not yet back, at one
+    time.
+    """
     most = now = 0
     for action in actions:
         now += {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT_GRAD: -1}.get(action.kind, 0)
@@ -41,7 +43,9 @@ def under_way(actions):
 def test_every_stage_runs_every_micro_batch_once_each_way(name, stages, micro_batches):
     schedule = make_schedule(name, stages, micro_batches, 3 if name == "interleaved" else 1)
     kinds = (
-        [Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD] if name == "zero_bubble" else [Kind.FORWARD, Kind.BACKWARD]
+        [Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD]
+        if name == "zero_bubble"
+        else [Kind.FORWARD, Kind.BACKWARD]
     )
     wanted = Counter(
         Action(kind, stage, number)
@@ -61,18 +65,27 @@ def test_rank_r_runs_every_stage_that_leaves_the_rest_r(ranks, chunks, micro_bat
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
-def test_1f1b_and_zero_bubble_have_as_many_micro_batches_under_way_as_stages_are_left(stages, micro_batches):
+def test_1f1b_and_zero_bubble_have_as_many_micro_batches_under_way_as_stages_are_left(
+    stages, micro_batches
+):
     for schedule in (one_f_one_b(stages, micro_batches), zero_bubble(stages, micro_batches)):
-        inputs = [[action for action in own if action.kind is not Kind.WEIGHT_GRAD] for own in all_of(schedule)]
-        as_backward = [
-            [a._replace(kind=Kind.BACKWARD) if a.kind is Kind.INPUT_GRAD else a for a in own] for own in inputs
+        inputs = [
+            [action for action in own if action.kind is not Kind.WEIGHT_GRAD]
+            for own in all_of(schedule)
         ]
-        assert [under_way(own) for own in as_backward] == [min(stages - s, micro_batches) for s in range(stages)]
+        as_backward = [
+            [a._replace(kind=Kind.BACKWARD) if a.kind is Kind.INPUT_GRAD else a for a in own]
+            for own in inputs
+        ]
+        assert [under_way(own) for own in as_backward] == [
+            min(stages - s, micro_batches) for s in range(stages)
+        ]
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
 def test_zero_bubble_keeps_no_more_than_the_first_stage_of_1f1b(stages, micro_batches):
-    # ZB-H1's memory: the first s weight gradients of stage s wait, which has s fewer micro-batches under way
+    # ZB-H1's memory: the first s weight gradients of stage s wait, which has s fewer micro-batches
+    # under way
     for own in all_of(zero_bubble(stages, micro_batches)):
         assert under_way(own) <= min(stages, micro_batches)
 
@@ -86,11 +99,15 @@ def test_zero_bubble_leaves_weight_gradients_for_the_end():
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
-def test_interleaving_one_stage_per_rank_runs_in_1f1b_order_but_for_its_warm_up(stages, micro_batches):
+def test_interleaving_one_stage_per_rank_runs_in_1f1b_order_but_for_its_warm_up(
+    stages, micro_batches
+):
     schedule = interleaved(stages, 1, micro_batches)
     for rank, own in enumerate(all_of(schedule)):
         for kind in (Kind.FORWARD, Kind.BACKWARD):
-            assert [action.micro_batch for action in own if action.kind is kind] == list(range(micro_batches))
+            assert [action.micro_batch for action in own if action.kind is kind] == list(
+                range(micro_batches)
+            )
         assert under_way(own) == min(2 * (stages - rank) - 1, micro_batches)
 
 
@@ -115,7 +132,10 @@ def test_schedules_are_made_once():
         (("2f2b", 2, 3), "schedule is '2f2b'; use one of 1f1b, gpipe, interleaved, zero_bubble"),
         (("1f1b", 2, 3, 2), "1f1b runs one stage per rank, not 2; use schedule 'interleaved'"),
         (("1f1b", 0, 3), "0 stages and 3 micro-batches; there must be at least 1 of each"),
-        (("interleaved", 2, 0, 2), "4 stages and 0 micro-batches; there must be at least 1 of each"),
+        (
+            ("interleaved", 2, 0, 2),
+            "4 stages and 0 micro-batches; there must be at least 1 of each",
+        ),
     ],
 )
 def test_what_cannot_be_scheduled_is_said_in_one_line(arguments, message):

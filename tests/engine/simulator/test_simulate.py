@@ -1,4 +1,6 @@
-"""The simulator: to the last nanosecond what an independent simulation says, and what can be drawn by hand."""
+"""The simulator: to the last nanosecond what an independent simulation says, and what can be drawn
+by hand.
+"""
 
 import numpy as np
 import pytest
@@ -15,7 +17,15 @@ from random_steps import (
 )
 
 from engine.simulator.program import make_program
-from engine.simulator.schedule import Action, Kind, Schedule, gpipe, interleaved, one_f_one_b, zero_bubble
+from engine.simulator.schedule import (
+    Action,
+    Kind,
+    Schedule,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zero_bubble,
+)
 from engine.simulator.simulate import Deadlock, critical_path, simulate, step_ns, transfers
 
 
@@ -24,11 +34,19 @@ def random_case(seed):
     rng = np.random.default_rng(seed)
     schedule, encodings = random_schedule(rng), None
     if rng.random() < 0.6:
-        ahead = np.flatnonzero(rng.random(schedule.num_micro_batches) < 0.5) if rng.random() < 0.6 else []
+        ahead = (
+            np.flatnonzero(rng.random(schedule.num_micro_batches) < 0.5)
+            if rng.random() < 0.6
+            else []
+        )
         schedule = permuted(schedule, rng, ahead)
         encodings = random_encodings(rng, schedule.num_micro_batches) if len(ahead) else None
     most = int(rng.choice([3, 50, 10**12]))
-    return schedule, random_stages(rng, schedule.num_stages, schedule.num_micro_batches, most=most), encodings
+    return (
+        schedule,
+        random_stages(rng, schedule.num_stages, schedule.num_micro_batches, most=most),
+        encodings,
+    )
 
 
 def oracle_times(schedule, stages, encodings=None):
@@ -68,7 +86,9 @@ def test_orders_that_come_to_a_standstill_are_the_same_ones(seed):
         simulate(program)
     assert str(reported.value).count(" waits to begin ") == len(stuck)
     for rank, (letter, stage, number) in stuck:
-        assert f"rank {rank} waits to begin {Action(LETTERS[letter], stage, number)}" in str(reported.value)
+        assert f"rank {rank} waits to begin {Action(LETTERS[letter], stage, number)}" in str(
+            reported.value
+        )
 
 
 def oracle_standstill(schedule, stages):
@@ -143,7 +163,8 @@ def test_a_chart_with_time_to_send_drawn_by_hand():
 
 
 def test_sends_to_one_rank_go_one_after_the_other():
-    # gpipe: rank 0 has both outputs made at 1 and 2; each takes 10 to travel, the second leaves when the first is there
+    # gpipe: rank 0 has both outputs made at 1 and 2; each takes 10 to travel, the second leaves
+    # when the first is there
     stages = constant_stages(2, 2, send=10)
     timeline = simulate(make_program(gpipe(2, 2), stages))
     assert timeline.start_ns[timeline.program.schedule.rank_offsets[1] :].tolist()[:2] == [11, 21]
@@ -160,7 +181,9 @@ def test_1f1b_and_gpipe_wait_for_one_micro_batch_per_other_stage(stages, micro_b
     for schedule in (one_f_one_b(stages, micro_batches), gpipe(stages, micro_batches)):
         timeline = simulate(make_program(schedule, costs))
         assert timeline.step_ns == 3 * micro_batches + 3 * (stages - 1)
-        np.testing.assert_allclose(timeline.bubble_ratio, (stages - 1) / (micro_batches + stages - 1))
+        np.testing.assert_allclose(
+            timeline.bubble_ratio, (stages - 1) / (micro_batches + stages - 1)
+        )
 
 
 @pytest.mark.parametrize("chunks", [2, 3])
@@ -169,16 +192,21 @@ def test_interleaving_divides_the_bubble_by_the_stages_per_rank(ranks, chunks):
     micro_batches = 3 * ranks
     schedule = interleaved(ranks, chunks, micro_batches)
     timeline = simulate(make_program(schedule, constant_stages(ranks * chunks, micro_batches)))
-    # a stage is 1/chunks of what a rank of 1F1B computes, so this is 3 * chunks * (ranks - 1) / chunks
+    # a stage is 1/chunks of what a rank of 1F1B computes, so this is 3 * chunks * (ranks - 1) /
+    # chunks
     assert timeline.step_ns - 3 * chunks * micro_batches == 3 * (ranks - 1)
 
 
-@pytest.mark.parametrize(("forward", "input_grad", "weight_grad"), [(1, 1, 1), (10, 10, 10), (10, 11, 9), (10, 12, 10)])
+@pytest.mark.parametrize(
+    ("forward", "input_grad", "weight_grad"), [(1, 1, 1), (10, 10, 10), (10, 11, 9), (10, 12, 10)]
+)
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 def test_zero_bubble_waits_as_its_paper_says(stages, forward, input_grad, weight_grad):
     # ZB-H1 (arXiv 2401.10241, table 1): (stages - 1) (F + B - W), against (stages - 1) (F + B + W)
     micro_batches = 2 * stages
-    costs = constant_stages(stages, micro_batches, forward=forward, input_grad=input_grad, weight_grad=weight_grad)
+    costs = constant_stages(
+        stages, micro_batches, forward=forward, input_grad=input_grad, weight_grad=weight_grad
+    )
     work = micro_batches * (forward + input_grad + weight_grad)
     bubble = step_ns(make_program(zero_bubble(stages, micro_batches), costs)) - work
     plain = step_ns(make_program(one_f_one_b(stages, micro_batches), costs)) - work
@@ -207,17 +235,24 @@ def test_a_step_takes_longer_by_whatever_its_critical_path_does(seed):
     for place in {path[0], path[len(path) // 2], path[-1]}:
         longer = program.duration_ns.copy()
         longer[place] += 7
-        replaced = {name: getattr(program, name) for name in ("schedule", "edge_offsets", "edge_targets", "edge_ns")}
+        replaced = {
+            name: getattr(program, name)
+            for name in ("schedule", "edge_offsets", "edge_targets", "edge_ns")
+        }
         assert step_ns(type(program)(duration_ns=longer, **replaced)) == timeline.step_ns + 7
 
 
 def test_what_held_a_result_up_on_its_way_is_on_the_critical_path():
-    # the second output is made long before the first has arrived: without the first one's pass it would not be faster
+    # the second output is made long before the first has arrived: without the first one's pass it
+    # would not be faster
     stages = constant_stages(2, 2, send=10)
     timeline = simulate(make_program(gpipe(2, 2), stages))
     schedule = timeline.program.schedule
     path = [str(schedule.action(place)) for place in critical_path(timeline)]
-    assert path[:2] == ["forward of micro-batch 0 in stage 0", "forward of micro-batch 1 in stage 1"]
+    assert path[:2] == [
+        "forward of micro-batch 0 in stage 0",
+        "forward of micro-batch 1 in stage 1",
+    ]
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -242,4 +277,6 @@ def test_busy_and_waiting_are_the_whole_step(seed):
     busy = np.zeros(schedule.num_ranks, np.int64)
     np.add.at(busy, schedule.ranks, timeline.end_ns - timeline.start_ns)
     np.testing.assert_array_equal(timeline.busy_ns, busy)
-    np.testing.assert_allclose(timeline.bubble_ratio * max(timeline.step_ns, 1), max(timeline.step_ns, 1) - busy)
+    np.testing.assert_allclose(
+        timeline.bubble_ratio * max(timeline.step_ns, 1), max(timeline.step_ns, 1) - busy
+    )

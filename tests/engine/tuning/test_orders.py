@@ -7,7 +7,7 @@ from random_steps import random_schedule, random_stages
 from engine.simulator.memory import memory_of
 from engine.simulator.program import make_program
 from engine.simulator.simulate import step_ns
-from engine.tuning.orders import NEVER, Ahead, order_problem, times_of_orders
+from engine.tuning.order_times import NEVER, Ahead, order_problem, times_of_orders
 
 
 def random_case(seed, *, most=50):
@@ -23,7 +23,9 @@ def random_case(seed, *, most=50):
 def test_times_are_those_of_the_simulator(seed, most):
     _, schedule, stages, orders = random_case(seed, most=most)
     times = times_of_orders(order_problem(schedule, stages), orders)
-    assert times.tolist() == [step_ns(make_program(schedule, stages.take(order))) for order in orders]
+    assert times.tolist() == [
+        step_ns(make_program(schedule, stages.take(order))) for order in orders
+    ]
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -42,6 +44,8 @@ def test_encoding_ahead_never_makes_an_order_slower(seed, everywhere):
     allowed[0] = True
     encode_ns = rng.integers(0, stages.forward_ns[0] + 1)
     nothing = np.zeros(schedule.num_ranks, np.int64)
-    ahead = Ahead(encode_ns, rng.integers(0, 9, len(encode_ns)), allowed, schedule.num_micro_batches, nothing)
+    ahead = Ahead(
+        encode_ns, rng.integers(0, 9, len(encode_ns)), allowed, schedule.num_micro_batches, nothing
+    )
     plain = times_of_orders(order_problem(schedule, stages), orders)
     assert (times_of_orders(order_problem(schedule, stages, None, ahead), orders) <= plain).all()

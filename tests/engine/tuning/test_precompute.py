@@ -1,4 +1,6 @@
-"""Encoder pre-computation: placed in idle time, simulated exactly, memory of waiting features counted."""
+"""Encoder pre-computation: placed in idle time, simulated exactly, memory of waiting features
+counted.
+"""
 
 from dataclasses import replace
 from itertools import product
@@ -14,7 +16,7 @@ from engine.simulator.program import Encodings, make_program
 from engine.simulator.schedule import Action, Kind, Schedule, make_schedule, one_f_one_b
 from engine.simulator.simulate import step_ns, transfers
 from engine.simulator.stages import stage_costs
-from engine.tuning.orders import Ahead, nothing_ahead, order_problem, times_of_orders
+from engine.tuning.order_times import Ahead, nothing_ahead, order_problem, times_of_orders
 from engine.tuning.precompute import Encoder, encode_ahead, frozen_encoder, where_to_encode
 
 MODEL = LinearModel(layers=8, vit_token_ns=8_000)
@@ -56,11 +58,15 @@ def test_what_the_search_counts_with_is_what_the_simulator_says(name, seed):
 @pytest.mark.parametrize("where", ["own", "any"])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(25))
-def test_every_encoding_ends_before_its_micro_batch_enters_and_all_work_is_done_once(name, where, seed):
+def test_every_encoding_ends_before_its_micro_batch_enters_and_all_work_is_done_once(
+    name, where, seed
+):
     problem, encoder, order = case_of(seed, name, where)
     step = encode_ahead(problem, encoder, order)
     runs = timed(step)
-    entered = {a.micro_batch: start for a, _, start, _ in runs if a.kind is Kind.FORWARD and a.stage == 0}
+    entered = {
+        a.micro_batch: start for a, _, start, _ in runs if a.kind is Kind.FORWARD and a.stage == 0
+    }
     encoded = {a.micro_batch: (int(rank), end) for a, rank, _, end in runs if a.kind is Kind.ENCODE}
     assert {number: rank for number, (rank, _) in encoded.items()} == step.encoding_ranks
     assert all(end <= entered[number] for number, (_, end) in encoded.items())
@@ -68,7 +74,10 @@ def test_every_encoding_ends_before_its_micro_batch_enters_and_all_work_is_done_
     busy = sum(int(end - start) for _, _, start, end in runs)
     assert busy == problem.stages.forward_ns.sum() + problem.stages.backward_ns.sum()
     # apart from encodings it is the schedule
-    rest = [[action for action in own if action.kind is not Kind.ENCODE] for own in _by_rank(step.schedule)]
+    rest = [
+        [action for action in own if action.kind is not Kind.ENCODE]
+        for own in _by_rank(step.schedule)
+    ]
     assert rest == _by_rank(problem.schedule)
 
 
@@ -111,7 +120,9 @@ def test_peaks_are_those_of_adding_up_what_lies_in_memory_during_each_operation(
     moved = transfers(step.timeline)
     arrival = dict(zip(moved.sources.tolist(), moved.end_ns.tolist(), strict=True))
     runs = timed(step)
-    entered = {a.micro_batch: end for a, _, _, end in runs if a.kind is Kind.FORWARD and a.stage == 0}
+    entered = {
+        a.micro_batch: end for a, _, _, end in runs if a.kind is Kind.FORWARD and a.stage == 0
+    }
     held = []  # (rank, bytes, begin, end)
     for place, (action, rank, start, end) in enumerate(runs):
         if action.kind is Kind.ENCODE:
@@ -124,8 +135,14 @@ def test_peaks_are_those_of_adding_up_what_lies_in_memory_during_each_operation(
         peak = 0
         for place, (action, where_it_runs, start, end) in enumerate(runs):
             if where_it_runs == rank:
-                waiting = sum(size for at, size, begin, until in held if at == rank and begin < end and start < until)
-                working = encoder.working_bytes[action.micro_batch] if action.kind is Kind.ENCODE else 0
+                waiting = sum(
+                    size
+                    for at, size, begin, until in held
+                    if at == rank and begin < end and start < until
+                )
+                working = (
+                    encoder.working_bytes[action.micro_batch] if action.kind is Kind.ENCODE else 0
+                )
                 peak = max(peak, plain[place] + copies + waiting + working)
         assert step.peak_bytes[rank] == peak
 
@@ -135,11 +152,15 @@ def test_memory_limits_the_features_that_wait_and_the_ranks_that_hold_a_copy():
     peaks = memory_of(problem.schedule, problem.stages).peak_bytes
     most = int(encoder.feature_bytes.max())
     tight = int(peaks[0]) + 2 * most
-    ahead = where_to_encode(encoder, problem.schedule, problem.stages, where="any", memory_bytes=tight)
+    ahead = where_to_encode(
+        encoder, problem.schedule, problem.stages, where="any", memory_bytes=tight
+    )
     assert ahead.window == 2
     copy = encoder.state_bytes + most + int(encoder.working_bytes.max())
     assert ahead.allowed.tolist() == [True, *(peaks[1:] + copy <= tight)]
-    none = where_to_encode(encoder, problem.schedule, problem.stages, where="any", memory_bytes=int(peaks[0]))
+    none = where_to_encode(
+        encoder, problem.schedule, problem.stages, where="any", memory_bytes=int(peaks[0])
+    )
     assert none.window == 0
     assert (
         where_to_encode(encoder, problem.schedule, problem.stages, where="never").allowed.tolist()
@@ -148,16 +169,25 @@ def test_memory_limits_the_features_that_wait_and_the_ranks_that_hold_a_copy():
 
 
 def test_by_hand():
-    # two stages, three micro-batches; forward and backward 2 each, of which encoding is 1 in the first stage:
-    #   rank 0: F0 0-2, F1 2-4, waits until 6, B0 6-8, F2 8-10, B1 ...; rank 1: F0 2-4, B0 4-6, F1 6-8, B1 8-10
+    # two stages, three micro-batches; forward and backward 2 each, of which encoding is 1 in the
+    # first stage: rank 0: F0 0-2, F1 2-4, waits until 6, B0 6-8, F2 8-10, B1 ...; rank 1: F0 2-4,
+    # B0 4-6, F1 6-8, B1 8-10
     stages = constant_stages(2, 3, forward=2)
     ones = np.ones(3, np.int64)
     nothing = np.zeros(3, np.int64)
     encoder = Encoder(
-        num_layers=1, forward_ns=ones, send_ns=nothing, feature_bytes=ones, working_bytes=nothing, state_bytes=1
+        num_layers=1,
+        forward_ns=ones,
+        send_ns=nothing,
+        feature_bytes=ones,
+        working_bytes=nothing,
+        state_bytes=1,
     )
     problem = order_problem(
-        one_f_one_b(2, 3), stages, None, Ahead(ones, nothing, np.array([True, False]), 3, np.zeros(2, np.int64))
+        one_f_one_b(2, 3),
+        stages,
+        None,
+        Ahead(ones, nothing, np.array([True, False]), 3, np.zeros(2, np.int64)),
     )
     step = encode_ahead(problem, encoder, np.arange(3))
     assert step.schedule.of_rank(0)[2] == Action(Kind.ENCODE, 0, 2)
@@ -176,26 +206,46 @@ def test_gaps_are_used_nearly_as_well_as_by_trying_all_places(seed):
     encode_ns = rng.integers(0, stages.forward_ns[0] + 1)
     nothing = np.zeros(count, np.int64)
     encoder = Encoder(
-        num_layers=1, forward_ns=encode_ns, send_ns=nothing, feature_bytes=nothing, working_bytes=nothing, state_bytes=0
+        num_layers=1,
+        forward_ns=encode_ns,
+        send_ns=nothing,
+        feature_bytes=nothing,
+        working_bytes=nothing,
+        state_bytes=0,
     )
     ahead = Ahead(encode_ns, nothing, np.array([True, False, False]), count, np.zeros(3, np.int64))
-    ours = encode_ahead(order_problem(schedule, stages, None, ahead), encoder, np.arange(count)).timeline.step_ns
+    ours = encode_ahead(
+        order_problem(schedule, stages, None, ahead), encoder, np.arange(count)
+    ).timeline.step_ns
     best = best_of_all_places(schedule, stages, encode_ns)
     assert best <= ours <= 1.05 * best
 
 
 def best_of_all_places(schedule, stages, encode_ns):
-    """Every micro-batch but the first encoded anywhere on rank 0 before it enters, or with its forward pass."""
-    own, others = schedule.of_rank(0), [schedule.of_rank(rank) for rank in range(1, schedule.num_ranks)]
-    enters = {action.micro_batch: place for place, action in enumerate(own) if action.kind is Kind.FORWARD}
+    """Every micro-batch but the first encoded anywhere on rank 0 before it enters, or with its
+    forward pass.
+    """
+    own, others = (
+        schedule.of_rank(0),
+        [schedule.of_rank(rank) for rank in range(1, schedule.num_ranks)],
+    )
+    enters = {
+        action.micro_batch: place for place, action in enumerate(own) if action.kind is Kind.FORWARD
+    }
     numbers = range(1, schedule.num_micro_batches)
     best = None
     for places in product(*(range(1, enters[number] + 1) for number in numbers)):
         actions = []
         for place, action in enumerate(own):
-            actions += [Action(Kind.ENCODE, 0, n) for n, at in zip(numbers, places, strict=True) if at == place]
+            actions += [
+                Action(Kind.ENCODE, 0, n)
+                for n, at in zip(numbers, places, strict=True)
+                if at == place
+            ]
             actions.append(action)
-        made = Schedule.of("tried", schedule.num_stages, schedule.num_micro_batches, [actions, *others])
+        made = Schedule.of(
+            "tried", schedule.num_stages, schedule.num_micro_batches, [actions, *others]
+        )
         forward = stages.forward_ns.copy()
         forward[0, 1:] -= encode_ns[1:]
         encodings = Encodings(forward_ns=encode_ns, send_ns=np.zeros_like(encode_ns))

@@ -1,4 +1,6 @@
-"""PipeTune's tuner: never slower than untuned, within memory, nothing lost, and each ingredient helps."""
+"""PipeTune's tuner: never slower than untuned, within memory, nothing lost, and each ingredient
+helps.
+"""
 
 from dataclasses import replace
 from itertools import permutations
@@ -15,8 +17,8 @@ from engine.simulator.program import Encodings, make_program
 from engine.simulator.schedule import Kind
 from engine.simulator.simulate import step_ns
 from engine.simulator.stages import stage_costs
+from engine.tuning.pack import pack_in_order
 from engine.tuning.tune import Pipeline, TuneOptions, tune
-from engine.tuning.tune_pack import pack_in_order
 
 MODEL = LinearModel(layers=12, vit_token_ns=6_000)
 LENGTH = 8192
@@ -37,7 +39,9 @@ def quick(**changes):
 
 
 def untuned(samples, given, pipeline):
-    schedule = schedule_for(pipeline.schedule, pipeline.borders, len(given), pipeline.stages_per_rank)
+    schedule = schedule_for(
+        pipeline.schedule, pipeline.borders, len(given), pipeline.stages_per_rank
+    )
     costs = pipeline.cost(packed_loads(samples, given))
     return evaluate(costs, pipeline.borders, pipeline.recompute, schedule)
 
@@ -51,7 +55,13 @@ def test_a_tuned_step_is_never_slower_and_holds_every_sample_once(seed, schedule
     tuned = tune(samples, given, pipeline, quick(encode=encode))
     parts = tuned.breakdown
     assert parts.untuned_ns == untuned(samples, given, pipeline).step_ns
-    assert parts.untuned_ns >= parts.balanced_ns >= parts.reordered_ns >= parts.resized_ns == tuned.step_ns
+    assert (
+        parts.untuned_ns
+        >= parts.balanced_ns
+        >= parts.reordered_ns
+        >= parts.resized_ns
+        == tuned.step_ns
+    )
     assert sorted(tuned.groups.samples.tolist()) == list(range(len(samples)))
     assert (tuned.groups.sum(samples.llm.tokens) <= max(tuned.max_len, LENGTH)).all()
 
@@ -75,7 +85,9 @@ def test_even_micro_batches_in_one_order_leave_nothing_to_tune():
     samples, _ = step_of(0)
     samples = samples.take(np.zeros(8, np.int64))
     given = as_groups([[number] for number in range(8)])
-    tuned = tune(samples, given, pipeline_of(), quick(sizes="given", max_seq_len=int(samples.llm.tokens[0])))
+    tuned = tune(
+        samples, given, pipeline_of(), quick(sizes="given", max_seq_len=int(samples.llm.tokens[0]))
+    )
     assert tuned.step_ns == tuned.breakdown.untuned_ns
 
 
@@ -104,7 +116,9 @@ def test_with_less_memory_than_the_best_step_needs_another_is_found(seed):
 
 def test_without_room_for_any_packing_the_error_names_rank_and_need():
     samples, given = step_of(0, 8)
-    with pytest.raises(ConfigError, match=r"rank \d needs at least [\d,]+ bytes, memory_bytes is 1,000;"):
+    with pytest.raises(
+        ConfigError, match=r"rank \d needs at least [\d,]+ bytes, memory_bytes is 1,000;"
+    ):
         tune(samples, given, pipeline_of(memory_bytes=1_000), quick())
 
 
@@ -122,7 +136,10 @@ def test_on_small_steps_the_order_is_the_best_of_all(seed):
     given = as_groups([[number] for number in range(6)])
     pipeline = pipeline_of(stages=3)
     tuned = tune(samples, given, pipeline, quick(sizes="given", max_seq_len=1))
-    best = min(untuned(samples, given.take(np.array(order)), pipeline).step_ns for order in permutations(range(6)))
+    best = min(
+        untuned(samples, given.take(np.array(order)), pipeline).step_ns
+        for order in permutations(range(6))
+    )
     assert tuned.breakdown.reordered_ns <= best
 
 
@@ -142,7 +159,9 @@ def test_exchanges_and_more_sizes_gain_over_the_paper_s_search():
     ours, theirs = [], []
     for seed in range(6):
         samples, given = step_of(seed, 96)
-        theirs.append(tune(samples, given, pipeline_of(), quick(search="clusters", sizes="multiples")).step_ns)
+        theirs.append(
+            tune(samples, given, pipeline_of(), quick(search="clusters", sizes="multiples")).step_ns
+        )
         ours.append(tune(samples, given, pipeline_of(), quick()).step_ns)
     assert sum(ours) < 0.99 * sum(theirs)
 
@@ -170,14 +189,19 @@ def one_percent_off(model, seed):
     def cost(loads):
         costs = model(loads)
         names = ("forward_ns", "input_grad_ns", "weight_grad_ns", "recompute_ns")
-        return replace(costs, **{name: np.rint(factors * getattr(costs, name)).astype(np.int64) for name in names})
+        return replace(
+            costs,
+            **{name: np.rint(factors * getattr(costs, name)).astype(np.int64) for name in names},
+        )
 
     return cost
 
 
 @pytest.mark.parametrize("encode", ["never", "own"])
 @pytest.mark.parametrize("seed", range(6))
-def test_a_tuned_step_is_at_most_2_percent_slower_than_a_new_one_after_a_change_of_1_percent(seed, encode):
+def test_a_tuned_step_is_at_most_2_percent_slower_than_a_new_one_after_a_change_of_1_percent(
+    seed, encode
+):
     samples, given = step_of(seed, 96)
     pipeline, options = pipeline_of(), quick(encode=encode)
     tuned = tune(samples, given, pipeline, options)
@@ -189,5 +213,7 @@ def test_a_tuned_step_is_at_most_2_percent_slower_than_a_new_one_after_a_change_
     ahead = list(tuned.step.encoding_ranks)
     forward[0, ahead] -= encode_ns[ahead]
     encodings = Encodings(forward_ns=encode_ns, send_ns=tuned.step.encodings.send_ns)
-    kept = step_ns(make_program(tuned.step.schedule, replace(stages, forward_ns=forward), encodings))
+    kept = step_ns(
+        make_program(tuned.step.schedule, replace(stages, forward_ns=forward), encodings)
+    )
     assert kept <= 1.02 * tune(samples, given, changed, options).step_ns

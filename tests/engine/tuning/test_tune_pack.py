@@ -6,14 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from linear_costs import LinearModel, mixed_samples
 
-from engine.tuning.tune_pack import (
+from engine.tuning.pack import (
     balanced_packings,
     lengths_to_try,
     marginal_costs,
     pack_in_order,
 )
 
-lengths_st = st.lists(st.integers(0, 4096), min_size=1, max_size=60).map(lambda own: np.array(own, np.int64))
+lengths_st = st.lists(st.integers(0, 4096), min_size=1, max_size=60).map(
+    lambda own: np.array(own, np.int64)
+)
 
 
 @given(lengths_st, st.integers(1, 5000))
@@ -30,7 +32,9 @@ def test_packing_in_order_keeps_the_order_and_the_cap(lengths, max_len):
 @given(lengths_st, st.sampled_from([512, 4096]), st.integers(1, 9000), st.integers(1, 8))
 def test_sizes_hold_every_sample_and_none_is_tried_twice(lengths, max_seq_len, start, num_stages):
     tried = {
-        sizes: lengths_to_try(lengths, max_seq_len=max_seq_len, sizes=sizes, given=start, num_stages=num_stages)
+        sizes: lengths_to_try(
+            lengths, max_seq_len=max_seq_len, sizes=sizes, given=start, num_stages=num_stages
+        )
         for sizes in ("given", "multiples", "any")
     }
     first = max(start, int(lengths.max()), 1)
@@ -40,10 +44,14 @@ def test_sizes_hold_every_sample_and_none_is_tried_twice(lengths, max_seq_len, s
         assert min(max_lens) >= lengths.max()
         assert len(set(max_lens)) == len(max_lens)
     total = max(1, int(lengths.sum()))
-    counts = {sizes: {-(-total // max_len) for max_len in max_lens} for sizes, max_lens in tried.items()}
+    counts = {
+        sizes: {-(-total // max_len) for max_len in max_lens} for sizes, max_lens in tried.items()
+    }
     assert counts["given"] <= counts["multiples"] <= counts["any"]
     multiples = range(max_seq_len, total + max_seq_len, max_seq_len)
-    assert counts["multiples"] >= {-(-total // max_len) for max_len in multiples if max_len >= lengths.max()}
+    assert counts["multiples"] >= {
+        -(-total // max_len) for max_len in multiples if max_len >= lengths.max()
+    }
 
 
 def test_marginal_costs_of_a_linear_model_are_its_coefficients():
@@ -53,7 +61,9 @@ def test_marginal_costs_of_a_linear_model_are_its_coefficients():
     # forward, and both gradients of what is trained
     llm = 15 * (model.token_ns * samples.llm.tokens + model.square_ns * samples.llm.squares)
     np.testing.assert_allclose(costs["llm"], llm, rtol=1e-6)
-    np.testing.assert_allclose(costs["vision"], 3 * model.vit_token_ns * samples.vision.tokens, rtol=1e-6)
+    np.testing.assert_allclose(
+        costs["vision"], 3 * model.vit_token_ns * samples.vision.tokens, rtol=1e-6
+    )
     assert not costs["audio"].any()
     again = marginal_costs(model, samples, np.arange(8) >= 3, 8)
     np.testing.assert_allclose(again["llm"], llm * 4 / 3, rtol=1e-6)
@@ -67,7 +77,9 @@ def test_each_size_is_packed_evenly_by_the_llm_and_by_everything(seed):
     both = costs["llm"] + costs["vision"]
 
     def uneven(packing, weights):
-        totals = np.array([weights[packing.groups[group]].sum() for group in range(len(packing.groups))])
+        totals = np.array(
+            [weights[packing.groups[group]].sum() for group in range(len(packing.groups))]
+        )
         return totals.max() / totals.mean()
 
     assert uneven(by_llm, costs["llm"]) < 1.03

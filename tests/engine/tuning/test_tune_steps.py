@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from linear_costs import LinearModel, even_borders
 
-from balance.records import Counts
-from balance.step_plan import StepPlanner, StepSamples, check_work
+from balance.steps.step_planner import StepPlanner, StepRequest, check_work
+from balance.types import Counts
 from engine.cost_model.loads import Loads, PhaseLoads
+from engine.tuning.step_planner import TunedSteps
 from engine.tuning.tune import Pipeline, TuneOptions
-from engine.tuning.tune_steps import TunedSteps
 
 MODEL = LinearModel(layers=8, vit_token_ns=6_000)
 
@@ -19,15 +19,21 @@ MODEL = LinearModel(layers=8, vit_token_ns=6_000)
 def loads_of(counts):
     return Loads(
         vision=PhaseLoads(
-            tokens=counts.num_vit_tokens, squares=576 * counts.num_vit_tokens, items=counts.num_image_patches
+            tokens=counts.num_vit_tokens,
+            squares=576 * counts.num_vit_tokens,
+            items=counts.num_image_patches,
         ),
         audio=PhaseLoads.nothing(len(counts)),
-        llm=PhaseLoads(tokens=counts.seq_len, squares=counts.seq_len**2, items=np.ones(len(counts), np.int64)),
+        llm=PhaseLoads(
+            tokens=counts.seq_len, squares=counts.seq_len**2, items=np.ones(len(counts), np.int64)
+        ),
     )
 
 
 def planner_of(model=MODEL, **changes):
-    options = TuneOptions(**{"max_seq_len": 4096, "effort": 10_000, "finalists": 2, "encode": "own"} | changes)
+    options = TuneOptions(
+        **{"max_seq_len": 4096, "effort": 10_000, "finalists": 2, "encode": "own"} | changes
+    )
     pipeline = Pipeline(cost=model, borders=even_borders(model, 2), recompute=np.zeros(10, bool))
     return TunedSteps(pipeline=pipeline, options=options, loads=loads_of)
 
@@ -50,7 +56,7 @@ def samples_of(seed, dp, micro_batches, *, empty=False):
         num_loss_tokens=text,
     )
     offsets = np.concatenate([[0], np.cumsum(sizes)])
-    return StepSamples(counts=counts, offsets=offsets, dp=dp, micro_batches=micro_batches)
+    return StepRequest(counts=counts, offsets=offsets, dp=dp, micro_batches=micro_batches)
 
 
 @pytest.mark.parametrize("empty", [False, True])
@@ -73,7 +79,7 @@ def test_dealing_samples_anew_helps_a_rank_that_got_too_much():
     # one rank gets the first two micro-batches only, the other all else
     offsets = samples.offsets.copy()
     offsets[3:9] = offsets[2]
-    uneven = StepSamples(counts=samples.counts, offsets=offsets, dp=2, micro_batches=8)
+    uneven = StepRequest(counts=samples.counts, offsets=offsets, dp=2, micro_batches=8)
     plan = planner_of().plan(uneven)
     times = [tuned.step_ns for tuned in plan.tuned if tuned is not None]
     assert len(times) == 2
@@ -83,8 +89,11 @@ def test_dealing_samples_anew_helps_a_rank_that_got_too_much():
 
 def test_a_step_without_samples_gives_every_rank_an_empty_micro_batch():
     samples = samples_of(0, 2, 2)
-    nothing = StepSamples(
-        counts=samples.counts.take(np.zeros(0, np.int64)), offsets=np.zeros(5, np.int64), dp=2, micro_batches=2
+    nothing = StepRequest(
+        counts=samples.counts.take(np.zeros(0, np.int64)),
+        offsets=np.zeros(5, np.int64),
+        dp=2,
+        micro_batches=2,
     )
     assert [groups.sizes.tolist() for groups in planner_of()(nothing).micro_batches] == [[0], [0]]
 

@@ -1,4 +1,6 @@
-"""A build in all formats, in a bucket and on disk, loaders of it, and nothing left behind by any test."""
+"""A build in all formats, in a bucket and on disk, loaders of it, and nothing left behind by any
+test.
+"""
 
 import contextlib
 import gc
@@ -11,7 +13,7 @@ from servers import FaultyProxy
 from shard_fixture import FORMATS, write_build
 from test_loader_work import content
 
-from loaders.storage import StorageOptions
+from loaders.read.build import StorageOptions
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +27,9 @@ def builds(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def urls(s3, builds):
-    return {format: upload(s3, folder, f"loader-faults/{format}") for format, folder in builds.items()}
+    return {
+        format: upload(s3, folder, f"loader-faults/{format}") for format, folder in builds.items()
+    }
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +63,9 @@ def load(tmp_path):
     with contextlib.ExitStack() as stack:
 
         def load_it(url, *, workers=2, **storage):
-            options = StorageOptions(**{"cache_dir": tmp_path / "cache", "timeout_s": 30.0} | storage)
+            options = StorageOptions(
+                **{"cache_dir": tmp_path / "cache", "timeout_s": 30.0} | storage
+            )
             images = f"{url}/images" if str(url).endswith("refs") else None
             return stack.enter_context(
                 contextlib.closing(make(url, workers=workers, image_root=images, storage=options))

@@ -1,4 +1,6 @@
-"""What the tests of a whole loader's faults share: loaders, faults, a door that can be shut, and who is left."""
+"""What the tests of a whole loader's faults share: loaders, faults, a door that can be shut, and
+who is left.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,12 @@ def _processes() -> dict[int, tuple[int, int]]:
 def make(url: str | Path, **options: Any) -> StreamingLoader:
     """The only rank's loader."""
     return StreamingLoader(
-        url, dp_rank=0, dp_world_size=1, micro_batches_per_step=MICRO_BATCHES, pixel_dtype=torch.uint8, **options
+        url,
+        dp_rank=0,
+        dp_world_size=1,
+        micro_batches_per_step=MICRO_BATCHES,
+        pixel_dtype=torch.uint8,
+        **options,
     )
 
 
@@ -153,7 +160,9 @@ def fails(
     message: str,
     within_s: float,
 ) -> tuple[dict[str, Any], int]:
-    """Go on until the error, which comes in one line and in time; -> the state then, steps given before it."""
+    """Go on until the error, which comes in one line and in time; -> the state then, steps given
+    before it.
+    """
     given: list[Any] = []
 
     def go_on() -> None:

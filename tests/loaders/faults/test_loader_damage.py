@@ -1,6 +1,8 @@
-"""Damaged files met by a whole loader, of a build or of the cache: every byte is right, or one line names the file.
+"""Damaged files met by a whole loader, of a build or of the cache: every byte is right, or one line
+names the file.
 
-What is right is what a run without damage gives. Once the file is restored, the rest of the samples comes, exactly.
+What is right is what a run without damage gives. Once the file is restored, the rest of the samples
+comes, exactly.
 """
 
 import hashlib
@@ -20,7 +22,10 @@ pytestmark = pytest.mark.server
 
 DAMAGES = {
     "flipped": (flipped, "its bytes have another checksum than the index says"),
-    "truncated": (lambda content: content[: len(content) // 2], r".*(the manifest says \d+ bytes|ends before)"),
+    "truncated": (
+        lambda content: content[: len(content) // 2],
+        r".*(the manifest says \d+ bytes|ends before)",
+    ),
     "deleted": (None, r".*shards/shard-00001\.\w+: is missing"),
 }
 
@@ -58,7 +63,11 @@ def test_wrong_bytes_in_the_cache_are_fetched_again(urls, proxy, load, expected,
     loader = load(urls[format])
     assert gives(loader, expected)
     loader.close()  # now all is in the cache
-    stored = [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.parent.name != "cache"]
+    stored = [
+        path
+        for path in (tmp_path / "cache").rglob("*")
+        if path.is_file() and path.parent.name != "cache"
+    ]
     assert len(stored) > len(GROUPS)
     for number, path in enumerate(stored):
         whole = path.read_bytes()
@@ -72,12 +81,16 @@ def test_wrong_bytes_in_the_cache_are_fetched_again(urls, proxy, load, expected,
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 60_000])
-def test_a_cache_without_room_for_the_build_changes_nothing(urls, proxy, load, expected, cache_bytes):
+def test_a_cache_without_room_for_the_build_changes_nothing(
+    urls, proxy, load, expected, cache_bytes
+):
     for _ in range(2):
         assert gives(load(urls["arrow"], cache_bytes=cache_bytes), expected)
 
 
-def test_a_cache_folder_that_is_in_the_way_is_said_and_changes_nothing(urls, proxy, load, expected, tmp_path):
+def test_a_cache_folder_that_is_in_the_way_is_said_and_changes_nothing(
+    urls, proxy, load, expected, tmp_path
+):
     (tmp_path / "file").write_text("in the way")
     with pytest.warns(RuntimeWarning, match="Not a directory; going on without storing") as said:
         assert gives(load(urls["arrow"], cache_dir=tmp_path / "file" / "cache"), expected)
@@ -92,7 +105,9 @@ def test_a_flipped_index_is_refused_before_the_first_step(s3, builds, proxy, loa
     for at in random.Random(0).sample(range(len(whole)), 20 if place == "local" else 2):
         path.write_bytes(flipped(whole, at))
         url = folder if place == "local" else upload(s3, folder, tmp_path.name)
-        with pytest.raises(DamagedShard, match=r"^\S*index\.arrow: its checksum is not the manifest's"):
+        with pytest.raises(
+            DamagedShard, match=r"^\S*index\.arrow: its checksum is not the manifest's"
+        ):
             load(url)
     path.write_bytes(whole[:-100])
     url = folder if place == "local" else upload(s3, folder, tmp_path.name)
@@ -114,10 +129,14 @@ def test_a_flipped_manifest_is_refused_or_changes_nothing(builds, load, expected
             assert b"content_hash" not in flipped(whole, at)
             assert gives(loader, expected)
     assert len(messages) > 90
-    assert all(re.match(r"\S+/manifest\.json: ", one) and "\n" not in one for one in messages), messages
+    assert all(re.match(r"\S+/manifest\.json: ", one) and "\n" not in one for one in messages), (
+        messages
+    )
 
 
-def test_a_shard_cut_under_a_running_local_loader_is_an_error_and_no_crash(builds, load, expected, tmp_path):
+def test_a_shard_cut_under_a_running_local_loader_is_an_error_and_no_crash(
+    builds, load, expected, tmp_path
+):
     folder = copied(builds["arrow"], tmp_path / "build")
     loader = load(folder, workers=0)
     steps = iter(loader)
@@ -126,7 +145,9 @@ def test_a_shard_cut_under_a_running_local_loader_is_an_error_and_no_crash(build
     for path in cut:
         with path.open("r+b") as file:
             file.truncate(10)
-    message = NAMED + r"the shard was cut to 10 bytes while it was read, the manifest says \d+ bytes"
+    message = (
+        NAMED + r"the shard was cut to 10 bytes while it was read, the manifest says \d+ bytes"
+    )
     state, _ = fails(loader, steps, [], DamagedShard, message, 5)
     for path, whole in cut.items():
         path.write_bytes(whole)

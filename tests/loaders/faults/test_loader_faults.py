@@ -1,7 +1,8 @@
-"""Faults of network and server met by a whole loader: every byte arrives, or one line names the shard in time.
+"""Faults of network and server met by a whole loader: every byte arrives, or one line names the
+shard in time.
 
-What is right is what a local run without faults gives. After an error the state is that of the step before it, and once
-the fault is gone the rest of the samples comes from there, exactly.
+What is right is what a local run without faults gives. After an error the state is that of the step
+before it, and once the fault is gone the rest of the samples comes from there, exactly.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ from test_loader_work import content
 
 from balance.errors import DamagedShard, DataError
 from loaders import StreamingLoader
-from loaders.storage import StorageOptions
+from loaders.read.build import StorageOptions
 
 pytestmark = pytest.mark.server
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.server
 @pytest.fixture(autouse=True)
 def _little_ahead(monkeypatch):
     """Or these small builds would have arrived before a fault begins."""
-    monkeypatch.setattr("loaders.look_ahead.AHEAD_BYTES", 1)
+    monkeypatch.setattr("loaders.plan.look_ahead.AHEAD_BYTES", 1)
 
 
 PASSING = {  # what happens, and the loader's time limit
@@ -36,7 +37,9 @@ PASSING = {  # what happens, and the loader's time limit
 
 @pytest.mark.parametrize(("format", "workers"), WAYS)
 @pytest.mark.parametrize("name", PASSING)
-def test_what_passes_leaves_every_byte_as_it_was(urls, proxy, load, expected, name, format, workers):
+def test_what_passes_leaves_every_byte_as_it_was(
+    urls, proxy, load, expected, name, format, workers
+):
     fault, limit_s = PASSING[name]
     proxy.fault = fault()
     assert gives(load(urls[format], workers=workers, timeout_s=limit_s), expected)
@@ -57,7 +60,9 @@ LASTING = {
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("fault", LASTING)
-def test_what_begins_midway_and_lasts_is_an_error_in_time_and_resumes(urls, proxy, load, expected, fault, workers):
+def test_what_begins_midway_and_lasts_is_an_error_in_time_and_resumes(
+    urls, proxy, load, expected, fault, workers
+):
     loader = load(urls["arrow"], workers=workers, timeout_s=LIMIT_S)
     steps = iter(loader)
     first = content(next(steps))
@@ -78,14 +83,18 @@ def test_images_of_a_refs_build_that_cannot_be_read_name_their_sample(urls, prox
     steps = iter(loader)
     assert content(next(steps)) == expected[0]
     proxy.fault = lambda path: "403" if ".img" in path else ""
-    message = r"^sample 'sample-\d+' \(shard-\d+\.arrow, group \d+\): image s3://.*\.img: access denied"
+    message = (
+        r"^sample 'sample-\d+' \(shard-\d+\.arrow, group \d+\): image s3://.*\.img: access denied"
+    )
     state, given = fails(loader, steps, expected[1:], DataError, message, IN_TIME_S)
     proxy.fault = lambda path: ""
     loader.load_state_dict(state)
     assert gives(loader, expected, given + 1)
 
 
-def test_many_parts_that_stall_at_once_are_not_waited_for_one_after_the_other(urls, proxy, tmp_path):
+def test_many_parts_that_stall_at_once_are_not_waited_for_one_after_the_other(
+    urls, proxy, tmp_path
+):
     options = StorageOptions(cache_dir=tmp_path / "cache", timeout_s=LIMIT_S)
     loader = StreamingLoader(
         urls["refs"],
@@ -102,7 +111,9 @@ def test_many_parts_that_stall_at_once_are_not_waited_for_one_after_the_other(ur
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_server_that_has_gone_for_good_is_said_in_time(s3, urls, load, expected, monkeypatch, workers):
+def test_a_server_that_has_gone_for_good_is_said_in_time(
+    s3, urls, load, expected, monkeypatch, workers
+):
     door = Door(s3.endpoint)
     use(monkeypatch, s3, door.endpoint)
     loader = load(urls["arrow"], workers=workers, timeout_s=LIMIT_S)
@@ -120,7 +131,9 @@ def test_a_server_that_has_gone_for_good_is_said_in_time(s3, urls, load, expecte
 
 
 @pytest.mark.parametrize("format", ["arrow", "refs"])
-def test_a_server_that_is_back_after_two_seconds_is_waited_for(s3, urls, load, expected, monkeypatch, format):
+def test_a_server_that_is_back_after_two_seconds_is_waited_for(
+    s3, urls, load, expected, monkeypatch, format
+):
     door = Door(s3.endpoint)
     use(monkeypatch, s3, door.endpoint)
     loader = load(urls[format])

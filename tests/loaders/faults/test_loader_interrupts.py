@@ -1,4 +1,6 @@
-"""Ctrl-C while a store stalls, and a full cache disk: real processes that end cleanly, with nothing left of them."""
+"""Ctrl-C while a store stalls, and a full cache disk: real processes that end cleanly, with nothing
+left of them.
+"""
 
 import contextlib
 import os
@@ -20,10 +22,14 @@ pytestmark = pytest.mark.server
 FOLDERS = [str(Path(__file__).parents[3]), *(str(folder) for folder in Path(__file__).parents[:3])]
 PLACE = "loader-interrupts"
 START_S = 120
-"""For a cold, shared machine to import torch, in the DataLoader's worker once more; then the run is killed."""
+"""For a cold, shared machine to import torch, in the DataLoader's worker once more; then the run is
+killed.
+"""
 LET_GO_S = 5
 INTERPRETER_S = 60
-"""For the end of an interpreter that has imported torch: seconds of computing, 15 on a busy machine."""
+"""For the end of an interpreter that has imported torch: seconds of computing, 15 on a busy
+machine.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +48,8 @@ atexit.register(print, "let go", flush=True)  # registered first, so called last
 import torch
 from torch.utils.data import DataLoader
 from loaders import StreamingLoader
-from loaders.storage import StorageOptions
-from loaders.trainers import StepDataset
+from loaders.read.build import StorageOptions
+from loaders.integrations.torch_dataset import StepDataset
 url, cache, workers, *_ = sys.argv[1:]
 torch.set_num_threads(1)
 loader = StreamingLoader(
@@ -64,7 +70,9 @@ WAYS = {
 
 @contextlib.contextmanager
 def running(*arguments):
-    """A process that iterates, in a session of its own; killed at the end with all that it has started."""
+    """A process that iterates, in a session of its own; killed at the end with all that it has
+    started.
+    """
     command = [sys.executable, "-c", PROGRAM, *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environment = {**os.environ, "PYTHONPATH": FOLDERS[0]}
@@ -102,7 +110,9 @@ def test_ctrl_c_during_a_stall_ends_all_at_once(s3, url, tmp_path, monkeypatch, 
             assert child.returncode == -signal.SIGINT
             assert said.count("Traceback") == 1
             assert said.splitlines()[-1] == "KeyboardInterrupt"
-            while left := members(child.pid):  # multiprocessing's tracker ends when it hears that the run has
+            while left := members(
+                child.pid
+            ):  # multiprocessing's tracker ends when it hears that the run has
                 assert time.monotonic() - interrupted < INTERPRETER_S, left
                 time.sleep(0.01)
 
@@ -113,7 +123,7 @@ sys.path[:0] = sys.argv[4:]
 import torch
 from test_loader_work import content
 from loaders import StreamingLoader
-from loaders.storage import StorageOptions
+from loaders.read.build import StorageOptions
 def steps(url, **options):
     loader = StreamingLoader(url, dp_rank=0, dp_world_size=1, workers=2, pixel_dtype=torch.uint8, **options)
     found = [content(step) for step in loader], loader.stats().cache_hits

@@ -1,4 +1,6 @@
-"""A saved state continues exactly on other partitions, stages and replicas, and is never lost by being killed."""
+"""A saved state continues exactly on other partitions, stages and replicas, and is never lost by
+being killed.
+"""
 
 import importlib
 import os
@@ -12,8 +14,14 @@ from ranks import context, on_ranks
 from toy_model import freeze, make_batch, make_model, run_alone
 
 from balance.errors import ConfigError, DataError
-from engine.runtime.checkpoints import state_folders
-from engine.runtime.checkpoints.saving import PROGRESS_NAME, Progress, load_state, newest_state, save_state
+from engine.runtime.checkpoints import _state_folders as state_folders
+from engine.runtime.checkpoints.training_state import (
+    PROGRESS_NAME,
+    Progress,
+    load_state,
+    newest_state,
+    save_state,
+)
 from engine.runtime.pipeline import Pipeline, PipelineOptions
 
 BEFORE, STEPS, MICRO_BATCHES = 3, 6, 8
@@ -58,18 +66,25 @@ def make_optimizer(weights, rate=1.0):
     weights = [weight for weight in weights if weight.requires_grad]
     flat = [weight for weight in weights if weight.ndim == 1]
     wide = [weight for weight in weights if weight.ndim > 1]
-    return torch.optim.AdamW([{"params": wide, "lr": 0.01 * rate}, {"params": flat, "weight_decay": 0.0}], lr=3e-3)
+    return torch.optim.AdamW(
+        [{"params": wide, "lr": 0.01 * rate}, {"params": flat, "weight_decay": 0.0}], lr=3e-3
+    )
 
 
 def batches_of(step):
     generator = torch.Generator().manual_seed(step)
-    lengths = [torch.randint(4, 12, (1 + place % 3,), generator=generator).tolist() for place in range(MICRO_BATCHES)]
+    lengths = [
+        torch.randint(4, 12, (1 + place % 3,), generator=generator).tolist()
+        for place in range(MICRO_BATCHES)
+    ]
     return [make_batch(generator, own, place % 4) for place, own in enumerate(lengths)]
 
 
 def weights_of(model):
     """Each once, tied or not."""
-    return list({id(weight): weight for layer in model.layers for weight in layer.parameters()}.values())
+    return list(
+        {id(weight): weight for layer in model.layers for weight in layer.parameters()}.values()
+    )
 
 
 def normalizer_of(batches):
@@ -121,20 +136,35 @@ def run_all(folder, expected):
     pipeline = make_pipeline(SAVED_BY, seed=0)
     optimizer = make_optimizer(pipeline.parameters())
     check(train_piped(pipeline, SAVED_BY, optimizer, range(BEFORE)), expected[:BEFORE], "before")
-    save_state(folder / "states", pipeline.layers, optimizer, Progress(step=BEFORE, loader={"epoch": dist.get_rank()}))
-    check(train_piped(pipeline, SAVED_BY, optimizer, range(BEFORE, STEPS)), expected[BEFORE:], "uninterrupted")
+    save_state(
+        folder / "states",
+        pipeline.layers,
+        optimizer,
+        Progress(step=BEFORE, loader={"epoch": dist.get_rank()}),
+    )
+    check(
+        train_piped(pipeline, SAVED_BY, optimizer, range(BEFORE, STEPS)),
+        expected[BEFORE:],
+        "uninterrupted",
+    )
     for layout in READ_BY:
         pipeline = make_pipeline(layout, seed=1)
         optimizer = make_optimizer(pipeline.parameters(), rate=7.0)
         progress = load_state(folder / "states", pipeline.layers, optimizer)
         # the first rank's
         assert progress == Progress(step=BEFORE, loader={"epoch": 0})
-        check(train_piped(pipeline, layout, optimizer, range(progress.step, STEPS)), expected[BEFORE:], layout.name)
+        check(
+            train_piped(pipeline, layout, optimizer, range(progress.step, STEPS)),
+            expected[BEFORE:],
+            layout.name,
+        )
 
 
 def check(losses, expected, what):
     for step, (loss, wanted) in enumerate(zip(losses, expected, strict=True)):
-        assert abs(loss - wanted) <= TOLERANCE * wanted, f"{what}, step {step}: loss {loss}, not {wanted}"
+        assert abs(loss - wanted) <= TOLERANCE * wanted, (
+            f"{what}, step {step}: loss {loss}, not {wanted}"
+        )
 
 
 def test_a_run_goes_on_with_the_same_losses_on_any_stages_and_replicas(tmp_path):
@@ -147,7 +177,9 @@ def test_a_run_goes_on_with_the_same_losses_on_any_stages_and_replicas(tmp_path)
     model = make_model(seed=1)
     optimizer = make_optimizer(weights_of(model), rate=7.0)
     progress = load_state(tmp_path / "states", layers_of(model), optimizer)
-    check(train_alone(model, optimizer, range(progress.step, STEPS)), expected[BEFORE:], "one process")
+    check(
+        train_alone(model, optimizer, range(progress.step, STEPS)), expected[BEFORE:], "one process"
+    )
 
 
 def layers_of(model):
@@ -173,7 +205,11 @@ def save_and_die(folder, owner, name):
     with torch.no_grad():
         for weight in weights_of(model):
             weight.zero_()
-    setattr(importlib.import_module(owner), name, lambda *_arguments, **_options: os.kill(os.getpid(), signal.SIGKILL))
+    setattr(
+        importlib.import_module(owner),
+        name,
+        lambda *_arguments, **_options: os.kill(os.getpid(), signal.SIGKILL),
+    )
     save_state(folder, layers_of(model), optimizer, Progress(step=2, loader={}), kept=1)
 
 
@@ -186,7 +222,9 @@ def save_and_die(folder, owner, name):
         pytest.param("shutil", "rmtree", 2, id="old state not removed"),
     ],
 )
-def test_killed_while_it_is_saved_a_run_still_has_a_whole_state(tmp_path, trained, owner, name, step):
+def test_killed_while_it_is_saved_a_run_still_has_a_whole_state(
+    tmp_path, trained, owner, name, step
+):
     model, optimizer = trained
     # not a fork of this process, whose threads may hold locks
     child = context.Process(target=save_and_die, args=(tmp_path, owner, name))
@@ -195,14 +233,19 @@ def test_killed_while_it_is_saved_a_run_still_has_a_whole_state(tmp_path, traine
     assert child.exitcode == -signal.SIGKILL
     assert len(list(tmp_path.iterdir())) == 2  # a whole one, and what was left
     read = make_model(seed=1)
-    assert load_state(tmp_path, layers_of(read), make_optimizer(weights_of(read))) == Progress(step=step, loader={})
+    assert load_state(tmp_path, layers_of(read), make_optimizer(weights_of(read))) == Progress(
+        step=step, loader={}
+    )
     for weight, own in zip(weights_of(read), weights_of(model), strict=True):
         assert torch.equal(weight, own if step == 1 else torch.zeros_like(own))
     # and what is left of the killed one is in nobody's way
     save_state(tmp_path, layers_of(model), optimizer, Progress(step=2, loader={}), kept=1)
     assert list(tmp_path.iterdir()) == [newest_state(tmp_path)]
     assert load_state(tmp_path, layers_of(read), None).step == 2
-    assert all(torch.equal(weight, own) for weight, own in zip(weights_of(read), weights_of(model), strict=True))
+    assert all(
+        torch.equal(weight, own)
+        for weight, own in zip(weights_of(read), weights_of(model), strict=True)
+    )
 
 
 def test_the_newest_states_are_kept_and_none_is_written_over(tmp_path, trained):
@@ -220,7 +263,9 @@ def test_without_a_state_nothing_changes(tmp_path, trained):
     model, optimizer = trained
     before = [weight.clone() for weight in weights_of(model)]
     assert load_state(tmp_path / "none", layers_of(model), optimizer) is None
-    assert all(torch.equal(weight, own) for weight, own in zip(weights_of(model), before, strict=True))
+    assert all(
+        torch.equal(weight, own) for weight, own in zip(weights_of(model), before, strict=True)
+    )
 
 
 def test_what_was_frozen_before_begins_with_an_optimizer_state_of_its_own(tmp_path):
@@ -254,7 +299,10 @@ def test_a_state_of_another_model_is_refused(tmp_path, trained, other, message):
 
 def test_a_state_of_another_version_or_without_its_progress_is_refused(tmp_path, trained):
     model, optimizer = trained
-    path = save_state(tmp_path, layers_of(model), optimizer, Progress(step=1, loader={})) / PROGRESS_NAME
+    path = (
+        save_state(tmp_path, layers_of(model), optimizer, Progress(step=1, loader={}))
+        / PROGRESS_NAME
+    )
     path.write_text(path.read_text().replace('"version": 1', '"version": 99'))
     with pytest.raises(ConfigError, match="version 99"):
         load_state(tmp_path, layers_of(model), optimizer)

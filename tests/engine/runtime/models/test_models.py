@@ -1,4 +1,6 @@
-"""Models of transformers as layers: losses and gradients are those of transformers with each sample alone."""
+"""Models of transformers as layers: losses and gradients are those of transformers with each sample
+alone.
+"""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -17,7 +19,7 @@ from engine.runtime.models.qwen2_vl_layers import rotary_positions, square_place
 from engine.runtime.models.transformers_models import from_transformers
 from engine.runtime.models.weights import load_state_dict, names_of, state_dict_of
 from engine.runtime.pipeline import PipelineOptions
-from loaders.model_inputs import model_inputs
+from loaders.batch.model_inputs import model_inputs
 
 torch.set_num_threads(1)
 
@@ -43,7 +45,10 @@ def run_layers(layered, batch):
         carry = layer(carry, batch)
         specs = layered.specs(place + 1, batch)
         for key, spec in specs.items():
-            assert (tuple(carry[key].shape), carry[key].dtype) == (spec.shape, spec.dtype), (place, key)
+            assert (tuple(carry[key].shape), carry[key].dtype) == (spec.shape, spec.dtype), (
+                place,
+                key,
+            )
         # every other cut is one between stages, which only what specs name crosses
         carry = {key: carry[key] for key in specs} if place % 2 else carry
     return carry["loss"]
@@ -55,18 +60,28 @@ def packed_loss(model, batch):
 
 
 def gradients_of(model):
-    return {key: weight.grad.clone() for key, weight in model.named_parameters() if weight.grad is not None}
+    return {
+        key: weight.grad.clone()
+        for key, weight in model.named_parameters()
+        if weight.grad is not None
+    }
 
 
 def assert_like(layered, model, expected):
-    """Gradients of each layer as one vector: single ones (a key's bias) are sums that cancel out."""
+    """Gradients of each layer as one vector: single ones (a key's bias) are sums that cancel
+    out.
+    """
     names = {id(weight): key for key, weight in model.named_parameters()}
     for place, layer in enumerate(layered.layers):
         found, wanted = [], []
         for weight in layer.parameters():
-            found.append((torch.zeros_like(weight) if weight.grad is None else weight.grad).flatten())
+            found.append(
+                (torch.zeros_like(weight) if weight.grad is None else weight.grad).flatten()
+            )
             wanted.append(expected.get(names[id(weight)], torch.zeros_like(weight)).flatten())
-        off = float((torch.cat(found) - torch.cat(wanted)).norm() / torch.cat(wanted).norm().clamp(min=1e-6))
+        off = float(
+            (torch.cat(found) - torch.cat(wanted)).norm() / torch.cat(wanted).norm().clamp(min=1e-6)
+        )
         assert off <= TOLERANCE, f"layer {place}: gradients off by {off:.1e}"
 
 
@@ -96,7 +111,9 @@ def test_features_are_taken_from_the_layer_that_the_config_names(kind, more):
     model, batch = make_model(kind, **more), make_batch(kind, (1, 2), seed=3)
     with torch.no_grad():
         expected = model(**model_inputs(batch, model.config)).loss
-        assert run_layers(from_transformers(model), batch).item() == pytest.approx(expected.item(), rel=TOLERANCE)
+        assert run_layers(from_transformers(model), batch).item() == pytest.approx(
+            expected.item(), rel=TOLERANCE
+        )
 
 
 def test_sliding_windows_are_kept():
@@ -106,7 +123,9 @@ def test_sliding_windows_are_kept():
     batch, plain = make_batch("internvl", (2, 0, 1)), make_model("internvl")
     with torch.no_grad():
         expected = packed_loss(model, batch)
-        assert run_layers(from_transformers(model), batch).item() == pytest.approx(expected, rel=TOLERANCE)
+        assert run_layers(from_transformers(model), batch).item() == pytest.approx(
+            expected, rel=TOLERANCE
+        )
         assert abs(packed_loss(plain, batch) - expected) > 1e-3
 
 
@@ -129,10 +148,14 @@ def test_the_model_runs_as_before_outside_its_layers(name, model):
 
 
 def test_flash_attention_gets_the_borders_of_the_samples(name, model, monkeypatch):
-    """A stand-in for flash attention, which needs a GPU: it attends inside the borders that it is given."""
+    """A stand-in for flash attention, which needs a GPU: it attends inside the borders that it is
+    given.
+    """
     batch, seen = make_batch(name, MIXED), []
 
-    def varlen(module, query, key, value, attention_mask, cu_seq_lens_q=None, max_length_q=None, **kwargs):
+    def varlen(
+        module, query, key, value, attention_mask, cu_seq_lens_q=None, max_length_q=None, **kwargs
+    ):
         assert "sample_borders" not in kwargs
         seen.append((cu_seq_lens_q.tolist(), max_length_q))
         groups = query.shape[1] // key.shape[1]
@@ -149,7 +172,9 @@ def test_flash_attention_gets_the_borders_of_the_samples(name, model, monkeypatc
     layered = from_transformers(model)
     with torch.no_grad():
         expected = run_layers(layered, batch).item()
-        monkeypatch.setattr(model.model.language_model.config, "_attn_implementation_internal", "flash_stand_in")
+        monkeypatch.setattr(
+            model.model.language_model.config, "_attn_implementation_internal", "flash_stand_in"
+        )
         assert run_layers(layered, batch).item() == pytest.approx(expected, rel=TOLERANCE)
     assert seen == [(batch.cu_seqlens.tolist(), batch.max_seqlen)] * 2
 
@@ -157,7 +182,9 @@ def test_flash_attention_gets_the_borders_of_the_samples(name, model, monkeypatc
 def test_positions_of_qwen_are_those_of_the_reference():
     model, batch = make_model("qwen2_vl"), make_batch("qwen2_vl", MIXED, seed=5)
     grids, config = batch.image_grid_thw, model.config
-    rows = rotary_positions(batch.input_ids, batch.cu_seqlens, grids, IMAGE, config.vision_config.spatial_merge_size)
+    rows = rotary_positions(
+        batch.input_ids, batch.cu_seqlens, grids, IMAGE, config.vision_config.spatial_merge_size
+    )
     taken = 0
     for count, (start, end) in zip(MIXED, pairwise(batch.cu_seqlens.tolist()), strict=True):
         ids = batch.input_ids[start:end][None]
@@ -171,7 +198,9 @@ def test_positions_of_qwen_are_those_of_the_reference():
 def test_each_square_of_an_image_has_one_place_and_merged_ones_stand_together():
     grids = torch.tensor([[1, 4, 6], [2, 2, 4]])
     places = square_places(grids, 2)
-    assert sorted(map(tuple, places[:24].tolist())) == [(row, column) for row in range(4) for column in range(6)]
+    assert sorted(map(tuple, places[:24].tolist())) == [
+        (row, column) for row in range(4) for column in range(6)
+    ]
     assert torch.equal(places[24:32], places[32:])  # two frames
     assert (places.reshape(-1, 4, 2) // 2).diff(dim=1).count_nonzero() == 0
 
@@ -183,7 +212,9 @@ def test_weights_go_out_and_come_in_under_the_names_of_transformers(name):
         layers = from_transformers(part).layers
         prefixes, by_place = names_of(part, layers), dict(enumerate(layers))
         own = state_dict_of(by_place, prefixes)
-        assert all(part.state_dict()[key].data_ptr() == tensor.data_ptr() for key, tensor in own.items())
+        assert all(
+            part.state_dict()[key].data_ptr() == tensor.data_ptr() for key, tensor in own.items()
+        )
         # LLaVA looks at the last layer but one: what is behind it is in no layer
         left_out = {key for key in state if key not in own}
         assert all("layers.2." in key or "post_layernorm" in key for key in left_out)
@@ -195,10 +226,18 @@ def test_weights_go_out_and_come_in_under_the_names_of_transformers(name):
 def test_a_state_dict_of_another_model_is_refused_and_nothing_is_copied():
     model = make_model("llava")
     layers = from_transformers(model).layers
-    prefixes, by_place, before = names_of(model, layers), dict(enumerate(layers)), model.lm_head.weight.clone()
+    prefixes, by_place, before = (
+        names_of(model, layers),
+        dict(enumerate(layers)),
+        model.lm_head.weight.clone(),
+    )
     state = make_model("llava", seed=1).state_dict()
-    with pytest.raises(ConfigError, match=r"no 'model\.multi_modal_projector\.linear_1\.bias' \(missing: 1\)"):
-        load_state_dict(by_place, prefixes, {key: state[key] for key in state if "linear_1.bias" not in key})
+    with pytest.raises(
+        ConfigError, match=r"no 'model\.multi_modal_projector\.linear_1\.bias' \(missing: 1\)"
+    ):
+        load_state_dict(
+            by_place, prefixes, {key: state[key] for key in state if "linear_1.bias" not in key}
+        )
     with pytest.raises(ConfigError, match="lm_head"):
         load_state_dict(by_place, prefixes, state | {"lm_head.weight": torch.zeros(3, 3)})
     assert torch.equal(model.lm_head.weight, before)
@@ -223,7 +262,9 @@ def test_batches_of_another_model_are_refused():
     broken = {
         "decode_images=True": {"pixel_values": batch.pixel_values[:0]},
         "raw": {"pixel_values": batch.pixel_values.to(torch.uint8)},
-        r"rows of shape \(3, 14, 14\), the model takes \(3, 28, 28\)": {"pixel_values": torch.zeros(1, 3, 14, 14)},
+        r"rows of shape \(3, 14, 14\), the model takes \(3, 28, 28\)": {
+            "pixel_values": torch.zeros(1, 3, 14, 14)
+        },
         "0 image tokens .id 5., but the images give .* features .samples sample-0, sample-1": {
             "input_ids": torch.full_like(batch.input_ids, 9)
         },
@@ -267,7 +308,9 @@ def test_modules_of_another_version_of_transformers_are_refused(name):
     model.language_model_elsewhere = model.model.language_model
     del model.model.language_model
     version = transformers.__version__
-    with pytest.raises(ConfigError, match=rf"of transformers {version}: .*'language_model'; .*install"):
+    with pytest.raises(
+        ConfigError, match=rf"of transformers {version}: .*'language_model'; .*install"
+    ):
         from_transformers(model)
 
 
@@ -277,7 +320,9 @@ def test_other_text_models_give_the_loss_of_transformers(kind):
     assert model.config.text_config.model_type == kind
     expected = packed_loss(model, batch)
     with torch.no_grad():
-        assert run_layers(from_transformers(model), batch).item() == pytest.approx(expected, rel=TOLERANCE)
+        assert run_layers(from_transformers(model), batch).item() == pytest.approx(
+            expected, rel=TOLERANCE
+        )
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -287,7 +332,9 @@ def test_attention_is_inside_samples_however_the_model_is_set(name, model, imple
     other.set_attn_implementation(implementation)
     with torch.no_grad():
         expected = packed_loss(model, batch)
-        assert run_layers(from_transformers(other), batch).item() == pytest.approx(expected, rel=TOLERANCE)
+        assert run_layers(from_transformers(other), batch).item() == pytest.approx(
+            expected, rel=TOLERANCE
+        )
     assert other.config.text_config._attn_implementation == implementation
 
 
@@ -316,10 +363,14 @@ def test_no_key_value_cache_is_made(name):
     model.config.use_cache = model.config.text_config.use_cache = True
     seen = []
     for layer in model.model.language_model.layers:
-        layer.self_attn.register_forward_pre_hook(lambda _, __, given: seen.append(given), with_kwargs=True)
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, __, given: seen.append(given), with_kwargs=True
+        )
     run_layers(from_transformers(model), batch)
     assert len(seen) == 2
-    assert all(given.get("past_key_values") is None and not given.get("use_cache") for given in seen)
+    assert all(
+        given.get("past_key_values") is None and not given.get("use_cache") for given in seen
+    )
 
 
 CASES = [

@@ -11,7 +11,7 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 from balance.presets import load_model
 from engine.cost_model.layer_list import layers_of
 from engine.cost_model.parallel import Parallelism
-from engine.runtime.models.own_preset import own_preset
+from engine.runtime.models.preset_from_model import own_preset
 from engine.runtime.models.transformers_models import from_transformers
 
 PRESETS = {"llava": "llava_1_5", "internvl": "internvl_1_5", "qwen2_vl": "qwen2_vl"}
@@ -37,7 +37,9 @@ def presets_of(name, **more):
 def test_its_layers_are_the_models_one_by_one(name):
     layered, preset = presets_of(name)
     listed = layers_of(preset, Parallelism())
-    assert [layer.kind for layer in listed] == [KINDS[type(layer).__name__] for layer in layered.layers]
+    assert [layer.kind for layer in listed] == [
+        KINDS[type(layer).__name__] for layer in layered.layers
+    ]
     assert preset.name == name
     assert preset.image_markup == load_model(PRESETS[name]).image_markup
 
@@ -81,7 +83,8 @@ def test_vision_layers_that_nothing_looks_at_are_none():
 
 
 @pytest.mark.parametrize(
-    ("more", "tokens"), [({}, 17), ({"encoder": "siglip_vision_model", "vision_feature_select_strategy": "full"}, 16)]
+    ("more", "tokens"),
+    [({}, 17), ({"encoder": "siglip_vision_model", "vision_feature_select_strategy": "full"}, 16)],
 )
 def test_a_patch_has_as_many_tokens_as_the_encoder_sees(more, tokens):
     preset = presets_of("llava", **more)[1]

@@ -1,4 +1,6 @@
-"""Recomputation adapted on the running model: the choice fits, and all choices that there are show how good it is."""
+"""Recomputation adapted on the running model: the choice fits, and all choices that there are show
+how good it is.
+"""
 
 import pytest
 from rank_memory_trials import BORDERS, KINDS, STAGES, TIMES, adapt_both, every_mask, observe
@@ -14,7 +16,9 @@ def time_of(stage, chosen):
 def best_of(stage, needs, limit):
     """The least recomputation of any choice that needs no more, by brute force."""
     return min(
-        time_of(stage, mask[:SIZE]) for mask, need in zip(every_mask(), needs, strict=True) if need[stage] <= limit
+        time_of(stage, mask[:SIZE])
+        for mask, need in zip(every_mask(), needs, strict=True)
+        if need[stage] <= limit
     )
 
 
@@ -46,7 +50,11 @@ def test_the_choice_fits_and_is_the_best_of_all(said):
             assert min(adapted["left"]) >= 0
             for stage in range(2):
                 own = adapted["mask"][BORDERS[stage] : BORDERS[stage + 1]]
-                assert time_of(stage, own) <= best_of(stage, found["needs"], limit), (schedule, limit, stage)
+                assert time_of(stage, own) <= best_of(stage, found["needs"], limit), (
+                    schedule,
+                    limit,
+                    stage,
+                )
 
 
 def test_what_is_chosen_leaves_what_brute_force_measured(said):
@@ -64,12 +72,22 @@ def test_the_evidence_says_what_was_run(said):
     for schedule, found in said[0].items():
         for limit, adapted in zip(found["limits"], found["adapted"], strict=True):
             told = adapted["told"]
-            assert (told["limit_bytes"], told["schedule"], told["kinds"]) == (limit, schedule, list(KINDS))
+            assert (told["limit_bytes"], told["schedule"], told["kinds"]) == (
+                limit,
+                schedule,
+                list(KINDS),
+            )
             assert told["chosen"] == {"recompute": adapted["mask"], "left_bytes": adapted["left"]}
             assert all(told["trials"][0]["recompute"])
             ran = [trial for trial in told["trials"] if trial["left_bytes"] is not None]
-            assert {"recompute": adapted["mask"], "left_bytes": adapted["left"], "out_of_memory": []} in ran
-            assert all(trial["out_of_memory"] for trial in told["trials"] if trial["left_bytes"] is None)
+            assert {
+                "recompute": adapted["mask"],
+                "left_bytes": adapted["left"],
+                "out_of_memory": [],
+            } in ran
+            assert all(
+                trial["out_of_memory"] for trial in told["trials"] if trial["left_bytes"] is None
+            )
             assert set(told["held_bytes"]) == set(KINDS)
     assert any(
         trial["out_of_memory"]

@@ -9,7 +9,7 @@ from image_batches import IMAGE, make_batch
 from balance.errors import ConfigError
 from balance.presets import load_model
 from engine.runtime.batch_loads import batch_loads
-from engine.runtime.profiling.parts import SHARES, first_samples, largest, parts_and_all
+from engine.runtime.profiling._probe_batches import SHARES, first_samples, largest, parts_and_all
 
 COUNTS = (1, 0, 3, 2, 0, 1)
 """Images of each sample."""
@@ -36,7 +36,11 @@ def test_first_samples_are_those_of_the_micro_batch_with_their_images(name, shar
     assert torch.equal(part.cu_seqlens, batch.cu_seqlens[: count + 1])
     num_images = sum(COUNTS[:count])
     assert len(part.image_sizes) == num_images
-    for field in ("patches_per_image", "image_sizes", *(("image_grid_thw",) if name == "qwen2_vl" else ())):
+    for field in (
+        "patches_per_image",
+        "image_sizes",
+        *(("image_grid_thw",) if name == "qwen2_vl" else ()),
+    ):
         assert torch.equal(getattr(part, field), getattr(batch, field)[:num_images]), field
     per_image = part.image_grid_thw.prod(1) if name == "qwen2_vl" else part.patches_per_image
     assert torch.equal(part.pixel_values, batch.pixel_values[: int(per_image.sum())])
@@ -45,7 +49,10 @@ def test_first_samples_are_those_of_the_micro_batch_with_their_images(name, shar
 def test_without_pixels_parts_are_the_same_but_for_them(name):
     batch = make_batch(name, COUNTS)
     for share in SHARES:
-        part, bare = first_samples(batch, share, IMAGE), first_samples(undecoded(batch), share, IMAGE)
+        part, bare = (
+            first_samples(batch, share, IMAGE),
+            first_samples(undecoded(batch), share, IMAGE),
+        )
         assert not len(bare.pixel_values)
         assert len(part.pixel_values)
         assert torch.equal(part.patches_per_image, bare.patches_per_image)
@@ -58,7 +65,10 @@ def test_micro_batches_without_images_or_samples_have_parts(name):
 
 
 def test_parts_of_the_largest_come_before_all(name):
-    batches = [make_batch(name, counts, seed=seed) for seed, counts in enumerate([(0,), COUNTS, (1, 0), ()])]
+    batches = [
+        make_batch(name, counts, seed=seed)
+        for seed, counts in enumerate([(0,), COUNTS, (1, 0), ()])
+    ]
     loads = batch_loads(batches, load_model(PRESETS[name]))
     parts = parts_and_all(batches, loads, IMAGE)
     assert largest(loads) == [1]

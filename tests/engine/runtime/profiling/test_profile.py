@@ -1,4 +1,6 @@
-"""Profiles of running models: times that are known, bytes that can be counted by hand, and planning with both."""
+"""Profiles of running models: times that are known, bytes that can be counted by hand, and planning
+with both.
+"""
 
 import numpy as np
 import pytest
@@ -7,7 +9,12 @@ from measuring_ranks import COUNTS, DURATIONS, ROWS, WIDTHS, profile_chains, pro
 from ranks import run_ranks
 
 from engine.cost_model.costs import NS_PER_MS
-from engine.cost_model.profile_costs import profile_from_dict, profiled_costs, read_profile, write_profile
+from engine.cost_model.profile_table import (
+    profile_from_dict,
+    profiled_costs,
+    read_profile,
+    write_profile,
+)
 from engine.simulator.evaluate import evaluate, schedule_for
 
 FLOAT = 4
@@ -51,26 +58,35 @@ def test_bytes_of_a_linear_gelu_chain_equal_the_hand_count(chains):
     assert chains[0] == chains[1]
     profile = chains[0]["gelu"]
     inputs, outputs = np.array(WIDTHS[:-1]), np.array(WIDTHS[1:])
-    given = np.outer([0, *inputs[1:], outputs[-1]], COUNTS) * FLOAT  # the first layer reads the micro-batch itself
+    given = (
+        np.outer([0, *inputs[1:], outputs[-1]], COUNTS) * FLOAT
+    )  # the first layer reads the micro-batch itself
     # a linear map needs its input, GELU its own, the loss its input
     saved = given + np.outer([*outputs, 0], COUNTS) * FLOAT
     assert column(profile, "saved_bytes").tolist() == saved.tolist()
     assert column(profile, "kept_bytes").tolist() == given.tolist()
-    assert column(profile, "sent_bytes").tolist() == (np.outer([*outputs, 0], COUNTS) * FLOAT).tolist()
+    assert (
+        column(profile, "sent_bytes").tolist() == (np.outer([*outputs, 0], COUNTS) * FLOAT).tolist()
+    )
     params = [*(inputs * outputs + outputs), 0]
     assert column(profile, "param_counts").tolist() == params
     # weights, gradients, two moments
     assert column(profile, "state_bytes").tolist() == [4 * FLOAT * count for count in params]
     working, made = column(profile, "working_bytes")[:-1], np.outer(outputs, COUNTS) * FLOAT
-    # going back through GELU, its output's gradient and its input's; then the input's and the weights' at most
+    # going back through GELU, its output's gradient and its input's; then the input's and the
+    # weights' at most
     assert (working >= 2 * made).all()
     assert (working <= 2 * made + given[:-1] + FLOAT * np.array(params[:-1])[:, np.newaxis]).all()
 
 
 def test_what_two_layers_share_counts_once_whoever_needs_it(chains):
-    # ReLU needs its own output, which is the input of the map behind it; the sum needs none of what it is given
+    # ReLU needs its own output, which is the input of the map behind it; the sum needs none of what
+    # it is given
     outputs = np.array(WIDTHS[1:])
-    assert column(chains[0]["relu"], "saved_bytes").tolist() == (np.outer([0, *outputs], COUNTS) * FLOAT).tolist()
+    assert (
+        column(chains[0]["relu"], "saved_bytes").tolist()
+        == (np.outer([0, *outputs], COUNTS) * FLOAT).tolist()
+    )
 
 
 def test_a_frozen_layer_in_front_only_runs_forward(chains):
@@ -87,7 +103,11 @@ def test_a_frozen_layer_in_front_only_runs_forward(chains):
 
 def test_equal_layers_are_one_kind_unless_one_has_nothing_trained_before_it(chains):
     alike = chains[0]["alike"]
-    assert [kind["kind"] for kind in alike["kinds"]] == ["block, first trained", "block, trained", "loss"]
+    assert [kind["kind"] for kind in alike["kinds"]] == [
+        "block, first trained",
+        "block, trained",
+        "loss",
+    ]
     assert [layer["kind"] for layer in alike["layers"]] == [0, 1, 1, 2]
     assert chains[0]["unlike"] == (
         "layers block 0 and block 1 are of one kind, block, but have 70 and 154 parameters; give them different kinds"

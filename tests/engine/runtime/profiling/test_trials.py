@@ -1,4 +1,6 @@
-"""Partitions that are really run: the best one is found, all ranks agree, and what does not fit is none of them."""
+"""Partitions that are really run: the best one is found, all ranks agree, and what does not fit is
+none of them.
+"""
 
 import json
 

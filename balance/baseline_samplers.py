@@ -1,0 +1,140 @@
+"""The samplers that trainers use today, at a fixed number of samples per micro-batch: what the
+report compares us with.
+
+Four rows of OmniBal's Table 3. No paper defines them, so each is a sampler that is really in use:
+
+- `random`: a permutation, cut (Megatron's random sampler);
+- `length_group`: a permutation, cut into windows of 50 micro-batches, each sorted by length, longest first (what
+  transformers calls `group_by_length`). Little padding, and a step's ranks are near each other in
+  the sort;
+- `device_group`: a permutation, cut into mega-batches of one step, each dealt to the ranks in descending length, always
+  to the lightest rank that has room (LLaVA's length-grouped sampler). Even ranks, much padding;
+- `sorted`: the whole epoch sorted, micro-batches shuffled (in the first version of OmniBal). No padding, uneven ranks.
+
+All return int64 sample indices of shape (steps, dp, batch_size), -1 where there is no sample.
+Seeded. Every sample comes at most once; those that do not fill the last step (fewer than dp *
+batch_size, drawn at random) are left out, as trainers' `drop_last` does. When there is not even one
+step of samples, all are kept and -1 fills the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from balance.types import Groups, IntArray
+
+BATCH_SIZE = 4
+"""Samples per micro-batch in OmniBal's Table 3."""
+
+LENGTH_WINDOW = 50
+"""Micro-batches per sorted window of `length_group`: the default of transformers' length-grouped
+sampler.
+"""
+
+Sampler = Callable[[IntArray, int, int, int], IntArray]
+"""(lengths, dp, batch_size, seed) -> batches; the signature of every function below."""
+
+
+def random_batches(
+    lengths: IntArray, dp: int, batch_size: int = BATCH_SIZE, seed: int = 0
+) -> IntArray:
+    """Micro-batches of a random permutation; of `lengths` only the number of samples matters.
+
+    >>> batches = random_batches(np.array([5, 9, 7, 3, 6, 8, 2]), dp=3, batch_size=2)
+    >>> batches.shape, len(set(batches.ravel().tolist()))  # one of the seven does not fill a step
+    ((1, 3, 2), 6)
+    """
+    return _drawn(lengths, dp, batch_size, seed).reshape(-1, dp, batch_size)
+
+
+def length_grouped_batches(
+    lengths: IntArray, dp: int, batch_size: int = BATCH_SIZE, seed: int = 0
+) -> IntArray:
+    """Micro-batches of neighbours in length, within random windows of `LENGTH_WINDOW`
+    micro-batches.
+    """
+    drawn = _drawn(lengths, dp, batch_size, seed)
+    window = np.arange(len(drawn)) // (LENGTH_WINDOW * batch_size)
+    order = np.lexsort((-_length_of(drawn, lengths), window))
+    return drawn[order].reshape(-1, dp, batch_size)
+
+
+def device_grouped_batches(
+    lengths: IntArray, dp: int, batch_size: int = BATCH_SIZE, seed: int = 0
+) -> IntArray:
+    """Steps of random samples, dealt to the ranks so that their sums are even; O(samples * dp), all
+    steps at once.
+    """
+    steps = _drawn(lengths, dp, batch_size, seed).reshape(-1, dp * batch_size)
+    steps = np.take_along_axis(
+        steps, np.argsort(-_length_of(steps, lengths), axis=1, kind="stable"), axis=1
+    )
+    batches = np.full((len(steps), dp, batch_size), -1, np.int64)
+    load = np.zeros((len(steps), dp), np.int64)
+    taken = np.zeros((len(steps), dp), np.int64)
+    step = np.arange(len(steps))
+    full = np.iinfo(np.int64).max
+    for place in range(dp * batch_size):
+        sample = steps[:, place]
+        rank = np.where(taken < batch_size, load, full).argmin(axis=1)  # the lowest rank wins a tie
+        batches[step, rank, taken[step, rank]] = sample
+        load[step, rank] += _length_of(sample, lengths)
+        taken[step, rank] += 1
+    return batches
+
+
+def sorted_batches(
+    lengths: IntArray, dp: int, batch_size: int = BATCH_SIZE, seed: int = 0
+) -> IntArray:
+    """Micro-batches of neighbours in the length of the whole epoch, in random order."""
+    drawn = _drawn(lengths, dp, batch_size, seed)
+    by_length = drawn[np.argsort(-_length_of(drawn, lengths), kind="stable")].reshape(
+        -1, batch_size
+    )
+    order = np.random.default_rng([seed, 1]).permutation(len(by_length))
+    return by_length[order].reshape(-1, dp, batch_size)
+
+
+BASELINES: dict[str, Sampler] = {
+    "random": random_batches,
+    "length_group": length_grouped_batches,
+    "device_group": device_grouped_batches,
+    "sorted": sorted_batches,
+}
+
+
+def as_groups(batches: IntArray) -> Groups:
+    """Batches of shape (steps, dp, batch_size) as groups in stream order: step s, rank r is group s
+    * dp + r.
+
+    >>> groups = as_groups(np.array([[[3, 1], [2, -1]]]))
+    >>> groups.samples.tolist(), groups.offsets.tolist()
+    ([3, 1, 2], [0, 2, 3])
+    """
+    present = batches >= 0
+    sizes = present.sum(axis=2).ravel()
+    return Groups(
+        batches[present].astype(np.int64), np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    )
+
+
+def _drawn(lengths: IntArray, dp: int, batch_size: int, seed: int) -> IntArray:
+    """A random permutation cut to whole steps; padded with -1 to one step when there are fewer
+    samples.
+    """
+    if dp < 1 or batch_size < 1:
+        raise ValueError(f"dp is {dp} and batch_size {batch_size}; give at least 1 for both")
+    num_samples, per_step = len(lengths), dp * batch_size
+    permutation = np.random.default_rng(seed).permutation(num_samples).astype(np.int64)
+    if 0 < num_samples < per_step:
+        return np.pad(permutation, (0, per_step - num_samples), constant_values=-1)
+    return permutation[: num_samples // per_step * per_step]
+
+
+def _length_of(samples: IntArray, lengths: IntArray) -> IntArray:
+    """Lengths of samples, 0 where there is none, so that -1 sorts last and weighs nothing."""
+    if not len(lengths):
+        return np.zeros_like(samples)
+    return np.where(samples >= 0, lengths[samples], 0)

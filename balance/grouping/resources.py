@@ -1,0 +1,156 @@
+"""What a group may hold: resources, each with a load per sample and a cap per group (for
+`balance.grouping.best_fit`, `balance.grouping.isf`).
+
+The two that always count are the vision load and the LLM tokens of `Limits`. Others are added where
+a model needs them: audio tokens of an audio encoder, or tokens with a label where the memory of the
+loss binds. Pure.
+
+All loads of a sample are packed into one uint64, a field with a spare bit per resource, so that one
+subtraction says whether it fits, whatever the number of resources: a field that would become
+negative clears its spare bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from balance.types import IntArray, Limits
+
+WORD_BITS = 64
+
+Load = NDArray[np.integer[Any]]
+"""Non-negative load per sample, of any integer type: 100 million samples fit into 2 GB as uint8 and
+uint16 only.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resource:
+    """Something that a group has only so much of."""
+
+    name: str
+    """In words, for messages."""
+    load: Load
+    """Of each sample, shape (num_samples,)."""
+    cap: int
+    """Sum of a group at most."""
+    target: int | None = None
+    """ISF's filter: a group with at least so much passes. None: no amount of this resource makes a
+    group pass.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedLoads:
+    """Where each resource stands in a packed number."""
+
+    resources: Sequence[Resource]
+    units: tuple[int, ...]
+    """A field counts in units of 2 ** unit of its resource: 0 unless the caps take more than 64
+    bits together.
+    """
+    places: tuple[int, ...]
+    """First bit of each field."""
+    guards: tuple[int, ...]
+    """The spare bit above each field, as a number."""
+
+    @classmethod
+    def of(cls, resources: Sequence[Resource]) -> PackedLoads:
+        """Lay out the fields; the widest give way until they fit into one number.
+
+        >>> vision, tokens = (Resource(name=name, load=np.array([2]), cap=cap) for name, cap in (("v", 3), ("t", 6)))
+        >>> packing = Packing.of([vision, tokens])
+        >>> bin(packing.cap), bin(packing.guard), bin(packing.pack(np.array([0]))[0])
+        ('0b1110111', '0b1000100', '0b10010')
+        """
+        widths, units = (
+            [resource.cap.bit_length() + 1 for resource in resources],
+            [0] * len(resources),
+        )
+        while sum(widths) > WORD_BITS:
+            widest = widths.index(max(widths))
+            widths[widest], units[widest] = widths[widest] - 1, units[widest] + 1
+        places = tuple(sum(widths[:field]) for field in range(len(widths)))
+        guards = tuple(1 << place + width - 1 for place, width in zip(places, widths, strict=True))
+        return cls(resources=resources, units=tuple(units), places=places, guards=guards)
+
+    @property
+    def guard(self) -> int:
+        """All spare bits."""
+        return sum(self.guards)
+
+    @property
+    def cap(self) -> int:
+        """Room of an empty group: all caps, and the spare bits."""
+        return self.guard | self.packed([resource.cap for resource in self.resources])
+
+    def packed(self, amounts: Sequence[int]) -> int:
+        """One amount per resource as one number, rounded down to units."""
+        return sum(
+            amount >> unit << place
+            for amount, unit, place in zip(amounts, self.units, self.places, strict=True)
+        )
+
+    def pack(self, samples: IntArray | slice = slice(None)) -> NDArray[np.uint64]:
+        """The loads of `samples`, one number each."""
+        result: NDArray[np.uint64] = np.zeros(len(self.resources[0].load[samples]), np.uint64)
+        for resource, unit, place in zip(self.resources, self.units, self.places, strict=True):
+            load = resource.load[samples]
+            if unit:
+                # rounded up, so that no sum exceeds the cap; and down to the cap, so that the
+                # sample still fits alone
+                load = np.minimum(-(-load.astype(np.int64) >> unit), resource.cap >> unit)
+            result |= load.astype(np.uint64) << np.uint64(place)
+        return result
+
+
+def resources_of(
+    vision: Load, tokens: Load, limits: Limits, also: Sequence[Resource] = ()
+) -> list[Resource]:
+    """The resources of `limits`, vision first, then those of `also`; checks that every sample fits
+    a group alone.
+
+    Raises ValueError for columns of different lengths, negative loads, and samples over a cap.
+    """
+    resources = [
+        Resource(
+            name=limits.unit,
+            load=np.asarray(vision),
+            cap=limits.max_vision,
+            target=limits.min_vision,
+        ),
+        Resource(
+            name="tokens",
+            load=np.asarray(tokens),
+            cap=limits.max_seq_len,
+            target=limits.min_seq_len,
+        ),
+        *also,
+    ]
+    for resource in resources:
+        _check(resource, len(tokens))
+    return resources
+
+
+def _check(resource: Resource, num_samples: int) -> None:
+    load, cap, name = resource.load, resource.cap, resource.name
+    if len(load) != num_samples:
+        raise ValueError(
+            f"{len(load)} loads of {name} but {num_samples} token counts; give one of each per sample"
+        )
+    if cap < 0:
+        raise ValueError(f"the cap of {cap} {name} is negative; give 0 or more")
+    if num_samples and load.min() < 0:
+        first = int(np.argmin(load))
+        raise ValueError(f"sample {first} has {load[first]} {name}; loads are 0 or more")
+    if num_samples and load.max() > cap:
+        over = np.flatnonzero(load > cap)
+        raise ValueError(
+            f"{len(over)} samples are by themselves over the cap of {cap} {name}"
+            f" (first: sample {over[0]} with {load[over[0]]}); reject them before grouping"
+        )

@@ -1,0 +1,255 @@
+"""Node-wise rearrangement: which rank runs which batch, so that no rank sends much to other nodes.
+
+The problem of OrchMLLM's Algorithm 3, solved without an integer program. Post-balancing says which
+examples form a batch, not which rank runs it; inside a node links are fast, so a node should keep
+the batches that its own ranks hold much of, and what counts is the rank that sends most to other
+nodes. Pure and deterministic: every rank computes it.
+
+In numba: bisect the target, the tokens that a rank may send. For a target, node after node takes
+the batches that its ranks need, always for the rank that sends most: the smallest example that
+covers what is above the target, else the largest. A node whose places are all taken exchanges
+batches (`balance.steps._node_swaps`); one that still sends more goes first in all later attempts.
+So most targets out of reach fail at the first node, and those within reach cost no look at the
+examples of the many ranks that hold less. At the end each batch that nobody needed goes to the node
+of its largest example. Times, and the gap to a proven bound (an integer program for one node alone,
+other nodes ignored), in docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from balance.steps._node_swaps import FREE, Plan, Step, improve, keep, node_sends, shares
+from balance.types import IntArray
+
+PRECISION = 256
+"""The bisection ends when the target is known to 1/256."""
+ATTEMPTS = 5
+"""Attempts at a target, each with the node at which the last one failed in front."""
+MAX_STEPS = 32
+"""Exchanges of batches in one attempt at most, to bound the time: some 20 us each, and typically a
+few.
+"""
+REACH = 8
+"""Exchanges are worth trying up to 1/8 above the target."""
+
+
+def place_batches(
+    lengths: IntArray, batches: IntArray, source_offsets: IntArray, *, ranks_per_node: int
+) -> IntArray:
+    """Rank of each batch so that the largest inter-node send of a rank is small (OrchMLLM,
+    Algorithm 3).
+
+    `lengths` are tokens, `batches` the batch of each example as `balance.steps.post_balancing`
+    gives it, both rank after rank: rank r holds the examples from `source_offsets[r]` to
+    `source_offsets[r + 1]`. There are as many batches as ranks; node p is the ranks from p *
+    ranks_per_node on, the last node may be smaller. Returns int64, shape (num_ranks,), a
+    permutation: batch b moves to rank `result[b]`, so `result[batches]` is the new rank of each
+    example. Inside a node batches go where most of them is.
+
+    >>> place_batches(np.array([9, 1, 8, 2]), np.array([2, 0, 1, 3]), np.array([0, 1, 2, 3, 4]), ranks_per_node=2)
+    array([1, 2, 0, 3])
+    """
+    lengths, batches, source_offsets = (
+        np.ascontiguousarray(a, np.int64) for a in (lengths, batches, source_offsets)
+    )
+    num_ranks = len(source_offsets) - 1
+    _check(lengths, batches, source_offsets, ranks_per_node)
+    if len(lengths) == 0:
+        return np.arange(num_ranks)
+    ranks_per_node = min(ranks_per_node, num_ranks)
+    step = Step(lengths, batches, source_offsets, *_by_batch(batches, num_ranks))
+    loads = _loads(lengths, source_offsets)
+    heaviest = np.maximum.reduceat(loads, np.arange(0, num_ranks, ranks_per_node))
+    plan, draft = (_nothing_placed(loads, ranks_per_node) for _ in range(2))
+    _least_target(step, loads, np.argsort(-heaviest, kind="stable"), draft, plan)
+    node_of_rank = np.arange(num_ranks, dtype=np.int32) // ranks_per_node
+    _fill(step, plan, np.repeat(node_of_rank, np.diff(source_offsets)))
+    return np.asarray(_ranks_inside(step, plan), dtype=np.int64)
+
+
+def _check(lengths: IntArray, batches: IntArray, offsets: IntArray, ranks_per_node: int) -> None:
+    num_ranks = len(offsets) - 1
+    if ranks_per_node < 1 or num_ranks < 1:
+        raise ValueError(f"{num_ranks} ranks, {ranks_per_node} per node; give at least 1 of each")
+    if (
+        not len(lengths) == len(batches) == offsets[-1]
+        or offsets[0] != 0
+        or (np.diff(offsets) < 0).any()
+    ):
+        raise ValueError(
+            f"{len(lengths)} lengths, {len(batches)} batches, offsets from {offsets[0]} to {offsets[-1]}; give one"
+            " length and batch per example, and ascending offsets from 0 to their number"
+        )
+    if len(batches) and not (
+        batches.min() >= 0 and batches.max() < num_ranks and lengths.min() >= 0
+    ):
+        raise ValueError(
+            f"batches {batches.min()} to {batches.max()}, lengths from {lengths.min()}; batches must be 0 to"
+            f" {num_ranks - 1}, one per rank, and lengths not negative"
+        )
+
+
+@numba.njit(cache=True)
+def _by_batch(batches, num_batches):  # type: ignore[no-untyped-def]
+    """The fields of Step that say which examples form each batch: counting sort."""
+    starts, order = np.zeros(num_batches + 1, np.int32), np.empty(len(batches), np.int32)
+    for batch in batches:
+        starts[batch + 1] += 1
+    for batch in range(num_batches):
+        starts[batch + 1] += starts[batch]
+    ends = starts[:-1].copy()
+    for example in range(len(batches)):
+        batch = batches[example]
+        order[ends[batch]] = example
+        ends[batch] += 1
+    return starts, order
+
+
+@numba.njit(cache=True)
+def _loads(lengths, offsets):  # type: ignore[no-untyped-def]
+    """Tokens that each rank holds."""
+    loads = np.empty(len(offsets) - 1, np.int64)
+    for rank in range(len(loads)):
+        loads[rank] = lengths[offsets[rank] : offsets[rank + 1]].sum()
+    return loads
+
+
+def _nothing_placed(loads: IntArray, ranks_per_node: int) -> Plan:
+    num_nodes = -(-len(loads) // ranks_per_node)
+    members = np.full((num_nodes, ranks_per_node), FREE)
+    return Plan(np.full(len(loads), FREE), members, np.zeros(num_nodes, np.int64), loads.copy())
+
+
+@numba.njit(cache=True)
+def _least_target(step, loads, nodes, draft, plan):  # type: ignore[no-untyped-def]
+    """Bisect the target; sets `plan` to the plan of the least one that was reached, in which most
+    batches may be free.
+
+    Targets are tried on `draft`. `nodes` is the order in which nodes are served at first.
+    """
+    low, high = np.int64(0), loads.max()
+    while high - low > high // PRECISION:
+        target = (low + high) // 2
+        failed = len(nodes)
+        for _ in range(ATTEMPTS):
+            if failed > 0:
+                failed = _cover(step, draft, loads, nodes, target)
+        if failed < 0:
+            high = draft.sends.max()
+            plan.node_of[:], plan.members[:], plan.taken[:] = (
+                draft.node_of,
+                draft.members,
+                draft.taken,
+            )
+            plan.sends[:] = draft.sends
+        else:
+            low = target + 1
+
+
+@numba.njit(cache=True)
+def _cover(step, plan, loads, nodes, target):  # type: ignore[no-untyped-def]
+    """Make a plan in which no rank sends more than `target`, the nodes served in the order of
+    `nodes`.
+
+    -1 if that succeeds; else the place in `nodes` of the node that failed, which moves to the front.
+    """
+    plan.node_of[:], plan.members[:], plan.taken[:], plan.sends[:] = FREE, FREE, 0, loads
+    steps = np.int64(MAX_STEPS)
+    while (
+        plan.sends.max() > target
+    ):  # again, if exchanges left a node served before above the target
+        for place, node in enumerate(nodes):
+            steps = _serve(step, plan, node, target, steps)
+            if steps < 0:
+                nodes[1 : place + 1] = nodes[:place].copy()
+                nodes[0] = node
+                return place
+    return -1
+
+
+@numba.njit(cache=True)
+def _serve(step, plan, node, target, steps):  # type: ignore[no-untyped-def]
+    """Give a node batches until none of its ranks sends more than `target`; -> the steps that are
+    left, -1 if stuck.
+    """
+    first, sends = node_sends(plan, node)
+    while True:
+        rank = first + sends.argmax()
+        need = sends.max() - target
+        if need <= 0:
+            return steps
+        example = _smallest_cover(step, plan, rank, need) if plan.taken[node] < len(sends) else -1
+        if example >= 0:
+            keep(step, plan, step.batches[example], node, plan.taken[node])
+            plan.taken[node] += 1
+        elif steps > 0 and need <= target // REACH and improve(step, plan, rank, target):
+            steps -= 1
+        else:
+            return -1
+
+
+@numba.njit(cache=True)
+def _smallest_cover(step, plan, rank, need):  # type: ignore[no-untyped-def]
+    """The smallest example >= `need` of `rank` in a free batch, else the largest; -1 if none has
+    tokens.
+    """
+    best, tokens = -1, np.int64(0)
+    for example in range(step.offsets[rank], step.offsets[rank + 1]):
+        length = step.lengths[example]
+        if (tokens < length if tokens < need else need <= length < tokens) and plan.node_of[
+            step.batches[example]
+        ] < 0:
+            best, tokens = example, length
+    return best
+
+
+@numba.njit(cache=True)
+def _fill(step, plan, nodes):  # type: ignore[no-untyped-def]
+    """Each free batch to the node of its largest example that has a place, else to any; `nodes` of
+    the examples.
+
+    Takes from no rank, so `plan.sends` is not kept up.
+    """
+    places = np.full(len(plan.taken), plan.members.shape[1])
+    places[-1] -= plan.members.size - len(plan.sends)
+    room, any_node = places - plan.taken, 0
+    for batch in range(len(plan.node_of)):
+        if plan.node_of[batch] >= 0:
+            continue
+        best, tokens = -1, np.int64(-1)
+        for example in step.by_batch[step.batch_starts[batch] : step.batch_starts[batch + 1]]:
+            node = nodes[example]
+            if step.lengths[example] > tokens and room[node] > 0:
+                best, tokens = node, step.lengths[example]
+        if best < 0:
+            while room[any_node] == 0:
+                any_node += 1
+            best = any_node
+        plan.node_of[batch], plan.members[best, plan.taken[best]] = best, batch
+        plan.taken[best] += 1
+        room[best] -= 1
+
+
+@numba.njit(cache=True)
+def _ranks_inside(step, plan):  # type: ignore[no-untyped-def]
+    """Rank of each batch: in each node the (place, rank) with most tokens first, ties to the lowest
+    numbers.
+    """
+    ranks_per_node = plan.members.shape[1]
+    ranks = np.empty(len(plan.node_of), np.int64)
+    held = np.empty(
+        (ranks_per_node, ranks_per_node), np.int64
+    )  # (place, rank in node); -1 when given
+    for node in range(len(plan.members)):
+        first, sends = node_sends(plan, node)
+        held[:] = -1
+        for place in range(len(sends)):
+            shares(step, plan.members[node, place], first, held[place, : len(sends)])
+        for _ in range(len(sends)):
+            best = held.argmax()
+            place, local = best // ranks_per_node, best % ranks_per_node
+            ranks[plan.members[node, place]] = first + local
+            held[place, :], held[:, local] = -1, -1
+    return ranks

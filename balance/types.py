@@ -1,0 +1,155 @@
+"""Columns and containers that every package speaks: counts of samples, groups of samples, caps of a
+group.
+
+Arrays only, one entry per sample or per group, so that a billion samples stay a few columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+
+CHUNK = 1 << 18
+"""Groups that are summed or moved at a time."""
+
+LABEL_IGNORE = -100
+"""Label of a token without loss: the default `ignore_index` of torch's cross entropy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What each sample costs; int64 arrays of shape (num_samples,)."""
+
+    num_image_patches: IntArray
+    num_vit_tokens: IntArray
+    num_image_tokens: IntArray
+    num_text_tokens: IntArray
+    num_audio_tokens: IntArray
+    num_loss_tokens: IntArray
+
+    def __post_init__(self) -> None:
+        lengths = {field.name: len(getattr(self, field.name)) for field in fields(self)}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(
+                f"columns of different lengths: {lengths}; give one entry per sample in each"
+            )
+
+    def __len__(self) -> int:
+        return len(self.num_image_patches)
+
+    @property
+    def seq_len(self) -> IntArray:
+        """LLM sequence length of each sample: image, text and audio tokens together."""
+        return self.num_image_tokens + self.num_text_tokens + self.num_audio_tokens
+
+    def take(self, indices: IntArray) -> Counts:
+        """The counts of the samples at `indices`, in that order."""
+        return Counts(**{field.name: getattr(self, field.name)[indices] for field in fields(self)})
+
+
+COUNT_COLUMNS: tuple[str, ...] = tuple(field.name for field in fields(Counts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Caps of a group and the targets of ISF's filter (OmniBal 4.1 and 5.2).
+
+    The vision cap counts image patches, or vision-encoder tokens for native-resolution models
+    (`vision_unit`).
+    """
+
+    max_seq_len: int
+    """Q_t: LLM tokens of a group at most."""
+    max_vision: int
+    """Q_v: `vision_unit`s of a group at most."""
+    min_seq_len: int
+    """Q'_t: a group with at least so many LLM tokens passes the filter."""
+    min_vision: int
+    """Q'_v: a group with at least so many `vision_unit`s passes the filter."""
+    vision_unit: str = "image_patches"
+    """`image_patches` or `vit_tokens`."""
+
+    def __post_init__(self) -> None:
+        if self.vision_unit not in VISION_UNITS:
+            raise ValueError(
+                f"vision_unit is {self.vision_unit!r}; use one of {', '.join(VISION_UNITS)}"
+            )
+        if self.max_seq_len < 1 or self.max_vision < 0:
+            raise ValueError(
+                f"caps must be positive, not {self.max_seq_len} tokens and {self.max_vision} {self.unit}"
+            )
+
+    @property
+    def unit(self) -> str:
+        """The vision unit in words."""
+        return self.vision_unit.replace("_", " ")
+
+    def vision_load(self, counts: Counts) -> IntArray:
+        """The column of `counts` that `max_vision` caps."""
+        return (
+            counts.num_vit_tokens if self.vision_unit == "vit_tokens" else counts.num_image_patches
+        )
+
+
+VISION_UNITS = ("image_patches", "vit_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Groups of samples as one flat list: group g holds `samples[offsets[g]:offsets[g + 1]]`."""
+
+    samples: IntArray
+    """Sample indices, shape (num_grouped,); int32 from the groupers where that is enough."""
+    offsets: IntArray
+    """Shape (num_groups + 1,), first 0, last num_grouped."""
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, group: int) -> IntArray:
+        return self.samples[self.offsets[group] : self.offsets[group + 1]]
+
+    @property
+    def sizes(self) -> IntArray:
+        """Number of samples of each group."""
+        return np.diff(self.offsets)
+
+    def sum(self, column: IntArray) -> IntArray:
+        """Sum of a per-sample column over each group, int64, shape (num_groups,).
+
+        >>> groups = Groups(np.array([2, 0, 1]), np.array([0, 2, 3]))
+        >>> groups.sum(np.array([10, 20, 30])).tolist()
+        [40, 20]
+        """
+        sums = np.empty(len(self), np.int64)
+        for first in range(0, len(self), CHUNK):  # so that nothing as long as the samples is made
+            ends = self.offsets[first : first + CHUNK + 1]
+            running = np.cumsum(column[self.samples[ends[0] : ends[-1]]], dtype=np.int64)
+            running = np.concatenate([[0], running])[ends - ends[0]]
+            sums[first : first + CHUNK] = np.diff(running)
+        return sums
+
+    def take(self, groups: IntArray) -> Groups:
+        """The groups at `groups`, in that order.
+
+        >>> Groups(np.array([2, 0, 1]), np.array([0, 2, 3])).take(np.array([1, 0])).samples.tolist()
+        [1, 2, 0]
+        """
+        offsets = np.zeros(len(groups) + 1, np.int64)
+        np.cumsum(self.sizes[groups], out=offsets[1:])
+        samples = np.empty(offsets[-1], self.samples.dtype)
+        for first in range(
+            0, len(groups), CHUNK
+        ):  # so that nothing as long as the samples is made beside them
+            ends, starts = (
+                offsets[first : first + CHUNK + 1],
+                self.offsets[groups[first : first + CHUNK]],
+            )
+            # position of each kept sample: where it shall stand, plus how far its group has moved
+            moved = np.repeat(starts - ends[:-1], np.diff(ends))
+            samples[ends[0] : ends[-1]] = self.samples[np.arange(ends[0], ends[-1]) + moved]
+        return Groups(samples, offsets)

@@ -1,0 +1,187 @@
+"""Who sends which features to whom, for one rank: `Route`, made of what a step planner answered
+(`StepAssignment`).
+
+For `engine.runtime.communication.feature_all_to_all`; `PlannedRoutes` is the note by which a
+planner's answer gets there. A round is what ranks do together: every rank's m-th batch of each
+encoder, then its m-th micro-batch. In each round an encoder's features go from where they were made
+to where the LLM uses them in one move, Pi_M o Pi_E^-1 (OrchMLLM, section 6). Whole examples are
+permuted over all ranks, tokens only of this rank: .4 ms for 8 ranks of 60 examples and two
+encoders, 65 ms for 2,560 ranks. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from balance.errors import ConfigError
+from balance.steps.all_to_all import Exchange, Permutation
+from balance.steps.step_planner import StepAssignment
+from balance.types import Counts, Groups, IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Route:
+    """One rank's part of the way of one encoder's features in one round."""
+
+    tokens: Exchange
+    """Its sends and receives, counted in features (LLM tokens)."""
+    travels: bool
+    """Whether any rank sends anything to another one; if not, no rank needs to call the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlannedRoutes:
+    """The routes of a step for one rank, as a planner's note (`StepAssignment.notes`): so that no
+    rank need ask another.
+    """
+
+    moves: Mapping[str, tuple[FeatureMove, ...]]
+    """By encoder, what moves in each round; all ranks' notes share it."""
+    num_rounds: int
+    rank: int
+
+    @property
+    def rounds(self) -> tuple[dict[str, Route], ...]:
+        """Of each round, by encoder, this rank's route; worked out here, as a planner need not know
+        its own rank.
+        """
+        return tuple(
+            {name: rank_route(own[number], self.rank) for name, own in self.moves.items()}
+            for number in range(self.num_rounds)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FeatureMove:
+    """The way of one encoder's features in one round, over all ranks."""
+
+    examples: Permutation
+    """Of the samples with features, from the encoder's batches to the micro-batches: Pi_M o
+    Pi_E^-1.
+    """
+    features: IntArray
+    """Of each of them in the order in which they are encoded, rank after rank."""
+
+
+def feature_moves(
+    work: StepAssignment, features: Mapping[str, IntArray]
+) -> dict[str, tuple[FeatureMove, ...]]:
+    """By encoder, what moves in each round.
+
+    `features`: LLM tokens that each encoder makes of every sample of the step, (num_samples,).
+    ConfigError unless all ranks have equally many batches of everything, and each sample is encoded
+    in the round that uses it.
+    """
+    rounds = {
+        len(groups) for ranks in (work.micro_batches, *work.encoders.values()) for groups in ranks
+    }
+    if len(rounds) > 1:
+        raise ConfigError(
+            f"ranks and encoders have {sorted(rounds)} batches in one step; features can be exchanged if all have "
+            "equally many"
+        )
+    return {
+        name: tuple(
+            _move(ranks, work.micro_batches, features[name], number)
+            for number in range(max(rounds))
+        )
+        for name, ranks in work.encoders.items()
+    }
+
+
+def step_routes(
+    work: StepAssignment, features: Mapping[str, IntArray], rank: int
+) -> tuple[dict[str, Route], ...]:
+    """Of each round, by encoder, the route for one rank; arguments and errors as of
+    `feature_moves`.
+
+    >>> one, other = Groups(np.array([0]), np.array([0, 1])), Groups(np.array([1]), np.array([0, 1]))
+    >>> work = StepWork(micro_batches=(one, other), encoders={"vision": (other, one)})
+    >>> step_routes(work, {"vision": np.array([3, 2])}, 0)[0]["vision"].tokens.send_counts.tolist()
+    [0, 2]
+    """
+    moves = feature_moves(work, features)
+    return PlannedRoutes(moves=moves, num_rounds=len(work.micro_batches[rank]), rank=rank).rounds
+
+
+def planned_routes(work: StepAssignment, counts: Counts) -> tuple[PlannedRoutes, ...]:
+    """Of each rank, the routes of what a step planner was asked (`StepSamples.counts`) and
+    answered.
+
+    Every rank plans the same step from the same counts, so the routes that ranks come to fit
+    together.
+    """
+    moves = feature_moves(
+        work, {"vision": counts.num_image_tokens, "audio": counts.num_audio_tokens}
+    )
+    rounds = len(work.micro_batches[0])
+    return tuple(
+        PlannedRoutes(moves=moves, num_rounds=rounds, rank=rank)
+        for rank in range(len(work.micro_batches))
+    )
+
+
+def rank_route(move: FeatureMove, rank: int) -> Route:
+    """`move.examples.expand(move.features).exchange(rank)`, but only this rank's tokens are ever
+    listed.
+    """
+    examples, features = move.examples, move.features
+    own = examples.exchange(rank)
+    sent = features[examples.source_offsets[rank] : examples.source_offsets[rank + 1]]
+    received = features[
+        examples.order[examples.target_offsets[rank] : examples.target_offsets[rank + 1]]
+    ]
+    return Route(
+        tokens=Exchange(
+            send_places=_tokens(sent, own.send_places),
+            send_counts=_sums(sent[own.send_places], own.send_counts),
+            receive_counts=_sums(received[own.receive_places], own.receive_counts),
+            receive_places=_tokens(received, own.receive_places),
+        ),
+        travels=bool((examples.source_ranks != examples.target_ranks).any()),
+    )
+
+
+def _move(
+    makers: Sequence[Groups], users: Sequence[Groups], features: IntArray, number: int
+) -> FeatureMove:
+    made, source_offsets = _layout(makers, features, number)
+    used, target_offsets = _layout(users, features, number)
+    elsewhere = np.setxor1d(made, used)
+    if len(elsewhere):
+        raise ConfigError(
+            f"sample {elsewhere[0]} of the step is not encoded in the round that uses it (round {number}); plan both "
+            "in one round, as DispatchedSteps does"
+        )
+    sorter = np.argsort(made)
+    order = sorter[np.searchsorted(made, used, sorter=sorter)]
+    return FeatureMove(
+        examples=Permutation(order, source_offsets, target_offsets), features=features[made]
+    )
+
+
+def _layout(ranks: Sequence[Groups], features: IntArray, number: int) -> tuple[IntArray, IntArray]:
+    """A round's samples with features, rank after rank, and where each rank's begin."""
+    batches = [groups[number] for groups in ranks]
+    batches = [batch[features[batch] > 0] for batch in batches]
+    return np.concatenate(batches), np.cumsum([0, *map(len, batches)])
+
+
+def _tokens(counts: IntArray, places: IntArray) -> IntArray:
+    """Tokens of the examples at `places`, of examples of so many tokens that lie one behind the
+    other.
+    """
+    return (
+        Groups(np.arange(counts.sum()), np.concatenate([[0], np.cumsum(counts)]))
+        .take(places)
+        .samples
+    )
+
+
+def _sums(values: IntArray, counts: IntArray) -> IntArray:
+    """Sums over the first `counts[0]` values, the next `counts[1]`, ..."""
+    running = np.concatenate([[0], np.cumsum(values)])
+    return np.asarray(np.diff(running[np.concatenate([[0], np.cumsum(counts)])]))

@@ -1,0 +1,245 @@
+"""Bounds for `engine.planning.search.branch_and_bound`: how long a step takes at least, if some
+neighbouring stages are known. Numba.
+
+A window is a run of stages whose layers are known. Its ranks run their operations in the schedule's
+order, exactly as in `engine.simulator.simulate`; all other ranks are relaxed to as many as can be
+used, so that a micro-batch passes their layers without ever waiting, and to the shortest sends that
+their cuts can have. Orders are fixed, so no operation begins earlier because another one takes
+longer: the window's step is a lower bound of the whole one. A window of all stages is the step
+itself, to the nanosecond. 4 ns per operation.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from balance.types import IntArray
+from engine.cost_model.costs import Costs
+from engine.planning.rank_memory import BACKWARD, FORWARD, INPUT_GRAD
+from engine.simulator.program import make_program
+from engine.simulator.schedule import Kind, Schedule
+from engine.simulator.simulate import simulate
+from engine.simulator.stages import StageCosts
+
+
+class LayerSums(NamedTuple):
+    """Times of the layers before each cut, and of cuts; int64, (layers + 1, micro_batches); cut c
+    is before layer c.
+    """
+
+    forward: IntArray
+    input_grad: IntArray
+    weight_grad: IntArray
+    backward: IntArray
+    """What the stage before waits for: both gradients, or that of the input where they run
+    apart.
+    """
+    send: IntArray
+    """Output, if the partition cuts here; 0 at both ends."""
+    send_back: IntArray
+    """Gradient."""
+    least_before: IntArray
+    """The shortest output and gradient sends of any cut before; 0 if there is none."""
+    least_back_before: IntArray
+    least_after: IntArray
+    """As `least_before`, of cuts behind, and both together."""
+    sends_grad: NDArray[np.bool_]
+    """(layers + 1,): whether a gradient crosses the cut."""
+    last: IntArray
+    """(micro_batches,): what follows at least when the first stage has made the gradient of its
+    input.
+    """
+
+
+class Operations(NamedTuple):
+    """Actions of a schedule, each behind all that it waits for; (actions,)."""
+
+    kinds: IntArray
+    stages: IntArray
+    micro_batches: IntArray
+
+
+def layer_sums(costs: Costs, schedule: Schedule) -> LayerSums:
+    """Sums for the windows of a schedule."""
+    is_apart = bool((schedule.kinds == Kind.INPUT_GRAD).any())
+    nothing = np.zeros((1, costs.num_micro_batches), np.int64)
+    forward, input_grad, weight_grad = (
+        np.concatenate([nothing, np.cumsum(times, axis=0)])
+        for times in (costs.forward_ns, costs.input_grad_ns, costs.weight_grad_ns)
+    )
+    # one rank alone sends nothing
+    send = np.concatenate([nothing, costs.send_ns[:-1] * (schedule.num_ranks > 1), nothing])
+    sends_grad = np.concatenate([[False], costs.sends_grad[:-1], [False]])
+    back = send * sends_grad[:, np.newaxis]
+    return LayerSums(
+        forward=forward,
+        input_grad=input_grad,
+        weight_grad=weight_grad,
+        backward=input_grad if is_apart else input_grad + weight_grad,
+        send=send,
+        send_back=back,
+        least_before=_least(send),
+        least_back_before=_least(back),
+        least_after=_least((send + back)[::-1])[::-1].copy(),
+        sends_grad=sends_grad,
+        last=costs.weight_grad_ns[0] * is_apart,
+    )
+
+
+def _least(sends: IntArray) -> IntArray:
+    """Of each cut the least of those before it, both ends left out; 0 where there is none."""
+    least = np.zeros_like(sends)
+    least[2:-1] = np.minimum.accumulate(sends[1:-2], axis=0)
+    return least
+
+
+@lru_cache(maxsize=64)
+def operations(schedule: Schedule) -> Operations:
+    """A schedule's actions in the order in which they begin if all take the same time."""
+    ones = np.ones((schedule.num_stages, schedule.num_micro_batches), np.int64)
+    stages = StageCosts.of_times(ones, ones, ones, np.arange(len(ones)) < len(ones) - 1)
+    order = np.argsort(simulate(make_program(schedule, stages)).start_ns, kind="stable")
+    return Operations(schedule.kinds[order], schedule.stages[order], schedule.micro_batches[order])
+
+
+def window_of(schedule: Schedule, first: int, width: int) -> Operations:
+    """The operations of the stages `first:first + width`."""
+    every = operations(schedule)
+    inside = (every.stages >= first) & (every.stages < first + width)
+    return Operations(*(column[inside] for column in every))
+
+
+def window_steps(
+    schedule: Schedule,
+    sums: LayerSums,
+    first: int,
+    borders: IntArray,
+    choices: IntArray,
+    extra_ns: IntArray,
+) -> IntArray:
+    """Least times of a step, (windows,), whose stages from `first` on have these borders, (windows,
+    stages + 1).
+
+    Recomputation makes the backward passes of stage i of window n `extra_ns[choices[n, i]]` longer;
+    `choices` is (windows, stages), `extra_ns` (choices, micro_batches).
+    """
+    inside, size = (
+        window_of(schedule, first, choices.shape[1]),
+        (schedule.num_stages, schedule.num_ranks),
+    )
+    return np.asarray(
+        run_windows(inside, sums, size, first, np.ascontiguousarray(borders), choices, extra_ns)
+    )
+
+
+@numba.njit(cache=True)
+def run_windows(inside, sums, size, first, borders, choices, extra_ns):  # type: ignore[no-untyped-def]
+    """The kernel of `window_steps`; `size` is (stages, ranks)."""
+    num_windows, width = choices.shape
+    num_micro_batches = sums.forward.shape[1]
+    shape = width, num_micro_batches
+    forward, input_grad, weight_grad = (
+        np.empty(shape, np.int64),
+        np.empty(shape, np.int64),
+        np.empty(shape, np.int64),
+    )
+    ready, ready_back = np.empty(shape, np.int64), np.empty(shape, np.int64)
+    turn, tail = np.empty(num_micro_batches, np.int64), np.empty(num_micro_batches, np.int64)
+    now, free = np.empty(size[1], np.int64), np.empty((size[1], size[1]), np.int64)
+    steps = np.empty(num_windows, np.int64)
+    for window in range(num_windows):
+        cuts = borders[window]
+        for stage in range(width):
+            for number in range(num_micro_batches):
+                start, end = cuts[stage], cuts[stage + 1]
+                forward[stage, number] = sums.forward[end, number] - sums.forward[start, number]
+                input_grad[stage, number] = (
+                    sums.input_grad[end, number] - sums.input_grad[start, number]
+                )
+                input_grad[stage, number] += extra_ns[choices[window, stage], number]
+                weight_grad[stage, number] = (
+                    sums.weight_grad[end, number] - sums.weight_grad[start, number]
+                )
+        _outside(sums, size[0], first, cuts, ready[0], turn, tail)
+        ready_back[:], now[:], free[:] = 0, 0, 0
+        steps[window] = _run(
+            inside,
+            sums,
+            first,
+            cuts,
+            (forward, input_grad, weight_grad),
+            (ready, ready_back, turn, tail),
+            now,
+            free,
+        )
+    return steps
+
+
+@numba.njit(cache=True)
+def _outside(sums, num_stages, first, cuts, head, turn, tail):  # type: ignore[no-untyped-def]
+    """What each micro-batch takes outside a window: until it comes, from its leaving until it is
+    back, and then.
+    """
+    start, end = cuts[0], cuts[-1]
+    before, behind = (
+        first - 1,
+        num_stages - first - len(cuts),
+    )  # further cuts, besides those at both ends
+    for number in range(len(head)):
+        head[number], turn[number], tail[number] = 0, 0, 0
+        if before >= 0:
+            head[number] = sums.forward[start, number] + sums.send[start, number]
+            head[number] += before * sums.least_before[start, number]
+        if behind >= 0 and sums.sends_grad[end]:
+            turn[number] = (
+                sums.forward[-1, number] - sums.forward[end, number] + sums.send[end, number]
+            )
+            turn[number] += (
+                sums.backward[-1, number] - sums.backward[end, number] + sums.send_back[end, number]
+            )
+            turn[number] += behind * sums.least_after[end, number]
+        if before >= 0 and sums.sends_grad[start]:
+            tail[number] = (
+                sums.backward[start, number] + sums.send_back[start, number] + sums.last[number]
+            )
+            tail[number] += before * sums.least_back_before[start, number]
+
+
+@numba.njit(cache=True)
+def _run(inside, sums, first, cuts, durations, times, now, free):  # type: ignore[no-untyped-def]
+    """The time of a step. `free[a, b]`: when what went from rank a to rank b has arrived."""
+    forward, input_grad, weight_grad = durations
+    ready, ready_back, turn, tail = times
+    width, num_ranks, step = len(forward), len(now), np.int64(0)
+    for at in range(len(inside.kinds)):
+        kind, stage, number = inside.kinds[at], inside.stages[at] - first, inside.micro_batches[at]
+        rank = (first + stage) % num_ranks
+        if kind == FORWARD:
+            end = max(now[rank], ready[stage, number]) + forward[stage, number]
+            cut = cuts[stage + 1]
+            if stage + 1 == width:
+                ready_back[stage, number] = end + turn[number]
+            else:
+                other = (rank + 1) % num_ranks
+                free[rank, other] = max(end, free[rank, other]) + sums.send[cut, number]
+                ready[stage + 1, number] = free[rank, other] if num_ranks > 1 else end
+        elif kind in (BACKWARD, INPUT_GRAD):
+            end = max(now[rank], ready_back[stage, number]) + input_grad[stage, number]
+            if kind == BACKWARD:
+                end += weight_grad[stage, number]
+            cut = cuts[stage]
+            if stage == 0:
+                step = max(step, end + tail[number])
+            elif sums.sends_grad[cut]:
+                other = (rank - 1) % num_ranks
+                free[rank, other] = max(end, free[rank, other]) + sums.send_back[cut, number]
+                ready_back[stage - 1, number] = free[rank, other] if num_ranks > 1 else end
+        else:
+            end = now[rank] + weight_grad[stage, number]
+        now[rank] = end
+    return max(step, now.max())

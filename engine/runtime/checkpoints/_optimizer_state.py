@@ -1,0 +1,117 @@
+"""An optimizer's state by the names of parameters, which stay the same whoever holds them: for
+`saving`.
+
+Two parts: tensors, such as Adam's moments, and options, such as learning rates. A parameter that is
+tied has several names and the same state under each, because its layers may come to different
+ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from balance.errors import ConfigError
+
+Layers = Mapping[int, nn.Module]
+"""A rank's layers by their place in the model: `Pipeline.layers`."""
+Options = list[dict[str, Any]]
+"""Groups: the names of `parameters`, and the `values` of what the optimizer was told of them; plain
+JSON.
+"""
+
+
+def parameters_of(layers: Layers) -> dict[str, nn.Parameter]:
+    """By name, `place.name in the layer`; one that is tied has several."""
+    return {
+        f"{place}.{name}": weight
+        for place, layer in layers.items()
+        for name, weight in layer.named_parameters(remove_duplicate=False)
+    }
+
+
+def tensors_of(layers: Layers, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The state of each parameter, by `name.field`. ConfigError if it has anything but tensors."""
+    found: dict[str, Tensor] = {}
+    for name, weight in parameters_of(layers).items():
+        for field, value in optimizer.state.get(weight, {}).items():
+            if isinstance(value, Tensor):
+                found[f"{name}.{field}"] = value
+            elif value is not None:
+                raise ConfigError(
+                    f"the optimizer keeps {field}, a {type(value).__name__}; only tensors are saved"
+                )
+    return found
+
+
+def options_of(layers: Layers, optimizer: Optimizer) -> Options:
+    """The optimizer's options, of this rank's parameters. ConfigError for an option that JSON
+    cannot hold.
+    """
+    names: dict[int, list[str]] = {}
+    for name, weight in parameters_of(layers).items():
+        names.setdefault(id(weight), []).append(name)
+    return [
+        {
+            "parameters": sorted(name for weight in group["params"] for name in names[id(weight)]),
+            "values": {
+                name: _plain(name, value) for name, value in group.items() if name != "params"
+            },
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def merge_options(ranks: Sequence[Options]) -> Options:
+    """The options of all ranks; groups with the same values become one.
+
+    >>> one, other = {"parameters": ["0.w"], "values": {"lr": 0.1}}, {"parameters": ["1.w"], "values": {"lr": 0.1}}
+    >>> merge_options([[one], [other]])
+    [{'parameters': ['0.w', '1.w'], 'values': {'lr': 0.1}}]
+    """
+    found: dict[str, tuple[Any, set[str]]] = {}
+    for group in (group for options in ranks for group in options):
+        key = json.dumps(group["values"], sort_keys=True)
+        found.setdefault(key, (group["values"], set()))[1].update(group["parameters"])
+    return [{"parameters": sorted(names), "values": values} for values, names in found.values()]
+
+
+def load_into(
+    optimizer: Optimizer, layers: Layers, tensors: Mapping[str, Tensor], options: Options
+) -> None:
+    """Give an optimizer what `tensors_of` and `merge_options` gave. Parameters that have nothing
+    there begin anew.
+
+    ConfigError if parameters of one group had different options.
+    """
+    values_of = {name: group["values"] for group in options for name in group["parameters"]}
+    names = {id(weight): name for name, weight in parameters_of(layers).items()}
+    fields: dict[str, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        name, _, field = key.rpartition(".")
+        fields.setdefault(name, {})[field] = value
+    state: dict[str, Any] = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
+    for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        members = [names[id(weight)] for weight in own["params"]]
+        saved = [values_of[name] for name in members if name in values_of]
+        if any(values != saved[0] for values in saved):
+            raise ConfigError(
+                "parameters of one group were saved with different options: group them as they were"
+            )
+        group.update(saved[0] if saved else {})
+        numbered = zip(group["params"], members, strict=True)
+        state["state"] |= {number: fields[name] for number, name in numbered if name in fields}
+    optimizer.load_state_dict(state)
+
+
+def _plain(name: str, value: Any) -> Any:
+    try:
+        return json.loads(json.dumps(value))
+    except TypeError:
+        raise ConfigError(
+            f"the optimizer's {name} is {value!r}; only plain numbers and names are saved"
+        ) from None

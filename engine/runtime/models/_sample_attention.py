@@ -1,0 +1,124 @@
+"""Causal attention inside the samples of a packed micro-batch, in the attention modules of
+transformers.
+
+For the language layers of `engine.runtime.models.transformers_models`. With flash attention the
+borders go straight to its kernel. With anything else transformers would build one mask over the
+whole micro-batch and compute all of its square; here each sample is computed alone, so time and
+memory follow the sum of the samples' squares, which is what the planner counts. The model's own
+setting is put back after each call: it runs as before outside the pipeline.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from balance.errors import ConfigError
+
+NAME = "isobatch_samples"
+"""Under which transformers' table of attention functions has ours."""
+
+
+@contextmanager
+def attention_inside_samples(
+    attention: Any, borders: Tensor, hidden: Tensor
+) -> Iterator[dict[str, Any]]:
+    """While it lasts, `attention` keeps samples apart if its layer is given the arguments that this
+    yields.
+
+    `borders`: int64, (samples + 1,), on the CPU, so that nothing waits for the GPU; `hidden`: what
+    the layer takes. ConfigError for flash attention in float32, which its kernels do not know.
+    """
+    config = attention.config
+    before = config._attn_implementation
+    if "flash" in str(before):
+        _check_precision(str(before), hidden)
+        yield _flash_arguments(borders, hidden.device)
+        return
+    table = getattr(sys.modules[type(attention).__module__], "ALL_ATTENTION_FUNCTIONS", None)
+    if table is None:
+        raise ConfigError(
+            f"{type(attention).__name__} has no table of attention functions; set flash_attention_2"
+        )
+    table[NAME] = attend_inside_samples
+    config._attn_implementation = NAME
+    try:
+        yield {"sample_borders": borders}
+    finally:
+        config._attn_implementation = before
+
+
+def _check_precision(implementation: str, hidden: Tensor) -> None:
+    is_half = hidden.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(
+        hidden.device.type
+    )
+    if implementation.startswith("flash_attention") and not is_half:
+        raise ConfigError(
+            f"{implementation} computes in bfloat16 only, but the tokens are {hidden.dtype}; give PipelineOptions("
+            "autocast=torch.bfloat16), or load the model with attn_implementation='sdpa'"
+        )
+
+
+def _flash_arguments(borders: Tensor, device: torch.device) -> dict[str, Any]:
+    longest, on_device = int(borders.diff().max()), borders.to(device, torch.int32)
+    return {
+        "cu_seq_lens_q": on_device,
+        "cu_seq_lens_k": on_device,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def attend_inside_samples(  # noqa: PLR0913 - the arguments are transformers'
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    sample_borders: Tensor,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention, sample by sample: (1, heads, tokens, width) each -> (1, tokens, heads,
+    width).
+
+    `key` and `value` may have fewer heads. A token sees the last `sliding_window` ones at most,
+    itself included.
+    """
+    if attention_mask is not None or softcap is not None or s_aux is not None:
+        raise ConfigError(
+            f"{type(module).__name__} needs a mask, a cap or sinks; set flash_attention_2"
+        )
+    parts = []
+    for start, end in pairwise(sample_borders.tolist()):
+        mask = None
+        if sliding_window is not None and end - start > sliding_window:
+            seen = torch.ones(
+                end - start, end - start, dtype=torch.bool, device=query.device
+            ).tril()
+            mask = seen.triu(1 - sliding_window)
+        parts.append(
+            functional.scaled_dot_product_attention(
+                query[:, :, start:end],
+                key[:, :, start:end],
+                value[:, :, start:end],
+                attn_mask=mask,
+                is_causal=mask is None,
+                dropout_p=dropout,
+                scale=scaling,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        )
+    return torch.cat(parts, dim=2).transpose(1, 2), None

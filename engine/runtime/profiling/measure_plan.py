@@ -1,0 +1,111 @@
+"""A plan out of a running model: its layers profiled, the best-ranked partitions run, the fastest
+as a `Plan`.
+
+The steps of OmniBal 4.2 one after the other, for a model that every rank holds: `profile_step`,
+then `choose_plan`. A trial recomputes as few layers as fit by the profile, were all micro-batches
+`question.full`. Nothing is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from balance.types import IntArray
+from engine.cost_model.analytical import layer_names
+from engine.cost_model.layer_list import layers_of, phases_of
+from engine.cost_model.profile_table import Profile, profiled_costs
+from engine.planning.partition import even_partition
+from engine.planning.plan import Plan
+from engine.planning.plan_from_profile import measured_costs, plan_of_profile
+from engine.planning.planner import PlanRequest
+from engine.planning.recompute import choose_recompute
+from engine.runtime.batch_loads import batch_loads
+from engine.runtime.pipeline import Pipeline, PipelineOptions
+from engine.runtime.profiling._probe_batches import parts_and_all
+from engine.runtime.profiling.measure_layers import MeasureOptions, measure_layers
+from engine.runtime.profiling.partition_trials import (
+    Measured,
+    TrialOptions,
+    TrialStep,
+    measure_partitions,
+)
+from engine.runtime.profiling.temporary_pipeline import borrowed
+from engine.runtime.stage_io import Batch, LayerStack
+
+REPEATS = 5
+"""Of every pass; the first warms up."""
+
+
+def profile_step(
+    model: LayerStack,
+    question: PlanRequest,
+    batches: Sequence[Batch],
+    image_token_id: int,
+    options: PipelineOptions,
+) -> Profile:
+    """The profile of a model's layers, for parts of a step's micro-batches and then for these; on
+    all ranks alike.
+
+    The ranks of the world are one pipeline, cut evenly meanwhile. The question's loads are those of
+    `batches`, its model's layers those of `model`. ConfigError as `measure_layers` and
+    `first_samples`.
+    """
+    listed = layers_of(question.model, question.parallel)
+    ranks = list(range(dist.get_world_size()))
+    borders = even_partition(np.ones(len(model.layers), np.int64), question.num_stages)
+    parts = parts_and_all(batches, question.loads, image_token_id)
+    with borrowed(model):
+        return measure_layers(
+            Pipeline(model, borders, [False] * len(model.layers), [ranks], options),
+            parts,
+            batch_loads(parts, question.model),
+            names=layer_names(listed),
+            kinds=[layer.kind for layer in listed],
+            phases=phases_of(question.model),
+            options=MeasureOptions(repeats=REPEATS, apart=question.schedule == "zero_bubble"),
+        )
+
+
+def choose_plan(
+    model: LayerStack,
+    question: PlanRequest,
+    profile: Profile,
+    batches: Sequence[Batch],
+    options: PipelineOptions,
+    trials: TrialOptions | None = None,
+) -> tuple[Measured, Plan]:
+    """What was run of the partitions that rank best by the profile, and the plan with the fastest.
+    On all ranks alike.
+
+    The rest as `profile_step`, whose profile it is. ConfigError and InfeasiblePlan as
+    `measure_partitions`.
+    """
+    places = np.arange(len(profile.loads))[-len(batches) :]
+    costs = measured_costs(profile, places)
+    full = profiled_costs(profile, question.full.take(np.zeros(len(batches), np.int64)))
+    # times of this step; memory of the largest micro-batches, and never less than was measured
+    sizes = ("saved_bytes", "kept_bytes", "working_bytes")
+    sized = replace(
+        costs, **{name: np.maximum(getattr(full, name), getattr(costs, name)) for name in sizes}
+    )
+
+    def recompute(borders: IntArray) -> NDArray[np.bool_]:
+        return choose_recompute(
+            sized, borders, question.order(len(borders) - 1), question.memory_bytes
+        )
+
+    step = TrialStep(
+        batches=batches,
+        normalizer=batches[0].num_loss_tokens,
+        pipelines=[list(range(dist.get_world_size()))],
+        options=options,
+        recompute=recompute,
+    )
+    measured = measure_partitions(model, costs, step, trials)
+    borders = measured.bmp.best.borders
+    return measured, plan_of_profile(question, profile, borders, recompute(borders), places)

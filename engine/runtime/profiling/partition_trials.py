@@ -1,0 +1,274 @@
+"""Runs the best-ranked partitions for some steps each and takes the fastest: BMP for real (OmniBal
+4.2 and 5.2).
+
+For every candidate a `Pipeline` is made out of the same model, runs one step to warm up and three
+that count, and is taken apart again. The first rank searches (`engine.planning.bmp.search_bmp`) and
+tells the others what to run, and at last what was found: so all have the same choice, whatever
+their figures. The optimizer is not stepped, and gradients are dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from balance.errors import ConfigError, IsobatchError
+from balance.types import IntArray
+from engine.cost_model.costs import Costs
+from engine.planning.adaptive_recompute import OutOfMemory
+from engine.planning.bmp import MOST_RUN, RADIUS, Bmp, Candidate, search_bmp
+from engine.planning.recompute import InfeasiblePlan
+from engine.runtime.errors import peers
+from engine.runtime.layer_rng import generators_kept
+from engine.runtime.pipeline import Pipeline, PipelineOptions
+from engine.runtime.profiling.temporary_pipeline import borrowed
+from engine.runtime.stage_io import Batch, LayerStack
+from engine.simulator.evaluate import evaluate, schedule_for
+
+Recompute = Callable[[IntArray], NDArray[np.bool_]]
+"""borders -> which layers are recomputed; may raise InfeasiblePlan."""
+
+NS_PER_MS = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialOptions:
+    """How partitions are tried."""
+
+    steps: int = 3
+    """That count (OmniBal 5.2); one more runs before them."""
+    radius: int = RADIUS
+    most_run: int = MOST_RUN
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ConfigError(f"trials of {self.steps} steps; give at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialStep:
+    """What a step that all ranks run consists of: this rank's part."""
+
+    batches: Sequence[Batch]
+    """Of this rank's replica."""
+    normalizer: int
+    """Labels of the whole step."""
+    pipelines: Sequence[Sequence[int]]
+    """The world's ranks of each replica, first stage first."""
+    options: PipelineOptions = field(default_factory=PipelineOptions)
+    recompute: Recompute | None = None
+    """None: nothing is recomputed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionTrial:
+    """A partition that was run."""
+
+    borders: tuple[int, ...]
+    recompute: tuple[int, ...]
+    """Layers."""
+    predicted_ns: int | None
+    """What the simulator says of the first replica's step; None if it says that it does not fit
+    into memory.
+    """
+    steps_ns: tuple[int, ...]
+    """Of each step that counts, the slowest rank's; empty if it did not fit into memory."""
+    failure: str | None = None
+    """Why it did not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What the search found, and what it ran."""
+
+    bmp: Bmp
+    trials: tuple[PartitionTrial, ...]
+    """In the order of `bmp.candidates`."""
+
+
+def measure_partitions(
+    model: LayerStack, costs: Costs, step: TrialStep, options: TrialOptions | None = None
+) -> Measured:
+    """The fastest of the best-ranked partitions, by really running them. All ranks of the world
+    call it; all get it.
+
+    `model` is whole on every rank; its layers go to the device where they run and back again.
+    `costs` of the first replica's micro-batches, by which candidates are ranked: those of the
+    world's first rank count. A partition that runs out of memory is none; InfeasiblePlan if that is
+    all of them. ConfigError as `Pipeline`.
+    """
+    trials = _Trials(model, costs, step, options or TrialOptions())
+    return trials.lead() if dist.get_rank() == 0 else trials.follow()
+
+
+class _Trials:
+    """Trials under way on one rank."""
+
+    def __init__(
+        self, model: LayerStack, costs: Costs, step: TrialStep, options: TrialOptions
+    ) -> None:
+        self.model, self.costs, self.step, self.options = model, costs, step, options
+        self.done: list[PartitionTrial] = []
+        self.device = torch.device(step.options.device)
+
+    def lead(self) -> Measured:
+        """Search, and tell the others what to run."""
+        pp = len(self.step.pipelines[0])
+        try:
+            found = search_bmp(
+                self.costs,
+                pp * self.step.options.stages_per_rank,
+                self.announce,
+                radius=self.options.radius,
+                most_run=self.options.most_run,
+            )
+        except (ConfigError, InfeasiblePlan) as error:
+            _tell(error)
+            raise
+        measured = Measured(bmp=found, trials=tuple(self.done))
+        _tell(measured)
+        return measured
+
+    def follow(self) -> Measured:
+        """Run what the first rank tells."""
+        while True:
+            told = _tell(None)
+            if isinstance(told, Measured):
+                return told
+            if isinstance(told, IsobatchError):
+                raise told
+            borders, recompute = told
+            with suppress(
+                ConfigError, OutOfMemory
+            ):  # the first rank has it too, and says what comes of it
+                self.run(borders, recompute)
+
+    def announce(self, borders: IntArray) -> int:
+        """Run a partition on all ranks; -> the median of its steps' times."""
+        recompute, predicted = np.zeros(self.costs.num_layers, np.bool_), None
+        times, failure = tuple[int, ...](), None
+        try:
+            if self.step.recompute is not None:
+                recompute = np.asarray(self.step.recompute(borders))
+            predicted = self.predicted_ns(borders, recompute)
+            _tell((borders, recompute))
+            times = self.run(borders, recompute)
+        except (OutOfMemory, InfeasiblePlan) as error:
+            failure = error
+        self.done.append(
+            PartitionTrial(
+                borders=tuple(borders.tolist()),
+                recompute=tuple(np.flatnonzero(recompute).tolist()),
+                predicted_ns=predicted,
+                steps_ns=times,
+                failure=None if failure is None else str(failure),
+            )
+        )
+        if failure is not None:
+            raise InfeasiblePlan(f"partition {borders.tolist()}: {failure}") from failure
+        return round(float(np.median(times)))
+
+    def predicted_ns(self, borders: IntArray, recompute: NDArray[np.bool_]) -> int:
+        """What the simulator says."""
+        options = self.step.options
+        schedule = schedule_for(
+            options.schedule, borders, self.costs.num_micro_batches, options.stages_per_rank
+        )
+        return evaluate(self.costs, borders, recompute, schedule).step_ns
+
+    def run(self, borders: IntArray, recompute: NDArray[np.bool_]) -> tuple[int, ...]:
+        """Time of each step that counts, on the slowest rank of the world."""
+        with borrowed(self.model), generators_kept(self.device):
+            pipeline = self.make(borders, recompute)
+            times = [self.step_ns(pipeline) for _ in range(1 + self.options.steps)]
+        return tuple(times[1:])
+
+    def make(self, borders: IntArray, recompute: NDArray[np.bool_]) -> Pipeline:
+        """A pipeline with this partition; OutOfMemory on all ranks if one of them cannot hold its
+        layers.
+        """
+        made, lacking = None, 0
+        try:
+            made = Pipeline(self.model, borders, recompute, self.step.pipelines, self.step.options)
+        except torch.OutOfMemoryError:
+            own = next(ranks for ranks in self.step.pipelines if dist.get_rank() in ranks)
+            lacking = 1 + list(own).index(dist.get_rank())
+        lacking = _slowest(lacking, self.device)
+        if made is None or lacking:
+            raise OutOfMemory([lacking - 1])
+        return made
+
+    def step_ns(self, pipeline: Pipeline) -> int:
+        """From when all ranks are there to the end of the last pass."""
+        _slowest(0, self.device)
+        result = pipeline.step(self.step.batches, self.step.normalizer)
+        for weight in pipeline.parameters():
+            weight.grad = None
+        return _slowest(int(result.end_ns.max(initial=0)), self.device)
+
+
+def write_evidence(measured: Measured, path: Path) -> None:
+    """Write what was tried and chosen as JSON."""
+    path.write_text(json.dumps(evidence(measured), indent=1) + "\n", "utf-8")
+
+
+def evidence(measured: Measured) -> dict[str, Any]:
+    """What was tried and chosen, for people and for plain JSON; times in ms."""
+    bmp = measured.bmp
+    rows = zip(bmp.candidates, measured.trials, strict=True)
+    return {
+        "chosen": bmp.best.borders.tolist(),
+        "chosen_step_ms": _ms(bmp.best.step_ns),
+        "anchor": bmp.anchor.tolist(),
+        "candidates": [_row(candidate, trial) for candidate, trial in rows],
+        "host": platform.node(),
+        "processor": torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else platform.machine(),
+        "torch": torch.__version__,
+        "ranks": dist.get_world_size() if dist.is_initialized() else 1,
+    }
+
+
+def _row(candidate: Candidate, trial: PartitionTrial) -> dict[str, Any]:
+    return {
+        "borders": candidate.borders.tolist(),
+        "metric_ms": candidate.metric_ms,
+        "variance_ms2": candidate.variance_ms2,
+        "comm_bytes": candidate.comm_bytes,
+        "recompute": list(trial.recompute),
+        "predicted_ms": _ms(trial.predicted_ns),
+        "steps_ms": [_ms(time) for time in trial.steps_ns],
+        "median_ms": _ms(candidate.step_ns),
+        "failure": trial.failure,
+    }
+
+
+def _ms(time_ns: int | None) -> float | None:
+    return None if time_ns is None else time_ns / NS_PER_MS
+
+
+def _tell(value: Any) -> Any:
+    """What the first rank tells, on all ranks."""
+    box = [value]
+    with peers(range(dist.get_world_size())):
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _slowest(value: int, device: torch.device) -> int:
+    """The largest of all ranks'; also, they are all here."""
+    most = torch.tensor(value, device=device)
+    with peers(range(dist.get_world_size())):
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most)

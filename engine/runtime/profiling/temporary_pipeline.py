@@ -1,0 +1,55 @@
+"""A model lent to a pipeline for a while: afterwards its layers and the process groups are what
+they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from balance.errors import IsobatchError
+from engine.runtime.errors import PeerLost
+from engine.runtime.stage_io import LayerStack
+
+
+@contextmanager
+def borrowed(model: LayerStack) -> Iterator[None]:
+    """Pipelines of `model` that are made within it leave no gradients, no layers on other devices,
+    no process groups.
+
+    Unless a rank was lost, which ends the run.
+    """
+    devices = [_device_of(layer) for layer in model.layers]
+    groups = set(dist.distributed_c10d._world.pg_map)
+    try:
+        yield
+    except PeerLost:
+        raise
+    except IsobatchError:
+        _give_back(model, devices, groups)
+        raise
+    _give_back(model, devices, groups)
+
+
+def _give_back(
+    model: LayerStack, devices: list[torch.device | None], groups: set[dist.ProcessGroup]
+) -> None:
+    # in the order in which they were made, on all ranks alike: NCCL's ranks wait for each other
+    # here
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group not in groups]:
+        dist.destroy_process_group(group)
+    for layer, device in zip(model.layers, devices, strict=True):
+        layer.zero_grad(set_to_none=True)
+        if device is not None:
+            layer.to(device)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _device_of(layer: nn.Module) -> torch.device | None:
+    return next((tensor.device for tensor in chain(layer.parameters(), layer.buffers())), None)

@@ -1,0 +1,62 @@
+"""What native resolution needs: small squares in planes, and their normalisation, compiled. For
+`loaders.decode.pixels`.
+
+A module of its own, because numba's runtime takes .5 s and 100 MB to load, and no other model needs
+it.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from loaders.decode.resize import Pixels, check_squares
+
+Floats = NDArray[np.float32]
+
+
+def cut_planes(pixels: Pixels, squares: NDArray[np.uint8], merge_size: int) -> None:
+    """Write the squares of an image into `squares`, shape (squares, 3, side, side), block by block
+    of `merge_size`.
+
+    Blocks and the squares inside a block go line by line. ValueError unless they fill `squares`
+    exactly.
+    """
+    side = squares.shape[-1]
+    check_squares(pixels, len(squares), side, side * merge_size)
+    _cut_planes(np.ascontiguousarray(pixels), squares, merge_size)
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator,unused-ignore]
+def _cut_planes(pixels: Pixels, squares: NDArray[np.uint8], merge_size: int) -> None:
+    side = squares.shape[-1]
+    rows, columns = pixels.shape[0] // side, pixels.shape[1] // side
+    for row in range(rows):
+        for column in range(columns):
+            block = row // merge_size * (columns // merge_size) + column // merge_size
+            place = (block * merge_size + row % merge_size) * merge_size + column % merge_size
+            for y in range(side):
+                line = pixels[row * side + y]
+                for x in range(side):
+                    for channel in range(3):
+                        squares[place, channel, y, x] = line[column * side + x, channel]
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator,unused-ignore]
+def normalize_planes(
+    pixels: NDArray[np.uint8], scale: Floats, shift: Floats, normalized: Floats
+) -> None:
+    """Scaled and shifted by channel, once per frame: (rows, 3, pixels) -> (rows, 3, frames,
+    pixels).
+
+    One pass: half the time of a conversion and two operations in place, and the same bits.
+    """
+    for row in range(normalized.shape[0]):
+        for channel in range(3):
+            factor, summand = scale[channel], shift[channel]
+            for frame in range(normalized.shape[2]):
+                for pixel in range(normalized.shape[3]):
+                    normalized[row, channel, frame, pixel] = (
+                        np.float32(pixels[row, channel, pixel]) * factor + summand
+                    )

@@ -1,0 +1,205 @@
+"""Image bytes -> pixel tensors, cut by `balance.media.image_tokens`, equal to what transformers'
+processors make of the image.
+
+For the loader. Pixels stay uint8 from the decoder to the device: a quarter of float32's bytes
+through collation and transfer. Patches stay as they are decoded, the three channels of a pixel side
+by side in memory (torch's `channels_last`): a line of a patch is then copied at once, and
+convolutions on GPUs like it best. How close to the processors: bit by bit with `exact=True`, else
+within `loaders.decode.resize.LEVELS` of 255 of Pillow's bicubic filter.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from PIL import Image
+
+from balance.media.image_tokens import ImagePlan, plan_image
+from balance.presets import AnyresRule, FixedRule, NativeRule, TilesRule, VisionRule
+from loaders.decode.buffer_pool import pixel_memory
+from loaders.decode.resize import Pixels, Resizer, cut_squares, resizer, to_image, to_pixels
+
+_LONGEST_STRIP = 200
+"""Above this ratio of sides the fixed rule resizes the centre alone: a 1 x 100,000 image would take
+45 GB otherwise.
+"""
+
+
+def patch_shape(rule: VisionRule) -> tuple[int, int, int]:
+    """(channels, height, width) of one row of `cut`: a patch, or one ViT square at native
+    resolution.
+    """
+    side = rule.vit_patch_size if isinstance(rule, NativeRule) else rule.image_size
+    return 3, side, side
+
+
+def num_rows(rule: VisionRule, plan: ImagePlan) -> int:
+    """Rows that `cut` makes of an image: its patches, or its ViT squares at native resolution."""
+    return plan.num_vit_tokens if isinstance(rule, NativeRule) else plan.num_patches
+
+
+def empty_rows(rule: VisionRule, rows: int) -> torch.Tensor:
+    """Memory for `rows` rows: uint8, (rows, *patch_shape(rule)), `channels_last` but at native
+    resolution.
+    """
+    channels, height, width = patch_shape(rule)
+    block = pixel_memory.empty(rows * channels * height * width)
+    if isinstance(rule, NativeRule):
+        return block.view(rows, channels, height, width)
+    return block.view(rows, height, width, channels).permute(0, 3, 1, 2)
+
+
+def cut(rule: VisionRule, image: Image.Image, *, exact: bool = False) -> torch.Tensor:
+    """The patches of an upright RGB image: uint8, shape (rows, *patch_shape(rule)), to be
+    concatenated along rows.
+
+    Rows are `plan_image(...).num_patches`: tiles line by line and then the thumbnail (tiles), or
+    the whole image and then the tiles (anyres). At native resolution they are `num_vit_tokens`
+    squares, in the order of the merger: the `merge_size` x `merge_size` squares of one LLM token
+    are neighbours. `exact` resizes as Pillow does, bit by bit. Raises ImageRejected as `plan_image`
+    does.
+    """
+    plan = plan_image(rule, image.width, image.height)
+    patches = empty_rows(rule, num_rows(rule, plan))
+    cut_into(memory_of(rule, patches), rule, image, plan, exact=exact)
+    return patches
+
+
+def memory_of(rule: VisionRule, patches: torch.Tensor) -> Pixels:
+    """The memory of `empty_rows`, contiguous: (rows, side, side, 3), or (rows, 3, side, side) at
+    native resolution.
+    """
+    array: Pixels = patches.numpy()
+    return array if isinstance(rule, NativeRule) else array.transpose(0, 2, 3, 1)
+
+
+def cut_into(
+    memory: Pixels,
+    rule: VisionRule,
+    image: Image.Image | Pixels,
+    plan: ImagePlan,
+    *,
+    exact: bool = False,
+) -> None:
+    """Write what `cut` gives into `memory`: `num_rows(rule, plan)` rows of `memory_of`.
+
+    `plan` is that of the image in its full size; the image may have been decoded at a reduced one.
+    """
+    if isinstance(image, Image.Image) and image.mode != "RGB":
+        raise ValueError(f"image of mode {image.mode}; give an RGB image, as `decode` returns it")
+    # every function below fills all rows or fails, so counts and pixels cannot disagree
+    match rule:
+        case FixedRule():
+            cut_squares(_centre(image, plan, rule.image_size, exact=exact), memory)
+        case TilesRule():
+            _cut_tiles(memory, resizer(image, exact=exact), plan, rule.image_size)
+        case AnyresRule():
+            _cut_anyres(memory, resizer(image, exact=exact), plan, rule.image_size)
+        case NativeRule():
+            from loaders.decode._patchify import cut_planes  # noqa: PLC0415  (see there)
+
+            resized = resizer(image, exact=exact)(plan.resized_width, plan.resized_height)
+            cut_planes(resized, memory, rule.merge_size)
+
+
+def uncut(
+    memory: Pixels, rule: VisionRule, plan: ImagePlan, width: int, height: int
+) -> Pixels | None:
+    """Where an image of this size can be decoded to, if its only patch is the image as it is; else
+    None.
+    """
+    if len(memory) != 1 or isinstance(rule, NativeRule) or not width == height == rule.image_size:
+        return None
+    return memory[0] if (plan.resized_width, plan.resized_height) == (width, height) else None
+
+
+def normalize(rule: VisionRule, pixels: torch.Tensor) -> torch.Tensor:
+    """What the vision encoder takes: float32 of `cut`'s pixels, on their device, within 1e-6 of the
+    reference.
+
+    Same shape as `pixels`; at native resolution (rows, 3 * temporal_patch_size * side * side), each
+    square repeated for every frame, as Qwen2-VL's patch embedding wants it. The scale 1/255, mean
+    and std are one multiply and add.
+    """
+    if pixels.dtype != torch.uint8:
+        raise ValueError(
+            f"pixels are {pixels.dtype}; give the uint8 tensor of `cut`, not yet normalised"
+        )
+    mean, std = (torch.tensor(values, dtype=torch.float64) for values in (rule.mean, rule.std))
+    scale, shift = (values.to(torch.float32) for values in (1 / (255 * std), -mean / std))
+    if pixels.device.type != "cpu":
+        return _normalize_on_device(rule, pixels, scale.to(pixels.device), shift.to(pixels.device))
+    if not isinstance(rule, NativeRule):
+        return _normalize_lines(pixels, scale, shift)
+    frames = rule.temporal_patch_size
+    # (rows, 3, frames, pixels)
+    normalized = torch.empty(
+        (len(pixels), 3, frames, pixels.shape[-2] * pixels.shape[-1]), dtype=torch.float32
+    )
+    if len(pixels):  # else nothing need be compiled
+        from loaders.decode._patchify import normalize_planes  # noqa: PLC0415  (see there)
+
+        normalize_planes(
+            pixels.flatten(2).numpy(), scale.numpy(), shift.numpy(), normalized.numpy()
+        )
+    return normalized.flatten(1)
+
+
+def _normalize_lines(
+    pixels: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
+) -> torch.Tensor:
+    """By whole lines of pixels, channels side by side: three values in a row are too few for vector
+    instructions.
+    """
+    side = pixels.shape[-1]
+    # (rows, side, 3 * side), a view if the pixels are `channels_last`
+    lines = pixels.permute(0, 2, 3, 1).flatten(2).to(torch.float32)
+    lines.mul_(scale.repeat(side)).add_(shift.repeat(side))
+    return lines.view(len(pixels), side, side, 3).permute(0, 3, 1, 2)
+
+
+def _normalize_on_device(
+    rule: VisionRule, pixels: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
+) -> torch.Tensor:
+    # (rows, 3, side, side)
+    normalized = pixels.to(torch.float32).mul_(scale.view(3, 1, 1)).add_(shift.view(3, 1, 1))
+    if not isinstance(rule, NativeRule):
+        return normalized
+    # (rows, 3, side, side) -> (rows, 3, frames, side, side) -> (rows, 3 * frames * side * side)
+    return normalized.unsqueeze(2).expand(-1, -1, rule.temporal_patch_size, -1, -1).flatten(1)
+
+
+def _centre(image: Image.Image | Pixels, plan: ImagePlan, side: int, *, exact: bool) -> Pixels:
+    """The `side` x `side` centre of the image after it is resized to the plan's size."""
+    left, top = (plan.resized_width - side) // 2, (plan.resized_height - side) // 2
+    if max(plan.resized_width, plan.resized_height) <= _LONGEST_STRIP * side:
+        resized = resizer(image, exact=exact)(plan.resized_width, plan.resized_height)
+        return resized[top : top + side, left : left + side]
+    if not isinstance(image, Image.Image):
+        image = to_image(image)
+    # the same filter at the same places, but Pillow may take the other axis first and round in
+    # between: a few levels
+    scale_x, scale_y = image.width / plan.resized_width, image.height / plan.resized_height
+    source = (left * scale_x, top * scale_y, (left + side) * scale_x, (top + side) * scale_y)
+    return to_pixels(image.resize((side, side), Image.Resampling.BICUBIC, box=source))
+
+
+def _cut_tiles(rows: Pixels, resize: Resizer, plan: ImagePlan, side: int) -> None:
+    """Tiles, then the thumbnail."""
+    num_tiles = plan.columns * plan.rows
+    cut_squares(resize(plan.resized_width, plan.resized_height), rows[:num_tiles])
+    if plan.whole_image:
+        cut_squares(resize(side, side), rows[num_tiles:])
+
+
+def _cut_anyres(rows: Pixels, resize: Resizer, plan: ImagePlan, side: int) -> None:
+    """The whole image squeezed into a square, then the tiles of the image centred on black."""
+    cut_squares(resize(side, side), rows[:1])
+    canvas = np.zeros((plan.rows * side, plan.columns * side, 3), dtype=np.uint8)
+    left, top = (
+        (canvas.shape[1] - plan.resized_width) // 2,
+        (canvas.shape[0] - plan.resized_height) // 2,
+    )
+    inside = canvas[top : top + plan.resized_height, left : left + plan.resized_width]
+    inside[:] = resize(plan.resized_width, plan.resized_height)
+    cut_squares(canvas, rows[1:])

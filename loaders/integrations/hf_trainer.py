@@ -1,0 +1,165 @@
+"""`StreamingTrainer`: transformers' Trainer on a StreamingLoader; the one module here that imports
+transformers.
+
+Trainer's own data path does not fit: accelerate reads one batch ahead and deals an iterable's
+batches out to the ranks, so each rank would drop what the others' loaders hold; and a resume skips
+batches by count, which is wrong on another number of ranks. Here a step is one item, its
+micro-batches go through Trainer's gradient accumulation, the loss is divided by the step's
+`num_loss_tokens`, and the loader's state lies in `trainer_state.json` of every checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
+
+from balance.errors import ConfigError
+from loaders.batch.micro_batch import MicroBatch
+from loaders.batch.model_inputs import model_inputs
+from loaders.integrations.torch_dataset import Step, StepDataset
+from loaders.loader import StreamingLoader
+
+STATE_KEY = "isobatch_loader"
+"""Where `trainer_state.json` holds the loader's state, among `stateful_callbacks`, the part that
+others may use.
+"""
+
+ToInputs = Callable[[MicroBatch], dict[str, Any]]
+
+
+class StreamingTrainer(Trainer):
+    """`Trainer(model, args, ...)` that trains on `loader`: no dataset, no collator.
+
+    The loader's `dp_rank`, `dp_world_size` and `micro_batches_per_step` are `args.process_index`,
+    `args.world_size` and `args.gradient_accumulation_steps`. `args.max_steps` ends the training,
+    epoch after epoch (`len(loader)` steps each). `trainer.train(resume_from_checkpoint=...)` goes
+    on with the step behind the checkpoint's, on any number of ranks. `to_inputs` makes the model's
+    arguments of a micro-batch: by default `model_inputs`, for transformers' VLMs.
+
+    Raises ConfigError for arguments with which samples would be lost or gradients be wrong.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: torch.nn.Module,
+        args: TrainingArguments,
+        loader: StreamingLoader,
+        to_inputs: ToInputs | None = None,
+        **options: Any,
+    ) -> None:
+        _check(args)
+        # the loader's state says where to go on; Trainer would read and drop batches until its
+        # count fits
+        args.ignore_data_skip = True
+        super().__init__(model=model, args=args, **options)
+        if not self.model_accepts_loss_kwargs:
+            raise ConfigError(
+                f"{type(model).__name__} ignores num_items_in_batch; its forward must divide the loss by it"
+            )
+        self.loader = loader
+        self._to_inputs: ToInputs = to_inputs or (lambda batch: model_inputs(batch, model.config))
+
+    def get_train_dataloader(self) -> Any:
+        """The steps, from where the checkpoint stands; not through accelerate, which would deal
+        them out again.
+        """
+        return _FromCheckpoint(self)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Step], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], int]:
+        """The next step: its micro-batches as arguments of the model, and the labels of the step
+        over all ranks.
+        """
+        step = next(epoch_iterator)
+        if len(step.micro_batches) != num_batches:
+            raise ConfigError(
+                f"gradient_accumulation_steps is {num_batches}, but the loader's micro_batches_per_step "
+                f"{len(step.micro_batches)}; give both the same value"
+            )
+        # Trainer saves only behind a whole step, which is then this one
+        _saved_states(self.state)[STATE_KEY] = step.state
+        inputs = [self._to_inputs(batch) for batch in step.micro_batches]
+        return inputs, max(1, step.micro_batches[0].num_loss_tokens)
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: torch.nn.Module | None = None
+    ) -> None:
+        """As Trainer does, and then the weights that it warned it had left out.
+
+        `save_pretrained` gives a VLM's weights the names of its published checkpoints, under which
+        Trainer does not find them, and trains on with what the model had before (transformers 4.52
+        to 5.23, issue 43701).
+        """
+        self._weights_left_out = False
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if not self._weights_left_out:
+            return
+        target = self.accelerator.unwrap_model(self.model)
+        if not isinstance(target, PreTrainedModel):
+            raise ConfigError(
+                f"{resume_from_checkpoint}: its weights have other names than the model's; load them first"
+            )
+        saved = type(target).from_pretrained(resume_from_checkpoint, dtype=target.dtype)
+        target.load_state_dict(saved.state_dict())
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        self._weights_left_out = bool(load_result.unexpected_keys)
+        super()._issue_warnings_after_load(load_result)
+
+
+class _FromCheckpoint:
+    """Starts only when iterated: Trainer asks for its data before it has read the checkpoint's
+    state.
+    """
+
+    def __init__(self, trainer: StreamingTrainer) -> None:
+        self._trainer = trainer
+
+    def __iter__(self) -> Iterator[Step]:
+        loader, state = self._trainer.loader, self._trainer.state
+        saved = _saved_states(state)
+        if STATE_KEY in saved:
+            loader.load_state_dict(saved[STATE_KEY])
+        elif state.global_step:
+            raise ConfigError(
+                f"the checkpoint has no loader state ({STATE_KEY}); it is not a StreamingTrainer's"
+            )
+        workers = self._trainer.args.dataloader_num_workers
+        # not forked: the loader may hold connections, and this process a GPU
+        context = "spawn" if workers else None
+        return iter(
+            DataLoader(
+                StepDataset(loader),
+                batch_size=None,
+                num_workers=workers,
+                multiprocessing_context=context,
+            )
+        )
+
+
+def _saved_states(state: TrainerState) -> dict[str, Any]:
+    """What `trainer_state.json` keeps for callbacks, by name; declared as a list, it is a dict once
+    made.
+    """
+    return cast(dict[str, Any], state.stateful_callbacks)
+
+
+def _check(args: TrainingArguments) -> None:
+    if args.max_steps <= 0:
+        raise ConfigError(
+            "max_steps is not set; give TrainingArguments max_steps, len(loader) of them for an epoch"
+        )
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"one process with {args.n_gpu} GPUs (DataParallel); start one process per GPU with torchrun"
+        )
+    if args.world_size > 1 and not args.average_tokens_across_devices:
+        raise ConfigError(
+            "average_tokens_across_devices is off; gradients would be divided by the number of ranks"
+        )

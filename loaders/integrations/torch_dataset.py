@@ -1,0 +1,75 @@
+"""A loader's steps for code that fetches ahead of the training: torch's DataLoader, and trainers
+that build on it.
+
+`StreamingLoader.state_dict()` is where the loader stands. Behind a worker process, or a trainer
+that asks for the next batch before it trains on this one, that is not where the training stands,
+and a checkpoint would skip samples. So here each step carries its own state: what is saved is the
+state of the last step trained on, whoever fetched how much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from balance.errors import ConfigError
+from loaders.batch.micro_batch import MicroBatch
+from loaders.loader import StreamingLoader
+from loaders.step_builder import StepBatches
+
+
+@dataclass(slots=True)
+class Step:
+    """One optimizer step of one rank."""
+
+    micro_batches: StepBatches
+    state: dict[str, Any]
+    """The loader's state behind this step, the same on all ranks, for
+    `StreamingLoader.load_state_dict`.
+    """
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Step:
+        """The same step with all tensors on `device`."""
+
+        def moved(batches: list[MicroBatch]) -> list[MicroBatch]:
+            return [batch.to(device, non_blocking=non_blocking) for batch in batches]
+
+        own = self.micro_batches
+        encoders = {name: moved(batches) for name, batches in own.encoders.items()}
+        return replace(self, micro_batches=StepBatches(moved(own), encoders, own.note))
+
+
+class StepDataset(IterableDataset[Step]):
+    """The steps of `loader`, epoch after epoch without end; each epoch's number is in
+    `step.state["epoch"]`.
+
+    For `DataLoader(StepDataset(loader), batch_size=None)`, in this process or in one worker, and
+    torchdata's StatefulDataLoader. Endless, because a worker's loader does not tell this process's
+    where it stands: a new pass would begin with the same epoch. A second worker is refused with a
+    ConfigError: it would give every step again.
+    """
+
+    def __init__(self, loader: StreamingLoader) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Step]:
+        worker = get_worker_info()
+        if worker is not None and worker.num_workers > 1:
+            raise ConfigError(
+                f"num_workers is {worker.num_workers}; use 0 or 1 for a StepDataset: the loader decodes in threads"
+            )
+        while True:
+            for micro_batches in self.loader:
+                yield Step(micro_batches, self.loader.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's state: behind the last step that this process has made."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state, as `StreamingLoader.load_state_dict` does."""
+        self.loader.load_state_dict(state)

@@ -1,0 +1,163 @@
+"""A bounded cache on disk, shared by the processes of a machine: whole files, the longest unused
+leave first.
+
+A file appears under its name when it is complete (written beside, then renamed), so readers need no
+lock and a killed writer leaves nothing but a temporary file, which the next process removes. Room
+is taken before anything is written (`loaders.read.cache_quota`), so all files together never exceed
+the limit. A cache that cannot be written (disk full, no rights) stops storing, says so once, and
+costs nothing but its use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from loaders.read.cache_quota import Quota, Reservation, locked
+
+
+class Cache:
+    """Files of one build in the cache folder `root`, whose files of all builds take at most
+    `limit_bytes`.
+
+    Any number of processes and threads may use one folder. `limit_bytes` 0: nothing is kept.
+    """
+
+    def __init__(self, root: Path, build: str, limit_bytes: int, *, pinned: str = "") -> None:
+        """`pinned` is a file of this build that does not leave."""
+        self._root, self._folder, self._limit = root, root / build, limit_bytes
+        self._room = Quota(root, limit_bytes, self._folder / pinned if pinned else None)
+        self._storing = limit_bytes > 0
+        self._said = threading.Lock()
+        if self._storing:
+            try:
+                self._room.open()
+            except OSError as error:
+                self._give_up(error)
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether it stores anything, from what is known now."""
+        return self._storing
+
+    def read(self, name: str, size: int | None = None) -> bytes | None:
+        """The file, or None if it is not there; it counts as used. One of another size than `size`
+        is removed.
+        """
+        if not self._limit:
+            return None
+        path = self._folder / name
+        try:
+            with path.open("rb", buffering=0) as file:
+                content = file.readall()
+            _mark_used(path)
+        except OSError:
+            return None  # not there, or removed between the two
+        if size is not None and len(content) != size:
+            self.remove(name)  # or it would stand in the way of the right one
+            return None
+        return content
+
+    def path(self, name: str, size: int) -> Path | None:
+        """Where the file lies, if it is there; it counts as used. One of another size is
+        removed.
+        """
+        if not self._limit:
+            return None
+        path = self._folder / name
+        try:
+            _mark_used(path)
+            if path.stat().st_size == size:
+                return path
+        except OSError:
+            return None
+        self.remove(name)
+        return None
+
+    def has(self, name: str) -> bool:
+        """Whether the file is there now; another process may remove it at any time."""
+        return self._limit > 0 and (self._folder / name).exists()
+
+    def remove(self, name: str) -> None:
+        """Remove a file that is not what it should be."""
+        with contextlib.suppress(OSError):
+            (self._folder / name).unlink()
+
+    def write(self, name: str, content: object) -> None:
+        """Store a file (anything with the buffer protocol), whole or not at all."""
+        view = memoryview(content).cast("B")  # type: ignore[arg-type]
+        with self.writing(name, len(view)) as descriptor:
+            if descriptor is None:
+                return
+            at = 0
+            while at < len(view):
+                at += os.pwrite(descriptor, view[at:], at)
+
+    @contextlib.contextmanager
+    def writing(self, name: str, size: int) -> Iterator[int | None]:
+        """A file of `size` bytes to write by `os.pwrite`; it gets its name when the block ends
+        without an error.
+
+        None if there is no room, or if the cache stores nothing. An OSError in the block switches
+        storing off.
+        """
+        place = self._take(name, size) if self._storing else None
+        if place is None:
+            yield None
+            return
+        try:
+            yield place.descriptor
+            _mark_used(place.descriptor)
+            place.path.replace(self._folder / name)
+        except OSError as error:
+            place.path.unlink(missing_ok=True)
+            self._give_up(error)
+        except BaseException:
+            place.path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(place.descriptor)
+
+    @contextlib.contextmanager
+    def alone(self, name: str, wait_s: float) -> Iterator[None]:
+        """Let one process at a time do something that all of them want; after `wait_s` do it
+        nevertheless.
+        """
+        with contextlib.ExitStack() as held:
+            if self._storing:
+                with contextlib.suppress(OSError):
+                    held.enter_context(
+                        locked(self._root / f".{self._folder.name}-{name}.lock", wait_s)
+                    )
+            yield
+
+    def _take(self, name: str, size: int) -> Reservation | None:
+        try:
+            return self._room.take(self._folder / name, size)
+        except OSError as error:
+            self._give_up(error)
+            return None
+
+    def _give_up(self, error: OSError) -> None:
+        """Store nothing from now on; what is there can still be read."""
+        with self._said:
+            if not self._storing:
+                return
+            self._storing = False
+        warnings.warn(
+            f"cache {self._root}: {error.strerror or error}; going on without storing more in it. "
+            "Free disk space, or give another cache_dir or a smaller cache_bytes",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _mark_used(path: Path | int) -> None:
+    """Now, finer than the some milliseconds of the clock that the system itself would take."""
+    now = time.time_ns()
+    os.utime(path, ns=(now, now))

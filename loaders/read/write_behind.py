@@ -1,0 +1,167 @@
+"""Storing into the cache behind the reader's back: `WriteBehind`, a thread that has time.
+
+A group is read when it is in memory; whether it is on disk too can wait, until reading pauses or
+much is waiting. The thread is `nice`, so while all cores decode, caching takes little from them;
+when it falls behind by `max_bytes`, readers store what they read themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from typing import Any
+
+from loaders.read.cache import Cache
+
+BEHIND_BYTES = 128 << 20
+MUCH = 0.75
+"""Share of the limit that may wait while reading goes on."""
+PAUSE_S = 0.1
+"""So long nothing must have come for reading to pause."""
+NICENESS = 10
+FLUSH_S = 5.0
+"""At most so long does closing wait for what is not stored yet."""
+
+
+class WriteBehind:
+    """A `Cache` whose writes return at once. What was written is there for this object's readers
+    from then on.
+    """
+
+    def __init__(self, cache: Cache, max_bytes: int = BEHIND_BYTES) -> None:
+        self._cache, self._max_bytes = cache, max_bytes
+        self._queue: _Queue | None = None
+        self._lock = threading.Lock()
+
+    def read(self, name: str, size: int | None = None) -> Any:
+        """The file's content, bytes or a buffer; None if it is not there."""
+        queue = self._queue
+        content = queue.find(name) if queue is not None else None
+        return self._cache.read(name, size) if content is None else content
+
+    def has(self, name: str) -> bool:
+        """Whether the file is there now."""
+        return (self._queue is not None and self._queue.find(name) is not None) or self._cache.has(
+            name
+        )
+
+    def write(self, name: str, content: Any) -> None:
+        """Store a file (anything with the buffer protocol, which must not change), whole or not at
+        all, later.
+        """
+        if not self._cache.is_storing:
+            return
+        if not self._running().put(name, content):
+            self._cache.write(name, content)
+
+    def remove(self, name: str) -> None:
+        """Remove a file that is not what it should be."""
+        if self._queue is not None:
+            self._queue.forget(name)
+        self._cache.remove(name)
+
+    def close(self) -> None:
+        """Store what is not stored yet, if that is quick, and end the thread. Safe to call
+        twice.
+        """
+        with self._lock:
+            queue, self._queue = self._queue, None
+        if queue is not None:
+            queue.end()
+
+    def _running(self) -> _Queue:
+        """The queue, and a thread that works it off; in a fork, which has no threads of its parent,
+        new ones.
+        """
+        with self._lock:
+            if self._queue is None or self._queue.pid != os.getpid():
+                self._queue = _Queue(self._cache, self._max_bytes)
+                weakref.finalize(self, self._queue.end)
+            return self._queue
+
+
+class _Queue:
+    """What is still to be stored, shared by readers and the thread."""
+
+    def __init__(self, cache: Cache, max_bytes: int) -> None:
+        self.pid, self._max_bytes = os.getpid(), max_bytes
+        self._contents: OrderedDict[str, Any] = OrderedDict()
+        self._num_bytes = 0
+        self._writing = ""
+        self._changed = threading.Condition()
+        self._last_put = 0.0
+        self._hurrying = self._ended = False
+        self._thread = threading.Thread(
+            target=self.work, args=(cache,), name="isobatch-cache", daemon=True
+        )
+        self._thread.start()
+
+    def find(self, name: str) -> Any:
+        return self._contents.get(name)
+
+    def put(self, name: str, content: Any) -> bool:
+        """Whether there was room for it."""
+        with self._changed:
+            if name in self._contents:
+                return True
+            if self._ended or self._num_bytes + len(content) > self._max_bytes:
+                return False
+            self._contents[name] = content
+            self._num_bytes += len(content)
+            self._last_put = time.monotonic()
+            if len(self._contents) == 1 or self._num_bytes > MUCH * self._max_bytes:
+                self._changed.notify_all()
+            return True
+
+    def forget(self, name: str) -> None:
+        """Never store it; wait for it if that is under way."""
+        with self._changed:
+            if self._writing != name and name in self._contents:
+                self._num_bytes -= len(self._contents.pop(name))
+            while self._writing == name:
+                self._changed.wait()
+
+    def end(self) -> None:
+        """Also at the interpreter's exit, and when nobody can read from the cache any more."""
+        if os.getpid() != self.pid:
+            return  # a fork, in which nobody would ever let go of the lock
+        deadline = time.monotonic() + FLUSH_S
+        with self._changed:
+            self._hurrying = True
+            self._changed.notify_all()
+            if threading.current_thread() is self._thread:  # whose memory was just tidied up
+                self._ended = True
+                return
+            while self._contents and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
+            self._ended = True
+            self._changed.notify_all()
+        self._thread.join(FLUSH_S)
+
+    def _wait_s(self) -> float | None:
+        """How long nothing is to be stored; None: until something comes."""
+        if self._ended or (
+            self._contents and (self._hurrying or self._num_bytes > MUCH * self._max_bytes)
+        ):
+            return 0
+        return max(0.0, self._last_put + PAUSE_S - time.monotonic()) if self._contents else None
+
+    def work(self, cache: Cache) -> None:
+        """What the thread does."""
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        while True:
+            with self._changed:
+                while (wait_s := self._wait_s()) != 0:
+                    self._changed.wait(wait_s)
+                if self._ended:
+                    return
+                self._writing, content = next(iter(self._contents.items()))
+            cache.write(self._writing, content)
+            with self._changed:
+                self._num_bytes -= len(self._contents.pop(self._writing))
+                self._writing = ""
+                self._changed.notify_all()
+            del content

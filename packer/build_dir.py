@@ -1,0 +1,271 @@
+"""The output directory of a build: whose it is, what may be removed, and the manifest that
+completes it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from balance.errors import ConfigError, DataError
+from balance.presets import ModelPreset, model_to_dict
+from balance.types import COUNT_COLUMNS
+from packer.config import BuildConfig
+from packer.group import Grouping
+from packer.sources.dataset import Dataset, Part
+from packer.text.chat_tokenizer import ChatTokenizer
+from shards._index_writer import read_described
+from shards.folders import is_uri, open_root
+from shards.manifest import MANIFEST_NAME, describe_file, hash_json, read_manifest
+from shards.tables import COUNTS_NAME, GROUPS_NAME, REJECTED_NAME
+
+INDEX_NAME = "index.arrow"
+REPORT_NAME = "report.html"
+DEMO_FOLDER = "source"
+BUILDING_NAME = "building.json"
+"""While a build into an object store is unfinished: whose it is."""
+
+_FOLDERS = ("shards", "staging", DEMO_FOLDER)
+_MADE_BY_A_BUILD = frozenset(
+    {
+        MANIFEST_NAME,
+        INDEX_NAME,
+        COUNTS_NAME,
+        GROUPS_NAME,
+        REJECTED_NAME,
+        REPORT_NAME,
+        BUILDING_NAME,
+        *_FOLDERS,
+    }
+)
+
+
+class BuildIdentity:
+    """What decides the bytes of a build: settings, model and tokenizer."""
+
+    def __init__(self, config: BuildConfig, model: ModelPreset, tokenizer: ChatTokenizer) -> None:
+        self.config = config
+        self.model = _plain(model_to_dict(model))
+        self.tokenizer = tokenizer
+
+    def settings(self, dataset: Dataset) -> dict[str, Any]:
+        """The settings, without paths of this machine."""
+        parts = [
+            {
+                "name": p.name,
+                "layout": p.located.layout,
+                "weight": p.weight,
+                "repeat": p.repeat,
+                "limit": p.limit,
+            }
+            for p in dataset.parts
+        ]
+        return {
+            "dataset": dataset.name,
+            "parts": parts,
+            "num_samples": dataset.num_samples,
+            "limit": self.config.limit,
+            "format": self.config.format,
+            "shard_mb": self.config.shard_mb,
+            "check_images": self.config.check_images,
+            **asdict(self.config.group_options),
+        }
+
+    def require_same(self, out: str, dataset: Dataset) -> dict[str, Any]:
+        """The manifest of a finished build; raises DataError if that build is not this one.
+
+        Compares annotations byte by byte, containers by name and size, and files of their own not
+        at all: a build does not notice new pictures.
+        """
+        manifest = read_manifest(out)
+        same = (
+            manifest["config"] == self.settings(dataset)
+            and manifest["raw_files"] == _describe_raw(dataset)
+            and manifest["model"] == self.model
+            and manifest["tokenizer"]["hash"] == self.tokenizer.hash
+        )
+        if not same:
+            raise DataError(
+                f"{out} is a finished build of other data or settings: choose another --out, or add --overwrite"
+            )
+        return manifest
+
+    def claim(self, staging: Path, dataset: Dataset) -> None:
+        """Mark staged work as this build's; raises DataError if it is another's."""
+        identity = {
+            "settings": self.settings(dataset),
+            "model": self.model,
+            "tokenizer": self.tokenizer.hash,
+            "raw_files": [_state(part) for part in dataset.parts],
+            "chunk_records": self.config.chunk_records,
+        }
+        marker = staging / "build.json"
+        is_anothers = marker.exists() and json.loads(marker.read_text("utf-8")) != _plain(identity)
+        # a build that failed before it had counted anything, at an unreadable annotation file, is
+        # in nobody's way
+        if is_anothers and any(staging.rglob("*.arrow")):
+            raise DataError(
+                f"{staging.parent} holds an unfinished build of other data or settings: finish that one,"
+                " choose another --out, or add --overwrite"
+            )
+        staging.mkdir(parents=True, exist_ok=True)
+        temporary = marker.with_suffix(".tmp")
+        temporary.write_text(json.dumps(identity, indent=1), "utf-8")
+        temporary.replace(marker)
+
+    def manifest(
+        self,
+        out: Path,
+        dataset: Dataset,
+        grouping: Grouping,
+        index: pa.Table,
+        parts: list[Path],
+        *,
+        num_read: int,
+        num_repeated: int,
+    ) -> dict[str, Any]:
+        """The manifest of the files that now lie in `out`, and of the shards that left the index
+        rows in `parts`.
+        """
+        settings = self.settings(dataset)
+        root = open_root(str(out), follow_links=True)
+        return {
+            "isobatch_version": version("isobatch"),
+            "format": self.config.format,
+            "config": settings,
+            "config_hash": hash_json([settings, self.model, self.tokenizer.hash]),
+            "raw_files": _describe_raw(dataset),
+            "model": self.model,
+            "tokenizer": {
+                "hash": self.tokenizer.hash,
+                "image_token_id": self.tokenizer.image_token_id,
+                "audio_token_id": self.tokenizer.audio_token_id,
+                "vocab_size": self.tokenizer.vocab_size,
+                "added_tokens": self.tokenizer.added_tokens,
+            },
+            "limits": asdict(grouping.limits),
+            "limits_explained": grouping.limits_explained,
+            "seed": self.config.seed,
+            "order": asdict(grouping.order),
+            "totals": _totals(index, num_read, num_repeated),
+            "shards": _describe_shards(parts, index),
+            "files": [
+                describe_file(root, name)
+                for name in (INDEX_NAME, COUNTS_NAME, GROUPS_NAME, REJECTED_NAME)
+            ],
+            **(
+                {"data_root": _absolute(dataset.parts[0].data_root)}
+                if self.config.format == "refs"
+                else {}
+            ),
+        }
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Keep other builds out of a directory, which is made if needed; raises DataError if one is at
+    work in it.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(out, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise DataError(
+            f"another packer is writing to {out}: wait for it, or choose another --out"
+        ) from None
+    try:
+        yield
+    finally:
+        os.close(descriptor)  # and with it the lock, also when the process is killed
+
+
+def clear(out: Path) -> None:
+    """Remove what a build made, and only that: --overwrite must not delete a folder that was given
+    by mistake.
+    """
+    if not out.exists():
+        return
+    require_ours(str(out), [path.name for path in out.iterdir()])
+    # the manifest first: without it the rest is an unfinished build, whatever happens now
+    (out / MANIFEST_NAME).unlink(missing_ok=True)
+    for path in out.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def require_ours(place: str, names: Sequence[str]) -> None:
+    """Raise ConfigError if a folder or URI holds anything that no build made."""
+    strangers = sorted({name for name in names if name.partition("/")[0] not in _MADE_BY_A_BUILD})
+    if strangers:
+        raise ConfigError(
+            f"--overwrite: {place} also holds {', '.join(strangers[:5])}, which no build made; nothing was removed"
+        )
+
+
+def _describe_raw(dataset: Dataset) -> list[dict[str, Any]]:
+    """The raw files by part, as the manifest names them: without paths of this machine."""
+    return [{"part": part.name, "files": part.open().describe()} for part in dataset.parts]
+
+
+def _state(part: Part) -> dict[str, Any]:
+    """Where the raw files of a part lie, and their state."""
+    return {
+        "folder": _absolute(part.located.folder),
+        "data_root": _absolute(part.data_root),
+        "files": [[info.name, info.size, info.version] for info in part.open().files()],
+    }
+
+
+def _absolute(place: str) -> str:
+    return place if is_uri(place) else str(Path(place).resolve())
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """As JSON would give it back: tuples as lists."""
+    plain: dict[str, Any] = json.loads(json.dumps(values))
+    return plain
+
+
+def _totals(index: pa.Table, num_read: int, num_repeated: int) -> dict[str, int]:
+    sums = {
+        name: int(np.sum(index.column(name).to_numpy(), dtype=np.int64))
+        for name in ("num_samples", *COUNT_COLUMNS)
+    }
+    num_packed = sums.pop("num_samples")
+    return {
+        "num_read": num_read,
+        "num_packed": num_packed,
+        "num_repeated": num_repeated,
+        "num_rejected": num_read + num_repeated - num_packed,
+        "num_groups": len(index),
+        **sums,
+    }
+
+
+def _describe_shards(parts: list[Path], index: pa.Table) -> list[dict[str, Any]]:
+    shard, sizes = (index.column(name).to_numpy() for name in ("shard", "num_samples"))
+    num_groups = np.bincount(shard, minlength=len(parts))
+    num_samples = np.bincount(shard, weights=sizes, minlength=len(parts)).astype(int)
+    return [
+        {
+            **read_described(part),
+            "num_groups": int(num_groups[number]),
+            "num_samples": int(num_samples[number]),
+        }
+        for number, part in enumerate(parts)
+    ]

@@ -1,0 +1,117 @@
+"""How often each counted sample goes into the build: repeats and weights of a mixture, and a name
+for each copy.
+
+After counting and before grouping. Pure but for the tables it is given; drawn by the seed alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from balance.errors import DataError
+from balance.rng import COPIES, random_permutation
+from balance.types import IntArray
+from packer.sources.dataset import Dataset
+
+Left = list[tuple[int, str, str]]
+"""Rows left out: (row of the counts table, reason, detail)."""
+
+
+def copies_per_sample(dataset: Dataset, part_of: IntArray, seed: int) -> IntArray:
+    """How often each sample goes in, int64, 0 for one that is left out.
+
+    `part_of` is the part of the dataset that each sample comes from. A part's samples go in
+    `repeat` times, or so often that the parts' numbers of samples are as their weights; the
+    fraction of a time is drawn at random.
+    """
+    sizes = np.bincount(part_of, minlength=len(dataset.parts))
+    wanted = _wanted(dataset, sizes)
+    copies = np.zeros(len(part_of), np.int64)
+    for number, (size, target) in enumerate(zip(sizes.tolist(), wanted, strict=True)):
+        if size == 0:
+            continue
+        rows = np.flatnonzero(part_of == number)
+        copies[rows] = target // size
+        drawn = random_permutation(size, seed, COPIES, place=number)[: target % size]
+        copies[rows[drawn]] += 1
+    return copies
+
+
+def _wanted(dataset: Dataset, sizes: IntArray) -> list[int]:
+    """Samples, copies included, that each part gives."""
+    weights = np.array([part.weight or 0.0 for part in dataset.parts])
+    if not weights.any():
+        return [
+            round(int(size) * part.repeat) for size, part in zip(sizes, dataset.parts, strict=True)
+        ]
+    empty = [part.name for part, size in zip(dataset.parts, sizes, strict=True) if size == 0]
+    if empty:
+        raise DataError(
+            f"mixture {dataset.name}: {', '.join(empty)} has no usable sample, so no weight can be kept"
+        )
+    shares = weights / weights.sum()
+    total = float(np.min(sizes / shares)) if dataset.num_samples is None else dataset.num_samples
+    return [round(total * share) for share in shares.tolist()]
+
+
+def left_out(dataset: Dataset, part_of: IntArray, copies: IntArray) -> Left:
+    """The samples that no copy of goes in, as rejections."""
+    names = [part.name for part in dataset.parts]
+    return [
+        (row, "not_drawn", f"more samples of {names[part_of[row]]} than its share")
+        for row in np.flatnonzero(copies == 0).tolist()
+    ]
+
+
+def copy_rows(counts: pa.Table, copies: IntArray) -> pa.Table:
+    """The counts with each row as often as it goes in, and ids that are all different.
+
+    The second sample with the id `x` is called `x#2`, and so on, whether it is a copy or another
+    sample.
+    """
+    if (copies != 1).any():
+        counts = counts.take(pa.array(np.repeat(np.arange(len(copies)), copies)))
+    ids = counts.column("sample_id").combine_chunks()
+    return counts.set_column(
+        counts.schema.get_field_index("sample_id"), "sample_id", _distinct(ids)
+    )
+
+
+def _distinct(ids: pa.StringArray) -> pa.StringArray:
+    """Ids with a number behind those that were there before."""
+    again = _earlier_equals(ids.dictionary_encode().indices.to_numpy())
+    rows = np.flatnonzero(again)
+    if len(rows) == 0:
+        return ids
+    names = ids.to_pylist()
+    taken = set(names)
+    for row, times in zip(rows.tolist(), again[rows].tolist(), strict=True):
+        number = times + 1
+        while (name := f"{names[row]}#{number}") in taken:  # some sample's own id
+            number += 1
+        taken.add(name)
+        names[row] = name
+    return pa.array(names, pa.string())
+
+
+def _earlier_equals(codes: IntArray) -> IntArray:
+    """How many equal values stand before each value.
+
+    >>> _earlier_equals(np.array([7, 8, 7, 7])).tolist()
+    [0, 0, 1, 2]
+    """
+    order = np.argsort(codes, kind="stable")
+    ordered = codes[order]
+    starts = np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))
+    run_starts = np.repeat(starts, np.diff(np.append(starts, len(ordered))))
+    earlier = np.empty(len(codes), np.int64)
+    earlier[order] = np.arange(len(codes)) - run_starts
+    return earlier
+
+
+def part_numbers(positions: IntArray, records_per_part: Sequence[int]) -> IntArray:
+    """The part of the dataset that each position lies in."""
+    return np.searchsorted(np.cumsum(records_per_part), positions, side="right").astype(np.int64)

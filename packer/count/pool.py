@@ -1,0 +1,115 @@
+"""Run a function over many tasks on local processes: results in order, a bounded number in flight.
+
+Order is what makes a build independent of the number of workers; the bound is what keeps its memory
+flat.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import connection, resource_tracker
+from typing import TypeVar
+
+from balance.errors import DataError
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+IN_FLIGHT_PER_WORKER = 2
+
+
+def default_workers() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def map_ordered(
+    function: Callable[[Task], Result],
+    tasks: Iterable[Task],
+    *,
+    workers: int,
+) -> Iterator[Result]:
+    """`function(task)` for every task, yielded in the order of the tasks.
+
+    With one worker everything runs in this process. At most `IN_FLIGHT_PER_WORKER` tasks per worker
+    are read ahead. Raises DataError when a worker process dies.
+    """
+    if workers <= 1:
+        yield from map(function, tasks)
+        return
+    # spawn: a forked child would inherit the tokenizer's and Arrow's threads in an unknown state
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_die_with_parent)
+    pending: deque[Future[Result]] = deque()
+    try:
+        for task in tasks:
+            with _uninterrupted() as came:  # a worker may start here
+                pending.append(pool.submit(function, task))
+            if came:
+                raise KeyboardInterrupt
+            if len(pending) >= workers * IN_FLIGHT_PER_WORKER:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool:
+        raise DataError(
+            "a worker process died (often: out of memory); run the same command again with fewer --workers to continue"
+        ) from None
+    finally:
+        # Two ways for Python 3.11 to hang: futures cancelled behind the pool's back while a worker
+        # dies, and a second Ctrl-C in the middle of this.
+        with _uninterrupted():
+            pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[list[int]]:
+    """Let no Ctrl-C or SIGTERM in; gives the list of those that came.
+
+    A terminal sends Ctrl-C to all processes. Workers that start in here inherit the mask and never
+    hear it: only this process answers, and stops them. The mask is not enough for itself, because
+    other threads hear signals too.
+    """
+    came: list[int] = []
+    resource_tracker.ensure_running()  # multiprocessing starts it with the first worker, and clears the mask then
+    handlers = {}
+    if (
+        threading.current_thread() is threading.main_thread()
+    ):  # no other thread may set handlers, or runs them
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        for number, handler in handlers.items():
+            if callable(handler):
+                signal.signal(number, lambda number, _: came.append(number))
+        yield came
+    finally:
+        signal.pthread_sigmask(
+            signal.SIG_SETMASK, mask
+        )  # first: what has waited belongs to the list too
+        for number, handler in handlers.items():
+            if callable(handler):
+                signal.signal(number, handler)
+
+
+def _die_with_parent() -> None:
+    """Watch the parent from a thread: a killed build must leave no process behind that still writes
+    into its output.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

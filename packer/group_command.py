@@ -1,0 +1,227 @@
+"""`packer group`: counts that somebody already has -> groups, without the raw data.
+
+Reads our own counts.parquet, and the length files that the OmniBal authors publish. Several files
+become one dataset.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+
+from balance.cost import CostModel
+from balance.errors import ConfigError, DataError, first_line
+from balance.presets import load_model
+from packer.group import Grouping, GroupOptions, group_counts
+from packer.progress import StageProgress
+from shards.manifest import MANIFEST_NAME
+from shards.tables import (
+    COUNTS_NAME,
+    COUNTS_SCHEMA,
+    GROUPS_NAME,
+    REJECTED_NAME,
+    REJECTED_SCHEMA,
+    counts_arrays,
+    groups_table,
+    read_table,
+    reject_rows,
+    source_numbers,
+    write_table,
+)
+
+MOST_PER_SAMPLE = 1 << 24
+"""More tiles or tokens in one sample are a mistake, and their sums would not fit the tables."""
+
+LIMITS_NAME = "limits.json"
+
+VIT_TOKENS_PER_TILE, LLM_TOKENS_PER_TILE = 1025, 256
+LENGTHS_MODEL = "internvl_1_5"
+"""InternVL at 448 px, for which OmniBal's length files were made."""
+
+
+def group_files(
+    files: list[Path],
+    out: Path,
+    options: GroupOptions,
+    progress: StageProgress,
+    *,
+    vision_unit: str,
+    context_len: int,
+) -> tuple[Grouping, pa.Table]:
+    """Group the samples of length files; leaves counts, groups and rejected tables and the caps in
+    `out`.
+    """
+    if (out / MANIFEST_NAME).exists():
+        raise ConfigError(f"{out} holds a finished build: choose another --out")
+    tables = [read_lengths(path) for path in files]
+    counts = pa.concat_tables(tables).combine_chunks()
+    # positions count through all the files, so that each row of the output has a place of its own
+    counts = counts.set_column(
+        0, COUNTS_SCHEMA.field("position"), pa.array(range(len(counts)), pa.int64())
+    )
+    if len(counts) == 0:
+        raise DataError(f"no samples in {', '.join(map(str, files))}")
+    with progress.stage("group", None) as stage:
+        arrays = counts_arrays(counts)
+        grouping = group_counts(
+            arrays,
+            options,
+            vision_unit=vision_unit,
+            context_len=context_len,
+            cost=_cost_model(files),
+            sources=source_numbers(counts),
+        )
+        stage.count(len(counts))
+    rejected = (
+        reject_rows(counts, grouping.over) if grouping.over else REJECTED_SCHEMA.empty_table()
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    write_table(counts, out / COUNTS_NAME)
+    write_table(groups_table(grouping.groups, arrays), out / GROUPS_NAME)
+    write_table(rejected, out / REJECTED_NAME)
+    limits = {**asdict(grouping.limits), "limits_explained": grouping.limits_explained}
+    (out / LIMITS_NAME).write_text(json.dumps(limits, indent=1), "utf-8")
+    return grouping, rejected
+
+
+def _cost_model(files: list[Path]) -> CostModel | None:
+    """The model that OmniBal's files are of; counts do not say theirs."""
+    if any(path.suffix == ".parquet" for path in files):
+        return None
+    return CostModel.of(load_model(LENGTHS_MODEL))
+
+
+def read_lengths(path: Path) -> pa.Table:
+    """A counts table from counts.parquet, or from an OmniBal length file or a meta file that names
+    several of them.
+
+    A length file lists `{"vit_num", "token_num", "image_flags"}` per sample; a meta file maps the
+    name of each dataset to `{"token_lengths": path}`, the path being relative to the working
+    directory or to the meta file.
+    """
+    if path.suffix == ".parquet":
+        table = read_table(path)
+        missing = [name for name in COUNTS_SCHEMA.names if name not in table.column_names]
+        if missing:
+            raise DataError(
+                f"{path}: no column {', '.join(missing)}; is it a counts.parquet of `packer count`?"
+            )
+        return _checked_counts(path, table.select(COUNTS_SCHEMA.names))
+    value = _read_json(path)
+    if isinstance(value, dict):
+        return pa.concat_tables(
+            [_from_omnibal(name, *_named_file(path, name, entry)) for name, entry in value.items()]
+        )
+    return _from_omnibal(path.stem, path, value)
+
+
+def _checked_counts(path: Path, table: pa.Table) -> pa.Table:
+    try:
+        table = table.cast(COUNTS_SCHEMA)
+    except pa.ArrowInvalid as error:
+        raise DataError(f"{path}: not a counts table: {first_line(error)}") from None
+    for name in COUNTS_SCHEMA.names:
+        column = table.column(name)
+        least = (
+            0
+            if name in ("sample_id", "source") or not len(column)
+            else pa.compute.min(column).as_py()
+        )
+        if column.null_count or least < 0:
+            raise DataError(
+                f"{path}: column {name} has empty or negative entries; is it a counts.parquet of `packer count`?"
+            )
+    return table
+
+
+def _read_json(path: Path) -> object:
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise DataError(f"{path}: not valid JSON: {error}") from None
+
+
+def _named_file(meta: Path, name: str, entry: object) -> tuple[Path, object]:
+    given = entry.get("token_lengths") if isinstance(entry, dict) else None
+    if not isinstance(given, str):
+        raise DataError(
+            f"{meta}: dataset {name!r} has no `token_lengths`: the path of its length file"
+        )
+    # the authors' own files are relative to where their script runs, copies of them often to the
+    # meta file
+    places = [Path(given), meta.parent / given, meta.parent / Path(given).name]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        raise DataError(
+            f"{meta}: dataset {name!r}: no file {given}, neither here nor beside the meta file"
+        )
+    return found, _read_json(found)
+
+
+def _from_omnibal(source: str, path: Path, rows: object) -> pa.Table:
+    if not isinstance(rows, list):
+        raise DataError(
+            f"{path}: expected a list of samples with vit_num, token_num and image_flags"
+        )
+    table = [_sample_lengths(path, number, row) for number, row in enumerate(rows)]
+    tiles, tokens = (np.array([row[k] for row in table], dtype=np.int64) for k in (0, 1))
+    image_tokens = tiles * LLM_TOKENS_PER_TILE
+    if (image_tokens > tokens).any():
+        number = int(np.argmax(image_tokens > tokens))
+        raise DataError(
+            f"{path}: sample {number}: {tokens[number]} tokens are fewer than the {image_tokens[number]} of its"
+            f" {tiles[number]} tiles; OmniBal counts image tokens in token_num"
+        )
+    zeros = np.zeros(len(rows), dtype=np.int64)
+    columns = {
+        "position": np.arange(len(rows)),
+        "sample_id": [f"{source}:{number}" for number in range(len(rows))],
+        "source": [source] * len(rows),
+        "num_image_patches": tiles,
+        "num_vit_tokens": tiles * VIT_TOKENS_PER_TILE,
+        "num_image_tokens": image_tokens,
+        "num_text_tokens": tokens - image_tokens,
+        "num_audio_tokens": zeros,
+        "num_loss_tokens": zeros,  # the files do not say
+        "seq_len": tokens,
+        "media_bytes": zeros,
+    }
+    return pa.table(
+        {
+            name: pa.array(columns[name], COUNTS_SCHEMA.field(name).type)
+            for name in COUNTS_SCHEMA.names
+        }
+    )
+
+
+def _sample_lengths(path: Path, number: int, row: Any) -> tuple[int, int]:
+    """(tiles, LLM tokens). Their code gives a text-only sample a dummy tile, which `image_flags`
+    does not count.
+    """
+    if not isinstance(row, dict):
+        raise DataError(
+            f"{path}: sample {number} is {str(row)[:40]}; expected an object with vit_num and token_num"
+        )
+    found: dict[str, Any] = {
+        "image_flags or vit_num": row.get("image_flags", row.get("vit_num", 0)),
+        "token_num": row.get("token_num"),
+    }
+    for name, value in found.items():
+        if (
+            not isinstance(value, int)
+            or isinstance(value, bool)
+            or not 0 <= value <= MOST_PER_SAMPLE
+        ):
+            raise DataError(
+                f"{path}: sample {number}: {name} is {value!r}; expected a whole number, 0 or more"
+            )
+    tiles, tokens = found.values()
+    return tiles, tokens

@@ -1,0 +1,162 @@
+"""Audio file -> its length, from the header alone.
+
+WAV and FLAC are read here, a few hundred bytes of a file and no decoding; other kinds through the
+`soundfile` library, if it is installed. A WAV file that is cut short is found by its size. The
+frames of a FLAC file are not looked at: it is found only where less is left than its shortest
+frames would take.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from balance.errors import first_line
+from packer.records.media import MediaProblem
+
+PCM, FLOAT, EXTENSIBLE = 0x0001, 0x0003, 0xFFFE
+"""Formats of a WAV file (Microsoft's mmreg.h); the last one's real format is the beginning of a
+GUID.
+"""
+MAX_CHUNKS = 1000
+"""Chunks of a WAV file to look through: a damaged one may hold millions of nothing."""
+UNKNOWN_LENGTH = (1 << 63) - 1
+"""How libsndfile says that a header gives no length: SF_COUNT_MAX."""
+
+
+@dataclass(frozen=True, slots=True)
+class AudioHeader:
+    """What the header of an audio file says."""
+
+    num_samples: int
+    """Of one channel."""
+    sampling_rate: int
+    """Samples per second."""
+    num_channels: int
+    num_bytes: int
+    """Of the file."""
+
+
+def read_audio_header(file: BinaryIO, name: str) -> AudioHeader:
+    """Length, rate and channels of an audio file open for reading, seekable; MediaProblem names the
+    file as `name`.
+    """
+    try:
+        header = _read(file, name)
+    except OSError as error:
+        raise MediaProblem("unreadable_audio", f"{name}: {error.strerror or error}") from None
+    if header.num_channels < 1 or header.sampling_rate < 1:
+        what = f"{header.num_channels} channels at {header.sampling_rate} samples/s"
+        raise MediaProblem("corrupt_audio", f"{name}: the header says {what}")
+    if header.num_samples < 1:
+        raise MediaProblem("empty_audio", f"{name}: no samples")
+    return header
+
+
+def _read(file: BinaryIO, name: str) -> AudioHeader:
+    num_bytes = file.seek(0, 2)
+    if num_bytes == 0:
+        raise MediaProblem("corrupt_audio", f"{name}: the file is empty")
+    file.seek(0)
+    start = file.read(12)
+    header = None
+    if start[:4] == b"RIFF" and start[8:] == b"WAVE":
+        header = _read_wav(file, name, num_bytes)
+    elif start[:4] == b"fLaC":
+        header = _read_flac(file, name, num_bytes)
+    return header or _read_other(file, name, num_bytes)
+
+
+def _read_wav(file: BinaryIO, name: str, num_bytes: int) -> AudioHeader | None:
+    """The chunks up to `data`; None for a WAV file whose samples are compressed."""
+    form: bytes | None = None
+    offset = 12
+    for _ in range(MAX_CHUNKS):
+        file.seek(offset)
+        head = file.read(8)
+        if len(head) < 8:
+            raise MediaProblem(
+                "corrupt_audio", f"{name}: a WAV file without samples: it ends before its `data`"
+            )
+        kind, size = struct.unpack("<4sI", head)
+        if kind == b"fmt ":
+            form = file.read(min(size, 40))
+        if kind == b"data":
+            return _wav_header(form, name, size, num_bytes, offset + 8)
+        offset += 8 + size + size % 2  # chunks begin at even places
+    raise MediaProblem(
+        "corrupt_audio", f"{name}: a WAV file with no samples in its first {MAX_CHUNKS} chunks"
+    )
+
+
+def _wav_header(
+    form: bytes | None, name: str, size: int, num_bytes: int, start: int
+) -> AudioHeader | None:
+    if form is None or len(form) < 16:
+        raise MediaProblem(
+            "corrupt_audio", f"{name}: a WAV file that does not say its format before its samples"
+        )
+    tag, num_channels, sampling_rate, _, frame_bytes, bits = struct.unpack("<HHIIHH", form[:16])
+    if tag == EXTENSIBLE and len(form) >= 26:
+        (tag,) = struct.unpack("<H", form[24:26])
+    if tag not in (PCM, FLOAT):
+        return None
+    if frame_bytes < 1 or frame_bytes != num_channels * -(-bits // 8):
+        what = f"{num_channels} channels of {bits} bits in {frame_bytes} bytes"
+        raise MediaProblem("corrupt_audio", f"{name}: the header says {what}")
+    if size > num_bytes - start:
+        there = f"{num_bytes - start} of the {size} bytes of samples are there"
+        raise MediaProblem("corrupt_audio", f"{name}: cut short, {there}")
+    return AudioHeader(size // frame_bytes, sampling_rate, num_channels, num_bytes)
+
+
+def _read_flac(file: BinaryIO, name: str, num_bytes: int) -> AudioHeader | None:
+    """The STREAMINFO block, which comes first (RFC 9639, 8.2); None if it does not know the
+    length.
+    """
+    file.seek(4)
+    block = file.read(38)
+    if len(block) < 38 or block[0] & 0x7F != 0 or int.from_bytes(block[1:4], "big") != 34:
+        raise MediaProblem(
+            "corrupt_audio", f"{name}: a FLAC file that does not begin with its STREAMINFO"
+        )
+    max_block, min_frame = int.from_bytes(block[6:8], "big"), int.from_bytes(block[8:11], "big")
+    # 20 bits rate, 3 bits channels - 1, 5 bits sample size - 1, 36 bits length
+    packed = int.from_bytes(block[14:22], "big")
+    sampling_rate, num_channels, num_samples = (
+        packed >> 44,
+        (packed >> 41 & 7) + 1,
+        packed & ((1 << 36) - 1),
+    )
+    if num_samples == 0:
+        return None
+    needed = 42 + num_samples // max(max_block, 1) * min_frame
+    if num_bytes < needed:
+        raise MediaProblem(
+            "corrupt_audio", f"{name}: cut short, {num_bytes} bytes of at least {needed} are there"
+        )
+    return AudioHeader(num_samples, sampling_rate, num_channels, num_bytes)
+
+
+def _read_other(file: BinaryIO, name: str, num_bytes: int) -> AudioHeader:
+    try:
+        import soundfile  # noqa: PLC0415  (an optional dependency)
+    except (ImportError, OSError):  # OSError: the library that it loads is not there
+        advice = "for MP3, Ogg and others: pip install isobatch[audio]"
+        raise MediaProblem(
+            "audio_format", f"{name}: not PCM in a WAV file, nor FLAC; {advice}"
+        ) from None
+    file.seek(0)
+    try:
+        info = soundfile.info(file)
+    except soundfile.SoundFileError as error:
+        reason = first_line(error)
+        raise MediaProblem(
+            "audio_format", f"{name}: not audio that libsndfile can read: {reason}"
+        ) from None
+    if info.frames == UNKNOWN_LENGTH:
+        raise MediaProblem(
+            "audio_format", f"{name}: its header does not say how long it is; write it again"
+        )
+    return AudioHeader(info.frames, info.samplerate, info.channels, num_bytes)

@@ -1,0 +1,102 @@
+"""Images and audio files of raw samples: where they lie, and their bytes.
+
+A file may lie under the data root on its own, as a byte range of a container there (a member of a
+tar), or come with the record (a cell of a Parquet table). The last kind is copied into the build's
+staging folder when it is counted, so that the writers find any file in constant time whatever the
+raw layout.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import IO
+
+from shards.folders import OutsideRoot, Root
+
+BLOB_SCHEME = "blob:"
+"""Containers of this kind lie in the staging folder."""
+
+
+class MediaProblem(ValueError):
+    """An image or audio file that cannot be used: a key of `record.REASONS`, and the
+    particulars.
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """An image or audio file of a raw sample."""
+
+    name: str
+    """Path under the data root; inside a container, the name that it has there."""
+    container: str = ""
+    """File under the data root that holds it as a byte range; empty if it is a file of its own."""
+    offset: int = 0
+    size: int = -1
+    """Bytes in the container; -1 for a file of its own, whose size is not known yet."""
+    data: bytes | None = None
+    """Its content, if that came with the record."""
+
+
+def open_media(root: Root, media: Media, kind: str) -> IO[bytes]:
+    """The content of a file, seekable. MediaProblem if it is missing or leads out of the data root.
+
+    `kind` is `image` or `audio`, for the reason.
+    """
+    if media.data is not None:
+        return io.BytesIO(media.data)
+    try:
+        if media.container:
+            return io.BytesIO(root.read(media.container, media.offset, media.size))
+        return root.open(_relative(media.name, kind))
+    except OutsideRoot as error:
+        raise MediaProblem("outside_data_root", str(error)) from None
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise MediaProblem(f"missing_{kind}", media.container or media.name) from None
+    except OSError as error:
+        raise MediaProblem(
+            f"unreadable_{kind}", f"{media.name}: {error.strerror or error}"
+        ) from None
+
+
+def read_into(root: Root, media: Media, blobs: Root, view: memoryview) -> None:
+    """Fill `view` with a counted file, whose `size` is its length; MediaProblem if it is no longer
+    what was counted.
+    """
+    try:
+        if media.container:
+            place, name = root, media.container
+            if name.startswith(BLOB_SCHEME):
+                place, name = blobs, name.removeprefix(BLOB_SCHEME)
+            data = place.read(name, media.offset, media.size)
+            found = len(data)
+            view[:found] = data
+        else:
+            found = root.read_into(media.name, view)
+    except OSError as error:
+        raise MediaProblem("media_changed", f"{media.name}: {error.strerror or error}") from None
+    if found != media.size:
+        raise MediaProblem(
+            "media_changed", f"{media.name}: {media.size} bytes when counted, {found} now"
+        )
+
+
+def _relative(name: str, kind: str) -> str:
+    """The name, if it stays under the data root.
+
+    >>> _relative("coco/1.jpg", "image")
+    'coco/1.jpg'
+    """
+    if "://" in name:
+        raise MediaProblem(f"{kind}_url", f"{name[:120]}: download it first and give its path")
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\0" in name:
+        raise MediaProblem("outside_data_root", name[:120])
+    return name

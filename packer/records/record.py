@@ -1,0 +1,128 @@
+"""The raw sample, and what can be wrong with it.
+
+A source yields `RawRecord`s exactly as it finds them, damaged ones included. `parse_record` turns
+one into a `RawSample` or a `Rejected` with a reason from `REASONS`; nothing is dropped on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from packer.records.media import Media
+from packer.records.schemas import RecordProblem, read_content
+from packer.text.chat_tokenizer import Turn
+
+REASONS: dict[str, str] = {
+    "broken_json": "the record is not valid JSON",
+    "broken_member": "a file of the sample in its container cannot be read",
+    "not_an_object": "the record is not a JSON object",
+    "invalid_utf8": "the text is not valid Unicode",
+    "no_conversation": "there are no turns and no text",
+    "bad_turn": "a turn has no text or an unknown role",
+    "no_answer": "there is no assistant turn, so nothing to learn from",
+    "bad_image_field": "`image` is neither a path nor a list of paths",
+    "bad_audio_field": "`audio` is neither a path nor a list of paths",
+    "marker_without_image": "the text has more <image> markers than the sample has images",
+    "marker_without_audio": "the text has more <audio> markers than the sample has audio files",
+    "chat_template": "the tokenizer's chat template refuses the conversation",
+    "control_token": "the text holds a control token's string and cannot be told apart from it",
+    "outside_data_root": "a path leads out of the data root",
+    "image_url": "an image is given by URL, not by path",
+    "audio_url": "an audio file is given by URL, not by path",
+    "missing_image": "an image file is not there",
+    "missing_audio": "an audio file is not there",
+    "unreadable_image": "an image file cannot be read",
+    "unreadable_audio": "an audio file cannot be read",
+    "corrupt_image": "an image is damaged, cut short or of an unknown kind",
+    "corrupt_audio": "an audio file is damaged or cut short",
+    "audio_format": "an audio file is of a kind that cannot be read here",
+    "no_audio_encoder": "the model preset has no audio encoder",
+    "too_many_pixels": "an image is so large that decoding it is not safe",
+    "empty_image": "an image has no pixels",
+    "empty_audio": "an audio file has no sound in it",
+    "aspect_ratio": "the model's processor refuses an image of this shape",
+    "longer_than_max_seq_len": "the sample is longer than max_seq_len",
+    "more_than_max_vision": "the images are more than the vision cap",
+    "media_changed": "an image or audio file changed between counting and writing",
+    "not_drawn": "left out by the mixture's weights",
+}
+"""Every reason for which a sample can be rejected, in words."""
+
+BY_CHOICE = frozenset({"not_drawn"})
+"""Reasons that are the user's wish and nothing wrong with the data."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawRecord:
+    """One record as the source holds it: its value, or why it cannot be parsed."""
+
+    position: int
+    """0-based place among the records of its file, for the id of a record without one."""
+    value: Any
+    broken: str = ""
+    """Where and why it is not valid, empty for a record that is."""
+    reason: str = "broken_json"
+    """The key of `REASONS` for one that is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawSample:
+    """A sample as its author meant it: turns with `<image>` and `<audio>` markers, and as many
+    files as markers.
+    """
+
+    sample_id: str
+    source: str
+    turns: tuple[Turn, ...]
+    images: tuple[Media, ...]
+    audios: tuple[Media, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A sample that cannot be used, and why."""
+
+    sample_id: str
+    source: str
+    reason: str
+    """A key of `REASONS`."""
+    detail: str
+
+
+def parse_record(record: RawRecord, source: str) -> RawSample | Rejected:
+    """The sample in a record of the dataset `source`, of any shape that `packer.records.schemas`
+    knows.
+
+    Reads `id` or `__key__` (absent: the record's place) and `source` (which part of a mixture it
+    comes from; absent: the dataset's name).
+    """
+    sample_id = _sample_id(record.value, f"{source}:{record.position}")
+    source = _text(record.value, "source") or source
+    try:
+        if record.broken:
+            raise RecordProblem(record.reason, record.broken)
+        if not isinstance(record.value, Mapping):
+            raise RecordProblem("not_an_object", f"it is a {type(record.value).__name__}")
+        content = read_content(record.value)
+        return RawSample(sample_id, source, content.turns, content.images, content.audios)
+    except RecordProblem as problem:
+        return Rejected(sample_id, source, problem.reason, problem.detail)
+
+
+def _sample_id(value: Any, fallback: str) -> str:
+    for key in ("id", "__key__"):
+        given = value.get(key) if isinstance(value, Mapping) else None
+        if isinstance(given, int | float) and not isinstance(given, bool):
+            return str(given)
+        if text := _text(value, key):
+            return text
+    return fallback
+
+
+def _text(value: Any, key: str) -> str:
+    """The string under a key, empty if there is none."""
+    given = value.get(key) if isinstance(value, Mapping) else None
+    # surrogates would break every writer downstream; the text itself is checked by the tokenizer
+    return given.encode("utf-8", "replace").decode("utf-8") if isinstance(given, str) else ""

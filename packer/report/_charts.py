@@ -1,0 +1,143 @@
+"""Two small charts as inline SVG text, for the report: a histogram, and the load of each rank step
+by step.
+
+Pure: arrays in, SVG out. No colours here: shapes carry CSS classes (`axis`, `grid`, `mean`, `wait`
+and the series' name), so the page decides what they look like in light, dark and print. Sizes are
+in user units; the page scales them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from html import escape
+
+import numpy as np
+
+from balance.types import IntArray
+
+WIDTH, HEIGHT = 520, 150
+LEFT, RIGHT, TOP, BOTTOM = 44, 12, 10, 34
+NUM_BINS = 48
+
+
+def histogram(values: IntArray, *, upper: float, series: str, unit: str, counted: str) -> str:
+    """Share of `values` in each of 48 bins from 0 to `upper`; `unit` labels the x axis, `counted`
+    says of what.
+    """
+    upper = max(upper, 1)
+    shares = np.histogram(values, bins=NUM_BINS, range=(0, upper))[0] / max(len(values), 1)
+    top = max(float(shares.max(initial=0)), 0.01)
+    bar = _plot_width() / NUM_BINS
+    bars = "".join(
+        f"M{LEFT + place * bar:.1f} {_bottom()}V{_y(share, top):.1f}h{bar * 0.9:.1f}V{_bottom()}z"
+        for place, share in enumerate(shares.tolist())
+        if share > 0
+    )
+    mean = float(values.mean()) if len(values) else 0.0
+    mean_x = LEFT + mean / upper * _plot_width()
+    label = f"{unit} of {len(values):,} {counted}: mean {mean:,.0f}, largest {int(values.max(initial=0)):,}"
+    body = (
+        f'{_y_axis(top, _percent)}<path class="{series}" d="{bars}"/>'
+        f'<path class="mean" d="M{mean_x:.1f} {TOP}V{_bottom()}"/>{_x_axis(upper, unit)}'
+    )
+    return _svg(body, label)
+
+
+def rank_bars(steps: IntArray, *, slowest: IntArray, upper: float, series: str, unit: str) -> str:
+    """Load of each rank in a few steps, shape (num_steps, ranks): solid is work, faint the wait for
+    the slowest.
+
+    `slowest` is each step's largest load, shape (num_steps,): that rank may not be among those
+    shown.
+    """
+    num_steps, ranks = steps.shape
+    slot = _plot_width() / max(num_steps, 1)
+    bar = slot * 0.86 / max(ranks, 1)
+    work, wait, names = [], [], []
+    for step, loads in enumerate(steps.tolist()):
+        left, top = LEFT + (step + 0.07) * slot, _y(int(slowest[step]), upper)
+        for rank, load in enumerate(loads):
+            x, y = left + rank * bar, _y(load, upper)
+            work.append(f"M{x:.1f} {_bottom()}V{y:.1f}h{bar * 0.9:.1f}V{_bottom()}z")
+            wait.append(f"M{x:.1f} {y:.1f}V{top:.1f}h{bar * 0.9:.1f}V{y:.1f}z")
+        names.append(
+            f'<text x="{left + slot * 0.43:.1f}" y="{_bottom() + 15}">step {step + 1}</text>'
+        )
+    bars = f'<path class="{series}" d="{"".join(work)}"/><path class="wait {series}" d="{"".join(wait)}"/>'
+    body = f"{_y_axis(upper, tick_label)}{bars}{_baseline()}{''.join(names)}{_title(f'{unit} of each rank')}"
+    return _svg(body, f"{unit} of {ranks} ranks in {num_steps} steps")
+
+
+def tick_label(value: float) -> str:
+    """A number as an axis shows it: thousands as K, millions as M.
+
+    >>> [tick_label(value) for value in (0, 250, 1000, 2500, 40_000, 1_500_000)]
+    ['0', '250', '1K', '2.5K', '40K', '1.5M']
+    """
+    for size, suffix in ((1_000_000, "M"), (1_000, "K")):
+        if value >= size:
+            return f"{value / size:g}{suffix}"
+    return f"{value:g}"
+
+
+def ticks(upper: float, at_most: int = 6) -> list[float]:
+    """Round values from 0 to `upper`, at most `at_most` of them, a step of 1, 2, 2.5 or 5 times a
+    power of ten apart.
+
+    >>> ticks(7_328), ticks(3)
+    ([0.0, 2000.0, 4000.0, 6000.0], [0.0, 1.0, 2.0, 3.0])
+    """
+    if upper <= 0:
+        return [0.0]
+    power = 10.0 ** math.floor(math.log10(upper / at_most))
+    step = next(power * m for m in (1, 2, 2.5, 5, 10, 20) if upper / (power * m) < at_most)
+    return [step * i for i in range(int(upper / step) + 1)]
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:g}%"
+
+
+def _x_axis(upper: float, unit: str) -> str:
+    parts = [_baseline()]
+    for value in ticks(upper):
+        x = LEFT + value / max(upper, 1) * _plot_width()
+        parts.append(f'<path class="axis" d="M{x:.1f} {_bottom()}v4"/>')
+        parts.append(f'<text x="{x:.1f}" y="{_bottom() + 15}">{tick_label(value)}</text>')
+    return "".join([*parts, _title(unit)])
+
+
+def _y_axis(upper: float, label: Callable[[float], str]) -> str:
+    parts = []
+    for value in ticks(upper, 4):
+        y = _y(value, upper)
+        parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}h{_plot_width()}"/>')
+        parts.append(f'<text class="end" x="{LEFT - 5}" y="{y + 3.5:.1f}">{label(value)}</text>')
+    return "".join(parts)
+
+
+def _baseline() -> str:
+    return f'<path class="axis" d="M{LEFT} {_bottom()}h{_plot_width()}"/>'
+
+
+def _title(text: str) -> str:
+    return f'<text x="{LEFT + _plot_width() / 2}" y="{HEIGHT - 4}">{escape(text)}</text>'
+
+
+def _svg(body: str, label: str) -> str:
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">{body}</svg>'
+    )
+
+
+def _plot_width() -> int:
+    return WIDTH - LEFT - RIGHT
+
+
+def _bottom() -> int:
+    return HEIGHT - BOTTOM
+
+
+def _y(value: float, upper: float) -> float:
+    return _bottom() - value / max(upper, 1e-9) * (_bottom() - TOP)

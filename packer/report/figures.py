@@ -1,0 +1,248 @@
+"""What a build does to balance: OmniBal's Table 3 for this dataset, from the tables that a build
+directory holds.
+
+`make_report` reads counts, groups and rejected samples (never shards, so it works on the output of
+`packer group` too) and compares the stored groups, in the loader's own order, with the samplers
+that trainers use. `Report.to_json` is for machines, `packer.report.terminal` and
+`packer.report.html` are for people.
+
+Loads are those after padding: the baselines pad LLM sequences to their micro-batch's longest,
+groups are packed; vision patches are concatenated by both (see `balance.metrics`). The baselines
+run on the packed samples only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from balance.baseline_samplers import BASELINES, BATCH_SIZE, as_groups
+from balance.errors import ConfigError
+from balance.metrics import (
+    autocorrelation,
+    dist_ratio,
+    fill,
+    lower_bounds,
+    pad_ratio,
+    padded_loads,
+    source_autocorrelation,
+    source_entropy,
+)
+from balance.order.block_shuffle import BlockShuffle
+from balance.types import Groups, IntArray, Limits
+from packer.report._build_tables import TABLE_NAMES, BuildTables, read_tables
+from shards.folders import on_disk
+
+TITLES = {
+    "random": "random",
+    "length_group": "length-group",
+    "device_group": "device-group",
+    "sorted": "sorted",
+    "ours_shuffled": "shuffled groups",
+    "ours": "Isobatch",
+}
+"""What people read for each method, in the table's order."""
+
+MICRO_BATCHES = (1, 8)
+"""Micro-batches per step that the shuffle figures are computed for: none accumulated, and as many
+as is usual.
+"""
+
+TABLE_3 = ("random", "length_group", "device_group", "ours")
+"""The methods of OmniBal's Table 3; the others explain them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loads:
+    """What each micro-batch (or sample) costs, int64, shape (num,); of a micro-batch after padding,
+    in stream order.
+    """
+
+    vit_tokens: IntArray
+    llm_tokens: IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shuffle:
+    """How random a method's steps are. Of n steps in a random order a correlation strays from 0 by
+    1 / sqrt(n).
+    """
+
+    num_steps: int
+    source_entropy: float
+    """Of a step's sources, relative to a random order: 1 is as well mixed."""
+    autocorrelation_source: float
+    """Of the sources' shares in a step with those in the next: 0 in a random order."""
+    autocorrelation_vit: float
+    """Of a step's load with the next step's: 0 in a random order."""
+    autocorrelation_llm: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """One row of the table: how one way to fill micro-batches treats the ranks, and what it costs
+    in randomness.
+    """
+
+    avg_batch_size: float
+    longest_vit_tokens: int
+    longest_seq_len: int
+    pad_ratio: float
+    dist_ratio_vit: float
+    dist_ratio_llm: float
+    num_steps: int
+    shuffle: dict[int, Shuffle]
+    """By micro-batches per step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Figures of a build; `loads` and `samples` feed the charts and stay out of the JSON."""
+
+    num_packed: int
+    rejected: dict[str, int]
+    num_repeated: int
+    """Copies beyond the first of each sample, in a mixture that repeats some."""
+    num_groups: int
+    dp_world_size: int
+    fill: float
+    lower_bounds: dict[str, int]
+    """Groups that no grouping can do with less, by tokens and by vision."""
+    limits: Limits
+    limits_explained: tuple[str, ...] = ()
+    """How the caps were chosen, line by line."""
+    num_sources: int
+    methods: dict[str, Method]
+    notes: tuple[str, ...] = ()
+    loads: dict[str, Loads] = field(repr=False)
+    samples: Loads = field(repr=False)
+
+    @property
+    def num_rejected(self) -> int:
+        """Samples that no group holds, each with a reason."""
+        return sum(self.rejected.values())
+
+    @property
+    def num_read(self) -> int:
+        """Samples read: packed and rejected together, each copy of a repeated one but the first
+        left out.
+        """
+        return self.num_packed + self.num_rejected - self.num_repeated
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for `packer report --json`; `methods` are Table 3's, `more_methods` the rows
+        beside them.
+        """
+        return {
+            "num_read": self.num_read,
+            "num_repeated": self.num_repeated,
+            "num_packed": self.num_packed,
+            "num_rejected": self.num_rejected,
+            "rejected": self.rejected,
+            "num_groups": self.num_groups,
+            "dp_world_size": self.dp_world_size,
+            "fill": self.fill,
+            "lower_bounds": self.lower_bounds,
+            "num_steps": self.methods["ours"].num_steps,
+            "num_sources": self.num_sources,
+            "limits": asdict(self.limits),
+            "limits_explained": list(self.limits_explained),
+            "methods": {name: asdict(self.methods[name]) for name in TABLE_3},
+            "more_methods": {
+                name: asdict(row) for name, row in self.methods.items() if name not in TABLE_3
+            },
+            "notes": list(self.notes),
+        }
+
+
+def make_report(out: Path | str, *, dp: int = 8, seed: int = 0) -> Report:
+    """Compare the groups of the build at `out`, a folder or URI, with the baselines on `dp` ranks.
+
+    `seed` is that of the loader's order and of the samplers. Raises DataError when a table
+    is missing or the tables do not add up.
+    """
+    if dp < 1:
+        raise ConfigError(f"dp is {dp}; give at least one data-parallel rank")
+    with on_disk(str(out), TABLE_NAMES) as folder:
+        tables = read_tables(folder)
+    streams = _streams(tables, dp=dp, seed=seed)
+    loads = {name: _loads(name, streams[name], tables) for name in TITLES}
+    packed = tables.counts.take(np.sort(tables.groups.samples))
+    return Report(
+        num_packed=len(packed),
+        rejected=tables.rejected,
+        num_repeated=tables.num_repeated,
+        num_groups=len(tables.groups),
+        dp_world_size=dp,
+        lower_bounds=lower_bounds(tables.limits.vision_load(packed), packed.seq_len, tables.limits),
+        fill=fill(tables.groups, tables.counts.seq_len, tables.limits.max_seq_len),
+        limits=tables.limits,
+        limits_explained=tables.limits_explained,
+        num_sources=len(np.unique(tables.sources[tables.groups.samples])),
+        methods={name: _method(name, streams[name], loads[name], tables, dp) for name in TITLES},
+        notes=_notes(len(packed), len(tables.groups), dp),
+        loads=loads,
+        samples=Loads(vit_tokens=packed.num_vit_tokens, llm_tokens=packed.seq_len),
+    )
+
+
+def _streams(tables: BuildTables, *, dp: int, seed: int) -> dict[str, Groups]:
+    """Every method's micro-batches in stream order, as groups of rows of the counts."""
+    groups = tables.groups
+    packed = np.sort(groups.samples)
+    streams = {}
+    for name, sampler in BASELINES.items():
+        drawn = as_groups(sampler(tables.counts.seq_len[packed], dp, BATCH_SIZE, seed))
+        streams[name] = Groups(packed[drawn.samples], drawn.offsets)
+    streams["ours_shuffled"] = groups.take(np.random.default_rng(seed).permutation(len(groups)))
+    stream = BlockShuffle(num_groups=len(groups), order=tables.order, seed=seed, epoch=0)
+    taken = [stream.take(dp) for _ in range(-(-len(groups) // dp))]
+    streams["ours"] = groups.take(np.concatenate([np.empty(0, np.int64), *taken]))
+    return streams
+
+
+def _loads(name: str, stream: Groups, tables: BuildTables) -> Loads:
+    seq_len = tables.counts.seq_len
+    llm_tokens = padded_loads(stream, seq_len) if name in BASELINES else stream.sum(seq_len)
+    return Loads(vit_tokens=stream.sum(tables.counts.num_vit_tokens), llm_tokens=llm_tokens)
+
+
+def _method(name: str, stream: Groups, loads: Loads, tables: BuildTables, dp: int) -> Method:
+    return Method(
+        avg_batch_size=len(stream.samples) / max(int((stream.sizes > 0).sum()), 1),
+        longest_vit_tokens=int(loads.vit_tokens.max(initial=0)),
+        longest_seq_len=int(loads.llm_tokens.max(initial=0)),
+        pad_ratio=pad_ratio(stream, tables.counts.seq_len) if name in BASELINES else 0.0,
+        dist_ratio_vit=dist_ratio(loads.vit_tokens, dp),
+        dist_ratio_llm=dist_ratio(loads.llm_tokens, dp),
+        num_steps=-(-len(stream) // dp),
+        shuffle={
+            number: _shuffle(stream, loads, tables.sources, dp * number) for number in MICRO_BATCHES
+        },
+    )
+
+
+def _shuffle(stream: Groups, loads: Loads, sources: IntArray, step_groups: int) -> Shuffle:
+    return Shuffle(
+        num_steps=-(-len(stream) // step_groups),
+        source_entropy=source_entropy(stream, sources, step_groups),
+        autocorrelation_source=source_autocorrelation(stream, sources, step_groups),
+        autocorrelation_vit=autocorrelation(loads.vit_tokens, step_groups),
+        autocorrelation_llm=autocorrelation(loads.llm_tokens, step_groups),
+    )
+
+
+def _notes(num_packed: int, num_groups: int, dp: int) -> tuple[str, ...]:
+    notes = []
+    if num_packed < dp * BATCH_SIZE:
+        notes.append(
+            f"{num_packed} samples do not fill one step of {dp} x {BATCH_SIZE}: the baselines' only step has idle ranks"
+        )
+    if num_groups < dp:
+        notes.append(
+            f"{num_groups} groups do not fill one step of {dp} ranks: the only step has idle ranks; try --dp 1"
+        )
+    return tuple(notes)

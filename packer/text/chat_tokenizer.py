@@ -1,0 +1,358 @@
+"""Conversations and documents -> token ids and the tokens that have labels; one token per image or
+clip until `expand`.
+
+For `packer.count.sample_counter`. What comes out equals transformers' `apply_chat_template`,
+character for character and id for id; `docs/design.md`, "Labels", says which tokens have one. A
+document (one turn with the role `document`) goes past the template: its ids are those of
+transformers' `tokenizer(text)` and the end-of-sequence token, and all of it is learned. Pure once
+loaded. The tokenizer takes nearly all of the time (0.6 to 1.8 M tokens/s on two cores), so give it
+batches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Encoding, Tokenizer
+
+from balance.errors import ConfigError
+from balance.presets import AudioMarkup, ImageMarkup
+from packer.text.chat_template import ChatTemplate, Message, TemplateRefusedError
+from packer.text.control_tokens import ControlTokens
+from packer.text.media_placeholders import MediaWriter, Medium, add_markup, text_part
+from packer.text.token_spans import Span, spans_between, token_spans
+from packer.text.tokenizer_files import (
+    TokenizerFiles,
+    build_backend,
+    id_conflicts,
+    read_tokenizer_files,
+)
+
+IMAGE_MARKER = "<image>"
+"""Where an image stands in a raw text (LLaVA's convention)."""
+AUDIO_MARKER = "<audio>"
+"""Where an audio clip stands in a raw text; plain text for a model without audio."""
+DOCUMENT = "document"
+"""Role of the only turn of a document."""
+
+_PROBE = "isobatch probe"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One message of a conversation."""
+
+    role: str
+    """`user`, `assistant` or `system`; or `DOCUMENT`, then it is the only turn."""
+    text: str
+    """Raw text with an `IMAGE_MARKER` for each image and an `AUDIO_MARKER` for each clip."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedText:
+    """A tokenised conversation or document."""
+
+    input_ids: NDArray[np.int32]
+    """Shape (num_tokens,), with one image token per image and one audio token per clip."""
+    loss_spans: NDArray[np.int32]
+    """Shape (num_spans, 2): first token with a label, and the one behind the last; in order and
+    disjoint.
+    """
+    num_images: int
+    num_audios: int
+    num_loss_tokens: int
+    """Tokens with a label; image and audio tokens never have one, so `expand` does not change
+    it.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class TextRejected:
+    """Why a conversation cannot be tokenised."""
+
+    reason: str
+    """`invalid_utf8`, `chat_template` or `control_token`."""
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rendered:
+    text: str
+    spans: list[Span]
+    """Of the answers; of the markup, in a document."""
+    is_document: bool
+    num_files: tuple[int, ...]
+    """Images and, for a model with audio, clips."""
+    protected: bool
+    """Whether `text` is aliased, because the content holds control strings."""
+
+
+class ChatTokenizer:
+    """A tokenizer with its chat template and a model's image and audio markup."""
+
+    def __init__(
+        self,
+        files: TokenizerFiles,
+        template: str,
+        markup: ImageMarkup,
+        audio_markup: AudioMarkup | None,
+    ) -> None:
+        """Built by `load`."""
+        self._backend = build_backend(files)
+        self.id_conflicts = id_conflicts(files, self._backend)
+        """Tokens that `tokenizer_config.json` declares under another id: content -> (declared id,
+        id in use).
+        """
+        self.added_tokens = add_markup(self._backend, markup)
+        """Markup tokens that the tokenizer did not know, and the ids behind its vocabulary that
+        they got.
+        """
+        if audio_markup is not None:
+            self.added_tokens |= add_markup(self._backend, audio_markup)
+        vocab = self._backend.get_vocab()
+        self.image_token_id = vocab[markup.token]
+        self.audio_token_id = None if audio_markup is None else vocab[audio_markup.token]
+        """None for a model without audio."""
+        self.vocab_size = self._backend.get_vocab_size()
+        """Number of tokens, added ones included: rows that the model's embedding needs."""
+        self._template = ChatTemplate(template, files.named_tokens)
+        self._control = ControlTokens(self._backend)
+        takes_parts = not self._renders(_PROBE)
+        if takes_parts and not self._renders([text_part(_PROBE)]):
+            raise ConfigError(
+                f"tokenizer {files.where}: its chat template renders no user message; give another one"
+            )
+        self._media = self._media_of(markup, audio_markup, takes_parts=takes_parts)
+        self._writer = MediaWriter(self._media, takes_parts=takes_parts)
+        self._bos, self._eos = _document_ends(files, self._backend)
+        self.hash = _hash(files, self._backend, template, markup, audio_markup)
+        """Changes whenever the same text could be tokenised or labelled otherwise."""
+
+    @classmethod
+    def load(
+        cls,
+        source: str | Path,
+        markup: ImageMarkup,
+        audio_markup: AudioMarkup | None = None,
+        *,
+        chat_template: str | None = None,
+    ) -> Self:
+        """Load a tokenizer from a folder, from a `tokenizer.json`, or by Hub id; ConfigError says
+        what is missing.
+
+        `chat_template` is the name of one of the tokenizer's templates, a `.jinja` file, or a
+        template itself; without it the default template is used. Without `audio_markup`, `<audio>`
+        is plain text.
+        """
+        files = read_tokenizer_files(source)
+        try:
+            return cls(files, _choose_template(files, chat_template), markup, audio_markup)
+        except (
+            AttributeError,
+            KeyError,
+            TypeError,
+        ) as error:  # a hand-written config of some other shape
+            raise ConfigError(
+                f"tokenizer {files.where}: its config is not as transformers writes it: {error!r}"
+            ) from None
+
+    def encode_batch(
+        self, conversations: Sequence[Sequence[Turn]]
+    ) -> list[EncodedText | TextRejected]:
+        """Tokenise conversations and documents, in order; with as many threads as there are
+        cores.
+        """
+        prepared = [self._prepare(turns) for turns in conversations]
+        results: dict[int, EncodedText | TextRejected] = {}
+        for protected in (False, True):
+            rows = {
+                i: r
+                for i, r in enumerate(prepared)
+                if isinstance(r, _Rendered) and r.protected is protected
+            }
+            backend = self._control.backend if protected and rows else self._backend
+            encodings = backend.encode_batch(
+                [row.text for row in rows.values()], add_special_tokens=False
+            )
+            for (i, row), encoding in zip(rows.items(), encodings, strict=True):
+                results[i] = self._finish(row, encoding)
+        return [
+            row if isinstance(row, TextRejected) else results[i] for i, row in enumerate(prepared)
+        ]
+
+    def _prepare(self, turns: Sequence[Turn]) -> _Rendered | TextRejected:
+        content = "\0".join(turn.text for turn in turns)
+        try:
+            content.encode()
+        except UnicodeEncodeError as error:
+            found = f"the lone surrogate {content[error.start]!r}"
+            return TextRejected(
+                "invalid_utf8", f"character {error.start} of the conversation is {found}"
+            )
+        protected = self._control.occur_in(self._writer.blank(content))
+        if protected and not self._control.can_protect(content):
+            return TextRejected(
+                "control_token", "a control token's text stands beside private-use characters"
+            )
+        guard = self._control.protect if protected else str
+        is_document = any(turn.role == DOCUMENT for turn in turns)
+        try:
+            if is_document:
+                text, spans = self._writer.document(_only_turn(turns).text, guard)
+            else:
+                messages = [
+                    {"role": turn.role, "content": self._writer.content(turn.text, guard)}
+                    for turn in turns
+                ]
+                text, spans = self._template.render_with_answers(messages)
+        except TemplateRefusedError as error:
+            return TextRejected("chat_template", str(error))
+        if protected:
+            alias = self._control.alias
+            spans = [(len(alias(text[:start])), len(alias(text[:end]))) for start, end in spans]
+            text = alias(text)
+        num_files = self._writer.count(content)
+        return _Rendered(
+            text=text,
+            spans=spans,
+            is_document=is_document,
+            num_files=num_files,
+            protected=protected,
+        )
+
+    def _finish(self, rendered: _Rendered, encoding: Encoding) -> EncodedText | TextRejected:
+        input_ids = np.frombuffer(
+            array("i", encoding.ids), np.int32
+        )  # a third of the time of np.array
+        if rendered.protected:
+            try:
+                input_ids = self._control.restore(input_ids)
+            except ValueError as error:
+                return TextRejected("control_token", str(error))
+        spans = list(token_spans(encoding, rendered.spans, len(rendered.text)))
+        if rendered.is_document:
+            bos = len(self._bos)
+            input_ids = np.concatenate([self._bos, input_ids, self._eos])
+            spans = spans_between(
+                [(bos + start, bos + end) for start, end in spans], bos, len(input_ids)
+            )
+        places: list[int] = []
+        for medium, num_files in zip(self._media, rendered.num_files, strict=True):
+            written = np.flatnonzero(input_ids == medium.token_id).tolist()
+            if len(written) != num_files:
+                detail = f"{len(written)} {medium.kind} tokens in the text for {num_files} {medium.marker} markers"
+                return TextRejected("chat_template", f"the chat template makes {detail}")
+            places += written
+        num_images, num_audios = (*rendered.num_files, 0)[:2]
+        return EncodedText(
+            input_ids=input_ids,
+            loss_spans=np.array(spans, dtype=np.int32).reshape(-1, 2),
+            num_images=num_images,
+            num_audios=num_audios,
+            num_loss_tokens=sum(
+                end - start - sum(start <= place < end for place in places) for start, end in spans
+            ),
+        )
+
+    def _media_of(
+        self, markup: ImageMarkup, audio_markup: AudioMarkup | None, *, takes_parts: bool
+    ) -> tuple[Medium, ...]:
+        """Images, and audio if the model has it.
+
+        Clips are given to the template as parts whenever it writes those: Qwen2-Audio's, which
+        takes strings too, puts a number in front. Images only if it takes no strings: else the
+        model's own markup says what it would write.
+        """
+        probe = text_part(_PROBE)
+        image = Medium(
+            kind="image",
+            marker=IMAGE_MARKER,
+            markup=markup,
+            token_id=self.image_token_id,
+            by_template=takes_parts and self._renders([{"type": "image"}, probe], markup.token),
+        )
+        if audio_markup is None or self.audio_token_id is None:
+            return (image,)
+        audio = Medium(
+            kind="audio",
+            marker=AUDIO_MARKER,
+            markup=audio_markup,
+            token_id=self.audio_token_id,
+            by_template=self._renders([{"type": "audio"}, probe], audio_markup.token),
+        )
+        return image, audio
+
+    def _renders(self, content: str | list[dict[str, str]], expected: str = _PROBE) -> bool:
+        """Whether the template writes `expected`, once, for a user message with `content`."""
+        message: Message = {"role": "user", "content": content}
+        try:
+            return self._template.render([message]).count(expected) == 1
+        except TemplateRefusedError:
+            return False
+
+
+def _only_turn(turns: Sequence[Turn]) -> Turn:
+    if len(turns) > 1:
+        raise TemplateRefusedError(
+            f"{len(turns)} turns, one of them a document, which stands alone"
+        )
+    return turns[0]
+
+
+def _document_ends(
+    files: TokenizerFiles, backend: Tokenizer
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """What stands in front of a document and behind it: the ids of `bos_token` and `eos_token`, or
+    nothing.
+
+    The first only if the post-processor of `tokenizer.json` puts it there, which is what decides in
+    transformers (5.x drops `add_bos_token` of the config). The second always, if there is one: it
+    is what ends a text in training.
+    """
+    bos, eos = (
+        [backend.token_to_id(files.named_tokens[name])] if name in files.named_tokens else []
+        for name in ("bos_token", "eos_token")
+    )
+    adds_bos = backend.encode(_PROBE).ids[:1] == bos
+    return np.array(bos if adds_bos else [], dtype=np.int32), np.array(eos, dtype=np.int32)
+
+
+def _choose_template(files: TokenizerFiles, wanted: str | None) -> str:
+    named = files.chat_templates
+    if wanted is None or wanted in named:
+        if (name := wanted or "default") in named:
+            return named[name]
+        has = f"only templates named {', '.join(sorted(named))}" if named else "no chat template"
+        raise ConfigError(f"tokenizer {files.where}: has {has}; give one, or a .jinja file")
+    if "{" in wanted:
+        return wanted
+    try:
+        return Path(wanted).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"chat template {wanted}: not one of {sorted(named)}, nor a readable file: {error}"
+        ) from None
+
+
+def _hash(
+    files: TokenizerFiles,
+    backend: Tokenizer,
+    template: str,
+    markup: ImageMarkup,
+    audio_markup: AudioMarkup | None,
+) -> str:
+    added = {
+        index: repr(token) for index, token in sorted(backend.get_added_tokens_decoder().items())
+    }
+    parts: list[Any] = [files.tokenizer_json, added, files.named_tokens, template, asdict(markup)]
+    if audio_markup is not None:
+        parts.append(asdict(audio_markup))
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

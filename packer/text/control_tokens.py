@@ -1,0 +1,116 @@
+"""Control tokens that stand in a user's text as plain letters, and must stay letters.
+
+For `packer.text.chat_tokenizer`. A text about prompts may well hold "<|im_end|>" or
+"<IMG_CONTEXT>". Tokenised with the rest of the conversation it would end the turn, or count as an
+image. Such conversations (one in thousands) go this way:
+
+1. before rendering, each control string in the content is replaced by a private character that stands for its letters;
+2. after rendering, each control string in the text (now surely the template's own) becomes another private
+   character, its alias, and the letters come back;
+3. a copy of the tokenizer that knows the aliases as added tokens, and no special token otherwise, encodes the text in
+   one go, so that everything around is tokenised as if the control strings were ordinary words;
+4. the ids of the aliases are mapped back.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Tokenizer
+
+_LETTERS = 0x10_0000
+"""First of the private characters (plane 16) that stand for a control string in content."""
+_ALIAS = 0xF_0000
+"""First of the private characters (plane 15) that stand for a control token of the template."""
+_PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
+
+
+class ControlTokens:
+    """The special tokens of a tokenizer, and how to tell the template's from those in content."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        """Take every special added token of `backend` for a control token."""
+        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self._ids = np.array(
+            [index for index, token in added.items() if token.special], dtype=np.int32
+        )
+        self._tokens = [token for token in added.values() if token.special]
+        self._number = {token.content: k for k, token in enumerate(self._tokens)}
+        longest_first = sorted(self._number, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        # Most texts hold none of these few beginnings, and a plain search for them is far cheaper
+        # than the pattern.
+        self._beginnings = {content[:2] for content in self._number}
+
+    def occur_in(self, text: str) -> bool:
+        """Whether `text` holds a control string."""
+        return (
+            any(start in text for start in self._beginnings)
+            and self._pattern.search(text) is not None
+        )
+
+    def can_protect(self, text: str) -> bool:
+        """Whether `text` is free of the private characters that `protect` needs."""
+        return _PRIVATE.search(text) is None
+
+    def protect(self, content: str) -> str:
+        """Content with each control string replaced by the private character for its letters (step
+        1).
+        """
+        return self._pattern.sub(lambda match: chr(_LETTERS + self._number[match[0]]), content)
+
+    def alias(self, rendered: str) -> str:
+        """Rendered text with the template's control strings as aliases, and the protected letters
+        back (step 2).
+        """
+        aliased = self._pattern.sub(lambda match: chr(_ALIAS + self._number[match[0]]), rendered)
+        return aliased.translate({_LETTERS + k: content for content, k in self._number.items()})
+
+    @cached_property
+    def backend(self) -> Tokenizer:
+        """The tokenizer for aliased text (step 3); built at first use, because few datasets need
+        it.
+        """
+        copy = Tokenizer.from_str(self._backend.to_str())
+        copy.encode_special_tokens = True
+        copy.add_tokens(
+            [
+                AddedToken(
+                    chr(_ALIAS + k),
+                    single_word=token.single_word,
+                    lstrip=token.lstrip,
+                    rstrip=token.rstrip,
+                    normalized=token.normalized,
+                    special=False,
+                )
+                for k, token in enumerate(self._tokens)
+            ]
+        )
+        return copy
+
+    def restore(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Ids of aliased text with each alias as its control token (step 4).
+
+        ValueError if a control token came out of plain letters: no tokenizer of that kind can write
+        it as text.
+        """
+        unknown = getattr(self._backend.model, "unk_token", None)
+        forbidden = self._ids[[token.content != unknown for token in self._tokens]]
+        forged = np.intersect1d(ids, forbidden)
+        if len(forged):
+            raise ValueError(
+                f"the tokenizer has no way to write {self._backend.id_to_token(int(forged[0]))!r} as text"
+            )
+        return self._real_ids[ids]
+
+    @cached_property
+    def _real_ids(self) -> NDArray[np.int32]:
+        """Id in `backend` -> id in the tokenizer itself; they differ for the aliases only."""
+        vocab = self.backend.get_vocab()
+        real_ids = np.arange(1 + max(vocab.values()), dtype=np.int32)
+        real_ids[[vocab[chr(_ALIAS + k)] for k in range(len(self._tokens))]] = self._ids
+        return real_ids

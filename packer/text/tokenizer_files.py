@@ -1,0 +1,237 @@
+"""The files of a tokenizer, from a folder or the Hub, and the `tokenizers` object that transformers
+would make of them.
+
+For `packer.text.chat_tokenizer`. Reads files only; no transformers, because packing must not need
+torch. The rules followed here are those of `PreTrainedTokenizerFast.from_pretrained` (transformers
+5): `tokenizer.json` is the tokenizer, and tokens that only `tokenizer_config.json` knows are added
+behind it. InternLM2 ships all of its control tokens that way.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from balance.errors import ConfigError, first_line
+
+NAMED_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+"""The keys of `tokenizer_config.json` that a chat template sees as variables; transformers'
+`special_tokens_map`.
+"""
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+ReadFile = Callable[[str], str | None]
+"""File name -> its text, or None if the tokenizer has no such file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerFiles:
+    """What a tokenizer folder holds, as read."""
+
+    where: str
+    """Folder or Hub id, for messages."""
+    tokenizer_json: str
+    config: dict[str, Any]
+    """`tokenizer_config.json`, completed from `special_tokens_map.json` where it is too old to list
+    its tokens.
+    """
+    chat_templates: dict[str, str]
+    """By name; a single template is called `default`."""
+
+    @property
+    def named_tokens(self) -> dict[str, str]:
+        """`bos_token` and so on -> the token's text; tokens that the tokenizer does not have are
+        left out.
+        """
+        return {
+            key: _content(self.config[key])
+            for key in NAMED_TOKENS
+            if self.config.get(key) is not None
+        }
+
+
+def read_tokenizer_files(source: str | Path) -> TokenizerFiles:
+    """Read a tokenizer folder, the folder around a `tokenizer.json`, or a Hub repository; else
+    ConfigError.
+    """
+    where, read = _locate(source)
+    tokenizer_json = read("tokenizer.json")
+    if tokenizer_json is None:
+        raise ConfigError(
+            f"tokenizer {where}: no tokenizer.json; save it with transformers' "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER) and give that folder"
+        )
+    config = _json_object(read("tokenizer_config.json"), f"{where}/tokenizer_config.json")
+    if "added_tokens_decoder" not in config:
+        config |= _json_object(read("special_tokens_map.json"), f"{where}/special_tokens_map.json")
+    return TokenizerFiles(
+        where=where,
+        tokenizer_json=tokenizer_json,
+        config=config,
+        chat_templates=_chat_templates(read, config, where),
+    )
+
+
+def build_backend(files: TokenizerFiles) -> Tokenizer:
+    """The tokenizer with all of its added tokens, under the ids that transformers gives them; no
+    padding, no cut.
+    """
+    try:
+        backend = Tokenizer.from_str(files.tokenizer_json)
+    except Exception as error:  # the Rust side raises plain Exception
+        raise ConfigError(
+            f"tokenizer {files.where}: tokenizer.json cannot be loaded: {error}"
+        ) from None
+    backend.no_padding()
+    backend.no_truncation()
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    missing: dict[str, AddedToken] = {}
+    for token in _listed_tokens(files.config):
+        if token.content not in known:
+            missing.setdefault(token.content, token)
+    backend.add_tokens(list(missing.values()))
+    return backend
+
+
+def id_conflicts(files: TokenizerFiles, backend: Tokenizer) -> dict[str, tuple[int, int]]:
+    """Tokens whose id in `tokenizer_config.json` is not the one they have: content -> (declared id,
+    id in use).
+
+    Not empty for InternLM2: its config puts `<|im_end|>` on the id of a placeholder in the
+    vocabulary, which only its own Python class honours. transformers' generic class appends it
+    instead, and so do we; a model trained elsewhere would then see an id that it does not know, so
+    the caller should warn.
+    """
+    declared = {
+        _content(value): int(index)
+        for index, value in files.config.get("added_tokens_decoder", {}).items()
+    }
+    in_use = backend.get_added_tokens_decoder()
+    return {
+        token.content: (declared[token.content], index)
+        for index, token in in_use.items()
+        if declared.get(token.content, index) != index
+    }
+
+
+def _listed_tokens(config: Mapping[str, Any]) -> Iterator[AddedToken]:
+    """Every token that the config mentions, in the order in which transformers adds the ones it
+    misses.
+    """
+    for _, value in sorted(
+        config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])
+    ):
+        yield _added_token(value)
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    model_specific = [key for key in config if key.endswith("_token") and key not in NAMED_TOKENS]
+    for key in (*NAMED_TOKENS, *model_specific):
+        if isinstance(config.get(key), str | dict):
+            yield _added_token(config[key])
+    yield from map(_added_token, extra.values() if isinstance(extra, dict) else extra)
+
+
+def _added_token(value: str | dict[str, Any]) -> AddedToken:
+    if isinstance(value, str):
+        return AddedToken(value, special=True)
+    flags = {
+        key: flag
+        for key, flag in value.items()
+        if key in ("lstrip", "rstrip", "single_word", "normalized")
+    }
+    return AddedToken(value["content"], special=value.get("special", True), **flags)
+
+
+def _content(value: str | dict[str, Any]) -> str:
+    return value if isinstance(value, str) else str(value["content"])
+
+
+def _chat_templates(read: ReadFile, config: Mapping[str, Any], where: str) -> dict[str, str]:
+    """The templates by name. A file of its own wins over the config, as in transformers; the
+    processor's comes last.
+    """
+    template = read("chat_template.jinja") or config.get("chat_template")
+    if template is None:
+        template = _json_object(read("chat_template.json"), f"{where}/chat_template.json").get(
+            "chat_template"
+        )
+    if isinstance(template, list) and all(
+        isinstance(e, dict) and {"name", "template"} <= set(e) for e in template
+    ):
+        return {entry["name"]: entry["template"] for entry in template}
+    if isinstance(template, dict):
+        return template
+    if template is not None and not isinstance(template, str):
+        raise ConfigError(
+            f"tokenizer {where}: chat_template is a {type(template).__name__}; expected Jinja text"
+        )
+    return {} if template is None else {"default": template}
+
+
+def _json_object(text: str | None, where: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where}: not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}: holds a {type(values).__name__}, not a JSON object")
+    return values
+
+
+def _locate(source: str | Path) -> tuple[str, ReadFile]:
+    path = Path(source).expanduser()
+    if path.is_file():
+        path = path.parent
+    if path.is_dir():
+        return str(path), lambda name: _read_local(path / name)
+    if isinstance(source, str) and _HUB_ID.fullmatch(source):
+        return source, lambda name: _read_hub(source, name)
+    raise ConfigError(
+        f"tokenizer {source}: no such folder or file, and not a Hub id (OWNER/NAME) either"
+    )
+
+
+def _read_local(path: Path) -> str | None:
+    try:
+        return path.read_text("utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+
+
+def _read_hub(repo_id: str, name: str) -> str | None:
+    try:
+        from huggingface_hub import hf_hub_download  # noqa: PLC0415  (an optional dependency)
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError  # noqa: PLC0415
+    except ImportError:
+        raise ConfigError(
+            f"tokenizer {repo_id}: no such folder here; to fetch it from the Hub: pip install isobatch[hub]"
+        ) from None
+    try:
+        return Path(hf_hub_download(repo_id, name)).read_text("utf-8")
+    except LocalEntryNotFoundError:  # neither in the cache, nor could the Hub be asked
+        if name != "tokenizer.json":
+            return None
+        problem = "the Hub cannot be reached and its cache here has no copy"
+    except EntryNotFoundError:
+        return None
+    except (OSError, ValueError) as error:  # all of the Hub's errors are one of the two
+        problem = first_line(error)
+    raise ConfigError(
+        f"tokenizer {repo_id}: no such folder here, and not from the Hub: {problem}; give a local folder"
+    )

@@ -1,0 +1,134 @@
+"""A build into an object store: what is prepared on this machine, and what makes it complete there.
+
+Everything that a build must find again when it was stopped lies in a work folder on disk, whose
+name comes from the URI, so that the same command continues the same build. Shards go up one by one
+as they are written and leave the disk at once; the small files follow at the end, the manifest
+last. While a build is unfinished, `building.json` beside the shards says whose it is, so that two
+machines do not write into one place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from balance.errors import DataError
+from packer.build_dir import BUILDING_NAME, INDEX_NAME, REPORT_NAME, require_ours
+from packer.report.figures import Report, make_report
+from packer.report.html import write_html
+from shards.folders import Bucket, is_uri, naming_full_disk, open_bucket
+from shards.manifest import MANIFEST_NAME
+from shards.tables import COUNTS_NAME, GROUPS_NAME, REJECTED_NAME
+
+
+class Publisher:
+    """Brings a build to a URI."""
+
+    def __init__(self, uri: str, work_dir: str | None) -> None:
+        self.uri = uri.rstrip("/")
+        self.folder = work_folder(self.uri, work_dir)
+        self._claim = self.folder / "staging" / BUILDING_NAME
+
+    def claim(self) -> None:
+        """Mark the place as this build's; DataError if another machine or work folder is building
+        there.
+        """
+        if not self._claim.exists():
+            token = {
+                "host": socket.gethostname(),
+                "work_folder": str(self.folder),
+                "token": os.urandom(16).hex(),
+            }
+            self._claim.parent.mkdir(parents=True, exist_ok=True)
+            temporary = self._claim.with_suffix(".tmp")
+            temporary.write_text(json.dumps(token), "utf-8")
+            temporary.replace(self._claim)
+        mine = self._claim.read_bytes()
+        if not self._bucket.create(BUILDING_NAME, mine) and (theirs := self._holder()) != mine:
+            raise DataError(
+                f"{self.uri} holds the unfinished build of {_who(theirs)}: let it finish, continue it there, choose"
+                " another --out, or add --overwrite"
+            )
+
+    def clear(self) -> None:
+        """Remove what a build made at the URI, and only that. ConfigError if there is anything
+        else.
+        """
+        names = [info.name for info in self._bucket.files()]
+        require_ours(self.uri, names)
+        # the manifest first: without it the rest is an unfinished build, whatever happens now
+        self._bucket.delete([name for name in names if name == MANIFEST_NAME])
+        self._bucket.delete([name for name in names if name != MANIFEST_NAME])
+
+    def upload_tables(self) -> None:
+        """Upload what counting alone leaves behind, and forget the work folder."""
+        for name in (COUNTS_NAME, REJECTED_NAME):
+            self._bucket.put(name, self.folder / name)
+        self.forget()
+
+    def publish(self) -> None:
+        """Upload all but the shards, which are there already, with the manifest last; then forget
+        the work folder.
+        """
+        write_html(make_report(self.folder), self.folder / REPORT_NAME)
+        for name in (
+            INDEX_NAME,
+            COUNTS_NAME,
+            GROUPS_NAME,
+            REJECTED_NAME,
+            REPORT_NAME,
+            MANIFEST_NAME,
+        ):
+            self._bucket.put(name, self.folder / name)
+        self.forget()
+
+    def forget(self) -> None:
+        """Remove the work folder, and the mark at the URI if it is this build's."""
+        if self._claim.exists() and self._holder() == self._claim.read_bytes():
+            self._bucket.delete([BUILDING_NAME])
+        shutil.rmtree(self.folder)
+
+    @property
+    def _bucket(self) -> Bucket:
+        return open_bucket(self.uri)
+
+    def _holder(self) -> bytes:
+        """What the mark at the URI says; empty if there is none."""
+        try:
+            return self._bucket.read(BUILDING_NAME)
+        except FileNotFoundError:
+            return b""
+
+
+def save_html(report: Report, place: str) -> None:
+    """Write report.html beside a build, in a folder or at a URI."""
+    if not is_uri(place):
+        with naming_full_disk(place):
+            write_html(report, Path(place, REPORT_NAME))
+        return
+    with TemporaryDirectory() as folder:
+        page = Path(folder, REPORT_NAME)
+        write_html(report, page)
+        open_bucket(place).put(REPORT_NAME, page)
+
+
+def work_folder(uri: str, work_dir: str | None) -> Path:
+    """Where a build to a URI is prepared: a folder of its own under `work_dir`, or under the user's
+    cache.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    parent = Path(work_dir) if work_dir else cache / "isobatch" / "builds"
+    return parent / hashlib.sha256(uri.encode()).hexdigest()[:16]
+
+
+def _who(holder: bytes) -> str:
+    try:
+        values = json.loads(holder)
+        return f"{values['host']} (work folder {values['work_folder']})"
+    except (ValueError, KeyError, TypeError):
+        return "another machine"

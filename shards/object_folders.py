@@ -1,0 +1,330 @@
+"""Folders in an object store (`s3://`, `gs://`, `az://`) behind the `Root` protocol, and writing to
+them.
+
+Credentials and endpoint come from the environment, as the provider's own tools read them. Every
+request has time limits and is retried with growing pauses; a body that breaks off in the middle is
+continued, not repeated. A small file costs one request, a large one is read in windows that grow
+while the reader goes straight on, so memory stays under 10 MB whatever the size.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import IO, TYPE_CHECKING, Any, cast
+
+from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.store import from_url
+
+from balance.errors import ConfigError, first_line
+from shards._store_answers import CREDENTIALS, status_of
+from shards._write_errors import (
+    denied,
+    is_denied,
+    list_problem,
+    object_problem,
+    place_problem,
+    write_problem,
+)
+from shards.folders import FileInfo
+
+if TYPE_CHECKING:
+    from obstore import GetOptions, ObjectMeta
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig
+
+HEAD_BYTES = 1 << 20
+"""First request of an opened file: all of it, for most images."""
+LEAST_WINDOW, MOST_WINDOW = 1 << 18, 1 << 23
+"""Bytes of a request after a jump, and after reading straight on for a while."""
+PART_BYTES = 8 << 20
+MOST_PARTS = 9_000
+"""S3 takes 10,000 parts of an upload at most."""
+UPLOADS_AT_ONCE = 4
+
+_HTTP_ENDPOINTS = (
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT",
+    "AZURE_STORAGE_ENDPOINT",
+)
+_CLIENT: ClientConfig = {"connect_timeout": "5s", "read_timeout": "30s", "timeout": "5min"}
+_RETRY: RetryConfig = {
+    "retry_timeout": timedelta(seconds=90),
+    "backoff": {
+        "init_backoff": timedelta(milliseconds=100),
+        "max_backoff": timedelta(seconds=15),
+        "base": 2,
+    },
+}
+"""Rides out a restart of the store, or a minute of throttling."""
+_RETRIES = 10
+_FIRST_RETRIES = 3
+"""A mistyped endpoint must not take a minute to come out."""
+
+
+class ObjectRoot:
+    """A folder in an object store. What is wrong with the place comes out, as DataError, before
+    anything is read.
+    """
+
+    def __init__(self, uri: str) -> None:
+        self.uri = uri.rstrip("/")
+        scheme, _, rest = uri.partition("://")
+        bucket, _, prefix = rest.partition("/")
+        if not bucket:
+            raise ConfigError(f"{uri}: a URI names a bucket: {scheme}://BUCKET/FOLDER")
+        self._bucket = f"{scheme}://{bucket}"
+        self._prefix = str(PurePosixPath(prefix)) if prefix else ""
+        self._stores: dict[int, ObjectStore] = {}
+
+    def __reduce__(self) -> tuple[type[ObjectRoot], tuple[str]]:
+        return ObjectRoot, (self.uri,)
+
+    @cached_property
+    def listable(self) -> bool:
+        """Whether the place may be listed; asking is also the first contact. DataError if it cannot
+        be used at all.
+        """
+        try:
+            next(iter(self._store(_FIRST_RETRIES).list(self._prefix or None, chunk_size=1)), None)
+        except BaseError as error:
+            if is_denied(error):
+                return False
+            raise list_problem(self.uri, error) from None
+        return True
+
+    def open(self, name: str) -> IO[bytes]:
+        """The file, seekable."""
+        with self._reading(name) as key:
+            try:
+                found = self._get(key, {"range": (0, HEAD_BYTES)})
+            except BaseError as error:
+                if (
+                    status_of(str(error)) != 416
+                ):  # what stores answer for a range of an empty object
+                    raise
+                return io.BytesIO()
+            head = bytes(found.bytes())
+        if found.meta["size"] <= len(head):
+            return io.BytesIO(head)
+        return cast(
+            "IO[bytes]", io.BufferedReader(_RangedFile(self, name, found.meta, head), LEAST_WINDOW)
+        )
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        """Bytes of a file; fewer than `length` where it ends."""
+        if length == 0:
+            return b""
+        options: GetOptions = {}
+        if length is not None:
+            options = {"range": (offset, offset + length)}
+        elif offset:
+            options = {"range": {"offset": offset}}
+        with self._reading(name) as key:
+            try:
+                return bytes(self._get(key, options).bytes())
+            except BaseError as error:
+                if status_of(str(error)) != 416:
+                    raise
+                return b""
+
+    def read_into(self, name: str, view: memoryview) -> int:
+        """Fill `view` with the begin of a file; -> the size of the file."""
+        data = self.read(name)
+        count = min(len(data), len(view))
+        view[:count] = data[:count]
+        return len(data)
+
+    def read_window(self, name: str, start: int, end: int, version: str | None) -> bytes:
+        """Bytes `[start, end)` of a file that still is the version that was opened; OSError if it
+        is not.
+        """
+        options: GetOptions = {"range": (start, end)}
+        if version is not None:
+            options["if_match"] = version
+        with self._reading(name) as key:
+            return bytes(self._get(key, options).bytes())
+
+    def info(self, name: str) -> FileInfo:
+        """Size and entity tag of a file."""
+        with self._reading(name) as key:
+            return self._info(self._store().head(key))
+
+    def files(self, folder: str = "") -> Iterator[FileInfo]:
+        """All files under a folder, in the order of their names; hidden ones are left out."""
+        with self._reading(folder) as key:
+            # listed whole: stores promise no order
+            found = [
+                self._info(meta)
+                for page in self._store().list(key or None, chunk_size=1000)
+                for meta in page
+            ]
+        visible = (
+            info for info in found if not any(part.startswith(".") for part in info.name.split("/"))
+        )
+        yield from sorted(visible, key=lambda info: info.name)
+
+    def names(self) -> list[str]:
+        """Names of the files in the root itself, sorted."""
+        with self._reading("") as key:
+            objects = self._store().list_with_delimiter(key or None)["objects"]
+        return sorted(self._info(meta).name for meta in objects)
+
+    def has_folder(self, folder: str) -> bool:
+        """Whether there is any file under that name."""
+        with self._reading(folder) as key:
+            return bool(next(iter(self._store().list(key or None, chunk_size=1)), []))
+
+    def put(self, name: str, source: Path | bytes) -> None:
+        """Write a file, whole or not at all; a large one in parts, several at once. DataError if it
+        cannot be done.
+        """
+        size = len(source) if isinstance(source, bytes) else source.stat().st_size
+        part_bytes = max(PART_BYTES, -(-size // MOST_PARTS))
+        with self._writing(name) as key:
+            self._store().put(key, source, chunk_size=part_bytes, max_concurrency=UPLOADS_AT_ONCE)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a small file if there is none of that name; -> whether there was none."""
+        with self._writing(name) as key:
+            try:
+                self._store().put(key, data, mode="create")
+            except AlreadyExistsError:
+                return False
+        return True
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove files; one that is not there is no error."""
+        for name in names:
+            with self._writing(name) as key:
+                try:
+                    self._store().delete(key)
+                except FileNotFoundError as error:
+                    if place_problem(self.uri, error):
+                        raise
+
+    def _store(self, retries: int = _RETRIES) -> Any:
+        """The bucket; Any, because the methods that every store shares are not in obstore's union
+        type.
+        """
+        if retries not in self._stores:
+            is_http = any(
+                os.environ.get(name, "").startswith("http://") for name in _HTTP_ENDPOINTS
+            )
+            client: ClientConfig = {**_CLIENT, "allow_http": is_http}
+            retry: RetryConfig = {**_RETRY, "max_retries": retries}
+            try:
+                self._stores[retries] = from_url(
+                    self._bucket, client_options=client, retry_config=retry
+                )
+            except (BaseError, ValueError) as error:
+                variables = CREDENTIALS[self.uri.partition("://")[0]]
+                raise ConfigError(f"{self.uri}: {first_line(error)}: set {variables}") from None
+        return self._stores[retries]
+
+    def _get(self, key: str, options: GetOptions) -> Any:
+        return self._store().get(key, options=options)
+
+    def _key(self, name: str) -> str:
+        """Key of a name, without the `.` and `//` that a file system reads over."""
+        path = PurePosixPath(name)
+        relative = "" if str(path) == "." else str(path)
+        return f"{self._prefix}/{relative}".strip("/") if self._prefix else relative
+
+    def _info(self, meta: ObjectMeta) -> FileInfo:
+        name = meta["path"].removeprefix(self._prefix).lstrip("/")
+        return FileInfo(name, meta["size"], meta["e_tag"] or meta["last_modified"].isoformat())
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[str]:
+        """The key of a name; what goes wrong with it comes out as OSError, or as DataError if it is
+        the place.
+        """
+        listable = self.listable
+        try:
+            yield self._key(name)
+        except FileNotFoundError as error:
+            missing = FileNotFoundError(errno.ENOENT, "no such object", name)
+            raise place_problem(self.uri, error) or missing from None
+        except ValueError as error:  # a name that no key can have
+            raise OSError(errno.EINVAL, first_line(error), name) from None
+        except BaseError as error:
+            if is_denied(error) and not listable:
+                raise denied(self.uri, error) from None
+            raise place_problem(self.uri, error) or object_problem(name, error) from None
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[str]:
+        _ = self.listable
+        try:
+            yield self._key(name)
+        except (FileNotFoundError, ValueError, BaseError) as error:
+            raise write_problem(self.uri, error) from None
+
+
+class _RangedFile(io.RawIOBase):
+    """A large object, read in windows. The beginning stays in memory: readers of headers come back
+    to it.
+    """
+
+    def __init__(self, root: ObjectRoot, name: str, meta: ObjectMeta, head: bytes) -> None:
+        self._root = root
+        self._name = name
+        self._size = meta["size"]
+        self._version = meta["e_tag"]
+        self._head = head
+        self._start, self._window = 0, head
+        self._window_bytes = LEAST_WINDOW
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise OSError(errno.EINVAL, "seek to before the beginning", self._name)
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer from one window; at the end of the file 0."""
+        if self._position >= self._size:
+            return 0
+        if self._position < len(self._head):
+            start, data = 0, self._head
+        else:
+            self._move(len(buffer))
+            start, data = self._start, self._window
+        first = self._position - start
+        piece = memoryview(data)[first : first + len(buffer)]
+        buffer[: len(piece)] = piece
+        self._position += len(piece)
+        return len(piece)
+
+    def _move(self, wanted: int) -> None:
+        """Have a window that covers the position."""
+        end = self._start + len(self._window)
+        if self._start <= self._position < end:
+            return
+        straight_on = self._position == end
+        self._window_bytes = (
+            min(self._window_bytes * 2, MOST_WINDOW) if straight_on else LEAST_WINDOW
+        )
+        stop = min(self._position + max(self._window_bytes, wanted), self._size)
+        self._window = self._root.read_window(self._name, self._position, stop, self._version)
+        self._start = self._position
+        if not self._window:
+            raise OSError(errno.EIO, "the store sends nothing", self._name)

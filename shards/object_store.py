@@ -1,0 +1,337 @@
+"""Reading from object stores and web servers: `Bucket` reads byte ranges of the objects under a
+URI.
+
+Credentials and endpoint come from the environment, as the provider's own tools read them. All
+requests of a bucket run in one thread of its own, several at a time. A request is tried again with
+growing pauses, and a body that breaks off is continued, until it succeeds or its time limit is
+over; so nothing waits for ever, and whoever waits can be interrupted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import threading
+import weakref
+from collections.abc import Coroutine
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import count
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from balance.errors import ConfigError, DamagedShard, DataError, first_line
+from shards.store_errors import Refusal, explain
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, RetryConfig
+
+MAX_REQUESTS = 16
+"""Requests under way at a time; from SeaweedFS, 8 are 6 % slower and 32 no faster with ranges of 4
+MB.
+"""
+SLOWEST_BYTES_PER_S = 1 << 20
+"""A request gets its time limit plus the time that its bytes take at this rate."""
+FIRST_TRIES = 5
+"""Of the first request, 1.5 s: a mistyped endpoint must not take a minute to come out."""
+
+_HTTP_ENDPOINTS = (
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT",
+    "AZURE_STORAGE_ENDPOINT",
+)
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_RETRIES = 3
+"""Of obstore's own, which goes on in the middle of a body; few, because it does not say why until
+it gives up.
+"""
+_CLOSING_S = 5.0
+_LETTING_GO_S = 0.05
+Result = TypeVar("Result")
+
+_used_by: set[int] = set()
+"""The process that has used obstore, whose threads do not survive a fork."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a bucket has done so far."""
+
+    requests: int = 0
+    retries: int = 0
+    """Tries of requests behind the first, without those that obstore makes by itself."""
+    bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, *, requests: int = 0, retries: int = 0, number_of_bytes: int = 0) -> None:
+        """Count; any thread may."""
+        with self._lock:
+            self.requests += requests
+            self.retries += retries
+            self.bytes += number_of_bytes
+
+
+class Bucket:
+    """The objects under a URI, read only."""
+
+    def __init__(self, uri: str, time_limit_s: float = 60.0) -> None:
+        self.uri = uri.rstrip("/")
+        self.time_limit_s = time_limit_s
+        self.counters = Counters()
+        self._scheme, _, rest = self.uri.partition("://")
+        bucket, _, self._prefix = rest.partition("/")
+        if not bucket:
+            raise ConfigError(f"{uri}: a URI names a bucket: {self._scheme}://BUCKET/FOLDER")
+        self._base = f"{self._scheme}://{bucket}"
+        self._stores: dict[int, Any] = {}
+        self._slots = asyncio.Semaphore(MAX_REQUESTS)
+        self._worker: _Worker | None = None
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def read(self, name: str, *, patient: bool = True) -> bytes:
+        """A whole object. FileNotFoundError if it is missing; DataError, with the URI, for anything
+        else.
+
+        Without `patient`, a store that cannot be reached is given up after a few tries.
+        """
+        work = self._fetch(name, None, None, tries=None if patient else FIRST_TRIES)
+        return bytes(self.wait(self._submit(work), 0))
+
+    def start(self, name: str, start: int, end: int, size: int | None = None) -> Future[Any]:
+        """Ask for bytes `[start, end)` of an object, which must have `size` bytes. The result has
+        the buffer protocol.
+
+        It fails with DamagedShard if the object is missing or has another size, else with
+        DataError.
+        """
+        return self._submit(self._range(name, start, end, size))
+
+    def start_file(self, name: str) -> Future[Any]:
+        """Ask for a whole object; like `start`, but FileNotFoundError if it is missing."""
+        return self._submit(self._fetch(name, None, None, tries=None))
+
+    def wait(self, future: Future[Result], number_of_bytes: int) -> Result:
+        """The result of a request for so many bytes. DataError when its time is over, whatever the
+        network does.
+        """
+        limit_s = (
+            self._limit(number_of_bytes) + 1
+        )  # the request gives up by itself first, and says more
+        try:
+            return future.result(limit_s)
+        except TimeoutError:
+            raise self._time_over(limit_s, None) from None
+        except CancelledError:
+            raise DataError(f"{self.uri}: closed while a request was under way") from None
+
+    def cancel(self) -> None:
+        """Cancel what is under way, without waiting for it: whoever waits gets DataError. New
+        requests can be made.
+        """
+        with self._lock:
+            if self._worker is not None:
+                self._worker.cancel()
+
+    def close(self) -> None:
+        """Cancel what is under way, without waiting for it. Nothing can be read afterwards."""
+        with self._lock:
+            self._is_closed = True
+            worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.stop()
+
+    def _submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        try:
+            with self._lock:
+                if self._is_closed:
+                    raise ConfigError(f"{self.uri}: is closed; open the build again")
+                if self._worker is None:
+                    _refuse_fork(self.uri)
+                    self._worker = _Worker()
+                return self._worker.submit(work)
+        except BaseException:
+            work.close()
+            raise
+
+    async def _range(self, name: str, start: int, end: int, size: int | None) -> Any:
+        try:
+            content = await self._fetch(name, (start, end), size, tries=None)
+        except FileNotFoundError:
+            raise DamagedShard(f"{self.uri}/{name}: is missing; copy or build it again") from None
+        if len(content) != end - start:
+            raise DamagedShard(
+                f"{self.uri}/{name}: {len(content)} bytes came of {end - start}; run `packer verify`"
+            )
+        return content
+
+    async def _fetch(
+        self, name: str, window: tuple[int, int] | None, size: int | None, *, tries: int | None
+    ) -> Any:
+        """The bytes of one request, however often it must be made."""
+        limit_s = self._limit(window[1] - window[0] if window else 0)
+        refusal: Refusal | None = None
+        async with self._slots:
+            try:
+                async with asyncio.timeout(limit_s):
+                    pause_s = _FIRST_PAUSE_S
+                    for number in count(1):
+                        content, refusal = await self._try(
+                            name, window, size, patient=tries is None
+                        )
+                        if refusal is None:
+                            return content
+                        if number == tries:
+                            raise DataError(f"{self.uri}: {refusal.text}")
+                        self.counters.add(retries=1)
+                        await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+                        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            except TimeoutError:
+                raise self._time_over(limit_s, refusal, name) from None
+
+    async def _try(
+        self, name: str, window: tuple[int, int] | None, size: int | None, *, patient: bool
+    ) -> tuple[Any, Refusal | None]:
+        """(content, None), or (None, why it may succeed later)."""
+        self.counters.add(requests=1)
+        key = f"{self._prefix}/{name}" if self._prefix else name
+        try:
+            store = self._store(_RETRIES if patient else 0)
+            found = await store.get_async(key, options={"range": window} if window else None)
+            if size is not None and found.meta["size"] != size:
+                raise DamagedShard(
+                    f"{self.uri}/{name}: has {found.meta['size']} bytes, the manifest says {size} bytes; "
+                    "copy or build it again"
+                )
+            content = await found.bytes_async()
+        except (DataError, ConfigError):
+            raise
+        except (
+            Exception
+        ) as error:  # obstore's own, and FileNotFoundError, NotImplementedError, ValueError
+            refusal = explain(self._scheme, error)
+        else:
+            self.counters.add(number_of_bytes=len(content))
+            return content, None
+        if refusal.is_missing:
+            raise FileNotFoundError(f"{self.uri}/{name}")
+        if refusal.is_past_end:
+            raise DamagedShard(f"{self.uri}/{name}: {refusal.text}; copy or build it again")
+        if not refusal.is_passing:
+            raise DataError(f"{self.uri}/{name}: {refusal.text}")
+        return None, refusal
+
+    def _store(self, retries: int) -> Any:
+        """The client that makes so many tries of its own."""
+        if retries not in self._stores:
+            self._stores[retries] = _open(self.uri, self._base, retries, self.time_limit_s)
+        return self._stores[retries]
+
+    def _limit(self, number_of_bytes: int) -> float:
+        return self.time_limit_s + number_of_bytes / SLOWEST_BYTES_PER_S
+
+    def _time_over(self, limit_s: float, refusal: Refusal | None, name: str = "") -> DataError:
+        last = f" (last: {refusal.text})" if refusal else ""
+        place = f"{self.uri}/{name}" if name else self.uri
+        return DataError(
+            f"{place}: not read within {limit_s:.0f} s{last}; check the network, or give a longer timeout"
+        )
+
+
+class _Worker:
+    """A thread with an event loop. It ends with its bucket, at the latest before the interpreter
+    does.
+    """
+
+    def __init__(self) -> None:
+        self._loop, self._pid = asyncio.new_event_loop(), os.getpid()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="isobatch-store", daemon=True
+        )
+        self._thread.start()
+        # obstore must not call back into an interpreter that is being taken down
+        self._finalizer = weakref.finalize(self, _stop, self._loop, self._thread, self._pid)
+
+    def submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def cancel(self) -> None:
+        if os.getpid() == self._pid:
+            self._loop.call_soon_threadsafe(_cancel_all, self._loop)
+
+    def stop(self) -> None:
+        self._finalizer()
+
+
+def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, owner: int) -> None:
+    if os.getpid() != owner or not thread.is_alive():
+        return
+    asyncio.run_coroutine_threadsafe(_end(loop), loop)
+    if thread is not threading.current_thread():
+        thread.join(_CLOSING_S)
+
+
+def _cancel_all(loop: asyncio.AbstractEventLoop) -> set[asyncio.Task[Any]]:
+    tasks = asyncio.all_tasks(loop) - {asyncio.current_task(loop)}
+    for task in tasks:
+        task.cancel()
+    return tasks
+
+
+async def _end(loop: asyncio.AbstractEventLoop) -> None:
+    """End the loop when obstore has let go of all that was under way."""
+    tasks = _cancel_all(loop)
+    if tasks:
+        await asyncio.wait(tasks, timeout=_CLOSING_S / 2)
+        # obstore's threads hear of it a moment later, and one that still wants the interpreter at
+        # its end panics
+        await asyncio.sleep(_LETTING_GO_S)
+    loop.stop()
+
+
+def _refuse_fork(uri: str) -> None:
+    """ConfigError in a process forked off one that has used obstore: its requests would never be
+    answered.
+    """
+    _used_by.add(os.getpid())
+    if _used_by != {os.getpid()}:
+        raise ConfigError(
+            f"{uri}: the process was forked after the build was opened, and object stores cannot be read in a fork; "
+            "give the DataLoader multiprocessing_context='spawn' (or 'forkserver'), or open the build in the worker"
+        )
+
+
+def _open(uri: str, base: str, retries: int, time_limit_s: float) -> Any:
+    try:
+        from obstore.exceptions import BaseError  # noqa: PLC0415 - an optional extra
+        from obstore.store import from_url  # noqa: PLC0415
+    except ModuleNotFoundError:
+        raise ConfigError(
+            f"{uri}: reading from object stores needs obstore: pip install 'isobatch[cloud]'"
+        ) from None
+    is_http = base.startswith("http://") or any(
+        os.environ.get(name, "").startswith("http://") for name in _HTTP_ENDPOINTS
+    )
+    client: ClientConfig = {
+        "connect_timeout": "5s",
+        "read_timeout": timedelta(
+            seconds=min(15.0, time_limit_s / 3)
+        ),  # so that a dead connection is left in time
+        "timeout": timedelta(hours=1),  # the limit of a whole request is ours
+        "allow_http": is_http,
+    }
+    retry: RetryConfig = {
+        "max_retries": retries,
+        "retry_timeout": timedelta(seconds=time_limit_s / 4),
+        "backoff": {
+            "init_backoff": timedelta(seconds=_FIRST_PAUSE_S),
+            "max_backoff": timedelta(seconds=_LONGEST_PAUSE_S),
+            "base": 2,
+        },
+    }
+    try:
+        return from_url(base, client_options=client, retry_config=retry)
+    except (BaseError, ValueError) as error:
+        raise ConfigError(f"{uri}: {first_line(error)}") from None
