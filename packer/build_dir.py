@@ -26,7 +26,7 @@ from packer.group import Grouping
 from packer.sources.dataset import Dataset, Part
 from packer.text.chat_tokenizer import ChatTokenizer
 from shards._index_writer import read_described
-from shards.folders import is_uri, open_root
+from shards.folders import is_uri, open_folder
 from shards.manifest import MANIFEST_NAME, describe_file, hash_json, read_manifest
 from shards.tables import COUNTS_NAME, GROUPS_NAME, REJECTED_NAME
 
@@ -139,7 +139,7 @@ class BuildIdentity:
         rows in `parts`.
         """
         settings = self.settings(dataset)
-        root = open_root(str(out), follow_links=True)
+        root = open_folder(str(out), follow_links=True)
         return {
             "isobatch_version": version("isobatch"),
             "format": self.config.format,

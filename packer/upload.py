@@ -21,7 +21,7 @@ from balance.errors import DataError
 from packer.build_dir import BUILDING_NAME, INDEX_NAME, REPORT_NAME, require_ours
 from packer.report.figures import Report, make_report
 from packer.report.html import write_html
-from shards.folders import Bucket, is_uri, naming_full_disk, open_bucket
+from shards.folders import WritableFolder, is_uri, naming_full_disk, open_object_folder
 from shards.manifest import MANIFEST_NAME
 from shards.tables import COUNTS_NAME, GROUPS_NAME, REJECTED_NAME
 
@@ -94,8 +94,8 @@ class Publisher:
         shutil.rmtree(self.folder)
 
     @property
-    def _bucket(self) -> Bucket:
-        return open_bucket(self.uri)
+    def _bucket(self) -> WritableFolder:
+        return open_object_folder(self.uri)
 
     def _holder(self) -> bytes:
         """What the mark at the URI says; empty if there is none."""
@@ -114,7 +114,7 @@ def save_html(report: Report, place: str) -> None:
     with TemporaryDirectory() as folder:
         page = Path(folder, REPORT_NAME)
         write_html(report, page)
-        open_bucket(place).put(REPORT_NAME, page)
+        open_object_folder(place).put(REPORT_NAME, page)
 
 
 def work_folder(uri: str, work_dir: str | None) -> Path:

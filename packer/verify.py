@@ -14,7 +14,7 @@ import pyarrow as pa
 from balance.errors import DamagedShard
 from balance.types import COUNT_COLUMNS
 from packer.progress import StageProgress
-from shards.folders import Root, on_disk, open_root
+from shards.folders import Folder, on_disk, open_folder
 from shards.manifest import describe_file, read_manifest
 from shards.tables import COUNTS_NAME, REJECTED_NAME, read_table
 
@@ -37,7 +37,7 @@ def verify_build(out: Path | str, progress: StageProgress, *, workers: int) -> V
     """
     place = str(out)
     manifest = read_manifest(place)
-    root = open_root(place, follow_links=True)
+    root = open_folder(place, follow_links=True)
     files = [*manifest["shards"], *manifest["files"]]
     total = sum(file["size"] for file in files)
     problems = []
@@ -47,7 +47,7 @@ def verify_build(out: Path | str, progress: StageProgress, *, workers: int) -> V
         ThreadPoolExecutor(workers) as pool,  # threads are enough: hashing releases the GIL
     ):
         roots = [root] * len(manifest["shards"]) + [
-            open_root(str(folder), follow_links=True)
+            open_folder(str(folder), follow_links=True)
         ] * len(manifest["files"])
         for file, problem in zip(files, pool.map(_check_file, roots, files), strict=True):
             problems += problem
@@ -65,7 +65,7 @@ def verify_build(out: Path | str, progress: StageProgress, *, workers: int) -> V
     )
 
 
-def _strangers(root: Root, shards: list[dict[str, Any]]) -> list[str]:
+def _strangers(root: Folder, shards: list[dict[str, Any]]) -> list[str]:
     known = {shard["name"] for shard in shards}
     if not root.has_folder("shards"):
         return []  # all are missing, which is said already
@@ -76,7 +76,7 @@ def _strangers(root: Root, shards: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _check_file(root: Root, expected: dict[str, Any]) -> list[str]:
+def _check_file(root: Folder, expected: dict[str, Any]) -> list[str]:
     name = expected["name"]
     try:
         found = describe_file(root, name)

@@ -1,7 +1,7 @@
 """A group's bytes -> its samples: one record batch of an Arrow shard, or the members of a tar.
 
 Nothing is copied but what a tar forces: images, audio and tokens are views into the bytes that were
-given. Pure, but for the files that a refs build points to, which a `MediaRoot` reads.
+given. Pure, but for the files that a refs build points to, which a `MediaReader` reads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NO_NUMBERS.flags.writeable = False  # it is shared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RawGroup:
+class StoredGroup:
     """The samples of a group as they are stored: tokens packed, images and audio not yet
     decoded.
     """
@@ -57,7 +57,7 @@ class RawGroup:
     """(num_audios,): the place in the group of each clip's sample."""
 
 
-class MediaRoot(Protocol):
+class MediaReader(Protocol):
     """Where a refs build's images and audio files lie."""
 
     def read(self, names: Sequence[str], owners: Sequence[str], where: str) -> list[bytes]:
@@ -162,8 +162,8 @@ class _Batch:
 
 
 def decode_arrow(
-    content: pa.Buffer, layout: ArrowLayout, where: str, media: MediaRoot | None
-) -> RawGroup:
+    content: pa.Buffer, layout: ArrowLayout, where: str, media: MediaReader | None
+) -> StoredGroup:
     """The samples of a record batch (an encapsulated IPC message); with `media`, files are read
     from there.
 
@@ -179,7 +179,7 @@ def decode_arrow(
     if layout.has_audio and len(batch.ints("audio_lengths")[1]):
         audios, audio_samples, (lengths,) = _files(batch, "audio", sample_ids, where, media)
         audio = {"audios": audios, "audio_samples": audio_samples, "audio_lengths": lengths}
-    return RawGroup(
+    return StoredGroup(
         where=where,
         sample_ids=sample_ids,
         input_ids=input_ids,
@@ -197,7 +197,7 @@ _NUMBERS = {"image": ("image_widths", "image_heights"), "audio": ("audio_lengths
 
 
 def _files(
-    batch: _Batch, kind: str, sample_ids: tuple[str, ...], where: str, media: MediaRoot | None
+    batch: _Batch, kind: str, sample_ids: tuple[str, ...], where: str, media: MediaReader | None
 ) -> tuple[Contents, Int32Array, list[Int32Array]]:
     """The image or audio files of a batch, the place of each one's sample, and their numbers."""
     name = f"{kind}s" if media is None else f"{kind}_paths"
@@ -233,7 +233,7 @@ _ROWS: Int32Array = np.arange(1024, dtype=np.int32)
 _ROWS.flags.writeable = False  # it is shared
 
 
-def decode_tar(content: pa.Buffer, where: str) -> RawGroup:
+def decode_tar(content: pa.Buffer, where: str) -> StoredGroup:
     """The samples in a byte range of whole tar members.
 
     Raises tarfile.TarError, KeyError, TypeError, ValueError or OverflowError if the bytes are
@@ -253,7 +253,7 @@ def decode_tar(content: pa.Buffer, where: str) -> RawGroup:
     audios, audio_samples = _named_files(members, keys, [info.get("audios", ()) for info in infos])
     if len(audios) != len(audio_lengths):
         raise ValueError("audio files and their numbers do not belong together")
-    return RawGroup(
+    return StoredGroup(
         where=where,
         sample_ids=tuple(info["sample_id"] for info in infos),
         input_ids=np.concatenate(input_ids),

@@ -1,6 +1,6 @@
 """Folders of raw data, on disk or in a bucket, behind one small protocol.
 
-A `Root` opens and lists files by their name relative to it. What is wrong with one file comes out
+A `Folder` opens and lists files by their name relative to it. What is wrong with one file comes out
 as OSError, as from the file system, so that it costs one sample; what is wrong with the whole place
 (no such bucket, wrong credentials) raises DataError, and stops the build.
 """
@@ -29,7 +29,7 @@ URI_SCHEMES = ("s3", "gs", "az")
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
-class OutsideRoot(OSError):
+class OutsideFolder(OSError):
     """A name that leads out of the folder it is relative to."""
 
 
@@ -44,7 +44,7 @@ class FileInfo:
     """Changes when the file does: its time of change, or the store's entity tag."""
 
 
-class Root(Protocol):
+class Folder(Protocol):
     """A folder of raw data."""
 
     uri: str
@@ -75,7 +75,7 @@ class Root(Protocol):
         """Whether there is anything under that name."""
 
 
-class Bucket(Root, Protocol):
+class WritableFolder(Folder, Protocol):
     """A folder in an object store, which can be written to. DataError when it cannot."""
 
     def put(self, name: str, source: Path | bytes) -> None:
@@ -116,13 +116,17 @@ def split(place: str) -> tuple[str, str]:
 
 
 @lru_cache(maxsize=64)
-def open_root(place: str, *, follow_links: bool = False) -> Root:
+def open_folder(place: str, *, follow_links: bool = False) -> Folder:
     """The folder at a path or a URI; ConfigError for a URI of an unknown kind."""
-    return open_bucket(place) if is_uri(place) else LocalRoot(place, follow_links=follow_links)
+    return (
+        open_object_folder(place)
+        if is_uri(place)
+        else LocalFolder(place, follow_links=follow_links)
+    )
 
 
 @lru_cache(maxsize=64)
-def open_bucket(uri: str) -> Bucket:
+def open_object_folder(uri: str) -> WritableFolder:
     """The folder at a URI; ConfigError for one of an unknown kind."""
     scheme = uri.partition("://")[0]
     if scheme not in URI_SCHEMES:
@@ -131,12 +135,12 @@ def open_bucket(uri: str) -> Bucket:
             f"{uri}: {scheme}:// is no object store that packer knows: use a path, or one of {kinds}"
         )
     try:
-        from shards.object_folders import ObjectRoot  # noqa: PLC0415 - an extra, needed only here
+        from shards.object_folder import ObjectFolder  # noqa: PLC0415 - an extra, needed only here
     except ImportError:
         raise ConfigError(
             f"{uri}: object stores need obstore: pip install 'isobatch[cloud]'"
         ) from None
-    return ObjectRoot(uri)
+    return ObjectFolder(uri)
 
 
 @contextmanager
@@ -147,7 +151,7 @@ def on_disk(place: str, names: Sequence[str]) -> Iterator[Path]:
     if not is_uri(place):
         yield Path(place)
         return
-    root = open_root(place)
+    root = open_folder(place)
     with TemporaryDirectory(prefix="isobatch-") as folder, naming_full_disk(folder):
         for name in names:
             try:
@@ -192,7 +196,7 @@ def _open_now(path: str, flags: int = 0) -> int:
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
 
 
-class LocalRoot:
+class LocalFolder:
     """A folder on disk. Links that lead out of it are refused, unless they are to be followed."""
 
     def __init__(self, place: str, *, follow_links: bool = False) -> None:
@@ -277,10 +281,10 @@ class LocalRoot:
         return _open_now(self._inside(name))
 
     def _inside(self, name: str) -> str:
-        """The path of a file; OutsideRoot if it is a link that leads out."""
+        """The path of a file; OutsideFolder if it is a link that leads out."""
         path = f"{self.uri}/{name}"
         if not self._follow_links and not self._holds(os.path.dirname(os.path.realpath(path))):
-            raise OutsideRoot(
+            raise OutsideFolder(
                 f"{name} is a link out of {self.uri}; add --follow-links if that is meant"
             )
         return path

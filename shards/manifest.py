@@ -14,13 +14,13 @@ from typing import Any
 
 from balance.errors import DamagedShard, DataError
 from shards.checksums import file_checksum
-from shards.folders import Root, is_uri, join, open_root
+from shards.folders import Folder, is_uri, join, open_folder
 
 FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 
 
-def describe_file(root: Root, name: str) -> dict[str, Any]:
+def describe_file(root: Folder, name: str) -> dict[str, Any]:
     """Name, size and checksum of a file of the build, which is read once."""
     with root.open(name) as file:
         checksum, size = file_checksum(file)
@@ -54,7 +54,7 @@ def write_manifest(out: Path, manifest: dict[str, Any]) -> None:
 def is_complete(place: str) -> bool:
     """Whether there is a manifest at a folder or URI."""
     try:
-        return open_root(place, follow_links=True).info(MANIFEST_NAME).size >= 0
+        return open_folder(place, follow_links=True).info(MANIFEST_NAME).size >= 0
     except FileNotFoundError:
         return False
 
@@ -67,7 +67,7 @@ def read_manifest(out: Path | str) -> dict[str, Any]:
     path = join(place, MANIFEST_NAME)
     try:
         manifest = json.loads(
-            open_root(place, follow_links=True).read(MANIFEST_NAME).decode("utf-8")
+            open_folder(place, follow_links=True).read(MANIFEST_NAME).decode("utf-8")
         )
     except FileNotFoundError:
         is_there = is_uri(place) or Path(place).is_dir()

@@ -1,4 +1,4 @@
-"""Reading from object stores and web servers: `Bucket` reads byte ranges of the objects under a
+"""Reading from object stores and web servers: `RangeReader` reads byte ranges of the objects under a
 URI.
 
 Credentials and endpoint come from the environment, as the provider's own tools read them. All
@@ -73,7 +73,7 @@ class Counters:
             self.bytes += number_of_bytes
 
 
-class Bucket:
+class RangeReader:
     """The objects under a URI, read only."""
 
     def __init__(self, uri: str, time_limit_s: float = 60.0) -> None:

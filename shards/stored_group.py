@@ -22,7 +22,7 @@ from balance.errors import DamagedShard, first_line
 from balance.types import COUNT_COLUMNS
 from shards._index_writer import INDEX_BATCH_ROWS
 from shards.arrow_shards import shard_schema
-from shards.folders import Root
+from shards.folders import Folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ def read_index_row(path: Path, group: int) -> IndexRow:
     )
 
 
-def read_stored(root: Root, shard: str, row: IndexRow, shard_format: str) -> list[StoredSample]:
+def read_stored(root: Folder, shard: str, row: IndexRow, shard_format: str) -> list[StoredSample]:
     """The samples of a group of the shard named `shard`, in order; DamagedShard if it holds other
     bytes than expected.
 

@@ -23,7 +23,7 @@ _IMAGE_SUFFIXES = frozenset(
 _AUDIO_SUFFIXES = frozenset({"wav", "flac", "mp3", "ogg", "opus", "m4a"})
 
 
-class WebDatasetShardWriter:
+class TarShardWriter:
     """Writes one tar shard."""
 
     def __init__(self, path: Path) -> None:

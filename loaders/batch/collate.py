@@ -1,4 +1,4 @@
-"""From stored samples to tensors: `collate` makes a `MicroBatch` of a `RawGroup`.
+"""From stored samples to tensors: `collate` makes a `MicroBatch` of a `StoredGroup`.
 
 The image and audio tokens in `input_ids` were counted at build; a file that has changed since would
 no longer fill them, so each image's size and each clip's length is compared with what was counted.
@@ -27,7 +27,7 @@ from loaders.decode.audio import decode_audio
 from loaders.decode.image import decode, decode_pixels
 from loaders.decode.log_mel import MEL_BINS, log_mel_frames, log_mel_windows
 from loaders.decode.resize import Pixels
-from loaders.read.shard_reader import RawGroup
+from loaders.read.shard_reader import StoredGroup
 
 
 @lru_cache
@@ -102,7 +102,7 @@ IMAGES_ONLY = MediaOptions()
 
 
 def collate(
-    raw: RawGroup | None,
+    raw: StoredGroup | None,
     rule: VisionRule,
     pixel_dtype: torch.dtype,
     totals: StepTotals,
@@ -137,7 +137,7 @@ def collate(
     )
 
 
-def _tokens(raw: RawGroup) -> tuple[Tensor, ...]:
+def _tokens(raw: StoredGroup) -> tuple[Tensor, ...]:
     """Input ids, labels and each token's place in its sample, int64; rows of one tensor, which is
     made once.
     """
@@ -163,7 +163,7 @@ _counted = np.arange(8192)
 
 
 NO_TOKENS = np.zeros(0, dtype=np.int32)
-EMPTY_GROUP = RawGroup(
+EMPTY_GROUP = StoredGroup(
     where="the fill of the epoch's last step",
     sample_ids=(),
     input_ids=NO_TOKENS,
@@ -176,7 +176,7 @@ EMPTY_GROUP = RawGroup(
 
 
 def _pixel_values(
-    raw: RawGroup,
+    raw: StoredGroup,
     plans: Sequence[ImagePlan],
     rule: VisionRule,
     dtype: torch.dtype,
@@ -210,7 +210,7 @@ def _no_pixels(rule: VisionRule, dtype: torch.dtype) -> Tensor:
 
 def _cut_image(
     memory: Pixels,
-    raw: RawGroup,
+    raw: StoredGroup,
     place: int,
     plan: ImagePlan,
     rule: VisionRule,
@@ -234,7 +234,7 @@ def _cut_image(
     pixels.cut_into(memory, rule, image, plan, exact=media.exact_resize)
 
 
-def _audio_fields(raw: RawGroup, media: MediaOptions) -> dict[str, Tensor]:
+def _audio_fields(raw: StoredGroup, media: MediaOptions) -> dict[str, Tensor]:
     """The audio fields of a `MicroBatch`; none for a model that hears nothing."""
     rule = media.audio_rule
     if rule is None:
@@ -269,7 +269,7 @@ def _audio_values(clips: Sequence[Tensor], rule: AudioRule, media: MediaOptions)
     return torch.cat([torch.empty(0), *clips])
 
 
-def _decode_clip(raw: RawGroup, place: int, rule: AudioRule) -> Tensor:
+def _decode_clip(raw: StoredGroup, place: int, rule: AudioRule) -> Tensor:
     try:
         return decode_audio(rule, raw.audios[place], int(raw.audio_lengths[place]))
     except DataError as error:
@@ -279,7 +279,7 @@ def _decode_clip(raw: RawGroup, place: int, rule: AudioRule) -> Tensor:
 _ADVICE = "restore it, or build again without it"
 
 
-def _owner(raw: RawGroup, sample: int) -> str:
+def _owner(raw: StoredGroup, sample: int) -> str:
     return f"sample {raw.sample_ids[sample]!r} ({raw.where})"
 
 

@@ -20,7 +20,7 @@ from loaders.read.local import LocalShards, open_media
 from loaders.read.remote import RemoteMedia, RemoteShards
 from loaders.read.shard_reader import ShardReader, Verify
 from loaders.read.write_behind import WriteBehind
-from shards.decode import MediaRoot
+from shards.decode import MediaReader
 from shards.index import (
     INDEX_NAME,
     MANIFEST_NAME,
@@ -30,7 +30,7 @@ from shards.index import (
     read_manifest,
     unfinished,
 )
-from shards.object_store import Bucket
+from shards.object_store import RangeReader
 
 SCHEMES = ("s3", "gs", "az", "http", "https")
 DEFAULT_CACHE_BYTES = 16 << 30
@@ -99,7 +99,7 @@ def open_build(
         source = LocalShards(Path(place), manifest.shards, index)
         shards = ShardReader(manifest, index, source, media, options.verify)
         return StoredBuild(manifest=manifest, index=index, shards=shards, files=files)
-    bucket = Bucket(place, options.timeout_s)
+    bucket = RangeReader(place, options.timeout_s)
     try:
         return _open_remote(bucket, image_root, options)
     except BaseException:
@@ -108,7 +108,7 @@ def open_build(
 
 
 def _open_remote(
-    bucket: Bucket, image_root: str | Path | None, options: StorageOptions
+    bucket: RangeReader, image_root: str | Path | None, options: StorageOptions
 ) -> StoredBuild:
     try:
         manifest = parse_manifest(bucket.read(MANIFEST_NAME, patient=False), bucket.uri)
@@ -128,13 +128,13 @@ def _open_media(
     image_root: str | Path | None,
     options: StorageOptions,
     cache: WriteBehind | None = None,
-) -> MediaRoot | None:
+) -> MediaReader | None:
     """Where the images of a refs build lie; None for other formats."""
     place = _place(image_root or manifest.data_root or "")
     if manifest.format != "refs" or not is_remote(place):
         return open_media(manifest, place or None)
     return RemoteMedia(
-        Bucket(place, options.timeout_s), cache or WriteBehind(_open_cache(manifest, options))
+        RangeReader(place, options.timeout_s), cache or WriteBehind(_open_cache(manifest, options))
     )
 
 

@@ -25,7 +25,7 @@ from loaders.read.cache import Cache
 from loaders.read.shard_reader import Verify
 from shards.checksums import FileChecksum, file_checksum
 from shards.index import BuildFile, Manifest
-from shards.object_store import SLOWEST_BYTES_PER_S, Bucket
+from shards.object_store import SLOWEST_BYTES_PER_S, RangeReader
 
 CHECKED_BYTES = 256 << 20
 """The index of a million groups of eight samples; XXH3 takes some 40 ms for it."""
@@ -80,7 +80,7 @@ class LocalFiles:
 class RemoteFiles:
     """Files of a build in a bucket."""
 
-    def __init__(self, bucket: Bucket, manifest: Manifest, cache: Cache) -> None:
+    def __init__(self, bucket: RangeReader, manifest: Manifest, cache: Cache) -> None:
         self._bucket, self._manifest, self._cache = bucket, manifest, cache
 
     def open(self, name: str) -> pa.NativeFile:

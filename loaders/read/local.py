@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from balance.errors import ConfigError, DamagedShard, DataError, first_line
 from loaders.read.shard_reader import Traffic, group_place
-from shards.decode import MediaRoot
+from shards.decode import MediaReader
 from shards.index import BuildFile, GroupIndex, Manifest
 
 MAX_OPEN = 64
@@ -185,7 +185,7 @@ class LocalMedia:
         """Nothing: files are closed as they are read."""
 
 
-def open_media(manifest: Manifest, image_root: str | Path | None) -> MediaRoot | None:
+def open_media(manifest: Manifest, image_root: str | Path | None) -> MediaReader | None:
     """The folder that a refs build takes its images from; None for other formats. ConfigError if it
     is not there.
 

@@ -1,5 +1,5 @@
 """From picks to stored samples: `SampleReader` reads what a micro-batch is made of and joins it to
-one `RawGroup`.
+one `StoredGroup`.
 
 A whole group is handed on as it was read, views into the mapped shard. Samples out of several
 groups are cut out and joined: tokens are copied, images are not. Safe to call from many threads.
@@ -20,7 +20,7 @@ from balance.types import IntArray
 from loaders.batch.collate import EMPTY_GROUP, NO_TOKENS
 from loaders.plan.selection import GroupSlice, Selection
 from loaders.read.builds import Build
-from loaders.read.shard_reader import RawGroup
+from loaders.read.shard_reader import StoredGroup
 
 Int32Array = NDArray[np.int32]
 
@@ -42,7 +42,7 @@ class SampleReader:
     def __init__(self, builds: Sequence[Build], cached_bytes: int = CACHED_BYTES) -> None:
         self._builds, self._cached_bytes = builds, cached_bytes
         self._lock = threading.Lock()
-        self._cached: OrderedDict[tuple[int, int], RawGroup] = OrderedDict()
+        self._cached: OrderedDict[tuple[int, int], StoredGroup] = OrderedDict()
         self._held_bytes = 0
 
     def prefetch(self, items: Sequence[Selection]) -> None:
@@ -78,7 +78,7 @@ class SampleReader:
         for build in self._builds:
             build.close()
 
-    def read(self, item: Selection) -> RawGroup | None:
+    def read(self, item: Selection) -> StoredGroup | None:
         """The samples of an item, in its order; None if it is empty. Errors as
         `ShardReader.read`.
         """
@@ -96,11 +96,11 @@ class SampleReader:
             if pick.places is None:  # others are kept for a while
                 self._builds[pick.build].shards.release(pick.group)
 
-    def _cut(self, pick: GroupSlice) -> RawGroup:
+    def _cut(self, pick: GroupSlice) -> StoredGroup:
         raw = self._stored(pick.build, pick.group)
         return raw if pick.places is None else take_samples(raw, pick.places)
 
-    def _stored(self, build: int, group: int) -> RawGroup:
+    def _stored(self, build: int, group: int) -> StoredGroup:
         """A stored group, from the cache if it is there. Two threads may both read one: it is the
         same.
         """
@@ -119,13 +119,13 @@ class SampleReader:
         return raw
 
 
-def stored_bytes(raw: RawGroup) -> int:
+def stored_bytes(raw: StoredGroup) -> int:
     """Bytes of the tokens, labels and files of some samples."""
     files = sum(len(file) for files, *_ in MEDIA.values() for file in getattr(raw, files, ()))
     return files + raw.input_ids.nbytes + raw.labels.nbytes
 
 
-def take_samples(raw: RawGroup, places: Sequence[int]) -> RawGroup:
+def take_samples(raw: StoredGroup, places: Sequence[int]) -> StoredGroup:
     """The samples at `places` of a group, in that order."""
     chosen = np.array(places, dtype=np.int64)
     tokens = _ranges(raw.cu_seqlens[chosen], raw.cu_seqlens[chosen + 1])
@@ -148,7 +148,7 @@ def take_samples(raw: RawGroup, places: Sequence[int]) -> RawGroup:
     return replace(raw, **changed)
 
 
-def join(parts: Sequence[RawGroup]) -> RawGroup:
+def join(parts: Sequence[StoredGroup]) -> StoredGroup:
     """The samples of all parts, one part behind the other."""
     if len(parts) == 1:
         return parts[0]
@@ -169,13 +169,13 @@ def join(parts: Sequence[RawGroup]) -> RawGroup:
     return replace(parts[0], **joined)
 
 
-def without_media(raw: RawGroup, encoders: Collection[str]) -> RawGroup:
+def without_media(raw: StoredGroup, encoders: Collection[str]) -> StoredGroup:
     """Without the files of `encoders`, which are encoded elsewhere; what is told of them stays."""
     dropped = {MEDIA[name][0]: () for name in encoders if hasattr(raw, MEDIA[name][0])}
     return replace(raw, **dropped)  # type: ignore[arg-type]
 
 
-def only_media(raw: RawGroup, encoder: str) -> RawGroup:
+def only_media(raw: StoredGroup, encoder: str) -> StoredGroup:
     """The files of one encoder without any token, for the rank that encodes them."""
     num_samples = len(raw.sample_ids)
     others = [names for name, names in MEDIA.items() if name != encoder and names in _media_of(raw)]
@@ -189,7 +189,7 @@ def only_media(raw: RawGroup, encoder: str) -> RawGroup:
     )
 
 
-def _media_of(raw: RawGroup) -> list[tuple[str, str, str]]:
+def _media_of(raw: StoredGroup) -> list[tuple[str, str, str]]:
     return [names for names in MEDIA.values() if hasattr(raw, names[0])]
 
 

@@ -26,7 +26,7 @@ from loaders.read.shard_reader import Traffic, group_place
 from loaders.read.write_behind import WriteBehind
 from shards.checksums import group_checksum
 from shards.index import BuildFile, GroupIndex
-from shards.object_store import Bucket
+from shards.object_store import RangeReader
 
 REQUEST_BYTES = 4 << 20
 """Size up to which neighbours are joined: SeaweedFS gives 970 to 1,200 MB/s by 4 MB, 340 to 430 by
@@ -103,7 +103,11 @@ class RemoteShards:
     is_remote = True
 
     def __init__(
-        self, bucket: Bucket, shards: Sequence[BuildFile], index: GroupIndex, cache: WriteBehind
+        self,
+        bucket: RangeReader,
+        shards: Sequence[BuildFile],
+        index: GroupIndex,
+        cache: WriteBehind,
     ) -> None:
         self._bucket, self._shards, self._index, self._cache = bucket, shards, index, cache
         self._ahead: OrderedDict[int, _Ahead] = OrderedDict()
@@ -241,7 +245,7 @@ class RemoteMedia:
     the same time.
     """
 
-    def __init__(self, bucket: Bucket, cache: WriteBehind) -> None:
+    def __init__(self, bucket: RangeReader, cache: WriteBehind) -> None:
         self._bucket, self._cache = bucket, cache
 
     def read(self, names: Sequence[str], owners: Sequence[str], where: str) -> list[bytes]:

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from balance.errors import DamagedShard, first_line
 from shards.checksums import group_checksum
-from shards.decode import ArrowLayout, MediaRoot, RawGroup, decode_arrow, decode_tar
+from shards.decode import ArrowLayout, MediaReader, StoredGroup, decode_arrow, decode_tar
 from shards.index import GroupIndex, Manifest
 
-__all__ = ["GroupBytes", "RawGroup", "ShardReader", "Traffic", "Verify", "group_place"]
+__all__ = ["GroupBytes", "StoredGroup", "ShardReader", "Traffic", "Verify", "group_place"]
 
 Verify = Literal["first", "never"]
 """Compare a group's checksum with the index's when a process reads it for the first time, from disk
@@ -93,7 +93,7 @@ class ShardReader:
         manifest: Manifest,
         index: GroupIndex,
         source: GroupBytes,
-        media: MediaRoot | None,
+        media: MediaReader | None,
         verify: Verify,
     ) -> None:
         self._index, self._source, self._media = index, source, media
@@ -104,7 +104,7 @@ class ShardReader:
         if verify == "first":
             self._checked = np.zeros(-(-len(index) // 8), np.uint8)
 
-    def read(self, group: int) -> RawGroup:
+    def read(self, group: int) -> StoredGroup:
         """One group. DataError or DamagedShard, with the shard or the sample in it, if it cannot be
         read.
 
@@ -184,7 +184,7 @@ class ShardReader:
         self._checked[group >> 3] |= 1 << (group & 7)
         return content
 
-    def _decode(self, content: pa.Buffer, where: str) -> RawGroup:
+    def _decode(self, content: pa.Buffer, where: str) -> StoredGroup:
         if self._is_tar:
             return decode_tar(content, where)
         if self._layout is None:
@@ -201,7 +201,7 @@ def group_place(shard_name: str, group: int) -> str:
     return f"{shard_name.rpartition('/')[2]}, group {group}"
 
 
-def _check_counts(raw: RawGroup, index: GroupIndex, group: int) -> None:
+def _check_counts(raw: StoredGroup, index: GroupIndex, group: int) -> None:
     """DamagedShard unless the group has as many samples and tokens as the index says."""
     num_samples, *tokens = index.row(
         group, "num_samples", "num_image_tokens", "num_text_tokens", "num_audio_tokens"

@@ -29,7 +29,7 @@ from packer.media.image_header import read_header
 from packer.records.media import BLOB_SCHEME, Media, MediaProblem, open_media
 from packer.records.record import RawRecord, RawSample, Rejected, parse_record
 from packer.text.chat_tokenizer import ChatTokenizer, EncodedText, TextRejected
-from shards.folders import Root, open_root, readers
+from shards.folders import Folder, open_folder, readers
 
 _INTS = pa.list_(pa.int32())
 _PLACE = [
@@ -136,7 +136,7 @@ class SampleCounter:
     def _count(
         self, records: Iterable[RawRecord], source: str, data_root: str, blob_name: str
     ) -> Counted:
-        root = open_root(data_root, follow_links=self._task.follow_links)
+        root = open_folder(data_root, follow_links=self._task.follow_links)
         look = partial(self._look_at_files, root)
         parsed = [parse_record(record, source) for record in records]
         with readers(data_root) as pool:
@@ -157,7 +157,7 @@ class SampleCounter:
         return Counted(pa.Table.from_pylist(rows, schema=STAGED_SCHEMA), bytes(blob))
 
     def _look_at_files(
-        self, root: Root, sample: RawSample | Rejected
+        self, root: Folder, sample: RawSample | Rejected
     ) -> tuple[RawSample | Rejected, _Files]:
         if isinstance(sample, Rejected):
             return sample, ([], [])
@@ -167,7 +167,7 @@ class SampleCounter:
         except MediaProblem as problem:
             return _reject(sample, problem.reason, problem.detail), ([], [])
 
-    def _count_image(self, root: Root, media: Media) -> _CountedImage:
+    def _count_image(self, root: Folder, media: Media) -> _CountedImage:
         with open_media(root, media, "image") as file:
             header = read_header(file, media.name, decode=self._task.decode_images)
         try:
@@ -176,7 +176,7 @@ class SampleCounter:
             raise MediaProblem(problem.reason, f"{media.name}: {problem.detail}") from None
         return _CountedImage(media, header.width, header.height, header.num_bytes, plan)
 
-    def _count_audio(self, root: Root, media: Media) -> _CountedAudio:
+    def _count_audio(self, root: Folder, media: Media) -> _CountedAudio:
         if self._model.audio is None:
             raise MediaProblem(
                 "no_audio_encoder", f"{media.name}: {self._model.name} cannot hear it"

@@ -27,7 +27,7 @@ from packer.inspect._thumbnails import Thumbnail, make_thumbnail
 from packer.inspect.token_text import Kind, load_decoder, read_pieces
 from packer.inspect.view import GroupView, ImageView, SampleView
 from packer.sources.dataset import DEMO
-from shards.folders import on_disk, open_root
+from shards.folders import on_disk, open_folder
 from shards.manifest import read_manifest
 from shards.stored_group import IndexRow, StoredSample, read_index_row, read_stored
 from shards.tables import COUNTS_NAME, GROUPS_NAME
@@ -59,7 +59,7 @@ def inspect_group(
         row = read_index_row(folder / INDEX_NAME, number)
         counted = _counted(folder, number, row)
     shard = manifest["shards"][row.shard]["name"]
-    stored = read_stored(open_root(place, follow_links=True), shard, row, manifest["format"])
+    stored = read_stored(open_folder(place, follow_links=True), shard, row, manifest["format"])
     limits = Limits(**manifest["limits"])
     pairs = zip(stored, counted, strict=True)
     samples = tuple(
@@ -185,7 +185,7 @@ def _image_view(
         root = manifest["data_root"]
         try:
             # a link was allowed or refused when the build was made
-            data = open_root(root, follow_links=True).read(name)
+            data = open_folder(root, follow_links=True).read(name)
             thumbnail = make_thumbnail(data)
         except OSError as error:
             thumbnail = f"cannot be read under {root} ({error.strerror or error}); restore it"

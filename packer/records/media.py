@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import IO
 
-from shards.folders import OutsideRoot, Root
+from shards.folders import Folder, OutsideFolder
 
 BLOB_SCHEME = "blob:"
 """Containers of this kind lie in the staging folder."""
@@ -45,7 +45,7 @@ class Media:
     """Its content, if that came with the record."""
 
 
-def open_media(root: Root, media: Media, kind: str) -> IO[bytes]:
+def open_media(root: Folder, media: Media, kind: str) -> IO[bytes]:
     """The content of a file, seekable. MediaProblem if it is missing or leads out of the data root.
 
     `kind` is `image` or `audio`, for the reason.
@@ -56,7 +56,7 @@ def open_media(root: Root, media: Media, kind: str) -> IO[bytes]:
         if media.container:
             return io.BytesIO(root.read(media.container, media.offset, media.size))
         return root.open(_relative(media.name, kind))
-    except OutsideRoot as error:
+    except OutsideFolder as error:
         raise MediaProblem("outside_data_root", str(error)) from None
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise MediaProblem(f"missing_{kind}", media.container or media.name) from None
@@ -66,7 +66,7 @@ def open_media(root: Root, media: Media, kind: str) -> IO[bytes]:
         ) from None
 
 
-def read_into(root: Root, media: Media, blobs: Root, view: memoryview) -> None:
+def read_into(root: Folder, media: Media, blobs: Folder, view: memoryview) -> None:
     """Fill `view` with a counted file, whose `size` is its length; MediaProblem if it is no longer
     what was counted.
     """

@@ -16,7 +16,7 @@ from typing import IO
 import pyarrow as pa
 
 from packer.sources.files import damaged, opened
-from shards.folders import Root
+from shards.folders import Folder
 
 CONTINUATION = 0xFFFFFFFF
 """Stands in front of every message."""
@@ -57,7 +57,7 @@ class ArrowStream:
 
 
 @contextmanager
-def open_arrow_stream(root: Root, name: str) -> Iterator[ArrowStream]:
+def open_arrow_stream(root: Folder, name: str) -> Iterator[ArrowStream]:
     """An Arrow stream; DataError that names it if it is damaged, also when that comes out inside
     the `with`.
     """

@@ -19,7 +19,7 @@ from typing import IO, Any, cast
 from balance.errors import DataError
 from packer.records.record import RawRecord
 from packer.records.schemas import CONTENT_KEYS
-from shards.folders import Root, join
+from shards.folders import Folder, join
 
 BLOCK_BYTES = 1 << 20
 MAX_RECORD_CHARS = 64 << 20
@@ -33,7 +33,7 @@ _NEXT_OBJECT = re.compile(r"(?<=[\n,\[])\s*(?=\{)")
 
 
 def read_json_records(
-    root: Root, name: str, *, on_bytes: Callable[[int], None] = lambda _: None
+    root: Folder, name: str, *, on_bytes: Callable[[int], None] = lambda _: None
 ) -> Iterator[RawRecord]:
     """Records of a JSON array or of JSON lines (told apart by the first character), in file order.
 

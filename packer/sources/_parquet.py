@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from packer.sources.files import damaged, opened
-from shards.folders import Root
+from shards.folders import Folder
 
 READ_BYTES = 1 << 20
 """Column chunks are streamed in reads of this size, so that a large row group is never in memory as
@@ -49,7 +49,7 @@ def _decoded_bytes(group: pq.RowGroupMetaData, columns: set[str]) -> int:
 
 
 @contextmanager
-def open_parquet(root: Root, name: str) -> Iterator[ParquetTable]:
+def open_parquet(root: Folder, name: str) -> Iterator[ParquetTable]:
     """A Parquet file; DataError that names it if it is damaged, also when that comes out inside the
     `with`.
     """

@@ -23,7 +23,7 @@ from packer.sources.mixture import (
     read_mixture,
     require_parts,
 )
-from shards.folders import is_uri, join, open_root
+from shards.folders import is_uri, join, open_folder
 
 DEMO = "demo"
 
@@ -141,7 +141,7 @@ def _preset(preset: DatasetPreset, data_root: str | None, *, fetch: bool) -> Dat
         raise ConfigError(
             f"--dataset {preset.name} needs --data-root: the folder that holds {preset.annotations} and the images"
         )
-    root = open_root(data_root)
+    root = open_folder(data_root)
     there = _is_file(data_root, preset.annotations)
     problems = []
     if not there and (not fetch or is_uri(data_root)):
@@ -169,7 +169,7 @@ def _preset(preset: DatasetPreset, data_root: str | None, *, fetch: bool) -> Dat
 
 def _is_file(data_root: str, name: str) -> bool:
     try:
-        return open_root(data_root, follow_links=True).info(name).size >= 0
+        return open_folder(data_root, follow_links=True).info(name).size >= 0
     except OSError:
         return False
 

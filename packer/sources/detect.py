@@ -16,7 +16,7 @@ from packer.sources.json_source import AnnotationSource
 from packer.sources.splits import choose_files, choose_split
 from packer.sources.table_source import TableSource
 from packer.sources.tar_source import TarSource
-from shards.folders import Root, is_uri, join, open_root, split
+from shards.folders import Folder, is_uri, join, open_folder, split
 
 SUFFIXES = {
     ".json": "annotations",
@@ -95,7 +95,7 @@ def _locate_uri(place: str) -> Located:
 
 
 def _locate_folder(place: str, wanted: str | None) -> Located:
-    root = open_root(place, follow_links=True)
+    root = open_folder(place, follow_links=True)
     names = root.names()
     if DICT_NAME in names:
         chosen = choose_split(_listed(root, DICT_NAME, "splits", str), wanted, place)
@@ -140,12 +140,12 @@ def _one_layout(names: Sequence[str], place: str) -> str:
 
 def _saved(place: str) -> Located:
     """A folder that `datasets.save_to_disk` wrote."""
-    root = open_root(place, follow_links=True)
+    root = open_folder(place, follow_links=True)
     names = _listed(root, STATE_NAME, "_data_files", lambda entry: entry["filename"])
     return Located("arrow", place, tuple(names))
 
 
-def _listed(root: Root, name: str, key: str, read: Callable[[Any], str]) -> list[str]:
+def _listed(root: Folder, name: str, key: str, read: Callable[[Any], str]) -> list[str]:
     """The list under a key of a JSON file that `datasets` wrote."""
     try:
         values = json.loads(root.read(name))
@@ -163,7 +163,7 @@ def _listed(root: Root, name: str, key: str, read: Callable[[Any], str]) -> list
     return listed
 
 
-def _annotations(root: Root, names: Sequence[str]) -> tuple[str, ...]:
+def _annotations(root: Folder, names: Sequence[str]) -> tuple[str, ...]:
     """The annotation file of a folder, or its shards; empty if it has none."""
     found = [
         name

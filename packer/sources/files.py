@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import IO, Any
 
 from balance.errors import DataError, first_line
-from shards.folders import FileInfo, Root, join
+from shards.folders import FileInfo, Folder, join
 
 
-def file_infos(root: Root, names: Sequence[str]) -> list[FileInfo]:
+def file_infos(root: Folder, names: Sequence[str]) -> list[FileInfo]:
     """Size and version of files; DataError for one that is not there."""
     return [_info(root, name) for name in names]
 
@@ -21,7 +21,7 @@ def name_and_size(infos: Sequence[FileInfo]) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def opened(root: Root, name: str) -> Iterator[IO[bytes]]:
+def opened(root: Folder, name: str) -> Iterator[IO[bytes]]:
     """A file for reading; what goes wrong with it inside the `with` is a DataError that names
     it.
     """
@@ -34,12 +34,12 @@ def opened(root: Root, name: str) -> Iterator[IO[bytes]]:
         ) from None
 
 
-def damaged(root: Root, name: str, error: Exception) -> DataError:
+def damaged(root: Folder, name: str, error: Exception) -> DataError:
     """The error for a file that is not what its kind should be."""
     return DataError(f"{join(root.uri, name)}: damaged or cut short: {first_line(error)}")
 
 
-def _info(root: Root, name: str) -> FileInfo:
+def _info(root: Folder, name: str) -> FileInfo:
     try:
         return root.info(name)
     except OSError as error:

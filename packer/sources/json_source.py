@@ -11,7 +11,7 @@ from typing import Any
 from packer.sources._json_records import read_json_records
 from packer.sources.base import Chunk, cut
 from packer.sources.files import file_infos
-from shards.folders import FileInfo, Root, open_root
+from shards.folders import FileInfo, Folder, open_folder
 
 
 class AnnotationSource:
@@ -20,7 +20,7 @@ class AnnotationSource:
     def __init__(self, name: str, folder: str, names: list[str], data_root: str) -> None:
         self.name = name
         self.data_root = data_root
-        self._root: Root = open_root(folder, follow_links=True)
+        self._root: Folder = open_folder(folder, follow_links=True)
         self._names = names
 
     def files(self) -> list[FileInfo]:

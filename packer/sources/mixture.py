@@ -13,7 +13,7 @@ from typing import Any
 from balance.errors import ConfigError, DataError
 from balance.presets import build_config, config_root, preset_names
 from packer.sources.hub import parse_hub_id
-from shards.folders import is_uri, join, open_root, split
+from shards.folders import is_uri, join, open_folder, split
 
 PEEK_BYTES = 1 << 16
 
@@ -153,7 +153,7 @@ def _is_there(place: str, data_root: str | None) -> bool:
     place = full.rpartition("@")[0] or full
     folder, name = split(place)
     try:
-        return open_root(place).has_folder("") or open_root(folder).info(name).size >= 0
+        return open_folder(place).has_folder("") or open_folder(folder).info(name).size >= 0
     except OSError:
         return False
 

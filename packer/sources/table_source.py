@@ -26,7 +26,7 @@ from packer.sources._arrow_stream import open_arrow_stream
 from packer.sources._parquet import open_parquet
 from packer.sources.base import Chunk, cut
 from packer.sources.files import file_infos, name_and_size
-from shards.folders import FileInfo, Root, join, open_root
+from shards.folders import FileInfo, Folder, join, open_folder
 
 CHUNK_BYTES = 64 << 20
 """Decoded bytes of a chunk at most, about; its images are copied into the staging folder at
@@ -47,7 +47,7 @@ class TableFile(Protocol):
         """The rows of some blocks, a few at a time."""
 
 
-_OPEN: dict[str, Callable[[Root, str], AbstractContextManager[TableFile]]] = {
+_OPEN: dict[str, Callable[[Folder, str], AbstractContextManager[TableFile]]] = {
     "parquet": open_parquet,
     "arrow": open_arrow_stream,
 }
@@ -73,7 +73,7 @@ class TableChunk:
         return islice(self._all(), self.count)
 
     def _all(self) -> Iterator[RawRecord]:
-        root = open_root(self.folder, follow_links=True)
+        root = open_folder(self.folder, follow_links=True)
         row, first = self.first_row, self.first_row + self.skip
         with _OPEN[self.layout](root, self.name) as table:
             for batch in table.batches(self.blocks, self.columns):
@@ -94,7 +94,7 @@ class TableSource:
         self.data_root = data_root
         self._layout = layout
         self._folder = folder
-        self._root: Root = open_root(folder, follow_links=True)
+        self._root: Folder = open_folder(folder, follow_links=True)
         self._names = names
 
     def files(self) -> list[FileInfo]:

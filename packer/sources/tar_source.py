@@ -19,7 +19,7 @@ from packer.sources._tar_members import BrokenTarError, Member, read_members
 from packer.sources._tar_samples import key_of, make_record
 from packer.sources.base import Chunk
 from packer.sources.files import file_infos, name_and_size, opened
-from shards.folders import FileInfo, Root, is_uri, open_root
+from shards.folders import FileInfo, Folder, is_uri, open_folder
 
 WHOLE_TAR_BYTES = 512 << 20
 """A tar up to this size is one chunk, so that its headers are read where it is counted; a larger
@@ -44,7 +44,7 @@ class TarChunk:
 
     def records(self) -> Iterator[RawRecord]:
         """The samples, in order. A damaged place is one broken record, and ends the tar."""
-        with opened(open_root(self.folder, follow_links=True), self.name) as file:
+        with opened(open_folder(self.folder, follow_links=True), self.name) as file:
             samples = _samples(read_members(file, self.start, self.end))
             for position, sample in enumerate(samples, self.first):
                 yield make_record(
@@ -66,7 +66,7 @@ class TarSource:
         self.data_root = data_root
         self._folder = folder
         self._prefix = _under(folder, data_root)
-        self._root: Root = open_root(folder, follow_links=True)
+        self._root: Folder = open_folder(folder, follow_links=True)
         self._names = names
 
     def files(self) -> list[FileInfo]:

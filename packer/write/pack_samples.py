@@ -24,7 +24,7 @@ from packer.media.image_header import check_png
 from packer.records.media import Media, MediaProblem, read_into
 from packer.write.expand_placeholders import expand
 from shards.block import PackedBlock, PackedFiles
-from shards.folders import Root, is_uri, open_root, readers
+from shards.folders import Folder, is_uri, open_folder, readers
 
 PNG_MAGIC = b"\x89PNG"
 
@@ -83,7 +83,7 @@ def pack_block(
         audios.by_sample(),
         strict=True,
     )
-    read = partial(_read_sample, plan, open_root(str(blobs)))
+    read = partial(_read_sample, plan, open_folder(str(blobs)))
     remote = next((place for place in plan.data_roots if is_uri(place)), "")
     with readers(remote) as pool:
         problems = list(pool.map(read, jobs) if pool else map(read, jobs))
@@ -156,11 +156,11 @@ class _Content:
 
 
 def _read_sample(
-    plan: PackPlan, blobs: Root, job: tuple[str, list[File], list[File]]
+    plan: PackPlan, blobs: Folder, job: tuple[str, list[File], list[File]]
 ) -> MediaProblem | None:
     """Read the files of a sample; what is wrong comes out for refs too, as with every format."""
     place, images, audios = job
-    root = open_root(place, follow_links=plan.follow_links)
+    root = open_folder(place, follow_links=plan.follow_links)
     try:
         for media, view in (*images, *audios):
             if plan.refs and media.container:

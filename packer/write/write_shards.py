@@ -24,8 +24,8 @@ from packer.write.pack_samples import PackPlan, SamplesToPack, pack_block
 from shards._index_writer import ShardIndex, read_described
 from shards.arrow_shards import ArrowShardWriter
 from shards.block import GroupPlace, ShardWriter
-from shards.folders import open_bucket, open_root
-from shards.tar_shards import WebDatasetShardWriter
+from shards.folders import open_folder, open_object_folder
+from shards.tar_shards import TarShardWriter
 
 ShardFormat = Literal["arrow", "webdataset", "refs"]
 SHARD_FORMATS: tuple[ShardFormat, ...] = ("arrow", "webdataset", "refs")
@@ -129,7 +129,7 @@ def write_shard(task: WriteTask) -> int:
     if task.plan.uri is None:
         temporary.replace(out / name)
     else:
-        open_bucket(task.plan.uri).put(name, temporary)
+        open_object_folder(task.plan.uri).put(name, temporary)
         temporary.unlink()
     index.save(part)
     return task.shard
@@ -138,7 +138,7 @@ def write_shard(task: WriteTask) -> int:
 def _is_there(plan: WritePlan, described: dict[str, Any]) -> bool:
     """Whether a shard lies where it belongs, in its full length."""
     try:
-        found = open_root(plan.uri or plan.out, follow_links=True).info(described["name"])
+        found = open_folder(plan.uri or plan.out, follow_links=True).info(described["name"])
     except FileNotFoundError:
         return False
     return found.size == int(described["size"])
@@ -181,5 +181,5 @@ def _open_staged(path: Path, inode: int, mtime_ns: int) -> StagedSamples:
 
 def _open_writer(plan: WritePlan, path: Path) -> ShardWriter:
     if plan.format == "webdataset":
-        return WebDatasetShardWriter(path)
+        return TarShardWriter(path)
     return ArrowShardWriter(path, refs=plan.format == "refs")

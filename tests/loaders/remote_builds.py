@@ -12,7 +12,7 @@ from obstore.store import S3Store
 from servers import S3Server
 from shard_fixture import Sample
 
-from shards.decode import RawGroup
+from shards.decode import StoredGroup
 
 
 def client(s3: S3Server) -> Any:
@@ -56,7 +56,7 @@ def describe_again(build: Path, name: str) -> None:
     (build / "manifest.json").write_text(json.dumps(manifest))
 
 
-def is_as_written(raw: RawGroup, group: list[Sample]) -> bool:
+def is_as_written(raw: StoredGroup, group: list[Sample]) -> bool:
     """Ids, tokens, labels and images of a group are the samples'."""
     return (
         raw.sample_ids == tuple(sample.sample_id for sample in group)

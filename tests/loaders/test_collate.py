@@ -23,7 +23,7 @@ from loaders.batch.micro_batch import MicroBatch
 from loaders.decode import pixels
 from loaders.decode.image import decode
 from loaders.decode.log_mel import log_mel_frames, log_mel_windows
-from loaders.read.shard_reader import RawGroup
+from loaders.read.shard_reader import StoredGroup
 
 MODEL = load_model("tiny_audio")
 RULE = MODEL.audio
@@ -48,9 +48,9 @@ def _image(width: int, height: int) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def group() -> RawGroup:
+def group() -> StoredGroup:
     """Three samples; images in the first and the last, clips in the second (two) and the last."""
-    return RawGroup(
+    return StoredGroup(
         where="shard-00000.arrow, group 7",
         sample_ids=("a", "b", "c"),
         input_ids=np.arange(9, dtype=np.int32),
@@ -65,11 +65,11 @@ def group() -> RawGroup:
     )
 
 
-def _collate(group: RawGroup | None, **options: Any) -> MicroBatch:
+def _collate(group: StoredGroup | None, **options: Any) -> MicroBatch:
     return collate(group, MODEL.vision, torch.uint8, TOTALS, MediaOptions.of(MODEL, **options))
 
 
-def test_waveforms_lie_clip_behind_clip(group: RawGroup) -> None:
+def test_waveforms_lie_clip_behind_clip(group: StoredGroup) -> None:
     batch = _collate(group)
     assert batch.audio_values is not None
     assert batch.audio_lengths is not None
@@ -82,7 +82,7 @@ def test_waveforms_lie_clip_behind_clip(group: RawGroup) -> None:
 
 
 @pytest.mark.parametrize("audio", ["features", "windows"])
-def test_features_are_those_of_each_clip_in_order(group: RawGroup, audio: str) -> None:
+def test_features_are_those_of_each_clip_in_order(group: StoredGroup, audio: str) -> None:
     waveforms, batch = _collate(group), _collate(group, audio=audio)
     assert waveforms.audio_values is not None
     assert waveforms.audio_lengths is not None
@@ -93,7 +93,7 @@ def test_features_are_those_of_each_clip_in_order(group: RawGroup, audio: str) -
 
 
 @pytest.mark.parametrize("audio", ["waveform", "features", "windows"])
-def test_frames_of_windows_are_the_planned_ones(group: RawGroup, audio: str) -> None:
+def test_frames_of_windows_are_the_planned_ones(group: StoredGroup, audio: str) -> None:
     batch = _collate(group, audio=audio)
     assert batch.audio_frames is not None
     assert batch.audio_frames.tolist() == [25, 3000, 125, 101]
@@ -119,7 +119,7 @@ def test_nothing_to_hear_is_no_rows_of_the_usual_shape(audio: str, shape: tuple[
         assert tuple(tensor.shape) == expected
 
 
-def test_a_model_that_hears_nothing_has_no_audio_fields(group: RawGroup) -> None:
+def test_a_model_that_hears_nothing_has_no_audio_fields(group: StoredGroup) -> None:
     silent = replace(
         group,
         audios=(),
@@ -132,12 +132,12 @@ def test_a_model_that_hears_nothing_has_no_audio_fields(group: RawGroup) -> None
     assert batch.audio_frames is None
 
 
-def test_clips_are_never_dropped_for_want_of_a_rule(group: RawGroup) -> None:
+def test_clips_are_never_dropped_for_want_of_a_rule(group: StoredGroup) -> None:
     with pytest.raises(ConfigError, match=r"group 7: 3 audio clips, but no audio rule"):
         collate(group, MODEL.vision, torch.uint8, TOTALS)
 
 
-def test_pixels_are_those_of_each_image_in_order(group: RawGroup) -> None:
+def test_pixels_are_those_of_each_image_in_order(group: StoredGroup) -> None:
     for exact in (False, True):
         batch = _collate(group, exact_resize=exact)
         each = [pixels.cut(MODEL.vision, decode(image), exact=exact) for image in group.images]
@@ -145,7 +145,7 @@ def test_pixels_are_those_of_each_image_in_order(group: RawGroup) -> None:
         assert batch.patches_per_image.tolist() == [len(patches) for patches in each]
 
 
-def test_images_that_are_encoded_elsewhere_have_no_rows_here(group: RawGroup) -> None:
+def test_images_that_are_encoded_elsewhere_have_no_rows_here(group: StoredGroup) -> None:
     batch = _collate(replace(group, images=(), audios=()))
     assert len(batch.pixel_values) == 0
     assert len(batch.patches_per_image) == 2
@@ -154,7 +154,7 @@ def test_images_that_are_encoded_elsewhere_have_no_rows_here(group: RawGroup) ->
     assert (len(batch.audio_values), len(batch.audio_lengths)) == (0, 3)
 
 
-def test_reduced_decoding_is_the_option_that_it_says(group: RawGroup) -> None:
+def test_reduced_decoding_is_the_option_that_it_says(group: StoredGroup) -> None:
     buffer = io.BytesIO()
     Image.radial_gradient("L").resize((1600, 1600)).convert("RGB").save(buffer, "JPEG")
     large = replace(
@@ -169,7 +169,7 @@ def test_reduced_decoding_is_the_option_that_it_says(group: RawGroup) -> None:
     assert 0 < difference.mean() < 1
 
 
-def test_errors_name_the_sample_and_the_group(group: RawGroup) -> None:
+def test_errors_name_the_sample_and_the_group(group: StoredGroup) -> None:
     damaged = replace(group, audios=[*group.audios[:2], b"nothing"])
     with pytest.raises(
         DataError, match=r"sample 'c' \(shard-00000.arrow, group 7\): audio clip of 7 bytes"

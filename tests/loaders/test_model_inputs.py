@@ -16,7 +16,7 @@ from balance.media.image_tokens import plan_image
 from balance.presets import AnyresRule, FixedRule, NativeRule, TilesRule
 from loaders.batch.collate import StepTotals, collate
 from loaders.batch.model_inputs import BLANK_SAMPLE_ID, model_inputs
-from loaders.read.shard_reader import RawGroup
+from loaders.read.shard_reader import StoredGroup
 
 transformers = pytest.importorskip("transformers")
 
@@ -163,7 +163,7 @@ def _make_sample(rule, num_images, rng):
 
 def pack(name, samples, num_loss_tokens=1, pixel_dtype=torch.float32):
     images = [(*image, place) for place, sample in enumerate(samples) for image in sample[2]]
-    raw = RawGroup(
+    raw = StoredGroup(
         where="here",
         sample_ids=tuple(f"sample-{place}" for place in range(len(samples))),
         input_ids=np.array([i for sample in samples for i in sample[0]], dtype=np.int32),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from balance.errors import DataError
 from packer.sources import _json_records as json_records
 from packer.sources._json_records import read_json_records
-from shards.folders import open_root
+from shards.folders import open_folder
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 records = st.fixed_dictionaries(
@@ -27,7 +27,7 @@ records = st.fixed_dictionaries(
 
 
 def records_of(path):
-    return read_json_records(open_root(str(path.parent)), path.name)
+    return read_json_records(open_folder(str(path.parent)), path.name)
 
 
 def read(path):

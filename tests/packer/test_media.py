@@ -4,11 +4,11 @@ import pytest
 
 from packer.media.image_header import read_header
 from packer.records.media import Media, MediaProblem, open_media, read_into
-from shards.folders import open_root
+from shards.folders import open_folder
 
 
 def read(root, media):
-    with open_media(open_root(str(root)), media, "image") as file:
+    with open_media(open_folder(str(root)), media, "image") as file:
         return file.read()
 
 
@@ -36,7 +36,7 @@ def test_a_pipe_in_place_of_an_image_does_not_keep_the_build_waiting(tmp_path):
     os.mkfifo(tmp_path / "a.jpg")
     with (
         pytest.raises(MediaProblem, match=r"corrupt_image.*not seekable"),
-        open_media(open_root(str(tmp_path)), Media("a.jpg"), "image") as file,
+        open_media(open_folder(str(tmp_path)), Media("a.jpg"), "image") as file,
     ):
         read_header(file, "a.jpg")
 
@@ -74,7 +74,7 @@ def test_links_out_of_the_data_root_are_refused_unless_they_are_to_be_followed(t
         name = "images/a.jpg"
     with pytest.raises(MediaProblem, match=r"outside_data_root.*--follow-links"):
         read(root, Media(name))
-    with open_media(open_root(str(root), follow_links=True), Media(name), "image") as file:
+    with open_media(open_folder(str(root), follow_links=True), Media(name), "image") as file:
         assert file.read() == b"picture"
 
 
@@ -92,7 +92,7 @@ def test_a_link_inside_the_data_root_and_a_root_that_is_a_link_are_fine(tmp_path
 
 def test_a_file_that_changed_since_it_was_counted_is_named(tmp_path):
     (tmp_path / "a.jpg").write_bytes(b"picture")
-    root = open_root(str(tmp_path))
+    root = open_folder(str(tmp_path))
     kinds = [Media("a.jpg", size=7), Media("x", "a.jpg", 0, 7), Media("x", "blob:a.jpg", 0, 7)]
     for media in kinds:
         buffer = bytearray(7)

@@ -27,8 +27,8 @@ from packer.build import Builder
 from packer.config import BuildConfig
 from packer.upload import work_folder
 from packer.verify import verify_build
-from shards.folders import open_bucket, open_root
-from shards.object_folders import HEAD_BYTES, ObjectRoot
+from shards.folders import open_folder, open_object_folder
+from shards.object_folder import HEAD_BYTES, ObjectFolder
 
 pytestmark = pytest.mark.server
 
@@ -45,12 +45,12 @@ def place(s3, monkeypatch, tmp_path):
 
 
 def forget_roots():
-    for function in (open_root, open_bucket):
+    for function in (open_folder, open_object_folder):
         function.cache_clear()
 
 
 def upload(folder: Path, uri: str) -> str:
-    bucket = open_bucket(uri)
+    bucket = open_object_folder(uri)
     paths = [path for path in folder.rglob("*") if path.is_file()]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda path: bucket.put(str(path.relative_to(folder)), path), paths))
@@ -59,7 +59,7 @@ def upload(folder: Path, uri: str) -> str:
 
 def download(uri: str, folder: Path) -> Path:
     """Everything under a URI."""
-    root = open_root(uri)
+    root = open_folder(uri)
     for info in root.files():
         (folder / info.name).parent.mkdir(parents=True, exist_ok=True)
         (folder / info.name).write_bytes(root.read(info.name))
@@ -87,19 +87,19 @@ def local(dataset, tmp_path_factory):
 def requests(monkeypatch):
     """Key and range of all GET requests."""
     seen = []
-    plain = ObjectRoot._get
+    plain = ObjectFolder._get
 
     def get(self, key, options):
         seen.append((key, options.get("range")))
         return plain(self, key, options)
 
-    monkeypatch.setattr(ObjectRoot, "_get", get)
+    monkeypatch.setattr(ObjectFolder, "_get", get)
     return seen
 
 
 def test_a_large_file_reads_like_one_on_disk_wherever_one_jumps(place):
     data = np.random.default_rng(0).bytes(9 << 20)
-    root = open_bucket(place)
+    root = open_object_folder(place)
     root.put("big", data)
     rng = np.random.default_rng(1)
     with root.open("big") as file:
@@ -118,7 +118,7 @@ def test_a_large_file_reads_like_one_on_disk_wherever_one_jumps(place):
 
 
 def test_the_header_of_an_image_costs_one_request(place, requests):
-    root = open_bucket(place)
+    root = open_object_folder(place)
     root.put("small", b"x" * 1000)
     root.put("large", b"x" * (HEAD_BYTES + 1000))
     with root.open("small") as file:
@@ -133,7 +133,7 @@ def test_the_header_of_an_image_costs_one_request(place, requests):
 
 
 def test_a_long_file_streams_in_constant_memory_with_few_requests(place, requests):
-    root = open_bucket(place)
+    root = open_object_folder(place)
     root.put("long", bytes(96 << 20))
     tracemalloc.start()
     try:
@@ -146,7 +146,7 @@ def test_a_long_file_streams_in_constant_memory_with_few_requests(place, request
 
 
 def test_a_file_that_is_replaced_while_it_is_read_is_an_error_and_not_a_mixture(place):
-    root = open_bucket(place)
+    root = open_object_folder(place)
     root.put("big", bytes(4 << 20))
     with root.open("big") as file:
         assert file.read(10) == bytes(10)
@@ -157,7 +157,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_an_error_and_not_a_mixture(
 
 
 def test_ranges_empty_files_and_odd_names(place):
-    root = open_bucket(place)
+    root = open_object_folder(place)
     root.put("a b#c?%20ü日.jpg", b"0123456789")
     root.put("empty", b"")
     name = "a b#c?%20ü日.jpg"
@@ -177,7 +177,7 @@ def test_ranges_empty_files_and_odd_names(place):
     [("none.jpg", errno.ENOENT), ("../x", errno.EINVAL), ("a\nb", errno.EINVAL), ("\udc80", 22)],
 )
 def test_what_is_wrong_with_one_file_is_an_oserror(place, name, number):
-    root = open_root(place)
+    root = open_folder(place)
     for call in (root.open, root.read, root.info):
         with pytest.raises(OSError) as caught:  # noqa: PT011 - the number is what tells
             call(name)
@@ -185,7 +185,7 @@ def test_what_is_wrong_with_one_file_is_an_oserror(place, name, number):
 
 
 def test_a_listing_goes_on_behind_its_first_page(place):
-    bucket = open_bucket(place)
+    bucket = open_object_folder(place)
     names = [f"many/{number:04d}.txt" for number in range(1100)]
     with ThreadPoolExecutor(16) as pool:
         list(
@@ -236,9 +236,9 @@ def test_a_finished_build_is_known_without_local_state_and_other_settings_are_re
     place, dataset
 ):
     build(dataset, place)
-    before = {info.name: info.version for info in open_root(place).files()}
+    before = {info.name: info.version for info in open_folder(place).files()}
     assert build(dataset, place).already_complete
-    assert {info.name: info.version for info in open_root(place).files()} == before
+    assert {info.name: info.version for info in open_folder(place).files()} == before
     with pytest.raises(DataError, match=f"{place} is a finished build of other data or settings"):
         build(dataset, place, seed=1)
     assert build(dataset, place, work_dir=str(work_folder(place, "elsewhere"))).already_complete
@@ -249,10 +249,10 @@ def test_overwrite_removes_only_what_a_build_made(place, dataset, tmp_path):
     Builder(BuildConfig(**options(dataset, place, seed=1)), quiet()).build(overwrite=True)
     build(dataset, tmp_path / "out", seed=1)
     assert without_report(digests(download(place, tmp_path / "down"))) == digests(tmp_path / "out")
-    open_bucket(place).put("thesis.txt", b"years of work")
+    open_object_folder(place).put("thesis.txt", b"years of work")
     with pytest.raises(ConfigError, match=r"thesis\.txt"):
         Builder(BuildConfig(**options(dataset, place)), quiet()).build(overwrite=True)
-    assert {"thesis.txt", "manifest.json"} <= {info.name for info in open_root(place).files()}
+    assert {"thesis.txt", "manifest.json"} <= {info.name for info in open_folder(place).files()}
 
 
 def test_two_work_folders_do_not_build_into_one_place(place, dataset, tmp_path, monkeypatch):
@@ -265,12 +265,12 @@ def test_two_work_folders_do_not_build_into_one_place(place, dataset, tmp_path, 
     ):
         build(dataset, place, work_dir=str(tmp_path / "other"))
     build(dataset, place)
-    assert "building.json" not in {info.name for info in open_root(place).files()}
+    assert "building.json" not in {info.name for info in open_folder(place).files()}
 
 
 def test_counts_alone_go_to_a_bucket_too(place, dataset):
     Builder(BuildConfig(**options(dataset, place)), quiet()).count()
-    assert [info.name for info in open_root(place).files()] == [
+    assert [info.name for info in open_folder(place).files()] == [
         "counts.parquet",
         "rejected.parquet",
     ]
@@ -300,7 +300,7 @@ def test_a_build_killed_while_it_uploads_goes_on_and_ends_as_if_undisturbed(
         assert proxy.stalled.wait(60)
         os.kill(child.pid, signal.SIGKILL)
         assert child.wait() == -signal.SIGKILL
-    before = {info.name: info.version for info in open_root(place).files("shards")}
+    before = {info.name: info.version for info in open_folder(place).files("shards")}
     assert (sent_bytes > 2_000_000) <= len(before) < len(list((local / "shards").iterdir()))
     assert work_folder(place, None).exists()
     build(dataset, place, shard_mb=1)
@@ -314,7 +314,7 @@ def test_a_shard_that_was_lost_or_cut_in_the_bucket_is_written_again(
         patch.setattr(Builder, "_finish", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             build(dataset, place, shard_mb=1)
-    bucket = open_bucket(place)
+    bucket = open_object_folder(place)
     first, second, *others = [info.name for info in bucket.files("shards")]
     bucket.delete([first])
     bucket.put(second, b"cut")
@@ -327,7 +327,7 @@ def test_a_shard_that_was_lost_or_cut_in_the_bucket_is_written_again(
 def test_verify_finds_a_flipped_a_missing_and_a_foreign_object_in_one_reading(
     place, local, requests
 ):
-    bucket = open_bucket(upload(local, place))
+    bucket = open_object_folder(upload(local, place))
     requests.clear()
     assert not verify_build(place, quiet(), workers=2).problems
     ends = {}
@@ -358,11 +358,11 @@ def test_the_commands_take_uris(place, dataset, capsys, monkeypatch):
     assert f"report    {place}/report.html" in out
     assert f"check     packer verify {place}" in out
     assert packer(capsys, monkeypatch, "verify", place)[0] == 0
-    before = open_root(place).info("report.html")
+    before = open_folder(place).info("report.html")
     status, out, _ = packer(capsys, monkeypatch, "report", place, "--dp", "2", "--json")
     assert json.loads(out)["dp_world_size"] == 2
-    assert open_root(place).info("report.html") != before
-    open_bucket(place).delete(["counts.parquet"])
+    assert open_folder(place).info("report.html") != before
+    open_object_folder(place).delete(["counts.parquet"])
     status, _, err = packer(capsys, monkeypatch, "report", place)
     assert (status, err.count("\n")) == (1, 1)
     assert f"no counts.parquet in {place}:" in err
@@ -437,4 +437,4 @@ def test_without_credentials_the_variables_are_named(place, monkeypatch):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(DataError, match="AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
-        ObjectRoot(place).names()
+        ObjectFolder(place).names()

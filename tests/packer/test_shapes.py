@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from packer.records.media import Media, MediaProblem, open_media
 from packer.records.record import REASONS, RawRecord, RawSample, Rejected, parse_record
 from packer.records.schemas import CONTENT_KEYS, RECORD_KEYS, ROLES
-from shards.folders import LocalRoot
+from shards.folders import LocalFolder
 
 ASK = {"from": "human", "value": "<image>\nWhat?"}
 ANSWER = {"from": "gpt", "value": "That."}
@@ -418,7 +418,7 @@ def test_urls_are_kept_as_names_and_refused_when_opened(tmp_path):
         (media,) = parse(value).images
         assert media == Media("https://x/a.jpg")
         with pytest.raises(MediaProblem, match="image_url"):
-            open_media(LocalRoot(str(tmp_path)), media, "image")
+            open_media(LocalFolder(str(tmp_path)), media, "image")
 
 
 def test_nothing_of_a_place_with_image_and_text_is_lost():

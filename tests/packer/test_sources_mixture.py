@@ -22,7 +22,7 @@ from packer.sources import mixture as mixture_module
 from packer.sources.catalog import list_datasets, print_datasets
 from packer.sources.dataset import find_dataset
 from packer.sources.mixture import is_meta, is_mixture, read_meta, read_mixture, require_parts
-from shards.folders import LocalRoot
+from shards.folders import LocalFolder
 from shards.manifest import read_manifest
 
 
@@ -324,8 +324,8 @@ def test_parts_in_a_bucket_are_looked_for_there(tmp_path, monkeypatch):
     roots = {"s3://bucket": tmp_path, "s3://bucket/data": tmp_path / "data"}
     monkeypatch.setattr(
         mixture_module,
-        "open_root",
-        lambda uri: LocalRoot(str(roots.get(uri, tmp_path / uri.removeprefix("s3://bucket/")))),
+        "open_folder",
+        lambda uri: LocalFolder(str(roots.get(uri, tmp_path / uri.removeprefix("s3://bucket/")))),
     )
     with pytest.raises(DataError) as caught:
         require_parts(read_mixture("datamix2"), "s3://bucket/data")

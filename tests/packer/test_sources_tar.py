@@ -21,7 +21,7 @@ from packer.sources import tar_source
 from packer.sources._tar_members import BrokenTarError, read_members
 from packer.sources._tar_samples import key_of
 from packer.sources.detect import locate, open_located
-from shards.folders import open_root
+from shards.folders import open_folder
 
 LINK, FOLDER = tarfile.SYMTYPE.decode(), tarfile.DIRTYPE.decode()
 
@@ -86,7 +86,7 @@ def samples(place, data_root=None):
 
 def contents(sample, root, kind="image"):
     files = sample.images if kind == "image" else sample.audios
-    return [open_media(open_root(str(root)), media, kind).read() for media in files]
+    return [open_media(open_folder(str(root)), media, kind).read() for media in files]
 
 
 def test_pairs_of_img2dataset_become_captioned_images_by_byte_range(tmp_path):

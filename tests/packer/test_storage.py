@@ -11,12 +11,12 @@ import pytest
 from balance.errors import ConfigError, DamagedShard, DataError
 from packer.demo.dataset import write_demo
 from shards.folders import (
-    OutsideRoot,
+    OutsideFolder,
     join,
     naming_full_disk,
     on_disk,
-    open_bucket,
-    open_root,
+    open_folder,
+    open_object_folder,
     split,
 )
 
@@ -31,7 +31,7 @@ def folder(tmp_path):
 
 
 def test_files_come_sorted_with_their_sizes_and_without_hidden_ones(folder):
-    root = open_root(str(folder))
+    root = open_folder(str(folder))
     assert [(info.name, info.size) for info in root.files()] == [
         ("a/deep/y.txt", 12),
         ("a/z.txt", 7),
@@ -47,7 +47,7 @@ def test_files_come_sorted_with_their_sizes_and_without_hidden_ones(folder):
 
 
 def test_ranges_are_read_as_far_as_the_file_goes(folder):
-    root = open_root(str(folder))
+    root = open_folder(str(folder))
     assert root.read("a/z.txt", 2, 3) == b"z.t"
     assert root.read("a/z.txt", 5) == b"xt"
     assert root.read("a/z.txt", 5, 100) == b"xt"
@@ -55,7 +55,7 @@ def test_ranges_are_read_as_far_as_the_file_goes(folder):
 
 
 def test_a_changed_file_has_another_version(folder):
-    root = open_root(str(folder))
+    root = open_folder(str(folder))
     before = root.info("b.txt").version
     os.utime(folder / "b.txt", ns=(1, 1))
     assert root.info("b.txt").version != before
@@ -65,10 +65,10 @@ def test_links_out_of_the_root_are_refused_unless_they_are_meant(folder, tmp_pat
     (tmp_path / "secret").write_bytes(b"secret")
     (folder / "link").symlink_to(tmp_path / "secret")
     (folder / "inside").symlink_to(folder / "b.txt")
-    assert open_root(str(folder)).read("inside") == b"b.txt"
-    with pytest.raises(OutsideRoot):
-        open_root(str(folder)).read("link")
-    assert open_root(str(folder), follow_links=True).read("link") == b"secret"
+    assert open_folder(str(folder)).read("inside") == b"b.txt"
+    with pytest.raises(OutsideFolder):
+        open_folder(str(folder)).read("link")
+    assert open_folder(str(folder), follow_links=True).read("link") == b"secret"
 
 
 def test_places_are_joined_and_split_alike():
@@ -78,11 +78,11 @@ def test_places_are_joined_and_split_alike():
 
 def test_an_unknown_kind_of_uri_and_a_missing_package_say_what_to_do(monkeypatch):
     with pytest.raises(ConfigError, match="hdfs:// is no object store that packer knows"):
-        open_root("hdfs://cluster/data")
-    monkeypatch.setitem(sys.modules, "shards.object_folders", None)
-    open_bucket.cache_clear()
+        open_folder("hdfs://cluster/data")
+    monkeypatch.setitem(sys.modules, "shards.object_folder", None)
+    open_object_folder.cache_clear()
     with pytest.raises(ConfigError, match=r"pip install 'isobatch\[cloud\]'"):
-        open_root("s3://bucket/data", follow_links=True)
+        open_folder("s3://bucket/data", follow_links=True)
 
 
 def test_a_folder_on_disk_is_used_as_it_is(folder):

@@ -1,4 +1,4 @@
-"""Folders in an object store (`s3://`, `gs://`, `az://`) behind the `Root` protocol, and writing to
+"""Folders in an object store (`s3://`, `gs://`, `az://`) behind the `Folder` protocol, and writing to
 them.
 
 Credentials and endpoint come from the environment, as the provider's own tools read them. Every
@@ -68,7 +68,7 @@ _FIRST_RETRIES = 3
 """A mistyped endpoint must not take a minute to come out."""
 
 
-class ObjectRoot:
+class ObjectFolder:
     """A folder in an object store. What is wrong with the place comes out, as DataError, before
     anything is read.
     """
@@ -83,8 +83,8 @@ class ObjectRoot:
         self._prefix = str(PurePosixPath(prefix)) if prefix else ""
         self._stores: dict[int, ObjectStore] = {}
 
-    def __reduce__(self) -> tuple[type[ObjectRoot], tuple[str]]:
-        return ObjectRoot, (self.uri,)
+    def __reduce__(self) -> tuple[type[ObjectFolder], tuple[str]]:
+        return ObjectFolder, (self.uri,)
 
     @cached_property
     def listable(self) -> bool:
@@ -273,7 +273,7 @@ class _RangedFile(io.RawIOBase):
     to it.
     """
 
-    def __init__(self, root: ObjectRoot, name: str, meta: ObjectMeta, head: bytes) -> None:
+    def __init__(self, root: ObjectFolder, name: str, meta: ObjectMeta, head: bytes) -> None:
         self._root = root
         self._name = name
         self._size = meta["size"]
