@@ -18,11 +18,8 @@ missing ranks idle (load 0).
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from balance.types import Groups, IntArray, Limits
-
-FloatArray = NDArray[np.float64]
+from balance.types import FloatArray, Groups, IntArray, Limits
 
 
 def longest(groups: Groups, lengths: IntArray) -> IntArray:

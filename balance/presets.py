@@ -1,50 +1,38 @@
-"""Presets of models and datasets, and the TOML configs of commands, as frozen dataclasses
-(clusters: see `engine`).
+"""Presets of models and datasets: everything that decides what a sample costs.
 
-The one module of `balance` that reads files. An unknown key is an error that lists the known ones,
-so that a typing mistake never silently becomes a default.
+Frozen dataclasses, read from `configs/` or from a user's TOML file by `balance.config`. Presets of
+clusters are `engine.cost_model.clusters`.
 """
 
 from __future__ import annotations
 
-import tomllib
 from collections import Counter
-from dataclasses import MISSING, asdict, astuple, dataclass, field, fields
-from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from dataclasses import asdict, astuple, dataclass, field, fields
+from itertools import pairwise
+from typing import Any
 
+from balance.config import build_config, read_preset
 from balance.errors import ConfigError
 from balance.media.audio_tokens import AudioRule
-from balance.shapes import AudioEncoderShape, LlmShape, TransformerShape, VitShape
-
-Config = TypeVar("Config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixelRule:
-    """How pixels become a tensor, the same for every vision rule; every number of a rule is
-    positive.
-    """
+    """How pixels become a tensor, for every vision rule; every number of a rule is positive."""
 
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
 
     def __post_init__(self) -> None:
-        numbers = {
-            f.name: getattr(self, f.name)
-            for f in fields(self)
-            if isinstance(getattr(self, f.name), int | float)
-        }
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
         wrong = [
             f"{name} = {value}"
-            for name, value in numbers.items()
-            if value <= 0 and value is not False
+            for name, value in values.items()
+            if isinstance(value, int | float) and value <= 0 and value is not False
         ]
         if wrong or min(self.std) <= 0:
-            raise ConfigError(
-                f"{', '.join(wrong) or f'std = {list(self.std)}'}: must be greater than 0"
-            )
+            text = ", ".join(wrong) or f"std = {list(self.std)}"
+            raise ConfigError(f"{text}: must be greater than 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +46,7 @@ class FixedRule(PixelRule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TilesRule(PixelRule):
-    """InternVL: the grid of `image_size` tiles closest in aspect ratio, plus a thumbnail when there
-    is more than one.
-    """
+    """InternVL: the grid of `image_size` tiles closest in aspect ratio, and a thumbnail if several."""
 
     image_size: int
     vit_tokens_per_patch: int
@@ -72,9 +58,8 @@ class TilesRule(PixelRule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnyresRule(PixelRule):
-    """LLaVA-NeXT: the best of `grid_pinpoints`, cut into tiles, plus the whole image; padding
-    removed after the ViT.
-    """
+    """LLaVA-NeXT: tiles of the best of `grid_pinpoints` and the whole image; the ViT's output loses
+    the padding."""
 
     image_size: int
     vit_patch_size: int
@@ -85,9 +70,7 @@ class AnyresRule(PixelRule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeRule(PixelRule):
-    """Qwen2-VL: native resolution in `vit_patch_size` squares, merged `merge_size` x `merge_size`
-    for the LLM.
-    """
+    """Qwen2-VL: ViT patches at native resolution, merged `merge_size` x `merge_size` for the LLM."""
 
     vit_patch_size: int
     merge_size: int
@@ -108,11 +91,82 @@ VISION_RULES: dict[str, type[FixedRule | TilesRule | AnyresRule | NativeRule]] =
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MediaMarkup:
-    """What an image or a clip becomes in the text: `prefix`, as many `token` as it has LLM tokens,
-    `suffix`.
+class TransformerShape:
+    """The dimensions of equal transformer layers that decide their FLOPs; every number is positive."""
 
-    Tokens that the tokenizer does not know are added behind its vocabulary, in the order prefix,
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    """Fewer than `num_heads` with grouped-query attention."""
+    head_size: int
+    ffn_size: int
+    gated: bool
+    """Three matrices in the feed-forward part (SwiGLU) instead of two."""
+
+    def __post_init__(self) -> None:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        wrong = [f"{k} = {v}" for k, v in values.items() if type(v) is int and v < 1]
+        if wrong:
+            raise ConfigError(f"{', '.join(wrong)}: must be greater than 0")
+
+    @property
+    def attention_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_heads * self.head_size
+
+    @property
+    def layer_weights(self) -> int:
+        """Entries of one layer's matrices; biases and norms need no matrix product."""
+        attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.num_kv_heads)
+        return attention + (3 if self.gated else 2) * self.hidden_size * self.ffn_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderShape(TransformerShape):
+    """An encoder and the projector after it."""
+
+    projector: tuple[int, ...]
+    """Widths of the MLP that makes every token for the LLM, first input to last output."""
+
+    @property
+    def projector_weights(self) -> int:
+        """Entries of the projector's matrices."""
+        return sum(first * second for first, second in pairwise(self.projector))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VitShape(EncoderShape):
+    """A vision encoder with its patch embedding, and the projector after it."""
+
+    patch_values: int
+    """Pixel values that the embedding reads per ViT patch: 3 x 14 x 14, twice that for video."""
+    query_key_norm: bool = False
+    """Queries and keys are normalised, as in InternViT-6B: activations, hardly any FLOPs."""
+    layer_scale: bool = False
+    """Outputs of attention and feed-forward part are scaled by learnt factors: activations too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AudioEncoderShape(EncoderShape):
+    """An audio encoder with its two convolutions, and the projector after it."""
+
+    frame_values: int
+    """Mel bins that the first convolution reads per frame of the spectrogram."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlmShape(TransformerShape):
+    """A language model with its output head."""
+
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaMarkup:
+    """What an image or a clip becomes in the text: `prefix`, `token` once per LLM token, `suffix`.
+
+    Tokens that the tokenizer does not know are added after its vocabulary, in the order prefix,
     suffix, token; an image's before an audio clip's.
     """
 
@@ -147,57 +201,52 @@ class ModelPreset:
     image_markup: ImageMarkup
     vision: VisionRule
     vit: VitShape | None = None
-    """Dimensions for `balance.cost`; a preset without them counts and groups, but predicts no
-    time.
-    """
+    """Dimensions for FLOPs; a preset without them counts and groups, but predicts no time."""
     llm: LlmShape | None = None
     audio: AudioRule | None = None
-    """None for a model that hears nothing; then it has no `audio_markup` either."""
+    """None for a model without an audio encoder, which has no `audio_markup` either."""
     audio_markup: AudioMarkup | None = None
     audio_encoder: AudioEncoderShape | None = None
 
     def __post_init__(self) -> None:
         if (self.audio is None) != (self.audio_markup is None):
-            given, missing = (
-                ("audio_markup", "audio") if self.audio is None else ("audio", "audio_markup")
-            )
+            tables = ("audio_markup", "audio") if self.audio is None else ("audio", "audio_markup")
             raise ConfigError(
-                f"has [{given}] but no [{missing}]; give both for a model with audio, else neither"
+                f"has [{tables[0]}] but no [{tables[1]}]; give both for a model with audio, else"
+                " neither"
             )
-        strings = Counter(
-            astuple(self.image_markup) + (astuple(self.audio_markup) if self.audio_markup else ())
-        )
-        for markup in (self.image_markup, self.audio_markup):
-            if markup is not None and strings[markup.token] > 1:
+        markups = [
+            markup for markup in (self.image_markup, self.audio_markup) if markup is not None
+        ]
+        strings = Counter(string for markup in markups for string in astuple(markup))
+        for markup in markups:
+            if strings[markup.token] > 1:
                 raise ConfigError(
-                    f"the token {markup.token!r} has a second place in the markup; give each its own"
+                    f"the token {markup.token!r} has a second place in the markup; give each its"
+                    " own"
                 )
 
     @property
     def has_dimensions(self) -> bool:
-        """Whether `balance.cost.CostModel.of` can predict times for this model."""
+        """Whether `balance.flops.FlopsModel.of` can predict times for this model."""
         return self.vit is not None and self.llm is not None
 
     @property
     def vision_unit(self) -> str:
-        """What the vision cap counts: tokens of the vision encoder for native resolution, else
-        patches.
-        """
+        """What the vision cap counts: ViT tokens at native resolution, else image patches."""
         return "vit_tokens" if isinstance(self.vision, NativeRule) else "image_patches"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetPreset:
-    """A dataset known by name: where its annotations and images lie under the data root."""
+    """A dataset known by name: where its annotations and images are under the data root."""
 
     name: str
     description: str
     annotations: str
     """Path of the annotation file under the data root."""
     image_folders: tuple[str, ...] = ()
-    """Folders that must be there before a build starts; image paths in the annotations begin with
-    them.
-    """
+    """Folders that must exist before a build starts; image paths begin with them."""
     hub_repo: str = ""
     """Hugging Face dataset repository that holds the annotation file, empty if there is none."""
     hub_file: str = ""
@@ -214,17 +263,6 @@ _OPTIONAL_TABLES: dict[str, type[TransformerShape] | type[AudioRule] | type[Audi
 }
 
 
-def config_root() -> Path:
-    """Folder of the shipped presets: inside the wheel, or beside the packages in a checkout."""
-    installed = Path(__file__).parent / "configs"
-    return installed if installed.is_dir() else Path(__file__).parent.parent / "configs"
-
-
-def preset_names(kind: str) -> list[str]:
-    """Names of the shipped presets of a kind (`models`, `datasets`, `clusters`), sorted."""
-    return sorted(path.stem for path in (config_root() / kind).glob("*.toml"))
-
-
 def load_model(name: str) -> ModelPreset:
     """Model preset by name, or from a TOML file of the user's (anything that ends in `.toml`)."""
     return model_from_dict(read_preset("models", name))
@@ -232,9 +270,8 @@ def load_model(name: str) -> ModelPreset:
 
 def load_dataset(name: str) -> DatasetPreset:
     """Dataset preset by name, or from a TOML file of the user's."""
-    return build_config(
-        DatasetPreset, read_preset("datasets", name), where=f"dataset preset {name}"
-    )
+    values = read_preset("datasets", name)
+    return build_config(DatasetPreset, values, where=f"dataset preset {name}")
 
 
 def model_from_dict(values: dict[str, Any]) -> ModelPreset:
@@ -245,11 +282,9 @@ def model_from_dict(values: dict[str, Any]) -> ModelPreset:
     rule = vision.pop("rule", None)
     if rule not in VISION_RULES:
         raise ConfigError(f"{where}: vision.rule is {rule!r}; use one of {', '.join(VISION_RULES)}")
-    markup = build_config(
-        ImageMarkup, values.pop("image_markup", {}), where=f"{where}, [image_markup]"
-    )
+    markup = values.pop("image_markup", {})
     parts: dict[str, Any] = {
-        "image_markup": markup,
+        "image_markup": build_config(ImageMarkup, markup, where=f"{where}, [image_markup]"),
         "vision": build_config(VISION_RULES[rule], vision, where=f"{where}, [vision]"),
     }
     for name, kind in _OPTIONAL_TABLES.items():
@@ -259,9 +294,7 @@ def model_from_dict(values: dict[str, Any]) -> ModelPreset:
 
 
 def model_to_dict(preset: ModelPreset) -> dict[str, Any]:
-    """The inverse of `model_from_dict`: plain values for a manifest; what a model without audio
-    lacks is left out.
-    """
+    """The inverse of `model_from_dict`, for a manifest; leaves out what a model without audio lacks."""
     values = {
         name: value
         for name, value in asdict(preset).items()
@@ -269,110 +302,3 @@ def model_to_dict(preset: ModelPreset) -> dict[str, Any]:
     }
     rule = next(name for name, kind in VISION_RULES.items() if isinstance(preset.vision, kind))
     return {**values, "vision": {"rule": rule, **values["vision"]}}
-
-
-def build_config(kind: type[Config], values: dict[str, Any], *, where: str) -> Config:
-    """A config dataclass from plain values; lists become tuples.
-
-    Unknown keys, missing keys and values of the wrong type are errors that name `where`.
-    """
-    known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
-    unknown = sorted(set(values) - set(known))
-    if unknown:
-        raise ConfigError(
-            f"{where}: unknown key {', '.join(unknown)}; known: {', '.join(sorted(known))}"
-        )
-    missing = [
-        name
-        for name, f in known.items()
-        if name not in values and f.default is MISSING and f.default_factory is MISSING
-    ]
-    if missing:
-        raise ConfigError(f"{where}: missing key {', '.join(missing)}")
-    frozen = {name: _frozen(value) for name, value in values.items()}
-    hints = get_type_hints(kind)
-    for name, value in frozen.items():
-        if not _fits(value, hints[name]):
-            raise ConfigError(f"{where}: {name} is {value!r}, but should be {known[name].type}")
-    try:
-        return kind(**frozen)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
-
-
-def load_config(
-    kind: type[Config], file: Path | None, options: dict[str, Any], *, command: str
-) -> Config:
-    """A command's config: `options` that are not None over the keys of the TOML `file`."""
-    values: dict[str, Any] = {}
-    if file is not None:
-        try:
-            values = tomllib.loads(file.read_text("utf-8"))
-        except OSError as error:
-            raise ConfigError(f"--config {file}: {error.strerror}") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--config {file}: not valid TOML: {error}") from None
-    values |= {name: value for name, value in options.items() if value is not None}
-    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
-    return build_config(kind, values, where=str(file) if set(values) - known else command)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a plain value is of the type that a config field declares; an int is a float, a bool
-    is neither.
-    """
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        return any(_fits(value, option) for option in arguments)
-    if origin is Literal:
-        return value in arguments
-    if origin is tuple and isinstance(value, tuple):
-        options = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
-        return len(value) == len(options) and all(map(_fits, value, options))
-    if hint in (int, float):
-        return isinstance(value, (int, hint)) and not isinstance(value, bool)
-    return hint is Any or isinstance(value, origin or hint)
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value
-
-
-def read_preset(kind: str, name: str, extended_by: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The TOML of a preset of a kind, by name or from a file of the user's (anything that ends in
-    `.toml`).
-
-    What it `extends` is filled in underneath, one table deep; `extended_by` are the presets that
-    led here.
-    """
-    if name in extended_by:
-        raise ConfigError(
-            f"presets extend each other in a circle: {' -> '.join((*extended_by, name))}"
-        )
-    path = Path(name) if name.endswith(".toml") else config_root() / kind / f"{name}.toml"
-    if not path.is_file():
-        raise ConfigError(
-            f"no {kind[:-1]} preset {name!r}; shipped: {', '.join(preset_names(kind))}; or give a .toml file of yours"
-        )
-    try:
-        values = tomllib.loads(path.read_text("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    values.setdefault("name", path.stem)
-    base_name = values.pop("extends", None)
-    return (
-        values
-        if base_name is None
-        else _overlay(read_preset(kind, base_name, (*extended_by, name)), values)
-    )
-
-
-def _overlay(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in values.items():
-        merged[key] = (
-            {**base[key], **value}
-            if isinstance(value, dict) and isinstance(base.get(key), dict)
-            else value
-        )
-    return merged

@@ -3,7 +3,7 @@ groups.
 
 Where NumPy's stable argsort takes n log n steps and 8 bytes per number, at each of two sorts, this
 takes a pass per digit and 4 bytes while fewer than 2^31 are sorted. Pure: the result is that of the
-plain formula at `random_ties`.
+plain formula at `shuffle_ties`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def sorted_by(keys: NDArray[np.unsignedinteger[Any]]) -> NDArray[np.signedintege
     return np.asarray(_counting_sort(order, keys)) if len(keys) else order
 
 
-def random_ties(
+def shuffle_ties(
     order: NDArray[np.signedinteger[Any]],
     keys: NDArray[np.unsignedinteger[Any]],
     bits: NDArray[np.uint64],
@@ -54,7 +54,7 @@ def random_ties(
     is `np.argsort(bits, kind="stable")`. Linear if the bits are random.
 
     >>> order = np.array([3, 0, 2, 1])
-    >>> random_ties(order, np.array([5, 7, 5, 1], dtype=np.uint32), np.array([9, 1, 4, 3], dtype=np.uint64))
+    >>> shuffle_ties(order, np.array([5, 7, 5, 1], dtype=np.uint32), np.array([9, 1, 4, 3], dtype=np.uint64))
     >>> order.tolist()
     [3, 2, 0, 1]
     """
@@ -87,7 +87,7 @@ def _counting_sort(order, keys):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def _sort_ties(order, keys, bits):  # type: ignore[no-untyped-def]
-    """`random_ties`: each run of equal keys by itself."""
+    """`shuffle_ties`: each run of equal keys by itself."""
     start = 0
     while start < len(order):
         key, stop = keys[order[start]], start + 1

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
 
 CHUNK = 1 << 18
 """Groups that are summed or moved at a time."""

@@ -7,7 +7,7 @@ FILE: a counts.parquet, or a length file as the OmniBal authors publish them (AI
 their repository are what docs/benchmarks.md shows). One core, half a minute. Caps are shown for the
 default grouping and for ISF.
 
-Assumptions: times are `balance.cost` with its default speeds, so trust ratios, not milliseconds; a
+Assumptions: times are `balance.flops` with its default speeds, so trust ratios, not milliseconds; a
 rank's micro-batch takes its encoder's and its LLM's time one after the other; a step takes as long
 as its slowest rank, with one micro-batch per rank; idle ranks count. `path`: steps are neighbours
 on the path, as the loader deals them out; `random`: the same groups shuffled, which is the paper's
@@ -31,12 +31,12 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from balance.cost import CostModel, epoch_ms
-from balance.grouping.best_fit import group_fit
+from balance.flops import FlopsModel, epoch_ms
+from balance.grouping.best_fit import group_best_fit
 from balance.grouping.caps import LimitChoice, choose_limits, choose_limits_omnibal
 from balance.grouping.isf import group_isf
 from balance.metrics import dist_ratio, fill
-from balance.order.sort_groups import sort_along_path
+from balance.order.sort_groups import sort_groups
 from balance.presets import load_model
 from balance.types import Counts, Groups, Limits
 from packer.group_command import read_lengths
@@ -54,14 +54,14 @@ class Setting:
     """What every row of a table has in common."""
 
     counts: Counts
-    cost: CostModel
+    cost: FlopsModel
     dp: int
     iterations: int
 
     def group(self, limits: Limits, grouping: str, seed: int = 0) -> Groups:
         vision, tokens = self.counts.num_image_patches, self.counts.seq_len
         if grouping == "fit":
-            return group_fit(vision, tokens, limits, seed=seed)
+            return group_best_fit(vision, tokens, limits, seed=seed)
         return group_isf(vision, tokens, limits, seed=seed, iterations=self.iterations)
 
     def choose(self, q_t: int, grouping: str) -> LimitChoice:
@@ -79,12 +79,12 @@ class Setting:
         vision, tokens = groups.sum(self.counts.num_image_patches), groups.sum(self.counts.seq_len)
         shuffled = np.random.default_rng(0).permutation(len(groups))
         return {
-            "path": groups.take(sort_along_path(vision, tokens, 0)),
+            "path": groups.take(sort_groups(vision, tokens, 0)),
             "random": groups.take(shuffled),
         }
 
     def ms_per_sample(self, stream: Groups, overhead_ms: float) -> float:
-        each = self.cost.compute_ms(self.cost.work(self.counts).sum(stream)) + overhead_ms
+        each = self.cost.compute_ms(self.cost.loads(self.counts).sum(stream)) + overhead_ms
         return self.dp * epoch_ms(each, self.dp) / len(stream.samples)
 
 
@@ -93,11 +93,11 @@ def main() -> int:
     counts = counts_arrays(
         pa.concat_tables([read_lengths(path) for path in options.files]).combine_chunks()
     )
-    cost = CostModel.of(load_model(options.model))
+    cost = FlopsModel.of(load_model(options.model))
     setting = Setting(counts=counts, cost=cost, dp=options.dp, iterations=options.iterations)
-    work = float(cost.compute_ms(cost.work(counts)).mean())
+    work = float(cost.compute_ms(cost.loads(counts)).mean())
     console.print(
-        f"{len(counts):,} samples, {int(counts.seq_len.sum()):,} tokens; {cost.name} ({cost.hardware}): {work:,.1f}"
+        f"{len(counts):,} samples, {int(counts.seq_len.sum()):,} tokens; {cost.name} ({cost.speed}): {work:,.1f}"
         f" GPU-ms per sample without waiting or overhead; dp {setting.dp}; ISF of {setting.iterations} iterations"
     )
     for grouping in ("fit", "isf"):

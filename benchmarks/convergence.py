@@ -32,7 +32,7 @@ from balance.grouping.caps import over_limits
 from balance.grouping.isf import group_isf
 from balance.metrics import fill
 from balance.order.block_shuffle import OrderConfig, choose_order
-from balance.order.sort_groups import arrange_sources, sort_along_path, source_shares
+from balance.order.sort_groups import arrange_sources, sort_groups, source_shares
 from balance.types import Counts, Groups, IntArray, Limits
 from packer.group import Grouping, GroupOptions, group_counts
 from packer.group_command import LLM_TOKENS_PER_TILE, VIT_TOKENS_PER_TILE, read_lengths
@@ -204,7 +204,7 @@ def along_path(groups: Groups, data: Data, seed: int) -> tuple[Groups, OrderConf
     them.
     """
     order = choose_order(len(groups))
-    path = sort_along_path(
+    path = sort_groups(
         groups.sum(data.limits.vision_load(data.counts)), groups.sum(data.counts.seq_len), seed
     )
     return groups.take(

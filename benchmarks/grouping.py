@@ -37,9 +37,9 @@ import isf_oracle as plain  # noqa: E402
 from lp_bound import lp_bound  # noqa: E402
 from peer_packers import PEERS, Packer, as_groups, best_fit_online  # noqa: E402
 
-from balance.grouping.best_fit import group_fit  # noqa: E402
+from balance.grouping.best_fit import group_best_fit  # noqa: E402
 from balance.grouping.isf import group_isf  # noqa: E402
-from balance.order.sort_groups import sort_along_path  # noqa: E402
+from balance.order.sort_groups import sort_groups  # noqa: E402
 from balance.types import Groups, IntArray, Limits  # noqa: E402
 from packer.group_command import read_lengths  # noqa: E402
 
@@ -147,7 +147,7 @@ def our_rows(data: Data) -> list[Row]:
     vision, tokens, limits = data.vision, data.tokens, data.limits
     small = len(tokens) <= PEER_SAMPLES
     runs: list[tuple[str, Callable[[], Groups]]] = [
-        ("fit", lambda: group_fit(vision, tokens, limits, seed=0)),
+        ("fit", lambda: group_best_fit(vision, tokens, limits, seed=0)),
         ("ISF, 10 iterations", lambda: group_isf(vision, tokens, limits, seed=0)),
         ("ISF, 50 iterations", lambda: group_isf(vision, tokens, limits, seed=0, iterations=50)),
         (
@@ -160,7 +160,7 @@ def our_rows(data: Data) -> list[Row]:
             1,
             (
                 f"fit, {MORE_ROUNDS} rounds",
-                lambda: group_fit(vision, tokens, limits, seed=0, rounds=MORE_ROUNDS),
+                lambda: group_best_fit(vision, tokens, limits, seed=0, rounds=MORE_ROUNDS),
             ),
         )
     rows = []
@@ -177,9 +177,9 @@ def our_rows(data: Data) -> list[Row]:
 
 def path_time(data: Data) -> float:
     """Seconds that it takes to put our groups in path order."""
-    groups = group_fit(data.vision, data.tokens, data.limits, seed=0)
+    groups = group_best_fit(data.vision, data.tokens, data.limits, seed=0)
     vision, tokens = groups.sum(data.vision), groups.sum(data.tokens)
-    return best_of(5, lambda: sort_along_path(vision, tokens, 0))[0]
+    return best_of(5, lambda: sort_groups(vision, tokens, 0))[0]
 
 
 def peer_row(peer: Packer, data: Data) -> Row:

@@ -27,12 +27,12 @@ from rich.table import Table
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from balance.grouping.best_fit import group_fit  # noqa: E402
+from balance.grouping.best_fit import group_best_fit  # noqa: E402
 from balance.metrics import autocorrelation, dist_ratio, source_autocorrelation, source_entropy  # noqa: E402
 from balance.order.block_shuffle import BlockShuffle, choose_order  # noqa: E402
 from balance.order.global_shuffle import GlobalShuffle  # noqa: E402
 from balance.order.regroup import regroup, repeated_pairs  # noqa: E402
-from balance.order.sort_groups import arrange_sources, sort_along_path, source_shares  # noqa: E402
+from balance.order.sort_groups import arrange_sources, sort_groups, source_shares  # noqa: E402
 from balance.types import Groups, IntArray, Limits  # noqa: E402
 from packer.group_command import read_lengths  # noqa: E402
 
@@ -97,7 +97,7 @@ def main() -> int:
     plain = replace(
         data, groups=data.groups.take(np.random.default_rng(1).permutation(len(data.groups)))
     )
-    plain = replace(plain, groups=plain.groups.take(sort_along_path(*plain.loads, 0)))
+    plain = replace(plain, groups=plain.groups.take(sort_groups(*plain.loads, 0)))
     console = Console(width=132)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for heading in ("order", "dp", "dist\nViT", "dist\nLLM"):
@@ -168,11 +168,11 @@ def group(
     limits = Limits(max_seq_len=q_t, max_vision=q_v, min_seq_len=q_t - 128, min_vision=q_v)
     fits = (vision <= q_v) & (tokens <= q_t)
     vision, tokens, sources = vision[fits], tokens[fits], sources[fits]
-    groups = group_fit(vision, tokens, limits, seed=0)
+    groups = group_best_fit(vision, tokens, limits, seed=0)
     order = choose_order(len(groups))
     arrange_sources(np.arange(2), source_shares(groups, sources)[:2], 2)  # compile
     start = time.perf_counter()
-    path = sort_along_path(groups.sum(vision), groups.sum(tokens), 0)
+    path = sort_groups(groups.sum(vision), groups.sum(tokens), 0)
     path = arrange_sources(path, source_shares(groups, sources), order.window_size)
     seconds = time.perf_counter() - start
     print(

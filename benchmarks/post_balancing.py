@@ -35,7 +35,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "balance")]
 import nodewise_bound  # noqa: E402
 
 from balance.metrics import longest, padded_loads  # noqa: E402
-from balance.steps.all_to_all import from_assignment, volumes  # noqa: E402
+from balance.steps.all_to_all import comm_volumes, from_assignment  # noqa: E402
 from balance.steps.node_placement import place_batches  # noqa: E402
 from balance.steps.post_balancing import (  # noqa: E402
     as_batches,
@@ -250,7 +250,7 @@ def show_sends(steps: list[Step], ranks_per_node: int) -> bool:
             name: from_assignment(place[batches], step.offsets) for name, place in places.items()
         }
         sent = {
-            name: volumes(move, step.lengths, ranks_per_node=ranks_per_node)
+            name: comm_volumes(move, step.lengths, ranks_per_node=ranks_per_node)
             for name, move in moves.items()
         }
         abroad = (

@@ -31,9 +31,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from balance.grouping.best_fit import group_fit
+from balance.grouping.best_fit import group_best_fit
 from balance.grouping.isf import group_isf
-from balance.order.sort_groups import sort_along_path
+from balance.order.sort_groups import sort_groups
 from balance.types import Limits
 
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
@@ -176,10 +176,10 @@ def run(
 ) -> tuple[float, int]:
     """(seconds, groups); for the order, only the order's seconds count."""
     start = time.perf_counter()
-    groups = (group_isf if what == "isf" else group_fit)(vision, tokens, limits, seed=0)
+    groups = (group_isf if what == "isf" else group_best_fit)(vision, tokens, limits, seed=0)
     if what == "order":
         start = time.perf_counter()
-        sort_along_path(groups.sum(vision), groups.sum(tokens), 0)
+        sort_groups(groups.sum(vision), groups.sum(tokens), 0)
     return time.perf_counter() - start, len(groups)
 
 

@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from balance.baseline_samplers import BATCH_SIZE
+from balance.config import load_config
 from balance.errors import ConfigError, IsobatchError
-from balance.presets import AnyresRule, NativeRule, load_config, load_model
+from balance.presets import AnyresRule, NativeRule, load_model
 from engine.charts.gantt import write_gantt
 from engine.charts.trace import write_trace
 from engine.cli_options import (

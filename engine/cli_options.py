@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from balance.presets import preset_names
+from balance.config import preset_names
 from engine.plan_config import PARTS, SEARCHES
 from engine.simulator.schedule import SCHEDULES
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from balance.cost import CostModel
 from balance.errors import ConfigError
+from balance.flops import FlopsModel
 from balance.presets import load_model
 from balance.types import Groups, IntArray, Limits
 from packer.build_dir import DEMO_FOLDER, INDEX_NAME, BuildIdentity, clear, locked
@@ -232,7 +232,7 @@ class Builder:
                 self.config.group_options,
                 vision_unit=self.model.vision_unit,
                 context_len=self.model.context_len,
-                cost=CostModel.of(self.model) if self.model.has_dimensions else None,
+                cost=FlopsModel.of(self.model) if self.model.has_dimensions else None,
                 sources=source_numbers(counts.table),
             )
             stage.count(len(arrays))

@@ -17,8 +17,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from balance.config import load_config
 from balance.errors import ConfigError, IsobatchError
-from balance.presets import load_config, load_model
+from balance.presets import load_model
 from packer.build import Builder
 from packer.build_dir import REPORT_NAME
 from packer.cli_options import (

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from balance.presets import preset_names
+from balance.config import preset_names
 
 
 class Format(StrEnum):

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from balance.cost import CostModel
 from balance.errors import ConfigError
+from balance.flops import FlopsModel
 from balance.grouping.activation_memory import MemoryBudget
-from balance.grouping.best_fit import group_fit
+from balance.grouping.best_fit import group_best_fit
 from balance.grouping.caps import choose_limits, over_limits
 from balance.grouping.isf import group_isf
 from balance.order.block_shuffle import OrderConfig, choose_order
-from balance.order.sort_groups import arrange_sources, sort_along_path, source_shares
+from balance.order.sort_groups import arrange_sources, sort_groups, source_shares
 from balance.types import Counts, Groups, IntArray, Limits
 
 GROUPINGS = ("fit", "isf")
@@ -59,7 +59,7 @@ def group_counts(
     *,
     vision_unit: str,
     context_len: int,
-    cost: CostModel | None = None,
+    cost: FlopsModel | None = None,
     sources: IntArray | None = None,
 ) -> Grouping:
     """Choose caps, reject what exceeds them, group the rest and sort the groups along the path.
@@ -104,10 +104,10 @@ def group_counts(
             iterations=options.isf_iterations,
         )
     else:
-        grouped = group_fit(vision[rows], seq_len[rows], limits, seed=options.seed)
+        grouped = group_best_fit(vision[rows], seq_len[rows], limits, seed=options.seed)
     groups = Groups(rows[grouped.samples], grouped.offsets)
     order = choose_order(len(groups))
-    path = sort_along_path(groups.sum(vision), groups.sum(seq_len), options.seed)
+    path = sort_groups(groups.sum(vision), groups.sum(seq_len), options.seed)
     if sources is not None:
         path = arrange_sources(path, source_shares(groups, sources), order.window_size)
     return Grouping(

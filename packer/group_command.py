@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
-from balance.cost import CostModel
 from balance.errors import ConfigError, DataError, first_line
+from balance.flops import FlopsModel
 from balance.presets import load_model
 from packer.group import Grouping, GroupOptions, group_counts
 from packer.progress import StageProgress
@@ -90,11 +90,11 @@ def group_files(
     return grouping, rejected
 
 
-def _cost_model(files: list[Path]) -> CostModel | None:
+def _cost_model(files: list[Path]) -> FlopsModel | None:
     """The model that OmniBal's files are of; counts do not say theirs."""
     if any(path.suffix == ".parquet" for path in files):
         return None
-    return CostModel.of(load_model(LENGTHS_MODEL))
+    return FlopsModel.of(load_model(LENGTHS_MODEL))
 
 
 def read_lengths(path: Path) -> pa.Table:

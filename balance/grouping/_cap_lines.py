@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from balance.cost import CostModel
+from balance.flops import FlopsModel
 from balance.grouping._cap_search import FREE
 from balance.grouping._cap_trials import Candidate
 
@@ -30,7 +30,7 @@ def why_line(
     return f": the smallest cap that costs no groups ({', '.join(prices[:2])})"
 
 
-def prediction_line(cost: CostModel | None, found: Candidate, tried: Sequence[Candidate]) -> str:
+def prediction_line(cost: FlopsModel | None, found: Candidate, tried: Sequence[Candidate]) -> str:
     """Predicted time with these caps, and its range with others that were tried on the same
     samples.
     """
@@ -40,7 +40,7 @@ def prediction_line(cost: CostModel | None, found: Candidate, tried: Sequence[Ca
     others = [
         c.ms_per_sample / best - 1 for c in _same(found, tried) if c != found and c.ms_per_sample
     ]
-    text = f"predicted for {cost.name} ({cost.hardware}): {best:,.4g} GPU-ms per sample"
+    text = f"predicted for {cost.name} ({cost.speed}): {best:,.4g} GPU-ms per sample"
     return (
         f"{text}, {_signed(min(others))} to {_signed(max(others))} with other vision caps"
         if others

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from balance.cost import CostModel, epoch_ms
-from balance.grouping.best_fit import group_fit
+from balance.flops import FlopsModel, epoch_ms
+from balance.grouping.best_fit import group_best_fit
 from balance.grouping.isf import DEFAULT_ITERATIONS, group_isf
-from balance.order.sort_groups import sort_along_path
+from balance.order.sort_groups import sort_groups
 from balance.types import Counts, Groups, IntArray, Limits
 
 SEARCH_SAMPLES = 50_000
@@ -58,7 +58,7 @@ class Trials:
     part: Counts
     """Drawn from those that fit Q_t."""
     whole: Counts
-    cost: CostModel | None
+    cost: FlopsModel | None
     seed: int
     isf_iterations: int | None
     """None: the default grouping."""
@@ -70,7 +70,7 @@ class Trials:
         counts: Counts,
         rows: IntArray,
         *,
-        cost: CostModel | None,
+        cost: FlopsModel | None,
         seed: int,
         grouping: str,
         isf_iterations: int = DEFAULT_ITERATIONS,
@@ -113,7 +113,7 @@ class Trials:
             vision <= limits.max_vision
         )  # a given cap may be below the largest sample
         if self.isf_iterations is None:
-            groups = group_fit(
+            groups = group_best_fit(
                 vision[rows], tokens[rows], limits, seed=self.seed, rounds=TRIAL_ROUNDS
             )
         else:
@@ -141,10 +141,10 @@ class Trials:
         """
         if self.cost is None or not len(groups):
             return None, None
-        each = self.cost.micro_batch_ms(self.cost.work(counts).sum(groups))
+        each = self.cost.micro_batch_ms(self.cost.loads(counts).sum(groups))
         dp = min(DP, len(groups))
         total = dp * epoch_ms(
-            each[sort_along_path(vision, tokens, self.seed)], dp
+            each[sort_groups(vision, tokens, self.seed)], dp
         )  # idle ranks cost time too
         return total / len(groups.samples), 1 - float(each.sum()) / total
 

@@ -15,8 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from balance.errors import ConfigError
-from balance.presets import ModelPreset, NativeRule
-from balance.shapes import TransformerShape
+from balance.presets import ModelPreset, NativeRule, TransformerShape
 
 BYTES = 2
 """Of a bf16 number."""

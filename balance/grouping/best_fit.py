@@ -77,7 +77,7 @@ class _Made:
         return self.slacks > (np.partition(self.slacks, border)[border] if border >= 0 else -1)
 
 
-def group_fit(
+def group_best_fit(
     vision: Load,
     tokens: Load,
     limits: Limits,
@@ -93,11 +93,11 @@ def group_fit(
     `limits.max_vision` and in LLM tokens; the filter targets of `limits` do not matter. Every
     sample ends in exactly one group. `rounds` is the effort; they are shared out among the windows
     of a large set, so that time stays linear. In one window more of them, from 6 on, never need
-    more groups. A given `plan` saves choosing one (`choose_plan`), most of the time that few
+    more groups. A given `plan` saves choosing one (`choose_strategy`), most of the time that few
     samples take. Raises ValueError for a sample that is over a cap by itself.
 
     >>> limits = Limits(max_seq_len=10, max_vision=4, min_seq_len=9, min_vision=4)
-    >>> groups = group_fit(np.array([1, 3, 0, 1]), np.array([6, 4, 10, 4]), limits, seed=0)
+    >>> groups = group_best_fit(np.array([1, 3, 0, 1]), np.array([6, 4, 10, 4]), limits, seed=0)
     >>> sorted(sorted(groups[g].tolist()) for g in range(len(groups)))
     [[0, 3], [1], [2]]
     """
@@ -130,7 +130,7 @@ def group_fit(
     return Groups(samples, np.cumsum(np.concatenate(sizes), dtype=np.int64))
 
 
-def choose_plan(
+def choose_strategy(
     vision: Load,
     tokens: Load,
     limits: Limits,
@@ -140,7 +140,7 @@ def choose_plan(
     also: Sequence[Resource] = (),
     varied: bool = False,
 ) -> Plan:
-    """The plan by which `group_fit` groups these samples; it serves for others like them under the
+    """The plan by which `group_best_fit` groups these samples; it serves for others like them under the
     same caps.
 
     `varied` leaves out the plans that begin groups with the largest samples: they make much the

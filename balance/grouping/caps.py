@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from balance.cost import CostModel
+from balance.flops import FlopsModel
 from balance.grouping._cap_lines import compared_line, prediction_line, targets_line, why_line
 from balance.grouping._cap_search import CapSearch, best_targets, caps_of
 from balance.grouping._cap_trials import Candidate, Trials
@@ -71,7 +71,7 @@ def choose_limits(  # noqa: PLR0913 - the caps that a caller may give, and what 
     max_seq_len: int | None = None,
     max_vision: int | None = None,
     memory: MemoryBudget | None = None,
-    cost: CostModel | None = None,
+    cost: FlopsModel | None = None,
     grouping: str = "fit",
     isf_iterations: int = DEFAULT_ITERATIONS,
     seed: int = 0,

@@ -4,7 +4,7 @@ Plain data-parallel training with gradient accumulation waits once per step, so 
 groups may be a random set if each rank's k groups add up to the same. Not so where ranks meet in
 every micro-batch (FSDP, ZeRO-3, pipelines): there `balance.order.block_shuffle`'s blocks serve. Two
 pure functions, for every rank to compute alike: integers only, so that machines of different make
-agree; `choose_set` picks groups that can be shared out evenly, `assign_ranks` does it.
+agree; `choose_step_groups` picks groups that can be shared out evenly, `assign_ranks` does it.
 
 Whatever must add up to a multiple of `dp` is rounded up or down at random, in proportion, and what
 waits comes back over several steps. Rounded to the nearest instead, with the rest in the very next
@@ -40,14 +40,14 @@ Autocorrelation is at worst half of either share, where rounding is all that mak
 DITHER_BITS = 16
 
 
-def spare_groups(dp: int, micro_batches: int) -> int:
-    """Groups that `choose_set` should have beyond the step's own; none where there is nothing to
+def num_spare_groups(dp: int, micro_batches: int) -> int:
+    """Groups that `choose_step_groups` should have beyond the step's own; none where there is nothing to
     add up.
     """
     return min(2048, max(64, 4 * dp)) if micro_batches > 1 and dp > 1 else 0
 
 
-def choose_set(vision: IntArray, tokens: IntArray, dp: int, micro_batches: int) -> IntArray:
+def choose_step_groups(vision: IntArray, tokens: IntArray, dp: int, micro_batches: int) -> IntArray:
     """`dp * micro_batches` of the candidates, ascending, that can be shared out evenly; all if
     there are not more.
 
@@ -57,7 +57,7 @@ def choose_set(vision: IntArray, tokens: IntArray, dp: int, micro_batches: int) 
     values (image patches) add up to a multiple of `dp`, or just below. Depends on the loads alone.
     int64, shape (min(len(vision), dp * micro_batches),).
 
-    >>> choose_set(np.array([3, 2, 2, 2, 3]), np.array([9, 9, 9, 9, 9]), dp=2, micro_batches=2).tolist()
+    >>> choose_step_groups(np.array([3, 2, 2, 2, 3]), np.array([9, 9, 9, 9, 9]), dp=2, micro_batches=2).tolist()
     [0, 1, 2, 4]
     """
     count = dp * micro_batches

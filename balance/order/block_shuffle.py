@@ -45,7 +45,7 @@ MAX_LANES = 32
 MIN_WINDOW, MAX_WINDOW, PATH_WINDOWS = 8, 256, 512
 """A window is up to 1/512 of the path: wider mixes sources no better and costs balance."""
 
-Loads = Callable[[IntArray], tuple[IntArray, IntArray]]
+LoadLookup = Callable[[IntArray], tuple[IntArray, IntArray]]
 """Groups -> (vision loads, LLM tokens)."""
 
 
@@ -98,7 +98,7 @@ def choose_order(num_groups: int) -> OrderConfig:
     )
 
 
-class Stream(Protocol):
+class GroupOrder(Protocol):
     """One epoch's order of groups: every group exactly once, whatever sizes are taken."""
 
     @property
@@ -108,7 +108,7 @@ class Stream(Protocol):
     def take(self, count: int) -> IntArray:
         """The next `count` groups, int64; fewer only when the epoch ends."""
 
-    def take_step(self, dp: int, micro_batches: int, loads: Loads) -> IntArray:
+    def take_step(self, dp: int, micro_batches: int, loads: LoadLookup) -> IntArray:
         """The next step's groups, int64, shape (dp, micro_batches); -1 where the epoch has
         ended.
         """
@@ -116,7 +116,7 @@ class Stream(Protocol):
     def state(self) -> dict[str, Any]:
         """Keywords, plain JSON, that make a new stream go on exactly here."""
 
-    def copy(self) -> Stream:
+    def copy(self) -> GroupOrder:
         """A stream in the same state that moves on its own."""
 
 
@@ -164,7 +164,7 @@ class BlockShuffle:
             missing -= len(parts[-1])
         return _join(parts)
 
-    def take_step(self, dp: int, micro_batches: int, loads: Loads | None = None) -> IntArray:
+    def take_step(self, dp: int, micro_batches: int, loads: LoadLookup | None = None) -> IntArray:
         """The next step's groups, int64, shape (dp, micro_batches): each micro-batch balanced by
         itself.
         """

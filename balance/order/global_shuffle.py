@@ -13,8 +13,8 @@ from typing import Any
 import numba
 import numpy as np
 
-from balance.order.assign_ranks import assign_ranks, choose_set, spare_groups
-from balance.order.block_shuffle import Loads
+from balance.order.assign_ranks import assign_ranks, choose_step_groups, num_spare_groups
+from balance.order.block_shuffle import LoadLookup
 from balance.rng import SHUFFLE, random_bits
 from balance.types import IntArray
 
@@ -63,13 +63,13 @@ class GlobalShuffle:
         self._spare = groups[count:]
         return groups[:count]
 
-    def take_step(self, dp: int, micro_batches: int, loads: Loads) -> IntArray:
+    def take_step(self, dp: int, micro_batches: int, loads: LoadLookup) -> IntArray:
         """The next step's groups, int64, shape (dp, micro_batches): ranks' sums over the step are
         balanced.
         """
-        candidates = self._read(dp * micro_batches + spare_groups(dp, micro_batches))
+        candidates = self._read(dp * micro_batches + num_spare_groups(dp, micro_batches))
         vision, tokens = loads(candidates)
-        chosen = choose_set(vision, tokens, dp, micro_batches)
+        chosen = choose_step_groups(vision, tokens, dp, micro_batches)
         self._spare = np.delete(candidates, chosen)
         places = assign_ranks(vision[chosen], tokens[chosen], dp, micro_batches)
         return np.where(places >= 0, candidates[chosen[places]], -1) if len(chosen) else places

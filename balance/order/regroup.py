@@ -16,9 +16,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from balance.grouping.best_fit import choose_plan, group_fit
+from balance.grouping.best_fit import choose_strategy, group_best_fit
 from balance.order.block_shuffle import MIN_WINDOW, OrderConfig, choose_order
-from balance.order.sort_groups import sort_along_path
+from balance.order.sort_groups import sort_groups
 from balance.rng import WINDOWS, random_bits
 from balance.types import Groups, IntArray, Limits
 
@@ -82,7 +82,7 @@ def regroup(
     for window, window_seed in enumerate(seeds[:num_windows]):
         if window % per_plan == 0:
             alike = stored.samples[places[window] : places[min(window + per_plan, num_windows)]]
-            plan = choose_plan(
+            plan = choose_strategy(
                 vision[alike],
                 tokens[alike],
                 limits,
@@ -92,9 +92,9 @@ def regroup(
             )
         members = stored.samples[places[window] : places[window + 1]]
         loads = vision[members], tokens[members]
-        groups = group_fit(*loads, limits, seed=window_seed, rounds=ROUNDS, plan=plan)
+        groups = group_best_fit(*loads, limits, seed=window_seed, rounds=ROUNDS, plan=plan)
         groups = groups.take(
-            sort_along_path(groups.sum(loads[0]), groups.sum(loads[1]), window_seed)
+            sort_groups(groups.sum(loads[0]), groups.sum(loads[1]), window_seed)
         )
         samples.append(members[groups.samples])
         sizes.append(groups.sizes)

@@ -1,7 +1,7 @@
 """The path: groups in an order in which neighbours cost the same, and in which sources are easy to
 mix.
 
-For the packer, once per build: `sort_along_path`, then `arrange_sources`. Pure, and linear: the 26
+For the packer, once per build: `sort_groups`, then `arrange_sources`. Pure, and linear: the 26
 million groups of 100 million samples take 4 s and, beside their loads, 17 bytes each.
 `balance.order.block_shuffle` makes each epoch's stream of it.
 """
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balance.order.block_shuffle import choose_order
-from balance.radix_sort import random_ties, sorted_by
+from balance.radix_sort import shuffle_ties, sorted_by
 from balance.rng import TIES, random_bits
 from balance.types import Groups, IntArray
 
@@ -32,7 +32,7 @@ COUNTED_LOADS = 1 << 16
 """Vision loads are counted, not sorted, if they are below this or the number of groups."""
 
 
-def sort_along_path(vision_load: IntArray, tokens: IntArray, seed: int) -> IntArray:
+def sort_groups(vision_load: IntArray, tokens: IntArray, seed: int) -> IntArray:
     """The permutation (int64) that puts groups in path order: by vision load, tokens up and down in
     turn.
 
@@ -40,7 +40,7 @@ def sort_along_path(vision_load: IntArray, tokens: IntArray, seed: int) -> IntAr
     first put into bins, else tokens would jump at every step. Ties are in a random order that
     depends on `seed` alone. Loads are 0 or more.
 
-    >>> sort_along_path(np.array([2, 1, 2, 1]), np.array([50, 60, 90, 70]), seed=0).tolist()
+    >>> sort_groups(np.array([2, 1, 2, 1]), np.array([50, 60, 90, 70]), seed=0).tolist()
     [1, 3, 2, 0]
     """
     bins, span = _vision_bins(vision_load, tokens), int(tokens.max(initial=0)) + 1
@@ -50,7 +50,7 @@ def sort_along_path(vision_load: IntArray, tokens: IntArray, seed: int) -> IntAr
     keys = np.empty(len(tokens), dtype)
     _set_keys(keys, vision_load, tokens, bins, span)
     path = sorted_by(keys)
-    random_ties(path, keys, random_bits(len(path), seed, TIES))
+    shuffle_ties(path, keys, random_bits(len(path), seed, TIES))
     return path.astype(np.int64)
 
 

@@ -183,12 +183,12 @@ def from_assignment(target_ranks: IntArray, source_offsets: IntArray) -> Permuta
     return Permutation(batches.samples, np.asarray(source_offsets, dtype=np.int64), batches.offsets)
 
 
-def volumes(rearrangement: Permutation, lengths: IntArray, *, ranks_per_node: int) -> CommVolumes:
+def comm_volumes(rearrangement: Permutation, lengths: IntArray, *, ranks_per_node: int) -> CommVolumes:
     """Communication volumes of a rearrangement of examples of these `lengths` (source order, shape
     (num_examples,)).
 
     >>> swap = from_assignment(np.array([1, 0, 2]), np.array([0, 1, 2, 3]))
-    >>> volumes(swap, np.array([5, 7, 9]), ranks_per_node=1)
+    >>> comm_volumes(swap, np.array([5, 7, 9]), ranks_per_node=1)
     Volumes(total=12, average_inter_node=4.0, largest_inter_node=7, all_gather=18)
     """
     source, target = rearrangement.source_ranks, rearrangement.target_ranks

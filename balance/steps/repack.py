@@ -7,7 +7,7 @@ a planner can try all orders of the clusters. Pure; plain loops in numba, O(samp
 micro-batches): 128 samples in 20 us, 1,024 in .2 ms.
 
 `max_len` is PipeTune's L_max, micro-batch size x max_seq_len. A sample's cost is any additive one:
-FLOPs or time, with attention by its own length, so that packing needs only sums (`balance.cost`
+FLOPs or time, with attention by its own length, so that packing needs only sums (`balance.flops`
 gives it).
 """
 

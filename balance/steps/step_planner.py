@@ -71,14 +71,14 @@ class StepPlanner(Protocol):
         """The work of all ranks for one step."""
 
 
-def check_work(work: StepAssignment, samples: StepRequest) -> None:
+def check_assignment(work: StepAssignment, samples: StepRequest) -> None:
     """ConfigError, with the sample that is wrong, unless `work` gives out every sample exactly
     once.
 
     >>> counts = Counts(**{name: np.ones(2, np.int64) for name in Counts.__dataclass_fields__})
     >>> samples = StepSamples(counts=counts, offsets=np.array([0, 1, 2]), dp=2, micro_batches=1)
     >>> alone, none = Groups(np.array([0]), np.array([0, 1])), Groups(np.array([0]), np.array([0, 1]))
-    >>> check_work(StepWork(micro_batches=(alone, none)), samples)
+    >>> check_assignment(StepWork(micro_batches=(alone, none)), samples)
     Traceback (most recent call last): balance.errors.ConfigError: the step planner gave out sample
     0 in 2 micro-batches; give out each sample once
     """

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from balance.baseline_samplers import BATCH_SIZE, as_groups, random_batches
-from balance.grouping.best_fit import group_fit
+from balance.grouping.best_fit import group_best_fit
 from balance.metrics import longest
 from balance.order.block_shuffle import BlockShuffle, choose_order
-from balance.order.sort_groups import sort_along_path
+from balance.order.sort_groups import sort_groups
 from balance.types import Counts, Groups, IntArray, Limits
 from engine.cost_model.loads import Loads, PhaseLoads
 
@@ -76,8 +76,8 @@ def balanced_steps(
         min_vision=sizes.tiles,
     )
     vision, tokens = counts.num_image_patches, counts.seq_len
-    groups = group_fit(vision, tokens, limits, seed=0)
-    groups = groups.take(sort_along_path(groups.sum(vision), groups.sum(tokens), seed=0))
+    groups = group_best_fit(vision, tokens, limits, seed=0)
+    groups = groups.take(sort_groups(groups.sum(vision), groups.sum(tokens), seed=0))
     stream = BlockShuffle(num_groups=len(groups), order=choose_order(len(groups)), seed=0, epoch=0)
     # each (replicas, micro_batches)
     taken = [stream.take_step(replicas, micro_batches) for _ in range(steps)]

@@ -16,7 +16,7 @@ from ablation.data import INTERNVL, balanced_steps, every, loads_of, random_step
 from ablation.ranks import GIB, Measured, Row, Step, consecutive, measure
 from ablation.stand_in import stand_ins
 from ablation.variants import Variant
-from balance.cost import CostModel
+from balance.flops import FlopsModel
 from balance.presets import load_model
 from balance.steps.step_planner import StepRequest
 from balance.types import Counts, Groups, IntArray
@@ -187,8 +187,8 @@ def run_variant(variant: Variant, model: Model, counts: Counts, replicas: int) -
     slowest = np.array([one.step_ns for one in outcomes]).reshape(-1, replicas).max(axis=1)
     measured_s = float(measured.seconds.sum()) * FASTER
     samples = np.concatenate([own.samples for own in every(variant.steps)])
-    model_flops = CostModel.of(model.preset)
-    flops = float(model_flops.train_flops(model_flops.work(counts.take(samples))).sum())
+    model_flops = FlopsModel.of(model.preset)
+    flops = float(model_flops.train_flops(model_flops.loads(counts.take(samples))).sum())
     return Row(
         name=variant.name,
         tokens=true_tokens(variant.steps, counts),

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from balance.presets import ModelPreset
-from balance.shapes import LlmShape, TransformerShape, VitShape
+from balance.presets import LlmShape, ModelPreset, TransformerShape, VitShape
 from balance.types import LABEL_IGNORE
 from engine.runtime.stage_io import LOSS, LayerStack, StageTensors, TensorSpec
 from gpu.batches import Batch

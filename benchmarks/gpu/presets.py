@@ -10,8 +10,7 @@ from math import isqrt
 import numpy as np
 from ablation.data import Sizes
 
-from balance.presets import ModelPreset, TilesRule, load_model
-from balance.shapes import LlmShape, VitShape
+from balance.presets import LlmShape, ModelPreset, TilesRule, VitShape, load_model
 from balance.types import Counts
 
 INTERNVL = "internvl_1_5"

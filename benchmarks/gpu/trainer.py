@@ -18,7 +18,7 @@ from ablation.data import Sizes, Steps, every, loads_of, samples_of, true_tokens
 from ablation.real import spread
 from numpy.typing import NDArray
 
-from balance.cost import CostModel
+from balance.flops import FlopsModel
 from balance.presets import ModelPreset
 from balance.types import Counts, Groups
 from engine.cost_model.analytical import layer_costs
@@ -270,7 +270,7 @@ class Trainer:
         whole_step = self.pipeline.peak_bytes()
         self.bench.release()
         samples = np.concatenate([own.samples for own in every(way.steps)])
-        model = CostModel.of(self.preset)
+        model = FlopsModel.of(self.preset)
         return Ran(
             name=way.name,
             limit_bytes=way.limit_bytes,
@@ -282,7 +282,7 @@ class Trainer:
                 for own in every(way.steps)
             ],
             optimizer_s=optimizer_s,
-            flops=float(model.train_flops(model.work(self.counts.take(samples))).sum()),
+            flops=float(model.train_flops(model.loads(self.counts.take(samples))).sum()),
             peak_bytes=self.peak_bytes(way),
             predicted_bytes=self.predicted_bytes(way),
             whole_step_bytes=whole_step,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from balance.cost import CostModel, Work
+from balance.flops import ComputeLoad, FlopsModel
 from balance.presets import load_model
 from engine.cost_model.loads import Loads
 from engine.simulator.evaluate import evaluate
@@ -44,13 +44,13 @@ def checks() -> Section:
         GPU_DAYS * 86400 * PER_GROUP / SAMPLES_IN_ALL / gpus,
     )
     tiles, tokens = np.array([IMAGES]), np.array([SEQ_LEN])
-    work = Work(
+    load = ComputeLoad(
         vit_tokens=tiles * VIT_TOKENS,
         vit_squares=tiles * VIT_TOKENS**2,
         llm_tokens=tokens,
         llm_squares=tokens**2,
     )
-    flops = float(CostModel.of(model).train_flops(work)[0])
+    flops = float(FlopsModel.of(model).train_flops(load)[0])
     mfu = [flops / (gpus * each) / a100().peak_flops_per_s for each in (seconds, papers_seconds)]
     assert model.vit is not None
     assert model.llm is not None

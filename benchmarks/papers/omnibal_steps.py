@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balance.baseline_samplers import as_groups, random_batches
-from balance.grouping.best_fit import group_fit
+from balance.grouping.best_fit import group_best_fit
 from balance.metrics import dist_ratio, longest, pad_ratio
 from balance.order.block_shuffle import BlockShuffle, choose_order
-from balance.order.sort_groups import sort_along_path
+from balance.order.sort_groups import sort_groups
 from balance.presets import load_model
 from balance.types import Counts, Groups, IntArray, Limits
 from engine.cost_model.analytical import layer_costs
@@ -71,8 +71,8 @@ def balanced_data(
         max_seq_len=seq_len, max_vision=tiles, min_seq_len=seq_len - 128, min_vision=tiles
     )
     vision, tokens = counts.num_image_patches, counts.seq_len
-    groups = group_fit(vision, tokens, limits, seed=0)
-    groups = groups.take(sort_along_path(groups.sum(vision), groups.sum(tokens), seed=0))
+    groups = group_best_fit(vision, tokens, limits, seed=0)
+    groups = groups.take(sort_groups(groups.sum(vision), groups.sum(tokens), seed=0))
     stream = BlockShuffle(num_groups=len(groups), order=choose_order(len(groups)), seed=0, epoch=0)
     steps = min(STEPS, len(groups) // (dp * micro_batches))
     # each (dp, micro_batches)

@@ -25,9 +25,8 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from balance.cost import FloatArray
 from balance.presets import ModelPreset
-from balance.types import IntArray
+from balance.types import FloatArray, IntArray
 from engine.cost_model.clusters import NS_PER_S, NS_PER_US, Cluster, Link
 from engine.cost_model.costs import Costs
 from engine.cost_model.layer_list import layers_of

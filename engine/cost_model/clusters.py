@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from balance.config import build_config, read_preset
 from balance.errors import ConfigError
-from balance.presets import build_config, read_preset
 
 NS_PER_S = 1_000_000_000
 NS_PER_US = 1_000

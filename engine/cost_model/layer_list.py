@@ -26,8 +26,14 @@ from itertools import pairwise
 from math import isqrt
 
 from balance.errors import ConfigError
-from balance.presets import ModelPreset, NativeRule
-from balance.shapes import EncoderShape, LlmShape, TransformerShape, VitShape
+from balance.presets import (
+    EncoderShape,
+    LlmShape,
+    ModelPreset,
+    NativeRule,
+    TransformerShape,
+    VitShape,
+)
 from engine.cost_model.operations import (
     BYTES,
     Attention,

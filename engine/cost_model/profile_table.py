@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from balance.cost import FloatArray
 from balance.errors import ConfigError, first_line
-from balance.types import IntArray
+from balance.types import FloatArray, IntArray
 from engine.cost_model.costs import Costs
 from engine.cost_model.loads import Loads, PhaseLoads
 

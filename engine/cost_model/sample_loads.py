@@ -13,7 +13,7 @@ from dataclasses import fields
 
 import numpy as np
 
-from balance.cost import CostModel
+from balance.flops import FlopsModel
 from balance.presets import ModelPreset
 from balance.types import Counts, Groups
 from engine.cost_model.loads import Loads, PhaseLoads
@@ -26,14 +26,14 @@ def sample_loads(counts: Counts, model: ModelPreset) -> Loads:
     """What each sample brings to each phase, (samples,). ConfigError if the preset lacks the
     model's dimensions.
     """
-    work = CostModel.of(model).work(counts)
+    load = FlopsModel.of(model).loads(counts)
     samples = np.ones(len(counts), np.int64)
     return Loads(
         vision=PhaseLoads(
-            tokens=work.vit_tokens, squares=work.vit_squares, items=counts.num_image_patches
+            tokens=load.vit_tokens, squares=load.vit_squares, items=counts.num_image_patches
         ),
         audio=_audio(counts, model),
-        llm=PhaseLoads(tokens=work.llm_tokens, squares=work.llm_squares, items=samples),
+        llm=PhaseLoads(tokens=load.llm_tokens, squares=load.llm_squares, items=samples),
     )
 
 

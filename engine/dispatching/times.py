@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from balance.steps.all_to_all import CommVolumes, Permutation, volumes
+from balance.steps.all_to_all import CommVolumes, Permutation, comm_volumes
 from balance.types import IntArray
 from engine.cost_model.clusters import NS_PER_S, Link
 from engine.cost_model.costs import Costs
@@ -77,9 +77,9 @@ def phase_volumes(plan: DispatchPlan, phase: str) -> PhaseVolumes:
     stays = _in_place(own.moved.source_offsets) if plan.options.reads_directly else own.moved
     there = own.moved.apply(made)
     return PhaseVolumes(
-        inputs=volumes(stays, lengths, ranks_per_node=per_node),
-        features=volumes(own.features, there, ranks_per_node=per_node),
-        features_home=volumes(own.moved.inverse(), there, ranks_per_node=per_node),
+        inputs=comm_volumes(stays, lengths, ranks_per_node=per_node),
+        features=comm_volumes(own.features, there, ranks_per_node=per_node),
+        features_home=comm_volumes(own.moved.inverse(), there, ranks_per_node=per_node),
     )
 
 

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from balance.config import build_config
 from balance.errors import ConfigError, DataError
-from balance.presets import ModelPreset, build_config, model_from_dict, model_to_dict
+from balance.presets import ModelPreset, model_from_dict, model_to_dict
 from balance.types import IntArray
 from engine.cost_model.clusters import Cluster
 from engine.cost_model.loads import Loads, PhaseLoads

@@ -165,9 +165,9 @@ class MixedEpoch:
         tokens = sum(
             self.column(f"num_{kind}_tokens", everyone) for kind in ("image", "text", "audio")
         )
-        from balance.order.sort_groups import sort_along_path  # noqa: PLC0415  (see `loaders`)
+        from balance.order.sort_groups import sort_groups  # noqa: PLC0415  (see `loaders`)
 
-        path = sort_along_path(vision, np.asarray(tokens, np.int64), seed)
+        path = sort_groups(vision, np.asarray(tokens, np.int64), seed)
         self._owners, self._rows = owners[path].astype(np.int16), self._rows[path]
         self.order = choose_order(len(path))
 

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balance.errors import ConfigError
-from balance.order.block_shuffle import BlockShuffle, Stream
-from balance.steps.step_planner import StepAssignment, StepPlanner, StepRequest, check_work
+from balance.order.block_shuffle import BlockShuffle, GroupOrder
+from balance.steps.step_planner import StepAssignment, StepPlanner, StepRequest, check_assignment
 from balance.types import IntArray
 from loaders.batch.collate import StepTotals
 from loaders.plan.epoch_groups import EpochSource
@@ -63,7 +63,7 @@ class StepPlan:
     """LLM tokens of this rank."""
     num_audio_tokens: int
     """What the clips add that this rank makes features or waveforms of."""
-    stream: Stream
+    stream: GroupOrder
     """Where the epoch's stream stands behind this step."""
     encoders: Mapping[str, tuple[Selection, ...]] = field(default_factory=dict)
     """By encoder, this rank's batches; the micro-batches then come without that encoder's input."""
@@ -117,7 +117,7 @@ class Steps:
     `balance.types.Limits`.
     """
 
-    _stream: Stream
+    _stream: GroupOrder
     """Plans and copies have it too, so it is moved only as a copy."""
 
     def __init__(
@@ -275,7 +275,7 @@ class Steps:
         if self._config.order == "random":
             from balance.order.global_shuffle import GlobalShuffle  # noqa: PLC0415  (see `loaders`)
 
-            started: Stream = GlobalShuffle(
+            started: GroupOrder = GlobalShuffle(
                 num_groups=len(groups), seed=seed, epoch=epoch, **stream
             )
         else:
@@ -344,7 +344,7 @@ class Steps:
         begun = time.perf_counter()
         work = planner(samples)
         planning_s = time.perf_counter() - begun
-        check_work(work, samples)
+        check_assignment(work, samples)
         seen, heard = (
             work.encoders.get(name, work.micro_batches)[rank].samples
             for name in ("vision", "audio")

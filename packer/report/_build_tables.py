@@ -18,9 +18,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from balance.config import build_config
 from balance.errors import DataError
 from balance.order.block_shuffle import OrderConfig, choose_order
-from balance.presets import build_config
 from balance.types import Counts, Groups, IntArray, Limits
 from shards.manifest import MANIFEST_NAME
 from shards.tables import (

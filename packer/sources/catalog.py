@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from balance.presets import load_dataset, preset_names
+from balance.config import preset_names
+from balance.presets import load_dataset
 from packer.sources.dataset import DEMO
 from packer.sources.mixture import is_mixture, read_mixture
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from balance.config import preset_names
 from balance.errors import ConfigError, DataError, first_line
-from balance.presets import DatasetPreset, load_dataset, preset_names
+from balance.presets import DatasetPreset, load_dataset
 from packer.sources.base import Source
 from packer.sources.detect import Located, locate, open_located
 from packer.sources.hub import parse_hub_id

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from balance.config import build_config, config_root, preset_names
 from balance.errors import ConfigError, DataError
-from balance.presets import build_config, config_root, preset_names
 from packer.sources.hub import parse_hub_id
 from shards.folders import is_uri, join, open_folder, split
 

@@ -19,10 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
-from balance.cost import CostModel, Hardware, Work, epoch_ms, squared_sums
 from balance.errors import ConfigError
-from balance.presets import load_model, model_from_dict, model_to_dict
-from balance.shapes import LlmShape
+from balance.flops import ComputeLoad, FlopsModel, GpuSpeed, epoch_ms
+from balance.presets import LlmShape, load_model, model_from_dict, model_to_dict
 from balance.types import Counts, Groups
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -45,7 +44,7 @@ def counts_of(patches, vit_tokens, seq_len):
 
 def work_of(vit_tokens, vit_squares, llm_tokens, llm_squares):
     values = (np.array([value]) for value in (vit_tokens, vit_squares, llm_tokens, llm_squares))
-    return Work(
+    return ComputeLoad(
         **dict(zip(("vit_tokens", "vit_squares", "llm_tokens", "llm_squares"), values, strict=True))
     )
 
@@ -67,7 +66,7 @@ def tiny_batch(patches, lengths):
 def test_equals_what_torch_counts_in_the_example_model(patches, lengths):
     model = TinyVLM(2000, 1)
     model(tiny_batch(1, [5]))  # whatever torch sets up at first
-    cost = CostModel.of(load_model("tiny"))
+    cost = FlopsModel.of(load_model("tiny"))
     counts = counts_of(
         [patches] + [0] * (len(lengths) - 1), [patches * 17] + [0] * (len(lengths) - 1), lengths
     )
@@ -79,7 +78,7 @@ def test_equals_what_torch_counts_in_the_example_model(patches, lengths):
         logits = model(tiny_batch(patches, lengths))
     # torch counts causal attention as if it were not: twice ours
     dense = replace(cost, llm_flops_per_square=2 * cost.llm_flops_per_square)
-    work = cost.work(counts).sum(group)
+    work = cost.loads(counts).sum(group)
     assert (dense.vit_flops(work) + dense.llm_flops(work)).tolist() == [counter.get_total_flops()]
     assert logits.shape == (sum(lengths), 2000)
 
@@ -126,7 +125,7 @@ SHAPE = LlmShape(
 
 
 def llm_cost():
-    return CostModel.of(replace(load_model("tiny"), llm=SHAPE))
+    return FlopsModel.of(replace(load_model("tiny"), llm=SHAPE))
 
 
 def run_layers(tokens, *, attend, backward):
@@ -193,7 +192,7 @@ def test_the_weights_of_the_presets_are_the_published_ones(name, vit, llm, digit
 
 def test_at_9_images_and_4k_tokens_the_encoder_takes_almost_40_percent():
     preset = load_model("internvl_1_5")
-    cost = CostModel.of(preset)
+    cost = FlopsModel.of(preset)
     work = work_of(9 * 1025, 9 * 1025**2, 4096, 4096**2)
     vit, llm = cost.vit_flops(work)[0], cost.llm_flops(work)[0]
     assert 0.385 < vit / (vit + llm) < 0.4  # OmniBal, introduction
@@ -204,40 +203,27 @@ def test_at_9_images_and_4k_tokens_the_encoder_takes_almost_40_percent():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_group_costs_what_its_samples_cost(name):
-    cost = CostModel.of(load_model(name))
+    cost = FlopsModel.of(load_model(name))
     counts = counts_of([0, 1, 3], [0, 577, 1800], [40, 700, 2000])
-    each, group = cost.work(counts), cost.work(counts).sum(Groups(np.arange(3), np.array([0, 3])))
+    each, group = cost.loads(counts), cost.loads(counts).sum(Groups(np.arange(3), np.array([0, 3])))
     assert cost.train_flops(group)[0] == pytest.approx(cost.train_flops(each).sum())
-    overhead = cost.hardware.micro_batch_overhead_ms
+    overhead = cost.speed.micro_batch_overhead_ms
     assert cost.micro_batch_ms(group)[0] == pytest.approx(cost.compute_ms(each).sum() + overhead)
 
 
 def test_packing_does_not_make_samples_attend_to_each_other():
-    cost = CostModel.of(load_model("llava_1_5"))
+    cost = FlopsModel.of(load_model("llava_1_5"))
     split, joined = (
-        cost.work(counts_of([0, 0], [0, 0], [500, 500])),
-        cost.work(counts_of([0], [0], [1000])),
+        cost.loads(counts_of([0, 0], [0, 0], [500, 500])),
+        cost.loads(counts_of([0], [0], [1000])),
     )
     assert cost.llm_flops(split).sum() < cost.llm_flops(joined)[0]
 
 
 def test_native_resolution_attends_inside_each_image():
-    cost = CostModel.of(load_model("qwen2_vl"))
+    cost = FlopsModel.of(load_model("qwen2_vl"))
     counts = counts_of([2, 1, 0], [1000, 1000, 0], [400, 400, 400])
-    assert cost.work(counts).vit_squares.tolist() == [500_000, 1_000_000, 0]
-    exact = squared_sums(np.array([100, 900, 1000]), np.array([0, 2, 3, 3]))
-    assert cost.work(counts, exact).vit_squares.tolist() == [820_000, 1_000_000, 0]
-    assert (cost.vit_flops(cost.work(counts, exact)) >= cost.vit_flops(cost.work(counts))).all()
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 10_000), max_size=5), max_size=8))
-def test_squared_sums_equal_the_plain_sums(images):
-    lengths = np.array([length for sample in images for length in sample], np.int64)
-    offsets = np.cumsum([0, *map(len, images)]).astype(np.int64)
-    assert squared_sums(lengths, offsets).tolist() == [
-        sum(length**2 for length in sample) for sample in images
-    ]
+    assert cost.loads(counts).vit_squares.tolist() == [500_000, 1_000_000, 0]
 
 
 @settings(max_examples=60, deadline=None)
@@ -250,13 +236,13 @@ def test_a_step_takes_as_long_as_its_slowest_rank(times, dp):
 def test_faster_hardware_takes_less_time_in_proportion():
     preset = load_model("internvl_1_5")
     slow, fast = (
-        CostModel.of(preset, Hardware(vit_flops_per_s=s, llm_flops_per_s=s)) for s in (1e14, 4e14)
+        FlopsModel.of(preset, GpuSpeed(vit_flops_per_s=s, llm_flops_per_s=s)) for s in (1e14, 4e14)
     )
-    work = slow.work(counts_of([3], [3075], [2000]))
+    work = slow.loads(counts_of([3], [3075], [2000]))
     assert slow.compute_ms(work)[0] == pytest.approx(4 * fast.compute_ms(work)[0])
     assert slow.compute_ms(work)[0] == pytest.approx(1e3 * slow.train_flops(work)[0] / 1e14)
     with pytest.raises(ConfigError, match="greater than 0"):
-        Hardware(vit_flops_per_s=0)
+        GpuSpeed(vit_flops_per_s=0)
 
 
 def test_a_preset_without_dimensions_still_loads_and_says_what_is_missing():
@@ -264,7 +250,7 @@ def test_a_preset_without_dimensions_still_loads_and_says_what_is_missing():
     preset = model_from_dict(values)
     assert not preset.has_dimensions
     with pytest.raises(ConfigError, match=r"tiny has no \[vit\] and \[llm\] tables"):
-        CostModel.of(preset)
+        FlopsModel.of(preset)
 
 
 @pytest.mark.parametrize(

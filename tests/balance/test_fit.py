@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lp_bound import lp_bound
 
 from balance.grouping import best_fit as fit
-from balance.grouping.best_fit import group_fit
+from balance.grouping.best_fit import group_best_fit
 from balance.grouping.isf import group_isf
 from balance.grouping.resources import PackedLoads, Resource
 from balance.types import Limits
@@ -31,7 +31,7 @@ def limits_of(max_vision, max_seq_len):
     )
 
 
-def grouped(loads, caps, *, group=group_fit, **options):
+def grouped(loads, caps, *, group=group_best_fit, **options):
     """Group by any number of resources; checks what every grouping must keep."""
     also = [
         Resource(name="more", load=load, cap=cap)
@@ -145,7 +145,7 @@ def test_compact_columns_give_the_same_groups():
     vision, tokens = rng.integers(0, 6, 3000), rng.integers(1, 2000, 3000)
     limits = limits_of(15, 4096)
     wide, compact = (
-        group_fit(vision.astype(a), tokens.astype(b), limits, seed=3)
+        group_best_fit(vision.astype(a), tokens.astype(b), limits, seed=3)
         for a, b in ((np.int64, np.int64), (np.uint8, np.uint16))
     )
     assert as_lists(wide) == as_lists(compact)
@@ -208,7 +208,7 @@ def test_many_distinct_vision_loads_take_little_more_than_the_bound():
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 2**24), min_size=1, max_size=6), st.integers(0, 2**32))
-@pytest.mark.parametrize("group", [group_fit, group_isf])
+@pytest.mark.parametrize("group", [group_best_fit, group_isf])
 def test_caps_of_more_than_64_bits_together_are_kept_and_full_samples_still_fit(group, caps, seed):
     caps = [2**20 + 1, 2**24 - 1, *caps]
     rng = np.random.default_rng(seed)
@@ -228,13 +228,13 @@ def test_fields_are_counted_in_units_only_where_they_must_be():
 
 def test_bad_input_is_an_error_that_says_what_to_do():
     with pytest.raises(ValueError, match=r"cap of 10 tokens \(first: sample 1 with 11\); reject"):
-        group_fit(np.array([1, 1]), np.array([5, 11]), limits_of(2, 10), seed=0)
+        group_best_fit(np.array([1, 1]), np.array([5, 11]), limits_of(2, 10), seed=0)
     with pytest.raises(ValueError, match="3 loads of image patches but 2 token counts"):
-        group_fit(np.array([1, 1, 1]), np.array([5, 5]), limits_of(2, 10), seed=0)
+        group_best_fit(np.array([1, 1, 1]), np.array([5, 5]), limits_of(2, 10), seed=0)
     with pytest.raises(ValueError, match="sample 0 has -1 image patches"):
-        group_fit(np.array([-1]), np.array([5]), limits_of(2, 10), seed=0)
+        group_best_fit(np.array([-1]), np.array([5]), limits_of(2, 10), seed=0)
     with pytest.raises(ValueError, match="rounds is -1"):
-        group_fit(np.array([1]), np.array([5]), limits_of(2, 10), seed=0, rounds=-1)
+        group_best_fit(np.array([1]), np.array([5]), limits_of(2, 10), seed=0, rounds=-1)
 
 
 def published_lengths():

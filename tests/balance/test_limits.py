@@ -14,19 +14,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.cost import CostModel
 from balance.errors import ConfigError
+from balance.flops import FlopsModel
 from balance.grouping._cap_search import FREE, caps_of, least
 from balance.grouping._cap_trials import TRIAL_ROUNDS, Candidate
 from balance.grouping.activation_memory import MemoryBudget
-from balance.grouping.best_fit import group_fit
+from balance.grouping.best_fit import group_best_fit
 from balance.grouping.caps import choose_limits, choose_limits_omnibal, over_limits
 from balance.grouping.isf import group_isf
 from balance.presets import load_model
 from balance.types import Counts
 
 LENGTHS = Path(__file__).parents[3] / "shared" / "data" / "omnibal_lengths"
-COST = CostModel.of(load_model("internvl_1_5"))
+COST = FlopsModel.of(load_model("internvl_1_5"))
 
 
 def counts_of(patches, tokens):
@@ -167,7 +167,7 @@ def test_a_time_is_predicted_only_with_a_cost_model_and_holds_the_overhead():
     assert "internvl_1_5" in choice.prediction
     one = next(c for c in choice.candidates if c.limits == choice.limits)
     # 32 equal groups of two samples on 8 ranks: nobody waits
-    pair = COST.micro_batch_ms(COST.work(counts)).sum() - 32 * COST.hardware.micro_batch_overhead_ms
+    pair = COST.micro_batch_ms(COST.loads(counts)).sum() - 32 * COST.speed.micro_batch_overhead_ms
     assert one.ms_per_sample == pytest.approx(pair / 64)
 
 
@@ -218,11 +218,11 @@ def test_caps_and_split_are_as_good_as_a_full_grid():
         if memory.bytes_per_token * q_t + memory.bytes_per_vision * q_v <= memory.num_bytes:
             limits = caps_of(q_t, q_v, "image_patches")
             fewest = min(
-                fewest, len(group_fit(patches, tokens, limits, seed=0, rounds=TRIAL_ROUNDS))
+                fewest, len(group_best_fit(patches, tokens, limits, seed=0, rounds=TRIAL_ROUNDS))
             )
     limits = choose(counts, context_len=2_000, memory=memory).limits
     assert (
-        len(group_fit(patches, tokens, limits, seed=0, rounds=TRIAL_ROUNDS))
+        len(group_best_fit(patches, tokens, limits, seed=0, rounds=TRIAL_ROUNDS))
         <= fewest * (1 + FREE) + 1
     )
     assert limits.max_seq_len + 100 * limits.max_vision <= 4_000
@@ -234,7 +234,7 @@ def test_without_a_budget_the_vision_cap_is_the_smallest_free_one_of_a_full_grid
     chosen = choose(counts, max_seq_len=900).limits.max_vision
     groups = {
         q_v: len(
-            group_fit(
+            group_best_fit(
                 patches, tokens, caps_of(900, q_v, "image_patches"), seed=0, rounds=TRIAL_ROUNDS
             )
         )
@@ -312,7 +312,7 @@ def test_the_explanation_compares_the_caps_with_their_neighbours_by_fill_and_tim
     assert next(iter(figures)) == cap
     assert set(figures) <= {cap - 1, cap, cap + 1}
     for q_v, text in figures.items():
-        groups = group_fit(
+        groups = group_best_fit(
             counts.num_image_patches,
             counts.seq_len,
             caps_of(900, q_v, "image_patches"),

@@ -14,7 +14,7 @@ from balance.metrics import autocorrelation, dist_ratio, source_entropy
 from balance.order.block_shuffle import BlockShuffle, OrderConfig, choose_order
 from balance.order.global_shuffle import GlobalShuffle
 from balance.order.regroup import repeated_pairs
-from balance.order.sort_groups import arrange_sources, sort_along_path, source_shares
+from balance.order.sort_groups import arrange_sources, sort_groups, source_shares
 from balance.types import Groups
 
 sizes = st.lists(st.integers(0, 40), min_size=1, max_size=60)
@@ -260,7 +260,7 @@ def packed_loads(num_groups, kind):
 def test_ranks_are_balanced_and_consecutive_micro_batches_differ(kind, dp):
     num_groups = 20_000
     vision, tokens = packed_loads(num_groups, kind)
-    path = sort_along_path(vision, tokens, seed=0)
+    path = sort_groups(vision, tokens, seed=0)
     stream = stream_of(num_groups, choose_order(num_groups))
     ours = path[np.concatenate([stream.take(dp) for _ in range(num_groups // dp)])]
     random = np.random.default_rng(0).permutation(num_groups)
@@ -280,7 +280,7 @@ def test_arranged_sources_are_mixed_better_than_by_chance():
     groups = Groups(np.arange(num_groups), np.arange(num_groups + 1))
     sources = np.random.default_rng(2).integers(0, 4, num_groups)
     order = choose_order(num_groups)
-    path = sort_along_path(vision, tokens, seed=0)
+    path = sort_groups(vision, tokens, seed=0)
     stream = stream_of(num_groups, order)
     taken = np.concatenate([stream.take(8) for _ in range(num_groups // 8)])
     plain = source_entropy(groups.take(path[taken]), sources, 8)

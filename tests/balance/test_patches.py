@@ -27,9 +27,10 @@ from transformers.models.llava_next.modeling_llava_next import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
+from balance.config import preset_names
 from balance.errors import DataError
 from balance.media.image_tokens import ImagePlan, ImageRejected, plan_image
-from balance.presets import AnyresRule, FixedRule, NativeRule, TilesRule, load_model, preset_names
+from balance.presets import AnyresRule, FixedRule, NativeRule, TilesRule, load_model
 
 PRESETS = preset_names("models")
 NUM_SIZES = 6000

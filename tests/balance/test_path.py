@@ -12,7 +12,7 @@ from balance.order.sort_groups import (
     COUNTED_LOADS,
     NEIGHBOURHOOD,
     arrange_sources,
-    sort_along_path,
+    sort_groups,
     source_shares,
 )
 from balance.rng import TIES, random_bits
@@ -62,7 +62,7 @@ def path_oracle(vision, tokens, seed):
 def test_the_path_equals_the_plain_formula(size, most, seed):
     rng = np.random.default_rng(seed)
     vision, tokens = (rng.integers(0, 1 + largest, size) for largest in most)
-    path = sort_along_path(vision, tokens, seed)
+    path = sort_groups(vision, tokens, seed)
     assert path.dtype == np.int64
     assert path.tolist() == path_oracle(vision, tokens, seed).tolist()
 
@@ -73,7 +73,7 @@ def test_the_path_of_many_groups_with_many_ties_equals_the_plain_formula():
         rng.integers(0, 16, 200_000),
         np.minimum(rng.integers(3_900, 4_400, 200_000), 4_096),
     )
-    assert np.array_equal(sort_along_path(vision, tokens, 5), path_oracle(vision, tokens, 5))
+    assert np.array_equal(sort_groups(vision, tokens, 5), path_oracle(vision, tokens, 5))
 
 
 @settings(deadline=None)
@@ -83,15 +83,15 @@ def test_the_path_of_many_groups_with_many_ties_equals_the_plain_formula():
 )
 def test_the_path_is_a_permutation_that_depends_on_loads_and_seed_alone(loads, seed):
     vision, tokens = np.array(loads, dtype=np.int64).reshape(-1, 2).T
-    path = sort_along_path(vision, tokens, seed)
+    path = sort_groups(vision, tokens, seed)
     assert sorted(path.tolist()) == list(range(len(loads)))
-    assert np.array_equal(path, sort_along_path(vision, tokens, seed))
+    assert np.array_equal(path, sort_groups(vision, tokens, seed))
 
 
 def test_the_path_goes_through_tokens_up_and_down_in_turn():
     rng = np.random.default_rng(0)
     vision, tokens = rng.integers(0, 4, 4_000), rng.integers(1, 4_000, 4_000)
-    path = sort_along_path(vision, tokens, 0)
+    path = sort_groups(vision, tokens, 0)
     assert np.all(np.diff(vision[path]) >= 0)
     for value in range(4):
         steps = np.diff(tokens[path][vision[path] == value])
@@ -100,7 +100,7 @@ def test_the_path_goes_through_tokens_up_and_down_in_turn():
 
 def test_ties_are_in_another_order_for_another_seed():
     same = np.ones(100, dtype=np.int64)
-    assert not np.array_equal(sort_along_path(same, same, 0), sort_along_path(same, same, 1))
+    assert not np.array_equal(sort_groups(same, same, 0), sort_groups(same, same, 1))
 
 
 @settings(deadline=None)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from balance.config import config_root, preset_names
 from balance.errors import ConfigError
 from balance.media.audio_tokens import AudioRule
 from balance.media.image_tokens import plan_image
@@ -18,12 +19,10 @@ from balance.presets import (
     FixedRule,
     NativeRule,
     TilesRule,
-    config_root,
     load_dataset,
     load_model,
     model_from_dict,
     model_to_dict,
-    preset_names,
 )
 
 TINY = {

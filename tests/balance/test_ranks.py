@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.order.assign_ranks import _rounded, assign_ranks, choose_set, spare_groups
+from balance.order.assign_ranks import _rounded, assign_ranks, choose_step_groups, num_spare_groups
 from balance.rng import mix64
 
 
@@ -111,8 +111,8 @@ def test_fewer_groups_than_ranks_go_to_one_rank_each():
 def test_chosen_sets_of_eight_micro_batches_are_shared_out_evenly(dp, most):
     excess = []
     for seed in range(4 if dp > 64 else 10):
-        vision, tokens = packed(8 * dp + spare_groups(dp, 8), seed)
-        chosen = choose_set(vision, tokens, dp, 8)
+        vision, tokens = packed(8 * dp + num_spare_groups(dp, 8), seed)
+        chosen = choose_step_groups(vision, tokens, dp, 8)
         excess.append(
             worst(
                 vision[chosen], tokens[chosen], assign_ranks(vision[chosen], tokens[chosen], dp, 8)
@@ -136,7 +136,7 @@ def test_a_large_step_is_assigned_while_a_short_training_step_runs():
 @given(loads=loads, dp=st.integers(1, 6), micro_batches=st.integers(1, 6))
 def test_a_set_holds_each_candidate_at_most_once_and_is_full_if_it_can_be(loads, dp, micro_batches):
     vision, tokens = np.array(loads, dtype=np.int64).reshape(-1, 2).T
-    chosen = choose_set(vision, tokens, dp, micro_batches)
+    chosen = choose_step_groups(vision, tokens, dp, micro_batches)
     assert len(chosen) == min(len(vision), dp * micro_batches)
     assert np.all(np.diff(chosen) > 0)
     assert set(chosen.tolist()) <= set(range(len(vision)))
@@ -145,11 +145,11 @@ def test_a_set_holds_each_candidate_at_most_once_and_is_full_if_it_can_be(loads,
 @pytest.mark.parametrize("dp", [2, 8, 64])
 def test_a_chosen_set_has_patches_that_ranks_can_share_and_small_groups_for_all_or_none(dp):
     for seed in range(5):
-        vision, tokens = packed(8 * dp + spare_groups(dp, 8), seed)
-        chosen = choose_set(vision, tokens, dp, 8)
+        vision, tokens = packed(8 * dp + num_spare_groups(dp, 8), seed)
+        chosen = choose_step_groups(vision, tokens, dp, 8)
         assert (int(vision[chosen].sum()) + dp // 64) % dp == 0
         assert (vision[chosen] == 11).sum() % dp == 0
-        new = np.arange(spare_groups(dp, 8), len(vision))
+        new = np.arange(num_spare_groups(dp, 8), len(vision))
         put_off = np.setdiff1d(new, chosen)
         assert len(put_off) < 2.5 * dp + 8, "most of the set is simply what is new"
 
@@ -167,7 +167,7 @@ def test_where_the_multiple_drawn_is_out_of_reach_the_other_one_is_taken():
     for seed in range(20):
         rng = np.random.default_rng(seed)
         vision = np.r_[np.full(64, 15), rng.choice([14, 15], 64)]
-        chosen = choose_set(vision, 4_000 + rng.integers(0, 96, 128), 8, 8)
+        chosen = choose_step_groups(vision, 4_000 + rng.integers(0, 96, 128), 8, 8)
         assert vision[chosen].sum() % 8 == 0
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.steps.all_to_all import Permutation, from_assignment, volumes
+from balance.steps.all_to_all import Permutation, comm_volumes, from_assignment
 from balance.types import IntArray
 
 
@@ -128,7 +128,7 @@ def test_volumes_equal_plain_sums(
     num_ranks = len(offsets) - 1
     sources = np.repeat(np.arange(num_ranks), np.diff(offsets)).tolist()
     sends = oracle.sends(lengths.tolist(), sources, targets.tolist(), ranks_per_node, num_ranks)
-    got = volumes(from_assignment(targets, offsets), lengths, ranks_per_node=ranks_per_node)
+    got = comm_volumes(from_assignment(targets, offsets), lengths, ranks_per_node=ranks_per_node)
     assert got.largest_inter_node == max(sends)
     assert got.average_inter_node == pytest.approx(sum(sends) / num_ranks)
     moves = oracle.sends(lengths.tolist(), sources, targets.tolist(), 1, num_ranks)

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.grouping.best_fit import choose_plan, group_fit
+from balance.grouping.best_fit import choose_strategy, group_best_fit
 from balance.grouping.isf import group_isf
 from balance.metrics import dist_ratio
 from balance.order.block_shuffle import BlockShuffle
 from balance.order.regroup import regroup, repeated_pairs, window_borders
-from balance.order.sort_groups import sort_along_path
+from balance.order.sort_groups import sort_groups
 from balance.types import Groups, Limits
 
 LIMITS = Limits(max_seq_len=4_096, max_vision=15, min_seq_len=3_968, min_vision=15)
@@ -25,7 +25,7 @@ def stored():
     vision = rng.choice([0, 1, 3, 5], 20_000, p=[0.05, 0.25, 0.2, 0.5])
     tokens = vision * 256 + rng.integers(40, 500, 20_000)
     groups = group_isf(vision, tokens, LIMITS, seed=0)
-    return vision, tokens, groups.take(sort_along_path(groups.sum(vision), groups.sum(tokens), 0))
+    return vision, tokens, groups.take(sort_groups(groups.sum(vision), groups.sum(tokens), 0))
 
 
 @settings(deadline=None)
@@ -94,15 +94,15 @@ def test_micro_batches_of_regrouped_samples_are_balanced(stored):
 
 def test_a_given_plan_groups_as_if_it_had_been_chosen(stored):
     vision, tokens, _ = stored
-    plan = choose_plan(vision, tokens, LIMITS, seed=4, rounds=9)
+    plan = choose_strategy(vision, tokens, LIMITS, seed=4, rounds=9)
     given, chosen = (
-        group_fit(vision, tokens, LIMITS, seed=4, rounds=9, plan=each) for each in (plan, None)
+        group_best_fit(vision, tokens, LIMITS, seed=4, rounds=9, plan=each) for each in (plan, None)
     )
     assert np.array_equal(given.samples, chosen.samples)
     assert np.array_equal(given.offsets, chosen.offsets)
-    by_vision = choose_plan(vision, tokens // 100, LIMITS, seed=4, rounds=9)
+    by_vision = choose_strategy(vision, tokens // 100, LIMITS, seed=4, rounds=9)
     assert by_vision != plan
-    assert len(group_fit(vision, tokens, LIMITS, seed=4, rounds=9, plan=by_vision)) > len(chosen)
+    assert len(group_best_fit(vision, tokens, LIMITS, seed=4, rounds=9, plan=by_vision)) > len(chosen)
 
 
 def test_pairs_are_new_also_where_beginning_with_the_largest_samples_would_fill_groups_best():
@@ -110,8 +110,8 @@ def test_pairs_are_new_also_where_beginning_with_the_largest_samples_would_fill_
     vision = rng.choice([0, 1, 3, 5, 7], 30_000)
     tokens = vision * 256 + rng.integers(40, 500, 30_000)
     limits = Limits(max_seq_len=4_096, max_vision=9, min_seq_len=3_968, min_vision=9)
-    stored = group_fit(vision, tokens, limits, seed=0)
-    stored = stored.take(sort_along_path(stored.sum(vision), stored.sum(tokens), 0))
+    stored = group_best_fit(vision, tokens, limits, seed=0)
+    stored = stored.take(sort_groups(stored.sum(vision), stored.sum(tokens), 0))
     first, second = (
         regroup(vision, tokens, stored, limits, window_groups=512, seed=0, epoch=epoch)[0]
         for epoch in (0, 1)

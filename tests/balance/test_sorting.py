@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.radix_sort import MAX_BUCKET_BITS, index_dtype, random_ties, sorted_by
+from balance.radix_sort import MAX_BUCKET_BITS, index_dtype, shuffle_ties, sorted_by
 
 KEYS = st.one_of(st.integers(0, 3), st.integers(0, 5000), st.integers(0, 2**64 - 1))
 
@@ -31,7 +31,7 @@ def test_sorted_by_is_a_stable_argsort(keys):
 def test_ties_stand_as_if_all_had_been_shuffled_before(rows, dtype):
     keys, bits = (np.array([row[column] for row in rows], dtype=np.uint64) for column in range(2))
     order = np.argsort(keys, kind="stable").astype(dtype)
-    random_ties(order, keys, bits)
+    shuffle_ties(order, keys, bits)
     shuffled = np.argsort(bits, kind="stable")
     assert order.tolist() == shuffled[np.argsort(keys[shuffled], kind="stable")].tolist()
 
@@ -40,7 +40,7 @@ def test_ties_stand_as_if_all_had_been_shuffled_before(rows, dtype):
 def test_a_long_run_of_ties_is_sorted_with_fewer_or_more_numbers_than_buckets(size):
     bits = np.random.default_rng(size).integers(0, 2**64, size, dtype=np.uint64)
     order = np.arange(size)
-    random_ties(order, np.zeros(size, np.uint32), bits)
+    shuffle_ties(order, np.zeros(size, np.uint32), bits)
     assert np.array_equal(order, np.argsort(bits, kind="stable"))
 
 

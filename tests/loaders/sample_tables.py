@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from shard_fixture import Sample, write_build
 
-from balance.order.sort_groups import sort_along_path
+from balance.order.sort_groups import sort_groups
 from balance.types import COUNT_COLUMNS, Limits
 
 MAX_SEQ_LEN = 70
@@ -47,7 +47,7 @@ def path_groups(samples: list[Sample], max_tokens: int = 60) -> list[list[Sample
         np.array([sum(s.counts[name] for s in group) for group in groups])
         for name in ("num_image_patches", "num_text_tokens")
     )
-    return [groups[place] for place in sort_along_path(patches, tokens, 0)]
+    return [groups[place] for place in sort_groups(patches, tokens, 0)]
 
 
 def write_tabled(

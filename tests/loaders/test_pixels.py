@@ -13,9 +13,10 @@ from PIL import Image
 from reference_processors import random_image, reference_processor
 from transformers.image_utils import load_image
 
+from balance.config import preset_names
 from balance.errors import DataError
 from balance.media.image_tokens import ImageRejected, plan_image
-from balance.presets import AnyresRule, NativeRule, load_model, preset_names
+from balance.presets import AnyresRule, NativeRule, load_model
 from loaders.decode.image import decode
 from loaders.decode.pixels import (
     _normalize_on_device,

@@ -9,9 +9,10 @@ import pytest
 from test_build import build, digests, quiet, read_samples
 from transformers import AutoTokenizer
 
+from balance.config import preset_names
 from balance.media.audio_tokens import plan_audio
 from balance.media.image_tokens import plan_image
-from balance.presets import load_model, preset_names
+from balance.presets import load_model
 from packer.verify import verify_build
 from shards.manifest import read_manifest
 

@@ -13,8 +13,9 @@ from rich.console import Console
 from test_sources_tables import write_saved
 from test_sources_tar import write_tar
 
+from balance.config import preset_names
 from balance.errors import ConfigError, DataError
-from balance.presets import load_dataset, preset_names
+from balance.presets import load_dataset
 from packer.build import Builder
 from packer.config import BuildConfig
 from packer.progress import StageProgress

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from balance.presets import FixedRule, ModelPreset, TilesRule
-from balance.shapes import LlmShape, VitShape
+from balance.presets import FixedRule, LlmShape, ModelPreset, TilesRule, VitShape
 from engine.runtime.models.qwen2_vl_layers import NativeVisionLayer
 from engine.runtime.models.vision_layers import VisionLayer
 from engine.runtime.stage_io import LayerStack

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from balance.cost import CostModel, Work
+from balance.flops import ComputeLoad, FlopsModel
 from balance.presets import load_model
 from engine.cost_model.analytical import layer_costs
 from engine.cost_model.clusters import load_cluster
@@ -125,13 +125,13 @@ def test_a_group_takes_about_the_time_of_21_gpu_days():
     seconds = outcome.step_ns / count / 1e9
     assert seconds == pytest.approx(21.3 * 86400 * 4.6 / 1.2e6 / 8, rel=0.05)
     tiles, tokens = np.array([9]), np.array([4096])
-    work = Work(
+    work = ComputeLoad(
         vit_tokens=tiles * 1025,
         vit_squares=tiles * 1025**2,
         llm_tokens=tokens,
         llm_squares=tokens**2,
     )
-    mfu = CostModel.of(INTERNVL).train_flops(work)[0] / (8 * seconds) / A100.peak_flops_per_s
+    mfu = FlopsModel.of(INTERNVL).train_flops(work)[0] / (8 * seconds) / A100.peak_flops_per_s
     assert mfu == pytest.approx(0.38, abs=0.02)
 
 
@@ -216,13 +216,13 @@ def test_an_infinitely_fast_memory_and_network_leave_the_flops_of_the_cost_model
         attention_backward_efficiency=1.0,
     )
     tiles, tokens = np.array([9]), np.array([4096])
-    work = Work(
+    work = ComputeLoad(
         vit_tokens=tiles * 1025,
         vit_squares=tiles * 1025**2,
         llm_tokens=tokens,
         llm_squares=tokens**2,
     )
-    model = CostModel.of(INTERNVL)
+    model = FlopsModel.of(INTERNVL)
     flops = model.vit_flops(work)[0] + model.llm_flops(work)[0]
     costs = layer_costs(INTERNVL, ideal, Parallelism(), full())
     # widths of a few hundred lose a share to half_speed_width = 1

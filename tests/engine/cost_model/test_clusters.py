@@ -4,8 +4,8 @@ find their link.
 
 import pytest
 
+from balance.config import preset_names
 from balance.errors import ConfigError
-from balance.presets import preset_names
 from engine.cost_model.clusters import load_cluster
 from engine.cost_model.parallel import Parallelism, Training
 

@@ -4,8 +4,9 @@ stated.
 
 import pytest
 
+from balance.config import preset_names
 from balance.errors import ConfigError
-from balance.presets import load_model, model_from_dict, model_to_dict, preset_names
+from balance.presets import load_model, model_from_dict, model_to_dict
 from engine.cost_model.layer_list import layers_of, phases_of
 from engine.cost_model.operations import Product
 from engine.cost_model.parallel import Parallelism

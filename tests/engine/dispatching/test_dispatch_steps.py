@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from random_examples import random_counts, uneven_offsets
 
-from balance.steps.step_planner import StepPlanner, StepRequest, check_work
+from balance.steps.step_planner import StepPlanner, StepRequest, check_assignment
 from engine.dispatching.dispatch import DispatchOptions
 from engine.dispatching.step_planner import DispatchedSteps
 
@@ -25,7 +25,7 @@ def test_the_loader_s_check_passes_and_samples_stay_in_their_round(seed, micro_b
     samples = samples_of(seed, 8, micro_batches)
     planner: StepPlanner = DispatchedSteps(audio_downsample=2)
     work = planner(samples)
-    check_work(work, samples)
+    check_assignment(work, samples)
     rounds = np.repeat(np.arange(8 * micro_batches) % micro_batches, np.diff(samples.offsets))
     for ranks in (work.micro_batches, work.encoders["vision"], work.encoders["audio"]):
         for groups in ranks:
@@ -55,5 +55,5 @@ def test_vision_and_llm_are_even_over_ranks():
 def test_phases_that_are_not_balanced_are_not_named():
     samples = samples_of(2, 4, 1)
     work = DispatchedSteps(options=DispatchOptions(algorithms={"llm": "sums"}))(samples)
-    check_work(work, samples)
+    check_assignment(work, samples)
     assert not work.encoders

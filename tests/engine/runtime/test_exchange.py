@@ -13,7 +13,7 @@ from ranks import on_ranks
 from three_modalities import TOKENS, counts_of, deliver, draw, make_model, run_alone
 
 from balance.errors import ConfigError
-from balance.steps.step_planner import StepAssignment, StepRequest, check_work
+from balance.steps.step_planner import StepAssignment, StepRequest, check_assignment
 from balance.types import Groups
 from engine.dispatching.dispatch import DispatchOptions
 from engine.dispatching.routes import step_routes
@@ -119,7 +119,7 @@ def _run_step(model, samples, planner, case, place):
         micro_batches=ROUNDS,
     )
     work = planner(drawn)
-    check_work(work, drawn)
+    check_assignment(work, drawn)
     step = deliver(samples, work, rank)
     rounds = pickle.loads(pickle.dumps(step.note)).rounds  # a loader may plan in another process
     _same(agree_on_routes(step, TOKENS), rounds)

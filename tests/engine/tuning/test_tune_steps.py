@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from linear_costs import LinearModel, even_borders
 
-from balance.steps.step_planner import StepPlanner, StepRequest, check_work
+from balance.steps.step_planner import StepPlanner, StepRequest, check_assignment
 from balance.types import Counts
 from engine.cost_model.loads import Loads, PhaseLoads
 from engine.tuning.step_planner import TunedSteps
@@ -65,7 +65,7 @@ def samples_of(seed, dp, micro_batches, *, empty=False):
 def test_every_sample_is_given_out_once_and_the_slowest_rank_is_not_slower(seed, dp, empty):
     samples = samples_of(seed, dp, 6, empty=empty and dp > 1)
     planner: StepPlanner = planner_of()
-    check_work(planner(samples), samples)
+    check_assignment(planner(samples), samples)
     plan = planner_of().plan(samples)
     assert 0 < plan.step_ns <= plan.untuned_ns
     for groups, tuned in zip(plan.groups, plan.tuned, strict=True):

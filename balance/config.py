@@ -1,0 +1,126 @@
+"""Reading TOML into frozen dataclasses: presets by name, and config files of commands.
+
+The one module of `balance` that reads files. An unknown key is an error that lists the known ones,
+so that a typing mistake never silently becomes a default.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import MISSING, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from balance.errors import ConfigError
+
+Config = TypeVar("Config")
+
+
+def config_root() -> Path:
+    """Folder of the shipped presets: inside the wheel, or next to the packages in a checkout."""
+    installed = Path(__file__).parent / "configs"
+    return installed if installed.is_dir() else Path(__file__).parent.parent / "configs"
+
+
+def preset_names(kind: str) -> list[str]:
+    """Names of the shipped presets of a kind (`models`, `datasets`, `clusters`), sorted."""
+    return sorted(path.stem for path in (config_root() / kind).glob("*.toml"))
+
+
+def build_config(kind: type[Config], values: dict[str, Any], *, where: str) -> Config:
+    """A config dataclass from plain values; lists become tuples.
+
+    Unknown keys, missing keys and values of the wrong type are errors that name `where`.
+    """
+    known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise ConfigError(
+            f"{where}: unknown key {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+        )
+    required = [f.name for f in known.values() if f.default is f.default_factory is MISSING]
+    missing = [name for name in required if name not in values]
+    if missing:
+        raise ConfigError(f"{where}: missing key {', '.join(missing)}")
+    frozen = {name: _frozen(value) for name, value in values.items()}
+    hints = get_type_hints(kind)
+    for name, value in frozen.items():
+        if not _fits(value, hints[name]):
+            raise ConfigError(f"{where}: {name} is {value!r}, but should be {known[name].type}")
+    try:
+        return kind(**frozen)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def load_config(
+    kind: type[Config], file: Path | None, options: dict[str, Any], *, command: str
+) -> Config:
+    """A command's config: `options` that are not None over the keys of the TOML `file`."""
+    values: dict[str, Any] = {}
+    if file is not None:
+        try:
+            values = _parse_toml(file, f"--config {file}")
+        except OSError as error:
+            raise ConfigError(f"--config {file}: {error.strerror}") from None
+    values |= {name: value for name, value in options.items() if value is not None}
+    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    return build_config(kind, values, where=str(file) if set(values) - known else command)
+
+
+def read_preset(kind: str, name: str, extended_by: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The TOML of a preset of a kind, by name or from a user's file (ends in `.toml`).
+
+    Keys of the preset that it `extends` fill the gaps, one table deep; `extended_by` are the
+    presets that led here.
+    """
+    if name in extended_by:
+        chain = " -> ".join((*extended_by, name))
+        raise ConfigError(f"presets extend each other in a circle: {chain}")
+    path = Path(name) if name.endswith(".toml") else config_root() / kind / f"{name}.toml"
+    if not path.is_file():
+        raise ConfigError(
+            f"no {kind[:-1]} preset {name!r}; shipped: {', '.join(preset_names(kind))}; or give a"
+            " .toml file of yours"
+        )
+    values = _parse_toml(path, str(path))
+    values.setdefault("name", path.stem)
+    base_name = values.pop("extends", None)
+    if base_name is None:
+        return values
+    return _overlay(read_preset(kind, base_name, (*extended_by, name)), values)
+
+
+def _parse_toml(path: Path, where: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: not valid TOML: {error}") from None
+
+
+def _overlay(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in values.items():
+        nested = isinstance(value, dict) and isinstance(base.get(key), dict)
+        merged[key] = {**base[key], **value} if nested else value
+    return merged
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a plain value has a field's type; an int is a float, a bool is neither."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, option) for option in arguments)
+    if origin is Literal:
+        return value in arguments
+    if origin is tuple and isinstance(value, tuple):
+        options = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
+        return len(value) == len(options) and all(map(_fits, value, options))
+    if hint in (int, float):
+        return isinstance(value, (int, hint)) and not isinstance(value, bool)
+    return hint is Any or isinstance(value, origin or hint)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value
