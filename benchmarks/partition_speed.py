@@ -39,7 +39,7 @@ from engine.cost_model.costs import Costs  # noqa: E402
 from engine.planning.bmp import search_bmp  # noqa: E402
 from engine.planning.partition import METHODS, by_step_time  # noqa: E402
 from engine.planning.recompute import InfeasiblePlan, choose_recompute, fitted_step  # noqa: E402
-from engine.planning.search.branch_and_bound import Exact, search_exact  # noqa: E402
+from engine.planning.search.branch_and_bound import SearchResult, search_exact  # noqa: E402
 from engine.simulator.evaluate import evaluate  # noqa: E402
 from engine.simulator.schedule import Schedule, make_schedule  # noqa: E402
 
@@ -70,7 +70,7 @@ class Row:
     recompute_s: float
     """`choose_recompute` alone, of one partition."""
     exact_s: float
-    found: Exact
+    found: SearchResult
 
 
 def main() -> int:
@@ -165,7 +165,7 @@ def measure(case: Case, rounds: int) -> Row:
 
 
 def over(
-    costs: Costs, schedule: Schedule, memory: int, borders: IntArray, found: Exact
+    costs: Costs, schedule: Schedule, memory: int, borders: IntArray, found: SearchResult
 ) -> float | None:
     """How much slower a partition is than the one found; None if it does not fit."""
     try:

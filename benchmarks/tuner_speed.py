@@ -38,11 +38,11 @@ from engine.simulator.evaluate import schedule_for  # noqa: E402
 from engine.simulator.program import make_program  # noqa: E402
 from engine.simulator.simulate import simulate  # noqa: E402
 from engine.simulator.stages import stage_costs  # noqa: E402
-from engine.tuning.order import lower_bound  # noqa: E402
-from engine.tuning.order_times import Ahead, order_problem, times_of_orders  # noqa: E402
+from engine.tuning.order_search import lower_bound  # noqa: E402
+from engine.tuning.order_times import EncodeAhead, order_problem, times_of_orders  # noqa: E402
 from engine.tuning.pack import pack_in_order  # noqa: E402
 from engine.tuning.precompute import frozen_encoder, where_to_encode  # noqa: E402
-from engine.tuning.tune import Pipeline, Tuned, TuneOptions, tune  # noqa: E402
+from engine.tuning.tune import PartitionedModel, TuneOptions, TuneResult, tune  # noqa: E402
 
 PAPER_S = {128: 0.2, 1024: 1.5}
 """PipeTune's search time at most (section 5.2)."""
@@ -82,7 +82,10 @@ def main() -> int:
 
 
 def show_tuner(
-    steps: dict[int, list[Loads]], limit: int, pipeline: Pipeline, options: argparse.Namespace
+    steps: dict[int, list[Loads]],
+    limit: int,
+    pipeline: PartitionedModel,
+    options: argparse.Namespace,
 ) -> bool:
     """A row per batch and search; -> whether all are faster than the paper's."""
     heads = (
@@ -120,8 +123,8 @@ def show_tuner(
 
 
 def timed(
-    steps: list[Loads], limit: int, pipeline: Pipeline, search: TuneOptions, rounds: int
-) -> tuple[list[Tuned], list[float]]:
+    steps: list[Loads], limit: int, pipeline: PartitionedModel, search: TuneOptions, rounds: int
+) -> tuple[list[TuneResult], list[float]]:
     """The tuned steps and the least time that each took, s; a round goes through all steps, as
     training does.
     """
@@ -138,7 +141,7 @@ def timed(
     return tuned, best
 
 
-def savings(tuned: list[Tuned]) -> list[float]:
+def savings(tuned: list[TuneResult]) -> list[float]:
     """Share of the untuned time that is saved with each ingredient and those before."""
     parts = np.array(
         [
@@ -149,7 +152,7 @@ def savings(tuned: list[Tuned]) -> list[float]:
     return [float(share) for share in 1 - parts[1:] / parts[0]]
 
 
-def show_orders(steps: dict[int, list[Loads]], limit: int, pipeline: Pipeline) -> None:
+def show_orders(steps: dict[int, list[Loads]], limit: int, pipeline: PartitionedModel) -> None:
     """Orders simulated per second, beside the general simulator on the same step."""
     heads = (
         "samples",
@@ -172,7 +175,7 @@ def show_orders(steps: dict[int, list[Loads]], limit: int, pipeline: Pipeline) -
         orders = np.array([rng.permutation(len(groups)) for _ in range(MANY_ORDERS)])
 
         def rate(
-            ahead: Ahead | None = None,
+            ahead: EncodeAhead | None = None,
             memory: int | None = None,
             stages=stages,
             schedule=schedule,

@@ -51,7 +51,7 @@ from engine.cli_options import (
 from engine.cost_model.clusters import load_cluster
 from engine.cost_model.loads import Loads
 from engine.plan_config import PlanConfig, gib_bytes
-from engine.plan_report import print_answer, print_plan, run_to_json, shown_step
+from engine.plan_report import print_plan, print_result, run_to_json, shown_step
 from engine.planning.build_steps import read_build
 from engine.planning.plan import Plan, read_plan, write_plan
 from engine.planning.planner import (
@@ -59,7 +59,7 @@ from engine.planning.planner import (
     SimulatedRun,
     make_plan,
     predict,
-    run,
+    simulate_run,
     tensor_parallel_ns,
 )
 
@@ -116,22 +116,22 @@ def plan(
     options = {name: value for name, value in context.params.items() if name in known}
     options["frozen"] = tuple(frozen) if frozen else None
     chosen = load_config(PlanConfig, config, options, command="engine plan")
-    question, random = _question(chosen)
-    answer = make_plan(question, search=chosen.search, random=random)
+    request, random = _request(chosen)
+    result = make_plan(request, search=chosen.search, random=random)
     taken_s = time.perf_counter() - begun
     if out is not None:
-        _draw(answer.plan, (answer.runs[0], answer.best), out)
-        write_plan(answer.plan, out / PLAN_NAME)
+        _draw(result.plan, (result.runs[0], result.best), out)
+        write_plan(result.plan, out / PLAN_NAME)
     if as_json:
-        runs = [run_to_json(each) for each in answer.runs]
+        runs = [run_to_json(each) for each in result.runs]
         print(
             json.dumps(
-                {"plan": answer.plan.to_json(), "runs": runs, "gap": answer.gap, "seconds": taken_s}
+                {"plan": result.plan.to_json(), "runs": runs, "gap": result.gap, "seconds": taken_s}
             )
         )
     else:
-        print_answer(
-            answer, _console(), tensor_parallel_ns=tensor_parallel_ns(question, answer.best)
+        print_result(
+            result, _console(), tensor_parallel_ns=tensor_parallel_ns(request, result.best)
         )
         print(f"planned in {taken_s:.1f} s")
         _print_written(out, PLAN_NAME, GANTT_NAME, TRACE_NAME)
@@ -153,20 +153,20 @@ def simulate(
     Its partition and its recomputed layers stay as they are.
     """
     read = read_plan(plan_file)
-    question = _again(read, schedule, micro_batches, cluster, memory_gib)
-    costs = question.pipelines(question.loads)
+    request = _again(read, schedule, micro_batches, cluster, memory_gib)
+    costs = request.pipelines(request.loads)
     borders, recompute = np.array(read.borders), read.recompute_mask
-    simulated = run(question, "simulated", costs, question.loads, borders, recompute)
-    full = question.costs(question.full.take(np.zeros(question.num_micro_batches, np.int64)))
-    full_run = run(question, "full", [full], question.full, borders, recompute)
+    simulated = simulate_run(request, "simulated", costs, request.loads, borders, recompute)
+    full = request.costs(request.full.take(np.zeros(request.num_micro_batches, np.int64)))
+    full_run = simulate_run(request, "full", [full], request.full, borders, recompute)
     changed = replace(
         read,
-        cluster=question.cluster,
-        schedule=question.schedule,
-        num_micro_batches=question.num_micro_batches,
-        memory_bytes=question.memory_bytes,
-        loads=question.loads,
-        predicted=predict(question, simulated, full_run.peak_bytes),
+        cluster=request.cluster,
+        schedule=request.schedule,
+        num_micro_batches=request.num_micro_batches,
+        memory_bytes=request.memory_bytes,
+        loads=request.loads,
+        predicted=predict(request, simulated, full_run.peak_bytes),
     )
     if out is not None:
         _draw(changed, (simulated,), out)
@@ -174,13 +174,13 @@ def simulate(
         print(json.dumps({"plan": changed.to_json(), "run": run_to_json(simulated)}))
     else:
         console = _console()
-        was, now = read.num_micro_batches, question.num_micro_batches
+        was, now = read.num_micro_batches, request.num_micro_batches
         console.print(
             f"a step takes {simulated.step_ns / 1e6:,.1f} ms; planned for {read.predicted.step_ns / 1e6:,.1f} ms"
             + (f" with {was} micro-batches instead of {now}" if was != now else "")
         )
         print_plan(
-            changed, simulated, console, tensor_parallel_ns=tensor_parallel_ns(question, simulated)
+            changed, simulated, console, tensor_parallel_ns=tensor_parallel_ns(request, simulated)
         )
         _print_written(out, GANTT_NAME, TRACE_NAME)
 
@@ -207,7 +207,7 @@ def main() -> None:
         _fail(f"{where}{error.strerror or error}", 1)
 
 
-def _question(config: PlanConfig) -> tuple[PlanRequest, Loads | None]:
+def _request(config: PlanConfig) -> tuple[PlanRequest, Loads | None]:
     """What is asked, and random micro-batches to compare with, if there is data."""
     cluster, count = load_cluster(config.cluster), config.micro_batches
     settings: dict[str, Any] = {
@@ -308,7 +308,7 @@ def _draw(plan: Plan, runs: tuple[SimulatedRun, ...], out: Path) -> None:
     steps = [shown_step(plan, each) for each in runs]
     title = f"{plan.model.name} on {plan.cluster.name}"
     write_gantt(steps, out / GANTT_NAME, title=title, memory_bytes=plan.memory_bytes)
-    write_trace(steps[-1].outcome, out / TRACE_NAME)
+    write_trace(steps[-1].simulated, out / TRACE_NAME)
 
 
 def _print_written(out: Path | None, *names: str) -> None:

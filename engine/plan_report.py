@@ -14,30 +14,30 @@ from rich.table import Table
 
 from balance.types import IntArray
 from engine.charts.format_time import time_text
-from engine.charts.gantt import Step, path_parts
+from engine.charts.gantt import GanttStep, path_parts
 from engine.planning.plan import Plan
 from engine.planning.planner import PlanResult, SimulatedRun
-from engine.simulator.schedule import Kind
+from engine.simulator.schedule import PassKind
 
 GIB = 2**30
 
 
-def print_answer(answer: PlanResult, console: Console, *, tensor_parallel_ns: IntArray) -> None:
+def print_result(result: PlanResult, console: Console, *, tensor_parallel_ns: IntArray) -> None:
     """Everything that `python -m engine plan` says of a plan."""
-    console.print(headline(answer.plan))
-    if answer.gap is not None:
+    console.print(headline(result.plan))
+    if result.gap is not None:
         console.print(
             "partition: no other one is faster for the searched step"
-            if answer.gap == 0
-            else f"partition: at most {answer.gap:.2%} slower than the fastest one for the searched step"
+            if result.gap == 0
+            else f"partition: at most {result.gap:.2%} slower than the fastest one for the searched step"
         )
     console.print()
     _print_table(
         console,
         ("", "recomputed", "step", "per sample", "speed-up", "waiting", "most memory"),
-        comparison(answer),
+        comparison(result),
     )
-    print_plan(answer.plan, answer.best, console, tensor_parallel_ns=tensor_parallel_ns)
+    print_plan(result.plan, result.best, console, tensor_parallel_ns=tensor_parallel_ns)
 
 
 def print_plan(
@@ -109,13 +109,13 @@ def _many(count: int, one: str, more: str | None = None) -> str:
     return f"{count:,} {one if count == 1 else more or one + 's'}"
 
 
-def comparison(answer: PlanResult) -> list[tuple[str, ...]]:
+def comparison(result: PlanResult) -> list[tuple[str, ...]]:
     """A row per run, from what trainers do to the plan."""
     rows: list[tuple[str, ...]] = []
-    slowest = answer.runs[0].sample_ns
-    for run in answer.runs:
+    slowest = result.runs[0].sample_ns
+    for run in result.runs:
         peak = int(run.peak_bytes.max())
-        too_much = ", does not fit" if peak > answer.plan.memory_bytes else ""
+        too_much = ", does not fit" if peak > result.plan.memory_bytes else ""
         rows.append(
             (
                 run.name,
@@ -162,21 +162,21 @@ def time_shares(run: SimulatedRun) -> dict[str, float]:
     Waiting is also for the slowest data-parallel rank.
     """
     spent = {"forward": 0, "backward": 0, "recomputation": 0, "encoding ahead": 0}
-    for place, outcome in enumerate(run.outcomes):
-        program = outcome.timeline.program
+    for place, step in enumerate(run.steps):
+        program = step.timeline.program
         kinds, schedule = program.schedule.kinds, program.schedule
-        goes_back = np.isin(kinds, (Kind.BACKWARD, Kind.INPUT_GRAD))
+        goes_back = np.isin(kinds, (PassKind.BACKWARD, PassKind.INPUT_GRAD))
         again = int(
             run.recompute_ns(place)[schedule.stages, schedule.micro_batches][goes_back].sum()
         )
-        spent["forward"] += int(program.duration_ns[kinds == Kind.FORWARD].sum())
-        spent["encoding ahead"] += int(program.duration_ns[kinds == Kind.ENCODE].sum())
+        spent["forward"] += int(program.duration_ns[kinds == PassKind.FORWARD].sum())
+        spent["encoding ahead"] += int(program.duration_ns[kinds == PassKind.ENCODE].sum())
         spent["recomputation"] += again
         spent["backward"] += (
-            int(program.duration_ns[goes_back | (kinds == Kind.WEIGHT_GRAD)].sum()) - again
+            int(program.duration_ns[goes_back | (kinds == PassKind.WEIGHT_GRAD)].sum()) - again
         )
-    times = np.array([outcome.step_ns for outcome in run.outcomes]).reshape(-1, run.dp)
-    ranks = run.outcomes[0].timeline.program.schedule.num_ranks
+    times = np.array([step.step_ns for step in run.steps]).reshape(-1, run.dp)
+    ranks = run.steps[0].timeline.program.schedule.num_ranks
     whole = max(1, int(times.max(axis=1).sum()) * run.dp * ranks)
     shares = {name: value / whole for name, value in spent.items() if value}
     return {**shares, "waiting": 1 - sum(shares.values())}
@@ -200,13 +200,13 @@ def layers_text(names: Sequence[str]) -> str:
     return ", ".join(_together(list(group)) for _, group in groupby(names, _without_number))
 
 
-def shown_step(plan: Plan, run: SimulatedRun) -> Step:
+def shown_step(plan: Plan, run: SimulatedRun) -> GanttStep:
     """The step in the middle of a run, to be drawn."""
     place = run.median
-    return Step(
+    return GanttStep(
         title=run.name.removeprefix("+ "),
         text=f"{headline(plan)}. Step {place // run.dp}, data-parallel rank {place % run.dp}: the one of median time.",
-        outcome=run.outcomes[place],
+        simulated=run.steps[place],
         recompute_ns=run.recompute_ns(place),
         stage_names=stage_names(plan) if tuple(run.borders.tolist()) == plan.borders else (),
     )

@@ -24,7 +24,7 @@ from step_tuning import costs_of, read_own_profile
 from train_options import ONE_STAGE
 
 from balance.errors import ConfigError, DataError
-from engine.planning.adaptive_recompute import Adapted, OutOfMemory
+from engine.planning.adaptive_recompute import AdaptedRecompute, OutOfMemory
 from engine.planning.plan import Plan
 from engine.planning.recompute import InfeasiblePlan
 from engine.runtime.batch_loads import batch_loads
@@ -147,7 +147,7 @@ class Adaptation:
         return describe(found, self._names)
 
 
-def describe(found: Adapted, names: Sequence[str]) -> str:
+def describe(found: AdaptedRecompute, names: Sequence[str]) -> str:
     """What was chosen, for people."""
     chosen = ", ".join(names[place] for place in np.flatnonzero(found.recompute)) or "nothing"
     left = ", ".join(f"{size / MIB:,.0f}" for size in found.left_bytes)

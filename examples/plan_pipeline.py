@@ -98,10 +98,10 @@ def plan(args: argparse.Namespace, device: torch.device) -> None:
     )
     batches = first_of_all_phases(loader, model.preset)
     loader.close()
-    question = ask(args, model.preset, batches)
-    profile = profile_step(model.layered, question, batches, loader.image_token_id, options)
+    request = ask(args, model.preset, batches)
+    profile = profile_step(model.layered, request, batches, loader.image_token_id, options)
     trials = TrialOptions(most_run=args.most_run)
-    measured, chosen = choose_plan(model.layered, question, profile, batches, options, trials)
+    measured, chosen = choose_plan(model.layered, request, profile, batches, options, trials)
     if dist.get_rank() == 0:
         write(args.out, profile, measured, chosen)
         print(describe(profile, measured, model.names))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from balance.errors import DataError
 from engine.runtime.errors import peers
 from engine.runtime.stage_executor import StepResult
-from engine.simulator.schedule import Kind
+from engine.simulator.schedule import PassKind
 from engine.tuning.step_planner import StepNote
 from loaders import LoaderStats
 from loaders.step_builder import StepBatches
@@ -76,7 +76,7 @@ def gather(own: Measured, num_ranks: int, device: torch.device) -> dict[str, flo
             "tuning_s": float(all_of["tuning_s"].max()),
             "untuned_s": note.untuned_ns / 1e9,
             "tuned_s": note.step_ns / 1e9,
-            "encoded_ahead": int((result.schedule.kinds == Kind.ENCODE).sum()),
+            "encoded_ahead": int((result.schedule.kinds == PassKind.ENCODE).sum()),
         }
     return found
 

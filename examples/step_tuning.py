@@ -19,13 +19,12 @@ from pipeline_layout import Layout
 from pipeline_models import PipelineModel, kinds_text
 
 from balance.errors import ConfigError
-from engine.cost_model.costs import Costs
-from engine.cost_model.frozen_costs import frozen_costs
+from engine.cost_model.costs import Costs, frozen_costs
 from engine.cost_model.loads import Loads
 from engine.cost_model.profile_table import FARTHEST, Profile, profiled_costs, read_profile
 from engine.cost_model.sample_loads import sample_loads
 from engine.runtime.errors import peers
-from engine.tuning.precompute import Where, frozen_encoder
+from engine.tuning.precompute import EncodeRanks, frozen_encoder
 from engine.tuning.step_planner import StepNote, TunedSteps
 from engine.tuning.tune import Pipeline, TuneOptions
 
@@ -35,7 +34,7 @@ def make_tuner(
     layout: Layout,
     model: PipelineModel,
     *,
-    encode: Where | None,
+    encode: EncodeRanks | None,
     memory_bytes: int | None,
     effort: int,
 ) -> TunedSteps:

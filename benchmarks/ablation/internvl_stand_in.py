@@ -35,8 +35,7 @@ from engine.simulator.evaluate import evaluate
 from engine.simulator.schedule import one_f_one_b
 from engine.simulator.stages import StageCosts, stage_costs
 from engine.tuning.step_planner import TunedSteps
-from engine.tuning.tune import Pipeline as TunedPipeline
-from engine.tuning.tune import TuneOptions
+from engine.tuning.tune import PartitionedModel, TuneOptions
 
 PRESET, CLUSTER, TP = "internvl_1_5", "a100_80g", 2
 STAGES, REPLICAS, MICRO_BATCHES = 4, 2, 16
@@ -111,7 +110,7 @@ def variants(model: Model, counts: Counts, num_steps: int) -> list[Variant]:
 def tuned(variant: Variant, model: Model, counts: Counts) -> Variant:
     """The same samples step by step, packed and ordered anew by the tuner."""
     steps = TunedSteps(
-        pipeline=TunedPipeline(
+        pipeline=PartitionedModel(
             cost=model.costs,
             borders=variant.borders,
             recompute=variant.recompute,

@@ -24,8 +24,7 @@ from engine.simulator.schedule import Schedule
 from engine.simulator.stages import StageCosts
 from engine.tuning.pack import pack_in_order
 from engine.tuning.precompute import frozen_encoder
-from engine.tuning.tune import Pipeline as TunedPipeline
-from engine.tuning.tune import TuneOptions, tune
+from engine.tuning.tune import PartitionedModel, TuneOptions, tune
 
 PRESET = "pipetune_13b"
 FASTER = 4
@@ -80,7 +79,7 @@ def run(num_steps: int, mix: str, batch: int = 128) -> list[Row]:
 
 
 def plan_step(
-    samples: Loads, given: Groups, pipeline: TunedPipeline, options: TuneOptions | None
+    samples: Loads, given: Groups, pipeline: PartitionedModel, options: TuneOptions | None
 ) -> PlannedStep:
     """The given micro-batches in their order, or what the tuner makes of them."""
     if options is None:

@@ -22,8 +22,7 @@ from engine.planning.partition import by_params
 from engine.runtime.profiling.partition_trials import TrialStep, measure_partitions
 from engine.runtime.profiling.recompute_trials import adapt_running
 from engine.tuning.step_planner import TunedSteps
-from engine.tuning.tune import Pipeline as TunedPipeline
-from engine.tuning.tune import TuneOptions
+from engine.tuning.tune import PartitionedModel, TuneOptions
 
 SAMPLES, MICRO_BATCHES = 3_000, 8
 STAGES = 2
@@ -111,7 +110,7 @@ def adapted(trainer: Trainer, variant: Variant, limit_bytes: int) -> NDArray[np.
 def tuned_steps(trainer: Trainer, variant: Variant, memory_bytes: int) -> Steps:
     """The same samples step by step, packed and ordered anew by the tuner."""
     steps = TunedSteps(
-        pipeline=TunedPipeline(
+        pipeline=PartitionedModel(
             # micro-batches may become larger than any that was measured
             cost=partial(profiled_costs, trainer.profile, farthest=np.inf),
             borders=variant.borders,

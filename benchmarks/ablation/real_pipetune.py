@@ -19,8 +19,7 @@ from engine.simulator.evaluate import evaluate
 from engine.simulator.schedule import one_f_one_b
 from engine.tuning.pack import pack_in_order
 from engine.tuning.precompute import EncodedStep
-from engine.tuning.tune import Pipeline as TunedPipeline
-from engine.tuning.tune import TuneOptions, tune
+from engine.tuning.tune import PartitionedModel, TuneOptions, tune
 
 SAMPLES_PER_STEP = 40
 STAGES = 2
@@ -45,7 +44,7 @@ def run(num_steps: int, rounds: int, samples_per_step: int = SAMPLES_PER_STEP) -
     before = Variant(
         name="packed in order", steps=steps, padded=False, borders=borders, recompute=nothing
     )
-    pipeline = TunedPipeline(
+    pipeline = PartitionedModel(
         # micro-batches may become larger than any that was measured
         cost=partial(profiled_costs, trainer.profile, farthest=np.inf),
         borders=borders,
@@ -71,7 +70,7 @@ def behind_encoder(trainer: Trainer, groups: Groups) -> IntArray:
     return min(every, key=lambda borders: evaluate(costs, borders, nothing, schedule).step_ns)
 
 
-def tuned(before: Variant, counts: Counts, pipeline: TunedPipeline, name: str) -> Variant:
+def tuned(before: Variant, counts: Counts, pipeline: PartitionedModel, name: str) -> Variant:
     """The same samples, step by step."""
     steps: list[tuple[Groups]] = []
     plans: list[EncodedStep] = []

@@ -32,7 +32,7 @@ from engine.planning.recompute import InfeasiblePlan, choose_recompute
 from engine.runtime.pipeline import Pipeline, PipelineOptions
 from engine.runtime.profiling.measure_layers import measure_layers
 from engine.runtime.profiling.recompute_trials import StepObserver, adapt_running
-from engine.simulator.evaluate import Outcome, evaluate
+from engine.simulator.evaluate import SimulatedStep, evaluate
 from engine.simulator.schedule import one_f_one_b
 from gpu.batches import Batch, Sequences, make_batch
 from gpu.device import Bench
@@ -212,7 +212,7 @@ class Trainer:
             for samples in samples_of(own)
         )
 
-    def _evaluated(self, costs: Costs, way: Way) -> Outcome:
+    def _evaluated(self, costs: Costs, way: Way) -> SimulatedStep:
         return evaluate(costs, self.borders, way.recompute, one_f_one_b(1, costs.num_micro_batches))
 
     def adapted(self, way: Way) -> tuple[NDArray[np.bool_], int]:

@@ -8,7 +8,7 @@ from balance.types import IntArray
 from engine.cost_model.costs import Costs
 from engine.planning.bmp import RADIUS, candidate, search_bmp
 from engine.planning.partition import METHODS
-from engine.planning.search.branch_and_bound import Exact, search_exact
+from engine.planning.search.branch_and_bound import SearchResult, search_exact
 from engine.simulator.evaluate import evaluate
 from engine.simulator.schedule import one_f_one_b
 from papers.omnibal_models import (
@@ -103,7 +103,7 @@ def _pair_row(pair: Pair) -> tuple[list[str], str]:
     return row, _why(costs, borders, found, apart)
 
 
-def _why(costs: Costs, borders: IntArray, found: Exact, apart: int) -> str:
+def _why(costs: Costs, borders: IntArray, found: SearchResult, apart: int) -> str:
     """Where the paper's partition is outside of its own radius, what decides in our costs; what is
     not proven.
     """
@@ -123,7 +123,7 @@ def _why(costs: Costs, borders: IntArray, found: Exact, apart: int) -> str:
     return "; ".join(said)
 
 
-def _recomputed(costs: Costs, found: Exact) -> list[int]:
+def _recomputed(costs: Costs, found: SearchResult) -> list[int]:
     chosen = (found.recompute & is_transformer(costs)).astype(int)
     return np.add.reduceat(chosen, found.borders[:-1]).tolist()  # type: ignore[no-any-return]
 

@@ -18,7 +18,7 @@ from engine.cost_model.parallel import Parallelism, Training
 from engine.cost_model.sample_loads import sample_loads
 from engine.simulator.evaluate import evaluate, schedule_for
 from engine.tuning.pack import pack_in_order
-from engine.tuning.tune import Breakdown, Pipeline, TuneOptions, tune
+from engine.tuning.tune import Breakdown, PartitionedModel, TuneOptions, tune
 from papers.datasets import PIPETUNE_MIXES, SIGLIP_TOKENS, pipetune_samples
 from papers.page import Section, percent, table
 
@@ -95,7 +95,7 @@ def figure_8() -> Section:
     )
 
 
-def make_pipeline() -> Pipeline:
+def make_pipeline() -> PartitionedModel:
     """PipeTune's 13B model on its cluster A."""
     model, cluster, parallel = (
         load_model("pipetune_13b"),
@@ -110,7 +110,7 @@ def make_pipeline() -> Pipeline:
     kinds = cost(Loads.constant(1, images=1, vit_tokens_per_image=576, seq_len=1024)).kinds
     layers = np.flatnonzero(np.array(kinds) == "llm_layer")
     cuts = layers[len(layers) // parallel.pp :: len(layers) // parallel.pp][: parallel.pp - 1]
-    return Pipeline(
+    return PartitionedModel(
         cost=cost,
         borders=np.array([0, *cuts.tolist(), len(kinds)]),
         recompute=np.zeros(len(kinds), np.bool_),
@@ -118,7 +118,7 @@ def make_pipeline() -> Pipeline:
     )
 
 
-def most_that_fits(pipeline: Pipeline) -> int:
+def most_that_fits(pipeline: PartitionedModel) -> int:
     """The largest micro-batch size of which full micro-batches, all images, fit into memory: fixed
     in the original.
     """
@@ -128,7 +128,7 @@ def most_that_fits(pipeline: Pipeline) -> int:
     return size
 
 
-def _fits(pipeline: Pipeline, size: int) -> bool:
+def _fits(pipeline: PartitionedModel, size: int) -> bool:
     images = size * MAX_SEQ_LEN // SIGLIP_TOKENS
     loads = Loads.constant(
         8, images=images, vit_tokens_per_image=SIGLIP_TOKENS, seq_len=size * MAX_SEQ_LEN

@@ -19,8 +19,8 @@ from balance.types import IntArray
 from engine.charts._gantt_page import ZOOMS, page, zoom_buttons, zoom_class
 from engine.charts.format_time import round_step, span_text, tick_text, time_text
 from engine.charts.trace import GIB, KIND_NAMES
-from engine.simulator.evaluate import Outcome
-from engine.simulator.schedule import Kind
+from engine.simulator.evaluate import SimulatedStep
+from engine.simulator.schedule import PassKind
 from engine.simulator.simulate import critical_path, transfers
 
 ROW, BAR_TOP, BAR, SEND_TOP, STRIP = 36, 7, 21, 30, 3
@@ -32,23 +32,23 @@ DIGIT_PX, NUMBER_MARGIN_PX = 6.2, 5.0
 TICKS = 8
 """On the visible part of a chart, about."""
 CLASSES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT_GRAD: "input",
-    Kind.WEIGHT_GRAD: "weight",
-    Kind.ENCODE: "encode",
+    PassKind.FORWARD: "forward",
+    PassKind.BACKWARD: "backward",
+    PassKind.INPUT_GRAD: "input",
+    PassKind.WEIGHT_GRAD: "weight",
+    PassKind.ENCODE: "encode",
 }
 MEMORY_POINTS = 2_000
 """Of a rank's memory curve; of more, every so many are drawn as their largest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class GanttStep:
     """A simulated step and what to say of it."""
 
     title: str
     text: str
-    outcome: Outcome
+    simulated: SimulatedStep
     recompute_ns: IntArray | None = None
     """(stages, micro_batches): recomputation inside backward passes, to be drawn apart."""
     stage_names: Sequence[str] = ()
@@ -56,16 +56,16 @@ class Step:
 
 
 def write_gantt(
-    steps: Sequence[Step], path: Path, *, title: str, memory_bytes: int | None = None
+    steps: Sequence[GanttStep], path: Path, *, title: str, memory_bytes: int | None = None
 ) -> None:
     """Write the page of some steps; `memory_bytes` is what a GPU has."""
     path.write_text(gantt_page(steps, title=title, memory_bytes=memory_bytes), "utf-8")
 
 
-def gantt_page(steps: Sequence[Step], *, title: str, memory_bytes: int | None = None) -> str:
+def gantt_page(steps: Sequence[GanttStep], *, title: str, memory_bytes: int | None = None) -> str:
     """The page of some steps, all on the scale of the longest."""
-    longest = max(1, *(step.outcome.step_ns for step in steps))
-    peaks = [int(step.outcome.memory.peak_bytes.max()) for step in steps]
+    longest = max(1, *(step.simulated.step_ns for step in steps))
+    peaks = [int(step.simulated.memory.peak_bytes.max()) for step in steps]
     highest = int(HEADROOM * max(1, memory_bytes or 0, *peaks))
     sections = [f"<h1>{escape(title)}</h1>"]
     for number, step in enumerate(steps):
@@ -77,13 +77,13 @@ def gantt_page(steps: Sequence[Step], *, title: str, memory_bytes: int | None = 
     return page(title, sections)
 
 
-def _cards(step: Step, memory_bytes: int | None) -> str:
-    outcome = step.outcome
-    peak = int(outcome.memory.peak_bytes.max())
+def _cards(step: GanttStep, memory_bytes: int | None) -> str:
+    simulated = step.simulated
+    peak = int(simulated.memory.peak_bytes.max())
     of_limit = "" if memory_bytes is None else f" of {memory_bytes / GIB:.1f} GiB"
     cards = [
-        (time_text(outcome.step_ns), "for the step"),
-        (f"{outcome.timeline.bubble_ratio.mean():.1%}", "of the ranks' time is waiting"),
+        (time_text(simulated.step_ns), "for the step"),
+        (f"{simulated.timeline.bubble_ratio.mean():.1%}", "of the ranks' time is waiting"),
         (f"{peak / GIB:.1f} GiB", f"at most on a GPU{of_limit}"),
         *(
             (time_text(spent), f"of the critical path: {name}")
@@ -98,27 +98,27 @@ def _cards(step: Step, memory_bytes: int | None) -> str:
     return f'<div class="cards">{items}</div>'
 
 
-def path_parts(step: Step) -> dict[str, int]:
+def path_parts(step: GanttStep) -> dict[str, int]:
     """What the critical path is made of, in nanoseconds; the parts add up to the step, for nothing
     waits on it.
     """
-    timeline = step.outcome.timeline
+    timeline = step.simulated.timeline
     schedule, path = timeline.program.schedule, critical_path(timeline)
     kinds, spent = schedule.kinds[path], (timeline.end_ns - timeline.start_ns)[path]
     parts = {name: int(spent[kinds == kind].sum()) for kind, name in KIND_NAMES.items()}
     if step.recompute_ns is not None:
-        goes_back = np.isin(kinds, (Kind.BACKWARD, Kind.INPUT_GRAD))
+        goes_back = np.isin(kinds, (PassKind.BACKWARD, PassKind.INPUT_GRAD))
         again = step.recompute_ns[schedule.stages[path], schedule.micro_batches[path]]
-        for kind in (Kind.BACKWARD, Kind.INPUT_GRAD):
+        for kind in (PassKind.BACKWARD, PassKind.INPUT_GRAD):
             parts[KIND_NAMES[kind]] -= int(again[kinds == kind].sum())
         parts["recomputation"] = int(again[goes_back].sum())
     parts["sends"] = timeline.step_ns - int(spent.sum())
     return parts
 
 
-def _legend(step: Step) -> str:
-    kinds = np.unique(step.outcome.timeline.program.schedule.kinds).tolist()
-    keys = [(CLASSES[Kind(kind)], KIND_NAMES[Kind(kind)]) for kind in kinds]
+def _legend(step: GanttStep) -> str:
+    kinds = np.unique(step.simulated.timeline.program.schedule.kinds).tolist()
+    keys = [(CLASSES[PassKind(kind)], KIND_NAMES[PassKind(kind)]) for kind in kinds]
     if step.recompute_ns is not None and step.recompute_ns.any():
         keys.append(("again", "recomputation, part of the backward pass"))
     keys += [("critical", "critical path (above)"), ("send", "sending (below)")]
@@ -126,11 +126,13 @@ def _legend(step: Step) -> str:
     return f'<div class="legend">{items}<span>a number is a micro-batch; point at a bar for its times</span></div>'
 
 
-def _gantt(step: Step, name: str, longest: int, memory_bytes: int | None) -> str:
-    schedule = step.outcome.timeline.program.schedule
+def _gantt(step: GanttStep, name: str, longest: int, memory_bytes: int | None) -> str:
+    schedule = step.simulated.timeline.program.schedule
     bars = "".join(_bars(step, longest))
     height = AXIS + ROW * schedule.num_ranks
-    label = f"{schedule.num_ranks} ranks, {len(schedule)} passes, {time_text(step.outcome.step_ns)}"
+    label = (
+        f"{schedule.num_ranks} ranks, {len(schedule)} passes, {time_text(step.simulated.step_ns)}"
+    )
     return (
         f'{zoom_buttons(name, _zooms(bars))}<div class="gantt">{_names(step, memory_bytes)}'
         f'<div class="time scroll"><svg class="zoomed" height="{height}" role="img" aria-label="{label}">'
@@ -143,9 +145,9 @@ def _zooms(bars: str) -> list[int]:
     return [zoom for zoom in ZOOMS if zoom == 1 or f'n{zoom}"' in bars]
 
 
-def _names(step: Step, memory_bytes: int | None) -> str:
-    outcome = step.outcome
-    schedule, bubbles = outcome.timeline.program.schedule, outcome.timeline.bubble_ratio
+def _names(step: GanttStep, memory_bytes: int | None) -> str:
+    simulated = step.simulated
+    schedule, bubbles = simulated.timeline.program.schedule, simulated.timeline.bubble_ratio
     rows = [f'<div style="height:{AXIS}px"></div>']
     for rank in range(schedule.num_ranks):
         stages = list(range(rank, schedule.num_stages, schedule.num_ranks))
@@ -153,7 +155,7 @@ def _names(step: Step, memory_bytes: int | None) -> str:
         layers = "; ".join(
             step.stage_names[stage] for stage in stages if stage < len(step.stage_names)
         )
-        peak = int(outcome.memory.peak_bytes[rank])
+        peak = int(simulated.memory.peak_bytes[rank])
         size = f"{peak / GIB:.1f} GiB"
         size = f"<i>{size}</i>" if memory_bytes is not None and peak > memory_bytes else size
         rows.append(
@@ -163,11 +165,11 @@ def _names(step: Step, memory_bytes: int | None) -> str:
     return f'<div class="names">{"".join(rows)}</div>'
 
 
-def _bars(step: Step, longest: int) -> Iterator[str]:
+def _bars(step: GanttStep, longest: int) -> Iterator[str]:
     """Every pass as a rectangle with a title, the recomputation in it, and its micro-batch's
     number.
     """
-    timeline = step.outcome.timeline
+    timeline = step.simulated.timeline
     schedule = timeline.program.schedule
     starts, ends = timeline.start_ns.tolist(), timeline.end_ns.tolist()
     for place, rank in enumerate(schedule.ranks.tolist()):
@@ -178,7 +180,7 @@ def _bars(step: Step, longest: int) -> Iterator[str]:
         y = AXIS + rank * ROW + BAR_TOP
         x, width = _percent(start, longest), _percent(end - start, longest)
         again = 0
-        if step.recompute_ns is not None and kind in (Kind.BACKWARD, Kind.INPUT_GRAD):
+        if step.recompute_ns is not None and kind in (PassKind.BACKWARD, PassKind.INPUT_GRAD):
             again = int(step.recompute_ns[stage, number])
         text = f"{KIND_NAMES[kind]} of micro-batch {number}, stage {stage}: {span_text(start, end)}"
         text += f", of which recomputation {time_text(again)}" if again else ""
@@ -196,9 +198,9 @@ def _bars(step: Step, longest: int) -> Iterator[str]:
             yield f'<text class="number {shown}" x="{middle}" y="{y + 14.5}">{number}</text>'
 
 
-def _strips(step: Step, longest: int) -> str:
+def _strips(step: GanttStep, longest: int) -> str:
     """The critical path above the bars, what is sent below."""
-    timeline = step.outcome.timeline
+    timeline = step.simulated.timeline
     schedule, ranks = timeline.program.schedule, timeline.program.schedule.ranks
     strips = []
     for rank, start, end in _path_runs(step):
@@ -219,9 +221,9 @@ def _strips(step: Step, longest: int) -> str:
     return "".join(strips)
 
 
-def _path_runs(step: Step) -> Iterator[tuple[int, int, int]]:
+def _path_runs(step: GanttStep) -> Iterator[tuple[int, int, int]]:
     """(rank, start, end) of the critical path's stretches without a gap on one rank."""
-    timeline = step.outcome.timeline
+    timeline = step.simulated.timeline
     path = critical_path(timeline)
     ranks = timeline.program.schedule.ranks[path].tolist()
     starts, ends = timeline.start_ns[path].tolist(), timeline.end_ns[path].tolist()
@@ -232,15 +234,15 @@ def _path_runs(step: Step) -> Iterator[tuple[int, int, int]]:
             first = place
 
 
-def _memory(step: Step, longest: int, highest: int, memory_bytes: int | None) -> str:
+def _memory(step: GanttStep, longest: int, highest: int, memory_bytes: int | None) -> str:
     """What is live on each rank over time, on one scale for all."""
-    outcome = step.outcome
-    schedule, memory = outcome.timeline.program.schedule, outcome.memory
+    simulated = step.simulated
+    schedule, memory = simulated.timeline.program.schedule, simulated.memory
     names, rows = [], []
     for rank in range(schedule.num_ranks):
         own = slice(schedule.rank_offsets[rank], schedule.rank_offsets[rank + 1])
         whens = np.stack(
-            [outcome.timeline.start_ns[own], outcome.timeline.end_ns[own]], axis=1
+            [simulated.timeline.start_ns[own], simulated.timeline.end_ns[own]], axis=1
         ).ravel()
         sizes = np.stack([memory.during_bytes[own], memory.after_bytes[own]], axis=1).ravel()
         state = int(memory.state_bytes[rank])

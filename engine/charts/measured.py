@@ -19,9 +19,9 @@ import numpy as np
 
 from balance.types import IntArray
 from engine.charts.format_time import time_text
-from engine.charts.gantt import Step, gantt_page
+from engine.charts.gantt import GanttStep, gantt_page
 from engine.charts.trace import Event, make_trace
-from engine.simulator.evaluate import Outcome
+from engine.simulator.evaluate import SimulatedStep
 from engine.simulator.program import Program
 from engine.simulator.simulate import Timeline
 
@@ -79,19 +79,23 @@ def _awaited(program: Program, start: IntArray, end: IntArray) -> set[int]:
     }
 
 
-def compare_steps(predicted: Outcome, measured: Timeline, *, title: str = "Step") -> list[Step]:
+def compare_steps(
+    predicted: SimulatedStep, measured: Timeline, *, title: str = "Step"
+) -> list[GanttStep]:
     """A chart of the prediction and one of the measurement, for
     `engine.charts.gantt.write_gantt`.
     """
     ratio = measured.step_ns / max(predicted.step_ns, 1)
     text = f"{time_text(measured.step_ns)}, {ratio:.3f} of the prediction. The memory shown is that of the prediction."
     return [
-        Step(title=f"{title}, predicted", text="Simulated.", outcome=predicted),
-        Step(title=f"{title}, measured", text=text, outcome=replace(predicted, timeline=measured)),
+        GanttStep(title=f"{title}, predicted", text="Simulated.", simulated=predicted),
+        GanttStep(
+            title=f"{title}, measured", text=text, simulated=replace(predicted, timeline=measured)
+        ),
     ]
 
 
-def compare_trace(predicted: Outcome, measured: Timeline) -> dict[str, Any]:
+def compare_trace(predicted: SimulatedStep, measured: Timeline) -> dict[str, Any]:
     """A trace with the measured ranks below the predicted ones; memory of the prediction only."""
     more = predicted.timeline.program.schedule.num_ranks
     own = make_trace(replace(predicted, timeline=measured))["traceEvents"]
@@ -103,7 +107,7 @@ def compare_trace(predicted: Outcome, measured: Timeline) -> dict[str, Any]:
 
 
 def write_comparison(
-    predicted: Outcome, measured: Timeline, chart: Path, trace: Path, *, title: str
+    predicted: SimulatedStep, measured: Timeline, chart: Path, trace: Path, *, title: str
 ) -> None:
     """Write chart (HTML) and trace (JSON) of a step, prediction and measurement side by side."""
     chart.write_text(gantt_page(compare_steps(predicted, measured), title=title), "utf-8")

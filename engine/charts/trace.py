@@ -15,18 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from engine.simulator.evaluate import Outcome
+from engine.simulator.evaluate import SimulatedStep
 from engine.simulator.memory import Memory
-from engine.simulator.schedule import Kind
+from engine.simulator.schedule import PassKind
 from engine.simulator.simulate import Timeline, critical_path, transfers
 
 GIB = 2**30
 KIND_NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT_GRAD: "input gradient",
-    Kind.WEIGHT_GRAD: "weight gradient",
-    Kind.ENCODE: "encode ahead",
+    PassKind.FORWARD: "forward",
+    PassKind.BACKWARD: "backward",
+    PassKind.INPUT_GRAD: "input gradient",
+    PassKind.WEIGHT_GRAD: "weight gradient",
+    PassKind.ENCODE: "encode ahead",
 }
 COMPUTE_ROW = 0
 """Row of a rank's own passes; what it sends to rank r is in row r + 1."""
@@ -34,10 +34,10 @@ COMPUTE_ROW = 0
 Event = dict[str, Any]
 
 
-def make_trace(outcome: Outcome) -> dict[str, Any]:
+def make_trace(simulated: SimulatedStep) -> dict[str, Any]:
     """The trace of a simulated step, plain JSON."""
-    trace = timeline_trace(outcome.timeline)
-    trace["traceEvents"] += _memory(outcome.timeline, outcome.memory)
+    trace = timeline_trace(simulated.timeline)
+    trace["traceEvents"] += _memory(simulated.timeline, simulated.memory)
     return trace
 
 
@@ -49,9 +49,9 @@ def timeline_trace(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def write_trace(outcome: Outcome, path: Path) -> None:
+def write_trace(simulated: SimulatedStep, path: Path) -> None:
     """Write the trace of a simulated step: 4 MB per 16,384 operations."""
-    path.write_text(json.dumps(make_trace(outcome), separators=(",", ":")), "utf-8")
+    path.write_text(json.dumps(make_trace(simulated), separators=(",", ":")), "utf-8")
 
 
 def _rows(timeline: Timeline) -> Iterator[Event]:
@@ -103,7 +103,7 @@ def _sends(timeline: Timeline) -> Iterator[Event]:
             "ts": _us(sent.start_ns[edge]),
         }
         made = schedule.action(source)
-        what = "gradient" if made.kind in (Kind.BACKWARD, Kind.INPUT_GRAD) else "output"
+        what = "gradient" if made.kind in (PassKind.BACKWARD, PassKind.INPUT_GRAD) else "output"
         name = f"{what} {made.micro_batch}"
         arguments = {"stage": made.stage, "micro_batch": made.micro_batch}
         yield {

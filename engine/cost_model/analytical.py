@@ -35,11 +35,11 @@ from engine.cost_model.operations import (
     BYTES,
     Attention,
     Collective,
+    Elementwise,
     Layer,
+    MatMul,
     Operation,
-    Product,
-    Stream,
-    Traffic,
+    TokenStream,
 )
 from engine.cost_model.parallel import Parallelism, Training
 
@@ -142,20 +142,20 @@ class _Device:
     training: Training
     loads: Loads
 
-    def tokens(self, stream: Stream) -> FloatArray:
+    def tokens(self, stream: TokenStream) -> FloatArray:
         tokens: IntArray = getattr(self.loads, stream.phase).tokens
         return np.asarray(tokens * stream.per_token, np.float64)
 
     def times(self, operation: Operation) -> _Times:
         measure: dict[type, Callable[..., _Times]] = {
-            Product: self._product,
+            MatMul: self._product,
             Attention: self._attention,
-            Traffic: self._traffic,
+            Elementwise: self._traffic,
             Collective: self._collective,
         }
         return measure[type(operation)](operation)
 
-    def _product(self, product: Product) -> _Times:
+    def _product(self, product: MatMul) -> _Times:
         tokens, weights = self.tokens(product.stream), product.inputs * product.outputs
         speed = self.cluster.peak_flops_per_s * self.cluster.efficiency(
             min(product.inputs, product.outputs)
@@ -183,7 +183,7 @@ class _Device:
             weight_grad=np.zeros_like(tokens),
         )
 
-    def _traffic(self, traffic: Traffic) -> _Times:
+    def _traffic(self, traffic: Elementwise) -> _Times:
         tokens = self.tokens(traffic.stream)
         moved, launches = traffic.bytes_per_token * tokens, traffic.kernels
         zeros = np.zeros_like(tokens)
@@ -226,7 +226,7 @@ def _layer(layer: Layer, device: _Device, trained: bool, flows: bool) -> dict[st
         # gradients need not pass the first product; those between it and the last are for weights'
         # sake
         first = next(
-            (place for place, each in enumerate(layer.operations) if isinstance(each, Product)),
+            (place for place, each in enumerate(layer.operations) if isinstance(each, MatMul)),
             len(times),
         )
         own = own + sum((each.input_grad for each in times[first + 1 :]), zeros)

@@ -8,7 +8,8 @@ plan agree to the last unit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,3 +111,32 @@ class Costs:
             for name in (*_TIMES, *_BYTES)
         }
         return Costs(**{f.name: getattr(self, f.name) for f in fields(self)} | columns)
+
+
+def frozen_costs(costs: Costs, trained: Sequence[bool]) -> Costs:
+    """The costs if only the layers `trained`, (layers,), are trained: nothing is measured again.
+
+    The first trained layer needs no gradient of its input, those before it no backward pass, other
+    frozen ones no weight gradients. Frozen weights keep the memory of trained ones: costs do not
+    tell which part of it is gradients and optimizer state. ConfigError if a needed gradient is missing.
+    """
+    is_trained = np.array(trained, np.bool_)
+    first = int(is_trained.argmax()) if is_trained.any() else len(is_trained)
+    known = int(costs.sends_grad.argmax()) if costs.sends_grad.any() else costs.num_layers
+    if len(is_trained) != costs.num_layers or first < known:
+        raise ConfigError(
+            f"the costs are of {costs.num_layers} layers, trained from layer {known} on, but {len(is_trained)} layers "
+            f"are to be trained from layer {first} on: measure with these parts trained"
+        )
+    # each (layers, 1)
+    places = np.arange(costs.num_layers)[:, np.newaxis]
+    goes_back, passes_on, learns = places >= first, places > first, is_trained[:, np.newaxis]
+    return replace(
+        costs,
+        input_grad_ns=costs.input_grad_ns * passes_on,
+        weight_grad_ns=costs.weight_grad_ns * (learns & goes_back),
+        recompute_ns=costs.recompute_ns * goes_back,
+        saved_bytes=costs.saved_bytes * goes_back,
+        kept_bytes=costs.kept_bytes * goes_back,
+        sends_grad=goes_back[:, 0],
+    )

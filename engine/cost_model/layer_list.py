@@ -38,15 +38,15 @@ from engine.cost_model.operations import (
     BYTES,
     Attention,
     Collective,
+    Elementwise,
     Layer,
+    MatMul,
     Operation,
-    Product,
-    Stream,
-    Traffic,
+    TokenStream,
 )
 from engine.cost_model.parallel import Parallelism, Part
 
-LLM_STREAM = Stream(phase="llm")
+LLM_STREAM = TokenStream(phase="llm")
 
 
 def layers_of(model: ModelPreset, parallel: Parallelism) -> tuple[Layer, ...]:
@@ -66,22 +66,24 @@ def layers_of(model: ModelPreset, parallel: Parallelism) -> tuple[Layer, ...]:
             f"model preset {model.name} has no [vit] and [llm] tables: add the model's dimensions"
         )
     layers: list[Layer] = []
-    passing: tuple[tuple[Stream, float], ...] = ()
+    passing: tuple[tuple[TokenStream, float], ...] = ()
     if model.audio_encoder is not None:
-        sizes = _Sizes(shape=model.audio_encoder, stream=Stream(phase="audio"), parallel=parallel)
-        frames = Stream(phase="audio", per_token=model.audio.conv_stride if model.audio else 2)
+        sizes = _Sizes(
+            shape=model.audio_encoder, stream=TokenStream(phase="audio"), parallel=parallel
+        )
+        frames = TokenStream(phase="audio", per_token=model.audio.conv_stride if model.audio else 2)
         rows = (
             3 * model.audio_encoder.frame_values,
             3 * model.audio_encoder.hidden_size,
         )  # kernels of three frames
         layers += _encoder(sizes, "audio", (frames, sizes.stream), rows, passing, merged_from=1.0)
         passing = layers[-1].sent
-    sizes = _Sizes(shape=vit, stream=Stream(phase="vision"), parallel=parallel)
+    sizes = _Sizes(shape=vit, stream=TokenStream(phase="vision"), parallel=parallel)
     # the class token is not embedded from pixels, and not handed on
     squares = 1.0
     if not isinstance(model.vision, NativeRule):
         squares = isqrt(model.vision.vit_tokens_per_patch) ** 2 / model.vision.vit_tokens_per_patch
-    patches = Stream(phase="vision", per_token=squares)
+    patches = TokenStream(phase="vision", per_token=squares)
     layers += _encoder(
         sizes, "vision", (patches,), (vit.patch_values,), passing, merged_from=squares
     )
@@ -98,7 +100,7 @@ class _Sizes:
     """A stack of transformer layers as one GPU holds it."""
 
     shape: TransformerShape
-    stream: Stream
+    stream: TokenStream
     parallel: Parallelism
 
     @property
@@ -134,17 +136,19 @@ class _Sizes:
         )
 
     @property
-    def norm(self) -> Traffic:
+    def norm(self) -> Elementwise:
         return self.elementwise(4 * self.shared, 1)
 
-    def elementwise(self, bytes_per_token: float, kernels: int) -> Traffic:
-        return Traffic(bytes_per_token=bytes_per_token, kernels=kernels, stream=self.stream)
+    def elementwise(self, bytes_per_token: float, kernels: int) -> Elementwise:
+        return Elementwise(bytes_per_token=bytes_per_token, kernels=kernels, stream=self.stream)
 
-    def product(self, inputs: int, outputs: int) -> Product:
-        return Product(inputs=inputs, outputs=outputs, stream=self.stream)
+    def product(self, inputs: int, outputs: int) -> MatMul:
+        return MatMul(inputs=inputs, outputs=outputs, stream=self.stream)
 
 
-def _transformer_layer(sizes: _Sizes, part: Part, sent: tuple[tuple[Stream, float], ...]) -> Layer:
+def _transformer_layer(
+    sizes: _Sizes, part: Part, sent: tuple[tuple[TokenStream, float], ...]
+) -> Layer:
     shape, h, a, k, f = sizes.shape, sizes.shape.hidden_size, sizes.query, sizes.key, sizes.ffn
     causal = isinstance(shape, LlmShape)
     scaled = isinstance(shape, VitShape) and shape.layer_scale
@@ -192,9 +196,9 @@ def _transformer_layer(sizes: _Sizes, part: Part, sent: tuple[tuple[Stream, floa
 def _encoder(
     sizes: _Sizes,
     part: Part,
-    streams: tuple[Stream, ...],
+    streams: tuple[TokenStream, ...],
     rows: tuple[int, ...],
-    passing: tuple[tuple[Stream, float], ...],
+    passing: tuple[tuple[TokenStream, float], ...],
     *,
     merged_from: float,
 ) -> list[Layer]:
@@ -213,7 +217,7 @@ def _encoder(
         stream=streams[-1],
         # of a size that is not worth sharing out: every tensor-parallel GPU computes it all
         operations=tuple(
-            Product(inputs=row, outputs=h, stream=s) for row, s in zip(rows, streams, strict=True)
+            MatMul(inputs=row, outputs=h, stream=s) for row, s in zip(rows, streams, strict=True)
         ),
         num_params=num_params,
         gpu_params=num_params,
@@ -226,7 +230,7 @@ def _encoder(
         sent=sent,
     )
     # merging concatenates: the projector's input is as many widths wide as tokens were merged
-    features = Stream(phase=sizes.stream.phase, per_token=merged_from * h / shape.projector[0])
+    features = TokenStream(phase=sizes.stream.phase, per_token=merged_from * h / shape.projector[0])
     layer = _transformer_layer(sizes, part, sent)
     return [
         embedding,
@@ -239,8 +243,8 @@ def _projector(
     sizes: _Sizes,
     shape: EncoderShape,
     kind: str,
-    stream: Stream,
-    passing: tuple[tuple[Stream, float], ...],
+    stream: TokenStream,
+    passing: tuple[tuple[TokenStream, float], ...],
 ) -> Layer:
     """Norm and an MLP, whose products are shared out in turn by their outputs and by their
     inputs.
@@ -248,7 +252,7 @@ def _projector(
     parallel, widths = sizes.parallel, shape.projector
     held = [-(-width // parallel.tp) if place % 2 else width for place, width in enumerate(widths)]
     first, last = parallel.token_share(widths[0]), parallel.token_share(widths[-1])
-    operations: list[Operation] = [Traffic(bytes_per_token=4 * first, kernels=1, stream=stream)]
+    operations: list[Operation] = [Elementwise(bytes_per_token=4 * first, kernels=1, stream=stream)]
     if parallel.tp > 1:
         operations += [
             Collective(bytes_per_token=BYTES * size, count=1, stream=stream)
@@ -256,9 +260,9 @@ def _projector(
         ]
     saved = 4 * first
     for place, (inputs, outputs) in enumerate(pairwise(held)):
-        operations.append(Product(inputs=inputs, outputs=outputs, stream=stream))
+        operations.append(MatMul(inputs=inputs, outputs=outputs, stream=stream))
         if place < len(held) - 2:
-            operations.append(Traffic(bytes_per_token=4.0 * outputs, kernels=1, stream=stream))
+            operations.append(Elementwise(bytes_per_token=4.0 * outputs, kernels=1, stream=stream))
             saved += 4.0 * outputs
     weights = sum(inputs * outputs for inputs, outputs in pairwise(held))
     return Layer(

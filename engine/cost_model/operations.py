@@ -16,7 +16,7 @@ BYTES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stream:
+class TokenStream:
     """Tokens that some layers process: a phase's tokens in `engine.cost_model.loads.Loads`, times a
     factor.
     """
@@ -28,14 +28,14 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Product:
+class MatMul:
     """A matrix product: weights of `inputs` rows and `outputs` columns, applied to every token of a
     stream.
     """
 
     inputs: int
     outputs: int
-    stream: Stream
+    stream: TokenStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,18 +46,18 @@ class Attention:
     """Of all query heads."""
     kv_width: int
     causal: bool
-    stream: Stream
+    stream: TokenStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
+class Elementwise:
     """Elementwise operations: bytes per token that they read and write, and how many kernels they
     are.
     """
 
     bytes_per_token: float
     kernels: int
-    stream: Stream
+    stream: TokenStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +68,10 @@ class Collective:
 
     bytes_per_token: int
     count: int
-    stream: Stream
+    stream: TokenStream
 
 
-Operation = Product | Attention | Traffic | Collective
+Operation = MatMul | Attention | Elementwise | Collective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class Layer:
 
     kind: str
     part: Part
-    stream: Stream
+    stream: TokenStream
     operations: tuple[Operation, ...]
     num_params: int
     """Of the whole layer."""
@@ -96,7 +96,7 @@ class Layer:
     """Live only while it runs, besides: inputs gathered, gradients of its widest activations,
     logits.
     """
-    sent: tuple[tuple[Stream, float], ...]
+    sent: tuple[tuple[TokenStream, float], ...]
     """What the next stage needs if the partition cuts behind the layer: bytes per token of each
     stream.
     """

@@ -22,7 +22,7 @@ from balance.errors import ConfigError, IsobatchError
 from balance.types import IntArray
 from engine.cost_model.costs import Costs
 from engine.planning.recompute import InfeasiblePlan
-from engine.simulator.schedule import Kind, Schedule
+from engine.simulator.schedule import PassKind, Schedule
 
 FloatArray = NDArray[np.float64]
 
@@ -66,7 +66,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adapted:
+class AdaptedRecompute:
     """The choice, and how it came about."""
 
     recompute: NDArray[np.bool_]
@@ -80,7 +80,7 @@ class Adapted:
 
 def adapt_recompute(
     costs: Costs, borders: IntArray, schedule: Schedule, observe: Observe, *, reserve_bytes: int = 0
-) -> Adapted:
+) -> AdaptedRecompute:
     """The least recomputation that runs and leaves `reserve_bytes` in every stage, found by runs.
 
     Of `costs` only kinds and times of recomputation count. InfeasiblePlan if even everything
@@ -103,7 +103,7 @@ def adapt_recompute(
         steps.test(choice)
     best = min((trial for trial in steps.trials if steps.is_enough(trial)), key=steps.extra_ns)
     assert best.left_bytes is not None
-    return Adapted(
+    return AdaptedRecompute(
         recompute=best.recompute,
         left_bytes=best.left_bytes,
         held_bytes=dict(zip(steps.kinds, steps.held.tolist(), strict=True)),
@@ -118,8 +118,8 @@ def under_way(schedule: Schedule) -> IntArray:
     >>> under_way(one_f_one_b(4, 8)).tolist()
     [4, 3, 2, 1]
     """
-    goes_back = (schedule.kinds == Kind.BACKWARD) | (schedule.kinds == Kind.INPUT_GRAD)
-    change = (schedule.kinds == Kind.FORWARD).astype(np.int64) - goes_back
+    goes_back = (schedule.kinds == PassKind.BACKWARD) | (schedule.kinds == PassKind.INPUT_GRAD)
+    change = (schedule.kinds == PassKind.FORWARD).astype(np.int64) - goes_back
     return np.array(
         [np.cumsum(change[schedule.stages == stage]).max() for stage in range(schedule.num_stages)]
     )

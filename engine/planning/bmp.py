@@ -34,7 +34,7 @@ MOST_RUN = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class PartitionCandidate:
     """A partition, what it was ranked by and what came of it."""
 
     borders: IntArray
@@ -54,13 +54,13 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bmp:
+class BmpResult:
     """What the search found, and out of what."""
 
     anchor: IntArray
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[PartitionCandidate, ...]
     """All that were run, by rank; the anchor among them."""
-    best: Candidate
+    best: PartitionCandidate
 
 
 def search_bmp(
@@ -70,7 +70,7 @@ def search_bmp(
     *,
     radius: int = RADIUS,
     most_run: int = MOST_RUN,
-) -> Bmp:
+) -> BmpResult:
     """The fastest of the best-ranked partitions near the anchor, and of the anchor itself.
 
     `step_ns` gives the time of a step with these borders, or raises InfeasiblePlan, which this does
@@ -90,7 +90,7 @@ def search_bmp(
     fitting = [one for one in done if one.step_ns is not None]
     if failure is not None and not fitting:
         raise failure
-    return Bmp(
+    return BmpResult(
         anchor=anchor, candidates=tuple(done), best=min(fitting, key=lambda one: one.step_ns or 0)
     )
 
@@ -111,12 +111,12 @@ def greedy_anchor(costs: Costs, num_stages: int) -> IntArray:
     return np.array([*borders, num_layers])
 
 
-def candidate(costs: Costs, borders: IntArray) -> Candidate:
+def candidate(costs: Costs, borders: IntArray) -> PartitionCandidate:
     """A partition's figures."""
     ranking = _Ranking.of(costs, len(borders) - 1)
     stage_ms, cuts = np.diff(ranking.running_ms[borders]), np.asarray(borders[1:-1]) - 1
     comm_ms = float(ranking.comm_ms[cuts].sum())
-    return Candidate(
+    return PartitionCandidate(
         borders=np.asarray(borders),
         variance_ms2=float(((stage_ms - ranking.mean_ms) ** 2).sum()),
         comm_bytes=int(costs.sent_bytes[cuts].mean(axis=1).sum()),
@@ -125,7 +125,9 @@ def candidate(costs: Costs, borders: IntArray) -> Candidate:
     )
 
 
-def rank_candidates(costs: Costs, anchor: IntArray, *, radius: int, most: int) -> list[Candidate]:
+def rank_candidates(
+    costs: Costs, anchor: IntArray, *, radius: int, most: int
+) -> list[PartitionCandidate]:
     """The `most` partitions of least metric whose inner borders are within `radius` of the
     anchor's, best first.
 

@@ -134,7 +134,7 @@ class Plan:
     @property
     def inputs_hash(self) -> str:
         """SHA-256 of all that the plan was made from: plans with the same one are for the same
-        question.
+        request.
         """
         return _hash(self._inputs())
 

@@ -17,7 +17,7 @@ from engine.cost_model.layer_list import layers_of
 from engine.cost_model.loads import Loads, PhaseLoads
 from engine.cost_model.profile_table import COLUMNS, PHASES, Profile, profiled_costs
 from engine.planning.plan import Plan
-from engine.planning.planner import PlanRequest, predict, run
+from engine.planning.planner import PlanRequest, predict, simulate_run
 from engine.simulator.evaluate import evaluate
 
 
@@ -33,7 +33,7 @@ def measured_costs(profile: Profile, places: IntArray) -> Costs:
 
 
 def plan_of_profile(
-    question: PlanRequest,
+    request: PlanRequest,
     profile: Profile,
     borders: IntArray,
     recompute: NDArray[np.bool_],
@@ -41,52 +41,51 @@ def plan_of_profile(
 ) -> Plan:
     """The plan with this partition and these recomputed layers, its times and bytes from a profile.
 
-    `places`: of the question's micro-batches among those measured, if they are; then nothing is
-    fitted. Of the question's cluster only the reduction of gradients over replicas is taken.
-    ConfigError if the profile is of another list of layers than the question's model, or of
+    `places`: of the request's micro-batches among those measured, if they are; then nothing is
+    fitted. Of the request's cluster only the reduction of gradients over replicas is taken.
+    ConfigError if the profile is of another list of layers than the request's model, or of
     micro-batches too small (`profiled_costs`).
     """
-    layers = layers_of(question.model, question.parallel)
+    layers = layers_of(request.model, request.parallel)
     if len(layers) != len(profile.names):
         raise ConfigError(
-            f"the profile has {len(profile.names)} layers, the model {question.model.name} {len(layers)}: give the "
+            f"the profile has {len(profile.names)} layers, the model {request.model.name} {len(layers)}: give the "
             "preset of the model that was measured"
         )
-    count = question.num_micro_batches
+    count = request.num_micro_batches
     every = (
-        profiled_costs(profile, question.loads)
+        profiled_costs(profile, request.loads)
         if places is None
         else measured_costs(profile, places)
     )
     pipelines = [
-        every.take(np.arange(first, first + count))
-        for first in range(0, len(question.loads), count)
+        every.take(np.arange(first, first + count)) for first in range(0, len(request.loads), count)
     ]
-    found = run(question, "measured", pipelines, question.loads, borders, recompute)
-    full = profiled_costs(profile, question.full.take(np.zeros(count, np.int64)))
+    found = simulate_run(request, "measured", pipelines, request.loads, borders, recompute)
+    full = profiled_costs(profile, request.full.take(np.zeros(count, np.int64)))
     full_peak = evaluate(
-        full, borders, recompute, question.order(len(borders) - 1)
+        full, borders, recompute, request.make_schedule(len(borders) - 1)
     ).memory.peak_bytes
     return Plan(
-        model=question.model,
-        cluster=question.cluster,
-        parallel=question.parallel,
-        training=question.training,
-        schedule=question.schedule,
-        stages_per_rank=question.stages_per_rank,
+        model=request.model,
+        cluster=request.cluster,
+        parallel=request.parallel,
+        training=request.training,
+        schedule=request.schedule,
+        stages_per_rank=request.stages_per_rank,
         num_micro_batches=count,
-        memory_bytes=question.memory_bytes,
-        full=question.full,
-        loads=question.loads,
+        memory_bytes=request.memory_bytes,
+        full=request.full,
+        loads=request.loads,
         layer_names=profile.names,
         borders=tuple(int(border) for border in borders),
         recompute=tuple(np.flatnonzero(recompute).tolist()),
-        predicted=predict(question, found, full_peak),
+        predicted=predict(request, found, full_peak),
     )
 
 
 def largest_micro_batch(loads: Loads) -> Loads:
-    """One micro-batch with the most of everything that any of them has: the `full` of a question.
+    """One micro-batch with the most of everything that any of them has: the `full` of a request.
 
     >>> largest_micro_batch(Loads.constant(3, images=2, vit_tokens_per_image=5, seq_len=7)).vision.tokens.tolist()
     [10]

@@ -1,4 +1,4 @@
-"""From a question to a plan: which partition, which layers recompute, and what steps take with and
+"""From a request to a plan: which partition, which layers recompute, and what steps take with and
 without it. Pure.
 
 For `python -m engine plan`. The partition is searched for one step, the median of those planned,
@@ -29,7 +29,7 @@ from engine.planning.partition import by_params
 from engine.planning.plan import Plan, Prediction
 from engine.planning.recompute import choose_recompute, fitted_step
 from engine.planning.search.branch_and_bound import search_exact
-from engine.simulator.evaluate import Outcome, evaluate, schedule_for
+from engine.simulator.evaluate import SimulatedStep, evaluate, schedule_for
 from engine.simulator.schedule import Schedule
 
 MUCH = 1e30
@@ -79,7 +79,7 @@ class PlanRequest:
             every.take(np.arange(first, first + count)) for first in range(0, len(loads), count)
         ]
 
-    def order(self, num_stages: int) -> Schedule:
+    def make_schedule(self, num_stages: int) -> Schedule:
         """The schedule of so many stages."""
         return schedule_for(
             self.schedule, np.arange(num_stages + 1), self.num_micro_batches, self.stages_per_rank
@@ -98,7 +98,7 @@ class SimulatedRun:
     name: str
     borders: IntArray
     recompute: NDArray[np.bool_]
-    outcomes: tuple[Outcome, ...]
+    steps: tuple[SimulatedStep, ...]
     """By step and, in it, data-parallel rank."""
     costs: tuple[Costs, ...]
     """The same."""
@@ -109,26 +109,24 @@ class SimulatedRun:
     @property
     def step_ns(self) -> int:
         """Mean over steps of the slowest rank's time."""
-        times = np.array([outcome.step_ns for outcome in self.outcomes]).reshape(-1, self.dp)
+        times = np.array([step.step_ns for step in self.steps]).reshape(-1, self.dp)
         return round(float(times.max(axis=1).mean()))
 
     @property
     def sample_ns(self) -> float:
         """Time of a step by its samples: what choices of different data compare by."""
-        return self.step_ns * (len(self.outcomes) // self.dp) / max(1, self.num_samples)
+        return self.step_ns * (len(self.steps) // self.dp) / max(1, self.num_samples)
 
     @property
     def peak_bytes(self) -> IntArray:
         """Per pipeline rank, the most of any step."""
-        return np.asarray(np.max([outcome.memory.peak_bytes for outcome in self.outcomes], axis=0))
+        return np.asarray(np.max([step.memory.peak_bytes for step in self.steps], axis=0))
 
     @property
     def median(self) -> int:
         """The pipeline whose time is in the middle: the one to look at."""
         return int(
-            np.argsort([outcome.step_ns for outcome in self.outcomes], kind="stable")[
-                len(self.outcomes) // 2
-            ]
+            np.argsort([step.step_ns for step in self.steps], kind="stable")[len(self.steps) // 2]
         )
 
     def recompute_ns(self, place: int) -> IntArray:
@@ -156,66 +154,68 @@ class PlanResult:
 
 
 def make_plan(
-    question: PlanRequest, *, search: str = "exact", random: Loads | None = None
+    request: PlanRequest, *, search: str = "exact", random: Loads | None = None
 ) -> PlanResult:
     """Plan, and simulate beside it what trainers do: `random` micro-batches, parameters split
     evenly, all recomputed.
 
     InfeasiblePlan if nothing fits into memory.
     """
-    pipelines = question.pipelines(question.loads)
+    pipelines = request.pipelines(request.loads)
     typical = _median(pipelines)
-    full = question.costs(question.full.take(np.zeros(question.num_micro_batches, np.int64)))
+    full = request.costs(request.full.take(np.zeros(request.num_micro_batches, np.int64)))
     # times of a typical step, memory of the largest
     sized = replace(
         typical,
         **{name: getattr(full, name) for name in ("saved_bytes", "kept_bytes", "working_bytes")},
     )
-    borders, recompute, gap = _search(sized, question, search)
-    everything, even = np.ones(len(recompute), np.bool_), by_params(typical, question.num_stages)
+    borders, recompute, gap = _search(sized, request, search)
+    everything, even = np.ones(len(recompute), np.bool_), by_params(typical, request.num_stages)
     runs = []
     first = "parameters split evenly, all recomputed"
     if random is not None:
         name = f"random samples, {int(random.llm.items.max())} at a time, padded; {first}"
-        runs.append(run(question, name, question.pipelines(random), random, even, everything))
+        runs.append(
+            simulate_run(request, name, request.pipelines(random), random, even, everything)
+        )
         first = "+ packed micro-batches"
-    runs.append(run(question, first, pipelines, question.loads, even, everything))
+    runs.append(simulate_run(request, first, pipelines, request.loads, even, everything))
     runs.append(
-        run(question, "+ searched partition", pipelines, question.loads, borders, everything)
+        simulate_run(request, "+ searched partition", pipelines, request.loads, borders, everything)
     )
     runs.append(
-        run(
-            question,
+        simulate_run(
+            request,
             "+ recomputed as little as fits: the plan",
             pipelines,
-            question.loads,
+            request.loads,
             borders,
             recompute,
         )
     )
-    schedule = question.order(question.num_stages)
+    schedule = request.make_schedule(request.num_stages)
     full_peak = evaluate(full, borders, recompute, schedule).memory.peak_bytes
     plan = Plan(
-        model=question.model,
-        cluster=question.cluster,
-        parallel=question.parallel,
-        training=question.training,
-        schedule=question.schedule,
-        stages_per_rank=question.stages_per_rank,
-        num_micro_batches=question.num_micro_batches,
-        memory_bytes=question.memory_bytes,
-        full=question.full,
-        loads=question.loads,
+        model=request.model,
+        cluster=request.cluster,
+        parallel=request.parallel,
+        training=request.training,
+        schedule=request.schedule,
+        stages_per_rank=request.stages_per_rank,
+        num_micro_batches=request.num_micro_batches,
+        memory_bytes=request.memory_bytes,
+        full=request.full,
+        loads=request.loads,
         layer_names=typical.names,
         borders=tuple(borders.tolist()),
         recompute=tuple(np.flatnonzero(recompute).tolist()),
-        predicted=predict(question, runs[-1], full_peak),
+        predicted=predict(request, runs[-1], full_peak),
     )
     return PlanResult(plan=plan, runs=tuple(runs), gap=gap)
 
 
-def run(
-    question: PlanRequest,
+def simulate_run(
+    request: PlanRequest,
     name: str,
     pipelines: list[Costs],
     loads: Loads,
@@ -223,42 +223,42 @@ def run(
     recompute: NDArray[np.bool_],
 ) -> SimulatedRun:
     """Simulate all steps of one choice."""
-    schedule = question.order(len(borders) - 1)
+    schedule = request.make_schedule(len(borders) - 1)
     return SimulatedRun(
         name=name,
         borders=np.asarray(borders),
         recompute=np.asarray(recompute),
-        outcomes=tuple(evaluate(costs, borders, recompute, schedule) for costs in pipelines),
+        steps=tuple(evaluate(costs, borders, recompute, schedule) for costs in pipelines),
         costs=tuple(pipelines),
-        dp=question.parallel.dp,
+        dp=request.parallel.dp,
         num_samples=int(loads.llm.items.sum()),
     )
 
 
-def predict(question: PlanRequest, found: SimulatedRun, full_peak_bytes: IntArray) -> Prediction:
+def predict(request: PlanRequest, found: SimulatedRun, full_peak_bytes: IntArray) -> Prediction:
     """What a plan says of its steps."""
-    stages = [outcome.stages for outcome in found.outcomes]
+    stages = [step.stages for step in found.steps]
     again = [found.recompute_ns(place) for place in range(len(stages))]
     return Prediction(
         step_ns=found.step_ns,
-        reduction_ns=_reduction_ns(question, found.borders),
+        reduction_ns=_reduction_ns(request, found.borders),
         bubble_ratio=tuple(
-            np.mean([outcome.timeline.bubble_ratio for outcome in found.outcomes], axis=0).tolist()
+            np.mean([step.timeline.bubble_ratio for step in found.steps], axis=0).tolist()
         ),
         forward_ns=_mean([each.forward_ns for each in stages]),
         backward_ns=_mean([each.backward_ns for each in stages]),
         recompute_ns=_mean(again),
-        state_bytes=tuple(found.outcomes[0].memory.state_bytes.tolist()),
+        state_bytes=tuple(found.steps[0].memory.state_bytes.tolist()),
         peak_bytes=tuple(found.peak_bytes.tolist()),
         full_peak_bytes=tuple(full_peak_bytes.tolist()),
     )
 
 
-def tensor_parallel_ns(question: PlanRequest, found: SimulatedRun) -> IntArray:
+def tensor_parallel_ns(request: PlanRequest, found: SimulatedRun) -> IntArray:
     """(ranks,): what a step's tensor-parallel communication takes on each pipeline rank, in all
     passes, as a mean.
     """
-    cluster = question.cluster
+    cluster = request.cluster
     free = replace(
         cluster,
         nvlink_bytes_per_s=MUCH,
@@ -266,29 +266,29 @@ def tensor_parallel_ns(question: PlanRequest, found: SimulatedRun) -> IntArray:
         network_bytes_per_s=MUCH,
         network_latency_us=1e-9,
     )
-    without = replace(question, cluster=free).costs(question.loads)
-    every = question.costs(question.loads)
+    without = replace(request, cluster=free).costs(request.loads)
+    every = request.costs(request.loads)
     chosen = found.recompute[:, np.newaxis]
     spent = sum(
         getattr(every, name) - getattr(without, name)
         for name in ("forward_ns", "input_grad_ns", "weight_grad_ns")
     ) + np.where(chosen, every.recompute_ns - without.recompute_ns, 0)
     stages = np.add.reduceat(spent.sum(axis=1), found.borders[:-1])
-    ranks = np.zeros(question.parallel.pp, np.int64)
+    ranks = np.zeros(request.parallel.pp, np.int64)
     np.add.at(ranks, np.arange(len(stages)) % len(ranks), stages)
-    return np.asarray(ranks // len(found.outcomes))
+    return np.asarray(ranks // len(found.steps))
 
 
 def _search(
-    costs: Costs, question: PlanRequest, search: str
+    costs: Costs, request: PlanRequest, search: str
 ) -> tuple[IntArray, NDArray[np.bool_], float | None]:
     """(borders, recompute, gap)."""
-    schedule, memory = question.order(question.num_stages), question.memory_bytes
+    schedule, memory = request.make_schedule(request.num_stages), request.memory_bytes
     if search == "exact":
         found = search_exact(costs, schedule, memory)
         return found.borders, found.recompute, found.gap
     step_ns: Callable[[IntArray], int] = fitted_step(costs, schedule, memory)
-    borders = search_bmp(costs, question.num_stages, step_ns).best.borders
+    borders = search_bmp(costs, request.num_stages, step_ns).best.borders
     return borders, choose_recompute(costs, borders, schedule, memory), None
 
 
@@ -302,11 +302,11 @@ def _mean(tables: list[IntArray]) -> tuple[int, ...]:
     return tuple(np.rint(np.mean(tables, axis=(0, 2))).astype(int).tolist())
 
 
-def _reduction_ns(question: PlanRequest, borders: IntArray) -> int:
-    trains = question.training.trains
-    layers = layers_of(question.model, question.parallel)
+def _reduction_ns(request: PlanRequest, borders: IntArray) -> int:
+    trains = request.training.trains
+    layers = layers_of(request.model, request.parallel)
     params = np.array([layer.gpu_params if trains(layer.part) else 0 for layer in layers])
     stages = np.add.reduceat(params, borders[:-1])
-    ranks = np.zeros(question.parallel.pp, np.int64)
+    ranks = np.zeros(request.parallel.pp, np.int64)
     np.add.at(ranks, np.arange(len(stages)) % len(ranks), stages)
-    return int(reduction_ns(ranks, question.cluster, question.parallel, question.training).max())
+    return int(reduction_ns(ranks, request.cluster, request.parallel, request.training).max())

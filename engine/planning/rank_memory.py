@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from balance.types import IntArray
 from engine.cost_model.costs import Costs
-from engine.simulator.schedule import Kind, Schedule
+from engine.simulator.schedule import PassKind, Schedule
 
-FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD = (int(kind) for kind in list(Kind)[:4])
+FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD = (int(kind) for kind in list(PassKind)[:4])
 
 MOST_TRIED = 20_000
 """Choices of one rank that are looked at: thousands suffice for a handful of kinds; .1 s."""
@@ -33,7 +33,7 @@ MOST_FOUND = 2_000
 """Of which so many fit at most."""
 
 
-class LayerBytes(NamedTuple):
+class LayerMemory(NamedTuple):
     """What a rank's memory holds of layers, from `Costs`."""
 
     saved: IntArray
@@ -57,7 +57,7 @@ class RankOrder(NamedTuple):
     micro_batches: IntArray
 
 
-class Search(NamedTuple):
+class RecomputeGroups(NamedTuple):
     """Layers of a rank by group, those of a group alike, and which are recomputed at the moment."""
 
     members: IntArray
@@ -69,7 +69,7 @@ class Search(NamedTuple):
     """(layers,), of the model."""
 
 
-def layer_bytes(costs: Costs) -> LayerBytes:
+def layer_memory(costs: Costs) -> LayerMemory:
     """Layers' bytes, and which are alike. A layer whose input is more than its activations is never
     recomputed.
     """
@@ -78,7 +78,7 @@ def layer_bytes(costs: Costs) -> LayerBytes:
     ).any(axis=1)
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(costs.kinds))}
     kind = np.array([numbers[kind] for kind in costs.kinds])
-    return LayerBytes(
+    return LayerMemory(
         saved=np.ascontiguousarray(costs.saved_bytes),
         kept=np.ascontiguousarray(costs.kept_bytes),
         working=np.ascontiguousarray(costs.working_bytes),
@@ -247,7 +247,9 @@ def minimal_choices(layers, order, starts, ends, memory_bytes, only_least):  # t
     """
     members, firsts = _groups(layers.kind, starts, ends)
     num_groups, num_layers = len(firsts) - 1, len(layers.kind)
-    search = Search(members, firsts, np.zeros(num_groups, np.int64), np.zeros(num_layers, np.bool_))
+    search = RecomputeGroups(
+        members, firsts, np.zeros(num_groups, np.int64), np.zeros(num_layers, np.bool_)
+    )
     for group in range(num_groups):
         _set(search, group, firsts[group + 1] - firsts[group])
     if peak_bytes(layers, order, starts, ends, search.recompute) > memory_bytes:

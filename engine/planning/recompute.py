@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from balance.errors import IsobatchError
 from balance.types import IntArray
 from engine.cost_model.costs import Costs
-from engine.planning.rank_memory import layer_bytes, minimal_choices, rank_order
+from engine.planning.rank_memory import layer_memory, minimal_choices, rank_order
 from engine.simulator.evaluate import evaluate
 from engine.simulator.memory import memory_of
 from engine.simulator.schedule import Schedule
@@ -36,7 +36,7 @@ def choose_recompute(
     """The layers to recompute, (layers,) bool, so that every rank fits into `memory_bytes` at least
     time.
 
-    Exact while kinds of layers are few (`rank_memory.MOST_TRIED`). Of equal layers in a stage the
+    SearchResult while kinds of layers are few (`rank_memory.MOST_TRIED`). Of equal layers in a stage the
     first ones. InfeasiblePlan if even everything recomputed is too much; it says what would fit.
     """
     chosen = np.zeros(costs.num_layers, np.bool_)
@@ -65,7 +65,7 @@ def rank_choices(
     own = slice(rank, None, schedule.num_ranks)
     starts, ends = np.asarray(borders)[:-1][own], np.asarray(borders)[1:][own]
     order = rank_order(schedule, rank)
-    choices, _ = minimal_choices(layer_bytes(costs), order, starts, ends, memory_bytes, only_least)
+    choices, _ = minimal_choices(layer_memory(costs), order, starts, ends, memory_bytes, only_least)
     return np.asarray(choices)
 
 
@@ -86,7 +86,7 @@ def what_would_fit(costs: Costs, borders: IntArray, schedule: Schedule, memory_b
     line.
     """
     kept = memory_of(
-        schedule, stage_costs(costs, borders, np.asarray(layer_bytes(costs).kind >= 0))
+        schedule, stage_costs(costs, borders, np.asarray(layer_memory(costs).kind >= 0))
     )
     rank = int(np.argmax(kept.peak_bytes))
     peak, state = int(kept.peak_bytes[rank]), int(kept.state_bytes[rank])

@@ -32,7 +32,7 @@ from engine.runtime.oom_recovery import uncounted
 from engine.runtime.stage_executor import RankLayers, StageExecutor, StepResult
 from engine.runtime.stage_io import Batch, LayerStack
 from engine.runtime.stopwatch import clock_offsets
-from engine.simulator.schedule import Kind, Schedule, make_schedule
+from engine.simulator.schedule import PassKind, Schedule, make_schedule
 from engine.simulator.simulate import Timeline
 from engine.simulator.stages import check_partition
 
@@ -259,7 +259,7 @@ class Pipeline:
                 f"the schedule has {schedule.num_stages} stages on {schedule.num_ranks} ranks, the pipeline "
                 f"{len(own.borders) - 1} on {num_ranks}"
             )
-        encoding = set(schedule.ranks[schedule.kinds == Kind.ENCODE].tolist())
+        encoding = set(schedule.ranks[schedule.kinds == PassKind.ENCODE].tolist())
         if encoding and not 0 < own.first_trained <= own.borders[1]:
             raise ConfigError(
                 f"the schedule encodes ahead: the layers in front must be frozen, but layer {own.first_trained} is the "

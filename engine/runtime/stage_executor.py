@@ -33,7 +33,7 @@ from engine.runtime.stage_io import (
 )
 from engine.runtime.step_status import Outcome
 from engine.runtime.stopwatch import Stopwatch
-from engine.simulator.schedule import Action, Kind, Schedule
+from engine.simulator.schedule import Action, PassKind, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,7 @@ class StageExecutor:
         self._own, self._groups, self._draws = own, groups, draws
         self._schedule, self._batches, self._normalizer = schedule, batches, normalizer
         self._routes = make_routes(schedule, own.sends_grad, groups.rank)
-        is_ahead = schedule.kinds == Kind.ENCODE
+        is_ahead = schedule.kinds == PassKind.ENCODE
         self._encoded = frozenset(schedule.micro_batches[is_ahead].tolist())
         self._passed: dict[tuple[int, int], _Passed] = {}
         self._kept: dict[Message, StageTensors] = {}  # between operations of this rank
@@ -203,15 +203,15 @@ class StageExecutor:
                         self._mailbox.send_zeros(message, receiver)
 
     def _compute(self, action: Action, given: StageTensors) -> StageTensors:
-        if action.kind == Kind.ENCODE:
+        if action.kind == PassKind.ENCODE:
             return self._encode(action.micro_batch)
-        if action.kind == Kind.FORWARD:
+        if action.kind == PassKind.FORWARD:
             return self._forward(action, given)
         return self._backward(
             action,
             given,
-            inputs=action.kind != Kind.WEIGHT_GRAD,
-            weights=action.kind != Kind.INPUT_GRAD,
+            inputs=action.kind != PassKind.WEIGHT_GRAD,
+            weights=action.kind != PassKind.INPUT_GRAD,
         )
 
     def _encode(self, number: int) -> StageTensors:
@@ -331,9 +331,9 @@ class StageExecutor:
         """Outputs of a stage, or the gradients of those that have one."""
         source = self._schedule.action(message.source)
         batch = self._batches[source.micro_batch]
-        if source.kind == Kind.ENCODE:
+        if source.kind == PassKind.ENCODE:
             return self._own.specs(self._own.first_trained, batch)
-        is_output = source.kind == Kind.FORWARD
+        is_output = source.kind == PassKind.FORWARD
         specs = self._own.specs(
             self._own.borders[source.stage + 1 if is_output else source.stage], batch
         )

@@ -21,7 +21,7 @@ from engine.runtime.communication.process_groups import ProcessGroups
 from engine.runtime.errors import LossNotFinite, peers
 from engine.runtime.oom_recovery import uncounted
 from engine.runtime.stage_io import Batch, ids_text
-from engine.simulator.schedule import Kind, Schedule
+from engine.simulator.schedule import PassKind, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class Outcome:
         for rank in np.flatnonzero(ran_out).tolist():
             action = self._schedule.action(int(ran_out[rank]) - 1)
             # who encodes ahead does it for the first stage, in the memory of his own
-            stage = rank if action.kind == Kind.ENCODE else action.stage
+            stage = rank if action.kind == PassKind.ENCODE else action.stage
             where = f"{action} of replica {self._groups.replica}, {ids_text(self._batches[action.micro_batch])}"
             found.append(_Trouble(text=where, stage=stage))
         return found

@@ -19,7 +19,7 @@ from engine.simulator.stages import StageCosts, stage_costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SimulatedStep:
     """A simulated step."""
 
     stages: StageCosts
@@ -49,12 +49,12 @@ def schedule_for(
 
 def evaluate(
     costs: Costs, borders: IntArray, recompute: NDArray[np.bool_], schedule: Schedule
-) -> Outcome:
+) -> SimulatedStep:
     """Simulate a step. ConfigError or ValueError if costs, partition and schedule do not belong
     together.
     """
     stages = stage_costs(costs, borders, recompute)
-    return Outcome(
+    return SimulatedStep(
         stages=stages,
         timeline=simulate(make_program(schedule, stages)),
         memory=memory_of(schedule, stages),

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from balance.types import IntArray
-from engine.simulator.schedule import Kind, Schedule
+from engine.simulator.schedule import PassKind, Schedule
 from engine.simulator.stages import StageCosts
 
 
@@ -68,7 +68,7 @@ def make_program(
         # of every stage, so that they can be looked up alike
         times.append(np.broadcast_to(encodings.forward_ns, shape))
         sent.append(np.broadcast_to(encodings.send_ns, shape))
-    elif (kinds == Kind.ENCODE).any():
+    elif (kinds == PassKind.ENCODE).any():
         raise ValueError("the schedule encodes ahead, but no encodings are given")
     made = np.stack(sent)[edges.results, stage[edges.sources], micro_batch[edges.sources]]
     return Program(
@@ -97,17 +97,19 @@ def _edges(schedule: Schedule, sends_grad: tuple[bool, ...]) -> _Edges:
     """The edges of a schedule in which gradients come back to the stages with `sends_grad`."""
     kinds, stages, ranks = schedule.kinds, schedule.stages, schedule.ranks
     # where each action stands; -1 if the schedule has none
-    place = np.full((len(Kind), schedule.num_stages + 1, schedule.num_micro_batches), -1, np.int64)
+    place = np.full(
+        (len(PassKind), schedule.num_stages + 1, schedule.num_micro_batches), -1, np.int64
+    )
     place[kinds, stages, schedule.micro_batches] = np.arange(len(schedule))
-    back = np.maximum(place[Kind.BACKWARD], place[Kind.INPUT_GRAD])
-    forward, apart = place[Kind.FORWARD], place[Kind.INPUT_GRAD]
+    back = np.maximum(place[PassKind.BACKWARD], place[PassKind.INPUT_GRAD])
+    forward, apart = place[PassKind.FORWARD], place[PassKind.INPUT_GRAD]
     flows = np.array(sends_grad)[:-1]
     pairs = [
         (forward[:-2], forward[1:-1], 0),  # a stage's output
         (forward, back, 0),  # activations
         (back[1:-1][flows], back[:-2][flows], 1),
-        (apart, place[Kind.WEIGHT_GRAD], 1),
-        (place[Kind.ENCODE, 0], forward[0], 2),
+        (apart, place[PassKind.WEIGHT_GRAD], 1),
+        (place[PassKind.ENCODE, 0], forward[0], 2),
     ]
     made = np.concatenate(
         [np.stack([a.ravel(), b.ravel(), np.full(a.size, result)]) for a, b, result in pairs],

@@ -25,7 +25,7 @@ from balance.errors import ConfigError
 from balance.types import IntArray
 
 
-class Kind(IntEnum):
+class PassKind(IntEnum):
     """What an action computes."""
 
     FORWARD = 0
@@ -41,7 +41,7 @@ class Kind(IntEnum):
 class Action(NamedTuple):
     """A pass of one micro-batch through one stage."""
 
-    kind: Kind
+    kind: PassKind
     stage: int
     micro_batch: int
 
@@ -97,7 +97,7 @@ class Schedule:
     def action(self, place: int) -> Action:
         """The action at a place of the list."""
         return Action(
-            Kind(self.kinds[place]), int(self.stages[place]), int(self.micro_batches[place])
+            PassKind(self.kinds[place]), int(self.stages[place]), int(self.micro_batches[place])
         )
 
     def of_rank(self, rank: int) -> list[Action]:
@@ -116,8 +116,8 @@ def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
     _check(num_stages, num_micro_batches)
     numbers = range(num_micro_batches)
     actions = [
-        [Action(Kind.FORWARD, stage, number) for number in numbers]
-        + [Action(Kind.BACKWARD, stage, number) for number in reversed(numbers)]
+        [Action(PassKind.FORWARD, stage, number) for number in numbers]
+        + [Action(PassKind.BACKWARD, stage, number) for number in reversed(numbers)]
         for stage in range(num_stages)
     ]
     return Schedule.of("gpipe", num_stages, num_micro_batches, actions)
@@ -141,9 +141,9 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
 def _alternate(stage: int, ahead: int, num_micro_batches: int) -> Iterator[Action]:
     for number in range(num_micro_batches + ahead):
         if number >= ahead:
-            yield Action(Kind.BACKWARD, stage, number - ahead)
+            yield Action(PassKind.BACKWARD, stage, number - ahead)
         if number < num_micro_batches:
-            yield Action(Kind.FORWARD, stage, number)
+            yield Action(PassKind.FORWARD, stage, number)
 
 
 @lru_cache(maxsize=64)
@@ -166,10 +166,10 @@ def interleaved(num_ranks: int, stages_per_rank: int, num_micro_batches: int) ->
         for number in range(len(forwards) + ahead):
             if number >= ahead:
                 chunk, micro_batch = backwards[number - ahead]
-                own.append(Action(Kind.BACKWARD, chunk * num_ranks + rank, micro_batch))
+                own.append(Action(PassKind.BACKWARD, chunk * num_ranks + rank, micro_batch))
             if number < len(forwards):
                 chunk, micro_batch = forwards[number]
-                own.append(Action(Kind.FORWARD, chunk * num_ranks + rank, micro_batch))
+                own.append(Action(PassKind.FORWARD, chunk * num_ranks + rank, micro_batch))
         actions.append([action for action in own if action.micro_batch < num_micro_batches])
     return Schedule.of("interleaved", num_ranks * stages_per_rank, num_micro_batches, actions)
 
@@ -211,11 +211,11 @@ def _split(actions: Iterator[Action], most_waiting: int) -> Iterator[Action]:
     """Backward passes as two; weight gradients of at most `most_waiting` micro-batches wait."""
     waiting: deque[Action] = deque()
     for action in actions:
-        if action.kind is Kind.FORWARD:
+        if action.kind is PassKind.FORWARD:
             yield action
             continue
-        yield action._replace(kind=Kind.INPUT_GRAD)
-        waiting.append(action._replace(kind=Kind.WEIGHT_GRAD))
+        yield action._replace(kind=PassKind.INPUT_GRAD)
+        waiting.append(action._replace(kind=PassKind.WEIGHT_GRAD))
         if len(waiting) > most_waiting:
             yield waiting.popleft()
     yield from waiting

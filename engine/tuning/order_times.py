@@ -1,7 +1,7 @@
 """Step times of many orders of a step's micro-batches under one schedule: what searches over orders
 ask for.
 
-For `engine.tuning.order` and `engine.tuning.precompute`. A schedule's actions are sorted once so
+For `engine.tuning.order_search` and `engine.tuning.precompute`. A schedule's actions are sorted once so
 that each follows all that it waits for (cached); then an order costs one loop over them in numba,
 about 6 ns per action: under 1 us for 16 micro-batches in 4 stages. The same nanoseconds as
 `engine.simulator.simulate`, of which this is the loop without its queue. Pure.
@@ -37,7 +37,7 @@ NEVER = int(np.iinfo(np.int64).max)
 """Time of an order that does not fit into memory."""
 
 
-class Actions(NamedTuple):
+class SortedActions(NamedTuple):
     """A schedule's actions in an order in which each follows all that it waits for; (actions,)
     int64.
     """
@@ -55,7 +55,7 @@ class Actions(NamedTuple):
     """In the schedule."""
 
 
-class Work(NamedTuple):
+class PassTimes(NamedTuple):
     """What the actions cost; the last axis is micro-batches."""
 
     durations: IntArray
@@ -64,7 +64,7 @@ class Work(NamedTuple):
     """(2, stages, micro_batches), ns: output to the next stage, gradient to the one before."""
 
 
-class Sizes(NamedTuple):
+class MemoryBudget(NamedTuple):
     """What decides whether an order fits into memory, in bytes."""
 
     left: IntArray
@@ -75,7 +75,7 @@ class Sizes(NamedTuple):
     limit: int
 
 
-class Ahead(NamedTuple):
+class EncodeAhead(NamedTuple):
     """The encoder's forward passes, which may run ahead."""
 
     encode_ns: IntArray
@@ -92,8 +92,8 @@ class Ahead(NamedTuple):
     """
 
 
-class Room(NamedTuple):
-    """Where the loop keeps its state; arrays that every order writes anew."""
+class Scratch(NamedTuple):
+    """EncodeRanks the loop keeps its state; arrays that every order writes anew."""
 
     now: IntArray
     free: IntArray
@@ -120,10 +120,10 @@ class OrderProblem:
     schedule: Schedule
     stages: StageCosts
     """Of the micro-batches as they came; an order is a permutation of them."""
-    actions: Actions
-    work: Work
-    sizes: Sizes
-    ahead: Ahead
+    actions: SortedActions
+    work: PassTimes
+    sizes: MemoryBudget
+    ahead: EncodeAhead
     """Without any rank allowed where nothing shall be encoded ahead."""
 
     @property
@@ -131,11 +131,11 @@ class OrderProblem:
         """Micro-batches of the step."""
         return self.schedule.num_micro_batches
 
-    def room(self) -> Room:
+    def scratch(self) -> Scratch:
         """Memory for the loop."""
         ranks, count = self.schedule.num_ranks, self.num_micro_batches
         one, own = np.empty(len(self.schedule), np.int64), np.empty(count, np.int64)
-        return Room(
+        return Scratch(
             now=np.empty(ranks, np.int64),
             free=np.empty((ranks, ranks), np.int64),
             arrivals=one,
@@ -150,7 +150,7 @@ def order_problem(
     schedule: Schedule,
     stages: StageCosts,
     memory_bytes: int | None = None,
-    ahead: Ahead | None = None,
+    ahead: EncodeAhead | None = None,
 ) -> OrderProblem:
     """The orders of these micro-batches; None for memory without end. Deadlock as `simulate`."""
     left, most = bytes_by_kind(stages)
@@ -161,13 +161,13 @@ def order_problem(
         schedule=schedule,
         stages=stages,
         actions=_actions(schedule, tuple(stages.sends_grad.tolist())),
-        work=Work(
+        work=PassTimes(
             np.stack(
                 [stages.forward_ns, stages.backward_ns, stages.input_grad_ns, stages.weight_grad_ns]
             ),
             np.stack([stages.send_ns, stages.send_back_ns]),
         ),
-        sizes=Sizes(
+        sizes=MemoryBudget(
             left,
             most,
             state + ahead.reserved_bytes,
@@ -177,13 +177,13 @@ def order_problem(
     )
 
 
-def nothing_ahead(schedule: Schedule) -> Ahead:
+def nothing_ahead(schedule: Schedule) -> EncodeAhead:
     """No rank may encode ahead."""
     nothing, ranks = (
         np.zeros(schedule.num_micro_batches, np.int64),
         np.zeros(schedule.num_ranks, np.int64),
     )
-    return Ahead(nothing, nothing, np.zeros(len(ranks), np.bool_), 0, ranks)
+    return EncodeAhead(nothing, nothing, np.zeros(len(ranks), np.bool_), 0, ranks)
 
 
 def times_of_orders(problem: OrderProblem, orders: IntArray) -> IntArray:
@@ -195,13 +195,13 @@ def times_of_orders(problem: OrderProblem, orders: IntArray) -> IntArray:
     """
     orders = np.ascontiguousarray(orders, np.int64)
     times: IntArray = _times(
-        problem.actions, problem.work, problem.sizes, problem.ahead, orders, problem.room()
+        problem.actions, problem.work, problem.sizes, problem.ahead, orders, problem.scratch()
     )
     return times
 
 
 @lru_cache(maxsize=64)
-def _actions(schedule: Schedule, sends_grad: tuple[bool, ...]) -> Actions:
+def _actions(schedule: Schedule, sends_grad: tuple[bool, ...]) -> SortedActions:
     """Sorted by when actions begin if each takes as long as any other, and nothing travels."""
     shape = schedule.num_stages, schedule.num_micro_batches
     ones, zeros = np.ones(shape, np.int64), np.zeros(shape, np.int64)
@@ -230,7 +230,7 @@ def _actions(schedule: Schedule, sends_grad: tuple[bool, ...]) -> Actions:
     made_by, wanted = made_by[travels], program.edge_targets[travels]
     sources, targets = np.full(len(schedule), NONE), ranks.copy()
     sources[wanted], targets[made_by] = place[made_by], ranks[wanted]
-    return Actions(
+    return SortedActions(
         ranks=ranks[order],
         kinds=schedule.kinds[order],
         stages=schedule.stages[order],
@@ -243,12 +243,12 @@ def _actions(schedule: Schedule, sends_grad: tuple[bool, ...]) -> Actions:
 
 # training goes on while a thread that works ahead tunes a step
 @numba.njit(cache=True, nogil=True)
-def _times(actions, work, sizes, ahead, orders, room):  # type: ignore[no-untyped-def]
+def _times(actions, work, sizes, ahead, orders, scratch):  # type: ignore[no-untyped-def]
     times = np.empty(len(orders), np.int64)
     for number in range(len(orders)):
         times[number] = NEVER
-        if fits(actions, sizes, orders[number], room.now):
-            times[number] = run_order(actions, work, ahead, orders[number], room)
+        if fits(actions, sizes, orders[number], scratch.now):
+            times[number] = run_order(actions, work, ahead, orders[number], scratch)
     return times
 
 
@@ -276,12 +276,12 @@ def fits(actions, sizes, order, live):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def run_order(actions, work, ahead, order, room):  # type: ignore[no-untyped-def]
-    """Step time of an order; sets `room.gap_before` and `room.begins` where ranks may encode
+def run_order(actions, work, ahead, order, scratch):  # type: ignore[no-untyped-def]
+    """Step time of an order; sets `scratch.gap_before` and `scratch.begins` where ranks may encode
     ahead.
     """
-    now, free, arrivals = room.now, room.free, room.arrivals
-    now[:], free[:], room.gap_before[:] = 0, 0, NONE
+    now, free, arrivals = scratch.now, scratch.free, scratch.arrivals
+    now[:], free[:], scratch.gap_before[:] = 0, 0, NONE
     encodes = ahead.window > 0 and ahead.allowed.any()
     least = _least(ahead.encode_ns) if encodes else 0
     num_gaps, num_entered = 0, 0
@@ -297,14 +297,14 @@ def run_order(actions, work, ahead, order, room):  # type: ignore[no-untyped-def
             start = max(start, arrivals[actions.sources[at]])
         if encodes:
             if start - now[rank] >= least and ahead.allowed[rank]:
-                room.gaps[0, num_gaps], room.gaps[1, num_gaps] = now[rank], start
-                room.gaps[2, num_gaps], room.gaps[3, num_gaps] = rank, at
+                scratch.gaps[0, num_gaps], scratch.gaps[1, num_gaps] = now[rank], start
+                scratch.gaps[2, num_gaps], scratch.gaps[3, num_gaps] = rank, at
                 num_gaps += 1
             if kind == 0 and stage == 0:
-                ready = _encode(ahead, number, start, num_gaps, num_entered, room)
-                if room.gap_before[number] >= 0:
+                ready = _encode(ahead, number, start, num_gaps, num_entered, scratch)
+                if scratch.gap_before[number] >= 0:
                     start, duration = ready, duration - ahead.encode_ns[number]
-                room.entered[num_entered] = start + duration
+                scratch.entered[num_entered] = start + duration
                 num_entered += 1
         now[rank] = start + duration
         target = actions.targets[at]
@@ -325,7 +325,7 @@ def _least(encode_ns):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def _encode(ahead, number, now, num_gaps, num_entered, room):  # type: ignore[no-untyped-def]
+def _encode(ahead, number, now, num_gaps, num_entered, scratch):  # type: ignore[no-untyped-def]
     """Put the encoding of a micro-batch, which enters at `now`, into a gap; -> when its features
     are there.
 
@@ -337,17 +337,20 @@ def _encode(ahead, number, now, num_gaps, num_entered, room):  # type: ignore[no
     if encode_ns == 0:
         return now
     # features that wait are those of at most `window` micro-batches
-    earliest = room.entered[num_entered - ahead.window] if num_entered >= ahead.window else 0
+    earliest = scratch.entered[num_entered - ahead.window] if num_entered >= ahead.window else 0
     best, least, travels, waste = NONE, now + encode_ns, False, 0
     for gap in range(num_gaps):
-        end, rank = room.gaps[0, gap] + encode_ns, room.gaps[2, gap]
-        left = room.gaps[1, gap] - end
-        if left < 0 or room.gaps[0, gap] < earliest:
+        end, rank = scratch.gaps[0, gap] + encode_ns, scratch.gaps[2, gap]
+        left = scratch.gaps[1, gap] - end
+        if left < 0 or scratch.gaps[0, gap] < earliest:
             continue
         ready = max(now, end + ahead.send_ns[number] * (rank != 0))
         if (ready, rank != 0, left) < (least, travels, waste):
             best, least, travels, waste = gap, ready, rank != 0, left
     if best >= 0:
-        room.gap_before[number], room.begins[number] = room.gaps[3, best], room.gaps[0, best]
-        room.gaps[0, best] += encode_ns
+        scratch.gap_before[number], scratch.begins[number] = (
+            scratch.gaps[3, best],
+            scratch.gaps[0, best],
+        )
+        scratch.gaps[0, best] += encode_ns
     return least

@@ -27,14 +27,14 @@ CostFunction = Callable[[Loads], Costs]
 profile.
 """
 
-Sizes = Literal["given", "multiples", "any"]
+MicroBatchSizes = Literal["given", "multiples", "any"]
 """Micro-batch sizes to try: that of the given micro-batches; every multiple of max_seq_len, as
 PipeTune; or also sizes between and below these, a step of STEP apart.
 """
 
 STEP = 1.2
 MOST_PER_STAGE = 8
-"""Sizes below max_seq_len end at this many micro-batches per stage: a bubble of 1/8 is left at
+"""MicroBatchSizes below max_seq_len end at this many micro-batches per stage: a bubble of 1/8 is left at
 most.
 """
 
@@ -108,7 +108,7 @@ def marginal_costs(
 
 
 def lengths_to_try(
-    lengths: IntArray, *, max_seq_len: int, sizes: Sizes, given: int, num_stages: int
+    lengths: IntArray, *, max_seq_len: int, sizes: MicroBatchSizes, given: int, num_stages: int
 ) -> list[int]:
     """L_max of each micro-batch size to try, largest first, no two of which give the same number of
     micro-batches.

@@ -23,12 +23,12 @@ from balance.types import IntArray
 from engine.cost_model.costs import Costs
 from engine.simulator.memory import memory_of
 from engine.simulator.program import Encodings, make_program
-from engine.simulator.schedule import Kind, Schedule
+from engine.simulator.schedule import PassKind, Schedule
 from engine.simulator.simulate import Timeline, simulate, transfers
 from engine.simulator.stages import StageCosts
-from engine.tuning.order_times import Ahead, OrderProblem, nothing_ahead, run_order
+from engine.tuning.order_times import EncodeAhead, OrderProblem, nothing_ahead, run_order
 
-Where = Literal["never", "own", "any"]
+EncodeRanks = Literal["never", "own", "any"]
 """Ranks whose idle time may be used for encoding: none, the first stage's, all."""
 
 
@@ -102,9 +102,9 @@ def where_to_encode(
     schedule: Schedule,
     stages: StageCosts,
     *,
-    where: Where,
+    where: EncodeRanks,
     memory_bytes: int | None = None,
-) -> Ahead:
+) -> EncodeAhead:
     """Which ranks may encode ahead, and for how many micro-batches features may wait, within
     `memory_bytes` per rank.
 
@@ -124,7 +124,7 @@ def where_to_encode(
         allowed[1:] &= free[1:] >= copy
         reserved[1:] = np.where(allowed[1:], copy, 0)
         reserved[0] = window * most
-    return Ahead(encoder.forward_ns, encoder.send_ns, allowed, window, reserved)
+    return EncodeAhead(encoder.forward_ns, encoder.send_ns, allowed, window, reserved)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -152,14 +152,14 @@ def encode_ahead(problem: OrderProblem, encoder: Encoder, order: IntArray) -> En
     """An order with its encodings in the gaps that `engine.tuning.order_times` finds, as
     `problem.ahead` allows.
     """
-    room = problem.room()
+    scratch = problem.scratch()
     run_order(
-        problem.actions, problem.work, problem.ahead, np.ascontiguousarray(order, np.int64), room
+        problem.actions, problem.work, problem.ahead, np.ascontiguousarray(order, np.int64), scratch
     )
-    is_ahead = room.gap_before[order] >= 0
+    is_ahead = scratch.gap_before[order] >= 0
     ahead = np.flatnonzero(is_ahead)
-    before = problem.actions.own_places[room.gap_before[order[ahead]]]
-    schedule, ranks = _with_encodings(problem.schedule, ahead, before, room.begins[order[ahead]])
+    before = problem.actions.own_places[scratch.gap_before[order[ahead]]]
+    schedule, ranks = _with_encodings(problem.schedule, ahead, before, scratch.begins[order[ahead]])
     ordered, encoder = problem.stages.take(order), encoder.take(order)
     forward = ordered.forward_ns.copy()
     forward[0, ahead] -= encoder.forward_ns[ahead]
@@ -196,7 +196,7 @@ def _with_encodings(
     made = replace(
         schedule,
         name=f"{schedule.name}+encode",
-        kinds=np.concatenate([schedule.kinds, np.full(more, Kind.ENCODE)])[order],
+        kinds=np.concatenate([schedule.kinds, np.full(more, PassKind.ENCODE)])[order],
         stages=np.concatenate([schedule.stages, np.zeros(more, np.int64)])[order],
         micro_batches=np.concatenate([schedule.micro_batches, ahead])[order],
         rank_offsets=schedule.rank_offsets + np.concatenate([[0], np.cumsum(more_per_rank)]),
@@ -215,9 +215,9 @@ def _peaks(timeline: Timeline, stages: StageCosts, encoder: Encoder) -> IntArray
     schedule = program.schedule
     during = memory_of(schedule, stages).during_bytes
     ranks, numbers = schedule.ranks, schedule.micro_batches
-    is_encoding = schedule.kinds == Kind.ENCODE
+    is_encoding = schedule.kinds == PassKind.ENCODE
     entered = np.zeros(schedule.num_micro_batches, np.int64)
-    is_first = (schedule.kinds == Kind.FORWARD) & (schedule.stages == 0)
+    is_first = (schedule.kinds == PassKind.FORWARD) & (schedule.stages == 0)
     entered[numbers[is_first]] = timeline.end_ns[is_first]
     moved = transfers(timeline)
     arrived = timeline.end_ns.copy()

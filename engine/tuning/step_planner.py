@@ -23,7 +23,7 @@ from balance.types import Counts, Groups
 from engine.cost_model.loads import Loads
 from engine.simulator.schedule import Schedule
 from engine.tuning.pack import marginal_costs, pack_in_order
-from engine.tuning.tune import Pipeline, Tuned, TuneOptions, tune
+from engine.tuning.tune import PartitionedModel, TuneOptions, TuneResult, tune
 
 FINGERPRINT_BYTES = 6
 """Few enough that the number is exact in any format that it travels in."""
@@ -53,7 +53,7 @@ class TunedStep:
 
     groups: tuple[Groups, ...]
     """Of each rank, micro-batches of the step's samples in the order in which they enter."""
-    tuned: tuple[Tuned | None, ...]
+    tuned: tuple[TuneResult | None, ...]
     """Of each rank; what it counts by are the rank's own samples."""
     untuned_ns: int
     """Of the slowest rank, as the step was given."""
@@ -83,7 +83,7 @@ class TunedStep:
 class TunedSteps:
     """A `balance.steps.step_planner.StepPlanner`: give it to a loader as `planner`."""
 
-    pipeline: Pipeline
+    pipeline: PartitionedModel
     options: TuneOptions
     loads: Callable[[Counts], Loads]
     """A column per sample: `engine.cost_model.sample_loads.sample_loads` of a model preset."""
@@ -136,7 +136,7 @@ class TunedSteps:
             dealt.append(Groups(parts[rank][packed.samples], packed.offsets))
         return dealt
 
-    def _tune(self, loads: Loads, given: list[Groups]) -> list[Tuned | None]:
+    def _tune(self, loads: Loads, given: list[Groups]) -> list[TuneResult | None]:
         """Each rank's pipeline, tuned by itself."""
         return [
             tune(
@@ -151,7 +151,7 @@ class TunedSteps:
         ]
 
 
-def _numbered(tuned: list[Tuned | None], given: list[Groups]) -> tuple[Groups, ...]:
+def _numbered(tuned: list[TuneResult | None], given: list[Groups]) -> tuple[Groups, ...]:
     """The tuned micro-batches with the step's numbers of samples; one empty micro-batch where a
     rank has none.
     """

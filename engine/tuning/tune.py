@@ -4,7 +4,7 @@ does ahead.
 For whoever runs steps (`engine.tuning.step_planner` puts it behind the loader's hook) and for
 `python -m engine`. All candidates are costed in one call of the cost function; each is then
 simulated in the order in which it was packed, and the best few are searched: PipeTune's clusters,
-then exchanges (`engine.tuning.order`), with the encoder's forward passes placed in idle time
+then exchanges (`engine.tuning.order_search`), with the encoder's forward passes placed in idle time
 (`engine.tuning.precompute`). What is chosen has been simulated exactly, within the memory of every
 rank. The given micro-batches in their order are among the candidates, so a tuned step is never
 slower than an untuned one. Pure and deterministic. In 4 stages 128 samples take 15 ms with
@@ -27,12 +27,12 @@ from engine.cost_model.loads import Loads
 from engine.cost_model.sample_loads import joined_loads, packed_loads
 from engine.simulator.evaluate import schedule_for
 from engine.simulator.stages import StageCosts, stage_costs
-from engine.tuning.order import Ordered, search_clusters, search_swaps
+from engine.tuning.order_search import OrderResult, search_clusters, search_swaps
 from engine.tuning.order_times import OrderProblem, nothing_ahead, order_problem, times_of_orders
 from engine.tuning.pack import (
     CostFunction,
+    MicroBatchSizes,
     Packing,
-    Sizes,
     balanced_packings,
     lengths_to_try,
     marginal_costs,
@@ -40,20 +40,20 @@ from engine.tuning.pack import (
 from engine.tuning.precompute import (
     EncodedStep,
     Encoder,
-    Where,
+    EncodeRanks,
     encode_ahead,
     frozen_encoder,
     where_to_encode,
 )
 
-Search = Literal["none", "clusters", "swaps"]
+OrderSearch = Literal["none", "clusters", "swaps"]
 """Orders to try: as packed; PipeTune's orders of clusters; and exchanges from the best of those
 on.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
+class PartitionedModel:
     """What is tuned: a partitioned model whose costs depend on the micro-batches."""
 
     cost: CostFunction
@@ -75,12 +75,12 @@ class TuneOptions:
     """Tokens of a micro-batch at most, where neither a sample nor the given ones have more: as many
     as the costs are known for. None for any number.
     """
-    sizes: Sizes = "any"
-    search: Search = "swaps"
-    encode: Where = "never"
+    sizes: MicroBatchSizes = "any"
+    search: OrderSearch = "swaps"
+    encode: EncodeRanks = "never"
     """Whose idle time a frozen encoder may run in."""
     effort: int = 400_000
-    """Actions that one search by exchanges simulates, at some 6 ns (10 to 50 with encoding
+    """SortedActions that one search by exchanges simulates, at some 6 ns (10 to 50 with encoding
     ahead).
     """
     finalists: int = 3
@@ -111,7 +111,7 @@ class Breakdown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Tuned:
+class TuneResult:
     """A step as it shall run."""
 
     groups: Groups
@@ -153,7 +153,9 @@ class _Found:
         return self.step.timeline.step_ns
 
 
-def tune(samples: Loads, given: Groups, pipeline: Pipeline, options: TuneOptions) -> Tuned:
+def tune(
+    samples: Loads, given: Groups, pipeline: PartitionedModel, options: TuneOptions
+) -> TuneResult:
     """Choose how a step's samples run through a pipeline.
 
     `samples`: a column per sample. `given`: the micro-batches as they would run untuned, every
@@ -177,7 +179,7 @@ def tune(samples: Loads, given: Groups, pipeline: Pipeline, options: TuneOptions
     if not found:
         raise _nothing_fits([untuned, *same_size, *others], pipeline)
     best = min(found, key=lambda one: one.step_ns)
-    return Tuned(
+    return TuneResult(
         groups=best.candidate.packing.groups.take(best.order),
         max_len=best.candidate.packing.max_len,
         step=best.step,
@@ -204,7 +206,7 @@ def _given_length(given: Groups, lengths: IntArray, max_seq_len: int) -> int:
 
 
 def _candidates(
-    samples: Loads, given: Groups, pipeline: Pipeline, options: TuneOptions
+    samples: Loads, given: Groups, pipeline: PartitionedModel, options: TuneOptions
 ) -> tuple[_Candidate, list[_Candidate], list[_Candidate]]:
     """The given micro-batches, packings of their size and packings of others, all costed by one
     call.
@@ -242,7 +244,11 @@ def _candidates(
 
 
 def _candidate(
-    packing: Packing, stages: StageCosts, encoder: Encoder, pipeline: Pipeline, encode: Where
+    packing: Packing,
+    stages: StageCosts,
+    encoder: Encoder,
+    pipeline: PartitionedModel,
+    encode: EncodeRanks,
 ) -> _Candidate:
     schedule = schedule_for(
         pipeline.schedule, pipeline.borders, len(packing.groups), pipeline.stages_per_rank
@@ -256,7 +262,7 @@ def _candidate(
 
 
 def _search(
-    candidates: Sequence[_Candidate], pipeline: Pipeline, options: TuneOptions
+    candidates: Sequence[_Candidate], pipeline: PartitionedModel, options: TuneOptions
 ) -> list[_Found]:
     """The best orders of the candidates that were best as they came; those that fit."""
     best = sorted(candidates, key=lambda one: one.came_ns)[: options.finalists]
@@ -271,7 +277,7 @@ def _arrange(candidate: _Candidate, options: TuneOptions, *, plain: bool) -> _Fo
     """The best order of one packing; `plain` without encoding ahead."""
     problem = _plain(candidate.problem) if plain else candidate.problem
     came = np.arange(problem.num_micro_batches)
-    ordered = Ordered(order=came, step_ns=candidate.came_ns, num_simulated=1)
+    ordered = OrderResult(order=came, step_ns=candidate.came_ns, num_simulated=1)
     if options.search != "none":
         ordered = search_clusters(problem)
     num = ordered.num_simulated
@@ -309,13 +315,13 @@ def _as_came(candidate: _Candidate) -> _Found:
     return _exact(candidate, np.arange(candidate.problem.num_micro_batches), plain=True)
 
 
-def _fitting(found: Sequence[_Found], pipeline: Pipeline) -> list[_Found]:
+def _fitting(found: Sequence[_Found], pipeline: PartitionedModel) -> list[_Found]:
     """Those that fit into every rank's memory."""
     limit = pipeline.memory_bytes
     return [one for one in found if limit is None or int(one.step.peak_bytes.max()) <= limit]
 
 
-def _nothing_fits(candidates: Sequence[_Candidate], pipeline: Pipeline) -> ConfigError:
+def _nothing_fits(candidates: Sequence[_Candidate], pipeline: PartitionedModel) -> ConfigError:
     """Says how much memory the most modest candidate needs."""
     least = min(
         (_as_came(one).step.peak_bytes for one in candidates), key=lambda peak: int(peak.max())

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from engine.charts.gantt import Step
+from engine.charts.gantt import GanttStep
 from engine.cost_model.costs import Costs
 from engine.simulator.evaluate import evaluate
 from engine.simulator.schedule import make_schedule
@@ -52,10 +52,10 @@ def chart_step(name, ranks, micro_batches, stages_per_rank=1, num_layers=64):
         np.where(recompute[:, np.newaxis], costs.recompute_ns, 0), borders[:-1], axis=0
     )
     names = [f"layers {first} to {last - 1}" for first, last in pairwise(borders)]
-    return Step(
+    return GanttStep(
         title=f"Schedule {name}",
         text=f"{ranks} ranks & {micro_batches} micro-batches.",
-        outcome=outcome,
+        simulated=outcome,
         recompute_ns=again,
         stage_names=names,
     )

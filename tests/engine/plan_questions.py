@@ -20,7 +20,7 @@ def uneven_loads(count, seed=0, *, model="tiny"):
     return Loads(vision=vision, audio=PhaseLoads.nothing(count), llm=llm)
 
 
-def question(**changes):
+def plan_request(**changes):
     """InternVL 1.5 on eight A100, two steps of eight micro-batches on two replicas."""
     model, cluster = load_model("internvl_1_5"), load_cluster("a100_80g")
     parallel = changes.pop("parallel", Parallelism(tp=4, pp=4, dp=2))

@@ -6,7 +6,7 @@ from engine.cost_model.costs import Costs
 from engine.simulator.program import Encodings
 from engine.simulator.schedule import (
     Action,
-    Kind,
+    PassKind,
     Schedule,
     gpipe,
     interleaved,
@@ -16,11 +16,11 @@ from engine.simulator.schedule import (
 from engine.simulator.stages import StageCosts
 
 LETTERS = {
-    "F": Kind.FORWARD,
-    "B": Kind.BACKWARD,
-    "I": Kind.INPUT_GRAD,
-    "W": Kind.WEIGHT_GRAD,
-    "E": Kind.ENCODE,
+    "F": PassKind.FORWARD,
+    "B": PassKind.BACKWARD,
+    "I": PassKind.INPUT_GRAD,
+    "W": PassKind.WEIGHT_GRAD,
+    "E": PassKind.ENCODE,
 }
 NAMES = {kind: letter for letter, kind in LETTERS.items()}
 
@@ -45,7 +45,7 @@ def permuted(schedule, rng, ahead=()):
     """
     rank_of = {schedule.action(place): int(rank) for place, rank in enumerate(schedule.ranks)}
     rank_of |= {
-        Action(Kind.ENCODE, 0, int(number)): int(rng.integers(schedule.num_ranks))
+        Action(PassKind.ENCODE, 0, int(number)): int(rng.integers(schedule.num_ranks))
         for number in ahead
     }
     orders, done = [[] for _ in range(schedule.num_ranks)], set()
@@ -62,15 +62,15 @@ def permuted(schedule, rng, ahead=()):
 def _may_run(action, done, known):
     kind, stage, number = action
     before = {
-        Kind.FORWARD: [(Kind.FORWARD, stage - 1, number), (Kind.ENCODE, stage, number)],
-        Kind.WEIGHT_GRAD: [(Kind.INPUT_GRAD, stage, number)],
-        Kind.ENCODE: [],
+        PassKind.FORWARD: [(PassKind.FORWARD, stage - 1, number), (PassKind.ENCODE, stage, number)],
+        PassKind.WEIGHT_GRAD: [(PassKind.INPUT_GRAD, stage, number)],
+        PassKind.ENCODE: [],
     }.get(
         kind,
         [
-            (Kind.FORWARD, stage, number),
-            (Kind.BACKWARD, stage + 1, number),
-            (Kind.INPUT_GRAD, stage + 1, number),
+            (PassKind.FORWARD, stage, number),
+            (PassKind.BACKWARD, stage + 1, number),
+            (PassKind.INPUT_GRAD, stage + 1, number),
         ],
     )
     return all(one in done for one in before if one in known)

@@ -106,7 +106,7 @@ def test_charts_are_readable(browser, small_page, steps, width, mode, tmp_path):
     assert [name["text"] for name in shown["names"] if name["clipped"]] == []
     for chart, step in zip(shown["charts"], steps, strict=True):
         assert chart["right"] - chart["left"] >= 900
-        assert len(passes(chart)) == len(step.outcome.timeline.program.schedule)
+        assert len(passes(chart)) == len(step.simulated.timeline.program.schedule)
         assert min(bar["right"] - bar["left"] for bar in passes(chart)) > 5
         assert {round(bar["bottom"] - bar["top"]) for bar in passes(chart)} == {21}
         assert overlapping(chart["texts"]) == []

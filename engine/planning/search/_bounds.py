@@ -22,7 +22,7 @@ from balance.types import IntArray
 from engine.cost_model.costs import Costs
 from engine.planning.rank_memory import BACKWARD, FORWARD, INPUT_GRAD
 from engine.simulator.program import make_program
-from engine.simulator.schedule import Kind, Schedule
+from engine.simulator.schedule import PassKind, Schedule
 from engine.simulator.simulate import simulate
 from engine.simulator.stages import StageCosts
 
@@ -66,7 +66,7 @@ class Operations(NamedTuple):
 
 def layer_sums(costs: Costs, schedule: Schedule) -> LayerSums:
     """Sums for the windows of a schedule."""
-    is_apart = bool((schedule.kinds == Kind.INPUT_GRAD).any())
+    is_apart = bool((schedule.kinds == PassKind.INPUT_GRAD).any())
     nothing = np.zeros((1, costs.num_micro_batches), np.int64)
     forward, input_grad, weight_grad = (
         np.concatenate([nothing, np.cumsum(times, axis=0)])

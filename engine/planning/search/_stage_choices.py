@@ -19,7 +19,7 @@ from balance.types import IntArray
 from engine.planning.rank_memory import stage_peaks
 from engine.planning.search._bounds import window_steps
 from engine.planning.search._windows import Windows
-from engine.planning.search.local_search import NEVER, Fitter
+from engine.planning.search.local_search import NEVER, PartitionEvaluator
 
 MOST_COMBINED = 1_000
 """Combinations of the ranks' choices that are simulated of a partition, where ranks have several
@@ -27,9 +27,9 @@ stages.
 """
 
 
-def every_stage(fitter: Fitter) -> list[Windows]:
+def every_stage(evaluator: PartitionEvaluator) -> list[Windows]:
     """By stage, every run of layers that it can have, without bounds yet; nothing is recomputed."""
-    num_layers, num_stages = fitter.costs.num_layers, fitter.schedule.num_stages
+    num_layers, num_stages = evaluator.costs.num_layers, evaluator.schedule.num_stages
     chain = []
     for stage in range(num_stages):
         behind = num_stages - 1 - stage
@@ -52,11 +52,11 @@ def every_stage(fitter: Fitter) -> list[Windows]:
 class StageChoices:
     """Choices of recomputed layers, by number; number 0 is to recompute nothing."""
 
-    def __init__(self, fitter: Fitter) -> None:
-        self.fitter = fitter
-        self.are_of_stages = fitter.schedule.num_stages == fitter.schedule.num_ranks
-        self.masks = [np.zeros(fitter.costs.num_layers, np.bool_)]
-        self.extra_ns: IntArray = np.zeros((1, fitter.costs.num_micro_batches), np.int64)
+    def __init__(self, evaluator: PartitionEvaluator) -> None:
+        self.evaluator = evaluator
+        self.are_of_stages = evaluator.schedule.num_stages == evaluator.schedule.num_ranks
+        self.masks = [np.zeros(evaluator.costs.num_layers, np.bool_)]
+        self.extra_ns: IntArray = np.zeros((1, evaluator.costs.num_micro_batches), np.int64)
         """(choices, micro_batches): how much longer the stage's backward passes take."""
 
     def expand(self, chain: list[Windows]) -> tuple[int, list[Windows]]:
@@ -67,15 +67,15 @@ class StageChoices:
         """
         extra, left_out, expanded = [self.extra_ns], NEVER, []
         for rank, windows in enumerate(chain):
-            order, layers = self.fitter.orders[rank], self.fitter.layers
+            order, layers = self.evaluator.orders[rank], self.evaluator.layers
             needs = stage_peaks(layers, order, windows.borders, self.masks[0])
-            least = stage_peaks(layers, order, windows.borders, self.fitter.frees)
-            places, numbers = [np.flatnonzero(needs <= self.fitter.memory_bytes)], []
+            least = stage_peaks(layers, order, windows.borders, self.evaluator.frees)
+            places, numbers = [np.flatnonzero(needs <= self.evaluator.memory_bytes)], []
             numbers.append(np.zeros(len(places[0]), np.int64))
-            between = (needs > self.fitter.memory_bytes) & (least <= self.fitter.memory_bytes)
+            between = (needs > self.evaluator.memory_bytes) & (least <= self.evaluator.memory_bytes)
             for place in np.flatnonzero(between):
                 starts, ends = windows.borders[place][:, np.newaxis]
-                masks, is_all = self.fitter.choices(rank, starts, ends, only_least=False)
+                masks, is_all = self.evaluator.choices(rank, starts, ends, only_least=False)
                 masks, times = self._fastest(masks)
                 left_out = left_out if is_all else min(left_out, int(windows.bound_ns[place]))
                 places.append(np.full(len(masks), place))
@@ -91,7 +91,7 @@ class StageChoices:
         """Choices, and what they add for each micro-batch, without those that another one never
         exceeds.
         """
-        times = masks.astype(np.int64) @ self.fitter.costs.recompute_ns
+        times = masks.astype(np.int64) @ self.evaluator.costs.recompute_ns
         keep: list[int] = []
         for place in np.argsort(times.sum(axis=1), kind="stable").tolist():
             if not any((times[other] <= times[place]).all() for other in keep):
@@ -107,31 +107,35 @@ class StageChoices:
         `numbers` are those of its stages where each rank has one; else at most MOST_COMBINED of
         what its ranks can choose are looked at.
         """
-        fitter, is_all = self.fitter, True
+        evaluator, is_all = self.evaluator, True
         if self.are_of_stages:
             masks = np.logical_or.reduce([self.masks[number] for number in numbers])[np.newaxis]
         else:
             masks, is_all = self._of_ranks(borders)
         # (choices x stages, micro_batches)
         extra = np.concatenate(
-            [np.zeros((0, fitter.costs.num_micro_batches), np.int64)]
-            + [fitter.extra_ns(borders, mask) for mask in masks]
+            [np.zeros((0, evaluator.costs.num_micro_batches), np.int64)]
+            + [evaluator.extra_ns(borders, mask) for mask in masks]
         )
         rows = np.arange(len(extra)).reshape(len(masks), len(borders) - 1)
         every = np.broadcast_to(borders, (len(masks), len(borders)))
-        return window_steps(fitter.schedule, fitter.sums, 0, every, rows, extra), masks, is_all
+        return (
+            window_steps(evaluator.schedule, evaluator.sums, 0, every, rows, extra),
+            masks,
+            is_all,
+        )
 
     def _of_ranks(self, borders: IntArray) -> tuple[NDArray[np.bool_], bool]:
         """Combinations of the ranks' minimal choices, (combinations, layers), and whether they are
         all.
         """
         own = [
-            self.fitter.choices(rank, *self.fitter.stages_of(borders, rank), only_least=False)
-            for rank in range(self.fitter.schedule.num_ranks)
+            self.evaluator.choices(rank, *self.evaluator.stages_of(borders, rank), only_least=False)
+            for rank in range(self.evaluator.schedule.num_ranks)
         ]
         count = math.prod(len(masks) for masks, _ in own)
         some = itertools.islice(itertools.product(*(masks for masks, _ in own)), MOST_COMBINED)
-        masks = np.zeros((min(count, MOST_COMBINED), self.fitter.costs.num_layers), np.bool_)
+        masks = np.zeros((min(count, MOST_COMBINED), self.evaluator.costs.num_layers), np.bool_)
         for place, combination in enumerate(some):
             masks[place] = np.logical_or.reduce(combination)
         return masks, count <= MOST_COMBINED and all(is_all for _, is_all in own)

@@ -38,7 +38,7 @@ from engine.planning.search._windows import (
     join,
     prune,
 )
-from engine.planning.search.local_search import NEVER, Fitter, descend
+from engine.planning.search.local_search import NEVER, PartitionEvaluator, improve_partition
 from engine.simulator.schedule import Schedule
 
 MOST_WINDOWS = 600_000
@@ -54,7 +54,7 @@ MOST_WHOLE = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exact:
+class SearchResult:
     """The best partition found."""
 
     borders: IntArray
@@ -80,7 +80,7 @@ class Exact:
 
 def search_exact(
     costs: Costs, schedule: Schedule, memory_bytes: int, *, most_windows: int = MOST_WINDOWS
-) -> Exact:
+) -> SearchResult:
     """The partition and the recomputed layers of the fastest step of a schedule in which every rank
     fits.
 
@@ -88,7 +88,7 @@ def search_exact(
     """
     check_stages(costs.num_layers, schedule.num_stages)
     search = _Search(costs, schedule, memory_bytes, most_windows)
-    search.descend_from(anchors(costs, schedule.num_stages))
+    search.improve_from(anchors(costs, schedule.num_stages))
     search.run()
     return search.result()
 
@@ -114,49 +114,53 @@ class _Search:
         self, costs: Costs, schedule: Schedule, memory_bytes: int, most_windows: int
     ) -> None:
         self.costs, self.schedule = costs, schedule
-        self.fitter = Fitter(costs, schedule, memory_bytes, layer_sums(costs, schedule))
+        self.evaluator = PartitionEvaluator(
+            costs, schedule, memory_bytes, layer_sums(costs, schedule)
+        )
         self.most_windows, self.windows = most_windows, 0
         self.best: tuple[IntArray, NDArray[np.bool_]] | None = None
         self.smallest: IntArray | None = None
         """The partition that needs least memory of those looked at, if no anchor fits."""
         self.step_ns, self.dropped_ns = NEVER, NEVER
         """Time of the best one, and the least bound of what was left out."""
-        self.choices = StageChoices(self.fitter)
+        self.choices = StageChoices(self.evaluator)
 
-    def result(self) -> Exact:
+    def result(self) -> SearchResult:
         """InfeasiblePlan if nothing was found."""
         if self.best is None:
             assert self.smallest is not None
-            fitter = self.fitter
+            evaluator = self.evaluator
             raise InfeasiblePlan(
-                what_would_fit(fitter.costs, self.smallest, self.schedule, fitter.memory_bytes)
+                what_would_fit(
+                    evaluator.costs, self.smallest, self.schedule, evaluator.memory_bytes
+                )
             )
-        return Exact(
+        return SearchResult(
             borders=self.best[0],
             recompute=self.best[1],
             step_ns=self.step_ns,
-            lower_bound_ns=min(self.step_ns, max(self.dropped_ns, _mean_work(self.fitter))),
+            lower_bound_ns=min(self.step_ns, max(self.dropped_ns, _mean_work(self.evaluator))),
             windows=self.windows,
         )
 
-    def descend_from(self, partitions: list[IntArray]) -> None:
+    def improve_from(self, partitions: list[IntArray]) -> None:
         """Small moves from the fastest of some partitions; where none fits, from the one that needs
         least memory.
         """
-        steps = self.fitter.steps(np.stack(partitions))
+        steps = self.evaluator.steps(np.stack(partitions))
         if steps.min() == NEVER and self.best is None:
-            self.smallest = _smallest(self.fitter, partitions)
-            partitions, steps = [self.smallest], self.fitter.steps(self.smallest[np.newaxis])
+            self.smallest = _smallest(self.evaluator, partitions)
+            partitions, steps = [self.smallest], self.evaluator.steps(self.smallest[np.newaxis])
         for place in dict.fromkeys(np.argsort(steps, kind="stable")[:STARTS].tolist()):
             if steps[place] < NEVER:
-                self.offer(*descend(self.fitter.steps, partitions[place]))
+                self.offer(*improve_partition(self.evaluator.steps, partitions[place]))
 
     def offer(
         self, borders: IntArray, step_ns: int, recompute: NDArray[np.bool_] | None = None
     ) -> None:
         """Keep a partition if it is the best."""
         if step_ns < self.step_ns:
-            recompute = self.fitter.recompute(borders) if recompute is None else recompute
+            recompute = self.evaluator.recompute(borders) if recompute is None else recompute
             assert recompute is not None
             self.best, self.step_ns = (borders, recompute), step_ns
 
@@ -166,7 +170,7 @@ class _Search:
         while all(len(one) for one in chain):
             bounds = chain_bounds(chain)
             if len(chain) > 1:
-                self.descend_from([best_chain(chain, bounds)[0]])
+                self.improve_from([best_chain(chain, bounds)[0]])
             chain = prune(chain, bounds, min(self.step_ns, self.dropped_ns))
             if len(chain) == 1:
                 self.end(chain[0])
@@ -177,7 +181,9 @@ class _Search:
 
     def stages(self) -> list[Windows]:
         """Windows of one stage."""
-        chain = [self.simulated(first, one) for first, one in enumerate(every_stage(self.fitter))]
+        chain = [
+            self.simulated(first, one) for first, one in enumerate(every_stage(self.evaluator))
+        ]
         chain = prune(chain, chain_bounds(chain), self.step_ns)
         if self.choices.are_of_stages:
             left_out, chain = self.choices.expand(chain)
@@ -190,7 +196,7 @@ class _Search:
         self.windows += len(windows)
         steps = window_steps(
             self.schedule,
-            self.fitter.sums,
+            self.evaluator.sums,
             first,
             windows.borders,
             windows.choices,
@@ -239,13 +245,13 @@ class _Search:
                 self.offer(borders, int(steps[best]), masks[best])
 
 
-def _mean_work(fitter: Fitter) -> int:
+def _mean_work(evaluator: PartitionEvaluator) -> int:
     """What ranks compute on average: one of them takes at least as long."""
-    costs = fitter.costs
-    return -(-int((costs.forward_ns + costs.backward_ns).sum()) // fitter.schedule.num_ranks)
+    costs = evaluator.costs
+    return -(-int((costs.forward_ns + costs.backward_ns).sum()) // evaluator.schedule.num_ranks)
 
 
-def _smallest(fitter: Fitter, partitions: list[IntArray]) -> IntArray:
+def _smallest(evaluator: PartitionEvaluator, partitions: list[IntArray]) -> IntArray:
     """Small moves to less memory, everything recomputed."""
-    peaks = fitter.least_peaks(np.stack(partitions))
-    return descend(fitter.least_peaks, partitions[int(peaks.argmin())])[0]
+    peaks = evaluator.least_peaks(np.stack(partitions))
+    return improve_partition(evaluator.least_peaks, partitions[int(peaks.argmin())])[0]

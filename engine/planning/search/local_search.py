@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from balance.types import IntArray
 from engine.cost_model.costs import Costs
-from engine.planning.rank_memory import layer_bytes, minimal_choices, peak_bytes, rank_order
+from engine.planning.rank_memory import layer_memory, minimal_choices, peak_bytes, rank_order
 from engine.planning.search._bounds import LayerSums, window_steps
 from engine.simulator.schedule import Schedule
 
@@ -25,7 +25,7 @@ FARTHEST = 3
 """Layers by which a border moves at most."""
 
 
-class Fitter:
+class PartitionEvaluator:
     """What recomputation a rank needs for its layers, and so what a partition's step takes;
     remembers answers.
     """
@@ -39,7 +39,7 @@ class Fitter:
             memory_bytes,
             sums,
         )
-        self.layers = layer_bytes(costs)
+        self.layers = layer_memory(costs)
         self.frees: NDArray[np.bool_] = np.asarray(self.layers.kind >= 0)
         """(layers,): whether recomputation frees anything."""
         self.orders = [rank_order(schedule, rank) for rank in range(schedule.num_ranks)]
@@ -116,11 +116,13 @@ class Fitter:
         )
 
 
-def descend(value: Callable[[IntArray], IntArray], borders: IntArray) -> tuple[IntArray, int]:
+def improve_partition(
+    value: Callable[[IntArray], IntArray], borders: IntArray
+) -> tuple[IntArray, int]:
     """-> (borders, value) of the partition at which small moves from `borders` on end.
 
-    `value`, of (partitions, stages + 1) borders, is what must get less: `Fitter.steps` or
-    `Fitter.least_peaks`.
+    `value`, of (partitions, stages + 1) borders, is what must get less: `PartitionEvaluator.steps` or
+    `PartitionEvaluator.least_peaks`.
     """
     least = int(value(borders[np.newaxis])[0])
     while True:

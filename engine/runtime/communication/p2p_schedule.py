@@ -14,7 +14,7 @@ from balance.errors import ConfigError
 from balance.types import IntArray
 from engine.runtime.communication.process_groups import Pair
 from engine.simulator.program import Encodings, Program, make_program
-from engine.simulator.schedule import Kind, Schedule
+from engine.simulator.schedule import PassKind, Schedule
 from engine.simulator.simulate import simulate
 from engine.simulator.stages import StageCosts
 
@@ -98,7 +98,7 @@ def _own(
     # what a stage keeps from its forward pass is no message; features that were encoded ahead are
     # one
     between = schedule.stages[sources] != schedule.stages[program.edge_targets]
-    between |= schedule.kinds[sources] == Kind.ENCODE
+    between |= schedule.kinds[sources] == PassKind.ENCODE
     incoming: dict[int, list[tuple[Message, int]]] = {}
     outgoing: dict[int, list[tuple[Message, int]]] = {}
     for source, target in zip(
@@ -114,15 +114,15 @@ def _own(
 
 def _check(schedule: Schedule) -> None:
     """ConfigError unless every stage's own rank passes each micro-batch forward and back once."""
-    shape = len(Kind), schedule.num_stages, schedule.num_micro_batches
+    shape = len(PassKind), schedule.num_stages, schedule.num_micro_batches
     counts = np.zeros(shape, np.int64)
     np.add.at(counts, (schedule.kinds, schedule.stages, schedule.micro_batches), 1)
-    parts = counts[Kind.INPUT_GRAD], counts[Kind.WEIGHT_GRAD]
+    parts = counts[PassKind.INPUT_GRAD], counts[PassKind.WEIGHT_GRAD]
     once = (
-        (counts[Kind.FORWARD] == 1)
-        & (counts[Kind.BACKWARD] + parts[0] == 1)
+        (counts[PassKind.FORWARD] == 1)
+        & (counts[PassKind.BACKWARD] + parts[0] == 1)
         & (parts[0] == parts[1])
-        & (counts[Kind.ENCODE] <= 1)
+        & (counts[PassKind.ENCODE] <= 1)
     )
     if not once.all():
         stage, number = np.argwhere(~once)[0].tolist()
@@ -131,7 +131,7 @@ def _check(schedule: Schedule) -> None:
             f"{stage}"
         )
     elsewhere = (schedule.ranks != schedule.stages % schedule.num_ranks) & (
-        schedule.kinds != Kind.ENCODE
+        schedule.kinds != PassKind.ENCODE
     )
     if elsewhere.any():
         place = int(np.argmax(elsewhere))

@@ -3,7 +3,7 @@ as a `Plan`.
 
 The steps of OmniBal 4.2 one after the other, for a model that every rank holds: `profile_step`,
 then `choose_plan`. A trial recomputes as few layers as fit by the profile, were all micro-batches
-`question.full`. Nothing is trained.
+`request.full`. Nothing is trained.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ REPEATS = 5
 
 def profile_step(
     model: LayerStack,
-    question: PlanRequest,
+    request: PlanRequest,
     batches: Sequence[Batch],
     image_token_id: int,
     options: PipelineOptions,
@@ -51,29 +51,29 @@ def profile_step(
     """The profile of a model's layers, for parts of a step's micro-batches and then for these; on
     all ranks alike.
 
-    The ranks of the world are one pipeline, cut evenly meanwhile. The question's loads are those of
+    The ranks of the world are one pipeline, cut evenly meanwhile. The request's loads are those of
     `batches`, its model's layers those of `model`. ConfigError as `measure_layers` and
     `first_samples`.
     """
-    listed = layers_of(question.model, question.parallel)
+    listed = layers_of(request.model, request.parallel)
     ranks = list(range(dist.get_world_size()))
-    borders = even_partition(np.ones(len(model.layers), np.int64), question.num_stages)
-    parts = parts_and_all(batches, question.loads, image_token_id)
+    borders = even_partition(np.ones(len(model.layers), np.int64), request.num_stages)
+    parts = parts_and_all(batches, request.loads, image_token_id)
     with borrowed(model):
         return measure_layers(
             Pipeline(model, borders, [False] * len(model.layers), [ranks], options),
             parts,
-            batch_loads(parts, question.model),
+            batch_loads(parts, request.model),
             names=layer_names(listed),
             kinds=[layer.kind for layer in listed],
-            phases=phases_of(question.model),
-            options=MeasureOptions(repeats=REPEATS, apart=question.schedule == "zero_bubble"),
+            phases=phases_of(request.model),
+            options=MeasureOptions(repeats=REPEATS, apart=request.schedule == "zero_bubble"),
         )
 
 
 def choose_plan(
     model: LayerStack,
-    question: PlanRequest,
+    request: PlanRequest,
     profile: Profile,
     batches: Sequence[Batch],
     options: PipelineOptions,
@@ -87,7 +87,7 @@ def choose_plan(
     """
     places = np.arange(len(profile.loads))[-len(batches) :]
     costs = measured_costs(profile, places)
-    full = profiled_costs(profile, question.full.take(np.zeros(len(batches), np.int64)))
+    full = profiled_costs(profile, request.full.take(np.zeros(len(batches), np.int64)))
     # times of this step; memory of the largest micro-batches, and never less than was measured
     sizes = ("saved_bytes", "kept_bytes", "working_bytes")
     sized = replace(
@@ -96,7 +96,7 @@ def choose_plan(
 
     def recompute(borders: IntArray) -> NDArray[np.bool_]:
         return choose_recompute(
-            sized, borders, question.order(len(borders) - 1), question.memory_bytes
+            sized, borders, request.make_schedule(len(borders) - 1), request.memory_bytes
         )
 
     step = TrialStep(
@@ -108,4 +108,4 @@ def choose_plan(
     )
     measured = measure_partitions(model, costs, step, trials)
     borders = measured.bmp.best.borders
-    return measured, plan_of_profile(question, profile, borders, recompute(borders), places)
+    return measured, plan_of_profile(request, profile, borders, recompute(borders), places)

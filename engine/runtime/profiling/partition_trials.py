@@ -26,7 +26,7 @@ from balance.errors import ConfigError, IsobatchError
 from balance.types import IntArray
 from engine.cost_model.costs import Costs
 from engine.planning.adaptive_recompute import OutOfMemory
-from engine.planning.bmp import MOST_RUN, RADIUS, Bmp, Candidate, search_bmp
+from engine.planning.bmp import MOST_RUN, RADIUS, BmpResult, PartitionCandidate, search_bmp
 from engine.planning.recompute import InfeasiblePlan
 from engine.runtime.errors import peers
 from engine.runtime.layer_rng import generators_kept
@@ -91,7 +91,7 @@ class PartitionTrial:
 class Measured:
     """What the search found, and what it ran."""
 
-    bmp: Bmp
+    bmp: BmpResult
     trials: tuple[PartitionTrial, ...]
     """In the order of `bmp.candidates`."""
 
@@ -240,7 +240,7 @@ def evidence(measured: Measured) -> dict[str, Any]:
     }
 
 
-def _row(candidate: Candidate, trial: PartitionTrial) -> dict[str, Any]:
+def _row(candidate: PartitionCandidate, trial: PartitionTrial) -> dict[str, Any]:
     return {
         "borders": candidate.borders.tolist(),
         "metric_ms": candidate.metric_ms,

@@ -25,7 +25,7 @@ from torch import Tensor
 from balance.errors import ConfigError
 from balance.types import IntArray
 from engine.cost_model.costs import Costs
-from engine.planning.adaptive_recompute import Adapted, OutOfMemory, adapt_recompute
+from engine.planning.adaptive_recompute import AdaptedRecompute, OutOfMemory, adapt_recompute
 from engine.runtime.communication.process_groups import ProcessGroups
 from engine.runtime.cpu_memory import LiveBytes
 from engine.runtime.errors import peers
@@ -150,7 +150,7 @@ def adapt_running(
     reserve_bytes: int = 0,
     optimizer: torch.optim.Optimizer | None = None,
     evidence: Path | None = None,
-) -> Adapted:
+) -> AdaptedRecompute:
     """The least recomputation with which steps like these run and leave `reserve_bytes`; the
     pipeline has it then.
 
@@ -182,7 +182,7 @@ def adapt_running(
     return adapted
 
 
-def _as_json(adapted: Adapted, costs: Costs, borders: Sequence[int]) -> dict[str, object]:
+def _as_json(adapted: AdaptedRecompute, costs: Costs, borders: Sequence[int]) -> dict[str, object]:
     """What was run, what it told, and what follows."""
     trials: list[Mapping[str, object]] = [
         {

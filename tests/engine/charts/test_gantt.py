@@ -8,8 +8,8 @@ import pytest
 from chart_steps import chart_step
 
 from engine.charts._gantt_page import CHART_PX, ZOOMS
-from engine.charts.gantt import Step, gantt_page, path_parts, write_gantt
-from engine.simulator.schedule import SCHEDULES, Kind
+from engine.charts.gantt import GanttStep, gantt_page, path_parts, write_gantt
+from engine.simulator.schedule import SCHEDULES, PassKind
 from engine.simulator.simulate import transfers
 
 GIB = 2**30
@@ -38,7 +38,7 @@ def share(rectangle, name):
 
 def test_every_pass_is_a_bar_in_its_time(step):
     (chart,) = parsed(gantt_page([step], title="A step"))
-    timeline = step.outcome.timeline
+    timeline = step.simulated.timeline
     bars = rectangles(chart, "forward", "backward", "input", "weight")
     assert len(bars) == len(timeline.program.schedule)
     longest = timeline.step_ns
@@ -58,9 +58,9 @@ def test_every_pass_is_a_bar_in_its_time(step):
 
 def test_recomputation_is_the_first_part_of_its_bar(step):
     (chart,) = parsed(gantt_page([step], title="A step"))
-    timeline, schedule = step.outcome.timeline, step.outcome.timeline.program.schedule
+    timeline, schedule = step.simulated.timeline, step.simulated.timeline.program.schedule
     again = rectangles(chart, "again")
-    goes_back = np.isin(schedule.kinds, (Kind.BACKWARD, Kind.INPUT_GRAD))
+    goes_back = np.isin(schedule.kinds, (PassKind.BACKWARD, PassKind.INPUT_GRAD))
     spent = np.where(goes_back, step.recompute_ns[schedule.stages, schedule.micro_batches], 0)
     assert len(again) == (spent > 0).sum() > 0
     starts = timeline.start_ns[spent > 0] / timeline.step_ns
@@ -72,13 +72,13 @@ def test_recomputation_is_the_first_part_of_its_bar(step):
 
 def test_what_crosses_ranks_is_a_strip(step):
     (chart,) = parsed(gantt_page([step], title="A step"))
-    assert len(rectangles(chart, "send")) == transfers(step.outcome.timeline).crosses.sum()
+    assert len(rectangles(chart, "send")) == transfers(step.simulated.timeline).crosses.sum()
 
 
 def test_numbers_stand_where_there_is_room(step):
     (chart,) = parsed(gantt_page([step], title="A step"))
     numbers = [text for text in chart.iter("text") if text.get("class").startswith("number")]
-    assert len(numbers) == len(step.outcome.timeline.program.schedule)
+    assert len(numbers) == len(step.simulated.timeline.program.schedule)
     widths = {
         share(bar, "x") + share(bar, "width") / 2: share(bar, "width") for bar in chart.iter("rect")
     }
@@ -92,9 +92,9 @@ def test_numbers_stand_where_there_is_room(step):
 
 def test_parts_of_the_critical_path_add_up_to_the_step(step):
     parts = path_parts(step)
-    assert sum(parts.values()) == step.outcome.step_ns
+    assert sum(parts.values()) == step.simulated.step_ns
     assert min(parts.values()) >= 0
-    plain = Step(title="", text="", outcome=step.outcome)
+    plain = GanttStep(title="", text="", simulated=step.simulated)
     assert "recomputation" not in path_parts(plain)
     goes_back = parts["backward"] + parts["input gradient"] + parts["recomputation"]
     assert path_parts(plain)["backward"] + path_parts(plain)["input gradient"] == goes_back
@@ -107,11 +107,11 @@ def test_steps_share_one_scale():
         max(share(bar, "x") + share(bar, "width") for bar in chart.iter("rect")) for chart in charts
     ]
     assert ends[1] == pytest.approx(1, abs=1e-5)
-    assert ends[0] == pytest.approx(short.outcome.step_ns / long.outcome.step_ns, abs=1e-5)
+    assert ends[0] == pytest.approx(short.simulated.step_ns / long.simulated.step_ns, abs=1e-5)
 
 
 def test_memory_beyond_what_a_gpu_has_is_marked(step):
-    peaks = step.outcome.memory.peak_bytes
+    peaks = step.simulated.memory.peak_bytes
     page = gantt_page([step], title="A step", memory_bytes=int(peaks.max()) - 1)
     assert page.count("<i>") == (peaks == peaks.max()).sum()
     assert "<i>" not in gantt_page([step], title="A step", memory_bytes=int(peaks.max()))
@@ -121,10 +121,10 @@ def test_memory_beyond_what_a_gpu_has_is_marked(step):
 
 def test_what_people_wrote_is_text_not_markup(tmp_path):
     step = chart_step("1f1b", 2, 2, num_layers=4)
-    hostile = Step(
+    hostile = GanttStep(
         title="<script>1</script>",
         text="a < b",
-        outcome=step.outcome,
+        simulated=step.simulated,
         stage_names=['"><img src=x>', "b"],
     )
     write_gantt([hostile], tmp_path / "chart.html", title="<b>&")

@@ -77,10 +77,10 @@ def late(timeline, rng):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_chart_and_trace_of_a_measurement_stand_beside_those_of_the_prediction(name, tmp_path):
-    outcome = chart_step(name, 4, 6, 2 if name == "interleaved" else 1).outcome
+    outcome = chart_step(name, 4, 6, 2 if name == "interleaved" else 1).simulated
     measured = late(outcome.timeline, np.random.default_rng(0))
     predicted_chart, measured_chart = compare_steps(outcome, measured)
-    assert predicted_chart.outcome is outcome
+    assert predicted_chart.simulated is outcome
     assert f"{measured.step_ns / outcome.step_ns:.3f} of the prediction" in measured_chart.text
     events = compare_trace(outcome, measured)["traceEvents"]
     passes = [event for event in events if event["ph"] == "X" and event["cat"] == "compute"]

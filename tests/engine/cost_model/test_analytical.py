@@ -13,7 +13,7 @@ from engine.cost_model.analytical import layer_costs
 from engine.cost_model.clusters import load_cluster
 from engine.cost_model.layer_list import layers_of
 from engine.cost_model.loads import Loads, PhaseLoads
-from engine.cost_model.operations import Attention, Product
+from engine.cost_model.operations import Attention, MatMul
 from engine.cost_model.parallel import Parallelism, Training
 from engine.simulator.evaluate import evaluate, schedule_for
 
@@ -68,7 +68,7 @@ def test_vision_layers_are_almost_40_percent_of_the_linear_flops_at_9_images_and
     for layer in layers_of(INTERNVL, Parallelism()):
         if layer.kind in flops:
             tokens = getattr(loads, layer.stream.phase).tokens[0]
-            products = [each for each in layer.operations if isinstance(each, Product)]
+            products = [each for each in layer.operations if isinstance(each, MatMul)]
             flops[layer.kind] += sum(2 * each.inputs * each.outputs * tokens for each in products)
     assert flops["vision_layer"] / sum(flops.values()) == pytest.approx(0.399, abs=0.0005)
 

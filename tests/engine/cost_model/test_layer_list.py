@@ -8,7 +8,7 @@ from balance.config import preset_names
 from balance.errors import ConfigError
 from balance.presets import load_model, model_from_dict, model_to_dict
 from engine.cost_model.layer_list import layers_of, phases_of
-from engine.cost_model.operations import Product
+from engine.cost_model.operations import MatMul
 from engine.cost_model.parallel import Parallelism
 
 ONE, TWO = Parallelism(), Parallelism(tp=2)
@@ -42,7 +42,7 @@ def test_layers_stand_in_the_order_in_which_a_micro_batch_passes_them():
 def test_weights_of_all_products_are_the_layers_parameters_but_for_norms(name):
     for layer in set(layers_of(load_model(name), ONE)):
         weights = sum(
-            each.inputs * each.outputs for each in layer.operations if isinstance(each, Product)
+            each.inputs * each.outputs for each in layer.operations if isinstance(each, MatMul)
         )
         if layer.kind == "token_embedding":
             assert weights == 0
@@ -58,7 +58,7 @@ def test_gpus_hold_whole_heads_so_that_25_on_two_are_13_on_each():
     )
     assert llm.gpu_params - 2 * 6144 == (llm.num_params - 2 * 6144) // 2
     assert vision.gpu_params > vision.num_params / 2
-    assert [each.inputs for each in vision.operations if isinstance(each, Product)][1] == 13 * 128
+    assert [each.inputs for each in vision.operations if isinstance(each, MatMul)][1] == 13 * 128
 
 
 @pytest.mark.parametrize(

@@ -7,21 +7,26 @@ from random_costs import instance
 from engine.planning.recompute import choose_recompute
 from engine.planning.search._bounds import layer_sums
 from engine.planning.search.branch_and_bound import anchors
-from engine.planning.search.local_search import NEVER, Fitter, descend, neighbours
+from engine.planning.search.local_search import (
+    NEVER,
+    PartitionEvaluator,
+    improve_partition,
+    neighbours,
+)
 from engine.simulator.evaluate import evaluate
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_small_moves_end_where_no_move_helps(seed):
     costs, schedule, memory = instance(5000 + seed, most_layers=12)
-    fitter = Fitter(costs, schedule, memory, layer_sums(costs, schedule))
+    evaluator = PartitionEvaluator(costs, schedule, memory, layer_sums(costs, schedule))
     for anchor in anchors(costs, schedule.num_stages):
-        borders, step = descend(fitter.steps, anchor)
-        assert step <= fitter.steps(anchor[np.newaxis])[0]
-        assert (fitter.steps(neighbours(borders)) >= step).all()
-        if fitter.recompute(borders) is not None:
+        borders, step = improve_partition(evaluator.steps, anchor)
+        assert step <= evaluator.steps(anchor[np.newaxis])[0]
+        assert (evaluator.steps(neighbours(borders)) >= step).all()
+        if evaluator.recompute(borders) is not None:
             recompute = choose_recompute(costs, borders, schedule, memory)
-            assert recompute.tolist() == fitter.recompute(borders).tolist()
+            assert recompute.tolist() == evaluator.recompute(borders).tolist()
             assert evaluate(costs, borders, recompute, schedule).step_ns == step
 
 
@@ -36,11 +41,11 @@ def test_a_neighbour_has_one_border_moved_or_a_run_of_them_and_no_empty_stage():
 
 def test_the_least_peaks_are_those_with_everything_recomputed():
     costs, schedule, _ = instance(12, most_layers=10)
-    fitter = Fitter(costs, schedule, 0, layer_sums(costs, schedule))
+    evaluator = PartitionEvaluator(costs, schedule, 0, layer_sums(costs, schedule))
     tried = np.stack(anchors(costs, schedule.num_stages))
     peaks = [
-        evaluate(costs, borders, fitter.frees, schedule).memory.peak_bytes.max()
+        evaluate(costs, borders, evaluator.frees, schedule).memory.peak_bytes.max()
         for borders in tried
     ]
-    assert fitter.least_peaks(tried).tolist() == peaks
-    assert (fitter.steps(tried) == NEVER).all()
+    assert evaluator.least_peaks(tried).tolist() == peaks
+    assert (evaluator.steps(tried) == NEVER).all()

@@ -7,7 +7,7 @@ from io import StringIO
 
 import numpy as np
 import pytest
-from plan_questions import question, uneven_loads
+from plan_questions import plan_request, uneven_loads
 from rich.console import Console
 
 from balance.errors import ConfigError
@@ -22,51 +22,51 @@ from engine.plan_report import (
     time_shares,
 )
 from engine.planning.partition import METHODS
-from engine.planning.planner import make_plan, run, tensor_parallel_ns
+from engine.planning.planner import make_plan, simulate_run, tensor_parallel_ns
 from engine.planning.recompute import InfeasiblePlan, choose_recompute
 from engine.planning.search.branch_and_bound import search_exact
 from engine.simulator.evaluate import evaluate, schedule_for
 
 
 @pytest.fixture(scope="module")
-def answer():
-    return make_plan(question(), random=uneven_loads(32, seed=1, model="internvl_1_5"))
+def result():
+    return make_plan(plan_request(), random=uneven_loads(32, seed=1, model="internvl_1_5"))
 
 
-def test_the_plan_is_what_is_simulated(answer):
-    asked, plan, best = question(), answer.plan, answer.best
+def test_the_plan_is_what_is_simulated(result):
+    asked, plan, best = plan_request(), result.plan, result.best
     assert best.borders.tolist() == list(plan.borders)
     np.testing.assert_array_equal(best.recompute, plan.recompute_mask)
     schedule = schedule_for("1f1b", best.borders, 8)
-    for place, outcome in enumerate(best.outcomes):
+    for place, step in enumerate(best.steps):
         costs = asked.costs(asked.loads.take(np.arange(8 * place, 8 * place + 8)))
-        assert evaluate(costs, best.borders, best.recompute, schedule).step_ns == outcome.step_ns
+        assert evaluate(costs, best.borders, best.recompute, schedule).step_ns == step.step_ns
 
 
-def test_a_step_takes_as_long_as_its_slowest_replica(answer):
-    times = np.array([outcome.step_ns for outcome in answer.best.outcomes]).reshape(2, 2)
-    assert answer.best.step_ns == round(times.max(axis=1).mean())
-    assert answer.plan.predicted.step_ns == answer.best.step_ns
-    samples = question().loads.llm.items.sum()
-    assert answer.best.sample_ns == pytest.approx(2 * answer.best.step_ns / samples)
+def test_a_step_takes_as_long_as_its_slowest_replica(result):
+    times = np.array([step.step_ns for step in result.best.steps]).reshape(2, 2)
+    assert result.best.step_ns == round(times.max(axis=1).mean())
+    assert result.plan.predicted.step_ns == result.best.step_ns
+    samples = plan_request().loads.llm.items.sum()
+    assert result.best.sample_ns == pytest.approx(2 * result.best.step_ns / samples)
 
 
-def test_each_change_makes_steps_faster(answer):
-    _, packed, partition, plan = answer.runs
+def test_each_change_makes_steps_faster(result):
+    _, packed, partition, plan = result.runs
     assert packed.step_ns > partition.step_ns > plan.step_ns
     assert plan.recompute.sum() < partition.recompute.sum() == len(plan.recompute)
 
 
 def test_the_largest_micro_batches_fit_and_with_less_recomputed_they_would_not():
-    asked = question(memory_bytes=28 * 2**30)
-    answer = make_plan(asked)
-    plan = answer.plan
+    asked = plan_request(memory_bytes=28 * 2**30)
+    result = make_plan(asked)
+    plan = result.plan
     full = asked.costs(asked.full.take(np.zeros(8, np.int64)))
     schedule = schedule_for("1f1b", np.array(plan.borders), 8)
-    outcome = evaluate(full, np.array(plan.borders), plan.recompute_mask, schedule)
-    assert tuple(outcome.memory.peak_bytes) == plan.predicted.full_peak_bytes
-    assert outcome.fits(plan.memory_bytes)
-    assert (answer.best.peak_bytes <= outcome.memory.peak_bytes).all()
+    step = evaluate(full, np.array(plan.borders), plan.recompute_mask, schedule)
+    assert tuple(step.memory.peak_bytes) == plan.predicted.full_peak_bytes
+    assert step.fits(plan.memory_bytes)
+    assert (result.best.peak_bytes <= step.memory.peak_bytes).all()
     assert plan.recompute
     for layer in plan.recompute:
         less = plan.recompute_mask
@@ -76,7 +76,7 @@ def test_the_largest_micro_batches_fit_and_with_less_recomputed_they_would_not()
 
 def test_the_searched_partition_is_no_slower_than_other_methods_for_the_searched_step():
     loads = uneven_loads(8, model="internvl_1_5")
-    asked = replace(question(), parallel=replace(question().parallel, dp=1), loads=loads)
+    asked = replace(plan_request(), parallel=replace(plan_request().parallel, dp=1), loads=loads)
     best = make_plan(asked).best
     (costs,) = asked.pipelines(loads)
     full = asked.costs(asked.full.take(np.zeros(8, np.int64)))
@@ -92,8 +92,8 @@ def test_the_searched_partition_is_no_slower_than_other_methods_for_the_searched
 
 def test_both_searches_find_a_plan_and_the_exact_one_is_no_slower():
     asked = replace(
-        question(),
-        parallel=replace(question().parallel, dp=1),
+        plan_request(),
+        parallel=replace(plan_request().parallel, dp=1),
         loads=uneven_loads(8, model="internvl_1_5"),
     )
     exact, bmp = make_plan(asked), make_plan(asked, search="bmp")
@@ -104,58 +104,58 @@ def test_both_searches_find_a_plan_and_the_exact_one_is_no_slower():
 
 def test_what_does_not_fit_says_so():
     with pytest.raises(InfeasiblePlan, match="GiB too little"):
-        make_plan(replace(question(), memory_bytes=2**30))
+        make_plan(replace(plan_request(), memory_bytes=2**30))
 
 
-def test_the_same_question_has_the_same_answer(answer):
-    again = make_plan(question(), random=uneven_loads(32, seed=1, model="internvl_1_5"))
-    assert again.plan.to_json() == answer.plan.to_json()
-    assert comparison(again) == comparison(answer)
+def test_the_same_request_has_the_same_result(result):
+    again = make_plan(plan_request(), random=uneven_loads(32, seed=1, model="internvl_1_5"))
+    assert again.plan.to_json() == result.plan.to_json()
+    assert comparison(again) == comparison(result)
 
 
 @pytest.mark.parametrize(
     ("schedule", "stages_per_rank"), [("zero_bubble", 1), ("gpipe", 1), ("interleaved", 2)]
 )
 def test_every_schedule_can_be_planned(schedule, stages_per_rank):
-    asked = question(schedule=schedule, stages_per_rank=stages_per_rank)
+    asked = plan_request(schedule=schedule, stages_per_rank=stages_per_rank)
     plan = make_plan(asked).plan
     assert len(plan.borders) - 1 == 4 * stages_per_rank
     assert len(plan.predicted.bubble_ratio) == len(plan.predicted.peak_bytes) == 4
 
 
-def test_shares_of_time_add_up_and_waiting_is_what_is_left(answer):
-    for each in answer.runs:
+def test_shares_of_time_add_up_and_waiting_is_what_is_left(result):
+    for each in result.runs:
         shares = time_shares(each)
         assert sum(shares.values()) == pytest.approx(1)
         assert min(shares.values()) >= 0
-    ratios = [outcome.timeline.bubble_ratio.mean() for outcome in answer.best.outcomes]
+    ratios = [step.timeline.bubble_ratio.mean() for step in result.best.steps]
     assert (
-        time_shares(answer.best)["waiting"] >= np.mean(ratios) - 1e-9
+        time_shares(result.best)["waiting"] >= np.mean(ratios) - 1e-9
     )  # waiting for other replicas comes on top
 
 
-def test_one_gpu_per_group_has_no_tensor_parallel_communication(answer):
-    assert (tensor_parallel_ns(question(), answer.best) > 0).all()
-    alone = replace(question(), parallel=replace(question().parallel, tp=1))
-    found = run(
+def test_one_gpu_per_group_has_no_tensor_parallel_communication(result):
+    assert (tensor_parallel_ns(plan_request(), result.best) > 0).all()
+    alone = replace(plan_request(), parallel=replace(plan_request().parallel, tp=1))
+    found = simulate_run(
         alone,
         "alone",
         alone.pipelines(alone.loads),
         alone.loads,
-        answer.best.borders,
-        answer.best.recompute,
+        result.best.borders,
+        result.best.recompute,
     )
     assert not tensor_parallel_ns(alone, found).any()
 
 
-def test_tensor_parallel_communication_is_part_of_what_ranks_compute(answer):
-    busy = np.mean([outcome.timeline.busy_ns for outcome in answer.best.outcomes], axis=0)
-    assert (tensor_parallel_ns(question(), answer.best) < busy).all()
+def test_tensor_parallel_communication_is_part_of_what_ranks_compute(result):
+    busy = np.mean([step.timeline.busy_ns for step in result.best.steps], axis=0)
+    assert (tensor_parallel_ns(plan_request(), result.best) < busy).all()
 
 
-def test_replicas_reduce_gradients_of_what_is_trained(answer):
-    asked = question()
-    assert answer.plan.predicted.reduction_ns > 0
+def test_replicas_reduce_gradients_of_what_is_trained(result):
+    asked = plan_request()
+    assert result.plan.predicted.reduction_ns > 0
     single = replace(
         asked, parallel=replace(asked.parallel, dp=1), loads=asked.loads.take(np.arange(16))
     )
@@ -165,13 +165,13 @@ def test_replicas_reduce_gradients_of_what_is_trained(answer):
     assert (
         0
         < less
-        < answer.plan.predicted.reduction_ns
+        < result.plan.predicted.reduction_ns
         + reduction_ns(np.array([1]), asked.cluster, asked.parallel, asked.training).max()
     )
 
 
 def test_what_cannot_be_trained_or_costed_is_refused():
-    asked = question()
+    asked = plan_request()
     with pytest.raises(ConfigError, match="everything is frozen: there is nothing to train"):
         replace(
             asked, training=Training(vision=False, projector=False, llm=False)
@@ -186,42 +186,42 @@ def test_what_cannot_be_trained_or_costed_is_refused():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_plan_is_at_most_2_percent_slower_than_a_new_one_after_a_change_of_1_percent(
-    answer, seed
+    result, seed
 ):
     rng = np.random.default_rng(seed)
-    asked = question()
+    asked = plan_request()
     full = asked.costs(asked.full.take(np.zeros(8, np.int64)))
     # memory as the plan was made for: of full micro-batches
     sizes = {name: getattr(full, name) for name in ("saved_bytes", "kept_bytes", "working_bytes")}
-    searched = np.argsort([costs.forward_ns.sum() for costs in answer.best.costs], kind="stable")[2]
-    costs = replace(answer.best.costs[searched], **sizes)
+    searched = np.argsort([costs.forward_ns.sum() for costs in result.best.costs], kind="stable")[2]
+    costs = replace(result.best.costs[searched], **sizes)
     factors = rng.choice([0.99, 1.01], (costs.num_layers, 1))
     times = ("forward_ns", "input_grad_ns", "weight_grad_ns", "recompute_ns")
     changed = replace(
         costs, **{name: np.rint(factors * getattr(costs, name)).astype(np.int64) for name in times}
     )
-    schedule = schedule_for("1f1b", answer.best.borders, 8)
-    kept = evaluate(changed, answer.best.borders, answer.best.recompute, schedule).step_ns
+    schedule = schedule_for("1f1b", result.best.borders, 8)
+    kept = evaluate(changed, result.best.borders, result.best.recompute, schedule).step_ns
     anew = search_exact(changed, schedule, asked.memory_bytes)
     assert kept <= 1.02 * evaluate(changed, anew.borders, anew.recompute, schedule).step_ns
 
 
-def test_a_plan_that_would_not_fit_if_all_micro_batches_were_full_says_so(answer):
-    peak = int(answer.best.peak_bytes.max())
+def test_a_plan_that_would_not_fit_if_all_micro_batches_were_full_says_so(result):
+    peak = int(result.best.peak_bytes.max())
     plan = replace(
-        answer.plan,
+        result.plan,
         memory_bytes=peak,
-        predicted=replace(answer.plan.predicted, full_peak_bytes=(peak, peak + 2**30, peak, peak)),
+        predicted=replace(result.plan.predicted, full_peak_bytes=(peak, peak + 2**30, peak, peak)),
     )
     console = Console(file=StringIO(), width=150)
-    print_plan(plan, answer.best, console, tensor_parallel_ns=np.zeros(4, np.int64))
+    print_plan(plan, result.best, console, tensor_parallel_ns=np.zeros(4, np.int64))
     assert "may not fit: rank 1 needs " in console.file.getvalue()
 
 
-def test_every_layer_is_named_once_in_the_stages(answer):
-    names = stage_names(answer.plan)
+def test_every_layer_is_named_once_in_the_stages(result):
+    names = stage_names(result.plan)
     assert len(names) == 4
     assert names[0].startswith("patch_embedding, vision_layer 0-")
     assert names[-1].endswith("head")
-    assert len(stage_rows(answer.plan, answer.best)) == 4
+    assert len(stage_rows(result.plan, result.best)) == 4
     assert layers_text(["a 0", "a 1", "b", "c 7"]) == "a 0-1, b, c 7"

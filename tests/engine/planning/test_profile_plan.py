@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from plan_questions import question, uneven_loads
+from plan_questions import plan_request, uneven_loads
 
 from balance.errors import ConfigError
 from balance.presets import load_model
@@ -29,7 +29,7 @@ def profile_of(model, loads):
 
 def test_a_plan_says_what_the_profile_says_of_its_partition(tmp_path):
     loads = uneven_loads(16, model="internvl_1_5")
-    asked = question(parallel=PARALLEL, num_micro_batches=4, loads=loads)
+    asked = plan_request(parallel=PARALLEL, num_micro_batches=4, loads=loads)
     asked = replace(asked, full=largest_micro_batch(loads))
     profile = profile_of(asked.model, loads)
     costs = profiled_costs(profile, loads)
@@ -48,7 +48,7 @@ def test_a_plan_says_what_the_profile_says_of_its_partition(tmp_path):
 def test_what_was_measured_is_used_as_it_is():
     loads = uneven_loads(16, model="internvl_1_5")
     places = np.array([3, 1, 1, 12])
-    asked = question(
+    asked = plan_request(
         parallel=Parallelism(tp=4, pp=4), num_micro_batches=4, loads=loads.take(places)
     )
     asked = replace(asked, full=largest_micro_batch(loads))
@@ -60,11 +60,11 @@ def test_what_was_measured_is_used_as_it_is():
     assert (made.names, made.kinds) == (exact.names, exact.kinds)
     borders, recompute = greedy_anchor(exact, 4), np.zeros(exact.num_layers, bool)
     plan = plan_of_profile(asked, profile, borders, recompute, places)
-    assert plan.predicted.step_ns == evaluate(exact, borders, recompute, asked.order(4)).step_ns
+    assert plan.predicted.step_ns == evaluate(exact, borders, recompute, asked.make_schedule(4)).step_ns
 
 
 def test_a_profile_of_another_model_is_refused():
-    asked = question()
+    asked = plan_request()
     profile = profile_of(load_model("tiny"), asked.loads)
     with pytest.raises(
         ConfigError, match=r"the profile has \d+ layers, the model internvl_1_5 \d+"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from random_costs import random_model, vlm
 
-from engine.planning.rank_memory import layer_bytes, minimal_choices, peak_bytes, rank_order
+from engine.planning.rank_memory import layer_memory, minimal_choices, peak_bytes, rank_order
 from engine.planning.recompute import InfeasiblePlan, choose_recompute, fitted_step, rank_choices
 from engine.simulator.evaluate import schedule_for
 from engine.simulator.memory import memory_of
@@ -47,7 +47,7 @@ def subsets(num_layers):
 def test_the_kernel_s_peak_is_that_of_the_memory_model(seed):
     costs, borders, schedule, _ = instance(seed, most_layers=15)
     recompute = np.random.default_rng(seed).random(costs.num_layers) < 0.5
-    layers = layer_bytes(costs)
+    layers = layer_memory(costs)
     for rank, peak in enumerate(peaks(costs, borders, schedule, recompute)):
         own = slice(rank, None, schedule.num_ranks)
         order = rank_order(schedule, rank)
@@ -73,7 +73,7 @@ def test_the_choice_takes_as_little_time_as_the_best_of_all_subsets(seed):
 @pytest.mark.parametrize("seed", range(120))
 def test_minimal_choices_are_a_part_of_every_subset_that_fits_but_for_equal_layers(seed):
     costs, borders, schedule, memory = instance(seed)
-    layers = layer_bytes(costs)
+    layers = layer_memory(costs)
     stage_of = np.repeat(np.arange(len(borders) - 1), np.diff(borders))
     keys = np.array([f"{stage}: {kind}" for stage, kind in zip(stage_of, costs.kinds, strict=True)])
     for rank in range(schedule.num_ranks):
@@ -145,7 +145,7 @@ def test_nothing_is_recomputed_where_all_fits():
 def test_a_layer_whose_input_is_larger_than_its_activations_is_never_recomputed():
     costs = random_model(np.random.default_rng(1), 6, 3)
     costs.saved_bytes[:] = costs.kept_bytes - (costs.kept_bytes > 0)
-    assert (layer_bytes(costs).kind < 0).all()
+    assert (layer_memory(costs).kind < 0).all()
 
 
 def test_many_kinds_end_early_with_a_choice_that_fits():
@@ -157,7 +157,7 @@ def test_many_kinds_end_early_with_a_choice_that_fits():
     least = peaks(costs, borders, schedule, np.ones(40, bool)).max()
     memory = int(most + least) // 2
     _, is_all = minimal_choices(
-        layer_bytes(costs), rank_order(schedule, 0), borders[:1], borders[1:], memory, False
+        layer_memory(costs), rank_order(schedule, 0), borders[:1], borders[1:], memory, False
     )
     assert not is_all
     assert (

@@ -15,7 +15,7 @@ from toy_model import freeze, make_model, run_alone
 from engine.planning.adaptive_recompute import OutOfMemory
 from engine.runtime.cpu_memory import LiveBytes
 from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.simulator.schedule import Action, Kind, Schedule, make_schedule
+from engine.simulator.schedule import Action, PassKind, Schedule, make_schedule
 
 PLENTY = 1 << 30
 
@@ -129,7 +129,7 @@ def _schedule(case):
         return None
     plain = make_schedule(case.schedule, case.pp, case.count, case.stages_per_rank)
     actions = [plain.of_rank(rank) for rank in range(case.pp)]
-    actions[case.encode_on][:0] = [Action(Kind.ENCODE, 0, number) for number in (0, 1)]
+    actions[case.encode_on][:0] = [Action(PassKind.ENCODE, 0, number) for number in (0, 1)]
     return Schedule.of("encoding", plain.num_stages, case.count, actions)
 
 

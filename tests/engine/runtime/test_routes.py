@@ -5,7 +5,14 @@ import pytest
 
 from balance.errors import ConfigError
 from engine.runtime.communication.p2p_schedule import make_routes, reordered
-from engine.simulator.schedule import SCHEDULES, Action, Kind, Schedule, make_schedule, one_f_one_b
+from engine.simulator.schedule import (
+    SCHEDULES,
+    Action,
+    PassKind,
+    Schedule,
+    make_schedule,
+    one_f_one_b,
+)
 from engine.simulator.simulate import Deadlock
 
 GRADS = (True, False)
@@ -32,7 +39,7 @@ def changed(change):
         ),
         (lambda actions: actions.reverse(), "forward of micro-batch 0 in stage 1 on rank 0"),
         (
-            lambda actions: actions[0].append(Action(Kind.INPUT_GRAD, 0, 1)),
+            lambda actions: actions[0].append(Action(PassKind.INPUT_GRAD, 0, 1)),
             "does not pass micro-batch 1 once forward and once back through stage 0",
         ),
     ],

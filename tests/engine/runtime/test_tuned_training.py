@@ -17,7 +17,7 @@ from sample_tables import write_tabled  # noqa: E402
 from shard_fixture import group_samples, make_samples  # noqa: E402
 from tuned_ranks import Epoch, run_all, run_epochs, stated_profile  # noqa: E402
 
-from engine.simulator.schedule import Kind  # noqa: E402
+from engine.simulator.schedule import PassKind  # noqa: E402
 
 NUM_SAMPLES = 120
 TWO = (
@@ -115,7 +115,7 @@ def test_a_frozen_encoder_runs_ahead_where_it_may(two):
     assert encoded["plain"] == 0
     assert min(encoded["own"], encoded["any"]) > 0
     second = [action for step in of_ranks(two, "any")[0] for action in step["schedule"][1]]
-    assert any(kind == Kind.ENCODE for kind, _, _ in second)
+    assert any(kind == PassKind.ENCODE for kind, _, _ in second)
 
 
 def test_a_run_that_goes_on_in_the_middle_of_an_epoch_takes_the_same_steps(two):

@@ -25,7 +25,7 @@ from engine.cost_model.layer_list import layers_of, phases_of  # noqa: E402
 from engine.cost_model.loads import Loads  # noqa: E402
 from engine.cost_model.parallel import Parallelism  # noqa: E402
 from engine.cost_model.profile_table import make_profile, write_profile  # noqa: E402
-from engine.simulator.schedule import Kind  # noqa: E402
+from engine.simulator.schedule import PassKind  # noqa: E402
 from loaders import StreamingLoader  # noqa: E402
 
 TOLERANCE = 1e-6
@@ -142,7 +142,7 @@ def run_epoch(folder, build, epoch):
                 "planned": _actions(batches.note.schedule)
                 if batches.note.schedule is not None
                 else None,
-                "encoded": int((result.schedule.kinds == Kind.ENCODE).sum()),
+                "encoded": int((result.schedule.kinds == PassKind.ENCODE).sum()),
                 "step_ns": batches.note.step_ns,
                 "untuned_ns": batches.note.untuned_ns,
                 "fingerprint": batches.note.fingerprint,

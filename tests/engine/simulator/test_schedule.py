@@ -8,7 +8,7 @@ from balance.errors import ConfigError
 from engine.simulator.schedule import (
     SCHEDULES,
     Action,
-    Kind,
+    PassKind,
     gpipe,
     interleaved,
     make_schedule,
@@ -33,7 +33,9 @@ def under_way(actions):
     """
     most = now = 0
     for action in actions:
-        now += {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT_GRAD: -1}.get(action.kind, 0)
+        now += {PassKind.FORWARD: 1, PassKind.BACKWARD: -1, PassKind.WEIGHT_GRAD: -1}.get(
+            action.kind, 0
+        )
         most = max(most, now)
     return most
 
@@ -43,9 +45,9 @@ def under_way(actions):
 def test_every_stage_runs_every_micro_batch_once_each_way(name, stages, micro_batches):
     schedule = make_schedule(name, stages, micro_batches, 3 if name == "interleaved" else 1)
     kinds = (
-        [Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD]
+        [PassKind.FORWARD, PassKind.INPUT_GRAD, PassKind.WEIGHT_GRAD]
         if name == "zero_bubble"
-        else [Kind.FORWARD, Kind.BACKWARD]
+        else [PassKind.FORWARD, PassKind.BACKWARD]
     )
     wanted = Counter(
         Action(kind, stage, number)
@@ -70,11 +72,14 @@ def test_1f1b_and_zero_bubble_have_as_many_micro_batches_under_way_as_stages_are
 ):
     for schedule in (one_f_one_b(stages, micro_batches), zero_bubble(stages, micro_batches)):
         inputs = [
-            [action for action in own if action.kind is not Kind.WEIGHT_GRAD]
+            [action for action in own if action.kind is not PassKind.WEIGHT_GRAD]
             for own in all_of(schedule)
         ]
         as_backward = [
-            [a._replace(kind=Kind.BACKWARD) if a.kind is Kind.INPUT_GRAD else a for a in own]
+            [
+                a._replace(kind=PassKind.BACKWARD) if a.kind is PassKind.INPUT_GRAD else a
+                for a in own
+            ]
             for own in inputs
         ]
         assert [under_way(own) for own in as_backward] == [
@@ -104,7 +109,7 @@ def test_interleaving_one_stage_per_rank_runs_in_1f1b_order_but_for_its_warm_up(
 ):
     schedule = interleaved(stages, 1, micro_batches)
     for rank, own in enumerate(all_of(schedule)):
-        for kind in (Kind.FORWARD, Kind.BACKWARD):
+        for kind in (PassKind.FORWARD, PassKind.BACKWARD):
             assert [action.micro_batch for action in own if action.kind is kind] == list(
                 range(micro_batches)
             )
@@ -112,7 +117,9 @@ def test_interleaving_one_stage_per_rank_runs_in_1f1b_order_but_for_its_warm_up(
 
 
 def test_interleaving_passes_a_round_through_each_stage_in_turn():
-    forwards = [action for action in interleaved(2, 2, 4).of_rank(0) if action.kind is Kind.FORWARD]
+    forwards = [
+        action for action in interleaved(2, 2, 4).of_rank(0) if action.kind is PassKind.FORWARD
+    ]
     assert [(action.stage, action.micro_batch) for action in forwards] == [
         (0, 0), (0, 1), (2, 0), (2, 1), (0, 2), (0, 3), (2, 2), (2, 3),
     ]  # fmt: skip

@@ -19,7 +19,7 @@ from random_steps import (
 from engine.simulator.program import make_program
 from engine.simulator.schedule import (
     Action,
-    Kind,
+    PassKind,
     Schedule,
     gpipe,
     interleaved,
@@ -101,7 +101,7 @@ def oracle_standstill(schedule, stages):
 
 
 def test_a_standstill_is_named_by_what_waits():
-    forward, backward = Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0)
+    forward, backward = Action(PassKind.FORWARD, 0, 0), Action(PassKind.BACKWARD, 0, 0)
     schedule = Schedule.of("mine", 1, 1, [[backward, forward]])
     with pytest.raises(Deadlock) as error:
         simulate(make_program(schedule, constant_stages(1, 1)))

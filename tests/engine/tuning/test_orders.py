@@ -7,7 +7,7 @@ from random_steps import random_schedule, random_stages
 from engine.simulator.memory import memory_of
 from engine.simulator.program import make_program
 from engine.simulator.simulate import step_ns
-from engine.tuning.order_times import NEVER, Ahead, order_problem, times_of_orders
+from engine.tuning.order_times import NEVER, EncodeAhead, order_problem, times_of_orders
 
 
 def random_case(seed, *, most=50):
@@ -44,7 +44,7 @@ def test_encoding_ahead_never_makes_an_order_slower(seed, everywhere):
     allowed[0] = True
     encode_ns = rng.integers(0, stages.forward_ns[0] + 1)
     nothing = np.zeros(schedule.num_ranks, np.int64)
-    ahead = Ahead(
+    ahead = EncodeAhead(
         encode_ns, rng.integers(0, 9, len(encode_ns)), allowed, schedule.num_micro_batches, nothing
     )
     plain = times_of_orders(order_problem(schedule, stages), orders)

@@ -13,10 +13,10 @@ from random_steps import constant_stages, random_stages
 from balance.errors import ConfigError
 from engine.simulator.memory import memory_of
 from engine.simulator.program import Encodings, make_program
-from engine.simulator.schedule import Action, Kind, Schedule, make_schedule, one_f_one_b
+from engine.simulator.schedule import Action, PassKind, Schedule, make_schedule, one_f_one_b
 from engine.simulator.simulate import step_ns, transfers
 from engine.simulator.stages import stage_costs
-from engine.tuning.order_times import Ahead, nothing_ahead, order_problem, times_of_orders
+from engine.tuning.order_times import EncodeAhead, nothing_ahead, order_problem, times_of_orders
 from engine.tuning.precompute import Encoder, encode_ahead, frozen_encoder, where_to_encode
 
 MODEL = LinearModel(layers=8, vit_token_ns=8_000)
@@ -65,9 +65,13 @@ def test_every_encoding_ends_before_its_micro_batch_enters_and_all_work_is_done_
     step = encode_ahead(problem, encoder, order)
     runs = timed(step)
     entered = {
-        a.micro_batch: start for a, _, start, _ in runs if a.kind is Kind.FORWARD and a.stage == 0
+        a.micro_batch: start
+        for a, _, start, _ in runs
+        if a.kind is PassKind.FORWARD and a.stage == 0
     }
-    encoded = {a.micro_batch: (int(rank), end) for a, rank, _, end in runs if a.kind is Kind.ENCODE}
+    encoded = {
+        a.micro_batch: (int(rank), end) for a, rank, _, end in runs if a.kind is PassKind.ENCODE
+    }
     assert {number: rank for number, (rank, _) in encoded.items()} == step.encoding_ranks
     assert all(end <= entered[number] for number, (_, end) in encoded.items())
     assert where == "any" or {rank for rank, _ in encoded.values()} <= {0}
@@ -75,7 +79,7 @@ def test_every_encoding_ends_before_its_micro_batch_enters_and_all_work_is_done_
     assert busy == problem.stages.forward_ns.sum() + problem.stages.backward_ns.sum()
     # apart from encodings it is the schedule
     rest = [
-        [action for action in own if action.kind is not Kind.ENCODE]
+        [action for action in own if action.kind is not PassKind.ENCODE]
         for own in _by_rank(step.schedule)
     ]
     assert rest == _by_rank(problem.schedule)
@@ -102,8 +106,10 @@ def test_some_steps_gain_and_more_ranks_gain_more():
 def test_features_of_no_more_micro_batches_wait_than_allowed(window, seed):
     problem, encoder, order = case_of(seed, where="own", window=window)
     runs = timed(encode_ahead(problem, encoder, order))
-    begins = {a.micro_batch: start for a, _, start, _ in runs if a.kind is Kind.ENCODE}
-    ends = {a.micro_batch: end for a, _, _, end in runs if a.kind is Kind.FORWARD and a.stage == 0}
+    begins = {a.micro_batch: start for a, _, start, _ in runs if a.kind is PassKind.ENCODE}
+    ends = {
+        a.micro_batch: end for a, _, _, end in runs if a.kind is PassKind.FORWARD and a.stage == 0
+    }
     for moment in begins.values():
         assert sum(begin <= moment < ends[number] for number, begin in begins.items()) <= window
     assert window or not begins
@@ -121,11 +127,11 @@ def test_peaks_are_those_of_adding_up_what_lies_in_memory_during_each_operation(
     arrival = dict(zip(moved.sources.tolist(), moved.end_ns.tolist(), strict=True))
     runs = timed(step)
     entered = {
-        a.micro_batch: end for a, _, _, end in runs if a.kind is Kind.FORWARD and a.stage == 0
+        a.micro_batch: end for a, _, _, end in runs if a.kind is PassKind.FORWARD and a.stage == 0
     }
     held = []  # (rank, bytes, begin, end)
     for place, (action, rank, start, end) in enumerate(runs):
-        if action.kind is Kind.ENCODE:
+        if action.kind is PassKind.ENCODE:
             size, number = encoder.feature_bytes[action.micro_batch], action.micro_batch
             held.append((0, size, end if rank else start, entered[number]))
             if rank:
@@ -141,7 +147,9 @@ def test_peaks_are_those_of_adding_up_what_lies_in_memory_during_each_operation(
                     if at == rank and begin < end and start < until
                 )
                 working = (
-                    encoder.working_bytes[action.micro_batch] if action.kind is Kind.ENCODE else 0
+                    encoder.working_bytes[action.micro_batch]
+                    if action.kind is PassKind.ENCODE
+                    else 0
                 )
                 peak = max(peak, plain[place] + copies + waiting + working)
         assert step.peak_bytes[rank] == peak
@@ -187,10 +195,10 @@ def test_by_hand():
         one_f_one_b(2, 3),
         stages,
         None,
-        Ahead(ones, nothing, np.array([True, False]), 3, np.zeros(2, np.int64)),
+        EncodeAhead(ones, nothing, np.array([True, False]), 3, np.zeros(2, np.int64)),
     )
     step = encode_ahead(problem, encoder, np.arange(3))
-    assert step.schedule.of_rank(0)[2] == Action(Kind.ENCODE, 0, 2)
+    assert step.schedule.of_rank(0)[2] == Action(PassKind.ENCODE, 0, 2)
     assert step.encoding_ranks == {2: 0}
     begun = {str(action): (start, end) for action, _, start, end in timed(step)}
     assert begun["encode of micro-batch 2 in stage 0"] == (4, 5)
@@ -213,7 +221,9 @@ def test_gaps_are_used_nearly_as_well_as_by_trying_all_places(seed):
         working_bytes=nothing,
         state_bytes=0,
     )
-    ahead = Ahead(encode_ns, nothing, np.array([True, False, False]), count, np.zeros(3, np.int64))
+    ahead = EncodeAhead(
+        encode_ns, nothing, np.array([True, False, False]), count, np.zeros(3, np.int64)
+    )
     ours = encode_ahead(
         order_problem(schedule, stages, None, ahead), encoder, np.arange(count)
     ).timeline.step_ns
@@ -230,7 +240,9 @@ def best_of_all_places(schedule, stages, encode_ns):
         [schedule.of_rank(rank) for rank in range(1, schedule.num_ranks)],
     )
     enters = {
-        action.micro_batch: place for place, action in enumerate(own) if action.kind is Kind.FORWARD
+        action.micro_batch: place
+        for place, action in enumerate(own)
+        if action.kind is PassKind.FORWARD
     }
     numbers = range(1, schedule.num_micro_batches)
     best = None
@@ -238,7 +250,7 @@ def best_of_all_places(schedule, stages, encode_ns):
         actions = []
         for place, action in enumerate(own):
             actions += [
-                Action(Kind.ENCODE, 0, n)
+                Action(PassKind.ENCODE, 0, n)
                 for n, at in zip(numbers, places, strict=True)
                 if at == place
             ]

@@ -14,11 +14,11 @@ from engine.cost_model.sample_loads import packed_loads
 from engine.simulator.evaluate import evaluate, schedule_for
 from engine.simulator.memory import memory_of
 from engine.simulator.program import Encodings, make_program
-from engine.simulator.schedule import Kind
+from engine.simulator.schedule import PassKind
 from engine.simulator.simulate import step_ns
 from engine.simulator.stages import stage_costs
 from engine.tuning.pack import pack_in_order
-from engine.tuning.tune import Pipeline, TuneOptions, tune
+from engine.tuning.tune import PartitionedModel, TuneOptions, tune
 
 MODEL = LinearModel(layers=12, vit_token_ns=6_000)
 LENGTH = 8192
@@ -26,7 +26,9 @@ LENGTH = 8192
 
 def pipeline_of(model=MODEL, stages=4, **changes):
     recompute = np.zeros(model.encoders + model.layers, bool)
-    return Pipeline(cost=model, borders=even_borders(model, stages), recompute=recompute, **changes)
+    return PartitionedModel(
+        cost=model, borders=even_borders(model, stages), recompute=recompute, **changes
+    )
 
 
 def step_of(seed, count=64, *, length=LENGTH):
@@ -73,7 +75,7 @@ def test_the_prediction_is_the_simulation_of_the_groups_in_their_order(seed, enc
     pipeline = pipeline_of()
     tuned = tune(samples, given, pipeline, quick(encode=encode))
     plain = untuned(samples, tuned.groups, pipeline)
-    ahead = (tuned.step.schedule.kinds == Kind.ENCODE).sum()
+    ahead = (tuned.step.schedule.kinds == PassKind.ENCODE).sum()
     assert ahead == len(tuned.step.encoding_ranks)
     assert tuned.step_ns <= plain.step_ns if ahead else tuned.step_ns == plain.step_ns
     busy = plain.timeline.busy_ns.sum()

@@ -9,7 +9,7 @@ from random_steps import random_stages
 
 from engine.simulator.schedule import make_schedule
 from engine.simulator.stages import stage_costs
-from engine.tuning.order import lower_bound, search_clusters, search_swaps
+from engine.tuning.order_search import lower_bound, search_clusters, search_swaps
 from engine.tuning.order_times import NEVER, order_problem, times_of_orders
 from engine.tuning.precompute import frozen_encoder, where_to_encode
 

@@ -11,7 +11,7 @@ from balance.steps.step_planner import StepPlanner, StepRequest, check_assignmen
 from balance.types import Counts
 from engine.cost_model.loads import Loads, PhaseLoads
 from engine.tuning.step_planner import TunedSteps
-from engine.tuning.tune import Pipeline, TuneOptions
+from engine.tuning.tune import PartitionedModel, TuneOptions
 
 MODEL = LinearModel(layers=8, vit_token_ns=6_000)
 
@@ -34,7 +34,9 @@ def planner_of(model=MODEL, **changes):
     options = TuneOptions(
         **{"max_seq_len": 4096, "effort": 10_000, "finalists": 2, "encode": "own"} | changes
     )
-    pipeline = Pipeline(cost=model, borders=even_borders(model, 2), recompute=np.zeros(10, bool))
+    pipeline = PartitionedModel(
+        cost=model, borders=even_borders(model, 2), recompute=np.zeros(10, bool)
+    )
     return TunedSteps(pipeline=pipeline, options=options, loads=loads_of)
 
 

@@ -18,12 +18,12 @@ import numpy as np
 
 from balance.steps.repack import cluster_costs, cluster_orders
 from balance.types import IntArray
-from engine.simulator.schedule import Kind
+from engine.simulator.schedule import PassKind
 from engine.tuning.order_times import NEVER, OrderProblem, fits, run_order, times_of_orders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ordered:
+class OrderResult:
     """The best order that a search found."""
 
     order: IntArray
@@ -34,8 +34,8 @@ class Ordered:
     """Orders that the search tried."""
 
 
-class Bounds(NamedTuple):
-    """Where a search starts and ends."""
+class _Bounds(NamedTuple):
+    """EncodeRanks a search starts and ends."""
 
     goal: int
     """A step time that no order beats."""
@@ -43,7 +43,7 @@ class Bounds(NamedTuple):
     seed: int
 
 
-def search_clusters(problem: OrderProblem) -> Ordered:
+def search_clusters(problem: OrderProblem) -> OrderResult:
     """The best of the order that they came in and all orders of at most five clusters (PipeTune,
     section 5.2).
 
@@ -55,10 +55,12 @@ def search_clusters(problem: OrderProblem) -> Ordered:
     orders = np.stack([came, *cluster_orders(clusters)])
     times = times_of_orders(problem, orders)
     best = int(times.argmin())
-    return Ordered(order=orders[best], step_ns=int(times[best]), num_simulated=len(orders))
+    return OrderResult(order=orders[best], step_ns=int(times[best]), num_simulated=len(orders))
 
 
-def search_swaps(problem: OrderProblem, start: IntArray, *, trials: int, seed: int = 0) -> Ordered:
+def search_swaps(
+    problem: OrderProblem, start: IntArray, *, trials: int, seed: int = 0
+) -> OrderResult:
     """Go on from `start` by `trials` random exchanges and moves; ends early at `lower_bound`. Never
     worse than `start`.
 
@@ -66,11 +68,17 @@ def search_swaps(problem: OrderProblem, start: IntArray, *, trials: int, seed: i
     the answer.
     """
     order = np.array(start, np.int64)
-    bounds = Bounds(lower_bound(problem), trials, seed)
+    bounds = _Bounds(lower_bound(problem), trials, seed)
     step_ns, num = _climb(
-        problem.actions, problem.work, problem.sizes, problem.ahead, order, problem.room(), bounds
+        problem.actions,
+        problem.work,
+        problem.sizes,
+        problem.ahead,
+        order,
+        problem.scratch(),
+        bounds,
     )
-    return Ordered(order=order, step_ns=int(step_ns), num_simulated=int(num))
+    return OrderResult(order=order, step_ns=int(step_ns), num_simulated=int(num))
 
 
 def lower_bound(problem: OrderProblem) -> int:
@@ -80,7 +88,7 @@ def lower_bound(problem: OrderProblem) -> int:
     the stages in front, and after it the last gradient goes back through them.
     """
     stages, num_ranks = problem.stages, problem.schedule.num_ranks
-    splits = bool((problem.schedule.kinds == Kind.WEIGHT_GRAD).any())
+    splits = bool((problem.schedule.kinds == PassKind.WEIGHT_GRAD).any())
     busy = stages.forward_ns.sum(axis=1) + stages.backward_ns.sum(axis=1)
     encoding = problem.ahead.encode_ns
     if problem.ahead.allowed[1:].any():
@@ -100,13 +108,13 @@ def lower_bound(problem: OrderProblem) -> int:
 
 # training goes on while a thread that works ahead searches
 @numba.njit(cache=True, nogil=True)
-def _climb(actions, work, sizes, ahead, order, room, bounds):  # type: ignore[no-untyped-def]
+def _climb(actions, work, sizes, ahead, order, scratch, bounds):  # type: ignore[no-untyped-def]
     """Improve `order` in place; -> (its step time, orders simulated)."""
     np.random.seed(bounds.seed)
     count, tried = len(order), 0
     least = (
-        run_order(actions, work, ahead, order, room)
-        if fits(actions, sizes, order, room.now)
+        run_order(actions, work, ahead, order, scratch)
+        if fits(actions, sizes, order, scratch.now)
         else NEVER
     )
     changed = order.copy()
@@ -116,8 +124,8 @@ def _climb(actions, work, sizes, ahead, order, room, bounds):  # type: ignore[no
         if here == there:
             continue
         _change(order, here, there, np.random.randint(2) == 0, changed)
-        step_ns = run_order(actions, work, ahead, changed, room)
-        if step_ns <= least and fits(actions, sizes, changed, room.now):
+        step_ns = run_order(actions, work, ahead, changed, scratch)
+        if step_ns <= least and fits(actions, sizes, changed, scratch.now):
             order[:], least = changed, step_ns
     return least, tried
 
