@@ -1,8 +1,10 @@
-"""`python -m engine`: see `engine.cli`."""
+"""Entry point of `python -m engine`."""
 
 from __future__ import annotations
 
-from engine.cli import main
+from balance.interrupts import quit_on_interrupt
 
 if __name__ == "__main__":
+    with quit_on_interrupt():
+        from engine.cli import main
     main()

@@ -1,25 +1,21 @@
-"""`python -m engine`: plan a training run, and simulate plans. Needs no GPU and no torch.
-
-Exit status: 0 done, 1 the data is bad or nothing fits into memory, 2 the call is wrong.
-"""
+"""`python -m engine`: plan a training run, and simulate plans. Needs no GPU and no torch."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from balance.baseline_samplers import BATCH_SIZE
-from balance.config import load_config
-from balance.errors import ConfigError, IsobatchError
+from balance.command_line import ConfigOption, JsonOption, new_app, read_config, run_app
+from balance.errors import ConfigError
 from balance.presets import AnyresRule, NativeRule, load_model
 from engine.charts.gantt import write_gantt
 from engine.charts.trace import write_trace
@@ -28,11 +24,9 @@ from engine.cli_options import (
     BuildPlace,
     ChartOption,
     ClusterOption,
-    ConfigOption,
     DpOption,
     FrozenOption,
     ImagesOption,
-    JsonOption,
     MemoryOption,
     MicroBatchesOption,
     ModelOption,
@@ -65,16 +59,11 @@ from engine.planning.planner import (
 
 PLAN_NAME, GANTT_NAME, TRACE_NAME = "plan.json", "gantt.html", "trace.json"
 
-app = typer.Typer(
-    name="engine",
-    help="Plan how a vision-language model is trained on a pipeline of GPUs, without any GPU.\n\n"
+app = new_app(
+    "engine",
+    "Plan how a vision-language model is trained on a pipeline of GPUs, without any GPU.\n\n"
     "Try it: python -m engine plan --model internvl_1_5 --images 9 --seq-len 4096 --tp 2",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
 )
-UsageError: Any = typer.BadParameter.__base__
-"""What typer raises for a wrong call; it has no public name there."""
 WIDTH = 150
 """Of tables, where the output is no terminal."""
 
@@ -112,10 +101,7 @@ def plan(
     recomputed.
     """
     begun = time.perf_counter()
-    known = {f.name for f in fields(PlanConfig)}
-    options = {name: value for name, value in context.params.items() if name in known}
-    options["frozen"] = tuple(frozen) if frozen else None
-    chosen = load_config(PlanConfig, config, options, command="engine plan")
+    chosen = read_config(PlanConfig, context, command="engine plan")
     request, random = _request(chosen)
     result = make_plan(request, search=chosen.search, random=random)
     taken_s = time.perf_counter() - begun
@@ -186,25 +172,8 @@ def simulate(
 
 
 def main() -> None:
-    """Entry point: errors for the user are one line and an exit status, never a traceback."""
-    try:
-        if len(sys.argv) == 1:
-            sys.argv.append("--help")
-        app(standalone_mode=False)
-    except UsageError as error:
-        _fail(
-            f"{error.format_message()} (python -m engine --help, python -m engine COMMAND --help)",
-            2,
-        )
-    except ConfigError as error:
-        _fail(str(error), 2)
-    except IsobatchError as error:
-        _fail(str(error), 1)
-    except (typer.Abort, KeyboardInterrupt):
-        _fail("stopped", 130)
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        _fail(f"{where}{error.strerror or error}", 1)
+    """Run the call in `sys.argv`."""
+    run_app(app, "python -m engine")
 
 
 def _request(config: PlanConfig) -> tuple[PlanRequest, Loads | None]:
@@ -318,10 +287,3 @@ def _print_written(out: Path | None, *names: str) -> None:
 
 def _console() -> Console:
     return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
-
-
-def _fail(message: str, status: int) -> None:
-    Console(stderr=True).print(
-        f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True
-    )
-    sys.exit(status)

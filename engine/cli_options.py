@@ -79,13 +79,9 @@ BatchOption = Annotated[
         help="Samples of the random micro-batches to compare with. Default: 4, as in OmniBal.",
     ),
 ]
-ConfigOption = Annotated[
-    Path | None, typer.Option(help="TOML file with any of these options, and the rarer ones.")
-]
 OutOption = Annotated[
     Path | None, typer.Option(help="Folder for plan.json, gantt.html and trace.json.")
 ]
 ChartOption = Annotated[
     Path | None, typer.Option("--out", help="Folder for gantt.html and trace.json.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]

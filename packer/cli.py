@@ -1,24 +1,25 @@
-"""The `packer` command: one sub-command per stage.
-
-Exit status: 0 done, 1 the data or the build is bad, 2 the call is wrong, 130 interrupted.
-"""
+"""The `packer` command: one sub-command per stage."""
 
 from __future__ import annotations
 
 import json
-import signal
-import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
-from balance.config import load_config
-from balance.errors import ConfigError, IsobatchError
+from balance.command_line import (
+    ConfigOption,
+    JsonOption,
+    messages,
+    new_app,
+    read_config,
+    run_app,
+)
+from balance.errors import ConfigError
 from balance.presets import load_model
 from packer.build import Builder
 from packer.build_dir import REPORT_NAME
@@ -26,13 +27,11 @@ from packer.cli_options import (
     GROUPING_HELP,
     BuildPlace,
     CheckOption,
-    ConfigOption,
     DataRootOption,
     DatasetOption,
     ExecutorOption,
     FetchOption,
     Format,
-    JsonOption,
     LimitOption,
     LinksOption,
     MaxRejectedOption,
@@ -64,22 +63,11 @@ from packer.verify import require_intact, verify_build
 from shards.folders import is_uri, join
 from shards.tables import REJECTED_NAME
 
-app = typer.Typer(
-    name="packer",
-    help="Pack vision-language data into balanced micro-batches.\n\n"
+app = new_app(
+    "packer",
+    "Pack vision-language data into balanced micro-batches.\n\n"
     "Try it: packer build --dataset demo --out demo-packed",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
 )
-INTERRUPTED = 130
-"""Exit status of a command that Ctrl-C or SIGTERM stopped, by the shells' convention."""
-
-UsageError: Any = typer.BadParameter.__base__
-"""What typer raises for a wrong call; it has no public name there."""
-
-people = Console(stderr=True)
-"""Progress and messages; standard output is for results."""
 
 
 @app.command()
@@ -91,8 +79,8 @@ def build(
     tokenizer: TokenizerOption = None,
     chat_template: TemplateOption = None,
     out: OutOption = None,
-    shard_format: Annotated[
-        Format | None, typer.Option("--format", help="Layout of the shards. Default: arrow.")
+    format: Annotated[
+        Format | None, typer.Option(help="Layout of the shards. Default: arrow.")
     ] = None,
     max_seq_len: SeqLenOption = None,
     max_vision: VisionOption = None,
@@ -116,7 +104,7 @@ def build(
     builder = _builder(context)
     summary = builder.build(overwrite=overwrite)
     report = make_report(summary.out)
-    # one at a URI has its page from the build; one killed behind its manifest has none yet
+    # one at a URI has its page from the build; one killed after its manifest has none yet
     if not is_uri(summary.out) and not (
         summary.already_complete and Path(summary.out, REPORT_NAME).exists()
     ):
@@ -152,18 +140,12 @@ def count(
     reasons = summarise_rejected(rejected)
     if as_json:
         numbers = {reason: entry.number for reason, entry in reasons.items()}
-        print(
-            json.dumps(
-                {
-                    "num_read": len(counts) + len(rejected),
-                    "num_counted": len(counts),
-                    "rejected": numbers,
-                }
-            )
-        )
+        read = len(counts) + len(rejected)
+        print(json.dumps({"num_read": read, "num_counted": len(counts), "rejected": numbers}))
         return
     print(
-        f"{len(counts) + len(rejected):,} samples read = {len(counts):,} counted + {len(rejected):,} rejected"
+        f"{len(counts) + len(rejected):,} samples read = {len(counts):,} counted"
+        f" + {len(rejected):,} rejected"
     )
     _print_rejected(reasons, builder.config.out)
 
@@ -208,7 +190,7 @@ def group(
             files,
             folder,
             options,
-            StageProgress(people),
+            StageProgress(messages),
             vision_unit=vision_unit,
             context_len=MOST_TOKENS,
         )
@@ -221,18 +203,14 @@ def report(
     dp: RanksOption = 8,
     as_json: JsonOption = False,
 ) -> None:
-    """OmniBal's Table 3 for this dataset, and report.html with the distributions before and
-    after.
-    """
+    """Print OmniBal's Table 3 for this dataset; report.html shows the distributions too."""
     _report(out, dp, as_json=as_json)
 
 
 @app.command()
 def verify(out: BuildPlace, workers: WorkersOption = None, as_json: JsonOption = False) -> None:
-    """Check sizes, checksums and totals of a build; name every file that is not what the manifest
-    says.
-    """
-    result = verify_build(out, StageProgress(people), workers=workers or default_workers())
+    """Check sizes, checksums and totals of a build, and name every file that differs."""
+    result = verify_build(out, StageProgress(messages), workers=workers or default_workers())
     if as_json:
         print(json.dumps(asdict(result)))
     require_intact(result)
@@ -253,50 +231,20 @@ def datasets() -> None:
 
 
 def main() -> None:
-    """Entry point: errors for the user are one line and an exit status, never a traceback."""
-    signal.signal(
-        signal.SIGTERM, signal.getsignal(signal.SIGINT)
-    )  # a cluster's stop is as clean as a person's
-    try:
-        if len(sys.argv) == 1:
-            sys.argv.append("--help")
-        # typer turns an interrupt into this status
-        if app(standalone_mode=False) == INTERRUPTED:
-            raise KeyboardInterrupt
-    except UsageError as error:
-        _fail(f"{error.format_message()} (packer --help, packer COMMAND --help)", 2)
-    except (typer.Abort, KeyboardInterrupt):
-        signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        )  # an impatient second one ends the tidying up at once
-        _fail("stopped; run the same command again to continue", INTERRUPTED)
-    except ConfigError as error:
-        _fail(str(error), 2)
-    except IsobatchError as error:
-        _fail(str(error), 1)
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        _fail(f"{where}{error.strerror or error}", 1)
+    """Run the call in `sys.argv`."""
+    run_app(app, "packer", stopped="stopped; run the same command again to continue")
 
 
 def _builder(context: typer.Context) -> Builder:
     """The build that the command line and its --config ask for."""
-    given = dict(context.params)
-    given["format"] = given.pop("shard_format", None)
-    file = given.pop("config", None)
-    known = {field.name for field in fields(BuildConfig)}
-    options = {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in given.items()
-        if name in known
-    }
-    config = load_config(BuildConfig, file, options, command="packer build")
+    config = read_config(BuildConfig, context, command="packer build")
     model = load_model(config.model) if config.model else None
     if model and config.max_seq_len and config.max_seq_len > model.context_len:
-        people.print(
-            f"note: --max-seq-len {config.max_seq_len:,} is cut to the context of {model.name}, {model.context_len:,}"
+        messages.print(
+            f"note: --max-seq-len {config.max_seq_len:,} is cut to the context of {model.name},"
+            f" {model.context_len:,}"
         )
-    return Builder(config, StageProgress(people))
+    return Builder(config, StageProgress(messages))
 
 
 def _report(out: str, dp: int, *, as_json: bool, kept: bool = True) -> None:
@@ -305,7 +253,7 @@ def _report(out: str, dp: int, *, as_json: bool, kept: bool = True) -> None:
         print(json.dumps(result.to_json()))
     else:
         print_report(result, Console())
-    if kept:  # behind the figures: who may only read a bucket has those at least
+    if kept:  # after the figures: who may only read a bucket has those at least
         save_html(result, out)
     if kept and not as_json:
         print(f"details: {join(out, REPORT_NAME)}")
@@ -314,13 +262,7 @@ def _report(out: str, dp: int, *, as_json: bool, kept: bool = True) -> None:
 def _print_rejected(reasons: dict[str, Rejection], out: str) -> None:
     """One line per reason, with the first sample that it met."""
     for reason, entry in reasons.items():
-        print(
-            f"  rejected {entry.number:,}, {reason}: {REASONS.get(reason, reason)}; first: {entry.first}"
-        )
+        words = REASONS.get(reason, reason)
+        print(f"  rejected {entry.number:,}, {reason}: {words}; first: {entry.first}")
     if reasons:
         print(f"  all of them: {join(out, REJECTED_NAME)}")
-
-
-def _fail(message: str, status: int) -> None:
-    people.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
-    sys.exit(status)

@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from packer.cli_options import BuildPlace, JsonOption, TemplateOption
+from balance.command_line import JsonOption
+from packer.cli_options import BuildPlace, TemplateOption
 from packer.inspect._read_group import inspect_group
 from packer.inspect.html import write_group_html
 from packer.inspect.terminal import group_title, print_group

@@ -1,0 +1,93 @@
+"""The common part of `packer` and `python -m engine`: options, error lines, exit statuses.
+
+Exit status: 0 done, 1 the data or the build is bad, 2 the call is wrong, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from balance.config import load_config
+from balance.errors import ConfigError, IsobatchError
+
+INTERRUPTED = 130
+"""Exit status of a command that Ctrl-C or SIGTERM stopped, by the shells' convention."""
+
+UsageError: Any = typer.BadParameter.__base__
+"""What typer raises for a wrong call; it has no public name there."""
+
+ConfigOption = Annotated[
+    Path | None, typer.Option(help="TOML file with any of these options, and the rarer ones.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+messages = Console(stderr=True)
+"""Progress and messages; standard output is for results."""
+
+Config = TypeVar("Config")
+
+
+def new_app(name: str, text: str) -> typer.Typer:
+    """An empty program with the help `text`; its commands are registered on it."""
+    return typer.Typer(
+        name=name,
+        help=text,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+
+
+def read_config(kind: type[Config], context: typer.Context, *, command: str) -> Config:
+    """The config of a call: its options over the TOML file given with --config over defaults.
+
+    Options of the call that are no field of `kind` are left to the command.
+    """
+    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    options = {name: _plain(value) for name, value in context.params.items() if name in known}
+    return load_config(kind, context.params.get("config"), options, command=command)
+
+
+def run_app(app: typer.Typer, program: str, *, stopped: str = "stopped") -> None:
+    """Run the call in `sys.argv`: an error of the user is one line and an exit status."""
+    # a cluster's stop is as clean as a person's
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    try:
+        if len(sys.argv) == 1:
+            sys.argv.append("--help")
+        # typer turns an interrupt into this status
+        if app(standalone_mode=False) == INTERRUPTED:
+            raise KeyboardInterrupt
+    except UsageError as error:
+        fail(f"{error.format_message()} ({program} --help, {program} COMMAND --help)", 2)
+    except (typer.Abort, KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the cleaning up at once
+        fail(stopped, INTERRUPTED)
+    except ConfigError as error:
+        fail(str(error), 2)
+    except IsobatchError as error:
+        fail(str(error), 1)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        fail(f"{where}{error.strerror or error}", 1)
+
+
+def fail(message: str, status: int) -> NoReturn:
+    """Print one error line and exit with this status."""
+    messages.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    sys.exit(status)
+
+
+def _plain(value: object) -> object:
+    """An option's value as a TOML file would give it."""
+    if isinstance(value, Path):
+        return str(value)
+    return (tuple(value) or None) if isinstance(value, list | tuple) else value
