@@ -1,0 +1,261 @@
+"""Shows that two versions of Isobatch write and read the same: builds, loader states, plans.
+
+    python scripts/compare_versions.py OLD [--corpus FOLDER --tokenizer FOLDER] [--keep FOLDER]
+
+OLD is a checkout of the older version with a virtual environment in `.venv`; the newer one is the
+checkout that this script is in. Both pack the demo in every format, with `--corpus` also that
+folder (LLaVA layout) in every format and as part of a mixture. All files must be equal byte for
+byte; manifests may differ in `isobatch_version` and in the `content_hash` that covers it, and
+report.html is not compared. The newer version then resumes the loader of the older one, continues
+its training run with the same losses, writes the same plan.json and reads the older one's.
+
+Prints a line per comparison; the exit status is 1 if one fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FORMATS = ("arrow", "webdataset", "refs")
+VERSION_KEYS = ("isobatch_version", "content_hash")
+"""Fields of a manifest in which two versions may differ."""
+NOT_COMPARED = {"report.html"}
+"""Pages for people, which no program reads."""
+
+# Takes steps of two ranks and prints their sample ids; the state travels as a file.
+LOADER = """
+import json, sys
+from loaders import StreamingLoader
+build, order, state_path, steps = sys.argv[1:]
+seen = []
+for rank in range(2):
+    loader = StreamingLoader(build, dp_rank=rank, dp_world_size=2, micro_batches_per_step=2,
+                             seed=3, order=order, workers=0, regroup=None)
+    if state_path.endswith("resume"):
+        loader.load_state_dict(json.loads(open(state_path.removesuffix("resume")).read()))
+    taken = []
+    while len(taken) < int(steps):
+        for step in loader:
+            taken.append([[list(batch.sample_ids), batch.input_ids.sum().item()] for batch in step])
+            if not state_path.endswith("resume") and len(taken) == 3 and rank == 0:
+                open(state_path, "w").write(json.dumps(loader.state_dict()))
+            if len(taken) == int(steps):
+                break
+    seen.append(taken)
+    loader.close()
+print(json.dumps(seen))
+"""
+RESUMED_AFTER = 3
+LOADER_STEPS = 8
+
+PLANS = {
+    "model": ["--model", "internvl_1_5", "--images", "9", "--seq-len", "4096", "--cluster"]
+    + ["a100_80g", "--tp", "2", "--pp", "4"],
+    "interleaved": ["--model", "llava_1_5", "--images", "4", "--seq-len", "4096", "--pp", "4"]
+    + ["--schedule", "interleaved", "--stages-per-rank", "2"],
+}
+TRAIN_STEPS = (3, 5)
+"""The older version stops after the first number of steps; both then continue to the second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Version:
+    """A checkout with its environment."""
+
+    root: Path
+    train: tuple[str, ...]
+    """Arguments of torchrun that start its trainer."""
+
+    def run(self, *arguments: str) -> str:
+        """Run Python with this version's packages; -> what it prints. SystemExit if it fails."""
+        python = self.root / ".venv" / "bin" / "python"
+        environment = os.environ | {"PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [str(python), *arguments],
+            cwd=self.root,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            command = " ".join(arguments)[:200]
+            raise SystemExit(f"{self.root}: python {command} failed:\n{done.stdout}{done.stderr}")
+        return done.stdout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What was compared, and how it differs; empty if it does not."""
+
+    name: str
+    differences: tuple[str, ...]
+
+
+def main() -> int:
+    """Compare, print a line each; 1 if anything differs."""
+    args = read_arguments()
+    old = Version(root=args.old.resolve(), train=trainer_of(args.old))
+    new = Version(root=ROOT, train=trainer_of(ROOT))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(args.keep or temporary).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        failed = 0
+        for comparison in comparisons(old, new, folder, args):
+            print(f"{'DIFFERS' if comparison.differences else 'equal':8} {comparison.name}")
+            for line in comparison.differences:
+                print(f"         {line}")
+            failed += bool(comparison.differences)
+    print(f"{failed} comparisons differ" if failed else "all equal")
+    return 1 if failed else 0
+
+
+def read_arguments() -> argparse.Namespace:
+    """The command line."""
+    summary, _, details = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("old", type=Path, help="checkout of the older version, with .venv")
+    parser.add_argument("--corpus", type=Path, help="folder in LLaVA layout to pack as well")
+    parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer for --corpus")
+    parser.add_argument("--model", default="internvl_1_5", help="preset for --corpus")
+    parser.add_argument("--keep", type=Path, help="folder for what is written, not removed")
+    args = parser.parse_args()
+    if (args.corpus is None) != (args.tokenizer is None):
+        parser.error("--corpus and --tokenizer go together")
+    return args
+
+
+def trainer_of(root: Path) -> tuple[str, ...]:
+    """`python -m engine train`, or the example of versions before it."""
+    example = root / "examples" / "train_pipeline.py"
+    return ("-m", "engine", "train") if (root / "engine" / "train").is_dir() else (str(example),)
+
+
+def comparisons(
+    old: Version, new: Version, folder: Path, args: argparse.Namespace
+) -> Iterator[Comparison]:
+    """Everything that is compared, one after the other."""
+    for name, options in build_cases(folder, args).items():
+        for version, label in ((old, "old"), (new, "new")):
+            version.run("-m", "packer", "build", *options, "--out", str(folder / label / name))
+        yield compare_builds(name, folder / "old" / name, folder / "new" / name)
+    build = str(folder / "old" / "demo-arrow")
+    for order in ("blocks", "random"):
+        yield compare_loaders(order, old, new, build, folder)
+    for name, options in {**PLANS, "build": [build, "--pp", "2"]}.items():
+        yield from compare_plans(name, options, old, new, folder)
+    yield compare_training(old, new, build, folder)
+
+
+def build_cases(folder: Path, args: argparse.Namespace) -> dict[str, list[str]]:
+    """Name of a build -> the options of `packer build`."""
+    demo = ["--dataset", "demo", "--model", "tiny"]
+    # the demo's files lie in its own output folder, so its refs builds name different folders
+    cases = {f"demo-{kind}": [*demo, "--format", kind] for kind in FORMATS if kind != "refs"}
+    if args.corpus is None:
+        return cases
+    options = ["--model", args.model, "--tokenizer", str(args.tokenizer), "--max-rejected", "1"]
+    corpus = ["--dataset", str(args.corpus), *options]
+    mixture = folder / "mixture.toml"
+    mixture.write_text(
+        f'[[datasets]]\ndataset = "{args.corpus}"\n'
+        f'[[datasets]]\ndataset = "{args.corpus}"\nname = "again"\nlimit = 300\nrepeat = 2.5\n',
+        encoding="utf-8",
+    )
+    return {
+        **cases,
+        **{f"corpus-{kind}": [*corpus, "--format", kind] for kind in FORMATS},
+        "corpus-isf": [*corpus, "--grouping", "isf", "--max-seq-len", "4096"],
+        "mixture": ["--dataset", str(mixture), *options],
+    }
+
+
+def compare_builds(name: str, old: Path, new: Path) -> Comparison:
+    """All files of two builds, byte for byte."""
+    files = [{str(path.relative_to(root)) for path in root.rglob("*")} for root in (old, new)]
+    differences = [f"only in one: {file}" for file in sorted(files[0] ^ files[1])]
+    for file in sorted(files[0] & files[1] - NOT_COMPARED):
+        if (old / file).is_file() and content(old / file) != content(new / file):
+            differences.append(f"{file} differs")
+    return Comparison(name=f"build {name}: {len(files[0])} files", differences=tuple(differences))
+
+
+def content(path: Path) -> bytes | dict[str, object]:
+    """What must be equal of a file."""
+    if path.name != "manifest.json":
+        return path.read_bytes()
+    values: dict[str, object] = json.loads(path.read_bytes())
+    return {key: value for key, value in values.items() if key not in VERSION_KEYS}
+
+
+def compare_loaders(order: str, old: Version, new: Version, build: str, folder: Path) -> Comparison:
+    """The newer loader takes the older one's steps, and continues from its state."""
+    state = str(folder / f"loader-{order}.json")
+    steps = json.loads(old.run("-c", LOADER, build, order, state, str(LOADER_STEPS)))
+    fresh = json.loads(
+        new.run("-c", LOADER, build, order, f"{folder}/again.json", str(LOADER_STEPS))
+    )
+    left = LOADER_STEPS - RESUMED_AFTER
+    resumed = json.loads(new.run("-c", LOADER, build, order, f"{state}resume", str(left)))
+    differences = []
+    if fresh != steps:
+        differences.append("a fresh loader gives other steps")
+    if resumed != [taken[RESUMED_AFTER:] for taken in steps]:
+        differences.append("a resumed loader gives other steps")
+    return Comparison(name=f"loader, order {order}", differences=tuple(differences))
+
+
+def compare_plans(
+    name: str, options: list[str], old: Version, new: Version, folder: Path
+) -> Iterator[Comparison]:
+    """Plans of both versions are equal, and the newer one simulates the older one's."""
+    plans = [folder / f"plan-{name}-{label}" for label in ("old", "new")]
+    for version, plan in zip((old, new), plans, strict=True):
+        version.run("-m", "engine", "plan", *options, "--out", str(plan))
+    texts = [(plan / "plan.json").read_text(encoding="utf-8") for plan in plans]
+    differences = () if texts[0] == texts[1] else ("plan.json differs",)
+    yield Comparison(name=f"plan {name}", differences=differences)
+    simulated = [
+        json.loads(version.run("-m", "engine", "simulate", str(plans[0] / "plan.json"), "--json"))
+        for version in (old, new)
+    ]
+    differences = () if simulated[0] == simulated[1] else ("simulated steps differ",)
+    yield Comparison(name=f"plan {name}, the older one's simulated", differences=differences)
+
+
+def compare_training(old: Version, new: Version, build: str, folder: Path) -> Comparison:
+    """A run of the older version, continued by both from a copy of its state: equal losses."""
+    first, last = TRAIN_STEPS
+    state = folder / "training"
+    train(old, build, state, first)
+    losses = []
+    for version, label in ((old, "old"), (new, "new")):
+        copy = folder / f"training-{label}"
+        subprocess.run(["cp", "-r", str(state), str(copy)], check=True)
+        losses.append(train(version, build, copy, last)[-(last - first) :])
+    differences = () if losses[0] == losses[1] else (f"losses {losses[0]} and {losses[1]}",)
+    return Comparison(name=f"training, continued: losses {losses[1]}", differences=differences)
+
+
+def train(version: Version, build: str, state: Path, steps: int) -> list[float]:
+    """Train on two ranks up to a step, saving each; -> the losses of all steps."""
+    figures = state.with_name(f"{state.name}-{steps}.jsonl")
+    options = ["--state", str(state), "--save-every", "1", "--figures", str(figures)]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    version.run(*launch, *version.train, build, "--steps", str(steps), *options)
+    return [json.loads(line)["loss"] for line in figures.read_text().splitlines()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
