@@ -4,7 +4,7 @@ that are public.
     python benchmarks/caps.py FILE... [--dp 8] [--model internvl_1_5] [--iterations 10]
 
 FILE: a counts.parquet, or a length file as the OmniBal authors publish them (AI2D and ChartQA of
-their repository are what docs/benchmarks.md shows). One core, half a minute. Caps are shown for the
+their repository are what docs/results/ shows). One core, half a minute. Caps are shown for the
 default grouping and for ISF.
 
 Assumptions: times are `balance.flops` with its default speeds, so trust ratios, not milliseconds; a

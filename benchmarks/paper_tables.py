@@ -1,6 +1,6 @@
-"""The papers' tables beside ours, simulated by `engine`: writes docs/paper-tables.md.
+"""The papers' tables beside ours, simulated by `engine`: writes docs/results/papers.md.
 
-    python benchmarks/paper_tables.py [--out docs/paper-tables.md] [--only NAME...]
+    python benchmarks/paper_tables.py [--out docs/results/papers.md] [--only NAME...]
 
 No table is measured on GPUs: every figure of ours comes from the cost model of
 `engine.cost_model.analytical`, the simulator and samples that are drawn to match what the papers
@@ -39,7 +39,7 @@ are not published, samples are drawn to match what a paper tells of them; each t
 differs.
 
 OmniBal's Table 3 beyond what stands with Table 7 cannot be simulated: its samplers are not defined, nor its lengths
-published in full. docs/benchmarks.md has our own measurement on those that are."""
+published in full. docs/results/ has our own measurement on those that are."""
 
 SECTIONS: dict[str, Callable[[], Section]] = {
     "omnibal-checks": omnibal_checks.checks,
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "paper-tables.md")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "papers.md")
     parser.add_argument(
         "--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS), metavar="NAME"
     )

@@ -20,7 +20,7 @@ from loaders import StreamingLoader
 GIB = 2**30
 
 # Before CUDA begins: what waits for the whole GPU while NCCL's kernels turn would wait for ever
-# (docs/gpu.md).
+# (docs/results/gpu.md).
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 

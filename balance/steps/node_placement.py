@@ -12,7 +12,7 @@ batches (`balance.steps._node_swaps`); one that still sends more goes first in a
 So most targets out of reach fail at the first node, and those within reach cost no look at the
 examples of the many ranks that hold less. At the end each batch that nobody needed goes to the node
 of its largest example. Times, and the gap to a proven bound (an integer program for one node alone,
-other nodes ignored), in docs/benchmarks.md.
+other nodes ignored), in docs/results/.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Which one: packed batches `balance_sums` (any costs, not only lengths); batches 
 longest example `balance_padded`; packed batches with even memory *and* even attention
 `balance_squares`; packed linear layers but padded attention `balance_padded_attention`, or as
 published `balance_conv`. For 2,560 ranks of 60 examples the first two take as long as NumPy's
-fastest argsort of the lengths, 2 ms; the others 2 to 6 times that (docs/benchmarks.md).
+fastest argsort of the lengths, 2 ms; the others 2 to 6 times that (docs/results/).
 """
 
 from __future__ import annotations

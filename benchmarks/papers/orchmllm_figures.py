@@ -159,7 +159,7 @@ def volumes() -> Section:
             "texts. Paper: .436 to .722 less on average, by modality, which is not told apart. Ours saves less, "
             "because with 25 to 75 examples of similar size from 16 nodes no node holds much of any batch; with 16 "
             "examples per rank of heavy-tailed lengths the largest send falls by .54 to .69, the average by .22 to .25 "
-            "(docs/benchmarks.md, post-balancing).",
+            "(docs/results/, post-balancing).",
             table(
                 (
                     "model",

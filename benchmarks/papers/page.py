@@ -1,4 +1,4 @@
-"""What sections of docs/paper-tables.md are made of: Markdown tables and ratios. Pure."""
+"""What sections of docs/results/papers.md are made of: Markdown tables and ratios. Pure."""
 
 from __future__ import annotations
 

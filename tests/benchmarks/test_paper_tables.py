@@ -1,4 +1,4 @@
-"""docs/paper-tables.md is what the command makes, and what it claims of our plans holds."""
+"""docs/results/papers.md is what the command makes, and what it claims of our plans holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.planning.search.branch_and_bound import search_exact
 from engine.simulator.evaluate import evaluate
 from engine.simulator.schedule import one_f_one_b
 
-PAGE = Path(__file__).parents[2] / "docs" / "paper-tables.md"
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "papers.md"
 tables: Any = load("paper_tables")
 models: Any = load("papers.omnibal_models")
 training: Any = load("papers.omnibal_training")

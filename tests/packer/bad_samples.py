@@ -1,4 +1,4 @@
-"""Every line of the table of samples in docs/bad_input.md: the records and files, and what shall
+"""Every line of the table of samples in docs/reference/bad_input.md: the records and files, and what shall
 become of them.
 """
 

@@ -1,4 +1,4 @@
-"""Every line of the tables in docs/bad_input.md: what can be used is used, the rest is rejected
+"""Every line of the tables in docs/reference/bad_input.md: what can be used is used, the rest is rejected
 with its reason.
 """
 
@@ -32,7 +32,7 @@ from packer.progress import StageProgress
 from packer.records.record import REASONS
 from packer.report.summary import BuildSummary
 
-DOCS = Path(__file__).parents[2] / "docs" / "bad_input.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "bad_input.md"
 RULE = load_model("tiny").vision
 NUM_GOOD = 3
 

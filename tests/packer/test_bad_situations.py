@@ -1,4 +1,4 @@
-"""Every line of the table of situations in docs/bad_input.md, with the real command: one clear
+"""Every line of the table of situations in docs/reference/bad_input.md, with the real command: one clear
 line, no traceback.
 """
 
