@@ -8,7 +8,7 @@ samples with the spread of a mixed InternVL dataset. --resample draws N of the s
 replacement, all with the same weight.
 
 "x sums" and "x LP" are groups relative to two lower bounds: the sums divided by the caps, and a
-linear program that knows which samples fit together (tests/balance/lp_bound.py). Peers pack by
+linear program that knows which samples fit together (tests/support/oracles/lp_bound.py). Peers pack by
 tokens alone; "over" counts the groups over each cap. Times are the least of several runs; the
 first, which compiles, does not count. Exit status 1 when our groups are more than ISF's or than
 1.025 times the LP bound, when grouping and path together are not 50 times as fast as plain-Python
@@ -31,10 +31,8 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "balance")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import isf_oracle as plain  # noqa: E402
-from lp_bound import lp_bound  # noqa: E402
 from peer_packers import PEERS, Packer, as_groups, best_fit_online  # noqa: E402
 
 from balance.grouping.best_fit import group_best_fit  # noqa: E402
@@ -42,6 +40,8 @@ from balance.grouping.isf import group_isf  # noqa: E402
 from balance.order.sort_groups import sort_groups  # noqa: E402
 from balance.types import Groups, IntArray, Limits  # noqa: E402
 from packer.group_command import read_lengths  # noqa: E402
+from support.oracles import isf_oracle as plain  # noqa: E402
+from support.oracles.lp_bound import lp_bound  # noqa: E402
 
 WANTED_SPEED_RATIO = 50
 WANTED_OF_LP = 1.025

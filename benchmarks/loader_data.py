@@ -19,12 +19,13 @@ from PIL import Image
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [
     str(ROOT),
-    str(ROOT / "tests" / "loaders"),
+    str(ROOT / "tests"),
     str(Path(__file__).parent / "loader_peers"),
 ]
 
-import shard_fixture  # noqa: E402
 from measure import GROUP, read_samples  # noqa: E402
+
+from support.builds import shard_fixture  # noqa: E402
 
 MODEL = "internvl_1_5"
 SIDE, QUALITY = 448, 88

@@ -53,10 +53,10 @@ from loader_table import (
 from tables import console
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "loaders")]
+sys.path[:0] = [str(ROOT / "tests")]
 
-from remote_builds import upload  # noqa: E402
-from servers import S3Server, s3_server  # noqa: E402
+from support.builds.remote_builds import upload  # noqa: E402
+from support.servers import S3Server, s3_server  # noqa: E402
 
 MORE = ["--passes", "3", "--seconds", "1"]
 """Passes beyond the first of a run on disk: at least three, and as many as fit into a second."""

@@ -30,14 +30,13 @@ import numpy as np
 import pyarrow as pa
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "loaders")]
-
-import shard_fixture  # noqa: E402
-from servers import S3Server, s3_server  # noqa: E402
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from loaders.read.build import StorageOptions, StoredBuild, open_build  # noqa: E402
 from loaders.read.remote import join_ranges  # noqa: E402
 from shards.checksums import group_checksum  # noqa: E402
+from support.builds import shard_fixture  # noqa: E402
+from support.servers import S3Server, s3_server  # noqa: E402
 
 GROUPS, SAMPLES, IMAGE_BYTES = 500, 4, 52_000
 IMAGE_TOKENS, TEXT_TOKENS = 256, 200

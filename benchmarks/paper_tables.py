@@ -33,7 +33,7 @@ INTRODUCTION = """# The papers' tables, simulated
 
 Made by `python benchmarks/paper_tables.py`. **Nothing here was measured on GPUs**: times and bytes are those of the
 cost model (`engine/cost_model/analytical.py`, cluster presets in `configs/clusters`) and of the simulator, which agrees
-to the nanosecond with a second simulation that shares nothing with it (`tests/engine/oracle.py`). One number of the
+to the nanosecond with a second simulation that shares nothing with it (`tests/support/oracles/simulation_oracle.py`). One number of the
 cost model is fitted to a paper: how fast narrow matrix products are on an A100, to OmniBal's 21.3 GPU days. Where data
 are not published, samples are drawn to match what a paper tells of them; each table says what is assumed, and what
 differs.

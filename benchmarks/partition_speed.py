@@ -30,9 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "engine")]
-
-from random_costs import vlm  # noqa: E402
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from balance.types import IntArray  # noqa: E402
 from engine.cost_model.costs import Costs  # noqa: E402
@@ -42,6 +40,7 @@ from engine.planning.recompute import InfeasiblePlan, choose_recompute, fitted_s
 from engine.planning.search.branch_and_bound import SearchResult, search_exact  # noqa: E402
 from engine.simulator.evaluate import evaluate  # noqa: E402
 from engine.simulator.schedule import Schedule, make_schedule  # noqa: E402
+from support.costs.random_costs import vlm  # noqa: E402
 
 MOST_SECONDS = 15.0
 

@@ -30,9 +30,7 @@ from rich.table import Table
 from scipy.optimize import linear_sum_assignment
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "balance")]
-
-import nodewise_bound  # noqa: E402
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from balance.metrics import longest, padded_loads  # noqa: E402
 from balance.steps.all_to_all import comm_volumes, from_assignment  # noqa: E402
@@ -46,6 +44,7 @@ from balance.steps.post_balancing import (  # noqa: E402
     balance_sums,
 )
 from balance.types import Groups, IntArray  # noqa: E402
+from support.oracles import node_placement_bound  # noqa: E402
 
 WEIGHT = 1 / (6 * 1024)
 """Cost of a squared token in linear tokens: 4 w l^2 against 24 w^2 l FLOPs of a layer, width w =
@@ -258,7 +257,7 @@ def show_sends(steps: list[Step], ranks_per_node: int) -> bool:
             != moves["node-wise"].target_ranks // ranks_per_node
         )
         sends = step.drawn.sum(np.where(abroad, step.lengths, 0))
-        bound = nodewise_bound.worst_node_bound(
+        bound = node_placement_bound.worst_node_bound(
             step.lengths, batches, step.offsets, sends, ranks_per_node
         )
         gap = sent["node-wise"].largest_inter_node / bound - 1

@@ -6,7 +6,7 @@ step.
 Every time is the least of several rounds, after one that compiles. "all anew": schedule, program
 and simulation with empty caches, as for a shape that was never seen; "again": program and
 simulation of other costs, as in a search; "simulate": that alone. The plain simulation is the
-tests' oracle (`tests/engine/oracle.py`); both must agree to the last nanosecond, or this stops.
+tests' oracle (`tests/support/oracles/simulation_oracle.py`); both must agree to the last nanosecond, or this stops.
 Exit status 1 when 16,384 operations take over 90 ms all anew.
 """
 
@@ -25,16 +25,15 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "engine")]
-
-from oracle import Pipeline  # noqa: E402
-from random_steps import as_oracle, random_stages  # noqa: E402
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from engine.simulator import program, schedule  # noqa: E402
 from engine.simulator.memory import memory_of  # noqa: E402
 from engine.simulator.program import make_program  # noqa: E402
 from engine.simulator.schedule import Schedule, make_schedule  # noqa: E402
 from engine.simulator.simulate import critical_path, simulate  # noqa: E402
+from support.costs.random_steps import as_oracle, random_stages  # noqa: E402
+from support.oracles.simulation_oracle import Pipeline  # noqa: E402
 
 SCHEDULES = {"1f1b": 1, "gpipe": 1, "interleaved": 4, "zero_bubble": 1}
 """Stages per rank."""

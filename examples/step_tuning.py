@@ -26,7 +26,7 @@ from engine.cost_model.sample_loads import sample_loads
 from engine.runtime.errors import peers
 from engine.tuning.precompute import EncodeRanks, frozen_encoder
 from engine.tuning.step_planner import StepNote, TunedSteps
-from engine.tuning.tune import Pipeline, TuneOptions
+from engine.tuning.tune import PartitionedModel, TuneOptions
 
 
 def make_tuner(
@@ -52,7 +52,7 @@ def make_tuner(
     if encode != "never":
         frozen_encoder(known, borders)
     most = int(profile.loads.llm.tokens.max())
-    pipeline = Pipeline(
+    pipeline = PartitionedModel(
         cost=cost,
         borders=borders,
         recompute=np.array(layout.recompute),

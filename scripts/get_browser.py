@@ -4,7 +4,7 @@ unpacked.
     python scripts/get_browser.py
 
 Needs node and npm. Goes to `.browser/` of the repository, which git ignores, and is not fetched
-twice; the tests find it there (`tests/browser.py`). Any other Chromium in PATH does as well,
+twice; the tests find it there (`tests/support/browser.py`). Any other Chromium in PATH does as well,
 without this.
 """
 

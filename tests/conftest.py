@@ -5,7 +5,10 @@ import signal
 import subprocess
 
 import pytest
-from servers import find_weed, s3_server
+
+pytest.register_assert_rewrite("support")
+
+from support.servers import find_weed, s3_server  # noqa: E402
 
 
 def pytest_configure():

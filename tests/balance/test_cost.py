@@ -4,9 +4,7 @@ their parts cost.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_vlm import TinyVLM
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -23,9 +22,6 @@ from balance.errors import ConfigError
 from balance.flops import ComputeLoad, FlopsModel, GpuSpeed, epoch_ms
 from balance.presets import LlmShape, load_model, model_from_dict, model_to_dict
 from balance.types import Counts, Groups
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from tiny_vlm import TinyVLM
 
 MODELS = ["llava_1_5", "llava_next", "internvl_1_5", "qwen2_vl", "tiny"]
 

@@ -4,16 +4,15 @@ is right.
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
 from dataclasses import astuple
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
+import convergence
+import counting
 import numpy as np
 import pytest
+import resolutions
 
 from balance.presets import load_model
 from packer.count.sample_counter import CountTask, SampleCounter
@@ -21,20 +20,7 @@ from packer.demo.dataset import demo_tokenizer_path, write_demo
 from packer.sources._json_records import read_json_records
 from shards.folders import open_folder
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 DEMO_SAMPLES = 60
-
-
-def load(name: str) -> ModuleType:
-    """A benchmark as a module: run as scripts, they find what they share beside them."""
-    if str(BENCHMARKS) not in sys.path:
-        sys.path.append(str(BENCHMARKS))
-    return importlib.import_module(name)
-
-
-convergence: Any = load("convergence")
-counting: Any = load("counting")
-resolutions: Any = load("resolutions")
 
 
 @pytest.fixture(scope="module")

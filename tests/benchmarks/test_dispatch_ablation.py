@@ -2,20 +2,19 @@
 refuses wrong losses.
 """
 
-import importlib
 import re
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
+import dispatch_ablation as ablation
 import numpy as np
 import pytest
+from dispatching import runs
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "dispatch_ablation.py"
-sys.path.append(str(BENCHMARK.parent))
-ablation = importlib.import_module("dispatch_ablation")
-runs = importlib.import_module("dispatching.runs")
+from support import BENCHMARKS
+
+BENCHMARK = BENCHMARKS / "dispatch_ablation.py"
 
 TIMEOUT_S = 120
 

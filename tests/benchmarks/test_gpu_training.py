@@ -5,7 +5,6 @@ numbers.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import math
 import subprocess
@@ -17,6 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gpu import batches, device, layers, optimizer, presets, profiles, train_run, trainer
+from papers.datasets import internvl_samples
+from papers.omnibal_models import PAIRS
 from torch.nn import functional
 
 from balance.presets import load_model
@@ -25,20 +27,9 @@ from engine.cost_model.layer_list import layers_of
 from engine.cost_model.parallel import Parallelism
 from engine.cost_model.profile_table import profiled_costs, read_profile
 from engine.runtime.cpu_memory import LiveBytes
+from support import BENCHMARKS
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 COMMAND = [sys.executable, BENCHMARKS / "gpu_training.py"]
-sys.path.append(str(BENCHMARKS))
-batches: Any = importlib.import_module("gpu.batches")
-device: Any = importlib.import_module("gpu.device")
-layers: Any = importlib.import_module("gpu.layers")
-optimizer: Any = importlib.import_module("gpu.optimizer")
-presets: Any = importlib.import_module("gpu.presets")
-profiles: Any = importlib.import_module("gpu.profiles")
-train_run: Any = importlib.import_module("gpu.train_run")
-trainer: Any = importlib.import_module("gpu.trainer")
-PAIRS: Any = importlib.import_module("papers.omnibal_models").PAIRS
-internvl_samples: Any = importlib.import_module("papers.datasets").internvl_samples
 
 TIMEOUT_S = 120
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -4,26 +4,19 @@ stored.
 
 from __future__ import annotations
 
-import importlib
 import io
 import sys
 from pathlib import Path
 from typing import Any
 
+import loader_data as data
+import loader_runs as runs
+import loader_table as table
+import measure
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-for folder in (BENCHMARKS, BENCHMARKS / "loader_peers"):
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-
-table: Any = importlib.import_module("loader_table")
-runs: Any = importlib.import_module("loader_runs")
-data: Any = importlib.import_module("loader_data")
-measure: Any = importlib.import_module("measure")
 
 RAW = table.Work(remote=False, decoded=False, workers=0).column
 DECODED = table.Work(remote=False, decoded=True, workers=2).column

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import Any
 
 import numpy as np
+import paper_tables as tables
 import pytest
-from test_benchmarks_run import load
+from papers import omnibal_models as models
+from papers import omnibal_steps as steps
+from papers import omnibal_training as training
+from papers import page
 
 from engine.cost_model.parallel import Training
 from engine.planning.search.branch_and_bound import search_exact
 from engine.simulator.evaluate import evaluate
 from engine.simulator.schedule import one_f_one_b
+from support import ROOT
 
-PAGE = Path(__file__).parents[2] / "docs" / "results" / "papers.md"
-tables: Any = load("paper_tables")
-models: Any = load("papers.omnibal_models")
-training: Any = load("papers.omnibal_training")
-steps: Any = load("papers.omnibal_steps")
-page: Any = load("papers.page")
+PAGE = ROOT / "docs" / "results" / "papers.md"
 CLOCKED = {"pipetune-2", "pipetune-8"}
 """Sections with search times."""
 

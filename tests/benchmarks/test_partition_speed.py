@@ -2,9 +2,10 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "partition_speed.py"
+from support import BENCHMARKS
+
+BENCHMARK = BENCHMARKS / "partition_speed.py"
 
 
 def test_a_small_model_is_solved_and_no_method_is_faster():

@@ -2,9 +2,10 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "simulator_speed.py"
+from support import BENCHMARKS
+
+BENCHMARK = BENCHMARKS / "simulator_speed.py"
 
 
 def test_every_schedule_is_measured():

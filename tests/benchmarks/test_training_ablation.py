@@ -6,20 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import prediction
 import pytest
 import torch
-from test_benchmarks_run import load
+from ablation import data, model, pipetune_stand_in, ranks, real, real_pipetune, variants
+from papers import datasets
 from torch.utils.flop_counter import FlopCounterMode
-
-data: Any = load("ablation.data")
-model: Any = load("ablation.model")
-ranks: Any = load("ablation.ranks")
-real: Any = load("ablation.real")
-variants: Any = load("ablation.variants")
-real_pipetune: Any = load("ablation.real_pipetune")
-pipetune_stand_in: Any = load("ablation.pipetune_stand_in")
-datasets: Any = load("papers.datasets")
-prediction: Any = load("prediction")
 
 
 @pytest.fixture(scope="module")

@@ -3,26 +3,20 @@ in one line.
 """
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
-sys.path[:0] = [
-    str(Path(__file__).parents[2] / "examples"),
-    str(Path(__file__).parents[1] / "loaders"),
-]
 
-from pipeline_models import open_model  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
-from shard_fixture import group_samples, make_samples, write_build  # noqa: E402
-from tiny_transformers import make_config, read_model, write_model  # noqa: E402
+from pipeline_models import open_model
+from safetensors.torch import load_file, save_file
+from tiny_transformers import make_config, read_model, write_model
 
-from balance.errors import ConfigError, DataError  # noqa: E402
-from loaders import StreamingLoader  # noqa: E402
+from balance.errors import ConfigError, DataError
+from loaders import StreamingLoader
+from support.builds.shard_fixture import group_samples, make_samples, write_build
 
 PRESETS = {"llava": "llava_1_5", "internvl": "internvl_1_5_max1", "qwen2_vl": "qwen2_vl"}
 

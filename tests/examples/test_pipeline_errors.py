@@ -9,22 +9,16 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from train_pipeline import main
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path[:0] = [
-    str(EXAMPLES),
-    *(str(Path(__file__).parents[1] / part) for part in ("loaders", "engine/runtime")),
-]
-
-from heard_build import build_heard  # noqa: E402
-from sample_tables import write_tabled  # noqa: E402
-from shard_fixture import group_samples, make_samples  # noqa: E402
-from train_pipeline import main  # noqa: E402
-from tuned_ranks import stated_profile  # noqa: E402
+from support import EXAMPLES
+from support.builds.audio_build import build_heard
+from support.builds.sample_tables import write_tabled
+from support.builds.shard_fixture import group_samples, make_samples
+from support.rank_programs.tuned_ranks import stated_profile
 
 DEADLINE_S = 60
 

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,29 +13,24 @@ import torch
 
 pytest.importorskip("transformers")
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path[:0] = [
-    str(EXAMPLES),
-    *(str(Path(__file__).parents[1] / part) for part in ("loaders", "engine/runtime")),
-]
 
-from family_ranks import STEPS, everything  # noqa: E402
-from pipeline_layout import follow  # noqa: E402
-from pipeline_models import open_model  # noqa: E402
-from ranks import run_ranks  # noqa: E402
-from sample_tables import write_tabled  # noqa: E402
-from shard_fixture import group_samples, make_samples, write_build  # noqa: E402
-from stated_ranks import TUNED, state_times, tune_by_stated  # noqa: E402
-from tiny_transformers import make_config  # noqa: E402
-from train_pipeline import main, parse, start, train  # noqa: E402
+from pipeline_layout import follow
+from pipeline_models import open_model
+from tiny_transformers import make_config
+from train_pipeline import main, parse, start, train
 
-from balance.errors import ConfigError  # noqa: E402
-from engine.cost_model.profile_table import read_profile  # noqa: E402
-from engine.planning.adaptive_recompute import OutOfMemory  # noqa: E402
-from engine.planning.plan import read_plan  # noqa: E402
-from engine.runtime.cpu_memory import LiveBytes  # noqa: E402
-from engine.runtime.profiling.recompute_trials import StepObserver  # noqa: E402
-from loaders import StreamingLoader  # noqa: E402
+from balance.errors import ConfigError
+from engine.cost_model.profile_table import read_profile
+from engine.planning.adaptive_recompute import OutOfMemory
+from engine.planning.plan import read_plan
+from engine.runtime.cpu_memory import LiveBytes
+from engine.runtime.profiling.recompute_trials import StepObserver
+from loaders import StreamingLoader
+from support.builds.sample_tables import write_tabled
+from support.builds.shard_fixture import group_samples, make_samples, write_build
+from support.ranks import run_ranks
+from support.trainers.family_ranks import STEPS, everything
+from support.trainers.stated_ranks import TUNED, state_times, tune_by_stated
 
 pytestmark = pytest.mark.slow
 

@@ -4,24 +4,19 @@ training takes.
 
 import gc
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from ranks import launch
+from plan_pipeline import MOST_STEPS, first_of_all_phases
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path[:0] = [str(EXAMPLES), str(Path(__file__).parents[1] / "loaders")]
-
-from plan_pipeline import MOST_STEPS, first_of_all_phases  # noqa: E402
-from sample_tables import text_samples  # noqa: E402
-from shard_fixture import group_samples, make_samples, write_build  # noqa: E402
-
-from balance.errors import ConfigError  # noqa: E402
-from engine.cost_model.profile_table import profiled_costs, read_profile  # noqa: E402
-from engine.planning.plan import read_plan  # noqa: E402
-from loaders import StreamingLoader  # noqa: E402
+from balance.errors import ConfigError
+from engine.cost_model.profile_table import profiled_costs, read_profile
+from engine.planning.plan import read_plan
+from loaders import StreamingLoader
+from support import EXAMPLES
+from support.builds.sample_tables import text_samples
+from support.builds.shard_fixture import group_samples, make_samples, write_build
+from support.ranks import launch
 
 
 @pytest.fixture(scope="module")

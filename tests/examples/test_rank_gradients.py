@@ -3,22 +3,16 @@ sample.
 """
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from tiny_vlm import token_losses
+from train_tiny import make_model
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path[:0] = [str(EXAMPLES), str(Path(__file__).parents[1] / "loaders")]
-
-from dump_gradients import WORLD_SIZE, dump  # noqa: E402
-from ranks import on_ranks  # noqa: E402
-from shard_fixture import group_samples, make_samples, write_build  # noqa: E402
-from tiny_vlm import token_losses  # noqa: E402
-from train_tiny import make_model  # noqa: E402
-
-from loaders import StreamingLoader  # noqa: E402
+from loaders import StreamingLoader
+from support.builds.shard_fixture import group_samples, make_samples, write_build
+from support.ranks import on_ranks
+from support.trainers.dump_gradients import WORLD_SIZE, dump
 
 torch.set_num_threads(1)
 

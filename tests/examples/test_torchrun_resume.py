@@ -14,14 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import launch
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path[:0] = [str(EXAMPLES), str(Path(__file__).parents[1] / "loaders")]
-
-from shard_fixture import group_samples, make_samples, write_build  # noqa: E402
-
-from loaders import StreamingLoader  # noqa: E402
+from loaders import StreamingLoader
+from support import EXAMPLES
+from support.builds.shard_fixture import group_samples, make_samples, write_build
+from support.ranks import launch
 
 NUM_SAMPLES = 200
 SAVE_EVERY = 2

@@ -14,23 +14,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import launch
+from pipeline_models import open_model
+from tiny_vlm import token_losses
+from tiny_vlm_layers import make_layers, num_patches
+from train_pipeline import main
+from train_tiny import accumulate, endless, make_model, train
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path[:0] = [str(EXAMPLES), str(Path(__file__).parents[1] / "loaders")]
-
-from pipeline_models import open_model  # noqa: E402
-from shard_fixture import group_samples, make_samples, write_build  # noqa: E402
-from tiny_vlm import token_losses  # noqa: E402
-from tiny_vlm_layers import make_layers, num_patches  # noqa: E402
-from train_pipeline import main  # noqa: E402
-from train_tiny import accumulate, endless, make_model, train  # noqa: E402
-
-from engine.cost_model.analytical import layer_names  # noqa: E402
-from engine.cost_model.layer_list import layers_of  # noqa: E402
-from engine.cost_model.parallel import Parallelism  # noqa: E402
-from engine.runtime.checkpoints.training_state import PROGRESS_NAME, newest_state  # noqa: E402
-from loaders import StreamingLoader  # noqa: E402
+from engine.cost_model.analytical import layer_names
+from engine.cost_model.layer_list import layers_of
+from engine.cost_model.parallel import Parallelism
+from engine.runtime.checkpoints.training_state import PROGRESS_NAME, newest_state
+from loaders import StreamingLoader
+from support import EXAMPLES
+from support.builds.shard_fixture import group_samples, make_samples, write_build
+from support.ranks import launch
 
 NUM_SAMPLES, STEPS, MICRO_BATCHES, SAVE_EVERY = 160, 16, 4, 2
 TOLERANCE = 1e-5

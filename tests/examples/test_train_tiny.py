@@ -3,19 +3,15 @@
 import dataclasses
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from tiny_vlm import token_losses
+from train_tiny import accumulate, make_model, train
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path[:0] = [str(EXAMPLES), str(Path(__file__).parents[1] / "loaders")]
-
-from shard_fixture import FORMATS, group_samples, make_samples, write_build  # noqa: E402
-from tiny_vlm import token_losses  # noqa: E402
-from train_tiny import accumulate, make_model, train  # noqa: E402
-
-from loaders import StreamingLoader  # noqa: E402
+from loaders import StreamingLoader
+from support import EXAMPLES
+from support.builds.shard_fixture import FORMATS, group_samples, make_samples, write_build
 
 NUM_SAMPLES = 60
 

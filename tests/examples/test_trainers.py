@@ -3,20 +3,14 @@ that are left.
 """
 
 import importlib
-import sys
 from collections import Counter
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path[:0] = [str(EXAMPLES), str(Path(__file__).parents[1] / "loaders")]
-
-from shard_fixture import group_samples, make_samples, write_build  # noqa: E402
-
-from loaders import StreamingLoader  # noqa: E402
+from loaders import StreamingLoader
+from support.builds.shard_fixture import group_samples, make_samples, write_build
 
 NUM_SAMPLES, SAVE_EVERY = 70, 3
 KILLED_IN_STEP = 5

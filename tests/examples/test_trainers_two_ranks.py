@@ -3,23 +3,18 @@ spoils the loss.
 """
 
 import importlib
-import sys
 from itertools import chain
-from pathlib import Path
 
 import pytest
 import torch
-from ranks import launch
+from tiny_vlm import token_losses
+from train_tiny import make_model
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path[:0] = [str(EXAMPLES), str(Path(__file__).parents[1] / "loaders")]
-
-from shard_fixture import group_samples, make_samples, write_build  # noqa: E402
-from tiny_vlm import token_losses  # noqa: E402
-from train_tiny import make_model  # noqa: E402
-
-from loaders import StreamingLoader  # noqa: E402
-from loaders.batch.model_inputs import model_inputs  # noqa: E402
+from loaders import StreamingLoader
+from loaders.batch.model_inputs import model_inputs
+from support import TESTS
+from support.builds.shard_fixture import group_samples, make_samples, write_build
+from support.ranks import launch
 
 for needed in ("accelerate", "lightning", "transformers"):
     pytest.importorskip(needed)
@@ -42,7 +37,7 @@ def build(tmp_path_factory):
 @pytest.fixture(scope="module")
 def trained(build, tmp_path_factory):
     out = tmp_path_factory.mktemp("trained")
-    script = Path(__file__).with_name("run_two_ranks.py")
+    script = TESTS / "support" / "trainers" / "run_two_ranks.py"
     result = launch(2, out, script, build, out, STEPS, RATE, most_s=200)
     assert result.returncode == 0, result.stderr[-3000:]
     return out

@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from shard_fixture import group_samples, make_samples, write_build
+
+from support.builds.shard_fixture import group_samples, make_samples, write_build
 
 PROGRAM = """
 import sys

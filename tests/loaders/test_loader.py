@@ -10,10 +10,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shard_fixture import FORMATS, IMAGE_TOKEN, group_samples, make_samples, write_build
 
 from balance.errors import ConfigError, DataError
 from loaders import MicroBatch, StreamingLoader
+from support.builds.shard_fixture import (
+    FORMATS,
+    IMAGE_TOKEN,
+    group_samples,
+    make_samples,
+    write_build,
+)
 
 NUM_SAMPLES = 90
 

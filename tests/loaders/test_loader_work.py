@@ -13,17 +13,18 @@ import sys
 import threading
 from collections import Counter
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
-from sample_tables import write_tabled
-from shard_fixture import IMAGE_TOKEN, group_samples, make_samples
-from step_planners import dispatch, repack
 from torch.utils.data import DataLoader, IterableDataset
 
 from balance.errors import ConfigError, DataError
-from loaders import MicroBatch, StreamingLoader
+from loaders import StreamingLoader
+from support import TESTS
+from support.builds.sample_tables import write_tabled
+from support.builds.shard_fixture import IMAGE_TOKEN, group_samples, make_samples
+from support.loading.contents import content
+from support.loading.step_planners import dispatch, repack
 
 NUM_SAMPLES = 60
 
@@ -46,23 +47,6 @@ def _no_thread_is_left():
 
 def load(build, rank=0, world=1, **options):
     return StreamingLoader(build, dp_rank=rank, dp_world_size=world, **options)
-
-
-def content(step):
-    """All that a step holds, comparable."""
-    batches = [*step, *(batch for name in sorted(step.encoders) for batch in step.encoders[name])]
-    return [
-        [as_bytes(getattr(batch, field.name)) for field in dataclasses.fields(MicroBatch)]
-        for batch in batches
-    ]
-
-
-def as_bytes(value):
-    return (
-        (value.shape, value.dtype, value.numpy().tobytes())
-        if isinstance(value, torch.Tensor)
-        else value
-    )
 
 
 MODES = [
@@ -292,7 +276,7 @@ def test_tensors_are_on_the_device_that_was_asked_for(builds):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_ends_at_once_and_leaves_nothing(builds, number):
-    script = Path(__file__).with_name("interrupted.py")
+    script = TESTS / "support" / "loading" / "interrupted.py"
     process = subprocess.Popen(
         [sys.executable, script, builds["arrow"]],
         stdout=subprocess.PIPE,

@@ -3,9 +3,7 @@ image tokens.
 """
 
 import io
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +13,7 @@ from loaders import StreamingLoader
 from packer.build import Builder
 from packer.config import BuildConfig
 from packer.progress import StageProgress
-
-sys.path.append(str(Path(__file__).parents[1] / "packer"))
-
-from raw_data import good_records, options, write_dataset
+from support.builds.raw_data import good_records, options, write_dataset
 
 BUILDS = [("tiny", "arrow"), ("tiny", "webdataset"), ("tiny", "refs"), ("qwen2_vl", "arrow")]
 

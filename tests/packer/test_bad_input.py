@@ -12,10 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from bad_pictures import PNG
-from bad_samples import BUILDS, CASES, LINKS, OUTSIDE
 from PIL import Image
-from raw_data import options, record
 from rich.console import Console
 from tokenizers import Tokenizer
 from transformers.image_utils import load_image
@@ -31,8 +28,10 @@ from packer.demo.dataset import demo_tokenizer_path
 from packer.progress import StageProgress
 from packer.records.record import REASONS
 from packer.report.summary import BuildSummary
+from support.builds.bad_pictures import PNG
+from support.builds.bad_samples import BUILDS, CASES, DOCS, LINKS, OUTSIDE, rows_of
+from support.builds.raw_data import options, record
 
-DOCS = Path(__file__).parents[2] / "docs" / "reference" / "bad_input.md"
 RULE = load_model("tiny").vision
 NUM_GOOD = 3
 
@@ -233,13 +232,6 @@ def test_the_loader_names_the_sample_whose_pixels_are_damaged(builds):
     loader = StreamingLoader(builds("undecodable").out, dp_rank=0, dp_world_size=1)
     with pytest.raises(DataError, match=case.lines[0]["id"]):
         list(loader)
-
-
-def rows_of(heading):
-    """The cells of a table in the docs, without its head."""
-    section = DOCS.read_text("utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
-    return [tuple(cell.strip() for cell in line) for line in lines[2:]]
 
 
 def test_the_table_of_samples_and_the_cases_are_the_same():

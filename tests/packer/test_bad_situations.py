@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from raw_data import options, record, write_dataset, write_image
-from test_bad_input import rows_of
+
+from support.builds.bad_samples import rows_of
+from support.builds.raw_data import options, record, write_dataset, write_image
 
 GOOD = json.dumps([record(0), record(1)]).encode()
 SIMPLE = [

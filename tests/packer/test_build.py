@@ -2,8 +2,6 @@
 on.
 """
 
-import hashlib
-import io
 import json
 import os
 import signal
@@ -13,12 +11,9 @@ import time
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
-from raw_data import good_records, options, record, write_dataset, write_image
-from rich.console import Console
 
 from balance.errors import ConfigError, DataError
 from balance.media.image_tokens import plan_image
@@ -27,54 +22,11 @@ from balance.types import COUNT_COLUMNS
 from packer.build import Builder
 from packer.build_dir import locked
 from packer.config import BuildConfig
-from packer.progress import StageProgress
 from packer.verify import verify_build
-from shards.checksums import group_checksum
 from shards.manifest import read_manifest
 from shards.tables import read_groups
-
-
-def quiet():
-    return StageProgress(Console(file=io.StringIO()))
-
-
-def build(folder, out, **changes):
-    return Builder(BuildConfig(**options(folder, out, **changes)), quiet()).build()
-
-
-def digests(out):
-    """Name -> SHA-256 of every file of a build but the report."""
-    paths = sorted(path for path in out.rglob("*") if path.is_file())
-    return {
-        str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths
-    }
-
-
-def read_index(out):
-    with pa.memory_map(str(out / "index.arrow")) as source:
-        return pa.ipc.open_file(source).read_all()
-
-
-def read_samples(out):
-    """All samples of Arrow shards by the index's byte ranges, in order."""
-    index, manifest, rows = read_index(out), read_manifest(out), []
-    for entry in index.to_pylist():
-        with (out / manifest["shards"][entry["shard"]]["name"]).open("rb") as file:
-            file.seek(entry["offset"])
-            message = file.read(entry["length"])
-        assert group_checksum(message) == entry["checksum"]
-        shard = pa.ipc.open_file(str(out / manifest["shards"][entry["shard"]]["name"]))
-        batch = pa.ipc.read_record_batch(pa.py_buffer(message), shard.schema).to_pylist()
-        assert [row["sample_id"] for row in batch] == entry["sample_ids"]
-        assert sum(len(row["input_ids"]) for row in batch) == sum(
-            entry[f"num_{kind}_tokens"] for kind in ("image", "text", "audio")
-        )
-        assert (
-            sum((np.array(row["labels"]) != -100).sum() for row in batch)
-            == entry["num_loss_tokens"]
-        )
-        rows += batch
-    return rows
+from support.builds.packed import build, digests, quiet, read_index, read_samples
+from support.builds.raw_data import good_records, options, record, write_dataset, write_image
 
 
 @pytest.fixture(scope="module")

@@ -7,26 +7,14 @@ import subprocess
 import sys
 
 import pytest
-from raw_data import good_records, options, record, write_dataset, write_image
 
-from packer.cli import main
-
-
-def packer(capsys, monkeypatch, *arguments):
-    """-> (exit status, stdout, stderr)"""
-    monkeypatch.setattr(sys, "argv", ["packer", *map(str, arguments)])
-    status = 0
-    try:
-        main()
-    except SystemExit as leave:
-        status = leave.code or 0
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
+from support.builds.command import run_packer
+from support.builds.raw_data import good_records, options, record, write_dataset, write_image
 
 
 @pytest.fixture
 def run(capsys, monkeypatch):
-    return lambda *arguments: packer(capsys, monkeypatch, *arguments)
+    return lambda *arguments: run_packer(capsys, monkeypatch, *arguments)
 
 
 @pytest.fixture

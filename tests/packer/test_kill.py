@@ -9,8 +9,9 @@ import sys
 import time
 
 import pytest
-from raw_data import good_records, options, write_dataset
-from test_build import digests
+
+from support.builds.packed import digests
+from support.builds.raw_data import good_records, options, write_dataset
 
 RUN_S = 600
 """For a build at most. Ray takes 10 s here, but minutes beside a few other processes that want the

@@ -3,10 +3,8 @@ would feed it.
 """
 
 import json
-from pathlib import Path
 
 import pytest
-from test_build import build, digests, quiet, read_samples
 from transformers import AutoTokenizer
 
 from balance.config import preset_names
@@ -15,8 +13,10 @@ from balance.media.image_tokens import plan_image
 from balance.presets import load_model
 from packer.verify import verify_build
 from shards.manifest import read_manifest
+from support import ROOT
+from support.builds.packed import build, digests, quiet, read_samples
 
-SHARED = Path(__file__).parents[3] / "shared"
+SHARED = ROOT.parent / "shared"
 MANUALS = SHARED / "corpora" / "manuals"
 SPEECH = SHARED / "corpora" / "speech"
 QWEN = SHARED / "tokenizers" / "qwen2_5"

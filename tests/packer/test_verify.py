@@ -1,12 +1,12 @@
 import json
 
 import pytest
-from raw_data import good_records, write_dataset
-from test_build import build, quiet
 
 from balance.errors import DamagedShard, DataError
 from packer.verify import require_intact, verify_build
 from shards.manifest import write_manifest
+from support.builds.packed import build, quiet
+from support.builds.raw_data import good_records, write_dataset
 
 
 @pytest.fixture(params=["arrow", "webdataset", "refs"])

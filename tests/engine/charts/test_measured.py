@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from chart_steps import chart_step
-from random_steps import random_stages
 
 from engine.charts.measured import compare_steps, compare_trace, measured_timeline, write_comparison
 from engine.simulator.program import make_program
 from engine.simulator.schedule import make_schedule
 from engine.simulator.simulate import critical_path, simulate, transfers
+from support.costs.chart_steps import chart_step
+from support.costs.random_steps import random_stages
 
 NAMES = ("1f1b", "gpipe", "zero_bubble", "interleaved")
 

@@ -8,12 +8,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from random_steps import random_costs
 
 from engine.charts.trace import GIB, make_trace, write_trace
 from engine.simulator.evaluate import evaluate, schedule_for
 from engine.simulator.schedule import SCHEDULES
 from engine.simulator.simulate import critical_path
+from support.costs.random_steps import random_costs
 
 
 @pytest.fixture(params=SCHEDULES)

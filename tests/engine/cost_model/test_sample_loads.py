@@ -1,12 +1,12 @@
 """Samples and micro-batches of samples as loads."""
 
 import numpy as np
-from linear_costs import mixed_samples
 
 from balance.presets import load_model
 from balance.types import COUNT_COLUMNS, Counts
 from engine.cost_model.sample_loads import joined_loads, packed_loads, sample_loads
 from engine.tuning.pack import pack_in_order
+from support.costs.linear_costs import mixed_samples
 
 
 def test_micro_batches_bring_the_sums_of_their_samples():

@@ -4,8 +4,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-from linear_costs import LinearModel
-from random_examples import random_counts, uneven_offsets
 
 from balance.errors import ConfigError
 from balance.steps.all_to_all import from_assignment
@@ -13,6 +11,8 @@ from engine.cost_model.clusters import Link
 from engine.cost_model.loads import PhaseLoads
 from engine.dispatching.dispatch import PHASES, DispatchOptions, Examples, plan_dispatch
 from engine.dispatching.times import TokenBytes, phase_cost, phase_times, phase_volumes, step_times
+from support.costs.linear_costs import LinearModel
+from support.costs.random_examples import random_counts, uneven_offsets
 
 OPTIONS = {
     "full": {},

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from random_examples import random_counts, uneven_offsets
 
 from balance.steps.step_planner import StepPlanner, StepRequest, check_assignment
 from engine.dispatching.dispatch import DispatchOptions
 from engine.dispatching.step_planner import DispatchedSteps
+from support.costs.random_examples import random_counts, uneven_offsets
 
 
 def samples_of(seed, dp, micro_batches, count=90):

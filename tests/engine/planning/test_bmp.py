@@ -4,7 +4,6 @@ import itertools
 
 import numpy as np
 import pytest
-from random_costs import random_model, vlm
 
 from balance.errors import ConfigError
 from engine.cost_model.costs import NS_PER_MS
@@ -12,6 +11,7 @@ from engine.planning.bmp import candidate, greedy_anchor, rank_candidates, searc
 from engine.planning.recompute import InfeasiblePlan, fitted_step
 from engine.planning.search.branch_and_bound import search_exact
 from engine.simulator.evaluate import schedule_for
+from support.costs.random_costs import random_model, vlm
 
 PLENTY = 10**15
 

@@ -4,7 +4,6 @@ import itertools
 
 import numpy as np
 import pytest
-from random_costs import random_model, vlm
 
 from balance.errors import ConfigError
 from engine.planning.partition import (
@@ -15,6 +14,7 @@ from engine.planning.partition import (
     by_step_time,
     even_partition,
 )
+from support.costs.random_costs import random_model, vlm
 
 
 def all_borders(num_layers, num_stages):

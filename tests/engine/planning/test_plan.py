@@ -5,11 +5,11 @@ import json
 
 import numpy as np
 import pytest
-from plan_questions import plan_request, uneven_loads
 
 from balance.errors import ConfigError, DataError
 from engine.planning.plan import plan_from_json, read_plan, write_plan
 from engine.planning.planner import make_plan
+from support.costs.plan_questions import plan_request, uneven_loads
 
 
 @pytest.fixture(scope="module")

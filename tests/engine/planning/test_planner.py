@@ -7,7 +7,6 @@ from io import StringIO
 
 import numpy as np
 import pytest
-from plan_questions import plan_request, uneven_loads
 from rich.console import Console
 
 from balance.errors import ConfigError
@@ -26,6 +25,7 @@ from engine.planning.planner import make_plan, simulate_run, tensor_parallel_ns
 from engine.planning.recompute import InfeasiblePlan, choose_recompute
 from engine.planning.search.branch_and_bound import search_exact
 from engine.simulator.evaluate import evaluate, schedule_for
+from support.costs.plan_questions import plan_request, uneven_loads
 
 
 @pytest.fixture(scope="module")

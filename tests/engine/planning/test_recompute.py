@@ -4,13 +4,13 @@ import itertools
 
 import numpy as np
 import pytest
-from random_costs import random_model, vlm
 
 from engine.planning.rank_memory import layer_memory, minimal_choices, peak_bytes, rank_order
 from engine.planning.recompute import InfeasiblePlan, choose_recompute, fitted_step, rank_choices
 from engine.simulator.evaluate import schedule_for
 from engine.simulator.memory import memory_of
 from engine.simulator.stages import stage_costs
+from support.costs.random_costs import random_model, vlm
 
 SHAPES = [("1f1b", 1), ("gpipe", 1), ("zero_bubble", 1), ("interleaved", 2)]
 

@@ -3,7 +3,8 @@ loss.
 """
 
 import pytest
-from rank_cases import Case, run_cases
+
+from support.rank_programs.rank_cases import Case, run_cases
 
 AHEAD = {"frozen": ("vision",), "counts": (5, 1, 6)}
 TWO = [

@@ -3,7 +3,8 @@ and length.
 """
 
 import pytest
-from rank_cases import Case, run_cases
+
+from support.rank_programs.rank_cases import Case, run_cases
 
 TWO = [
     Case(name="1f1b", pp=2),

@@ -3,8 +3,9 @@ one clear line.
 """
 
 import pytest
-from rank_faults import delay, lose, measure, not_finite
-from ranks import run_ranks
+
+from support.rank_programs.rank_faults import delay, lose, measure, not_finite
+from support.ranks import run_ranks
 
 
 @pytest.mark.parametrize(("num_ranks", "victim"), [(4, 2), (3, 0)])

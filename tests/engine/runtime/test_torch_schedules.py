@@ -5,16 +5,16 @@ ours do.
 from types import SimpleNamespace
 
 import pytest
-import rank_cases
 import torch
 import torch.distributed as dist
-from rank_cases import Case
-from ranks import on_ranks
-from toy_model import make_batch, make_model
 
 from balance.errors import ConfigError
 from engine.runtime.pipeline import Pipeline, PipelineOptions
 from engine.runtime.torch_schedules import TESTED, TorchSchedules, check_version
+from support.models.toy_model import make_batch, make_model
+from support.rank_programs import rank_cases
+from support.rank_programs.rank_cases import Case
+from support.ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(
     ".".join(torch.__version__.split(".")[:2]) not in TESTED,

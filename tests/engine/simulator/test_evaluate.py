@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
-from oracle import Pipeline
-from random_steps import as_oracle, random_costs
 
 from balance.errors import ConfigError
 from engine.simulator.evaluate import evaluate, schedule_for
 from engine.simulator.memory import memory_of
 from engine.simulator.schedule import SCHEDULES
 from engine.simulator.stages import stage_costs
+from support.costs.random_steps import as_oracle, random_costs
+from support.oracles.simulation_oracle import Pipeline
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from oracle import RankMemory
-from random_steps import NAMES, permuted, random_costs
 
 from engine.simulator.memory import memory_of
 from engine.simulator.schedule import SCHEDULES, make_schedule, one_f_one_b
 from engine.simulator.stages import stage_costs
+from support.costs.random_steps import NAMES, permuted, random_costs
+from support.oracles.simulation_oracle import RankMemory
 
 
 def random_step(rng, name):

@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
-from oracle import Pipeline
-from random_steps import (
+
+from engine.simulator.program import make_program
+from engine.simulator.schedule import one_f_one_b
+from support.costs.random_steps import (
     NAMES,
     as_oracle,
     constant_stages,
@@ -12,9 +14,7 @@ from random_steps import (
     random_schedule,
     random_stages,
 )
-
-from engine.simulator.program import make_program
-from engine.simulator.schedule import one_f_one_b
+from support.oracles.simulation_oracle import Pipeline
 
 
 @pytest.mark.parametrize("seed", range(100))

@@ -4,17 +4,6 @@ by hand.
 
 import numpy as np
 import pytest
-from oracle import Pipeline, StandstillError
-from random_steps import (
-    LETTERS,
-    NAMES,
-    as_oracle,
-    constant_stages,
-    permuted,
-    random_encodings,
-    random_schedule,
-    random_stages,
-)
 
 from engine.simulator.program import make_program
 from engine.simulator.schedule import (
@@ -27,6 +16,17 @@ from engine.simulator.schedule import (
     zero_bubble,
 )
 from engine.simulator.simulate import Deadlock, critical_path, simulate, step_ns, transfers
+from support.costs.random_steps import (
+    LETTERS,
+    NAMES,
+    as_oracle,
+    constant_stages,
+    permuted,
+    random_encodings,
+    random_schedule,
+    random_stages,
+)
+from support.oracles.simulation_oracle import Pipeline, StandstillError
 
 
 def random_case(seed):

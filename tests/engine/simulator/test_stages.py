@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from random_steps import random_costs
 
 from balance.errors import ConfigError
 from engine.simulator.stages import stage_costs
+from support.costs.random_steps import random_costs
 
 
 def random_partition(rng):

@@ -7,8 +7,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-from linear_costs import LinearModel, even_borders, mixed_samples
-from random_steps import constant_stages, random_stages
 
 from balance.errors import ConfigError
 from engine.simulator.memory import memory_of
@@ -18,6 +16,8 @@ from engine.simulator.simulate import step_ns, transfers
 from engine.simulator.stages import stage_costs
 from engine.tuning.order_times import EncodeAhead, nothing_ahead, order_problem, times_of_orders
 from engine.tuning.precompute import Encoder, encode_ahead, frozen_encoder, where_to_encode
+from support.costs.linear_costs import LinearModel, even_borders, mixed_samples
+from support.costs.random_steps import constant_stages, random_stages
 
 MODEL = LinearModel(layers=8, vit_token_ns=8_000)
 NAMES = ("1f1b", "gpipe", "zero_bubble", "interleaved")

@@ -7,7 +7,6 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from linear_costs import LinearModel, as_groups, even_borders, mixed_samples
 
 from balance.errors import ConfigError
 from engine.cost_model.sample_loads import packed_loads
@@ -19,6 +18,7 @@ from engine.simulator.simulate import step_ns
 from engine.simulator.stages import stage_costs
 from engine.tuning.pack import pack_in_order
 from engine.tuning.tune import PartitionedModel, TuneOptions, tune
+from support.costs.linear_costs import LinearModel, as_groups, even_borders, mixed_samples
 
 MODEL = LinearModel(layers=12, vit_token_ns=6_000)
 LENGTH = 8192

@@ -5,13 +5,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from linear_costs import LinearModel, even_borders
 
 from balance.steps.step_planner import StepPlanner, StepRequest, check_assignment
 from balance.types import Counts
 from engine.cost_model.loads import Loads, PhaseLoads
 from engine.tuning.step_planner import TunedSteps
 from engine.tuning.tune import PartitionedModel, TuneOptions
+from support.costs.linear_costs import LinearModel, even_borders
 
 MODEL = LinearModel(layers=8, vit_token_ns=6_000)
 

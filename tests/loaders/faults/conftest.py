@@ -7,13 +7,13 @@ import gc
 
 import pytest
 import torch
-from fault_runs import GROUPS, children, loader_threads, make
-from remote_builds import upload, use
-from servers import FaultyProxy
-from shard_fixture import FORMATS, write_build
-from test_loader_work import content
 
 from loaders.read.build import StorageOptions
+from support.builds.remote_builds import upload, use
+from support.builds.shard_fixture import FORMATS, write_build
+from support.loading.contents import content
+from support.loading.fault_runs import GROUPS, children, loader_threads, make
+from support.servers import FaultyProxy
 
 
 @pytest.fixture(scope="session")

@@ -11,12 +11,12 @@ import random
 import re
 
 import pytest
-from fault_runs import GROUPS, NAMED, WAYS, fails, flipped, gives
-from remote_builds import client, upload, use
-from shard_fixture import FORMATS
-from test_loader_work import content
 
 from balance.errors import DamagedShard, IsobatchError
+from support.builds.remote_builds import client, upload, use
+from support.builds.shard_fixture import FORMATS
+from support.loading.contents import content
+from support.loading.fault_runs import GROUPS, NAMED, WAYS, fails, flipped, gives
 
 pytestmark = pytest.mark.server
 

@@ -9,13 +9,23 @@ import contextlib
 import threading
 
 import pytest
-from fault_runs import GROUPS, NAMED, WAYS, Door, at_random, fails, first_times, gives, of_shards
-from remote_builds import use
-from test_loader_work import content
 
 from balance.errors import DamagedShard, DataError
 from loaders import StreamingLoader
 from loaders.read.build import StorageOptions
+from support.builds.remote_builds import use
+from support.loading.contents import content
+from support.loading.fault_runs import (
+    GROUPS,
+    NAMED,
+    WAYS,
+    Door,
+    at_random,
+    fails,
+    first_times,
+    gives,
+    of_shards,
+)
 
 pytestmark = pytest.mark.server
 

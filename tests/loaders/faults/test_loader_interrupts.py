@@ -9,17 +9,17 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
-from fault_runs import members, of_shards
-from remote_builds import upload, use
-from servers import FaultyProxy
-from shard_fixture import group_samples, make_samples, write_build
+
+from support import child_env
+from support.builds.remote_builds import upload, use
+from support.builds.shard_fixture import group_samples, make_samples, write_build
+from support.loading.fault_runs import members, of_shards
+from support.servers import FaultyProxy
 
 pytestmark = pytest.mark.server
 
-FOLDERS = [str(Path(__file__).parents[3]), *(str(folder) for folder in Path(__file__).parents[:3])]
 PLACE = "loader-interrupts"
 START_S = 120
 """For a cold, shared machine to import torch, in the DataLoader's worker once more; then the run is
@@ -75,8 +75,7 @@ def running(*arguments):
     """
     command = [sys.executable, "-c", PROGRAM, *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    environment = {**os.environ, "PYTHONPATH": FOLDERS[0]}
-    with subprocess.Popen(command, **pipes, start_new_session=True, env=environment) as child:
+    with subprocess.Popen(command, **pipes, start_new_session=True, env=child_env()) as child:
         killing = threading.Timer(START_S, end_session, [child.pid])
         killing.start()
         try:
@@ -119,9 +118,8 @@ def test_ctrl_c_during_a_stall_ends_all_at_once(s3, url, tmp_path, monkeypatch, 
 
 FULL = """
 import sys, warnings
-sys.path[:0] = sys.argv[4:]
 import torch
-from test_loader_work import content
+from support.loading.contents import content
 from loaders import StreamingLoader
 from loaders.read.build import StorageOptions
 def steps(url, **options):
@@ -144,8 +142,10 @@ def test_a_cache_disk_that_fills_up_midway_is_said_once_per_loader_and_changes_n
 ):
     disk, private = small_disk("150k")
     use(monkeypatch, s3)
-    script = [*private, sys.executable, "-c", FULL, str(build), url, str(disk / "cache"), *FOLDERS]
-    found = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
+    script = [*private, sys.executable, "-c", FULL, str(build), url, str(disk / "cache")]
+    found = subprocess.run(
+        script, env=child_env(), capture_output=True, text=True, timeout=120, check=False
+    )
     assert found.returncode == 0, found.stderr
     hits, *said = found.stdout.splitlines()
     assert hits == "True"  # what was stored before the disk was full

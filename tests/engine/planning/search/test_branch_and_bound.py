@@ -1,0 +1,206 @@
+"""The exact search: brute force over partitions and recomputed layers, its bounds, its answer's
+stability.
+"""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engine.cost_model.costs import Costs
+from engine.planning.recompute import InfeasiblePlan, rank_choices
+from engine.planning.search._stage_choices import MOST_COMBINED
+from engine.planning.search.branch_and_bound import MOST_WHOLE, MOST_WINDOWS, search_exact
+from engine.simulator.evaluate import evaluate, schedule_for
+from engine.simulator.schedule import make_schedule
+from support.costs.random_costs import SHAPES, instance, peak, random_model, vlm
+
+PLENTY = 10**15
+
+
+def partitions(num_layers, num_stages):
+    for inner in itertools.combinations(range(1, num_layers), num_stages - 1):
+        yield np.array([0, *inner, num_layers])
+
+
+def subsets(num_layers):
+    return (np.array(bits) for bits in itertools.product([False, True], repeat=num_layers))
+
+
+def check(costs, schedule, memory, best):
+    """The search finds `best`, a step's time or None, and proves it."""
+    if best is None:
+        with pytest.raises(InfeasiblePlan):
+            search_exact(costs, schedule, memory)
+        return
+    found = search_exact(costs, schedule, memory)
+    assert (found.step_ns, found.lower_bound_ns, found.is_proven, found.gap) == (
+        best,
+        best,
+        True,
+        0.0,
+    )
+    outcome = evaluate(costs, found.borders, found.recompute, schedule)
+    assert outcome.step_ns == best
+    assert outcome.fits(memory)
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_nothing_beats_it_of_all_partitions_and_all_subsets_of_recomputed_layers(seed):
+    costs, schedule, memory = instance(seed, most_layers=6)
+    outcomes = (
+        evaluate(costs, borders, recompute, schedule)
+        for borders in partitions(costs.num_layers, schedule.num_stages)
+        for recompute in subsets(costs.num_layers)
+        if peak(costs, borders, schedule, recompute) <= memory
+    )
+    check(costs, schedule, memory, min((outcome.step_ns for outcome in outcomes), default=None))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_nothing_beats_it_of_all_partitions_of_up_to_12_layers_with_all_minimal_choices(seed):
+    costs, schedule, memory = instance(1000 + seed, most_layers=12)
+    best = None
+    for borders in partitions(costs.num_layers, schedule.num_stages):
+        own = [
+            rank_choices(costs, borders, schedule, rank, memory)
+            for rank in range(schedule.num_ranks)
+        ]
+        for combination in itertools.product(*own):
+            step = evaluate(costs, borders, np.logical_or.reduce(combination), schedule).step_ns
+            best = step if best is None else min(best, step)
+    check(costs, schedule, memory, best)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_nothing_beats_it_of_all_partitions_of_up_to_12_layers_where_all_fits(seed):
+    costs, schedule, _ = instance(2000 + seed, most_layers=12)
+    nothing = np.zeros(costs.num_layers, bool)
+    every = partitions(costs.num_layers, schedule.num_stages)
+    check(
+        costs,
+        schedule,
+        PLENTY,
+        min(evaluate(costs, borders, nothing, schedule).step_ns for borders in every),
+    )
+
+
+@pytest.mark.parametrize(("name", "chunks"), SHAPES)
+@pytest.mark.parametrize("most_windows", [0, 2_000, 6_000])
+def test_a_search_that_is_cut_short_still_knows_a_bound(name, chunks, most_windows):
+    costs = vlm(np.random.default_rng(1), 14, 14, 16, spread=0.2)
+    schedule = make_schedule(name, 4 // chunks * 2, 16, chunks)
+    short = search_exact(costs, schedule, PLENTY, most_windows=most_windows)
+    whole = search_exact(costs, schedule, PLENTY, most_windows=3_000_000)
+    assert short.lower_bound_ns <= whole.step_ns <= short.step_ns
+    assert 0 <= short.gap < 0.2
+    assert evaluate(costs, short.borders, short.recompute, schedule).step_ns == short.step_ns
+
+
+def test_a_step_that_takes_no_time_is_proven_without_a_gap():
+    costs = vlm(np.random.default_rng(0), 3, 3, 2)
+    costs = replace(
+        costs,
+        **{name: 0 * getattr(costs, name) for name in Costs.__slots__ if name.endswith("_ns")},
+    )
+    found = search_exact(costs, make_schedule("1f1b", 2, 2), PLENTY)
+    assert (found.step_ns, found.gap, found.is_proven) == (0, 0.0, True)
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_ranks_of_several_stages_that_must_recompute_end_with_a_plan_that_fits_and_a_bound(chunks):
+    """Their choices multiply: thousands of partitions, of each hundreds of combinations."""
+    costs = vlm(np.random.default_rng(2), 12, 12, 8, spread=0.1)
+    schedule = make_schedule("interleaved", 2, 8, chunks)
+    free = search_exact(costs, schedule, PLENTY)
+    least, most = (
+        peak(costs, free.borders, schedule, np.full(costs.num_layers, full))
+        for full in (True, False)
+    )
+    before = None
+    for share in (1, 0.5, 0.05):
+        memory = int(least + share * (most - least))
+        found = search_exact(costs, schedule, memory)
+        outcome = evaluate(costs, found.borders, found.recompute, schedule)
+        assert outcome.fits(memory)
+        assert found.lower_bound_ns <= outcome.step_ns == found.step_ns
+        assert free.lower_bound_ns <= found.step_ns
+        assert found.windows <= MOST_WINDOWS + MOST_WHOLE * MOST_COMBINED
+        # what fits into less fits into more
+        assert before is None or before.lower_bound_ns <= found.step_ns
+        before = found
+
+
+def test_where_no_anchor_fits_one_that_does_is_found():
+    """One layer's weights fill a rank, so its stage must be as short as can be, which no method
+    aims at.
+    """
+    costs = vlm(np.random.default_rng(0), 12, 12, 8, spread=0.0)
+    costs.state_bytes[:] = 1
+    costs.state_bytes[20] = 10**12
+    for name, chunks in SHAPES:
+        schedule = make_schedule(name, 4 // chunks, 8, chunks)
+        with pytest.raises(
+            InfeasiblePlan, match=r"rank \d needs .* split the model over \d+ times"
+        ):
+            search_exact(costs, schedule, 10**12)
+        found = search_exact(costs, schedule, 10**12 + 8 * 10**9)
+        assert evaluate(costs, found.borders, found.recompute, schedule).fits(10**12 + 8 * 10**9)
+
+
+def shaken(costs: Costs, rng: np.random.Generator) -> Costs:
+    """Every layer's times 1 % more or less, the same for all micro-batches."""
+    factors = 1 + 0.01 * rng.choice([-1, 1], (costs.num_layers, 1))
+    names = ("forward_ns", "input_grad_ns", "weight_grad_ns", "recompute_ns", "send_ns")
+    return replace(
+        costs, **{name: np.rint(getattr(costs, name) * factors).astype(np.int64) for name in names}
+    )
+
+
+def models(seed):
+    rng = np.random.default_rng(seed)
+    if seed % 2:
+        return vlm(rng, int(rng.integers(10, 50)), int(rng.integers(10, 60)), 16, spread=0.1)
+    return random_model(rng, int(rng.integers(8, 24)), 8, most=10**6)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_after_a_change_of_a_percent_the_old_plan_is_at_most_two_percent_slower_than_a_new_one(
+    seed,
+):
+    rng = np.random.default_rng(seed)
+    costs, num_stages = models(seed), int(rng.choice([2, 4, 8]))
+    schedule = schedule_for("1f1b", np.arange(num_stages + 1), costs.num_micro_batches)
+    need = search_exact(costs, schedule, PLENTY)
+    memory = int(0.9 * peak(costs, need.borders, schedule, need.recompute))
+    try:
+        old = search_exact(costs, schedule, memory)
+    except InfeasiblePlan:
+        old, memory = need, PLENTY
+    for _ in range(3):
+        changed = shaken(costs, rng)
+        new = search_exact(changed, schedule, memory)
+        kept = evaluate(changed, old.borders, old.recompute, schedule)
+        assert kept.step_ns <= 1.02 * new.step_ns
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_same_costs_give_the_same_plan(seed):
+    costs = models(seed)
+    schedule = schedule_for("1f1b", np.arange(5), costs.num_micro_batches)
+    one, other = (search_exact(costs, schedule, PLENTY, most_windows=5_000) for _ in range(2))
+    assert one.borders.tolist() == other.borders.tolist()
+    assert one.recompute.tolist() == other.recompute.tolist()
+    assert (one.step_ns, one.lower_bound_ns) == (other.step_ns, other.lower_bound_ns)
+
+
+def test_more_kinds_of_layers_than_can_be_tried_leave_a_gap_and_a_plan_that_fits():
+    costs = random_model(np.random.default_rng(7), 40, 4, kinds=40)
+    schedule = make_schedule("gpipe", 2, 4)
+    even = np.array([0, 20, 40])
+    least, most = (peak(costs, even, schedule, np.full(40, full)) for full in (True, False))
+    memory = least + (most - least) // 3
+    found = search_exact(costs, schedule, memory)
+    assert evaluate(costs, found.borders, found.recompute, schedule).fits(memory)
+    assert 0 < found.lower_bound_ns < found.step_ns

@@ -1,0 +1,330 @@
+"""A saved state continues exactly on other partitions, stages and replicas, and is never lost by
+being killed.
+"""
+
+import importlib
+import os
+import signal
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from balance.errors import ConfigError, DataError
+from engine.runtime.checkpoints import _state_folders as state_folders
+from engine.runtime.checkpoints.training_state import (
+    PROGRESS_NAME,
+    Progress,
+    load_state,
+    newest_state,
+    save_state,
+)
+from engine.runtime.pipeline import Pipeline, PipelineOptions
+from support.models.toy_model import freeze, make_batch, make_model, run_alone
+from support.ranks import context, on_ranks
+
+BEFORE, STEPS, MICRO_BATCHES = 3, 6, 8
+"""Steps until the state is saved, steps in all; micro-batches of all replicas together."""
+TOLERANCE = 1e-6
+"""Of losses, relative; float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How four ranks run the model."""
+
+    name: str
+    pp: int
+    dp: int = 1
+    borders: tuple[int, ...]
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+
+
+SAVED_BY = Layout(name="saved by", pp=2, dp=2, borders=(0, 4, 11))
+READ_BY = [
+    SAVED_BY,
+    Layout(name="another partition", pp=2, dp=2, borders=(0, 9, 11)),
+    Layout(name="four stages", pp=4, borders=(0, 2, 5, 7, 11)),
+    Layout(name="four replicas", pp=1, dp=4, borders=(0, 11)),
+    Layout(
+        name="two stages per rank",
+        pp=2,
+        dp=2,
+        borders=(0, 3, 5, 8, 11),
+        schedule="interleaved",
+        stages_per_rank=2,
+    ),
+]
+
+torch.set_num_threads(1)
+
+
+def make_optimizer(weights, rate=1.0):
+    """Two groups; at another rate than the saved one's, so that it must be read to be right."""
+    weights = [weight for weight in weights if weight.requires_grad]
+    flat = [weight for weight in weights if weight.ndim == 1]
+    wide = [weight for weight in weights if weight.ndim > 1]
+    return torch.optim.AdamW(
+        [{"params": wide, "lr": 0.01 * rate}, {"params": flat, "weight_decay": 0.0}], lr=3e-3
+    )
+
+
+def batches_of(step):
+    generator = torch.Generator().manual_seed(step)
+    lengths = [
+        torch.randint(4, 12, (1 + place % 3,), generator=generator).tolist()
+        for place in range(MICRO_BATCHES)
+    ]
+    return [make_batch(generator, own, place % 4) for place, own in enumerate(lengths)]
+
+
+def weights_of(model):
+    """Each once, tied or not."""
+    return list(
+        {id(weight): weight for layer in model.layers for weight in layer.parameters()}.values()
+    )
+
+
+def normalizer_of(batches):
+    return sum(batch.num_loss_tokens for batch in batches)
+
+
+def slow_down(optimizer, step):
+    """As a schedule of learning rates does."""
+    if step == 1:
+        for group in optimizer.param_groups:
+            group["lr"] /= 2
+
+
+def train_alone(model, optimizer, steps):
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        batches = batches_of(step)
+        losses.append(run_alone(model, batches, normalizer_of(batches)))
+        slow_down(optimizer, step)
+        optimizer.step()
+    return losses
+
+
+def train_piped(pipeline, layout, optimizer, steps):
+    losses = []
+    replica, count = dist.get_rank() // layout.pp, MICRO_BATCHES // layout.dp
+    for step in steps:
+        optimizer.zero_grad()
+        batches = batches_of(step)
+        own = batches[replica * count : (replica + 1) * count]
+        loss = torch.tensor(pipeline.step(own, normalizer_of(batches)).loss, dtype=torch.float64)
+        dist.all_reduce(loss)
+        losses.append(float(loss) / layout.pp)
+        pipeline.reduce_gradients()
+        slow_down(optimizer, step)
+        optimizer.step()
+    return losses
+
+
+def make_pipeline(layout, seed):
+    model = make_model(seed=seed)
+    pipelines = [list(range(first, first + layout.pp)) for first in range(0, 4, layout.pp)]
+    options = PipelineOptions(schedule=layout.schedule, stages_per_rank=layout.stages_per_rank)
+    return Pipeline(model, layout.borders, [False] * len(model.layers), pipelines, options)
+
+
+def run_all(folder, expected):
+    pipeline = make_pipeline(SAVED_BY, seed=0)
+    optimizer = make_optimizer(pipeline.parameters())
+    check(train_piped(pipeline, SAVED_BY, optimizer, range(BEFORE)), expected[:BEFORE], "before")
+    save_state(
+        folder / "states",
+        pipeline.layers,
+        optimizer,
+        Progress(step=BEFORE, loader={"epoch": dist.get_rank()}),
+    )
+    check(
+        train_piped(pipeline, SAVED_BY, optimizer, range(BEFORE, STEPS)),
+        expected[BEFORE:],
+        "uninterrupted",
+    )
+    for layout in READ_BY:
+        pipeline = make_pipeline(layout, seed=1)
+        optimizer = make_optimizer(pipeline.parameters(), rate=7.0)
+        progress = load_state(folder / "states", pipeline.layers, optimizer)
+        # the first rank's
+        assert progress == Progress(step=BEFORE, loader={"epoch": 0})
+        check(
+            train_piped(pipeline, layout, optimizer, range(progress.step, STEPS)),
+            expected[BEFORE:],
+            layout.name,
+        )
+
+
+def check(losses, expected, what):
+    for step, (loss, wanted) in enumerate(zip(losses, expected, strict=True)):
+        assert abs(loss - wanted) <= TOLERANCE * wanted, (
+            f"{what}, step {step}: loss {loss}, not {wanted}"
+        )
+
+
+def test_a_run_goes_on_with_the_same_losses_on_any_stages_and_replicas(tmp_path):
+    model = make_model()
+    optimizer = make_optimizer(weights_of(model))
+    expected = train_alone(model, optimizer, range(STEPS))
+    assert expected[-1] < expected[0]
+    on_ranks(4, tmp_path, run_all, tmp_path, expected)
+    # and one process alone, without torch.distributed
+    model = make_model(seed=1)
+    optimizer = make_optimizer(weights_of(model), rate=7.0)
+    progress = load_state(tmp_path / "states", layers_of(model), optimizer)
+    check(
+        train_alone(model, optimizer, range(progress.step, STEPS)), expected[BEFORE:], "one process"
+    )
+
+
+def layers_of(model):
+    return dict(enumerate(model.layers))
+
+
+@pytest.fixture
+def trained():
+    return make_trained()
+
+
+def make_trained():
+    model = make_model()
+    optimizer = make_optimizer(weights_of(model))
+    train_alone(model, optimizer, range(1))
+    return model, optimizer
+
+
+def save_and_die(folder, owner, name):
+    """Save step 1; then step 2 with all weights 0, killed where a module's function is called."""
+    model, optimizer = make_trained()
+    save_state(folder, layers_of(model), optimizer, Progress(step=1, loader={}), kept=1)
+    with torch.no_grad():
+        for weight in weights_of(model):
+            weight.zero_()
+    setattr(
+        importlib.import_module(owner),
+        name,
+        lambda *_arguments, **_options: os.kill(os.getpid(), signal.SIGKILL),
+    )
+    save_state(folder, layers_of(model), optimizer, Progress(step=2, loader={}), kept=1)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "step"),
+    [
+        pytest.param("os", "fsync", 1, id="tensors written"),
+        pytest.param(state_folders.__name__, "write_progress", 1, id="no progress written"),
+        pytest.param(state_folders.__name__, "give_name", 1, id="not renamed"),
+        pytest.param("shutil", "rmtree", 2, id="old state not removed"),
+    ],
+)
+def test_killed_while_it_is_saved_a_run_still_has_a_whole_state(
+    tmp_path, trained, owner, name, step
+):
+    model, optimizer = trained
+    # not a fork of this process, whose threads may hold locks
+    child = context.Process(target=save_and_die, args=(tmp_path, owner, name))
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 2  # a whole one, and what was left
+    read = make_model(seed=1)
+    assert load_state(tmp_path, layers_of(read), make_optimizer(weights_of(read))) == Progress(
+        step=step, loader={}
+    )
+    for weight, own in zip(weights_of(read), weights_of(model), strict=True):
+        assert torch.equal(weight, own if step == 1 else torch.zeros_like(own))
+    # and what is left of the killed one is in nobody's way
+    save_state(tmp_path, layers_of(model), optimizer, Progress(step=2, loader={}), kept=1)
+    assert list(tmp_path.iterdir()) == [newest_state(tmp_path)]
+    assert load_state(tmp_path, layers_of(read), None).step == 2
+    assert all(
+        torch.equal(weight, own)
+        for weight, own in zip(weights_of(read), weights_of(model), strict=True)
+    )
+
+
+def test_the_newest_states_are_kept_and_none_is_written_over(tmp_path, trained):
+    model, optimizer = trained
+    places = [
+        save_state(tmp_path, layers_of(model), optimizer, Progress(step=step, loader={}), kept=3)
+        for step in (9, 10, 10, 11)
+    ]
+    assert newest_state(tmp_path) == places[-1]
+    assert sorted(tmp_path.iterdir()) == sorted(places[1:])
+    assert len(set(places)) == len(places)
+
+
+def test_without_a_state_nothing_changes(tmp_path, trained):
+    model, optimizer = trained
+    before = [weight.clone() for weight in weights_of(model)]
+    assert load_state(tmp_path / "none", layers_of(model), optimizer) is None
+    assert all(
+        torch.equal(weight, own) for weight, own in zip(weights_of(model), before, strict=True)
+    )
+
+
+def test_what_was_frozen_before_begins_with_an_optimizer_state_of_its_own(tmp_path):
+    model = make_model()
+    freeze(model, "vision")
+    optimizer = make_optimizer(weights_of(model))
+    train_alone(model, optimizer, range(2))
+    save_state(tmp_path, layers_of(model), optimizer, Progress(step=2, loader={}))
+    read = make_model(seed=1)
+    whole = make_optimizer(weights_of(read))
+    load_state(tmp_path, layers_of(read), whole)
+    assert len(whole.state) == len(optimizer.state) < len(weights_of(read))
+    train_alone(read, whole, range(2, 3))
+    assert sorted({int(state["step"]) for state in whole.state.values()}) == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda: make_model(num_language=5), "11 layers, the model 12"),
+        (lambda: make_model(num_vision=4, num_language=3), "does not have it|has it as"),
+    ],
+)
+def test_a_state_of_another_model_is_refused(tmp_path, trained, other, message):
+    model, optimizer = trained
+    save_state(tmp_path, layers_of(model), optimizer, Progress(step=1, loader={}))
+    read = other()
+    with pytest.raises(ConfigError, match=message):
+        load_state(tmp_path, layers_of(read), make_optimizer(weights_of(read)))
+
+
+def test_a_state_of_another_version_or_without_its_progress_is_refused(tmp_path, trained):
+    model, optimizer = trained
+    path = (
+        save_state(tmp_path, layers_of(model), optimizer, Progress(step=1, loader={}))
+        / PROGRESS_NAME
+    )
+    path.write_text(path.read_text().replace('"version": 1', '"version": 99'))
+    with pytest.raises(ConfigError, match="version 99"):
+        load_state(tmp_path, layers_of(model), optimizer)
+    path.unlink()
+    with pytest.raises(DataError, match="state before it"):
+        load_state(tmp_path, layers_of(model), optimizer)
+
+
+def test_what_cannot_be_saved_exactly_is_refused(tmp_path, trained):
+    model, optimizer = trained
+    optimizer.state[weights_of(model)[0]]["history"] = [1, 2]
+    with pytest.raises(ConfigError, match="history, a list"):
+        save_state(tmp_path, layers_of(model), optimizer, Progress(step=1, loader={}))
+    del optimizer.state[weights_of(model)[0]]["history"]
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+    with pytest.raises(ConfigError, match="the optimizer's lr"):
+        save_state(tmp_path, layers_of(model), optimizer, Progress(step=1, loader={}))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parameters_of_one_group_must_have_been_told_the_same(tmp_path, trained):
+    model, optimizer = trained
+    save_state(tmp_path, layers_of(model), optimizer, Progress(step=1, loader={}))
+    with pytest.raises(ConfigError, match="different options"):
+        load_state(tmp_path, layers_of(model), torch.optim.AdamW(weights_of(model)))

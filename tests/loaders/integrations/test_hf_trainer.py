@@ -1,0 +1,132 @@
+"""StreamingTrainer: what it refuses, its state in the checkpoint, and a worker process."""
+
+import json
+
+import pytest
+import torch
+
+from balance.errors import ConfigError
+from loaders import StreamingLoader
+from support.builds.shard_fixture import group_samples, make_samples, write_build
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from loaders.integrations import hf_trainer  # noqa: E402
+from loaders.integrations.hf_trainer import STATE_KEY, StreamingTrainer  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    return write_build(tmp_path_factory.mktemp("packed") / "build", group_samples(make_samples(40)))
+
+
+class TokenModel(torch.nn.Module):
+    """The smallest model that a Trainer takes: no image, no attention."""
+
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.embed = torch.nn.Embedding(vocab_size, 8)
+        self.head = torch.nn.Linear(8, vocab_size)
+
+    def forward(self, input_ids, labels, num_items_in_batch=None, **options):
+        logits = self.head(self.embed(input_ids))
+        loss = torch.nn.functional.cross_entropy(
+            logits[:-1], labels[1:], ignore_index=-100, reduction="sum"
+        )
+        return {"loss": loss / num_items_in_batch, "logits": logits}
+
+
+def to_inputs(batch):
+    return {"input_ids": batch.input_ids, "labels": batch.labels}
+
+
+def make_trainer(build, out, micro_batches=2, **options):
+    options = {"max_steps": 4, "save_steps": 2, "gradient_accumulation_steps": 2, **options}
+    args = transformers.TrainingArguments(
+        output_dir=str(out),
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        save_only_model=False,
+        **options,
+    )
+    loader = StreamingLoader(
+        build, dp_rank=0, dp_world_size=1, micro_batches_per_step=micro_batches
+    )
+    model = TokenModel(loader.vocab_size)
+    return StreamingTrainer(model=model, args=args, loader=loader, to_inputs=to_inputs)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Sample ids in the order in which they became inputs."""
+    ids = []
+
+    def watched(batch):
+        ids.append(batch.sample_ids)
+        return {"input_ids": batch.input_ids, "labels": batch.labels}
+
+    monkeypatch.setitem(globals(), "to_inputs", watched)
+    return ids
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_checkpoint_holds_the_state_behind_its_own_step_even_if_a_worker_is_ahead(
+    build, tmp_path, seen, workers
+):
+    make_trainer(build, tmp_path / "out", dataloader_num_workers=workers).train()
+    for step in (2, 4):
+        state = json.loads(
+            (tmp_path / "out" / f"checkpoint-{step}" / "trainer_state.json").read_text()
+        )
+        loader = StreamingLoader(build, dp_rank=0, dp_world_size=1, micro_batches_per_step=2)
+        for _ in zip(range(step), loader, strict=False):
+            pass
+        assert state["stateful_callbacks"][STATE_KEY] == loader.state_dict()
+    whole = list(seen)
+    seen.clear()
+    resumed = make_trainer(build, tmp_path / "out", dataloader_num_workers=workers)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert seen == whole[4:]
+
+
+def test_arguments_with_which_training_would_be_wrong_are_refused(build, tmp_path):
+    with pytest.raises(ConfigError, match="max_steps"):
+        make_trainer(build, tmp_path, max_steps=-1)
+    with pytest.raises(
+        ConfigError, match=r"gradient_accumulation_steps is 2.*micro_batches_per_step 3"
+    ):
+        make_trainer(build, tmp_path, micro_batches=3).train()
+
+
+def test_a_model_that_ignores_the_divisor_is_refused(build, tmp_path, monkeypatch):
+    monkeypatch.setattr(TokenModel, "accepts_loss_kwargs", False, raising=False)
+    with pytest.raises(ConfigError, match="num_items_in_batch"):
+        make_trainer(build, tmp_path)
+
+
+def test_a_checkpoint_of_another_trainer_is_refused(build, tmp_path):
+    make_trainer(build, tmp_path).train()
+    file = tmp_path / "checkpoint-2" / "trainer_state.json"
+    state = json.loads(file.read_text())
+    del state["stateful_callbacks"][STATE_KEY]
+    file.write_text(json.dumps(state))
+    with pytest.raises(ConfigError, match="no loader state"):
+        make_trainer(build, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_ranks_whose_gradients_would_be_averaged_are_refused(build, tmp_path):
+    args = make_trainer(build, tmp_path).args
+
+    class TwoRanks:
+        max_steps, n_gpu, world_size, average_tokens_across_devices = 4, 1, 2, False
+
+    with pytest.raises(ConfigError, match="average_tokens_across_devices"):
+        hf_trainer._check(TwoRanks)
+    TwoRanks.n_gpu = 8
+    with pytest.raises(ConfigError, match="torchrun"):
+        hf_trainer._check(TwoRanks)
+    assert args.ignore_data_skip

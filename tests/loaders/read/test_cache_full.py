@@ -1,0 +1,56 @@
+"""A cache disk without room: the loader goes on without the cache, and says so once."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from support import child_env
+from support.builds.remote_builds import upload, use
+from support.builds.shard_fixture import group_samples, make_samples, write_build
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture
+def url(s3, tmp_path, monkeypatch):
+    use(monkeypatch, s3)
+    return upload(
+        s3, write_build(tmp_path / "build", group_samples(make_samples(120))), tmp_path.name
+    )
+
+
+PROGRAM = """
+import sys, warnings
+from support.builds.remote_builds import is_as_written
+from support.builds.shard_fixture import SHARD_GROUPS, group_samples, make_samples
+from loaders.read.build import StorageOptions, open_build
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    build = open_build(sys.argv[1], options=StorageOptions(cache_dir=sys.argv[2]))
+    groups = group_samples(make_samples(120))
+    for _ in range(2):
+        build.shards.prefetch(range(0, len(groups), 2))
+        assert all(is_as_written(build.shards.read(number), group) for number, group in enumerate(groups))
+        build.shards._source._cache.close()  # all is stored that can be
+print(len(said), *(str(one.message) for one in said), build.shards.cache_hits)
+"""
+
+
+@pytest.mark.parametrize(
+    "size", ["100k", "400k"]
+)  # less than the index with its folders, and less than the groups
+def test_a_full_cache_disk_is_said_once_and_changes_nothing(url, small_disk, size):
+    disk, private = small_disk(size)
+    script = [*private, sys.executable, "-c", PROGRAM, url, str(disk / "cache")]
+    found = subprocess.run(
+        script, env=child_env(), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.startswith(
+        f"1 cache {disk}/cache: No space left on device; going on without storing"
+    )
+    if size == "400k":
+        assert not found.stdout.endswith(" 0\n")  # what was stored before is used
+    assert os.listdir(disk) == []  # it was the child's alone

@@ -1,0 +1,317 @@
+"""Builds in a real S3 server: the same groups as on disk, few requests, one line per mistake,
+nothing that hangs.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import pytest
+
+from balance.errors import ConfigError, DataError
+from loaders.read.build import StorageOptions, open_build
+from support import child_env
+from support.builds.remote_builds import client, is_as_written, upload, use
+from support.builds.shard_fixture import FORMATS, group_samples, make_samples, write_build
+from support.servers import FaultyProxy
+
+pytestmark = pytest.mark.server
+
+GROUPS = group_samples(make_samples(160))
+
+
+@pytest.fixture(scope="module")
+def builds(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("builds")
+    return {format: write_build(folder / format, GROUPS, format) for format in FORMATS}
+
+
+@pytest.fixture
+def environment(s3, monkeypatch):
+    use(monkeypatch, s3)
+
+
+@pytest.fixture
+def opened(tmp_path, environment):
+    """Opens a build with a cache of the test's own; closed at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def open_it(url, image_root=None, **options):
+            options.setdefault("cache_dir", tmp_path / "cache")
+            build = open_build(url, image_root=image_root, options=StorageOptions(**options))
+            return stack.enter_context(contextlib.closing(build))
+
+        yield open_it
+
+
+def all_intact(build):
+    return all(
+        is_as_written(build.shards.read(number), group) for number, group in enumerate(GROUPS)
+    )
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("cache_bytes", [0, 40_000, 1 << 30])
+def test_groups_come_as_they_were_written(s3, builds, opened, tmp_path, format, cache_bytes):
+    build = opened(upload(s3, builds[format], tmp_path.name), cache_bytes=cache_bytes)
+    assert all_intact(build)
+    assert all_intact(build)
+    build.close()  # now all is in the cache
+    again = opened(build.manifest.place, cache_bytes=cache_bytes)
+    assert all_intact(again)
+    assert (again.shards.cache_hits == len(GROUPS)) == (cache_bytes == 1 << 30)
+
+
+def test_images_of_a_refs_build_come_from_a_bucket(s3, builds, opened, tmp_path):
+    images = upload(s3, builds["refs"] / "images", f"{tmp_path.name}/images")
+    for url in (upload(s3, builds["refs"], tmp_path.name), builds["refs"]):
+        for _ in range(2):  # from the store, then from the cache
+            build = opened(url, image_root=images)
+            assert all_intact(build)
+            build.close()
+    stored = list((tmp_path / "cache").glob("*/media-*/*"))
+    assert stored
+    for path in stored:
+        path.write_bytes(path.read_bytes()[:-5] + b"wrong")
+    assert all_intact(opened(builds["refs"], image_root=images))
+    name = next(f"{sample.sample_id}/0.img" for sample in GROUPS[-1] if sample.images)
+    client(s3).delete(f"{tmp_path.name}/images/{name}")
+    with pytest.raises(
+        DataError, match=rf"sample '{name[:12]}' \(shard-.*, group .*{name} is missing"
+    ):
+        all_intact(opened(builds["refs"], image_root=images, cache_bytes=0))
+
+
+def test_neighbours_that_are_asked_for_together_are_one_request(
+    s3, builds, opened, tmp_path, monkeypatch
+):
+    url = upload(s3, builds["arrow"], tmp_path.name)
+    with contextlib.closing(FaultyProxy(s3.endpoint)) as proxy:
+        use(monkeypatch, s3, proxy.endpoint)
+        build = opened(url)
+        build.shards.read(0)
+        proxy.requests.clear()
+        build.shards.prefetch(range(len(GROUPS)))
+        assert all_intact(build)
+        assert len(proxy.requests) == len(build.manifest.shards)
+        proxy.requests.clear()
+        build.shards.prefetch(range(len(GROUPS)))
+        assert all_intact(build)
+        assert proxy.requests == []
+
+
+def test_many_threads_read_at_once(s3, builds, opened, tmp_path):
+    build = opened(upload(s3, builds["webdataset"], tmp_path.name))
+    numbers = [*range(len(GROUPS))] * 3
+    with ThreadPoolExecutor(8) as pool:
+        pool.submit(build.shards.prefetch, range(0, len(GROUPS), 2))
+        found = [*pool.map(build.shards.read, numbers)]
+    assert all(
+        is_as_written(raw, GROUPS[number]) for raw, number in zip(found, numbers, strict=True)
+    )
+
+
+def test_the_index_is_fetched_once_per_machine_and_again_for_another_build(
+    s3, builds, opened, tmp_path, monkeypatch
+):
+    url = upload(s3, builds["arrow"], tmp_path.name)
+    with contextlib.closing(FaultyProxy(s3.endpoint)) as proxy:
+        use(monkeypatch, s3, proxy.endpoint)
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda _: opened(url), range(4)))
+        assert sum(path.endswith("index.arrow") for path, _ in proxy.requests) == 1
+        others = group_samples(make_samples(40, seed=1))
+        upload(s3, write_build(tmp_path / "others", others), tmp_path.name)
+        assert is_as_written(opened(url).shards.read(0), others[0])
+
+
+def test_a_table_of_the_build_can_be_opened(s3, builds, opened, tmp_path):
+    build = opened(upload(s3, builds["arrow"], tmp_path.name))
+    assert build.files.open("index.arrow").read() == (builds["arrow"] / "index.arrow").read_bytes()
+    with pytest.raises(DataError, match=r"lists no counts\.parquet"):
+        build.files.open("counts.parquet")
+
+
+def _wrong_key(monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+
+
+def _no_server(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+
+
+MISTAKES = {
+    "wrong credentials": (
+        _wrong_key,
+        "packed",
+        r"refuses the credentials \(SignatureDoesNotMatch\): check AWS_ACCESS",
+    ),
+    "missing bucket": (None, "no-such-bucket", "no such bucket: create it, or correct the name"),
+    "unreachable": (
+        _no_server,
+        "packed",
+        r"cannot be reached \(Connection refused\): check the network and AWS_ENDP",
+    ),
+    "no build": (None, "packed", r"no manifest.json, so no finished build"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_place_that_cannot_be_used_is_one_line(environment, tmp_path, monkeypatch, mistake):
+    change, bucket, expected = MISTAKES[mistake]
+    if change:
+        change(monkeypatch)
+    started = time.monotonic()
+    with pytest.raises(DataError, match=rf"^s3://{bucket}/nothing.*{expected}") as error:
+        open_build(f"s3://{bucket}/nothing", options=StorageOptions(cache_dir=tmp_path))
+    assert "\n" not in str(error.value)
+    assert time.monotonic() - started < 15
+
+
+def test_without_credentials_the_variables_are_named(environment, tmp_path, monkeypatch):
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(
+        DataError, match="no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+    ):
+        open_build("s3://packed/x", options=StorageOptions(cache_dir=tmp_path))
+
+
+def test_a_build_on_a_web_server(builds, opened, tmp_path):
+    command = [sys.executable, "-u", "-c", RANGE_SERVER, str(builds["arrow"].parent)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            url = f"http://127.0.0.1:{int(server.stdout.readline())}"
+            build = opened(f"{url}/arrow")
+            build.shards.prefetch(range(5))
+            assert all_intact(build)
+            with pytest.raises(DataError, match=f"^{url}/none: no manifest"):
+                opened(f"{url}/none")
+        finally:
+            server.kill()
+
+
+RANGE_SERVER = """
+import http.server, os, re, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        path = sys.argv[1] + self.path
+        if not os.path.isfile(path):
+            self.send_response(404); self.send_header("Content-Length", "0"); self.end_headers(); return
+        content = open(path, "rb").read()
+        window = re.match(r"bytes=(\\d+)-(\\d+)", self.headers.get("Range", ""))
+        start, end = (int(window[1]), int(window[2]) + 1) if window else (0, len(content))
+        self.send_response(206 if window else 200)
+        if window:
+            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(content)}")
+        self.send_header("Content-Length", str(end - start))
+        self.send_header("Last-Modified", "Wed, 21 Oct 2015 07:28:00 GMT")
+        self.end_headers()
+        self.wfile.write(content[start:end])
+    def log_message(self, *_): pass
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+print(server.server_port)
+server.serve_forever()
+"""
+
+
+def test_a_forked_process_is_told_what_to_do(s3, builds, opened, tmp_path):
+    url = upload(s3, builds["arrow"], tmp_path.name)
+    opened(url)
+    receive, send = os.pipe()
+    if os.fork() == 0:
+        try:
+            opened(url)
+        except ConfigError as error:
+            os.write(send, str(error).encode())
+        os._exit(0)
+    os.close(send)
+    assert b"multiprocessing_context='spawn'" in os.read(receive, 10_000)
+    os.wait()
+
+
+PROGRAM = """
+import sys, threading
+from loaders.read.build import StorageOptions, open_build
+build = open_build(sys.argv[1], options=StorageOptions(cache_dir=sys.argv[2]))
+build.shards.prefetch(range(1, len(build.index)))
+print("ready", flush=True)
+if sys.argv[3] == "wait":
+    build.shards.read(0)
+"""
+
+
+@pytest.mark.parametrize("way", ["exit", "wait"])
+def test_a_process_ends_at_once_while_requests_stall(s3, builds, tmp_path, monkeypatch, way):
+    url = upload(s3, builds["arrow"], tmp_path.name)
+    with contextlib.closing(
+        FaultyProxy(s3.endpoint, lambda path: "stall" if "shard-" in path else "")
+    ) as proxy:
+        use(monkeypatch, s3, proxy.endpoint)
+        command = [sys.executable, "-c", PROGRAM, url, str(tmp_path / "cache"), way]
+        child = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=child_env()
+        )
+        assert child.stdout.readline() == "ready\n"
+        started = time.monotonic()
+        if way == "wait":
+            while not any(
+                "shard-" in path and tmp_path.name in path for path, _ in list(proxy.requests)
+            ):
+                assert time.monotonic() - started < 30
+            child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=20)
+        assert time.monotonic() - started < 10
+        assert ("KeyboardInterrupt" in err) == (way == "wait")
+        assert child.returncode == (0 if way == "exit" else -signal.SIGINT)
+
+
+def test_cancelling_wakes_readers_and_what_is_asked_afterwards_is_answered(
+    s3, builds, opened, tmp_path, monkeypatch
+):
+    url = upload(s3, builds["arrow"], tmp_path.name)
+    stalled = threading.Event()
+    with contextlib.closing(FaultyProxy(s3.endpoint)) as proxy:
+        use(monkeypatch, s3, proxy.endpoint)
+        build = opened(url)
+        proxy.fault = lambda path: stalled.set() or "stall"
+        build.shards.prefetch(range(10))
+        with ThreadPoolExecutor(2) as pool:
+            reading = [pool.submit(build.shards.read, number) for number in (3, 28)]
+            assert stalled.wait(20)
+            deadline = time.monotonic() + 20
+            while wait(reading, timeout=0.1).not_done:
+                assert time.monotonic() < deadline
+                build.shards.cancel()  # a reader that comes only now asks anew
+            for future in reading:
+                with pytest.raises(DataError, match="closed while"):
+                    future.result()
+        proxy.fault = lambda path: ""
+        assert all_intact(build)
+
+
+def test_closing_does_not_wait_for_a_stalled_request_and_wakes_its_reader(
+    s3, builds, opened, tmp_path, monkeypatch
+):
+    url = upload(s3, builds["arrow"], tmp_path.name)
+    stalled = threading.Event()
+    with contextlib.closing(FaultyProxy(s3.endpoint)) as proxy:
+        use(monkeypatch, s3, proxy.endpoint)
+        build = opened(url)
+        proxy.fault = lambda path: stalled.set() or "stall"
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(build.shards.read, 3)
+            assert stalled.wait(20)
+            started = time.monotonic()
+            build.close()
+            with pytest.raises(DataError, match="closed"):
+                reading.result(10)
+            assert time.monotonic() - started < 15
+    with pytest.raises(ConfigError, match="is closed"):
+        build.shards.read(4)

@@ -1,0 +1,1 @@
+"""Raw data and builds, made or checked by means of their own."""

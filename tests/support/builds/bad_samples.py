@@ -1,0 +1,344 @@
+"""Every line of the table of samples in docs/reference/bad_input.md: the records and files, and what shall
+become of them.
+"""
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from support import ROOT
+from support.builds import bad_pictures as pictures
+from support.builds.raw_data import record
+
+STRICT_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] != ('assistant' if loop.index0 % 2 else 'user') %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{{ '<|im_start|>' + message['role'] + '\\n'"
+    " + message['content'] + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+BUILDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "decode": {"check_images": "decode"},
+    "vision cap": {"max_vision": 2},
+    "strict template": {"chat_template": STRICT_TEMPLATE},
+    "native": {"model": "qwen2_vl"},
+    "links": {"follow_links": True},
+    "undecodable": {},
+}
+"""The options of the builds that the cases are in."""
+
+DOCS = ROOT / "docs" / "reference" / "bad_input.md"
+OUTSIDE = "outside.png"
+"""A whole image beside the data root."""
+LINKS = {"link.png": f"../{OUTSIDE}", "followed.png": f"../{OUTSIDE}", "loop.png": "loop.png"}
+
+
+@dataclass(frozen=True)
+class Case:
+    what: str
+    happens: str
+    reason: str
+    """Empty for samples that are used."""
+    lines: tuple[Any, ...]
+    """Records, or lines as bytes; the same becomes of all."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    build: str = "plain"
+    size: tuple[int, int] | None = None
+    """Width and height that the model shall see."""
+
+
+def used(what, *lines, happens="used", **rest):
+    return Case(what, happens, "", lines, **rest)
+
+
+def rejected(what, reason, *lines, **rest):
+    return Case(what, "rejected", reason, lines, **rest)
+
+
+def picture(what, name, data, reason="", **rest):
+    """A sample with one image file."""
+    make = (lambda *args, **kw: rejected(args[0], reason, *args[1:], **kw)) if reason else used
+    return make(what, record(name, [name]), files={name: data}, **rest)
+
+
+def pointing(what, path, reason, **rest):
+    """A sample whose image is at a path that cannot be used."""
+    return rejected(what, reason, record(what, [path]), **rest)
+
+
+def raw(value, **changes):
+    return json.dumps(value | changes).encode()
+
+
+def turns(*pairs):
+    return {"conversations": [{"from": role, "value": text} for role, text in pairs]}
+
+
+FIRST = used("byte order mark at the beginning of the file", b"\xef\xbb\xbf" + raw(record("first")))
+
+IMAGES = [
+    picture("JPEG of no bytes", "empty.jpg", b"", "corrupt_image"),
+    picture("JPEG cut short", "cut.jpg", pictures.JPEG[:900], "corrupt_image"),
+    picture("PNG cut short", "cut.png", pictures.PNG[:900], "corrupt_image"),
+    picture("PNG with a wrong bit", "flipped.png", pictures.flipped(pictures.PNG), "corrupt_image"),
+    picture(
+        "JPEG with a wrong bit",
+        "flipped.jpg",
+        pictures.flipped(pictures.JPEG),
+        happens="used, as it decodes",
+    ),
+    picture(
+        "image whose file is whole but whose pixels are not",
+        "hollow.png",
+        pictures.png(60, 40, pixels=b"\0" * 100),
+        happens="used; the loader stops at it and names the sample",
+        build="undecodable",
+    ),
+    picture(
+        "the same with `--check-images decode`",
+        "hollow2.png",
+        pictures.png(60, 40, pixels=b"\0" * 100),
+        "corrupt_image",
+        build="decode",
+    ),
+    picture(
+        "web page or other text under the name of an image",
+        "page.jpg",
+        b"<!DOCTYPE html>404",
+        "corrupt_image",
+    ),
+    picture("SVG", "a.svg", b'<svg xmlns="http://www.w3.org/2000/svg"></svg>', "corrupt_image"),
+    picture("EPS", "a.eps", pictures.encoded(pictures.PHOTO, "EPS"), "corrupt_image"),
+    picture("image 0 px wide", "flat.jpg", pictures.without_width(pictures.JPEG), "corrupt_image"),
+    picture(
+        "PNG of 16 bits per colour",
+        "deep.png",
+        pictures.colour_16_bit(),
+        happens="used with the upper 8 bits",
+    ),
+    picture(
+        "PNG of 16 bits of grey",
+        "deep-grey.png",
+        pictures.grey_16_bit(),
+        happens="used with the upper 8 bits (transformers makes all above 255 white)",
+    ),
+    picture("PNG with a palette", "palette.png", pictures.encoded(pictures.PALETTE, "PNG")),
+    picture(
+        "PNG with a transparent colour in its palette",
+        "clear.png",
+        pictures.encoded(pictures.PALETTE, "PNG", transparency=3),
+    ),
+    picture(
+        "PNG with alpha",
+        "alpha.png",
+        pictures.encoded(pictures.TRANSPARENT, "PNG"),
+        happens="used; transparency is dropped",
+    ),
+    picture(
+        "PNG of grey and alpha",
+        "la.png",
+        pictures.encoded(pictures.TRANSPARENT.convert("LA"), "PNG"),
+    ),
+    picture(
+        "black and white PNG", "one-bit.png", pictures.encoded(pictures.PHOTO.convert("1"), "PNG")
+    ),
+    picture("CMYK JPEG", "cmyk.jpg", pictures.encoded(pictures.PHOTO.convert("CMYK"), "JPEG")),
+    picture("grey JPEG", "grey.jpg", pictures.encoded(pictures.PHOTO.convert("L"), "JPEG")),
+    *[
+        picture(
+            f"animated {form}",
+            f"film.{form.lower()}",
+            pictures.animated(form),
+            happens="used: the first frame",
+        )
+        for form in ("GIF", "WebP", "PNG")
+    ],
+    picture(
+        "TIFF of several pages",
+        "pages.tiff",
+        pictures.animated("TIFF"),
+        happens="used: the first page",
+    ),
+    *[
+        picture(
+            f"{form} turned by EXIF",
+            f"turned.{form.lower()}",
+            pictures.sideways(form),
+            happens="used upright",
+            size=(40, 60),
+        )
+        for form in ("JPEG", "PNG", "WebP")
+    ],
+    picture(
+        "image of 1 x 10,000 px",
+        "line.png",
+        pictures.png(1, 10_000, pixels=b"\0\0" * 10_000),
+        size=(1, 10_000),
+    ),
+    picture(
+        "the same for a model that refuses such shapes",
+        "line2.png",
+        pictures.png(1, 10_000, pixels=b"\0\0" * 10_000),
+        "aspect_ratio",
+        build="native",
+    ),
+    picture(
+        "decompression bomb: 60,000 x 60,000 px in 70 bytes",
+        "bomb.png",
+        pictures.png(60_000, 60_000),
+        "too_many_pixels",
+    ),
+    picture(
+        "decompression bomb: 100 MB of text in a PNG",
+        "text-bomb.png",
+        pictures.text_bomb(),
+        "corrupt_image",
+    ),
+]
+
+PATHS = [
+    pointing("missing file", "nowhere.png", "missing_image"),
+    pointing("path of a folder", "folder", "missing_image", files={"folder/a.txt": b""}),
+    pointing("path through a file", "good.png/a.png", "missing_image"),
+    pointing("file name of 300 characters", "a" * 300, "unreadable_image"),
+    pointing("link that leads to itself", "loop.png", "unreadable_image"),
+    pointing("path with `../`", f"../{OUTSIDE}", "outside_data_root"),
+    pointing("absolute path", "/pictures/1.png", "outside_data_root"),
+    pointing("link out of the data root", "link.png", "outside_data_root"),
+    used("the same with `--follow-links`", record("followed", ["followed.png"]), build="links"),
+    pointing("path with a NUL character", "a\0.png", "outside_data_root"),
+    pointing("image URL", "https://example.com/1.png", "image_url"),
+    used(
+        "`data:` URL",
+        record("data-url", ["data:image/png;base64," + base64.b64encode(pictures.PNG).decode()]),
+        happens="used: the image is in it",
+    ),
+    pointing("`data:` URL whose base64 is damaged", "data:image/png;base64,a", "bad_image_field"),
+    rejected("`image` that is a number", "bad_image_field", record("number") | {"image": 7}),
+    used(
+        "`image` that is empty, and no marker",
+        record("no-image") | {"image": ""},
+        happens="used as text",
+    ),
+    rejected(
+        "audio for a model without audio", "no_audio_encoder", record("audio") | {"audio": "a.wav"}
+    ),
+]
+
+RECORDS = [
+    rejected("broken JSON line", "broken_json", b'{"id": "broken", "conv', b"}{", b"no JSON"),
+    rejected("JSON nested 100,000 deep", "broken_json", b"[" * 100_000),
+    rejected(
+        "number of 5,000 digits",
+        "broken_json",
+        raw(record("digits"))[:-1] + b', "n": ' + b"1" * 5000 + b"}",
+    ),
+    rejected("record that is a list, a number or null", "not_an_object", b"[1, 2]", b"17", b"null"),
+    rejected(
+        "invalid UTF-8 in a text",
+        "invalid_utf8",
+        raw(record("bytes", text="XX")).replace(b"XX", b"\xff\xfe"),
+    ),
+    rejected(
+        "half of a surrogate pair in a text", "invalid_utf8", record("surrogate", text="\ud800")
+    ),
+    rejected(
+        "invalid UTF-8 in a path",
+        "bad_image_field",
+        raw(record("p", ["XX.png"])).replace(b"XX", b"\xff"),
+    ),
+    used(
+        "invalid UTF-8 in an id",
+        raw(record("XX")).replace(b"XX", b"\xff", 1),
+        happens="used, with `?` in the id",
+    ),
+    used("byte order mark in front of a later line", b"\xef\xbb\xbf" + raw(record("joined"))),
+    used(
+        "NaN or Infinity in a field that is not read",
+        raw(record("nan"), score=float("nan"), loss=float("inf")),
+    ),
+    rejected(
+        "NaN in place of a text",
+        "bad_turn",
+        raw(record("nan2") | turns(("human", float("nan")), ("gpt", "a"))),
+    ),
+    used("NUL character in a text", record("nul", text="a\0b")),
+    used("line that ends with CR LF", raw(record("windows")) + b"\r"),
+    used(
+        "record without an id",
+        turns(("human", "a"), ("gpt", "b")),
+        happens="used, named by its file and place",
+    ),
+    used(
+        "an id twice",
+        record("twice"),
+        record("twice"),
+        happens="both used; the second is called `ID#2`",
+    ),
+    used(
+        "fewer `<image>` markers than images",
+        record("fewer", text="What?") | {"image": ["good.png", "good.png"]},
+        happens="used; images without a marker stand in front of the first question",
+    ),
+    rejected(
+        "more `<image>` markers than images",
+        "marker_without_image",
+        record("more", ["good.png"], text="<image>"),
+        record("none", text="<image>"),
+    ),
+    rejected(
+        "empty conversation",
+        "no_conversation",
+        record("e") | {"conversations": []},
+        {"text": " \n"},
+    ),
+    rejected("no field that is known", "no_conversation", {"id": "other", "body": "a"}),
+    rejected("conversation of a system turn only", "no_answer", turns(("system", "Be kind."))),
+    rejected("conversation without an answer", "no_answer", turns(("human", "a"))),
+    used(
+        "assistant first",
+        turns(("gpt", "Hello."), ("human", "a"), ("gpt", "b")),
+        happens="used, if the chat template takes it",
+    ),
+    rejected(
+        "the same with a chat template that refuses it",
+        "chat_template",
+        turns(("gpt", "Hello."), ("human", "a"), ("gpt", "b")),
+        build="strict template",
+    ),
+    rejected("turn of an unknown role", "bad_turn", turns(("judge", "a"), ("gpt", "b"))),
+    rejected("turn without a text", "bad_turn", turns(("human", None), ("gpt", "b"))),
+    rejected(
+        "text longer than the cap", "longer_than_max_seq_len", record("long", answer="word " * 3000)
+    ),
+    rejected(
+        "more patches than `--max-vision`",
+        "more_than_max_vision",
+        record("wide", ["wide.png"]),
+        files={"wide.png": pictures.png(200, 100, pixels=(b"\0" * 201) * 100)},
+        build="vision cap",
+    ),
+    used(
+        "control tokens in a text",
+        record(
+            "control", text="<|im_end|>\n<|im_start|>assistant\n<IMG_CONTEXT></img><|endoftext|>"
+        ),
+        happens="used; they stay letters",
+    ),
+    rejected(
+        "control tokens beside private-use characters",
+        "control_token",
+        record("private", text="<|im_end|>\U00100000"),
+    ),
+]
+
+CASES = [FIRST, *IMAGES, *PATHS, *RECORDS]
+
+
+def rows_of(heading):
+    """The cells of a table in the docs, without its head."""
+    section = DOCS.read_text("utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    return [tuple(cell.strip() for cell in line) for line in lines[2:]]

@@ -1,0 +1,95 @@
+"""A small build of the manuals corpus: real samples with text alone, one image, and several
+images.
+"""
+
+import io
+import json
+
+from PIL import Image
+from rich.console import Console
+
+from packer.build import Builder
+from packer.config import BuildConfig
+from packer.progress import StageProgress
+from support import ROOT
+
+SHARED = ROOT.parent / "shared"
+MANUALS = SHARED / "corpora" / "manuals"
+TOKENIZER = SHARED / "tokenizers" / "qwen2_5"
+PRESETS = {"llava": "llava_1_5", "internvl": "internvl_1_5_max4", "qwen2_vl": "qwen2_vl"}
+
+SAMPLES = {0: 6, 1: 6, 2: 2, 3: 1}
+"""Samples of the corpus by their number of images."""
+MOST_CHARACTERS, MOST_PIXELS = 1000, 250_000
+"""Of the samples taken, so that the tests are quick: text of a sample, pixels of an image."""
+NUM_TOKENS = 4096
+"""Of the tokenizer's: with all of its 151,643, the tiny models would spend their time with
+logits.
+"""
+MAX_SEQ_LEN = 2048
+
+
+def build_manuals(folder, name):
+    """Pack some samples of the corpus for a model; -> where the build is."""
+    chosen = folder / "annotations.json"
+    chosen.write_text(json.dumps(choose_samples()))
+    config = BuildConfig(
+        dataset=str(chosen),
+        data_root=str(MANUALS),
+        model=PRESETS[name],
+        tokenizer=str(cut_tokenizer(folder / "tokenizer")),
+        max_seq_len=MAX_SEQ_LEN,
+        out=str(folder / "build"),
+        workers=1,
+    )
+    Builder(config, StageProgress(Console(file=io.StringIO()))).build()
+    return folder / "build"
+
+
+def choose_samples():
+    """The first ones that are small enough, and of other images than those before."""
+    left, seen, chosen = dict(SAMPLES), set(), []
+    for sample in json.loads((MANUALS / "annotations.json").read_text()):
+        images = image_names(sample)
+        if left.get(len(images)) and seen.isdisjoint(images) and is_small(sample, images):
+            left[len(images)] -= 1
+            seen |= set(images)
+            chosen.append(sample)
+    assert not any(left.values())
+    return chosen
+
+
+def image_names(sample):
+    names = sample.get("image", [])
+    return [names] if isinstance(names, str) else names
+
+
+def is_small(sample, images):
+    if sum(len(turn["value"]) for turn in sample["conversations"]) > MOST_CHARACTERS:
+        return False
+    for name in images:
+        with Image.open(MANUALS / name) as image:
+            if image.width * image.height > MOST_PIXELS:
+                return False
+    return True
+
+
+def cut_tokenizer(folder):
+    """The shared tokenizer with its first tokens only, and its control tokens behind them."""
+    folder.mkdir()
+    whole, config = (
+        json.loads((TOKENIZER / f"{name}.json").read_text())
+        for name in ("tokenizer", "tokenizer_config")
+    )
+    model, first = whole["model"], len(whole["model"]["vocab"])
+    model["vocab"] = {token: place for token, place in model["vocab"].items() if place < NUM_TOKENS}
+    model["merges"] = [pair for pair in model["merges"] if "".join(pair.split()) in model["vocab"]]
+    for token in whole["added_tokens"]:
+        token["id"] += NUM_TOKENS - first
+    config["added_tokens_decoder"] = {
+        str(int(place) + NUM_TOKENS - first): token
+        for place, token in config["added_tokens_decoder"].items()
+    }
+    for name, content in (("tokenizer", whole), ("tokenizer_config", config)):
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder

@@ -1,0 +1,1 @@
+"""Costs, loads and steps for the planner, the simulator and the tuner."""

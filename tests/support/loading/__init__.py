@@ -1,0 +1,1 @@
+"""Runs of loaders, and what makes them fail."""

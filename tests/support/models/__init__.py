@@ -1,0 +1,1 @@
+"""Small models and micro-batches for them."""

@@ -1,0 +1,1 @@
+"""Plain readings of algorithms and proven bounds, to compare with."""

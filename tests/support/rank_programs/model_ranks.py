@@ -1,0 +1,102 @@
+"""What each rank runs for `test_models`: a model of transformers in a pipeline beside the same
+training alone.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from engine.runtime.models.transformers_models import from_transformers
+from engine.runtime.models.weights import gather_state_dict, load_state_dict, names_of
+from engine.runtime.pipeline import Pipeline, PipelineOptions
+from support.models.tiny_models import make_batch, make_model, run_alone
+from support.ranks import on_ranks
+
+STEPS = [[(1, 0), (0, 0), (2,)], [(0,), (1,)], [(), (1, 1, 0), (0, 3), (1,)]]
+"""Images of each sample of each micro-batch of each step; some without images, one without
+samples.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCase:
+    """A model and its pipeline."""
+
+    name: str
+    borders: tuple[int, ...]
+    recompute: tuple[int, ...] = ()
+    """Places of layers."""
+    options: PipelineOptions = field(default_factory=PipelineOptions)
+    tied: bool = False
+    frozen: str | None = None
+    """A part of the model."""
+    tolerance: float = 1e-5
+    """Of losses and weights, relative."""
+
+
+def run_model_cases(folder: str, cases: list[ModelCase]) -> None:
+    """Run all cases on two ranks; the first failure of any is raised."""
+    on_ranks(2, folder, _run_all, cases)
+
+
+def _run_all(cases: list[ModelCase]) -> None:
+    for case in cases:
+        try:
+            _run_case(case)
+        except Exception as error:
+            raise AssertionError(f"{case.name}, rank {dist.get_rank()}: {error}") from error
+
+
+def _run_case(case: ModelCase) -> None:
+    """Steps with an optimizer in the pipeline and alone; losses and, in the end, all weights must
+    agree.
+    """
+    piped, alone = (make_model(case.name, tied=case.tied) for _ in range(2))
+    if case.frozen is not None:
+        for model in (piped, alone):
+            model.get_submodule(case.frozen).requires_grad_(False)
+    layered = from_transformers(piped)
+    recompute = [place in case.recompute for place in range(len(layered.layers))]
+    pipeline = Pipeline(layered, case.borders, recompute, [[0, 1]], case.options)
+    optimizers = [
+        torch.optim.SGD(part, lr=1e-3, momentum=0.9)
+        for part in (pipeline.parameters(), alone.parameters())
+    ]
+    for step, counts in enumerate(STEPS):
+        batches = [
+            make_batch(case.name, own, seed=10 * step + place) for place, own in enumerate(counts)
+        ]
+        normalizer = sum(int((batch.labels >= 0).sum()) for batch in batches)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=case.options.autocast is not None):
+            expected = sum(run_alone(case.name, alone, batch, normalizer) for batch in batches)
+        found = pipeline.step(batches, normalizer).loss
+        assert abs(found - expected) <= case.tolerance * expected, (
+            f"step {step}: loss {found}, not {expected}"
+        )
+        pipeline.reduce_gradients()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    prefixes = names_of(piped, layered.layers)
+    gathered = gather_state_dict(piped, pipeline.layers, prefixes)
+    assert (gathered is None) == (dist.get_rank() > 0)
+    if gathered is not None:
+        _compare(gathered, alone, make_model(case.name, tied=case.tied), case.tolerance)
+        make_model(case.name, tied=case.tied, seed=1).load_state_dict(gathered)
+    load_state_dict(pipeline.layers, prefixes, alone.state_dict())
+    again = gather_state_dict(piped, pipeline.layers, prefixes)
+    if again is not None:
+        assert all(torch.equal(tensor, again[name]) for name, tensor in alone.state_dict().items())
+
+
+def _compare(gathered, alone, before, tolerance):
+    """Weights that were trained have moved, and all are where they are without a pipeline."""
+    expected, old = alone.state_dict(), before.state_dict()
+    assert list(gathered) == list(expected)
+    for name, tensor in expected.items():
+        off = float((gathered[name] - tensor).norm() / tensor.norm())
+        assert off <= tolerance, f"{name} off by {off:.1e}"
+    trained = [name for name, weight in alone.named_parameters() if weight.requires_grad]
+    moved = [name for name in trained if not torch.equal(gathered[name], old[name])]
+    assert len(moved) > len(trained) // 2

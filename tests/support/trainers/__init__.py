@@ -1,0 +1,1 @@
+"""What each rank runs in the tests of the examples."""
