@@ -1,15 +1,17 @@
-"""The samplers that trainers use today, at a fixed number of samples per micro-batch: what the
-report compares us with.
+"""The samplers that trainers use today, with which the report compares ours.
 
-Four rows of OmniBal's Table 3. No paper defines them, so each is a sampler that is really in use:
+A fixed number of samples per micro-batch: four rows of OmniBal's Table 3. No paper defines them, so
+each is a sampler that is really in use:
 
 - `random`: a permutation, cut (Megatron's random sampler);
-- `length_group`: a permutation, cut into windows of 50 micro-batches, each sorted by length, longest first (what
-  transformers calls `group_by_length`). Little padding, and a step's ranks are near each other in
-  the sort;
-- `device_group`: a permutation, cut into mega-batches of one step, each dealt to the ranks in descending length, always
-  to the lightest rank that has room (LLaVA's length-grouped sampler). Even ranks, much padding;
-- `sorted`: the whole epoch sorted, micro-batches shuffled (in the first version of OmniBal). No padding, uneven ranks.
+- `length_group`: a permutation, cut into windows of 50 micro-batches, each sorted by length,
+  longest first (transformers' `group_by_length`). Little padding, and a step's ranks are near each
+  other in the sorted order;
+- `device_group`: a permutation, cut into mega-batches of one step, each assigned to the ranks by
+  descending length, always to the lightest rank that is not full (LLaVA's length-grouped sampler).
+  Even ranks, much padding;
+- `sorted`: the whole epoch sorted, micro-batches shuffled (the first version of OmniBal). No
+  padding, uneven ranks.
 
 All return int64 sample indices of shape (steps, dp, batch_size), -1 where there is no sample.
 Seeded. Every sample comes at most once; those that do not fill the last step (fewer than dp *
@@ -29,12 +31,10 @@ BATCH_SIZE = 4
 """Samples per micro-batch in OmniBal's Table 3."""
 
 LENGTH_WINDOW = 50
-"""Micro-batches per sorted window of `length_group`: the default of transformers' length-grouped
-sampler.
-"""
+"""Micro-batches per sorted window of `length_group`: the default of transformers' sampler."""
 
 Sampler = Callable[[IntArray, int, int, int], IntArray]
-"""(lengths, dp, batch_size, seed) -> batches; the signature of every function below."""
+"""(lengths, dp, batch_size, seed) -> batches; the signature of every sampler below."""
 
 
 def random_batches(
@@ -46,16 +46,14 @@ def random_batches(
     >>> batches.shape, len(set(batches.ravel().tolist()))  # one of the seven does not fill a step
     ((1, 3, 2), 6)
     """
-    return _drawn(lengths, dp, batch_size, seed).reshape(-1, dp, batch_size)
+    return _whole_steps(lengths, dp, batch_size, seed).reshape(-1, dp, batch_size)
 
 
 def length_grouped_batches(
     lengths: IntArray, dp: int, batch_size: int = BATCH_SIZE, seed: int = 0
 ) -> IntArray:
-    """Micro-batches of neighbours in length, within random windows of `LENGTH_WINDOW`
-    micro-batches.
-    """
-    drawn = _drawn(lengths, dp, batch_size, seed)
+    """Micro-batches of like lengths, within random windows of `LENGTH_WINDOW` micro-batches."""
+    drawn = _whole_steps(lengths, dp, batch_size, seed)
     window = np.arange(len(drawn)) // (LENGTH_WINDOW * batch_size)
     order = np.lexsort((-_length_of(drawn, lengths), window))
     return drawn[order].reshape(-1, dp, batch_size)
@@ -64,13 +62,10 @@ def length_grouped_batches(
 def device_grouped_batches(
     lengths: IntArray, dp: int, batch_size: int = BATCH_SIZE, seed: int = 0
 ) -> IntArray:
-    """Steps of random samples, dealt to the ranks so that their sums are even; O(samples * dp), all
-    steps at once.
-    """
-    steps = _drawn(lengths, dp, batch_size, seed).reshape(-1, dp * batch_size)
-    steps = np.take_along_axis(
-        steps, np.argsort(-_length_of(steps, lengths), axis=1, kind="stable"), axis=1
-    )
+    """Steps of random samples, assigned to ranks for even sums; O(samples * dp), vectorised."""
+    steps = _whole_steps(lengths, dp, batch_size, seed).reshape(-1, dp * batch_size)
+    longest_first = np.argsort(-_length_of(steps, lengths), axis=1, kind="stable")
+    steps = np.take_along_axis(steps, longest_first, axis=1)
     batches = np.full((len(steps), dp, batch_size), -1, np.int64)
     load = np.zeros((len(steps), dp), np.int64)
     taken = np.zeros((len(steps), dp), np.int64)
@@ -88,11 +83,10 @@ def device_grouped_batches(
 def sorted_batches(
     lengths: IntArray, dp: int, batch_size: int = BATCH_SIZE, seed: int = 0
 ) -> IntArray:
-    """Micro-batches of neighbours in the length of the whole epoch, in random order."""
-    drawn = _drawn(lengths, dp, batch_size, seed)
-    by_length = drawn[np.argsort(-_length_of(drawn, lengths), kind="stable")].reshape(
-        -1, batch_size
-    )
+    """Micro-batches of neighbours in the whole epoch sorted by length, in random order."""
+    drawn = _whole_steps(lengths, dp, batch_size, seed)
+    longest_first = np.argsort(-_length_of(drawn, lengths), kind="stable")
+    by_length = drawn[longest_first].reshape(-1, batch_size)
     order = np.random.default_rng([seed, 1]).permutation(len(by_length))
     return by_length[order].reshape(-1, dp, batch_size)
 
@@ -106,24 +100,19 @@ BASELINES: dict[str, Sampler] = {
 
 
 def as_groups(batches: IntArray) -> Groups:
-    """Batches of shape (steps, dp, batch_size) as groups in stream order: step s, rank r is group s
-    * dp + r.
+    """Batches of shape (steps, dp, batch_size) as groups: step s, rank r is group s * dp + r.
 
     >>> groups = as_groups(np.array([[[3, 1], [2, -1]]]))
     >>> groups.samples.tolist(), groups.offsets.tolist()
     ([3, 1, 2], [0, 2, 3])
     """
     present = batches >= 0
-    sizes = present.sum(axis=2).ravel()
-    return Groups(
-        batches[present].astype(np.int64), np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    )
+    offsets = np.concatenate([[0], np.cumsum(present.sum(axis=2).ravel())])
+    return Groups(batches[present].astype(np.int64), offsets.astype(np.int64))
 
 
-def _drawn(lengths: IntArray, dp: int, batch_size: int, seed: int) -> IntArray:
-    """A random permutation cut to whole steps; padded with -1 to one step when there are fewer
-    samples.
-    """
+def _whole_steps(lengths: IntArray, dp: int, batch_size: int, seed: int) -> IntArray:
+    """A random permutation cut to whole steps; fewer samples than a step are padded with -1."""
     if dp < 1 or batch_size < 1:
         raise ValueError(f"dp is {dp} and batch_size {batch_size}; give at least 1 for both")
     num_samples, per_step = len(lengths), dp * batch_size

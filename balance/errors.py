@@ -1,7 +1,7 @@
 """The errors of Isobatch that a caller may want to catch.
 
 IsobatchError
-├── DataError          the raw data or an artefact of ours cannot be used
+├── DataError          the raw data or one of our files cannot be used
 │   ├── DamagedShard   a shard is not what its manifest says
 │   └── MediaRejected  a model cannot take an image or a clip (ImageRejected, AudioRejected)
 └── ConfigError        a preset, a configuration or an option is wrong
@@ -9,13 +9,11 @@ IsobatchError
 
 
 class IsobatchError(Exception):
-    """Root of all errors raised on purpose; its text is one line for the user: what, where, what to
-    do.
-    """
+    """Root of all errors raised on purpose; one line for the user: what, where, what to do."""
 
 
 class DataError(IsobatchError):
-    """The raw data or an artefact of ours cannot be used."""
+    """The raw data or one of our files cannot be used."""
 
 
 class DamagedShard(DataError):
@@ -39,7 +37,7 @@ class MediaRejected(DataError, ValueError):
 
 
 def first_line(error: Exception) -> str:
-    """What a library's error says, without the lines behind the first; its type if it says nothing.
+    """First line of what a library's error says; its type if it says nothing.
 
     >>> first_line(ValueError("too long\\nsee the docs")), first_line(KeyError())
     ('too long', 'KeyError')

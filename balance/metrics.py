@@ -1,16 +1,16 @@
-"""How balanced a stream of micro-batches is: pad ratio, dist ratio, fill, and what balance costs in
-randomness.
+"""How balanced an order of micro-batches is, and what balance costs in randomness.
 
-Pure functions of groups in stream order: step s, rank r runs group `s * dp + r`. OmniBal (ICML
-2025), equations 1 and 2, with two choices of its authors' code that its text does not print: the
-pad ratio is a ratio of sums over the epoch, the dist ratio a mean over steps.
+Pad ratio, dist ratio, fill, autocorrelation, source entropy. Pure functions of groups in order:
+step s, rank r runs group `s * dp + r`. OmniBal (ICML 2025), equations 1 and 2, with two choices of
+its authors' code that its text does not print: the pad ratio is a ratio of sums over the epoch, the
+dist ratio a mean over steps.
 
-What a rank runs: LLM sequences of unequal length are padded to the longest (`padded_loads`) unless
-they are packed; the vision encoder's patches are batch items of one size, so they are concatenated
-and never padded (`Groups.sum`). Only this reading gives the known figures: AI2D + ChartQA in random
-order have a ViT dist ratio of .204, but .009 if padded.
+What a rank computes: LLM sequences of unequal length are padded to the longest (`padded_loads`)
+unless they are packed; the vision encoder's patches are batch items of one size, so they are
+concatenated and never padded (`Groups.sum`). Only this reading gives the known figures: AI2D +
+ChartQA in random order have a ViT dist ratio of .204, but .009 if padded.
 
-Last step: one that not all ranks take part in says more about the dataset's size than about the
+Last step: one without work for every rank says more about the dataset's size than about the
 sampler, so only complete steps count. When there is none, the one incomplete step counts, its
 missing ranks idle (load 0).
 """
@@ -31,15 +31,13 @@ def longest(groups: Groups, lengths: IntArray) -> IntArray:
     result = np.zeros(len(groups), np.int64)
     filled = groups.sizes > 0
     if filled.any():
-        # empty groups own no samples, so leaving out their starts keeps every other group's range
-        # whole
+        # empty groups own no samples, so the other starts are still consecutive ranges
         result[filled] = np.maximum.reduceat(lengths[groups.samples], groups.offsets[:-1][filled])
     return result
 
 
 def padded_loads(groups: Groups, lengths: IntArray) -> IntArray:
-    """Tokens of each group when every sample is padded to the group's longest, int64, shape
-    (num_groups,).
+    """Tokens of each group when every sample is padded to the group's longest, int64.
 
     >>> padded_loads(Groups(np.array([0, 1, 2]), np.array([0, 2, 3])), np.array([5, 7, 4])).tolist()
     [14, 4]
@@ -48,13 +46,11 @@ def padded_loads(groups: Groups, lengths: IntArray) -> IntArray:
 
 
 def pad_ratio(groups: Groups, lengths: IntArray) -> float:
-    """Share of an epoch's tokens that is padding (OmniBal eq. 1, numerators and denominators summed
-    over the epoch).
+    """Share of an epoch's tokens that is padding (OmniBal eq. 1); 0.0 without any tokens.
 
-    Sums, so that a long micro-batch weighs more than a short one. 0.0 when there are no tokens at
-    all.
+    Numerators and denominators are summed over the epoch, so that a long micro-batch weighs more.
 
-    >>> pad_ratio(Groups(np.array([0, 1, 2]), np.array([0, 2, 3])), np.array([5, 7, 4]))  # 2 of 14 + 4
+    >>> pad_ratio(Groups(np.array([0, 1, 2]), np.array([0, 2, 3])), np.array([5, 7, 4]))  # 2 / 18
     0.1111111111111111
     """
     padded = int(padded_loads(groups, lengths).sum())
@@ -62,8 +58,7 @@ def pad_ratio(groups: Groups, lengths: IntArray) -> float:
 
 
 def step_loads(loads: IntArray, dp: int) -> IntArray:
-    """Loads per step and rank, shape (num_steps, dp), by the rule for the last step in this
-    module's docstring.
+    """Loads per step and rank, shape (num_steps, dp); for the last step see the module's docstring.
 
     >>> step_loads(np.array([1, 2, 3, 4, 5]), 2).tolist()
     [[1, 2], [3, 4]]
@@ -79,11 +74,10 @@ def step_loads(loads: IntArray, dp: int) -> IntArray:
 
 
 def dist_ratio(loads: IntArray, dp: int) -> float:
-    """Share of the ranks' time that is waiting for the step's largest micro-batch (OmniBal eq. 2,
-    mean over steps).
+    """Share of ranks' time spent waiting for the step's slowest (OmniBal eq. 2, mean over steps).
 
-    `loads` are what each group costs after padding, in stream order. A step without any load (text
-    only, for the vision encoder) is balanced: 0.
+    `loads` are what each group costs after padding, in order. A step without any load (text only,
+    for the vision encoder) is balanced: 0.
 
     >>> dist_ratio(np.array([4, 2, 0, 0]), dp=2)  # .25 and 0
     0.125
@@ -97,8 +91,7 @@ def dist_ratio(loads: IntArray, dp: int) -> float:
 
 
 def fill(groups: Groups, seq_len: IntArray, max_seq_len: int) -> float:
-    """Share of the groups' room for LLM tokens that is used: sum(tokens) / (num_groups *
-    max_seq_len).
+    """Share of the groups' token capacity that is used: sum(tokens) / (num_groups * max_seq_len).
 
     >>> fill(Groups(np.array([0, 1, 2]), np.array([0, 2, 3])), np.array([5, 3, 4]), 8)
     0.75
@@ -107,10 +100,9 @@ def fill(groups: Groups, seq_len: IntArray, max_seq_len: int) -> float:
 
 
 def lower_bounds(vision: IntArray, seq_len: IntArray, limits: Limits) -> dict[str, int]:
-    """Groups that no grouping of these samples can do with less, by LLM tokens and by vision: sum /
-    cap, rounded up.
+    """Least number of groups by LLM tokens alone and by vision alone: sum / cap, rounded up.
 
-    Seldom reached where both caps bind: samples that fill one dimension leave room in the other.
+    Seldom reached where both caps bind: samples that fill one leave capacity of the other unused.
 
     >>> limits = Limits(max_seq_len=10, max_vision=4, min_seq_len=9, min_vision=4)
     >>> lower_bounds(np.array([3, 3]), np.array([5, 6]), limits)
@@ -121,8 +113,7 @@ def lower_bounds(vision: IntArray, seq_len: IntArray, limits: Limits) -> dict[st
 
 
 def autocorrelation(loads: IntArray, dp: int) -> float:
-    """Correlation of a step's total load with the next step's: 0 for a random order, near 1 for a
-    sorted one.
+    """Correlation of a step's total load with the next step's: 0 if random, near 1 if sorted.
 
     0.0 when there are fewer than three steps or all weigh the same: nothing to see. Of n steps in a
     random order it strays from 0 by about 1 / sqrt(n).
@@ -134,8 +125,7 @@ def autocorrelation(loads: IntArray, dp: int) -> float:
 
 
 def source_autocorrelation(groups: Groups, sources: IntArray, dp: int) -> float:
-    """Correlation of the sources' shares of a step's samples with the next step's: near 1 if
-    sources come in turn.
+    """Correlation of sources' shares of a step with the next step's: near 1 if they take turns.
 
     `sources` is a per-sample source number from 0, shape (num_samples,). Sources count by how much
     their share varies. 0.0 when there are fewer than three complete steps or nothing varies.
@@ -144,8 +134,7 @@ def source_autocorrelation(groups: Groups, sources: IntArray, dp: int) -> float:
 
 
 def source_entropy(groups: Groups, sources: IntArray, dp: int, *, seed: int = 0) -> float:
-    """Entropy of the sources that a step draws from, relative to the same groups in a random order:
-    1 = as well mixed.
+    """Entropy of a step's sources relative to the same groups in random order: 1 = as well mixed.
 
     `sources` is a per-sample source number from 0, shape (num_samples,). The mean over steps of the
     entropy of samples by source is divided by that of a seeded random permutation. 1.0 with one
@@ -159,17 +148,13 @@ def source_entropy(groups: Groups, sources: IntArray, dp: int, *, seed: int = 0)
 
 
 def _mean_step_entropy(groups: Groups, sources: IntArray, dp: int) -> float:
-    """Mean over steps of the entropy, in nats, of a step's samples by source; the last step may be
-    incomplete.
-    """
+    """Mean over steps of the entropy, in nats, of a step's samples by source."""
     share = _step_shares(groups, sources, dp)
     return float(-(share * np.log(np.where(share > 0, share, 1.0))).sum(axis=1).mean())
 
 
 def _step_shares(groups: Groups, sources: IntArray, dp: int) -> FloatArray:
-    """Share of each step's samples by source, shape (num_steps, num_sources); the last step may be
-    incomplete.
-    """
+    """Share of each step's samples by source, (num_steps, num_sources), an incomplete step too."""
     num_sources = int(sources.max(initial=0)) + 1
     num_steps = -(-len(groups) // dp)
     step_of_sample = np.repeat(np.arange(len(groups)) // dp, groups.sizes)
@@ -179,17 +164,12 @@ def _step_shares(groups: Groups, sources: IntArray, dp: int) -> FloatArray:
 
 
 def _lag_one(steps: FloatArray) -> float:
-    """Autocorrelation at lag 1 of rows of shape (num_steps, columns), columns weighted by their
-    variance.
-    """
+    """Autocorrelation at lag 1 of rows (num_steps, columns), columns weighted by their variance."""
     if len(steps) < 3:
         return 0.0
     centred = steps - steps.mean(axis=0)
     variance = float((centred * centred).sum())
-    # the pairs are one fewer than the steps; dividing by all steps is the usual, slightly cautious
-    # estimate
-    return (
-        float((centred[:-1] * centred[1:]).sum()) / variance
-        if variance > 1e-12 * len(steps)
-        else 0.0
-    )
+    if variance <= 1e-12 * len(steps):
+        return 0.0
+    # one pair fewer than steps; dividing by all steps is the usual, slightly cautious estimate
+    return float((centred[:-1] * centred[1:]).sum()) / variance

@@ -46,7 +46,7 @@ class FixedRule(PixelRule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TilesRule(PixelRule):
-    """InternVL: the grid of `image_size` tiles closest in aspect ratio, and a thumbnail if several."""
+    """InternVL: the grid of tiles closest in aspect ratio, and a thumbnail if several."""
 
     image_size: int
     vit_tokens_per_patch: int
@@ -58,8 +58,7 @@ class TilesRule(PixelRule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnyresRule(PixelRule):
-    """LLaVA-NeXT: tiles of the best of `grid_pinpoints` and the whole image; the ViT's output loses
-    the padding."""
+    """LLaVA-NeXT: tiles of the best of `grid_pinpoints` and the whole image; padding removed."""
 
     image_size: int
     vit_patch_size: int
@@ -70,7 +69,7 @@ class AnyresRule(PixelRule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeRule(PixelRule):
-    """Qwen2-VL: ViT patches at native resolution, merged `merge_size` x `merge_size` for the LLM."""
+    """Qwen2-VL: native resolution, ViT patches merged `merge_size` x `merge_size`."""
 
     vit_patch_size: int
     merge_size: int
@@ -92,7 +91,7 @@ VISION_RULES: dict[str, type[FixedRule | TilesRule | AnyresRule | NativeRule]] =
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerShape:
-    """The dimensions of equal transformer layers that decide their FLOPs; every number is positive."""
+    """Dimensions of equal transformer layers that decide their FLOPs; all are positive."""
 
     num_layers: int
     hidden_size: int
@@ -294,7 +293,7 @@ def model_from_dict(values: dict[str, Any]) -> ModelPreset:
 
 
 def model_to_dict(preset: ModelPreset) -> dict[str, Any]:
-    """The inverse of `model_from_dict`, for a manifest; leaves out what a model without audio lacks."""
+    """The inverse of `model_from_dict`; leaves out what a model without audio lacks."""
     values = {
         name: value
         for name, value in asdict(preset).items()

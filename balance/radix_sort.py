@@ -1,9 +1,8 @@
-"""Sorting by keys, ties at random, in linear time, in numba: for paths of tens of millions of
-groups.
+"""Radix sort by integer keys with ties in random order, in numba, for millions of groups.
 
-Where NumPy's stable argsort takes n log n steps and 8 bytes per number, at each of two sorts, this
-takes a pass per digit and 4 bytes while fewer than 2^31 are sorted. Pure: the result is that of the
-plain formula at `shuffle_ties`.
+For `balance.order.sort_groups`. NumPy's stable argsort takes n log n steps and 8 bytes per number
+in each of two sorts; this takes a pass per digit and 4 bytes while fewer than 2^31 are sorted.
+Pure: the result is that of the plain formula at `shuffle_ties`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 DIGIT_BITS = 11
-"""Of a pass: 2,048 places to write to stay in the first-level cache."""
+"""Bits of one pass: 2,048 places to write to stay in the first-level cache."""
 MAX_BUCKET_BITS = 20
 """A bucket per number is fastest, but not beyond the second-level cache."""
 FEW = 16
@@ -31,11 +30,10 @@ def index_dtype(count: int) -> type[np.signedinteger[Any]]:
     return np.int32 if count <= np.iinfo(np.int32).max else np.int64
 
 
-def sorted_by(keys: NDArray[np.unsignedinteger[Any]]) -> NDArray[np.signedinteger[Any]]:
-    """The permutation that sorts `keys`, equal ones in the order of their places; int32 where that
-    is enough.
+def radix_argsort(keys: NDArray[np.unsignedinteger[Any]]) -> NDArray[np.signedinteger[Any]]:
+    """The permutation that sorts `keys`, equal ones in input order; int32 where that is enough.
 
-    >>> sorted_by(np.array([5, 7, 5, 1], dtype=np.uint32)).tolist()
+    >>> radix_argsort(np.array([5, 7, 5, 1], dtype=np.uint32)).tolist()
     [3, 0, 2, 1]
     """
     order = np.arange(len(keys), dtype=index_dtype(len(keys)))
@@ -47,14 +45,13 @@ def shuffle_ties(
     keys: NDArray[np.unsignedinteger[Any]],
     bits: NDArray[np.uint64],
 ) -> None:
-    """Sort equal keys, which stand side by side in `order`, by `bits`, in place; equal bits stay as
-    they are.
+    """Sort equal keys, which are neighbours in `order`, by `bits`, in place; stable.
 
     `order` is then what `shuffled[np.argsort(keys[shuffled], kind="stable")]` is, where `shuffled`
     is `np.argsort(bits, kind="stable")`. Linear if the bits are random.
 
-    >>> order = np.array([3, 0, 2, 1])
-    >>> shuffle_ties(order, np.array([5, 7, 5, 1], dtype=np.uint32), np.array([9, 1, 4, 3], dtype=np.uint64))
+    >>> order, keys = np.array([3, 0, 2, 1]), np.array([5, 7, 5, 1], dtype=np.uint32)
+    >>> shuffle_ties(order, keys, np.array([9, 1, 4, 3], dtype=np.uint64))
     >>> order.tolist()
     [3, 2, 0, 1]
     """
@@ -63,20 +60,20 @@ def shuffle_ties(
 
 @numba.njit(cache=True)
 def _counting_sort(order, keys):  # type: ignore[no-untyped-def]
-    """`order` sorted by one digit of its keys after the other, the lowest first; overwrites
-    `order`.
-    """
+    """`order` sorted by one digit of its keys after the other, lowest first; overwrites `order`."""
     here, there = order, np.empty_like(order)
     most, mask = np.uint64(keys.max()), np.uint64((1 << DIGIT_BITS) - 1)
     for turn in range(64 // DIGIT_BITS + 1):
         shift = np.uint64(turn * DIGIT_BITS)
         if most >> shift == 0:
             break
+        # where each digit's numbers start
         starts = np.zeros((1 << DIGIT_BITS) + 1, np.int64)
-        for key in keys:  # the order does not matter here, and this one is the fastest to read
+        for key in keys:  # in input order, which is the fastest to read
             starts[((np.uint64(key) >> shift) & mask) + np.uint64(1)] += 1
         for value in range(1 << DIGIT_BITS):
             starts[value + 1] += starts[value]
+        # move the numbers there
         for number in here:
             digit = (np.uint64(keys[number]) >> shift) & mask
             there[starts[digit]] = number
@@ -87,33 +84,34 @@ def _counting_sort(order, keys):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def _sort_ties(order, keys, bits):  # type: ignore[no-untyped-def]
-    """`shuffle_ties`: each run of equal keys by itself."""
+    """`shuffle_ties`: each range of equal keys by itself."""
     start = 0
     while start < len(order):
+        # the range of equal keys from `start`
         key, stop = keys[order[start]], start + 1
         while stop < len(order) and keys[order[stop]] == key:
             stop += 1
-        run = order[start:stop]
-        if len(run) > FEW:
-            run[:] = _in_buckets(run, bits)
-        for last in range(1, len(run)):  # insertion: buckets leave little to move
-            number, place = run[last], last
-            while place > 0 and bits[run[place - 1]] > bits[number]:
-                run[place] = run[place - 1]
+        equal = order[start:stop]
+        if len(equal) > FEW:
+            equal[:] = _in_buckets(equal, bits)
+        # insertion sort: buckets leave little to move
+        for last in range(1, len(equal)):
+            number, place = equal[last], last
+            while place > 0 and bits[equal[place - 1]] > bits[number]:
+                equal[place] = equal[place - 1]
                 place -= 1
-            run[place] = number
+            equal[place] = number
         start = stop
 
 
 @numba.njit(cache=True)
 def _in_buckets(numbers, bits):  # type: ignore[no-untyped-def]
-    """The numbers sorted by the first of their bits, as many as tell about so many numbers
-    apart.
-    """
+    """The numbers sorted by their first bits, as many as there are bits in how many they are."""
     width = 1
     while 1 << width < len(numbers) and width < MAX_BUCKET_BITS:
         width += 1
     shift = np.uint64(64 - width)
+    # where each bucket starts
     starts = np.zeros((1 << width) + 1, np.int64)
     for number in numbers:
         starts[(bits[number] >> shift) + np.uint64(1)] += 1

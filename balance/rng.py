@@ -18,10 +18,9 @@ MASK = 2**64 - 1
 def random_bits(
     count: int, seed: int, purpose: int, epoch: int = 0, place: int = 0
 ) -> NDArray[np.uint64]:
-    """`count` random uint64 of their own for each (seed, purpose, epoch, place)."""
-    return np.random.Philox(
-        np.random.SeedSequence(seed, spawn_key=(purpose, epoch, place))
-    ).random_raw(count)
+    """`count` random uint64, a sequence of its own for each (seed, purpose, epoch, place)."""
+    sequence = np.random.SeedSequence(seed, spawn_key=(purpose, epoch, place))
+    return np.random.Philox(sequence).random_raw(count)
 
 
 def random_permutation(
@@ -36,10 +35,9 @@ def random_permutation(
 
 
 def mix64(bits: int) -> int:
-    """SplitMix64's finaliser (Steele, Lea, Flood 2014) on a Python int: every input bit changes
-    every output bit.
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014): every bit changes every output bit.
 
-    For one number at a time: a microsecond, where making a generator takes twenty.
+    For one Python int at a time: a microsecond, where making a generator takes twenty.
     """
     bits = (bits + 0x9E3779B97F4A7C15) & MASK
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 & MASK

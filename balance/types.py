@@ -1,5 +1,4 @@
-"""Columns and containers that every package speaks: counts of samples, groups of samples, caps of a
-group.
+"""Columns and containers that every package uses: counts of samples, groups, and their caps.
 
 Arrays only, one entry per sample or per group, so that a billion samples stay a few columns.
 """
@@ -23,7 +22,7 @@ LABEL_IGNORE = -100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """What each sample costs; int64 arrays of shape (num_samples,)."""
+    """What each sample has of everything that costs; int64 arrays of shape (num_samples,)."""
 
     num_image_patches: IntArray
     num_vit_tokens: IntArray
@@ -54,13 +53,14 @@ class Counts:
 
 COUNT_COLUMNS: tuple[str, ...] = tuple(field.name for field in fields(Counts))
 
+VISION_UNITS = ("image_patches", "vit_tokens")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Caps of a group and the targets of ISF's filter (OmniBal 4.1 and 5.2).
 
-    The vision cap counts image patches, or vision-encoder tokens for native-resolution models
-    (`vision_unit`).
+    The vision cap counts image patches, or ViT tokens for native-resolution models (`vision_unit`).
     """
 
     max_seq_len: int
@@ -80,9 +80,8 @@ class Limits:
                 f"vision_unit is {self.vision_unit!r}; use one of {', '.join(VISION_UNITS)}"
             )
         if self.max_seq_len < 1 or self.max_vision < 0:
-            raise ValueError(
-                f"caps must be positive, not {self.max_seq_len} tokens and {self.max_vision} {self.unit}"
-            )
+            caps = f"{self.max_seq_len} tokens and {self.max_vision} {self.unit}"
+            raise ValueError(f"caps must be positive, not {caps}")
 
     @property
     def unit(self) -> str:
@@ -91,12 +90,8 @@ class Limits:
 
     def vision_load(self, counts: Counts) -> IntArray:
         """The column of `counts` that `max_vision` caps."""
-        return (
-            counts.num_vit_tokens if self.vision_unit == "vit_tokens" else counts.num_image_patches
-        )
-
-
-VISION_UNITS = ("image_patches", "vit_tokens")
+        in_tokens = self.vision_unit == "vit_tokens"
+        return counts.num_vit_tokens if in_tokens else counts.num_image_patches
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +138,10 @@ class Groups:
         offsets = np.zeros(len(groups) + 1, np.int64)
         np.cumsum(self.sizes[groups], out=offsets[1:])
         samples = np.empty(offsets[-1], self.samples.dtype)
-        for first in range(
-            0, len(groups), CHUNK
-        ):  # so that nothing as long as the samples is made beside them
-            ends, starts = (
-                offsets[first : first + CHUNK + 1],
-                self.offsets[groups[first : first + CHUNK]],
-            )
-            # position of each kept sample: where it shall stand, plus how far its group has moved
+        for first in range(0, len(groups), CHUNK):  # chunks bound the index arrays
+            ends = offsets[first : first + CHUNK + 1]
+            starts = self.offsets[groups[first : first + CHUNK]]
+            # source place of each sample: its target place, plus how far its group moves
             moved = np.repeat(starts - ends[:-1], np.diff(ends))
             samples[ends[0] : ends[-1]] = self.samples[np.arange(ends[0], ends[-1]) + moved]
         return Groups(samples, offsets)

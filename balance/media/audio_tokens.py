@@ -1,10 +1,8 @@
 """Length of an audio clip and the model's audio rule -> frames, encoder tokens and LLM tokens.
-Pure.
 
 The packer counts with `plan_audio` from the headers of audio files, before anything is decoded. The
-numbers are those of the clip alone: an audio encoder batches clips with padding, because of its
-convolutions, and what the padding costs depends on the others in the batch
-(`balance.steps.post_balancing`).
+numbers are those of the clip alone: because of its convolutions an audio encoder batches clips with
+padding, and what that costs depends on the batch (`balance.steps.post_balancing`). Pure.
 """
 
 from __future__ import annotations
@@ -16,47 +14,43 @@ from balance.errors import ConfigError, MediaRejected
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AudioRule:
-    """Whisper: one frame per `hop_length` samples, a convolution with a stride, then fewer tokens
-    for the LLM.
+    """Whisper: a frame per `hop_length` samples, a strided convolution, fewer tokens for the LLM.
 
     A clip longer than a window goes through the encoder as several: full ones, and one with the
-    rest. That a window is a whole number of LLM tokens makes cutting lose none. Every number is
-    positive.
+    rest. A window is a whole number of LLM tokens, so cutting loses none. Every number is positive.
     """
 
     sampling_rate: int = 16_000
-    """Samples per second that the encoder wants; clips are resampled to it."""
+    """Samples per second that the encoder expects; clips are resampled to it."""
     hop_length: int = 160
     """Samples from one frame of the spectrogram to the next: 10 ms."""
     conv_stride: int = 2
     """Frames per encoder token: the stride of the encoder's own convolutions."""
     downsample: int
-    """Encoder tokens per LLM token; a rest of fewer gives none, as average pooling in
-    Qwen2-Audio.
-    """
+    """Encoder tokens per LLM token; a rest of fewer gives none (Qwen2-Audio)."""
     window_frames: int = 3000
-    """Frames that the encoder takes at once: 30 s, Whisper's 1,500 positions."""
+    """Frames that the encoder takes together: 30 s, Whisper's 1,500 positions."""
 
     def __post_init__(self) -> None:
-        wrong = [
-            f"{f.name} = {getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) < 1
-        ]
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        wrong = [f"{name} = {value}" for name, value in values.items() if value < 1]
         if wrong:
             raise ConfigError(f"{', '.join(wrong)}: must be greater than 0")
         if self.window_frames % self.frames_per_token:
             raise ConfigError(
-                f"window_frames = {self.window_frames}: must be a multiple of conv_stride * downsample = "
-                f"{self.frames_per_token}, so that long clips can be cut without losing tokens"
+                f"window_frames = {self.window_frames}: must be a multiple of conv_stride *"
+                f" downsample = {self.frames_per_token}, so that long clips can be cut without"
+                " losing tokens"
             )
 
     @property
     def frames_per_token(self) -> int:
-        """Frames that one LLM token stands for."""
+        """Frames per LLM token."""
         return self.conv_stride * self.downsample
 
 
 class AudioRejected(MediaRejected):
-    """The model cannot hear a clip."""
+    """The model cannot use a clip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +58,13 @@ class AudioPlan:
     """What one audio clip becomes."""
 
     num_samples: int
-    """Of one channel, at the rule's sampling rate."""
+    """Samples of one channel, at the rule's sampling rate."""
     num_windows: int
     """Inputs of the encoder: all but the last are full."""
     num_frames: int
     """Columns of the spectrogram, over all windows."""
     num_encoder_tokens: int
-    """What the encoder's layers process, over all windows; without the padding of a batch."""
+    """Tokens of the encoder's layers, over all windows; without the padding of a batch."""
     num_audio_tokens: int
     """Positions of the LLM sequence that audio features fill, wrappers not included."""
 
@@ -83,15 +77,14 @@ def plan_audio(rule: AudioRule, num_samples: int, sampling_rate: int) -> AudioPl
     them. Raises AudioRejected (`empty_audio`) for a clip without samples, or too short for one LLM
     token.
 
-    >>> rule = AudioRule(downsample=2)
-    >>> plan = plan_audio(rule, 8_000 * 31, 8_000)
-    >>> plan.num_samples, plan.num_windows, plan.num_frames, plan.num_encoder_tokens, plan.num_audio_tokens
-    (496000, 2, 3100, 1550, 775)
+    >>> plan = plan_audio(AudioRule(downsample=2), 8_000 * 31, 8_000)
+    >>> plan.num_samples, plan.num_windows, plan.num_frames
+    (496000, 2, 3100)
+    >>> plan.num_encoder_tokens, plan.num_audio_tokens
+    (1550, 775)
     """
     if sampling_rate < 1:
-        raise ValueError(
-            f"sampling_rate is {sampling_rate}; give the samples per second of the clip"
-        )
+        raise ValueError(f"sampling_rate is {sampling_rate}; give the clip's samples per second")
     if num_samples < 1:
         raise AudioRejected("empty_audio", "the clip has no samples; remove it")
     resampled = -(-num_samples * rule.sampling_rate // sampling_rate)
@@ -102,8 +95,9 @@ def plan_audio(rule: AudioRule, num_samples: int, sampling_rate: int) -> AudioPl
     if num_audio_tokens == 0:
         raise AudioRejected(
             "empty_audio",
-            f"the clip of {1e3 * num_samples / sampling_rate:.3g} ms is too short: the model makes one token of "
-            f"{rule.downsample} encoder tokens, and it has {num_encoder_tokens}; remove it",
+            f"the clip of {1e3 * num_samples / sampling_rate:.3g} ms is too short: the model makes"
+            f" one token of {rule.downsample} encoder tokens, and it has {num_encoder_tokens};"
+            " remove it",
         )
     return AudioPlan(
         num_samples=resampled,

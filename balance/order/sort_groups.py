@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balance.order.block_shuffle import choose_order
-from balance.radix_sort import shuffle_ties, sorted_by
+from balance.radix_sort import shuffle_ties, radix_argsort
 from balance.rng import TIES, random_bits
 from balance.types import Groups, IntArray
 
@@ -49,7 +49,7 @@ def sort_groups(vision_load: IntArray, tokens: IntArray, seed: int) -> IntArray:
     )
     keys = np.empty(len(tokens), dtype)
     _set_keys(keys, vision_load, tokens, bins, span)
-    path = sorted_by(keys)
+    path = radix_argsort(keys)
     shuffle_ties(path, keys, random_bits(len(path), seed, TIES))
     return path.astype(np.int64)
 

@@ -7,9 +7,7 @@ library (the extra `audio`), to the same numbers as `soundfile` would give. Chan
 
 from __future__ import annotations
 
-import struct
 from io import BytesIO
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,17 +16,10 @@ from torch import Tensor
 
 from balance.errors import DataError, first_line
 from balance.media.audio_tokens import AudioRule
-
-if TYPE_CHECKING:
-    pass
+from balance.media.wav import FLOAT, PCM, WavError, WavHeader, is_wav, wav_header
 
 Channels = NDArray[np.float32]
 """(samples, channels), full scale 1."""
-
-PCM, FLOAT, EXTENSIBLE = 0x0001, 0x0003, 0xFFFE
-"""Formats of a WAV file (Microsoft's mmreg.h); the last one's real format is the beginning of a
-GUID.
-"""
 
 
 def decode_audio(
@@ -58,44 +49,34 @@ def decode_audio(
 
 
 def _read_wav(content: memoryview) -> tuple[Channels, int] | None:
-    """Samples and sampling rate; None if it is not a WAV file, or one whose samples are
-    compressed.
-    """
-    if bytes(content[:4]) != b"RIFF" or bytes(content[8:12]) != b"WAVE":
+    """Samples and sampling rate; None if not a WAV file, or one whose samples are compressed."""
+    if not is_wav(bytes(content[:12])):
         return None
-    form, offset = b"", 12
-    while offset + 8 <= len(content):
-        kind, size = struct.unpack_from("<4sI", content, offset)
-        start = offset + 8
-        if kind == b"fmt ":
-            form = bytes(content[start : start + min(size, 40)])
-        if kind == b"data":
-            if size > len(content) - start:
-                raise _broken(
-                    content, f"{len(content) - start} of the {size} bytes of its samples are there"
-                )
-            return _wav_samples(content, form, content[start : start + size])
-        offset = start + size + size % 2  # chunks begin at even places
-    raise _broken(content, "a WAV file that ends before its samples")
+    try:
+        header = wav_header(lambda offset, size: bytes(content[offset : offset + size]))
+    except WavError as error:
+        raise _broken(content, str(error)) from None
+    there = len(content) - header.data_start
+    if header.data_bytes > there:
+        raise _broken(content, f"{there} of the {header.data_bytes} bytes of its samples are there")
+    if header.format not in (PCM, FLOAT):
+        return None
+    data = content[header.data_start : header.data_start + header.data_bytes]
+    return _wav_samples(content, header, data), header.sampling_rate
 
 
-def _wav_samples(content: memoryview, form: bytes, data: memoryview) -> tuple[Channels, int] | None:
-    if len(form) < 16:
-        raise _broken(content, "a WAV file that does not say its format before its samples")
-    tag, num_channels, sampling_rate, _, frame_bytes, _ = struct.unpack("<HHIIHH", form[:16])
-    if tag == EXTENSIBLE and len(form) >= 26:
-        (tag,) = struct.unpack("<H", form[24:26])
-    if tag not in (PCM, FLOAT):
-        return None
+def _wav_samples(content: memoryview, header: WavHeader, data: memoryview) -> Channels:
+    num_channels, frame_bytes = header.num_channels, header.frame_bytes
     num_bytes, rest = divmod(frame_bytes, max(num_channels, 1))
-    known = (1, 2, 3, 4) if tag == PCM else (4, 8)
-    if num_channels < 1 or sampling_rate < 1 or rest or num_bytes not in known:
-        what = f"{num_channels} channels in {frame_bytes} bytes at {sampling_rate} samples/s"
+    known = (1, 2, 3, 4) if header.format == PCM else (4, 8)
+    if num_channels < 1 or header.sampling_rate < 1 or rest or num_bytes not in known:
+        rate = f"{header.sampling_rate} samples/s"
+        what = f"{num_channels} channels in {frame_bytes} bytes at {rate}"
         raise _broken(content, f"its header says {what}")
     # the packer counts whole frames too
     values = np.frombuffer(data[: len(data) // frame_bytes * frame_bytes], dtype=np.uint8)
-    samples = _from_floats(values, num_bytes) if tag == FLOAT else _from_integers(values, num_bytes)
-    return samples.reshape(-1, num_channels), sampling_rate
+    convert = _from_floats if header.format == FLOAT else _from_integers
+    return convert(values, num_bytes).reshape(-1, num_channels)
 
 
 def _from_integers(values: NDArray[np.uint8], num_bytes: int) -> NDArray[np.float32]:

@@ -17,8 +17,8 @@ from PIL import Image, ImageOps
 
 from balance.errors import DataError
 from balance.media.image_tokens import plan_image
+from balance.media.jpeg import plain_jpeg_size
 from balance.presets import VisionRule
-from loaders.decode._jpeg_header import plain_size
 from loaders.decode.resize import Pixels, to_pixels
 
 try:
@@ -62,7 +62,7 @@ def decode_pixels(
     """
     if simplejpeg is not None:
         try:
-            size = plain_size(memoryview(image_bytes).cast("B")) or _upright_size(image_bytes)
+            size = plain_jpeg_size(memoryview(image_bytes).cast("B")) or _upright_size(image_bytes)
             if size is not None and counted in {None, size}:
                 return _decode_jpeg(image_bytes, size[1], size[0], target)
         except _DECODE_ERRORS:

@@ -8,19 +8,13 @@ frames would take.
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from typing import BinaryIO
 
 from balance.errors import first_line
+from balance.media.wav import FLOAT, PCM, WavError, is_wav, wav_header
 from packer.records.media import MediaProblem
 
-PCM, FLOAT, EXTENSIBLE = 0x0001, 0x0003, 0xFFFE
-"""Formats of a WAV file (Microsoft's mmreg.h); the last one's real format is the beginning of a
-GUID.
-"""
-MAX_CHUNKS = 1000
-"""Chunks of a WAV file to look through: a damaged one may hold millions of nothing."""
 UNKNOWN_LENGTH = (1 << 63) - 1
 """How libsndfile says that a header gives no length: SF_COUNT_MAX."""
 
@@ -61,7 +55,7 @@ def _read(file: BinaryIO, name: str) -> AudioHeader:
     file.seek(0)
     start = file.read(12)
     header = None
-    if start[:4] == b"RIFF" and start[8:] == b"WAVE":
+    if is_wav(start):
         header = _read_wav(file, name, num_bytes)
     elif start[:4] == b"fLaC":
         header = _read_flac(file, name, num_bytes)
@@ -69,46 +63,26 @@ def _read(file: BinaryIO, name: str) -> AudioHeader:
 
 
 def _read_wav(file: BinaryIO, name: str, num_bytes: int) -> AudioHeader | None:
-    """The chunks up to `data`; None for a WAV file whose samples are compressed."""
-    form: bytes | None = None
-    offset = 12
-    for _ in range(MAX_CHUNKS):
+    """None for a WAV file whose samples are compressed."""
+
+    def read(offset: int, size: int) -> bytes:
         file.seek(offset)
-        head = file.read(8)
-        if len(head) < 8:
-            raise MediaProblem(
-                "corrupt_audio", f"{name}: a WAV file without samples: it ends before its `data`"
-            )
-        kind, size = struct.unpack("<4sI", head)
-        if kind == b"fmt ":
-            form = file.read(min(size, 40))
-        if kind == b"data":
-            return _wav_header(form, name, size, num_bytes, offset + 8)
-        offset += 8 + size + size % 2  # chunks begin at even places
-    raise MediaProblem(
-        "corrupt_audio", f"{name}: a WAV file with no samples in its first {MAX_CHUNKS} chunks"
-    )
+        return file.read(size)
 
-
-def _wav_header(
-    form: bytes | None, name: str, size: int, num_bytes: int, start: int
-) -> AudioHeader | None:
-    if form is None or len(form) < 16:
-        raise MediaProblem(
-            "corrupt_audio", f"{name}: a WAV file that does not say its format before its samples"
-        )
-    tag, num_channels, sampling_rate, _, frame_bytes, bits = struct.unpack("<HHIIHH", form[:16])
-    if tag == EXTENSIBLE and len(form) >= 26:
-        (tag,) = struct.unpack("<H", form[24:26])
-    if tag not in (PCM, FLOAT):
+    try:
+        header = wav_header(read)
+    except WavError as error:
+        raise MediaProblem("corrupt_audio", f"{name}: {error}") from None
+    if header.format not in (PCM, FLOAT):
         return None
-    if frame_bytes < 1 or frame_bytes != num_channels * -(-bits // 8):
-        what = f"{num_channels} channels of {bits} bits in {frame_bytes} bytes"
+    frame_bytes, size = header.frame_bytes, header.data_bytes
+    if frame_bytes < 1 or frame_bytes != header.num_channels * -(-header.bits // 8):
+        what = f"{header.num_channels} channels of {header.bits} bits in {frame_bytes} bytes"
         raise MediaProblem("corrupt_audio", f"{name}: the header says {what}")
-    if size > num_bytes - start:
-        there = f"{num_bytes - start} of the {size} bytes of samples are there"
+    if size > num_bytes - header.data_start:
+        there = f"{num_bytes - header.data_start} of the {size} bytes of samples are there"
         raise MediaProblem("corrupt_audio", f"{name}: cut short, {there}")
-    return AudioHeader(size // frame_bytes, sampling_rate, num_channels, num_bytes)
+    return AudioHeader(size // frame_bytes, header.sampling_rate, header.num_channels, num_bytes)
 
 
 def _read_flac(file: BinaryIO, name: str, num_bytes: int) -> AudioHeader | None:

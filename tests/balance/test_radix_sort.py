@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.radix_sort import MAX_BUCKET_BITS, index_dtype, shuffle_ties, sorted_by
+from balance.radix_sort import MAX_BUCKET_BITS, index_dtype, shuffle_ties, radix_argsort
 
 KEYS = st.one_of(st.integers(0, 3), st.integers(0, 5000), st.integers(0, 2**64 - 1))
 
@@ -16,11 +16,11 @@ KEYS = st.one_of(st.integers(0, 3), st.integers(0, 5000), st.integers(0, 2**64 -
 @given(st.lists(KEYS, max_size=100))
 def test_sorted_by_is_a_stable_argsort(keys):
     keys = np.array(keys, dtype=np.uint64)
-    order = sorted_by(keys)
+    order = radix_argsort(keys)
     assert order.dtype == np.int32
     assert order.tolist() == np.argsort(keys, kind="stable").tolist()
     narrow = (keys >> np.uint64(32)).astype(np.uint32)
-    assert sorted_by(narrow).tolist() == np.argsort(narrow, kind="stable").tolist()
+    assert radix_argsort(narrow).tolist() == np.argsort(narrow, kind="stable").tolist()
 
 
 @settings(deadline=None)

@@ -115,8 +115,8 @@ def _header(
     ("data", "reason"),
     [
         (b"", "Error|unknown|recogni"),
-        (b"RIFF\0\0\0\0WAVE", "ends before its samples"),
-        (_header()[:36], "ends before its samples"),
+        (b"RIFF\0\0\0\0WAVE", "ends before its `data`"),
+        (_header()[:36], "ends before its `data`"),
         (_header(size=9), "8 of the 9 bytes of its samples are there"),
         (_header(size=0), "no samples"),
         (_header(channels=0), "0 channels"),

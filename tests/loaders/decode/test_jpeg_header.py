@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from balance.errors import DataError
-from loaders.decode._jpeg_header import plain_size
+from balance.media.jpeg import plain_jpeg_size
 from loaders.decode.image import decode, decode_pixels
 from support.oracles.reference_processors import random_image
 
@@ -35,7 +35,7 @@ def exif(orientation: int) -> Image.Exif:
 )
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_plain_ones(mode: str, options: dict[str, Any]) -> None:
-    assert plain_size(memoryview(encoded(IMAGE.convert(mode), **options))) == (40, 30)
+    assert plain_jpeg_size(memoryview(encoded(IMAGE.convert(mode), **options))) == (40, 30)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_plain_ones(mode: str, options: dict[str, Any]) -> None:
     ids=["turned", "exif", "xmp", "cmyk", "png", "several", "cut", "empty", "start", "marker"],
 )
 def test_all_others_are_left_to_pillow(content: bytes) -> None:
-    assert plain_size(memoryview(content)) is None
+    assert plain_jpeg_size(memoryview(content)) is None
 
 
 def test_pillow_is_not_asked_about_stored_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +91,6 @@ def test_damaged_headers_have_the_outcome_that_pillow_gives() -> None:
         for place in places:
             content[place] = rng.choice([0, 1, 2, 255, content[place] ^ 1, rng.integers(256)])
         damaged = bytes(content[: rng.integers(1, len(content))] if rng.random() < 0.1 else content)
-        num_plain += plain_size(memoryview(damaged)) is not None
+        num_plain += plain_jpeg_size(memoryview(damaged)) is not None
         assert outcome(damaged, short=True) == outcome(damaged, short=False)
     assert num_plain > 700
