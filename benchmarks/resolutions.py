@@ -41,7 +41,7 @@ from balance.errors import DataError, IsobatchError
 from balance.media.image_tokens import ImageRejected, plan_image
 from balance.presets import TilesRule, VisionRule, load_model
 from balance.types import Counts, Groups, IntArray
-from packer.count.sample_counter import CountTask, SampleCounter
+from packer.count.sample_counter import CountSettings, SampleCounter
 from packer.demo.dataset import DEMO_SAMPLES, demo_tokenizer_path, write_demo
 from packer.group import GroupOptions, group_counts
 from packer.sources.dataset import find_dataset
@@ -131,7 +131,7 @@ def read_samples(dataset: str, tokenizer: str) -> Samples:
     used further.
     """
     found = find_dataset(dataset, None)
-    counter = SampleCounter(CountTask(model=load_model("internvl_1_5"), tokenizer=tokenizer))
+    counter = SampleCounter(CountSettings(model=load_model("internvl_1_5"), tokenizer=tokenizer))
     tables = [
         counter.count(chunk.records(), part.name, part.data_root, "").table
         for part in found.parts

@@ -24,8 +24,8 @@ from packer.build_dir import DEMO_FOLDER, INDEX_NAME, BuildIdentity, clear, lock
 from packer.config import DEMO_MODEL, BuildConfig
 from packer.count.mixture_sampling import copies_per_sample, copy_rows, left_out, part_numbers
 from packer.count.pool import map_ordered
-from packer.count.sample_counter import CountTask
-from packer.count.stage import CountPlan, count_dataset
+from packer.count.sample_counter import CountSettings
+from packer.count.stage import count_dataset
 from packer.count.staging import Staging
 from packer.demo.dataset import DEMO_SAMPLES, demo_tokenizer_path, write_demo
 from packer.group import Grouping, group_counts
@@ -182,21 +182,18 @@ class Builder:
         """Count what is not counted yet; leaves counts.parquet and rejected.parquet."""
         config = self.config
         if not self.staging.samples.exists():
-            task = CountTask(
+            settings = CountSettings(
                 model=self.model,
                 tokenizer=self.tokenizer_path,
                 chat_template=config.chat_template,
                 decode_images=config.check_images == "decode",
                 follow_links=config.follow_links,
-            )
-            plan = CountPlan(
-                task=task,
                 chunk_records=config.chunk_records,
                 limit=config.limit,
                 executor=config.executor,
                 workers=config.workers,
             )
-            count_dataset(dataset, plan, self.staging, self.progress)
+            count_dataset(dataset, settings, self.staging, self.progress)
         table, rejected, records_per_part = split_staged(self.staging.samples)
         parts = part_numbers(table.column("position").to_numpy(), records_per_part)
         copies = copies_per_sample(dataset, parts, config.seed)

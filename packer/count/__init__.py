@@ -1,1 +1,1 @@
-"""TODO."""
+"""Counting: chunks of raw records -> staged samples with tokens, on processes or on Ray."""

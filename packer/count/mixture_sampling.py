@@ -1,7 +1,6 @@
-"""How often each counted sample goes into the build: repeats and weights of a mixture, and a name
-for each copy.
+"""How often each counted sample goes into the build, by a mixture's repeats and weights. Pure.
 
-After counting and before grouping. Pure but for the tables it is given; drawn by the seed alone.
+After counting and before grouping; drawn by the seed alone.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ def copies_per_sample(dataset: Dataset, part_of: IntArray, seed: int) -> IntArra
     """How often each sample goes in, int64, 0 for one that is left out.
 
     `part_of` is the part of the dataset that each sample comes from. A part's samples go in
-    `repeat` times, or so often that the parts' numbers of samples are as their weights; the
-    fraction of a time is drawn at random.
+    `repeat` times, or so often that the parts' numbers of samples are proportional to their
+    weights. The samples of a fractional repeat are drawn at random.
     """
     sizes = np.bincount(part_of, minlength=len(dataset.parts))
     wanted = _wanted(dataset, sizes)
@@ -41,16 +40,15 @@ def copies_per_sample(dataset: Dataset, part_of: IntArray, seed: int) -> IntArra
 
 
 def _wanted(dataset: Dataset, sizes: IntArray) -> list[int]:
-    """Samples, copies included, that each part gives."""
+    """Number of samples of each part, copies included."""
+    parts = list(zip(dataset.parts, sizes.tolist(), strict=True))
     weights = np.array([part.weight or 0.0 for part in dataset.parts])
     if not weights.any():
-        return [
-            round(int(size) * part.repeat) for size, part in zip(sizes, dataset.parts, strict=True)
-        ]
-    empty = [part.name for part, size in zip(dataset.parts, sizes, strict=True) if size == 0]
+        return [round(size * part.repeat) for part, size in parts]
+    empty = ", ".join(part.name for part, size in parts if size == 0)
     if empty:
         raise DataError(
-            f"mixture {dataset.name}: {', '.join(empty)} has no usable sample, so no weight can be kept"
+            f"mixture {dataset.name}: {empty} has no usable sample, so no weight can be kept"
         )
     shares = weights / weights.sum()
     total = float(np.min(sizes / shares)) if dataset.num_samples is None else dataset.num_samples
@@ -69,19 +67,17 @@ def left_out(dataset: Dataset, part_of: IntArray, copies: IntArray) -> Left:
 def copy_rows(counts: pa.Table, copies: IntArray) -> pa.Table:
     """The counts with each row as often as it goes in, and ids that are all different.
 
-    The second sample with the id `x` is called `x#2`, and so on, whether it is a copy or another
-    sample.
+    The second sample with the id `x` is named `x#2`, and so on, whether a copy or another sample.
     """
     if (copies != 1).any():
         counts = counts.take(pa.array(np.repeat(np.arange(len(copies)), copies)))
     ids = counts.column("sample_id").combine_chunks()
-    return counts.set_column(
-        counts.schema.get_field_index("sample_id"), "sample_id", _distinct(ids)
-    )
+    place = counts.schema.get_field_index("sample_id")
+    return counts.set_column(place, "sample_id", _distinct(ids))
 
 
 def _distinct(ids: pa.StringArray) -> pa.StringArray:
-    """Ids with a number behind those that were there before."""
+    """Ids with a number after those that repeat an earlier one."""
     again = _earlier_equals(ids.dictionary_encode().indices.to_numpy())
     rows = np.flatnonzero(again)
     if len(rows) == 0:
@@ -98,7 +94,7 @@ def _distinct(ids: pa.StringArray) -> pa.StringArray:
 
 
 def _earlier_equals(codes: IntArray) -> IntArray:
-    """How many equal values stand before each value.
+    """Number of equal values before each value.
 
     >>> _earlier_equals(np.array([7, 8, 7, 7])).tolist()
     [0, 0, 1, 2]
@@ -113,5 +109,5 @@ def _earlier_equals(codes: IntArray) -> IntArray:
 
 
 def part_numbers(positions: IntArray, records_per_part: Sequence[int]) -> IntArray:
-    """The part of the dataset that each position lies in."""
+    """The part of the dataset that each position belongs to."""
     return np.searchsorted(np.cumsum(records_per_part), positions, side="right").astype(np.int64)

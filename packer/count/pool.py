@@ -1,7 +1,6 @@
-"""Run a function over many tasks on local processes: results in order, a bounded number in flight.
+"""A function over many tasks on local processes: results in order, a bounded number in flight.
 
-Order is what makes a build independent of the number of workers; the bound is what keeps its memory
-flat.
+The order makes a build independent of the number of workers; the bound limits its memory.
 """
 
 from __future__ import annotations
@@ -32,10 +31,7 @@ def default_workers() -> int:
 
 
 def map_ordered(
-    function: Callable[[Task], Result],
-    tasks: Iterable[Task],
-    *,
-    workers: int,
+    function: Callable[[Task], Result], tasks: Iterable[Task], *, workers: int
 ) -> Iterator[Result]:
     """`function(task)` for every task, yielded in the order of the tasks.
 
@@ -61,29 +57,30 @@ def map_ordered(
             yield pending.popleft().result()
     except BrokenProcessPool:
         raise DataError(
-            "a worker process died (often: out of memory); run the same command again with fewer --workers to continue"
+            "a worker process died (often: out of memory);"
+            " run the same command again with fewer --workers to continue"
         ) from None
     finally:
-        # Two ways for Python 3.11 to hang: futures cancelled behind the pool's back while a worker
-        # dies, and a second Ctrl-C in the middle of this.
+        # Python 3.11 would hang if futures were cancelled one by one while a worker dies, or if a
+        # second Ctrl-C came in the middle of this.
         with _uninterrupted():
             pool.shutdown(cancel_futures=True)
 
 
 @contextmanager
 def _uninterrupted() -> Iterator[list[int]]:
-    """Let no Ctrl-C or SIGTERM in; gives the list of those that came.
+    """Delay Ctrl-C and SIGTERM; gives the list of those that came.
 
     A terminal sends Ctrl-C to all processes. Workers that start in here inherit the mask and never
-    hear it: only this process answers, and stops them. The mask is not enough for itself, because
-    other threads hear signals too.
+    receive it: only this process answers, and stops them. The mask alone is not enough, because
+    other threads receive signals too.
     """
     came: list[int] = []
-    resource_tracker.ensure_running()  # multiprocessing starts it with the first worker, and clears the mask then
+    # multiprocessing would start it with the first worker, and clear the mask then
+    resource_tracker.ensure_running()
     handlers = {}
-    if (
-        threading.current_thread() is threading.main_thread()
-    ):  # no other thread may set handlers, or runs them
+    # no other thread may set handlers, or runs them
+    if threading.current_thread() is threading.main_thread():
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -92,18 +89,15 @@ def _uninterrupted() -> Iterator[list[int]]:
                 signal.signal(number, lambda number, _: came.append(number))
         yield came
     finally:
-        signal.pthread_sigmask(
-            signal.SIG_SETMASK, mask
-        )  # first: what has waited belongs to the list too
+        # first: what has waited belongs to the list too
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in handlers.items():
             if callable(handler):
                 signal.signal(number, handler)
 
 
 def _die_with_parent() -> None:
-    """Watch the parent from a thread: a killed build must leave no process behind that still writes
-    into its output.
-    """
+    """Exit with the parent: a killed build must leave no process that writes into its output."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return

@@ -1,10 +1,9 @@
-"""Counting on Ray Data: the same function on the same chunks, on one machine or on a cluster, with
-the same bytes out.
+"""Counting on Ray Data: the same chunks and the same bytes, on one machine or on a cluster.
 
-Chunks travel to the cluster in windows of a bounded number, and come back as tables in order; only
-this process writes the staging folder, so the nodes need nothing in common but the raw data and
-this package. `ray.init` is the user's: an address in RAY_ADDRESS or an earlier call joins a
-cluster, else Ray starts on this machine with `workers` cores.
+Chunks are sent in windows of a bounded number, and come back as tables in order. Only this process
+writes the staging folder, so the nodes share nothing but the raw data and this package. `ray.init`
+is the user's: an address in RAY_ADDRESS or an earlier call joins a cluster, else Ray starts on this
+machine with `workers` cores.
 """
 
 from __future__ import annotations
@@ -18,21 +17,19 @@ from typing import Any
 import pyarrow as pa
 
 from balance.errors import ConfigError, DataError, IsobatchError
-from packer.count.sample_counter import STAGED_SCHEMA, Counted
-from packer.count.stage import CountJob, count_job
+from packer.count.sample_counter import STAGED_SCHEMA, Counted, CountJob, count_chunk
 from packer.count.staging import Staging
 
 WINDOW_PER_WORKER = 8
-"""Chunks in flight per worker: enough to keep it busy while a window ends, few enough to bound
-memory.
-"""
+"""Chunks in flight per worker: they keep it busy while a window ends, and bound memory."""
 
 
 def count_on_ray(
     jobs: Iterator[CountJob], staging: Staging, *, workers: int
 ) -> Iterator[tuple[int, int]]:
-    """(chunk, part of the dataset) of every job, in order, when its rows are staged. DataError if a
-    node fails.
+    """(chunk, part of the dataset) of every job, in order, when its rows are staged.
+
+    DataError if a node fails.
     """
     ray = _connect(workers)
     parallel = max(workers, int(ray.cluster_resources().get("CPU", 1)))
@@ -52,13 +49,11 @@ def _connect(workers: int) -> Any:
     except ImportError:
         raise ConfigError("--executor ray needs Ray: pip install 'isobatch[ray]'") from None
     if not ray.is_initialized():
+        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
         try:
-            # joins the cluster of RAY_ADDRESS; a cluster knows its own cores
-            ray.init(log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(**quiet)  # joins the cluster of RAY_ADDRESS, which knows its own cores
         except Exception:
-            ray.init(
-                address="local", num_cpus=workers, log_to_driver=False, logging_level=logging.ERROR
-            )
+            ray.init(address="local", num_cpus=workers, **quiet)
     ray.data.DataContext.get_current().enable_progress_bars = False
     for name in ("ray", "ray.data"):
         logging.getLogger(name).setLevel(logging.ERROR)  # our own progress says what is done
@@ -79,15 +74,13 @@ def _count(ray: Any, jobs: list[CountJob]) -> Iterator[Counted]:
     except IsobatchError:
         raise
     except Exception as error:  # Ray wraps whatever happened on a node in types of its own
-        reason = str(error).strip().splitlines()
-        raise DataError(
-            f"counting on Ray failed: {reason[-1] if reason else type(error).__name__}"
-        ) from None
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise DataError(f"counting on Ray failed: {reason[-1]}") from None
 
 
 def _count_row(row: dict[str, Any]) -> dict[str, Any]:
     try:
-        counted = count_job(pickle.loads(row["job"]))
+        counted = count_chunk(pickle.loads(row["job"]))
     except IsobatchError as error:
         return {"error": pickle.dumps(error), "table": b"", "blob": b""}
     sink = pa.BufferOutputStream()

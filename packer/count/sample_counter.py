@@ -1,9 +1,7 @@
-"""Count: a chunk of raw records -> a table of what each sample costs, tokens included, or why it is
-rejected.
+"""A chunk of raw records -> a table of what each sample costs, with its tokens.
 
-This is the work that the processes of a build share. A chunk is handled at once so that the
-tokenizer can run its batch; a record that fails becomes a row with a `reason`, so a table always
-has as many rows as the chunk has records.
+This is the work that the processes of a build share. A chunk is one batch of the tokenizer. A
+record that fails becomes a row with a `reason`, so a table has as many rows as the chunk records.
 """
 
 from __future__ import annotations
@@ -26,8 +24,10 @@ from balance.presets import ModelPreset
 from balance.types import COUNT_COLUMNS
 from packer.media.audio_header import read_audio_header
 from packer.media.image_header import read_header
-from packer.records.media import BLOB_SCHEME, Media, MediaProblem, open_media
-from packer.records.record import RawRecord, RawSample, Rejected, parse_record
+from packer.records.media import BLOB_SCHEME, Media, SampleProblem, open_media
+from packer.records.record import RawRecord, RawSample, Rejected
+from packer.records.schemas import parse_record
+from packer.sources.base import Chunk
 from packer.text.chat_tokenizer import ChatTokenizer, EncodedText, TextRejected
 from shards.folders import Folder, open_folder, readers
 
@@ -57,16 +57,36 @@ STAGED_SCHEMA = pa.schema(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CountTask:
-    """What a counting process needs; plain values, so that it travels to other processes and
-    machines.
-    """
+class CountSettings:
+    """How a dataset is counted; plain values, for other processes and machines need them too."""
 
     model: ModelPreset
     tokenizer: str
     chat_template: str | None = None
     decode_images: bool = False
     follow_links: bool = False
+    """Read images and audio files through links that lead out of the data root."""
+    chunk_records: int = 1024
+    limit: int | None = None
+    """Records to read at most."""
+    executor: str = "local"
+    """`local` (processes of this machine) or `ray`."""
+    workers: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountJob:
+    """One chunk to count."""
+
+    settings: CountSettings
+    number: int
+    """Number of the chunk in the dataset."""
+    part: int
+    """Number of its part of the dataset."""
+    source: str
+    data_root: str
+    chunk: Chunk | None
+    """None when its rows are staged already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +107,8 @@ class _CountedImage:
     plan: ImagePlan
 
     def row(self, place: dict[str, object]) -> dict[str, object]:
-        return {
-            **place,
-            "width": self.width,
-            "height": self.height,
-            "tokens": self.plan.num_image_tokens,
-        }
+        tokens = self.plan.num_image_tokens
+        return {**place, "width": self.width, "height": self.height, "tokens": tokens}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,43 +125,37 @@ _Files = tuple[list[_CountedImage], list[_CountedAudio]]
 
 
 class SampleCounter:
-    """Counts samples for one model and one tokenizer; loading the tokenizer is the costly part of
-    making one.
-    """
+    """Counts samples for one model and one tokenizer, which takes seconds to load."""
 
-    def __init__(self, task: CountTask) -> None:
-        self._task = task
-        self._model = task.model
-        # pictures of a dataset have few sizes, and looking for the best grid takes longer than
-        # reading a header
-        self._plan_image = lru_cache(maxsize=1 << 16)(partial(plan_image, task.model.vision))
+    def __init__(self, settings: CountSettings) -> None:
+        self._settings = settings
+        self._model = model = settings.model
+        # a dataset's pictures have few sizes; finding the best grid takes longer than a header
+        self._plan_image = lru_cache(maxsize=1 << 16)(partial(plan_image, model.vision))
         self._tokenizer = ChatTokenizer.load(
-            task.tokenizer,
-            task.model.image_markup,
-            task.model.audio_markup,
-            chat_template=task.chat_template,
+            settings.tokenizer,
+            model.image_markup,
+            model.audio_markup,
+            chat_template=settings.chat_template,
         )
 
     def count(
         self, records: Iterable[RawRecord], source: str, data_root: str, blob_name: str
     ) -> Counted:
-        """One row per record, in order. `blob_name` is what the chunk's blob will be called."""
+        """One row per record, in order. `blob_name` is the name of the chunk's future blob."""
         with collecting_later():
             return self._count(records, source, data_root, blob_name)
 
     def _count(
         self, records: Iterable[RawRecord], source: str, data_root: str, blob_name: str
     ) -> Counted:
-        root = open_folder(data_root, follow_links=self._task.follow_links)
+        root = open_folder(data_root, follow_links=self._settings.follow_links)
         look = partial(self._look_at_files, root)
         parsed = [parse_record(record, source) for record in records]
         with readers(data_root) as pool:
             looked_at = list(pool.map(look, parsed) if pool else map(look, parsed))
-        texts = iter(
-            self._tokenizer.encode_batch(
-                [s.turns for s, _ in looked_at if isinstance(s, RawSample)]
-            )
-        )
+        usable = [sample.turns for sample, _ in looked_at if isinstance(sample, RawSample)]
+        texts = iter(self._tokenizer.encode_batch(usable))
         blob = bytearray()
         container = BLOB_SCHEME + blob_name
         rows = [
@@ -164,21 +174,21 @@ class SampleCounter:
         try:
             images = [self._count_image(root, media) for media in sample.images]
             return sample, (images, [self._count_audio(root, media) for media in sample.audios])
-        except MediaProblem as problem:
+        except SampleProblem as problem:
             return _reject(sample, problem.reason, problem.detail), ([], [])
 
     def _count_image(self, root: Folder, media: Media) -> _CountedImage:
         with open_media(root, media, "image") as file:
-            header = read_header(file, media.name, decode=self._task.decode_images)
+            header = read_header(file, media.name, decode=self._settings.decode_images)
         try:
             plan = self._plan_image(header.width, header.height)
         except ImageRejected as problem:
-            raise MediaProblem(problem.reason, f"{media.name}: {problem.detail}") from None
+            raise SampleProblem(problem.reason, f"{media.name}: {problem.detail}") from None
         return _CountedImage(media, header.width, header.height, header.num_bytes, plan)
 
     def _count_audio(self, root: Folder, media: Media) -> _CountedAudio:
         if self._model.audio is None:
-            raise MediaProblem(
+            raise SampleProblem(
                 "no_audio_encoder", f"{media.name}: {self._model.name} cannot hear it"
             )
         with open_media(root, media, "audio") as file:
@@ -186,15 +196,13 @@ class SampleCounter:
         try:
             plan = plan_audio(self._model.audio, header.num_samples, header.sampling_rate)
         except AudioRejected as problem:
-            raise MediaProblem(problem.reason, f"{media.name}: {problem.detail}") from None
+            raise SampleProblem(problem.reason, f"{media.name}: {problem.detail}") from None
         return _CountedAudio(media, header.num_bytes, plan)
 
 
 @contextmanager
 def collecting_later() -> Iterator[None]:
-    """No garbage collection meanwhile: a chunk makes a million objects and no circle, and is gone
-    at its end.
-    """
+    """No garbage collection meanwhile: a chunk makes a million objects and no cycle."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -204,14 +212,26 @@ def collecting_later() -> Iterator[None]:
             gc.enable()
 
 
+def count_chunk(job: CountJob) -> Counted:
+    """The rows of a chunk that is still to count."""
+    if job.chunk is None:
+        raise ValueError(f"chunk {job.number} is counted already")
+    counter = _process_counter(job.settings)
+    return counter.count(job.chunk.records(), job.source, job.data_root, blob_name(job.number))
+
+
+def blob_name(chunk: int) -> str:
+    """Name of the file with the content of the files that came with a chunk's records."""
+    return f"{chunk:06d}.bin"
+
+
 @lru_cache(maxsize=1)
-def sample_counter(task: CountTask) -> SampleCounter:
+def _process_counter(settings: CountSettings) -> SampleCounter:
     """The counter of this process, made at its first chunk."""
     if multiprocessing.parent_process() is not None:
-        # the processes already use every core; threads under each would only take them from one
-        # another
+        # the processes use every core already, so more threads would gain nothing
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    return SampleCounter(task)
+    return SampleCounter(settings)
 
 
 def _row(
@@ -229,13 +249,11 @@ def _row(
         ("audio", text.num_audios, len(audios)),
     ):
         if found > meant:
-            return _rejected_row(
-                _reject(sample, f"marker_without_{kind}", f"{found} <{kind}> for {meant} files")
-            )
+            detail = f"{found} <{kind}> for {meant} files"
+            return _rejected_row(_reject(sample, f"marker_without_{kind}", detail))
         if found < meant:
-            return _rejected_row(
-                _reject(sample, "chat_template", f"it renders {found} of {meant} {kind} files")
-            )
+            detail = f"it renders {found} of {meant} {kind} files"
+            return _rejected_row(_reject(sample, "chat_template", detail))
     return {
         "sample_id": sample.sample_id,
         "source": sample.source,
@@ -255,7 +273,7 @@ def _row(
 def _place(
     counted: _CountedImage | _CountedAudio, blob: bytearray, container: str
 ) -> dict[str, object]:
-    """Where the writers will find a file; content that came with the record goes into the blob."""
+    """Place of a file for the writers; content that came with the record goes into the blob."""
     media = counted.media
     offset = media.offset
     if media.data is None:

@@ -1,10 +1,9 @@
 """The staged samples of an unfinished build: written chunk by chunk, then read in any order.
 
 Counting leaves one file per chunk (`staging/parts/000012.arrow`), renamed into place when complete,
-so that a killed build finds what it has already done, and beside it the content of the files that
-came with the records (`staging/blobs/000012.bin`). `Staging.merge` makes one mapped file of the
-parts, in which the writers find any sample by its position: its 0-based place among all records of
-the dataset.
+so that a killed build finds what it has done, and next to it the content of the files that came
+with the records (`staging/blobs/000012.bin`). `Staging.merge` makes one mapped file of the parts,
+in which the writers find a sample by its position: its 0-based place among the dataset's records.
 """
 
 from __future__ import annotations
@@ -23,13 +22,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from balance.types import COUNT_COLUMNS, IntArray
-from packer.count.sample_counter import STAGED_SCHEMA, Counted
+from packer.count.sample_counter import STAGED_SCHEMA, Counted, blob_name
 from packer.records.media import Media
 
 MERGED_PARTS = 32
-"""Parts that make one record batch: a writer looks into each batch, so that there must not be too
-many.
-"""
+"""Parts in one record batch of the merged file: writers look into each batch, so few are better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +37,7 @@ class StagedFiles:
     """Borders of the samples among the files, shape (num_samples + 1,)."""
     media: list[Media]
     numbers: dict[str, IntArray]
-    """What is known of each file: `tokens`, and `width` and `height` or `length`."""
+    """Numbers of each file: `tokens`, and `width` and `height` or `length`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +45,19 @@ class StagedBlock:
     """What the writers need of some samples, columnar."""
 
     counts: dict[str, IntArray]
-    """Column of `balance.types.Counts` -> value of each sample."""
+    """Values per sample, by column of `balance.types.Counts`."""
     id_offsets: IntArray
     """Borders of the samples in `input_ids`, shape (num_samples + 1,)."""
     input_ids: NDArray[np.int32]
-    """With one token per image or audio file."""
+    """Tokens, one per image or audio file."""
     loss_spans: IntArray
-    """Shape (num_spans, 2): places in `input_ids` of tokens with a label, first and behind the
-    last.
-    """
+    """Shape (num_spans, 2): first token in `input_ids` with a label, and the one after the last."""
     images: StagedFiles
     audios: StagedFiles
 
     @classmethod
     def of(cls, rows: pa.RecordBatch) -> StagedBlock:
-        """Rows of staged samples (`StagedSamples.take`)."""
+        """The block of some rows (`StagedSamples.take`)."""
         id_offsets = _borders(rows.column("input_ids"))
         spans = rows.column("loss_spans")
         starts = np.repeat(id_offsets[:-1], np.diff(_borders(spans)) // 2)
@@ -101,30 +96,22 @@ class Staging:
         """File of a chunk's rows."""
         return self._parts / f"{chunk:06d}.arrow"
 
-    def blob_name(self, chunk: int) -> str:
-        """Name of a chunk's blob."""
-        return f"{chunk:06d}.bin"
-
     def save(self, chunk: int, counted: Counted) -> None:
-        """Write a chunk's rows as one record batch, whole or not at all; the blob first, so that it
-        is there.
-        """
+        """Write a chunk's blob, then its rows as one record batch; each whole or not at all."""
         if counted.blob:
-            _write(self.blobs / self.blob_name(chunk), counted.blob)
+            blob = self.blobs / blob_name(chunk)
+            blob.with_suffix(".tmp").write_bytes(counted.blob)
+            blob.with_suffix(".tmp").replace(blob)
         path = self.part(chunk)
         temporary = path.with_suffix(".tmp")
-        table = counted.table
         with pa.ipc.new_file(temporary, STAGED_SCHEMA) as writer:
-            writer.write_batch(
-                table.combine_chunks().to_batches()[0] if len(table) else _empty_batch()
-            )
+            writer.write_batch(_one_batch(counted.table))
         temporary.replace(path)
 
     def merge(self, num_chunks: int, records_per_part: Sequence[int]) -> None:
         """One file of all parts, in order; whole or not at all. The parts are then removed."""
-        schema = STAGED_SCHEMA.with_metadata(
-            {"records_per_part": json.dumps(list(records_per_part))}
-        )
+        records = {"records_per_part": json.dumps(list(records_per_part))}
+        schema = STAGED_SCHEMA.with_metadata(records)
         temporary = self.samples.with_suffix(".tmp")
         parts = [self.part(chunk) for chunk in range(num_chunks)]
         with pa.ipc.new_file(temporary, schema) as writer:
@@ -134,12 +121,6 @@ class Staging:
         os.replace(temporary, self.samples)
         for part in parts:
             part.unlink()
-
-
-def _write(path: Path, data: bytes) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(data)
-    temporary.replace(path)
 
 
 def _read_part(path: Path) -> pa.RecordBatch:
@@ -153,8 +134,9 @@ def part_sizes(path: Path) -> tuple[int, int]:
     return len(reason), len(reason) - reason.null_count
 
 
-def _empty_batch() -> pa.RecordBatch:
-    return pa.RecordBatch.from_pylist([], schema=STAGED_SCHEMA)
+def _one_batch(table: pa.Table) -> pa.RecordBatch:
+    batches = table.combine_chunks().to_batches()
+    return batches[0] if batches else pa.RecordBatch.from_pylist([], schema=STAGED_SCHEMA)
 
 
 class StagedSamples:
@@ -162,21 +144,18 @@ class StagedSamples:
 
     def __init__(self, path: Path) -> None:
         self._reader = pa.ipc.open_file(pa.memory_map(str(path)))
-        rows = [
-            self._reader.get_batch(batch).num_rows
-            for batch in range(self._reader.num_record_batches)
-        ]
-        self._starts = np.concatenate([[0], np.cumsum(rows)])
+        batches = map(self._reader.get_batch, range(self._reader.num_record_batches))
+        self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def take(self, positions: IntArray) -> pa.RecordBatch:
-        """The rows of some samples, in the order of their positions in the argument."""
+        """The rows of some samples, in the order of `positions`."""
         order = np.argsort(positions, kind="stable")
         inverse = np.empty(len(order), np.int64)
         inverse[order] = np.arange(len(order))
-        # batch by batch, so that each is looked at once, and then back into the wanted order
+        # batch by batch, so that each is read once, and then back into the wanted order
         batch_of = np.searchsorted(self._starts, positions[order], side="right") - 1
         batches, firsts = np.unique(batch_of, return_index=True)
         runs = np.split(positions[order], firsts[1:])
@@ -184,13 +163,12 @@ class StagedSamples:
             self._reader.get_batch(int(batch)).take(pa.array(run - self._starts[batch]))
             for batch, run in zip(batches, runs, strict=True)
         ]
-        table = pa.Table.from_batches(parts, STAGED_SCHEMA).combine_chunks().take(pa.array(inverse))
-        (rows,) = table.combine_chunks().to_batches() or [_empty_batch()]
-        return rows
+        table = pa.Table.from_batches(parts, STAGED_SCHEMA).combine_chunks()
+        return _one_batch(table.take(pa.array(inverse)))
 
 
 def _borders(lists: pa.ListArray) -> IntArray:
-    """Where each row's values begin among all of them, and the end."""
+    """Start of each row's values among all of them, and the end of the last."""
     return np.concatenate([[0], np.cumsum(lists.value_lengths().to_numpy(), dtype=np.int64)])
 
 

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Sizes and lengths of image and audio files, from their headers."""

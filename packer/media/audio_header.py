@@ -1,9 +1,8 @@
 """Audio file -> its length, from the header alone.
 
-WAV and FLAC are read here, a few hundred bytes of a file and no decoding; other kinds through the
-`soundfile` library, if it is installed. A WAV file that is cut short is found by its size. The
-frames of a FLAC file are not looked at: it is found only where less is left than its shortest
-frames would take.
+WAV and FLAC are read here, a few hundred bytes of a file without decoding; other kinds through the
+`soundfile` library, if it is installed. A truncated WAV file is found by its size. A truncated FLAC
+file is found only where less is left than its shortest frames would take.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from typing import BinaryIO
 
 from balance.errors import first_line
 from balance.media.wav import FLOAT, PCM, WavError, is_wav, wav_header
-from packer.records.media import MediaProblem
+from packer.records.media import SampleProblem
 
 UNKNOWN_LENGTH = (1 << 63) - 1
-"""How libsndfile says that a header gives no length: SF_COUNT_MAX."""
+"""libsndfile's SF_COUNT_MAX: the header gives no length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,34 +23,32 @@ class AudioHeader:
     """What the header of an audio file says."""
 
     num_samples: int
-    """Of one channel."""
+    """Samples of one channel."""
     sampling_rate: int
     """Samples per second."""
     num_channels: int
     num_bytes: int
-    """Of the file."""
+    """Size of the file."""
 
 
 def read_audio_header(file: BinaryIO, name: str) -> AudioHeader:
-    """Length, rate and channels of an audio file open for reading, seekable; MediaProblem names the
-    file as `name`.
-    """
+    """Length, rate and channels of a seekable audio file; SampleProblem names it as `name`."""
     try:
         header = _read(file, name)
     except OSError as error:
-        raise MediaProblem("unreadable_audio", f"{name}: {error.strerror or error}") from None
+        raise SampleProblem("unreadable_audio", f"{name}: {error.strerror or error}") from None
     if header.num_channels < 1 or header.sampling_rate < 1:
         what = f"{header.num_channels} channels at {header.sampling_rate} samples/s"
-        raise MediaProblem("corrupt_audio", f"{name}: the header says {what}")
+        raise SampleProblem("corrupt_audio", f"{name}: the header says {what}")
     if header.num_samples < 1:
-        raise MediaProblem("empty_audio", f"{name}: no samples")
+        raise SampleProblem("empty_audio", f"{name}: no samples")
     return header
 
 
 def _read(file: BinaryIO, name: str) -> AudioHeader:
     num_bytes = file.seek(0, 2)
     if num_bytes == 0:
-        raise MediaProblem("corrupt_audio", f"{name}: the file is empty")
+        raise SampleProblem("corrupt_audio", f"{name}: the file is empty")
     file.seek(0)
     start = file.read(12)
     header = None
@@ -72,42 +69,37 @@ def _read_wav(file: BinaryIO, name: str, num_bytes: int) -> AudioHeader | None:
     try:
         header = wav_header(read)
     except WavError as error:
-        raise MediaProblem("corrupt_audio", f"{name}: {error}") from None
+        raise SampleProblem("corrupt_audio", f"{name}: {error}") from None
     if header.format not in (PCM, FLOAT):
         return None
     frame_bytes, size = header.frame_bytes, header.data_bytes
     if frame_bytes < 1 or frame_bytes != header.num_channels * -(-header.bits // 8):
         what = f"{header.num_channels} channels of {header.bits} bits in {frame_bytes} bytes"
-        raise MediaProblem("corrupt_audio", f"{name}: the header says {what}")
+        raise SampleProblem("corrupt_audio", f"{name}: the header says {what}")
     if size > num_bytes - header.data_start:
         there = f"{num_bytes - header.data_start} of the {size} bytes of samples are there"
-        raise MediaProblem("corrupt_audio", f"{name}: cut short, {there}")
+        raise SampleProblem("corrupt_audio", f"{name}: cut short, {there}")
     return AudioHeader(size // frame_bytes, header.sampling_rate, header.num_channels, num_bytes)
 
 
 def _read_flac(file: BinaryIO, name: str, num_bytes: int) -> AudioHeader | None:
-    """The STREAMINFO block, which comes first (RFC 9639, 8.2); None if it does not know the
-    length.
-    """
+    """The STREAMINFO block, which comes first (RFC 9639, 8.2); None if it gives no length."""
     file.seek(4)
     block = file.read(38)
     if len(block) < 38 or block[0] & 0x7F != 0 or int.from_bytes(block[1:4], "big") != 34:
-        raise MediaProblem(
+        raise SampleProblem(
             "corrupt_audio", f"{name}: a FLAC file that does not begin with its STREAMINFO"
         )
     max_block, min_frame = int.from_bytes(block[6:8], "big"), int.from_bytes(block[8:11], "big")
     # 20 bits rate, 3 bits channels - 1, 5 bits sample size - 1, 36 bits length
     packed = int.from_bytes(block[14:22], "big")
-    sampling_rate, num_channels, num_samples = (
-        packed >> 44,
-        (packed >> 41 & 7) + 1,
-        packed & ((1 << 36) - 1),
-    )
+    sampling_rate, num_channels = packed >> 44, (packed >> 41 & 7) + 1
+    num_samples = packed & ((1 << 36) - 1)
     if num_samples == 0:
         return None
     needed = 42 + num_samples // max(max_block, 1) * min_frame
     if num_bytes < needed:
-        raise MediaProblem(
+        raise SampleProblem(
             "corrupt_audio", f"{name}: cut short, {num_bytes} bytes of at least {needed} are there"
         )
     return AudioHeader(num_samples, sampling_rate, num_channels, num_bytes)
@@ -118,7 +110,7 @@ def _read_other(file: BinaryIO, name: str, num_bytes: int) -> AudioHeader:
         import soundfile  # noqa: PLC0415  (an optional dependency)
     except (ImportError, OSError):  # OSError: the library that it loads is not there
         advice = "for MP3, Ogg and others: pip install isobatch[audio]"
-        raise MediaProblem(
+        raise SampleProblem(
             "audio_format", f"{name}: not PCM in a WAV file, nor FLAC; {advice}"
         ) from None
     file.seek(0)
@@ -126,11 +118,11 @@ def _read_other(file: BinaryIO, name: str, num_bytes: int) -> AudioHeader:
         info = soundfile.info(file)
     except soundfile.SoundFileError as error:
         reason = first_line(error)
-        raise MediaProblem(
+        raise SampleProblem(
             "audio_format", f"{name}: not audio that libsndfile can read: {reason}"
         ) from None
     if info.frames == UNKNOWN_LENGTH:
-        raise MediaProblem(
+        raise SampleProblem(
             "audio_format", f"{name}: its header does not say how long it is; write it again"
         )
     return AudioHeader(info.frames, info.samplerate, info.channels, num_bytes)

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Raw records of every known schema -> samples, or reasons to reject them."""

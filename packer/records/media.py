@@ -1,9 +1,8 @@
-"""Images and audio files of raw samples: where they lie, and their bytes.
+"""Images and audio files of raw samples: where they are, and their bytes.
 
-A file may lie under the data root on its own, as a byte range of a container there (a member of a
-tar), or come with the record (a cell of a Parquet table). The last kind is copied into the build's
-staging folder when it is counted, so that the writers find any file in constant time whatever the
-raw layout.
+A file may be in the data root on its own, as a byte range of a container there (a member of a tar),
+or come with the record (a cell of a Parquet table). The last kind is copied into the build's
+staging folder when it is counted, so that the writers find any file in constant time.
 """
 
 from __future__ import annotations
@@ -16,13 +15,11 @@ from typing import IO
 from shards.folders import Folder, OutsideFolder
 
 BLOB_SCHEME = "blob:"
-"""Containers of this kind lie in the staging folder."""
+"""Prefix of containers in the staging folder."""
 
 
-class MediaProblem(ValueError):
-    """An image or audio file that cannot be used: a key of `record.REASONS`, and the
-    particulars.
-    """
+class SampleProblem(ValueError):
+    """A record or file that cannot be used: a key of `record.REASONS`, and the particulars."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -35,18 +32,18 @@ class Media:
     """An image or audio file of a raw sample."""
 
     name: str
-    """Path under the data root; inside a container, the name that it has there."""
+    """Path under the data root; in a container, the file's name there."""
     container: str = ""
-    """File under the data root that holds it as a byte range; empty if it is a file of its own."""
+    """File under the data root of which this is a byte range; empty for a file of its own."""
     offset: int = 0
     size: int = -1
     """Bytes in the container; -1 for a file of its own, whose size is not known yet."""
     data: bytes | None = None
-    """Its content, if that came with the record."""
+    """Content, if it came with the record."""
 
 
 def open_media(root: Folder, media: Media, kind: str) -> IO[bytes]:
-    """The content of a file, seekable. MediaProblem if it is missing or leads out of the data root.
+    """The content of a file, seekable. SampleProblem if it is missing or outside the data root.
 
     `kind` is `image` or `audio`, for the reason.
     """
@@ -57,19 +54,16 @@ def open_media(root: Folder, media: Media, kind: str) -> IO[bytes]:
             return io.BytesIO(root.read(media.container, media.offset, media.size))
         return root.open(_relative(media.name, kind))
     except OutsideFolder as error:
-        raise MediaProblem("outside_data_root", str(error)) from None
+        raise SampleProblem("outside_data_root", str(error)) from None
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        raise MediaProblem(f"missing_{kind}", media.container or media.name) from None
+        raise SampleProblem(f"missing_{kind}", media.container or media.name) from None
     except OSError as error:
-        raise MediaProblem(
-            f"unreadable_{kind}", f"{media.name}: {error.strerror or error}"
-        ) from None
+        detail = f"{media.name}: {error.strerror or error}"
+        raise SampleProblem(f"unreadable_{kind}", detail) from None
 
 
 def read_into(root: Folder, media: Media, blobs: Folder, view: memoryview) -> None:
-    """Fill `view` with a counted file, whose `size` is its length; MediaProblem if it is no longer
-    what was counted.
-    """
+    """Fill `view` with a counted file of that size; SampleProblem if the file has changed."""
     try:
         if media.container:
             place, name = root, media.container
@@ -81,11 +75,10 @@ def read_into(root: Folder, media: Media, blobs: Folder, view: memoryview) -> No
         else:
             found = root.read_into(media.name, view)
     except OSError as error:
-        raise MediaProblem("media_changed", f"{media.name}: {error.strerror or error}") from None
+        raise SampleProblem("media_changed", f"{media.name}: {error.strerror or error}") from None
     if found != media.size:
-        raise MediaProblem(
-            "media_changed", f"{media.name}: {media.size} bytes when counted, {found} now"
-        )
+        changed = f"{media.name}: {media.size} bytes when counted, {found} now"
+        raise SampleProblem("media_changed", changed)
 
 
 def _relative(name: str, kind: str) -> str:
@@ -95,8 +88,8 @@ def _relative(name: str, kind: str) -> str:
     'coco/1.jpg'
     """
     if "://" in name:
-        raise MediaProblem(f"{kind}_url", f"{name[:120]}: download it first and give its path")
+        raise SampleProblem(f"{kind}_url", f"{name[:120]}: download it first and give its path")
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\0" in name:
-        raise MediaProblem("outside_data_root", name[:120])
+        raise SampleProblem("outside_data_root", name[:120])
     return name

@@ -1,7 +1,6 @@
-"""The fields of a record that give image and audio files: by path, by content, as base64, or as
-Hugging Face's structs.
+"""The fields of a record that give images and audio: paths, bytes, base64, Hugging Face's structs.
 
-For `packer.records.schemas`. Pure; what is wrong with a field raises MediaProblem.
+For `packer.records.schemas`. Pure; what is wrong with a field raises SampleProblem.
 """
 
 from __future__ import annotations
@@ -11,15 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-from packer.records.media import Media, MediaProblem
+from packer.records.media import Media, SampleProblem
 
 FILE_KEYS: dict[str, tuple[str, ...]] = {
     "image": ("image", "images", "jpg", "jpeg", "png", "webp"),
     "audio": ("audio", "audios", "wav", "flac", "mp3", "ogg"),
 }
-"""Keys of a record under which its files stand; the suffixes are columns of tables made from
-WebDataset tars.
-"""
+"""Keys of a record's files; suffixes are columns of tables made from WebDataset tars."""
 
 
 def files_of(record: Mapping[str, Any], kind: str) -> list[Media]:
@@ -27,17 +24,13 @@ def files_of(record: Mapping[str, Any], kind: str) -> list[Media]:
     for key in FILE_KEYS[kind]:
         given = record.get(key)
         if not _is_empty(given):
-            return [
-                media_of(one, kind)
-                for one in (given if isinstance(given, list | tuple) else [given])
-            ]
+            several = given if isinstance(given, list | tuple) else [given]
+            return [media_of(one, kind) for one in several]
     return []
 
 
 def _is_empty(given: Any) -> bool:
-    """Whether a field says that there is no file: nothing, an empty text or list, a struct of
-    nulls.
-    """
+    """Whether a field gives no file: None, an empty text or list, a struct of nulls."""
     if isinstance(given, Mapping):
         return bool(given) and all(value is None for value in given.values())
     return given is None or (isinstance(given, str | list | tuple) and len(given) == 0)
@@ -57,31 +50,28 @@ def media_of(given: Any, kind: str) -> Media:
             return Media(named or kind, data=data)
         given = path
     if not isinstance(given, str) or not given:
-        raise MediaProblem(
-            f"bad_{kind}_field", f"`{kind}` is {str(given)[:80]!r}; give a path or a list of paths"
-        )
+        bad = f"`{kind}` is {str(given)[:80]!r}; give a path or a list of paths"
+        raise SampleProblem(f"bad_{kind}_field", bad)
     if given.startswith("data:"):
         return _from_data_url(given, kind)
     try:
         given.encode()
     except UnicodeEncodeError:
-        raise MediaProblem(
-            f"bad_{kind}_field", f"the path {given[:80]!r} is not valid Unicode"
-        ) from None
+        bad = f"the path {given[:80]!r} is not valid Unicode"
+        raise SampleProblem(f"bad_{kind}_field", bad) from None
     return Media(given)
 
 
 def media_of_base64(text: Any, kind: str) -> Media:
-    """A file whose content stands in the record as base64."""
+    """A file whose content is in the record as base64."""
     try:
         return Media(kind, data=base64.b64decode(text, validate=True))
     except (ValueError, TypeError):
-        raise MediaProblem(f"bad_{kind}_field", f"the base64 of the {kind} is damaged") from None
+        raise SampleProblem(f"bad_{kind}_field", f"the base64 of the {kind} is damaged") from None
 
 
 def media_of_part(part: Mapping[str, Any], keys: tuple[str, ...], kind: str) -> Media | None:
-    """The file of a part of a message, under one of `keys`; None if the part only says where the
-    file stands.
+    """The file of a part of a message, under one of `keys`; None if the part only marks its place.
 
     OpenAI's {"url": ...} and {"data": base64, "format": ...} are opened.
     """
@@ -97,12 +87,11 @@ def media_of_part(part: Mapping[str, Any], keys: tuple[str, ...], kind: str) -> 
 def _from_data_url(url: str, kind: str) -> Media:
     head, comma, payload = url.partition(",")
     if not comma:
-        raise MediaProblem(f"bad_{kind}_field", f"the URL {url[:40]!r}... has no content")
+        raise SampleProblem(f"bad_{kind}_field", f"the URL {url[:40]!r}... has no content")
     if head.endswith(";base64"):
         return media_of_base64(payload, kind)
     try:
         return Media(kind, data=unquote_to_bytes(payload))
     except UnicodeEncodeError:
-        raise MediaProblem(
-            f"bad_{kind}_field", f"the URL {head[:40]!r} is not valid Unicode"
-        ) from None
+        bad = f"the URL {head[:40]!r} is not valid Unicode"
+        raise SampleProblem(f"bad_{kind}_field", bad) from None

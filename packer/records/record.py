@@ -1,7 +1,7 @@
-"""The raw sample, and what can be wrong with it.
+"""The raw sample, its content, and every reason for which one can be rejected. Pure.
 
-A source yields `RawRecord`s exactly as it finds them, damaged ones included. `parse_record` turns
-one into a `RawSample` or a `Rejected` with a reason from `REASONS`; nothing is dropped on the way.
+A source yields `RawRecord`s exactly as it finds them, damaged ones included.
+`packer.records.schemas` turns each into a `RawSample` or a `Rejected`; none is dropped on the way.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from packer.records.media import Media
-from packer.records.schemas import RecordProblem, read_content
-from packer.text.chat_tokenizer import Turn
+from packer.records.media import Media, SampleProblem
+from packer.text.chat_tokenizer import IMAGE_MARKER, Turn
+
+Record = Mapping[str, Any]
 
 REASONS: dict[str, str] = {
     "broken_json": "the record is not valid JSON",
@@ -56,22 +57,29 @@ BY_CHOICE = frozenset({"not_drawn"})
 
 @dataclass(frozen=True, slots=True)
 class RawRecord:
-    """One record as the source holds it: its value, or why it cannot be parsed."""
+    """One record as the source has it: its value, or why it cannot be parsed."""
 
     position: int
     """0-based place among the records of its file, for the id of a record without one."""
     value: Any
     broken: str = ""
-    """Where and why it is not valid, empty for a record that is."""
+    """Place and cause of a record that is not valid, else empty."""
     reason: str = "broken_json"
-    """The key of `REASONS` for one that is not."""
+    """Key of `REASONS` for such a record."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Turns with `<image>` and `<audio>` markers, and the files in the order of their markers."""
+
+    turns: tuple[Turn, ...]
+    images: tuple[Media, ...] = ()
+    audios: tuple[Media, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RawSample:
-    """A sample as its author meant it: turns with `<image>` and `<audio>` markers, and as many
-    files as markers.
-    """
+    """A sample as its author meant it, with as many files as markers."""
 
     sample_id: str
     source: str
@@ -87,42 +95,33 @@ class Rejected:
     sample_id: str
     source: str
     reason: str
-    """A key of `REASONS`."""
+    """Key of `REASONS`."""
     detail: str
 
 
-def parse_record(record: RawRecord, source: str) -> RawSample | Rejected:
-    """The sample in a record of the dataset `source`, of any shape that `packer.records.schemas`
-    knows.
+def plain_text(text: str) -> str:
+    """A text without markers: its schema says itself where images are."""
+    if IMAGE_MARKER in text:
+        raise SampleProblem(
+            "marker_without_image",
+            f"the text holds {IMAGE_MARKER}, and its images have places already",
+        )
+    return text
 
-    Reads `id` or `__key__` (absent: the record's place) and `source` (which part of a mixture it
-    comes from; absent: the dataset's name).
+
+def with_markers(turns: tuple[Turn, ...], marker: str, num_files: int) -> tuple[Turn, ...]:
+    """Turns with a marker per file: the missing ones go before the first user turn.
+
+    SampleProblem if there are more markers than files.
     """
-    sample_id = _sample_id(record.value, f"{source}:{record.position}")
-    source = _text(record.value, "source") or source
-    try:
-        if record.broken:
-            raise RecordProblem(record.reason, record.broken)
-        if not isinstance(record.value, Mapping):
-            raise RecordProblem("not_an_object", f"it is a {type(record.value).__name__}")
-        content = read_content(record.value)
-        return RawSample(sample_id, source, content.turns, content.images, content.audios)
-    except RecordProblem as problem:
-        return Rejected(sample_id, source, problem.reason, problem.detail)
-
-
-def _sample_id(value: Any, fallback: str) -> str:
-    for key in ("id", "__key__"):
-        given = value.get(key) if isinstance(value, Mapping) else None
-        if isinstance(given, int | float) and not isinstance(given, bool):
-            return str(given)
-        if text := _text(value, key):
-            return text
-    return fallback
-
-
-def _text(value: Any, key: str) -> str:
-    """The string under a key, empty if there is none."""
-    given = value.get(key) if isinstance(value, Mapping) else None
-    # surrogates would break every writer downstream; the text itself is checked by the tokenizer
-    return given.encode("utf-8", "replace").decode("utf-8") if isinstance(given, str) else ""
+    missing = num_files - sum(turn.text.count(marker) for turn in turns)
+    if missing < 0:
+        raise SampleProblem(
+            f"marker_without_{marker[1:-1]}",
+            f"{num_files - missing} {marker} markers for {num_files} files",
+        )
+    if missing == 0:
+        return turns
+    first = next((i for i, turn in enumerate(turns) if turn.role == "user"), 0)
+    marked = Turn(turns[first].role, f"{marker}\n" * missing + turns[first].text)
+    return (*turns[:first], marked, *turns[first + 1 :])

@@ -1,12 +1,11 @@
-"""Conversations and documents -> token ids and the tokens that have labels; one token per image or
-clip until `expand`.
+"""Conversations and documents -> token ids, and which of them have labels.
 
-For `packer.count.sample_counter`. What comes out equals transformers' `apply_chat_template`,
-character for character and id for id; `docs/design.md`, "Labels", says which tokens have one. A
-document (one turn with the role `document`) goes past the template: its ids are those of
-transformers' `tokenizer(text)` and the end-of-sequence token, and all of it is learned. Pure once
-loaded. The tokenizer takes nearly all of the time (0.6 to 1.8 M tokens/s on two cores), so give it
-batches.
+For `packer.count.sample_counter`. Images and clips are one token each until the shards are
+written. The result equals transformers' `apply_chat_template`, character for character and id for
+id; `docs/design.md`, "Labels", says which tokens have one. A document (one turn with the role
+`document`) skips the template: its ids are those of transformers' `tokenizer(text)` and the
+end-of-sequence token, and all of it is learned. Pure once loaded. The tokenizer takes nearly all
+of the time (0.6 to 1.8 M tokens/s on two cores), so give it batches.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from packer.text.tokenizer_files import (
 )
 
 IMAGE_MARKER = "<image>"
-"""Where an image stands in a raw text (LLaVA's convention)."""
+"""Place of an image in a raw text (LLaVA's convention)."""
 AUDIO_MARKER = "<audio>"
-"""Where an audio clip stands in a raw text; plain text for a model without audio."""
+"""Place of an audio clip in a raw text; plain text for a model without audio."""
 DOCUMENT = "document"
 """Role of the only turn of a document."""
 
@@ -63,15 +62,11 @@ class EncodedText:
     input_ids: NDArray[np.int32]
     """Shape (num_tokens,), with one image token per image and one audio token per clip."""
     loss_spans: NDArray[np.int32]
-    """Shape (num_spans, 2): first token with a label, and the one behind the last; in order and
-    disjoint.
-    """
+    """Shape (num_spans, 2): first token with a label, and the one after the last; disjoint."""
     num_images: int
     num_audios: int
     num_loss_tokens: int
-    """Tokens with a label; image and audio tokens never have one, so `expand` does not change
-    it.
-    """
+    """Tokens with a label. Image and audio tokens have none, so expanding does not change it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +82,7 @@ class TextRejected:
 class _Rendered:
     text: str
     spans: list[Span]
-    """Of the answers; of the markup, in a document."""
+    """Answers; in a document, markup."""
     is_document: bool
     num_files: tuple[int, ...]
     """Images and, for a model with audio, clips."""
@@ -108,13 +103,9 @@ class ChatTokenizer:
         """Built by `load`."""
         self._backend = build_backend(files)
         self.id_conflicts = id_conflicts(files, self._backend)
-        """Tokens that `tokenizer_config.json` declares under another id: content -> (declared id,
-        id in use).
-        """
+        """Tokens declared under another id: content -> (declared id, id in use)."""
         self.added_tokens = add_markup(self._backend, markup)
-        """Markup tokens that the tokenizer did not know, and the ids behind its vocabulary that
-        they got.
-        """
+        """Markup tokens that the tokenizer did not know -> their ids after its vocabulary."""
         if audio_markup is not None:
             self.added_tokens |= add_markup(self._backend, audio_markup)
         vocab = self._backend.get_vocab()
@@ -128,7 +119,8 @@ class ChatTokenizer:
         takes_parts = not self._renders(_PROBE)
         if takes_parts and not self._renders([text_part(_PROBE)]):
             raise ConfigError(
-                f"tokenizer {files.where}: its chat template renders no user message; give another one"
+                f"tokenizer {files.where}: its chat template renders no user message;"
+                " give another one"
             )
         self._media = self._media_of(markup, audio_markup, takes_parts=takes_parts)
         self._writer = MediaWriter(self._media, takes_parts=takes_parts)
@@ -145,21 +137,17 @@ class ChatTokenizer:
         *,
         chat_template: str | None = None,
     ) -> Self:
-        """Load a tokenizer from a folder, from a `tokenizer.json`, or by Hub id; ConfigError says
-        what is missing.
+        """Load a tokenizer from a folder, from a `tokenizer.json`, or by Hub id.
 
         `chat_template` is the name of one of the tokenizer's templates, a `.jinja` file, or a
-        template itself; without it the default template is used. Without `audio_markup`, `<audio>`
-        is plain text.
+        template itself; by default the tokenizer's default template. Without `audio_markup`,
+        `<audio>` is plain text. ConfigError says what is missing.
         """
         files = read_tokenizer_files(source)
         try:
             return cls(files, _choose_template(files, chat_template), markup, audio_markup)
-        except (
-            AttributeError,
-            KeyError,
-            TypeError,
-        ) as error:  # a hand-written config of some other shape
+        # a config written by hand, of some other shape
+        except (AttributeError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"tokenizer {files.where}: its config is not as transformers writes it: {error!r}"
             ) from None
@@ -167,26 +155,22 @@ class ChatTokenizer:
     def encode_batch(
         self, conversations: Sequence[Sequence[Turn]]
     ) -> list[EncodedText | TextRejected]:
-        """Tokenise conversations and documents, in order; with as many threads as there are
-        cores.
-        """
+        """Tokenise conversations and documents, in order, on as many threads as cores."""
         prepared = [self._prepare(turns) for turns in conversations]
         results: dict[int, EncodedText | TextRejected] = {}
         for protected in (False, True):
-            rows = {
-                i: r
-                for i, r in enumerate(prepared)
-                if isinstance(r, _Rendered) and r.protected is protected
-            }
+            rows: dict[int, _Rendered] = {}
+            for i, row in enumerate(prepared):
+                if isinstance(row, TextRejected):
+                    results[i] = row
+                elif row.protected is protected:
+                    rows[i] = row
             backend = self._control.backend if protected and rows else self._backend
-            encodings = backend.encode_batch(
-                [row.text for row in rows.values()], add_special_tokens=False
-            )
+            texts = [row.text for row in rows.values()]
+            encodings = backend.encode_batch(texts, add_special_tokens=False)
             for (i, row), encoding in zip(rows.items(), encodings, strict=True):
                 results[i] = self._finish(row, encoding)
-        return [
-            row if isinstance(row, TextRejected) else results[i] for i, row in enumerate(prepared)
-        ]
+        return [results[i] for i in range(len(prepared))]
 
     def _prepare(self, turns: Sequence[Turn]) -> _Rendered | TextRejected:
         content = "\0".join(turn.text for turn in turns)
@@ -200,7 +184,7 @@ class ChatTokenizer:
         protected = self._control.occur_in(self._writer.blank(content))
         if protected and not self._control.can_protect(content):
             return TextRejected(
-                "control_token", "a control token's text stands beside private-use characters"
+                "control_token", "the text has a control token's string and private-use characters"
             )
         guard = self._control.protect if protected else str
         is_document = any(turn.role == DOCUMENT for turn in turns)
@@ -219,19 +203,17 @@ class ChatTokenizer:
             alias = self._control.alias
             spans = [(len(alias(text[:start])), len(alias(text[:end]))) for start, end in spans]
             text = alias(text)
-        num_files = self._writer.count(content)
         return _Rendered(
             text=text,
             spans=spans,
             is_document=is_document,
-            num_files=num_files,
+            num_files=self._writer.count(content),
             protected=protected,
         )
 
     def _finish(self, rendered: _Rendered, encoding: Encoding) -> EncodedText | TextRejected:
-        input_ids = np.frombuffer(
-            array("i", encoding.ids), np.int32
-        )  # a third of the time of np.array
+        # a third of the time of np.array
+        input_ids = np.frombuffer(array("i", encoding.ids), np.int32)
         if rendered.protected:
             try:
                 input_ids = self._control.restore(input_ids)
@@ -248,18 +230,20 @@ class ChatTokenizer:
         for medium, num_files in zip(self._media, rendered.num_files, strict=True):
             written = np.flatnonzero(input_ids == medium.token_id).tolist()
             if len(written) != num_files:
-                detail = f"{len(written)} {medium.kind} tokens in the text for {num_files} {medium.marker} markers"
-                return TextRejected("chat_template", f"the chat template makes {detail}")
+                made = f"{len(written)} {medium.kind} tokens in the text"
+                meant = f"{num_files} {medium.marker} markers"
+                return TextRejected("chat_template", f"the chat template makes {made} for {meant}")
             places += written
         num_images, num_audios = (*rendered.num_files, 0)[:2]
+        num_loss_tokens = sum(
+            end - start - sum(start <= place < end for place in places) for start, end in spans
+        )
         return EncodedText(
             input_ids=input_ids,
             loss_spans=np.array(spans, dtype=np.int32).reshape(-1, 2),
             num_images=num_images,
             num_audios=num_audios,
-            num_loss_tokens=sum(
-                end - start - sum(start <= place < end for place in places) for start, end in spans
-            ),
+            num_loss_tokens=num_loss_tokens,
         )
 
     def _media_of(
@@ -268,8 +252,8 @@ class ChatTokenizer:
         """Images, and audio if the model has it.
 
         Clips are given to the template as parts whenever it writes those: Qwen2-Audio's, which
-        takes strings too, puts a number in front. Images only if it takes no strings: else the
-        model's own markup says what it would write.
+        also takes strings, numbers them. Images only if it takes no strings: otherwise the model's
+        own markup says what it would write.
         """
         probe = text_part(_PROBE)
         image = Medium(
@@ -301,21 +285,18 @@ class ChatTokenizer:
 
 def _only_turn(turns: Sequence[Turn]) -> Turn:
     if len(turns) > 1:
-        raise TemplateRefusedError(
-            f"{len(turns)} turns, one of them a document, which stands alone"
-        )
+        raise TemplateRefusedError(f"{len(turns)} turns, but a document must be the only one")
     return turns[0]
 
 
 def _document_ends(
     files: TokenizerFiles, backend: Tokenizer
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """What stands in front of a document and behind it: the ids of `bos_token` and `eos_token`, or
-    nothing.
+    """The ids before and after a document: `bos_token` and `eos_token`, or none.
 
-    The first only if the post-processor of `tokenizer.json` puts it there, which is what decides in
+    The first only if the post-processor of `tokenizer.json` adds it, which is what decides in
     transformers (5.x drops `add_bos_token` of the config). The second always, if there is one: it
-    is what ends a text in training.
+    ends a text in training.
     """
     bos, eos = (
         [backend.token_to_id(files.named_tokens[name])] if name in files.named_tokens else []

@@ -1,14 +1,14 @@
-"""Control tokens that stand in a user's text as plain letters, and must stay letters.
+"""Control tokens in a user's text: they are plain letters there, and must stay letters.
 
-For `packer.text.chat_tokenizer`. A text about prompts may well hold "<|im_end|>" or
+For `packer.text.chat_tokenizer`. A text about prompts may well contain "<|im_end|>" or
 "<IMG_CONTEXT>". Tokenised with the rest of the conversation it would end the turn, or count as an
-image. Such conversations (one in thousands) go this way:
+image. Such conversations (one in thousands) take four steps:
 
-1. before rendering, each control string in the content is replaced by a private character that stands for its letters;
-2. after rendering, each control string in the text (now surely the template's own) becomes another private
-   character, its alias, and the letters come back;
-3. a copy of the tokenizer that knows the aliases as added tokens, and no special token otherwise, encodes the text in
-   one go, so that everything around is tokenised as if the control strings were ordinary words;
+1. before rendering, a private character replaces each control string in the content;
+2. after rendering, each control string in the text (now surely the template's own) becomes another
+   private character, its alias, and the letters of step 1 come back;
+3. a copy of the tokenizer, which knows the aliases as added tokens and no other special token,
+   encodes the whole text, so that control strings are tokenised like ordinary words;
 4. the ids of the aliases are mapped back.
 """
 
@@ -35,57 +35,43 @@ class ControlTokens:
         """Take every special added token of `backend` for a control token."""
         self._backend = backend
         added = backend.get_added_tokens_decoder()
-        self._ids = np.array(
-            [index for index, token in added.items() if token.special], dtype=np.int32
-        )
+        special = [index for index, token in added.items() if token.special]
+        self._ids = np.array(special, dtype=np.int32)
         self._tokens = [token for token in added.values() if token.special]
         self._number = {token.content: k for k, token in enumerate(self._tokens)}
         longest_first = sorted(self._number, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        # Most texts hold none of these few beginnings, and a plain search for them is far cheaper
-        # than the pattern.
+        # Most texts have none of these few beginnings, which a plain search finds far more cheaply.
         self._beginnings = {content[:2] for content in self._number}
 
     def occur_in(self, text: str) -> bool:
-        """Whether `text` holds a control string."""
-        return (
-            any(start in text for start in self._beginnings)
-            and self._pattern.search(text) is not None
-        )
+        """Whether `text` contains a control string."""
+        may = any(start in text for start in self._beginnings)
+        return may and self._pattern.search(text) is not None
 
     def can_protect(self, text: str) -> bool:
         """Whether `text` is free of the private characters that `protect` needs."""
         return _PRIVATE.search(text) is None
 
     def protect(self, content: str) -> str:
-        """Content with each control string replaced by the private character for its letters (step
-        1).
-        """
+        """Content with a private character for each control string (step 1)."""
         return self._pattern.sub(lambda match: chr(_LETTERS + self._number[match[0]]), content)
 
     def alias(self, rendered: str) -> str:
-        """Rendered text with the template's control strings as aliases, and the protected letters
-        back (step 2).
-        """
+        """Rendered text with aliases for the template's control strings (step 2)."""
         aliased = self._pattern.sub(lambda match: chr(_ALIAS + self._number[match[0]]), rendered)
         return aliased.translate({_LETTERS + k: content for content, k in self._number.items()})
 
     @cached_property
     def backend(self) -> Tokenizer:
-        """The tokenizer for aliased text (step 3); built at first use, because few datasets need
-        it.
-        """
+        """The tokenizer for aliased text (step 3); built at first use, for few datasets need it."""
         copy = Tokenizer.from_str(self._backend.to_str())
         copy.encode_special_tokens = True
+        flags = ("single_word", "lstrip", "rstrip", "normalized")
         copy.add_tokens(
             [
                 AddedToken(
-                    chr(_ALIAS + k),
-                    single_word=token.single_word,
-                    lstrip=token.lstrip,
-                    rstrip=token.rstrip,
-                    normalized=token.normalized,
-                    special=False,
+                    chr(_ALIAS + k), special=False, **{flag: getattr(token, flag) for flag in flags}
                 )
                 for k, token in enumerate(self._tokens)
             ]
@@ -95,16 +81,14 @@ class ControlTokens:
     def restore(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
         """Ids of aliased text with each alias as its control token (step 4).
 
-        ValueError if a control token came out of plain letters: no tokenizer of that kind can write
-        it as text.
+        ValueError if a control token came from plain letters: it cannot be written as text.
         """
         unknown = getattr(self._backend.model, "unk_token", None)
         forbidden = self._ids[[token.content != unknown for token in self._tokens]]
         forged = np.intersect1d(ids, forbidden)
         if len(forged):
-            raise ValueError(
-                f"the tokenizer has no way to write {self._backend.id_to_token(int(forged[0]))!r} as text"
-            )
+            token = self._backend.id_to_token(int(forged[0]))
+            raise ValueError(f"the tokenizer has no way to write {token!r} as text")
         return self._real_ids[ids]
 
     @cached_property

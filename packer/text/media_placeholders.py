@@ -1,9 +1,8 @@
-"""Markers of images and audio clips in raw texts -> what stands for them in the text that is
-tokenised.
+"""Markers of images and audio clips in raw texts -> placeholders in the tokenised text.
 
-For `packer.text.chat_tokenizer`. A marker becomes the model's markup, written into the text; or a
-part of its own, where the chat template writes the markup itself, perhaps elsewhere or with a
-number. Pure, but for `add_markup`.
+For `packer.text.chat_tokenizer`. A marker becomes the model's markup, written into the text. Where
+the chat template writes the markup itself, perhaps elsewhere or with a number, it becomes a part of
+its own. Pure, except for `add_markup`.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ Guard = Callable[[str], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Medium:
-    """A kind of file that a model takes beside text."""
+    """A kind of file that a model takes next to text."""
 
     kind: Literal["image", "audio"]
-    """As the parts of a message are called."""
+    """Type of such a part of a message."""
     marker: str
-    """Where such a file stands in a raw text."""
+    """Place of such a file in a raw text."""
     markup: MediaMarkup
     token_id: int
-    """Of the markup's token."""
+    """Id of the markup's token."""
     by_template: bool
     """Whether the chat template writes the markup, given a part."""
 
@@ -53,9 +52,7 @@ class MediaWriter:
         return tuple(text.count(marker) for marker in self._media)
 
     def blank(self, text: str) -> str:
-        """A raw text without its markers, which may be control strings themselves (LLaVA's
-        `<image>`).
-        """
+        """A raw text without its markers, which may be control strings (LLaVA's `<image>`)."""
         for marker in self._media:
             text = text.replace(marker, "\0")
         return text

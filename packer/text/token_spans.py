@@ -1,5 +1,6 @@
-"""Character spans of a text -> token spans of its encoding, for `packer.text.chat_tokenizer`.
-Pure.
+"""Character spans of a text -> token spans of its encoding. Pure.
+
+For `packer.text.chat_tokenizer`.
 """
 
 from __future__ import annotations
@@ -9,29 +10,27 @@ from collections.abc import Iterator, Sequence
 from tokenizers import Encoding
 
 Span = tuple[int, int]
-"""First character or token, and the one behind the last."""
+"""First character or token, and the one after the last."""
 
 
 def token_spans(encoding: Encoding, chars: Sequence[Span], num_chars: int) -> Iterator[Span]:
-    """Token spans of character spans: every token that holds at least one of the characters, in
-    whole.
+    """Token spans of character spans: every token that has at least one of the characters.
 
-    `chars` in order and disjoint; so are the results. `num_chars` is the length of the text.
+    `chars` are in order and disjoint, and so are the results. `num_chars` is the text's length.
     """
     done = 0
     for first, last in chars:
         start = _token_at(encoding, first, num_chars)
         end = _token_at(encoding, last, num_chars)
         if (held := encoding.token_to_chars(end)) is not None and held[0] < last:
-            end += 1  # this token holds characters of both sides
+            end += 1  # this token has characters of both sides
         if max(start, done) < end and first < last:
             yield max(start, done), end
             done = end
 
 
 def spans_between(spans: Sequence[Span], start: int, end: int) -> list[Span]:
-    """What `spans`, in order and disjoint, leave of the range from `start` up to `end`; no span is
-    empty.
+    """What `spans`, in order and disjoint, leave of `start` up to `end`; no span is empty.
 
     >>> spans_between([(2, 3), (5, 7)], 0, 7)
     [(0, 2), (3, 5)]
@@ -41,7 +40,7 @@ def spans_between(spans: Sequence[Span], start: int, end: int) -> list[Span]:
 
 
 def _token_at(encoding: Encoding, char: int, num_chars: int) -> int:
-    """First token that holds character `char`, or the next character that any token holds."""
+    """First token with the character `char`, or with the next character that any token has."""
     # A character has no token when the tokenizer's normalizer drops it.
     found = (encoding.char_to_token(i) for i in range(char, num_chars))
     return next((token for token in found if token is not None), len(encoding))

@@ -1,10 +1,9 @@
-"""The files of a tokenizer, from a folder or the Hub, and the `tokenizers` object that transformers
-would make of them.
+"""A tokenizer's files, from a folder or the Hub, and the `tokenizers` object made of them.
 
 For `packer.text.chat_tokenizer`. Reads files only; no transformers, because packing must not need
-torch. The rules followed here are those of `PreTrainedTokenizerFast.from_pretrained` (transformers
-5): `tokenizer.json` is the tokenizer, and tokens that only `tokenizer_config.json` knows are added
-behind it. InternLM2 ships all of its control tokens that way.
+torch. The rules are those of `PreTrainedTokenizerFast.from_pretrained` (transformers 5):
+`tokenizer.json` is the tokenizer, and tokens that only `tokenizer_config.json` knows are added
+after it. InternLM2 ships all of its control tokens that way.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ NAMED_TOKENS = (
     "cls_token",
     "mask_token",
 )
-"""The keys of `tokenizer_config.json` that a chat template sees as variables; transformers'
-`special_tokens_map`.
-"""
+"""Keys of `tokenizer_config.json` that are variables in chat templates (`special_tokens_map`)."""
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -41,33 +38,27 @@ ReadFile = Callable[[str], str | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerFiles:
-    """What a tokenizer folder holds, as read."""
+    """What a tokenizer folder contains, as read."""
 
     where: str
     """Folder or Hub id, for messages."""
     tokenizer_json: str
     config: dict[str, Any]
-    """`tokenizer_config.json`, completed from `special_tokens_map.json` where it is too old to list
-    its tokens.
-    """
+    """`tokenizer_config.json`; an old one with the tokens of `special_tokens_map.json`."""
     chat_templates: dict[str, str]
-    """By name; a single template is called `default`."""
+    """Name -> template; a single one is called `default`."""
 
     @property
     def named_tokens(self) -> dict[str, str]:
-        """`bos_token` and so on -> the token's text; tokens that the tokenizer does not have are
-        left out.
-        """
-        return {
-            key: _content(self.config[key])
-            for key in NAMED_TOKENS
-            if self.config.get(key) is not None
-        }
+        """`bos_token` and so on -> the token's text, for tokens that the tokenizer has."""
+        found = {key: self.config.get(key) for key in NAMED_TOKENS}
+        return {key: _content(token) for key, token in found.items() if token is not None}
 
 
 def read_tokenizer_files(source: str | Path) -> TokenizerFiles:
-    """Read a tokenizer folder, the folder around a `tokenizer.json`, or a Hub repository; else
-    ConfigError.
+    """Read a tokenizer folder, the folder of a `tokenizer.json`, or a Hub repository.
+
+    ConfigError says what is missing.
     """
     where, read = _locate(source)
     tokenizer_json = read("tokenizer.json")
@@ -88,9 +79,7 @@ def read_tokenizer_files(source: str | Path) -> TokenizerFiles:
 
 
 def build_backend(files: TokenizerFiles) -> Tokenizer:
-    """The tokenizer with all of its added tokens, under the ids that transformers gives them; no
-    padding, no cut.
-    """
+    """The tokenizer with all added tokens, under transformers' ids; no padding, no truncation."""
     try:
         backend = Tokenizer.from_str(files.tokenizer_json)
     except Exception as error:  # the Rust side raises plain Exception
@@ -109,34 +98,27 @@ def build_backend(files: TokenizerFiles) -> Tokenizer:
 
 
 def id_conflicts(files: TokenizerFiles, backend: Tokenizer) -> dict[str, tuple[int, int]]:
-    """Tokens whose id in `tokenizer_config.json` is not the one they have: content -> (declared id,
-    id in use).
+    """Tokens whose id differs from `tokenizer_config.json`: content -> (declared id, id in use).
 
     Not empty for InternLM2: its config puts `<|im_end|>` on the id of a placeholder in the
     vocabulary, which only its own Python class honours. transformers' generic class appends it
-    instead, and so do we; a model trained elsewhere would then see an id that it does not know, so
+    instead, and so do we. A model trained elsewhere would then see an id that it does not know, so
     the caller should warn.
     """
-    declared = {
-        _content(value): int(index)
-        for index, value in files.config.get("added_tokens_decoder", {}).items()
-    }
-    in_use = backend.get_added_tokens_decoder()
+    listed = files.config.get("added_tokens_decoder", {})
+    declared = {_content(value): int(index) for index, value in listed.items()}
     return {
         token.content: (declared[token.content], index)
-        for index, token in in_use.items()
+        for index, token in backend.get_added_tokens_decoder().items()
         if declared.get(token.content, index) != index
     }
 
 
 def _listed_tokens(config: Mapping[str, Any]) -> Iterator[AddedToken]:
-    """Every token that the config mentions, in the order in which transformers adds the ones it
-    misses.
-    """
-    for _, value in sorted(
-        config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])
-    ):
-        yield _added_token(value)
+    """Every token of the config, in the order in which transformers adds the missing ones."""
+    listed = config.get("added_tokens_decoder", {})
+    for index in sorted(listed, key=int):
+        yield _added_token(listed[index])
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     model_specific = [key for key in config if key.endswith("_token") and key not in NAMED_TOKENS]
     for key in (*NAMED_TOKENS, *model_specific):
@@ -148,11 +130,8 @@ def _listed_tokens(config: Mapping[str, Any]) -> Iterator[AddedToken]:
 def _added_token(value: str | dict[str, Any]) -> AddedToken:
     if isinstance(value, str):
         return AddedToken(value, special=True)
-    flags = {
-        key: flag
-        for key, flag in value.items()
-        if key in ("lstrip", "rstrip", "single_word", "normalized")
-    }
+    names = ("lstrip", "rstrip", "single_word", "normalized")
+    flags = {key: flag for key, flag in value.items() if key in names}
     return AddedToken(value["content"], special=value.get("special", True), **flags)
 
 
@@ -161,14 +140,11 @@ def _content(value: str | dict[str, Any]) -> str:
 
 
 def _chat_templates(read: ReadFile, config: Mapping[str, Any], where: str) -> dict[str, str]:
-    """The templates by name. A file of its own wins over the config, as in transformers; the
-    processor's comes last.
-    """
+    """The templates by name: from a file of its own, else the config, else the processor's file."""
     template = read("chat_template.jinja") or config.get("chat_template")
     if template is None:
-        template = _json_object(read("chat_template.json"), f"{where}/chat_template.json").get(
-            "chat_template"
-        )
+        processor = _json_object(read("chat_template.json"), f"{where}/chat_template.json")
+        template = processor.get("chat_template")
     if isinstance(template, list) and all(
         isinstance(e, dict) and {"name", "template"} <= set(e) for e in template
     ):
@@ -188,7 +164,7 @@ def _json_object(text: str | None, where: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ConfigError(f"{where}: not valid JSON: {error}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{where}: holds a {type(values).__name__}, not a JSON object")
+        raise ConfigError(f"{where}: contains a {type(values).__name__}, not a JSON object")
     return values
 
 
@@ -220,7 +196,8 @@ def _read_hub(repo_id: str, name: str) -> str | None:
         from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError  # noqa: PLC0415
     except ImportError:
         raise ConfigError(
-            f"tokenizer {repo_id}: no such folder here; to fetch it from the Hub: pip install isobatch[hub]"
+            f"tokenizer {repo_id}: no such folder here; to fetch it from the Hub:"
+            " pip install 'isobatch[hub]'"
         ) from None
     try:
         return Path(hf_hub_download(repo_id, name)).read_text("utf-8")
@@ -233,5 +210,6 @@ def _read_hub(repo_id: str, name: str) -> str | None:
     except (OSError, ValueError) as error:  # all of the Hub's errors are one of the two
         problem = first_line(error)
     raise ConfigError(
-        f"tokenizer {repo_id}: no such folder here, and not from the Hub: {problem}; give a local folder"
+        f"tokenizer {repo_id}: no such folder here, and not from the Hub: {problem};"
+        " give a local folder"
     )

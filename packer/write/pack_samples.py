@@ -21,7 +21,7 @@ from balance.errors import ConfigError
 from balance.types import IntArray
 from packer.count.staging import StagedBlock, StagedFiles
 from packer.media.image_header import check_png
-from packer.records.media import Media, MediaProblem, read_into
+from packer.records.media import Media, SampleProblem, read_into
 from packer.write.expand_placeholders import expand
 from shards.block import PackedBlock, PackedFiles
 from shards.folders import Folder, is_uri, open_folder, readers
@@ -157,7 +157,7 @@ class _Content:
 
 def _read_sample(
     plan: PackPlan, blobs: Folder, job: tuple[str, list[File], list[File]]
-) -> MediaProblem | None:
+) -> SampleProblem | None:
     """Read the files of a sample; what is wrong comes out for refs too, as with every format."""
     place, images, audios = job
     root = open_folder(place, follow_links=plan.follow_links)
@@ -173,6 +173,6 @@ def _read_sample(
                 check_png(
                     media.name, view.tobytes()
                 )  # found here, and not in the middle of a training run
-    except MediaProblem as problem:
+    except SampleProblem as problem:
         return problem
     return None

@@ -15,7 +15,7 @@ import pytest
 import resolutions
 
 from balance.presets import load_model
-from packer.count.sample_counter import CountTask, SampleCounter
+from packer.count.sample_counter import CountSettings, SampleCounter
 from packer.demo.dataset import demo_tokenizer_path, write_demo
 from packer.sources._json_records import read_json_records
 from shards.folders import open_folder
@@ -100,7 +100,7 @@ def test_resolutions_prints_every_setting_with_finite_figures(
 )
 def test_a_rule_counts_from_sizes_what_the_packer_counts_from_files(demo: Path, model: str) -> None:
     preset = load_model(model)
-    task = CountTask(model=preset, tokenizer=str(demo_tokenizer_path()))
+    task = CountSettings(model=preset, tokenizer=str(demo_tokenizer_path()))
     records = read_json_records(open_folder(str(demo)), "annotations.json")
     expected = SampleCounter(task).count(records, "demo", str(demo), "").table
     counts, refused = resolutions.count(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from scipy.io import wavfile
 
 from packer.media.audio_header import AudioHeader, read_audio_header
-from packer.records.media import MediaProblem
+from packer.records.media import SampleProblem
 from support import ROOT
 
 SHARED = ROOT.parent / "shared"
@@ -30,8 +30,8 @@ def read(data: bytes) -> AudioHeader:
     return read_audio_header(io.BytesIO(data), "clip")
 
 
-def problem(data: bytes) -> MediaProblem:
-    with pytest.raises(MediaProblem) as caught:
+def problem(data: bytes) -> SampleProblem:
+    with pytest.raises(SampleProblem) as caught:
         read(data)
     assert "clip: " in caught.value.detail
     assert "\n" not in caught.value.detail
@@ -236,7 +236,7 @@ def test_a_damaged_header_is_read_or_named(cut: int, place: int, byte: int, kind
     data = data[: len(data) - cut]
     try:
         header = read(bytes(data))
-    except MediaProblem:
+    except SampleProblem:
         return
     assert header.num_samples > 0
     assert header.sampling_rate > 0
@@ -249,7 +249,7 @@ def test_a_file_system_error_is_unreadable() -> None:
         def read(self, size: int | None = -1) -> bytes:
             raise OSError(5, "Input/output error")
 
-    with pytest.raises(MediaProblem, match="unreadable_audio: clip: Input/output error"):
+    with pytest.raises(SampleProblem, match="unreadable_audio: clip: Input/output error"):
         read_audio_header(Broken(b"RIFF"), "clip")
 
 

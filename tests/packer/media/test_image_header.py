@@ -8,7 +8,7 @@ from PIL import Image, ImageOps, PngImagePlugin
 
 from balance.media.jpeg import HEAD_BYTES, jpeg_size
 from packer.media.image_header import read_header
-from packer.records.media import MediaProblem
+from packer.records.media import SampleProblem
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (40, 60, 3), dtype=np.uint8)
 
@@ -78,7 +78,7 @@ def test_orientation_in_the_xmp_text_of_a_png_counts_as_the_decoder_counts_it():
 @pytest.mark.parametrize("keep", [0.05, 0.5, 0.97])
 def test_a_file_cut_short_is_corrupt(form, keep):
     data = encode(form)
-    with pytest.raises(MediaProblem, match="corrupt_image"):
+    with pytest.raises(SampleProblem, match="corrupt_image"):
         header_of(data[: int(len(data) * keep)])
 
 
@@ -102,7 +102,7 @@ def test_what_passes_is_what_decodes_whichever_byte_is_damaged(form, decode):
             header_of(data, decode=decode)
         else:
             damaged += 1
-            with pytest.raises(MediaProblem):
+            with pytest.raises(SampleProblem):
                 header_of(data, decode=decode)
     assert damaged
 
@@ -116,14 +116,14 @@ def test_bytes_behind_a_whole_image_do_no_harm():
     "data", [b"", b"not an image", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF\0\0\0\0WEBP"]
 )
 def test_what_is_no_image_is_corrupt(data):
-    with pytest.raises(MediaProblem, match="corrupt_image"):
+    with pytest.raises(SampleProblem, match="corrupt_image"):
         header_of(data)
 
 
 def test_a_decompression_bomb_is_refused_by_its_header():
     data = bytearray(encode("BMP"))
     data[18:26] = (60_000).to_bytes(4, "little") * 2
-    with pytest.raises(MediaProblem, match="too_many_pixels"):
+    with pytest.raises(SampleProblem, match="too_many_pixels"):
         header_of(bytes(data))
 
 

@@ -3,7 +3,7 @@ import os
 import pytest
 
 from packer.media.image_header import read_header
-from packer.records.media import Media, MediaProblem, open_media, read_into
+from packer.records.media import Media, SampleProblem, open_media, read_into
 from shards.folders import open_folder
 
 
@@ -28,21 +28,21 @@ def test_missing_files_and_folders_are_missing(tmp_path):
         Media("file/b.jpg"),
         Media("x", "nothing.tar", 0, 5),
     ):
-        with pytest.raises(MediaProblem, match="missing_image"):
+        with pytest.raises(SampleProblem, match="missing_image"):
             read(tmp_path, media)
 
 
 def test_a_pipe_in_place_of_an_image_does_not_keep_the_build_waiting(tmp_path):
     os.mkfifo(tmp_path / "a.jpg")
     with (
-        pytest.raises(MediaProblem, match=r"corrupt_image.*not seekable"),
+        pytest.raises(SampleProblem, match=r"corrupt_image.*not seekable"),
         open_media(open_folder(str(tmp_path)), Media("a.jpg"), "image") as file,
     ):
         read_header(file, "a.jpg")
 
 
 def test_what_the_file_system_refuses_is_not_called_corrupt(tmp_path):
-    with pytest.raises(MediaProblem, match="unreadable_image"):
+    with pytest.raises(SampleProblem, match="unreadable_image"):
         read(tmp_path, Media("x" * 300))
 
 
@@ -56,7 +56,7 @@ def test_what_the_file_system_refuses_is_not_called_corrupt(tmp_path):
     ],
 )
 def test_paths_that_leave_the_data_root_are_refused(tmp_path, name, reason):
-    with pytest.raises(MediaProblem, match=reason):
+    with pytest.raises(SampleProblem, match=reason):
         read(tmp_path, Media(name))
 
 
@@ -72,7 +72,7 @@ def test_links_out_of_the_data_root_are_refused_unless_they_are_to_be_followed(t
     else:
         (root / "images").symlink_to(tmp_path / "elsewhere")
         name = "images/a.jpg"
-    with pytest.raises(MediaProblem, match=r"outside_data_root.*--follow-links"):
+    with pytest.raises(SampleProblem, match=r"outside_data_root.*--follow-links"):
         read(root, Media(name))
     with open_media(open_folder(str(root), follow_links=True), Media(name), "image") as file:
         assert file.read() == b"picture"
@@ -100,8 +100,8 @@ def test_a_file_that_changed_since_it_was_counted_is_named(tmp_path):
         assert buffer == b"picture"
     for size in (5, 9):
         with pytest.raises(
-            MediaProblem, match=rf"media_changed: a.jpg: {size} bytes when counted, 7 now"
+            SampleProblem, match=rf"media_changed: a.jpg: {size} bytes when counted, 7 now"
         ):
             read_into(root, Media("a.jpg", size=size), root, memoryview(bytearray(size)))
-    with pytest.raises(MediaProblem, match=r"media_changed: b.jpg"):
+    with pytest.raises(SampleProblem, match=r"media_changed: b.jpg"):
         read_into(root, Media("b.jpg", size=7), root, memoryview(bytearray(7)))

@@ -1,7 +1,8 @@
 import pytest
 
 from packer.records.media import Media
-from packer.records.record import REASONS, RawRecord, RawSample, Rejected, parse_record
+from packer.records.record import REASONS, RawRecord, RawSample, Rejected
+from packer.records.schemas import parse_record
 from packer.text.chat_tokenizer import Turn
 
 ASK = {"from": "human", "value": "<image>\nWhat?"}

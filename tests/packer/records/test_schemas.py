@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packer.records.media import Media, MediaProblem, open_media
-from packer.records.record import REASONS, RawRecord, RawSample, Rejected, parse_record
-from packer.records.schemas import CONTENT_KEYS, RECORD_KEYS, ROLES
+from packer.records.media import Media, SampleProblem, open_media
+from packer.records.record import REASONS, RawRecord, RawSample, Rejected
+from packer.records.schemas import CONTENT_KEYS, RECORD_KEYS, ROLES, parse_record
 from shards.folders import LocalFolder
 
 ASK = {"from": "human", "value": "<image>\nWhat?"}
@@ -417,7 +417,7 @@ def test_urls_are_kept_as_names_and_refused_when_opened(tmp_path):
     ):
         (media,) = parse(value).images
         assert media == Media("https://x/a.jpg")
-        with pytest.raises(MediaProblem, match="image_url"):
+        with pytest.raises(SampleProblem, match="image_url"):
             open_media(LocalFolder(str(tmp_path)), media, "image")
 
 

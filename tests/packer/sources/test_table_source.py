@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balance.errors import ConfigError, DataError
-from packer.records.record import RawRecord, parse_record
+from packer.records.record import RawRecord
+from packer.records.schemas import parse_record
 from packer.sources import table_source as tables
 from packer.sources.base import RecordChunk
 from packer.sources.detect import Located, locate, open_located

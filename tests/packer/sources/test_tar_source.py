@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from balance.errors import ConfigError, DataError
 from packer.records.media import open_media
-from packer.records.record import Rejected, parse_record
+from packer.records.record import Rejected
+from packer.records.schemas import parse_record
 from packer.sources import tar_source
 from packer.sources._tar_members import BrokenTarError, read_members
 from packer.sources._tar_samples import key_of

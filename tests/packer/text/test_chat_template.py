@@ -1,6 +1,4 @@
-"""Answers take no rendering where the template surely copies texts, one where it seems so, many
-where it does not.
-"""
+"""Answers take one rendering where the template copies texts, and many where it does not."""
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +13,7 @@ LAST = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content if loop.last else m.content.replace('b', 'BBB') }}"
     "</{{ m.role }}>\n{% endfor %}"
 )
-# each looks into the texts, unseen by a plain rendering of stand-ins
+# each looks into the texts
 LOOKS = {
     "tests": "{% if m.content %}full{% endif %}{{ m.content }}",
     "contains": "{% if 'a' in m.content %}!{% endif %}{{ m.content }}",
@@ -87,7 +85,7 @@ def test_the_short_way_gives_what_one_rendering_per_turn_gives(source):
     check()
 
 
-def test_a_template_that_surely_copies_is_not_rendered_again(monkeypatch):
+def test_a_template_that_copies_is_rendered_once_per_conversation(monkeypatch):
     template = ChatTemplate(COPIES + PROMPT, {})
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     template.render_with_answers(messages)
@@ -97,28 +95,21 @@ def test_a_template_that_surely_copies_is_not_rendered_again(monkeypatch):
     text, spans = template.render_with_answers(
         [{**m, "content": m["content"] * 5} for m in messages]
     )
-    assert not renderings
+    assert len(renderings) == 1
     assert [text[a:b] for a, b in spans] == ["bbbbb</assistant>\n"]
 
 
-CERTAIN = [
-    COPIES,
-    "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '</s>' }}{% endfor %}",
-    "{% for m in messages %}{% set t = m.content + '|' %}{{ '>' + t }}{% endfor %}",
-    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
-    "{{ p.text }}{% endfor %}{% endif %};{% endfor %}",
-]
-
-
-@pytest.mark.parametrize("source", CERTAIN)
-def test_it_is_seen_that_a_template_only_copies(source):
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert ChatTemplate(source + PROMPT, {})._copies(messages)
-
-
 @pytest.mark.parametrize("looks", LOOKS)
-def test_it_is_seen_that_a_template_looks_into_texts(looks):
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}]
+def test_a_template_that_looks_into_texts_gets_the_spans_of_its_renderings(looks):
+    """Each conversation has the shape of the one before, but other texts."""
     template = ChatTemplate("{% for m in messages %}" + LOOKS[looks] + ";{% endfor %}" + PROMPT, {})
-    template.render(messages) if looks != "even" else None  # it is a template that works
-    assert not template._copies(messages)
+    for texts in (("a", "c"), ("b", "b"), ("bbb", "ab")):
+        messages = [
+            {"role": role, "content": text}
+            for role, text in zip(("user", "assistant"), texts, strict=True)
+        ]
+        if looks == "day":  # another text at each rendering
+            continue
+        assert outcome(template.render_with_answers, messages) == outcome(
+            spans_by_renderings, template, messages
+        )
