@@ -1,18 +1,21 @@
 """Balanced micro-batches for training: `from loaders import StreamingLoader`.
 
-What few runs need is imported where it is used: numba's runtime takes .5 s and 100 MB in every
-process, pandas, which `pyarrow` imports for some conversions, .2 s and 50 MB.
-tests/loaders/test_imports.py sees to it.
+Imports what every run needs and no more: numba's runtime takes .5 s and 100 MB in every process,
+pandas, which `pyarrow` imports for some conversions, .2 s and 50 MB. So modules that need them are
+imported in the functions that use them; tests/loaders/test_imports.py checks that.
 """
 
+from typing import TYPE_CHECKING, Any
+
 try:
-    from balance.errors import IsobatchError as _IsobatchError  # noqa: F401  (only to see whose `balance` this is)
+    from balance.errors import IsobatchError as _IsobatchError  # noqa: F401
 except ImportError as _error:
     import balance as _found
 
+    _where = getattr(_found, "__file__", None) or list(_found.__path__)
     raise ImportError(
-        f"`import balance` finds {getattr(_found, '__file__', None) or list(_found.__path__)}, which hides the package "
-        "`balance` that Isobatch installs and `loaders` needs; rename yours, or put it inside a package of yours"
+        f"`import balance` finds {_where}, which hides the package `balance` that Isobatch "
+        "installs and `loaders` needs; rename yours, or put it inside a package of yours"
     ) from _error
 
 try:
@@ -22,20 +25,37 @@ except ModuleNotFoundError as _error:
 
 from loaders.batch.micro_batch import MicroBatch, shift_labels
 from loaders.batch.model_inputs import model_inputs
+from loaders.config import LoaderConfig
 from loaders.decode.pixels import normalize
 from loaders.integrations.torch_dataset import Step, StepDataset
 from loaders.loader import StreamingLoader
 from loaders.read.build import StorageOptions
 from loaders.stats import LoaderStats
+from loaders.step_builder import StepBatches
+
+if TYPE_CHECKING:
+    from loaders.integrations.hf_trainer import StreamingTrainer
 
 __all__ = [
+    "LoaderConfig",
     "LoaderStats",
     "MicroBatch",
     "Step",
+    "StepBatches",
     "StepDataset",
     "StorageOptions",
     "StreamingLoader",
+    "StreamingTrainer",
     "model_inputs",
     "normalize",
     "shift_labels",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`StreamingTrainer`, which alone needs transformers."""
+    if name == "StreamingTrainer":
+        from loaders.integrations.hf_trainer import StreamingTrainer  # noqa: PLC0415
+
+        return StreamingTrainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,14 +1,13 @@
-"""Work ahead of the training thread: `Prefetcher` runs the parts of coming steps in threads, gives
-steps in order.
+"""Prefetching in threads: `Prefetcher` makes coming steps in parallel and gives them in order.
 
 For the loader; knows nothing of batches. Threads, not processes: decoding and resizing release the
-GIL, and nothing has to be copied between processes. The threads also ask for the next step, so
-planning is off the training thread too.
+GIL, and nothing has to be copied between processes. The threads also ask for the next step, so the
+training thread does not plan either.
 
-Bounded: at most `max_bytes` of work is done or under way, but at least one step, and at most
+Bounded: at most `max_bytes` of work is done or in progress, but at least one step, and at most
 STEPS_PER_WORKER steps per thread. The first step is given when its own parts are done, whatever
-else is under way. Threads end with `close`, when the prefetcher is forgotten, and at exit; they
-never hold a reference to it.
+else is in progress. Threads end with `close`, when the prefetcher is garbage-collected, and at
+exit; they never hold a reference to it.
 """
 
 from __future__ import annotations
@@ -28,51 +27,49 @@ Result = TypeVar("Result")
 STEPS_PER_WORKER = 4
 """Two for each thread to work on, and as many done: steps differ in size."""
 JOIN_S = 30.0
-"""A part under way is waited for when closing; longer than storage takes to give up would only hide
-a hang.
+"""Limit of waiting for parts in progress when closing; more than storage's own limits would only
+hide a hang.
 """
 CANCEL_AGAIN_S = 0.2
+"""Time after which parts that still wait are cancelled again."""
 
 
 @dataclass(frozen=True, slots=True)
-class Work(Generic[Subject, Result]):
-    """One step."""
+class PrefetchTask(Generic[Subject, Result]):
+    """The work of one step."""
 
     subject: Subject
-    """Handed back with the results."""
-
+    """Object that is returned with the results."""
     parts: Sequence[Callable[[], Result]]
-    """Run in any order, each once, in any thread."""
+    """Functions to run in any order, each once, in any thread."""
     num_bytes: int
-    """About what the results take."""
+    """Approximate size of the results."""
 
 
 class Prefetcher(Generic[Subject, Result]):
-    """Iterating gives each work's subject and its results, in order; a part's error is raised where
-    its step was due.
+    """Iterating gives each task's subject and results, in order.
 
-    `workers=0` runs everything in the caller's thread, when it is asked for. Not for use by several
-    threads at a time. `cancel` is called when closing: it wakes parts that wait for a store, so
-    that none of them is waited for long.
+    A part's error is raised where its step was due. `workers=0` runs everything in the caller's
+    thread, when it is asked for. Not for several consumers at a time. `cancel` is called when
+    closing: it wakes parts that wait for a store, so that none of them is waited for long.
     """
 
     def __init__(
         self,
-        works: Iterator[Work[Subject, Result]],
+        tasks: Iterator[PrefetchTask[Subject, Result]],
         *,
         workers: int,
         max_bytes: int,
         cancel: Callable[[], None] = lambda: None,
     ) -> None:
-        self._works, self._num_workers, self._pid = works, workers, os.getpid()
+        self._tasks, self._num_workers, self._pid = tasks, workers, os.getpid()
         self._queue: _Queue[Subject, Result] = _Queue(
-            works, max_bytes, max_steps=STEPS_PER_WORKER * workers
+            tasks, max_bytes, max_steps=STEPS_PER_WORKER * workers
         )
         self._threads = [
-            # daemons: the interpreter would wait for others before it lets `weakref.finalize` stop
-            # them
-            threading.Thread(target=self._queue.work, name=f"isobatch-{place}", daemon=True)
-            for place in range(workers)
+            # daemons: for others the interpreter would wait before `weakref.finalize` stops them
+            threading.Thread(target=self._queue.work, name=f"isobatch-{worker}", daemon=True)
+            for worker in range(workers)
         ]
         self._finalizer = weakref.finalize(
             self, _stop, self._queue, self._threads, self._pid, cancel
@@ -88,28 +85,29 @@ class Prefetcher(Generic[Subject, Result]):
             raise StopIteration
         if os.getpid() != self._pid:
             raise RuntimeError(
-                "this iterator was begun before a fork and has no threads here; begin a new one"
+                "this iterator is from before a fork and has no threads here; make a new one"
             )
         try:
             if self._num_workers == 0:
-                work = next(self._works)
-                return work.subject, [part() for part in work.parts]
+                task = next(self._tasks)
+                return task.subject, [part() for part in task.parts]
             return self._queue.get()
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Stop the threads and forget what they made; at most one part per thread is waited for."""
+        """Stop the threads and drop what they made; waits for at most one part per thread."""
         self._finalizer()
 
 
 @dataclass(slots=True)
 class _Slot(Generic[Subject, Result]):
-    """A step under way."""
+    """A step in progress."""
 
-    work: Work[Subject, Result]
+    task: PrefetchTask[Subject, Result]
     missing: int
+    """Parts without a result or error yet."""
     taken: int = 0
     """Parts that a thread has taken."""
     results: dict[int, Result] = field(default_factory=dict)
@@ -119,57 +117,56 @@ class _Slot(Generic[Subject, Result]):
     def is_due(self) -> bool:
         """Whether all results are there, or an error with the results of all parts before it.
 
-        So parts that would fail later are not waited for, and which error is raised does not depend
-        on who is faster.
+        So nobody waits for parts after a failed one, and which error is raised does not depend on
+        which thread is faster.
         """
         return not self.missing or (
-            bool(self.errors) and all(place in self.results for place in range(min(self.errors)))
+            bool(self.errors) and all(part in self.results for part in range(min(self.errors)))
         )
 
 
 class _Queue(Generic[Subject, Result]):
-    """What threads and consumer share."""
+    """State that threads and consumer share."""
 
     def __init__(
-        self, works: Iterator[Work[Subject, Result]], max_bytes: int, max_steps: int
+        self, tasks: Iterator[PrefetchTask[Subject, Result]], max_bytes: int, max_steps: int
     ) -> None:
-        self._works, self._max_bytes, self._max_steps = works, max_bytes, max_steps
-        self._pulling = (
-            threading.Lock()
-        )  # held while a thread asks for the next step: never by two, nor for long work
+        self._tasks, self._max_bytes, self._max_steps = tasks, max_bytes, max_steps
+        # held while a thread takes a part or asks for the next step, never during a part's work
+        self._pulling = threading.Lock()
         self._changed = threading.Condition()
-        self._slots: OrderedDict[int, _Slot[Subject, Result]] = (
-            OrderedDict()
-        )  # steps not yet given, oldest first
+        # steps not yet given, oldest first
+        self._slots: OrderedDict[int, _Slot[Subject, Result]] = OrderedDict()
         self._num_bytes = 0  # of all slots
         self._num_steps = 0
         self._ended: BaseException | None = None  # why no step follows those in the slots
         self._closed = False
 
     def work(self) -> None:
-        """What each thread does: one part after the other."""
+        """What each thread does: one part after another."""
         while True:
             with self._pulling:
                 taken = self._take()
             if taken is None:
                 return
-            slot, place = taken
+            slot, part = taken
             try:
-                result, error = slot.work.parts[place](), None
+                result, error = slot.task.parts[part](), None
             except BaseException as raised:
                 result, error = None, raised
             with self._changed:
                 if error is not None:
-                    slot.errors[place] = error
+                    slot.errors[part] = error
                 else:
-                    slot.results[place] = result  # type: ignore[assignment]
+                    slot.results[part] = result  # type: ignore[assignment]
                 slot.missing -= 1
                 self._changed.notify_all()
             del slot, taken, result, error  # nothing is kept alive while waiting for the next part
 
     def get(self) -> tuple[Subject, list[Result]]:
-        """The oldest step's results, when they are there. Raises the error of its first part that
-        has one, as soon as that is known; or StopIteration.
+        """The oldest step's results, when they are there.
+
+        Raises the error of its first part that has one, as soon as that is known; or StopIteration.
         """
         with self._changed:
             while not (self._slots and self._first().is_due):
@@ -179,11 +176,11 @@ class _Queue(Generic[Subject, Result]):
                     raise StopIteration
                 self._changed.wait()
             _, slot = self._slots.popitem(last=False)
-            self._num_bytes -= slot.work.num_bytes
+            self._num_bytes -= slot.task.num_bytes
             self._changed.notify_all()
         if slot.errors:
             raise slot.errors[min(slot.errors)]
-        return slot.work.subject, [slot.results[place] for place in range(len(slot.work.parts))]
+        return slot.task.subject, [slot.results[part] for part in range(len(slot.task.parts))]
 
     def close(self) -> None:
         with self._changed:
@@ -194,11 +191,9 @@ class _Queue(Generic[Subject, Result]):
         return next(iter(self._slots.values()))
 
     def _take(self) -> tuple[_Slot[Subject, Result], int] | None:
-        """A part of the newest step, or of the next one when there is room; None when there is no
-        more to do.
-        """
+        """A part of the newest step, or of the next one within the limits; None at the end."""
         slot = self._newest()
-        while slot is None or slot.taken == len(slot.work.parts):
+        while slot is None or slot.taken == len(slot.task.parts):
             slot = self._pull()
             if slot is None:
                 return None
@@ -210,24 +205,24 @@ class _Queue(Generic[Subject, Result]):
             return next(reversed(self._slots.values()), None)
 
     def _pull(self) -> _Slot[Subject, Result] | None:
-        """The next step, once there is room for it."""
+        """The next step, once the limits allow it."""
         if self._closed or self._ended is not None:
             return None
         try:
-            work = next(self._works)
+            task = next(self._tasks)
         except BaseException as error:
             with self._changed:
                 self._ended = error
                 self._changed.notify_all()
             return None
         with self._changed:
-            while self._slots and not self._closed and self._is_full(work.num_bytes):
+            while self._slots and not self._closed and self._is_full(task.num_bytes):
                 self._changed.wait()
             if self._closed:
                 return None
-            slot = self._slots[self._num_steps] = _Slot(work, missing=len(work.parts))
+            slot = self._slots[self._num_steps] = _Slot(task, missing=len(task.parts))
             self._num_steps += 1
-            self._num_bytes += work.num_bytes
+            self._num_bytes += task.num_bytes
             self._changed.notify_all()  # a step without any part is done already
             return slot
 
@@ -242,7 +237,7 @@ def _stop(
     cancel: Callable[[], None],
 ) -> None:
     if os.getpid() != pid:
-        return  # a forked copy: its parent's threads are not here, and a lock that one held would never be free
+        return  # a forked copy has none of the threads, and a lock that one held is never free
     queue.close()
     cancel()
     deadline = time.monotonic() + JOIN_S

@@ -1,4 +1,4 @@
-"""What the loader has done so far: `LoaderStats`, and the `Meter` that counts it."""
+"""Figures of a loader so far: `LoaderStats`, and the `Meter` that counts them."""
 
 from __future__ import annotations
 
@@ -12,45 +12,43 @@ from balance.types import IntArray
 from loaders.plan.steps import StepLoads, StepPlan
 
 _LOADS = 64
-"""Steps whose loads are added up at a time: one by one takes ten times as long."""
+"""Steps whose loads are summed at a time: one by one takes ten times as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderStats:
-    """Figures of one loader, thus of one rank, since it was made; only the dist ratios are of all
-    ranks.
-    """
+    """Figures of one loader (one rank) since it was made; dist ratios are of all ranks."""
 
     steps: int
     samples: int
-    """Of the micro-batches that this rank got."""
+    """Samples of this rank's micro-batches."""
     waiting_s: float
-    """That the trainer waited for steps."""
+    """Time that the trainer waited for steps."""
     reading_s: float
-    """Of all threads together, as `decoding_s`; work ahead of the trainer included."""
+    """Time of all threads together, like `decoding_s`; prefetched steps included."""
     decoding_s: float
-    """Decoding, resizing, normalising and packing."""
+    """Time of decoding, resizing, normalising and packing."""
     read_bytes: int
-    """Of tokens and image and audio files, as stored."""
+    """Stored size of tokens, image and audio files."""
     planned_steps: int
-    """Of `steps`, those that a step planner packed."""
+    """Steps that a step planner packed."""
     planning_s: float
-    """That the planner took for these, in the threads that work ahead."""
+    """Time of the planner for these, in the prefetching threads."""
     cache_hits: int
-    """Reads that the on-disk cache of remote builds served."""
+    """Reads from the on-disk cache of remote builds."""
     dist_ratio_vit: float
-    """Share of the ranks' time that is waiting for the slowest vision encoder
+    """Share of the ranks' time spent waiting for the slowest vision encoder
     (`balance.metrics.dist_ratio`).
     """
     dist_ratio_llm: float
 
     def scalars(self, prefix: str = "loader/") -> dict[str, float]:
-        """Name -> value, for `SummaryWriter.add_scalar` and its like."""
+        """Name -> value, for `SummaryWriter.add_scalar` and similar."""
         return {f"{prefix}{name}": float(value) for name, value in asdict(self).items()}
 
 
 class Meter:
-    """Counts; parts in any thread, the rest in the consumer's."""
+    """Counts parts in any thread, everything else in the consumer's."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -58,13 +56,11 @@ class Meter:
         self._read_bytes = 0
         self._steps = self._samples = self._planned_steps = 0
         self._planning_s = 0.0
-        self._vit, self._llm = _Idle(), _Idle()
-        self._loads: list[StepLoads] = []  # of steps that the two do not know yet
+        self._vit, self._llm = _MeanDistRatio(), _MeanDistRatio()
+        self._loads: list[StepLoads] = []  # of steps not yet in these two
 
     def add_part(self, reading_s: float, decoding_s: float, num_bytes: int) -> None:
-        """Count a micro-batch: seconds of reading and of decoding, and bytes that were read. In any
-        thread.
-        """
+        """Count a micro-batch; in any thread."""
         with self._lock:
             self._reading_s += reading_s
             self._decoding_s += decoding_s
@@ -111,25 +107,19 @@ class Meter:
             self._llm.add(np.concatenate([each.llm_tokens for each in loads], axis=1), complete)
 
 
-class _Idle:
-    """A dist ratio, round by round: the mean over complete rounds, or the first one if none is
-    complete.
-    """
+class _MeanDistRatio:
+    """Mean dist ratio of complete rounds; of the first round if none is complete."""
 
     def __init__(self) -> None:
         self._sum, self._count, self._incomplete = 0.0, 0, 0.0
         self._any = False
 
     def add(self, loads: IntArray, complete: NDArray[np.bool_]) -> None:
-        """Count rounds with what each rank did, shape (dp, rounds), and whether all had work, shape
-        (rounds,).
-        """
+        """Count rounds by their loads, shape (dp, rounds), and `complete`, shape (rounds,)."""
         most = loads.max(axis=0)
         shares = (most - loads).mean(axis=0) / np.maximum(most, 1)
-        self._sum, self._count = (
-            self._sum + float(shares[complete].sum()),
-            self._count + int(complete.sum()),
-        )
+        self._sum += float(shares[complete].sum())
+        self._count += int(complete.sum())
         if not self._any and len(shares):
             self._incomplete, self._any = float(shares[0]), True
 

@@ -1,11 +1,17 @@
-"""From a plan to what the trainer gets: `StepBuilder` lists the work of a step and makes
-`StepBatches` of the results.
+"""From a plan to what the trainer gets: `plans_ahead` looks ahead, `StepBuilder` makes the tensors.
+
+For the loader. A step's groups are a few hundred kilobytes in several places of a store. Requested
+step by step, each waits for a round trip, and requests are small. Known many steps ahead,
+neighbours are fetched together and all connections are busy. Of builds on disk some steps are
+planned at a time only because that is quicker.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import deque
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -16,29 +22,35 @@ from loaders.batch.collate import MediaOptions, collate
 from loaders.batch.micro_batch import MicroBatch
 from loaders.decode import pixels
 from loaders.plan.selection import Selection
-from loaders.plan.steps import StepPlan
-from loaders.prefetch import Work
+from loaders.plan.steps import StepPlan, Steps
+from loaders.prefetch import PrefetchTask
 from loaders.read.reader import SampleReader, only_media, stored_bytes, without_media
 from loaders.stats import Meter
 
+AHEAD_BYTES = 64 << 20
+"""Bytes requested and not yet taken, about, but at least one step: 16 requests of 4 MB, as many as
+are in flight.
+"""
+MAX_WINDOW, SLOW_WINDOW = 64, 4
+"""Limits of the steps planned at a time; the second with a step planner or in random order, where
+each takes longer.
+"""
 TOKEN_BYTES = 3 * 8
-"""`input_ids`, `labels`, `position_ids`."""
+"""Bytes of a token in `input_ids`, `labels` and `position_ids`."""
 AUDIO_TOKEN_BYTES = 4096
-"""At most: 30 s of audio are 750 tokens or more, and 2 MB as a waveform or as features."""
+"""Largest size of an audio token's input: 30 s are 750 tokens or more, and 2 MB in any form."""
 
 
 class StepBatches(list[MicroBatch]):
     """The micro-batches of one step of one rank."""
 
     encoders: dict[str, list[MicroBatch]]
-    """With a step planner that deals out encoders' work: by encoder, this rank's batches of
-    samples, without tokens.
+    """By encoder, the batches that this rank encodes, without tokens; if a step planner assigns
+    encoders' work.
     """
 
     note: object
-    """What the step planner tells this rank's trainer
-    (`balance.steps.step_planner.StepWork.notes`); None if nothing.
-    """
+    """What the step planner tells this rank's trainer (`StepAssignment.notes`); None if nothing."""
 
     def __init__(
         self, batches: list[MicroBatch], encoders: dict[str, list[MicroBatch]], note: object = None
@@ -50,8 +62,39 @@ class StepBatches(list[MicroBatch]):
         return StepBatches, (list(self), self.encoders, self.note)
 
 
+def plans_ahead(steps: Steps, reader: SampleReader) -> Iterator[StepPlan]:
+    """The rest of the epoch's steps, in order; `reader` is told of each before it is given.
+
+    Windows of 1, 2, 4, ... steps are planned at a time: the first step comes soon, even if planning
+    takes long. At most about AHEAD_BYTES are requested and not yet taken.
+    """
+    planned: deque[tuple[StepPlan, int]] = deque()
+    held = 0  # bytes of what is planned
+    window, is_remote = 1, reader.is_remote
+    while planned or steps.remaining:
+        # two windows at the beginning, so that more is requested than the first step
+        for _ in range(2 if window == 1 and is_remote else 1):
+            # plan when half empty, so that windows stay large
+            if (planned and not (is_remote and 2 * held <= AHEAD_BYTES)) or not steps.remaining:
+                break
+            added = [
+                (plan, reader.remote_bytes(plan.selections) if is_remote else 0)
+                for plan in steps.plan(window)
+            ]
+            if is_remote:
+                reader.prefetch([selection for plan, _ in added for selection in plan.selections])
+            planned.extend(added)
+            num_bytes = sum(num_bytes for _, num_bytes in added)
+            held += num_bytes
+            fitting = AHEAD_BYTES // 2 * len(added) // num_bytes if num_bytes else MAX_WINDOW
+            window = max(1, min(2 * window, fitting, MAX_WINDOW if steps.is_quick else SLOW_WINDOW))
+        plan, num_bytes = planned.popleft()
+        held -= num_bytes
+        yield plan
+
+
 class StepBuilder:
-    """Makes steps of plans; `device` is where their tensors shall be, None for ordinary memory."""
+    """Makes steps of plans; `device` is that of their tensors, None for ordinary memory."""
 
     def __init__(
         self,
@@ -70,33 +113,34 @@ class StepBuilder:
             repeats = rule.temporal_patch_size
         self._row_bytes = math.prod(pixels.patch_shape(rule)) * pixel_dtype.itemsize * repeats
 
-    def work(self, plan: StepPlan) -> Work[StepPlan, MicroBatch]:
+    def task(self, plan: StepPlan) -> PrefetchTask[StepPlan, MicroBatch]:
         """What there is to do for a step: a part per micro-batch and per encoder's batch."""
-        items: list[tuple[Selection, str | None]] = [(item, None) for item in plan.micro_batches]
-        items += [(item, name) for name, batches in plan.encoders.items() for item in batches]
-        return Work(
+        parts = [partial(self._make, plan, selection) for selection in plan.micro_batches]
+        for name, batches in plan.encoders.items():
+            parts += [partial(self._make, plan, selection, name) for selection in batches]
+        return PrefetchTask(
             subject=plan,
-            parts=[partial(self._make, plan, item, encoder) for item, encoder in items],
+            parts=parts,
             num_bytes=plan.num_pixel_rows * self._row_bytes
             + plan.num_tokens * TOKEN_BYTES
             + plan.num_audio_tokens * AUDIO_TOKEN_BYTES,
         )
 
     def step(self, plan: StepPlan, batches: list[MicroBatch]) -> StepBatches:
-        """The step of the results of `work`; moved to the device, on the caller's current
-        stream.
-        """
+        """The step of a task's results, moved to the device on the caller's current stream."""
         if self._device is not None:
             batches = [batch.to(self._device, non_blocking=self._pin) for batch in batches]
         remaining = iter(batches)
         own = [next(remaining) for _ in plan.micro_batches]
-        encoders = {name: [next(remaining) for _ in items] for name, items in plan.encoders.items()}
+        encoders = {name: [next(remaining) for _ in each] for name, each in plan.encoders.items()}
         return StepBatches(own, encoders, plan.note)
 
-    def _make(self, plan: StepPlan, item: Selection, encoder: str | None) -> MicroBatch:
+    def _make(
+        self, plan: StepPlan, selection: Selection, encoder: str | None = None
+    ) -> MicroBatch:
         """Read and collate one part; in any thread."""
         begun = time.perf_counter()
-        raw = self._reader.read(item)
+        raw = self._reader.read(selection)
         read = time.perf_counter()
         if raw is not None and encoder is not None:
             raw = only_media(raw, encoder)
@@ -105,7 +149,7 @@ class StepBuilder:
         num_bytes = 0 if raw is None else stored_bytes(raw)
         batch = collate(raw, self._rule, self._pixel_dtype, plan.totals, self._media)
         if self._media.decode_images:
-            self._reader.release(item)
+            self._reader.release(selection)
         if self._pin:
             batch = batch.pin_memory()
         self._meter.add_part(read - begun, time.perf_counter() - read, num_bytes)

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Stored image and audio files to pixels, waveforms and log-mel features."""

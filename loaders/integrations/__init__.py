@@ -1,1 +1,1 @@
-"""TODO."""
+"""The loader in torch's DataLoader and in transformers' Trainer."""

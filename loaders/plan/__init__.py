@@ -1,1 +1,1 @@
-"""TODO."""
+"""What each step holds, computed without torch and without reading a shard."""

@@ -1,5 +1,6 @@
-"""What is to be read for a micro-batch: samples out of stored groups (`GroupSlice`, `Selection`,
-`SampleRefs`). Pure.
+"""What a micro-batch reads: samples of stored groups (`GroupSlice`, `Selection`, `SampleRefs`).
+
+For planning, which makes selections, and for the reader. Pure.
 """
 
 from __future__ import annotations
@@ -16,47 +17,47 @@ class GroupSlice:
     """Samples of one stored group."""
 
     build: int
-    """Place of the build among the loader's builds."""
+    """Index of the build among the loader's builds."""
     group: int
     """Row of the build's index."""
     places: tuple[int, ...] | None
-    """Of the samples in the group, in the order wanted; None for the whole group as it is."""
+    """Positions of the samples in the group, in the order wanted; None for the whole group."""
 
 
 Selection = tuple[GroupSlice, ...]
-"""What a micro-batch, or a batch of an encoder, is made of; no pick where the epoch has ended."""
+"""Content of a micro-batch or an encoder's batch; empty after the end of an epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRefs:
-    """Samples as places in stored groups; int64 arrays of one length."""
+    """Samples as positions in stored groups; int64 arrays of one length."""
 
     builds: IntArray
     groups: IntArray
     places: IntArray
     """From 0 in the stored group."""
 
-    def item(self, samples: IntArray) -> Selection:
-        """What to read for `samples`, numbers in these arrays, in that order: neighbours of one
-        group together.
+    def select(self, samples: IntArray) -> Selection:
+        """What to read for `samples`, indices here; neighbours of one group share a slice.
 
-        >>> members = Members(np.zeros(4, int), np.array([7, 7, 7, 9]), np.array([0, 1, 2, 0]))
-        >>> members.item(np.array([2, 0, 3]))
-        (Pick(build=0, group=7, places=(2, 0)), Pick(build=0, group=9, places=(0,)))
+        >>> refs = SampleRefs(np.zeros(4, int), np.array([7, 7, 7, 9]), np.array([0, 1, 2, 0]))
+        >>> for group_slice in refs.select(np.array([2, 0, 3])): print(group_slice)
+        GroupSlice(build=0, group=7, places=(2, 0))
+        GroupSlice(build=0, group=9, places=(0,))
         """
         if not len(samples):
             return ()
         builds, groups, places = self.builds[samples], self.groups[samples], self.places[samples]
         starts = np.flatnonzero((np.diff(builds) != 0) | (np.diff(groups) != 0)) + 1
-        firsts, runs = [0, *starts.tolist()], np.split(places, starts)
+        firsts, slices = [0, *starts.tolist()], np.split(places, starts)
         return tuple(
-            GroupSlice(int(builds[first]), int(groups[first]), tuple(run.tolist()))
-            for first, run in zip(firsts, runs, strict=True)
+            GroupSlice(int(builds[first]), int(groups[first]), tuple(each.tolist()))
+            for first, each in zip(firsts, slices, strict=True)
         )
 
-    def items(self, batches: Groups) -> tuple[Selection, ...]:
-        """What to read for each of some batches of samples."""
-        return tuple(self.item(batches[batch]) for batch in range(len(batches)))
+    def select_batches(self, batches: Groups) -> tuple[Selection, ...]:
+        """What to read for each batch of samples."""
+        return tuple(self.select(batches[batch]) for batch in range(len(batches)))
 
 
 def whole_groups(builds: IntArray, groups: IntArray, sizes: IntArray) -> SampleRefs:

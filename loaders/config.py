@@ -1,0 +1,168 @@
+"""The options of a `StreamingLoader`: `LoaderConfig`, and the same as keywords (`LoaderOptions`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypedDict, get_args
+
+import torch
+import torch.distributed as dist
+
+from balance.errors import ConfigError
+from balance.presets import ModelPreset
+from balance.steps.step_planner import StepPlanner
+from loaders.batch.collate import AudioForm, MediaOptions
+from loaders.decode.log_mel import MEL_BINS
+from loaders.plan.steps import Order, Remainder, StepConfig
+from loaders.read.build import StorageOptions
+
+_CHOICES = {
+    "remainder": get_args(Remainder),
+    "order": get_args(Order),
+    "regroup": (None, "epoch"),
+    "audio": get_args(AudioForm),
+}
+_LEAST = {"micro_batches_per_step": 1, "seed": 0, "regroup_window": 1, "prefetch_bytes": 0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderConfig:
+    """How a loader orders, reads and decodes builds. ConfigError names an option that is wrong."""
+
+    dp_rank: int | None = None
+    """Data-parallel rank of this process. By default the rank in torch.distributed's default group
+    if that is initialised when the loader is made, else 0. That is right for plain data
+    parallelism; with pipeline or tensor parallelism give both this and `dp_world_size`.
+    """
+    dp_world_size: int | None = None
+    """Number of data-parallel ranks; by default that of torch.distributed's default group, else 1."""
+    micro_batches_per_step: int = 1
+    """Micro-batches of each rank per optimizer step."""
+    seed: int = 0
+    """Seed of the order, the same on all ranks."""
+    order: Order = "blocks"
+    """"blocks" balances each micro-batch across ranks. "random" draws a step's groups at random and
+    balances each rank's sum over the step: for ranks that synchronise once per step, with eight or
+    more micro-batches.
+    """
+    remainder: Remainder = "pad"
+    """Last step of an epoch that lacks groups: "pad" fills it up with empty micro-batches, so that
+    every sample is seen; "drop" leaves it out and counts its samples in `num_dropped_samples`. An
+    epoch without any step is a ConfigError when it begins.
+    """
+    regroup: Literal["epoch"] | None = None
+    """"epoch" groups the samples again in every epoch, within windows of stored groups."""
+    regroup_window: int = 4096
+    """Stored groups of a window."""
+    planner: StepPlanner | None = None
+    """Planner that packs each step again (`balance.steps.step_planner`); `step.encoders` then holds
+    the batches that this rank encodes.
+    """
+    workers: int | None = None
+    """Threads that read and decode coming steps; by default as many as this rank has cores, up to 8.
+    With 0 the caller's thread does it.
+    """
+    prefetch_bytes: int = 1 << 30
+    """Limit of what the threads make in advance, beyond one step."""
+    device: torch.device | str | None = None
+    """Device of the tensors; to a GPU they are copied from pinned memory, without waiting."""
+    pixel_dtype: torch.dtype = torch.float32
+    """Type of `pixel_values`. torch.uint8 gives raw pixels, a quarter of the bytes, to be normalised
+    on the device with `loaders.normalize`.
+    """
+    decode_images: bool = True
+    """False leaves images as they are stored, in `MicroBatch.images`: for decoders on the GPU."""
+    exact_resize: bool = False
+    """Resize with Pillow, bit for bit as transformers does without torchvision, at an eighth of the
+    speed.
+    """
+    reduced_decode: bool = False
+    """Decode large JPEGs at a fraction of their size where `loaders.decode.image.decode` allows it."""
+    audio: AudioForm = "waveform"
+    """Form of `MicroBatch.audio_values`, which says what each gives."""
+    image_root: str | Path | None = None
+    """Folder or URI that replaces the one a refs build takes its files from."""
+    storage: StorageOptions | None = None
+    """Cache, time limit and checksums (`loaders.StorageOptions`)."""
+
+    def __post_init__(self) -> None:
+        if (self.dp_rank is None) != (self.dp_world_size is None):
+            raise ConfigError(
+                f"dp_rank is {self.dp_rank} and dp_world_size {self.dp_world_size}; give both, or "
+                "neither to use torch.distributed's"
+            )
+        rank, size = self.ranks()
+        if not 0 <= rank < size:
+            raise ConfigError(
+                f"dp_rank is {rank}; it must be in 0..{size - 1} (dp_world_size - 1)"
+            )
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                raise ConfigError(f"{name} is {value!r}; use one of {', '.join(map(str, choices))}")
+        for name, least in _LEAST.items():
+            if (value := getattr(self, name)) < least:
+                raise ConfigError(f"{name} is {value}; it must be at least {least}")
+        if self.workers is not None and self.workers < 0:
+            raise ConfigError(f"workers is {self.workers}; use 0 for none, or a number of threads")
+        if self.pixel_dtype != torch.uint8 and not self.pixel_dtype.is_floating_point:
+            raise ConfigError(
+                f"pixel_dtype is {self.pixel_dtype}; use torch.uint8 (raw) or a floating type "
+                "(normalised)"
+            )
+
+    def ranks(self) -> tuple[int, int]:
+        """(dp_rank, dp_world_size) as given, else torch.distributed's, else (0, 1)."""
+        if self.dp_rank is not None and self.dp_world_size is not None:
+            return self.dp_rank, self.dp_world_size
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_rank(), dist.get_world_size()
+        return 0, 1
+
+    def step_config(self) -> StepConfig:
+        """The part that planning takes."""
+        rank, size = self.ranks()
+        return StepConfig(
+            dp_rank=rank,
+            dp_world_size=size,
+            micro_batches=self.micro_batches_per_step,
+            seed=self.seed,
+            remainder=self.remainder,
+            order=self.order,
+        )
+
+    def media_options(self, model: ModelPreset) -> MediaOptions:
+        """The part that decoding takes, with the model's audio rule and its encoder's mel bins."""
+        encoder = model.audio_encoder
+        return MediaOptions(
+            audio_rule=model.audio,
+            audio=self.audio,
+            mel_bins=encoder.frame_values if encoder else MEL_BINS,
+            exact_resize=self.exact_resize,
+            reduced_decode=self.reduced_decode,
+            decode_images=self.decode_images,
+        )
+
+
+class LoaderOptions(TypedDict, total=False):
+    """The fields of `LoaderConfig`, as keywords of `StreamingLoader`."""
+
+    dp_rank: int | None
+    dp_world_size: int | None
+    micro_batches_per_step: int
+    seed: int
+    order: Order
+    remainder: Remainder
+    regroup: Literal["epoch"] | None
+    regroup_window: int
+    planner: StepPlanner | None
+    workers: int | None
+    prefetch_bytes: int
+    device: torch.device | str | None
+    pixel_dtype: torch.dtype
+    decode_images: bool
+    exact_resize: bool
+    reduced_decode: bool
+    audio: AudioForm
+    image_root: str | Path | None
+    storage: StorageOptions | None
