@@ -1,4 +1,4 @@
-"""The options of a `StreamingLoader`: `LoaderConfig`, and the same as keywords (`LoaderOptions`)."""
+"""The options of a `StreamingLoader`: `LoaderConfig`, and `LoaderOptions` for keywords."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LoaderConfig:
     parallelism; with pipeline or tensor parallelism give both this and `dp_world_size`.
     """
     dp_world_size: int | None = None
-    """Number of data-parallel ranks; by default that of torch.distributed's default group, else 1."""
+    """Number of data-parallel ranks; by default the size of torch.distributed's group, else 1."""
     micro_batches_per_step: int = 1
     """Micro-batches of each rank per optimizer step."""
     seed: int = 0
@@ -60,7 +60,7 @@ class LoaderConfig:
     the batches that this rank encodes.
     """
     workers: int | None = None
-    """Threads that read and decode coming steps; by default as many as this rank has cores, up to 8.
+    """Threads that read and decode coming steps; by default one per core of this rank, up to 8.
     With 0 the caller's thread does it.
     """
     prefetch_bytes: int = 1 << 30
@@ -68,7 +68,7 @@ class LoaderConfig:
     device: torch.device | str | None = None
     """Device of the tensors; to a GPU they are copied from pinned memory, without waiting."""
     pixel_dtype: torch.dtype = torch.float32
-    """Type of `pixel_values`. torch.uint8 gives raw pixels, a quarter of the bytes, to be normalised
+    """Type of `pixel_values`. torch.uint8 gives raw pixels, a quarter of the bytes; normalise them
     on the device with `loaders.normalize`.
     """
     decode_images: bool = True
@@ -78,7 +78,7 @@ class LoaderConfig:
     speed.
     """
     reduced_decode: bool = False
-    """Decode large JPEGs at a fraction of their size where `loaders.decode.image.decode` allows it."""
+    """Decode large JPEGs at a fraction of their size where `loaders.decode.image` allows it."""
     audio: AudioForm = "waveform"
     """Form of `MicroBatch.audio_values`, which says what each gives."""
     image_root: str | Path | None = None
@@ -87,16 +87,7 @@ class LoaderConfig:
     """Cache, time limit and checksums (`loaders.StorageOptions`)."""
 
     def __post_init__(self) -> None:
-        if (self.dp_rank is None) != (self.dp_world_size is None):
-            raise ConfigError(
-                f"dp_rank is {self.dp_rank} and dp_world_size {self.dp_world_size}; give both, or "
-                "neither to use torch.distributed's"
-            )
-        rank, size = self.ranks()
-        if not 0 <= rank < size:
-            raise ConfigError(
-                f"dp_rank is {rank}; it must be in 0..{size - 1} (dp_world_size - 1)"
-            )
+        self._check_ranks()
         for name, choices in _CHOICES.items():
             if (value := getattr(self, name)) not in choices:
                 raise ConfigError(f"{name} is {value!r}; use one of {', '.join(map(str, choices))}")
@@ -110,6 +101,16 @@ class LoaderConfig:
                 f"pixel_dtype is {self.pixel_dtype}; use torch.uint8 (raw) or a floating type "
                 "(normalised)"
             )
+
+    def _check_ranks(self) -> None:
+        if (self.dp_rank is None) != (self.dp_world_size is None):
+            raise ConfigError(
+                f"dp_rank is {self.dp_rank} and dp_world_size {self.dp_world_size}; give both, or "
+                "neither to use torch.distributed's"
+            )
+        rank, size = self.ranks()
+        if not 0 <= rank < size:
+            raise ConfigError(f"dp_rank is {rank}; it must be in 0..{size - 1} (dp_world_size - 1)")
 
     def ranks(self) -> tuple[int, int]:
         """(dp_rank, dp_world_size) as given, else torch.distributed's, else (0, 1)."""

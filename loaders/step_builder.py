@@ -135,9 +135,7 @@ class StepBuilder:
         encoders = {name: [next(remaining) for _ in each] for name, each in plan.encoders.items()}
         return StepBatches(own, encoders, plan.note)
 
-    def _make(
-        self, plan: StepPlan, selection: Selection, encoder: str | None = None
-    ) -> MicroBatch:
+    def _make(self, plan: StepPlan, selection: Selection, encoder: str | None = None) -> MicroBatch:
         """Read and collate one part; in any thread."""
         begun = time.perf_counter()
         raw = self._reader.read(selection)

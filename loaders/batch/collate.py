@@ -1,7 +1,8 @@
 """From stored samples to tensors: `collate` makes a `MicroBatch` of a `StoredGroup`.
 
-The image and audio tokens in `input_ids` were counted at build; a file that has changed since would
-no longer fill them, so each image's size and each clip's length is compared with what was counted.
+For the loader. The image and audio tokens in `input_ids` were counted at build, and a file that has
+changed since would no longer fill them. So each image's size and each clip's length is compared
+with what was counted.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from operator import sub
+from typing import Literal
 
 import numpy as np
 import torch
@@ -20,82 +22,31 @@ from torch import Tensor
 from balance.errors import ConfigError, DataError
 from balance.media.audio_tokens import AudioRule, plan_audio
 from balance.media.image_tokens import ImagePlan, plan_image
-from balance.presets import ModelPreset, NativeRule, VisionRule
+from balance.presets import NativeRule, VisionRule
 from loaders.batch.micro_batch import MicroBatch
 from loaders.decode import pixels
 from loaders.decode.audio import decode_audio
 from loaders.decode.image import decode, decode_pixels
 from loaders.decode.log_mel import MEL_BINS, log_mel_frames, log_mel_windows
 from loaders.decode.resize import Pixels
-from loaders.read.shard_reader import StoredGroup
+from loaders.plan.steps import StepTotals
+from shards.decode import StoredGroup
 
-
-@lru_cache
-def _planner(rule: VisionRule) -> Callable[[int, int], ImagePlan]:
-    """`plan_image` of a rule, with a memory: images have few sizes, and to find the best grid of
-    tiles takes longer than the rest of a small group.
-    """
-    return lru_cache(maxsize=1 << 14)(partial(plan_image, rule))
-
-
-AUDIO_FORMS = ("waveform", "features", "windows")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTotals:
-    """Sums over all groups of a step, the same on every rank."""
-
-    num_loss_tokens: int
-    num_samples: int
+AudioForm = Literal["waveform", "features", "windows"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaOptions:
-    """How images and audio clips become tensors."""
+    """How images and audio clips become tensors; made and checked by `loaders.LoaderConfig`."""
 
     audio_rule: AudioRule | None = None
-    """None for a model that hears nothing."""
-    audio: str = "waveform"
-    """One of AUDIO_FORMS; `MicroBatch.audio_values` says what each gives."""
+    """Rule of the clips; None for a model that has no audio encoder."""
+    audio: AudioForm = "waveform"
     mel_bins: int = MEL_BINS
-    """Of the features."""
+    """Values of each frame of the features."""
     exact_resize: bool = False
-    """Resize with Pillow, bit by bit as transformers does without torchvision, at an eighth of the
-    speed.
-    """
     reduced_decode: bool = False
-    """Decode large JPEGs at a fraction of their size where `loaders.decode.image.decode` allows
-    it.
-    """
     decode_images: bool = True
-    """False: the files themselves, for those who decode on the GPU."""
-
-    def __post_init__(self) -> None:
-        if self.audio not in AUDIO_FORMS:
-            raise ConfigError(f"audio is {self.audio!r}; use one of {', '.join(AUDIO_FORMS)}")
-        if self.mel_bins < 1:
-            raise ConfigError(f"mel_bins is {self.mel_bins}; it must be at least 1")
-
-    @classmethod
-    def of(
-        cls,
-        model: ModelPreset,
-        *,
-        audio: str = "waveform",
-        exact_resize: bool = False,
-        reduced_decode: bool = False,
-        decode_images: bool = True,
-    ) -> MediaOptions:
-        """The options for a model: its audio rule and its encoder's mel bins."""
-        mel_bins = model.audio_encoder.frame_values if model.audio_encoder else MEL_BINS
-        return cls(
-            audio_rule=model.audio,
-            audio=audio,
-            mel_bins=mel_bins,
-            exact_resize=exact_resize,
-            reduced_decode=reduced_decode,
-            decode_images=decode_images,
-        )
 
 
 IMAGES_ONLY = MediaOptions()
@@ -115,7 +66,7 @@ def collate(
     """
     if raw is None:
         raw = EMPTY_GROUP
-    plan_of = _planner(rule)
+    plan_of = _cached_plans(rule)
     plans = [plan_of(width, height) for height, width in raw.image_sizes.tolist()]
     is_native = isinstance(rule, NativeRule)
     grids = [(1, plan.rows, plan.columns) for plan in plans] if is_native else []
@@ -137,10 +88,18 @@ def collate(
     )
 
 
-def _tokens(raw: StoredGroup) -> tuple[Tensor, ...]:
-    """Input ids, labels and each token's place in its sample, int64; rows of one tensor, which is
-    made once.
+@lru_cache
+def _cached_plans(rule: VisionRule) -> Callable[[int, int], ImagePlan]:
+    """`plan_image` of a rule, with a cache.
+
+    Images have few sizes, and finding the best grid of tiles takes longer than the rest of a small
+    group.
     """
+    return lru_cache(maxsize=1 << 14)(partial(plan_image, rule))
+
+
+def _tokens(raw: StoredGroup) -> tuple[Tensor, ...]:
+    """Input ids, labels and each token's position in its sample, int64; rows of one tensor."""
     tokens = np.empty((3, len(raw.input_ids)), np.int64)
     tokens[0], tokens[1] = raw.input_ids, raw.labels
     if raw.sample_ids:
@@ -152,7 +111,7 @@ def _tokens(raw: StoredGroup) -> tuple[Tensor, ...]:
 
 
 def _count(longest: int) -> NDArray[np.int64]:
-    """0, 1, 2, ...: at least so many, made anew only when more are wanted."""
+    """0, 1, 2, ...: at least `longest` numbers, made again only when more are wanted."""
     global _counted  # noqa: PLW0603
     if len(_counted) < longest:
         _counted = np.arange(2 * longest)
@@ -161,10 +120,9 @@ def _count(longest: int) -> NDArray[np.int64]:
 
 _counted = np.arange(8192)
 
-
 NO_TOKENS = np.zeros(0, dtype=np.int32)
 EMPTY_GROUP = StoredGroup(
-    where="the fill of the epoch's last step",
+    where="the padding of the epoch's last step",
     sample_ids=(),
     input_ids=NO_TOKENS,
     labels=NO_TOKENS,
@@ -182,15 +140,10 @@ def _pixel_values(
     dtype: torch.dtype,
     media: MediaOptions,
 ) -> Tensor:
-    """Pixels of all images, in the layout of `MicroBatch.pixel_values`; no rows if there are no
-    images.
-    """
-    # sizes may be known of images that are encoded elsewhere, and not here
-    rows = (
-        [pixels.num_rows(rule, plan) for plan in plans[: len(raw.images)]]
-        if media.decode_images
-        else []
-    )
+    """Pixels of all images, in the layout of `MicroBatch.pixel_values`; no rows without images."""
+    # there may be more sizes than images: those of images that are encoded elsewhere
+    num_images = len(raw.images) if media.decode_images else 0
+    rows = [pixels.num_rows(rule, plan) for plan in plans[:num_images]]
     if not rows:
         return _no_pixels(rule, dtype)
     # one tensor for all, because joining one per image would copy every pixel once more
@@ -235,13 +188,13 @@ def _cut_image(
 
 
 def _audio_fields(raw: StoredGroup, media: MediaOptions) -> dict[str, Tensor]:
-    """The audio fields of a `MicroBatch`; none for a model that hears nothing."""
+    """The audio fields of a `MicroBatch`; none for a model that has no audio encoder."""
     rule = media.audio_rule
     if rule is None:
         if len(raw.audios):
             raise ConfigError(
-                f"{raw.where}: {len(raw.audios)} audio clips, but no audio rule to decode them by; use the model "
-                "preset of the build"
+                f"{raw.where}: {len(raw.audios)} audio clips, but no audio rule to decode them by; "
+                "use the model preset of the build"
             )
         return {}
     clips = [_decode_clip(raw, place, rule) for place in range(len(raw.audios))]

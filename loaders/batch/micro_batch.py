@@ -1,4 +1,4 @@
-"""What one rank runs in one forward pass: `MicroBatch`, one group packed without padding."""
+"""`MicroBatch`: what one rank runs in one forward pass, one group packed without padding."""
 
 from __future__ import annotations
 
@@ -14,27 +14,25 @@ from balance.types import LABEL_IGNORE
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
-    """One group of samples, one behind the other; sample i holds the tokens
-    `cu_seqlens[i]:cu_seqlens[i + 1]`.
+    """Samples packed one after the other; sample i is `cu_seqlens[i]:cu_seqlens[i + 1]`.
 
-    A micro-batch may have no images, and those that fill up an epoch's last step have no samples
-    either: all its tensors are then empty, of the usual shapes, and it adds nothing to the loss.
+    A micro-batch may have no images. Those that fill up an epoch's last step have no samples
+    either: all tensors are then empty, of the usual shapes, and add nothing to the loss.
     """
 
     sample_ids: tuple[str, ...]
     input_ids: Tensor
-    """int64, (tokens,). The image token stands once per LLM token of an image."""
+    """int64, (tokens,). The image token is repeated once per LLM token of an image."""
     labels: Tensor
-    """int64, (tokens,). Aligned with `input_ids`, -100 = no loss: the model shifts, by
-    `loaders.shift_labels` or alike.
-
-    A shift across the whole sequence would train the last token of a sample to predict the first of
-    the next."""
+    """int64, (tokens,). Aligned with `input_ids`, -100 = no loss: the model shifts, e.g. with
+    `loaders.shift_labels`. A shift across the whole sequence would train the last token of a sample
+    to predict the first of the next.
+    """
     position_ids: Tensor
     """int64, (tokens,). From 0 in each sample."""
     cu_seqlens: Tensor
-    """int32, (num_samples + 1,). Borders of the samples, as flash attention's varlen functions take
-    them.
+    """int32, (num_samples + 1,). Boundaries of the samples, as flash attention's varlen functions
+    take them.
     """
     pixel_values: Tensor
     """(patches, 3, image_size, image_size), in the order of the images in `input_ids`,
@@ -42,42 +40,42 @@ class MicroBatch:
 
     At native resolution one row per ViT token: (ViT tokens, 3 * frames * side * side) normalised,
     (ViT tokens, 3, side, side) if the loader's `pixel_dtype` is uint8; `loaders.normalize` makes
-    the former of the latter."""
+    the former of the latter.
+    """
     patches_per_image: Tensor
     """int64, (images,). Patches of each image; at native resolution always 1."""
     image_sizes: Tensor
     """int64, (images, 2). Height and width in pixels of the upright image, before any resizing."""
     image_grid_thw: Tensor | None
-    """int64, (images, 3). Frames (1), rows and columns of ViT squares; None unless native
+    """int64, (images, 3). Frames (1), rows and columns of ViT patches; None unless native
     resolution.
     """
     audio_values: Tensor | None = None
-    """float32, the clips in the order of their places in `input_ids`; None for a model that hears
-    nothing.
+    """float32, the clips in the order of `input_ids`; None for a model that has no audio encoder.
 
-    By the loader's `audio`: "waveform", (samples,) at the model's rate, clip behind clip, to be
-    split by `audio_lengths`; "features", (frames, mel bins), log-mel without padding, window behind
+    By the loader's `audio`: "waveform", (samples,) at the model's rate, clip after clip, to be
+    split by `audio_lengths`; "features", (frames, mel bins), log-mel without padding, window after
     window, to be split by `audio_frames`: what packed encoders take; "windows", (windows, mel bins,
-    window_frames), each padded with silence: `input_features` of Whisper and Qwen2-Audio."""
+    window_frames), each padded with silence: `input_features` of Whisper and Qwen2-Audio.
+    """
     audio_lengths: Tensor | None = None
     """int64, (clips,). Samples of each clip at the model's rate; None as `audio_values`."""
     audio_frames: Tensor | None = None
-    """int64, (windows,). Frames of each window of each clip: all of a clip's windows but the last
-    are full.
+    """int64, (windows,). Frames of each window; all of a clip's windows but the last are full.
 
     As a mask, `feature_attention_mask` of Qwen2-Audio: `arange(window_frames) < audio_frames[:,
-    None]`."""
+    None]`.
+    """
     images: Sequence[bytes | memoryview] = ()
-    """With the loader's `decode_images=False` the encoded image files, in the order of
-    `image_sizes`; `pixel_values` then has no rows. Not copied: views into the mapped shard of a
-    build on disk.
+    """Encoded image files with the loader's `decode_images=False`, in the order of `image_sizes`;
+    `pixel_values` then has no rows. Not copied: views into the mapped shard of a build on disk.
     """
     num_loss_tokens: int
-    """Tokens with a label in the whole step, over all ranks and micro-batches: the divisor of every
-    loss sum.
+    """Tokens with a label in the whole step, over all ranks and micro-batches.
 
-    Sums of losses and gradients over ranks and micro-batches then equal those of the step as one
-    batch."""
+    The divisor of every loss sum: sums of losses and gradients over ranks and micro-batches then
+    equal those of the step as one batch.
+    """
     num_step_samples: int
     """Samples in the whole step, over all ranks and micro-batches."""
 
@@ -88,9 +86,7 @@ class MicroBatch:
 
     @property
     def max_seqlen(self) -> int:
-        """Tokens of the longest sample, 0 if there is none; reads `cu_seqlens`, so call it before
-        moving to a GPU.
-        """
+        """Tokens of the longest sample, or 0; reads values, so call it before moving to a GPU."""
         return int(self.cu_seqlens.diff().max()) if self.num_samples else 0
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> MicroBatch:
@@ -98,10 +94,10 @@ class MicroBatch:
         return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> MicroBatch:
-        """The same micro-batch in page-locked memory, out of which `to(..., non_blocking=True)`
-        copies in parallel.
+        """The same in page-locked memory, from which `to(..., non_blocking=True)` does not wait.
 
-        Needs a GPU. torch's DataLoader calls it too."""
+        Needs a GPU. torch's DataLoader calls it too.
+        """
         return self._with_tensors(Tensor.pin_memory)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -123,17 +119,15 @@ def _of_values(values: dict[str, Any]) -> MicroBatch:
 
 
 def shift_labels(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Labels of the next token at each position: what logits at that position are compared with;
-    same shape and dtype.
+    """The label of the next token at each position, to compare logits with; same shape, dtype.
 
-    Never across the borders of samples: a sample's last position gets -100.
+    Never across a boundary of samples: a sample's last position gets -100.
 
     >>> shift_labels(torch.tensor([-100, 5, 6, -100, 8]), torch.tensor([0, 3, 5])).tolist()
     [5, 6, -100, 8, -100]
     """
-    # with the first label of each sample gone, a plain shift carries none across a border; one more
-    # place at the end both gives the last position its -100 and takes the border behind the last
-    # sample
+    # without the first label of each sample, a plain shift moves none across a boundary; one more
+    # place at the end gives the last position its -100 and takes the boundary after the last sample
     kept = torch.cat([labels, labels.new_full((1,), LABEL_IGNORE)])
     kept[cu_seqlens.long()] = LABEL_IGNORE
     return kept[1:]

@@ -1,11 +1,10 @@
-"""`MicroBatch` -> keyword arguments of transformers' vision-language models: packed, without
-padding.
+"""`MicroBatch` as keyword arguments of transformers' vision-language models, without padding.
 
 For trainers that run LLaVA, LLaVA-NeXT, InternVL, Qwen2-VL or Qwen2.5-VL. Needs only the model's
-config, and imports nothing of transformers. The combinations that transformers accepts and computes
-wrongly are closed here: samples would see each other with a key-value cache, with an attention
-mask, or, in Qwen2-VL, with three rows of `position_ids` instead of four. Pure; call it before the
-tensors move to a GPU, because it reads their values.
+config, and imports nothing of transformers. Avoids what transformers accepts and computes wrongly:
+samples would see each other with a key-value cache, with an attention mask, or, in Qwen2-VL, with
+three rows of `position_ids` instead of four. Pure; call it before the tensors move to a GPU,
+because it reads their values.
 """
 
 from __future__ import annotations
@@ -26,20 +25,18 @@ BLANK_SAMPLE_ID = "(blank image)"
 
 
 def model_inputs(batch: MicroBatch, config: Any, *, always_encode: bool = True) -> dict[str, Any]:
-    """What `model(**inputs)` takes, for a model with the `config` of transformers; -> a dict of new
-    tensors.
+    """What `model(**inputs)` takes for a model with transformers' `config`; new tensors.
 
     `input_ids` and `labels` (1, tokens), `position_ids` (1, tokens) from 0 in each sample, or for
     Qwen2-VL (4, 1, tokens): those and the three of M-RoPE. `pixel_values` as in `MicroBatch`, with
-    `image_sizes` (LLaVA-NeXT) or `image_grid_thw` (Qwen2-VL). With flash attention also the borders
-    of the samples. No loss crosses a border, and the model's `loss` is this micro-batch's part of
-    the step's mean: parts of all micro-batches and ranks are summed.
+    `image_sizes` (LLaVA-NeXT) or `image_grid_thw` (Qwen2-VL). With flash attention also the
+    boundaries of the samples. No loss crosses a boundary, and the model's `loss` is this
+    micro-batch's part of the step's mean: parts of all micro-batches and ranks are summed.
 
     `always_encode`: a micro-batch without images gets a sample of one small blank image at its end,
     without labels. The vision encoder then runs on every rank in every micro-batch: DDP finds no
-    unused parameter, FSDP does not hang, and an empty micro-batch is nothing special. Without it, a
-    micro-batch without images has no `pixel_values`, and an empty one, which no model accepts, is
-    refused with a ValueError.
+    unused parameter, FSDP does not hang, and empty micro-batches work. Otherwise a micro-batch
+    without images has no `pixel_values`, and an empty one, which no model accepts, is a ValueError.
 
     Raises ConfigError for another model, another preset's pixels, raw pixels
     (`pixel_dtype=torch.uint8`), audio, and images that a planner gave to another rank.
@@ -51,7 +48,7 @@ def model_inputs(batch: MicroBatch, config: Any, *, always_encode: bool = True) 
         )
     if (batch.image_grid_thw is not None) != layout.is_native:
         raise ConfigError(
-            f"the micro-batch was not made for {config.model_type}; build with a preset of that model"
+            f"the micro-batch was not made for {config.model_type}; build with that model's preset"
         )
     _check_media(batch, config)
     if always_encode and not len(batch.image_sizes):
@@ -74,8 +71,7 @@ def model_inputs(batch: MicroBatch, config: Any, *, always_encode: bool = True) 
         inputs["pixel_values"] = batch.pixel_values
         inputs |= layout.about_images(batch)
     if "flash" in str(getattr(config, "_attn_implementation", None)):
-        # else transformers finds the borders in position_ids, in every layer, waiting for the GPU
-        # each time
+        # else transformers finds the boundaries in position_ids, waiting for the GPU in every layer
         inputs |= {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
         inputs |= {"max_length_q": batch.max_seqlen, "max_length_k": batch.max_seqlen}
     return inputs
@@ -83,14 +79,16 @@ def model_inputs(batch: MicroBatch, config: Any, *, always_encode: bool = True) 
 
 @dataclass(frozen=True, slots=True)
 class _Blank:
-    """The smallest image of a model: rows of `pixel_values`, LLM tokens, height and width, grid of
-    ViT squares.
-    """
+    """The smallest image of a model."""
 
     rows: int
+    """Rows of `pixel_values`."""
     tokens: int
+    """LLM tokens."""
     size: tuple[int, int]
+    """Height and width in pixels."""
     grid: tuple[int, int, int] | None = None
+    """Frames, rows and columns of ViT patches, at native resolution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +112,18 @@ def _layout(config: Any) -> _Layout:
 
 def _check_media(batch: MicroBatch, config: Any) -> None:
     if batch.audio_lengths is not None and len(batch.audio_lengths):
-        raise ConfigError(f"the micro-batch has audio clips, which {config.model_type} cannot hear")
+        raise ConfigError(
+            f"the micro-batch has audio clips, but {config.model_type} has no audio encoder"
+        )
     if not len(batch.image_sizes) and bool((batch.input_ids == config.image_token_id).any()):
         raise ConfigError(
-            f"image tokens ({config.image_token_id}) without images: a planner gave them to another rank's encoder, or "
-            "the model's image_token_id is not the build's"
+            f"image tokens ({config.image_token_id}) without images: a planner gave them to "
+            "another rank's encoder, or the model's image_token_id is not the build's"
         )
 
 
 def _with_blank_image(batch: MicroBatch, blank: _Blank, image_token_id: int) -> MicroBatch:
-    """`batch`, which has no images, and behind it a sample of nothing but the image."""
+    """`batch`, which has no images, followed by a sample of nothing but the image."""
     place = len(batch.input_ids)
     grid = batch.image_grid_thw
     return replace(
@@ -147,20 +147,17 @@ def _with_blank_image(batch: MicroBatch, blank: _Blank, image_token_id: int) -> 
 
 
 def _labels(batch: MicroBatch) -> Tensor:
-    """Labels that transformers' own shift by one, over the whole sequence, carries across no border
-    of samples.
-    """
+    """Labels that transformers' shift over the whole sequence moves across no sample boundary."""
     labels = batch.labels.clone()
     labels[batch.cu_seqlens[:-1].long()] = LABEL_IGNORE
     return labels
 
 
 def _mrope(batch: MicroBatch, config: Any) -> Tensor:
-    """The three rows of Qwen2-VL's rotary positions (frame, row, column), (3, tokens), from 0 in
-    each sample.
+    """Qwen2-VL's rotary positions (frame, row, column), (3, tokens), from 0 in each sample.
 
-    Text counts on in all three rows. An image lies at the position where the text before it ended,
-    plus row and column of the merged square; the text behind it goes on after the larger of its
+    Text counts up in all three rows. An image is at the position where the text before it ended,
+    plus row and column of the merged patch; the text after it continues after the larger of its
     sides (arXiv 2409.12191, section 2.1).
     """
     merge = config.vision_config.spatial_merge_size
@@ -189,7 +186,7 @@ def _mrope(batch: MicroBatch, config: Any) -> Tensor:
 
 
 def _grid_places(rows: int, columns: int) -> Tensor:
-    """Frame 0, row and column of each square of an image, line by line: (3, rows * columns)."""
+    """Frame 0, row and column of each merged patch, row by row: (3, rows * columns)."""
     places = torch.zeros(3, rows, columns, dtype=torch.long)
     places[1] = torch.arange(rows)[:, None]
     places[2] = torch.arange(columns)
@@ -197,34 +194,34 @@ def _grid_places(rows: int, columns: int) -> Tensor:
 
 
 def _side(config: Any) -> tuple[int, int]:
-    """Side of a patch in pixels and in ViT squares; some configs give it as (height, width)."""
+    """Side of an image patch in pixels and in ViT patches."""
     vision = config.vision_config
-    pixels, square = (
+    # some configs give sides as (height, width)
+    pixels, vit_patch = (
         value if isinstance(value, int) else value[0]
         for value in (vision.image_size, vision.patch_size)
     )
-    return pixels, pixels // square
+    return pixels, pixels // vit_patch
 
 
 def _blank_llava(config: Any) -> _Blank:
-    pixels, squares = _side(config)
+    pixels, side = _side(config)
     keeps_class_token = config.vision_feature_select_strategy == "full"
-    return _Blank(1, squares**2 + keeps_class_token, (pixels, pixels))
+    return _Blank(1, side**2 + keeps_class_token, (pixels, pixels))
 
 
 def _blank_llava_next(config: Any) -> _Blank:
-    pixels, squares = _side(config)
-    # an image that fills the smallest canvas: no padding to remove; each line ends in a newline
-    # feature
+    pixels, side = _side(config)
+    # an image that fills the smallest canvas: no padding; each row ends in a newline feature
     height, width = min(config.image_grid_pinpoints, key=lambda size: size[0] * size[1])
     rows, columns = height // pixels, width // pixels
-    tokens = squares**2 + rows * squares * (columns * squares + 1)
+    tokens = side**2 + rows * side * (columns * side + 1)
     return _Blank(1 + rows * columns, tokens, (height, width))
 
 
 def _blank_internvl(config: Any) -> _Blank:
-    pixels, squares = _side(config)
-    return _Blank(1, round(squares * config.downsample_ratio) ** 2, (pixels, pixels))
+    pixels, side = _side(config)
+    return _Blank(1, round(side * config.downsample_ratio) ** 2, (pixels, pixels))
 
 
 def _blank_qwen(config: Any) -> _Blank:

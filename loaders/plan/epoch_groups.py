@@ -55,7 +55,9 @@ class Epoch(Protocol):
 class EpochSource(Protocol):
     """Makes each epoch's groups."""
 
-    builds: Sequence[Build]
+    @property
+    def builds(self) -> Sequence[Build]:
+        """The builds that `SampleRefs.builds` counts."""
 
     @property
     def identity(self) -> dict[str, object]:
