@@ -34,7 +34,7 @@ from loaders.stats import LoaderStats
 from loaders.step_builder import StepBatches
 
 if TYPE_CHECKING:
-    from loaders.integrations.hf_trainer import StreamingTrainer
+    from loaders.integrations.hf_trainer import StreamingTrainer as StreamingTrainer
 
 __all__ = [
     "LoaderConfig",
@@ -45,7 +45,6 @@ __all__ = [
     "StepDataset",
     "StorageOptions",
     "StreamingLoader",
-    "StreamingTrainer",
     "model_inputs",
     "normalize",
     "shift_labels",

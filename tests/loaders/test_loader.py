@@ -320,7 +320,7 @@ def test_a_wrong_state_is_refused_and_changes_nothing(text_build, change, messag
         ({"remainder": "keep"}, "remainder is 'keep'; use one of pad, drop"),
         ({"order": "sorted"}, "order is 'sorted'; use one of blocks, random"),
         ({"pixel_dtype": torch.int64}, "pixel_dtype is torch.int64"),
-        ({"regroup": "step"}, "regroup is 'step'; use None or 'epoch'"),
+        ({"regroup": "step"}, "regroup is 'step'; use one of None, epoch"),
         ({"regroup": "epoch", "regroup_window": 0}, "regroup_window is 0"),
         ({"workers": -1}, "workers is -1"),
         ({"prefetch_bytes": -1}, "prefetch_bytes is -1"),

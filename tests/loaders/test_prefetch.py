@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loaders.prefetch import STEPS_PER_WORKER, Prefetcher, Work
+from loaders.prefetch import STEPS_PER_WORKER, Prefetcher, PrefetchTask
 
 WAIT_S = 20.0
 
@@ -20,7 +20,7 @@ def works(steps, num_bytes=1):
     """Steps of callables, numbered."""
     return iter(
         [
-            Work(subject=number, parts=parts, num_bytes=num_bytes)
+            PrefetchTask(subject=number, parts=parts, num_bytes=num_bytes)
             for number, parts in enumerate(steps)
         ]
     )
@@ -149,7 +149,7 @@ def test_of_several_errors_the_first_parts_is_raised_whoever_is_faster():
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_of_planning_comes_behind_the_steps_before_it(workers):
     def planning():
-        yield Work(subject=0, parts=[lambda: 1], num_bytes=1)
+        yield PrefetchTask(subject=0, parts=[lambda: 1], num_bytes=1)
         raise ValueError("no plan")
 
     prefetcher = Prefetcher(planning(), workers=workers, max_bytes=99)
@@ -213,7 +213,8 @@ def test_closing_wakes_a_part_that_asks_only_after_the_first_call_of_cancel():
         woken.set()
         asked.set()
 
-    prefetcher = Prefetcher(iter([Work(0, [part], 1)]), workers=1, max_bytes=99, cancel=cancel)
+    tasks = iter([PrefetchTask(0, [part], 1)])
+    prefetcher = Prefetcher(tasks, workers=1, max_bytes=99, cancel=cancel)
     assert begun.wait(10)
     started = time.monotonic()
     prefetcher.close()

@@ -18,11 +18,13 @@ from PIL import Image
 from balance.errors import ConfigError, DataError
 from balance.media.audio_tokens import plan_audio
 from balance.presets import load_model
-from loaders.batch.collate import EMPTY_GROUP, MediaOptions, StepTotals, collate
+from loaders.batch.collate import EMPTY_GROUP, collate
 from loaders.batch.micro_batch import MicroBatch
+from loaders.config import LoaderConfig
 from loaders.decode import pixels
 from loaders.decode.image import decode
 from loaders.decode.log_mel import log_mel_frames, log_mel_windows
+from loaders.plan.steps import StepTotals
 from loaders.read.shard_reader import StoredGroup
 
 MODEL = load_model("tiny_audio")
@@ -66,7 +68,8 @@ def group() -> StoredGroup:
 
 
 def _collate(group: StoredGroup | None, **options: Any) -> MicroBatch:
-    return collate(group, MODEL.vision, torch.uint8, TOTALS, MediaOptions.of(MODEL, **options))
+    media = LoaderConfig(**options).media_options(MODEL)
+    return collate(group, MODEL.vision, torch.uint8, TOTALS, media)
 
 
 def test_waveforms_lie_clip_behind_clip(group: StoredGroup) -> None:
@@ -191,12 +194,10 @@ def test_options_that_make_no_sense_are_refused() -> None:
     with pytest.raises(
         ConfigError, match="audio is 'spectrum'; use one of waveform, features, windows"
     ):
-        MediaOptions.of(MODEL, audio="spectrum")
-    with pytest.raises(ConfigError, match="mel_bins is 0"):
-        MediaOptions(mel_bins=0)
+        LoaderConfig(audio="spectrum")
 
 
 def test_mel_bins_are_the_encoders() -> None:
     model = load_model("orchmllm_10b")
     assert model.audio_encoder is not None
-    assert MediaOptions.of(model).mel_bins == model.audio_encoder.frame_values
+    assert LoaderConfig().media_options(model).mel_bins == model.audio_encoder.frame_values

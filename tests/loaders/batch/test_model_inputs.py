@@ -14,8 +14,9 @@ from PIL import Image
 from balance.errors import ConfigError
 from balance.media.image_tokens import plan_image
 from balance.presets import AnyresRule, FixedRule, NativeRule, TilesRule
-from loaders.batch.collate import StepTotals, collate
+from loaders.batch.collate import collate
 from loaders.batch.model_inputs import BLANK_SAMPLE_ID, model_inputs
+from loaders.plan.steps import StepTotals
 from loaders.read.shard_reader import StoredGroup
 
 transformers = pytest.importorskip("transformers")
@@ -346,7 +347,7 @@ def test_what_cannot_be_run_is_refused(name, model):
     with pytest.raises(ConfigError, match="not made for"):
         model_inputs(pack(name, samples), make_config(other))
     clip = {"audio_values": torch.zeros(1600), "audio_lengths": torch.tensor([1600])}
-    with pytest.raises(ConfigError, match="cannot hear"):
+    with pytest.raises(ConfigError, match="has no audio encoder"):
         model_inputs(dataclasses.replace(pack(name, samples), **clip), model.config)
     # as a step planner leaves it whose images go through another rank's encoder
     without = {

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.server
 @pytest.fixture(autouse=True)
 def _little_ahead(monkeypatch):
     """Or these small builds would have arrived before a fault begins."""
-    monkeypatch.setattr("loaders.plan.look_ahead.AHEAD_BYTES", 1)
+    monkeypatch.setattr("loaders.step_builder.AHEAD_BYTES", 1)
 
 
 PASSING = {  # what happens, and the loader's time limit

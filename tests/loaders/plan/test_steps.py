@@ -185,7 +185,7 @@ def test_regrouped_epochs_differ_keep_the_caps_and_are_the_same_when_made_in_the
         ahead.prepare(number)
         epoch, again = source.epoch(number), ahead.epoch(number)
         everyone = np.arange(len(epoch))
-        made, made_again = epoch.members(everyone), again.members(everyone)
+        made, made_again = epoch.samples(everyone), again.samples(everyone)
         np.testing.assert_array_equal(made.groups, made_again.groups)
         np.testing.assert_array_equal(made.places, made_again.places)
         sizes = epoch.column("num_samples", everyone)
@@ -203,7 +203,7 @@ def test_weights_are_shares_of_passes_and_every_pass_is_whole(others):
     num_groups = [one.manifest.num_groups for one in others]
     for number in range(5):
         epoch = source.epoch(number)
-        items = [epoch.item(group) for group in range(len(epoch))]
+        items = [epoch.selection(group) for group in range(len(epoch))]
         times.update((pick.build, pick.group) for item in items for pick in item)
         assert all(times[0, group] == number + 1 for group in range(num_groups[0]))
         assert len(epoch) == len(set(items))  # none twice
