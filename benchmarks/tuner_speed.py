@@ -32,8 +32,11 @@ from papers.datasets import PIPETUNE_MIXES, pipetune_samples  # noqa: E402
 from papers.pipetune_tables import MAX_SEQ_LEN, OURS, PIPETUNES, make_pipeline, most_that_fits  # noqa: E402
 
 from balance.presets import load_model  # noqa: E402
-from engine.cost_model.loads import Loads  # noqa: E402
-from engine.cost_model.sample_loads import packed_loads, sample_loads  # noqa: E402
+from engine.cost_model.loads import (  # noqa: E402
+    Loads,  # noqa: E402
+    packed_loads,
+    sample_loads,
+)
 from engine.simulator.evaluate import schedule_for  # noqa: E402
 from engine.simulator.program import make_program  # noqa: E402
 from engine.simulator.simulate import simulate  # noqa: E402

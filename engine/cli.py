@@ -51,7 +51,6 @@ from engine.planning.plan import Plan, read_plan, write_plan
 from engine.planning.planner import (
     PlanRequest,
     SimulatedRun,
-    make_plan,
     predict,
     simulate_run,
     tensor_parallel_ns,
@@ -103,7 +102,7 @@ def plan(
     begun = time.perf_counter()
     chosen = read_config(PlanConfig, context, command="engine plan")
     request, random = _request(chosen)
-    result = make_plan(request, search=chosen.search, random=random)
+    result = planner.plan(request, search=chosen.search, random=random)
     taken_s = time.perf_counter() - begun
     if out is not None:
         _draw(result.plan, (result.runs[0], result.best), out)

@@ -20,9 +20,8 @@ from pipeline_models import PipelineModel, kinds_text
 
 from balance.errors import ConfigError
 from engine.cost_model.costs import Costs, frozen_costs
-from engine.cost_model.loads import Loads
+from engine.cost_model.loads import Loads, sample_loads
 from engine.cost_model.profile_table import FARTHEST, Profile, profiled_costs, read_profile
-from engine.cost_model.sample_loads import sample_loads
 from engine.runtime.errors import peers
 from engine.tuning.precompute import EncodeRanks, frozen_encoder
 from engine.tuning.step_planner import StepNote, TunedSteps

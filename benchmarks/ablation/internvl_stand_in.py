@@ -23,9 +23,8 @@ from balance.types import Counts, Groups, IntArray
 from engine.cost_model.analytical import layer_costs
 from engine.cost_model.clusters import load_cluster
 from engine.cost_model.costs import Costs
-from engine.cost_model.loads import Loads
+from engine.cost_model.loads import Loads, sample_loads
 from engine.cost_model.parallel import Parallelism, Training
-from engine.cost_model.sample_loads import sample_loads
 from engine.planning.bmp import search_bmp
 from engine.planning.partition import METHODS, by_params
 from engine.planning.recompute import choose_recompute, fitted_step

@@ -16,8 +16,7 @@ from ablation.ranks import GIB, Row, Step, measure
 from ablation.stand_in import stand_ins
 from balance.presets import load_model
 from balance.types import Groups, IntArray
-from engine.cost_model.loads import Loads
-from engine.cost_model.sample_loads import packed_loads, sample_loads
+from engine.cost_model.loads import Loads, packed_loads, sample_loads
 from engine.runtime.pipeline import Pipeline, PipelineOptions
 from engine.simulator.evaluate import evaluate, schedule_for
 from engine.simulator.schedule import Schedule

@@ -18,9 +18,8 @@ from ablation.variants import Variant
 from balance.steps.step_planner import StepPlanner, StepRequest
 from balance.types import Counts, Groups, IntArray
 from engine.cost_model.costs import Costs
-from engine.cost_model.loads import Loads
+from engine.cost_model.loads import Loads, joined_loads
 from engine.cost_model.profile_table import Profile, profiled_costs
-from engine.cost_model.sample_loads import joined_loads
 from engine.planning.partition import even_partition
 from engine.runtime.cpu_memory import LiveBytes
 from engine.runtime.pipeline import Pipeline, PipelineOptions

@@ -24,9 +24,9 @@ from balance.types import Counts, Groups
 from engine.cost_model.analytical import layer_costs
 from engine.cost_model.costs import Costs
 from engine.cost_model.layer_list import phases_of
+from engine.cost_model.loads import joined_loads
 from engine.cost_model.parallel import Parallelism
 from engine.cost_model.profile_table import Profile, profiled_costs
-from engine.cost_model.sample_loads import joined_loads
 from engine.planning.adaptive_recompute import OutOfMemory
 from engine.planning.recompute import InfeasiblePlan, choose_recompute
 from engine.runtime.pipeline import Pipeline, PipelineOptions

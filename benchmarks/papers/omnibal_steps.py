@@ -19,10 +19,9 @@ from balance.types import Counts, Groups, IntArray, Limits
 from engine.cost_model.analytical import layer_costs
 from engine.cost_model.clusters import Cluster
 from engine.cost_model.costs import Costs
-from engine.cost_model.gradient_reduction import reduction_ns
 from engine.cost_model.layer_list import layers_of
 from engine.cost_model.loads import Loads, PhaseLoads
-from engine.cost_model.parallel import Training
+from engine.cost_model.parallel import Training, reduction_ns
 from engine.planning.search.branch_and_bound import search_exact
 from engine.simulator.evaluate import evaluate
 from engine.simulator.schedule import one_f_one_b

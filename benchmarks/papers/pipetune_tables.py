@@ -13,9 +13,8 @@ from balance.presets import load_model
 from balance.types import Groups, IntArray
 from engine.cost_model.analytical import layer_costs
 from engine.cost_model.clusters import load_cluster
-from engine.cost_model.loads import Loads
+from engine.cost_model.loads import Loads, sample_loads
 from engine.cost_model.parallel import Parallelism, Training
-from engine.cost_model.sample_loads import sample_loads
 from engine.simulator.evaluate import evaluate, schedule_for
 from engine.tuning.pack import pack_in_order
 from engine.tuning.tune import Breakdown, PartitionedModel, TuneOptions, tune

@@ -1,23 +1,24 @@
-"""`Costs` of a model on a cluster, from presets alone: the planner's estimate where nothing has
-been measured. Pure.
+"""Analytical costs of a model on a cluster, from presets alone: nothing is measured. Pure.
 
 Every operation of `engine.cost_model.layer_list` takes as long as its FLOPs or its bytes, whichever
 is longer, and one launch:
 
-- a matrix product computes at peak x `Cluster.efficiency` of its width; it reads and writes its operands in bf16;
-- attention computes with an efficiency of its own, backward 2.5 times as much (FlashAttention-2 computes scores again);
+- a matrix product runs at peak x `Cluster.efficiency` of its width, operands in bf16;
+- attention has its own efficiency; backward takes 2.5 times as much (FlashAttention-2 recomputes
+  scores);
 - elementwise operations move bytes; their backward passes one and a half times as many;
-- tensor-parallel GPUs gather and scatter over NVLink, as much backward as forward. What sequence parallelism gathers
-  once more for weights' gradients is taken to hide behind products, as in Megatron-LM. Nothing else
-  overlaps.
+- tensor-parallel GPUs gather and scatter over NVLink, as much backward as forward. The extra gather
+  of sequence parallelism for weight gradients is taken to overlap with products, as in Megatron-LM.
+  Nothing else overlaps.
 
-To recompute a layer takes its forward pass, communication included: more than a third of forward
-and backward pass, where their communication is alike (OmniBal's Table 7: 1.36). A layer's kind is
-computed once: 128 layers, 256 micro-batches take 3 ms.
+To recompute a layer takes its forward pass, communication included (OmniBal's Table 7: forward,
+recomputation and backward are 1.36 times forward and backward). Each kind of layer is computed
+once: 128 layers with 256 micro-batches take 3 ms.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -44,13 +45,9 @@ from engine.cost_model.operations import (
 from engine.cost_model.parallel import Parallelism, Training
 
 ATTENTION_BACKWARD = 2.5
-"""FLOPs of attention's backward pass over those of its forward pass: five products of scores
-instead of two.
-"""
+"""Backward over forward FLOPs of attention: five products of scores instead of two."""
 TRAFFIC_BACKWARD = 1.5
-"""Bytes of an elementwise backward pass over those of the forward pass: it reads a gradient and an
-activation, and writes a gradient.
-"""
+"""Backward over forward bytes: it reads a gradient and an activation, and writes a gradient."""
 
 
 def layer_costs(
@@ -60,26 +57,21 @@ def layer_costs(
     loads: Loads,
     training: Training | None = None,
 ) -> Costs:
-    """What every layer of a model costs for every micro-batch. ConfigError if the preset lacks the
-    model's dimensions.
+    """Costs of every layer for every micro-batch. ConfigError if the preset lacks dimensions.
 
-    Stages are taken to lie as `Parallelism.stage_link` says. Layers in front of all that is trained
-    only run forward.
+    `Parallelism.stage_link` connects stages. Layers before everything trained only run forward.
     """
     training = training or Training()
     layers = layers_of(model, parallel)
     device = _Device(cluster=cluster, parallel=parallel, training=training, loads=loads)
     trained = [training.trains(layer.part) for layer in layers]
     flows = _gradients(layers, trained)
-    kinds = {layer.kind: place for place, layer in reversed(list(enumerate(layers)))}
-    made = {
-        kind: _layer(layers[place], device, trained[place], flows[place])
-        for kind, place in kinds.items()
-    }
-    columns = {
-        name: np.stack([made[layer.kind][name] for layer in layers])
-        for name in made[layers[0].kind]
-    }
+    made: dict[str, dict[str, IntArray]] = {}
+    for layer, own, flow in zip(layers, trained, flows, strict=True):
+        if layer.kind not in made:
+            made[layer.kind] = _layer(layer, device, own, flow)
+    names = made[layers[0].kind]
+    columns = {name: np.stack([made[layer.kind][name] for layer in layers]) for name in names}
     columns["send_ns"][-1] = 0
     state = [
         training.state_bytes(layer.gpu_params, parallel, trained=own)
@@ -96,9 +88,7 @@ def layer_costs(
 
 
 def _gradients(layers: Sequence[Layer], trained: Sequence[bool]) -> list[bool]:
-    """Whether each layer gives a gradient to its input: encoders stand beside each other, not one
-    behind the other.
-    """
+    """Whether each layer gives a gradient to its input; no encoder comes after another."""
     before = {"audio": False, "vision": False, "llm": False}
     flows = []
     for layer, own in zip(layers, trained, strict=True):
@@ -109,24 +99,24 @@ def _gradients(layers: Sequence[Layer], trained: Sequence[bool]) -> list[bool]:
 
 
 def layer_names(layers: Sequence[Layer]) -> tuple[str, ...]:
-    """What people call the layers: the kind, and a number where there are several.
+    """Names of the layers for people: the kind, and a number where there are several.
 
     >>> from balance.presets import load_model
     >>> layer_names(layers_of(load_model("tiny"), Parallelism()))[1:4]
     ('vision_layer 0', 'vision_layer 1', 'vision_projector')
     """
-    kinds = [layer.kind for layer in layers]
-    seen: dict[str, int] = {}
+    counts, numbers = Counter(layer.kind for layer in layers), Counter[str]()
     names = []
-    for kind in kinds:
-        names.append(f"{kind} {seen.get(kind, 0)}" if kinds.count(kind) > 1 else kind)
-        seen[kind] = seen.get(kind, 0) + 1
+    for layer in layers:
+        kind = layer.kind
+        names.append(f"{kind} {numbers[kind]}" if counts[kind] > 1 else kind)
+        numbers[kind] += 1
     return tuple(names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Times:
-    """Of an operation, in nanoseconds, float64, (micro_batches,)."""
+    """Times of an operation, float64 ns, (micro_batches,)."""
 
     forward: FloatArray
     input_grad: FloatArray
@@ -135,7 +125,7 @@ class _Times:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Device:
-    """A tensor-parallel group of GPUs and the micro-batches that it gets."""
+    """A tensor-parallel group of GPUs and its micro-batches."""
 
     cluster: Cluster
     parallel: Parallelism
@@ -157,15 +147,13 @@ class _Device:
 
     def _product(self, product: MatMul) -> _Times:
         tokens, weights = self.tokens(product.stream), product.inputs * product.outputs
-        speed = self.cluster.peak_flops_per_s * self.cluster.efficiency(
-            min(product.inputs, product.outputs)
-        )
+        width = min(product.inputs, product.outputs)
+        speed = self.cluster.peak_flops_per_s * self.cluster.efficiency(width)
         flops, moved = 2.0 * weights * tokens, BYTES * (product.inputs + product.outputs) * tokens
         forward = self._roofline(flops / speed, moved + BYTES * weights, tokens)
         # the gradient is read and written
-        added = self._roofline(
-            flops / speed, moved + 2 * self.training.gradient_bytes * weights, tokens
-        )
+        gradient = 2 * self.training.gradient_bytes * weights
+        added = self._roofline(flops / speed, moved + gradient, tokens)
         return _Times(forward=forward, input_grad=forward, weight_grad=added)
 
     def _attention(self, attention: Attention) -> _Times:
@@ -173,10 +161,9 @@ class _Device:
         squares: IntArray = getattr(self.loads, attention.stream.phase).squares
         flops = (2.0 if attention.causal else 4.0) * attention.width * squares
         moved = BYTES * 2.0 * (attention.width + attention.kv_width) * tokens
-        forward = np.asarray(flops / (peak * self.cluster.attention_forward_efficiency))
-        backward = np.asarray(
-            ATTENTION_BACKWARD * flops / (peak * self.cluster.attention_backward_efficiency)
-        )
+        forward = flops / (peak * self.cluster.attention_forward_efficiency)
+        added = ATTENTION_BACKWARD * flops
+        backward = added / (peak * self.cluster.attention_backward_efficiency)
         return _Times(
             forward=self._roofline(forward, moved, tokens),
             input_grad=self._roofline(backward, 2 * moved, tokens),
@@ -197,11 +184,8 @@ class _Device:
         tokens, tp = self.tokens(collective.stream), self.parallel.tp
         link = self.parallel.tensor_link(self.cluster)
         once = travel_ns(collective.bytes_per_token * tokens * (tp - 1) / tp, link)
-        return _Times(
-            forward=collective.count * once,
-            input_grad=collective.count * once,
-            weight_grad=np.zeros_like(tokens),
-        )
+        times = collective.count * once
+        return _Times(forward=times, input_grad=times, weight_grad=np.zeros_like(tokens))
 
     def _roofline(
         self, seconds: FloatArray, moved: FloatArray, tokens: FloatArray, launches: int = 1
@@ -211,7 +195,7 @@ class _Device:
 
 
 def travel_ns(num_bytes: FloatArray, link: Link) -> FloatArray:
-    """What bytes take over a link, float64; nothing takes no time."""
+    """Time of bytes over a link, float64 ns; no bytes take no time."""
     return (num_bytes / link.bytes_per_s * NS_PER_S + link.latency_ns) * (num_bytes > 0)
 
 
@@ -223,12 +207,9 @@ def _layer(layer: Layer, device: _Device, trained: bool, flows: bool) -> dict[st
     through = sum((each.input_grad for each in times), zeros)
     own = sum((each.weight_grad for each in times), zeros)
     if not flows:
-        # gradients need not pass the first product; those between it and the last are for weights'
-        # sake
-        first = next(
-            (place for place, each in enumerate(layer.operations) if isinstance(each, MatMul)),
-            len(times),
-        )
+        # no gradient passes the first product; those after it are needed for weight gradients
+        is_product = [isinstance(each, MatMul) for each in layer.operations]
+        first = is_product.index(True) if any(is_product) else len(times)
         own = own + sum((each.input_grad for each in times[first + 1 :]), zeros)
     tokens = device.tokens(layer.stream)
     saved = (layer.saved_bytes if trained else layer.saved_for_input_bytes) * tokens

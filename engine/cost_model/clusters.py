@@ -1,9 +1,7 @@
-"""GPUs and what connects them: `Cluster`, read from the TOML files of `configs/clusters` or from
-one of the user's.
+"""GPUs and their links: `Cluster`, from a TOML preset of `configs/clusters` or a user's file.
 
-Reading a preset is all the I/O of this file. How fast a GPU really is stands beside what its data
-sheet says, and each preset names its sources: give your own measurements in a file that `extends`
-one of ours.
+Reading a preset is the only I/O. Each preset gives data sheet figures and the efficiency that is
+reached in practice, with sources; put your own measurements into a file that `extends` one.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ NS_PER_US = 1_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What a GPU sends over: `latency_ns`, and then so many bytes per second in each direction."""
+    """A GPU's connection: latency, then bytes per second in each direction."""
 
     bytes_per_s: float
     latency_ns: float
@@ -27,9 +25,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Equal GPUs in equal nodes; every number is positive, shares and efficiencies are at most
-    1.
-    """
+    """Equal GPUs in equal nodes; numbers are positive, shares and efficiencies at most 1."""
 
     name: str
     description: str
@@ -38,7 +34,7 @@ class Cluster:
     """Dense, bf16."""
     memory_bytes: int
     usable_memory_share: float
-    """The rest is the driver's, communication buffers and what the allocator cannot put to use."""
+    """The rest: driver, communication buffers, fragmentation."""
     hbm_bytes_per_s: float
     hbm_efficiency: float
     nvlink_bytes_per_s: float
@@ -49,23 +45,18 @@ class Cluster:
     network_efficiency: float
     network_latency_us: float
     launch_us: float
-    """Between two kernels of a GPU."""
+    """Gap between two kernels of a GPU."""
     product_efficiency: float
     """Share of the peak that the best matrix product reaches."""
     half_speed_width: int
-    """A matrix product that is only so wide comes to half of that; see `efficiency`."""
+    """Width of a matrix product that reaches half of `product_efficiency`; see `efficiency`."""
     attention_forward_efficiency: float
-    """Share of the peak that attention reaches, counting the products of scores that a causal mask
-    leaves.
-    """
+    """Share of the peak that attention reaches; scores that a causal mask drops do not count."""
     attention_backward_efficiency: float
 
     def __post_init__(self) -> None:
-        numbers = {
-            f.name: getattr(self, f.name)
-            for f in fields(self)
-            if not isinstance(getattr(self, f.name), str)
-        }
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
         wrong = [f"{name} = {value}" for name, value in numbers.items() if value <= 0]
         shares = [name for name in numbers if name.endswith(("_share", "_efficiency"))]
         wrong += [f"{name} = {numbers[name]}" for name in shares if numbers[name] > 1]
@@ -74,42 +65,39 @@ class Cluster:
 
     @property
     def usable_memory_bytes(self) -> int:
-        """Of one GPU, for weights, optimizer and activations."""
+        """Memory of one GPU for weights, optimizer and activations."""
         return int(self.memory_bytes * self.usable_memory_share)
 
     @property
     def memory_bytes_per_s(self) -> float:
-        """What kernels that stream through memory reach."""
+        """Bandwidth that memory-bound kernels reach."""
         return self.hbm_bytes_per_s * self.hbm_efficiency
 
     @property
     def nvlink(self) -> Link:
-        """Between GPUs of a node."""
+        """The link between GPUs of a node."""
         rate = self.nvlink_bytes_per_s * self.nvlink_efficiency
         return Link(bytes_per_s=rate, latency_ns=self.nvlink_latency_us * NS_PER_US)
 
     @property
     def network(self) -> Link:
-        """Between GPUs of different nodes."""
+        """The link between GPUs of different nodes."""
         rate = self.network_bytes_per_s * self.network_efficiency
         return Link(bytes_per_s=rate, latency_ns=self.network_latency_us * NS_PER_US)
 
     def efficiency(self, width: int) -> float:
-        """Share of the peak that a matrix product in a training step reaches, by the width of its
-        weights.
+        """Share of the peak that a matrix product reaches, by the width of its weights.
 
-        The lesser of rows and columns, of the part that one GPU holds. What surrounds a product
-        (casts, copies, bias, gaps between kernels) grows with its width, the product with the
-        square: so the share is best x width / (width + half_speed_width). Narrow layers are slow in
-        OmniBal's figures too: in Figure 2 a layer of InternViT-6B, 3,200 wide, takes 1.05 to 1.07
-        times as long as one of InternLM2-20B, 6,144 wide, on .70 of its FLOPs.
-
-        What surrounds a product is limited by memory, so from one kind of GPU to another
-        `half_speed_width` goes with peak_flops_per_s / hbm_bytes_per_s.
+        Width: the lesser of rows and columns on one GPU. The overhead of a product (casts, copies,
+        bias, gaps) grows with its width, the product with the square: so the share is best x width
+        / (width + half_speed_width). OmniBal's Figure 2 agrees: a layer of InternViT-6B (3,200
+        wide) takes 1.05 to 1.07 times as long as one of InternLM2-20B (6,144 wide) on .70 of its
+        FLOPs. That overhead is limited by memory, so `half_speed_width` of another GPU scales with
+        peak_flops_per_s / hbm_bytes_per_s.
         """
         return self.product_efficiency * width / (width + self.half_speed_width)
 
 
 def load_cluster(name: str) -> Cluster:
-    """Cluster preset by name, or from a TOML file of the user's (anything that ends in `.toml`)."""
+    """A cluster preset by name, or from a user's TOML file (a name that ends in `.toml`)."""
     return build_config(Cluster, read_preset("clusters", name), where=f"cluster preset {name}")

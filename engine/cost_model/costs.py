@@ -1,15 +1,14 @@
-"""What each layer costs for each micro-batch of a step: `Costs`, all that planning knows of a
-model. Pure NumPy.
+"""Costs: time and memory per layer and micro-batch, all that planning knows of a model. Pure.
 
-Made by the analytical model (`engine.cost_model.analytical`) or out of a profile
+From the analytical model (`engine.cost_model.analytical`) or from a profile
 (`engine.cost_model.profile_table`). Times are whole nanoseconds, so that two simulations of one
-plan agree to the last unit.
+plan agree exactly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,48 +24,40 @@ _BYTES = ("saved_bytes", "kept_bytes", "working_bytes", "sent_bytes")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """A row per layer, in the order in which a micro-batch passes them; a column per micro-batch.
+    """A row per layer, in the order of the forward pass; a column per micro-batch.
 
-    A tensor-parallel group of GPUs counts as one: times are the group's, communication inside it
-    included, bytes those of one of its GPUs.
+    A tensor-parallel group of GPUs counts as one: times include its communication, bytes are those
+    of one GPU.
     """
 
     names: tuple[str, ...]
-    """Of the layers, for people."""
+    """Names of the layers, for people."""
     kinds: tuple[str, ...]
     """Layers of one kind are interchangeable: they cost the same for every micro-batch."""
     forward_ns: IntArray
     """int64, (layers, micro_batches), as the other times."""
     input_grad_ns: IntArray
-    """Of the backward pass towards the layer's input; 0 where nothing before it is trained."""
+    """Gradient of the layer's input; 0 where nothing before it is trained."""
     weight_grad_ns: IntArray
     """0 for a frozen layer."""
     recompute_ns: IntArray
-    """The backward pass takes this much longer if the layer is recomputed."""
+    """Time that recomputation of the layer adds to the backward pass."""
     send_ns: IntArray
-    """What the layer's output takes to the next rank, if the partition cuts behind it; 0 for the
-    last layer.
-    """
+    """Time of the output to the next rank if the partition cuts after the layer; last layer: 0."""
     saved_bytes: IntArray
-    """int64, (layers, micro_batches): live from the forward pass to the backward pass; 0 where
-    nothing is trained.
-    """
+    """int64, (layers, micro_batches): live between the passes; 0 if nothing is trained."""
     kept_bytes: IntArray
     """The same if the layer is recomputed: its input."""
     working_bytes: IntArray
-    """Live only while the layer's own pass runs: logits, mostly."""
+    """Live only while the layer's own pass runs: mostly logits."""
     sent_bytes: IntArray
-    """Of the layer's output, which the next stage takes; its gradient comes back in the same
-    size.
-    """
+    """Size of the layer's output, and of its gradient."""
     state_bytes: IntArray
     """int64, (layers,): weights, gradients, optimizer state."""
     param_counts: IntArray
-    """int64, (layers,): parameters of the whole layer, over all tensor-parallel ranks."""
+    """int64, (layers,): parameters over all tensor-parallel ranks."""
     sends_grad: NDArray[np.bool_]
-    """(layers,): whether a gradient comes back to the layer: whether it, or a layer before it, is
-    trained.
-    """
+    """(layers,): whether a gradient comes back to the layer: it or a layer before it is trained."""
 
     def __post_init__(self) -> None:
         layers, micro_batches = self.forward_ns.shape
@@ -77,26 +68,23 @@ class Costs:
                     f"{name} is {values.dtype} {values.shape}; give int64 {(layers, micro_batches)}"
                 )
             if values.size and values.min() < 0:
-                raise ConfigError(
-                    f"layer {self.names[int(values.min(axis=1).argmin())]}: {name} is negative"
-                )
-        rest = {
-            name: len(getattr(self, name))
-            for name in ("names", "kinds", "state_bytes", "param_counts")
-        }
+                layer = self.names[int(values.min(axis=1).argmin())]
+                raise ConfigError(f"layer {layer}: {name} is negative")
+        per_layer = ("names", "kinds", "state_bytes", "param_counts")
+        rest = {name: len(getattr(self, name)) for name in per_layer}
         if layers < 1 or set(rest.values()) != {layers}:
             raise ValueError(
-                f"{layers} layers, but {rest}; give one of each per layer, and at least one layer"
+                f"{layers} layers, but {rest}; give one of each for at least one layer"
             )
 
     @property
     def num_layers(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self.names)
 
     @property
     def num_micro_batches(self) -> int:
-        """Columns."""
+        """Number of columns."""
         return int(self.forward_ns.shape[1])
 
     @property
@@ -104,13 +92,12 @@ class Costs:
         """Both gradients, int64, (layers, micro_batches); nothing recomputed."""
         return self.input_grad_ns + self.weight_grad_ns
 
-    def take(self, places: IntArray) -> Costs:
-        """The same layers for some of the micro-batches, in the order of `places`."""
-        columns = {
-            name: np.ascontiguousarray(getattr(self, name)[:, places])
-            for name in (*_TIMES, *_BYTES)
-        }
-        return Costs(**{f.name: getattr(self, f.name) for f in fields(self)} | columns)
+    def take(self, indices: IntArray) -> Costs:
+        """The same layers for some of the micro-batches, in the order of `indices`."""
+        names = (*_TIMES, *_BYTES)
+        return replace(
+            self, **{name: np.ascontiguousarray(getattr(self, name)[:, indices]) for name in names}
+        )
 
 
 def frozen_costs(costs: Costs, trained: Sequence[bool]) -> Costs:
@@ -118,19 +105,20 @@ def frozen_costs(costs: Costs, trained: Sequence[bool]) -> Costs:
 
     The first trained layer needs no gradient of its input, those before it no backward pass, other
     frozen ones no weight gradients. Frozen weights keep the memory of trained ones: costs do not
-    tell which part of it is gradients and optimizer state. ConfigError if a needed gradient is missing.
+    tell which part is gradients and optimizer state. ConfigError if a needed gradient is missing.
     """
     is_trained = np.array(trained, np.bool_)
     first = int(is_trained.argmax()) if is_trained.any() else len(is_trained)
     known = int(costs.sends_grad.argmax()) if costs.sends_grad.any() else costs.num_layers
     if len(is_trained) != costs.num_layers or first < known:
         raise ConfigError(
-            f"the costs are of {costs.num_layers} layers, trained from layer {known} on, but {len(is_trained)} layers "
-            f"are to be trained from layer {first} on: measure with these parts trained"
+            f"the costs are of {costs.num_layers} layers, trained from layer {known} on, but "
+            f"{len(is_trained)} layers are to be trained from layer {first} on: measure with these "
+            "parts trained"
         )
     # each (layers, 1)
-    places = np.arange(costs.num_layers)[:, np.newaxis]
-    goes_back, passes_on, learns = places >= first, places > first, is_trained[:, np.newaxis]
+    layer = np.arange(costs.num_layers)[:, np.newaxis]
+    goes_back, passes_on, learns = layer >= first, layer > first, is_trained[:, np.newaxis]
     return replace(
         costs,
         input_grad_ns=costs.input_grad_ns * passes_on,

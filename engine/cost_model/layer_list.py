@@ -1,22 +1,21 @@
-"""A model as the list of its layers, each a list of operations: what `analytical` puts times to.
-Pure.
+"""A model as the list of its layers, each a list of operations, for `analytical`. Pure.
 
 Order: audio encoder, vision encoder, language model; each encoder is its embedding, its layers, its
 projector. Sizes are those of one tensor-parallel GPU, which holds whole attention heads:
 InternViT-6B's 25 on two GPUs are 13 on each.
 
-What the backward pass needs of a transformer layer, in bytes per token, bf16, with h the width, a
-and k that of all query and of all key heads, f that of the feed-forward part (FlashAttention, norms
-and activation functions fused):
+A transformer layer saves for the backward pass, in bytes per token, bf16, with h the width, a and k
+the width of all query and all key heads, f that of the feed-forward part (FlashAttention, norms and
+activation functions fused):
 
     inputs of two norms 4h + their outputs 4h + queries, keys, values 2(a + 2k) + attention's output
     2a + into and out of the activation function 4f, or 6f if gated + with normalised queries and
     keys 2(a + k) + with layer scale 4h
 
 That is 40h for InternViT-6B and 28.7h for InternLM2-20B; 32h for a plain encoder, which is the 34h
-of arXiv 2205.05198 less two dropout masks. The parts in h are shared among GPUs only with sequence
-parallelism. A frozen layer that hands a gradient on needs no inputs of matrix products: norms'
-outputs and the activation function's output are left out.
+of arXiv 2205.05198 less two dropout masks. The parts in h are split among GPUs only with sequence
+parallelism. A frozen layer that passes a gradient on needs no inputs of matrix products: outputs of
+norms and of the activation function are left out.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ LLM_STREAM = TokenStream(phase="llm")
 def layers_of(model: ModelPreset, parallel: Parallelism) -> tuple[Layer, ...]:
     """The layers of a model. ConfigError if the preset does not give the model's dimensions.
 
-    Features that an encoder has made travel with the other's activations to where the language
-    model begins.
+    Features of an encoder travel with the other encoder's activations to the language model.
 
     >>> from balance.presets import load_model
     >>> layers = layers_of(load_model("tiny"), Parallelism())
@@ -72,26 +70,22 @@ def layers_of(model: ModelPreset, parallel: Parallelism) -> tuple[Layer, ...]:
             shape=model.audio_encoder, stream=TokenStream(phase="audio"), parallel=parallel
         )
         frames = TokenStream(phase="audio", per_token=model.audio.conv_stride if model.audio else 2)
-        rows = (
-            3 * model.audio_encoder.frame_values,
-            3 * model.audio_encoder.hidden_size,
-        )  # kernels of three frames
+        # kernels of three frames
+        rows = 3 * model.audio_encoder.frame_values, 3 * model.audio_encoder.hidden_size
         layers += _encoder(sizes, "audio", (frames, sizes.stream), rows, passing, merged_from=1.0)
         passing = layers[-1].sent
     sizes = _Sizes(shape=vit, stream=TokenStream(phase="vision"), parallel=parallel)
-    # the class token is not embedded from pixels, and not handed on
-    squares = 1.0
+    # the class token is not embedded from pixels, and not passed on
+    share = 1.0
     if not isinstance(model.vision, NativeRule):
-        squares = isqrt(model.vision.vit_tokens_per_patch) ** 2 / model.vision.vit_tokens_per_patch
-    patches = TokenStream(phase="vision", per_token=squares)
-    layers += _encoder(
-        sizes, "vision", (patches,), (vit.patch_values,), passing, merged_from=squares
-    )
+        share = isqrt(model.vision.vit_tokens_per_patch) ** 2 / model.vision.vit_tokens_per_patch
+    patches = TokenStream(phase="vision", per_token=share)
+    layers += _encoder(sizes, "vision", (patches,), (vit.patch_values,), passing, merged_from=share)
     return (*layers, *_language_model(_Sizes(shape=llm, stream=LLM_STREAM, parallel=parallel), llm))
 
 
 def phases_of(model: ModelPreset) -> dict[str, str]:
-    """By kind of layer, the phase whose tokens decide what it costs: what profiles ask for."""
+    """The phase whose tokens decide the cost of each kind of layer, for profiles."""
     return {layer.kind: layer.stream.phase for layer in layers_of(model, Parallelism())}
 
 
@@ -117,7 +111,7 @@ class _Sizes:
 
     @property
     def shared(self) -> float:
-        """The width of what GPUs share out only with sequence parallelism."""
+        """Width of what GPUs split only with sequence parallelism."""
         return self.parallel.token_share(self.shape.hidden_size)
 
     @property
@@ -126,14 +120,12 @@ class _Sizes:
 
     @property
     def gathers(self) -> tuple[Collective, ...]:
-        """Into and out of a tensor-parallel pair of products; without sequence parallelism one
-        all-reduce, as much.
+        """Two around a tensor-parallel pair of products; without sequence parallelism an all-reduce
+        of the same cost.
         """
-        if self.parallel.tp == 1:
-            return ()
-        return (
-            Collective(bytes_per_token=BYTES * self.shape.hidden_size, count=2, stream=self.stream),
-        )
+        size = BYTES * self.shape.hidden_size
+        gathers = (Collective(bytes_per_token=size, count=2, stream=self.stream),)
+        return gathers if self.parallel.tp > 1 else ()
 
     @property
     def norm(self) -> Elementwise:
@@ -155,26 +147,26 @@ def _transformer_layer(
     normed = isinstance(shape, VitShape) and shape.query_key_norm
     # a residual reads two and writes one, a layer scale reads one and writes one
     residual = sizes.elementwise((6 + 4 * scaled) * sizes.shared, 1 + scaled)
-    # rotary positions, or norms
-    turned: tuple[Operation, ...] = (
-        (sizes.elementwise(4.0 * (a + k), 2),) if causal or normed else ()
-    )
-    attention = Attention(width=a, kv_width=k, causal=causal, stream=sizes.stream)
+    # rotary positions, or norms of queries and keys
+    turned = (sizes.elementwise(4.0 * (a + k), 2),) if causal or normed else ()
     ups = 2 if shape.gated else 1
-    attends: tuple[Operation, ...] = (
+    operations: tuple[Operation, ...] = (
+        # attention
         sizes.norm,
         *sizes.gathers,
         sizes.product(h, a + 2 * k),
         *turned,
-        attention,
-    )
-    feeds: tuple[Operation, ...] = (
+        Attention(width=a, kv_width=k, causal=causal, stream=sizes.stream),
+        sizes.product(a, h),
+        residual,
+        # feed-forward part
         sizes.norm,
         *sizes.gathers,
         sizes.product(h, ups * f),
         sizes.elementwise((2.0 + 2 * ups) * f, 1),
+        sizes.product(f, h),
+        residual,
     )
-    out, down = sizes.product(a, h), sizes.product(f, h)
     heads = 2.0 * (a + 2 * k) + 2 * a + (2.0 * (a + k) if normed else 0)
     scales = 4 * sizes.shared * scaled
     weights = h * (a + 2 * k) + a * h + (ups + 1) * h * f
@@ -182,7 +174,7 @@ def _transformer_layer(
         kind=f"{part}_layer",
         part=part,
         stream=sizes.stream,
-        operations=(*attends, out, residual, *feeds, down, residual),
+        operations=operations,
         num_params=shape.layer_weights + 2 * h,
         gpu_params=weights + 2 * h,
         saved_bytes=8 * sizes.shared + heads + scales + (2 + 2 * ups) * f,
@@ -202,28 +194,22 @@ def _encoder(
     *,
     merged_from: float,
 ) -> list[Layer]:
-    """Embedding, layers, projector; `rows` are the inputs of the embedding's products, each on one
-    of `streams`.
-    """
+    """Embedding, layers, projector; `rows`: inputs of the embedding's products, one per stream."""
     shape = sizes.shape
     if not isinstance(shape, EncoderShape):
         raise TypeError(f"{part}: give the shape of an encoder, not {type(shape).__name__}")
     h = shape.hidden_size
     sent = ((sizes.stream, sizes.output_bytes), *passing)
-    num_params = sum(rows) * h
+    num_params, inputs = sum(rows) * h, list(zip(rows, streams, strict=True))
     embedding = Layer(
         kind="patch_embedding" if part == "vision" else f"{part}_embedding",
         part=part,
         stream=streams[-1],
-        # of a size that is not worth sharing out: every tensor-parallel GPU computes it all
-        operations=tuple(
-            MatMul(inputs=row, outputs=h, stream=s) for row, s in zip(rows, streams, strict=True)
-        ),
+        # too small to be split: every tensor-parallel GPU computes it all
+        operations=tuple(MatMul(inputs=row, outputs=h, stream=s) for row, s in inputs),
         num_params=num_params,
         gpu_params=num_params,
-        saved_bytes=float(
-            BYTES * sum(row * s.per_token for row, s in zip(rows, streams, strict=True))
-        ),
+        saved_bytes=float(BYTES * sum(row * s.per_token for row, s in inputs)),
         saved_for_input_bytes=0.0,
         input_bytes=float(BYTES * rows[0] * streams[0].per_token),
         working_bytes=float(BYTES * h),
@@ -232,11 +218,8 @@ def _encoder(
     # merging concatenates: the projector's input is as many widths wide as tokens were merged
     features = TokenStream(phase=sizes.stream.phase, per_token=merged_from * h / shape.projector[0])
     layer = _transformer_layer(sizes, part, sent)
-    return [
-        embedding,
-        *[layer] * shape.num_layers,
-        _projector(sizes, shape, f"{part}_projector", features, passing),
-    ]
+    projector = _projector(sizes, shape, f"{part}_projector", features, passing)
+    return [embedding, *[layer] * shape.num_layers, projector]
 
 
 def _projector(
@@ -246,9 +229,7 @@ def _projector(
     stream: TokenStream,
     passing: tuple[tuple[TokenStream, float], ...],
 ) -> Layer:
-    """Norm and an MLP, whose products are shared out in turn by their outputs and by their
-    inputs.
-    """
+    """Norm and an MLP, whose products are split in turn by their outputs and by their inputs."""
     parallel, widths = sizes.parallel, shape.projector
     held = [-(-width // parallel.tp) if place % 2 else width for place, width in enumerate(widths)]
     first, last = parallel.token_share(widths[0]), parallel.token_share(widths[-1])
@@ -281,9 +262,7 @@ def _projector(
 
 
 def _language_model(sizes: _Sizes, llm: LlmShape) -> list[Layer]:
-    """Token embedding, layers, final norm and head with the loss; the vocabulary is shared out
-    among GPUs.
-    """
+    """Token embedding, layers, final norm and head with the loss; GPUs split the vocabulary."""
     h, tp = llm.hidden_size, sizes.parallel.tp
     vocabulary = -(-llm.vocab_size // tp)
     once = tuple(

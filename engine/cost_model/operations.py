@@ -1,8 +1,6 @@
-"""Layers and the operations that they are made of, as data: what `layer_list` makes of a model
-preset. Pure.
+"""Layers as lists of operations, as data: made by `layer_list`, timed by `analytical`. Pure.
 
-Sizes are those of one tensor-parallel GPU; what an operation takes, `engine.cost_model.analytical`
-says.
+Sizes are those of one tensor-parallel GPU.
 """
 
 from __future__ import annotations
@@ -12,26 +10,22 @@ from dataclasses import dataclass
 from engine.cost_model.parallel import Part
 
 BYTES = 2
-"""Of a bf16 number."""
+"""Bytes of a bf16 number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenStream:
-    """Tokens that some layers process: a phase's tokens in `engine.cost_model.loads.Loads`, times a
-    factor.
-    """
+    """Tokens that a layer processes: a phase's tokens in `Loads`, times a factor."""
 
     phase: str
     """`audio`, `vision` or `llm`."""
     per_token: float = 1.0
-    """Images have fewer tokens for the language model than for the encoder."""
+    """Factor: images have fewer tokens in the language model than in the encoder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatMul:
-    """A matrix product: weights of `inputs` rows and `outputs` columns, applied to every token of a
-    stream.
-    """
+    """A matrix product of every token with weights of `inputs` rows and `outputs` columns."""
 
     inputs: int
     outputs: int
@@ -43,7 +37,7 @@ class Attention:
     """Softmax attention inside each image, clip or sample."""
 
     width: int
-    """Of all query heads."""
+    """Width of all query heads."""
     kv_width: int
     causal: bool
     stream: TokenStream
@@ -51,9 +45,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elementwise:
-    """Elementwise operations: bytes per token that they read and write, and how many kernels they
-    are.
-    """
+    """Elementwise kernels and the bytes per token that they read and write."""
 
     bytes_per_token: float
     kernels: int
@@ -62,9 +54,7 @@ class Elementwise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """`count` all-gathers or reduce-scatters among tensor-parallel GPUs; bytes per token of all
-    GPUs' parts.
-    """
+    """`count` all-gathers or reduce-scatters among tensor-parallel GPUs; bytes of all parts."""
 
     bytes_per_token: int
     count: int
@@ -83,20 +73,16 @@ class Layer:
     stream: TokenStream
     operations: tuple[Operation, ...]
     num_params: int
-    """Of the whole layer."""
+    """Parameters of the whole layer."""
     gpu_params: int
-    """That one tensor-parallel GPU holds."""
+    """Parameters on one tensor-parallel GPU."""
     saved_bytes: float
-    """For the gradients of input and weights."""
+    """Activations for the gradients of input and weights."""
     saved_for_input_bytes: float
-    """For the gradient of the input alone."""
+    """Activations for the gradient of the input alone."""
     input_bytes: float
-    """What is kept if the layer is recomputed."""
+    """The input, which is kept if the layer is recomputed."""
     working_bytes: float
-    """Live only while it runs, besides: inputs gathered, gradients of its widest activations,
-    logits.
-    """
+    """Live only while it runs: gathered inputs, gradients of its widest activations, logits."""
     sent: tuple[tuple[TokenStream, float], ...]
-    """What the next stage needs if the partition cuts behind the layer: bytes per token of each
-    stream.
-    """
+    """Bytes per token of each stream that crosses a cut after the layer."""

@@ -1,14 +1,15 @@
-"""How a model is spread over GPUs and which of its parts are trained: `Parallelism` and `Training`.
-Pure.
-"""
+"""How a model is spread over GPUs, what of it is trained, and the reduction of gradients. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from balance.errors import ConfigError
-from engine.cost_model.clusters import Cluster, Link
+from balance.types import IntArray
+from engine.cost_model.clusters import NS_PER_S, Cluster, Link
 
 Part = Literal["audio", "vision", "projector", "llm"]
 
@@ -26,24 +27,15 @@ class Parallelism:
     pp: int = 1
     dp: int = 1
     sequence_parallel: bool = True
-    """Whether tensor-parallel GPUs share norms and residuals by tokens (arXiv 2205.05198); each has
-    all without.
-    """
+    """Whether tensor-parallel GPUs split norms and residuals by tokens (arXiv 2205.05198)."""
     zero_stage: int = 1
-    """What replicas share out among them: 0 nothing, 1 the optimizer, 2 gradients too, 3 weights
-    too (1910.02054).
-    """
+    """Sharded over replicas: 0 nothing, 1 optimizer, 2 gradients too, 3 weights too (1910.02054)."""
     innermost: Literal["replicas", "stages"] = "replicas"
-    """Which groups of tensor-parallel GPUs stand beside each other: replicas of one stage, as in
-    Megatron-LM, or the stages of one pipeline.
-    """
+    """Neighbours of a tensor-parallel group: a stage's replicas, as in Megatron-LM, or stages."""
 
     def __post_init__(self) -> None:
-        wrong = [
-            f"{name} = {getattr(self, name)}"
-            for name in ("tp", "pp", "dp")
-            if getattr(self, name) < 1
-        ]
+        sizes = {"tp": self.tp, "pp": self.pp, "dp": self.dp}
+        wrong = [f"{name} = {size}" for name, size in sizes.items() if size < 1]
         if wrong:
             raise ConfigError(f"{', '.join(wrong)}: must be at least 1")
         if not 0 <= self.zero_stage <= 3:
@@ -53,7 +45,7 @@ class Parallelism:
 
     @property
     def num_gpus(self) -> int:
-        """Of all replicas."""
+        """GPUs of all replicas."""
         return self.tp * self.pp * self.dp
 
     def token_share(self, size: int) -> float:
@@ -61,15 +53,15 @@ class Parallelism:
         return size / self.tp if self.sequence_parallel else float(size)
 
     def tensor_link(self, cluster: Cluster) -> Link:
-        """What tensor-parallel GPUs are connected by."""
+        """The link between tensor-parallel GPUs."""
         return cluster.nvlink if self.tp <= cluster.gpus_per_node else cluster.network
 
     def stage_link(self, cluster: Cluster) -> Link:
-        """What neighbouring stages are connected by; the slower one where some of them share a node
-        and others do not.
+        """The link between neighbouring stages; the slower one if only some share a node.
 
         >>> from engine.cost_model.clusters import load_cluster
-        >>> Parallelism(tp=2, pp=4, innermost="stages").stage_link(load_cluster("a100_80g")).bytes_per_s / 1e9
+        >>> parallel = Parallelism(tp=2, pp=4, innermost="stages")
+        >>> parallel.stage_link(load_cluster("a100_80g")).bytes_per_s / 1e9
         240.0
         """
         # from a stage's first GPU to the next stage's last one
@@ -77,25 +69,21 @@ class Parallelism:
         return cluster.nvlink if reach <= cluster.gpus_per_node else cluster.network
 
     def replica_link(self, cluster: Cluster) -> Link:
-        """What the replicas of a stage are connected by."""
+        """The link between replicas of a stage."""
         reach = self.tp * self.dp * (self.pp if self.innermost == "stages" else 1)
         return cluster.nvlink if reach <= cluster.gpus_per_node else cluster.network
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """Which parts are trained (OmniBal, Table 11: all; the vision encoder and the projector; the
-    projector only).
-    """
+    """Which parts are trained (OmniBal, Table 11: all; vision and projector; projector only)."""
 
     audio: bool = True
     vision: bool = True
     projector: bool = True
     llm: bool = True
     gradient_bytes: int = 4
-    """Per trained parameter: fp32 as in Megatron-LM; 2 for bf16, which explains OmniBal's Table 5
-    better.
-    """
+    """Per trained parameter: fp32 as in Megatron-LM; 2 (bf16) fits OmniBal's Table 5 better."""
 
     def trains(self, part: Part) -> bool:
         """Whether a part is trained."""
@@ -107,15 +95,35 @@ class Training:
         >>> Training().state_bytes(1_000, Parallelism(dp=4), trained=True)
         9000
         """
-        weights: float = num_params * WEIGHT_BYTES
-        gradients, optimizer = (
+        sizes = (
+            num_params * WEIGHT_BYTES,
             num_params * self.gradient_bytes * trained,
             num_params * OPTIMIZER_BYTES * trained,
         )
-        shares = [parallel.dp if parallel.zero_stage >= stage else 1 for stage in (3, 2, 1)]
-        return round(
-            sum(
-                size / share
-                for size, share in zip((weights, gradients, optimizer), shares, strict=True)
-            )
-        )
+        shards = [parallel.dp if parallel.zero_stage >= stage else 1 for stage in (3, 2, 1)]
+        return round(sum(size / count for size, count in zip(sizes, shards, strict=True)))
+
+
+def reduction_ns(
+    gpu_params: IntArray, cluster: Cluster, parallel: Parallelism, training: Training
+) -> IntArray:
+    """Time to sum gradients over replicas and to distribute the new weights; int64 ns.
+
+    `gpu_params`: trained parameters of one GPU, an entry per stage. With a sharded optimizer (ZeRO)
+    gradients are reduce-scattered and weights all-gathered; without, gradients are all-reduced.
+    Nothing is taken to overlap with computing; in a pipeline whose stages end at different times a
+    part does.
+    """
+    if parallel.dp == 1:
+        return np.zeros_like(gpu_params)
+    gathered = training.gradient_bytes if parallel.zero_stage == 0 else WEIGHT_BYTES
+    link = parallel.replica_link(cluster)
+    # a ring crosses between nodes once per node, over the adapters of all its GPUs there
+    stride = parallel.tp * (parallel.pp if parallel.innermost == "stages" else 1)
+    per_node = min(max(cluster.gpus_per_node // stride, 1), parallel.dp)
+    rate = link.bytes_per_s * (per_node if link == cluster.network else 1)
+    rate = min(rate, cluster.nvlink.bytes_per_s)
+    # every GPU passes on all parts but one
+    sent = gpu_params * (training.gradient_bytes + gathered) * ((parallel.dp - 1) / parallel.dp)
+    taken = sent / rate * NS_PER_S + link.latency_ns * (parallel.dp - 1)
+    return np.asarray(np.rint(taken), dtype=np.int64)

@@ -1,14 +1,11 @@
-"""`Costs` out of measurements: what each kind of layer took for some micro-batches, as JSON, fitted
-to others. NumPy.
+"""Profiles: measured costs of each kind of layer, as JSON, fitted to other micro-batches. NumPy.
 
-The runtime writes a `Profile`, planning reads it. A time or a size is fitted as a constant, so much
-per squared length, and so much per token, more from 1/32, 1/16, 1/8, 1/4 and 1/2 of the most tokens
-measured on; nothing of it negative. So it bends where a layer stops being limited by reading its
-weights, and a planner that compares nearly equal micro-batches never sees one with more to do as
-the faster one, which a table between noisy measurements would show. The least squares are of
-relative errors, so that small micro-batches count as much as large ones; `misfit` says how far the
-fit is off at what was measured. A fit takes 20 ms once per profile; costs by it 2 ms for 256
-micro-batches.
+The runtime writes a `Profile`, planning reads it. A time or size is fitted as a constant, plus a
+term per squared length and per token; the slope per token may grow at 1/32, 1/16, 1/8, 1/4 and 1/2
+of the most tokens measured. No term is negative. So the fit bends where reading weights no longer
+limits a layer, and more work never looks faster, as it would in a table of noisy
+measurements. Errors are relative, so that small micro-batches count as much as large ones; `misfit`
+is the largest error. A fit takes 20 ms once per profile, costs from it 2 ms for 256 micro-batches.
 """
 
 from __future__ import annotations
@@ -32,59 +29,52 @@ PHASES = ("audio", "vision", "llm")
 COLUMNS = tuple(
     f.name for f in fields(Costs) if f.name.endswith(("_ns", "_bytes")) and f.name != "state_bytes"
 )
+ARRAYS = (*COLUMNS, "state_bytes", "param_counts", "sends_grad")
+"""Columns of `Costs` that a profile holds."""
 BENDS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
-"""Of the most tokens measured: where a fit may become steeper."""
+"""Shares of the most tokens measured where a fit may become steeper."""
 FARTHEST = 1.25
-"""How far beyond what was measured a fit is trusted: OmniBal's caps let no micro-batch exceed them,
-so profiles of full micro-batches need little more.
-"""
+"""Loads over the largest measured ones that a fit is trusted for; caps bound micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Profile:
-    """What was measured: all kinds of a model's layers, all for the same micro-batches."""
+    """Measurements of all kinds of a model's layers for the same micro-batches."""
 
     loads: Loads
-    """Of the micro-batches measured."""
+    """Loads of the micro-batches measured."""
     costs: Costs
-    """A row per kind, in the order in which they first appear; `send_ns` as if another layer
-    followed.
-    """
+    """A row per kind, by first appearance; `send_ns` as if another layer followed."""
     layers: tuple[int, ...]
     """The row of each layer of the model, in order."""
     names: tuple[str, ...]
-    """Of the layers, for people."""
+    """Names of the layers, for people."""
     phases: tuple[str, ...]
-    """Whose tokens decide what each kind costs: `audio`, `vision` or `llm`; `sent_bytes` and
-    `send_ns` go by all.
-    """
+    """Phase whose tokens decide each kind's costs; `sent_bytes` and `send_ns` depend on all."""
 
     def __post_init__(self) -> None:
         kinds = self.costs.num_layers
         if len(self.loads) != self.costs.num_micro_batches:
-            raise ConfigError(
-                f"{len(self.loads)} micro-batches, but measurements of {self.costs.num_micro_batches}"
-            )
+            measured = self.costs.num_micro_batches
+            raise ConfigError(f"{len(self.loads)} micro-batches, but measurements of {measured}")
         if len(self.phases) != kinds or not set(self.phases) <= set(PHASES):
             raise ConfigError(
-                f"phases are {list(self.phases)}; give one of {', '.join(PHASES)} to each of {kinds} kinds"
+                f"phases are {list(self.phases)}; give one of {', '.join(PHASES)} to each of "
+                f"{kinds} kinds"
             )
-        if (
-            len(self.names) != len(self.layers)
-            or not self.layers
-            or not set(self.layers) <= set(range(kinds))
-        ):
+        known = bool(self.layers) and set(self.layers) <= set(range(kinds))
+        if not known or len(self.names) != len(self.layers):
             raise ConfigError(
-                f"{len(self.layers)} layers of {kinds} kinds, {len(self.names)} names: they do not fit"
+                f"{len(self.layers)} layers of {kinds} kinds, {len(self.names)} names: they do not "
+                "fit together"
             )
 
 
 def profiled_costs(profile: Profile, loads: Loads, *, farthest: float = FARTHEST) -> Costs:
-    """What a profile says about other micro-batches.
+    """Costs of other micro-batches by a profile.
 
-    ConfigError where one of them has more than `farthest` times the most tokens or squares measured
-    of a phase. Below what was measured a fit ends at its constant, or at 0 where a phase has
-    nothing to do: that is never refused.
+    ConfigError where one has more than `farthest` times the most tokens or squares measured of a
+    phase. Below the least measured a fit ends at its constant, or at 0 without any tokens.
     """
     _check_reach(profile.loads, loads, farthest)
     made = {name: _fitted(profile, name, loads) for name in COLUMNS}
@@ -103,37 +93,28 @@ def profiled_costs(profile: Profile, loads: Loads, *, farthest: float = FARTHEST
 
 
 def misfit(profile: Profile) -> float:
-    """The largest error of a kind's forward and backward time at what was measured, as a share of
-    the measured time.
-    """
-    made = sum(
-        _fitted(profile, name, profile.loads)
-        for name in ("forward_ns", "input_grad_ns", "weight_grad_ns")
-    )
+    """Largest relative error of a kind's forward plus backward time at the measured loads."""
+    times = ("forward_ns", "input_grad_ns", "weight_grad_ns")
+    made = sum(_fitted(profile, name, profile.loads) for name in times)
     measured = profile.costs.forward_ns + profile.costs.backward_ns
     return float(np.abs(made / np.maximum(measured, 1) - 1)[measured > 0].max(initial=0.0))
 
 
 def make_profile(costs: Costs, loads: Loads, phases: dict[str, str]) -> Profile:
-    """The profile of measured layers, all of them: of each kind the first counts. `phases` by kind.
+    """The profile of all measured layers: of each kind the first one counts. `phases`: by kind.
 
-    The last layer sends nothing, so of its kind another one's `send_ns` should be measured; else it
-    is 0.
+    The last layer sends nothing; the `send_ns` of its kind is 0 unless another one was measured.
     """
     missing = sorted(set(costs.kinds) - set(phases))
     if missing:
-        raise ConfigError(
-            f"no phase is given for the layers {', '.join(missing)}; one of {', '.join(PHASES)}"
-        )
+        wanted = ", ".join(PHASES)
+        raise ConfigError(f"no phase is given for the layers {', '.join(missing)}; one of {wanted}")
     kinds = list(dict.fromkeys(costs.kinds))
     rows = np.array([costs.kinds.index(kind) for kind in kinds])
-    picked = {
-        name: getattr(costs, name)[rows]
-        for name in (*COLUMNS, "state_bytes", "param_counts", "sends_grad")
-    }
+    columns = {name: getattr(costs, name)[rows] for name in ARRAYS}
     return Profile(
         loads=loads,
-        costs=Costs(names=tuple(costs.names[row] for row in rows), kinds=tuple(kinds), **picked),
+        costs=Costs(names=tuple(costs.names[row] for row in rows), kinds=tuple(kinds), **columns),
         layers=tuple(kinds.index(kind) for kind in costs.kinds),
         names=costs.names,
         phases=tuple(phases[kind] for kind in kinds),
@@ -146,7 +127,7 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a profile. ConfigError if it is none, or of another version."""
+    """Read a profile. ConfigError if the file is not a profile, or of another version."""
     try:
         values = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -156,31 +137,21 @@ def read_profile(path: Path) -> Profile:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{path}: not a profile: {type(error).__name__}: {first_line(error)}"
-        ) from None
+        name = type(error).__name__
+        raise ConfigError(f"{path}: not a profile: {name}: {first_line(error)}") from None
 
 
 def profile_to_dict(profile: Profile) -> dict[str, Any]:
     """Plain values for JSON."""
-    costs = profile.costs
-    arrays = (*COLUMNS, "state_bytes", "param_counts", "sends_grad")
+    costs, layers = profile.costs, zip(profile.names, profile.layers, strict=True)
+    loads = profile.loads.to_lists()
     return {
         "version": VERSION,
-        "layers": [
-            {"name": name, "kind": row}
-            for name, row in zip(profile.names, profile.layers, strict=True)
-        ],
-        "loads": {
-            phase: {
-                f.name: getattr(getattr(profile.loads, phase), f.name).tolist()
-                for f in fields(PhaseLoads)
-            }
-            for phase in PHASES
-        },
+        "layers": [{"name": name, "kind": row} for name, row in layers],
+        "loads": {phase: loads[phase] for phase in PHASES},
         "kinds": [
             {"kind": kind, "phase": profile.phases[row]}
-            | {name: getattr(costs, name)[row].tolist() for name in arrays}
+            | {name: getattr(costs, name)[row].tolist() for name in ARRAYS}
             for row, kind in enumerate(costs.kinds)
         ],
     }
@@ -189,27 +160,21 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
 def profile_from_dict(values: dict[str, Any]) -> Profile:
     """The inverse of `profile_to_dict`."""
     if values.get("version") != VERSION:
-        raise ConfigError(
-            f"version is {values.get('version')!r}; this release reads profiles of version {VERSION}"
-        )
+        found = values.get("version")
+        raise ConfigError(f"version is {found!r}; this release reads profiles of version {VERSION}")
     kinds = values["kinds"]
-    arrays = {
-        name: np.array([kind[name] for kind in kinds], np.int64)
-        for name in (*COLUMNS, "state_bytes", "param_counts")
+    types = {name: np.bool_ if name == "sends_grad" else np.int64 for name in ARRAYS}
+    columns: dict[str, Any] = {
+        name: np.array([kind[name] for kind in kinds], dtype) for name, dtype in types.items()
     }
     names = tuple(str(kind["kind"]) for kind in kinds)
-    grads = np.array([kind["sends_grad"] for kind in kinds], np.bool_)
     return Profile(
-        loads=Loads(**{phase: _phase_loads(values["loads"][phase]) for phase in PHASES}),
-        costs=Costs(names=names, kinds=names, **arrays, sends_grad=grads),
+        loads=Loads.of_lists(values["loads"]),
+        costs=Costs(names=names, kinds=names, **columns),
         layers=tuple(int(layer["kind"]) for layer in values["layers"]),
         names=tuple(str(layer["name"]) for layer in values["layers"]),
         phases=tuple(str(kind["phase"]) for kind in kinds),
     )
-
-
-def _phase_loads(values: dict[str, list[int]]) -> PhaseLoads:
-    return PhaseLoads(**{f.name: np.array(values[f.name], np.int64) for f in fields(PhaseLoads)})
 
 
 def _check_reach(measured: Loads, loads: Loads, farthest: float) -> None:
@@ -219,8 +184,8 @@ def _check_reach(measured: Loads, loads: Loads, farthest: float) -> None:
             asked = int(getattr(getattr(loads, phase), name).max(initial=0))
             if asked > farthest * most:
                 raise ConfigError(
-                    f"a micro-batch has {asked:,} {phase} {name}, the profile's largest {most:,}: fits are trusted "
-                    f"up to {farthest:g} times that; measure larger micro-batches"
+                    f"a micro-batch has {asked:,} {phase} {name}, the profile's largest {most:,}: "
+                    f"fits are trusted up to {farthest:g} times that; measure larger micro-batches"
                 )
 
 
@@ -236,7 +201,7 @@ def _fitted(profile: Profile, name: str, loads: Loads) -> FloatArray:
 
 @lru_cache(maxsize=8)
 def _coefficients(profile: Profile) -> dict[str, list[FloatArray]]:
-    """Of the terms of each kind's fit, by column."""
+    """Coefficients of each kind's terms, by column."""
     decided = {_decides(name, phase) for name in COLUMNS for phase in profile.phases}
     known = {phases: _terms(profile.loads, profile.loads, phases) for phases in decided}
     return {
@@ -249,16 +214,15 @@ def _coefficients(profile: Profile) -> dict[str, list[FloatArray]]:
 
 
 def _decides(name: str, phase: str) -> tuple[str, ...]:
-    """The phases that a column goes by, the layer's own first."""
+    """The phases that a column depends on, the layer's own first."""
     others = tuple(other for other in PHASES if other != phase)
     return (phase, *others) if name in ("sent_bytes", "send_ns") else (phase,)
 
 
 def _terms(measured: Loads, loads: Loads, phases: tuple[str, ...]) -> FloatArray:
-    """What a fit is linear in, (micro_batches, terms): a constant if there is anything to do,
-    tokens, squares, bends.
+    """Terms of a fit, (micro_batches, terms): constant if there are tokens, tokens, squares, bends.
 
-    What passes along of other phases goes by their tokens alone.
+    Features of other phases that travel along depend on those phases' tokens alone.
     """
     own: PhaseLoads = getattr(loads, phases[0])
     columns = [own.tokens > 0, *(getattr(loads, phase).tokens for phase in phases)]
@@ -268,10 +232,8 @@ def _terms(measured: Loads, loads: Loads, phases: tuple[str, ...]) -> FloatArray
         # a bend below all that was measured could not be told from the constant
         least = known[known > 0].min(initial=most)
         bends = [bend * most for bend in BENDS]
-        columns += [
-            own.squares,
-            *((own.tokens > bend) * (own.tokens - bend) * (bend > least) for bend in bends),
-        ]
+        steeper = ((own.tokens > bend) * (own.tokens - bend) * (bend > least) for bend in bends)
+        columns += [own.squares, *steeper]
     return np.stack(columns, axis=1).astype(np.float64)
 
 
@@ -284,10 +246,10 @@ def _fit(terms: FloatArray, values: IntArray) -> FloatArray:
 
 
 def nonnegative_least_squares(rows: FloatArray, target: FloatArray) -> FloatArray:
-    """The x without a negative entry that minimises |rows x - target| (Lawson and Hanson's active
-    set).
+    """The x >= 0 that minimises |rows x - target| (Lawson and Hanson's active set).
 
-    >>> nonnegative_least_squares(np.array([[1.0, 0.0], [1.0, 1.0]]), np.array([2.0, 1.0])).round(9).tolist()
+    >>> rows, target = np.array([[1.0, 0.0], [1.0, 1.0]]), np.array([2.0, 1.0])
+    >>> nonnegative_least_squares(rows, target).round(9).tolist()
     [1.5, 0.0]
     """
     found, free = np.zeros(rows.shape[1]), np.zeros(rows.shape[1], np.bool_)
@@ -304,9 +266,7 @@ def nonnegative_least_squares(rows: FloatArray, target: FloatArray) -> FloatArra
 def _shrink(
     rows: FloatArray, target: FloatArray, found: FloatArray, free: NDArray[np.bool_]
 ) -> FloatArray:
-    """Go towards the optimum in the free entries; those that become 0 on the way are free no
-    more.
-    """
+    """Move to the optimum in the free entries; entries that become 0 on the way are fixed there."""
     free = free.copy()
     while free.any():
         aim = np.zeros_like(found)

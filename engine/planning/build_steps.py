@@ -25,8 +25,7 @@ from balance.errors import ConfigError, DataError, first_line
 from balance.order.block_shuffle import BlockShuffle, OrderConfig
 from balance.presets import ModelPreset, NativeRule, model_from_dict
 from balance.types import COUNT_COLUMNS, Counts, Groups, IntArray, Limits
-from engine.cost_model.loads import Loads, PhaseLoads
-from engine.cost_model.sample_loads import packed_loads, sample_loads
+from engine.cost_model.loads import Loads, PhaseLoads, packed_loads, sample_loads
 
 MANIFEST_NAME, INDEX_NAME, COUNTS_NAME, GROUPS_NAME = (
     "manifest.json",

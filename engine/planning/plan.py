@@ -1,9 +1,8 @@
-"""A plan: how a model is cut, what is recomputed, in which order passes run, and what that is
-predicted to take.
+"""Plans: partition, recomputed layers, schedule and predicted times, to and from plan.json.
 
-`Plan` <-> JSON, for people, for `python -m engine simulate`, and for the runtime. It holds all that
-it was made from (dimensions, cluster, the loads of the planned steps), so that anyone can simulate
-it again, and a hash of that. Pure, but for `read_plan` and `write_plan`.
+For `python -m engine simulate` and the runtime. A plan holds everything that it was made from
+(dimensions, cluster, loads of the planned steps) and a hash of that, so that anyone can simulate it
+again. Pure, but for `read_plan` and `write_plan`.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ from numpy.typing import NDArray
 from balance.config import build_config
 from balance.errors import ConfigError, DataError
 from balance.presets import ModelPreset, model_from_dict, model_to_dict
-from balance.types import IntArray
 from engine.cost_model.clusters import Cluster
-from engine.cost_model.loads import Loads, PhaseLoads
+from engine.cost_model.loads import PHASES, QUANTITIES, Loads
 from engine.cost_model.parallel import Parallelism, Training
 from engine.simulator.schedule import SCHEDULES
 from engine.simulator.stages import check_partition
@@ -30,21 +28,18 @@ from engine.simulator.stages import check_partition
 PLAN_VERSION = 1
 _BY_STAGE = ("forward_ns", "backward_ns", "recompute_ns")
 _NUMBERS = ("schedule", "stages_per_rank", "num_micro_batches", "memory_bytes")
+_KEYS = ("version", "inputs", "inputs_hash", "layer_names", "borders", "recompute", "predicted")
 _INPUTS = ("model", "cluster", "parallel", "training", *_NUMBERS, "full", "loads")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the simulator says of a plan, as means over its steps unless said otherwise; one entry
-    per rank or stage.
-    """
+    """Simulated figures of a plan, means over its steps unless said otherwise."""
 
     step_ns: int
-    """Of the slowest data-parallel rank, without `reduction_ns` and the optimizer."""
+    """Step of the slowest data-parallel rank, without `reduction_ns` and the optimizer."""
     reduction_ns: int
-    """Of gradients over data-parallel ranks and of new weights back, behind the step; the slowest
-    rank's, if nothing overlaps.
-    """
+    """Reduction of gradients and return of weights after a step, slowest rank, no overlap."""
     bubble_ratio: tuple[float, ...]
     """Per rank."""
     forward_ns: tuple[int, ...]
@@ -72,15 +67,13 @@ class Plan:
     schedule: str
     stages_per_rank: int
     num_micro_batches: int
-    """Per step and data-parallel rank."""
+    """Micro-batches per step and data-parallel rank."""
     memory_bytes: int
-    """What a GPU may hold."""
+    """Memory of a GPU that may be used."""
     full: Loads
     """One micro-batch, the largest that memory was planned for."""
     loads: Loads
-    """Of the planned steps, int64, (steps * dp * micro_batches,): step by step, in it rank by
-    rank.
-    """
+    """Loads of the planned steps, (steps * dp * micro_batches,): by step, in it by rank."""
     layer_names: tuple[str, ...]
     borders: tuple[int, ...]
     """Stage s holds the layers `borders[s]:borders[s + 1]`."""
@@ -94,8 +87,8 @@ class Plan:
         check_partition(np.array(self.borders), len(self.layer_names))
         if len(self.borders) - 1 != self.parallel.pp * self.stages_per_rank:
             raise ConfigError(
-                f"{len(self.borders) - 1} stages; {self.parallel.pp} ranks with {self.stages_per_rank} each make "
-                f"{self.parallel.pp * self.stages_per_rank}"
+                f"{len(self.borders) - 1} stages; {self.parallel.pp} ranks with "
+                f"{self.stages_per_rank} each make {self.parallel.pp * self.stages_per_rank}"
             )
         if any(not 0 <= layer < len(self.layer_names) for layer in self.recompute):
             raise ConfigError(
@@ -104,8 +97,8 @@ class Plan:
         per_step = self.parallel.dp * self.num_micro_batches
         if per_step < 1 or not len(self.loads) or len(self.loads) % per_step or len(self.full) != 1:
             raise ConfigError(
-                f"loads of {len(self.loads)} micro-batches and {len(self.full)} of the largest; give steps of "
-                f"{max(per_step, 1)}, and 1"
+                f"loads of {len(self.loads)} micro-batches and {len(self.full)} of the largest; "
+                f"give steps of {max(per_step, 1)}, and 1"
             )
         self._check_predicted()
 
@@ -115,13 +108,12 @@ class Plan:
             value = getattr(self.predicted, f.name)
             count = len(self.borders) - 1 if f.name in _BY_STAGE else self.parallel.pp
             if isinstance(value, tuple) and len(value) != count:
-                raise ConfigError(
-                    f"predicted {f.name} has {len(value)} entries; there must be {count}"
-                )
+                found = len(value)
+                raise ConfigError(f"predicted {f.name} has {found} entries; there must be {count}")
 
     @property
     def num_steps(self) -> int:
-        """Steps that were planned for."""
+        """Number of planned steps."""
         return len(self.loads) // (self.parallel.dp * self.num_micro_batches)
 
     @property
@@ -133,9 +125,7 @@ class Plan:
 
     @property
     def inputs_hash(self) -> str:
-        """SHA-256 of all that the plan was made from: plans with the same one are for the same
-        request.
-        """
+        """SHA-256 of all that the plan was made from: equal for plans of equal requests."""
         return _hash(self._inputs())
 
     def to_json(self) -> dict[str, Any]:
@@ -151,49 +141,34 @@ class Plan:
         }
 
     def _inputs(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in _NUMBERS}
-        settings: dict[str, Any] = json.loads(
-            json.dumps(
-                {
-                    "model": model_to_dict(self.model),
-                    "cluster": asdict(self.cluster),
-                    "parallel": asdict(self.parallel),
-                    "training": asdict(self.training),
-                    **own,
-                }
-            )
-        )
-        return {**settings, "full": _loads_to_json(self.full), "loads": _loads_to_json(self.loads)}
+        settings = {
+            "model": model_to_dict(self.model),
+            "cluster": asdict(self.cluster),
+            "parallel": asdict(self.parallel),
+            "training": asdict(self.training),
+            **{name: getattr(self, name) for name in _NUMBERS},
+        }
+        # the values that reading the JSON gives: tuples are lists
+        plain: dict[str, Any] = json.loads(json.dumps(settings))
+        return {**plain, "full": self.full.to_lists(), "loads": self.loads.to_lists()}
 
 
 def plan_from_json(values: dict[str, Any], *, where: str) -> Plan:
-    """The inverse of `Plan.to_json`. ConfigError, naming `where`, for an unknown version or key, or
-    edited inputs.
-    """
+    """The inverse of `Plan.to_json`. ConfigError: other version or keys, edited inputs."""
     if not isinstance(values, dict) or values.get("version") != PLAN_VERSION:
         found = values.get("version") if isinstance(values, dict) else None
         raise ConfigError(
             f"{where}: plan version {found}; this isobatch reads version {PLAN_VERSION}: plan again"
         )
-    wanted = {
-        "version",
-        "inputs",
-        "inputs_hash",
-        "layer_names",
-        "borders",
-        "recompute",
-        "predicted",
-    }
-    _require_keys(values, wanted, where)
+    _require_keys(values, set(_KEYS), where)
     # first, so that what follows only meets what a planner wrote
     if _hash(values["inputs"]) != values["inputs_hash"]:
         raise ConfigError(
             f"{where}: its inputs are not those that its predictions were made from: plan again"
         )
     inputs = dict(_require_keys(values["inputs"], set(_INPUTS), f"{where}, inputs"))
-    predicted = _require_keys(
-        values["predicted"], {f.name for f in fields(Prediction)}, f"{where}, predicted"
-    )
+    names = {f.name for f in fields(Prediction)}
+    predicted = _require_keys(values["predicted"], names, f"{where}, predicted")
     parts: dict[str, Any] = {
         "model": model_from_dict(inputs["model"]),
         "cluster": build_config(Cluster, inputs["cluster"], where=f"{where}, cluster"),
@@ -215,7 +190,7 @@ def write_plan(plan: Plan, path: Path) -> None:
 
 
 def read_plan(path: Path) -> Plan:
-    """Read a plan. DataError if there is none; ConfigError as `plan_from_json`."""
+    """Read a plan. DataError if there is no such file; ConfigError as `plan_from_json`."""
     try:
         values = json.loads(path.read_text("utf-8"))
     except OSError as error:
@@ -227,30 +202,13 @@ def read_plan(path: Path) -> Plan:
     return plan_from_json(values, where=str(path))
 
 
-def _loads_to_json(loads: Loads) -> dict[str, Any]:
-    return {
-        phase.name: {
-            f.name: getattr(getattr(loads, phase.name), f.name).tolist() for f in fields(PhaseLoads)
-        }
-        for phase in fields(Loads)
-    }
-
-
 def _loads_from_json(values: dict[str, Any], where: str) -> Loads:
-    _require_keys(values, {phase.name for phase in fields(Loads)}, f"{where}, loads")
-    phases = {}
-    for phase, columns in values.items():
-        _require_keys(columns, {f.name for f in fields(PhaseLoads)}, f"{where}, loads of {phase}")
-        phases[phase] = PhaseLoads(
-            **{name: _integers(column, where) for name, column in columns.items()}
-        )
-    return Loads(**phases)
-
-
-def _integers(column: Any, where: str) -> IntArray:
-    if not isinstance(column, list) or any(type(value) is not int for value in column):
-        raise ConfigError(f"{where}: loads are not lists of integers")
-    return np.array(column, np.int64)
+    for phase, columns in _require_keys(values, set(PHASES), f"{where}, loads").items():
+        _require_keys(columns, set(QUANTITIES), f"{where}, loads of {phase}")
+        for column in columns.values():
+            if not isinstance(column, list) or any(type(value) is not int for value in column):
+                raise ConfigError(f"{where}: loads are not lists of integers")
+    return Loads.of_lists(values)
 
 
 def _hash(inputs: Any) -> str:
@@ -258,7 +216,7 @@ def _hash(inputs: Any) -> str:
 
 
 def _require_keys(values: Any, wanted: set[str], where: str) -> dict[str, Any]:
-    """A table that has all of these keys and no others."""
+    """The table, if it has exactly these keys."""
     if not isinstance(values, dict) or set(values) != wanted:
         found = sorted(values) if isinstance(values, dict) else type(values).__name__
         raise ConfigError(f"{where}: has {found}; it must have {sorted(wanted)}")

@@ -1,15 +1,13 @@
-"""From a request to a plan: which partition, which layers recompute, and what steps take with and
-without it. Pure.
+"""Planning: a request to a plan, simulated next to what trainers do without one. Pure.
 
 For `python -m engine plan`. The partition is searched for one step, the median of those planned,
-with the memory that the largest micro-batches need; what is printed is simulated for all steps.
-Nothing here reads files: `PlanRequest` comes with its loads.
+with the memory that the largest micro-batches need; all steps of the answer are simulated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +18,9 @@ from balance.types import IntArray
 from engine.cost_model.analytical import layer_costs
 from engine.cost_model.clusters import Cluster
 from engine.cost_model.costs import Costs
-from engine.cost_model.gradient_reduction import reduction_ns
 from engine.cost_model.layer_list import layers_of
 from engine.cost_model.loads import Loads
-from engine.cost_model.parallel import Parallelism, Training
+from engine.cost_model.parallel import Parallelism, Training, reduction_ns
 from engine.planning.bmp import search_bmp
 from engine.planning.partition import by_params
 from engine.planning.plan import Plan, Prediction
@@ -32,13 +29,18 @@ from engine.planning.search.branch_and_bound import search_exact
 from engine.simulator.evaluate import SimulatedStep, evaluate, schedule_for
 from engine.simulator.schedule import Schedule
 
-MUCH = 1e30
-"""Bytes per second of a link that costs nothing."""
+FREE_LINK = {
+    "nvlink_bytes_per_s": 1e30,
+    "nvlink_latency_us": 1e-9,
+    "network_bytes_per_s": 1e30,
+    "network_latency_us": 1e-9,
+}
+"""A cluster's links if communication cost nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlanRequest:
-    """What a plan is wanted for."""
+    """What a plan is wanted for; the fields of `Plan` of the same names."""
 
     model: ModelPreset
     cluster: Cluster
@@ -49,9 +51,7 @@ class PlanRequest:
     num_micro_batches: int
     memory_bytes: int
     loads: Loads
-    """(steps * dp * micro_batches,): step by step, in it rank by rank."""
     full: Loads
-    """One micro-batch, as large as they come."""
 
     def __post_init__(self) -> None:
         parts = {layer.part for layer in layers_of(self.model, self.parallel)}
@@ -59,25 +59,38 @@ class PlanRequest:
             raise ConfigError("everything is frozen: there is nothing to train")
         if self.loads.audio.tokens.any() and self.model.audio_encoder is None:
             raise ConfigError(
-                f"model preset {self.model.name} has no [audio_encoder] table, so what its audio costs is not known: "
-                "add the encoder's dimensions"
+                f"model preset {self.model.name} has no [audio_encoder] table, so the cost of its "
+                "audio is not known: add the encoder's dimensions"
             )
         node, tp = self.cluster.gpus_per_node, self.parallel.tp
         if node % tp and tp % node:
             raise ConfigError(
-                f"tp is {tp}, but a node of {self.cluster.name} has {node} GPUs: give a divisor or a multiple of {node}"
+                f"tp is {tp}, but a node of {self.cluster.name} has {node} GPUs: give a divisor or "
+                f"a multiple of {node}"
             )
 
+    @classmethod
+    def of_plan(cls, plan: Plan, **changes: Any) -> PlanRequest:
+        """The request that a plan was made for, with some of it changed."""
+        return cls(**{f.name: getattr(plan, f.name) for f in fields(cls)} | changes)
+
     def costs(self, loads: Loads) -> Costs:
-        """What the layers cost for some micro-batches."""
+        """Costs of the layers for some micro-batches."""
         return layer_costs(self.model, self.cluster, self.parallel, loads, self.training)
+
+    def full_costs(self) -> Costs:
+        """Costs of a step in which every micro-batch is the largest."""
+        return self.costs(self.full.take(np.zeros(self.num_micro_batches, np.int64)))
 
     def pipelines(self, loads: Loads) -> list[Costs]:
         """Costs by step and, in it, data-parallel rank."""
-        every, count = self.costs(loads), self.num_micro_batches
-        return [
-            every.take(np.arange(first, first + count)) for first in range(0, len(loads), count)
-        ]
+        return self.split(self.costs(loads))
+
+    def split(self, costs: Costs) -> list[Costs]:
+        """Costs of many micro-batches, by step and data-parallel rank."""
+        count = self.num_micro_batches
+        starts = range(0, costs.num_micro_batches, count)
+        return [costs.take(np.arange(first, first + count)) for first in starts]
 
     def make_schedule(self, num_stages: int) -> Schedule:
         """The schedule of so many stages."""
@@ -87,13 +100,13 @@ class PlanRequest:
 
     @property
     def num_stages(self) -> int:
-        """Of the whole pipeline."""
+        """Stages of the whole pipeline."""
         return self.parallel.pp * self.stages_per_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SimulatedRun:
-    """Steps of one choice of data, partition and recomputation, simulated."""
+    """Simulated steps of one choice of data, partition and recomputation."""
 
     name: str
     borders: IntArray
@@ -101,51 +114,48 @@ class SimulatedRun:
     steps: tuple[SimulatedStep, ...]
     """By step and, in it, data-parallel rank."""
     costs: tuple[Costs, ...]
-    """The same."""
+    """In the same order."""
     dp: int
     num_samples: int
-    """Of all steps and ranks."""
+    """Samples of all steps and ranks."""
 
     @property
     def step_ns(self) -> int:
-        """Mean over steps of the slowest rank's time."""
+        """Time of the slowest rank, as a mean over steps."""
         times = np.array([step.step_ns for step in self.steps]).reshape(-1, self.dp)
         return round(float(times.max(axis=1).mean()))
 
     @property
     def sample_ns(self) -> float:
-        """Time of a step by its samples: what choices of different data compare by."""
+        """Time per sample, which compares choices of different data."""
         return self.step_ns * (len(self.steps) // self.dp) / max(1, self.num_samples)
 
     @property
     def peak_bytes(self) -> IntArray:
-        """Per pipeline rank, the most of any step."""
+        """Peak of each pipeline rank over all steps."""
         return np.asarray(np.max([step.memory.peak_bytes for step in self.steps], axis=0))
 
     @property
     def median(self) -> int:
-        """The pipeline whose time is in the middle: the one to look at."""
-        return int(
-            np.argsort([step.step_ns for step in self.steps], kind="stable")[len(self.steps) // 2]
-        )
+        """Number of the pipeline whose time is the median."""
+        order = np.argsort([step.step_ns for step in self.steps], kind="stable")
+        return int(order[len(self.steps) // 2])
 
-    def recompute_ns(self, place: int) -> IntArray:
-        """(stages, micro_batches): recomputation inside backward passes of a pipeline."""
-        again = np.where(self.recompute[:, np.newaxis], self.costs[place].recompute_ns, 0)
+    def recompute_ns(self, number: int) -> IntArray:
+        """Recomputation inside a pipeline's backward passes, (stages, micro_batches)."""
+        again = np.where(self.recompute[:, np.newaxis], self.costs[number].recompute_ns, 0)
         return np.asarray(np.add.reduceat(again, self.borders[:-1], axis=0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlanResult:
-    """A plan, and what it is better than."""
+    """A plan, and the runs that it is compared with."""
 
     plan: Plan
     runs: tuple[SimulatedRun, ...]
     """From what trainers do today to the plan, one change at a time; the plan is the last one."""
     gap: float | None
-    """How much faster another partition could be for the step that was searched, as a share; None
-    if not known.
-    """
+    """Share by which another partition of the searched step could be faster; None: not known."""
 
     @property
     def best(self) -> SimulatedRun:
@@ -153,65 +163,35 @@ class PlanResult:
         return self.runs[-1]
 
 
-def make_plan(
-    request: PlanRequest, *, search: str = "exact", random: Loads | None = None
-) -> PlanResult:
-    """Plan, and simulate beside it what trainers do: `random` micro-batches, parameters split
-    evenly, all recomputed.
+def plan(request: PlanRequest, *, search: str = "exact", random: Loads | None = None) -> PlanResult:
+    """Plan, and simulate the plan next to what trainers do.
 
-    InfeasiblePlan if nothing fits into memory.
+    That is `random` micro-batches, parameters split evenly, all recomputed. `search`: `exact` or
+    `bmp`. InfeasiblePlan if nothing fits into memory.
     """
-    pipelines = request.pipelines(request.loads)
+    pipelines, full = request.pipelines(request.loads), request.full_costs()
     typical = _median(pipelines)
-    full = request.costs(request.full.take(np.zeros(request.num_micro_batches, np.int64)))
     # times of a typical step, memory of the largest
-    sized = replace(
-        typical,
-        **{name: getattr(full, name) for name in ("saved_bytes", "kept_bytes", "working_bytes")},
-    )
-    borders, recompute, gap = _search(sized, request, search)
+    memory = {name: getattr(full, name) for name in ("saved_bytes", "kept_bytes", "working_bytes")}
+    borders, recompute, gap = _search(replace(typical, **memory), request, search)
+
+    # one run per change, from what trainers do to the plan
     everything, even = np.ones(len(recompute), np.bool_), by_params(typical, request.num_stages)
-    runs = []
     first = "parameters split evenly, all recomputed"
+    runs = []
     if random is not None:
         name = f"random samples, {int(random.llm.items.max())} at a time, padded; {first}"
-        runs.append(
-            simulate_run(request, name, request.pipelines(random), random, even, everything)
-        )
+        costs = request.pipelines(random)
+        runs.append(simulate_run(request, name, costs, random, even, everything))
         first = "+ packed micro-batches"
-    runs.append(simulate_run(request, first, pipelines, request.loads, even, everything))
-    runs.append(
-        simulate_run(request, "+ searched partition", pipelines, request.loads, borders, everything)
-    )
-    runs.append(
-        simulate_run(
-            request,
-            "+ recomputed as little as fits: the plan",
-            pipelines,
-            request.loads,
-            borders,
-            recompute,
-        )
-    )
-    schedule = request.make_schedule(request.num_stages)
-    full_peak = evaluate(full, borders, recompute, schedule).memory.peak_bytes
-    plan = Plan(
-        model=request.model,
-        cluster=request.cluster,
-        parallel=request.parallel,
-        training=request.training,
-        schedule=request.schedule,
-        stages_per_rank=request.stages_per_rank,
-        num_micro_batches=request.num_micro_batches,
-        memory_bytes=request.memory_bytes,
-        full=request.full,
-        loads=request.loads,
-        layer_names=typical.names,
-        borders=tuple(borders.tolist()),
-        recompute=tuple(np.flatnonzero(recompute).tolist()),
-        predicted=predict(request, runs[-1], full_peak),
-    )
-    return PlanResult(plan=plan, runs=tuple(runs), gap=gap)
+    for name, cuts, chosen in (
+        (first, even, everything),
+        ("+ searched partition", borders, everything),
+        ("+ recomputed as little as fits: the plan", borders, recompute),
+    ):
+        runs.append(simulate_run(request, name, pipelines, request.loads, cuts, chosen))
+    made = make_plan(request, runs[-1], full)
+    return PlanResult(plan=made, runs=tuple(runs), gap=gap)
 
 
 def simulate_run(
@@ -235,78 +215,82 @@ def simulate_run(
     )
 
 
-def predict(request: PlanRequest, found: SimulatedRun, full_peak_bytes: IntArray) -> Prediction:
-    """What a plan says of its steps."""
-    stages = [step.stages for step in found.steps]
-    again = [found.recompute_ns(place) for place in range(len(stages))]
-    return Prediction(
-        step_ns=found.step_ns,
-        reduction_ns=_reduction_ns(request, found.borders),
-        bubble_ratio=tuple(
-            np.mean([step.timeline.bubble_ratio for step in found.steps], axis=0).tolist()
-        ),
-        forward_ns=_mean([each.forward_ns for each in stages]),
-        backward_ns=_mean([each.backward_ns for each in stages]),
-        recompute_ns=_mean(again),
-        state_bytes=tuple(found.steps[0].memory.state_bytes.tolist()),
-        peak_bytes=tuple(found.peak_bytes.tolist()),
-        full_peak_bytes=tuple(full_peak_bytes.tolist()),
+def make_plan(request: PlanRequest, run: SimulatedRun, full: Costs) -> Plan:
+    """The plan of a run's partition; `full`: costs of a step of the largest micro-batches."""
+    schedule = request.make_schedule(len(run.borders) - 1)
+    at_full = evaluate(full, run.borders, run.recompute, schedule)
+    return Plan(
+        **{f.name: getattr(request, f.name) for f in fields(PlanRequest)},
+        layer_names=full.names,
+        borders=tuple(run.borders.tolist()),
+        recompute=tuple(np.flatnonzero(run.recompute).tolist()),
+        predicted=_predict(request, run, at_full.memory.peak_bytes),
     )
 
 
-def tensor_parallel_ns(request: PlanRequest, found: SimulatedRun) -> IntArray:
-    """(ranks,): what a step's tensor-parallel communication takes on each pipeline rank, in all
-    passes, as a mean.
-    """
-    cluster = request.cluster
-    free = replace(
-        cluster,
-        nvlink_bytes_per_s=MUCH,
-        nvlink_latency_us=1e-9,
-        network_bytes_per_s=MUCH,
-        network_latency_us=1e-9,
-    )
-    without = replace(request, cluster=free).costs(request.loads)
+def tensor_parallel_ns(request: PlanRequest, run: SimulatedRun) -> IntArray:
+    """Mean time of tensor-parallel communication in a step's passes, per pipeline rank."""
     every = request.costs(request.loads)
-    chosen = found.recompute[:, np.newaxis]
+    cluster = replace(request.cluster, **FREE_LINK)
+    without = replace(request, cluster=cluster).costs(request.loads)
     spent = sum(
         getattr(every, name) - getattr(without, name)
         for name in ("forward_ns", "input_grad_ns", "weight_grad_ns")
-    ) + np.where(chosen, every.recompute_ns - without.recompute_ns, 0)
-    stages = np.add.reduceat(spent.sum(axis=1), found.borders[:-1])
-    ranks = np.zeros(request.parallel.pp, np.int64)
-    np.add.at(ranks, np.arange(len(stages)) % len(ranks), stages)
-    return np.asarray(ranks // len(found.steps))
+    ) + np.where(run.recompute[:, np.newaxis], every.recompute_ns - without.recompute_ns, 0)
+    return _by_rank(spent.sum(axis=1), run.borders, request.parallel.pp) // len(run.steps)
+
+
+def _predict(request: PlanRequest, run: SimulatedRun, full_peak_bytes: IntArray) -> Prediction:
+    stages = [step.stages for step in run.steps]
+    bubbles = np.mean([step.timeline.bubble_ratio for step in run.steps], axis=0)
+    return Prediction(
+        step_ns=run.step_ns,
+        reduction_ns=_reduction_ns(request, run.borders),
+        bubble_ratio=tuple(bubbles.tolist()),
+        forward_ns=_stage_means([each.forward_ns for each in stages]),
+        backward_ns=_stage_means([each.backward_ns for each in stages]),
+        recompute_ns=_stage_means([run.recompute_ns(number) for number in range(len(stages))]),
+        state_bytes=tuple(run.steps[0].memory.state_bytes.tolist()),
+        peak_bytes=tuple(run.peak_bytes.tolist()),
+        full_peak_bytes=tuple(full_peak_bytes.tolist()),
+    )
 
 
 def _search(
     costs: Costs, request: PlanRequest, search: str
 ) -> tuple[IntArray, NDArray[np.bool_], float | None]:
-    """(borders, recompute, gap)."""
+    """-> (borders, recompute, gap)."""
     schedule, memory = request.make_schedule(request.num_stages), request.memory_bytes
     if search == "exact":
         found = search_exact(costs, schedule, memory)
         return found.borders, found.recompute, found.gap
-    step_ns: Callable[[IntArray], int] = fitted_step(costs, schedule, memory)
+    step_ns = fitted_step(costs, schedule, memory)
     borders = search_bmp(costs, request.num_stages, step_ns).best.borders
     return borders, choose_recompute(costs, borders, schedule, memory), None
 
 
 def _median(pipelines: list[Costs]) -> Costs:
+    """The pipeline with the median forward time."""
     work = [int(costs.forward_ns.sum()) for costs in pipelines]
     return pipelines[int(np.argsort(work, kind="stable")[len(work) // 2])]
 
 
-def _mean(tables: list[IntArray]) -> tuple[int, ...]:
-    """Of (stages, micro_batches) tables, per stage."""
+def _stage_means(tables: list[IntArray]) -> tuple[int, ...]:
+    """Mean of (stages, micro_batches) tables per stage."""
     return tuple(np.rint(np.mean(tables, axis=(0, 2))).astype(int).tolist())
+
+
+def _by_rank(values: IntArray, borders: IntArray, num_ranks: int) -> IntArray:
+    """Values of layers, (layers,), summed over the stages of each pipeline rank."""
+    stages = np.add.reduceat(values, borders[:-1])
+    ranks = np.zeros(num_ranks, np.int64)
+    np.add.at(ranks, np.arange(len(stages)) % num_ranks, stages)
+    return ranks
 
 
 def _reduction_ns(request: PlanRequest, borders: IntArray) -> int:
     trains = request.training.trains
     layers = layers_of(request.model, request.parallel)
     params = np.array([layer.gpu_params if trains(layer.part) else 0 for layer in layers])
-    stages = np.add.reduceat(params, borders[:-1])
-    ranks = np.zeros(request.parallel.pp, np.int64)
-    np.add.at(ranks, np.arange(len(stages)) % len(ranks), stages)
+    ranks = _by_rank(params, borders, request.parallel.pp)
     return int(reduction_ns(ranks, request.cluster, request.parallel, request.training).max())

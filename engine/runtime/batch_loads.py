@@ -1,7 +1,7 @@
 """`Loads` of the micro-batches that a runtime trains on, from the tensors that say how long
 everything in them is.
 
-What `engine.cost_model.sample_loads` takes from counts of a build, exactly: images at native
+What `engine.cost_model.loads` takes from counts of a build, exactly: images at native
 resolution and windows of audio each count with their own length. Any object with the fields of
 `loaders.MicroBatch` will do, decoded images or not.
 """

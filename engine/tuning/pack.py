@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from balance.steps.repack import pack_balanced
 from balance.types import Groups, IntArray
 from engine.cost_model.costs import Costs
-from engine.cost_model.loads import Loads, PhaseLoads
-from engine.cost_model.sample_loads import PHASES, QUANTITIES
+from engine.cost_model.loads import PHASES, QUANTITIES, Loads, PhaseLoads
 
 CostFunction = Callable[[Loads], Costs]
 """What the layers cost for any micro-batches: a model, a cluster and a parallelism, or a

@@ -86,7 +86,7 @@ class TunedSteps:
     pipeline: PartitionedModel
     options: TuneOptions
     loads: Callable[[Counts], Loads]
-    """A column per sample: `engine.cost_model.sample_loads.sample_loads` of a model preset."""
+    """A column per sample: `engine.cost_model.loads.sample_loads` of a model preset."""
 
     def __call__(self, samples: StepRequest) -> StepAssignment:
         """The micro-batches of every rank, with a `StepNote` for each."""

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from balance.errors import ConfigError
 from balance.types import Groups, IntArray
-from engine.cost_model.loads import Loads
-from engine.cost_model.sample_loads import joined_loads, packed_loads
+from engine.cost_model.loads import Loads, joined_loads, packed_loads
 from engine.simulator.evaluate import schedule_for
 from engine.simulator.stages import StageCosts, stage_costs
 from engine.tuning.order_search import OrderResult, search_clusters, search_swaps

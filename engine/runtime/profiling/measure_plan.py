@@ -21,7 +21,7 @@ from engine.cost_model.layer_list import layers_of, phases_of
 from engine.cost_model.profile_table import Profile, profiled_costs
 from engine.planning.partition import even_partition
 from engine.planning.plan import Plan
-from engine.planning.plan_from_profile import measured_costs, plan_of_profile
+from engine.planning.plan_from_profile import measured_costs, plan_from_profile
 from engine.planning.planner import PlanRequest
 from engine.planning.recompute import choose_recompute
 from engine.runtime.batch_loads import batch_loads
@@ -108,4 +108,4 @@ def choose_plan(
     )
     measured = measure_partitions(model, costs, step, trials)
     borders = measured.bmp.best.borders
-    return measured, plan_of_profile(request, profile, borders, recompute(borders), places)
+    return measured, plan_from_profile(request, profile, borders, recompute(borders), places)

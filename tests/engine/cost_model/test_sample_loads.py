@@ -4,7 +4,7 @@ import numpy as np
 
 from balance.presets import load_model
 from balance.types import COUNT_COLUMNS, Counts
-from engine.cost_model.sample_loads import joined_loads, packed_loads, sample_loads
+from engine.cost_model.loads import joined_loads, packed_loads, sample_loads
 from engine.tuning.pack import pack_in_order
 from support.costs.linear_costs import mixed_samples
 

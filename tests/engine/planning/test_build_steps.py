@@ -11,8 +11,7 @@ import pytest
 
 from balance.errors import ConfigError, DataError
 from balance.types import Groups
-from engine.cost_model.loads import Loads, PhaseLoads
-from engine.cost_model.sample_loads import packed_loads, sample_loads
+from engine.cost_model.loads import Loads, PhaseLoads, packed_loads, sample_loads
 from engine.planning.build_steps import padded, read_build
 from loaders.plan.epoch_groups import StoredGroups
 from loaders.plan.steps import StepConfig, Steps

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from balance.errors import ConfigError, DataError
+from engine.planning import planner
 from engine.planning.plan import plan_from_json, read_plan, write_plan
-from engine.planning.planner import make_plan
 from support.costs.plan_questions import plan_request, uneven_loads
 
 
 @pytest.fixture(scope="module")
 def plan():
-    return make_plan(plan_request()).plan
+    return planner.plan(plan_request()).plan
 
 
 def test_a_plan_survives_its_file(plan, tmp_path):
@@ -34,12 +34,12 @@ def test_a_plan_survives_its_file(plan, tmp_path):
 
 
 def test_the_hash_is_that_of_the_question(plan):
-    assert make_plan(plan_request(), search="bmp").plan.inputs_hash == plan.inputs_hash
+    assert planner.plan(plan_request(), search="bmp").plan.inputs_hash == plan.inputs_hash
     others = [
         plan_request(memory_bytes=plan.memory_bytes + 1),
         plan_request(loads=uneven_loads(32, 7, model="internvl_1_5")),
     ]
-    assert len({plan.inputs_hash, *(make_plan(other).plan.inputs_hash for other in others)}) == 3
+    assert len({plan.inputs_hash, *(planner.plan(other).plan.inputs_hash for other in others)}) == 3
 
 
 def changed(plan, *path, value):

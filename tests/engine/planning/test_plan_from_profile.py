@@ -14,7 +14,7 @@ from engine.cost_model.parallel import Parallelism
 from engine.cost_model.profile_table import COLUMNS, make_profile, profiled_costs
 from engine.planning.bmp import greedy_anchor
 from engine.planning.plan import read_plan, write_plan
-from engine.planning.plan_from_profile import largest_micro_batch, measured_costs, plan_of_profile
+from engine.planning.plan_from_profile import largest_micro_batch, measured_costs, plan_from_profile
 from engine.simulator.evaluate import evaluate
 from support.costs.plan_questions import plan_request, uneven_loads
 
@@ -34,7 +34,7 @@ def test_a_plan_says_what_the_profile_says_of_its_partition(tmp_path):
     profile = profile_of(asked.model, loads)
     costs = profiled_costs(profile, loads)
     borders, recompute = greedy_anchor(costs, 4), np.arange(costs.num_layers) % 2 == 0
-    plan = plan_of_profile(asked, profile, borders, recompute)
+    plan = plan_from_profile(asked, profile, borders, recompute)
     assert plan.borders == tuple(borders.tolist())
     assert (plan.recompute_mask == recompute).all()
     forward = np.add.reduceat(costs.forward_ns, borders[:-1], axis=0).mean(axis=1)
@@ -59,7 +59,7 @@ def test_what_was_measured_is_used_as_it_is():
         assert (getattr(made, name) == getattr(exact, name)).all(), name
     assert (made.names, made.kinds) == (exact.names, exact.kinds)
     borders, recompute = greedy_anchor(exact, 4), np.zeros(exact.num_layers, bool)
-    plan = plan_of_profile(asked, profile, borders, recompute, places)
+    plan = plan_from_profile(asked, profile, borders, recompute, places)
     assert (
         plan.predicted.step_ns
         == evaluate(exact, borders, recompute, asked.make_schedule(4)).step_ns
@@ -72,7 +72,7 @@ def test_a_profile_of_another_model_is_refused():
     with pytest.raises(
         ConfigError, match=r"the profile has \d+ layers, the model internvl_1_5 \d+"
     ):
-        plan_of_profile(
+        plan_from_profile(
             asked,
             profile,
             np.array([0, 1, 2, 3, len(profile.names)]),

@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console
 
 from balance.errors import ConfigError
-from engine.cost_model.gradient_reduction import reduction_ns
-from engine.cost_model.parallel import Training
+from engine.cost_model.parallel import Training, reduction_ns
 from engine.plan_report import (
     comparison,
     layers_text,
@@ -20,8 +19,9 @@ from engine.plan_report import (
     stage_rows,
     time_shares,
 )
+from engine.planning import planner
 from engine.planning.partition import METHODS
-from engine.planning.planner import make_plan, simulate_run, tensor_parallel_ns
+from engine.planning.planner import simulate_run, tensor_parallel_ns
 from engine.planning.recompute import InfeasiblePlan, choose_recompute
 from engine.planning.search.branch_and_bound import search_exact
 from engine.simulator.evaluate import evaluate, schedule_for
@@ -30,7 +30,7 @@ from support.costs.plan_questions import plan_request, uneven_loads
 
 @pytest.fixture(scope="module")
 def result():
-    return make_plan(plan_request(), random=uneven_loads(32, seed=1, model="internvl_1_5"))
+    return planner.plan(plan_request(), random=uneven_loads(32, seed=1, model="internvl_1_5"))
 
 
 def test_the_plan_is_what_is_simulated(result):
@@ -59,7 +59,7 @@ def test_each_change_makes_steps_faster(result):
 
 def test_the_largest_micro_batches_fit_and_with_less_recomputed_they_would_not():
     asked = plan_request(memory_bytes=28 * 2**30)
-    result = make_plan(asked)
+    result = planner.plan(asked)
     plan = result.plan
     full = asked.costs(asked.full.take(np.zeros(8, np.int64)))
     schedule = schedule_for("1f1b", np.array(plan.borders), 8)
@@ -77,7 +77,7 @@ def test_the_largest_micro_batches_fit_and_with_less_recomputed_they_would_not()
 def test_the_searched_partition_is_no_slower_than_other_methods_for_the_searched_step():
     loads = uneven_loads(8, model="internvl_1_5")
     asked = replace(plan_request(), parallel=replace(plan_request().parallel, dp=1), loads=loads)
-    best = make_plan(asked).best
+    best = planner.plan(asked).best
     (costs,) = asked.pipelines(loads)
     full = asked.costs(asked.full.take(np.zeros(8, np.int64)))
     schedule = schedule_for("1f1b", best.borders, 8)
@@ -96,7 +96,7 @@ def test_both_searches_find_a_plan_and_the_exact_one_is_no_slower():
         parallel=replace(plan_request().parallel, dp=1),
         loads=uneven_loads(8, model="internvl_1_5"),
     )
-    exact, bmp = make_plan(asked), make_plan(asked, search="bmp")
+    exact, bmp = planner.plan(asked), planner.plan(asked, search="bmp")
     assert exact.best.step_ns <= bmp.best.step_ns
     assert exact.gap is not None
     assert bmp.gap is None
@@ -104,11 +104,11 @@ def test_both_searches_find_a_plan_and_the_exact_one_is_no_slower():
 
 def test_what_does_not_fit_says_so():
     with pytest.raises(InfeasiblePlan, match="GiB too little"):
-        make_plan(replace(plan_request(), memory_bytes=2**30))
+        planner.plan(replace(plan_request(), memory_bytes=2**30))
 
 
 def test_the_same_request_has_the_same_result(result):
-    again = make_plan(plan_request(), random=uneven_loads(32, seed=1, model="internvl_1_5"))
+    again = planner.plan(plan_request(), random=uneven_loads(32, seed=1, model="internvl_1_5"))
     assert again.plan.to_json() == result.plan.to_json()
     assert comparison(again) == comparison(result)
 
@@ -118,7 +118,7 @@ def test_the_same_request_has_the_same_result(result):
 )
 def test_every_schedule_can_be_planned(schedule, stages_per_rank):
     asked = plan_request(schedule=schedule, stages_per_rank=stages_per_rank)
-    plan = make_plan(asked).plan
+    plan = planner.plan(asked).plan
     assert len(plan.borders) - 1 == 4 * stages_per_rank
     assert len(plan.predicted.bubble_ratio) == len(plan.predicted.peak_bytes) == 4
 
@@ -159,9 +159,9 @@ def test_replicas_reduce_gradients_of_what_is_trained(result):
     single = replace(
         asked, parallel=replace(asked.parallel, dp=1), loads=asked.loads.take(np.arange(16))
     )
-    assert make_plan(single).plan.predicted.reduction_ns == 0
+    assert planner.plan(single).plan.predicted.reduction_ns == 0
     frozen = replace(asked, training=replace(asked.training, llm=False))
-    less = make_plan(frozen).plan.predicted.reduction_ns
+    less = planner.plan(frozen).plan.predicted.reduction_ns
     assert (
         0
         < less

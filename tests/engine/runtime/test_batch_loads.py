@@ -11,7 +11,7 @@ import torch
 from balance.errors import ConfigError
 from balance.presets import load_model
 from balance.types import Counts, Groups
-from engine.cost_model.sample_loads import packed_loads, sample_loads
+from engine.cost_model.loads import packed_loads, sample_loads
 from engine.runtime.batch_loads import batch_loads
 
 PHASES, QUANTITIES = ("vision", "audio", "llm"), ("tokens", "squares", "items")

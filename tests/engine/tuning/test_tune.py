@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from balance.errors import ConfigError
-from engine.cost_model.sample_loads import packed_loads
+from engine.cost_model.loads import packed_loads
 from engine.simulator.evaluate import evaluate, schedule_for
 from engine.simulator.memory import memory_of
 from engine.simulator.program import Encodings, make_program
