@@ -1,1 +1,49 @@
-"""The pipeline engine: a planner that needs no torch, and the runtime that trains by its plans."""
+"""Plan, simulate and train pipelines of multimodal models; planning needs no torch."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_EXPORTS = {
+    "engine.charts.gantt": ("GanttStep", "write_gantt"),
+    "engine.charts.trace": ("write_trace",),
+    "engine.cost_model.clusters": ("Cluster", "load_cluster"),
+    "engine.cost_model.costs": ("Costs",),
+    "engine.cost_model.loads": ("Loads", "PhaseLoads", "sample_loads"),
+    "engine.cost_model.parallel": ("Parallelism", "Training"),
+    "engine.cost_model.profile_table": (
+        "Profile",
+        "profiled_costs",
+        "read_profile",
+        "write_profile",
+    ),
+    "engine.dispatching.dispatch": ("DispatchOptions", "plan_dispatch"),
+    "engine.dispatching.step_planner": ("DispatchedSteps",),
+    "engine.planning.plan": ("Plan", "read_plan", "write_plan"),
+    "engine.planning.planner": ("PlanRequest", "PlanResult", "plan"),
+    "engine.planning.recompute": ("InfeasiblePlan",),
+    "engine.simulator.evaluate": ("SimulatedStep", "evaluate"),
+    "engine.simulator.schedule": ("Schedule", "make_schedule"),
+    "engine.tuning.step_planner": ("TunedSteps",),
+    "engine.tuning.tune": ("PartitionedModel", "TuneOptions", "tune"),
+    # need torch
+    "engine.runtime.checkpoints.training_state": ("load_state", "save_state"),
+    "engine.runtime.pipeline": ("Pipeline", "PipelineOptions"),
+}
+_MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
+
+__all__ = sorted(_MODULES)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used, so that planning does not import torch."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'engine' has no attribute {name!r}")
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,23 +1,31 @@
-"""What `python -m engine plan` is asked for: command line over TOML file over defaults."""
+"""The input of `python -m engine plan` and `simulate`: options and builds to a `PlanRequest`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
+from balance.baseline_samplers import BATCH_SIZE
 from balance.errors import ConfigError
+from balance.presets import AnyresRule, NativeRule, load_model
+from engine.cost_model.clusters import load_cluster
+from engine.cost_model.loads import Loads
 from engine.cost_model.parallel import Parallelism, Training
+from engine.planning.build_steps import read_build
+from engine.planning.plan import Plan
+from engine.planning.planner import PlanRequest
 from engine.simulator.schedule import SCHEDULES
 
 PARTS = ("audio", "vision", "projector", "llm")
 SEARCHES = ("exact", "bmp")
 GIB = 2**30
 MOST_GIB = 2**20
-"""Of a GPU, that can be asked for."""
+"""Largest memory of a GPU that can be given."""
 MOST_TOKENS = 10**8
-"""Of a micro-batch that is made up, and image patches: more would not be counted right in 64
-bits.
-"""
+"""Largest made-up micro-batch, in tokens and image patches: squares of more overflow 64 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +33,9 @@ class PlanConfig:
     """One plan; every field is also a key of the TOML file given with --config."""
 
     build: str | None = None
-    """Folder of a packed build; without one, `model`, `images` and `seq_len` say what a micro-batch
-    is.
-    """
+    """Folder of a packed build; otherwise `model`, `images` and `seq_len` make up micro-batches."""
     model: str | None = None
-    """Model preset; with a build, its own."""
+    """Model preset; a build has its own."""
     images: int | None = None
     seq_len: int | None = None
     samples: int = 1
@@ -47,15 +53,13 @@ class PlanConfig:
     schedule: str = "1f1b"
     stages_per_rank: int = 1
     memory_gib: float | None = None
-    """Of a GPU; by default what the cluster's preset calls usable."""
+    """Memory of a GPU that may be used; by default by the cluster's preset."""
     steps: int = 4
     seed: int = 0
     search: str = "exact"
     """`exact`, or `bmp`: OmniBal 4.2."""
     batch_size: int | None = None
-    """Samples of a random micro-batch to compare with; by default 4, as in OmniBal, or what a group
-    holds if less.
-    """
+    """Samples of a random micro-batch to compare with; default: 4, or a group's if less."""
 
     def __post_init__(self) -> None:
         least = {"micro_batches": 1, "stages_per_rank": 1, "steps": 1, "batch_size": 1, "seed": 0}
@@ -64,12 +68,10 @@ class PlanConfig:
             value = getattr(self, name)
             if value is not None and value < bound:
                 raise ConfigError(f"{name} is {value}; it must be at least {bound}")
-        for name, value, choices in (
-            ("schedule", self.schedule, SCHEDULES),
-            ("search", self.search, SEARCHES),
-        ):
-            if value not in choices:
-                raise ConfigError(f"{name} is {value!r}; use one of {', '.join(choices)}")
+        for name, choices in (("schedule", SCHEDULES), ("search", SEARCHES)):
+            if getattr(self, name) not in choices:
+                found = getattr(self, name)
+                raise ConfigError(f"{name} is {found!r}; use one of {', '.join(choices)}")
         unknown = sorted(set(self.frozen) - set(PARTS))
         if unknown:
             raise ConfigError(f"frozen names {', '.join(unknown)}; parts are {', '.join(PARTS)}")
@@ -100,17 +102,16 @@ class PlanConfig:
 
     def _check_build(self, build: str) -> None:
         made_up = {"model": self.model, "images": self.images, "seq_len": self.seq_len}
-        given = [name for name, value in made_up.items() if value is not None] + ["samples"] * (
-            self.samples != 1
-        )
+        given = [name for name, value in made_up.items() if value is not None]
+        given += ["samples"] * (self.samples != 1)
         if given:
             raise ConfigError(
                 f"a build says for itself what its {', '.join(given)} are; leave those out"
             )
         if "://" in build:
             raise ConfigError(
-                f"{build}: planning reads a folder; copy the build's manifest.json, index.arrow, counts.parquet and "
-                "groups.parquet into one"
+                f"{build}: planning reads a folder; copy the build's manifest.json, index.arrow, "
+                "counts.parquet and groups.parquet into one"
             )
 
     @property
@@ -127,12 +128,12 @@ class PlanConfig:
 
     @property
     def training(self) -> Training:
-        """What is trained."""
+        """Which parts are trained."""
         return Training(**{part: part not in self.frozen for part in PARTS})
 
 
 def gib_bytes(memory_gib: float) -> int:
-    """Bytes of what a GPU may hold. ConfigError for what no GPU can have.
+    """Memory of a GPU in bytes. ConfigError for what no GPU can have.
 
     >>> gib_bytes(0.5)
     536870912
@@ -140,3 +141,97 @@ def gib_bytes(memory_gib: float) -> int:
     if not 0 < memory_gib <= MOST_GIB:
         raise ConfigError(f"memory_gib is {memory_gib}; give more than 0 and at most {MOST_GIB:,}")
     return int(memory_gib * GIB)
+
+
+def plan_request(config: PlanConfig) -> tuple[PlanRequest, Loads | None]:
+    """The request, and of a build random micro-batches to compare with."""
+    cluster, memory_gib = load_cluster(config.cluster), config.memory_gib
+    random = None
+    if config.build is None:
+        model, loads = load_model(config.model or ""), _equal_loads(config)
+        full = loads.take(np.zeros(1, np.int64))
+    else:
+        build = read_build(Path(config.build))
+        model, full = build.model, build.full_micro_batch()
+        size = config.batch_size or min(BATCH_SIZE, build.mean_group_size)
+        asked = {
+            "dp": config.dp,
+            "micro_batches": config.micro_batches,
+            "steps": config.steps,
+            "seed": config.seed,
+        }
+        loads, random = build.stream_steps(**asked), build.random_steps(batch_size=size, **asked)
+    request = PlanRequest(
+        model=model,
+        cluster=cluster,
+        parallel=config.parallel,
+        training=config.training,
+        schedule=config.schedule,
+        stages_per_rank=config.stages_per_rank,
+        num_micro_batches=config.micro_batches,
+        memory_bytes=gib_bytes(memory_gib) if memory_gib else cluster.usable_memory_bytes,
+        loads=loads,
+        full=full,
+    )
+    return request, random
+
+
+def changed_request(
+    plan: Plan,
+    schedule: str | None,
+    micro_batches: int | None,
+    cluster: str | None,
+    memory_gib: float | None,
+) -> PlanRequest:
+    """The request that a plan was made for, with some of it changed."""
+    on = plan.cluster if cluster is None else load_cluster(cluster)
+    memory = plan.memory_bytes if cluster is None else on.usable_memory_bytes
+    count = micro_batches or plan.num_micro_batches
+    return PlanRequest.of_plan(
+        plan,
+        cluster=on,
+        schedule=schedule or plan.schedule,
+        num_micro_batches=count,
+        memory_bytes=memory if memory_gib is None else gib_bytes(memory_gib),
+        loads=_regrouped_loads(plan, count),
+    )
+
+
+def _equal_loads(config: PlanConfig) -> Loads:
+    """One step of equal micro-batches."""
+    rule = load_model(config.model or "").vision
+    images, seq_len = config.images or 0, config.seq_len or 0
+    if isinstance(rule, NativeRule):
+        raise ConfigError(
+            f"model {config.model} takes images of any size, so the cost of --images is not known; "
+            "give a build"
+        )
+    if not isinstance(rule, AnyresRule) and images * rule.llm_tokens_per_patch > seq_len:
+        raise ConfigError(
+            f"{images} image patches are {images * rule.llm_tokens_per_patch:,} LLM tokens, "
+            f"--seq-len is {seq_len:,}; give fewer images or a longer sequence"
+        )
+    return Loads.constant(
+        config.dp * config.micro_batches,
+        images=images,
+        vit_tokens_per_image=rule.vit_tokens_per_patch,
+        seq_len=seq_len,
+        samples=config.samples,
+    )
+
+
+def _regrouped_loads(plan: Plan, count: int) -> Loads:
+    """A plan's micro-batches in steps of `count`, each replica's in their order."""
+    dp = plan.parallel.dp
+    # (steps, dp, micro_batches) -> (dp, all micro-batches of the replica)
+    numbers = np.arange(len(plan.loads)).reshape(plan.num_steps, dp, plan.num_micro_batches)
+    own = numbers.swapaxes(0, 1).reshape(dp, -1)
+    steps = own.shape[1] // count
+    if not steps:
+        raise ConfigError(
+            f"the plan has {own.shape[1]} micro-batches per replica, not {count}; plan with more "
+            "--steps"
+        )
+    # -> (new steps, dp, count)
+    regrouped = own[:, : steps * count].reshape(dp, steps, count).swapaxes(0, 1)
+    return plan.loads.take(regrouped.ravel())

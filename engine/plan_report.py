@@ -1,11 +1,9 @@
-"""Plans and simulated steps in words and tables, for people; the same figures as plain values for
-machines. Pure.
-"""
+"""Reports of plans and simulated steps: tables for people, plain values for machines. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -23,85 +21,73 @@ GIB = 2**30
 
 
 def print_result(result: PlanResult, console: Console, *, tensor_parallel_ns: IntArray) -> None:
-    """Everything that `python -m engine plan` says of a plan."""
+    """Print everything that `python -m engine plan` reports."""
     console.print(headline(result.plan))
     if result.gap is not None:
         console.print(
             "partition: no other one is faster for the searched step"
             if result.gap == 0
-            else f"partition: at most {result.gap:.2%} slower than the fastest one for the searched step"
+            else f"partition: at most {result.gap:.2%} slower than the fastest one for the "
+            "searched step"
         )
     console.print()
-    _print_table(
-        console,
-        ("", "recomputed", "step", "per sample", "speed-up", "waiting", "most memory"),
-        comparison(result),
-    )
+    columns = ("", "recomputed", "step", "per sample", "speed-up", "waiting", "most memory")
+    _print_table(console, columns, comparison(result))
     print_plan(result.plan, result.best, console, tensor_parallel_ns=tensor_parallel_ns)
 
 
 def print_plan(
     plan: Plan, run: SimulatedRun, console: Console, *, tensor_parallel_ns: IntArray
 ) -> None:
-    """A plan's stages, and where the time of its steps goes."""
+    """Print a plan's stages, and how its ranks spend their time."""
     console.print()
-    columns = (
-        "stage",
-        "layers",
-        "recomputed",
-        "forward",
-        "backward",
-        "waits",
-        "peak",
-        "if all are full",
-    )
-    _print_table(console, columns, stage_rows(plan, run), left=2)
+    columns = ("stage", "layers", "recomputed", "forward", "backward", "waits", "peak")
+    _print_table(console, (*columns, "if all are full"), stage_rows(plan, run), left=2)
     console.print()
-    shares = time_shares(run)
-    console.print(
-        "where the ranks' time goes: "
-        + ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
-    )
+
+    # shares of the time
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in time_shares(run).items())
+    console.print(f"where the ranks' time goes: {shares}")
     if tensor_parallel_ns.any():
-        of_it = tensor_parallel_ns.mean() / max(run.step_ns, 1)
-        console.print(f"in passes, tensor-parallel communication: {of_it:.1%} of the time")
-    parts = path_parts(shown_step(plan, run))
+        share = tensor_parallel_ns.mean() / max(run.step_ns, 1)
+        console.print(f"in passes, tensor-parallel communication: {share:.1%} of the time")
+    parts = path_parts(chart_step(plan, run))
     total = max(1, sum(parts.values()))
-    console.print(
-        "critical path: "
-        + ", ".join(f"{name} {spent / total:.1%}" for name, spent in parts.items() if spent)
-    )
-    if plan.predicted.reduction_ns:
-        console.print(
-            f"behind each step, gradients over replicas: {time_text(plan.predicted.reduction_ns)}"
-        )
-    most = int(run.peak_bytes.max())
+    shares = ", ".join(f"{name} {spent / total:.1%}" for name, spent in parts.items() if spent)
+    console.print(f"critical path: {shares}")
+    predicted = plan.predicted
+    if predicted.reduction_ns:
+        spent_text = time_text(predicted.reduction_ns)
+        console.print(f"after each step, gradients over replicas: {spent_text}")
+
+    # memory
+    has = f"a GPU has {plan.memory_bytes / GIB:.1f} GiB"
+    rank, full_rank = int(run.peak_bytes.argmax()), int(np.argmax(predicted.full_peak_bytes))
+    most, full_most = int(run.peak_bytes[rank]), predicted.full_peak_bytes[full_rank]
     if most > plan.memory_bytes:
-        rank = int(run.peak_bytes.argmax())
+        console.print(f"does not fit: rank {rank} needs {most / GIB:.1f} GiB, {has}")
+    elif full_most > plan.memory_bytes:
         console.print(
-            f"does not fit: rank {rank} needs {most / GIB:.1f} GiB, a GPU has {plan.memory_bytes / GIB:.1f} GiB"
-        )
-    elif max(plan.predicted.full_peak_bytes) > plan.memory_bytes:
-        rank = int(np.argmax(plan.predicted.full_peak_bytes))
-        console.print(
-            f"may not fit: rank {rank} needs {plan.predicted.full_peak_bytes[rank] / GIB:.1f} GiB if all micro-batches "
-            f"are full, a GPU has {plan.memory_bytes / GIB:.1f} GiB"
+            f"may not fit: rank {full_rank} needs {full_most / GIB:.1f} GiB if all micro-batches "
+            f"are full, {has}"
         )
 
 
 def headline(plan: Plan) -> str:
-    """What a plan is for, in one line."""
+    """Model, GPUs, schedule and steps of a plan, in one line."""
     parallel = plan.parallel
     per_rank = f", {plan.stages_per_rank} stages per rank" if plan.stages_per_rank > 1 else ""
     return (
-        f"{plan.model.name} on {plan.cluster.name}: {_many(parallel.num_gpus, 'GPU')} = tp {parallel.tp} x pp "
-        f"{parallel.pp} x dp {parallel.dp}, {plan.memory_bytes / GIB:.1f} GiB each; {plan.schedule}{per_rank}; "
-        f"{_many(plan.num_steps, 'step')} of {_many(plan.num_micro_batches, 'micro-batch', 'micro-batches')}"
+        f"{plan.model.name} on {plan.cluster.name}: {_many(parallel.num_gpus, 'GPU')} = "
+        f"tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp}, "
+        f"{plan.memory_bytes / GIB:.1f} GiB each; {plan.schedule}{per_rank}; "
+        f"{_many(plan.num_steps, 'step')} of "
+        f"{_many(plan.num_micro_batches, 'micro-batch', 'micro-batches')}"
     )
 
 
 def _many(count: int, one: str, more: str | None = None) -> str:
-    """So many of something.
+    """A count with its noun.
 
     >>> _many(1, "GPU"), _many(2_000, "GPU")
     ('1 GPU', '2,000 GPUs')
@@ -110,7 +96,7 @@ def _many(count: int, one: str, more: str | None = None) -> str:
 
 
 def comparison(result: PlanResult) -> list[tuple[str, ...]]:
-    """A row per run, from what trainers do to the plan."""
+    """A row per run, the plan's last."""
     rows: list[tuple[str, ...]] = []
     slowest = result.runs[0].sample_ns
     for run in result.runs:
@@ -131,7 +117,7 @@ def comparison(result: PlanResult) -> list[tuple[str, ...]]:
 
 
 def stage_rows(plan: Plan, run: SimulatedRun) -> list[tuple[str, ...]]:
-    """A row per stage; what belongs to a rank stands at its first stage."""
+    """A row per stage; figures of a rank are in the row of its first stage."""
     predicted, num_ranks = plan.predicted, plan.parallel.pp
     rows: list[tuple[str, ...]] = []
     for stage, text in enumerate(stage_names(plan)):
@@ -156,25 +142,22 @@ def stage_rows(plan: Plan, run: SimulatedRun) -> list[tuple[str, ...]]:
 
 
 def time_shares(run: SimulatedRun) -> dict[str, float]:
-    """What the ranks' time goes to, as shares that add up to 1; steps of all data-parallel ranks
-    together.
+    """Shares of the ranks' time, which add up to 1, over the steps of all data-parallel ranks.
 
-    Waiting is also for the slowest data-parallel rank.
+    Waiting includes that for the slowest data-parallel rank.
     """
     spent = {"forward": 0, "backward": 0, "recomputation": 0, "encoding ahead": 0}
-    for place, step in enumerate(run.steps):
+    for number, step in enumerate(run.steps):
         program = step.timeline.program
-        kinds, schedule = program.schedule.kinds, program.schedule
+        schedule, times = program.schedule, program.duration_ns
+        kinds = schedule.kinds
         goes_back = np.isin(kinds, (PassKind.BACKWARD, PassKind.INPUT_GRAD))
-        again = int(
-            run.recompute_ns(place)[schedule.stages, schedule.micro_batches][goes_back].sum()
-        )
-        spent["forward"] += int(program.duration_ns[kinds == PassKind.FORWARD].sum())
-        spent["encoding ahead"] += int(program.duration_ns[kinds == PassKind.ENCODE].sum())
-        spent["recomputation"] += again
-        spent["backward"] += (
-            int(program.duration_ns[goes_back | (kinds == PassKind.WEIGHT_GRAD)].sum()) - again
-        )
+        again = run.recompute_ns(number)[schedule.stages, schedule.micro_batches][goes_back].sum()
+        spent["forward"] += int(times[kinds == PassKind.FORWARD].sum())
+        spent["encoding ahead"] += int(times[kinds == PassKind.ENCODE].sum())
+        spent["recomputation"] += int(again)
+        backward = times[goes_back | (kinds == PassKind.WEIGHT_GRAD)].sum()
+        spent["backward"] += int(backward - again)
     times = np.array([step.step_ns for step in run.steps]).reshape(-1, run.dp)
     ranks = run.steps[0].timeline.program.schedule.num_ranks
     whole = max(1, int(times.max(axis=1).sum()) * run.dp * ranks)
@@ -184,15 +167,11 @@ def time_shares(run: SimulatedRun) -> dict[str, float]:
 
 def stage_names(plan: Plan) -> list[str]:
     """The layers of each stage, for people."""
-    names = plan.layer_names
-    return [
-        layers_text(names[first:end])
-        for first, end in zip(plan.borders[:-1], plan.borders[1:], strict=True)
-    ]
+    return [layers_text(plan.layer_names[first:end]) for first, end in pairwise(plan.borders)]
 
 
 def layers_text(names: Sequence[str]) -> str:
-    """Layers in a row, equal ones together.
+    """Neighbouring layers, a range for those of one kind.
 
     >>> layers_text(["patches", "layer 0", "layer 1", "layer 2", "head"])
     'patches, layer 0-2, head'
@@ -200,14 +179,15 @@ def layers_text(names: Sequence[str]) -> str:
     return ", ".join(_together(list(group)) for _, group in groupby(names, _without_number))
 
 
-def shown_step(plan: Plan, run: SimulatedRun) -> GanttStep:
-    """The step in the middle of a run, to be drawn."""
-    place = run.median
+def chart_step(plan: Plan, run: SimulatedRun) -> GanttStep:
+    """The chart of a run's median step."""
+    number = run.median
+    where = f"Step {number // run.dp}, data-parallel rank {number % run.dp}"
     return GanttStep(
         title=run.name.removeprefix("+ "),
-        text=f"{headline(plan)}. Step {place // run.dp}, data-parallel rank {place % run.dp}: the one of median time.",
-        simulated=run.steps[place],
-        recompute_ns=run.recompute_ns(place),
+        text=f"{headline(plan)}. {where}: the one of median time.",
+        simulated=run.steps[number],
+        recompute_ns=run.recompute_ns(number),
         stage_names=stage_names(plan) if tuple(run.borders.tolist()) == plan.borders else (),
     )
 
@@ -227,9 +207,7 @@ def run_to_json(run: SimulatedRun) -> dict[str, Any]:
 
 
 def _together(names: list[str]) -> str:
-    if len(names) == 1:
-        return names[0]
-    return f"{names[0]}-{names[-1].rpartition(' ')[2]}"
+    return names[0] if len(names) == 1 else f"{names[0]}-{names[-1].rpartition(' ')[2]}"
 
 
 def _without_number(name: str) -> str:

@@ -161,9 +161,9 @@ class _Device:
         squares: IntArray = getattr(self.loads, attention.stream.phase).squares
         flops = (2.0 if attention.causal else 4.0) * attention.width * squares
         moved = BYTES * 2.0 * (attention.width + attention.kv_width) * tokens
-        forward = flops / (peak * self.cluster.attention_forward_efficiency)
+        forward = np.asarray(flops / (peak * self.cluster.attention_forward_efficiency))
         added = ATTENTION_BACKWARD * flops
-        backward = added / (peak * self.cluster.attention_backward_efficiency)
+        backward = np.asarray(added / (peak * self.cluster.attention_backward_efficiency))
         return _Times(
             forward=self._roofline(forward, moved, tokens),
             input_grad=self._roofline(backward, 2 * moved, tokens),

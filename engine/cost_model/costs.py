@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,10 +95,11 @@ class Costs:
 
     def take(self, indices: IntArray) -> Costs:
         """The same layers for some of the micro-batches, in the order of `indices`."""
-        names = (*_TIMES, *_BYTES)
-        return replace(
-            self, **{name: np.ascontiguousarray(getattr(self, name)[:, indices]) for name in names}
-        )
+        columns: dict[str, Any] = {name: getattr(self, name) for name in (*_TIMES, *_BYTES)}
+        taken: dict[str, Any] = {
+            name: np.ascontiguousarray(own[:, indices]) for name, own in columns.items()
+        }
+        return replace(self, **taken)
 
 
 def frozen_costs(costs: Costs, trained: Sequence[bool]) -> Costs:

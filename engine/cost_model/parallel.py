@@ -29,7 +29,7 @@ class Parallelism:
     sequence_parallel: bool = True
     """Whether tensor-parallel GPUs split norms and residuals by tokens (arXiv 2205.05198)."""
     zero_stage: int = 1
-    """Sharded over replicas: 0 nothing, 1 optimizer, 2 gradients too, 3 weights too (1910.02054)."""
+    """Sharded over replicas: 0 nothing, 1 optimizer, 2 also gradients, 3 also weights (ZeRO)."""
     innermost: Literal["replicas", "stages"] = "replicas"
     """Neighbours of a tensor-parallel group: a stage's replicas, as in Megatron-LM, or stages."""
 

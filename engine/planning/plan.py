@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from balance.config import build_config
 from balance.errors import ConfigError, DataError
 from balance.presets import ModelPreset, model_from_dict, model_to_dict
+from balance.types import IntArray
 from engine.cost_model.clusters import Cluster
 from engine.cost_model.loads import PHASES, QUANTITIES, Loads
 from engine.cost_model.parallel import Parallelism, Training
@@ -115,6 +116,11 @@ class Plan:
     def num_steps(self) -> int:
         """Number of planned steps."""
         return len(self.loads) // (self.parallel.dp * self.num_micro_batches)
+
+    @property
+    def border_array(self) -> IntArray:
+        """`borders`, (stages + 1,)."""
+        return np.array(self.borders)
 
     @property
     def recompute_mask(self) -> NDArray[np.bool_]:

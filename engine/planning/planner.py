@@ -29,7 +29,7 @@ from engine.planning.search.branch_and_bound import search_exact
 from engine.simulator.evaluate import SimulatedStep, evaluate, schedule_for
 from engine.simulator.schedule import Schedule
 
-FREE_LINK = {
+FREE_LINK: dict[str, Any] = {
     "nvlink_bytes_per_s": 1e30,
     "nvlink_latency_us": 1e-9,
     "network_bytes_per_s": 1e30,

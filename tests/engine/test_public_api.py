@@ -1,0 +1,64 @@
+"""The names that `engine` exports, and that planning with them needs no torch."""
+
+import subprocess
+import sys
+
+import engine
+
+NAMES = [
+    "Cluster",
+    "Costs",
+    "DispatchOptions",
+    "DispatchedSteps",
+    "GanttStep",
+    "InfeasiblePlan",
+    "Loads",
+    "Parallelism",
+    "PartitionedModel",
+    "PhaseLoads",
+    "Pipeline",
+    "PipelineOptions",
+    "Plan",
+    "PlanRequest",
+    "PlanResult",
+    "Profile",
+    "Schedule",
+    "SimulatedStep",
+    "TuneOptions",
+    "TunedSteps",
+    "evaluate",
+    "load_cluster",
+    "load_state",
+    "make_schedule",
+    "plan",
+    "plan_dispatch",
+    "profiled_costs",
+    "read_plan",
+    "read_profile",
+    "sample_loads",
+    "save_state",
+    "Training",
+    "tune",
+    "write_gantt",
+    "write_plan",
+    "write_profile",
+    "write_trace",
+]
+WITHOUT_TORCH = """
+import sys
+import engine
+before = set(sys.modules)
+from engine import plan, read_plan, tune
+assert "torch" not in sys.modules, "planning imports torch"
+assert not any(name.startswith("engine.") for name in before), "engine imports its modules at once"
+"""
+
+
+def test_the_exported_names_are_these_and_exist():
+    assert engine.__all__ == sorted(NAMES)
+    assert all(getattr(engine, name).__name__ == name for name in NAMES)
+    assert dir(engine) == engine.__all__
+
+
+def test_planning_imports_no_torch_and_engine_alone_imports_nothing():
+    subprocess.run([sys.executable, "-c", WITHOUT_TORCH], check=True)
