@@ -1,72 +1,79 @@
-"""Two small charts as inline SVG text, for the report: a histogram, and the load of each rank step
-by step.
+"""Two small SVG charts for the report: a histogram, and each rank's load step by step.
 
-Pure: arrays in, SVG out. No colours here: shapes carry CSS classes (`axis`, `grid`, `mean`, `wait`
-and the series' name), so the page decides what they look like in light, dark and print. Sizes are
-in user units; the page scales them.
+Pure: arrays in, SVG out. Shapes have CSS classes (`axis`, `grid`, `mean`, `wait` and the series'
+name) instead of colours, so the page decides how they look in light, dark and print.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from html import escape
 
 import numpy as np
+from markupsafe import Markup, escape
 
 from balance.types import IntArray
 
+# in user units; the page scales them
 WIDTH, HEIGHT = 520, 150
 LEFT, RIGHT, TOP, BOTTOM = 44, 12, 10, 34
+PLOT_WIDTH = WIDTH - LEFT - RIGHT
+FLOOR = HEIGHT - BOTTOM
+"""y of the x axis."""
 NUM_BINS = 48
 
 
-def histogram(values: IntArray, *, upper: float, series: str, unit: str, counted: str) -> str:
-    """Share of `values` in each of 48 bins from 0 to `upper`; `unit` labels the x axis, `counted`
-    says of what.
+def histogram(values: IntArray, *, upper: float, series: str, unit: str, counted: str) -> Markup:
+    """Share of `values` in each of 48 bins from 0 to `upper`.
+
+    `unit` labels the x axis, `counted` names what has these values.
     """
     upper = max(upper, 1)
     shares = np.histogram(values, bins=NUM_BINS, range=(0, upper))[0] / max(len(values), 1)
     top = max(float(shares.max(initial=0)), 0.01)
-    bar = _plot_width() / NUM_BINS
+    bar = PLOT_WIDTH / NUM_BINS
     bars = "".join(
-        f"M{LEFT + place * bar:.1f} {_bottom()}V{_y(share, top):.1f}h{bar * 0.9:.1f}V{_bottom()}z"
+        _bar(LEFT + place * bar, FLOOR, _y(share, top), bar * 0.9)
         for place, share in enumerate(shares.tolist())
         if share > 0
     )
     mean = float(values.mean()) if len(values) else 0.0
-    mean_x = LEFT + mean / upper * _plot_width()
-    label = f"{unit} of {len(values):,} {counted}: mean {mean:,.0f}, largest {int(values.max(initial=0)):,}"
+    mean_x = LEFT + mean / upper * PLOT_WIDTH
+    largest = int(values.max(initial=0))
     body = (
         f'{_y_axis(top, _percent)}<path class="{series}" d="{bars}"/>'
-        f'<path class="mean" d="M{mean_x:.1f} {TOP}V{_bottom()}"/>{_x_axis(upper, unit)}'
+        f'<path class="mean" d="M{mean_x:.1f} {TOP}V{FLOOR}"/>{_x_axis(upper, unit)}'
     )
+    label = f"{unit} of {len(values):,} {counted}: mean {mean:,.0f}, largest {largest:,}"
     return _svg(body, label)
 
 
-def rank_bars(steps: IntArray, *, slowest: IntArray, upper: float, series: str, unit: str) -> str:
-    """Load of each rank in a few steps, shape (num_steps, ranks): solid is work, faint the wait for
-    the slowest.
+def rank_bars(
+    steps: IntArray, *, slowest: IntArray, upper: float, series: str, unit: str
+) -> Markup:
+    """Load of each rank in a few steps, shape (num_steps, ranks): solid is work, faint is waiting.
 
-    `slowest` is each step's largest load, shape (num_steps,): that rank may not be among those
-    shown.
+    `slowest` is each step's largest load, shape (num_steps,): its rank may not be among those shown.
     """
     num_steps, ranks = steps.shape
-    slot = _plot_width() / max(num_steps, 1)
+    slot = PLOT_WIDTH / max(num_steps, 1)
     bar = slot * 0.86 / max(ranks, 1)
     work, wait, names = [], [], []
     for step, loads in enumerate(steps.tolist()):
         left, top = LEFT + (step + 0.07) * slot, _y(int(slowest[step]), upper)
         for rank, load in enumerate(loads):
             x, y = left + rank * bar, _y(load, upper)
-            work.append(f"M{x:.1f} {_bottom()}V{y:.1f}h{bar * 0.9:.1f}V{_bottom()}z")
-            wait.append(f"M{x:.1f} {y:.1f}V{top:.1f}h{bar * 0.9:.1f}V{y:.1f}z")
-        names.append(
-            f'<text x="{left + slot * 0.43:.1f}" y="{_bottom() + 15}">step {step + 1}</text>'
-        )
-    bars = f'<path class="{series}" d="{"".join(work)}"/><path class="wait {series}" d="{"".join(wait)}"/>'
-    body = f"{_y_axis(upper, tick_label)}{bars}{_baseline()}{''.join(names)}{_title(f'{unit} of each rank')}"
-    return _svg(body, f"{unit} of {ranks} ranks in {num_steps} steps")
+            work.append(_bar(x, FLOOR, y, bar * 0.9))
+            wait.append(_bar(x, y, top, bar * 0.9))
+        names.append(_text(left + slot * 0.43, FLOOR + 15, f"step {step + 1}"))
+    bars = (
+        f'<path class="{series}" d="{"".join(work)}"/>'
+        f'<path class="wait {series}" d="{"".join(wait)}"/>'
+    )
+    axes = f"{_baseline()}{''.join(names)}{_title(f'{unit} of each rank')}"
+    return _svg(
+        f"{_y_axis(upper, tick_label)}{bars}{axes}", f"{unit} of {ranks} ranks in {num_steps} steps"
+    )
 
 
 def tick_label(value: float) -> str:
@@ -82,8 +89,7 @@ def tick_label(value: float) -> str:
 
 
 def ticks(upper: float, at_most: int = 6) -> list[float]:
-    """Round values from 0 to `upper`, at most `at_most` of them, a step of 1, 2, 2.5 or 5 times a
-    power of ten apart.
+    """At most `at_most` round values from 0 to `upper`, in steps of 1, 2, 2.5 or 5 times 10 ** n.
 
     >>> ticks(7_328), ticks(3)
     ([0.0, 2000.0, 4000.0, 6000.0], [0.0, 1.0, 2.0, 3.0])
@@ -102,9 +108,9 @@ def _percent(share: float) -> str:
 def _x_axis(upper: float, unit: str) -> str:
     parts = [_baseline()]
     for value in ticks(upper):
-        x = LEFT + value / max(upper, 1) * _plot_width()
-        parts.append(f'<path class="axis" d="M{x:.1f} {_bottom()}v4"/>')
-        parts.append(f'<text x="{x:.1f}" y="{_bottom() + 15}">{tick_label(value)}</text>')
+        x = LEFT + value / max(upper, 1) * PLOT_WIDTH
+        parts.append(f'<path class="axis" d="M{x:.1f} {FLOOR}v4"/>')
+        parts.append(_text(x, FLOOR + 15, tick_label(value)))
     return "".join([*parts, _title(unit)])
 
 
@@ -112,32 +118,33 @@ def _y_axis(upper: float, label: Callable[[float], str]) -> str:
     parts = []
     for value in ticks(upper, 4):
         y = _y(value, upper)
-        parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}h{_plot_width()}"/>')
+        parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}h{PLOT_WIDTH}"/>')
         parts.append(f'<text class="end" x="{LEFT - 5}" y="{y + 3.5:.1f}">{label(value)}</text>')
     return "".join(parts)
 
 
+def _bar(x: float, bottom: float, top: float, width: float) -> str:
+    """The path of a bar."""
+    return f"M{x:.1f} {bottom:.1f}V{top:.1f}h{width:.1f}V{bottom:.1f}z"
+
+
 def _baseline() -> str:
-    return f'<path class="axis" d="M{LEFT} {_bottom()}h{_plot_width()}"/>'
+    return f'<path class="axis" d="M{LEFT} {FLOOR}h{PLOT_WIDTH}"/>'
 
 
 def _title(text: str) -> str:
-    return f'<text x="{LEFT + _plot_width() / 2}" y="{HEIGHT - 4}">{escape(text)}</text>'
+    return f'<text x="{LEFT + PLOT_WIDTH / 2}" y="{HEIGHT - 4}">{escape(text)}</text>'
 
 
-def _svg(body: str, label: str) -> str:
-    return (
+def _text(x: float, y: int, text: str) -> str:
+    return f'<text x="{x:.1f}" y="{y}">{text}</text>'
+
+
+def _svg(body: str, label: str) -> Markup:
+    return Markup(
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">{body}</svg>'
     )
 
 
-def _plot_width() -> int:
-    return WIDTH - LEFT - RIGHT
-
-
-def _bottom() -> int:
-    return HEIGHT - BOTTOM
-
-
 def _y(value: float, upper: float) -> float:
-    return _bottom() - value / max(upper, 1e-9) * (_bottom() - TOP)
+    return FLOOR - value / max(upper, 1e-9) * (FLOOR - TOP)

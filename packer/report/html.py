@@ -1,30 +1,23 @@
-"""The report as one page that needs nothing else: figures, Table 3, distributions before and after,
-rejected samples.
+"""The report as a page: figures, Table 3, distributions before and after, rejected samples.
 
-Pure: `render_html` turns a `Report` into text; `write_html` writes it. No scripts, no fonts, no
-links to elsewhere; colours follow the reader's light or dark mode, and print is light.
+`report.html.j2` holds the text. Pure but for `write_html`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from html import escape
+from dataclasses import dataclass
 from pathlib import Path
+
+from markupsafe import Markup
 
 from balance.baseline_samplers import BATCH_SIZE
 from balance.metrics import dist_ratio, step_loads
 from balance.types import IntArray
-from packer.html_page import page
+from packer.format_text import share_text
+from packer.html_page import render
 from packer.report._charts import histogram, rank_bars
-from packer.report.figures import TABLE_3, TITLES, Loads, Method, Report
-from packer.report.terminal import (
-    headings,
-    share_text,
-    shuffle_caption,
-    shuffle_cells,
-    shuffle_headings,
-    table_cells,
-)
+from packer.report.figures import TABLE_3, TITLES, Report
+from packer.report.terminal import balance_table, shuffle_caption, shuffle_table
 
 SHOWN_STEPS = 6
 SHOWN_RANKS = 8
@@ -33,11 +26,46 @@ RANK_CHARTS = {
     "random": f"Before: {BATCH_SIZE} random samples per rank, padded",
     "ours": "After: one group per rank, packed",
 }
+STYLE = """
+h2 { margin-top: 40px; }
+h3 { font-size: 14px; margin: 12px 0 2px; }
+h3 small { display: block; font-weight: 400; color: var(--soft); font-size: 13px;
+  margin-left: 17px; }
+.cards { grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); margin: 20px 0 0; }
+.card { padding: 12px 14px; }
+.card i { font-style: normal; color: var(--random); }
+.card b em { font-style: normal; color: var(--ours); }
+th, td { white-space: pre-line; }
+th { vertical-align: bottom; line-height: 1.25; }
+tr.ours td { color: var(--ours); font-weight: 700; }
+tr.more td { color: var(--soft); }
+.pair { display: grid; gap: 0 24px;
+  grid-template-columns: repeat(auto-fit, minmax(min(400px, 100%), 1fr)); }
+svg { display: block; width: 100%; height: auto; margin-bottom: 4px; }
+svg .samples, .key.samples { fill: var(--plain); background: var(--plain); }
+svg .random, .key.random { fill: var(--random); background: var(--random); }
+svg .ours, .key.ours { fill: var(--ours); background: var(--ours); }
+svg .wait { opacity: .25; }
+svg .axis { stroke: var(--soft); fill: none; }
+svg .grid { stroke: var(--line); stroke-width: .7; fill: none; }
+svg .mean { stroke: var(--ink); stroke-width: 1.2; stroke-dasharray: 4 3; fill: none; }
+svg text { font-size: 11px; fill: var(--soft); text-anchor: middle; }
+svg .end { text-anchor: end; }
+.key { width: 11px; }
+.bars { width: 60%; text-align: left; }
+.bar { display: inline-block; height: 10px; background: var(--random); border-radius: 2px; }
+"""
 
-EXPLAINED = (
-    "Max: tokens of the largest micro-batch. Pad ratio: share of LLM tokens that is padding. Dist ratio: share of time"
-    " that ranks wait for the step's largest micro-batch."
-)
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A chart of the page with its heading."""
+
+    series: str
+    """Its colour: samples, random or ours."""
+    title: str
+    note: str
+    svg: Markup
 
 
 def write_html(report: Report, path: Path) -> None:
@@ -49,176 +77,81 @@ def write_html(report: Report, path: Path) -> None:
 
 def render_html(report: Report) -> str:
     """The page of `report`: HTML that a browser shows without network and without scripts."""
-    sections = [
-        _head(report),
-        _cards(report),
-        _ranks(report),
-        _distributions(report),
-        _table(report),
-        _shuffle(report),
-        _caps(report),
-        _rejected(report),
-    ]
-    return page("Isobatch report", sections)
-
-
-def _head(report: Report) -> str:
-    limits = report.limits
-    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in report.notes)
-    return (
-        "<h1>Isobatch report</h1>"
-        f"<p>{report.num_packed:,} samples in {report.num_groups:,} groups of at most {limits.max_seq_len:,} LLM tokens"
-        f" and {limits.max_vision:,} {escape(limits.unit)}; {report.methods['ours'].num_steps:,} steps on"
-        f" {report.dp_world_size} data-parallel ranks.</p>{notes}"
+    return render(
+        "report/report.html.j2",
+        "Isobatch report",
+        style=STYLE,
+        report=report,
+        ranks_title=_ranks_title(report),
+        rank_charts=[_rank_charts(report, load, unit) for load, unit in UNITS.items()],
+        distributions=[_distributions(report, load, unit) for load, unit in UNITS.items()],
+        balance=balance_table(report),
+        shuffle=shuffle_table(report),
+        shuffle_caption=shuffle_caption(report),
+        titles=TITLES,
+        table_3=TABLE_3,
+        batch_size=BATCH_SIZE,
     )
 
 
-def _cards(report: Report) -> str:
-    random, ours = report.methods["random"], report.methods["ours"]
-    repeated = f" and {report.num_repeated:,} repeated" if report.num_repeated else ""
-    cards = [
-        (
-            f"{report.num_packed:,}",
-            f"samples packed of {report.num_read:,} read{repeated}; {report.num_rejected:,} rejected",
-        ),
-        (f"{report.fill:.1%}", "of the groups' room for LLM tokens is used"),
-        (_change(random.pad_ratio, ours.pad_ratio), "of LLM tokens are padding"),
-        (
-            _change(random.dist_ratio_vit, ours.dist_ratio_vit),
-            "of ViT time is waiting for other ranks",
-        ),
-        (
-            _change(random.dist_ratio_llm, ours.dist_ratio_llm),
-            "of LLM time is waiting for other ranks",
-        ),
-    ]
-    items = "".join(
-        f'<div class="card"><b>{figure}</b><span>{escape(text)}</span></div>'
-        for figure, text in cards
-    )
-    return f'<div class="cards">{items}</div>'
-
-
-def _change(before: float, after: float) -> str:
-    return f"<i>{share_text(before)}</i> &rarr; <em>{share_text(after)}</em>"
-
-
-def _table(report: Report) -> str:
-    return (
-        "<section><h2>Balance, against the samplers that trainers use</h2>"
-        f"<p>Table 3 of OmniBal for this dataset. The samplers put {BATCH_SIZE} samples in a micro-batch and pad LLM"
-        f" sequences to the longest; groups are packed. Vision patches are never padded. {EXPLAINED}</p>"
-        f"{_rows(report, headings(), table_cells)}</section>"
-    )
-
-
-def _shuffle(report: Report) -> str:
-    caption = shuffle_caption(report)
-    return (
-        f"<section><h2>What balance costs in randomness</h2><p>{escape(caption[0].upper() + caption[1:])}</p>"
-        f"{_rows(report, shuffle_headings(report), shuffle_cells)}</section>"
-    )
-
-
-def _rows(report: Report, columns: list[str], cells: Callable[[Method, Report], list[str]]) -> str:
-    """A table with one row per method."""
-    head = "".join(f"<th>{escape(text)}</th>" for text in ["micro-batches", *columns])
-    rows = []
-    for name, method in report.methods.items():
-        kind = "ours" if name == "ours" else "table3" if name in TABLE_3 else "more"
-        row = "".join(f"<td>{escape(text)}</td>" for text in [TITLES[name], *cells(method, report)])
-        rows.append(f'<tr class="{kind}">{row}</tr>')
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
-
-
-def _distributions(report: Report) -> str:
+def _distributions(report: Report, load: str, unit: str) -> list[Chart]:
+    """Histograms of one load: of samples, and of micro-batches before and after."""
     rows = [
         ("samples", "samples", report.samples, "Samples"),
         ("random", "micro-batches", report.loads["random"], f"Before: {BATCH_SIZE} random samples"),
         ("ours", "groups", report.loads["ours"], "After: groups"),
     ]
-    columns = []
-    for load, unit in UNITS.items():
-        upper = max(int(_load(loads, load).max(initial=0)) for _, _, loads, _ in rows)
-        charts = "".join(
-            f'<h3><span class="key {series}"></span>{title}<small>{_spread(_load(loads, load))}</small></h3>'
-            + histogram(_load(loads, load), upper=upper, series=series, unit=unit, counted=counted)
-            for series, counted, loads, title in rows
+    upper = max(int(loads[load].max(initial=0)) for _, _, loads, _ in rows)
+    return [
+        Chart(
+            series,
+            title,
+            _spread(loads[load]),
+            histogram(loads[load], upper=upper, series=series, unit=unit, counted=counted),
         )
-        columns.append(f"<div>{charts}</div>")
-    return (
-        "<section><h2>Load of a micro-batch, before and after</h2>"
-        "<p>LLM loads are after padding. Height: share of samples, micro-batches or groups. Dashed: the mean."
-        f' One scale per column.</p><div class="pair">{"".join(columns)}</div></section>'
-    )
+        for series, counted, loads, title in rows
+    ]
 
 
-def _ranks(report: Report) -> str:
-    dp = report.dp_world_size
-    num_steps = 0
-    columns = []
-    for load, unit in UNITS.items():
-        steps = {
-            name: step_loads(_load(report.loads[name], load), dp)[:SHOWN_STEPS]
-            for name in RANK_CHARTS
-        }
-        num_steps = max(num_steps, *map(len, steps.values()))
-        upper = max(int(part.max(initial=0)) for part in steps.values())
-        charts = "".join(
-            f'<h3><span class="key {name}"></span>{RANK_CHARTS[name]}<small>{_waiting(part, unit)}</small></h3>'
-            + rank_bars(
+def _rank_charts(report: Report, load: str, unit: str) -> list[Chart]:
+    """Work and waiting of the ranks for one load, before and after."""
+    steps = {name: _first_steps(report, name, load) for name in RANK_CHARTS}
+    upper = max(int(part.max(initial=0)) for part in steps.values())
+    return [
+        Chart(
+            name,
+            RANK_CHARTS[name],
+            _waiting(part, unit),
+            rank_bars(
                 part[:, :SHOWN_RANKS], slowest=part.max(axis=1), upper=upper, series=name, unit=unit
-            )
-            for name, part in steps.items()
-            if len(part)
+            ),
         )
-        columns.append(f"<div>{charts}</div>")
-    steps_text = "the first step" if num_steps == 1 else f"the first {num_steps} steps"
-    ranks = f"{dp} ranks" if dp <= SHOWN_RANKS else f"{SHOWN_RANKS} of {dp} ranks"
-    return (
-        f"<section><h2>Work and waiting in {steps_text}, {ranks}</h2>"
-        "<p>A bar is what one rank computes; the faint part above it is its wait for the step's slowest rank. A group"
-        f" holds {report.methods['ours'].avg_batch_size:.1f} samples on average."
-        f' One scale per column.</p><div class="pair">{"".join(columns)}</div></section>'
-    )
+        for name, part in steps.items()
+        if len(part)
+    ]
 
 
-def _waiting(steps: IntArray, unit: str) -> str:
+def _ranks_title(report: Report) -> str:
+    num_steps = max(len(_first_steps(report, name, "llm_tokens")) for name in RANK_CHARTS)
+    steps = "the first step" if num_steps == 1 else f"the first {num_steps} steps"
+    dp = report.dp_world_size
+    return f"{steps}, {dp} ranks" if dp <= SHOWN_RANKS else f"{steps}, {SHOWN_RANKS} of {dp} ranks"
+
+
+def _first_steps(report: Report, method: str, load: str) -> IntArray:
+    """Loads of the ranks in the steps that are drawn, shape (num_steps, dp)."""
+    return step_loads(report.loads[method][load], report.dp_world_size)[:SHOWN_STEPS]
+
+
+def _waiting(steps: IntArray, unit: str) -> Markup:
     """Share of all ranks' time in these steps that is waiting, shape of `steps` (num_steps, dp)."""
     share = share_text(dist_ratio(steps.ravel(), steps.shape[1]))
-    return f"{share} of the ranks' time for {unit} is waiting, in these steps"
-
-
-def _caps(report: Report) -> str:
-    if not report.limits_explained:
-        return ""
-    lines = "".join(f"<p>{escape(line)}</p>" for line in report.limits_explained)
-    return f"<section><h2>How the caps were chosen</h2>{lines}</section>"
-
-
-def _rejected(report: Report) -> str:
-    if not report.rejected:
-        return "<section><h2>Rejected samples</h2><p>None: every sample that was read is packed.</p></section>"
-    most = max(report.rejected.values())
-    rows = "".join(
-        f"<tr><td>{escape(reason)}</td><td>{count:,}</td>"
-        f'<td class="bars"><span class="bar" style="width:{count / most * 100:.1f}%"></span></td></tr>'
-        for reason, count in report.rejected.items()
-    )
-    return (
-        f"<section><h2>Rejected samples: {report.num_rejected:,} of {report.num_read:,}</h2>"
-        "<p>Each is listed with its position, reason and detail in rejected.parquet.</p>"
-        f"<table><thead><tr><th>reason</th><th>samples</th><th></th></tr></thead><tbody>{rows}</tbody></table></section>"
-    )
+    return Markup(f"{share} of the ranks' time for {unit} is waiting, in these steps")
 
 
 def _spread(values: IntArray) -> str:
-    """Mean, largest, and the relative spread, which says at a glance how even the loads are."""
+    """Mean, largest, and the relative spread, which shows at a glance how even the loads are."""
     if not len(values):
         return "none"
     spread = float(values.std()) / max(float(values.mean()), 1e-9)
     return f"mean {values.mean():,.0f}, largest {values.max():,}, spread {spread:.0%}"
-
-
-def _load(loads: Loads, name: str) -> IntArray:
-    return loads.vit_tokens if name == "vit_tokens" else loads.llm_tokens

@@ -1,23 +1,51 @@
-"""The report as text: what a build does to balance, and what that costs in randomness, in two
-tables.
+"""The report and the last lines of `packer build` as text for a terminal.
 
-Headings and cells serve the page (`packer.report.html`) too, so that both say the same.
+The tables serve the page (`packer.report.html`) too, so that both say the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from balance.baseline_samplers import BATCH_SIZE
+from packer.build_dir import REPORT_NAME
+from packer.format_text import seconds_text, share_text, size_text, visible
+from packer.records.record import REASONS
+from packer.report.build_summary import BuildSummary
 from packer.report.figures import MICRO_BATCHES, TABLE_3, TITLES, Method, Report
+from shards.folders import join
+from shards.manifest import read_manifest
+from shards.tables import REJECTED_NAME
+
+LABEL_WIDTH = 10
+CAPTION = (
+    "max: tokens of the largest micro-batch, padded. pad: share of LLM tokens that is padding."
+    " dist: share of time that ranks wait for the step's largest micro-batch."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FigureTable:
+    """A table with one row per method, as text."""
+
+    headings: list[str]
+    """Headings of the columns after the first, each in several lines."""
+    rows: dict[str, list[str]]
+    """Method -> cells."""
+
+
+# `packer report`
 
 
 def print_report(report: Report, console: Console) -> None:
-    """The report as a table that a person reads in ten seconds."""
+    """Print what the build does to balance, and what that costs in randomness, in two tables."""
     console.print(samples_text(report), highlight=False)
     needed = max(report.lower_bounds.values())
     console.print(
@@ -25,9 +53,9 @@ def print_report(report: Report, console: Console) -> None:
     )
     for line in report.limits_explained:
         console.print(f"[dim]{escape(line)}[/]")
-    _print_table(report, console, headings(), table_cells)
+    _print_table(balance_table(report), console)
     console.print(f"[dim]{CAPTION}[/]")
-    _print_table(report, console, shuffle_headings(report), shuffle_cells)
+    _print_table(shuffle_table(report), console)
     console.print(f"[dim]{shuffle_caption(report)}[/]")
     for note in report.notes:
         console.print(f"[yellow]note:[/] {note}")
@@ -36,9 +64,10 @@ def print_report(report: Report, console: Console) -> None:
 def samples_text(report: Report) -> str:
     """The sum that must come out: every sample read is packed or rejected. Markup of rich."""
     repeated = f" + {report.num_repeated:,} repeated" if report.num_repeated else ""
+    reasons = ", ".join(f"{escape(reason)} {count:,}" for reason, count in report.rejected.items())
     return (
         f"{report.num_read:,} samples read{repeated} = [bold]{report.num_packed:,} packed[/]"
-        f" + {report.num_rejected:,} rejected{_reasons(report.rejected)}"
+        f" + {report.num_rejected:,} rejected{f' ({reasons})' if reasons else ''}"
     )
 
 
@@ -51,75 +80,41 @@ def groups_text(report: Report) -> str:
     )
 
 
-def share_text(value: float) -> str:
-    """A share with as many digits as say something.
-
-    >>> share_text(0), share_text(0.0056), share_text(0.503)
-    ('0%', '0.56%', '50.3%')
-    """
-    if value == 0:
-        return "0%"
-    return f"{value:.1%}" if value >= 0.01 else f"{value:.2%}"
-
-
-def _print_table(
-    report: Report,
-    console: Console,
-    columns: list[str],
-    cells: Callable[[Method, Report], list[str]],
-) -> None:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column("micro-batches", no_wrap=True)
-    for heading in columns:
-        table.add_column(heading, justify="right")
-    for name, row in report.methods.items():
-        style = "bold green" if name == "ours" else "dim" if name not in TABLE_3 else None
-        table.add_row(TITLES[name], *cells(row, report), style=style)
-    console.print(table)
+def balance_table(report: Report) -> FigureTable:
+    """OmniBal's Table 3 for this build."""
+    headings = ["avg\nsize", "max\nViT", "max\nLLM", "pad\nratio", "dist\nViT", "dist\nLLM"]
+    rows = {
+        name: [
+            f"{method.avg_batch_size:.2f}",
+            f"{method.longest_vit_tokens:,}",
+            f"{method.longest_seq_len:,}",
+            f"{method.pad_ratio:.3f}",
+            f"{method.dist_ratio_vit:.4f}",
+            f"{method.dist_ratio_llm:.4f}",
+        ]
+        for name, method in report.methods.items()
+    }
+    return FigureTable(headings, rows)
 
 
-def headings() -> list[str]:
-    """Headings of the balance table's columns after the first, in two lines each."""
-    return ["avg\nsize", "max\nViT", "max\nLLM", "pad\nratio", "dist\nViT", "dist\nLLM"]
-
-
-def table_cells(row: Method, report: Report) -> list[str]:
-    """Text of a method's cells in the balance table, in the order of its headings."""
-    return [
-        f"{row.avg_batch_size:.2f}",
-        f"{row.longest_vit_tokens:,}",
-        f"{row.longest_seq_len:,}",
-        f"{row.pad_ratio:.3f}",
-        f"{row.dist_ratio_vit:.4f}",
-        f"{row.dist_ratio_llm:.4f}",
-    ]
-
-
-CAPTION = (
-    "max: tokens of the largest micro-batch, padded. pad: share of LLM tokens that is padding. dist: share of time that"
-    " ranks wait for the step's largest micro-batch."
-)
-
-
-def shuffle_headings(report: Report) -> list[str]:
-    """Headings of the shuffle table's columns after the first; without sources where there is one
-    only.
-    """
+def shuffle_table(report: Report) -> FigureTable:
+    """How random the steps are; the columns of sources only if there are several."""
     texts = ["corr\nViT", "corr\nLLM", "corr\nsource", "source\nmix"]
-    return [
-        f"k={number}\n{text}"
-        for number in MICRO_BATCHES
-        for text in texts[: 4 if report.num_sources > 1 else 2]
-    ]
+    shown = 4 if report.num_sources > 1 else 2
+    headings = [f"k={number}\n{text}" for number in MICRO_BATCHES for text in texts[:shown]]
+    rows = {name: _shuffle_cells(method, shown) for name, method in report.methods.items()}
+    return FigureTable(headings, rows)
 
 
-def shuffle_cells(row: Method, report: Report) -> list[str]:
-    """Text of a method's cells in the shuffle table, in the order of its headings."""
+def _shuffle_cells(method: Method, shown: int) -> list[str]:
     cells = []
-    for figures in row.shuffle.values():
-        cells += [_signed(figures.autocorrelation_vit), _signed(figures.autocorrelation_llm)]
-        if report.num_sources > 1:
-            cells += [_signed(figures.autocorrelation_source), f"{figures.source_entropy:.3f}"]
+    for figures in method.shuffle.values():
+        correlations = (
+            figures.autocorrelation_vit,
+            figures.autocorrelation_llm,
+            figures.autocorrelation_source,
+        )
+        cells += [*map(_signed, correlations), f"{figures.source_entropy:.3f}"][:shown]
     return cells
 
 
@@ -135,8 +130,8 @@ def shuffle_caption(report: Report) -> str:
         else ""
     )
     return (
-        "how random steps of k micro-batches are. corr: of a step's load with the next one's, 0 = random, where chance"
-        f" alone gives about {chance}{mix}."
+        "how random steps of k micro-batches are. corr: of a step's load with the next one's, 0 ="
+        f" random, where chance alone gives about {chance}{mix}."
     )
 
 
@@ -144,9 +139,87 @@ def _signed(value: float) -> str:
     return f"{round(value, 2) + 0.0:+.2f}"  # adding zero turns -0.00 into +0.00
 
 
-def _reasons(rejected: dict[str, int]) -> str:
-    return (
-        f" ({', '.join(f'{escape(reason)} {count:,}' for reason, count in rejected.items())})"
-        if rejected
-        else ""
+def _print_table(figures: FigureTable, console: Console) -> None:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table.add_column("micro-batches", no_wrap=True)
+    for heading in figures.headings:
+        table.add_column(heading, justify="right")
+    for name, cells in figures.rows.items():
+        style = "bold green" if name == "ours" else "dim" if name not in TABLE_3 else None
+        table.add_row(TITLES[name], *cells, style=style)
+    console.print(table)
+
+
+# `packer build`
+
+
+def print_build(summary: BuildSummary, report: Report, console: Console) -> None:
+    """Print what a build did; `report` is of the same build."""
+    if summary.already_complete:
+        _print(
+            console,
+            f"{escape(summary.out)} is a finished build of these settings; nothing to do"
+            " (--overwrite builds it again)",
+        )
+    _print(console, samples_text(report))
+    _print(console, groups_text(report))
+    console.print()
+    _print_ratios(report, console)
+    console.print()
+    for label, line in _lines(summary, read_manifest(summary.out)):
+        _print(console, f"[bold]{label:<{LABEL_WIDTH}}[/]{escape(line)}")
+    for note in (*_tokenizer_notes(summary), *report.notes):
+        _print(console, f"[yellow]note:[/] {escape(note)}")
+
+
+def _print_ratios(report: Report, console: Console) -> None:
+    before, after = report.methods["random"], report.methods["ours"]
+    rows = [
+        ("LLM tokens that are padding", before.pad_ratio, after.pad_ratio),
+        ("ViT time that is waiting", before.dist_ratio_vit, after.dist_ratio_vit),
+        ("LLM time that is waiting", before.dist_ratio_llm, after.dist_ratio_llm),
+    ]
+    _print(console, f"{'':<28}{'before':>8}{'after':>10}")
+    for name, old, new in rows:
+        new_text = f"[bold green]{share_text(new):>10}[/]"
+        _print(console, f"{name:<28}{share_text(old):>8}{new_text}")
+    _print(
+        console,
+        f"[dim]before: {BATCH_SIZE} random samples, padded."
+        f" waiting: for the slowest of {report.dp_world_size} ranks.[/]",
     )
+
+
+def _lines(summary: BuildSummary, manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(label, text), with a label only on the first line of each subject."""
+    if summary.seconds:
+        stages = ", ".join(f"{name} {seconds_text(took)}" for name, took in summary.seconds.items())
+        yield "time", f"{seconds_text(sum(summary.seconds.values()))}: {stages}"
+    for number, (reason, entry) in enumerate(summary.rejected.items()):
+        words = REASONS.get(reason, reason)
+        label = "" if number else "rejected"
+        yield label, f"{entry.number:,} {reason}: {words}; first: {visible(entry.first)}"
+    if summary.rejected:
+        yield "", f"all of them: {join(summary.out, REJECTED_NAME)}"
+    shards, place = manifest["shards"], join(summary.out, "shards")
+    size = size_text(sum(shard["size"] for shard in shards))
+    yield "shards", f"{len(shards):,} in {place} ({manifest['format']}), {size}"
+    yield "report", join(summary.out, REPORT_NAME)
+    yield "look", f"packer inspect {summary.out}"
+    yield "check", f"packer verify {summary.out}"
+
+
+def _tokenizer_notes(summary: BuildSummary) -> Iterator[str]:
+    for token, (declared, used) in summary.id_conflicts.items():
+        yield (
+            f"the tokenizer's config gives {token} the id {declared}, its tokenizer.json makes it"
+            f" {used}; if your model was trained with the former, first save the tokenizer again"
+            " from its own class"
+        )
+    if summary.added_tokens:
+        added = ", ".join(f"{token} = {number}" for token, number in summary.added_tokens.items())
+        yield f"tokens added to the tokenizer (resize the model's embedding): {added}"
+
+
+def _print(console: Console, line: str) -> None:
+    console.print(line, highlight=False, soft_wrap=True)
