@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from packer.demo._words import passage
+from packer.demo.texts import passage
 
 SOURCES = {
     "coco/train2017": 364,

@@ -30,7 +30,12 @@ from packer.count.staging import Staging
 from packer.demo.dataset import DEMO_SAMPLES, demo_tokenizer_path, write_demo
 from packer.group import Grouping, group_counts
 from packer.progress import StageProgress
-from packer.report.summary import BuildSummary, nothing_to_pack, require_few, summarise_rejected
+from packer.report.build_summary import (
+    BuildSummary,
+    nothing_to_pack,
+    require_few,
+    summarise_rejected,
+)
 from packer.sources.dataset import DEMO, Dataset, find_dataset
 from packer.text.chat_tokenizer import ChatTokenizer
 from packer.upload import Publisher

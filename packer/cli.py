@@ -26,12 +26,15 @@ from packer.build_dir import REPORT_NAME
 from packer.cli_options import (
     GROUPING_HELP,
     BuildPlace,
+    BuildTokenizerOption,
     CheckOption,
     DataRootOption,
     DatasetOption,
     ExecutorOption,
     FetchOption,
     Format,
+    GroupOption,
+    HtmlOption,
     LimitOption,
     LinksOption,
     MaxRejectedOption,
@@ -50,13 +53,14 @@ from packer.config import MOST_TOKENS, BuildConfig
 from packer.count.pool import default_workers
 from packer.group import GroupOptions
 from packer.group_command import group_files
-from packer.inspect.command import inspect_command
+from packer.inspect.html import write_group_html
+from packer.inspect.terminal import group_title, print_group
+from packer.inspect.view import inspect_group
 from packer.progress import StageProgress
 from packer.records.record import REASONS
-from packer.report._summary_text import print_build
+from packer.report.build_summary import Rejection, summarise_rejected
 from packer.report.figures import make_report
-from packer.report.summary import Rejection, summarise_rejected
-from packer.report.terminal import print_report
+from packer.report.terminal import print_build, print_report
 from packer.sources.catalog import print_datasets
 from packer.upload import save_html
 from packer.verify import require_intact, verify_build
@@ -221,7 +225,25 @@ def verify(out: BuildPlace, workers: WorkersOption = None, as_json: JsonOption =
         )
 
 
-app.command("inspect")(inspect_command)
+@app.command()
+def inspect(
+    out: BuildPlace,
+    group: GroupOption = None,
+    tokenizer: BuildTokenizerOption = None,
+    chat_template: TemplateOption = None,
+    html: HtmlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show one group of a build: its samples, their text and what has a label, and its images."""
+    view = inspect_group(out, group, tokenizer=tokenizer, chat_template=chat_template)
+    if html is not None:
+        write_group_html(view, html)
+    if as_json:
+        print(json.dumps(view.to_json()))
+    elif html is not None:
+        print(f"{group_title(view)}: {html}")
+    else:
+        print_group(view, Console())
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -134,4 +135,17 @@ BuildPlace = Annotated[str, typer.Argument(help="Folder or URI of a build.", met
 RanksOption = Annotated[
     int,
     typer.Option(min=1, max=65_536, help="Data-parallel ranks that the ratios are computed for."),
+]
+GroupOption = Annotated[
+    int | None,
+    typer.Option(help="Number of the group, from 0. Default: the middle one, by vision load."),
+]
+BuildTokenizerOption = Annotated[
+    str | None,
+    typer.Option(
+        help="The build's tokenizer: folder or Hub id. Default: only the demo's text is shown."
+    ),
+]
+HtmlOption = Annotated[
+    Path | None, typer.Option(help="Write a page with thumbnails of the images to this file.")
 ]

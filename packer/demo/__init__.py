@@ -1,1 +1,1 @@
-"""TODO."""
+"""The built-in demo dataset and its tokenizer."""

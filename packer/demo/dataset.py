@@ -1,11 +1,9 @@
-"""The built-in demo: a dataset in LLaVA's layout, drawn and written on the spot, and a small
-tokenizer for it.
+"""The built-in demo: a dataset in LLaVA's layout, drawn on the spot, and a small tokenizer for it.
 
-For `packer build --dataset demo`, examples and tests, where no real data is at hand. Pictures are
-drawn (`packer.demo.pictures`), and questions and answers are true of what was drawn, so that even a
-tiny model can learn something. Sizes, aspect ratios, text lengths and images per sample spread as
-widely as in real mixtures, because that spread is what packing is about. The same seed gives the
-same bytes (with the same versions of Pillow and NumPy).
+For `packer build --dataset demo`, examples and tests. Questions and answers are true of the drawn
+pictures, so that even a tiny model can learn something. Sizes, aspect ratios, text lengths and
+images per sample spread as widely as in real mixtures, because packing is about that spread. The
+same seed gives the same bytes (with the same versions of Pillow and NumPy).
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from io import BytesIO
@@ -22,8 +19,8 @@ from typing import Any, TypeVar
 
 from PIL import Image
 
-from packer.demo._words import passage, text_task
 from packer.demo.pictures import Picture, draw_picture
+from packer.demo.texts import passage, text_task
 
 _IMAGES_PER_SAMPLE = {0: 250, 1: 520, 2: 100, 3: 50, 4: 30, 5: 20, 6: 10, 7: 10, 8: 10}
 _ROUNDS = {1: 55, 2: 25, 3: 12, 4: 8}
@@ -39,9 +36,7 @@ Fact = tuple[str, str]
 
 
 def demo_tokenizer_path() -> Path:
-    """Folder of the shipped tokenizer: byte-level BPE, ChatML, made by
-    `scripts/make_demo_tokenizer.py`.
-    """
+    """Folder of the shipped tokenizer: byte-level BPE, from `scripts/make_demo_tokenizer.py`."""
     return Path(__file__).parent / "tokenizer"
 
 
@@ -49,10 +44,10 @@ DEMO_SAMPLES = 1000
 
 
 def write_demo(folder: Path, *, num_samples: int = DEMO_SAMPLES, seed: int = 0) -> None:
-    """Write `annotations.json` and `images/` into `folder`: about 20 MB and 5 s of one core for
-    1,000 samples.
+    """Write `annotations.json` and `images/` into `folder`.
 
-    Sample i depends on `seed` and i alone, so a larger demo begins with the smaller one.
+    1,000 samples are about 20 MB and 5 s of one core. Sample i depends on `seed` and i alone, so a
+    larger demo begins with the smaller one.
     """
     (folder / "images").mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor() as pool:  # Pillow encodes outside the interpreter lock
@@ -62,9 +57,7 @@ def write_demo(folder: Path, *, num_samples: int = DEMO_SAMPLES, seed: int = 0) 
 
 
 def demo_texts(num_samples: int, *, seed: int) -> list[str]:
-    """All turns of the demo's conversations, without writing any image; for training the
-    tokenizer.
-    """
+    """All turns of the demo's conversations, for training the tokenizer; writes no image."""
     records = [_sample(seed, index)[0] for index in range(num_samples)]
     return [turn["value"] for record in records for turn in record["conversations"]]
 
@@ -80,14 +73,13 @@ def _sample(seed: int, index: int) -> tuple[dict[str, Any], dict[str, Picture]]:
     """One LLaVA record, and its pictures by file name."""
     rng = random.Random(f"{seed}/{index}")
     pictures = [draw_picture(rng, *_size(rng)) for _ in range(_weighted(rng, _IMAGES_PER_SAMPLE))]
-    files = {
-        f"images/{index:06d}-{k}.{'jpg' if p.photo else 'png'}": p for k, p in enumerate(pictures)
-    }
-    facts = (
-        _facts(rng, pictures)
-        if pictures
-        else [text_task(rng) for _ in range(_weighted(rng, _ROUNDS))]
-    )
+    suffixes = ("jpg" if picture.photo else "png" for picture in pictures)
+    names = (f"images/{index:06d}-{k}.{suffix}" for k, suffix in enumerate(suffixes))
+    files = dict(zip(names, pictures, strict=True))
+    if pictures:
+        facts = _facts(rng, pictures)
+    else:
+        facts = [text_task(rng) for _ in range(_weighted(rng, _ROUNDS))]
     turns = [
         {"from": speaker, "value": text}
         for question_and_answer in facts
@@ -104,40 +96,31 @@ def _facts(rng: random.Random, pictures: list[Picture]) -> list[Fact]:
     """What is asked in each round: different facts, each about one of the pictures."""
     pool = [(k, fact) for k, picture in enumerate(pictures, start=1) for fact in picture.facts]
     asked = rng.sample(pool, min(len(pool), _weighted(rng, _ROUNDS)))
-    name_picture = len(pictures) > 1
-    facts = [
-        (f"Look at picture {k}. {question}" if name_picture else question, a)
-        for k, (question, a) in asked
-    ]
-    if rng.random() < 0.08:  # a long text beside a picture, as in document data
+    several = len(pictures) > 1
+    facts = [(f"Look at picture {k}. {q}" if several else q, answer) for k, (q, answer) in asked]
+    if rng.random() < 0.08:  # a long text next to a picture, as in document data
         question, answer = facts[0]
-        facts[0] = (
-            f"{question}\n\nThe text beside it, which does not matter here:\n{passage(rng)}",
-            answer,
-        )
+        extra = f"The text beside it, which does not matter here:\n{passage(rng)}"
+        facts[0] = f"{question}\n\n{extra}", answer
     return facts
 
 
 def _with_markers(rng: random.Random, num_pictures: int, question: str) -> str:
-    """The first question with a marker for each picture: mostly in front, sometimes behind or
-    between words.
-    """
+    """The first question with a marker per picture: mostly before it, sometimes after or in it."""
     if num_pictures == 0:
         return question
     if num_pictures > 1:
         return "".join(f"Picture {k}: <image>\n" for k in range(1, num_pictures + 1)) + question
-    places: dict[Callable[[str], str], int] = {
-        lambda text: f"<image>\n{text}": 80,
-        lambda text: f"{text}\n<image>": 15,
-        lambda text: f"This is the picture <image> that I mean. {text}": 5,
+    forms = {
+        "<image>\n{}": 80,
+        "{}\n<image>": 15,
+        "This is the picture <image> that I mean. {}": 5,
     }
-    return _weighted(rng, places)(question)
+    return _weighted(rng, forms).format(question)
 
 
 def _size(rng: random.Random) -> tuple[int, int]:
-    """Width and height in pixels: from icons to full pages, aspect ratios from 1:6 to 6:1, most of
-    them moderate.
-    """
+    """(width, height) in pixels: from icons to full pages, aspect ratios from 1:6 to 6:1."""
     low = rng.choice((math.log(_MIN_SIDE), math.log(300)))
     long_side = round(math.exp(rng.uniform(low, math.log(_MAX_SIDE))))
     spread = 1.0 if rng.random() < 0.15 else 0.35
@@ -147,18 +130,15 @@ def _size(rng: random.Random) -> tuple[int, int]:
 
 
 def _encode(picture: Picture) -> bytes:
-    """The file's bytes: JPEG for photos, some of them stored sideways with an EXIF tag, and PNG for
-    drawings.
-    """
+    """The file's bytes: PNG for drawings, JPEG for photos, some turned, with an EXIF tag."""
     buffer = BytesIO()
     if not picture.photo:
         picture.image.save(buffer, "PNG", compress_level=1)
     elif picture.sideways:
         exif = Image.Exif()
         exif[_EXIF_ORIENTATION] = _QUARTER_TURN
-        picture.image.transpose(Image.Transpose.ROTATE_90).save(
-            buffer, "JPEG", quality=80, exif=exif
-        )
+        turned = picture.image.transpose(Image.Transpose.ROTATE_90)
+        turned.save(buffer, "JPEG", quality=80, exif=exif)
     else:
         picture.image.save(buffer, "JPEG", quality=80)
     return buffer.getvalue()

@@ -1,5 +1,4 @@
-"""The demo's pictures: icons, scattered shapes, bar charts, text pages and photo-like views, with
-facts about each.
+"""Pictures of the demo: icons, shapes, bar charts, text pages and photo-like views, with facts.
 
 Pure, given the generator: the same generator state draws the same pixels (with the same versions of
 Pillow and NumPy).
@@ -12,11 +11,12 @@ import textwrap
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
+from typing import cast
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from packer.demo._words import NUMBER_NAMES, name, sentence
+from packer.demo.texts import NUMBER_NAMES, name, sentence
 
 COLOURS = {
     "red": (214, 40, 40),
@@ -42,7 +42,7 @@ class Picture:
     facts: list[tuple[str, str]]
     """Questions and answers."""
     photo: bool = False
-    """Smooth and noisy like a photo, so that it is stored as JPEG."""
+    """Whether it is smooth and noisy like a photo, and so stored as JPEG."""
     sideways: bool = field(default=False, kw_only=True)
     """Whether the file stores it turned, with an EXIF tag that says so."""
 
@@ -79,17 +79,9 @@ def _shapes(rng: random.Random, width: int, height: int) -> Picture:
     palette = rng.sample(list(COLOURS), 3)
     drawn = [(rng.choice(palette), rng.choice(SHAPES)) for _ in places]
     for place, (colour, shape) in zip(places, drawn, strict=True):
-        centre = (
-            (place % columns + 0.5) * width / columns,
-            (place // columns + 0.5) * height / rows,
-        )
-        _draw_shape(
-            pen,
-            shape,
-            COLOURS[colour],
-            centre,
-            rng.uniform(0.25, 0.42) * min(width / columns, height / rows),
-        )
+        centre = (place % columns + 0.5) * width / columns, (place // columns + 0.5) * height / rows
+        radius = rng.uniform(0.25, 0.42) * min(width / columns, height / rows)
+        _draw_shape(pen, shape, COLOURS[colour], centre, radius)
     return Picture(image, _shape_facts(rng, drawn))
 
 
@@ -120,19 +112,16 @@ def _chart(rng: random.Random, width: int, height: int) -> Picture:
     floor, scale, step = height - 1.6 * font.size, (height - 4 * font.size) / 100, width / num_bars
     for k, (label, value) in enumerate(zip(labels, values, strict=True)):
         middle, top = (k + 0.5) * step, floor - value * scale
-        pen.rectangle(
-            (middle - 0.35 * step, top, middle + 0.35 * step, floor), fill=COLOURS[colour]
-        )
+        bar = (middle - 0.35 * step, top, middle + 0.35 * step, floor)
+        pen.rectangle(bar, fill=COLOURS[colour])
         pen.text((middle, floor), label, fill=COLOURS["black"], font=font, anchor="ma")
         pen.text((middle, top - 2), str(value), fill=COLOURS["black"], font=font, anchor="mb")
     asked, best = rng.randrange(num_bars), values.index(max(values))
+    highest = f"The {_ORDINALS[best]} bar, {labels[best]}, with {values[best]}."
     table = "\n".join(f"{label}: {value}" for label, value in zip(labels, values, strict=True))
     facts = [
         (f"What is the value of {labels[asked]}?", f"{values[asked]}"),
-        (
-            "Which bar is the highest?",
-            f"The {_ORDINALS[best]} bar, {labels[best]}, with {values[best]}.",
-        ),
+        ("Which bar is the highest?", highest),
         ("How many bars does the chart have?", f"{num_bars}"),
         ("Which colour are the bars?", f"They are {colour}."),
         ("Write the values of the chart as a table.", table),
@@ -165,22 +154,18 @@ def _page(rng: random.Random, width: int, height: int) -> Picture:
 
 def _photo(rng: random.Random, width: int, height: int) -> Picture:
     """A view in one colour, brighter towards one side, with soft clouds and grain."""
-    colour, side = (
-        rng.choice([c for c in COLOURS if c != "black"]),
-        rng.choice(("left", "right", "top", "bottom")),
-    )
+    colour = rng.choice([c for c in COLOURS if c != "black"])
+    side = rng.choice(("left", "right", "top", "bottom"))
     noise = np.random.default_rng(rng.getrandbits(64))
-    clouds = Image.fromarray(noise.integers(0, 60, (6, 8), dtype=np.uint8)).resize(
-        (width, height), Image.Resampling.BICUBIC
-    )
+    blotches = Image.fromarray(noise.integers(0, 60, (6, 8), dtype=np.uint8))
+    clouds = blotches.resize((width, height), Image.Resampling.BICUBIC)
     ramp = np.linspace(110, -110, width if side in ("left", "right") else height, dtype=np.float32)
     ramp = ramp if side in ("left", "top") else -ramp
     light = ramp[None, :] if side in ("left", "right") else ramp[:, None]
     grain = noise.integers(-6, 7, (height, width), dtype=np.int8)
     shade = np.asarray(clouds, dtype=np.float32) - 30 + light + grain
-    pixels = np.clip(
-        np.array(COLOURS[colour], dtype=np.float32) * 0.7 + 40 + shade[..., None], 0, 255
-    ).astype(np.uint8)
+    base = np.array(COLOURS[colour], dtype=np.float32) * 0.7 + 40
+    pixels = np.clip(base + shade[..., None], 0, 255).astype(np.uint8)
     facts = [
         ("Which side of the photo is the brightest?", f"The {side}."),
         ("Which colour does the photo have?", f"It is mostly {colour}."),
@@ -215,8 +200,5 @@ def _draw_shape(
 
 @cache
 def _font(size: int) -> ImageFont.FreeTypeFont:
-    font = ImageFont.load_default(size)
-    assert isinstance(
-        font, ImageFont.FreeTypeFont
-    )  # with a size, Pillow gives its built-in TrueType font
-    return font
+    # with a size, Pillow gives its built-in TrueType font
+    return cast(ImageFont.FreeTypeFont, ImageFont.load_default(size))

@@ -1,1 +1,1 @@
-"""TODO."""
+"""One group of a build as a person wants to see it: text, labels and images."""

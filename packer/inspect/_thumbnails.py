@@ -17,17 +17,28 @@ from balance.errors import first_line
 MOST_PIXELS = 160
 """Longer side of a thumbnail."""
 JPEG_QUALITY = 80
+DECODING_ERRORS = (
+    Image.DecompressionBombError,
+    OSError,
+    ValueError,
+    SyntaxError,
+    KeyError,
+    IndexError,
+    OverflowError,
+    EOFError,
+)
+"""What Pillow's parsers raise for damaged files, SyntaxError for a bad PNG chunk among them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thumbnail:
-    """A picture that fits a square of MOST_PIXELS, as a `data:` URI."""
+    """A picture of at most MOST_PIXELS per side, as a `data:` URI."""
 
     uri: str
     width: int
     height: int
     full_width: int
-    """Of the decoded image, upright."""
+    """Width of the decoded image, upright."""
     full_height: int
 
 
@@ -39,17 +50,7 @@ def make_thumbnail(data: bytes) -> Thumbnail | str:
             return _decode(data)
     except UnidentifiedImageError:
         return "not an image that Pillow knows" if data else "the file is empty"
-    # Pillow's parsers leak these for damaged files, SyntaxError for a bad PNG chunk among them
-    except (
-        Image.DecompressionBombError,
-        OSError,
-        ValueError,
-        SyntaxError,
-        KeyError,
-        IndexError,
-        OverflowError,
-        EOFError,
-    ) as error:
+    except DECODING_ERRORS as error:
         return first_line(error)
 
 
@@ -61,11 +62,8 @@ def _decode(data: bytes) -> Thumbnail:
     picture = upright.convert("RGBA" if has_alpha else "RGB")
     picture.thumbnail((MOST_PIXELS, MOST_PIXELS))
     buffer = io.BytesIO()
-    if has_alpha:
-        picture.save(buffer, "PNG")
-    else:
-        picture.save(buffer, "JPEG", quality=JPEG_QUALITY)
     kind = "png" if has_alpha else "jpeg"
+    picture.save(buffer, kind, **({} if has_alpha else {"quality": JPEG_QUALITY}))
     return Thumbnail(
         uri=f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}",
         width=picture.width,

@@ -1,8 +1,7 @@
-"""A group on the terminal: its loads against the caps, then every sample with its files and its
-text.
+"""A group as text for a terminal: its loads against the caps, then every sample.
 
-Readable in 100 columns. Text with a label stands between brackets, which survive a pipe, and is
-green where there are colours. Long texts are cut in the middle, and say so: the page shows all.
+Fits 100 columns. Text with a label is in brackets, which survive a pipe, and green where there are
+colours. Long texts are cut in the middle, with a note; the page shows all.
 """
 
 from __future__ import annotations
@@ -10,19 +9,20 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from packer.inspect.token_text import Kind, Piece
+from packer.format_text import capitalised, size_text, visible
+from packer.inspect.token_text import Piece, PieceKind
 from packer.inspect.view import GroupView, ImageView, SampleView
 
-SHOWN_CHARACTERS = 400
-"""Of a piece of text."""
-SHOWN_IDS = 12
+SHOWN_CHARACTERS, SHOWN_IDS = 400, 12
+"""Most characters or ids of a piece."""
 NEWLINE = "\u21b5"
-BAR = 40
-INDENT = 4
+BAR_WIDTH, INDENT = 40, 4
+LEGEND = "\u27e6 \u27e7: text that has a label, and so is learned."
+NO_TOKENIZER = "Token ids, because a build holds no tokenizer: give --tokenizer to see text."
 
 
 def print_group(view: GroupView, console: Console) -> None:
-    """Print a group; control characters of the data are shown, not obeyed."""
+    """Print a group; control characters of the data are printed as escapes."""
     console.print(
         f"[bold]{group_title(view)}[/]{f' ({view.why})' if view.why else ''}", highlight=False
     )
@@ -30,22 +30,20 @@ def print_group(view: GroupView, console: Console) -> None:
     for label, used, cap in load_rows(view):
         console.print(f"{label:<15}{used:>9,} of {cap:>9,}  {_bar(used, cap)}", highlight=False)
     console.print(group_text(view), highlight=False)
-    console.print(f"[dim]{LEGEND}{'' if view.tokenizer else NO_TOKENIZER}[/]", highlight=False)
+    console.print(
+        f"[dim]{LEGEND}{'' if view.tokenizer else f' {NO_TOKENIZER}'}[/]", highlight=False
+    )
     for number, sample in enumerate(view.samples, start=1):
         _print_sample(number, sample, view.limits.unit, console)
 
 
-LEGEND = "\u27e6 \u27e7: text that has a label, and so is learned."
-NO_TOKENIZER = " Token ids, because a build holds no tokenizer: give --tokenizer to see text."
-
-
 def group_title(view: GroupView) -> str:
-    """Which group it is, and which there are."""
+    """Number of the group, and how many there are."""
     return f"group {view.group:,} of {view.num_groups:,}, counted from 0"
 
 
 def load_rows(view: GroupView) -> list[tuple[str, int, int]]:
-    """What a cap counts: (name, used, cap)."""
+    """Loads that a cap counts: (name, used, cap)."""
     return [
         ("LLM tokens", view.counts["seq_len"], view.limits.max_seq_len),
         (capitalised(view.limits.unit), view.vision_load, view.limits.max_vision),
@@ -53,7 +51,7 @@ def load_rows(view: GroupView) -> list[tuple[str, int, int]]:
 
 
 def group_text(view: GroupView) -> str:
-    """The loads that no cap counts, in a line."""
+    """The loads that no cap counts, in one line."""
     counts = view.counts
     by_patches = view.limits.vision_unit == "image_patches"
     other = (
@@ -66,62 +64,33 @@ def group_text(view: GroupView) -> str:
 
 
 def sample_text(sample: SampleView, unit: str) -> str:
-    """What a sample costs, in a line."""
+    """The loads of a sample, in one line."""
     counts = sample.counts
     vision = f"; {sample.vision_load:,} {unit}" if sample.vision_load else ""
     return f"{_parts(counts)}, {counts['num_loss_tokens']:,} with a label{vision}"
 
 
 def image_text(image: ImageView) -> str:
-    """An image's size, cost and bytes, in a line."""
+    """Size, bytes and tokens of an image, in one line."""
     size = "" if image.num_bytes is None else f", {size_text(image.num_bytes)}"
-    return f"{image.width} x {image.height}{size}: {image.num_patches} patches, {image.num_tokens:,} LLM tokens"
+    tokens = f"{image.num_patches} patches, {image.num_tokens:,} LLM tokens"
+    return f"{image.width} x {image.height}{size}: {tokens}"
 
 
 def file_text(piece: Piece) -> str:
-    """What stands for the tokens of a file."""
+    """The text shown instead of a file's tokens."""
     return f"<{piece.kind} {(piece.file or 0) + 1} x {len(piece.input_ids):,}>"
 
 
 def ids_text(piece: Piece, at_most: int | None = None) -> str:
     """The ids of a piece without text.
 
-    >>> ids_text(Piece(kind=Kind.text, input_ids=(5, 6, 7)), 2)
+    >>> ids_text(Piece(kind=PieceKind.text, input_ids=(5, 6, 7)), 2)
     '[5 6 +1 more]'
     """
     shown = piece.input_ids[:at_most]
     more = len(piece.input_ids) - len(shown)
     return f"[{' '.join(map(str, shown))}{f' +{more:,} more' if more else ''}]"
-
-
-def size_text(num_bytes: int) -> str:
-    """Bytes as people read them.
-
-    >>> size_text(512), size_text(20_480), size_text(3_500_000)
-    ('512 B', '20.0 KiB', '3.3 MiB')
-    """
-    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if num_bytes >= 1024**power:
-            return f"{num_bytes / 1024**power:.1f} {unit}"
-    return f"{num_bytes} B"
-
-
-def capitalised(text: str) -> str:
-    """The text with a large first letter, the rest as it is.
-
-    >>> capitalised("as ViT tokens")
-    'As ViT tokens'
-    """
-    return text[:1].upper() + text[1:]
-
-
-def visible(text: str) -> str:
-    r"""Text of the data without what would steer a terminal: control characters as escapes.
-
-    >>> visible("a\x1b[2J\tb\n")
-    'a\\x1b[2J\tb\n'
-    """
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def _print_sample(number: int, sample: SampleView, unit: str, console: Console) -> None:
@@ -149,11 +118,10 @@ def _piece(piece: Piece) -> Text:
     if piece.file is not None:
         return Text(file_text(piece), "cyan")
     shown = ids_text(piece, SHOWN_IDS) if piece.text is None else visible(_cut(piece.text))
-    if piece.kind is not Kind.label:
+    if piece.kind is not PieceKind.label:
         return Text(shown, "dim")
-    end = (
-        "\n" if shown.endswith("\n") else ""
-    )  # learned too, and shown so, but the bracket belongs in front of it
+    # learned too, and shown so, but the bracket belongs in front of it
+    end = "\n" if shown.endswith("\n") else ""
     return Text(f"\u27e6{shown.removesuffix(end)}{NEWLINE if end else ''}\u27e7{end}", "green")
 
 
@@ -173,12 +141,12 @@ def _print_indented(text: Text, console: Console) -> None:
 
 def _bar(used: int, cap: int) -> str:
     share = used / cap if cap else 0.0
-    full = min(round(share * BAR), BAR)
-    return f"{share:>6.1%}  {'█' * full}{'░' * (BAR - full)}"
+    full = min(round(share * BAR_WIDTH), BAR_WIDTH)
+    return f"{share:>6.1%}  {'█' * full}{'░' * (BAR_WIDTH - full)}"
 
 
 def _parts(counts: dict[str, int]) -> str:
-    """The tokens by modality: those that there are.
+    """The tokens by modality, without the modalities that have none.
 
     >>> _parts({"seq_len": 7, "num_image_tokens": 4, "num_text_tokens": 3, "num_audio_tokens": 0})
     '7 tokens = 4 image + 3 text'

@@ -1,15 +1,33 @@
-"""What `packer inspect` shows of a group, as data: `packer.inspect._read_group` reads it, terminal,
-page and JSON show it.
+"""One group of a build, read for a person: `inspect_group` and the view that it returns.
+
+Reads the manifest, one row of the index, the tables' rows and the group's bytes, so the build may
+be of any size. Of a build at a URI, the index and the tables are fetched. Terminal, page and JSON
+show the same view.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from balance.types import Limits
-from packer.inspect._thumbnails import Thumbnail
-from packer.inspect.token_text import Piece
+from tokenizers import Tokenizer
+
+from balance.errors import ConfigError, DamagedShard
+from balance.media.audio_tokens import plan_audio
+from balance.media.image_tokens import plan_image
+from balance.presets import ModelPreset, model_from_dict
+from balance.types import COUNT_COLUMNS, Limits
+from packer.build_dir import INDEX_NAME
+from packer.demo.dataset import demo_tokenizer_path
+from packer.inspect._thumbnails import Thumbnail, make_thumbnail
+from packer.inspect.token_text import Piece, PieceKind, load_decoder, read_pieces
+from packer.sources.dataset import DEMO
+from packer.table_queries import read_rows
+from shards.folders import on_disk, open_folder
+from shards.manifest import read_manifest
+from shards.stored_group import IndexRow, StoredSample, read_index_row, read_stored
+from shards.tables import COUNTS_NAME, GROUPS_NAME
 
 _IMAGE_KEYS = ("name", "width", "height", "num_patches", "num_tokens", "num_bytes")
 
@@ -21,7 +39,7 @@ class ImageView:
     name: str
     """Path under the data root or in the tar; empty in Arrow shards, which hold no names."""
     width: int
-    """As counted, upright."""
+    """Width as counted, upright."""
     height: int
     num_patches: int
     num_tokens: int
@@ -29,7 +47,7 @@ class ImageView:
     num_bytes: int | None
     """None if the file cannot be read."""
     problem: str
-    """Why it cannot be read, cannot be decoded, or is not what was counted; else empty."""
+    """Why it cannot be read or decoded, or how it differs from what was counted; else empty."""
     thumbnail: Thumbnail | None = field(repr=False)
 
 
@@ -48,16 +66,31 @@ class SampleView:
     audio_seconds: tuple[float, ...]
     """Length of each clip."""
 
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, without thumbnails."""
+        return {
+            "sample_id": self.sample_id,
+            "source": self.source,
+            "counts": self.counts,
+            "pieces": [piece.to_json() for piece in self.pieces],
+            "images": [
+                {name: getattr(image, name) for name in _IMAGE_KEYS}
+                | {"problem": image.problem or None}
+                for image in self.images
+            ],
+            "audio_seconds": list(self.audio_seconds),
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupView:
-    """A group: its loads against the caps, and its samples in the order of the pack."""
+    """A group: its loads against the caps, and its samples in packed order."""
 
     group: int
     """Row of the index, from 0."""
     num_groups: int
     why: str
-    """Why this group is shown, in words; empty if it was asked for."""
+    """Why this group is shown; empty if it was asked for."""
     shard: str
     num_bytes: int
     limits: Limits
@@ -66,16 +99,16 @@ class GroupView:
     vision_load: int
     samples: tuple[SampleView, ...]
     tokenizer: str
-    """The tokenizer that the text comes from; empty: there is none, and pieces hold ids alone."""
+    """The tokenizer that the text comes from; empty if there is none and pieces hold only ids."""
 
     @property
     def fill(self) -> float:
-        """Share of the room for LLM tokens that is used."""
+        """Used share of the cap in LLM tokens."""
         return self.counts["seq_len"] / self.limits.max_seq_len
 
     @property
     def vision_fill(self) -> float:
-        """Share of the vision cap that is used; 0 without one."""
+        """Used share of the vision cap; 0 without one."""
         return self.vision_load / self.limits.max_vision if self.limits.max_vision else 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -90,20 +123,147 @@ class GroupView:
             "vision_fill": self.vision_fill,
             "counts": self.counts,
             "tokenizer": self.tokenizer,
-            "samples": [_sample_json(sample) for sample in self.samples],
+            "samples": [sample.to_json() for sample in self.samples],
         }
 
 
-def _sample_json(sample: SampleView) -> dict[str, Any]:
-    return {
-        "sample_id": sample.sample_id,
-        "source": sample.source,
-        "counts": sample.counts,
-        "pieces": [piece.to_json() for piece in sample.pieces],
-        "images": [
-            {name: getattr(image, name) for name in _IMAGE_KEYS}
-            | {"problem": image.problem or None}
-            for image in sample.images
-        ],
-        "audio_seconds": list(sample.audio_seconds),
-    }
+def inspect_group(
+    out: Path | str,
+    group: int | None = None,
+    *,
+    tokenizer: str | None = None,
+    chat_template: str | None = None,
+) -> GroupView:
+    """Group `group` of the build at `out`, a folder or URI; None: the middle one, by vision load.
+
+    `tokenizer` must be the build's own; without it only the demo's text can be read, and other
+    builds show token ids. DataError for an unfinished or damaged build, ConfigError for a group
+    that it does not have or another tokenizer. A missing or damaged image is a problem of its view.
+    """
+    place = str(out)
+    manifest = read_manifest(place)
+    num_groups = manifest["totals"]["num_groups"]
+    if group is not None and not 0 <= group < num_groups:
+        raise ConfigError(f"--group {group}: this build has groups 0 to {num_groups - 1:,}")
+    # groups are sorted by vision load: the middle one is as large as most
+    number = num_groups // 2 if group is None else group
+
+    model = model_from_dict(manifest["model"])
+    source = tokenizer or _demo_tokenizer(manifest)
+    decoder = None
+    if source is not None:
+        decoder = load_decoder(source, model, manifest["tokenizer"], chat_template=chat_template)
+
+    with on_disk(place, (INDEX_NAME, GROUPS_NAME, COUNTS_NAME)) as folder:
+        row = read_index_row(folder / INDEX_NAME, number)
+        counted = _counted(folder, number, row)
+    shard = manifest["shards"][row.shard]["name"]
+    stored = read_stored(open_folder(place, follow_links=True), shard, row, manifest["format"])
+    samples = tuple(
+        _sample_view(sample, about, model, manifest, decoder)
+        for sample, about in zip(stored, counted, strict=True)
+    )
+    limits = Limits(**manifest["limits"])
+    return GroupView(
+        group=number,
+        num_groups=num_groups,
+        why="the middle one, by vision load" if group is None else "",
+        shard=shard,
+        num_bytes=row.length,
+        limits=limits,
+        counts=row.counts | {"seq_len": sum(sample.counts["seq_len"] for sample in samples)},
+        vision_load=row.counts[f"num_{limits.vision_unit}"],
+        samples=samples,
+        tokenizer=source or "",
+    )
+
+
+def _demo_tokenizer(manifest: dict[str, Any]) -> str | None:
+    """The tokenizer that a demo build takes when none is given, if this build took it."""
+    if manifest["config"]["dataset"] != DEMO:
+        return None
+    path = str(demo_tokenizer_path())
+    try:
+        load_decoder(path, model_from_dict(manifest["model"]), manifest["tokenizer"])
+    except ConfigError:
+        return None
+    return path
+
+
+def _counted(out: Path, group: int, row: IndexRow) -> list[dict[str, Any]]:
+    """The rows of the counts table that the group holds, in its order."""
+    samples = read_rows(out / GROUPS_NAME, [group], ["samples"])[0]["samples"]
+    columns = ["sample_id", "source", *COUNT_COLUMNS, "seq_len"]
+    rows = read_rows(out / COUNTS_NAME, samples, columns)
+    if tuple(about["sample_id"] for about in rows) != row.sample_ids:
+        raise DamagedShard(
+            f"{out}: {GROUPS_NAME} and {INDEX_NAME} hold other samples in group {group};"
+            " build again"
+        )
+    return rows
+
+
+def _sample_view(
+    stored: StoredSample,
+    about: dict[str, Any],
+    model: ModelPreset,
+    manifest: dict[str, Any],
+    decoder: Tokenizer | None,
+) -> SampleView:
+    """A stored sample with what the counts table says `about` it."""
+    images = tuple(_image_view(stored, k, model, manifest) for k in range(len(stored.image_sizes)))
+    ids = manifest["tokenizer"]
+    files = {PieceKind.image: (ids["image_token_id"], [image.num_tokens for image in images])}
+    audio_seconds: tuple[float, ...] = ()
+    if model.audio:
+        rate = model.audio.sampling_rate
+        clips = [plan_audio(model.audio, length, rate) for length in stored.audio_lengths]
+        files[PieceKind.audio] = ids["audio_token_id"], [clip.num_audio_tokens for clip in clips]
+        audio_seconds = tuple(clip.num_samples / rate for clip in clips)
+    return SampleView(
+        sample_id=stored.sample_id,
+        source=about["source"],
+        counts={name: about[name] for name in (*COUNT_COLUMNS, "seq_len")},
+        vision_load=about[f"num_{manifest['limits']['vision_unit']}"],
+        pieces=read_pieces(stored.input_ids, stored.labels, files, decoder),
+        images=images,
+        audio_seconds=audio_seconds,
+    )
+
+
+def _image_view(
+    stored: StoredSample, number: int, model: ModelPreset, manifest: dict[str, Any]
+) -> ImageView:
+    width, height = stored.image_sizes[number]
+    name = stored.image_names[number] if stored.image_names else ""
+    data: bytes | None = None
+    thumbnail: Thumbnail | str
+    try:
+        if stored.images is not None:
+            data = stored.images[number]
+        else:
+            # a link was allowed or refused when the build was made
+            data = open_folder(manifest["data_root"], follow_links=True).read(name)
+        thumbnail = make_thumbnail(data)
+    except OSError as error:
+        reason = error.strerror or error
+        thumbnail = f"cannot be read under {manifest['data_root']} ({reason}); restore it"
+    plan = plan_image(model.vision, width, height)
+    return ImageView(
+        name=name,
+        width=width,
+        height=height,
+        num_patches=plan.num_patches,
+        num_tokens=plan.num_image_tokens,
+        num_bytes=None if data is None else len(data),
+        problem=thumbnail if isinstance(thumbnail, str) else _change(thumbnail, width, height),
+        thumbnail=None if isinstance(thumbnail, str) else thumbnail,
+    )
+
+
+def _change(thumbnail: Thumbnail, width: int, height: int) -> str:
+    """How an image that can be decoded differs from what was counted; empty if it does not."""
+    found = thumbnail.full_width, thumbnail.full_height
+    if found == (width, height):
+        return ""
+    return f"is {found[0]} x {found[1]} now, but was counted as {width} x {height}; build again"

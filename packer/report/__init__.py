@@ -1,1 +1,1 @@
-"""TODO."""
+"""The report of a build: what packing does to balance, as text, page and JSON."""

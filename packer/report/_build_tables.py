@@ -1,27 +1,24 @@
-"""What a report reads of a build directory: counts, groups, rejected samples, limits and order,
-cross-checked.
+"""The tables of a build as the report needs them, checked against each other.
 
-Works on a finished build (`manifest.json`) and on the output of `packer group` (`limits.json`). The
-check is the first guarantee of the design, every sample is in exactly one group or rejected: no
-report takes a part for the whole.
+Reads a finished build (`manifest.json`) or the output of `packer group` (`limits.json`). The check
+is the design's first guarantee: every sample is in exactly one group or rejected.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from balance.config import build_config
 from balance.errors import DataError
 from balance.order.block_shuffle import OrderConfig, choose_order
-from balance.types import Counts, Groups, IntArray, Limits
+from balance.types import COUNT_COLUMNS, Counts, Groups, IntArray, Limits
+from packer.table_queries import count_reasons, query_table
 from shards.manifest import MANIFEST_NAME
 from shards.tables import (
     COUNTS_NAME,
@@ -39,7 +36,7 @@ TABLE_NAMES = (MANIFEST_NAME, COUNTS_NAME, GROUPS_NAME, REJECTED_NAME)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildTables:
-    """The tables of a build: groups hold row numbers of `counts`, and come in path order."""
+    """The tables of a build: groups hold row numbers of `counts`, in path order."""
 
     counts: Counts
     sources: IntArray
@@ -48,42 +45,44 @@ class BuildTables:
     rejected: dict[str, int]
     """Reason -> samples, most frequent first."""
     num_repeated: int
-    """Copies beyond the first of each sample, in a mixture that repeats some; packed or rejected
-    like the others.
-    """
+    """Copies beyond the first of each sample in a mixture; packed or rejected like the others."""
     limits: Limits
     limits_explained: tuple[str, ...]
-    """How the caps were chosen, line by line; empty when the build does not say."""
+    """Lines on how the caps were chosen; none when the build does not say."""
     order: OrderConfig
 
 
 def read_tables(out: Path) -> BuildTables:
-    """Read and check the tables of a build. Raises DataError when one is missing, unreadable or
-    does not add up.
-    """
+    """The tables of a build. DataError when one is missing, unreadable or does not add up."""
     if not out.is_dir():
         raise DataError(
             f"{out} is not a folder; give the --out of `packer build` or `packer group`"
         )
-    table, rejected = read_table(out / COUNTS_NAME), read_table(out / REJECTED_NAME)
+    columns = ("position", "source", *COUNT_COLUMNS)
+    counts = query_table(out / COUNTS_NAME, lambda table: table.select(columns))
     groups = read_groups(read_table(out / GROUPS_NAME))
-    is_rejected = np.isin(_numbers(table["position"]), _numbers(rejected["position"]))
-    _check_samples(out, groups, is_rejected)
-    manifest = _read_json(out / "manifest.json")
+    rejected = query_table(out / REJECTED_NAME, lambda table: table.select("position"))
+    reasons = query_table(out / REJECTED_NAME, count_reasons)
+
+    positions = counts["position"].to_numpy()
+    _check_samples(out, groups, np.isin(positions, rejected["position"].to_numpy()))
+    manifest = _read_json(out / MANIFEST_NAME)
     if manifest is not None:
         found = {
             "num_packed": len(groups.samples),
             "num_rejected": len(rejected),
             "num_groups": len(groups),
         }
-        _check_manifest(out, manifest, found)
+        _check_totals(out, manifest, found)
+
     limits, limits_explained = _read_limits(out, manifest)
+    table = counts.to_arrow()
     return BuildTables(
         counts=counts_arrays(table),
         sources=source_numbers(table),
         groups=groups,
-        num_repeated=len(table) - len(np.unique(_numbers(table["position"]))),
-        rejected=dict(Counter(rejected["reason"].to_pylist()).most_common()),
+        num_repeated=len(counts) - counts["position"].n_unique(),
+        rejected=dict(zip(reasons["reason"], reasons["number"], strict=True)),
         limits=limits,
         limits_explained=limits_explained,
         order=_read_order(out, manifest, len(groups)),
@@ -97,21 +96,22 @@ def _check_samples(out: Path, groups: Groups, is_rejected: NDArray[np.bool_]) ->
         raise DataError(
             f"{out / GROUPS_NAME} names samples that {COUNTS_NAME} does not have; build again"
         )
-    places = np.bincount(groups.samples, minlength=num_samples) + is_rejected
-    wrong = np.flatnonzero(places != 1)
+    uses = np.bincount(groups.samples, minlength=num_samples) + is_rejected
+    wrong = np.flatnonzero(uses != 1)
     if len(wrong):
         row = int(wrong[0])
         raise DataError(
-            f"{out}: {len(wrong)} samples are not in exactly one group or else rejected"
-            f" (first: row {row} of {COUNTS_NAME}, {places[row]} times); build again with --overwrite"
+            f"{out}: {len(wrong)} samples are not in exactly one group or else rejected (first: row"
+            f" {row} of {COUNTS_NAME}, {uses[row]} times); build again with --overwrite"
         )
 
 
-def _check_manifest(out: Path, manifest: dict[str, Any], found: dict[str, int]) -> None:
+def _check_totals(out: Path, manifest: dict[str, Any], found: dict[str, int]) -> None:
     said = {name: manifest["totals"][name] for name in found}
     if said != found:
         raise DataError(
-            f"{out}: manifest.json says {said}, but the tables hold {found}; build again with --overwrite"
+            f"{out}: {MANIFEST_NAME} says {said}, but the tables hold {found};"
+            " build again with --overwrite"
         )
 
 
@@ -120,7 +120,8 @@ def _read_limits(out: Path, manifest: dict[str, Any] | None) -> tuple[Limits, tu
     values = _read_json(out / "limits.json") if manifest is None else manifest["limits"]
     if values is None:
         raise DataError(
-            f"{out} has neither manifest.json nor limits.json: the build is unfinished; run it to its end"
+            f"{out} has neither {MANIFEST_NAME} nor limits.json: the build is unfinished;"
+            " run it to its end"
         )
     explained = (values if manifest is None else manifest).pop("limits_explained", [])
     return build_config(Limits, values, where=f"{out}, limits"), tuple(map(str, explained))
@@ -129,7 +130,7 @@ def _read_limits(out: Path, manifest: dict[str, Any] | None) -> tuple[Limits, tu
 def _read_order(out: Path, manifest: dict[str, Any] | None, num_groups: int) -> OrderConfig:
     if manifest is None:
         return choose_order(num_groups)
-    return build_config(OrderConfig, manifest["order"], where=f"{out / 'manifest.json'}, order")
+    return build_config(OrderConfig, manifest["order"], where=f"{out / MANIFEST_NAME}, order")
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
@@ -143,7 +144,3 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         raise DataError(f"{path}: not a JSON object; build again with --overwrite")
     return value
-
-
-def _numbers(column: pa.ChunkedArray) -> IntArray:
-    return np.asarray(column.to_numpy(), dtype=np.int64)

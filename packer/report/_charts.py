@@ -53,7 +53,7 @@ def rank_bars(
 ) -> Markup:
     """Load of each rank in a few steps, shape (num_steps, ranks): solid is work, faint is waiting.
 
-    `slowest` is each step's largest load, shape (num_steps,): its rank may not be among those shown.
+    `slowest` is each step's largest load, shape (num_steps,); its rank may not be shown.
     """
     num_steps, ranks = steps.shape
     slot = PLOT_WIDTH / max(num_steps, 1)

@@ -10,6 +10,7 @@ import pyarrow as pa
 from balance.errors import DataError
 from balance.types import Limits
 from packer.records.record import BY_CHOICE
+from packer.table_queries import as_frame, count_reasons
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +42,7 @@ class BuildSummary:
 
 def summarise_rejected(rejected: pa.Table) -> dict[str, Rejection]:
     """Reason -> rejected samples, most frequent first."""
-    import polars as pl  # noqa: PLC0415 - takes 0.2 s, which `packer --help` need not wait for
-
-    by_reason = (
-        pl.DataFrame(rejected)
-        .group_by("reason", maintain_order=True)
-        .agg(pl.len().alias("number"), pl.first("sample_id"), pl.first("detail"))
-        .sort("number", descending=True, maintain_order=True)
-    )
+    by_reason = count_reasons(as_frame(rejected)).collect()
     return {
         reason: Rejection(number, f"{sample_id}: {detail}")
         for reason, number, sample_id, detail in by_reason.iter_rows()
@@ -63,9 +57,9 @@ def require_few(rejected: pa.Table, num_read: int, max_rejected: float, path: Pa
     number = sum(entry.number for entry in reasons.values())
     if number > max_rejected * num_read:
         raise DataError(
-            f"{number:,} of {num_read:,} samples ({number / num_read:.1%}) cannot be used, more than"
-            f" --max-rejected {max_rejected:g} allows: {_listed(reasons)}. All of them are in {path}:"
-            " repair the data and add --overwrite, or raise --max-rejected"
+            f"{number:,} of {num_read:,} samples ({number / num_read:.1%}) cannot be used,"
+            f" more than --max-rejected {max_rejected:g} allows: {_listed(reasons)}. All of them"
+            f" are in {path}: repair the data and add --overwrite, or raise --max-rejected"
         )
 
 

@@ -1,14 +1,12 @@
-"""What a build does to balance: OmniBal's Table 3 for this dataset, from the tables that a build
-directory holds.
+"""The report of a build: OmniBal's Table 3 for its dataset, from the tables that it holds.
 
-`make_report` reads counts, groups and rejected samples (never shards, so it works on the output of
-`packer group` too) and compares the stored groups, in the loader's own order, with the samplers
-that trainers use. `Report.to_json` is for machines, `packer.report.terminal` and
-`packer.report.html` are for people.
+`make_report` reads counts, groups and rejected samples, never shards, so it works on the output of
+`packer group` too. It compares the stored groups, in the loader's own order, with the samplers that
+trainers use, on the packed samples only. `Report.to_json` is for machines, `packer.report.terminal`
+and `packer.report.html` are for people.
 
 Loads are those after padding: the baselines pad LLM sequences to their micro-batch's longest,
-groups are packed; vision patches are concatenated by both (see `balance.metrics`). The baselines
-run on the packed samples only.
+groups are packed; both concatenate vision patches (see `balance.metrics`).
 """
 
 from __future__ import annotations
@@ -47,45 +45,36 @@ TITLES = {
 """What people read for each method, in the table's order."""
 
 MICRO_BATCHES = (1, 8)
-"""Micro-batches per step that the shuffle figures are computed for: none accumulated, and as many
-as is usual.
-"""
+"""Micro-batches per step of the shuffle figures: none accumulated, and as many as is usual."""
 
 TABLE_3 = ("random", "length_group", "device_group", "ours")
 """The methods of OmniBal's Table 3; the others explain them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loads:
-    """What each micro-batch (or sample) costs, int64, shape (num,); of a micro-batch after padding,
-    in stream order.
-    """
-
-    vit_tokens: IntArray
-    llm_tokens: IntArray
+MicroBatchLoads = dict[str, IntArray]
+"""`vit_tokens` and `llm_tokens` of each micro-batch after padding, in stream order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shuffle:
-    """How random a method's steps are. Of n steps in a random order a correlation strays from 0 by
-    1 / sqrt(n).
+class ShuffleFigures:
+    """How random a method's steps are.
+
+    In a random order of n steps the correlations are 0, with a deviation of 1 / sqrt(n).
     """
 
     num_steps: int
     source_entropy: float
-    """Of a step's sources, relative to a random order: 1 is as well mixed."""
+    """Entropy of a step's sources, relative to a random order: 1 is as well mixed."""
     autocorrelation_source: float
-    """Of the sources' shares in a step with those in the next: 0 in a random order."""
+    """Correlation of the sources' shares in a step with those in the next."""
     autocorrelation_vit: float
-    """Of a step's load with the next step's: 0 in a random order."""
+    """Correlation of a step's load with the next step's."""
     autocorrelation_llm: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Method:
-    """One row of the table: how one way to fill micro-batches treats the ranks, and what it costs
-    in randomness.
-    """
+class MethodFigures:
+    """One row of the table: balance and randomness of one way to fill micro-batches."""
 
     avg_batch_size: float
     longest_vit_tokens: int
@@ -94,8 +83,8 @@ class Method:
     dist_ratio_vit: float
     dist_ratio_llm: float
     num_steps: int
-    shuffle: dict[int, Shuffle]
-    """By micro-batches per step."""
+    shuffle: dict[int, ShuffleFigures]
+    """Micro-batches per step -> figures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,15 +99,15 @@ class Report:
     dp_world_size: int
     fill: float
     lower_bounds: dict[str, int]
-    """Groups that no grouping can do with less, by tokens and by vision."""
+    """Fewest groups that any grouping needs, by tokens and by vision."""
     limits: Limits
     limits_explained: tuple[str, ...] = ()
-    """How the caps were chosen, line by line."""
+    """Lines on how the caps were chosen."""
     num_sources: int
-    methods: dict[str, Method]
+    methods: dict[str, MethodFigures]
     notes: tuple[str, ...] = ()
-    loads: dict[str, Loads] = field(repr=False)
-    samples: Loads = field(repr=False)
+    loads: dict[str, MicroBatchLoads] = field(repr=False)
+    samples: MicroBatchLoads = field(repr=False)
 
     @property
     def num_rejected(self) -> int:
@@ -127,15 +116,11 @@ class Report:
 
     @property
     def num_read(self) -> int:
-        """Samples read: packed and rejected together, each copy of a repeated one but the first
-        left out.
-        """
+        """Samples read: the packed and the rejected, a repeated one counted once."""
         return self.num_packed + self.num_rejected - self.num_repeated
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for `packer report --json`; `methods` are Table 3's, `more_methods` the rows
-        beside them.
-        """
+        """Plain values for `packer report --json`; `methods` are those of Table 3."""
         return {
             "num_read": self.num_read,
             "num_repeated": self.num_repeated,
@@ -185,7 +170,7 @@ def make_report(out: Path | str, *, dp: int = 8, seed: int = 0) -> Report:
         methods={name: _method(name, streams[name], loads[name], tables, dp) for name in TITLES},
         notes=_notes(len(packed), len(tables.groups), dp),
         loads=loads,
-        samples=Loads(vit_tokens=packed.num_vit_tokens, llm_tokens=packed.seq_len),
+        samples={"vit_tokens": packed.num_vit_tokens, "llm_tokens": packed.seq_len},
     )
 
 
@@ -204,20 +189,25 @@ def _streams(tables: BuildTables, *, dp: int, seed: int) -> dict[str, Groups]:
     return streams
 
 
-def _loads(name: str, stream: Groups, tables: BuildTables) -> Loads:
+def _loads(name: str, stream: Groups, tables: BuildTables) -> MicroBatchLoads:
     seq_len = tables.counts.seq_len
-    llm_tokens = padded_loads(stream, seq_len) if name in BASELINES else stream.sum(seq_len)
-    return Loads(vit_tokens=stream.sum(tables.counts.num_vit_tokens), llm_tokens=llm_tokens)
+    return {
+        "vit_tokens": stream.sum(tables.counts.num_vit_tokens),
+        "llm_tokens": padded_loads(stream, seq_len) if name in BASELINES else stream.sum(seq_len),
+    }
 
 
-def _method(name: str, stream: Groups, loads: Loads, tables: BuildTables, dp: int) -> Method:
-    return Method(
+def _method(
+    name: str, stream: Groups, loads: MicroBatchLoads, tables: BuildTables, dp: int
+) -> MethodFigures:
+    vit_tokens, llm_tokens = loads["vit_tokens"], loads["llm_tokens"]
+    return MethodFigures(
         avg_batch_size=len(stream.samples) / max(int((stream.sizes > 0).sum()), 1),
-        longest_vit_tokens=int(loads.vit_tokens.max(initial=0)),
-        longest_seq_len=int(loads.llm_tokens.max(initial=0)),
+        longest_vit_tokens=int(vit_tokens.max(initial=0)),
+        longest_seq_len=int(llm_tokens.max(initial=0)),
         pad_ratio=pad_ratio(stream, tables.counts.seq_len) if name in BASELINES else 0.0,
-        dist_ratio_vit=dist_ratio(loads.vit_tokens, dp),
-        dist_ratio_llm=dist_ratio(loads.llm_tokens, dp),
+        dist_ratio_vit=dist_ratio(vit_tokens, dp),
+        dist_ratio_llm=dist_ratio(llm_tokens, dp),
         num_steps=-(-len(stream) // dp),
         shuffle={
             number: _shuffle(stream, loads, tables.sources, dp * number) for number in MICRO_BATCHES
@@ -225,13 +215,15 @@ def _method(name: str, stream: Groups, loads: Loads, tables: BuildTables, dp: in
     )
 
 
-def _shuffle(stream: Groups, loads: Loads, sources: IntArray, step_groups: int) -> Shuffle:
-    return Shuffle(
+def _shuffle(
+    stream: Groups, loads: MicroBatchLoads, sources: IntArray, step_groups: int
+) -> ShuffleFigures:
+    return ShuffleFigures(
         num_steps=-(-len(stream) // step_groups),
         source_entropy=source_entropy(stream, sources, step_groups),
         autocorrelation_source=source_autocorrelation(stream, sources, step_groups),
-        autocorrelation_vit=autocorrelation(loads.vit_tokens, step_groups),
-        autocorrelation_llm=autocorrelation(loads.llm_tokens, step_groups),
+        autocorrelation_vit=autocorrelation(loads["vit_tokens"], step_groups),
+        autocorrelation_llm=autocorrelation(loads["llm_tokens"], step_groups),
     )
 
 
@@ -239,10 +231,12 @@ def _notes(num_packed: int, num_groups: int, dp: int) -> tuple[str, ...]:
     notes = []
     if num_packed < dp * BATCH_SIZE:
         notes.append(
-            f"{num_packed} samples do not fill one step of {dp} x {BATCH_SIZE}: the baselines' only step has idle ranks"
+            f"{num_packed} samples do not fill one step of {dp} x {BATCH_SIZE}:"
+            " the baselines' only step has idle ranks"
         )
     if num_groups < dp:
         notes.append(
-            f"{num_groups} groups do not fill one step of {dp} ranks: the only step has idle ranks; try --dp 1"
+            f"{num_groups} groups do not fill one step of {dp} ranks:"
+            " the only step has idle ranks; try --dp 1"
         )
     return tuple(notes)

@@ -19,7 +19,7 @@ from packer.build_dir import REPORT_NAME
 from packer.format_text import seconds_text, share_text, size_text, visible
 from packer.records.record import REASONS
 from packer.report.build_summary import BuildSummary
-from packer.report.figures import MICRO_BATCHES, TABLE_3, TITLES, Method, Report
+from packer.report.figures import MICRO_BATCHES, TABLE_3, TITLES, MethodFigures, Report
 from shards.folders import join
 from shards.manifest import read_manifest
 from shards.tables import REJECTED_NAME
@@ -106,7 +106,7 @@ def shuffle_table(report: Report) -> FigureTable:
     return FigureTable(headings, rows)
 
 
-def _shuffle_cells(method: Method, shown: int) -> list[str]:
+def _shuffle_cells(method: MethodFigures, shown: int) -> list[str]:
     cells = []
     for figures in method.shuffle.values():
         correlations = (

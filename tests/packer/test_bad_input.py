@@ -27,7 +27,7 @@ from packer.config import BuildConfig
 from packer.demo.dataset import demo_tokenizer_path
 from packer.progress import StageProgress
 from packer.records.record import REASONS
-from packer.report.summary import BuildSummary
+from packer.report.build_summary import BuildSummary
 from support.builds.bad_pictures import PNG
 from support.builds.bad_samples import BUILDS, CASES, DOCS, LINKS, OUTSIDE, rows_of
 from support.builds.raw_data import options, record

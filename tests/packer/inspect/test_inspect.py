@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
-import typer
 from PIL import Image
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -20,14 +19,15 @@ from typer.testing import CliRunner
 
 from balance.errors import ConfigError, DamagedShard, DataError
 from packer.build import Builder
+from packer.cli import app
 from packer.config import BuildConfig
 from packer.demo.dataset import demo_tokenizer_path
-from packer.inspect._read_group import inspect_group
+from packer.format_text import visible
 from packer.inspect._thumbnails import Thumbnail, make_thumbnail
-from packer.inspect.command import inspect_command
 from packer.inspect.html import render_group
-from packer.inspect.terminal import print_group, visible
-from packer.inspect.token_text import Kind, read_pieces
+from packer.inspect.terminal import print_group
+from packer.inspect.token_text import PieceKind, read_pieces
+from packer.inspect.view import inspect_group
 from packer.progress import StageProgress
 from shards.manifest import read_manifest
 from shards.stored_group import read_index_row
@@ -91,7 +91,7 @@ def test_every_token_of_every_group_is_shown_once_in_order(builds):
         row = stored[sample.sample_id]
         assert ids_of(sample) == row["input_ids"]
         learned = [
-            t for piece in sample.pieces for t in piece.input_ids if piece.kind is Kind.label
+            t for piece in sample.pieces for t in piece.input_ids if piece.kind is PieceKind.label
         ]
         assert learned == [label for label in row["labels"] if label != -100]
         assert [image.num_bytes for image in sample.images] == [len(data) for data in row["images"]]
@@ -141,19 +141,19 @@ def test_text_is_the_conversation_and_what_is_learned_is_the_answer(builds, data
                 "<image>" if piece.file is not None else piece.text for piece in sample.pieces
             )
             assert question in text.replace("<img><image></img>", "<image>")
-            assert [piece.text for piece in sample.pieces if piece.kind is Kind.label] == [
+            assert [piece.text for piece in sample.pieces if piece.kind is PieceKind.label] == [
                 f"{answer}<|im_end|>\n"
             ]
             files = [
                 (piece.file, len(piece.input_ids))
                 for piece in sample.pieces
-                if piece.kind is Kind.image
+                if piece.kind is PieceKind.image
             ]
             assert files == [(place, image.num_tokens) for place, image in enumerate(sample.images)]
 
 
 def test_images_and_clips_without_markup_between_them_are_told_apart():
-    files = {Kind.image: (9, [3, 2]), Kind.audio: (8, [1, 2])}
+    files = {PieceKind.image: (9, [3, 2]), PieceKind.audio: (8, [1, 2])}
     ids = np.array([1, 9, 9, 9, 9, 9, 8, 8, 8, 5], np.int32)
     pieces = read_pieces(ids, np.full(10, -100, np.int32), files, None)
     assert [(str(piece.kind), piece.file, len(piece.input_ids)) for piece in pieces] == [
@@ -163,11 +163,11 @@ def test_images_and_clips_without_markup_between_them_are_told_apart():
 
 
 def test_a_model_without_audio_and_tokens_of_no_file_lose_no_token():
-    files = {Kind.image: (9, [2]), Kind.audio: (None, [])}
+    files = {PieceKind.image: (9, [2]), PieceKind.audio: (None, [])}
     ids = np.array([9, 9, 9, 9, 7], np.int32)
     pieces = read_pieces(ids, np.array([-100, -100, -100, -100, 7], np.int32), files, None)
     assert [token for piece in pieces for token in piece.input_ids] == ids.tolist()
-    assert pieces[-1].kind is Kind.label
+    assert pieces[-1].kind is PieceKind.label
 
 
 def test_pieces_of_a_sentencepiece_tokenizer_keep_their_spaces():
@@ -329,10 +329,8 @@ def test_the_page_shows_hostile_text_as_text(builds):
 
 @pytest.fixture
 def run():
-    app = typer.Typer()
-    app.command()(inspect_command)
     return lambda *arguments: CliRunner().invoke(
-        app, [str(a) for a in arguments], catch_exceptions=False
+        app, ["inspect", *map(str, arguments)], catch_exceptions=False
     )
 
 

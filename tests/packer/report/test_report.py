@@ -21,10 +21,11 @@ from balance.baseline_samplers import BASELINES
 from balance.errors import ConfigError, DataError
 from balance.metrics import autocorrelation, source_autocorrelation, source_entropy
 from balance.order.block_shuffle import BlockShuffle, choose_order
+from packer.format_text import share_text
 from packer.report._charts import histogram, rank_bars, tick_label, ticks
 from packer.report.figures import make_report
 from packer.report.html import render_html, write_html
-from packer.report.terminal import print_report, share_text
+from packer.report.terminal import print_report
 from shards.tables import COUNTS_SCHEMA, groups_table, write_table
 from support.builds.report_data import make_counts, write_build
 
@@ -293,7 +294,7 @@ def test_the_chart_of_the_ranks_says_how_much_of_the_drawn_steps_is_waiting(
     expected = []
     for load, unit in (("llm_tokens", "LLM"), ("vit_tokens", "ViT")):
         for name in ("random", "ours"):
-            first_steps = getattr(report.loads[name], load)[: 6 * dp].tolist()
+            first_steps = report.loads[name][load][: 6 * dp].tolist()
             expected.append((share_text(dist(first_steps, dp)), unit))
     assert said == expected
     assert ("8 of 16 ranks" in render_html(report)) == (dp == 16)

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from packer.build import Builder
 from packer.config import BuildConfig
-from packer.inspect._read_group import inspect_group
 from packer.inspect.html import write_group_html
+from packer.inspect.view import inspect_group
 from packer.progress import StageProgress
 from packer.report.figures import make_report
 from packer.report.html import write_html

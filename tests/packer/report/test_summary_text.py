@@ -8,11 +8,10 @@ from rich.console import Console
 
 from packer.build import Builder
 from packer.config import BuildConfig
-from packer.inspect.terminal import size_text, visible
+from packer.format_text import share_text, size_text, visible
 from packer.progress import StageProgress
-from packer.report._summary_text import print_build
 from packer.report.figures import make_report
-from packer.report.terminal import share_text
+from packer.report.terminal import print_build
 from shards.manifest import read_manifest
 from support.builds.raw_data import good_records, options, record, write_dataset
 

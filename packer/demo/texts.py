@@ -1,51 +1,37 @@
-"""The demo's texts: made-up passages, and tasks on text alone that have one right answer. Pure,
-given the generator.
+"""Texts of the demo: made-up passages, and text tasks that have one right answer.
+
+Pure, given the generator.
 """
+
+# ruff: noqa: SIM905 - a hundred quoted words are harder to read than one text
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
-
-def _words(text: str) -> list[str]:
-    return text.split()
-
-
-NUMBER_NAMES = (
-    "no",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-)
-
-_ADJECTIVES = _words(
-    "old new small large quiet loud bright dark warm cold early late gentle clever hungry tired brave lazy "
-    "golden silver wooden broken empty heavy hidden lonely narrow proud rusty simple strange sudden wild young"
-)
-_NOUNS = _words(
-    "river mountain village garden kitchen teacher sailor farmer doctor painter window bridge candle letter "
-    "lantern basket mirror engine station market harbour forest island meadow tower castle library workshop "
-    "fox horse rabbit sparrow spider salmon turtle donkey kitten puppy apple lemon potato onion bread cheese "
-    "winter summer morning evening storm shadow secret journey question answer promise picture number colour"
-)
-_VERBS = _words(
-    "follows watches carries paints repairs remembers visits crosses hides finds opens closes builds breaks "
-    "washes measures counts answers helps leaves reaches passes warms feeds wakes draws moves holds"
-)
-_PLACES = _words("near behind under above inside beside across before after without")
-_SYLLABLES = _words(
-    "ba be bo da del dor fa fin ga gor ha hel ka kor la lin ma mir na nor pa ra ros sa tal tor va ven wil za"
-)
+NUMBER_NAMES = "no one two three four five six seven eight nine ten eleven twelve".split()
+_ADJECTIVES = (
+    "old new small large quiet loud bright dark warm cold early late gentle clever hungry tired "
+    "brave lazy golden silver wooden broken empty heavy hidden lonely narrow proud rusty simple "
+    "strange sudden wild young"
+).split()
+_NOUNS = (
+    "river mountain village garden kitchen teacher sailor farmer doctor painter window bridge "
+    "candle letter lantern basket mirror engine station market harbour forest island meadow tower "
+    "castle library workshop fox horse rabbit sparrow spider salmon turtle donkey kitten puppy "
+    "apple lemon potato onion bread cheese winter summer morning evening storm shadow secret "
+    "journey question answer promise picture number colour"
+).split()
+_VERBS = (
+    "follows watches carries paints repairs remembers visits crosses hides finds opens closes "
+    "builds breaks washes measures counts answers helps leaves reaches passes warms feeds wakes "
+    "draws moves holds"
+).split()
+_PLACES = ("near behind under above inside beside across before after without").split()
+_SYLLABLES = (
+    "ba be bo da del dor fa fin ga gor ha hel ka kor la lin ma mir na nor pa ra ros sa tal tor va "
+    "ven wil za"
+).split()
 
 
 def name(rng: random.Random) -> str:
@@ -55,21 +41,21 @@ def name(rng: random.Random) -> str:
 
 def sentence(rng: random.Random) -> str:
     """A short grammatical sentence."""
-    subject = (
-        name(rng) if rng.random() < 0.2 else f"the {rng.choice(_ADJECTIVES)} {rng.choice(_NOUNS)}"
-    )
+    subject = name(rng) if rng.random() < 0.2 else _thing(rng)
     text = f"{subject} {rng.choice(_VERBS)} the {rng.choice(_NOUNS)}"
     if rng.random() < 0.6:
-        text += f" {rng.choice(_PLACES)} the {rng.choice(_ADJECTIVES)} {rng.choice(_NOUNS)}"
+        text += f" {rng.choice(_PLACES)} {_thing(rng)}"
     if rng.random() < 0.15:
         text += f" at {rng.randint(1, 12)}:{rng.randint(0, 59):02d}"
     return text[0].upper() + text[1:] + rng.choice("....!")
 
 
+def _thing(rng: random.Random) -> str:
+    return f"the {rng.choice(_ADJECTIVES)} {rng.choice(_NOUNS)}"
+
+
 def passage(rng: random.Random, *, median_words: int = 60, max_words: int = 580) -> str:
-    """Sentences and paragraphs; the number of words is log-normal, so that a few texts are very
-    long.
-    """
+    """Sentences in paragraphs; log-normally many words, so that a few texts are very long."""
     num_words = min(max_words, round(median_words * rng.lognormvariate(0, 1)))
     pieces: list[str] = []
     while num_words > 0:
@@ -80,7 +66,7 @@ def passage(rng: random.Random, *, median_words: int = 60, max_words: int = 580)
 
 
 def times(number: int) -> str:
-    """A number in words, as far as these go.
+    """How often, in words where there are any.
 
     >>> times(1), times(3), times(40)
     ('once', '3 times', '40 times')
@@ -90,25 +76,16 @@ def times(number: int) -> str:
 
 def text_task(rng: random.Random) -> tuple[str, str]:
     """A question that needs no picture, and its answer."""
-    tasks: tuple[Callable[[random.Random], tuple[str, str]], ...] = (
-        _count_word,
-        _sort,
-        _add,
-        _repeat,
-        _count_up,
-        _last,
-    )
-    return rng.choices(tasks, (25, 15, 20, 15, 10, 15))[0](rng)
+    tasks = {_count_word: 25, _sort: 15, _add: 20, _repeat: 15, _count_up: 10, _last: 15}
+    return rng.choices(list(tasks), list(tasks.values()))[0](rng)
 
 
 def _count_word(rng: random.Random) -> tuple[str, str]:
     text = passage(rng)
     words = [word.strip(".!").lower() for word in text.split()]
     word = rng.choice([word for word in words if word in _NOUNS] or _NOUNS)
-    return (
-        f'How often does the word "{word}" stand in this text?\n\n{text}',
-        f"{times(words.count(word))}.".capitalize(),
-    )
+    question = f'How often does the word "{word}" stand in this text?\n\n{text}'
+    return question, f"{times(words.count(word))}.".capitalize()
 
 
 def _sort(rng: random.Random) -> tuple[str, str]:

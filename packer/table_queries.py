@@ -1,0 +1,62 @@
+"""Questions about a build's Parquet tables, answered lazily by polars.
+
+polars takes 0.2 s to load, so it is loaded with the first question: `packer --help` asks none.
+"""
+
+# ruff: noqa: PLC0415 - see above
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from balance.errors import DataError, first_line
+
+if TYPE_CHECKING:
+    import polars as pl
+
+
+def query_table(path: Path, question: Callable[[pl.LazyFrame], pl.LazyFrame]) -> pl.DataFrame:
+    """The answer to a question about one table; DataError when that is missing or damaged."""
+    import polars as pl
+
+    try:
+        return question(pl.scan_parquet(path, glob=False)).collect()
+    except FileNotFoundError:
+        raise DataError(
+            f"no {path.name} in {path.parent}:"
+            " is it the output of `packer build` or `packer group`?"
+        ) from None
+    except (pl.exceptions.PolarsError, OSError) as error:
+        raise DataError(f"{path}: damaged: {first_line(error)}") from None
+
+
+def read_rows(path: Path, rows: Sequence[int], columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows of a table in the order asked for; reads only the row groups that hold them."""
+    import polars as pl
+
+    def pick(table: pl.LazyFrame) -> pl.LazyFrame:
+        return pl.concat([table.select(columns).slice(row, 1) for row in rows])
+
+    return query_table(path, pick).to_dicts()
+
+
+def count_reasons(rejected: pl.LazyFrame) -> pl.LazyFrame:
+    """Rejections by reason, most frequent first: reason, number, and the first sample's details."""
+    import polars as pl
+
+    return (
+        rejected.group_by("reason", maintain_order=True)
+        .agg(pl.len().alias("number"), pl.first("sample_id"), pl.first("detail"))
+        .sort("number", descending=True, maintain_order=True)
+    )
+
+
+def as_frame(table: pa.Table) -> pl.LazyFrame:
+    """A table in memory as polars sees it, without a copy."""
+    import polars as pl
+
+    return pl.DataFrame(table).lazy()
