@@ -1,15 +1,13 @@
-"""The page around Gantt charts: one HTML document that needs nothing else, how it looks, and how it
-is zoomed.
+"""The page around Gantt charts: how it looks, and how it is zoomed. For `engine.charts.gantt`.
 
-For `engine.charts.gantt`. No scripts, no fonts, no links to elsewhere; colours follow the reader's
-light or dark mode, as the packer's pages do. Zooming is CSS: a chart's positions are shares of its
-width, and radio buttons set that width.
+Zooming is CSS: a chart's positions are shares of its width, and radio buttons set that width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
+
+from balance.html_page import page
 
 CHART_PX = 900
 """Width of a chart that is not zoomed, at least; what fits into a bar is decided for it."""
@@ -17,28 +15,18 @@ ZOOMS = (1, 3, 10, 30, 100)
 """A chart offers those at which more numbers fit than before."""
 
 STYLE = """
-:root { color-scheme: light; --page: #fff; --ink: #1b1f24; --soft: #5b6570; --line: #dfe3e8; --card: #f6f7f9;
-  --bar-ink: #fff; --forward: #14776a; --backward: #b4541a; --weight: #7a4ea3; --encode: #2563a8; --again: #7d3509;
-  --send: #8a94a0; --memory: #14776a; --over: #c22f2f; }
-@media (prefers-color-scheme: dark) { :root { color-scheme: dark; --page: #14171a; --ink: #e8eaed; --soft: #a2abb5;
-  --line: #30363d; --card: #1d2125; --bar-ink: #101214; --forward: #3db6a4; --backward: #e08a4f; --weight: #b48ee0;
-  --encode: #6ea8e6; --again: #b9622a; --send: #89929c; --memory: #3db6a4; --over: #f07070; } }
-* { box-sizing: border-box; print-color-adjust: exact; -webkit-print-color-adjust: exact; }
-body { margin: 0 auto; max-width: 1400px; padding: 32px 24px 48px; background: var(--page); color: var(--ink);
-  font: 15px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; }
-h1 { font-size: 25px; margin: 0; } h2 { font-size: 18px; margin: 36px 0 4px; }
-p { margin: 4px 0 12px; color: var(--soft); max-width: 90ch; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin: 12px 0; }
-.card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; }
-.card b { display: block; font-size: 17px; line-height: 1.35; } .card span { color: var(--soft); font-size: 13px; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; margin: 8px 0; }
-th, td { padding: 5px 10px; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th { font-weight: 600; color: var(--soft); font-size: 13px; }
-th:first-child, td:first-child, .left { text-align: left; }
+:root { --bar-ink: #fff; --forward: #14776a; --backward: #b4541a; --weight: #7a4ea3;
+  --encode: #2563a8; --again: #7d3509; --send: #8a94a0; --memory: #14776a; --over: #c22f2f; }
+@media (prefers-color-scheme: dark) { :root { --bar-ink: #101214; --forward: #3db6a4;
+  --backward: #e08a4f; --weight: #b48ee0; --encode: #6ea8e6; --again: #b9622a; --send: #89929c;
+  --memory: #3db6a4; --over: #f07070; } }
+body { max-width: 1400px; }
+.cards { grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); }
+.card span { font-size: 13px; }
+th, td { padding: 5px 10px; white-space: nowrap; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 18px; margin: 8px 0; font-size: 13px; color: var(--soft); }
 .legend span { white-space: nowrap; }
-.key { display: inline-block; width: 14px; height: 11px; border-radius: 2px; margin-right: 6px; }
+.key { width: 14px; }
 .zooms { display: inline-flex; align-items: center; gap: 4px; font-size: 13px; color: var(--soft); margin: 4px 0 8px; }
 input.zoom { position: absolute; opacity: 0; pointer-events: none; }
 .zooms[hidden] { display: none; }
@@ -67,15 +55,9 @@ input.zoom { position: absolute; opacity: 0; pointer-events: none; }
 """
 
 
-def page(title: str, sections: Sequence[str]) -> str:
+def chart_page(title: str, sections: Sequence[str]) -> str:
     """A whole HTML document of these sections."""
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{STYLE}{_zoom_style()}</style></head>\n<body>\n"
-        + "\n".join(sections)
-        + "\n</body></html>\n"
-    )
+    return page(title, "\n".join(sections), style=STYLE + _zoom_style())
 
 
 def zoom_buttons(chart: str, zooms: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from balance.types import IntArray
-from engine.charts._gantt_page import ZOOMS, page, zoom_buttons, zoom_class
+from engine.charts._gantt_page import ZOOMS, chart_page, zoom_buttons, zoom_class
 from engine.charts.format_time import round_step, span_text, tick_text, time_text
 from engine.charts.trace import GIB, KIND_NAMES
 from engine.simulator.evaluate import SimulatedStep
@@ -74,7 +74,7 @@ def gantt_page(steps: Sequence[GanttStep], *, title: str, memory_bytes: int | No
             f"{_legend(step)}{_gantt(step, f'chart{number}', longest, memory_bytes)}"
             f"{_memory(step, longest, highest, memory_bytes)}</section>"
         )
-    return page(title, sections)
+    return chart_page(title, sections)
 
 
 def _cards(step: GanttStep, memory_bytes: int | None) -> str:
