@@ -16,11 +16,11 @@ from engine.simulator.schedule import (
 from engine.simulator.stages import StageCosts
 
 LETTERS = {
-    "F": PassPieceKind.FORWARD,
-    "B": PassPieceKind.BACKWARD,
-    "I": PassPieceKind.INPUT_GRAD,
-    "W": PassPieceKind.WEIGHT_GRAD,
-    "E": PassPieceKind.ENCODE,
+    "F": PassKind.FORWARD,
+    "B": PassKind.BACKWARD,
+    "I": PassKind.INPUT_GRAD,
+    "W": PassKind.WEIGHT_GRAD,
+    "E": PassKind.ENCODE,
 }
 NAMES = {kind: letter for letter, kind in LETTERS.items()}
 
@@ -45,7 +45,7 @@ def permuted(schedule, rng, ahead=()):
     """
     rank_of = {schedule.action(place): int(rank) for place, rank in enumerate(schedule.ranks)}
     rank_of |= {
-        Action(PassPieceKind.ENCODE, 0, int(number)): int(rng.integers(schedule.num_ranks))
+        Action(PassKind.ENCODE, 0, int(number)): int(rng.integers(schedule.num_ranks))
         for number in ahead
     }
     orders, done = [[] for _ in range(schedule.num_ranks)], set()
@@ -62,15 +62,15 @@ def permuted(schedule, rng, ahead=()):
 def _may_run(action, done, known):
     kind, stage, number = action
     before = {
-        PassPieceKind.FORWARD: [(PassPieceKind.FORWARD, stage - 1, number), (PassPieceKind.ENCODE, stage, number)],
-        PassPieceKind.WEIGHT_GRAD: [(PassPieceKind.INPUT_GRAD, stage, number)],
-        PassPieceKind.ENCODE: [],
+        PassKind.FORWARD: [(PassKind.FORWARD, stage - 1, number), (PassKind.ENCODE, stage, number)],
+        PassKind.WEIGHT_GRAD: [(PassKind.INPUT_GRAD, stage, number)],
+        PassKind.ENCODE: [],
     }.get(
         kind,
         [
-            (PassPieceKind.FORWARD, stage, number),
-            (PassPieceKind.BACKWARD, stage + 1, number),
-            (PassPieceKind.INPUT_GRAD, stage + 1, number),
+            (PassKind.FORWARD, stage, number),
+            (PassKind.BACKWARD, stage + 1, number),
+            (PassKind.INPUT_GRAD, stage + 1, number),
         ],
     )
     return all(one in done for one in before if one in known)

@@ -150,7 +150,7 @@ def _schedule(case, count, rng):
         actions = [plain.of_rank(rank) for rank in range(case.pp)]
         for number in encoded:
             own = actions[rng.choice(case.encode_on)]
-            own.insert(rng.integers(len(own)), Action(PassPieceKind.ENCODE, 0, number))
+            own.insert(rng.integers(len(own)), Action(PassKind.ENCODE, 0, number))
         made = Schedule.of("encoding", plain.num_stages, count, actions)
         try:
             make_routes(made, (True,) * (plain.num_stages - 1) + (False,), 0)
@@ -187,7 +187,7 @@ def _planned(case, borders, order, rng):
     encoder = frozen_encoder(costs, np.array(borders))
     ahead = where_to_encode(encoder, plain, stages, where="any")
     schedule = encode_ahead(order_problem(plain, stages, None, ahead), encoder, order).schedule
-    assert (schedule.kinds == PassPieceKind.ENCODE).any() or len(order) == 1
+    assert (schedule.kinds == PassKind.ENCODE).any() or len(order) == 1
     return schedule
 
 

@@ -129,7 +129,7 @@ def _schedule(case):
         return None
     plain = make_schedule(case.schedule, case.pp, case.count, case.stages_per_rank)
     actions = [plain.of_rank(rank) for rank in range(case.pp)]
-    actions[case.encode_on][:0] = [Action(PassPieceKind.ENCODE, 0, number) for number in (0, 1)]
+    actions[case.encode_on][:0] = [Action(PassKind.ENCODE, 0, number) for number in (0, 1)]
     return Schedule.of("encoding", plain.num_stages, case.count, actions)
 
 

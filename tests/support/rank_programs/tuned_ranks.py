@@ -137,7 +137,7 @@ def run_epoch(folder, build, epoch):
                 "planned": _actions(batches.note.schedule)
                 if batches.note.schedule is not None
                 else None,
-                "encoded": int((result.schedule.kinds == PassPieceKind.ENCODE).sum()),
+                "encoded": int((result.schedule.kinds == PassKind.ENCODE).sum()),
                 "step_ns": batches.note.step_ns,
                 "untuned_ns": batches.note.untuned_ns,
                 "fingerprint": batches.note.fingerprint,
