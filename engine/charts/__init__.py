@@ -1,1 +1,1 @@
-"""What a person sees of a step: charts and traces, predicted and measured side by side."""
+"""Charts of simulated and measured steps: Gantt charts as HTML, traces for Perfetto."""

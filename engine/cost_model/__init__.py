@@ -1,3 +1,1 @@
-"""What a model costs: layers x micro-batches in ns and bytes, modelled for a GPU or out of a
-profile. Pure.
-"""
+"""Cost models: time and memory of layers for micro-batches, modelled or profiled. Pure."""

@@ -1,1 +1,1 @@
-"""OrchMLLM: every phase of a step balanced by itself, and what then travels between ranks. Pure."""
+"""OrchMLLM: each phase of a step balanced separately, and the exchanges between ranks. Pure."""

@@ -1,3 +1,1 @@
-"""A plan for a whole training run: which rank has which layers, what is computed again, in which
-order passes run.
-"""
+"""Plans of a training run: partition, recomputation, schedule, and their predicted times."""

@@ -1,3 +1,1 @@
-"""One training step as arrays: who computes what when, what waits for what, what memory is held.
-Pure.
-"""
+"""Simulation of one training step: schedules, dependencies, times and memory as arrays. Pure."""

@@ -1,6 +1,4 @@
-"""What a partition comes to: `evaluate` simulates one choice of borders and recomputed layers.
-Pure.
-"""
+"""Evaluation of a partition: simulated time and memory of borders and recomputed layers. Pure."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ class SimulatedStep:
 
     @property
     def step_ns(self) -> int:
-        """Time of the step, without the gradients' reduction over data-parallel ranks and the
-        optimizer.
-        """
+        """Time of the step, without the reduction of gradients and the optimizer."""
         return self.timeline.step_ns
 
     def fits(self, memory_bytes: int) -> bool:
@@ -42,17 +38,14 @@ def schedule_for(
     name: str, borders: IntArray, num_micro_batches: int, stages_per_rank: int = 1
 ) -> Schedule:
     """The schedule of a partition's stages."""
-    return make_schedule(
-        name, (len(borders) - 1) // stages_per_rank, num_micro_batches, stages_per_rank
-    )
+    num_ranks = (len(borders) - 1) // stages_per_rank
+    return make_schedule(name, num_ranks, num_micro_batches, stages_per_rank)
 
 
 def evaluate(
     costs: Costs, borders: IntArray, recompute: NDArray[np.bool_], schedule: Schedule
 ) -> SimulatedStep:
-    """Simulate a step. ConfigError or ValueError if costs, partition and schedule do not belong
-    together.
-    """
+    """Simulate a step. ConfigError or ValueError if costs, partition and schedule do not match."""
     stages = stage_costs(costs, borders, recompute)
     return SimulatedStep(
         stages=stages,

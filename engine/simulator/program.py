@@ -1,9 +1,8 @@
-"""A step as operations that wait for each other: `Program`, which `simulate` runs and the runtime
-executes.
+"""Programs: a step as operations that wait for each other, for `simulate` and the runtime. Pure.
 
-Each rank runs its operations in the order given. Besides, an operation waits for results of others:
-edges, each with the time that the result travels. What travels from one rank to another goes one
-after the other, in the order in which it was made; to compute does not wait for that. Pure NumPy.
+Each rank runs its operations in the given order. An operation also waits for results of others:
+edges, each with the time that the result travels. Results on one link travel one after the other,
+in the order in which they were computed; computing does not wait for sends.
 """
 
 from __future__ import annotations
@@ -20,30 +19,26 @@ from engine.simulator.stages import StageCosts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encodings:
-    """The encoder's forward pass of micro-batches that a schedule encodes ahead; int64,
-    (micro_batches,).
-    """
+    """Encoder passes that a schedule runs ahead; int64, (micro_batches,)."""
 
     forward_ns: IntArray
     send_ns: IntArray
-    """Of the features, to the first stage's rank."""
+    """Send of the features to the first stage's rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """Operations, one per action of a schedule, and what they wait for; int64 arrays."""
+    """Operations, one per action of a schedule, and their dependencies; int64 arrays."""
 
     schedule: Schedule
     duration_ns: IntArray
     """(operations,)."""
     edge_offsets: IntArray
-    """(operations + 1,): the results of operation o go along the edges
-    `edge_offsets[o]:edge_offsets[o + 1]`.
-    """
+    """(operations + 1,): edges `edge_offsets[o]:edge_offsets[o + 1]` leave operation o."""
     edge_targets: IntArray
     """(edges,): the operation that waits."""
     edge_ns: IntArray
-    """(edges,): how long the result travels; 0 inside a rank."""
+    """(edges,): time of the send; 0 inside a rank."""
 
 
 def make_program(
@@ -51,21 +46,21 @@ def make_program(
 ) -> Program:
     """The operations of a schedule.
 
-    Of micro-batches that the schedule encodes ahead, `stages.forward_ns` must not hold the
-    encoding. ValueError if schedule and costs are of different stages or micro-batches.
+    `stages.forward_ns` must not include the encoding of micro-batches that are encoded ahead.
+    ValueError if schedule and costs are of different stages or micro-batches.
     """
     shape = schedule.num_stages, schedule.num_micro_batches
     if shape != (stages.num_stages, stages.num_micro_batches):
         raise ValueError(
-            f"the schedule has {shape[0]} stages and {shape[1]} micro-batches, the costs {stages.num_stages} and "
-            f"{stages.num_micro_batches}"
+            f"the schedule has {shape[0]} stages and {shape[1]} micro-batches, the costs "
+            f"{stages.num_stages} and {stages.num_micro_batches}"
         )
     edges = _edges(schedule, tuple(stages.sends_grad.tolist()))
     kinds, stage, micro_batch = schedule.kinds, schedule.stages, schedule.micro_batches
     times = [stages.forward_ns, stages.backward_ns, stages.input_grad_ns, stages.weight_grad_ns]
     sent = [stages.send_ns, stages.send_back_ns]
     if encodings is not None:
-        # of every stage, so that they can be looked up alike
+        # the same for every stage, so that one lookup serves all kinds
         times.append(np.broadcast_to(encodings.forward_ns, shape))
         sent.append(np.broadcast_to(encodings.send_ns, shape))
     elif (kinds == PassKind.ENCODE).any():
@@ -82,13 +77,13 @@ def make_program(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Edges:
-    """What waits for what, apart from times; (edges,) but for the offsets."""
+    """Dependencies without times; (edges,) but for the offsets."""
 
     offsets: IntArray
     sources: IntArray
     targets: IntArray
     results: IntArray
-    """What goes along: 0 a stage's output, 1 a gradient, 2 an encoder's features."""
+    """What is sent: 0 a stage's output, 1 a gradient, 2 an encoder's features."""
     is_local: IntArray
 
 
@@ -96,7 +91,7 @@ class _Edges:
 def _edges(schedule: Schedule, sends_grad: tuple[bool, ...]) -> _Edges:
     """The edges of a schedule in which gradients come back to the stages with `sends_grad`."""
     kinds, stages, ranks = schedule.kinds, schedule.stages, schedule.ranks
-    # where each action stands; -1 if the schedule has none
+    # index of each action; -1 if the schedule has none
     place = np.full(
         (len(PassKind), schedule.num_stages + 1, schedule.num_micro_batches), -1, np.int64
     )

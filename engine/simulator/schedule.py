@@ -1,11 +1,11 @@
-"""Which actions each rank runs in which order: schedules as data. Pure.
+"""Pipeline schedules as data: which actions each rank runs, in which order. Pure.
 
-A pipeline of `num_stages` stages, of which rank r runs the stages r, r + num_ranks, ... Forward
-passes go from stage to stage, backward passes the other way; an order says nothing about times,
-which `engine.simulator.simulate` finds out.
+Rank r of a pipeline runs the stages r, r + num_ranks, ... A schedule has an order but no times:
+`engine.simulator.simulate` computes those.
 
 - `gpipe`: all forward passes, then all backward passes (GPipe, arXiv 1811.06965);
-- `one_f_one_b`: stage s has at most num_stages - s micro-batches under way (PipeDream-flush, arXiv 2006.09503);
+- `one_f_one_b`: stage s has at most num_stages - s micro-batches in flight (PipeDream-flush,
+  arXiv 2006.09503);
 - `interleaved`: several stages per rank (Megatron-LM, arXiv 2104.04473);
 - `zero_bubble`: 1F1B, but gradients of weights wait and fill the bubbles (ZB-H1, arXiv 2401.10241).
 """
@@ -26,16 +26,16 @@ from balance.types import IntArray
 
 
 class PassKind(IntEnum):
-    """What an action computes."""
+    """Kind of an action's pass."""
 
     FORWARD = 0
     BACKWARD = 1
     """The gradients of input and weights."""
     INPUT_GRAD = 2
-    """Of the input only; recomputation included."""
+    """The gradient of the input alone; includes recomputation."""
     WEIGHT_GRAD = 3
     ENCODE = 4
-    """The vision encoder's forward pass, ahead of the first stage's: PipeTune's pre-computation."""
+    """The vision encoder's forward pass ahead of the first stage's: PipeTune's pre-computation."""
 
 
 class Action(NamedTuple):
@@ -51,9 +51,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Schedule:
-    """What each rank runs, in order. The actions of all ranks stand in one list, rank by rank:
-    int64 arrays.
-    """
+    """The actions of all ranks in one list, rank by rank, each rank's in order; int64 arrays."""
 
     name: str
     num_stages: int
@@ -68,7 +66,7 @@ class Schedule:
     def of(
         cls, name: str, num_stages: int, num_micro_batches: int, actions: Iterable[Iterable[Action]]
     ) -> Schedule:
-        """The schedule of these actions of each rank."""
+        """The schedule with these actions of each rank."""
         ranks = [list(own) for own in actions]
         table = np.array([action for own in ranks for action in own], np.int64).reshape(-1, 3)
         return cls(
@@ -86,7 +84,7 @@ class Schedule:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the pipeline."""
+        """Number of pipeline ranks."""
         return len(self.rank_offsets) - 1
 
     @property
@@ -94,25 +92,19 @@ class Schedule:
         """The rank of each action, (actions,)."""
         return np.repeat(np.arange(self.num_ranks), np.diff(self.rank_offsets))
 
-    def action(self, place: int) -> Action:
-        """The action at a place of the list."""
-        return Action(
-            PassKind(self.kinds[place]), int(self.stages[place]), int(self.micro_batches[place])
-        )
+    def action(self, index: int) -> Action:
+        """The action at an index of the list."""
+        kind = PassKind(self.kinds[index])
+        return Action(kind, int(self.stages[index]), int(self.micro_batches[index]))
 
     def of_rank(self, rank: int) -> list[Action]:
-        """What a rank runs, in order."""
-        return [
-            self.action(place)
-            for place in range(self.rank_offsets[rank], self.rank_offsets[rank + 1])
-        ]
+        """The actions of a rank, in order."""
+        return [self.action(index) for index in range(*self.rank_offsets[rank : rank + 2])]
 
 
 @lru_cache(maxsize=64)
 def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
-    """GPipe. The last forward pass is the first to go back, so that its activations live
-    shortest.
-    """
+    """GPipe. The last forward pass goes back first, so that its activations live shortest."""
     _check(num_stages, num_micro_batches)
     numbers = range(num_micro_batches)
     actions = [
@@ -125,20 +117,20 @@ def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
 
 @lru_cache(maxsize=64)
 def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
-    """1F1B: stage s runs min(num_stages - s, micro-batches) forward passes, then one backward and
-    one forward in turn.
+    """1F1B: stage s runs num_stages - s forward passes, then one backward and one forward in turn.
 
-    >>> "".join(action.kind.name[0] + str(action.micro_batch) for action in one_f_one_b(2, 3).of_rank(0))
+    >>> actions = one_f_one_b(2, 3).of_rank(0)
+    >>> "".join(f"{action.kind.name[0]}{action.micro_batch}" for action in actions)
     'F0F1B0F2B1B2'
     """
     _check(num_stages, num_micro_batches)
-    actions = [
-        _alternate(stage, num_stages - stage, num_micro_batches) for stage in range(num_stages)
-    ]
+    stages = range(num_stages)
+    actions = [_alternate(stage, num_stages - stage, num_micro_batches) for stage in stages]
     return Schedule.of("1f1b", num_stages, num_micro_batches, actions)
 
 
 def _alternate(stage: int, ahead: int, num_micro_batches: int) -> Iterator[Action]:
+    """`ahead` forward passes, then one backward and one forward in turn."""
     for number in range(num_micro_batches + ahead):
         if number >= ahead:
             yield Action(PassKind.BACKWARD, stage, number - ahead)
@@ -150,18 +142,16 @@ def _alternate(stage: int, ahead: int, num_micro_batches: int) -> Iterator[Actio
 def interleaved(num_ranks: int, stages_per_rank: int, num_micro_batches: int) -> Schedule:
     """Megatron-LM's interleaved 1F1B, for any number of micro-batches.
 
-    Micro-batches go in rounds of `num_ranks`: each passes the rank's first stage for the whole
-    round, then its second, and so on; backward passes go from its last stage to its first. Of a
-    last round that is not full, what is lacking is left out of the order of a full one: to close
-    ranks instead would have passes wait for each other in a circle.
+    Micro-batches go in rounds of `num_ranks`: a whole round passes the rank's first stage, then its
+    second, and so on; backward passes go from its last stage to its first. An incomplete last round
+    keeps the order of a full one with gaps: closing the gaps would make passes wait in a circle.
     """
     _check(num_ranks * stages_per_rank, num_micro_batches)
     forwards, backwards = _rounds(num_ranks, stages_per_rank, num_micro_batches)
     actions: list[list[Action]] = []
     for rank in range(num_ranks):
-        ahead = min(
-            len(forwards), 2 * (num_ranks - rank - 1) + (stages_per_rank - 1) * num_ranks + 1
-        )
+        warmup = 2 * (num_ranks - rank - 1) + (stages_per_rank - 1) * num_ranks + 1
+        ahead = min(len(forwards), warmup)
         own: list[Action] = []
         for number in range(len(forwards) + ahead):
             if number >= ahead:
@@ -177,26 +167,23 @@ def interleaved(num_ranks: int, stages_per_rank: int, num_micro_batches: int) ->
 def _rounds(
     num_ranks: int, chunks: int, count: int
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(chunk, micro-batch) in the order of the forward and of the backward passes of every rank,
-    all rounds full.
-    """
+    """(chunk, micro-batch) in the order of each rank's forward and backward passes, rounds full."""
     rounds = [range(first, first + num_ranks) for first in range(0, count, num_ranks)]
-    forwards = [(chunk, number) for turn in rounds for chunk in range(chunks) for number in turn]
-    backwards = [
-        (chunk, number) for turn in rounds for chunk in reversed(range(chunks)) for number in turn
-    ]
+    up, down = range(chunks), range(chunks)[::-1]
+    forwards = [(chunk, number) for turn in rounds for chunk in up for number in turn]
+    backwards = [(chunk, number) for turn in rounds for chunk in down for number in turn]
     return forwards, backwards
 
 
 @lru_cache(maxsize=64)
 def zero_bubble(num_stages: int, num_micro_batches: int) -> Schedule:
-    """ZB-H1: as many micro-batches under way as in 1F1B, but stage s leaves its first s weight
-    gradients for later.
+    """ZB-H1: in flight as 1F1B, but stage s defers up to s weight gradients.
 
-    So a gradient reaches the stage before without waiting for this stage's own weights; what was
-    left fills the time in which 1F1B would wait for the last micro-batches.
+    So a gradient reaches the previous stage without waiting for this stage's weights; the deferred
+    ones fill the time in which 1F1B waits for the last micro-batches.
 
-    >>> "".join(action.kind.name[0] + str(action.micro_batch) for action in zero_bubble(2, 3).of_rank(1))
+    >>> actions = zero_bubble(2, 3).of_rank(1)
+    >>> "".join(f"{action.kind.name[0]}{action.micro_batch}" for action in actions)
     'F0I0F1I1W0F2I2W1W2'
     """
     _check(num_stages, num_micro_batches)
@@ -208,7 +195,7 @@ def zero_bubble(num_stages: int, num_micro_batches: int) -> Schedule:
 
 
 def _split(actions: Iterator[Action], most_waiting: int) -> Iterator[Action]:
-    """Backward passes as two; weight gradients of at most `most_waiting` micro-batches wait."""
+    """Split backward passes in two; at most `most_waiting` weight gradients wait."""
     waiting: deque[Action] = deque()
     for action in actions:
         if action.kind is PassKind.FORWARD:
@@ -224,9 +211,7 @@ def _split(actions: Iterator[Action], most_waiting: int) -> Iterator[Action]:
 def make_schedule(
     name: str, num_ranks: int, num_micro_batches: int, stages_per_rank: int = 1
 ) -> Schedule:
-    """A schedule by its name, one of SCHEDULES. ConfigError for another, or for stages that it
-    cannot run.
-    """
+    """A schedule by its name. ConfigError if it is unknown or cannot run these stages."""
     if name not in SCHEDULES:
         raise ConfigError(f"schedule is {name!r}; use one of {', '.join(SCHEDULES)}")
     if name == "interleaved":
@@ -235,9 +220,8 @@ def make_schedule(
         raise ConfigError(
             f"{name} runs one stage per rank, not {stages_per_rank}; use schedule 'interleaved'"
         )
-    return {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble}[name](
-        num_ranks, num_micro_batches
-    )
+    made = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble}
+    return made[name](num_ranks, num_micro_batches)
 
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
@@ -246,5 +230,5 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
 def _check(num_stages: int, num_micro_batches: int) -> None:
     if num_stages < 1 or num_micro_batches < 1:
         raise ConfigError(
-            f"{num_stages} stages and {num_micro_batches} micro-batches; there must be at least 1 of each"
+            f"{num_stages} stages and {num_micro_batches} micro-batches; give at least 1 of each"
         )

@@ -1,8 +1,7 @@
-"""When each operation of a program runs: `simulate`, and what follows from it: bubbles, critical
-path, deadlocks.
+"""Simulation of a program: when each operation runs, bubbles, critical path, deadlocks.
 
 Exact, in whole nanoseconds, in one pass over the operations (numba): an operation begins when its
-rank has ended the one before and all that it waits for has arrived. 16,384 operations take .2 ms.
+rank has ended the previous one and all results have arrived. 16,384 operations take .2 ms.
 `tests/engine/oracle.py` is a discrete-event simulation that shares nothing with this and agrees to
 the last nanosecond.
 """
@@ -34,12 +33,12 @@ class Timeline:
 
     @property
     def step_ns(self) -> int:
-        """Until the last operation has ended."""
+        """End of the last operation."""
         return int(self.end_ns.max(initial=0))
 
     @property
     def busy_ns(self) -> IntArray:
-        """That each rank computes, (ranks,)."""
+        """Time that each rank computes, (ranks,)."""
         offsets = self.program.schedule.rank_offsets
         return np.diff(np.concatenate([[0], np.cumsum(self.program.duration_ns)])[offsets])
 
@@ -50,7 +49,7 @@ class Timeline:
 
 
 def simulate(program: Program) -> Timeline:
-    """Run a program. Deadlock, with the operations that wait, if it cannot come to its end."""
+    """Run a program. Deadlock, with the operations that wait, if it cannot finish."""
     start, end, done = run(
         program.schedule.rank_offsets,
         program.duration_ns,
@@ -63,19 +62,12 @@ def simulate(program: Program) -> Timeline:
     return Timeline(program=program, start_ns=start, end_ns=end)
 
 
-def step_ns(program: Program) -> int:
-    """The time of the step alone. Deadlock as `simulate`."""
-    return simulate(program).step_ns
-
-
 def critical_path(timeline: Timeline) -> list[int]:
-    """Operations, first to last, of which each begins as soon as the one before allows: what a
-    step's time is made of.
+    """Operations, first to last, each of which begins as soon as the previous one allows.
 
-    Time that results travel lies between them: that of what the next one waits for, and of what
-    went the same way just before and held it up. Where several paths are critical, the one that
-    stays on a rank. In a step that was measured, passes begin a little later than they might: there
-    it is what came last of all that each waited for.
+    Between them lie sends: of the result that the next one waits for, and of results that delayed
+    it on the same link. Of several critical paths the one that stays on a rank. In a measured step
+    passes begin a little late: there, the latest of all that each waited for.
     """
     schedule = timeline.program.schedule
     sent = transfers(timeline)
@@ -88,7 +80,7 @@ def critical_path(timeline: Timeline) -> list[int]:
         own = into[offsets[at] : offsets[at + 1]]
         before = -1 if at in first_of_rank else timeline.end_ns[at - 1]
         arrived = sent.end_ns[own].max(initial=-1)
-        if max(before, arrived) < 0:  # of a measured step: the rank came to it late
+        if max(before, arrived) < 0:  # in a measured step: the rank began late
             break
         if before >= arrived:
             at -= 1
@@ -103,24 +95,22 @@ def critical_path(timeline: Timeline) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfers:
-    """When what goes along each edge of a program travels; int64 arrays of shape (edges,)."""
+    """The sends of a step, one per edge of its program; int64 arrays of shape (edges,)."""
 
     sources: IntArray
-    """The operation that makes it."""
+    """Operation whose result is sent."""
     targets: IntArray
-    """The operation that waits for it."""
+    """Operation that waits for it."""
     start_ns: IntArray
     end_ns: IntArray
     previous: IntArray
-    """The edge whose result went from the same rank to the same rank before; -1 for the first, and
-    inside a rank.
-    """
+    """Edge with the previous send on the same link; -1 for the first, and inside a rank."""
     crosses: NDArray[np.bool_]
     """Whether it goes to another rank."""
 
 
 def transfers(timeline: Timeline) -> Transfers:
-    """What travels in a step."""
+    """The sends of a step."""
     program, schedule = timeline.program, timeline.program.schedule
     sources = np.repeat(np.arange(len(schedule)), np.diff(program.edge_offsets))
     arrivals = send(
@@ -131,10 +121,10 @@ def transfers(timeline: Timeline) -> Transfers:
         program.edge_ns,
     )
     ranks = schedule.ranks
-    ways = ranks[sources] * schedule.num_ranks + ranks[program.edge_targets]
-    order = np.argsort(ways, kind="stable")
-    previous = np.full(len(ways), -1, np.int64)
-    previous[order[1:]] = np.where(ways[order[1:]] == ways[order[:-1]], order[:-1], -1)
+    links = ranks[sources] * schedule.num_ranks + ranks[program.edge_targets]
+    order = np.argsort(links, kind="stable")
+    previous = np.full(len(links), -1, np.int64)
+    previous[order[1:]] = np.where(links[order[1:]] == links[order[:-1]], order[:-1], -1)
     crosses = ranks[sources] != ranks[program.edge_targets]
     return Transfers(
         sources=sources,
@@ -162,9 +152,9 @@ def _what_waits(program: Program, end_ns: IntArray) -> str:
 def run(rank_offsets, duration, edge_offsets, edge_targets, edge_ns):  # type: ignore[no-untyped-def]
     """-> (start, end, how many operations ran); -1 where an operation never ran.
 
-    A rank runs until it has to wait for a result that is not made yet; whoever makes it wakes the
-    rank.
+    A rank runs until it must wait for a result; the rank that computes the result wakes it.
     """
+    # what each operation waits for
     num_ranks, num_operations = len(rank_offsets) - 1, len(duration)
     rank_of = np.empty(num_operations, np.int64)
     missing, ready = np.zeros(num_operations, np.int64), np.zeros(num_operations, np.int64)
@@ -172,10 +162,10 @@ def run(rank_offsets, duration, edge_offsets, edge_targets, edge_ns):  # type: i
         rank_of[rank_offsets[rank] : rank_offsets[rank + 1]] = rank
     for target in edge_targets:
         missing[target] += 1
+    # when the last send from a rank to another has arrived
+    free = np.zeros((num_ranks, num_ranks), np.int64)
     start, end = np.full(num_operations, -1, np.int64), np.full(num_operations, -1, np.int64)
-    free = np.zeros(
-        (num_ranks, num_ranks), np.int64
-    )  # when what goes from a rank to another has arrived
+    # a stack of ranks that may run
     now, following = np.zeros(num_ranks, np.int64), rank_offsets[:-1].copy()
     awake, queued = np.arange(num_ranks), np.ones(num_ranks, np.bool_)
     num_awake, done = num_ranks, 0
@@ -184,10 +174,12 @@ def run(rank_offsets, duration, edge_offsets, edge_targets, edge_ns):  # type: i
         rank = awake[num_awake]
         queued[rank] = False
         while following[rank] < rank_offsets[rank + 1] and missing[following[rank]] == 0:
+            # run the rank's next operation
             at = following[rank]
             start[at] = max(now[rank], ready[at])
             end[at] = start[at] + duration[at]
             now[rank] = end[at]
+            # send its result, and wake ranks that waited for it
             for edge in range(edge_offsets[at], edge_offsets[at + 1]):
                 target = edge_targets[edge]
                 other = rank_of[target]
@@ -197,12 +189,8 @@ def run(rank_offsets, duration, edge_offsets, edge_targets, edge_ns):  # type: i
                     free[rank, other] = arrival
                 ready[target] = max(ready[target], arrival)
                 missing[target] -= 1
-                if (
-                    missing[target] == 0
-                    and other != rank
-                    and following[other] == target
-                    and not queued[other]
-                ):
+                is_next = missing[target] == 0 and following[other] == target
+                if is_next and other != rank and not queued[other]:
                     awake[num_awake] = other
                     queued[other] = True
                     num_awake += 1
@@ -213,7 +201,7 @@ def run(rank_offsets, duration, edge_offsets, edge_targets, edge_ns):  # type: i
 
 @numba.njit(cache=True)
 def send(rank_offsets, end, edge_offsets, edge_targets, edge_ns):  # type: ignore[no-untyped-def]
-    """When what goes along each edge arrives, as in `run`."""
+    """When the result of each edge arrives, as in `run`."""
     num_ranks = len(rank_offsets) - 1
     rank_of = np.empty(len(end), np.int64)
     for rank in range(num_ranks):

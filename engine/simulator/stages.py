@@ -1,9 +1,8 @@
-"""A partition's stages and what they cost: layers -> stages, with or without recomputation. Pure
-NumPy.
+"""Costs of a partition's stages, from those of layers, with or without recomputation. Pure NumPy.
 
-A partition is its borders: stage s holds the layers `borders[s]:borders[s + 1]`, `borders[0]` is 0
-and the last one the number of layers. (OmniBal's P^(i) counts layers from 1: P = (5, 10, 15) for 20
-layers is borders (0, 4, 9, 14, 20).)
+A partition is its borders: stage s holds the layers `borders[s]:borders[s + 1]`, from 0 to the
+number of layers. (OmniBal's P^(i) counts layers from 1: P = (5, 10, 15) for 20 layers is borders
+(0, 4, 9, 14, 20).)
 """
 
 from __future__ import annotations
@@ -20,40 +19,30 @@ from engine.cost_model.costs import Costs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCosts:
-    """A row per stage, a column per micro-batch; int64. What `engine.simulator.program` makes
-    operations of.
-    """
+    """A row per stage, a column per micro-batch; int64."""
 
     forward_ns: IntArray
     input_grad_ns: IntArray
     """Recomputation included."""
     weight_grad_ns: IntArray
     send_ns: IntArray
-    """Of the output of each stage to the next; 0 for the last."""
+    """Send of each stage's output to the next; 0 for the last."""
     send_back_ns: IntArray
-    """Of the gradient that each stage gives to the one before; 0 for the first, and where none is
-    needed.
-    """
+    """Send of the gradient to the previous stage; 0 for the first, and where none is needed."""
     live_bytes: IntArray
-    """From the forward pass to the backward pass."""
+    """Live from the forward pass to the backward pass."""
     forward_peak_bytes: IntArray
-    """On top of everything live before, at most, while the forward pass runs."""
+    """Peak of the forward pass on top of everything live before."""
     backward_peak_bytes: IntArray
-    """On top of everything else that is live, at most, while the backward pass runs; its own
-    `live_bytes` included.
-    """
+    """Peak of the backward pass on top of everything else live; includes its `live_bytes`."""
     held_bytes: IntArray
-    """From the input's gradient to that of the weights, if they run apart: what was recomputed
-    stays until then.
-    """
+    """Live from the input's gradient to the weights', if they run apart; recomputed ones too."""
     apart_peak_bytes: IntArray
-    """As `backward_peak_bytes`, while the gradient of the input alone is computed."""
+    """As `backward_peak_bytes`, for the gradient of the input alone."""
     state_bytes: IntArray
     """(stages,): weights, gradients, optimizer state."""
     sends_grad: NDArray[np.bool_]
-    """(stages,): whether a gradient comes back to the stage from the next one; False for the
-    last.
-    """
+    """(stages,): whether a gradient comes back from the next stage; False for the last."""
 
     @classmethod
     def of_times(
@@ -63,31 +52,24 @@ class StageCosts:
         weight_grad_ns: IntArray,
         sends_grad: NDArray[np.bool_],
     ) -> StageCosts:
-        """Stages that compute so long, hold nothing and send in no time."""
-        nothing = np.zeros_like(forward_ns)
-        return cls(
-            forward_ns=forward_ns,
-            input_grad_ns=input_grad_ns,
-            weight_grad_ns=weight_grad_ns,
-            send_ns=nothing,
-            send_back_ns=nothing,
-            live_bytes=nothing,
-            forward_peak_bytes=nothing,
-            backward_peak_bytes=nothing,
-            held_bytes=nothing,
-            apart_peak_bytes=nothing,
-            state_bytes=nothing[:, 0],
-            sends_grad=sends_grad,
-        )
+        """Stages with these times of passes, without memory and with immediate sends."""
+        nothing = dict.fromkeys((f.name for f in fields(cls)), np.zeros_like(forward_ns))
+        times = {
+            "forward_ns": forward_ns,
+            "input_grad_ns": input_grad_ns,
+            "weight_grad_ns": weight_grad_ns,
+        }
+        per_stage = {"state_bytes": np.zeros(len(forward_ns), np.int64), "sends_grad": sends_grad}
+        return cls(**nothing | times | per_stage)
 
     @property
     def num_stages(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return int(self.forward_ns.shape[0])
 
     @property
     def num_micro_batches(self) -> int:
-        """Columns."""
+        """Number of columns."""
         return int(self.forward_ns.shape[1])
 
     @property
@@ -95,12 +77,11 @@ class StageCosts:
         """Both gradients."""
         return self.input_grad_ns + self.weight_grad_ns
 
-    def take(self, places: IntArray) -> StageCosts:
-        """The same stages for some of the micro-batches, in the order of `places`."""
+    def take(self, indices: IntArray) -> StageCosts:
+        """The same stages for some of the micro-batches, in the order of `indices`."""
         columns = {f.name: getattr(self, f.name) for f in fields(self)}
-        return StageCosts(
-            **{name: c[:, places] if c.ndim == 2 else c for name, c in columns.items()}
-        )
+        taken = {name: own[:, indices] for name, own in columns.items() if own.ndim == 2}
+        return StageCosts(**columns | taken)
 
 
 def check_partition(borders: IntArray, num_layers: int) -> None:
@@ -108,17 +89,17 @@ def check_partition(borders: IntArray, num_layers: int) -> None:
     steps = np.diff(borders)
     if len(borders) < 2 or borders[0] != 0 or borders[-1] != num_layers or (steps < 1).any():
         raise ConfigError(
-            f"partition {np.asarray(borders).tolist()} of {num_layers} layers; borders must rise from 0 to {num_layers}"
+            f"partition {np.asarray(borders).tolist()} of {num_layers} layers; "
+            f"borders must rise from 0 to {num_layers}"
         )
 
 
 def stage_costs(costs: Costs, borders: IntArray, recompute: NDArray[np.bool_]) -> StageCosts:
-    """What the stages of a partition cost, where layer l is recomputed if `recompute[l]`.
+    """Costs of a partition's stages, where layer l is recomputed if `recompute[l]`.
 
-    Memory: the forward pass leaves each layer's activations behind, or its input alone; the
-    backward pass goes from the last layer to the first, and a recomputed layer's activations are
-    all there again while it is that layer's turn; or, if its weights' gradient comes later, until
-    then.
+    Memory: the forward pass leaves each layer's activations, or its input alone. The backward pass
+    goes from the last layer to the first; all activations of a recomputed layer are live during its
+    turn, or until its weights' gradient if that comes later.
     """
     check_partition(borders, costs.num_layers)
     if len(recompute) != costs.num_layers:
@@ -128,7 +109,7 @@ def stage_costs(costs: Costs, borders: IntArray, recompute: NDArray[np.bool_]) -
     chosen = np.asarray(recompute)[:, np.newaxis]
     live = np.where(chosen, costs.kept_bytes, costs.saved_bytes)
     whole = np.maximum(costs.saved_bytes, live)
-    # everything up to a layer, and what is more while it is that layer's turn, forward or back
+    # everything up to a layer, and the rest of that layer during its turn, forward or back
     running = np.cumsum(live, axis=0)
     turn = running + (whole - live) + costs.working_bytes
     starts, last = np.asarray(borders[:-1]), np.asarray(borders[1:]) - 1
@@ -146,14 +127,14 @@ def stage_costs(costs: Costs, borders: IntArray, recompute: NDArray[np.bool_]) -
         forward_peak_bytes=np.maximum.reduceat(turn, starts, axis=0) - before,
         backward_peak_bytes=np.maximum.reduceat(turn, starts, axis=0) - before,
         held_bytes=_sums(whole, starts),
-        apart_peak_bytes=np.maximum.reduceat(turn + _behind(whole, last), starts, axis=0) - before,
+        apart_peak_bytes=np.maximum.reduceat(turn + _after(whole, last), starts, axis=0) - before,
         state_bytes=np.add.reduceat(costs.state_bytes, starts),
         sends_grad=np.append(costs.sends_grad[last[:-1]], False),
     )
 
 
-def _behind(values: IntArray, last: IntArray) -> IntArray:
-    """What comes behind each layer in its stage, summed."""
+def _after(values: IntArray, last: IntArray) -> IntArray:
+    """Sum over the layers after each layer in its stage."""
     running = np.cumsum(values, axis=0)
     ends = np.repeat(last, np.diff(last, prepend=-1))
     return np.asarray(running[ends] - running)

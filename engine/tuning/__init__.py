@@ -1,1 +1,1 @@
-"""PipeTune: packing, order and encoder pre-computation, chosen anew for every step. Pure."""
+"""PipeTune: packing, order and encoder pre-computation, chosen for every step. Pure."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Exact search for the fastest partition: bounds, windows, branch and bound."""

@@ -138,10 +138,10 @@ def test_schedules_are_made_once():
     [
         (("2f2b", 2, 3), "schedule is '2f2b'; use one of 1f1b, gpipe, interleaved, zero_bubble"),
         (("1f1b", 2, 3, 2), "1f1b runs one stage per rank, not 2; use schedule 'interleaved'"),
-        (("1f1b", 0, 3), "0 stages and 3 micro-batches; there must be at least 1 of each"),
+        (("1f1b", 0, 3), "0 stages and 3 micro-batches; give at least 1 of each"),
         (
             ("interleaved", 2, 0, 2),
-            "4 stages and 0 micro-batches; there must be at least 1 of each",
+            "4 stages and 0 micro-batches; give at least 1 of each",
         ),
     ],
 )

@@ -15,7 +15,7 @@ from engine.simulator.schedule import (
     one_f_one_b,
     zero_bubble,
 )
-from engine.simulator.simulate import Deadlock, critical_path, simulate, step_ns, transfers
+from engine.simulator.simulate import Deadlock, critical_path, simulate, transfers
 from support.costs.random_steps import (
     LETTERS,
     NAMES,
@@ -208,8 +208,8 @@ def test_zero_bubble_waits_as_its_paper_says(stages, forward, input_grad, weight
         stages, micro_batches, forward=forward, input_grad=input_grad, weight_grad=weight_grad
     )
     work = micro_batches * (forward + input_grad + weight_grad)
-    bubble = step_ns(make_program(zero_bubble(stages, micro_batches), costs)) - work
-    plain = step_ns(make_program(one_f_one_b(stages, micro_batches), costs)) - work
+    bubble = simulate(make_program(zero_bubble(stages, micro_batches), costs)).step_ns - work
+    plain = simulate(make_program(one_f_one_b(stages, micro_batches), costs)).step_ns - work
     assert plain == (stages - 1) * (forward + input_grad + weight_grad)
     assert bubble == (stages - 1) * (forward + input_grad - weight_grad)
 
@@ -239,7 +239,9 @@ def test_a_step_takes_longer_by_whatever_its_critical_path_does(seed):
             name: getattr(program, name)
             for name in ("schedule", "edge_offsets", "edge_targets", "edge_ns")
         }
-        assert step_ns(type(program)(duration_ns=longer, **replaced)) == timeline.step_ns + 7
+        assert (
+            simulate(type(program)(duration_ns=longer, **replaced)).step_ns == timeline.step_ns + 7
+        )
 
 
 def test_what_held_a_result_up_on_its_way_is_on_the_critical_path():

@@ -5,7 +5,7 @@ import pytest
 
 from engine.simulator.memory import memory_of
 from engine.simulator.program import make_program
-from engine.simulator.simulate import step_ns
+from engine.simulator.simulate import simulate
 from engine.tuning.order_times import NEVER, EncodeAhead, order_problem, times_of_orders
 from support.costs.random_steps import random_schedule, random_stages
 
@@ -24,7 +24,7 @@ def test_times_are_those_of_the_simulator(seed, most):
     _, schedule, stages, orders = random_case(seed, most=most)
     times = times_of_orders(order_problem(schedule, stages), orders)
     assert times.tolist() == [
-        step_ns(make_program(schedule, stages.take(order))) for order in orders
+        simulate(make_program(schedule, stages.take(order))).step_ns for order in orders
     ]
 
 

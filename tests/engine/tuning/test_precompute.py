@@ -12,7 +12,7 @@ from balance.errors import ConfigError
 from engine.simulator.memory import memory_of
 from engine.simulator.program import Encodings, make_program
 from engine.simulator.schedule import Action, PassKind, Schedule, make_schedule, one_f_one_b
-from engine.simulator.simulate import step_ns, transfers
+from engine.simulator.simulate import simulate, transfers
 from engine.simulator.stages import stage_costs
 from engine.tuning.order_times import EncodeAhead, nothing_ahead, order_problem, times_of_orders
 from engine.tuning.precompute import Encoder, encode_ahead, frozen_encoder, where_to_encode
@@ -261,7 +261,7 @@ def best_of_all_places(schedule, stages, encode_ns):
         forward = stages.forward_ns.copy()
         forward[0, 1:] -= encode_ns[1:]
         encodings = Encodings(forward_ns=encode_ns, send_ns=np.zeros_like(encode_ns))
-        time = step_ns(make_program(made, replace(stages, forward_ns=forward), encodings))
+        time = simulate(make_program(made, replace(stages, forward_ns=forward), encodings)).step_ns
         best = time if best is None else min(best, time)
     return best
 

@@ -14,7 +14,7 @@ from engine.simulator.evaluate import evaluate, schedule_for
 from engine.simulator.memory import memory_of
 from engine.simulator.program import Encodings, make_program
 from engine.simulator.schedule import PassKind
-from engine.simulator.simulate import step_ns
+from engine.simulator.simulate import simulate
 from engine.simulator.stages import stage_costs
 from engine.tuning.pack import pack_in_order
 from engine.tuning.tune import PartitionedModel, TuneOptions, tune
@@ -215,7 +215,7 @@ def test_a_tuned_step_is_at_most_2_percent_slower_than_a_new_one_after_a_change_
     ahead = list(tuned.step.encoding_ranks)
     forward[0, ahead] -= encode_ns[ahead]
     encodings = Encodings(forward_ns=encode_ns, send_ns=tuned.step.encodings.send_ns)
-    kept = step_ns(
+    kept = simulate(
         make_program(tuned.step.schedule, replace(stages, forward_ns=forward), encodings)
-    )
+    ).step_ns
     assert kept <= 1.02 * tune(samples, given, changed, options).step_ns
