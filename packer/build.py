@@ -82,9 +82,9 @@ class _Counts:
 class Builder:
     """One build into one output directory, or by way of a work folder into an object store."""
 
-    def __init__(self, config: BuildConfig, progress: StageProgress) -> None:
+    def __init__(self, config: BuildConfig, progress: StageProgress | None = None) -> None:
         self.config = config
-        self.progress = progress
+        self.progress = progress or StageProgress()
         self.publisher = Publisher(config.out, config.work_dir) if is_uri(config.out) else None
         self.out = self.publisher.folder if self.publisher else Path(config.out)
         """Where the build is at work."""

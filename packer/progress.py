@@ -1,4 +1,4 @@
-"""Progress of long work on the terminal: what is done, how fast, how long it will still take."""
+"""Progress of long work on a terminal: what is done, how fast, and the time left."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 
 @dataclass(slots=True)
-class Stage:
-    """One stage under way."""
+class RunningStage:
+    """One stage of the work while it runs."""
 
     bar: Progress
     task: TaskID
@@ -22,36 +22,43 @@ class Stage:
     unit: str = "samples"
 
     def advance(self, work: float) -> None:
-        """So much of the stage's total is done."""
+        """Add to the finished part of the stage's total."""
         self.bar.advance(self.task, work)
 
     def count(self, items: int) -> None:
-        """So many more items of the unit are done, for the rate."""
+        """Add finished items of the unit, for the rate."""
         self.done += items
         rate = self.done / max(perf_counter() - self.started, 1e-9)
         self.bar.update(self.task, detail=f"{self.done:,} {self.unit}, {rate:,.0f}/s")
+
+
+def _quiet() -> Console:
+    return Console(quiet=True)
 
 
 @dataclass(slots=True)
 class StageProgress:
     """Shows stages one after the other and remembers how long each took."""
 
-    console: Console
+    console: Console = field(default_factory=_quiet)
     seconds: dict[str, float] = field(default_factory=dict)
+    """Stage -> time."""
 
     @contextmanager
-    def stage(self, name: str, total: float | None, unit: str = "samples") -> Iterator[Stage]:
-        """A stage of so much work (None: unknown); leaves one line behind when it is done."""
+    def stage(
+        self, name: str, total: float | None, unit: str = "samples"
+    ) -> Iterator[RunningStage]:
+        """Run one stage with this total (None: unknown); prints one line when it is done."""
         columns = (
             TextColumn("{task.description:<7}"),
             BarColumn(),
             TextColumn("{task.fields[detail]}"),
             TimeRemainingColumn(),
         )
-        # in a log file a bar is noise: there the line at the end must do
+        # in a log file a bar is noise: the line at the end is enough there
         disabled = not self.console.is_terminal
         with Progress(*columns, console=self.console, transient=True, disable=disabled) as bar:
-            stage = Stage(bar, bar.add_task(name, total=total, detail=""), unit=unit)
+            stage = RunningStage(bar, bar.add_task(name, total=total, detail=""), unit=unit)
             yield stage
         took = perf_counter() - stage.started
         self.seconds[name] = self.seconds.get(name, 0.0) + took
