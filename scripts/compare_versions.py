@@ -58,10 +58,9 @@ RESUMED_AFTER = 3
 LOADER_STEPS = 8
 
 PLANS = {
-    "model": ["--model", "internvl_1_5", "--images", "9", "--seq-len", "4096", "--cluster"]
-    + ["a100_80g", "--tp", "2", "--pp", "4"],
-    "interleaved": ["--model", "llava_1_5", "--images", "4", "--seq-len", "4096", "--pp", "4"]
-    + ["--schedule", "interleaved", "--stages-per-rank", "2"],
+    "model": "--model internvl_1_5 --images 9 --seq-len 4096 --cluster a100_80g --tp 2 --pp 4",
+    "interleaved": "--model llava_1_5 --images 4 --seq-len 4096 --pp 4 --schedule interleaved "
+    "--stages-per-rank 2",
 }
 TRAIN_STEPS = (3, 5)
 """The older version stops after the first number of steps; both then continue to the second."""
@@ -153,8 +152,8 @@ def comparisons(
     build = str(folder / "old" / "demo-arrow")
     for order in ("blocks", "random"):
         yield compare_loaders(order, old, new, build, folder)
-    for name, options in {**PLANS, "build": [build, "--pp", "2"]}.items():
-        yield from compare_plans(name, options, old, new, folder)
+    for name, options in {**PLANS, "build": f"{build} --pp 2"}.items():
+        yield from compare_plans(name, options.split(), old, new, folder)
     yield compare_training(old, new, build, folder)
 
 

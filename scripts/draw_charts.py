@@ -2,10 +2,10 @@
 
     python scripts/draw_charts.py [BUILD]
 
-Writes SVG files to `docs/results/charts`. BUILD, a folder of `packer build`, is drawn as the loads of
-8 ranks; without it that picture stays as it is. Tables are found by a comment
-`<!-- chart: NAME -->` in front of them, so a chart shows what its page says. Needs
-matplotlib: pip install 'isobatch[docs]'.
+Writes SVG files to `docs/results/charts`. BUILD, a folder of `packer build`, is drawn as the loads
+of 8 ranks; without it that picture stays as it is. Tables are found by a comment
+`<!-- chart: NAME -->` in front of them, so a chart shows what its page says. Needs matplotlib:
+pip install 'isobatch[docs]'.
 """
 
 from __future__ import annotations
@@ -51,7 +51,11 @@ def main() -> int:
         "grouping", "packing", 2, "groups above the lower bound, %", highlight="fit (default)"
     )
     draw_bars(
-        "balance", "packing", 3, "time waiting for the largest vision load, %", highlight="balanced order"
+        "balance",
+        "packing",
+        3,
+        "time waiting for the largest vision load, %",
+        highlight="balanced order",
     )
     draw_bars("loading", "loading", 4, "decoded samples/s, 2 workers", highlight="Isobatch")
     draw_bars("ablation", "training", 2, "speed-up over the paper's baseline", highlight="+")

@@ -4,8 +4,7 @@ unpacked.
     python scripts/get_browser.py
 
 Needs node and npm. Goes to `.browser/` of the repository, which git ignores, and is not fetched
-twice; the tests find it there (`tests/support/browser.py`). Any other Chromium in PATH does as well,
-without this.
+twice. The tests find it there, and any other Chromium in PATH does as well.
 """
 
 import os
@@ -30,7 +29,8 @@ def main() -> int:
         if missing:
             # no failure: the tests that need it skip, and say so
             print(
-                f"{' and '.join(missing)} not found: install Node.js, or any Chromium, to test pages in a browser"
+                f"{' and '.join(missing)} not found: install Node.js, or any Chromium, "
+                "to test pages in a browser"
             )
             return 0
         FOLDER.mkdir(exist_ok=True)

@@ -2,8 +2,8 @@
 
     python scripts/list_files.py [--check]
 
-The phrases are the first lines of the modules' docstrings. With `--check` nothing is written, and the
-exit status is 1 if the page is not what it would be.
+The phrases are the first lines of the modules' docstrings. With `--check` nothing is written, and
+the exit status is 1 if the page is not what it would be.
 """
 
 from __future__ import annotations
