@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from balance.flops import FlopsModel, epoch_ms
 from balance.grouping.best_fit import group_best_fit
-from balance.grouping.caps import LimitChoice, choose_limits, choose_limits_omnibal
+from balance.grouping.caps import GroupOptions, LimitChoice, choose_limits, choose_limits_omnibal
 from balance.grouping.isf import group_isf
 from balance.metrics import dist_ratio, fill
 from balance.order.sort_groups import sort_groups
@@ -65,14 +65,13 @@ class Setting:
         return group_isf(vision, tokens, limits, seed=seed, iterations=self.iterations)
 
     def choose(self, q_t: int, grouping: str) -> LimitChoice:
+        options = GroupOptions(max_seq_len=q_t, grouping=grouping, isf_iterations=self.iterations)
         return choose_limits(
             self.counts,
+            options,
             vision_unit="image_patches",
             context_len=q_t,
-            max_seq_len=q_t,
-            cost=self.cost,
-            grouping=grouping,
-            isf_iterations=self.iterations,
+            flops=self.cost,
         )
 
     def orders(self, groups: Groups) -> dict[str, Groups]:

@@ -28,13 +28,13 @@ import numpy as np
 import pyarrow as pa
 from tables import DistRatios, as_loaded, console, dist_ratios, new_table, shuffled
 
-from balance.grouping.caps import over_limits
+from balance.grouping.caps import GroupOptions, over_limits
 from balance.grouping.isf import group_isf
 from balance.metrics import fill
 from balance.order.block_shuffle import OrderConfig, choose_order
 from balance.order.sort_groups import arrange_sources, sort_groups, source_shares
 from balance.types import Counts, Groups, IntArray, Limits
-from packer.group import Grouping, GroupOptions, group_counts
+from packer.group import Grouping, group_counts
 from packer.group_command import LLM_TOKENS_PER_TILE, VIT_TOKENS_PER_TILE, read_lengths
 from shards.tables import counts_arrays, source_numbers
 

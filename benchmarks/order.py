@@ -336,8 +336,7 @@ def show_regrouping(data: Data, console: Console) -> None:
     for window in REGROUP_WINDOWS:
         start = time.perf_counter()
         groups, order = regroup(
-            data.vision,
-            data.tokens,
+            (data.vision, data.tokens),
             data.groups,
             data.limits,
             window_groups=window,
@@ -346,8 +345,7 @@ def show_regrouping(data: Data, console: Console) -> None:
         )
         seconds = time.perf_counter() - start
         again, _ = regroup(
-            data.vision,
-            data.tokens,
+            (data.vision, data.tokens),
             data.groups,
             data.limits,
             window_groups=window,

@@ -234,7 +234,7 @@ class Builder:
                 self.config.group_options,
                 vision_unit=self.model.vision_unit,
                 context_len=self.model.context_len,
-                cost=FlopsModel.of(self.model) if self.model.has_dimensions else None,
+                flops=FlopsModel.of(self.model) if self.model.has_dimensions else None,
                 sources=source_numbers(counts.table),
             )
             stage.count(len(arrays))

@@ -20,6 +20,7 @@ from balance.command_line import (
     run_app,
 )
 from balance.errors import ConfigError
+from balance.grouping.caps import GroupOptions
 from balance.presets import load_model
 from packer.build import Builder
 from packer.build_dir import REPORT_NAME
@@ -51,7 +52,6 @@ from packer.cli_options import (
 )
 from packer.config import MOST_TOKENS, BuildConfig
 from packer.count.pool import default_workers
-from packer.group import GroupOptions
 from packer.group_command import group_files
 from packer.inspect.html import write_group_html
 from packer.inspect.terminal import group_title, print_group

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from balance.errors import ConfigError
 from balance.grouping.activation_memory import MemoryBudget
+from balance.grouping.caps import GroupOptions
 from balance.presets import load_model
 from packer.count.pool import default_workers
-from packer.group import GroupOptions
 from packer.sources.dataset import DEMO
 from packer.write.write_shards import SHARD_FORMATS, ShardFormat
 

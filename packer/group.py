@@ -6,38 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from balance.errors import ConfigError
 from balance.flops import FlopsModel
-from balance.grouping.activation_memory import MemoryBudget
 from balance.grouping.best_fit import group_best_fit
-from balance.grouping.caps import choose_limits, over_limits
+from balance.grouping.caps import GroupOptions, choose_limits, over_limits
 from balance.grouping.isf import group_isf
 from balance.order.block_shuffle import OrderConfig, choose_order
 from balance.order.sort_groups import arrange_sources, sort_groups, source_shares
 from balance.types import Counts, Groups, IntArray, Limits
-
-GROUPINGS = ("fit", "isf")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupOptions:
-    """How samples become groups."""
-
-    seed: int = 0
-    max_seq_len: int | None = None
-    """Q_t; None: from the data."""
-    max_vision: int | None = None
-    """Q_v in the model's vision unit; None: from the data."""
-    memory: MemoryBudget | None = None
-    """What the activations of a group may take, shared out between both caps; None: no bound."""
-    grouping: str = "fit"
-    """`fit` (fewest groups) or `isf` (OmniBal, Algorithm 1)."""
-    isf_iterations: int = 10
-    """ISF iterations at most; `fit` has none."""
-
-    def __post_init__(self) -> None:
-        if self.grouping not in GROUPINGS:
-            raise ConfigError(f"grouping is {self.grouping!r}: use one of {', '.join(GROUPINGS)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +34,7 @@ def group_counts(
     *,
     vision_unit: str,
     context_len: int,
-    cost: FlopsModel | None = None,
+    flops: FlopsModel | None = None,
     sources: IntArray | None = None,
 ) -> Grouping:
     """Choose caps, reject what exceeds them, group the rest and sort the groups along the path.
@@ -68,16 +43,7 @@ def group_counts(
     that micro-batches mix sources well.
     """
     choice = choose_limits(
-        counts,
-        vision_unit=vision_unit,
-        context_len=context_len,
-        max_seq_len=options.max_seq_len,
-        max_vision=options.max_vision,
-        memory=options.memory,
-        cost=cost,
-        grouping=options.grouping,
-        isf_iterations=options.isf_iterations,
-        seed=options.seed,
+        counts, options, vision_unit=vision_unit, context_len=context_len, flops=flops
     )
     limits = choice.limits
     too_long, too_much_vision = over_limits(counts, limits)

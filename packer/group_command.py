@@ -17,8 +17,9 @@ import pyarrow.compute
 
 from balance.errors import ConfigError, DataError, first_line
 from balance.flops import FlopsModel
+from balance.grouping.caps import GroupOptions
 from balance.presets import load_model
-from packer.group import Grouping, GroupOptions, group_counts
+from packer.group import Grouping, group_counts
 from packer.progress import StageProgress
 from shards.manifest import MANIFEST_NAME
 from shards.tables import (
@@ -74,7 +75,7 @@ def group_files(
             options,
             vision_unit=vision_unit,
             context_len=context_len,
-            cost=_cost_model(files),
+            flops=_flops_model(files),
             sources=source_numbers(counts),
         )
         stage.count(len(counts))
@@ -90,7 +91,7 @@ def group_files(
     return grouping, rejected
 
 
-def _cost_model(files: list[Path]) -> FlopsModel | None:
+def _flops_model(files: list[Path]) -> FlopsModel | None:
     """The model that OmniBal's files are of; counts do not say theirs."""
     if any(path.suffix == ".parquet" for path in files):
         return None

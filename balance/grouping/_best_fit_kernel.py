@@ -1,15 +1,15 @@
-"""One pass of `balance.grouping.best_fit` over a window of samples, in numba: groups that end as
-near to their caps as they can.
+"""One pass of `balance.grouping.best_fit` over a window of samples, in numba.
 
-What makes it fast, whatever the number of resources:
+Makes groups that end as near to their caps as they can. What makes it fast, whatever the number of
+resources:
 
-- a sample's loads are packed into one uint64, a field with a spare bit per resource, so that one subtraction says
-  whether it fits: a field that would become negative clears its spare bit (`guard` has all spare
-  bits set);
-- a sample's `score` is a weighted sum of its loads. Samples are ranked by descending score, so the sample that fills
-  a group best is found in a table of score buckets, and samples that are gone are skipped by a
-  union-find;
-- samples are one array of records, because numba counts references to every array of a tuple, at every call.
+- a sample's loads are packed into one uint64, a field with a guard bit per resource, so that one
+  subtraction says whether it fits: a field that would become negative clears its guard bit;
+- a sample's `score` is a weighted sum of its loads. Samples are ranked by descending score, so the
+  sample that fills a group best is found in a table of score buckets, and samples that are gone are
+  skipped by a union-find;
+- samples are one array of records, because numba counts references to every array of a tuple, at
+  every call.
 
 Integer arithmetic alone: the same groups on every machine.
 """
@@ -24,7 +24,7 @@ import numpy as np
 from balance.grouping.isf import shuffle
 
 LOOKAHEAD = 16
-"""Samples that come up next, from which a group chooses."""
+"""Next samples in order, from which a group chooses."""
 PROBES = 16
 """Distinct samples that a search looks at before it gives up. Twice the time and no gain with 64,
 but up to 4 % fewer groups where two unrelated caps bind.
@@ -34,19 +34,18 @@ MAX_TRIES = 2
 ADAPT = 4
 """The tolerance moves by 1/16 per group."""
 DIGIT_BITS = 11
-"""Of a counting sort's pass: 2,048 counters stay in the first-level cache."""
+"""Bits of a counting sort's pass: 2,048 counters stay in the first-level cache."""
 
 SAMPLE = np.dtype(
     [("packed", np.uint64), ("score", np.int32), ("after", np.int32), ("next_left", np.int32)],
     align=True,
 )
-"""A sample in a pool, which holds them by rank. `after`: the rank behind the run of equal samples
-that it is in. `next_left`: union-find; a sample that is left points to itself, one that is gone to
-a rank behind it.
+"""A sample in a pool, which holds them by rank. `after`: the rank after all samples equal to it.
+`next_left`: union-find; a sample that is left points to itself, one that is gone to a later rank.
 """
 
 
-class Rules(NamedTuple):
+class FillRules(NamedTuple):
     """What a group may hold and how it is filled."""
 
     cap: np.uint64
@@ -59,37 +58,37 @@ class Rules(NamedTuple):
     seed_largest: bool
     """A group begins with the largest sample left; else with the one that has waited longest."""
     greedy: bool
-    """The next member is the largest that fits; else the oldest ahead, as long as two more may have
-    room.
-    """
+    """The next member is the largest that fits; else the oldest, while two more may still fit."""
 
 
 @numba.njit(cache=True)
 def run_pass(packed, score, rules, state, tolerance, keep):  # type: ignore[no-untyped-def]
     """Make groups until at most `keep` samples are left; -> (places, ends, slacks, tolerance).
 
-    `packed` (uint64) and `score` (int32) describe the samples, `state` seeds the order in which
-    they come up. `places` (int32) holds all samples, group after group, then those left; `ends` is
-    where each group ends in it, `slacks` how much score each has left up to the caps. `tolerance`
-    is the slack at which a group counts as complete; it follows the data: it falls with every group
-    that was completed within it and rises with every other.
+    `packed` (uint64) and `score` (int32) describe the samples, `state` seeds their order. `places`
+    (int32) holds all samples, group after group, then those left; `ends` is where each group ends
+    in it, `slacks` how much score each lacks to the caps. `tolerance` is the slack at which a group
+    counts as complete; it follows the data: it falls with every group that was completed within it
+    and rises with every other.
     """
+    # the samples by rank, and a random order in which they come up
     by_rank = _ranked(score)
     pool = _make_pool(packed, score, by_rank)
     buckets = _make_buckets(pool, rules)
     order = np.arange(len(packed)).astype(np.int32)
     shuffle(order, state)
+    # group after group
     places = np.empty(len(packed), np.int32)
     ends, slacks = np.empty(len(packed), np.int32), np.empty(len(packed), np.int32)
     num_groups, size, head = 0, 0, 0
     while len(packed) - size > keep:
         head = _next_in_order(pool, order, head)
-        size, slack, hit = _make_group(
-            pool, buckets, order[head : head + LOOKAHEAD], rules, tolerance, places, size
-        )
+        ahead = order[head : head + LOOKAHEAD]
+        size, slack, hit = _make_group(pool, buckets, ahead, rules, places, (size, tolerance))
         tolerance += -(tolerance >> ADAPT) if hit else (tolerance >> ADAPT) + 1
         ends[num_groups], slacks[num_groups] = size, slack
         num_groups += 1
+    # what is left
     for rank in range(len(packed)):
         if pool[rank].next_left == rank:
             places[size] = rank
@@ -99,9 +98,7 @@ def run_pass(packed, score, rules, state, tolerance, keep):  # type: ignore[no-u
 
 @numba.njit(cache=True)
 def _ranked(score):  # type: ignore[no-untyped-def]
-    """Places of samples by descending score, ties in their order: counting sort, lowest digit
-    first.
-    """
+    """Places of samples by descending score, ties in input order: counting sort by digits."""
     here, there = np.arange(len(score)).astype(np.int32), np.empty(len(score), np.int32)
     mask, shift = (1 << DIGIT_BITS) - 1, 0
     while score.max() >> shift > 0:
@@ -121,9 +118,7 @@ def _ranked(score):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def _make_pool(packed, score, by_rank):  # type: ignore[no-untyped-def]
-    """The samples by rank, all of them left, and one record more, which is never gone: the end of
-    every search.
-    """
+    """The samples by rank, all left, and a last record that is never gone: every search ends."""
     num_samples = len(packed)
     pool = np.empty(num_samples + 1, SAMPLE)
     pool[num_samples].next_left = num_samples
@@ -150,9 +145,7 @@ def _make_buckets(pool, rules):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def _next_in_order(pool, order, head):  # type: ignore[no-untyped-def]
-    """Close the gaps that taken samples left among the next `LOOKAHEAD` from `head` on; -> place of
-    the oldest.
-    """
+    """Close the gaps among the next `LOOKAHEAD` samples from `head` on; -> place of the oldest."""
     write = min(head + LOOKAHEAD, len(order))
     for place in range(write - 1, head - 1, -1):
         rank = order[place]
@@ -165,15 +158,18 @@ def _next_in_order(pool, order, head):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def _make_group(pool, buckets, ahead, rules, tolerance, places, size):  # type: ignore[no-untyped-def]
-    """One group, from the oldest sample ahead; -> (new size of `places`, slack, completed within
-    the tolerance).
+def _make_group(pool, buckets, ahead, rules, places, progress):  # type: ignore[no-untyped-def]
+    """One group, from the oldest sample ahead; `progress` is (size of `places`, tolerance).
+
+    -> (new size of `places`, slack, whether completed within the tolerance)
     """
+    size, tolerance = progress
     none = len(pool) - 1
     least = pool[none - 1].score
     room, slack, hit = rules.cap, rules.cap_score, False
     add, other = _left_from(pool, 0 if rules.seed_largest else ahead[0]), none
     while add < none:
+        # take the one or two samples that were chosen
         for rank in (add, other):
             if rank < none:
                 pool[rank].next_left = rank + 1
@@ -183,11 +179,12 @@ def _make_group(pool, buckets, ahead, rules, tolerance, places, size):  # type: 
         add, other = none, none
         if slack < least:
             break
+        # a sample that completes the group, else a pair, else the next member
         one = _largest_that_fits(pool, buckets, rules, room, slack, -1)
         if one < none and slack - pool[one].score <= tolerance:
             add, hit = one, True
             continue
-        add, other = _completing_pair(pool, buckets, ahead, rules, room, slack, tolerance)
+        add, other = _completing_pair(pool, buckets, ahead, rules, (room, slack), tolerance)
         if add < none:
             hit = True
             continue
@@ -209,10 +206,12 @@ def _next_member(pool, ahead, rules, room, slack, one):  # type: ignore[no-untyp
 
 
 @numba.njit(cache=True)
-def _completing_pair(pool, buckets, ahead, rules, room, slack, tolerance):  # type: ignore[no-untyped-def]
-    """A sample ahead and one of all that are left, which together complete the group; none: past
-    the last rank.
+def _completing_pair(pool, buckets, ahead, rules, free, tolerance):  # type: ignore[no-untyped-def]
+    """A sample ahead and any other that together complete the group; none: past the last rank.
+
+    `free` is what the group can still take: (packed, score).
     """
+    room, slack = free
     none = len(pool) - 1
     most, least = pool[0].score, pool[none - 1].score
     tries = MAX_TRIES if 2 * least <= slack <= 2 * most else 0
@@ -220,9 +219,8 @@ def _completing_pair(pool, buckets, ahead, rules, room, slack, tolerance):  # ty
         if tries == 0:
             break
         rest = slack - pool[rank].score
-        fits = (
-            pool[rank].next_left == rank and (room - pool[rank].packed) & rules.guard == rules.guard
-        )
+        left = pool[rank].next_left == rank
+        fits = left and (room - pool[rank].packed) & rules.guard == rules.guard
         if fits and least <= rest <= most:
             tries -= 1
             other = _largest_that_fits(pool, buckets, rules, room - pool[rank].packed, rest, rank)
@@ -233,9 +231,7 @@ def _completing_pair(pool, buckets, ahead, rules, room, slack, tolerance):  # ty
 
 @numba.njit(cache=True)
 def _largest_that_fits(pool, buckets, rules, room, slack, besides):  # type: ignore[no-untyped-def]
-    """Rank of the largest score that is left and fits, not `besides`; none found: past the last
-    rank.
-    """
+    """Rank of the largest score that is left and fits, not `besides`; none: past the last rank."""
     none = len(pool) - 1
     rank = _left_from(pool, buckets[slack >> rules.bucket_shift])
     while rank < none and pool[rank].score > slack:

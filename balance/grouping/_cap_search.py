@@ -1,40 +1,44 @@
-"""The search behind `choose_limits`: a memory budget's split, the vision cap, the filter's targets.
-Pure.
+"""The search for caps by trial groupings, for `balance.grouping.caps`. Pure.
 
-Coarse to fine, by trial groupings of a drawn part (`balance.grouping._cap_trials`), some thirty at
-most; the best few are compared on all samples.
+Coarse to fine: a memory budget's split, the vision cap, the filter's targets. Some thirty trials at
+most on a drawn part of the samples (`Trials.at`, about .05 s each); the best few are compared on
+all samples, 1.2 million at most (`Trials.confirm`, about .5 s). Deterministic; nothing is tried
+twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from balance.errors import ConfigError
-from balance.grouping._cap_trials import Candidate, Trials
+from balance.flops import FlopsModel, epoch_ms
 from balance.grouping.activation_memory import MemoryBudget
-from balance.types import Counts, IntArray, Limits
+from balance.grouping.best_fit import group_best_fit
+from balance.grouping.isf import group_isf
+from balance.order.sort_groups import sort_groups
+from balance.types import Counts, Groups, IntArray, Limits
 
 FILTER_SLACK_TOKENS = 128
 """Q_t - Q'_t: OmniBal, Table 6."""
 SEARCH_CAPS = 64
-"""Caps that the search decides between, at most: where ViT tokens are counted, 1.6 % of the range
-apart.
-"""
+"""Caps that the search decides between, at most: for ViT tokens 1.6 % of the range apart."""
 SPLITS = (16, 8)
 """Ways to share out a memory budget: tried all over the range, then around the best."""
 FREE = 0.005
 """A cap costs no groups up to .5 % more than without it; two seeds of a grouping differ by .2 %."""
 CHANCE = 0.003
-"""Predicted times that differ less are equal: by so much the waiting of unequal orders of a drawn
-part differs.
-"""
+"""Predicted times that differ less are equal: waiting on a drawn part varies by so much."""
 WORTHWHILE = 0.002
-"""Other targets of ISF's filter than OmniBal's must save so many groups: two seeds differ by as
-much.
-"""
+"""Share of groups that other filter targets than OmniBal's must save: two seeds differ as much."""
+SEARCH_SAMPLES, CONFIRM_SAMPLES = 50_000, 1_200_000
+"""Samples of a trial at most; larger sets are drawn from, so 100 M samples cost no more."""
+TRIAL_ROUNDS = 6
+"""Effort of the trial groupings: enough to tell caps apart, a tenth of a second each."""
+TRIAL_DP = 8
+"""Ranks that predicted times are for; in the stored order their number hardly matters."""
 
 
 def caps_of(q_t: int, q_v: int, vision_unit: str) -> Limits:
@@ -51,19 +55,127 @@ def caps_of(q_t: int, q_v: int, vision_unit: str) -> Limits:
     )
 
 
-def least(found: Iterable[Candidate]) -> Candidate:
-    """The caps to take: by predicted time but for chance, then by groups but for `FREE`, then the
-    smallest caps.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapTrial:
+    """Caps that the search tried, and the groups that they gave."""
+
+    limits: Limits
+    num_samples: int
+    """Samples that were drawn and that fit the caps."""
+    num_groups: int
+    token_fill: float
+    """Share of the groups' capacity of LLM tokens that is used."""
+    vision_fill: float
+    """The same of vision; 0.0 for a cap of 0."""
+    ms_per_sample: float | None
+    """Predicted time of both passes on one GPU, in the stored order; None without dimensions."""
+    waiting: float | None
+    """Share of that time in which a rank waits for the step's slowest."""
+
+    @property
+    def groups_per_sample(self) -> float:
+        """Groups per sample: the fewer, the better the caps."""
+        return self.num_groups / max(self.num_samples, 1)
+
+    def extra_groups(self, other: CapTrial) -> float:
+        """Groups per sample beyond those of `other`, relative: 0.0 for as many."""
+        return self.num_groups * other.num_samples / max(other.num_groups * self.num_samples, 1) - 1
+
+
+def least(found: Iterable[CapTrial]) -> CapTrial:
+    """The caps to take: least predicted time but for chance, fewest groups but for `FREE`, then
+    smallest.
     """
-    candidates = list(found)
-    times = [c.ms_per_sample for c in candidates if c.ms_per_sample is not None]
-    if len(times) == len(candidates):
-        candidates = [
-            c for c in candidates if (c.ms_per_sample or 0.0) <= min(times) * (1 + CHANCE)
-        ]
-    fewest = min(candidates, key=_groups_per_sample)
-    close = [c for c in candidates if c.extra_groups(fewest) <= FREE]
-    return min(close, key=lambda c: (c.limits.max_vision, c.limits.max_seq_len))
+    trials = list(found)
+    times = [trial.ms_per_sample for trial in trials if trial.ms_per_sample is not None]
+    if len(times) == len(trials):
+        bound = min(times) * (1 + CHANCE)
+        trials = [trial for trial in trials if (trial.ms_per_sample or 0.0) <= bound]
+    fewest = min(trials, key=lambda trial: trial.groups_per_sample)
+    close = [trial for trial in trials if trial.extra_groups(fewest) <= FREE]
+    return min(close, key=lambda trial: (trial.limits.max_vision, trial.limits.max_seq_len))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trials:
+    """Samples to try caps on, and what was tried so far."""
+
+    part: Counts
+    """Samples drawn from those that fit Q_t."""
+    whole: Counts
+    flops: FlopsModel | None
+    seed: int
+    isf_iterations: int | None
+    """None: the default grouping."""
+    tried: dict[tuple[Limits, bool], CapTrial] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        counts: Counts,
+        rows: IntArray,
+        *,
+        flops: FlopsModel | None,
+        seed: int,
+        isf_iterations: int | None,
+    ) -> Trials:
+        """Trials of the samples at `rows`, by the grouping that the build will use."""
+        whole = counts.take(_draw(rows, CONFIRM_SAMPLES, seed))
+        small = len(rows) <= SEARCH_SAMPLES
+        part = whole if small else counts.take(_draw(rows, SEARCH_SAMPLES, seed))
+        return cls(part=part, whole=whole, flops=flops, seed=seed, isf_iterations=isf_iterations)
+
+    def at(self, limits: Limits) -> CapTrial:
+        """Group the drawn part under these caps."""
+        return self._try(limits, self.part is self.whole)
+
+    def confirm(self, limits: Limits) -> CapTrial:
+        """Group all samples under these caps."""
+        return self._try(limits, True)
+
+    def results(self, *, on_all: bool) -> tuple[CapTrial, ...]:
+        """Trials on the drawn part, or on all samples, smallest caps first."""
+        on_all = on_all or self.part is self.whole
+        found = [trial for (_, on), trial in self.tried.items() if on == on_all]
+        return tuple(sorted(found, key=_size))
+
+    def _try(self, limits: Limits, on_all: bool) -> CapTrial:
+        if (limits, on_all) not in self.tried:
+            self.tried[limits, on_all] = self._measured(self.whole if on_all else self.part, limits)
+        return self.tried[limits, on_all]
+
+    def _measured(self, counts: Counts, limits: Limits) -> CapTrial:
+        vision, tokens = limits.vision_load(counts), counts.seq_len
+        rows = np.flatnonzero(vision <= limits.max_vision)  # a given cap may be below the largest
+        loads = vision[rows], tokens[rows]
+        if self.isf_iterations is None:
+            groups = group_best_fit(*loads, limits, seed=self.seed, rounds=TRIAL_ROUNDS)
+        else:
+            groups = group_isf(*loads, limits, seed=self.seed, iterations=self.isf_iterations)
+        groups = Groups(rows[groups.samples], groups.offsets)
+        group_vision, group_tokens = groups.sum(vision), groups.sum(tokens)
+        ms_per_sample, waiting = self._times(groups, counts, group_vision, group_tokens)
+        return CapTrial(
+            limits=limits,
+            num_samples=len(rows),
+            num_groups=len(groups),
+            token_fill=int(group_tokens.sum()) / max(len(groups) * limits.max_seq_len, 1),
+            vision_fill=int(group_vision.sum()) / max(len(groups) * limits.max_vision, 1),
+            ms_per_sample=ms_per_sample,
+            waiting=waiting,
+        )
+
+    def _times(
+        self, groups: Groups, counts: Counts, vision: IntArray, tokens: IntArray
+    ) -> tuple[float, float] | tuple[None, None]:
+        """(GPU-ms per sample, share that is waiting) of sorted groups, one per rank and step."""
+        if self.flops is None or not len(groups):
+            return None, None
+        each = self.flops.micro_batch_ms(self.flops.loads(counts).sum(groups))
+        dp = min(TRIAL_DP, len(groups))
+        # idle ranks cost time too
+        total = dp * epoch_ms(each[sort_groups(vision, tokens, self.seed)], dp)
+        return total / len(groups.samples), 1 - float(each.sum()) / total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +190,7 @@ class CapSearch:
     memory: MemoryBudget | None
     longest: int
     largest: int
-    """Tokens of the longest and vision load of the largest of them: the least caps that reject
-    none.
-    """
+    """Tokens of the longest and vision load of the largest of them: caps that reject none."""
     most_tokens: int
 
     @classmethod
@@ -112,71 +222,57 @@ class CapSearch:
         return caps_of(q_t, q_v, self.vision_unit)
 
     def never_binds(self, q_t: int) -> int:
-        """The vision load that Q_t tokens can hold at most: the least cap that is none.
+        """Least vision cap that never binds: the most vision that Q_t tokens can have.
 
         sum(vision) <= max(vision / tokens) * sum(tokens), and a group has at most Q_t tokens.
         """
         return int((self.vision * q_t // np.maximum(self.tokens, 1)).max(initial=0))
 
-    def without_cap(self, q_t: int) -> Candidate:
+    def without_cap(self, q_t: int) -> CapTrial:
         """The trial that shows what a vision cap costs."""
         return self.trials.at(self.caps(q_t, max(self.never_binds(q_t), self.largest)))
 
     def splits(self, max_vision: int | None) -> list[Limits]:
-        """Largest caps to choose between, best first; one pair unless a memory budget is to be
-        shared out.
+        """Largest caps to choose between, best first: one pair unless a memory budget is shared.
 
         Coarse to fine along the vision cap, each with all the tokens that the budget then leaves.
         """
+        never = self.never_binds(self.most_tokens)
         if self.memory is None:
-            q_v = (
-                max(self.never_binds(self.most_tokens), self.largest)
-                if max_vision is None
-                else max_vision
-            )
+            q_v = max(never, self.largest) if max_vision is None else max_vision
             return [self.caps(self.most_tokens, q_v)]
         least_vision = self.largest if max_vision is None else max_vision
-        room = self.memory.most_tokens(least_vision)
-        if room < self.longest:
+        most_tokens = self.memory.most_tokens(least_vision)
+        if most_tokens < self.longest:
             raise ConfigError(
-                f"the memory budget holds {max(room, 0):,} tokens beside {least_vision:,}"
+                f"the memory budget holds {max(most_tokens, 0):,} tokens next to {least_vision:,}"
                 f" {self.caps(1, 0).unit}, but the longest sample has {self.longest:,};"
                 " give more memory, or a max_seq_len that rejects the longest samples"
             )
         most = self.memory.most_vision(self.longest)
-        never = max(self.never_binds(self.most_tokens), least_vision)
+        never = max(never, least_vision)
         low, high = least_vision, never if most is None else min(most, never)
         if max_vision is not None or high <= low:
             return [self._split(low)]
-        found: dict[int, Candidate] = {}
+        found: dict[int, CapTrial] = {}
         for most_tries in SPLITS:
             tries = _spread(low, high, most_tries)
             found |= {q_v: self.trials.at(self._split(q_v)) for q_v in tries}
-            best = tries.index(min(tries, key=lambda q_v: _groups_per_sample(found[q_v])))
+            best = tries.index(min(tries, key=lambda q_v: found[q_v].groups_per_sample))
             low, high = tries[max(best - 1, 0)], tries[min(best + 1, len(tries) - 1)]
-        return [c.limits for c in sorted(found.values(), key=_groups_per_sample)]
+        return [trial.limits for trial in sorted(found.values(), key=_by_groups)]
 
     def _split(self, q_v: int) -> Limits:
-        tokens = (
-            self.most_tokens
-            if self.memory is None
-            else min(self.memory.most_tokens(q_v), self.most_tokens)
-        )
-        return self.caps(tokens, q_v)
+        by_memory = self.most_tokens if self.memory is None else self.memory.most_tokens(q_v)
+        return self.caps(min(by_memory, self.most_tokens), q_v)
 
-    def best(self, splits: Sequence[Limits], max_vision: int | None) -> Candidate:
-        """The best of the smallest free cap, its neighbours, and the next best split, on all
-        samples.
-        """
+    def best(self, splits: Sequence[Limits], max_vision: int | None) -> CapTrial:
+        """The best of the smallest free cap, its neighbours, and the next split, on all samples."""
         q_t, most = splits[0].max_seq_len, splits[0].max_vision
         q_v = self._smallest_free(q_t, most) if max_vision is None else max_vision
         step = max(1, (most - self.largest) // SEARCH_CAPS)
-        first = min(self.largest, q_v)
-        near = [
-            self.caps(q_t, cap)
-            for cap in (q_v - step, q_v, q_v + step)
-            if first <= cap <= max(most, q_v)
-        ]
+        low, high = min(self.largest, q_v), max(most, q_v)
+        near = [self.caps(q_t, q) for q in (q_v - step, q_v, q_v + step) if low <= q <= high]
         tried = [self.trials.confirm(limits) for limits in [*near, *splits[1:2]]]
         if max_vision is not None:
             return self.trials.confirm(self.caps(q_t, max_vision))
@@ -184,9 +280,7 @@ class CapSearch:
         return least(c for c in tried if c.limits.max_vision >= q_v or c.limits.max_seq_len != q_t)
 
     def _smallest_free(self, q_t: int, most: int) -> int:
-        """The smallest vision cap that costs no groups, by bisection: a larger cap never needs
-        more, but for noise.
-        """
+        """The smallest vision cap that costs no groups, by bisection: larger caps need no more."""
         free, caps = self.trials.at(self.caps(q_t, most)), _spread(self.largest, most, SEARCH_CAPS)
         first, last = 0, len(caps) - 1
         while first < last:
@@ -198,27 +292,22 @@ class CapSearch:
         return caps[first]
 
 
-def best_targets(trials: Trials, found: Candidate) -> Candidate:
-    """The best targets of ISF's filter for these caps: powers of two first, then around the best of
-    them.
-    """
+def best_targets(trials: Trials, found: CapTrial) -> CapTrial:
+    """The best targets of ISF's filter for these caps: powers of two, then around the best."""
     q_t, q_v = found.limits.max_seq_len, found.limits.max_vision
     # a target above the cap is out of reach: only tokens count then
     visions = sorted({max(q_v, 1), q_v + 1, max(q_v - max(q_v // 16, 1), 1)})
     slacks = [1 << power for power in range(4, 12) if 1 << power <= q_t // 4]
-    tried = [
-        trials.at(_targets(found.limits, slack, vision)) for slack in slacks for vision in visions
-    ]
+    pairs = [(slack, vision) for slack in slacks for vision in visions]
+    tried = [trials.at(_targets(found.limits, slack, vision)) for slack, vision in pairs]
     if not tried:
         return found
-    best = min(tried, key=_groups_per_sample).limits
+    best = min(tried, key=_by_groups).limits
     slack = q_t - best.min_seq_len
-    tried += [
-        trials.at(_targets(best, slack * eighths // 8, best.min_vision))
-        for eighths in (5, 6, 7, 10, 12, 14)
-    ]
-    finalists = [trials.confirm(c.limits) for c in sorted(tried, key=_groups_per_sample)[:3]]
-    chosen = min(finalists, key=_groups_per_sample)
+    finer = [slack * eighths // 8 for eighths in (5, 6, 7, 10, 12, 14)]
+    tried += [trials.at(_targets(best, slack, best.min_vision)) for slack in finer]
+    finalists = [trials.confirm(trial.limits) for trial in sorted(tried, key=_by_groups)[:3]]
+    chosen = min(finalists, key=_by_groups)
     return chosen if chosen.extra_groups(found) < -WORTHWHILE else found
 
 
@@ -226,17 +315,29 @@ def _targets(limits: Limits, slack: int, min_vision: int) -> Limits:
     return replace(limits, min_seq_len=limits.max_seq_len - slack, min_vision=min_vision)
 
 
+def _by_groups(trial: CapTrial) -> float:
+    return trial.groups_per_sample
+
+
+def _size(trial: CapTrial) -> tuple[int, int, int, int]:
+    limits = trial.limits
+    return limits.max_vision, limits.max_seq_len, limits.min_seq_len, limits.min_vision
+
+
 def _spread(low: int, high: int, most: int) -> list[int]:
-    """Whole numbers from `low` to `high`, evenly spread; all if there are not more than `most` + 1.
+    """Whole numbers from `low` to `high`, evenly spread; all if at most `most` + 1.
 
     >>> _spread(3, 6, 16), _spread(0, 100, 4)
     ([3, 4, 5, 6], [0, 25, 50, 75, 100])
     """
-    return [
-        int(number)
-        for number in np.unique(np.linspace(low, high, min(high - low, most) + 1).astype(np.int64))
-    ]
+    numbers = np.linspace(low, high, min(high - low, most) + 1).astype(np.int64)
+    return [int(number) for number in np.unique(numbers)]
 
 
-def _groups_per_sample(candidate: Candidate) -> float:
-    return candidate.num_groups / max(candidate.num_samples, 1)
+def _draw(rows: IntArray, most: int, seed: int) -> IntArray:
+    """At most so many of the rows; with repetition, so that the cost does not grow with them."""
+    if len(rows) <= most:
+        return rows
+    # raw bits: NumPy keeps these the same in all versions
+    bits = np.random.Philox(np.random.SeedSequence(seed)).random_raw(most)
+    return rows[(bits % np.uint64(len(rows))).astype(np.int64)]

@@ -1,13 +1,13 @@
-"""A memory budget for a micro-batch's activations: what a token and a unit of vision keep for the
-backward pass. Pure.
+"""Memory budget of a micro-batch's activations: bytes per token and per unit of vision.
 
-For `balance.grouping.caps`, which shares the budget out between both caps. Counted per token and
-layer, in bytes of bf16: the inputs of both norms, of the query, key and value matrices, of
-attention, of its output matrix, and of the feed-forward part's matrices and activation; 32 times
-the hidden size where the feed-forward part is 4 times as wide and not gated (34 with masks of
-dropout: Korthikanti et al., arXiv 2205.05198, section 4.1, the attention scores left out, which
-flash attention does not keep). Weights, gradients, optimizer states and what recomputation saves
-are not in it: give what is left of a GPU's memory, or prices that you measured.
+For `balance.grouping.caps`, which shares the budget between both caps. Pure. Counted per token and
+layer, in bytes of bf16, what is kept for the backward pass: the inputs of both norms, of the query,
+key and value matrices, of attention, of its output matrix, and of the feed-forward part's matrices
+and activation; 32 times the hidden size where the feed-forward part is 4 times as wide and not
+gated (34 with masks of dropout: Korthikanti et al., arXiv 2205.05198, section 4.1, without the
+attention scores, which flash attention does not keep). Weights, gradients, optimizer states and
+what recomputation saves are not in it: give what is left of a GPU's memory, or prices that you
+measured.
 """
 
 from __future__ import annotations
@@ -18,56 +18,56 @@ from balance.errors import ConfigError
 from balance.presets import ModelPreset, NativeRule, TransformerShape
 
 BYTES = 2
-"""Of a bf16 number."""
+"""Bytes of a bf16 number."""
 LOGIT_BYTES = 6
-"""Of one logit: bf16, and its probability in fp32 for the loss."""
+"""Bytes of one logit: bf16, and its probability in fp32 for the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBudget:
-    """What one group may take: `bytes_per_token * tokens + bytes_per_vision * vision <= num_bytes`.
+    """Bound of a group: `bytes_per_token * tokens + bytes_per_vision * vision <= num_bytes`.
 
-    In tokens instead of bytes: prices of 1 per token, and of the tokens that a unit of vision has
-    in the encoder.
+    To give it in tokens instead: a price of 1 per token, and per unit of vision its tokens in the
+    encoder.
     """
 
     num_bytes: float
     bytes_per_token: float
     bytes_per_vision: float
-    """Per unit of the vision cap: an image patch, or a ViT token."""
+    """Price of a unit of the vision cap: an image patch, or a ViT token."""
 
     def __post_init__(self) -> None:
         if self.num_bytes <= 0 or self.bytes_per_token <= 0 or self.bytes_per_vision < 0:
             raise ConfigError(
-                f"{self}: give a budget and a price per token above 0, and a price of vision of 0 or more"
+                f"{self}: give a budget and a price per token above 0, and a price of vision of 0"
+                " or more"
             )
 
     @classmethod
     def of(cls, preset: ModelPreset, num_bytes: float, *, gpus: int = 1) -> MemoryBudget:
-        """Prices from a preset's dimensions; `gpus` share a micro-batch's activations (tensor
-        parallelism).
+        """Prices from a preset's dimensions; `gpus` share a micro-batch by tensor parallelism.
 
         Raises ConfigError when the preset does not give the model's dimensions.
         """
         vit, llm = preset.vit, preset.llm
         if vit is None or llm is None:
             raise ConfigError(
-                f"model preset {preset.name} has no [vit] and [llm] tables: add the model's dimensions"
+                f"model preset {preset.name} has no [vit] and [llm] tables: add the model's"
+                " dimensions"
             )
         if gpus < 1:
             raise ConfigError(f"{gpus} GPUs share the activations; give 1 or more")
-        tokens_per_unit = (
-            1 if isinstance(preset.vision, NativeRule) else preset.vision.vit_tokens_per_patch
-        )
+        native = isinstance(preset.vision, NativeRule)
+        tokens_per_unit = 1 if native else preset.vision.vit_tokens_per_patch
+        token_bytes = _layer_bytes(llm) * llm.num_layers + LOGIT_BYTES * llm.vocab_size
         return cls(
             num_bytes=num_bytes,
-            bytes_per_token=(_layer_bytes(llm) * llm.num_layers + LOGIT_BYTES * llm.vocab_size)
-            / gpus,
+            bytes_per_token=token_bytes / gpus,
             bytes_per_vision=_layer_bytes(vit) * vit.num_layers * tokens_per_unit / gpus,
         )
 
     def most_tokens(self, vision: int) -> int:
-        """LLM tokens that fit beside so much vision; below 0 where even that is too much.
+        """LLM tokens that fit next to so much vision; below 0 where even that is too much.
 
         >>> MemoryBudget(num_bytes=100, bytes_per_token=2, bytes_per_vision=5).most_tokens(10)
         25
@@ -75,19 +75,16 @@ class MemoryBudget:
         return int((self.num_bytes - self.bytes_per_vision * vision) // self.bytes_per_token)
 
     def most_vision(self, tokens: int) -> int | None:
-        """Units of vision that fit beside so many LLM tokens, 0 or less where none do; None where
-        vision is free.
-        """
+        """Units of vision that fit next to so many LLM tokens; None where vision is free."""
         if self.bytes_per_vision == 0:
             return None
         return int((self.num_bytes - self.bytes_per_token * tokens) // self.bytes_per_vision)
 
 
 def _layer_bytes(shape: TransformerShape) -> int:
-    """What a layer keeps of one token."""
+    """Bytes that a layer keeps of one token."""
     query, key = shape.attention_size, shape.num_kv_heads * shape.head_size
-    # both norms, query-key-value and feed-forward read the hidden state; attention q, k, v; a
-    # matrix its output
+    # hidden state for both norms, query-key-value and feed-forward; attention's q, k, v and output
     attention = 4 * shape.hidden_size + 2 * query + 2 * key
     # gated: gate, up, the gate's activation and the product; else before and after the activation
     return BYTES * (attention + (4 if shape.gated else 2) * shape.ffn_size)

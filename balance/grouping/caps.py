@@ -1,22 +1,23 @@
 """Caps of a group: `choose_limits` searches for them, `choose_limits_omnibal` is the paper's rule.
-Pure.
 
-Packed without padding, every grouping does the same work. Caps change the number of micro-batches
-(each has an overhead), how unequal these are, and what the largest needs of memory. In the stored
-order (`balance.order.block_shuffle`) ranks run neighbours, so unequal groups cost next to nothing
-and the number of micro-batches decides. Hence these rules:
+Pure. Packed without padding, every grouping does the same work. Caps change the number of
+micro-batches (each has an overhead), how unequal these are, and what the largest needs of memory.
+In the stored order (`balance.order.block_shuffle`) ranks get neighbours, so unequal groups cost
+next to nothing and the number of micro-batches decides. Hence these rules:
 
-1. Q_t is as large as the caller allows: the longest sample, the model's context or the given cap, whichever is least.
-   A memory budget (`balance.grouping.activation_memory`) is shared out between both caps where it
-   gives the fewest groups.
-2. Q_v is the smallest cap that costs no groups: no larger one saves micro-batches, no smaller one is as fast.
-3. Q'_t and Q'_v matter to ISF alone: the targets that give the fewest groups, OmniBal's unless others are better.
+1. Q_t is as large as the caller allows: the longest sample, the model's context or the given cap,
+   whichever is least. A memory budget (`balance.grouping.activation_memory`) is shared between both
+   caps where it gives the fewest groups.
+2. Q_v is the smallest cap that costs no groups: no larger one saves micro-batches, no smaller one
+   is as fast.
+3. Q'_t and Q'_v matter to ISF alone: the targets that give the fewest groups, OmniBal's unless
+   others are better.
 
-The best few caps are grouped again with all samples, beside their neighbours, and one that is
-predicted to be slower than another by more than chance does not win. AI2D + ChartQA at 4,096
-tokens: 15 patches; 14 need 19 % more groups and 12 need 36 %, because samples of 5 patches leave
-room that none fills. A ratio of means, as in the paper (here 14.9), does not see such steps. 1.2
-million samples take 1.5 s, with a memory budget 2 to 4 s.
+The best few caps are grouped again with all samples, and one that is predicted to be slower than
+another by more than chance does not win. AI2D + ChartQA at 4,096 tokens: 15 patches; 14 need 19 %
+more groups and 12 need 36 %, because samples of 5 patches leave patches that no sample fills. A
+ratio of means, as in the paper (here 14.9), does not see such steps. 1.2 million samples take
+1.5 s, with a memory budget 2 to 4 s.
 
 In random order unequal groups do cost: by benchmarks/caps.py 1 % at 15 patches, 15 % at 14, 36 % at
 9.
@@ -24,17 +25,40 @@ In random order unequal groups do cost: by benchmarks/caps.py 1 % at 15 patches,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from balance.errors import ConfigError
 from balance.flops import FlopsModel
-from balance.grouping._cap_lines import compared_line, prediction_line, targets_line, why_line
-from balance.grouping._cap_search import CapSearch, best_targets, caps_of
-from balance.grouping._cap_trials import Candidate, Trials
+from balance.grouping._cap_search import FREE, CapSearch, CapTrial, Trials, best_targets, caps_of
 from balance.grouping.activation_memory import MemoryBudget
 from balance.grouping.isf import DEFAULT_ITERATIONS
 from balance.types import VISION_UNITS, Counts, IntArray, Limits
+
+GROUPINGS = ("fit", "isf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOptions:
+    """How samples become groups."""
+
+    seed: int = 0
+    max_seq_len: int | None = None
+    """Q_t; None: from the data."""
+    max_vision: int | None = None
+    """Q_v in the model's vision unit; None: from the data."""
+    memory: MemoryBudget | None = None
+    """Memory of a group's activations, shared between both caps; None: no bound."""
+    grouping: str = "fit"
+    """`fit` (fewest groups) or `isf` (OmniBal, Algorithm 1)."""
+    isf_iterations: int = DEFAULT_ITERATIONS
+    """ISF iterations at most; `fit` has none."""
+
+    def __post_init__(self) -> None:
+        if self.grouping not in GROUPINGS:
+            raise ConfigError(f"grouping is {self.grouping!r}: use one of {', '.join(GROUPINGS)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,48 +67,40 @@ class LimitChoice:
 
     limits: Limits
     reason: str
-    """The caps and the rule behind each, one line."""
+    """The caps and the rule of each, one line."""
     prediction: str = ""
-    """Predicted time with these caps and with others, one line; empty without a cost model."""
+    """Predicted time with these caps and with others, one line; empty without dimensions."""
     compared: str = ""
     """Fill and predicted time of these caps and of the nearest that were tried, one line."""
     targets: str = ""
-    """The filter's targets, and what they save, one line; says so where the grouping uses none."""
-    candidates: tuple[Candidate, ...] = ()
-    """All that was tried on a drawn part, or on all samples of a small set, smallest caps first;
-    empty if no images.
-    """
+    """The filter's targets, and what they save, one line; says so where there is no filter."""
+    trials: tuple[CapTrial, ...] = ()
+    """Trials on a drawn part, or on all of a small set, smallest caps first; none without images."""
 
     @property
     def lines(self) -> list[str]:
         """The explanation as a report prints it."""
-        return [
-            line for line in (self.reason, self.prediction, self.compared, self.targets) if line
-        ]
+        lines = (self.reason, self.prediction, self.compared, self.targets)
+        return [line for line in lines if line]
 
 
-def choose_limits(  # noqa: PLR0913 - the caps that a caller may give, and what to try others with
+def choose_limits(
     counts: Counts,
+    options: GroupOptions,
     *,
     vision_unit: str,
     context_len: int,
-    max_seq_len: int | None = None,
-    max_vision: int | None = None,
-    memory: MemoryBudget | None = None,
-    cost: FlopsModel | None = None,
-    grouping: str = "fit",
-    isf_iterations: int = DEFAULT_ITERATIONS,
-    seed: int = 0,
+    flops: FlopsModel | None = None,
 ) -> LimitChoice:
-    """Caps and filter targets for `counts`: the fewest groups that the given caps and the memory
-    budget allow.
+    """Caps and filter targets for `counts`: the fewest groups that caps and memory budget allow.
 
-    A given cap is taken as it is, and the explanation says what it costs; beside a memory budget
+    A given cap is taken as it is, and the explanation says what it costs; with a memory budget
     `max_seq_len` is only the most that Q_t may be. A cap from the data or the budget never rejects
-    a sample that `max_seq_len` and the context admit. `grouping` is what groups will be made with,
-    `fit` or `isf`. Depends on the arguments alone. Raises ValueError when there is no sample,
-    ConfigError when the budget cannot hold the longest or the largest one.
+    a sample that `max_seq_len` and the context admit. `flops` predicts times. Depends on the
+    arguments alone. Raises ValueError when there is no sample, ConfigError when the budget cannot
+    hold the longest or the largest one.
     """
+    max_seq_len, max_vision, memory = options.max_seq_len, options.max_vision, options.memory
     paper = choose_limits_omnibal(
         counts,
         vision_unit=vision_unit,
@@ -92,40 +108,34 @@ def choose_limits(  # noqa: PLR0913 - the caps that a caller may give, and what 
         max_seq_len=max_seq_len,
         max_vision=max_vision,
     )
-    rule = "your max_seq_len" if paper.max_seq_len == max_seq_len else "the model's context"
-    if max_seq_len is None and memory is None and paper.max_seq_len == counts.seq_len.max():
-        rule = "the longest sample"
     fitting = np.flatnonzero(counts.seq_len <= paper.max_seq_len)
-    trials = Trials.of(
-        counts, fitting, cost=cost, seed=seed, grouping=grouping, isf_iterations=isf_iterations
-    )
+    iterations = options.isf_iterations if options.grouping == "isf" else None
+    trials = Trials.of(counts, fitting, flops=flops, seed=options.seed, isf_iterations=iterations)
     # a packed group may be longer than any sample, so the budget may go beyond the longest
     most_tokens = min(context_len, max_seq_len or context_len) if memory else paper.max_seq_len
     search = CapSearch.of(counts, fitting, trials, vision_unit, memory, most_tokens)
     splits = search.splits(max_vision)
+    rule = _token_rule(counts, options, paper)
     if memory is not None and splits[0].max_seq_len < most_tokens:
         rule = "your memory budget"
     if search.largest == 0 and not max_vision:
         limits = splits[0] if memory else paper
-        return LimitChoice(
-            limits=limits, reason=f"caps: {limits.max_seq_len:,} tokens ({rule}), no images"
-        )
+        reason = f"caps: {limits.max_seq_len:,} tokens ({rule}), no images"
+        return LimitChoice(limits=limits, reason=reason)
     found = search.best(splits, max_vision)
-    free = search.without_cap(found.limits.max_seq_len)  # before the candidates are listed
-    chosen = best_targets(trials, found) if grouping == "isf" else found
-    limits = chosen.limits
+    free = search.without_cap(found.limits.max_seq_len)  # before the trials are listed
+    chosen = best_targets(trials, found) if options.grouping == "isf" else found
+    limits, on_part = chosen.limits, trials.results(on_all=False)
+    part = trials.at(found.limits)
+    why = _why_line(part, free, on_part, search.largest, given=max_vision is not None)
     reason = f"caps: {limits.max_seq_len:,} tokens ({rule}), {limits.max_vision:,} {limits.unit}"
-    on_part, on_all = trials.candidates(on_all=False), trials.candidates(on_all=True)
     return LimitChoice(
         limits=limits,
-        reason=reason
-        + why_line(
-            trials.at(found.limits), free, on_part, search.largest, given=max_vision is not None
-        ),
-        prediction=prediction_line(cost, trials.at(found.limits), on_part),
-        compared=compared_line(found, on_all),
-        targets=targets_line(chosen, found, grouping),
-        candidates=on_part,
+        reason=reason + why,
+        prediction=_prediction_line(flops, part, on_part),
+        compared=_compared_line(found, trials.results(on_all=True)),
+        targets=_targets_line(chosen, found, options.grouping),
+        trials=on_part,
     )
 
 
@@ -137,11 +147,11 @@ def choose_limits_omnibal(
     max_seq_len: int | None = None,
     max_vision: int | None = None,
 ) -> Limits:
-    """Caps and filter targets by OmniBal 5.2: an average group reaches both caps together; given
-    caps are taken.
+    """Caps and targets by OmniBal 5.2: an average group reaches both caps; given caps are taken.
 
-    Q_v is raised to the largest sample that Q_t admits where the ratio alone would shut that sample
-    out: a cap taken from the data must not reject data. Raises ValueError when there is no sample.
+    Q_v is raised to the largest sample that Q_t admits where the ratio alone would reject that
+    sample: a cap taken from the data must not reject data. Raises ValueError when there is no
+    sample.
     """
     if len(counts) == 0:
         raise ValueError("no sample to choose caps from; see the rejected samples for the reasons")
@@ -159,9 +169,96 @@ def choose_limits_omnibal(
 
 
 def over_limits(counts: Counts, limits: Limits) -> tuple[IntArray, IntArray]:
-    """Samples that no group can hold: (longer than `max_seq_len`; the others with more than
-    `max_vision`).
-    """
+    """Samples over `max_seq_len`, and others over `max_vision`: no group can hold them."""
     too_long = counts.seq_len > limits.max_seq_len
     too_much_vision = limits.vision_load(counts) > limits.max_vision
     return np.flatnonzero(too_long), np.flatnonzero(too_much_vision & ~too_long)
+
+
+def _token_rule(counts: Counts, options: GroupOptions, paper: Limits) -> str:
+    """The rule of Q_t, in words."""
+    free = options.max_seq_len is None and options.memory is None
+    if free and paper.max_seq_len == counts.seq_len.max():
+        return "the longest sample"
+    given = paper.max_seq_len == options.max_seq_len
+    return "your max_seq_len" if given else "the model's context"
+
+
+def _why_line(
+    found: CapTrial, free: CapTrial, tried: Sequence[CapTrial], largest: int, *, given: bool
+) -> str:
+    """The rule of Q_v, and what smaller caps cost against `free`, which has none."""
+    chosen = found.limits.max_vision
+    if given and chosen >= free.limits.max_vision:
+        return " (your max_vision): it never binds"
+    price = found.extra_groups(free)
+    if given:
+        return f" (your max_vision): {_signed(price)} groups against no cap"
+    if price > 2 * FREE:
+        return f": what the budget leaves, {_signed(price)} groups against no vision cap"
+    if chosen == largest:
+        return ": the largest sample's, and it costs no groups"
+    below = [c for c in _same(found, tried) if c.limits.max_vision < chosen]
+    prices = [f"{c.limits.max_vision:,}: {_signed(c.extra_groups(free))}" for c in reversed(below)]
+    return f": the smallest cap that costs no groups ({', '.join(prices[:2])})"
+
+
+def _prediction_line(flops: FlopsModel | None, found: CapTrial, tried: Sequence[CapTrial]) -> str:
+    """Predicted time with these caps, and its range with others on the same samples."""
+    best = found.ms_per_sample
+    if flops is None or best is None:
+        return ""
+    same = [c for c in _same(found, tried) if c != found and c.ms_per_sample]
+    others = [(c.ms_per_sample or 0.0) / best - 1 for c in same]
+    text = f"predicted for {flops.name} ({flops.speed}): {best:,.4g} GPU-ms per sample"
+    if not others:
+        return text
+    return f"{text}, {_signed(min(others))} to {_signed(max(others))} with other vision caps"
+
+
+def _compared_line(found: CapTrial, tried: Sequence[CapTrial]) -> str:
+    """Groups, fill and predicted time of the chosen vision cap and of its nearest neighbours."""
+    same, cap = _same(found, tried), found.limits.max_vision
+    below = [c for c in same if c.limits.max_vision < cap][-1:]
+    above = [c for c in same if c.limits.max_vision > cap][:1]
+    return "; ".join(_figures(c) for c in [found, *below, *above])
+
+
+def _targets_line(chosen: CapTrial, paper: CapTrial, grouping: str) -> str:
+    """The filter's targets, and what they save against OmniBal's; without ISF they do nothing."""
+    limits = chosen.limits
+    if grouping != "isf":
+        return f"filter: {grouping} has none; its targets are OmniBal's, for ISF alone"
+    begin = f"filter: a group stays from {limits.min_seq_len:,} tokens"
+    if limits.min_vision <= limits.max_vision:
+        begin += f" or {limits.min_vision:,} {limits.unit}"
+    if limits == paper.limits:
+        return f"{begin} (OmniBal's targets; none that was tried saves groups)"
+    slack = paper.limits.max_seq_len - paper.limits.min_seq_len
+    saved = _signed(chosen.extra_groups(paper))
+    return f"{begin}: {saved} groups against OmniBal's (Q_t - {slack}, Q_v)"
+
+
+def _same(found: CapTrial, tried: Sequence[CapTrial]) -> list[CapTrial]:
+    """Trials that differ from `found` in the vision cap alone, smallest first, and `found`."""
+    q_t = found.limits.max_seq_len
+    slack = q_t - found.limits.min_seq_len
+    same = [c for c in tried if c.limits.max_seq_len == q_t and q_t - c.limits.min_seq_len == slack]
+    return [c for c in same if c.limits.min_vision == max(c.limits.max_vision, 1)]
+
+
+def _figures(trial: CapTrial) -> str:
+    limits = trial.limits
+    text = (
+        f"Q_v {limits.max_vision:,}: {trial.num_groups:,} groups of {trial.num_samples:,} samples,"
+        f" vision {trial.vision_fill:.1%} and tokens {trial.token_fill:.1%} full"
+    )
+    if trial.ms_per_sample is None or trial.waiting is None:
+        return text
+    ms = f"{trial.ms_per_sample:,.1f} GPU-ms per sample predicted"
+    return f"{text}, {ms}, {trial.waiting:.2%} of it waiting"
+
+
+def _signed(share: float) -> str:
+    """A share as a person reads it; adding zero turns -0.0 into +0.0."""
+    return f"{round(100 * share, 1) + 0.0:+.1f} %"

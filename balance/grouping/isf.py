@@ -5,12 +5,13 @@ a cap, dissolve the others, and repeat with what is left. Linear in the number o
 samples, 10 iterations in 2 ms, where plain Python needs 0.3 s; 100 million, held as uint8 and
 uint16, take 1.9 GB in all. Pure: the same counts and seed give the same groups on every machine.
 
-Where the paper leaves a gap or its reference code loses samples, the rule here is: a group closes
-when the next sample would *exceed* a cap; the group still open at the end of a pass counts like any
-other; a sample over a cap is an error, so the caller rejects it first and nothing disappears; and
-the pass that ends the search is not the last one but the one that gives the fewest groups, because
-more iterations can make the result worse when one cap binds (what is left then consists of the
-samples that fit nowhere).
+Where the paper leaves a gap or its reference code loses samples, the rule here is:
+
+- a group closes when the next sample would *exceed* a cap;
+- the group still open at the end of a pass counts like any other;
+- a sample over a cap is an error, so the caller rejects it first and nothing disappears;
+- the search ends with the pass that gives the fewest groups, not with the last one: more iterations
+  can make the result worse when one cap binds, because the samples left are those that fit nowhere.
 """
 
 from __future__ import annotations
@@ -56,9 +57,8 @@ def group_isf(
         raise ValueError(f"iterations is {iterations}; ISF needs at least 1")
     packing = PackedLoads.of(resources_of(vision, tokens, limits, also))
     samples = np.arange(len(tokens), dtype=index_dtype(len(tokens)))
-    offsets = _isf(
-        _pack(packing, len(tokens)), samples, _filter_of(packing), np.uint64(seed), iterations
-    )
+    packed = _pack(packing, len(tokens))
+    offsets = _isf(packed, samples, _filter_of(packing), np.uint64(seed), iterations)
     return Groups(samples, offsets.astype(np.int64))
 
 
@@ -77,15 +77,15 @@ class _Filter(NamedTuple):
     cap: np.uint64
     guard: np.uint64
     near: np.uint64
-    """Room that a group may have left to pass, and the guard bits."""
+    """What a group may lack and still pass, and the guard bits."""
     reachable: np.uint64
     """Guard bits of the resources whose target a group can reach."""
 
 
 def _filter_of(packing: PackedLoads) -> _Filter:
-    room = [-1 if r.target is None else min(r.cap, r.cap - r.target) for r in packing.resources]
-    near = packing.guard | packing.packed([max(left, 0) for left in room])
-    reachable = sum(guard for guard, left in zip(packing.guards, room, strict=True) if left >= 0)
+    slack = [-1 if r.target is None else min(r.cap, r.cap - r.target) for r in packing.resources]
+    near = packing.guard | packing.packed([max(left, 0) for left in slack])
+    reachable = sum(guard for guard, left in zip(packing.guards, slack, strict=True) if left >= 0)
     return _Filter(
         np.uint64(packing.cap), np.uint64(packing.guard), np.uint64(near), np.uint64(reachable)
     )
@@ -93,12 +93,12 @@ def _filter_of(packing: PackedLoads) -> _Filter:
 
 @numba.njit(cache=True)
 def _isf(packed, samples, limits, seed, iterations):  # type: ignore[no-untyped-def]
-    """All iterations; puts `samples` into the groups of the best pass to stop at; -> their offsets.
+    """All iterations; sorts `samples` into the groups of the best pass; -> their offsets.
 
-    The groups that passed the filter stand in front, and only grow; what remains stands behind
-    them. So of the best pass only the remaining samples are copied.
+    The groups that passed the filter come first, and only grow; what remains comes after them. So
+    of the best pass only the remaining samples are copied.
     """
-    # room for as many groups as samples; what is never written takes no memory
+    # space for as many groups as samples; what is never written takes no memory
     kept_offsets = np.empty(len(samples) + 1, samples.dtype)
     offsets, passed = np.empty_like(kept_offsets), np.empty(len(samples), np.bool_)
     rest, rest_offsets = np.empty_like(samples), np.empty_like(kept_offsets)
@@ -109,6 +109,7 @@ def _isf(packed, samples, limits, seed, iterations):  # type: ignore[no-untyped-
         remaining = samples[num_kept:]
         if len(remaining) == 0:
             break
+        # group what remains; remember it if that makes the fewest groups so far
         shuffle(remaining, mix(mix(seed) + np.uint64(iteration)))
         num_groups = _fill(remaining, packed, limits, offsets, passed)
         if kept_groups + num_groups < fewest:
@@ -116,6 +117,7 @@ def _isf(packed, samples, limits, seed, iterations):  # type: ignore[no-untyped-
             best_kept, best_kept_groups, best_rest_groups = num_kept, kept_groups, num_groups
             rest[: len(remaining)] = remaining
             rest_offsets[: num_groups + 1] = offsets[: num_groups + 1]
+        # keep the groups that passed
         num_kept += _passed_first(remaining, offsets[: num_groups + 1], passed)
         for group in range(num_groups):
             if passed[group]:
@@ -123,6 +125,7 @@ def _isf(packed, samples, limits, seed, iterations):  # type: ignore[no-untyped-
                 kept_offsets[kept_groups] = (
                     kept_offsets[kept_groups - 1] + offsets[group + 1] - offsets[group]
                 )
+    # back to the best pass
     samples[best_kept:] = rest[: len(samples) - best_kept]
     for group in range(1, best_rest_groups + 1):
         kept_offsets[best_kept_groups + group] = best_kept + rest_offsets[group]
@@ -131,9 +134,7 @@ def _isf(packed, samples, limits, seed, iterations):  # type: ignore[no-untyped-
 
 @numba.njit(cache=True)
 def _passed_first(remaining, offsets, passed):  # type: ignore[no-untyped-def]
-    """Put the members of groups that passed in front, both parts in their order; -> how many they
-    are.
-    """
+    """Put the members of groups that passed first, both parts in their order; -> how many."""
     num_passed = 0
     for group in range(len(offsets) - 1):
         if passed[group]:
@@ -153,9 +154,7 @@ def _passed_first(remaining, offsets, passed):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def _fill(order, packed, limits, offsets, passed):  # type: ignore[no-untyped-def]
-    """One pass: cut `order` into groups; sets `offsets` and which groups pass the filter; -> number
-    of groups.
-    """
+    """One pass: cut `order` into groups; sets `offsets` and `passed`; -> number of groups."""
     num_groups = 0
     room = limits.cap
     for place in range(len(order)):

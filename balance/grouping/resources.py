@@ -1,13 +1,12 @@
-"""What a group may hold: resources, each with a load per sample and a cap per group (for
-`balance.grouping.best_fit`, `balance.grouping.isf`).
+"""What a group may hold: resources, each with a load per sample and a cap per group.
 
-The two that always count are the vision load and the LLM tokens of `Limits`. Others are added where
-a model needs them: audio tokens of an audio encoder, or tokens with a label where the memory of the
-loss binds. Pure.
+For `balance.grouping.best_fit` and `balance.grouping.isf`. The vision load and the LLM tokens of
+`Limits` always count. Others are added where a model needs them: audio tokens of an audio encoder,
+or tokens with a label where the memory of the loss binds. Pure.
 
-All loads of a sample are packed into one uint64, a field with a spare bit per resource, so that one
+All loads of a sample are packed into one uint64, a field with a guard bit per resource, so that one
 subtraction says whether it fits, whatever the number of resources: a field that would become
-negative clears its spare bit.
+negative clears its guard bit.
 """
 
 from __future__ import annotations
@@ -24,54 +23,50 @@ from balance.types import IntArray, Limits
 WORD_BITS = 64
 
 Load = NDArray[np.integer[Any]]
-"""Non-negative load per sample, of any integer type: 100 million samples fit into 2 GB as uint8 and
-uint16 only.
+"""Non-negative load per sample, of any integer type: 100 million samples as uint8 and uint16 fit
+into 2 GB.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resource:
-    """Something that a group has only so much of."""
+    """Something of which the samples of a group may use only so much."""
 
     name: str
-    """In words, for messages."""
+    """Name in words, for messages."""
     load: Load
-    """Of each sample, shape (num_samples,)."""
+    """Load of each sample, shape (num_samples,)."""
     cap: int
     """Sum of a group at most."""
     target: int | None = None
-    """ISF's filter: a group with at least so much passes. None: no amount of this resource makes a
-    group pass.
-    """
+    """Sum from which a group passes ISF's filter; None: this resource lets no group pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLoads:
-    """Where each resource stands in a packed number."""
+    """Layout of all resources in one number."""
 
     resources: Sequence[Resource]
     units: tuple[int, ...]
-    """A field counts in units of 2 ** unit of its resource: 0 unless the caps take more than 64
-    bits together.
-    """
+    """A field counts in units of 2 ** unit: 0 unless the caps together take more than 64 bits."""
     places: tuple[int, ...]
     """First bit of each field."""
     guards: tuple[int, ...]
-    """The spare bit above each field, as a number."""
+    """Guard bit above each field, as a number."""
 
     @classmethod
     def of(cls, resources: Sequence[Resource]) -> PackedLoads:
-        """Lay out the fields; the widest give way until they fit into one number.
+        """Lay out the fields; the widest lose bits until all fit into one number.
 
-        >>> vision, tokens = (Resource(name=name, load=np.array([2]), cap=cap) for name, cap in (("v", 3), ("t", 6)))
-        >>> packing = Packing.of([vision, tokens])
+        >>> load = np.array([2])
+        >>> caps = {"vision": 3, "tokens": 6}
+        >>> resources = [Resource(name=name, load=load, cap=cap) for name, cap in caps.items()]
+        >>> packing = PackedLoads.of(resources)
         >>> bin(packing.cap), bin(packing.guard), bin(packing.pack(np.array([0]))[0])
         ('0b1110111', '0b1000100', '0b10010')
         """
-        widths, units = (
-            [resource.cap.bit_length() + 1 for resource in resources],
-            [0] * len(resources),
-        )
+        widths = [resource.cap.bit_length() + 1 for resource in resources]
+        units = [0] * len(resources)
         while sum(widths) > WORD_BITS:
             widest = widths.index(max(widths))
             widths[widest], units[widest] = widths[widest] - 1, units[widest] + 1
@@ -81,20 +76,18 @@ class PackedLoads:
 
     @property
     def guard(self) -> int:
-        """All spare bits."""
+        """All guard bits."""
         return sum(self.guards)
 
     @property
     def cap(self) -> int:
-        """Room of an empty group: all caps, and the spare bits."""
+        """What an empty group can take: all caps, and the guard bits."""
         return self.guard | self.packed([resource.cap for resource in self.resources])
 
     def packed(self, amounts: Sequence[int]) -> int:
         """One amount per resource as one number, rounded down to units."""
-        return sum(
-            amount >> unit << place
-            for amount, unit, place in zip(amounts, self.units, self.places, strict=True)
-        )
+        fields = zip(amounts, self.units, self.places, strict=True)
+        return sum(amount >> unit << place for amount, unit, place in fields)
 
     def pack(self, samples: IntArray | slice = slice(None)) -> NDArray[np.uint64]:
         """The loads of `samples`, one number each."""
@@ -102,8 +95,8 @@ class PackedLoads:
         for resource, unit, place in zip(self.resources, self.units, self.places, strict=True):
             load = resource.load[samples]
             if unit:
-                # rounded up, so that no sum exceeds the cap; and down to the cap, so that the
-                # sample still fits alone
+                # rounded up, so that no sum exceeds the cap; at most the cap, so that the sample
+                # still fits alone
                 load = np.minimum(-(-load.astype(np.int64) >> unit), resource.cap >> unit)
             result |= load.astype(np.uint64) << np.uint64(place)
         return result
@@ -112,24 +105,14 @@ class PackedLoads:
 def resources_of(
     vision: Load, tokens: Load, limits: Limits, also: Sequence[Resource] = ()
 ) -> list[Resource]:
-    """The resources of `limits`, vision first, then those of `also`; checks that every sample fits
-    a group alone.
+    """The resources of `limits`, vision first, then those of `also`.
 
     Raises ValueError for columns of different lengths, negative loads, and samples over a cap.
     """
+    vision, tokens = np.asarray(vision), np.asarray(tokens)
     resources = [
-        Resource(
-            name=limits.unit,
-            load=np.asarray(vision),
-            cap=limits.max_vision,
-            target=limits.min_vision,
-        ),
-        Resource(
-            name="tokens",
-            load=np.asarray(tokens),
-            cap=limits.max_seq_len,
-            target=limits.min_seq_len,
-        ),
+        Resource(name=limits.unit, load=vision, cap=limits.max_vision, target=limits.min_vision),
+        Resource(name="tokens", load=tokens, cap=limits.max_seq_len, target=limits.min_seq_len),
         *also,
     ]
     for resource in resources:
@@ -141,7 +124,8 @@ def _check(resource: Resource, num_samples: int) -> None:
     load, cap, name = resource.load, resource.cap, resource.name
     if len(load) != num_samples:
         raise ValueError(
-            f"{len(load)} loads of {name} but {num_samples} token counts; give one of each per sample"
+            f"{len(load)} loads of {name} but {num_samples} token counts; give one of each per"
+            " sample"
         )
     if cap < 0:
         raise ValueError(f"the cap of {cap} {name} is negative; give 0 or more")

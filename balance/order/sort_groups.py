@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balance.order.block_shuffle import choose_order
-from balance.radix_sort import shuffle_ties, radix_argsort
+from balance.radix_sort import radix_argsort, shuffle_ties
 from balance.rng import TIES, random_bits
 from balance.types import Groups, IntArray
 

@@ -228,8 +228,7 @@ class Regrouped:
         from balance.order.regroup import regroup  # noqa: PLC0415  (see `loaders`)
 
         groups, order = regroup(
-            table.column(f"num_{unit}", stored.samples),
-            table.seq_len(stored.samples),
+            (table.column(f"num_{unit}", stored.samples), table.seq_len(stored.samples)),
             stored,
             table.limits,
             window_groups=self._window_groups,

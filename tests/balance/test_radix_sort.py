@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.radix_sort import MAX_BUCKET_BITS, index_dtype, shuffle_ties, radix_argsort
+from balance.radix_sort import MAX_BUCKET_BITS, index_dtype, radix_argsort, shuffle_ties
 
 KEYS = st.one_of(st.integers(0, 3), st.integers(0, 5000), st.integers(0, 2**64 - 1))
 

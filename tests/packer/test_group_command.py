@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from balance.errors import ConfigError, DataError
-from packer.group import GroupOptions
+from balance.grouping.caps import GroupOptions
 from packer.group_command import group_files, read_lengths
 from packer.progress import StageProgress
 from shards.tables import read_groups

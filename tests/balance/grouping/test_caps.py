@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from balance.errors import ConfigError
 from balance.flops import FlopsModel
-from balance.grouping._cap_search import FREE, caps_of, least
-from balance.grouping._cap_trials import TRIAL_ROUNDS, Candidate
+from balance.grouping._cap_search import FREE, TRIAL_ROUNDS, CapTrial, caps_of, least
 from balance.grouping.activation_memory import MemoryBudget
 from balance.grouping.best_fit import group_best_fit
-from balance.grouping.caps import choose_limits, choose_limits_omnibal, over_limits
+from balance.grouping.caps import GroupOptions, choose_limits, choose_limits_omnibal, over_limits
 from balance.grouping.isf import group_isf
 from balance.presets import load_model
 from balance.types import Counts
@@ -46,8 +45,14 @@ def published():
     return counts_of([row["image_flags"] for row in rows], [row["token_num"] for row in rows])
 
 
-def choose(counts, **changes):
-    return choose_limits(counts, **{"vision_unit": "image_patches", "context_len": 4096, **changes})
+def choose(counts, *, context_len=4096, vision_unit="image_patches", flops=None, **options):
+    return choose_limits(
+        counts,
+        GroupOptions(**options),
+        vision_unit=vision_unit,
+        context_len=context_len,
+        flops=flops,
+    )
 
 
 def by_paper(counts, **changes):
@@ -89,7 +94,7 @@ def test_caps_from_the_data_reject_no_sample_that_fits_the_context(
 ):
     for limits in (
         by_paper(counts, context_len=context_len, vision_unit=vision_unit),
-        choose(counts, context_len=context_len, vision_unit=vision_unit, cost=cost).limits,
+        choose(counts, context_len=context_len, vision_unit=vision_unit, flops=cost).limits,
     ):
         too_long, too_much_vision = over_limits(counts, limits)
         assert len(too_much_vision) == 0
@@ -102,10 +107,10 @@ def test_caps_from_the_data_reject_no_sample_that_fits_the_context(
 @given(datasets(), st.integers(300, 1200))
 def test_the_chosen_vision_cap_costs_no_groups(counts, max_seq_len):
     choice = choose(counts, max_seq_len=max_seq_len)
-    tried = {c.limits.max_vision: c.num_groups for c in choice.candidates}
+    tried = {c.limits.max_vision: c.num_groups for c in choice.trials}
     if tried:  # none without images
         assert tried[choice.limits.max_vision] <= tried[max(tried)] * (1 + FREE)
-        assert {c.num_samples for c in choice.candidates} == {
+        assert {c.num_samples for c in choice.trials} == {
             int((counts.seq_len <= max_seq_len).sum())
         }
 
@@ -150,7 +155,7 @@ def test_the_reason_names_where_the_token_cap_comes_from():
 
 
 def test_text_only_data_filters_by_tokens_and_says_so():
-    choice = choose(counts_of([0, 0], [100, 200]), cost=COST)
+    choice = choose(counts_of([0, 0], [100, 200]), flops=COST)
     assert (choice.limits.max_vision, choice.lines) == (
         0,
         ["caps: 200 tokens (the longest sample), no images"],
@@ -163,9 +168,9 @@ def test_a_time_is_predicted_only_with_a_cost_model_and_holds_the_overhead():
     choice = choose(counts)
     assert choice.prediction == ""
     assert not any("predicted" in line for line in choice.lines)
-    choice = choose(counts, max_seq_len=2000, cost=COST)
+    choice = choose(counts, max_seq_len=2000, flops=COST)
     assert "internvl_1_5" in choice.prediction
-    one = next(c for c in choice.candidates if c.limits == choice.limits)
+    one = next(c for c in choice.trials if c.limits == choice.limits)
     # 32 equal groups of two samples on 8 ranks: nobody waits
     pair = COST.micro_batch_ms(COST.loads(counts)).sum() - 32 * COST.speed.micro_batch_overhead_ms
     assert one.ms_per_sample == pytest.approx(pair / 64)
@@ -182,13 +187,13 @@ def test_the_choice_is_the_same_every_time_for_a_million_samples():
     rng = np.random.default_rng(0)
     patches = rng.choice([0, 1, 3, 5, 9], 1_200_000)
     counts = counts_of(patches, patches * 256 + rng.integers(30, 900, len(patches)))
-    first = choose(counts, cost=COST)
-    assert choose(counts, cost=COST) == first
+    first = choose(counts, flops=COST)
+    assert choose(counts, flops=COST) == first
 
 
 @pytest.mark.skipif(not LENGTHS.is_dir(), reason="OmniBal's length files are not here")
 def test_on_the_published_lengths_the_search_finds_15_patches_at_4096_tokens():
-    choice = choose(published(), max_seq_len=4096, cost=COST)
+    choice = choose(published(), max_seq_len=4096, flops=COST)
     assert choice.limits.max_vision == 15
     prices = {
         int(cap): float(price) for cap, price in re.findall(r"(\d+): \+([\d.]+) %", choice.reason)
@@ -251,9 +256,9 @@ def test_a_budget_is_kept_and_rejects_no_sample(counts, num_bytes, price, cost):
     memory = MemoryBudget(num_bytes=num_bytes, bytes_per_token=1, bytes_per_vision=price)
     if max(counts.seq_len.max(), 1) + price * counts.num_image_patches.max() > num_bytes:
         with pytest.raises(ConfigError, match=r"memory budget holds .* longest sample has"):
-            choose(counts, memory=memory, cost=cost)
+            choose(counts, memory=memory, flops=cost)
         return
-    limits = choose(counts, memory=memory, cost=cost).limits
+    limits = choose(counts, memory=memory, flops=cost).limits
     assert limits.max_seq_len + price * limits.max_vision <= num_bytes
     assert [len(over) for over in over_limits(counts, limits)] == [0, 0]
 
@@ -294,7 +299,7 @@ def test_isf_gets_targets_that_need_no_more_groups_than_omnibals_and_fit_gets_no
     assert choice.targets.startswith(
         f"filter: a group stays from {choice.limits.min_seq_len:,} tokens"
     )
-    tried = [c for c in choice.candidates if c.limits.max_vision == choice.limits.max_vision]
+    tried = [c for c in choice.trials if c.limits.max_vision == choice.limits.max_vision]
     assert ours <= min(c.num_groups for c in tried) * 1.002, "the best target that was tried"
     by_fit = choose(counts, max_seq_len=900)
     assert (by_fit.limits.min_seq_len, by_fit.limits.min_vision) == (
@@ -306,7 +311,7 @@ def test_isf_gets_targets_that_need_no_more_groups_than_omnibals_and_fit_gets_no
 
 def test_the_explanation_compares_the_caps_with_their_neighbours_by_fill_and_time():
     counts = packed(2_000)
-    choice = choose(counts, max_seq_len=900, cost=COST)
+    choice = choose(counts, max_seq_len=900, flops=COST)
     cap = choice.limits.max_vision
     figures = {int(q_v): text for q_v, text in re.findall(r"Q_v (\d+): ([^;]+)", choice.compared)}
     assert next(iter(figures)) == cap
@@ -327,7 +332,7 @@ def test_the_explanation_compares_the_caps_with_their_neighbours_by_fill_and_tim
 
 def test_a_time_beyond_chance_decides_before_groups_and_these_before_size():
     def tried(q_v, num_groups, ms_per_sample):
-        return Candidate(
+        return CapTrial(
             limits=caps_of(900, q_v, "image_patches"),
             num_samples=10_000,
             num_groups=num_groups,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.grouping.best_fit import choose_strategy, group_best_fit
+from balance.grouping.best_fit import choose_strategy, group_best_fit, group_by_strategy
 from balance.grouping.isf import group_isf
 from balance.metrics import dist_ratio
 from balance.order.block_shuffle import BlockShuffle
@@ -52,7 +52,7 @@ def test_every_sample_once_within_the_caps_and_the_window(loads, window, epoch):
     limits = Limits(max_seq_len=10, max_vision=4, min_seq_len=10, min_vision=4)
     stored = group_isf(vision, tokens, limits, seed=0)
     groups, order = regroup(
-        vision, tokens, stored, limits, window_groups=window, seed=0, epoch=epoch
+        (vision, tokens), stored, limits, window_groups=window, seed=0, epoch=epoch
     )
     assert sorted(groups.samples.tolist()) == list(range(len(loads)))
     assert groups.sum(vision).max() <= 4
@@ -62,7 +62,7 @@ def test_every_sample_once_within_the_caps_and_the_window(loads, window, epoch):
     place[stored.samples] = np.arange(len(loads))
     window_of = np.searchsorted(borders, place, side="right")
     assert all(len(set(window_of[groups[g]].tolist())) == 1 for g in range(len(groups)))
-    again, _ = regroup(vision, tokens, stored, limits, window_groups=window, seed=0, epoch=epoch)
+    again, _ = regroup((vision, tokens), stored, limits, window_groups=window, seed=0, epoch=epoch)
     assert np.array_equal(groups.samples, again.samples)
     stream = BlockShuffle(num_groups=len(groups), order=order, seed=0, epoch=epoch)
     assert sorted(stream.take(len(groups)).tolist()) == list(range(len(groups)))
@@ -71,7 +71,7 @@ def test_every_sample_once_within_the_caps_and_the_window(loads, window, epoch):
 def test_epochs_bring_other_samples_together_at_no_loss_of_fill(stored):
     vision, tokens, groups = stored
     first, second = (
-        regroup(vision, tokens, groups, LIMITS, window_groups=512, seed=0, epoch=epoch)[0]
+        regroup((vision, tokens), groups, LIMITS, window_groups=512, seed=0, epoch=epoch)[0]
         for epoch in (0, 1)
     )
     assert repeated_pairs(first, second) < 0.01
@@ -82,7 +82,7 @@ def test_epochs_bring_other_samples_together_at_no_loss_of_fill(stored):
 def test_micro_batches_of_regrouped_samples_are_balanced(stored):
     vision, tokens, stored_groups = stored
     groups, order = regroup(
-        vision, tokens, stored_groups, LIMITS, window_groups=2_048, seed=0, epoch=3
+        (vision, tokens), stored_groups, LIMITS, window_groups=2_048, seed=0, epoch=3
     )
     stream = BlockShuffle(num_groups=len(groups), order=order, seed=0, epoch=3)
     taken = np.concatenate([stream.take(8) for _ in range(len(groups) // 8)])
@@ -92,19 +92,17 @@ def test_micro_batches_of_regrouped_samples_are_balanced(stored):
         assert dist_ratio(loads[taken], 8) < max(dist_ratio(loads[random], 8) / 5, 0.0005)
 
 
-def test_a_given_plan_groups_as_if_it_had_been_chosen(stored):
+def test_a_given_strategy_groups_as_if_it_had_been_chosen(stored):
     vision, tokens, _ = stored
-    plan = choose_strategy(vision, tokens, LIMITS, seed=4, rounds=9)
-    given, chosen = (
-        group_best_fit(vision, tokens, LIMITS, seed=4, rounds=9, plan=each) for each in (plan, None)
-    )
+    strategy = choose_strategy(vision, tokens, LIMITS, seed=4, rounds=9)
+    given = group_by_strategy(vision, tokens, LIMITS, strategy, seed=4, rounds=9)
+    chosen = group_best_fit(vision, tokens, LIMITS, seed=4, rounds=9)
     assert np.array_equal(given.samples, chosen.samples)
     assert np.array_equal(given.offsets, chosen.offsets)
     by_vision = choose_strategy(vision, tokens // 100, LIMITS, seed=4, rounds=9)
-    assert by_vision != plan
-    assert len(group_best_fit(vision, tokens, LIMITS, seed=4, rounds=9, plan=by_vision)) > len(
-        chosen
-    )
+    assert by_vision != strategy
+    other = group_by_strategy(vision, tokens, LIMITS, by_vision, seed=4, rounds=9)
+    assert len(other) > len(chosen)
 
 
 def test_pairs_are_new_also_where_beginning_with_the_largest_samples_would_fill_groups_best():
@@ -115,7 +113,7 @@ def test_pairs_are_new_also_where_beginning_with_the_largest_samples_would_fill_
     stored = group_best_fit(vision, tokens, limits, seed=0)
     stored = stored.take(sort_groups(stored.sum(vision), stored.sum(tokens), 0))
     first, second = (
-        regroup(vision, tokens, stored, limits, window_groups=512, seed=0, epoch=epoch)[0]
+        regroup((vision, tokens), stored, limits, window_groups=512, seed=0, epoch=epoch)[0]
         for epoch in (0, 1)
     )
     assert repeated_pairs(first, second) < 0.02

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from balance.grouping.caps import GroupOptions
 from balance.types import COUNT_COLUMNS, Counts, Groups, Limits
-from packer.group import GroupOptions, group_counts
+from packer.group import group_counts
 from shards.tables import COUNTS_SCHEMA, REJECTED_SCHEMA, groups_table, write_table
 
 

@@ -8,7 +8,6 @@ from itertools import combinations, pairwise
 import numpy as np
 
 from balance.grouping import _best_fit_kernel as fit_pass
-from balance.grouping import _fit_plan as fit_plan
 from balance.grouping import best_fit as fit
 from balance.rng import GROUPS, random_bits
 from support.oracles.isf_oracle import shuffle
@@ -42,14 +41,14 @@ def fit_oracle(loads, caps, *, seed, rounds):
 
     plans = sorted(all_plans(loads, caps), key=lambda plan: number(plan, trial))[: fit.FINALISTS]
     plan = min(plans, key=lambda plan: number(plan, windows[0]))
-    done, left, tolerance = [], [], fit_plan.FIRST_TOLERANCE
+    done, left, tolerance = [], [], fit.FIRST_TOLERANCE
     for place, drawn in enumerate(windows[:-1]):
         window = left + drawn
         state = int(random_bits(1, seed, GROUPS, epoch=1 + place)[0])
         made, rest, tolerance = make(
-            loads, caps, plan, window, state, tolerance, len(window) // fit.CARRIED
+            loads, caps, plan, window, state, tolerance, len(window) // fit.PASSED_ON
         )
-        weak = worst(plan, made, len(made) // fit.CARRIED)
+        weak = worst(plan, made, len(made) // fit.PASSED_ON)
         done += [group for group, is_weak in zip(made, weak, strict=True) if not is_weak]
         left = rest + [
             sample for group, is_weak in zip(made, weak, strict=True) if is_weak for sample in group
@@ -79,27 +78,25 @@ def windows_of(num_samples, num_windows, seed):
 
 def all_plans(loads, caps):
     needs = [sum(load) / max(cap, 1) for load, cap in zip(loads, caps, strict=True)]
-    scarce = [r for r, cap in enumerate(caps) if cap and needs[r] >= fit_plan.ACTIVE * max(needs)]
+    scarce = [r for r, cap in enumerate(caps) if cap and needs[r] >= fit.ACTIVE * max(needs)]
     choices = [[r] for r in reversed(scarce)] + ([scarce] if len(scarce) > 1 else [])
     for chosen in choices:
-        full = 1 << (fit_plan.SCORE_BITS + fit_plan.FRACTION_BITS)
+        full = 1 << (fit.SCORE_BITS + fit.FRACTION_BITS)
         weights = [
             int(full * (1 / len(chosen))) // cap if r in chosen else 0 for r, cap in enumerate(caps)
         ]
         score = [
-            sum(w * load for w, load in zip(weights, row, strict=True)) >> fit_plan.FRACTION_BITS
+            sum(w * load for w, load in zip(weights, row, strict=True)) >> fit.FRACTION_BITS
             for row in zip(*loads, strict=True)
         ]
-        cap_score = (
-            sum(w * cap for w, cap in zip(weights, caps, strict=True)) >> fit_plan.FRACTION_BITS
-        )
+        cap_score = sum(w * cap for w, cap in zip(weights, caps, strict=True)) >> fit.FRACTION_BITS
         for seed_largest, greedy in ((False, False), (False, True), (True, True)):
             yield Plan(score, cap_score, seed_largest, greedy)
 
 
 def make_well(loads, caps, plan, window, seed, number, rounds):
     state = int(random_bits(1, seed, GROUPS, epoch=1 + number)[0])
-    made, _, tolerance = make(loads, caps, plan, window, state, fit_plan.FIRST_TOLERANCE, 0)
+    made, _, tolerance = make(loads, caps, plan, window, state, fit.FIRST_TOLERANCE, 0)
     for turn in range(1, rounds + 1):
         if len(made) <= fewest(loads, caps, window):
             break
