@@ -1,4 +1,4 @@
-"""`packer group`: counts that somebody already has -> groups, without the raw data.
+"""`packer group`: sample lengths that somebody already has -> groups, without the raw data.
 
 Reads our own counts.parquet, and the length files that the OmniBal authors publish. Several files
 become one dataset.
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute
+import pyarrow.compute as pc
 
 from balance.errors import ConfigError, DataError, first_line
 from balance.flops import FlopsModel
@@ -37,7 +37,7 @@ from shards.tables import (
 )
 
 MOST_PER_SAMPLE = 1 << 24
-"""More tiles or tokens in one sample are a mistake, and their sums would not fit the tables."""
+"""Tiles or tokens of one sample; more are a mistake, and sums would not fit the tables."""
 
 LIMITS_NAME = "limits.json"
 
@@ -55,17 +55,17 @@ def group_files(
     vision_unit: str,
     context_len: int,
 ) -> tuple[Grouping, pa.Table]:
-    """Group the samples of length files; leaves counts, groups and rejected tables and the caps in
-    `out`.
+    """Group the samples of length files.
+
+    Leaves the tables of counts, groups and rejected samples and the caps in `out`.
     """
     if (out / MANIFEST_NAME).exists():
         raise ConfigError(f"{out} holds a finished build: choose another --out")
     tables = [read_lengths(path) for path in files]
     counts = pa.concat_tables(tables).combine_chunks()
-    # positions count through all the files, so that each row of the output has a place of its own
-    counts = counts.set_column(
-        0, COUNTS_SCHEMA.field("position"), pa.array(range(len(counts)), pa.int64())
-    )
+    # positions run through all the files, so that each row of the output has its own
+    positions = pa.array(np.arange(len(counts)))
+    counts = counts.set_column(0, COUNTS_SCHEMA.field("position"), positions)
     if len(counts) == 0:
         raise DataError(f"no samples in {', '.join(map(str, files))}")
     with progress.stage("group", None) as stage:
@@ -99,45 +99,37 @@ def _flops_model(files: list[Path]) -> FlopsModel | None:
 
 
 def read_lengths(path: Path) -> pa.Table:
-    """A counts table from counts.parquet, or from an OmniBal length file or a meta file that names
-    several of them.
+    """A counts table from counts.parquet, or from an OmniBal length file or meta file.
 
-    A length file lists `{"vit_num", "token_num", "image_flags"}` per sample; a meta file maps the
-    name of each dataset to `{"token_lengths": path}`, the path being relative to the working
-    directory or to the meta file.
+    A length file lists `{"vit_num", "token_num", "image_flags"}` per sample. A meta file maps the
+    name of each dataset to `{"token_lengths": path}`, a path relative to the working directory or
+    to the meta file.
     """
     if path.suffix == ".parquet":
-        table = read_table(path)
-        missing = [name for name in COUNTS_SCHEMA.names if name not in table.column_names]
-        if missing:
-            raise DataError(
-                f"{path}: no column {', '.join(missing)}; is it a counts.parquet of `packer count`?"
-            )
-        return _checked_counts(path, table.select(COUNTS_SCHEMA.names))
+        return _read_counts(path)
     value = _read_json(path)
     if isinstance(value, dict):
-        return pa.concat_tables(
-            [_from_omnibal(name, *_named_file(path, name, entry)) for name, entry in value.items()]
-        )
+        named = ((name, *_named_file(path, name, entry)) for name, entry in value.items())
+        return pa.concat_tables([_from_omnibal(*each) for each in named])
     return _from_omnibal(path.stem, path, value)
 
 
-def _checked_counts(path: Path, table: pa.Table) -> pa.Table:
+def _read_counts(path: Path) -> pa.Table:
+    hint = "is it a counts.parquet of `packer count`?"
+    table = read_table(path)
+    missing = [name for name in COUNTS_SCHEMA.names if name not in table.column_names]
+    if missing:
+        raise DataError(f"{path}: no column {', '.join(missing)}; {hint}")
     try:
-        table = table.cast(COUNTS_SCHEMA)
+        table = table.select(COUNTS_SCHEMA.names).cast(COUNTS_SCHEMA)
     except pa.ArrowInvalid as error:
         raise DataError(f"{path}: not a counts table: {first_line(error)}") from None
     for name in COUNTS_SCHEMA.names:
         column = table.column(name)
-        least = (
-            0
-            if name in ("sample_id", "source") or not len(column)
-            else pa.compute.min(column).as_py()
-        )
+        is_text = name in ("sample_id", "source")
+        least = 0 if is_text or not len(column) else pc.min(column).as_py()
         if column.null_count or least < 0:
-            raise DataError(
-                f"{path}: column {name} has empty or negative entries; is it a counts.parquet of `packer count`?"
-            )
+            raise DataError(f"{path}: column {name} has empty or negative entries; {hint}")
     return table
 
 
@@ -151,18 +143,18 @@ def _read_json(path: Path) -> object:
 
 
 def _named_file(meta: Path, name: str, entry: object) -> tuple[Path, object]:
+    """The length file of one dataset of a meta file, and its content."""
     given = entry.get("token_lengths") if isinstance(entry, dict) else None
     if not isinstance(given, str):
         raise DataError(
             f"{meta}: dataset {name!r} has no `token_lengths`: the path of its length file"
         )
-    # the authors' own files are relative to where their script runs, copies of them often to the
-    # meta file
+    # the authors' files are relative to where their script runs, copies often to the meta file
     places = [Path(given), meta.parent / given, meta.parent / Path(given).name]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
         raise DataError(
-            f"{meta}: dataset {name!r}: no file {given}, neither here nor beside the meta file"
+            f"{meta}: dataset {name!r}: no file {given}, neither here nor next to the meta file"
         )
     return found, _read_json(found)
 
@@ -172,14 +164,15 @@ def _from_omnibal(source: str, path: Path, rows: object) -> pa.Table:
         raise DataError(
             f"{path}: expected a list of samples with vit_num, token_num and image_flags"
         )
-    table = [_sample_lengths(path, number, row) for number, row in enumerate(rows)]
-    tiles, tokens = (np.array([row[k] for row in table], dtype=np.int64) for k in (0, 1))
+    lengths = [_sample_lengths(path, number, row) for number, row in enumerate(rows)]
+    tiles, tokens = np.array(lengths, dtype=np.int64).reshape(-1, 2).T
     image_tokens = tiles * LLM_TOKENS_PER_TILE
     if (image_tokens > tokens).any():
         number = int(np.argmax(image_tokens > tokens))
         raise DataError(
-            f"{path}: sample {number}: {tokens[number]} tokens are fewer than the {image_tokens[number]} of its"
-            f" {tiles[number]} tiles; OmniBal counts image tokens in token_num"
+            f"{path}: sample {number}: {tokens[number]} tokens are fewer than the"
+            f" {image_tokens[number]} of its {tiles[number]} tiles;"
+            " OmniBal counts image tokens in token_num"
         )
     zeros = np.zeros(len(rows), dtype=np.int64)
     columns = {
@@ -195,34 +188,25 @@ def _from_omnibal(source: str, path: Path, rows: object) -> pa.Table:
         "seq_len": tokens,
         "media_bytes": zeros,
     }
-    return pa.table(
-        {
-            name: pa.array(columns[name], COUNTS_SCHEMA.field(name).type)
-            for name in COUNTS_SCHEMA.names
-        }
-    )
+    return pa.table({f.name: pa.array(columns[f.name], f.type) for f in COUNTS_SCHEMA})
 
 
 def _sample_lengths(path: Path, number: int, row: Any) -> tuple[int, int]:
-    """(tiles, LLM tokens). Their code gives a text-only sample a dummy tile, which `image_flags`
-    does not count.
+    """(tiles, LLM tokens) of a sample.
+
+    OmniBal's code gives a text-only sample a dummy tile, which `image_flags` does not count.
     """
     if not isinstance(row, dict):
         raise DataError(
-            f"{path}: sample {number} is {str(row)[:40]}; expected an object with vit_num and token_num"
+            f"{path}: sample {number} is {str(row)[:40]};"
+            " expected an object with vit_num and token_num"
         )
-    found: dict[str, Any] = {
-        "image_flags or vit_num": row.get("image_flags", row.get("vit_num", 0)),
-        "token_num": row.get("token_num"),
-    }
-    for name, value in found.items():
-        if (
-            not isinstance(value, int)
-            or isinstance(value, bool)
-            or not 0 <= value <= MOST_PER_SAMPLE
-        ):
+    lengths: list[Any] = [row.get("image_flags", row.get("vit_num", 0)), row.get("token_num")]
+    for name, value in zip(("image_flags or vit_num", "token_num"), lengths, strict=True):
+        # not isinstance: True is an integer too
+        if type(value) is not int or not 0 <= value <= MOST_PER_SAMPLE:
             raise DataError(
-                f"{path}: sample {number}: {name} is {value!r}; expected a whole number, 0 or more"
+                f"{path}: sample {number}: {name} is {value!r};"
+                " expected a whole number, 0 or more"
             )
-    tiles, tokens = found.values()
-    return tiles, tokens
+    return lengths[0], lengths[1]
