@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from balance.steps.node_placement import place_batches
 from balance.steps.post_balancing import balance_sums
 from balance.types import IntArray
+from support.cases import for_each
 from support.oracles import post_balancing_oracle as oracle
 from support.oracles.node_placement_bound import node_bound, whole_bound, worst_node_bound
 
@@ -63,7 +64,7 @@ def test_every_rank_gets_one_batch_and_nobody_sends_more_than_it_holds(
         assert max(plain) == 0
 
 
-@pytest.mark.parametrize("seed", range(8))
+@for_each("seed", range(8))
 def test_six_ranks_on_three_nodes_come_within_a_tenth_of_brute_force(seed: int) -> None:
     case = step(6, 4, seed)
     sources = np.repeat(np.arange(6), 4).tolist()

@@ -12,6 +12,7 @@ from engine.charts.measured import compare_steps, compare_trace, measured_timeli
 from engine.simulator.program import make_program
 from engine.simulator.schedule import make_schedule
 from engine.simulator.simulate import critical_path, simulate, transfers
+from support.cases import for_each
 from support.costs.chart_steps import chart_step
 from support.costs.random_steps import random_stages
 
@@ -36,7 +37,7 @@ def simulated(seed, name, *, sends=True):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("seed", range(20))
+@for_each("seed", range(20))
 def test_times_stay_and_begin_with_the_first_pass(seed, name):
     timeline = simulated(seed, name)
     measured = measured_timeline(timeline.program, timeline.start_ns + 77, timeline.end_ns + 77)
@@ -46,7 +47,7 @@ def test_times_stay_and_begin_with_the_first_pass(seed, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("seed", range(20))
+@for_each("seed", range(20))
 def test_nothing_is_shown_to_arrive_after_the_pass_that_takes_it_up(seed, name):
     timeline = simulated(seed, name)
     measured = measured_timeline(timeline.program, timeline.start_ns, timeline.end_ns)
@@ -62,7 +63,7 @@ def test_nothing_is_shown_to_arrive_after_the_pass_that_takes_it_up(seed, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("seed", range(20))
+@for_each("seed", range(20))
 def test_the_critical_path_is_the_same_where_sends_take_no_time(seed, name):
     timeline = simulated(seed, name, sends=False)
     measured = measured_timeline(timeline.program, timeline.start_ns, timeline.end_ns)

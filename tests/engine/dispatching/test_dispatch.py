@@ -11,6 +11,7 @@ from engine.cost_model.clusters import Link
 from engine.cost_model.loads import PhaseLoads
 from engine.dispatching.dispatch import PHASES, DispatchOptions, Examples, plan_dispatch
 from engine.dispatching.times import TokenBytes, phase_cost, phase_times, phase_volumes, step_times
+from support.cases import for_each
 from support.costs.linear_costs import LinearModel
 from support.costs.random_examples import random_counts, uneven_offsets
 
@@ -41,7 +42,7 @@ def options_of(name, ranks_per_node=4):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("seed", range(8))
+@for_each("seed", range(8))
 def test_every_example_is_worked_on_once_in_each_phase_that_it_has(name, seed):
     examples = examples_of(seed, uneven=seed % 2 == 1)
     plan = plan_dispatch(examples, options_of(name))
@@ -61,7 +62,7 @@ def test_every_example_is_worked_on_once_in_each_phase_that_it_has(name, seed):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("seed", range(8))
+@for_each("seed", range(8))
 def test_features_go_to_the_llm_as_if_they_had_gone_home_first(name, seed):
     examples = examples_of(seed, uneven=seed % 2 == 1)
     plan = plan_dispatch(examples, options_of(name))
@@ -80,7 +81,7 @@ def test_features_go_to_the_llm_as_if_they_had_gone_home_first(name, seed):
         np.testing.assert_array_equal(own.examples[wanted], batches.samples[has])
 
 
-@pytest.mark.parametrize("seed", range(10))
+@for_each("seed", range(10))
 def test_balanced_phases_come_near_to_the_bound_on_heavy_tails(seed):
     examples = examples_of(seed, 32, 24)
     plan = plan_dispatch(examples)
@@ -94,7 +95,7 @@ def test_balanced_phases_come_near_to_the_bound_on_heavy_tails(seed):
     assert audio.efficiency[1] > 1.4 * audio.efficiency[0]
 
 
-@pytest.mark.parametrize("seed", range(15))
+@for_each("seed", range(15))
 def test_no_rank_has_more_than_four_thirds_of_the_best_possible(seed):
     examples = examples_of(seed, 3, 2, uneven=True)
     plan = plan_dispatch(examples)

@@ -6,6 +6,7 @@ import pytest
 from balance.steps.step_planner import StepPlanner, StepRequest, check_assignment
 from engine.dispatching.dispatch import DispatchOptions
 from engine.dispatching.step_planner import DispatchedSteps
+from support.cases import for_each
 from support.costs.random_examples import random_counts, uneven_offsets
 
 
@@ -20,7 +21,7 @@ def samples_of(seed, dp, micro_batches, count=90):
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("seed", range(6))
+@for_each("seed", range(6))
 def test_the_loader_s_check_passes_and_samples_stay_in_their_round(seed, micro_batches):
     samples = samples_of(seed, 8, micro_batches)
     planner: StepPlanner = DispatchedSteps(audio_downsample=2)

@@ -10,6 +10,7 @@ from balance.steps.step_planner import StepAssignment, StepRequest
 from balance.types import Groups
 from engine.dispatching.routes import feature_moves, step_routes
 from engine.dispatching.step_planner import DispatchedSteps
+from support.cases import for_each
 from support.costs.random_examples import random_counts, uneven_offsets
 
 
@@ -31,7 +32,7 @@ def named(batch, features):
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("seed", range(4))
+@for_each("seed", range(4))
 def test_features_arrive_in_the_order_of_the_micro_batch(seed, micro_batches):
     _, work, features = planned(seed, 4, micro_batches)
     routes = [step_routes(work, features, rank) for rank in range(4)]
@@ -55,7 +56,7 @@ def test_features_arrive_in_the_order_of_the_micro_batch(seed, micro_batches):
                 assert [used[place] for place in range(len(wanted))] == wanted
 
 
-@pytest.mark.parametrize("seed", range(4))
+@for_each("seed", range(4))
 def test_moves_are_the_plan_s_compositions_and_routes_their_expansions(seed):
     samples, work, features = planned(seed, 6, 2)
     plans = DispatchedSteps().plan(samples)

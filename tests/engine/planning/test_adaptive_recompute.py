@@ -9,6 +9,7 @@ from engine.planning.recompute import InfeasiblePlan, choose_recompute
 from engine.simulator.evaluate import schedule_for
 from engine.simulator.memory import memory_of
 from engine.simulator.stages import stage_costs
+from support.cases import for_each
 from support.costs.random_costs import vlm
 
 
@@ -59,7 +60,7 @@ def extra_ns(observe, recompute):
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zero_bubble"])
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.7, 1.0])
-@pytest.mark.parametrize("seed", range(6))
+@for_each("seed", range(6))
 def test_it_ends_within_a_layer_per_stage_of_the_exact_choice(name, share, seed):
     observe = model(seed, name=name, share=share)
     adapted = adapt_recompute(observe.costs, observe.borders, observe.schedule, observe)
@@ -76,7 +77,7 @@ def test_it_ends_within_a_layer_per_stage_of_the_exact_choice(name, share, seed)
     assert observe.runs == len(adapted.trials) <= 20
 
 
-@pytest.mark.parametrize("seed", range(12))
+@for_each("seed", range(12))
 def test_noise_of_half_a_percent_of_the_memory_costs_two_layers_a_stage_at_most(seed):
     observe = model(seed, noise=0.005)
     reserve = int(0.005 * observe.memory)
@@ -92,7 +93,7 @@ def test_noise_of_half_a_percent_of_the_memory_costs_two_layers_a_stage_at_most(
     assert extra_ns(observe, adapted.recompute) - extra_ns(observe, best) <= 2 * 4 * one_layer
 
 
-@pytest.mark.parametrize("seed", range(6))
+@for_each("seed", range(6))
 def test_what_a_layer_holds_is_found(seed):
     observe = model(seed, share=0.9, spread=0.0)
     adapted = adapt_recompute(observe.costs, observe.borders, observe.schedule, observe)
@@ -102,7 +103,7 @@ def test_what_a_layer_holds_is_found(seed):
         assert adapted.held_bytes[kind] == pytest.approx(freed, rel=0.15)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@for_each("seed", range(6))
 def test_a_stage_that_runs_out_though_it_reports_much_left_is_backed_off_layer_by_layer(seed):
     """As with fragmentation: the allocator fails well before the memory is full."""
     honest = model(seed, share=0.6)
@@ -150,7 +151,7 @@ def test_several_stages_per_rank_are_refused():
 
 @pytest.mark.parametrize("name", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
-@pytest.mark.parametrize("seed", range(4))
+@for_each("seed", range(4))
 def test_with_few_layers_per_stage_it_ends_with_the_exact_choice(name, share, seed):
     rng = np.random.default_rng(seed)
     costs = vlm(rng, 4, 5, 6, spread=0.05)

@@ -11,6 +11,7 @@ from engine.planning.bmp import candidate, greedy_anchor, rank_candidates, searc
 from engine.planning.recompute import InfeasiblePlan, fitted_step
 from engine.planning.search.branch_and_bound import search_exact
 from engine.simulator.evaluate import schedule_for
+from support.cases import for_each
 from support.costs.random_costs import random_model, vlm
 
 PLENTY = 10**15
@@ -30,7 +31,7 @@ def by_hand(costs, borders):
     return variance, sent, comm, (variance / mean if mean else 0.0) + comm
 
 
-@pytest.mark.parametrize("seed", range(100))
+@for_each("seed", range(100))
 def test_the_ranking_is_that_of_all_candidates_in_the_windows(seed):
     rng = np.random.default_rng(seed)
     costs = random_model(rng, int(rng.integers(4, 14)), 2, most=10**7)
@@ -51,7 +52,7 @@ def test_the_ranking_is_that_of_all_candidates_in_the_windows(seed):
         assert abs(one.comm_bytes - by_hand(costs, one.borders)[1]) < 1
 
 
-@pytest.mark.parametrize("seed", range(50))
+@for_each("seed", range(50))
 def test_every_stage_of_the_anchor_is_as_near_to_its_share_as_one_layer_more_or_less(seed):
     rng = np.random.default_rng(seed)
     costs = random_model(rng, int(rng.integers(4, 30)), 3)
@@ -85,7 +86,7 @@ def test_the_variance_is_that_of_figure_2(stage_ms, deviation):
     assert int(np.sqrt(candidate(costs, np.arange(5)).variance_ms2 / 4)) == deviation
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_each("seed", range(20))
 def test_the_best_is_the_fastest_of_what_was_run_and_no_slower_than_the_anchor(seed):
     rng = np.random.default_rng(seed)
     costs = vlm(rng, int(rng.integers(5, 20)), int(rng.integers(5, 20)), 8)

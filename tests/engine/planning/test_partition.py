@@ -14,6 +14,7 @@ from engine.planning.partition import (
     by_step_time,
     even_partition,
 )
+from support.cases import for_each
 from support.costs.random_costs import random_model, vlm
 
 
@@ -22,7 +23,7 @@ def all_borders(num_layers, num_stages):
         yield np.array([0, *inner, num_layers])
 
 
-@pytest.mark.parametrize("seed", range(200))
+@for_each("seed", range(200))
 def test_no_partition_has_a_smaller_largest_sum_nor_as_large_a_one_and_less_variance(seed):
     rng = np.random.default_rng(seed)
     num_layers = int(rng.integers(1, 11))

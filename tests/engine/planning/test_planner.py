@@ -25,6 +25,7 @@ from engine.planning.planner import simulate_run, tensor_parallel_ns
 from engine.planning.recompute import InfeasiblePlan, choose_recompute
 from engine.planning.search.branch_and_bound import search_exact
 from engine.simulator.evaluate import evaluate, schedule_for
+from support.cases import for_each
 from support.costs.plan_questions import plan_request, uneven_loads
 
 
@@ -184,7 +185,7 @@ def test_what_cannot_be_trained_or_costed_is_refused():
     assert replace(asked, parallel=replace(asked.parallel, tp=16)).parallel.tp == 16
 
 
-@pytest.mark.parametrize("seed", range(3))
+@for_each("seed", range(3))
 def test_a_plan_is_at_most_2_percent_slower_than_a_new_one_after_a_change_of_1_percent(
     result, seed
 ):

@@ -8,11 +8,12 @@ from engine.simulator.evaluate import evaluate, schedule_for
 from engine.simulator.memory import memory_of
 from engine.simulator.schedule import SCHEDULES
 from engine.simulator.stages import stage_costs
+from support.cases import for_each
 from support.costs.random_steps import as_oracle, random_costs
 from support.oracles.simulation_oracle import Pipeline
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_each("seed", range(20))
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_an_outcome_is_the_simulated_step_of_the_layers(name, seed):
     rng = np.random.default_rng(seed)

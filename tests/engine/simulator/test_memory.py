@@ -6,6 +6,7 @@ import pytest
 from engine.simulator.memory import memory_of
 from engine.simulator.schedule import SCHEDULES, make_schedule, one_f_one_b
 from engine.simulator.stages import stage_costs
+from support.cases import for_each
 from support.costs.random_steps import NAMES, permuted, random_costs
 from support.oracles.simulation_oracle import RankMemory
 
@@ -33,7 +34,7 @@ def random_step(rng, name):
     )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@for_each("seed", range(60))
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_peaks_are_those_of_allocating_and_freeing_layer_by_layer(name, seed):
     costs, borders, recompute, schedule = random_step(np.random.default_rng(seed), name)
@@ -63,7 +64,7 @@ def test_peaks_are_those_of_allocating_and_freeing_layer_by_layer(name, seed):
         assert oracle.live == state, "something was never freed"
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_each("seed", range(20))
 def test_recomputing_a_layer_that_keeps_less_never_needs_more_in_1f1b(seed):
     rng = np.random.default_rng(seed)
     costs, borders, _, schedule = random_step(rng, "1f1b")

@@ -16,6 +16,7 @@ from engine.simulator.schedule import (
     zero_bubble,
 )
 from engine.simulator.simulate import Deadlock, critical_path, simulate, transfers
+from support.cases import for_each
 from support.costs.random_steps import (
     LETTERS,
     NAMES,
@@ -57,7 +58,7 @@ def oracle_times(schedule, stages, encodings=None):
     return pairs[:, 0], pairs[:, 1]
 
 
-@pytest.mark.parametrize("seed", range(600))
+@for_each("seed", range(600))
 def test_every_operation_runs_when_an_event_by_event_simulation_says(seed):
     schedule, stages, encodings = random_case(seed)
     timeline = simulate(make_program(schedule, stages, encodings))
@@ -67,7 +68,7 @@ def test_every_operation_runs_when_an_event_by_event_simulation_says(seed):
     assert timeline.step_ns == end.max()
 
 
-@pytest.mark.parametrize("seed", range(200))
+@for_each("seed", range(200))
 def test_orders_that_come_to_a_standstill_are_the_same_ones(seed):
     rng = np.random.default_rng(seed)
     schedule = random_schedule(rng)
@@ -223,7 +224,7 @@ def test_interleaving_never_stands_still(ranks, chunks):
         assert timeline.step_ns >= 3 * chunks * micro_batches
 
 
-@pytest.mark.parametrize("seed", range(300))
+@for_each("seed", range(300))
 def test_a_step_takes_longer_by_whatever_its_critical_path_does(seed):
     schedule, stages, encodings = random_case(seed)
     program = make_program(schedule, stages, encodings)
@@ -257,7 +258,7 @@ def test_what_held_a_result_up_on_its_way_is_on_the_critical_path():
     ]
 
 
-@pytest.mark.parametrize("seed", range(100))
+@for_each("seed", range(100))
 def test_ways_carry_one_result_at_a_time_in_order(seed):
     schedule, stages, encodings = random_case(seed)
     timeline = simulate(make_program(schedule, stages, encodings))
@@ -272,7 +273,7 @@ def test_ways_carry_one_result_at_a_time_in_order(seed):
     assert not (sent.end_ns > sent.start_ns)[~sent.crosses].any()
 
 
-@pytest.mark.parametrize("seed", range(50))
+@for_each("seed", range(50))
 def test_busy_and_waiting_are_the_whole_step(seed):
     schedule, stages, encodings = random_case(seed)
     timeline = simulate(make_program(schedule, stages, encodings))

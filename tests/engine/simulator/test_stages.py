@@ -7,6 +7,7 @@ import pytest
 
 from balance.errors import ConfigError
 from engine.simulator.stages import stage_costs
+from support.cases import for_each
 from support.costs.random_steps import random_costs
 
 
@@ -18,7 +19,7 @@ def random_partition(rng):
     return costs, np.array([0, *cuts, layers]), rng.random(layers) < 0.5
 
 
-@pytest.mark.parametrize("seed", range(100))
+@for_each("seed", range(100))
 def test_times_are_those_of_the_layers_and_recomputation_belongs_to_the_input_gradient(seed):
     costs, borders, recompute = random_partition(np.random.default_rng(seed))
     stages = stage_costs(costs, borders, recompute)
@@ -36,7 +37,7 @@ def test_times_are_those_of_the_layers_and_recomputation_belongs_to_the_input_gr
         assert stages.state_bytes[stage] == sum(costs.state_bytes[first:end])
 
 
-@pytest.mark.parametrize("seed", range(100))
+@for_each("seed", range(100))
 def test_outputs_and_gradients_travel_at_each_border_once(seed):
     costs, borders, recompute = random_partition(np.random.default_rng(seed))
     stages = stage_costs(costs, borders, recompute)
@@ -49,7 +50,7 @@ def test_outputs_and_gradients_travel_at_each_border_once(seed):
         np.testing.assert_array_equal(back, costs.send_ns[last] if stages.sends_grad[stage] else 0)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_each("seed", range(20))
 def test_one_stage_sends_nothing(seed):
     costs, _, recompute = random_partition(np.random.default_rng(seed))
     stages = stage_costs(costs, np.array([0, costs.num_layers]), recompute)

@@ -10,6 +10,7 @@ from engine.simulator.stages import stage_costs
 from engine.tuning.order_search import lower_bound, search_clusters, search_swaps
 from engine.tuning.order_times import NEVER, order_problem, times_of_orders
 from engine.tuning.precompute import frozen_encoder, where_to_encode
+from support.cases import for_each
 from support.costs.linear_costs import LinearModel, even_borders, mixed_samples
 from support.costs.random_steps import random_stages
 
@@ -38,7 +39,7 @@ def test_exchanges_find_the_best_of_all_orders_on_nearly_all_small_steps(name, w
     assert found >= 18
 
 
-@pytest.mark.parametrize("seed", range(30))
+@for_each("seed", range(30))
 def test_the_bound_holds_for_random_stages_and_schedules(seed):
     rng = np.random.default_rng(seed)
     name = ("1f1b", "gpipe", "zero_bubble", "interleaved")[seed % 4]
@@ -49,7 +50,7 @@ def test_the_bound_holds_for_random_stages_and_schedules(seed):
     assert 0 < lower_bound(problem) <= times.min()
 
 
-@pytest.mark.parametrize("seed", range(10))
+@for_each("seed", range(10))
 def test_no_search_is_worse_than_the_one_before_it_and_answers_are_stable(seed):
     problem = problem_of(seed, 14, where="own", stages=4)
     came = np.arange(14)

@@ -7,6 +7,7 @@ from engine.simulator.memory import memory_of
 from engine.simulator.program import make_program
 from engine.simulator.simulate import simulate
 from engine.tuning.order_times import NEVER, EncodeAhead, order_problem, times_of_orders
+from support.cases import for_each
 from support.costs.random_steps import random_schedule, random_stages
 
 
@@ -19,7 +20,7 @@ def random_case(seed, *, most=50):
 
 
 @pytest.mark.parametrize("most", [3, 50, 10**12])
-@pytest.mark.parametrize("seed", range(100))
+@for_each("seed", range(100))
 def test_times_are_those_of_the_simulator(seed, most):
     _, schedule, stages, orders = random_case(seed, most=most)
     times = times_of_orders(order_problem(schedule, stages), orders)
@@ -28,7 +29,7 @@ def test_times_are_those_of_the_simulator(seed, most):
     ]
 
 
-@pytest.mark.parametrize("seed", range(100))
+@for_each("seed", range(100))
 def test_orders_that_need_more_than_the_memory_are_never_done(seed):
     _, schedule, stages, orders = random_case(seed)
     peaks = [int(memory_of(schedule, stages.take(order)).peak_bytes.max()) for order in orders]
@@ -37,7 +38,7 @@ def test_orders_that_need_more_than_the_memory_are_never_done(seed):
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
-@pytest.mark.parametrize("seed", range(60))
+@for_each("seed", range(60))
 def test_encoding_ahead_never_makes_an_order_slower(seed, everywhere):
     rng, schedule, stages, orders = random_case(seed)
     allowed = np.full(schedule.num_ranks, everywhere)

@@ -1,7 +1,6 @@
 """What micro-batches of a step the tuner tries."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +10,7 @@ from engine.tuning.pack import (
     marginal_costs,
     pack_in_order,
 )
+from support.cases import for_each
 from support.costs.linear_costs import LinearModel, mixed_samples
 
 lengths_st = st.lists(st.integers(0, 4096), min_size=1, max_size=60).map(
@@ -69,7 +69,7 @@ def test_marginal_costs_of_a_linear_model_are_its_coefficients():
     np.testing.assert_allclose(again["llm"], llm * 4 / 3, rtol=1e-6)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@for_each("seed", range(5))
 def test_each_size_is_packed_evenly_by_the_llm_and_by_everything(seed):
     samples = mixed_samples(np.random.default_rng(seed), 128, longest=4096)
     costs = marginal_costs(LinearModel(vit_token_ns=9_000), samples, np.zeros(10, bool), 20)

@@ -18,6 +18,7 @@ from engine.simulator.simulate import simulate
 from engine.simulator.stages import stage_costs
 from engine.tuning.pack import pack_in_order
 from engine.tuning.tune import PartitionedModel, TuneOptions, tune
+from support.cases import for_each
 from support.costs.linear_costs import LinearModel, as_groups, even_borders, mixed_samples
 
 MODEL = LinearModel(layers=12, vit_token_ns=6_000)
@@ -50,7 +51,7 @@ def untuned(samples, given, pipeline):
 
 @pytest.mark.parametrize("encode", ["never", "own", "any"])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
-@pytest.mark.parametrize("seed", range(6))
+@for_each("seed", range(6))
 def test_a_tuned_step_is_never_slower_and_holds_every_sample_once(seed, schedule, encode):
     samples, given = step_of(seed)
     pipeline = pipeline_of(schedule=schedule)
@@ -69,7 +70,7 @@ def test_a_tuned_step_is_never_slower_and_holds_every_sample_once(seed, schedule
 
 
 @pytest.mark.parametrize("encode", ["never", "own", "any"])
-@pytest.mark.parametrize("seed", range(6))
+@for_each("seed", range(6))
 def test_the_prediction_is_the_simulation_of_the_groups_in_their_order(seed, encode):
     samples, given = step_of(seed)
     pipeline = pipeline_of()
@@ -93,7 +94,7 @@ def test_even_micro_batches_in_one_order_leave_nothing_to_tune():
     assert tuned.step_ns == tuned.breakdown.untuned_ns
 
 
-@pytest.mark.parametrize("seed", range(4))
+@for_each("seed", range(4))
 def test_what_is_chosen_fits_into_memory(seed):
     samples, given = step_of(seed)
     plain = untuned(samples, given, pipeline_of())
@@ -106,7 +107,7 @@ def test_what_is_chosen_fits_into_memory(seed):
         assert (own <= tuned.step.peak_bytes).all()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@for_each("seed", range(4))
 def test_with_less_memory_than_the_best_step_needs_another_is_found(seed):
     samples, given = step_of(seed)
     best = tune(samples, given, pipeline_of(), quick(encode="own"))
@@ -132,7 +133,7 @@ def test_the_same_step_gives_the_same_answer():
     np.testing.assert_array_equal(one.step.timeline.start_ns, other.step.timeline.start_ns)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@for_each("seed", range(8))
 def test_on_small_steps_the_order_is_the_best_of_all(seed):
     samples, _ = step_of(seed, 6)
     given = as_groups([[number] for number in range(6)])
@@ -200,7 +201,7 @@ def one_percent_off(model, seed):
 
 
 @pytest.mark.parametrize("encode", ["never", "own"])
-@pytest.mark.parametrize("seed", range(6))
+@for_each("seed", range(6))
 def test_a_tuned_step_is_at_most_2_percent_slower_than_a_new_one_after_a_change_of_1_percent(
     seed, encode
 ):

@@ -11,6 +11,7 @@ from balance.types import Counts
 from engine.cost_model.loads import Loads, PhaseLoads
 from engine.tuning.step_planner import TunedSteps
 from engine.tuning.tune import PartitionedModel, TuneOptions
+from support.cases import for_each
 from support.costs.linear_costs import LinearModel, even_borders
 
 MODEL = LinearModel(layers=8, vit_token_ns=6_000)
@@ -63,7 +64,7 @@ def samples_of(seed, dp, micro_batches, *, empty=False):
 
 @pytest.mark.parametrize("empty", [False, True])
 @pytest.mark.parametrize("dp", [1, 3])
-@pytest.mark.parametrize("seed", range(5))
+@for_each("seed", range(5))
 def test_every_sample_is_given_out_once_and_the_slowest_rank_is_not_slower(seed, dp, empty):
     samples = samples_of(seed, dp, 6, empty=empty and dp > 1)
     planner: StepPlanner = planner_of()
@@ -100,7 +101,7 @@ def test_a_step_without_samples_gives_every_rank_an_empty_micro_batch():
     assert [groups.sizes.tolist() for groups in planner_of()(nothing).micro_batches] == [[0], [0]]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@for_each("seed", range(3))
 def test_every_rank_is_told_its_own_schedule_and_all_the_same_of_the_step(seed):
     samples = samples_of(seed, 2, 6)
     work, plan = planner_of()(samples), planner_of().plan(samples)

@@ -14,6 +14,7 @@ from engine.planning.search._stage_choices import MOST_COMBINED
 from engine.planning.search.branch_and_bound import MOST_WHOLE, MOST_WINDOWS, search_exact
 from engine.simulator.evaluate import evaluate, schedule_for
 from engine.simulator.schedule import make_schedule
+from support.cases import for_each
 from support.costs.random_costs import SHAPES, instance, peak, random_model, vlm
 
 PLENTY = 10**15
@@ -46,7 +47,7 @@ def check(costs, schedule, memory, best):
     assert outcome.fits(memory)
 
 
-@pytest.mark.parametrize("seed", range(120))
+@for_each("seed", range(120))
 def test_nothing_beats_it_of_all_partitions_and_all_subsets_of_recomputed_layers(seed):
     costs, schedule, memory = instance(seed, most_layers=6)
     outcomes = (
@@ -58,7 +59,7 @@ def test_nothing_beats_it_of_all_partitions_and_all_subsets_of_recomputed_layers
     check(costs, schedule, memory, min((outcome.step_ns for outcome in outcomes), default=None))
 
 
-@pytest.mark.parametrize("seed", range(200))
+@for_each("seed", range(200))
 def test_nothing_beats_it_of_all_partitions_of_up_to_12_layers_with_all_minimal_choices(seed):
     costs, schedule, memory = instance(1000 + seed, most_layers=12)
     best = None
@@ -73,7 +74,7 @@ def test_nothing_beats_it_of_all_partitions_of_up_to_12_layers_with_all_minimal_
     check(costs, schedule, memory, best)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@for_each("seed", range(100))
 def test_nothing_beats_it_of_all_partitions_of_up_to_12_layers_where_all_fits(seed):
     costs, schedule, _ = instance(2000 + seed, most_layers=12)
     nothing = np.zeros(costs.num_layers, bool)
@@ -165,7 +166,7 @@ def models(seed):
     return random_model(rng, int(rng.integers(8, 24)), 8, most=10**6)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@for_each("seed", range(30))
 def test_after_a_change_of_a_percent_the_old_plan_is_at_most_two_percent_slower_than_a_new_one(
     seed,
 ):
@@ -185,7 +186,7 @@ def test_after_a_change_of_a_percent_the_old_plan_is_at_most_two_percent_slower_
         assert kept.step_ns <= 1.02 * new.step_ns
 
 
-@pytest.mark.parametrize("seed", range(8))
+@for_each("seed", range(8))
 def test_the_same_costs_give_the_same_plan(seed):
     costs = models(seed)
     schedule = schedule_for("1f1b", np.arange(5), costs.num_micro_batches)

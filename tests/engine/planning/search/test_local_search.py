@@ -1,7 +1,6 @@
 """Small moves from a partition."""
 
 import numpy as np
-import pytest
 
 from engine.planning.recompute import choose_recompute
 from engine.planning.search._bounds import layer_sums
@@ -13,10 +12,11 @@ from engine.planning.search.local_search import (
     neighbours,
 )
 from engine.simulator.evaluate import evaluate
+from support.cases import for_each
 from support.costs.random_costs import instance
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_each("seed", range(20))
 def test_small_moves_end_where_no_move_helps(seed):
     costs, schedule, memory = instance(5000 + seed, most_layers=12)
     evaluator = PartitionEvaluator(costs, schedule, memory, layer_sums(costs, schedule))

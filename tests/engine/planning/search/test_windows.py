@@ -3,7 +3,6 @@
 import itertools
 
 import numpy as np
-import pytest
 
 from engine.planning.search._windows import (
     Windows,
@@ -14,6 +13,7 @@ from engine.planning.search._windows import (
     prune,
 )
 from engine.planning.search.local_search import NEVER
+from support.cases import for_each
 
 
 def random_chain(rng):
@@ -58,7 +58,7 @@ def slowest(chain, places):
     return max(int(one.bound_ns[place]) for one, place in zip(chain, places, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(150))
+@for_each("seed", range(150))
 def test_bounds_pruning_and_joining_are_those_of_every_chain(seed):
     chain = random_chain(np.random.default_rng(seed))
     while True:

@@ -14,6 +14,7 @@ from engine.simulator.schedule import (
     one_f_one_b,
 )
 from engine.simulator.simulate import Deadlock
+from support.cases import for_each
 
 GRADS = (True, False)
 
@@ -57,7 +58,7 @@ def test_a_schedule_whose_passes_wait_for_each_other_is_refused():
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("seed", range(5))
+@for_each("seed", range(5))
 def test_what_one_rank_sends_is_what_another_receives(name, seed):
     rng = np.random.default_rng(seed)
     chunks = 2 if name == "interleaved" else 1
