@@ -24,6 +24,7 @@ from balance.presets import (
     model_from_dict,
     model_to_dict,
 )
+from support.cases import for_each
 
 TINY = {
     "name": "mine",
@@ -41,7 +42,7 @@ TINY = {
 }
 
 
-@pytest.mark.parametrize("name", preset_names("models"))
+@for_each("name", preset_names("models"))
 def test_a_shipped_model_survives_a_manifest_unchanged(name: str) -> None:
     preset = load_model(name)
     assert preset.name == name
@@ -169,7 +170,7 @@ def test_a_preset_of_the_users_extends_a_shipped_one(tmp_path: Path) -> None:
     assert preset.vision == replace(load_model("internvl_1_5").vision, max_patches=2)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("key", "value", "message"),
     [
         ("colour", 1, r"mine: unknown key colour; known: .*context_len"),

@@ -8,6 +8,7 @@ import pytest
 
 from engine.cli import main
 from engine.planning.plan import read_plan
+from support.cases import for_each
 
 EQUAL = (
     "--model",
@@ -147,7 +148,7 @@ def test_a_file_gives_what_options_do_not(call, tmp_path):
     assert call("plan", "--config", file)[0] == 2
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arguments", "status", "message"),
     [
         (("plan",), 2, "give a packed build, or --model with --images and --seq-len"),

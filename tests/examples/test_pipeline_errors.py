@@ -18,6 +18,7 @@ from support import EXAMPLES
 from support.builds.audio_build import build_heard
 from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples
+from support.cases import for_each
 from support.rank_programs.tuned_ranks import stated_profile
 
 DEADLINE_S = 60
@@ -120,7 +121,7 @@ def test_options_that_do_not_go_together_are_told_in_one_line(
     assert not said.out
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("option", "message"),
     [
         ("--save-every=0", "'0' is not a whole number above 0"),

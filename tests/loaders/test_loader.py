@@ -20,6 +20,7 @@ from support.builds.shard_fixture import (
     make_samples,
     write_build,
 )
+from support.cases import for_each
 
 NUM_SAMPLES = 90
 
@@ -286,7 +287,7 @@ def test_a_new_iterator_continues_in_the_middle_of_an_epoch(text_build):
     assert Counter(seen) == Counter(all_ids(text_build))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "message"),
     [
         ({"manifest_hash": "0"}, "belongs to another build"),
@@ -310,7 +311,7 @@ def test_a_wrong_state_is_refused_and_changes_nothing(text_build, change, messag
     assert loader.state_dict() == before
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "message"),
     [
         ({"rank": 2, "world": 2}, "dp_rank is 2"),

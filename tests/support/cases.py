@@ -6,13 +6,17 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 
-def for_each(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]], Any]:
+def for_each(
+    names: str | tuple[str, ...], cases: Iterable[Any]
+) -> Callable[[Callable[..., None]], Any]:
     """Run the test on all cases, one after another; a failure says which case it was.
 
     Takes its arguments as `pytest.mark.parametrize` does. Use that where fixtures must be fresh.
     """
-    arguments = [name.strip() for name in names.split(",")]
-    rows = [case if len(arguments) > 1 else (case,) for case in cases]
+    arguments = [names] if isinstance(names, str) else list(names)
+    rows = [(case,) if isinstance(names, str) else case for case in cases]
+    if not rows:
+        raise ValueError(f"no cases of {arguments}")
 
     def decorate(test: Callable[..., None]) -> Any:
         @functools.wraps(test)
@@ -22,7 +26,7 @@ def for_each(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]]
                 try:
                     test(**chosen, **fixtures)
                 except BaseException as error:
-                    error.add_note(", ".join(f"{name}={chosen[name]!r}" for name in arguments))
+                    error.add_note(", ".join(f"{name}={chosen[name]!r:.200}" for name in arguments))
                     raise
 
         signature = inspect.signature(test)

@@ -18,12 +18,13 @@ from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncod
 from balance.errors import DataError
 from balance.media.audio_tokens import AudioRejected, AudioRule, plan_audio
 from balance.presets import load_model
+from support.cases import for_each
 
 RULE = AudioRule(downsample=2)
 RATES = [8000, 11_025, 16_000, 22_050, 44_100, 48_000]
 
 
-@pytest.mark.parametrize("rate", RATES)
+@for_each("rate", RATES)
 def test_resampled_length_is_that_of_resample_poly(rate: int) -> None:
     for num_samples in [
         2000,
@@ -53,9 +54,7 @@ def qwen2_audio_lengths(num_samples: int) -> tuple[int, int, int]:
     return frames, int(encoder), int(llm)
 
 
-@pytest.mark.parametrize(
-    "num_samples", [481, 640, 641, 959, 960, 961, 15_999, 16_000, 16_001, 479_999, 480_000]
-)
+@for_each("num_samples", [481, 640, 641, 959, 960, 961, 15_999, 16_000, 16_001, 479_999, 480_000])
 def test_lengths_equal_those_of_qwen2_audio(num_samples: int) -> None:
     plan = plan_audio(RULE, num_samples, 16_000)
     assert (plan.num_frames, plan.num_encoder_tokens, plan.num_audio_tokens) == qwen2_audio_lengths(

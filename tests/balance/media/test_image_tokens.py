@@ -30,6 +30,7 @@ from balance.config import preset_names
 from balance.errors import DataError
 from balance.media.image_tokens import ImagePlan, ImageRejected, plan_image
 from balance.presets import AnyresRule, FixedRule, NativeRule, TilesRule, load_model
+from support.cases import for_each
 from support.oracles.reference_processors import random_image, reference_processor
 
 PRESETS = preset_names("models")
@@ -68,9 +69,7 @@ def _shape_only(size: Size) -> np.ndarray:
     return np.broadcast_to(np.uint8(0), (3, size[1], size[0]))
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in PRESETS if not isinstance(load_model(name).vision, NativeRule)]
-)
+@for_each("name", [name for name in PRESETS if not isinstance(load_model(name).vision, NativeRule)])
 def test_counts_equal_the_processors_on_random_sizes(name: str) -> None:
     preset = load_model(name)
     sizes = _sizes(seed=1)

@@ -16,6 +16,7 @@ from engine.cost_model.loads import Loads, PhaseLoads
 from engine.cost_model.operations import Attention, MatMul
 from engine.cost_model.parallel import Parallelism, Training
 from engine.simulator.evaluate import evaluate, schedule_for
+from support.cases import for_each
 
 INTERNVL, A100 = load_model("internvl_1_5"), load_cluster("a100_80g")
 OMNIBAL = Parallelism(tp=2, pp=4, dp=4)
@@ -151,7 +152,7 @@ def test_figure_2_is_slower_than_its_own_gpu_days_allow_and_ours_is_about_half_o
     assert large / small == pytest.approx(2.11, abs=0.03)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "tp", "stages", "recomputed"),
     [
         ("internvit_6b_llama3_8b", 1, [16, 17, 20, 24], [8, 7, 10, 24]),

@@ -8,6 +8,7 @@ from balance.config import preset_names
 from balance.errors import ConfigError
 from engine.cost_model.clusters import load_cluster
 from engine.cost_model.parallel import Parallelism, Training
+from support.cases import for_each
 
 PROMISED = ["a100_80g", "a100_80g_4gpu", "a100_80g_half_network", "gh200", "h100", "h200"]
 
@@ -16,7 +17,7 @@ def test_the_promised_clusters_are_shipped():
     assert preset_names("clusters") == PROMISED
 
 
-@pytest.mark.parametrize("name", PROMISED)
+@for_each("name", PROMISED)
 def test_a_shipped_cluster_loads_under_its_name_and_is_no_faster_than_its_data_sheet(name):
     cluster = load_cluster(name)
     assert cluster.name == name
@@ -107,7 +108,7 @@ def test_an_impossible_parallelism_is_an_error(wrong):
         Parallelism(**wrong)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("zero_stage", "trained", "per_param"),
     [
         (0, True, 18),

@@ -10,6 +10,7 @@ from balance.presets import load_model, model_from_dict, model_to_dict
 from engine.cost_model.layer_list import layers_of, phases_of
 from engine.cost_model.operations import MatMul
 from engine.cost_model.parallel import Parallelism
+from support.cases import for_each
 
 ONE, TWO = Parallelism(), Parallelism(tp=2)
 
@@ -36,9 +37,7 @@ def test_layers_stand_in_the_order_in_which_a_micro_batch_passes_them():
     assert heard.index("audio_projector") == 33 == heard.index("patch_embedding") - 1
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in preset_names("models") if load_model(name).has_dimensions]
-)
+@for_each("name", [name for name in preset_names("models") if load_model(name).has_dimensions])
 def test_weights_of_all_products_are_the_layers_parameters_but_for_norms(name):
     for layer in set(layers_of(load_model(name), ONE)):
         weights = sum(

@@ -7,6 +7,7 @@ import pytest
 from balance.presets import load_model
 from engine.cost_model.layer_list import layers_of
 from engine.cost_model.parallel import Parallelism
+from support.cases import for_each
 
 BILLIONS = {
     # published parameters of vision encoder and language model: model cards of OpenGVLab, BAAI,
@@ -45,7 +46,7 @@ def parameters(name, part, *, without=()):
     )
 
 
-@pytest.mark.parametrize("name", BILLIONS)
+@for_each("name", BILLIONS)
 def test_every_part_has_its_published_number_of_parameters(name):
     vision, llm = BILLIONS[name]
     assert parameters(name, "vision") == pytest.approx(vision, rel=0.02)
@@ -68,7 +69,7 @@ def test_pipetunes_3b_has_2_billion_parameters_by_the_papers_own_dimensions():
     assert parameters("pipetune_3b", "llm") == pytest.approx(2.07, rel=0.01)
 
 
-@pytest.mark.parametrize("name", TABLE_9)
+@for_each("name", TABLE_9)
 def test_table_9_shares_out_all_transformer_layers(name):
     model = load_model(name)
     assert model.vit.num_layers + model.llm.num_layers == sum(TABLE_9[name])

@@ -41,7 +41,7 @@ def options_of(name, ranks_per_node=4):
     return DispatchOptions(ranks_per_node=ranks_per_node, **OPTIONS[name])
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@for_each("name", OPTIONS)
 @for_each("seed", range(8))
 def test_every_example_is_worked_on_once_in_each_phase_that_it_has(name, seed):
     examples = examples_of(seed, uneven=seed % 2 == 1)
@@ -61,7 +61,7 @@ def test_every_example_is_worked_on_once_in_each_phase_that_it_has(name, seed):
         assert plan.phases[phase].balanced.tokens.tolist() == loads
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@for_each("name", OPTIONS)
 @for_each("seed", range(8))
 def test_features_go_to_the_llm_as_if_they_had_gone_home_first(name, seed):
     examples = examples_of(seed, uneven=seed % 2 == 1)

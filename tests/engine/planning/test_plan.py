@@ -9,6 +9,7 @@ import pytest
 from balance.errors import ConfigError, DataError
 from engine.planning import planner
 from engine.planning.plan import plan_from_json, read_plan, write_plan
+from support.cases import for_each
 from support.costs.plan_questions import plan_request, uneven_loads
 
 
@@ -57,7 +58,7 @@ def with_own_hash(values):
     return {**values, "inputs_hash": hashlib.sha256(text.encode()).hexdigest()}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("path", "value", "message"),
     [
         (("version",), 2, "here: plan version 2; this isobatch reads version 1: plan again"),
@@ -93,8 +94,8 @@ def test_what_is_not_a_plan_is_refused(plan, path, value, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("value", [None, "x", -1, [], {}, [1], 10**25, 1.5, True])
-@pytest.mark.parametrize(
+@for_each("value", [None, "x", -1, [], {}, [1], 10**25, 1.5, True])
+@for_each(
     "path",
     [
         (),

@@ -15,6 +15,7 @@ from engine.simulator.schedule import (
     one_f_one_b,
     zero_bubble,
 )
+from support.cases import for_each
 
 SIZES = [(1, 1), (1, 5), (2, 1), (2, 3), (4, 2), (4, 4), (4, 9), (7, 5)]
 
@@ -40,8 +41,8 @@ def under_way(actions):
     return most
 
 
-@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
-@pytest.mark.parametrize("name", SCHEDULES)
+@for_each(("stages", "micro_batches"), SIZES)
+@for_each("name", SCHEDULES)
 def test_every_stage_runs_every_micro_batch_once_each_way(name, stages, micro_batches):
     schedule = make_schedule(name, stages, micro_batches, 3 if name == "interleaved" else 1)
     kinds = (
@@ -59,14 +60,14 @@ def test_every_stage_runs_every_micro_batch_once_each_way(name, stages, micro_ba
     assert len(schedule) == wanted.total()
 
 
-@pytest.mark.parametrize(("ranks", "micro_batches"), SIZES)
-@pytest.mark.parametrize("chunks", [1, 2, 4])
+@for_each(("ranks", "micro_batches"), SIZES)
+@for_each("chunks", [1, 2, 4])
 def test_rank_r_runs_every_stage_that_leaves_the_rest_r(ranks, chunks, micro_batches):
     for rank, own in enumerate(all_of(interleaved(ranks, chunks, micro_batches))):
         assert {action.stage for action in own} == {rank + chunk * ranks for chunk in range(chunks)}
 
 
-@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
+@for_each(("stages", "micro_batches"), SIZES)
 def test_1f1b_and_zero_bubble_have_as_many_micro_batches_under_way_as_stages_are_left(
     stages, micro_batches
 ):
@@ -87,7 +88,7 @@ def test_1f1b_and_zero_bubble_have_as_many_micro_batches_under_way_as_stages_are
         ]
 
 
-@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
+@for_each(("stages", "micro_batches"), SIZES)
 def test_zero_bubble_keeps_no_more_than_the_first_stage_of_1f1b(stages, micro_batches):
     # ZB-H1's memory: the first s weight gradients of stage s wait, which has s fewer micro-batches
     # under way
@@ -103,7 +104,7 @@ def test_zero_bubble_leaves_weight_gradients_for_the_end():
     ]
 
 
-@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
+@for_each(("stages", "micro_batches"), SIZES)
 def test_interleaving_one_stage_per_rank_runs_in_1f1b_order_but_for_its_warm_up(
     stages, micro_batches
 ):

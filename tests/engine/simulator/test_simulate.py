@@ -175,8 +175,8 @@ def test_sends_to_one_rank_go_one_after_the_other():
     assert sent.end_ns[forward].tolist() == [11, 21]
 
 
-@pytest.mark.parametrize("micro_batches", [4, 5, 8, 16])
-@pytest.mark.parametrize("stages", [2, 4])
+@for_each("micro_batches", [4, 5, 8, 16])
+@for_each("stages", [2, 4])
 def test_1f1b_and_gpipe_wait_for_one_micro_batch_per_other_stage(stages, micro_batches):
     costs = constant_stages(stages, micro_batches)
     for schedule in (one_f_one_b(stages, micro_batches), gpipe(stages, micro_batches)):
@@ -198,10 +198,10 @@ def test_interleaving_divides_the_bubble_by_the_stages_per_rank(ranks, chunks):
     assert timeline.step_ns - 3 * chunks * micro_batches == 3 * (ranks - 1)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("forward", "input_grad", "weight_grad"), [(1, 1, 1), (10, 10, 10), (10, 11, 9), (10, 12, 10)]
 )
-@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+@for_each("stages", [2, 3, 4, 8])
 def test_zero_bubble_waits_as_its_paper_says(stages, forward, input_grad, weight_grad):
     # ZB-H1 (arXiv 2401.10241, table 1): (stages - 1) (F + B - W), against (stages - 1) (F + B + W)
     micro_batches = 2 * stages
@@ -215,8 +215,8 @@ def test_zero_bubble_waits_as_its_paper_says(stages, forward, input_grad, weight
     assert bubble == (stages - 1) * (forward + input_grad - weight_grad)
 
 
-@pytest.mark.parametrize("ranks", range(1, 7))
-@pytest.mark.parametrize("chunks", [1, 2, 3, 5])
+@for_each("ranks", range(1, 7))
+@for_each("chunks", [1, 2, 3, 5])
 def test_interleaving_never_stands_still(ranks, chunks):
     for micro_batches in range(1, 3 * ranks + 3):
         schedule = interleaved(ranks, chunks, micro_batches)

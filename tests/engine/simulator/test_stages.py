@@ -58,7 +58,7 @@ def test_one_stage_sends_nothing(seed):
     assert not stages.send_back_ns.any()
 
 
-@pytest.mark.parametrize("borders", [[0], [0, 3], [1, 4], [0, 2, 2, 4], [0, 3, 2, 4], [0, 5]])
+@for_each("borders", [[0], [0, 3], [1, 4], [0, 2, 2, 4], [0, 3, 2, 4], [0, 5]])
 def test_a_wrong_partition_is_named(borders):
     costs = random_costs(np.random.default_rng(0), 4, 2)
     with pytest.raises(ConfigError) as error:

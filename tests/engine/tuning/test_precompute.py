@@ -56,8 +56,8 @@ def test_what_the_search_counts_with_is_what_the_simulator_says(name, seed):
         assert step.timeline.step_ns == times_of_orders(problem, order[np.newaxis])[0]
 
 
-@pytest.mark.parametrize("where", ["own", "any"])
-@pytest.mark.parametrize("name", NAMES)
+@for_each("where", ["own", "any"])
+@for_each("name", NAMES)
 @for_each("seed", range(25))
 def test_every_encoding_ends_before_its_micro_batch_enters_and_all_work_is_done_once(
     name, where, seed
@@ -116,8 +116,8 @@ def test_features_of_no_more_micro_batches_wait_than_allowed(window, seed):
     assert window or not begins
 
 
-@pytest.mark.parametrize("where", ["own", "any"])
-@pytest.mark.parametrize("name", NAMES)
+@for_each("where", ["own", "any"])
+@for_each("name", NAMES)
 @for_each("seed", range(15))
 def test_peaks_are_those_of_adding_up_what_lies_in_memory_during_each_operation(name, where, seed):
     problem, encoder, order = case_of(seed, name, where)

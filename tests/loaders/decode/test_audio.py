@@ -16,6 +16,7 @@ from scipy.signal import resample_poly
 from balance.errors import DataError
 from balance.media.audio_tokens import AudioRule
 from loaders.decode.audio import decode_audio
+from support.cases import for_each
 
 RULE = AudioRule(downsample=2)
 RATE = RULE.sampling_rate
@@ -41,8 +42,8 @@ WAVS = [
 ]
 
 
-@pytest.mark.parametrize(("form", "subtype"), WAVS)
-@pytest.mark.parametrize("channels", [1, 2, 5])
+@for_each(("form", "subtype"), WAVS)
+@for_each("channels", [1, 2, 5])
 def test_wav_samples_are_soundfiles(
     form: str, subtype: str, channels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +112,7 @@ def _header(
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("data", "reason"),
     [
         (b"", "Error|unknown|recogni"),

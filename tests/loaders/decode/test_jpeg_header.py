@@ -13,6 +13,7 @@ from PIL import Image
 from balance.errors import DataError
 from balance.media.jpeg import plain_jpeg_size
 from loaders.decode.image import decode, decode_pixels
+from support.cases import for_each
 from support.oracles.reference_processors import random_image
 
 IMAGE = random_image(np.random.default_rng(0), 40, 30)
@@ -30,15 +31,13 @@ def exif(orientation: int) -> Image.Exif:
     return made
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"progressive": True}, {"comment": b"Exif"}, {"icc_profile": b"profile"}]
-)
-@pytest.mark.parametrize("mode", ["RGB", "L"])
+@for_each("options", [{}, {"progressive": True}, {"comment": b"Exif"}, {"icc_profile": b"profile"}])
+@for_each("mode", ["RGB", "L"])
 def test_plain_ones(mode: str, options: dict[str, Any]) -> None:
     assert plain_jpeg_size(memoryview(encoded(IMAGE.convert(mode), **options))) == (40, 30)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "content",
     [
         encoded(exif=exif(6)),
@@ -52,7 +51,6 @@ def test_plain_ones(mode: str, options: dict[str, Any]) -> None:
         b"\xff\xd8",
         b"\xff\xd8\xff",
     ],
-    ids=["turned", "exif", "xmp", "cmyk", "png", "several", "cut", "empty", "start", "marker"],
 )
 def test_all_others_are_left_to_pillow(content: bytes) -> None:
     assert plain_jpeg_size(memoryview(content)) is None

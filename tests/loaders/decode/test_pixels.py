@@ -26,6 +26,7 @@ from loaders.decode.pixels import (
     patch_shape,
 )
 from loaders.decode.resize import LEVELS
+from support.cases import for_each
 from support.oracles.reference_processors import random_image, reference_processor
 
 PRESETS = preset_names("models")
@@ -63,7 +64,7 @@ def _checked_images() -> list[Image.Image]:
     return [random_image(rng, width, height) for width, height in sizes]
 
 
-@pytest.mark.parametrize("name", CHECKED)
+@for_each("name", CHECKED)
 def test_exact_pixels_equal_the_reference_processors(name: str) -> None:
     rule = load_model(name).vision
     for image in _checked_images():
@@ -104,7 +105,7 @@ def test_pixels_are_within_the_stated_levels_of_the_reference_processors(
     assert np.mean(off_by) <= MEAN_LEVELS
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@for_each("name", PRESETS)
 def test_rows_of_pixels_are_the_planned_patches(name: str) -> None:
     rule = load_model(name).vision
     for width, height in [(1, 1), (3, 500), (500, 3), (199, 1), (57, 55), (640, 480), (1000, 999)]:
@@ -151,7 +152,7 @@ def test_no_rows_normalise_to_no_rows() -> None:
         assert len(normalize(rule, torch.empty((0, *patch_shape(rule)), dtype=torch.uint8))) == 0
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
+@for_each("orientation", range(1, 9))
 def test_decoding_turns_the_image_as_load_image_does(orientation: int) -> None:
     image = random_image(np.random.default_rng(orientation), 40, 24)
     exif = Image.Exif()
@@ -171,7 +172,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("file_format", "mode"), [(name, mode) for name, modes in MODES.items() for mode in modes]
 )
 def test_decoding_makes_rgb_of_every_mode_as_load_image_does(file_format: str, mode: str) -> None:
@@ -273,7 +274,7 @@ def _decode_error(data: bytes) -> str | None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
-@pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP"])
+@for_each("file_format", ["PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP"])
 def test_damaged_bytes_are_a_data_error_of_one_line_or_an_image(file_format: str) -> None:
     rng = np.random.default_rng(11)
     whole = _encoded(random_image(rng, 64, 48), format=file_format)

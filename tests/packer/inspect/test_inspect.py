@@ -32,6 +32,7 @@ from packer.progress import StageProgress
 from shards.manifest import read_manifest
 from shards.stored_group import read_index_row
 from support.builds.raw_data import good_records, options, record, write_dataset
+from support.cases import for_each
 
 TOKENIZER = str(demo_tokenizer_path())
 FORMATS = ("arrow", "webdataset", "refs")
@@ -279,7 +280,7 @@ def test_thumbnails_are_small_upright_and_keep_their_shape(builds):
     assert image.problem == ""
 
 
-@pytest.mark.parametrize("mode", ["RGB", "L", "P", "1", "CMYK", "RGBA", "LA", "I;16", "F"])
+@for_each("mode", ["RGB", "L", "P", "1", "CMYK", "RGBA", "LA", "I;16", "F"])
 def test_every_kind_of_picture_has_a_thumbnail(mode):
     buffer = io.BytesIO()
     Image.new(mode, (400, 10)).save(

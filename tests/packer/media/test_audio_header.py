@@ -18,6 +18,7 @@ from scipy.io import wavfile
 from packer.media.audio_header import AudioHeader, read_audio_header
 from packer.records.media import SampleProblem
 from support import ROOT
+from support.cases import for_each
 
 SHARED = ROOT.parent / "shared"
 SPEECH = SHARED / "corpora" / "speech"
@@ -74,8 +75,8 @@ def flac(
     return b"fLaC\x80\0\0\x22" + sizes + packed.to_bytes(8, "big") + bytes(16) + frames
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "int16", "int32", "float32", "float64"])
-@pytest.mark.parametrize(
+@for_each("dtype", ["uint8", "int16", "int32", "float32", "float64"])
+@for_each(
     ("num_samples", "channels", "rate"), [(1, 1, 8000), (999, 2, 44_100), (16_001, 6, 16_000)]
 )
 def test_a_wav_file_is_as_long_as_what_scipy_reads(
@@ -113,7 +114,7 @@ def test_the_streaminfo_of_a_flac_file() -> None:
     assert read(longest) == AudioHeader((1 << 36) - 1, 655_350, 8, 42)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("data", "reason", "detail"),
     [
         (b"", "corrupt_audio", "the file is empty"),
@@ -188,7 +189,7 @@ def test_other_kinds_without_soundfile_say_what_to_install(
 
 
 @needs_soundfile
-@pytest.mark.parametrize(
+@for_each(
     ("form", "subtype"),
     [
         ("FLAC", "PCM_16"),

@@ -9,6 +9,7 @@ from PIL import Image, ImageOps, PngImagePlugin
 from balance.media.jpeg import HEAD_BYTES, jpeg_size
 from packer.media.image_header import read_header
 from packer.records.media import SampleProblem
+from support.cases import for_each
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (40, 60, 3), dtype=np.uint8)
 
@@ -32,7 +33,7 @@ def header_of(data, **options):
     return read_header(io.BytesIO(data), "a.img", **options)
 
 
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
+@for_each("form", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
 def test_size_is_that_of_the_decoded_image(form):
     data = encode(form)
     header = header_of(data)
@@ -40,8 +41,8 @@ def test_size_is_that_of_the_decoded_image(form):
     assert header.num_bytes == len(data)
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+@for_each("orientation", range(1, 9))
+@for_each("form", ["JPEG", "PNG", "WEBP"])
 def test_exif_orientation_is_honoured_as_the_decoder_does(form, orientation):
     data = encode(form, orientation)
     header = header_of(data)
@@ -74,8 +75,8 @@ def test_orientation_in_the_xmp_text_of_a_png_counts_as_the_decoder_counts_it():
     assert (header.width, header.height) == decoded_size(data)
 
 
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
-@pytest.mark.parametrize("keep", [0.05, 0.5, 0.97])
+@for_each("form", ["JPEG", "PNG", "WEBP"])
+@for_each("keep", [0.05, 0.5, 0.97])
 def test_a_file_cut_short_is_corrupt(form, keep):
     data = encode(form)
     with pytest.raises(SampleProblem, match="corrupt_image"):
@@ -127,8 +128,8 @@ def test_a_decompression_bomb_is_refused_by_its_header():
         header_of(bytes(data))
 
 
-@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-@pytest.mark.parametrize(
+@for_each("mode", ["RGB", "L", "CMYK"])
+@for_each(
     "options",
     [{}, {"progressive": True}, {"quality": 95, "subsampling": 0}, {"comment": b"x" * 5000}],
 )

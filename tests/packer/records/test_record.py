@@ -1,9 +1,8 @@
-import pytest
-
 from packer.records.media import Media
 from packer.records.record import REASONS, RawRecord, RawSample, Rejected
 from packer.records.schemas import parse_record
 from packer.text.chat_tokenizer import Turn
+from support.cases import for_each
 
 ASK = {"from": "human", "value": "<image>\nWhat?"}
 ANSWER = {"from": "gpt", "value": "That."}
@@ -47,7 +46,7 @@ def test_an_image_without_a_marker_stands_before_the_first_user_turn():
     assert [turn.text for turn in sample.turns] == ["S", "<image>\n<image>\nWhat?", "That."]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("value", "reason"),
     [
         ([1, 2], "not_an_object"),

@@ -12,6 +12,7 @@ from packer.records.media import Media, SampleProblem, open_media
 from packer.records.record import REASONS, RawRecord, RawSample, Rejected
 from packer.records.schemas import CONTENT_KEYS, RECORD_KEYS, ROLES, parse_record
 from shards.folders import LocalFolder
+from support.cases import for_each
 
 ASK = {"from": "human", "value": "<image>\nWhat?"}
 ANSWER = {"from": "gpt", "value": "That."}
@@ -276,13 +277,13 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@for_each("name", SHAPES)
 def test_each_shape_becomes_turns_and_files_in_their_order(name):
     value, *expected = SHAPES[name]
     assert list(content(value)) == expected
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@for_each("name", SHAPES)
 def test_a_table_needs_no_column_that_is_not_in_record_keys(name):
     value, *expected = SHAPES[name]
     assert (
@@ -384,7 +385,7 @@ DAMAGED = [
 ]
 
 
-@pytest.mark.parametrize(("value", "reason"), DAMAGED)
+@for_each(("value", "reason"), DAMAGED)
 def test_what_is_damaged_is_rejected_with_its_reason(value, reason):
     rejected = parse(value)
     assert isinstance(rejected, Rejected), rejected

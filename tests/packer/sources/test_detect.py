@@ -11,6 +11,7 @@ from balance.errors import ConfigError, DataError
 from packer.sources.detect import locate
 from packer.sources.hub import HubId, choose_parquet, fetch_parquet, parse_hub_id
 from packer.sources.splits import split_of
+from support.cases import for_each
 
 KNOWN = ["demo", "llava665k"]
 
@@ -98,7 +99,7 @@ def test_what_is_not_there_is_one_line_that_lists_the_known_names(tmp_path):
             locate(str(place), known=KNOWN)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "split"),
     [
         ("train.parquet", "train"),
@@ -126,7 +127,7 @@ CONVERTED = [
 ]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("place", "names", "chosen"),
     [
         ("o/n", ["data/test-00000-of-00001.parquet", "data/train-00000-of-00001.parquet"], [1]),

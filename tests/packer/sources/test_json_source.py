@@ -9,6 +9,7 @@ from balance.errors import DataError
 from packer.sources import _json_records as json_records
 from packer.sources._json_records import read_json_records
 from shards.folders import open_folder
+from support.cases import for_each
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 records = st.fixed_dictionaries(
@@ -80,9 +81,9 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("block", [16, 1 << 20])
-@pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("layout", ["array", "indented array", "lines"])
+@for_each("block", [16, 1 << 20])
+@for_each("damage", DAMAGE)
+@for_each("layout", ["array", "indented array", "lines"])
 def test_one_broken_record_costs_that_record(tmp_path, monkeypatch, layout, damage, block):
     monkeypatch.setattr(json_records, "BLOCK_BYTES", block)
     rows = [turns(i) for i in range(8)]

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packer.text.chat_template import ChatTemplate, TemplateRefusedError
+from support.cases import for_each
 
 COPIES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>\n{% endfor %}"
 STRIPS = COPIES.replace("m.content", "m.content | trim")
@@ -99,7 +100,7 @@ def test_a_template_that_copies_is_rendered_once_per_conversation(monkeypatch):
     assert [text[a:b] for a, b in spans] == ["bbbbb</assistant>\n"]
 
 
-@pytest.mark.parametrize("looks", LOOKS)
+@for_each("looks", LOOKS)
 def test_a_template_that_looks_into_texts_gets_the_spans_of_its_renderings(looks):
     """Each conversation has the shape of the one before, but other texts."""
     template = ChatTemplate("{% for m in messages %}" + LOOKS[looks] + ";{% endfor %}" + PROMPT, {})

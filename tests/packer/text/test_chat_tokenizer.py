@@ -22,6 +22,7 @@ from packer.demo.dataset import demo_tokenizer_path
 from packer.text.chat_tokenizer import ChatTokenizer, EncodedText, TextRejected, Turn
 from packer.write.expand_placeholders import expand
 from support import ROOT
+from support.cases import for_each
 
 SHARED = ROOT.parent / "shared"
 INTERNVL = ImageMarkup(prefix="<img>", suffix="</img>", token="<IMG_CONTEXT>")
@@ -383,7 +384,7 @@ def test_content_lists_get_the_markup_when_the_template_writes_no_image_of_its_o
     assert reference("demo").decode(encoded.input_ids) == "USER: a <img><IMG_CONTEXT></img> b "
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("template", "turns", "reason", "detail"),
     [
         (None, [Turn("user", "a\ud800b")], "invalid_utf8", "character 1"),
