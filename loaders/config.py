@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 
 from balance.errors import ConfigError
-from balance.presets import ModelPreset
 from balance.steps.step_planner import StepPlanner
-from loaders.batch.collate import AudioForm, MediaOptions
-from loaders.decode.log_mel import MEL_BINS
 from loaders.plan.steps import Order, Remainder, StepConfig
 from loaders.read.build import StorageOptions
+
+AudioForm = Literal["waveform", "features", "windows"]
 
 _CHOICES = {
     "remainder": get_args(Remainder),
@@ -130,18 +129,6 @@ class LoaderConfig:
             seed=self.seed,
             remainder=self.remainder,
             order=self.order,
-        )
-
-    def media_options(self, model: ModelPreset) -> MediaOptions:
-        """The part that decoding takes, with the model's audio rule and its encoder's mel bins."""
-        encoder = model.audio_encoder
-        return MediaOptions(
-            audio_rule=model.audio,
-            audio=self.audio,
-            mel_bins=encoder.frame_values if encoder else MEL_BINS,
-            exact_resize=self.exact_resize,
-            reduced_decode=self.reduced_decode,
-            decode_images=self.decode_images,
         )
 
 

@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
-import torch
 from torch.utils.data import get_worker_info
 
 from balance.errors import ConfigError
@@ -74,14 +73,7 @@ class StreamingLoader:
         source = _epoch_source(builds, [weight for _, weight in datasets], config)
         self._steps = Steps(source, config.step_config(), self.model.vision_unit, config.planner)
         self._reader, self._meter = SampleReader(builds), Meter()
-        self._builder = StepBuilder(
-            self._reader,
-            self.model.vision,
-            config.pixel_dtype,
-            config.media_options(self.model),
-            torch.device(config.device) if config.device is not None else None,
-            self._meter,
-        )
+        self._builder = StepBuilder(self._reader, self.model, config, self._meter)
         self._pid = os.getpid()
         self._running: Prefetcher[StepPlan, MicroBatch] | None = None
 

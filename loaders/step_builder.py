@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from balance.presets import NativeRule, VisionRule
-from loaders.batch.collate import MediaOptions, collate
+from balance.presets import ModelPreset, NativeRule
+from loaders.batch.collate import collate
 from loaders.batch.micro_batch import MicroBatch
+from loaders.config import LoaderConfig
 from loaders.decode import pixels
 from loaders.plan.selection import Selection
 from loaders.plan.steps import StepPlan, Steps
@@ -94,24 +95,19 @@ def plans_ahead(steps: Steps, reader: SampleReader) -> Iterator[StepPlan]:
 
 
 class StepBuilder:
-    """Makes steps of plans; `device` is that of their tensors, None for ordinary memory."""
+    """Makes steps of plans."""
 
     def __init__(
-        self,
-        reader: SampleReader,
-        rule: VisionRule,
-        pixel_dtype: torch.dtype,
-        media: MediaOptions,
-        device: torch.device | None,
-        meter: Meter,
+        self, reader: SampleReader, model: ModelPreset, config: LoaderConfig, meter: Meter
     ) -> None:
-        self._reader, self._rule, self._pixel_dtype, self._media = reader, rule, pixel_dtype, media
-        self._device, self._meter = device, meter
-        self._pin = device is not None and device.type == "cuda" and torch.cuda.is_available()
-        repeats = 1
-        if isinstance(rule, NativeRule) and pixel_dtype != torch.uint8:
-            repeats = rule.temporal_patch_size
-        self._row_bytes = math.prod(pixels.patch_shape(rule)) * pixel_dtype.itemsize * repeats
+        self._reader, self._model, self._config, self._meter = reader, model, config, meter
+        self._device = None if config.device is None else torch.device(config.device)
+        is_cuda = self._device is not None and self._device.type == "cuda"
+        self._pin = is_cuda and torch.cuda.is_available()
+        rule, dtype = model.vision, config.pixel_dtype
+        repeats = rule.temporal_patch_size if isinstance(rule, NativeRule) else 1
+        repeats = 1 if dtype == torch.uint8 else repeats
+        self._row_bytes = math.prod(pixels.patch_shape(rule)) * dtype.itemsize * repeats
 
     def task(self, plan: StepPlan) -> PrefetchTask[StepPlan, MicroBatch]:
         """What there is to do for a step: a part per micro-batch and per encoder's batch."""
@@ -145,8 +141,8 @@ class StepBuilder:
         elif raw is not None and plan.encoders:
             raw = without_media(raw, plan.encoders)
         num_bytes = 0 if raw is None else stored_bytes(raw)
-        batch = collate(raw, self._rule, self._pixel_dtype, plan.totals, self._media)
-        if self._media.decode_images:
+        batch = collate(raw, self._model, self._config, plan.totals)
+        if self._config.decode_images:
             self._reader.release(selection)
         if self._pin:
             batch = batch.pin_memory()

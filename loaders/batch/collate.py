@@ -8,10 +8,8 @@ with what was counted.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from operator import sub
-from typing import Literal
 
 import numpy as np
 import torch
@@ -22,8 +20,9 @@ from torch import Tensor
 from balance.errors import ConfigError, DataError
 from balance.media.audio_tokens import AudioRule, plan_audio
 from balance.media.image_tokens import ImagePlan, plan_image
-from balance.presets import NativeRule, VisionRule
+from balance.presets import ModelPreset, NativeRule, VisionRule
 from loaders.batch.micro_batch import MicroBatch
+from loaders.config import AudioForm, LoaderConfig
 from loaders.decode import pixels
 from loaders.decode.audio import decode_audio
 from loaders.decode.image import decode, decode_pixels
@@ -32,40 +31,19 @@ from loaders.decode.resize import Pixels
 from loaders.plan.steps import StepTotals
 from shards.decode import StoredGroup
 
-AudioForm = Literal["waveform", "features", "windows"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MediaOptions:
-    """How images and audio clips become tensors; made and checked by `loaders.LoaderConfig`."""
-
-    audio_rule: AudioRule | None = None
-    """Rule of the clips; None for a model that has no audio encoder."""
-    audio: AudioForm = "waveform"
-    mel_bins: int = MEL_BINS
-    """Values of each frame of the features."""
-    exact_resize: bool = False
-    reduced_decode: bool = False
-    decode_images: bool = True
-
-
-IMAGES_ONLY = MediaOptions()
-
 
 def collate(
     raw: StoredGroup | None,
-    rule: VisionRule,
-    pixel_dtype: torch.dtype,
+    model: ModelPreset,
+    config: LoaderConfig,
     totals: StepTotals,
-    media: MediaOptions = IMAGES_ONLY,
 ) -> MicroBatch:
     """The micro-batch of a group, or an empty one for None.
 
     DataError names the sample whose image or audio clip cannot be used; ConfigError says that there
-    are clips, but `media` has no rule for them.
+    are clips, but `model` has no rule for them.
     """
-    if raw is None:
-        raw = EMPTY_GROUP
+    rule, raw = model.vision, raw or EMPTY_GROUP
     plan_of = _cached_plans(rule)
     plans = [plan_of(width, height) for height, width in raw.image_sizes.tolist()]
     is_native = isinstance(rule, NativeRule)
@@ -77,12 +55,12 @@ def collate(
         labels=labels,
         position_ids=position_ids,
         cu_seqlens=torch.from_numpy(raw.cu_seqlens.copy()),
-        pixel_values=_pixel_values(raw, plans, rule, pixel_dtype, media),
-        images=() if media.decode_images else raw.images,
+        pixel_values=_pixel_values(raw, plans, rule, config),
+        images=() if config.decode_images else raw.images,
         patches_per_image=_int64([plan.num_patches for plan in plans]),
         image_sizes=_int64(raw.image_sizes),
         image_grid_thw=_int64(grids).reshape(-1, 3) if is_native else None,
-        **_audio_fields(raw, media),
+        **_audio_fields(raw, model, config.audio),
         num_loss_tokens=totals.num_loss_tokens,
         num_step_samples=totals.num_samples,
     )
@@ -134,62 +112,57 @@ EMPTY_GROUP = StoredGroup(
 
 
 def _pixel_values(
-    raw: StoredGroup,
-    plans: Sequence[ImagePlan],
-    rule: VisionRule,
-    dtype: torch.dtype,
-    media: MediaOptions,
+    raw: StoredGroup, plans: Sequence[ImagePlan], rule: VisionRule, config: LoaderConfig
 ) -> Tensor:
     """Pixels of all images, in the layout of `MicroBatch.pixel_values`; no rows without images."""
     # there may be more sizes than images: those of images that are encoded elsewhere
-    num_images = len(raw.images) if media.decode_images else 0
+    num_images, dtype = len(raw.images) if config.decode_images else 0, config.pixel_dtype
     rows = [pixels.num_rows(rule, plan) for plan in plans[:num_images]]
     if not rows:
         return _no_pixels(rule, dtype)
     # one tensor for all, because joining one per image would copy every pixel once more
-    cut = pixels.empty_rows(rule, sum(rows))
-    memory, start = pixels.memory_of(rule, cut), 0
-    for place, count in enumerate(rows):
-        _cut_image(memory[start : start + count], raw, place, plans[place], rule, media)
+    patches = pixels.empty_patches(rule, sum(rows))
+    memory, start = pixels.patch_memory(rule, patches), 0
+    for image, count in enumerate(rows):
+        _write_image(memory[start : start + count], raw, image, plans[image], rule, config)
         start += count
-    return cut if dtype == torch.uint8 else pixels.normalize(rule, cut).to(dtype)
+    return patches if dtype == torch.uint8 else pixels.normalize(rule, patches).to(dtype)
 
 
 @lru_cache
 def _no_pixels(rule: VisionRule, dtype: torch.dtype) -> Tensor:
-    empty = pixels.empty_rows(rule, 0)
+    empty = pixels.empty_patches(rule, 0)
     return empty if dtype == torch.uint8 else pixels.normalize(rule, empty).to(dtype)
 
 
-def _cut_image(
+def _write_image(
     memory: Pixels,
     raw: StoredGroup,
-    place: int,
+    number: int,
     plan: ImagePlan,
     rule: VisionRule,
-    media: MediaOptions,
+    config: LoaderConfig,
 ) -> None:
     """Write the raw patches of one image into `memory`."""
-    height, width = (int(side) for side in raw.image_sizes[place])
+    height, width = raw.image_sizes[number].tolist()
+    size, content = (width, height), raw.images[number]
     try:
-        if media.exact_resize or media.reduced_decode:
-            reduced = rule if media.reduced_decode else None
-            image: Image.Image | Pixels = decode(
-                raw.images[place], counted=(width, height), rule=reduced
-            )
+        if config.exact_resize or config.reduced_decode:
+            reduced = rule if config.reduced_decode else None
+            image: Image.Image | Pixels = decode(content, counted=size, rule=reduced)
         else:
-            target = pixels.uncut(memory, rule, plan, width, height)
-            image = decode_pixels(raw.images[place], counted=(width, height), target=target)
+            target = pixels.decode_target(memory, rule, plan, size)
+            image = decode_pixels(content, counted=size, target=target)
             if target is not None:
                 return
     except DataError as error:
-        raise DataError(f"{_owner(raw, raw.image_samples[place])}: {error}; {_ADVICE}") from error
-    pixels.cut_into(memory, rule, image, plan, exact=media.exact_resize)
+        raise _named(error, raw, raw.image_samples[number]) from error
+    pixels.write_patches(memory, rule, image, plan, exact=config.exact_resize)
 
 
-def _audio_fields(raw: StoredGroup, media: MediaOptions) -> dict[str, Tensor]:
+def _audio_fields(raw: StoredGroup, model: ModelPreset, form: AudioForm) -> dict[str, Tensor]:
     """The audio fields of a `MicroBatch`; none for a model that has no audio encoder."""
-    rule = media.audio_rule
+    rule = model.audio
     if rule is None:
         if len(raw.audios):
             raise ConfigError(
@@ -197,7 +170,7 @@ def _audio_fields(raw: StoredGroup, media: MediaOptions) -> dict[str, Tensor]:
                 "use the model preset of the build"
             )
         return {}
-    clips = [_decode_clip(raw, place, rule) for place in range(len(raw.audios))]
+    clips = [_decode_clip(raw, number, rule) for number in range(len(raw.audios))]
     plans = [plan_audio(rule, int(length), rule.sampling_rate) for length in raw.audio_lengths]
     frames = [
         min(rule.window_frames, plan.num_frames - window * rule.window_frames)
@@ -205,35 +178,39 @@ def _audio_fields(raw: StoredGroup, media: MediaOptions) -> dict[str, Tensor]:
         for window in range(plan.num_windows)
     ]
     return {
-        "audio_values": _audio_values(clips, rule, media),
+        "audio_values": _audio_values(clips, model, rule, form),
         "audio_lengths": _int64(raw.audio_lengths),
         "audio_frames": _int64(frames),
     }
 
 
-def _audio_values(clips: Sequence[Tensor], rule: AudioRule, media: MediaOptions) -> Tensor:
+def _audio_values(
+    clips: Sequence[Tensor], model: ModelPreset, rule: AudioRule, form: AudioForm
+) -> Tensor:
     """All clips, in the layout of `MicroBatch.audio_values`."""
-    if media.audio == "features":
-        empty = torch.empty((0, media.mel_bins))
-        return torch.cat([empty, *(log_mel_frames(rule, clip, media.mel_bins) for clip in clips)])
-    if media.audio == "windows":
-        empty = torch.empty((0, media.mel_bins, rule.window_frames))
-        return torch.cat([empty, *(log_mel_windows(rule, clip, media.mel_bins) for clip in clips)])
-    return torch.cat([torch.empty(0), *clips])
+    if form == "waveform":
+        return torch.cat([torch.empty(0), *clips])
+    mel_bins = model.audio_encoder.frame_values if model.audio_encoder else MEL_BINS
+    if form == "features":
+        empty = torch.empty((0, mel_bins))
+        return torch.cat([empty, *(log_mel_frames(rule, clip, mel_bins) for clip in clips)])
+    empty = torch.empty((0, mel_bins, rule.window_frames))
+    return torch.cat([empty, *(log_mel_windows(rule, clip, mel_bins) for clip in clips)])
 
 
-def _decode_clip(raw: StoredGroup, place: int, rule: AudioRule) -> Tensor:
+def _decode_clip(raw: StoredGroup, number: int, rule: AudioRule) -> Tensor:
     try:
-        return decode_audio(rule, raw.audios[place], int(raw.audio_lengths[place]))
+        return decode_audio(rule, raw.audios[number], int(raw.audio_lengths[number]))
     except DataError as error:
-        raise DataError(f"{_owner(raw, raw.audio_samples[place])}: {error}; {_ADVICE}") from error
+        raise _named(error, raw, raw.audio_samples[number]) from error
 
 
-_ADVICE = "restore it, or build again without it"
-
-
-def _owner(raw: StoredGroup, sample: int) -> str:
-    return f"sample {raw.sample_ids[sample]!r} ({raw.where})"
+def _named(error: DataError, raw: StoredGroup, sample: int) -> DataError:
+    """The error of a file, with the sample that it belongs to."""
+    return DataError(
+        f"sample {raw.sample_ids[sample]!r} ({raw.where}): {error}; restore it, or build again "
+        "without it"
+    )
 
 
 def _int64(values: object) -> Tensor:

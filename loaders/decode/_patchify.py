@@ -1,8 +1,7 @@
-"""What native resolution needs: small squares in planes, and their normalisation, compiled. For
-`loaders.decode.pixels`.
+"""ViT patches at native resolution in planes, and their normalisation, compiled.
 
-A module of its own, because numba's runtime takes .5 s and 100 MB to load, and no other model needs
-it.
+For `loaders.decode.pixels`. A module of its own, because numba's runtime takes .5 s and 100 MB to
+load, and no other model needs it.
 """
 
 from __future__ import annotations
@@ -11,26 +10,25 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from loaders.decode.resize import Pixels, check_squares
+from loaders.decode.resize import Pixels, check_grid
 
 Floats = NDArray[np.float32]
 
 
-def cut_planes(pixels: Pixels, squares: NDArray[np.uint8], merge_size: int) -> None:
-    """Write the squares of an image into `squares`, shape (squares, 3, side, side), block by block
-    of `merge_size`.
+def patchify_planes(pixels: Pixels, patches: NDArray[np.uint8], merge_size: int) -> None:
+    """Write the patches of an image into `patches`, (patches, 3, side, side).
 
-    Blocks and the squares inside a block go line by line. ValueError unless they fill `squares`
-    exactly.
+    Blocks of `merge_size` x `merge_size` patches come row by row, and so do the patches of a block.
+    ValueError unless they fill `patches` exactly.
     """
-    side = squares.shape[-1]
-    check_squares(pixels, len(squares), side, side * merge_size)
-    _cut_planes(np.ascontiguousarray(pixels), squares, merge_size)
+    side = patches.shape[-1]
+    check_grid(pixels, len(patches), side, side * merge_size)
+    _patchify_planes(np.ascontiguousarray(pixels), patches, merge_size)
 
 
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator,unused-ignore]
-def _cut_planes(pixels: Pixels, squares: NDArray[np.uint8], merge_size: int) -> None:
-    side = squares.shape[-1]
+def _patchify_planes(pixels: Pixels, patches: NDArray[np.uint8], merge_size: int) -> None:
+    side = patches.shape[-1]
     rows, columns = pixels.shape[0] // side, pixels.shape[1] // side
     for row in range(rows):
         for column in range(columns):
@@ -40,15 +38,14 @@ def _cut_planes(pixels: Pixels, squares: NDArray[np.uint8], merge_size: int) -> 
                 line = pixels[row * side + y]
                 for x in range(side):
                     for channel in range(3):
-                        squares[place, channel, y, x] = line[column * side + x, channel]
+                        patches[place, channel, y, x] = line[column * side + x, channel]
 
 
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator,unused-ignore]
 def normalize_planes(
     pixels: NDArray[np.uint8], scale: Floats, shift: Floats, normalized: Floats
 ) -> None:
-    """Scaled and shifted by channel, once per frame: (rows, 3, pixels) -> (rows, 3, frames,
-    pixels).
+    """Scale and shift by channel, for each frame: (rows, 3, pixels) -> (rows, 3, frames, pixels).
 
     One pass: half the time of a conversion and two operations in place, and the same bits.
     """

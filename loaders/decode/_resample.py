@@ -1,5 +1,4 @@
-"""A waveform at another sampling rate, by a polyphase filter: the same samples as
-`scipy.signal.resample_poly`. Pure.
+"""Resampling of waveforms by a polyphase filter, as `scipy.signal.resample_poly`. Pure.
 
 The filter is SciPy's default: a sinc of ten zero crossings on either side under a Kaiser window of
 beta 5, with the lower of the two rates as its bandwidth. A clip of 30 s takes 10 ms from 44.1 kHz
@@ -18,15 +17,14 @@ from numpy.typing import NDArray
 Waveform = NDArray[np.float32]
 
 _CROSSINGS, _BETA = 10, 5.0
-"""SciPy's: half the filter's length in periods of the lower rate, and the shape of its window."""
+"""Half the filter's length in periods of the lower rate, and the shape of its window: SciPy's."""
 
 
 def resample(waveform: Waveform, source_rate: int, target_rate: int) -> Waveform:
-    """The (samples,) at `target_rate`: ceil(samples * target_rate / source_rate) of them, as
-    `plan_audio` counts.
+    """The waveform at `target_rate`: ceil(samples * target_rate / source_rate) samples.
 
-    Outside of the clip there is silence. Rates are in samples per second; equal ones return
-    `waveform` itself.
+    As many as `plan_audio` counts. Outside of the clip there is silence. Rates are in samples per
+    second; equal ones return `waveform` itself.
 
     >>> resample(np.ones(9, np.float32), 48_000, 16_000).shape
     (3,)
@@ -43,22 +41,19 @@ def resample(waveform: Waveform, source_rate: int, target_rate: int) -> Waveform
 
 @lru_cache(maxsize=16)
 def _phases(up: int, down: int) -> NDArray[np.float32]:
-    """(up, taps): the filter's values at the source samples around an output sample, for each of
-    its `up` phases.
-    """
+    """(up, taps): for each phase of an output sample, the filter at the source samples near it."""
     half = _CROSSINGS * max(up, down)
-    places = np.arange(-half, half + 1)
-    full = np.sinc(places / max(up, down)) * np.kaiser(2 * half + 1, _BETA)
+    offsets = np.arange(-half, half + 1)
+    full = np.sinc(offsets / max(up, down)) * np.kaiser(2 * half + 1, _BETA)
     full *= up / full.sum()  # a constant stays what it is
     reach = -(-half // up)  # source samples on either side
-    # (up, taps): where in the filter; an output sample lies `phase / up` behind the source sample
-    # in the middle
+    # (up, taps): where in the filter; an output sample is `phase / up` after the middle source one
     index = np.arange(up)[:, None] + (reach - np.arange(2 * reach + 1))[None] * up + half
     inside = (index >= 0) & (index < len(full))
     return np.where(inside, full[np.where(inside, index, 0)], 0).astype(np.float32)
 
 
-# additions in any order: what lets the sum over the taps use vector instructions
+# additions in any order, which lets the sum over the taps use vector instructions
 @numba.njit(cache=True, nogil=True, fastmath={"reassoc", "nsz"})  # type: ignore[untyped-decorator,unused-ignore]
 def _filter(padded: Waveform, phases: NDArray[np.float32], down: int, resampled: Waveform) -> None:
     up, num_taps = phases.shape

@@ -1,4 +1,4 @@
-"""Audio file -> one channel of float32 at the model's sampling rate.
+"""Audio files -> one channel of float32 at the model's sampling rate.
 
 For the loader. WAV files of integers or floats are read here, everything else by the `soundfile`
 library (the extra `audio`), to the same numbers as `soundfile` would give. Channels are averaged;
@@ -25,10 +25,10 @@ Channels = NDArray[np.float32]
 def decode_audio(
     rule: AudioRule, audio_bytes: bytes | memoryview, counted: int | None = None
 ) -> Tensor:
-    """The clip as float32, (samples,) at the rule's rate, full scale 1; as many samples as
-    `plan_audio` says.
+    """The clip as float32, (samples,) at the rule's rate, full scale 1.
 
-    DataError if it cannot be decoded, or has not `counted` samples at the rule's rate.
+    As many samples as `plan_audio` says. DataError if it cannot be decoded, or has not `counted`
+    samples at the rule's rate.
     """
     content = memoryview(audio_bytes)
     channels, sampling_rate = _read_wav(content) or _read_other(content)
@@ -42,8 +42,8 @@ def decode_audio(
         clip = resample(clip, sampling_rate, rule.sampling_rate)
     if counted is not None and len(clip) != counted:
         raise DataError(
-            f"audio clip has {len(clip)} samples at {rule.sampling_rate} per second, but had {counted} when it was "
-            "counted"
+            f"audio clip has {len(clip)} samples at {rule.sampling_rate} per second, but had "
+            f"{counted} when it was counted"
         )
     return torch.from_numpy(clip)
 

@@ -1,9 +1,9 @@
-"""Memory for pixels that is used again: what is new to a process costs a tenth to a third of
-decoding into it.
+"""Memory for pixels that is used again.
 
-The system zeroes each page and enters it into a table at its first touch, and allocators give large
-blocks back as soon as they are free. A batch's pixels come back here instead, when the trainer has
-dropped the last tensor that looks at them.
+Memory that is new to a process costs a tenth to a third of decoding into it: the system zeroes each
+page and enters it into a table at its first use, and allocators give large blocks back as soon as
+they are free. A batch's pixels come back here instead, when the trainer has dropped the last tensor
+that uses them.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ import torch
 from numpy.typing import NDArray
 
 LEAST_BYTES = 1 << 17
-"""Smaller blocks are left to allocators, which keep them."""
+"""Smallest block; smaller ones are left to allocators, which keep them."""
 KEPT_BYTES = 64 << 20
-"""Of free blocks, at most."""
+"""Limit of the free blocks."""
 SPARE = 1.5
-"""A block may be so many times as large as what is wanted."""
+"""Largest block that is given, as a multiple of the size asked for."""
 
 Block = NDArray[np.uint8]
 
 
 class BufferPool:
-    """Gives tensors memory of earlier ones. For any thread, without a lock: blocks come back from
-    finalizers, which may run at any moment, in a thread that is just taking one too.
+    """Gives tensors the memory of earlier ones; for any thread, without a lock.
+
+    Blocks come back from finalizers, which may run at any moment, also in a thread that is just
+    taking one.
     """
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self._kept_bytes = kept_bytes
-        self._free: deque[Block] = (
-            deque()
-        )  # the last one was used last: it may still be in the processor's cache
+        # the last one was used last: it may still be in the processor's cache
+        self._free: deque[Block] = deque()
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         """uint8, (num_bytes,), of any content."""
         if num_bytes < LEAST_BYTES:
             return torch.empty(num_bytes, dtype=torch.uint8)
         block = self._take(num_bytes)
-        lent = block[:num_bytes]
-        # the tensor's storage holds the array `lent`: it goes when nothing looks at that memory any
-        # more
-        weakref.finalize(lent, self._give, block).atexit = False
-        return torch.from_numpy(lent)
+        used = block[:num_bytes]
+        # the tensor's storage holds the array `used`, which is freed with the last view of it
+        weakref.finalize(used, self._give, block).atexit = False
+        return torch.from_numpy(used)
 
     def _take(self, num_bytes: int) -> Block:
         others = []
@@ -67,5 +67,5 @@ class BufferPool:
             self._free.popleft()
 
 
-pixel_memory = BufferPool()
-"""Of this process."""
+pixel_pool = BufferPool()
+"""Pool of this process."""

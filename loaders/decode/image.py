@@ -1,9 +1,8 @@
-"""Encoded image files -> upright RGB pixels, as `transformers.image_utils.load_image` gives them.
-For the loader.
+"""Image files -> upright RGB pixels, as `transformers.image_utils.load_image` gives them.
 
-Pillow reads every header and decodes everything but plain JPEGs, for which simplejpeg, where it is
-installed, makes the same pixels in little more than half the time: it calls the same libjpeg-turbo
-once for the whole file, without the GIL.
+For the loader. Pillow reads every header and decodes everything but plain JPEGs, for which
+simplejpeg, where it is installed, makes the same pixels in little more than half the time: it calls
+the same libjpeg-turbo once for the whole file, without the GIL.
 """
 
 from __future__ import annotations
@@ -34,18 +33,14 @@ _DECODE_ERRORS = (
 )
 
 _REDUCED_SIDES = 2
-"""A JPEG decoded at a reduced scale keeps at least this many times the sides that it is then
-resized to.
-"""
+"""Smallest sides of a JPEG decoded at a reduced scale, as a multiple of its resized sides."""
 
 _ORIENTATION, _UPRIGHT, _TURNED = 0x0112, (None, 1), range(5, 9)
-"""The EXIF tag, its values for an upright image, and those for images whose width and height change
-places.
-"""
+"""EXIF tag, its values for an upright image, and those that swap width and height."""
 
 _SCRATCH_BYTES = 16 << 20
-"""Of pixels that each thread keeps: memory that is new to a process costs a tenth of what decoding
-into it does.
+"""Limit of the pixels that each thread keeps: memory that is new to a process costs a tenth of
+decoding into it.
 """
 _scratch = threading.local()
 
@@ -58,7 +53,7 @@ def decode_pixels(
 ) -> Pixels:
     """The pixels of `decode`, valid until this thread decodes again. Errors as `decode`.
 
-    `target` is where they shall lie, contiguous, for an image of its size.
+    They are written to `target` if given, which is contiguous and of the image's size.
     """
     if simplejpeg is not None:
         try:
@@ -66,7 +61,7 @@ def decode_pixels(
             if size is not None and counted in {None, size}:
                 return _decode_jpeg(image_bytes, size[1], size[0], target)
         except _DECODE_ERRORS:
-            pass  # Pillow says what is wrong, or can do with it
+            pass  # Pillow names the error, or can decode it
     pixels = to_pixels(decode(image_bytes, counted=counted))
     if target is None:
         return pixels
@@ -107,8 +102,7 @@ def decode(
     counted: tuple[int, int] | None = None,
     rule: VisionRule | None = None,
 ) -> Image.Image:
-    """The upright RGB image, as `transformers.image_utils.load_image` gives it; DataError if it
-    cannot be decoded.
+    """The upright RGB image, as `load_image` gives it; DataError if it cannot be decoded.
 
     Upright: turned as its EXIF orientation says. Transparency is dropped, not blended. 16-bit grey
     becomes the upper eight bits, as 16-bit colour does, where `load_image` makes everything above

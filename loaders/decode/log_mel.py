@@ -19,18 +19,16 @@ from torch.nn.functional import pad
 from balance.media.audio_tokens import AudioRule
 
 MEL_BINS = 128
-"""Of Whisper's large-v3 and of Qwen2-Audio; smaller Whispers have 80."""
+"""Mel bins of Whisper's large-v3 and of Qwen2-Audio; smaller Whispers have 80."""
 
 _TOP_HZ = 8_000.0
-"""The highest frequency of Whisper's filters."""
+"""Highest frequency of Whisper's filters."""
 _FLOOR, _RANGE = 1e-10, 8.0
-"""The least power, and how many powers of ten below its window's maximum a value may lie."""
+"""Smallest power, and largest distance below the window's maximum in powers of ten."""
 
 
 def log_mel_frames(rule: AudioRule, waveform: Tensor, mel_bins: int = MEL_BINS) -> Tensor:
-    """float32 (frames, mel_bins) of a clip (samples,): one row per started `hop_length`, without
-    any padding.
-    """
+    """float32 (frames, mel_bins) of a clip: a row per started `hop_length`, without padding."""
     parts = [
         _log_mel(rule, window, mel_bins)[0][:, :frames]
         for window, frames in _windows(rule, waveform)
@@ -39,9 +37,7 @@ def log_mel_frames(rule: AudioRule, waveform: Tensor, mel_bins: int = MEL_BINS) 
 
 
 def log_mel_windows(rule: AudioRule, waveform: Tensor, mel_bins: int = MEL_BINS) -> Tensor:
-    """float32 (windows, mel_bins, window_frames) of a clip (samples,): `input_features` of Whisper
-    and Qwen2-Audio.
-    """
+    """float32 (windows, mel_bins, window_frames) of a clip: Whisper's `input_features`."""
     windows = []
     for window, _ in _windows(rule, waveform):
         features, silence = _log_mel(rule, window, mel_bins)
@@ -52,17 +48,15 @@ def log_mel_windows(rule: AudioRule, waveform: Tensor, mel_bins: int = MEL_BINS)
 
 
 def _windows(rule: AudioRule, waveform: Tensor) -> list[tuple[Tensor, int]]:
-    """The samples of each window of a clip, and the frames that they begin."""
+    """The samples of each window of a clip, and the number of frames that start in it."""
     windows = torch.split(waveform, rule.window_frames * rule.hop_length)
     return [(window, -(-len(window) // rule.hop_length)) for window in windows]
 
 
 def _log_mel(rule: AudioRule, window: Tensor, mel_bins: int) -> tuple[Tensor, Tensor]:
-    """Features of a window, (mel_bins, frames) up to the last that hears anything of it, and the
-    value of silence.
-    """
+    """Features (mel_bins, frames), up to the last frame with sound, and the value of silence."""
     hop, length = rule.hop_length, _frame_length(rule)
-    # the last sample is heard in frames that are centred up to half a length behind it
+    # the last sample is part of frames that are centred up to half a length after it
     frames = min(-(-len(window) // hop) + -(-length // hop), rule.window_frames)
     samples = pad(window, (0, frames * hop - len(window)))
     hann = torch.hann_window(length, device=window.device)
@@ -75,19 +69,20 @@ def _log_mel(rule: AudioRule, window: Tensor, mel_bins: int) -> tuple[Tensor, Te
 
 
 def _frame_length(rule: AudioRule) -> int:
-    """Samples that a frame hears: 25 ms."""
+    """Samples of a frame: 25 ms."""
     return rule.sampling_rate // 40
 
 
 @lru_cache(maxsize=8)
 def mel_filters(sampling_rate: int, frame_length: int, mel_bins: int) -> Tensor:
-    """float32 (mel_bins, frame_length // 2 + 1): triangles of equal area, evenly spaced on Slaney's
-    mel scale.
+    """Whisper's mel filters, float32 (mel_bins, frame_length // 2 + 1).
+
+    Triangles of equal area, evenly spaced on Slaney's mel scale.
     """
     top = min(_TOP_HZ, sampling_rate / 2)
     edges = _to_hz(np.linspace(0.0, _to_mel(top), mel_bins + 2))
     frequencies = np.linspace(0.0, sampling_rate // 2, frame_length // 2 + 1)
-    # (mel_bins, frequencies): rising from the edge before, falling to the one behind
+    # (mel_bins, frequencies): rising from the edge before, falling to the one after
     rising = (frequencies - edges[:-2, None]) / np.diff(edges)[:-1, None]
     falling = (edges[2:, None] - frequencies) / np.diff(edges)[1:, None]
     filters = np.minimum(rising, falling).clip(min=0) * (2 / (edges[2:] - edges[:-2]))[:, None]

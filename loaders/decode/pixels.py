@@ -1,11 +1,11 @@
-"""Image bytes -> pixel tensors, cut by `balance.media.image_tokens`, equal to what transformers'
-processors make of the image.
+"""Decoded images -> patch tensors, equal to what transformers' processors make of them.
 
-For the loader. Pixels stay uint8 from the decoder to the device: a quarter of float32's bytes
-through collation and transfer. Patches stay as they are decoded, the three channels of a pixel side
-by side in memory (torch's `channels_last`): a line of a patch is then copied at once, and
-convolutions on GPUs like it best. How close to the processors: bit by bit with `exact=True`, else
-within `loaders.decode.resize.LEVELS` of 255 of Pillow's bicubic filter.
+For the loader; `balance.media.image_tokens` says how an image is cut. Pixels stay uint8 from the
+decoder to the device: a quarter of float32's bytes through collation and transfer. Patches stay as
+they are decoded, the three channels of a pixel side by side in memory (torch's `channels_last`): a
+line of a patch is then copied at once, and GPUs' convolutions are fastest so. How close to the
+processors: bit for bit with `exact=True`, else within `loaders.decode.resize.LEVELS` of 255 of
+Pillow's bicubic filter.
 """
 
 from __future__ import annotations
@@ -16,64 +16,60 @@ from PIL import Image
 
 from balance.media.image_tokens import ImagePlan, plan_image
 from balance.presets import AnyresRule, FixedRule, NativeRule, TilesRule, VisionRule
-from loaders.decode.buffer_pool import pixel_memory
-from loaders.decode.resize import Pixels, Resizer, cut_squares, resizer, to_image, to_pixels
+from loaders.decode.buffer_pool import pixel_pool
+from loaders.decode.resize import Pixels, Resizer, patchify, resizer, to_image, to_pixels
 
 _LONGEST_STRIP = 200
-"""Above this ratio of sides the fixed rule resizes the centre alone: a 1 x 100,000 image would take
-45 GB otherwise.
+"""Ratio of sides above which the fixed rule resizes the centre alone: otherwise a 1 x 100,000 image
+would take 45 GB.
 """
 
 
 def patch_shape(rule: VisionRule) -> tuple[int, int, int]:
-    """(channels, height, width) of one row of `cut`: a patch, or one ViT square at native
-    resolution.
-    """
+    """(channels, height, width) of a row of pixels: an image patch, or a ViT patch if native."""
     side = rule.vit_patch_size if isinstance(rule, NativeRule) else rule.image_size
     return 3, side, side
 
 
 def num_rows(rule: VisionRule, plan: ImagePlan) -> int:
-    """Rows that `cut` makes of an image: its patches, or its ViT squares at native resolution."""
+    """Rows of an image: its patches, or its ViT patches at native resolution."""
     return plan.num_vit_tokens if isinstance(rule, NativeRule) else plan.num_patches
 
 
-def empty_rows(rule: VisionRule, rows: int) -> torch.Tensor:
-    """Memory for `rows` rows: uint8, (rows, *patch_shape(rule)), `channels_last` but at native
-    resolution.
+def empty_patches(rule: VisionRule, rows: int) -> torch.Tensor:
+    """Memory for `rows` rows: uint8, (rows, *patch_shape(rule)).
+
+    `channels_last` except at native resolution.
     """
     channels, height, width = patch_shape(rule)
-    block = pixel_memory.empty(rows * channels * height * width)
+    block = pixel_pool.empty(rows * channels * height * width)
     if isinstance(rule, NativeRule):
         return block.view(rows, channels, height, width)
     return block.view(rows, height, width, channels).permute(0, 3, 1, 2)
 
 
-def cut(rule: VisionRule, image: Image.Image, *, exact: bool = False) -> torch.Tensor:
-    """The patches of an upright RGB image: uint8, shape (rows, *patch_shape(rule)), to be
-    concatenated along rows.
+def extract_patches(rule: VisionRule, image: Image.Image, *, exact: bool = False) -> torch.Tensor:
+    """The patches of an upright RGB image: uint8, (rows, *patch_shape(rule)).
 
-    Rows are `plan_image(...).num_patches`: tiles line by line and then the thumbnail (tiles), or
-    the whole image and then the tiles (anyres). At native resolution they are `num_vit_tokens`
-    squares, in the order of the merger: the `merge_size` x `merge_size` squares of one LLM token
-    are neighbours. `exact` resizes as Pillow does, bit by bit. Raises ImageRejected as `plan_image`
-    does.
+    Rows are `plan_image(...).num_patches`: tiles row by row and then the thumbnail (tiles), or the
+    whole image and then the tiles (anyres). At native resolution they are `num_vit_tokens` ViT
+    patches, in the order of the merger: the `merge_size` x `merge_size` patches of one LLM token
+    are neighbours. `exact` resizes as Pillow does, bit for bit. Raises ImageRejected as
+    `plan_image` does.
     """
     plan = plan_image(rule, image.width, image.height)
-    patches = empty_rows(rule, num_rows(rule, plan))
-    cut_into(memory_of(rule, patches), rule, image, plan, exact=exact)
+    patches = empty_patches(rule, num_rows(rule, plan))
+    write_patches(patch_memory(rule, patches), rule, image, plan, exact=exact)
     return patches
 
 
-def memory_of(rule: VisionRule, patches: torch.Tensor) -> Pixels:
-    """The memory of `empty_rows`, contiguous: (rows, side, side, 3), or (rows, 3, side, side) at
-    native resolution.
-    """
+def patch_memory(rule: VisionRule, patches: torch.Tensor) -> Pixels:
+    """Contiguous view: (rows, side, side, 3), or (rows, 3, side, side) at native resolution."""
     array: Pixels = patches.numpy()
     return array if isinstance(rule, NativeRule) else array.transpose(0, 2, 3, 1)
 
 
-def cut_into(
+def write_patches(
     memory: Pixels,
     rule: VisionRule,
     image: Image.Image | Pixels,
@@ -81,7 +77,7 @@ def cut_into(
     *,
     exact: bool = False,
 ) -> None:
-    """Write what `cut` gives into `memory`: `num_rows(rule, plan)` rows of `memory_of`.
+    """Write the patches of `image` into `memory`: `num_rows(rule, plan)` rows of `patch_memory`.
 
     `plan` is that of the image in its full size; the image may have been decoded at a reduced one.
     """
@@ -90,40 +86,37 @@ def cut_into(
     # every function below fills all rows or fails, so counts and pixels cannot disagree
     match rule:
         case FixedRule():
-            cut_squares(_centre(image, plan, rule.image_size, exact=exact), memory)
+            patchify(_centre(image, plan, rule.image_size, exact=exact), memory)
         case TilesRule():
-            _cut_tiles(memory, resizer(image, exact=exact), plan, rule.image_size)
+            _write_tiles(memory, resizer(image, exact=exact), plan, rule.image_size)
         case AnyresRule():
-            _cut_anyres(memory, resizer(image, exact=exact), plan, rule.image_size)
+            _write_anyres(memory, resizer(image, exact=exact), plan, rule.image_size)
         case NativeRule():
-            from loaders.decode._patchify import cut_planes  # noqa: PLC0415  (see there)
+            from loaders.decode._patchify import patchify_planes  # noqa: PLC0415  (see there)
 
             resized = resizer(image, exact=exact)(plan.resized_width, plan.resized_height)
-            cut_planes(resized, memory, rule.merge_size)
+            patchify_planes(resized, memory, rule.merge_size)
 
 
-def uncut(
-    memory: Pixels, rule: VisionRule, plan: ImagePlan, width: int, height: int
+def decode_target(
+    memory: Pixels, rule: VisionRule, plan: ImagePlan, size: tuple[int, int]
 ) -> Pixels | None:
-    """Where an image of this size can be decoded to, if its only patch is the image as it is; else
-    None.
-    """
-    if len(memory) != 1 or isinstance(rule, NativeRule) or not width == height == rule.image_size:
-        return None
-    return memory[0] if (plan.resized_width, plan.resized_height) == (width, height) else None
+    """Where to decode an image of (width, height) to, if its only patch is the image; else None."""
+    side = 0 if isinstance(rule, NativeRule) else rule.image_size
+    is_patch = size == (side, side) == (plan.resized_width, plan.resized_height)
+    return memory[0] if is_patch and len(memory) == 1 else None
 
 
 def normalize(rule: VisionRule, pixels: torch.Tensor) -> torch.Tensor:
-    """What the vision encoder takes: float32 of `cut`'s pixels, on their device, within 1e-6 of the
-    reference.
+    """What the vision encoder takes: float32 of raw pixels, within 1e-6 of the reference.
 
-    Same shape as `pixels`; at native resolution (rows, 3 * temporal_patch_size * side * side), each
-    square repeated for every frame, as Qwen2-VL's patch embedding wants it. The scale 1/255, mean
-    and std are one multiply and add.
+    On the device of `pixels`. Same shape; at native resolution (rows, 3 * temporal_patch_size *
+    side * side), each patch repeated for every frame, as Qwen2-VL's patch embedding takes it. The
+    scale 1/255, mean and std are one multiply and add.
     """
     if pixels.dtype != torch.uint8:
         raise ValueError(
-            f"pixels are {pixels.dtype}; give the uint8 tensor of `cut`, not yet normalised"
+            f"pixels are {pixels.dtype}; give raw pixels (torch.uint8), not yet normalised"
         )
     mean, std = (torch.tensor(values, dtype=torch.float64) for values in (rule.mean, rule.std))
     scale, shift = (values.to(torch.float32) for values in (1 / (255 * std), -mean / std))
@@ -148,9 +141,7 @@ def normalize(rule: VisionRule, pixels: torch.Tensor) -> torch.Tensor:
 def _normalize_lines(
     pixels: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
 ) -> torch.Tensor:
-    """By whole lines of pixels, channels side by side: three values in a row are too few for vector
-    instructions.
-    """
+    """By lines of pixels: the three channels of one are too few for vector instructions."""
     side = pixels.shape[-1]
     # (rows, side, 3 * side), a view if the pixels are `channels_last`
     lines = pixels.permute(0, 2, 3, 1).flatten(2).to(torch.float32)
@@ -170,36 +161,34 @@ def _normalize_on_device(
 
 
 def _centre(image: Image.Image | Pixels, plan: ImagePlan, side: int, *, exact: bool) -> Pixels:
-    """The `side` x `side` centre of the image after it is resized to the plan's size."""
+    """The `side` x `side` centre of the image resized to the plan's size."""
     left, top = (plan.resized_width - side) // 2, (plan.resized_height - side) // 2
     if max(plan.resized_width, plan.resized_height) <= _LONGEST_STRIP * side:
         resized = resizer(image, exact=exact)(plan.resized_width, plan.resized_height)
         return resized[top : top + side, left : left + side]
     if not isinstance(image, Image.Image):
         image = to_image(image)
-    # the same filter at the same places, but Pillow may take the other axis first and round in
-    # between: a few levels
+    # the same filter at the same places, but Pillow may take the other axis first and round between
+    # the two: a few levels
     scale_x, scale_y = image.width / plan.resized_width, image.height / plan.resized_height
     source = (left * scale_x, top * scale_y, (left + side) * scale_x, (top + side) * scale_y)
     return to_pixels(image.resize((side, side), Image.Resampling.BICUBIC, box=source))
 
 
-def _cut_tiles(rows: Pixels, resize: Resizer, plan: ImagePlan, side: int) -> None:
+def _write_tiles(rows: Pixels, resize: Resizer, plan: ImagePlan, side: int) -> None:
     """Tiles, then the thumbnail."""
     num_tiles = plan.columns * plan.rows
-    cut_squares(resize(plan.resized_width, plan.resized_height), rows[:num_tiles])
+    patchify(resize(plan.resized_width, plan.resized_height), rows[:num_tiles])
     if plan.whole_image:
-        cut_squares(resize(side, side), rows[num_tiles:])
+        patchify(resize(side, side), rows[num_tiles:])
 
 
-def _cut_anyres(rows: Pixels, resize: Resizer, plan: ImagePlan, side: int) -> None:
-    """The whole image squeezed into a square, then the tiles of the image centred on black."""
-    cut_squares(resize(side, side), rows[:1])
+def _write_anyres(rows: Pixels, resize: Resizer, plan: ImagePlan, side: int) -> None:
+    """The whole image resized to one patch, then the tiles of the image centred on black."""
+    patchify(resize(side, side), rows[:1])
     canvas = np.zeros((plan.rows * side, plan.columns * side, 3), dtype=np.uint8)
-    left, top = (
-        (canvas.shape[1] - plan.resized_width) // 2,
-        (canvas.shape[0] - plan.resized_height) // 2,
-    )
+    left = (canvas.shape[1] - plan.resized_width) // 2
+    top = (canvas.shape[0] - plan.resized_height) // 2
     inside = canvas[top : top + plan.resized_height, left : left + plan.resized_width]
     inside[:] = resize(plan.resized_width, plan.resized_height)
-    cut_squares(canvas, rows[1:])
+    patchify(canvas, rows[1:])

@@ -1,11 +1,11 @@
-"""`StreamingTrainer`: transformers' Trainer on a StreamingLoader; the one module here that imports
-transformers.
+"""`StreamingTrainer`: transformers' Trainer on a StreamingLoader.
 
-Trainer's own data path does not fit: accelerate reads one batch ahead and deals an iterable's
-batches out to the ranks, so each rank would drop what the others' loaders hold; and a resume skips
-batches by count, which is wrong on another number of ranks. Here a step is one item, its
-micro-batches go through Trainer's gradient accumulation, the loss is divided by the step's
-`num_loss_tokens`, and the loader's state lies in `trainer_state.json` of every checkpoint.
+The one module here that imports transformers. Trainer's own data path does not fit. accelerate
+reads one batch ahead and distributes an iterable's batches over the ranks, so each rank would drop
+what is meant for it. And a resume skips batches by count, which is wrong on another number of
+ranks. Here a step is one item, its micro-batches go through Trainer's gradient accumulation, the
+loss is divided by the step's `num_loss_tokens`, and the loader's state is in `trainer_state.json`
+of every checkpoint.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from loaders.integrations.torch_dataset import Step, StepDataset
 from loaders.loader import StreamingLoader
 
 STATE_KEY = "isobatch_loader"
-"""Where `trainer_state.json` holds the loader's state, among `stateful_callbacks`, the part that
-others may use.
-"""
+"""Key of the loader's state among the `stateful_callbacks` of `trainer_state.json`."""
 
 ToInputs = Callable[[MicroBatch], dict[str, Any]]
 
@@ -36,11 +34,11 @@ class StreamingTrainer(Trainer):
 
     The loader's `dp_rank`, `dp_world_size` and `micro_batches_per_step` are `args.process_index`,
     `args.world_size` and `args.gradient_accumulation_steps`. `args.max_steps` ends the training,
-    epoch after epoch (`len(loader)` steps each). `trainer.train(resume_from_checkpoint=...)` goes
-    on with the step behind the checkpoint's, on any number of ranks. `to_inputs` makes the model's
-    arguments of a micro-batch: by default `model_inputs`, for transformers' VLMs.
+    epoch after epoch (`len(loader)` steps each). `trainer.train(resume_from_checkpoint=...)`
+    continues with the step after the checkpoint's, on any number of ranks. `to_inputs` makes the
+    model's arguments of a micro-batch: by default `model_inputs`, for transformers' VLMs.
 
-    Raises ConfigError for arguments with which samples would be lost or gradients be wrong.
+    Raises ConfigError for arguments that would lose samples or make gradients wrong.
     """
 
     def __init__(
@@ -53,36 +51,32 @@ class StreamingTrainer(Trainer):
         **options: Any,
     ) -> None:
         _check(args)
-        # the loader's state says where to go on; Trainer would read and drop batches until its
-        # count fits
+        # the loader resumes by its state; Trainer would read and drop batches up to its count
         args.ignore_data_skip = True
         super().__init__(model=model, args=args, **options)
         if not self.model_accepts_loss_kwargs:
             raise ConfigError(
-                f"{type(model).__name__} ignores num_items_in_batch; its forward must divide the loss by it"
+                f"{type(model).__name__} ignores num_items_in_batch; its forward must divide the "
+                "loss by it"
             )
         self.loader = loader
         self._to_inputs: ToInputs = to_inputs or (lambda batch: model_inputs(batch, model.config))
 
     def get_train_dataloader(self) -> Any:
-        """The steps, from where the checkpoint stands; not through accelerate, which would deal
-        them out again.
-        """
+        """The steps after the checkpoint; not through accelerate, which would distribute them."""
         return _FromCheckpoint(self)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Step], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], int]:
-        """The next step: its micro-batches as arguments of the model, and the labels of the step
-        over all ranks.
-        """
+        """The next step's arguments of the model, and its number of labels over all ranks."""
         step = next(epoch_iterator)
         if len(step.micro_batches) != num_batches:
             raise ConfigError(
-                f"gradient_accumulation_steps is {num_batches}, but the loader's micro_batches_per_step "
-                f"{len(step.micro_batches)}; give both the same value"
+                f"gradient_accumulation_steps is {num_batches}, but the loader's "
+                f"micro_batches_per_step {len(step.micro_batches)}; give both the same value"
             )
-        # Trainer saves only behind a whole step, which is then this one
+        # Trainer saves only after a whole step, which is then this one
         _saved_states(self.state)[STATE_KEY] = step.state
         inputs = [self._to_inputs(batch) for batch in step.micro_batches]
         return inputs, max(1, step.micro_batches[0].num_loss_tokens)
@@ -103,7 +97,8 @@ class StreamingTrainer(Trainer):
         target = self.accelerator.unwrap_model(self.model)
         if not isinstance(target, PreTrainedModel):
             raise ConfigError(
-                f"{resume_from_checkpoint}: its weights have other names than the model's; load them first"
+                f"{resume_from_checkpoint}: its weights have other names than the model's; load "
+                "them first"
             )
         saved = type(target).from_pretrained(resume_from_checkpoint, dtype=target.dtype)
         target.load_state_dict(saved.state_dict())
@@ -114,9 +109,7 @@ class StreamingTrainer(Trainer):
 
 
 class _FromCheckpoint:
-    """Starts only when iterated: Trainer asks for its data before it has read the checkpoint's
-    state.
-    """
+    """Starts when iterated: Trainer asks for its data before it has read the checkpoint."""
 
     def __init__(self, trainer: StreamingTrainer) -> None:
         self._trainer = trainer
@@ -144,22 +137,23 @@ class _FromCheckpoint:
 
 
 def _saved_states(state: TrainerState) -> dict[str, Any]:
-    """What `trainer_state.json` keeps for callbacks, by name; declared as a list, it is a dict once
-    made.
-    """
+    """What `trainer_state.json` keeps for callbacks, by name."""
+    # declared as a list, it is a dict once made
     return cast(dict[str, Any], state.stateful_callbacks)
 
 
 def _check(args: TrainingArguments) -> None:
     if args.max_steps <= 0:
         raise ConfigError(
-            "max_steps is not set; give TrainingArguments max_steps, len(loader) of them for an epoch"
+            "max_steps is not set; give TrainingArguments max_steps, len(loader) for an epoch"
         )
     if args.n_gpu > 1:
         raise ConfigError(
-            f"one process with {args.n_gpu} GPUs (DataParallel); start one process per GPU with torchrun"
+            f"one process with {args.n_gpu} GPUs (DataParallel); start one process per GPU with "
+            "torchrun"
         )
     if args.world_size > 1 and not args.average_tokens_across_devices:
         raise ConfigError(
-            "average_tokens_across_devices is off; gradients would be divided by the number of ranks"
+            "average_tokens_across_devices is off; gradients would be divided by the number of "
+            "ranks"
         )

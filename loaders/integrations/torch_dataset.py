@@ -1,10 +1,9 @@
-"""A loader's steps for code that fetches ahead of the training: torch's DataLoader, and trainers
-that build on it.
+"""A loader's steps for torch's DataLoader, and for trainers that build on it.
 
-`StreamingLoader.state_dict()` is where the loader stands. Behind a worker process, or a trainer
-that asks for the next batch before it trains on this one, that is not where the training stands,
-and a checkpoint would skip samples. So here each step carries its own state: what is saved is the
-state of the last step trained on, whoever fetched how much.
+`StreamingLoader.state_dict()` is the loader's position. With a worker process, or a trainer that
+asks for the next batch before it trains on this one, the training's position is another, and a
+checkpoint would skip samples. So here each step has its own state. What is saved is the state of
+the last step trained on, however many were fetched.
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ class Step:
 
     micro_batches: StepBatches
     state: dict[str, Any]
-    """The loader's state behind this step, the same on all ranks, for
-    `StreamingLoader.load_state_dict`.
-    """
+    """State of the loader after this step, the same on all ranks, for `load_state_dict`."""
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Step:
         """The same step with all tensors on `device`."""
@@ -44,13 +41,12 @@ class Step:
 
 
 class StepDataset(IterableDataset[Step]):
-    """The steps of `loader`, epoch after epoch without end; each epoch's number is in
-    `step.state["epoch"]`.
+    """The steps of `loader`, epoch after epoch without end.
 
     For `DataLoader(StepDataset(loader), batch_size=None)`, in this process or in one worker, and
-    torchdata's StatefulDataLoader. Endless, because a worker's loader does not tell this process's
-    where it stands: a new pass would begin with the same epoch. A second worker is refused with a
-    ConfigError: it would give every step again.
+    torchdata's StatefulDataLoader. `step.state["epoch"]` is the epoch's number. Endless, because a
+    worker's loader does not tell this process's its position: a new pass would begin with the same
+    epoch. A second worker is a ConfigError: it would give every step again.
     """
 
     def __init__(self, loader: StreamingLoader) -> None:
@@ -60,14 +56,15 @@ class StepDataset(IterableDataset[Step]):
         worker = get_worker_info()
         if worker is not None and worker.num_workers > 1:
             raise ConfigError(
-                f"num_workers is {worker.num_workers}; use 0 or 1 for a StepDataset: the loader decodes in threads"
+                f"num_workers is {worker.num_workers}; use 0 or 1 for a StepDataset: the loader "
+                "decodes in threads"
             )
         while True:
             for micro_batches in self.loader:
                 yield Step(micro_batches, self.loader.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's state: behind the last step that this process has made."""
+        """The loader's state after the last step that this process has made."""
         return self.loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -131,7 +131,7 @@ class MixedGroups:
         """Each build's share of its groups, sorted together."""
         if self._made is None or self._made[0] != number:
             chosen = [self._chosen(build, number) for build in range(len(self.builds))]
-            self._made = number, MixedEpoch(self.builds, chosen, self._seed)
+            self._made = number, _MixedEpoch(self.builds, chosen, self._seed)
         return self._made[1]
 
     def prepare(self, number: int) -> None:
@@ -149,7 +149,7 @@ class MixedGroups:
         return np.sort(order[np.arange(start, stop) % num_groups])
 
 
-class MixedEpoch:
+class _MixedEpoch:
     """Groups of several builds in one sorted order; `chosen` are rows of each build's index."""
 
     def __init__(self, builds: Sequence[Build], chosen: Sequence[IntArray], seed: int) -> None:
@@ -171,7 +171,6 @@ class MixedEpoch:
         return len(self._rows)
 
     def column(self, name: str, groups: IntArray) -> IntArray:
-        """Values of an integer column of the builds' indices."""
         owners, rows = self._owners[groups], self._rows[groups]
         values = np.empty(len(groups), np.int64)
         for number, build in enumerate(self._builds):
@@ -179,11 +178,9 @@ class MixedEpoch:
         return values
 
     def selection(self, group: int) -> Selection:
-        """The whole group."""
         return (GroupSlice(int(self._owners[group]), int(self._rows[group]), None),)
 
     def samples(self, groups: IntArray) -> SampleRefs:
-        """All samples of the groups."""
         owners = self._owners[groups].astype(np.int64)
         return whole_groups(owners, self._rows[groups], self.column("num_samples", groups))
 
@@ -235,10 +232,10 @@ class Regrouped:
             seed=self._seed,
             epoch=number,
         )
-        return RegroupedEpoch(table, groups, order)
+        return _RegroupedEpoch(table, groups, order)
 
 
-class RegroupedEpoch:
+class _RegroupedEpoch:
     """One epoch's new groups; `groups` holds sample numbers in stored order."""
 
     def __init__(self, table: SampleTable, groups: Groups, order: OrderConfig) -> None:
@@ -250,16 +247,14 @@ class RegroupedEpoch:
         return len(self._groups)
 
     def column(self, name: str, groups: IntArray) -> IntArray:
-        """Sums over the groups."""
         return self._sums[name][groups]
 
     def selection(self, group: int) -> Selection:
-        """Samples of several stored groups."""
         refs = self.samples(np.array([group]))
         return refs.select(np.arange(len(refs.places)))
 
     def samples(self, groups: IntArray) -> SampleRefs:
-        """The groups' samples, in stored order in each, so that neighbours are read together."""
+        # in stored order in each group, so that neighbours are read together
         chosen = self._groups.take(groups)
         owners = np.repeat(np.arange(len(chosen)), chosen.sizes)
         samples = chosen.samples[np.lexsort((chosen.samples, owners))]

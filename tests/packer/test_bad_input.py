@@ -185,7 +185,7 @@ def test_what_is_used_reaches_the_model_as_transformers_loads_it(builds, fed, ca
         assert row["num_image_tokens"] == sum(plan.num_image_tokens for plan in plans)
         ids, cut = samples[row["sample_id"]]
         assert len(ids) == row["seq_len"]
-        expected = [pixels.cut(RULE, image) for image in images]
+        expected = [pixels.extract_patches(RULE, image) for image in images]
         assert torch.equal(cut, torch.cat([cut[:0], *expected]))
 
 

@@ -68,8 +68,7 @@ def group() -> StoredGroup:
 
 
 def _collate(group: StoredGroup | None, **options: Any) -> MicroBatch:
-    media = LoaderConfig(**options).media_options(MODEL)
-    return collate(group, MODEL.vision, torch.uint8, TOTALS, media)
+    return collate(group, MODEL, LoaderConfig(pixel_dtype=torch.uint8, **options), TOTALS)
 
 
 def test_waveforms_lie_clip_behind_clip(group: StoredGroup) -> None:
@@ -122,14 +121,14 @@ def test_nothing_to_hear_is_no_rows_of_the_usual_shape(audio: str, shape: tuple[
         assert tuple(tensor.shape) == expected
 
 
-def test_a_model_that_hears_nothing_has_no_audio_fields(group: StoredGroup) -> None:
+def test_a_model_without_an_audio_encoder_has_no_audio_fields(group: StoredGroup) -> None:
     silent = replace(
         group,
         audios=(),
         audio_lengths=EMPTY_GROUP.audio_lengths,
         audio_samples=EMPTY_GROUP.audio_samples,
     )
-    batch = collate(silent, MODEL.vision, torch.uint8, TOTALS)
+    batch = collate(silent, load_model("tiny"), LoaderConfig(), TOTALS)
     assert batch.audio_values is None
     assert batch.audio_lengths is None
     assert batch.audio_frames is None
@@ -137,13 +136,16 @@ def test_a_model_that_hears_nothing_has_no_audio_fields(group: StoredGroup) -> N
 
 def test_clips_are_never_dropped_for_want_of_a_rule(group: StoredGroup) -> None:
     with pytest.raises(ConfigError, match=r"group 7: 3 audio clips, but no audio rule"):
-        collate(group, MODEL.vision, torch.uint8, TOTALS)
+        collate(group, load_model("tiny"), LoaderConfig(), TOTALS)
 
 
 def test_pixels_are_those_of_each_image_in_order(group: StoredGroup) -> None:
     for exact in (False, True):
         batch = _collate(group, exact_resize=exact)
-        each = [pixels.cut(MODEL.vision, decode(image), exact=exact) for image in group.images]
+        each = [
+            pixels.extract_patches(MODEL.vision, decode(image), exact=exact)
+            for image in group.images
+        ]
         assert torch.equal(batch.pixel_values, torch.cat(each))
         assert batch.patches_per_image.tolist() == [len(patches) for patches in each]
 
@@ -200,4 +202,6 @@ def test_options_that_make_no_sense_are_refused() -> None:
 def test_mel_bins_are_the_encoders() -> None:
     model = load_model("orchmllm_10b")
     assert model.audio_encoder is not None
-    assert LoaderConfig().media_options(model).mel_bins == model.audio_encoder.frame_values
+    batch = collate(None, model, LoaderConfig(audio="features"), TOTALS)
+    assert batch.audio_values is not None
+    assert batch.audio_values.shape == (0, model.audio_encoder.frame_values)

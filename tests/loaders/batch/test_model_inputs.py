@@ -13,9 +13,10 @@ from PIL import Image
 
 from balance.errors import ConfigError
 from balance.media.image_tokens import plan_image
-from balance.presets import AnyresRule, FixedRule, NativeRule, TilesRule
+from balance.presets import AnyresRule, FixedRule, NativeRule, TilesRule, load_model
 from loaders.batch.collate import collate
 from loaders.batch.model_inputs import BLANK_SAMPLE_ID, model_inputs
+from loaders.config import LoaderConfig
 from loaders.plan.steps import StepTotals
 from loaders.read.shard_reader import StoredGroup
 
@@ -175,7 +176,8 @@ def pack(name, samples, num_loss_tokens=1, pixel_dtype=torch.float32):
         image_samples=np.array([image[2] for image in images], dtype=np.int32),
     )
     totals = StepTotals(num_loss_tokens=num_loss_tokens, num_samples=len(samples))
-    return collate(raw, RULES[name], pixel_dtype, totals)
+    model = dataclasses.replace(load_model("tiny"), vision=RULES[name])
+    return collate(raw, model, LoaderConfig(pixel_dtype=pixel_dtype), totals)
 
 
 def run_alone(name, model, sample):

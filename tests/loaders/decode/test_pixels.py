@@ -19,11 +19,11 @@ from balance.presets import AnyresRule, NativeRule, load_model
 from loaders.decode.image import decode
 from loaders.decode.pixels import (
     _normalize_on_device,
-    cut,
-    cut_into,
-    memory_of,
+    extract_patches,
     normalize,
+    patch_memory,
     patch_shape,
+    write_patches,
 )
 from loaders.decode.resize import LEVELS
 from support.cases import for_each
@@ -69,7 +69,7 @@ def test_exact_pixels_equal_the_reference_processors(name: str) -> None:
     rule = load_model(name).vision
     for image in _checked_images():
         expected = _reference_pixels(name, image)
-        ours = normalize(rule, cut(rule, image, exact=True)).numpy()
+        ours = normalize(rule, extract_patches(rule, image, exact=True)).numpy()
         assert ours.shape == expected.shape, image.size
         assert ours.dtype == np.float32
         assert np.abs(ours - expected).max() <= TOLERANCE, image.size
@@ -98,7 +98,7 @@ def test_pixels_are_within_the_stated_levels_of_the_reference_processors(
     off_by = []
     for image in images:
         difference = np.abs(
-            normalize(rule, cut(rule, image)).numpy() - _reference_pixels(name, image)
+            normalize(rule, extract_patches(rule, image)).numpy() - _reference_pixels(name, image)
         )
         assert difference.max() <= LEVELS * level + TOLERANCE, image.size
         off_by.append(difference.mean() / level)
@@ -110,7 +110,7 @@ def test_rows_of_pixels_are_the_planned_patches(name: str) -> None:
     rule = load_model(name).vision
     for width, height in [(1, 1), (3, 500), (500, 3), (199, 1), (57, 55), (640, 480), (1000, 999)]:
         plan = plan_image(rule, width, height)
-        pixels = cut(rule, Image.new("RGB", (width, height)))
+        pixels = extract_patches(rule, Image.new("RGB", (width, height)))
         rows = plan.num_vit_tokens if isinstance(rule, NativeRule) else plan.num_patches
         assert pixels.shape == (rows, *patch_shape(rule))
         assert pixels.dtype == torch.uint8
@@ -122,14 +122,16 @@ def test_concatenated_images_normalise_like_each_alone() -> None:
     rng = np.random.default_rng(8)
     for name in ("internvl_1_5", "qwen2_vl"):
         rule = load_model(name).vision
-        parts = [cut(rule, random_image(rng, *size)) for size in ((300, 200), (100, 400))]
+        parts = [
+            extract_patches(rule, random_image(rng, *size)) for size in ((300, 200), (100, 400))
+        ]
         together = normalize(rule, torch.cat(parts))
         assert torch.equal(together, torch.cat([normalize(rule, part) for part in parts]))
 
 
 def test_normalising_leaves_its_input_as_it_was_and_refuses_its_output() -> None:
     rule = load_model("tiny").vision
-    pixels = cut(rule, random_image(np.random.default_rng(9), 80, 60))
+    pixels = extract_patches(rule, random_image(np.random.default_rng(9), 80, 60))
     before = pixels.clone()
     normalized = normalize(rule, pixels)
     assert torch.equal(pixels, before)
@@ -140,7 +142,7 @@ def test_normalising_leaves_its_input_as_it_was_and_refuses_its_output() -> None
 @pytest.mark.parametrize("name", ["internvl_1_5", "qwen2_vl"])
 def test_normalising_on_a_device_gives_the_same_bits(name: str) -> None:
     rule = load_model(name).vision
-    patches = cut(rule, random_image(np.random.default_rng(14), 120, 90))
+    patches = extract_patches(rule, random_image(np.random.default_rng(14), 120, 90))
     mean, std = (torch.tensor(values, dtype=torch.float64) for values in (rule.mean, rule.std))
     scale, shift = (values.to(torch.float32) for values in (1 / (255 * std), -mean / std))
     assert torch.equal(_normalize_on_device(rule, patches, scale, shift), normalize(rule, patches))
@@ -244,9 +246,9 @@ def test_large_photographs_decode_smaller_and_stay_close(
     full, small = decode(data), decode(data, counted=size, rule=rule)
     assert (full.size, small.size) == (size, reduced)
     plan = plan_image(rule, *size)
-    expected = cut(rule, full)
+    expected = extract_patches(rule, full)
     patches = torch.empty_like(expected)
-    cut_into(memory_of(rule, patches), rule, small, plan)
+    write_patches(patch_memory(rule, patches), rule, small, plan)
     difference = (patches.int() - expected.int()).abs().float()
     assert difference.mean() <= REDUCED_MEAN
     assert difference.max() <= REDUCED_MAX
@@ -291,7 +293,7 @@ def test_damaged_bytes_are_a_data_error_of_one_line_or_an_image(file_format: str
 
 def test_an_image_of_a_million_to_one_is_cut_without_a_giant_resize() -> None:
     image = Image.new("RGB", (1_000_000, 1), (10, 20, 30))
-    assert cut(load_model("llava_1_5").vision, image).unique().tolist() == [10, 20, 30]
+    assert extract_patches(load_model("llava_1_5").vision, image).unique().tolist() == [10, 20, 30]
 
 
 def test_the_centre_of_a_long_strip_is_the_centre_that_the_full_resize_gives(
@@ -303,14 +305,14 @@ def test_the_centre_of_a_long_strip_is_the_centre_that_the_full_resize_gives(
         np.random.default_rng(12).integers(0, 256, (4, 400, 3), dtype=np.uint8)
     )
     for image in (coarse.resize((8000, 90)), coarse.resize((8000, 90)).rotate(90, expand=True)):
-        full = cut(rule, image).int()
+        full = extract_patches(rule, image).int()
         monkeypatch.setattr("loaders.decode.pixels._LONGEST_STRIP", 1)
-        assert (cut(rule, image).int() - full).abs().max() <= 2
+        assert (extract_patches(rule, image).int() - full).abs().max() <= 2
         monkeypatch.undo()
 
 
 def test_what_the_planner_rejects_is_not_cut() -> None:
     with pytest.raises(ImageRejected):
-        cut(load_model("qwen2_vl").vision, Image.new("RGB", (300, 1)))
+        extract_patches(load_model("qwen2_vl").vision, Image.new("RGB", (300, 1)))
     with pytest.raises(ValueError, match="RGB"):
-        cut(load_model("tiny").vision, Image.new("L", (30, 30)))
+        extract_patches(load_model("tiny").vision, Image.new("L", (30, 30)))

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from loaders.decode._patchify import cut_planes
-from loaders.decode.resize import LEVELS, cut_squares, resizer, to_image, to_pixels
+from loaders.decode._patchify import patchify_planes
+from loaders.decode.resize import LEVELS, patchify, resizer, to_image, to_pixels
 
 sides = st.integers(1, 150)
 
@@ -59,7 +59,7 @@ def test_pixels_and_images_are_the_same():
 def test_squares_are_written_line_by_line(rows, columns, side):
     pixels = to_pixels(_noise(columns * side, rows * side))
     squares = np.full((rows * columns, side, side, 3), 7, dtype=np.uint8)
-    cut_squares(pixels, squares)
+    patchify(pixels, squares)
     for row in range(rows):
         for column in range(columns):
             square = pixels[row * side : (row + 1) * side, column * side : (column + 1) * side]
@@ -71,7 +71,7 @@ def test_squares_are_written_line_by_line(rows, columns, side):
 def test_planes_are_written_block_by_block(rows, columns, merge, side):
     pixels = to_pixels(_noise(columns * merge * side, rows * merge * side))
     planes = np.full((rows * columns * merge * merge, 3, side, side), 7, dtype=np.uint8)
-    cut_planes(pixels, planes, merge)
+    patchify_planes(pixels, planes, merge)
     # (rows, merge, side, columns, merge, side, 3) -> blocks, squares inside a block, channels,
     # lines, pixels
     squares = pixels.reshape(rows, merge, side, columns, merge, side, 3).transpose(
@@ -86,8 +86,8 @@ def test_a_window_of_a_larger_image_is_cut():
         np.empty((1, 20, 20, 3), dtype=np.uint8),
         np.empty((1, 3, 20, 20), dtype=np.uint8),
     )
-    cut_squares(to_pixels(image)[7:27, 11:31], squares)
-    cut_planes(to_pixels(image)[7:27, 11:31], planes, 1)
+    patchify(to_pixels(image)[7:27, 11:31], squares)
+    patchify_planes(to_pixels(image)[7:27, 11:31], planes, 1)
     expected = np.asarray(image.crop((11, 7, 31, 27)))
     assert np.array_equal(squares[0], expected)
     assert np.array_equal(planes[0], expected.transpose(2, 0, 1))
@@ -96,8 +96,8 @@ def test_a_window_of_a_larger_image_is_cut():
 @pytest.mark.parametrize(("size", "merge"), [((60, 20), 1), ((30, 20), 1), ((40, 20), 2)])
 def test_what_does_not_fill_the_patches_exactly_is_refused(size, merge):
     pixels = to_pixels(_noise(*size))
-    with pytest.raises(ValueError, match="2 squares of 20"):
-        cut_planes(pixels, np.empty((2, 3, 20, 20), dtype=np.uint8), merge)
+    with pytest.raises(ValueError, match="2 patches of 20"):
+        patchify_planes(pixels, np.empty((2, 3, 20, 20), dtype=np.uint8), merge)
     if merge == 1:
-        with pytest.raises(ValueError, match="2 squares of 20"):
-            cut_squares(pixels, np.empty((2, 20, 20, 3), dtype=np.uint8))
+        with pytest.raises(ValueError, match="2 patches of 20"):
+            patchify(pixels, np.empty((2, 20, 20, 3), dtype=np.uint8))
