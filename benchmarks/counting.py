@@ -1,18 +1,20 @@
-"""Counting and writing against their physical limits, and the memory of a whole build, on a
-LLaVA-665K-like dataset.
+"""Counting and writing against their physical limits, and memory, on a LLaVA-like dataset.
 
     python benchmarks/counting.py [--samples 665000] [--tokenizer FOLDER] [--work FOLDER]
 
-In one run: the dataset is written (`benchmarks/llava_like.py`), `packer build` packs it in a
-process of its own, and then the limits are taken on the same data and cores. Counting can be no
-faster than the tokenizer on the same texts (`encode_batch`, its own threads) and after that the
-image headers (Pillow's open, one process per core); this is taken before the build and after it,
-and the mean counts. Writing can be no faster than copying the same bytes: every image file in the
-shards' order read and appended to files of a shard's size, with token arrays as they are in the
-shards, one process per core. Memory is the sum over all processes of the build of their
-proportional set size, sampled; the reader's is the peak of a process that only reads the
-annotations. Exit status 1 when counting is below 0.7 or writing below 0.6 of its limit, or memory
-above 3 GB (reader: 300 MB).
+In one run: the dataset is written (`benchmarks/llava_like.py`), `packer build` packs it in its own
+process, and the limits are measured on the same data and cores.
+
+- Counting can be no faster than the tokenizer on the same texts (`encode_batch`, its own threads)
+  and after that the image headers (Pillow's open, one process per core). This is measured before
+  and after the build, and the mean counts.
+- Writing can be no faster than copying the same bytes: every image file in the shards' order, read
+  and appended to files of a shard's size, with the shards' token arrays, one process per core.
+- Memory is the sum of the proportional set sizes of all processes of the build, sampled. The
+  reader's is the peak of a process that only reads the annotations.
+
+Exit status 1 when counting is below 0.7 or writing below 0.6 of its limit, or memory above 3 GB
+(reader: 300 MB).
 """
 
 from __future__ import annotations
@@ -44,14 +46,15 @@ from packer.text.chat_tokenizer import IMAGE_MARKER
 
 MODEL = "internvl_1_5"
 TEXTS = 60_000
-"""Conversations that the tokenizer's limit is measured on, evenly taken."""
+"""Conversations that the tokenizer's limit is measured on, taken evenly."""
 BATCH = 1024
 TOKEN_SAMPLE = 8 << 20
-"""Bytes of real token arrays that stand for all of them when copying."""
+"""Bytes of real token arrays that are copied again and again instead of all of them."""
 SETTLE_SECONDS = 30
-"""Between deleting the shards and copying. A virtual machine pays for memory when it is first used,
-hands what is free back within seconds, and what was freed just now costs nothing: the copy must not
-be spared what the build has paid.
+"""Pause between deleting the shards and copying.
+
+A virtual machine pays for memory at its first use, and returns free memory within seconds. Memory
+that was freed just now costs nothing, and the copy must pay what the build has paid.
 """
 LEAST_COUNTING, LEAST_WRITING = 0.7, 0.6
 MOST_MEMORY, MOST_READER = 3 * 10**9, 300 * 10**6
@@ -92,8 +95,8 @@ def run(folder: Path, samples: int, tokenizer: Path) -> int:
     image_bytes = write_llava_like(raw, samples)
     annotation_bytes = (raw / "annotations.json").stat().st_size
     console.print(
-        f"{samples:,} samples, {annotation_bytes / 1e6:,.0f} MB of annotations, {image_bytes / 1e6:,.0f} MB of images;"
-        f" {workers} cores"
+        f"{samples:,} samples, {annotation_bytes / 1e6:,.0f} MB of annotations,"
+        f" {image_bytes / 1e6:,.0f} MB of images; {workers} cores"
     )
     before = counting_seconds(raw, tokenizer, samples, workers)
     built = build(raw, out, tokenizer, workers)
@@ -118,18 +121,18 @@ def run(folder: Path, samples: int, tokenizer: Path) -> int:
     console.print(table)
     others = ", ".join(f"{name} {seconds:,.1f} s" for name, seconds in built.seconds.items())
     console.print(
-        f"all stages: {others}; {num_bytes / 1e6:,.0f} MB of shards, {built.num_packed:,} samples packed"
+        f"all stages: {others}; {num_bytes / 1e6:,.0f} MB of shards,"
+        f" {built.num_packed:,} samples packed"
     )
-    console.print(
-        f"peak memory: all processes {built.peak_bytes / 1e6:,.0f} MB (wanted: {MOST_MEMORY / 1e6:,.0f}),"
-        f" the reader alone {reader / 1e6:,.0f} MB (wanted: {MOST_READER / 1e6:,.0f})"
-    )
+    wanted = f"{built.peak_bytes / 1e6:,.0f} MB (wanted: {MOST_MEMORY / 1e6:,.0f})"
+    alone = f"{reader / 1e6:,.0f} MB (wanted: {MOST_READER / 1e6:,.0f})"
+    console.print(f"peak memory: all processes {wanted}, the reader alone {alone}")
     reached = all(limit / seconds >= least for _, seconds, limit, least in rows)
     return 0 if reached and built.peak_bytes <= MOST_MEMORY and reader <= MOST_READER else 1
 
 
 def build(raw: Path, out: Path, tokenizer: Path, workers: int) -> BuildRun:
-    """`packer build` as a process, its memory and that of its children watched."""
+    """Run `packer build` as a process and watch its memory and that of its children."""
     options = {
         "dataset": raw,
         "model": MODEL,
@@ -190,7 +193,7 @@ def _pss(pid: int) -> int:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
                 return int(line.split()[1]) * 1024
-    except OSError:  # it ended between being listed and being looked at, and holds nothing any more
+    except OSError:  # it ended after it was listed, and its memory is free
         return 0
     return 0
 
@@ -224,7 +227,8 @@ def chat(turns: list[dict[str, str]], image: str) -> str:
     """A conversation in ChatML."""
     roles = {"human": "user", "gpt": "assistant"}
     return "".join(
-        f"<|im_start|>{roles[turn['from']]}\n{turn['value'].replace(IMAGE_MARKER, image)}<|im_end|>\n"
+        f"<|im_start|>{roles[turn['from']]}\n"
+        f"{turn['value'].replace(IMAGE_MARKER, image)}<|im_end|>\n"
         for turn in turns
     )
 
@@ -257,9 +261,7 @@ def _open_all(raw: str, names: list[str]) -> int:
 
 
 def copy_seconds(raw: Path, out: Path, target: Path, workers: int) -> tuple[float, int]:
-    """(seconds, bytes) of copying the files and token arrays of the shards, in their order, to one
-    file per shard.
-    """
+    """(seconds, bytes) of copying the shards' files and token arrays to one file per shard."""
     target.mkdir()
     images = {}
     (part,) = find_dataset(str(raw), None).parts
@@ -311,7 +313,8 @@ def reader_peak(raw: Path) -> int:
         "(part,) = find_dataset(sys.argv[1], None).parts\n"
         "for chunk in part.open().chunks(1024, lambda _: None): pass\n"
         # not ru_maxrss, which begins with what the parent had
-        "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
+        "status = [line.split() for line in open('/proc/self/status')]\n"
+        "print(next(words[1] for words in status if words[0] == 'VmHWM:'))"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(raw)],

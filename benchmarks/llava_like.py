@@ -1,9 +1,8 @@
-"""A dataset in LLaVA-665K's layout, of any size: its image folders, its shares of sources,
-conversations as long.
+"""A dataset of any size in LLaVA-665K's layout: folders, shares of sources, conversation lengths.
 
-Shares and lengths are near those of the published annotation file (coco 364 k, vg 86 k, ocr_vqa 80
-k, gqa 72 k, text only 41 k, textvqa 22 k of 665 k; some 1.5 kB per record). Images are small JPEGs
-of a few hundred kinds, each in a file of its own. The same size and seed give the same files.
+Shares and lengths are near those of the published annotation file (coco 364 k, vg 86 k, ocr_vqa
+80 k, gqa 72 k, text only 41 k, textvqa 22 k of 665 k; some 1.5 kB per record). Images are small
+JPEGs of a few hundred kinds, each in its own file. The same size and seed give the same files.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Packers that trainers use today, for benchmarks/grouping.py: token counts and a token cap ->
-groups.
+"""Packers that trainers use today, for benchmarks/grouping.py: token counts and a cap -> groups.
 
-They pack by tokens alone, because that is all they know. Each calls the public package that the
-framework itself calls, or the framework's own function; first fit and online best fit are written
+They pack by tokens alone, because they know nothing else. Each calls the public package that the
+framework itself calls, or the framework's own function. First fit and online best fit are written
 out below.
 """
 
@@ -18,11 +17,9 @@ import numpy as np
 from balance.types import Groups, IntArray
 
 SWIFT_BATCH = 1000
-"""ms-swift packs so many samples at a time; the last pack of a batch goes on to the next."""
+"""Samples that ms-swift packs at a time; the last pack of a batch continues in the next."""
 VERL_BATCH = 512
-"""Samples of a step whose micro-batches verl balances; Karmarkar-Karp takes seconds for
-thousands.
-"""
+"""Samples of a step that verl balances; Karmarkar-Karp takes seconds for thousands."""
 OPEN_GROUPS = 16
 
 
@@ -52,9 +49,7 @@ def as_groups(groups: list[list[int]]) -> Groups:
 
 
 def pack_trl(tokens: IntArray, cap: int) -> list[list[int]]:
-    """TRL's `pack_dataset`, strategy "bfd": best fit decreasing. Each token holds its sample's
-    number.
-    """
+    """TRL's `pack_dataset`, strategy "bfd": best fit decreasing; a token is its sample's number."""
     import pyarrow as pa  # noqa: PLC0415
     from datasets import Dataset  # noqa: PLC0415
     from trl.data_utils import pack_dataset  # noqa: PLC0415
@@ -87,9 +82,7 @@ def pack_swift(tokens: IntArray, cap: int) -> list[list[int]]:
 
 
 def pack_karmarkar_karp(tokens: IntArray, cap: int) -> list[list[int]]:
-    """Even sums by Karmarkar-Karp in as few micro-batches as the tokens of a step need, as verl's
-    dynamic batches.
-    """
+    """Karmarkar-Karp into as few micro-batches as a step's tokens need: verl's dynamic batches."""
     from numberpartitioning import karmarkar_karp  # noqa: PLC0415
 
     groups: list[list[int]] = []
@@ -103,7 +96,7 @@ def pack_karmarkar_karp(tokens: IntArray, cap: int) -> list[list[int]]:
 
 
 def pack_first_fit(tokens: IntArray, cap: int) -> list[list[int]]:
-    """First fit, decreasing: the first open group with room."""
+    """First fit, decreasing: the first open group with enough free tokens."""
     order = np.argsort(-tokens, kind="stable")
     number, group_of = _first_fit(order, tokens, cap)
     groups: list[list[int]] = [[] for _ in range(number)]
@@ -114,23 +107,21 @@ def pack_first_fit(tokens: IntArray, cap: int) -> list[list[int]]:
 
 @numba.njit(cache=True)
 def _first_fit(order, tokens, cap):  # type: ignore[no-untyped-def]
-    room, group_of, number = np.empty(len(tokens), np.int64), np.empty(len(tokens), np.int64), 0
+    free, group_of, number = np.empty(len(tokens), np.int64), np.empty(len(tokens), np.int64), 0
     for sample in order:
         group = 0
-        while group < number and room[group] < tokens[sample]:
+        while group < number and free[group] < tokens[sample]:
             group += 1
         if group == number:
-            room[group] = cap
+            free[group] = cap
             number += 1
-        room[group] -= tokens[sample]
+        free[group] -= tokens[sample]
         group_of[sample] = group
     return number, group_of
 
 
 def best_fit_online(vision: IntArray, tokens: IntArray, max_vision: int, cap: int) -> Groups:
-    """One pass in random order, 16 open groups, always the fullest in which a sample fits; both
-    caps.
-    """
+    """One pass in random order under both caps: the fullest of 16 open groups that fits."""
     shuffled = np.random.default_rng(0).permutation(len(tokens))
     group_of = np.empty_like(shuffled)
     group_of[shuffled] = _best_fit(vision[shuffled], tokens[shuffled], max_vision, cap)
@@ -141,32 +132,35 @@ def best_fit_online(vision: IntArray, tokens: IntArray, max_vision: int, cap: in
 @numba.njit(cache=True)
 def _best_fit(vision, tokens, max_vision, cap):  # type: ignore[no-untyped-def]
     group_of, number = np.empty(len(tokens), np.int64), 0
-    rooms = np.zeros((OPEN_GROUPS, 3), np.int64)  # vision, tokens, group
+    free = np.zeros((OPEN_GROUPS, 3), np.int64)  # vision, tokens, group
     for sample in range(len(tokens)):
         best, fullest = -1, 0
         for place in range(OPEN_GROUPS):
-            fits = rooms[place, 0] >= vision[sample] and rooms[place, 1] >= tokens[sample]
+            fits = free[place, 0] >= vision[sample] and free[place, 1] >= tokens[sample]
             if fits and (
                 best < 0
-                or _room(rooms[place], max_vision, cap) < _room(rooms[best], max_vision, cap)
+                or _free_share(free[place], max_vision, cap)
+                < _free_share(free[best], max_vision, cap)
             ):
                 best = place
-            if _room(rooms[place], max_vision, cap) < _room(rooms[fullest], max_vision, cap):
+            if _free_share(free[place], max_vision, cap) < _free_share(
+                free[fullest], max_vision, cap
+            ):
                 fullest = place
         if best < 0:
             best = fullest
-            rooms[best] = np.array([max_vision, cap, number])
+            free[best] = np.array([max_vision, cap, number])
             number += 1
-        rooms[best, 0] -= vision[sample]
-        rooms[best, 1] -= tokens[sample]
-        group_of[sample] = rooms[best, 2]
+        free[best, 0] -= vision[sample]
+        free[best, 1] -= tokens[sample]
+        group_of[sample] = free[best, 2]
     return group_of
 
 
 @numba.njit(cache=True)
-def _room(room, max_vision, cap):  # type: ignore[no-untyped-def]
-    """Room in both resources, each relative to its cap, as one whole number."""
-    return cap * room[0] + max_vision * room[1]
+def _free_share(free, max_vision, cap):  # type: ignore[no-untyped-def]
+    """Free capacity of both resources, each relative to its cap, as one whole number."""
+    return cap * free[0] + max_vision * free[1]
 
 
 PEERS = (

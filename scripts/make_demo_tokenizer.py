@@ -1,7 +1,8 @@
 """Train the demo's tokenizer on the demo's own texts and write it to packer/demo/tokenizer/.
 
-Run from the repository root: python scripts/make_demo_tokenizer.py Byte-level BPE with Qwen2.5's
-normalisation and splitting, so that it takes the same paths, but only 2,000 tokens.
+Run from the repository root: python scripts/make_demo_tokenizer.py
+
+Byte-level BPE with Qwen2.5's normalisation and splitting, but only 2,000 tokens.
 """
 
 from __future__ import annotations
