@@ -96,8 +96,9 @@ def main() -> int:
     setting = Setting(counts=counts, cost=cost, dp=options.dp, iterations=options.iterations)
     work = float(cost.compute_ms(cost.loads(counts)).mean())
     console.print(
-        f"{len(counts):,} samples, {int(counts.seq_len.sum()):,} tokens; {cost.name} ({cost.speed}): {work:,.1f}"
-        f" GPU-ms per sample without waiting or overhead; dp {setting.dp}; ISF of {setting.iterations} iterations"
+        f"{len(counts):,} samples, {int(counts.seq_len.sum()):,} tokens; {cost.name} "
+        f"({cost.speed}): {work:,.1f} GPU-ms per sample without waiting or overhead; dp "
+        f"{setting.dp}; ISF of {setting.iterations} iterations"
     )
     for grouping in ("fit", "isf"):
         console.print(caps_table(setting, grouping))

@@ -42,9 +42,10 @@ ITERATIONS = (*range(1, 11), 15, 20, 50)
 NO_CONTEXT = 1 << 30
 """Lengths do not say which model they are for: only --max-seq-len caps a group."""
 PAPER = (
-    "OmniBal, appendix G (LLaVA-665K, InternVL-1.2M, LCS-558K; a figure without numbers): the dist ratio\n"
-    "drops significantly after one iteration and is stable after five; ten in practice, in less than a\n"
-    "minute. Table 3, after ten: .02 / .14 on InternVL-1.2M, which is not public in full."
+    "OmniBal, appendix G (LLaVA-665K, InternVL-1.2M, LCS-558K; a figure without numbers): the dist "
+    "ratio\ndrops significantly after one iteration and is stable after five; ten in practice, in "
+    "less than a\nminute. Table 3, after ten: .02 / .14 on InternVL-1.2M, which is not public in "
+    "full."
 )
 
 
@@ -215,8 +216,9 @@ def along_path(groups: Groups, data: Data, seed: int) -> tuple[Groups, OrderConf
 def show(rows: list[Row], data: Data, dp: int, num_seeds: int) -> None:
     least = -(-int(data.counts.seq_len.sum()) // data.limits.max_seq_len)
     console.print(
-        f"{len(data.counts):,} samples ({data.num_over:,} over the caps left out); Q_t {data.limits.max_seq_len:,},"
-        f" Q_v {data.limits.max_vision:,};\nsum of tokens / Q_t: {least:,} groups; means of {num_seeds} seeds",
+        f"{len(data.counts):,} samples ({data.num_over:,} over the caps left out); Q_t "
+        f"{data.limits.max_seq_len:,}, Q_v {data.limits.max_vision:,};\nsum of tokens / Q_t: "
+        f"{least:,} groups; means of {num_seeds} seeds",
         highlight=False,
     )
     headings = [

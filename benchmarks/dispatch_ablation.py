@@ -137,9 +137,10 @@ def show(options: RunOptions, setting: int, peak: float, measured: dict[str, Mea
         "computed" if options.rate is None else "stand-in layers, waiting for their modelled time"
     )
     times = new_table(
-        f"{options.ranks} ranks, {kind}; {SETTINGS[options.settings[setting]]}\n{len(steps)} steps of "
-        f"{options.ranks} x {options.per_rank} samples, {tokens:,.0f} LLM tokens each; "
-        f"{'peak' if options.rate is None else 'modelled rate'} {peak / 1e9:.1f} GFLOP/s per rank; {shares(measured)}",
+        f"{options.ranks} ranks, {kind}; {SETTINGS[options.settings[setting]]}\n{len(steps)} steps "
+        f"of {options.ranks} x {options.per_rank} samples, {tokens:,.0f} LLM tokens each; "
+        f"{'peak' if options.rate is None else 'modelled rate'} {peak / 1e9:.1f} GFLOP/s per rank; "
+        f"{shares(measured)}",
         [*TIMES, "gradients"],
     )
     base, planned = measured[NOT_BALANCED].step_s, slowest(options, setting)
@@ -238,7 +239,8 @@ def losses_agree(measured: dict[str, Measured]) -> bool:
     off = np.ptp(losses, axis=0) / np.abs(losses).mean(axis=0)
     agree = bool(off.max() <= LOSSES_AGREE)
     console.print(
-        f"losses {losses[0, 0]:.4f} to {losses[0, -1]:.4f}, the same for all variants to {off.max():.1e}"
+        f"losses {losses[0, 0]:.4f} to {losses[0, -1]:.4f}, the same for all variants to "
+        f"{off.max():.1e}"
         + ("" if agree else f": more than {LOSSES_AGREE:.0e}, something is wrong")
         + "\n"
     )

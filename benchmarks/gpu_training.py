@@ -8,8 +8,9 @@ memory budgets.
 tokens), beside the analytical model; a profile for `engine.cost_model.profile_table`; the paper's
 Table 4 and its nine models of Table 9 on measured layers. `train`: adaptive recomputation against
 full, packed against padded micro-batches, tokens/s, MFU and peak memory beside what the planner
-predicts from a profile. Both keep JSON and text in `--out`; docs/results/gpu.md says how to read them.
-`--tiny` runs the same on a CPU with shapes of a few numbers: it proves the path, not the figures.
+predicts from a profile. Both keep JSON and text in `--out`; docs/results/gpu.md says how to read
+them. `--tiny` runs the same on a CPU with shapes of a few numbers: it proves the path, not the
+figures.
 """
 
 from __future__ import annotations

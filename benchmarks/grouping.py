@@ -8,8 +8,8 @@ samples with the spread of a mixed InternVL dataset. --resample draws N of the s
 replacement, all with the same weight.
 
 "x sums" and "x LP" are groups relative to two lower bounds: the sums divided by the caps, and a
-linear program that knows which samples fit together (tests/support/oracles/lp_bound.py). Peers pack by
-tokens alone; "over" counts the groups over each cap. Times are the least of several runs; the
+linear program that knows which samples fit together (tests/support/oracles/lp_bound.py). Peers pack
+by tokens alone; "over" counts the groups over each cap. Times are the least of several runs; the
 first, which compiles, does not count. Exit status 1 when our groups are more than ISF's or than
 1.025 times the LP bound, when grouping and path together are not 50 times as fast as plain-Python
 ISF of 50 iterations, or when the ISF of numba and that of plain Python differ.
@@ -100,8 +100,9 @@ def main() -> int:
     )
     lp = bound_by_lp(data)
     console.print(
-        f"{len(data.tokens):,} samples ({int((~fits).sum()):,} over the caps left out); {limits.max_seq_len:,} tokens,"
-        f" {limits.max_vision} image patches; bounds: {sums:,.1f} groups by sums, {lp:,.1f} by LP"
+        f"{len(data.tokens):,} samples ({int((~fits).sum()):,} over the caps left out); "
+        f"{limits.max_seq_len:,} tokens, {limits.max_vision} image patches; bounds: {sums:,.1f} "
+        f"groups by sums, {lp:,.1f} by LP"
     )
     console.print(table(rows, data, sums, lp))
     console.print("\n".join(left_out))
@@ -247,9 +248,10 @@ def verdict(rows: list[Row], path_seconds: float, lp: float) -> int:
     ratio = slow.seconds / (fit.seconds + path_seconds)
     same = np.array_equal(numba_isf.groups.samples, slow.groups.samples)
     console.print(
-        f"fit {fit.seconds:.3f} s + path order {path_seconds:.3f} s: {ratio:.0f} x as fast as ISF of 50 iterations in"
-        f" plain Python (wanted: {WANTED_SPEED_RATIO} from {MANY:,} samples on); ISF of numba and of plain Python:"
-        f" {'equal' if same else 'DIFFERENT'} groups, numba {slow.seconds / numba_isf.seconds:.0f} x as fast"
+        f"fit {fit.seconds:.3f} s + path order {path_seconds:.3f} s: {ratio:.0f} x as fast as ISF "
+        f"of 50 iterations in plain Python (wanted: {WANTED_SPEED_RATIO} from {MANY:,} samples "
+        f"on); ISF of numba and of plain Python: {'equal' if same else 'DIFFERENT'} groups, numba "
+        f"{slow.seconds / numba_isf.seconds:.0f} x as fast"
     )
     few = (
         len(fit.groups) <= len(numba_isf.groups) and not len(fit.groups) > WANTED_OF_LP * lp

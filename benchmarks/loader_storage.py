@@ -139,7 +139,8 @@ def disk(folder: Path) -> None:
     for name, seconds in times.items():
         limit = seconds if name.startswith("limit") else limit
         print(
-            f"{name:34} {seconds / GROUPS * 1e6:9.1f} {GROUPS * SAMPLES / seconds:10,.0f} {limit / seconds:9.2f}"
+            f"{name:34} {seconds / GROUPS * 1e6:9.1f} {GROUPS * SAMPLES / seconds:10,.0f} "
+            f"{limit / seconds:9.2f}"
         )
 
 
@@ -183,10 +184,12 @@ def store(folder: Path, url: str, cache_dir: Path) -> None:
     print(f"\n{'store':34} {'MB/s':>9} {'samples/s':>10} {'of limit':>9}")
     for name, seconds in times.items():
         print(
-            f"{name:34} {total / seconds / 1e6:9.0f} {GROUPS * SAMPLES / seconds:10,.0f} {limit / seconds:9.2f}"
+            f"{name:34} {total / seconds / 1e6:9.0f} {GROUPS * SAMPLES / seconds:10,.0f} "
+            f"{limit / seconds:9.2f}"
         )
     print(
-        f"{sum(map(len, ranges))} joined ranges of {total / sum(map(len, ranges)) / 1e6:.1f} MB; {folder.name}"
+        f"{sum(map(len, ranges))} joined ranges of {total / sum(map(len, ranges)) / 1e6:.1f} MB; "
+        f"{folder.name}"
     )
     build.close()
     cached.close()

@@ -121,7 +121,8 @@ def main() -> int:
         table.add_row(RANDOM, str(dp), *cells(found[RANDOM, dp]), end_section=True)
     console.print(table)
     print(
-        "dist: of each micro-batch; of a rank's sum over the step where k=8. Paper: .02 / .14, dp not stated. pad 0."
+        "dist: of each micro-batch; of a rank's sum over the step where k=8. Paper: .02 / .14, dp "
+        "not stated. pad 0."
     )
     print("corr: of a step with the next; in a random order up to about 1 / sqrt(steps) by chance.")
     print(f"random, k=8: means over epochs that together have {SEEN_STEPS} steps or more.")
@@ -176,9 +177,9 @@ def group(
     path = arrange_sources(path, source_shares(groups, sources), order.window_size)
     seconds = time.perf_counter() - start
     print(
-        f"{len(tokens):,} samples of {sources.max() + 1} sources in {len(groups):,} groups of at most {q_t:,} tokens"
-        f" and {q_v} image patches ({int((~fits).sum()):,} samples over a cap left out);"
-        f" put in order in {seconds:.2f} s:\n{order}"
+        f"{len(tokens):,} samples of {sources.max() + 1} sources in {len(groups):,} groups of at "
+        f"most {q_t:,} tokens and {q_v} image patches ({int((~fits).sum()):,} samples over a cap "
+        f"left out); put in order in {seconds:.2f} s:\n{order}"
     )
     return Data(vision, tokens, sources, groups.take(path), limits)
 

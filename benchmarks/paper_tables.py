@@ -31,15 +31,17 @@ from rich.console import Console  # noqa: E402
 
 INTRODUCTION = """# The papers' tables, simulated
 
-Made by `python benchmarks/paper_tables.py`. **Nothing here was measured on GPUs**: times and bytes are those of the
-cost model (`engine/cost_model/analytical.py`, cluster presets in `configs/clusters`) and of the simulator, which agrees
-to the nanosecond with a second simulation that shares nothing with it (`tests/support/oracles/simulation_oracle.py`). One number of the
-cost model is fitted to a paper: how fast narrow matrix products are on an A100, to OmniBal's 21.3 GPU days. Where data
-are not published, samples are drawn to match what a paper tells of them; each table says what is assumed, and what
-differs.
+Made by `python benchmarks/paper_tables.py`. **Nothing here was measured on GPUs**: times and bytes
+are those of the cost model (`engine/cost_model/analytical.py`, cluster presets in
+`configs/clusters`) and of the simulator, which agrees to the nanosecond with a second simulation
+that shares no code with it (`tests/support/oracles/simulation_oracle.py`). One number of the cost
+model is fitted to a paper: how fast narrow matrix products are on an A100, to OmniBal's 21.3 GPU
+days. Where data are not published, samples are drawn to match what a paper says of them; each table
+says what is assumed, and what differs.
 
-OmniBal's Table 3 beyond what stands with Table 7 cannot be simulated: its samplers are not defined, nor its lengths
-published in full. docs/results/ has our own measurement on those that are."""
+OmniBal's Table 3 cannot be simulated beyond what Table 7 shows: its samplers are not defined, nor
+its lengths published in full. [packing.md](packing.md#balance) has our own measurement on those
+that are."""
 
 SECTIONS: dict[str, Callable[[], Section]] = {
     "omnibal-checks": omnibal_checks.checks,

@@ -84,7 +84,8 @@ def main() -> int:
     steps = [generate(ranks, k, options.seed) for k in options.per_rank for ranks in options.ranks]
     sizes = [step.lengths for step in steps]
     print(
-        f"{sum(map(len, sizes)):,} examples in {len(steps)} steps; longest {max(s.max() for s in sizes):,} tokens\n"
+        f"{sum(map(len, sizes)):,} examples in {len(steps)} steps; longest "
+        f"{max(s.max() for s in sizes):,} tokens\n"
     )
     fast = show_times(steps, options.ranks_per_node)
     even = show_balance(steps)
@@ -190,7 +191,8 @@ def show_balance(steps: list[Step]) -> bool:
         rows.append((step.name, *shown[:4], f"{bounds[0]:.4f}", *shown[4:], f"{bounds[1]:.4f}"))
     headings = ("drawn", "1", "4", "1 on costs", "bound")
     show(
-        "Batches without padding: largest / mean sum, and largest / mean cost (tokens + weighted squares)",
+        "Batches without padding: largest / mean sum, and largest / mean cost (tokens + weighted "
+        "squares)",
         ("ranks x examples", *(f"sum: {h}" for h in headings), *(f"cost: {h}" for h in headings)),
         rows,
     )

@@ -3,10 +3,11 @@ beside measured.
 
     python benchmarks/prediction.py [--steps 3] [--rounds 3]
 
-- real compute: the small model of `ablation/model.py` on 2 ranks, a core each: its layers are profiled, every partition
-  near BMP's anchor is simulated with the profile, and run;
-- stand-ins, which wait for as long as the cost model says: InternVL's 6B + 20B in 4 stages on 4 ranks and in 8 on 8,
-  partitioned by each of the methods of OmniBal's Table 4 and by the exact search.
+- real compute: the small model of `ablation/model.py` on 2 ranks, a core each: its layers are
+  profiled, every partition near BMP's anchor is simulated with the profile, and run;
+- stand-ins, which wait for as long as the cost model says: InternVL's 6B + 20B in 4 stages on 4
+  ranks and in 8 on 8, partitioned by each of the methods of OmniBal's Table 4 and by the exact
+  search.
 
 Every partition runs the same balanced micro-batches, nothing recomputed; partitions take turns,
 medians count. A machine that others use too is not always as fast: so layers are profiled anew

@@ -88,9 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     samples = read(options)
     drawn = np.random.default_rng(options.seed).integers(len(samples), size=options.resample)
     console.print(
-        f"{len(samples):,} samples ({samples.num_rejected:,} rejected), {len(samples.widths):,} images, drawn"
-        f" {len(drawn):,} times with replacement;\nmicro-batches on {options.dp} ranks."
-        " OmniBal's rows: as printed in the paper, on other data.",
+        f"{len(samples):,} samples ({samples.num_rejected:,} rejected), {len(samples.widths):,} "
+        f"images, drawn {len(drawn):,} times with replacement;\nmicro-batches on {options.dp} "
+        f"ranks. OmniBal's rows: as printed in the paper, on other data.",
         highlight=False,
     )
     for title, settings in tables().items():

@@ -56,7 +56,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     table = new_table(
-        f"{options.micro_batches} micro-batches, forward passes of {options.pass_ms:g} ms on average; no computation",
+        f"{options.micro_batches} micro-batches, forward passes of {options.pass_ms:g} ms on "
+        f"average; no computation",
         [
             "schedule",
             "ranks",

@@ -98,11 +98,13 @@ def judge(what: str, measured: dict[str, float], least: float) -> list[str]:
     missed, samples = [], int(measured["samples"])
     if measured["peak_mb"] * 1e6 > MOST_BYTES and samples <= UP_TO_SAMPLES:
         missed.append(
-            f"MISSED: {what}, {samples:,} samples: {measured['peak_mb']:,.0f} MB, wanted at most 2,000"
+            f"MISSED: {what}, {samples:,} samples: {measured['peak_mb']:,.0f} MB, wanted at most "
+            f"2,000"
         )
     if measured["seconds"] / samples > MOST_PER_SAMPLE * least and measured["seconds"] > 1:
         missed.append(
-            f"MISSED: {what}, {samples:,} samples: over {MOST_PER_SAMPLE} times the least time per sample"
+            f"MISSED: {what}, {samples:,} samples: over {MOST_PER_SAMPLE} times the least time per "
+            f"sample"
         )
     return missed
 

@@ -6,8 +6,8 @@ step.
 Every time is the least of several rounds, after one that compiles. "all anew": schedule, program
 and simulation with empty caches, as for a shape that was never seen; "again": program and
 simulation of other costs, as in a search; "simulate": that alone. The plain simulation is the
-tests' oracle (`tests/support/oracles/simulation_oracle.py`); both must agree to the last nanosecond, or this stops.
-Exit status 1 when 16,384 operations take over 90 ms all anew.
+tests' oracle (`tests/support/oracles/simulation_oracle.py`); both must agree to the last
+nanosecond, or this stops. Exit status 1 when 16,384 operations take over 90 ms all anew.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def main() -> int:
             table.add_row(name, *row(times))
             if times["operations"] <= JUDGED_OPERATIONS and times["anew"] > MOST_MS:
                 slow.append(
-                    f"{name}: {times['operations']:,} operations took {times['anew']:.0f} ms all anew"
+                    f"{name}: {times['operations']:,} operations took {times['anew']:.0f} ms all "
+                    f"anew"
                 )
     Console(width=120).print(table)
     for line in slow:
@@ -112,7 +113,8 @@ def measure(name: str, operations: int, ranks: int, rounds: int) -> dict[str, An
         ends = [end for _, end in Pipeline(*arguments).run().values()]
         if max(ends) != timeline.step_ns:
             raise SystemExit(
-                f"{name}, {len(made)} operations: {timeline.step_ns} ns, the plain simulation {max(ends)}"
+                f"{name}, {len(made)} operations: {timeline.step_ns} ns, the plain simulation "
+                f"{max(ends)}"
             )
     return times
 

@@ -1,8 +1,8 @@
 """What each kind of balance gains when it really runs: OmniBal's, PipeTune's and OrchMLLM's
 ablations, measured.
 
-    python benchmarks/training_ablation.py [--only omnibal,pipetune,orchmllm] [--steps 4] [--rounds
-    2]
+    python benchmarks/training_ablation.py [--only omnibal,pipetune,orchmllm] [--steps 4]
+    [--rounds 2]
 
 Two worlds, each in its own processes on this machine:
 
@@ -10,9 +10,9 @@ Two worlds, each in its own processes on this machine:
   Layers are profiled, partitions of BMP and recomputation tried out on the running model, as a user
   would. Something idle computes on a core whose rank waits, so that the other does not get faster
   meanwhile, as GPUs do not;
-- stand-ins: InternVL's 6B + 20B and PipeTune's 13B on 8 and 4 ranks, whose stages only wait for as long as the cost
-  model says: what is measured is the runtime (`ablation/stand_in.py`). Times are given at the
-  model's own speed.
+- stand-ins: InternVL's 6B + 20B and PipeTune's 13B on 8 and 4 ranks, whose stages only wait for as
+  long as the cost model says: what is measured is the runtime (`ablation/stand_in.py`). Times are
+  given at the model's own speed.
 
 Each row adds to the one above. "tokens/s" are the LLM's, "MFU" the operations that samples without
 padding need, of what the hardware could do (2 ranks: large matrix products on both cores at once);

@@ -33,7 +33,7 @@ from papers.pipetune_tables import MAX_SEQ_LEN, OURS, PIPETUNES, make_pipeline, 
 
 from balance.presets import load_model  # noqa: E402
 from engine.cost_model.loads import (  # noqa: E402
-    Loads,  # noqa: E402
+    Loads,
     packed_loads,
     sample_loads,
 )

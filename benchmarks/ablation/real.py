@@ -250,7 +250,8 @@ def check_losses(variants: Sequence[Variant], measured: Sequence[Measured]) -> N
         losses = measured[place - 1].losses[same], measured[place].losses[same]
         if not np.allclose(*losses, rtol=AGREE):
             sys.exit(
-                f"{after.name}: losses {losses[1]} of the same samples as {before.name}, which has {losses[0]}"
+                f"{after.name}: losses {losses[1]} of the same samples as {before.name}, which has "
+                f"{losses[0]}"
             )
 
 

@@ -66,7 +66,8 @@ def open_bench(*, tiny: bool, cluster: str | None) -> Bench:
         )
     if not torch.cuda.is_available():
         raise ConfigError(
-            "torch sees no GPU; run this where there is one, or give --tiny to see the path run on a CPU"
+            "torch sees no GPU; run this where there is one, or give --tiny to see the path run on "
+            "a CPU"
         )
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
@@ -74,7 +75,8 @@ def open_bench(*, tiny: bool, cluster: str | None) -> Bench:
     found = cluster or next((preset for part, preset in CLUSTERS.items() if part in name), None)
     if found is None:
         raise ConfigError(
-            f"no cluster preset is known for the GPU {name!r}; give --cluster, a preset or a TOML file"
+            f"no cluster preset is known for the GPU {name!r}; give --cluster, a preset or a TOML "
+            f"file"
         )
     return Bench(
         device=device, name=name, dtype=torch.bfloat16, cluster=load_cluster(found), tiny=False

@@ -81,7 +81,8 @@ def run(bench: Bench, report: Report, options: argparse.Namespace) -> None:
         limit = matmul_flops(bench)
         report.figures["matmul_flops_per_s"] = limit
         report.line(
-            f"Large matrix products: {limit / 1e12:.3g} TFLOP/s; data sheet: {_peak(bench) / 1e12:.3g}"
+            f"Large matrix products: {limit / 1e12:.3g} TFLOP/s; data sheet: "
+            f"{_peak(bench) / 1e12:.3g}"
         )
         preset = _shaped(load_model(INTERNVL), bench)
         sizes = _sizes(preset, bench)
@@ -125,7 +126,8 @@ def _note_layers(
             {"kind": kind, "measured": _columns(own, row), "modelled": _columns(modelled, place)}
         )
     size = sizes[at]
-    title = f"{preset.name}, one GPU, {size.tiles} tiles and {sum(size.tokens):,} tokens; 'model': analytical"
+    what = f"{size.tiles} tiles and {sum(size.tokens):,} tokens"
+    title = f"{preset.name}, one GPU, {what}; 'model': analytical"
     report.table(title, LAYER_HEADINGS, rows)
     report.line(f"Forward and backward times of a kind are fitted to {misfit(whole):.1%} at worst.")
     report.figures |= {
@@ -215,7 +217,8 @@ def _note_table_9(bench: Bench, report: Report, count: int) -> None:
         )
         report.save()
     report.table(
-        "OmniBal, Table 9: the fastest partitions of nine models, and others' steps on measured layers",
+        "OmniBal, Table 9: the fastest partitions of nine models, and others' steps on measured "
+        "layers",
         CHOICE_HEADINGS,
         map(_choice, found),
     )

@@ -46,7 +46,8 @@ class Report:
         }
         self.line(f"$ {self.figures['command']}")
         self.line(
-            f"{bench.name}, torch {torch.__version__}, {bench.dtype}, predictions for {bench.cluster.name}"
+            f"{bench.name}, torch {torch.__version__}, {bench.dtype}, predictions for "
+            f"{bench.cluster.name}"
         )
         if bench.tiny:
             self.line(

@@ -78,8 +78,9 @@ def run(bench: Bench, report: Report, options: argparse.Namespace) -> None:
         limit = matmul_flops(bench)
         trainer = Trainer(preset, counts, sizes, [(random, True), (balanced, False)], bench)
         report.line(
-            f"{preset.name}: {trainer.num_params / 1e9:.3g} B parameters, {len(trainer.kinds)} layers; "
-            f"{options.steps} steps of {options.micro_batches} micro-batches, random ones of 4 padded samples"
+            f"{preset.name}: {trainer.num_params / 1e9:.3g} B parameters, {len(trainer.kinds)} "
+            f"layers; {options.steps} steps of {options.micro_batches} micro-batches, random ones "
+            f"of 4 padded samples"
         )
         note_profile(trainer, report)
         rows: list[Ran] = []
@@ -110,7 +111,8 @@ def note_profile(trainer: Trainer, report: Report) -> None:
     write_profile(trainer.profile, path)
     report.figures |= {"profile": path.name, "misfit": misfit(trainer.profile)}
     report.line(
-        f"Forward and backward times of a kind are fitted to {misfit(trainer.profile):.1%} at worst."
+        f"Forward and backward times of a kind are fitted to {misfit(trainer.profile):.1%} at "
+        f"worst."
     )
 
 
@@ -128,7 +130,8 @@ def ways(
     least, most = trainer.peak_bytes(packed), trainer.peak_bytes(nothing)
     if least is None:
         report.line(
-            "Packed micro-batches do not fit even with everything recomputed: use a GPU with more memory."
+            "Packed micro-batches do not fit even with everything recomputed: use a GPU with more "
+            "memory."
         )
         return
     for share in shares:
@@ -146,7 +149,8 @@ def ways(
         )
         said = "nothing that fits" if planned is None else trainer.count(planned)
         report.line(
-            f"{limit / GIB:.3g} GiB: {runs} runs choose {trainer.count(recompute)}; the planner {said}"
+            f"{limit / GIB:.3g} GiB: {runs} runs choose {trainer.count(recompute)}; the planner "
+            f"{said}"
         )
         yield replace(way, recompute=recompute)
     yield nothing

@@ -12,7 +12,10 @@ import measure
 import webdataset as wds
 from tars import IMAGE, NAMES, TOKENS, read_tokens, write_tars
 
-CURL = "pipe:curl --silent --fail --aws-sigv4 aws:amz:$AWS_REGION:s3 --user $AWS_ACCESS_KEY_ID:$AWS_SECRET_ACCESS_KEY "
+CURL = (
+    "pipe:curl --silent --fail --aws-sigv4 aws:amz:$AWS_REGION:s3 "
+    "--user $AWS_ACCESS_KEY_ID:$AWS_SECRET_ACCESS_KEY "
+)
 
 
 def write(samples: list[measure.Sample], folder: Path) -> None:

@@ -100,15 +100,16 @@ def checks() -> Section:
     return Section(
         title="OmniBal: what the text offers to check by",
         body=(
-            "InternVL 6B + 20B, TP 2, PP 4 on A100-80G. The paper's seconds per group and MFU follow from its GPU "
-            "days.",
+            "InternVL 6B + 20B, TP 2, PP 4 on A100-80G. The paper's seconds per group and MFU "
+            "follow from its GPU days.",
             table(("check", "ours", "paper"), rows),
-            "Where we disagree. *An LLM layer's bytes*: the paper's are less than the layer's backward pass needs of "
-            "inputs of its matrix products alone; they come out of differences between rows of Table 5, in stages "
-            "where it may not have recomputed everything before. The row without recomputation fits better. *Figure "
-            "2*: forward passes of 1,730 ms, and backward passes of twice that, would make a group last at least "
-            f"{figure_2:.2f} s on four stages, not the {papers_seconds:.2f} s of the GPU days. The two cannot both "
-            "hold. Our times grow as FLOPs do.",
+            "Where we disagree. *An LLM layer's bytes*: the paper's are less than the layer's "
+            "backward pass needs of inputs of its matrix products alone; they come out of "
+            "differences between rows of Table 5, in stages where it may not have recomputed "
+            "everything before. The row without recomputation fits better. *Figure 2*: forward "
+            f"passes of 1,730 ms, and backward passes of twice that, would make a group last at "
+            f"least {figure_2:.2f} s on four stages, not the {papers_seconds:.2f} s of the GPU "
+            f"days. The two cannot both hold. Our times grow as FLOPs do.",
         ),
     )
 

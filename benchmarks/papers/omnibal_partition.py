@@ -35,11 +35,12 @@ def table_9() -> Section:
     return Section(
         title="OmniBal, Table 9: partitions and recomputed layers",
         body=(
-            f"Both on the same costs: 1F1B, {MICRO_BATCHES} micro-batches of 9 tiles and 4,096 tokens on A100-80G. "
-            "Ours is the exact search's, proven fastest of all partitions with any layers recomputed where nothing "
-            "else is said. The paper does not say which layers of a stage recompute: the first ones are taken. "
-            "'Apart' is how many layers the cuts differ by at most; 'does not fit' is the paper's choice in our "
-            "model of memory.",
+            f"Both on the same costs: 1F1B, {MICRO_BATCHES} micro-batches of 9 tiles and 4,096 "
+            f"tokens on A100-80G. Ours is the exact search's, proven fastest of all partitions "
+            f"with any layers recomputed where nothing else is said. The paper does not say which "
+            f"layers of a stage recompute: the first ones are taken. 'Apart' is how many layers "
+            f"the cuts differ by at most; 'does not fit' is the paper's choice in our model of "
+            f"memory.",
             "With sequence parallelism, which Table 5's bytes per layer speak for:",
             *with_,
             "Without it, which the recomputed layers speak for:",
@@ -115,8 +116,8 @@ def _why(costs: Costs, borders: IntArray, found: SearchResult, apart: int) -> st
         ]
         theirs, ours = (listed(f"{stage:.0f}" for stage in each) for each in stages)
         said.append(
-            f"{apart} layers apart, over the paper's radius of {RADIUS}: in our costs the forward passes of its "
-            f"stages take {theirs} ms, of ours {ours}"
+            f"{apart} layers apart, over the paper's radius of {RADIUS}: in our costs the forward "
+            f"passes of its stages take {theirs} ms, of ours {ours}"
         )
     if not found.is_proven:
         said.append(f"no partition is over {found.gap:.2%} faster than ours")
@@ -196,14 +197,15 @@ def table_4() -> Section:
     return Section(
         title="OmniBal, Table 4: partition methods",
         body=(
-            "InternVL 6B + 20B, TP 2, PP 4, every layer recomputed; times relative to BMP's. VAR of parameters and "
-            "layers is over the stages, that of forward times the paper's equation 4. The paper's units are not "
-            "stated.",
+            "InternVL 6B + 20B, TP 2, PP 4, every layer recomputed; times relative to BMP's. VAR "
+            "of parameters and layers is over the stages, that of forward times the paper's "
+            "equation 4. The paper's units are not stated.",
             table(headings, rows),
-            "The paper's order of the first two and of BMP comes out. Profile-based and BMP are one partition here, "
-            f"where the paper has 1.07x between them: in our model a cut inside the encoder sends {more:.1f} MiB more, "
-            f"which takes {more_ms:.1f} ms, and the transfer does not stop the sender. Ours is harder on the "
-            "parameter-based partition, whose first stage holds the whole encoder.",
+            "The paper's order of the first two and of BMP comes out. Profile-based and BMP are "
+            f"one partition here, where the paper has 1.07x between them: in our model a cut "
+            f"inside the encoder sends {more:.1f} MiB more, which takes {more_ms:.1f} ms, and the "
+            f"transfer does not stop the sender. Ours is harder on the parameter-based partition, "
+            f"whose first stage holds the whole encoder.",
         ),
     )
 
@@ -241,12 +243,14 @@ def table_5() -> Section:
     return Section(
         title="OmniBal, Table 5: remaining memory",
         body=(
-            f"The paper's partition {listed(INTERNVL.layers)}; GB that an A100-80G has left on each stage.",
+            f"The paper's partition {listed(INTERNVL.layers)}; GB that an A100-80G has left on "
+            f"each stage.",
             table(("", "simulated", "paper"), rows),
-            f"Per layer and micro-batch under way, recomputing saves {saved[0]:.3f} GB in the encoder (paper, from "
-            f"these rows: .522 and .500) and {saved[1]:.3f} GB in the language model (.163 and .113). On every stage "
-            f"the paper has {less.min():.0f} to {less.max():.0f} GB less left: what the driver, the communication "
-            "library and the allocator hold, and a less shared optimizer perhaps, of which it says nothing. "
-            "Differences between rows do not depend on that.",
+            f"Per layer and micro-batch under way, recomputing saves {saved[0]:.3f} GB in the "
+            f"encoder (paper, from these rows: .522 and .500) and {saved[1]:.3f} GB in the "
+            f"language model (.163 and .113). On every stage the paper has {less.min():.0f} to "
+            f"{less.max():.0f} GB less left: what the driver, the communication library and the "
+            f"allocator hold, and a less shared optimizer perhaps, of which it says nothing. "
+            f"Differences between rows do not depend on that.",
         ),
     )

@@ -52,9 +52,10 @@ def table_7() -> Section:
     return Section(
         title="OmniBal, Tables 3 and 7: data, model and memory balance",
         body=(
-            "InternVL 6B + 20B, TP 2, PP 4, DP 4 on A100-80G. Assumed: the partition at the start, which the paper "
-            f"does not tell, is the encoder alone on the first stage; {MICRO_BATCHES} micro-batches per step and "
-            "replica; everything is recomputed until memory is balanced.",
+            "InternVL 6B + 20B, TP 2, PP 4, DP 4 on A100-80G. Assumed: the partition at the start, "
+            f"which the paper does not tell, is the encoder alone on the first stage; "
+            f"{MICRO_BATCHES} micro-batches per step and replica; everything is recomputed until "
+            f"memory is balanced.",
             _data_table(
                 {
                     "4 random samples, padded": (before, (4, 0.31, 0.34, 0.30)),
@@ -68,9 +69,10 @@ def table_7() -> Section:
                     for name, ms, paper in rows
                 ],
             ),
-            f"The last row amounts to {days:.1f} GPU days for 1.2 M samples; the paper needs 21.3. In our model the "
-            "parameter-based partition is about as bad as the assumed start; in the paper it gains 1.23x over the "
-            "start, and a better partition gains more on random data.",
+            f"The last row amounts to {days:.1f} GPU days for 1.2 M samples; the paper needs 21.3. "
+            f"In our model the parameter-based partition is about as bad as the assumed start; in "
+            f"the paper it gains 1.23x over the start, and a better partition gains more on random "
+            f"data.",
         ),
     )
 
@@ -120,11 +122,11 @@ def table_2() -> Section:
     return Section(
         title="OmniBal, Tables 2 and 13: data balance alone, pure data parallelism",
         body=(
-            f"{dp} A100, each with the whole model (ZeRO-3, its gathers hidden), everything recomputed; ranks meet at "
-            "every micro-batch. This is what the loaders give without the engine. Nothing but computing is "
-            "simulated: what the paper's ZeRO-3 spends on gathers, and balance does not change, would bring the "
-            "ratios nearer to its own. LLaVA-1.6's samples are drawn to be like its own, of which no lengths are "
-            "published.",
+            f"{dp} A100, each with the whole model (ZeRO-3, its gathers hidden), everything "
+            f"recomputed; ranks meet at every micro-batch. This is what the loaders give without "
+            f"the engine. Nothing but computing is simulated: what the paper's ZeRO-3 spends on "
+            f"gathers, and balance does not change, would bring the ratios nearer to its own. "
+            f"LLaVA-1.6's samples are drawn to be like its own, of which no lengths are published.",
             table(
                 (
                     *(
@@ -183,11 +185,12 @@ def table_11() -> Section:
     return Section(
         title="OmniBal, Table 11: frozen parts",
         body=(
-            "Pre-training on captions, drawn to be like LCS-558K's; random micro-batches with everything recomputed, "
-            "against all three kinds of balance. Frozen layers have no gradients of weights, and those in front of "
-            "all trained ones run forward only. Where the paper's runs started from is not told: from the encoder "
-            "alone on the first stage, and from even parameters. The paper's gains are smaller: its start must have "
-            "been better, or its random micro-batches larger than 4 captions, which leave GPUs idle.",
+            "Pre-training on captions, drawn to be like LCS-558K's; random micro-batches with "
+            "everything recomputed, against all three kinds of balance. Frozen layers have no "
+            "gradients of weights, and those in front of all trained ones run forward only. Where "
+            "the paper's runs started from is not told: from the encoder alone on the first stage, "
+            "and from even parameters. The paper's gains are smaller: its start must have been "
+            "better, or its random micro-batches larger than 4 captions, which leave GPUs idle.",
             table(
                 (
                     *(
@@ -232,9 +235,9 @@ def table_16() -> Section:
     return Section(
         title="OmniBal, Table 16: more GPUs",
         body=(
-            f"6B + Llama3-70B on H100, TP 4, PP 8, {MICRO_BATCHES} micro-batches per replica and step; means of "
-            f"{STEPS} steps. Efficiency is GPU time per sample, relative to 64 GPUs. Random micro-batches are {BATCH} "
-            "padded samples.",
+            f"6B + Llama3-70B on H100, TP 4, PP 8, {MICRO_BATCHES} micro-batches per replica and "
+            f"step; means of {STEPS} steps. Efficiency is GPU time per sample, relative to 64 "
+            f"GPUs. Random micro-batches are {BATCH} padded samples.",
             table(
                 (
                     "GPUs",

@@ -94,16 +94,18 @@ def balance() -> Section:
     return Section(
         title="OrchMLLM, figures 10 to 12: balancing every phase",
         body=(
-            f"{RANKS} H100, data-parallel with shared weights, mini-batches of 75, 50 and 25; means of {STEPS} steps. "
-            "Each phase lasts as long as its slowest rank. Padding counts as time and not as work, as in the paper. "
-            "Assumed: how long images, texts and utterances are (benchmarks/papers/datasets.py), everything "
-            "recomputed, the loss computed in pieces, gathers of weights hidden. The paper prints its figures "
-            "without numbers, but for the points below.",
+            f"{RANKS} H100, data-parallel with shared weights, mini-batches of 75, 50 and 25; "
+            f"means of {STEPS} steps. Each phase lasts as long as its slowest rank. Padding counts "
+            f"as time and not as work, as in the paper. Assumed: how long images, texts and "
+            f"utterances are (benchmarks/papers/datasets.py), everything recomputed, the loss "
+            f"computed in pieces, gathers of weights hidden. The paper prints its figures without "
+            f"numbers, but for the points below.",
             table(("model", "balanced", "MFU", "relative", "memory, GB", "exchanges"), rows),
             table(("model", "point", "simulated", "paper"), points),
-            "The order of balancing everything, the LLM only and nothing is the paper's, and grows with the model as "
-            "in the paper. Its best MFU is 41.6 %: it does not say what it recomputes. To treat images as if they "
-            "were padded costs less here than in the paper's figure 11, because our images are nearly of one size.",
+            "The order of balancing everything, the LLM only and nothing is the paper's, and grows "
+            "with the model as in the paper. Its best MFU is 41.6 %: it does not say what it "
+            "recomputes. To treat images as if they were padded costs less here than in the "
+            "paper's figure 11, because our images are nearly of one size.",
         ),
     )
 
@@ -155,11 +157,12 @@ def volumes() -> Section:
     return Section(
         title="OrchMLLM, figure 13: node-wise placement",
         body=(
-            f"Tokens that a rank sends to other nodes per step, {RANKS} ranks, 8 per node; the LLM's phase moves "
-            "texts. Paper: .436 to .722 less on average, by modality, which is not told apart. Ours saves less, "
-            "because with 25 to 75 examples of similar size from 16 nodes no node holds much of any batch; with 16 "
-            "examples per rank of heavy-tailed lengths the largest send falls by .54 to .69, the average by .22 to .25 "
-            "(docs/results/, post-balancing).",
+            f"Tokens that a rank sends to other nodes per step, {RANKS} ranks, 8 per node; the "
+            f"LLM's phase moves texts. Paper: .436 to .722 less on average, by modality, which is "
+            f"not told apart. Ours saves less, because with 25 to 75 examples of similar size from "
+            f"16 nodes no node holds much of any batch; with 16 examples per rank of heavy-tailed "
+            f"lengths the largest send falls by .54 to .69, the average by .22 to .25 "
+            f"(docs/results/, post-balancing).",
             table(
                 (
                     "model",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,11 +18,31 @@ class Section:
     """Paragraphs and tables, in Markdown."""
 
     def __str__(self) -> str:
-        return "\n\n".join([f"## {self.title}", *self.body])
+        return "\n\n".join([f"## {self.title}", *(fill(part) for part in self.body)])
+
+
+def fill(part: str) -> str:
+    """A paragraph or a list of items, wrapped; tables stay as they are.
+
+    >>> print(fill("- one\\n- two"))
+    - one
+    - two
+    """
+    if part.startswith("|"):
+        return part
+    lines = part.splitlines() if part.startswith("- ") else [part]
+    return "\n".join(wrap(line) for line in lines)
+
+
+def wrap(line: str) -> str:
+    """A paragraph or an item, at 100 columns."""
+    indent = "  " if line.startswith("- ") else ""
+    wrapped = textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+    return "\n".join(wrapped)
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table; numbers are to be given as strings, as they shall stand there.
+    """A Markdown table; numbers are given as strings, as they should appear.
 
     >>> print(table(["what", "ms"], [["all", "3.1"]]))
     | what | ms |

@@ -59,15 +59,16 @@ def table_2() -> Section:
     return Section(
         title="PipeTune, Table 2: what each ingredient saves",
         body=(
-            f"13B, TP 4, PP 4 on nodes of four A100-80G, {BATCH} samples per step, max_seq_len {MAX_SEQ_LEN}; less "
-            f"time per step than packing in random order, means of {STEPS} steps. Samples are drawn to match Table "
-            "1's means, medians and longest. Assumed: the encoder is frozen and lies in the first stage with a "
-            "quarter of the layers; nothing is recomputed; 'mbs' is the largest size that fits, as the paper's "
-            "original. The paper's search: sizes in multiples, orders of clusters, pre-computation on the first "
-            "stage. Ours: also sizes between, exchanges, all ranks' idle time.",
+            f"13B, TP 4, PP 4 on nodes of four A100-80G, {BATCH} samples per step, max_seq_len "
+            f"{MAX_SEQ_LEN}; less time per step than packing in random order, means of {STEPS} "
+            f"steps. Samples are drawn to match Table 1's means, medians and longest. Assumed: the "
+            f"encoder is frozen and lies in the first stage with a quarter of the layers; nothing "
+            f"is recomputed; 'mbs' is the largest size that fits, as the paper's original. The "
+            f"paper's search: sizes in multiples, orders of clusters, pre-computation on the first "
+            f"stage. Ours: also sizes between, exchanges, all ranks' idle time.",
             table(("mixture", "mbs", "less time with", "paper's search", "ours", "paper"), rows),
-            f"Search per step: {min(times):.3f} to {max(times):.3f} s on one core (the paper: under {FIGURE_8[128]} "
-            "s).",
+            f"Search per step: {min(times):.3f} to {max(times):.3f} s on one core (the paper: "
+            f"under {FIGURE_8[128]} s).",
         ),
     )
 
@@ -88,7 +89,8 @@ def figure_8() -> Section:
     return Section(
         title="PipeTune, figure 8: search time",
         body=(
-            "Seconds per step on DataMix3, on one core; the paper's on its own CPU, simulating in parallel.",
+            "Seconds per step on DataMix3, on one core; the paper's on its own CPU, simulating in "
+            "parallel.",
             table(("samples per step", "paper's search", "ours", "paper"), rows),
         ),
     )
