@@ -32,7 +32,7 @@ import pyarrow as pa
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from loaders.read.build import StorageOptions, StoredBuild, open_build  # noqa: E402
+from loaders.read.build import Build, StorageOptions, open_build  # noqa: E402
 from loaders.read.remote import join_ranges  # noqa: E402
 from shards.checksums import group_checksum  # noqa: E402
 from support.builds import shard_fixture  # noqa: E402
@@ -82,10 +82,10 @@ def touch(images: Sequence[Any], tokens: Sequence[Any]) -> int:
     return total + sum(int(column[::16].sum()) for column in tokens)
 
 
-def plain_arrow(build: StoredBuild, order: list[int], *, touches: bool) -> Callable[[], None]:
+def plain_arrow(build: Build, order: list[int], *, touches: bool) -> Callable[[], None]:
     """Views of each image and token column of each group by pyarrow alone."""
     readers = [
-        pa.ipc.open_file(pa.memory_map(str(build.manifest.root / file.name)))
+        pa.ipc.open_file(pa.memory_map(str(Path(build.manifest.place, file.name))))
         for file in build.manifest.shards
     ]
     places = [(readers[group // 100], group % 100) for group in order]
@@ -104,10 +104,10 @@ def plain_arrow(build: StoredBuild, order: list[int], *, touches: bool) -> Calla
     return run
 
 
-def ours(build: StoredBuild, order: list[int], *, touches: bool) -> Callable[[], None]:
+def ours(build: Build, order: list[int], *, touches: bool) -> Callable[[], None]:
     def run() -> None:
         for group in order:
-            raw = build.shards.read(group)
+            raw = build.read(group)
             if touches:
                 touch(raw.images, (raw.input_ids, raw.labels))
 
@@ -122,7 +122,7 @@ def disk(folder: Path) -> None:
 
     def checksums() -> None:
         for group in order:
-            group_checksum(build.shards._source.read(group))
+            group_checksum(build.shards.read(group))
 
     times = best(
         {
@@ -160,16 +160,16 @@ def store(folder: Path, url: str, cache_dir: Path) -> None:
             requests = [request for part in ranges for request in part]
             list(pool.map(lambda request: fetch(build, url, request), requests))
 
-    def read_ahead(build: StoredBuild) -> None:
+    def read_ahead(build: Build) -> None:
         with ThreadPoolExecutor(2) as pool:
             build.shards.prefetch(order[:AHEAD])
             for first in range(0, GROUPS, AHEAD):
                 build.shards.prefetch(order[first + AHEAD : first + 2 * AHEAD])
-                list(pool.map(build.shards.read, order[first : first + AHEAD]))
+                list(pool.map(build.read, order[first : first + AHEAD]))
 
     def one_by_one() -> None:
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(build.shards.read, order))
+            list(pool.map(build.read, order))
 
     read_ahead(cached)
     times = best(
@@ -198,7 +198,7 @@ def store(folder: Path, url: str, cache_dir: Path) -> None:
 _clients: dict[str, Any] = {}
 
 
-def fetch(build: StoredBuild, url: str, request: Any) -> int:
+def fetch(build: Build, url: str, request: Any) -> int:
     from obstore.store import from_url  # noqa: PLC0415
 
     if url not in _clients:

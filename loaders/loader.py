@@ -24,7 +24,7 @@ from loaders.config import LoaderConfig, LoaderOptions
 from loaders.plan.epoch_groups import EpochSource, MixedGroups, Regrouped, StoredGroups
 from loaders.plan.steps import StepPlan, Steps
 from loaders.prefetch import Prefetcher
-from loaders.read.builds import Build, open_builds
+from loaders.read.build import Build, open_builds
 from loaders.read.reader import SampleReader
 from loaders.stats import LoaderStats, Meter
 from loaders.step_builder import StepBatches, StepBuilder, plans_ahead

@@ -20,13 +20,13 @@ from balance.errors import ConfigError
 from balance.flops import FlopsModel
 from balance.presets import load_model
 from balance.types import Groups, IntArray, Limits
-from packer.build_dir import DEMO_FOLDER, INDEX_NAME, BuildIdentity, clear, locked
+from packer.build_dir import DEMO_FOLDER, BuildIdentity, clear, locked
 from packer.config import DEMO_MODEL, BuildConfig
 from packer.count.mixture_sampling import copies_per_sample, copy_rows, left_out, part_numbers
 from packer.count.pool import map_ordered
 from packer.count.sample_counter import CountSettings
 from packer.count.stage import count_dataset
-from packer.count.staging import Staging
+from packer.count.staging import Staging, split_staged
 from packer.demo.dataset import DEMO_SAMPLES, demo_tokenizer_path, write_demo
 from packer.group import Grouping, group_counts
 from packer.progress import StageProgress
@@ -39,17 +39,15 @@ from packer.report.build_summary import (
 from packer.sources.dataset import DEMO, Dataset, find_dataset
 from packer.text.chat_tokenizer import ChatTokenizer
 from packer.upload import Publisher
-from packer.write.pack_samples import PackPlan
+from packer.write.pack_samples import ShardTask, WriteConfig
 from packer.write.write_shards import (
-    WritePlan,
-    WriteTask,
     index_part,
     plan_shards,
     sample_bytes,
     write_shard,
 )
-from shards._index_writer import merge_index, read_lost
 from shards.folders import is_uri, naming_full_disk, on_disk
+from shards.index import INDEX_NAME, merge_index, read_lost
 from shards.manifest import is_complete, write_manifest
 from shards.tables import (
     COUNTS_NAME,
@@ -60,7 +58,6 @@ from shards.tables import (
     read_table,
     reject_rows,
     source_numbers,
-    split_staged,
     write_table,
 )
 
@@ -274,26 +271,23 @@ class Builder:
         counts: _Counts,
         ranges: list[tuple[int, int]],
         num_bytes: IntArray,
-    ) -> Iterator[WriteTask]:
-        plan = WritePlan(
+    ) -> Iterator[ShardTask]:
+        config = WriteConfig(
             out=str(self.out),
             uri=self.publisher.uri if self.publisher else None,
             format=self.config.format,
-            pack=PackPlan(
-                data_roots=tuple(part.data_root for part in dataset.parts),
-                follow_links=self.config.follow_links,
-                image_token_id=self.tokenizer.image_token_id,
-                audio_token_id=self.tokenizer.audio_token_id,
-                refs=self.config.format == "refs",
-            ),
+            data_roots=tuple(part.data_root for part in dataset.parts),
+            follow_links=self.config.follow_links,
+            image_token_id=self.tokenizer.image_token_id,
+            audio_token_id=self.tokenizer.audio_token_id,
         )
         positions = counts.table.column("position").to_numpy()
         sample_ids = counts.table.column("sample_id")
         for shard, (first, last) in enumerate(ranges):
             start, stop = groups.offsets[first], groups.offsets[last]
             rows = groups.samples[start:stop]
-            yield WriteTask(
-                plan=plan,
+            yield ShardTask(
+                config=config,
                 shard=shard,
                 first_group=first,
                 offsets=groups.offsets[first : last + 1] - start,

@@ -25,12 +25,11 @@ from packer.config import BuildConfig
 from packer.group import Grouping
 from packer.sources.dataset import Dataset, Part
 from packer.text.chat_tokenizer import ChatTokenizer
-from shards._index_writer import read_described
 from shards.folders import is_uri, open_folder
-from shards.manifest import MANIFEST_NAME, describe_file, hash_json, read_manifest
+from shards.index import INDEX_NAME, read_shard_file
+from shards.manifest import MANIFEST_NAME, BuildFile, hash_json, read_manifest
 from shards.tables import COUNTS_NAME, GROUPS_NAME, REJECTED_NAME
 
-INDEX_NAME = "index.arrow"
 REPORT_NAME = "report.html"
 DEMO_FOLDER = "source"
 BUILDING_NAME = "building.json"
@@ -88,7 +87,7 @@ class BuildIdentity:
         Compares annotations byte by byte, containers by name and size, and files of their own not
         at all: a build does not notice new pictures.
         """
-        manifest = read_manifest(out)
+        manifest = read_manifest(out).values
         same = (
             manifest["config"] == self.settings(dataset)
             and manifest["raw_files"] == _describe_raw(dataset)
@@ -161,7 +160,7 @@ class BuildIdentity:
             "totals": _totals(index, num_read, num_repeated),
             "shards": _describe_shards(parts, index),
             "files": [
-                describe_file(root, name)
+                BuildFile.of(root, name).to_json()
                 for name in (INDEX_NAME, COUNTS_NAME, GROUPS_NAME, REJECTED_NAME)
             ],
             **(
@@ -263,7 +262,7 @@ def _describe_shards(parts: list[Path], index: pa.Table) -> list[dict[str, Any]]
     num_samples = np.bincount(shard, weights=sizes, minlength=len(parts)).astype(int)
     return [
         {
-            **read_described(part),
+            **read_shard_file(part).to_json(),
             "num_groups": int(num_groups[number]),
             "num_samples": int(num_samples[number]),
         }

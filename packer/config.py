@@ -10,7 +10,7 @@ from balance.grouping.caps import GroupOptions
 from balance.presets import load_model
 from packer.count.pool import default_workers
 from packer.sources.dataset import DEMO
-from packer.write.write_shards import SHARD_FORMATS, ShardFormat
+from shards.manifest import SHARD_FORMATS, ShardFormat
 
 DEMO_MODEL = "tiny"
 DEMO_MAX_SEQ_LEN = 2048

@@ -16,14 +16,19 @@ import shutil
 import socket
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from balance.errors import DataError
-from packer.build_dir import BUILDING_NAME, INDEX_NAME, REPORT_NAME, require_ours
+from packer.build_dir import BUILDING_NAME, REPORT_NAME, require_ours
 from packer.report.figures import Report, make_report
 from packer.report.html import write_html
-from shards.folders import WritableFolder, is_uri, naming_full_disk, open_object_folder
+from shards.folders import is_uri, naming_full_disk, open_object_folder
+from shards.index import INDEX_NAME
 from shards.manifest import MANIFEST_NAME
 from shards.tables import COUNTS_NAME, GROUPS_NAME, REJECTED_NAME
+
+if TYPE_CHECKING:
+    from shards.object_folder import ObjectFolder
 
 
 class Publisher:
@@ -94,7 +99,7 @@ class Publisher:
         shutil.rmtree(self.folder)
 
     @property
-    def _bucket(self) -> WritableFolder:
+    def _bucket(self) -> ObjectFolder:
         return open_object_folder(self.uri)
 
     def _holder(self) -> bytes:

@@ -1,23 +1,38 @@
-"""Arrow shards: IPC file format, uncompressed, one record batch per group.
+"""Arrow shards, written and read: IPC file format, uncompressed, one record batch per group.
 
-Uncompressed and one message per group, so that a group is one contiguous range: a slice of a memory
-map locally, one ranged GET remotely, and no copy until an image is decoded.
+So a group is one contiguous range: a slice of a memory map locally, one ranged GET remotely, and no
+copy until an image is decoded. With refs, paths replace the bytes of images and audio files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
+import pyarrow.ipc
 
 from balance.types import IntArray
-from shards.block import GroupPlace, PackedBlock, PackedFiles
+from shards.stored_group import (
+    NO_NUMBERS,
+    ByteRange,
+    Contents,
+    Int32Array,
+    MediaReader,
+    PackedBlock,
+    PackedFiles,
+    StoredGroup,
+    closed_on_error,
+)
 
 BUFFER_BYTES = 1 << 20
+"""Write buffer: a group's message is some forty small pieces."""
+MAGIC_BYTES = 8
+"""Magic and padding before the schema of an IPC file."""
 
 _INTS = pa.list_(pa.int32())
 _BYTES = pa.list_(pa.binary())
@@ -25,9 +40,7 @@ _PATHS = pa.list_(pa.string())
 
 
 def shard_schema(*, refs: bool) -> pa.Schema:
-    """Columns of a shard; with `refs`, paths stand in place of the bytes of images and audio
-    files.
-    """
+    """Columns of a shard."""
     return pa.schema(
         [
             ("sample_id", pa.string()),
@@ -42,44 +55,35 @@ def shard_schema(*, refs: bool) -> pa.Schema:
     )
 
 
+# --- writing ---
+
+
 class ArrowShardWriter:
     """Writes one Arrow shard."""
 
     def __init__(self, path: Path, *, refs: bool) -> None:
         self._refs = refs
         self._schema = shard_schema(refs=refs)
-        # a group's message is some forty small pieces
         self._file = pa.output_stream(str(path), compression=None, buffer_size=BUFFER_BYTES)
         self._writer = pa.ipc.new_file(self._file, self._schema)
 
-    def add(self, block: PackedBlock, groups: list[GroupPlace]) -> list[tuple[int, int]]:
+    def add(self, block: PackedBlock) -> list[ByteRange]:
         """Append each group as one record batch; a range is exactly its encapsulated IPC
         message.
         """
         batch = self._batch(block)
-        with self._closed_on_error():
+        with closed_on_error(self._file):
             # slices of the whole block: the writer cuts all columns to them
             return [
-                self._write(batch.slice(group.first, group.last - group.first)) for group in groups
+                self._write(batch.slice(first, last - first))
+                for first, last in pairwise(block.group_offsets.tolist())
             ]
 
-    def _write(self, part: pa.RecordBatch) -> tuple[int, int]:
+    def _write(self, part: pa.RecordBatch) -> ByteRange:
         self._writer.write_batch(part)
-        # measured from the end: in front of the first message the writer puts the schema as well
+        # measured from the end: before the first message the writer puts the schema as well
         length = pa.ipc.get_record_batch_size(part)
         return self._file.tell() - length, length
-
-    @contextmanager
-    def _closed_on_error(self) -> Iterator[None]:
-        """On a full disk, let go of the file at once: dropped with bytes in its buffer, it prints
-        an error itself.
-        """
-        try:
-            yield
-        except OSError:
-            with suppress(OSError):
-                self._file.close()
-            raise
 
     def _batch(self, block: PackedBlock) -> pa.RecordBatch:
         images, audios = block.images, block.audios
@@ -101,7 +105,7 @@ class ArrowShardWriter:
 
     def close(self) -> None:
         """Write the footer and close the file."""
-        with self._closed_on_error():
+        with closed_on_error(self._file):
             self._writer.close()
             self._file.close()
 
@@ -114,7 +118,189 @@ def _binaries(files: PackedFiles) -> pa.BinaryArray:
     )
 
 
-def _int_lists(offsets: IntArray, values: IntArray | NDArray[np.int32]) -> pa.ListArray:
+def _int_lists(offsets: IntArray, values: IntArray | Int32Array) -> pa.ListArray:
     return pa.ListArray.from_arrays(
         pa.array(offsets, pa.int32()), pa.array(values, pa.int32()), type=_INTS
     )
+
+
+# --- reading ---
+
+
+def read_schema(head: bytes | pa.Buffer) -> pa.Schema:
+    """Columns of a shard that begins with `head`: all before its first group.
+
+    Raises pa.ArrowException or OSError if it is no Arrow file.
+    """
+    return pa.ipc.read_schema(pa.BufferReader(head[MAGIC_BYTES:]))
+
+
+class ArrowLayout:
+    """Where the columns of a build's shards are in a record batch; the same for all its groups."""
+
+    def __init__(self, schema: pa.Schema) -> None:
+        """ValueError if the columns are not of a shard's types."""
+        numbers = ("input_ids", "labels", "image_widths", "image_heights")
+        wrong = [name for name in numbers if schema.field(name).type != _INTS]
+        if wrong or schema.field("sample_id").type != pa.string():
+            raise ValueError(
+                f"columns of other types than a shard's: {', '.join(wrong) or 'sample_id'}"
+            )
+        self.schema = schema
+        self.columns = {name: number for number, name in enumerate(schema.names)}
+        self.has_audio = "audio_lengths" in self.columns
+        # the batch's validity, then the buffers of each column and of what is in it
+        places = [1]
+        for field in schema:
+            places.append(places[-1] + _num_buffers(field.type))
+        self.buffers = dict(zip(schema.names, places, strict=False))
+
+
+def _num_buffers(kind: pa.DataType) -> int:
+    """Buffers of a column: validity, offsets, values, and those of the values of a list."""
+    if pa.types.is_list(kind):
+        return 2 + _num_buffers(kind.value_type)
+    return 3 if pa.types.is_string(kind) or pa.types.is_binary(kind) else 2
+
+
+class _Batch:
+    """A record batch by its buffers, all fetched at once: column by column takes three times as
+    long.
+    """
+
+    def __init__(self, content: pa.Buffer, layout: ArrowLayout) -> None:
+        self._batch, self._layout = pa.ipc.read_record_batch(content, layout.schema), layout
+        # damaged offsets would otherwise be followed outside of the buffer
+        self._batch.validate(full=True)
+        self._buffers = self._batch.to_struct_array().buffers()
+        self._rows = self._batch.num_rows
+        # buffers are parts of `content`: taking them out of one array is four times as fast as
+        # asking each for its own
+        self._start = content.address
+        self._words = np.frombuffer(content, np.int32, content.size // 4)
+
+    def column(self, name: str) -> pa.Array:
+        return self._batch.column(self._layout.columns[name])
+
+    def borders(self, name: str) -> tuple[Int32Array, int]:
+        """Borders of a list column's rows, from 0 on, and the place of the first value."""
+        place = self._layout.buffers[name]
+        if self._buffers[place] is not None:
+            raise ValueError("a list is missing")
+        borders = self._int32(place + 1, 0, self._rows + 1)
+        first = borders.item(0)
+        return borders - first if first else borders, first
+
+    def ints(self, name: str) -> tuple[Int32Array, Int32Array]:
+        """Borders of a list column's rows, from 0 on, and the values of all; views."""
+        borders, first = self.borders(name)
+        count = borders.item(-1)
+        if not count:
+            return borders, NO_NUMBERS
+        return borders, self._int32(self._layout.buffers[name] + 3, first, count)
+
+    def views(self, name: str, first: int, count: int) -> list[memoryview]:
+        """Some values of a column of lists of bytes, as views; a third of the time of asking each
+        for its buffer.
+        """
+        place = self._layout.buffers[name]
+        borders = self._int32(place + 3, first, count + 1).tolist()
+        # none if all are empty; pyarrow's have signed bytes
+        data = memoryview(self._buffers[place + 4] or b"").cast("B")
+        return [data[start:end] for start, end in pairwise(borders)]
+
+    def _int32(self, place: int, first: int, count: int) -> Int32Array:
+        """Some values of a buffer that is known to hold them."""
+        buffer = self._buffers[place]
+        word, rest = divmod(buffer.address - self._start + 4 * first, 4)
+        if rest or word < 0 or word + count > len(self._words):
+            # a copy, which Arrow made because of its alignment
+            return np.frombuffer(buffer, np.int32, count, 4 * first)
+        return self._words[word : word + count]
+
+
+def decode_arrow(
+    content: pa.Buffer, layout: ArrowLayout, where: str, media: MediaReader | None
+) -> StoredGroup:
+    """The samples of a record batch (an encapsulated IPC message); `media` reads the files of refs.
+
+    Images, audio and tokens are views into `content`. Raises pa.ArrowException, KeyError or
+    ValueError if the bytes are damaged.
+    """
+    batch = _Batch(content, layout)
+    sample_ids = tuple(batch.column("sample_id").to_pylist())
+    cu_seqlens, input_ids = batch.ints("input_ids")
+    read = None if media is None else partial(_read_files, media, sample_ids, where)
+    images, names, image_samples, (widths, heights) = _files(batch, "image", read)
+    image_sizes = np.empty((len(heights), 2), np.int32)
+    image_sizes[:, 0], image_sizes[:, 1] = heights, widths
+    audio: dict[str, Any] = {}
+    if layout.has_audio and len(batch.ints("audio_lengths")[1]):
+        audios, _, audio_samples, (lengths,) = _files(batch, "audio", read)
+        audio = {"audios": audios, "audio_samples": audio_samples, "audio_lengths": lengths}
+    return StoredGroup(
+        where=where,
+        sample_ids=sample_ids,
+        input_ids=input_ids,
+        labels=batch.ints("labels")[1],
+        cu_seqlens=cu_seqlens,
+        images=images,
+        image_sizes=image_sizes,
+        image_samples=image_samples,
+        image_names=names,
+        **audio,
+    )
+
+
+_NUMBERS = {"image": ("image_widths", "image_heights"), "audio": ("audio_lengths",)}
+"""Columns of numbers that are stored with the files of a kind."""
+
+
+def _files(
+    batch: _Batch, kind: str, read: Callable[[list[str], Int32Array], Contents] | None
+) -> tuple[Contents, Sequence[str], Int32Array, list[Int32Array]]:
+    """Images or audio files of a batch, their paths (refs), each one's sample, and their numbers.
+
+    `read` gives the contents for (paths, samples); None if the shard holds them.
+    """
+    name = f"{kind}s" if read is None else f"{kind}_paths"
+    found = [batch.ints(number) for number in _NUMBERS[kind]]
+    numbers = [values for _, values in found]
+    borders, first = batch.borders(name)
+    bounds = borders.tobytes()
+    if any(other.tobytes() != bounds for other, _ in found):
+        raise ValueError(f"{kind} files and their numbers do not belong together")
+    owners = _owners(borders)
+    if not len(owners):
+        return (), (), owners, numbers
+    if read is None:
+        return batch.views(name, first, len(owners)), (), owners, numbers
+    paths = batch.column(name).values.slice(first, len(owners)).to_pylist()
+    return read(paths, owners), paths, owners, numbers
+
+
+def _read_files(
+    media: MediaReader,
+    sample_ids: Sequence[str],
+    where: str,
+    paths: list[str],
+    owners: Int32Array,
+) -> Contents:
+    return media.read(paths, [sample_ids[place] for place in owners], where)
+
+
+def _owners(borders: Int32Array) -> Int32Array:
+    """The row of each value of a list column.
+
+    >>> _owners(np.int32([0, 2, 2, 3])).tolist()
+    [0, 0, 2]
+    """
+    if len(borders) <= len(_ROWS) and borders.tobytes() == _ROWS[: len(borders)].tobytes():
+        return _ROWS[: len(borders) - 1]  # one each, as mostly
+    # a list: a group has few samples, for which NumPy takes longer
+    rows = [row for row, (a, b) in enumerate(pairwise(borders.tolist())) for _ in range(b - a)]
+    return np.array(rows, np.int32)
+
+
+_ROWS: Int32Array = np.arange(1024, dtype=np.int32)
+_ROWS.flags.writeable = False  # it is shared

@@ -1,17 +1,20 @@
-"""What a finished build says about itself: its manifest (`Manifest`) and where its groups are
-(`GroupIndex`).
+"""index.arrow: where every group of a build is and what it costs, written and read.
 
-The index stays on disk, mapped: opening costs nothing per group, a step touches the pages of its
-groups, and the ranks of a machine share them. So 100 million groups (about 6 GB of index) need a
-few megabytes per process.
+One row per group, columnar. While a build is unfinished each shard has an index part of its own
+(`IndexPart`), written after the shard itself, so that its presence means that the shard is
+complete; `merge_index` makes one file of the parts in shard order.
+
+Readers map the file (`GroupIndex`): opening costs nothing per group, a step touches the pages of
+its groups, and the ranks of a machine share them. So 100 million groups (about 6 GB of index) need
+a few megabytes per process.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,154 +23,132 @@ import pyarrow as pa
 import pyarrow.ipc
 from numpy.typing import NDArray
 
-from balance.errors import ConfigError, DamagedShard, DataError
-from balance.order.block_shuffle import OrderConfig
-from balance.presets import ModelPreset, model_from_dict
-from balance.types import IntArray
+from balance.errors import DamagedShard, first_line
+from balance.types import COUNT_COLUMNS, IntArray
+from shards.checksums import FileChecksum, group_checksum
+from shards.manifest import BuildFile
+from shards.stored_group import ByteRange, PackedBlock
 
-FORMAT_VERSION = 2
-FORMATS = ("arrow", "webdataset", "refs")
-MANIFEST_NAME, INDEX_NAME = "manifest.json", "index.arrow"
+INDEX_NAME = "index.arrow"
 BATCH_ROWS = 65_536
-"""Rows of a record batch of index.arrow, the last one excepted; docs/design.md."""
+"""Rows of a record batch of index.arrow, except the last one; docs/design.md."""
+INDEX_SCHEMA = pa.schema(
+    [
+        ("shard", pa.int32()),
+        ("offset", pa.int64()),
+        ("length", pa.int64()),
+        ("checksum", pa.uint64()),
+        ("num_samples", pa.int32()),
+        *[(name, pa.int32()) for name in COUNT_COLUMNS],
+        ("sample_ids", pa.list_(pa.string())),
+    ]
+)
+_CHECKSUM = INDEX_SCHEMA.get_field_index("checksum")
+
+LostSample = tuple[int, str, str]
+"""A sample that was left out of its shard: row of the counts table, reason, detail."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuildFile:
-    """A file of a build as the manifest lists it."""
+@dataclass(slots=True)
+class IndexPart:
+    """Rows of the index for one shard, and the samples that were left out of it."""
 
-    name: str
-    """Path under the build's folder or URI, with slashes."""
-    size: int
-    """Bytes."""
-    checksum: str
-    """XXH3 of 128 bits, in hexadecimal digits."""
+    shard: int
+    rows: list[pa.Table] = field(default_factory=list)
+    lost: list[LostSample] = field(default_factory=list)
+    file: BuildFile | None = None
+    """The shard, once it is finished."""
 
+    def add(self, block: PackedBlock, ranges: list[ByteRange]) -> None:
+        """The groups of a block, which were written at `ranges`."""
+        if not ranges:
+            return
+        firsts = block.group_offsets[:-1]
+        columns = {
+            "shard": np.full(len(ranges), self.shard),
+            "offset": [offset for offset, _ in ranges],
+            "length": [length for _, length in ranges],
+            "checksum": np.zeros(len(ranges), np.uint64),  # filled in once the shard is closed
+            "num_samples": np.diff(block.group_offsets),
+            **{name: np.add.reduceat(block.counts[name], firsts) for name in COUNT_COLUMNS},
+            "sample_ids": pa.ListArray.from_arrays(
+                pa.array(block.group_offsets, pa.int32()), pa.array(block.sample_ids, pa.string())
+            ),
+        }
+        self.rows.append(pa.table(columns).cast(INDEX_SCHEMA))
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """The part of manifest.json that loading needs."""
+    def finish(self, name: str, written: Path) -> None:
+        """Fill in the checksums of the groups, and of the shard with its `name`, from the finished
+        file, which is read once.
+        """
+        with pa.memory_map(str(written)) as source:
+            content = memoryview(source.read_buffer())
+        whole, done = FileChecksum(), 0
+        for number, table in enumerate(self.rows):
+            checksums = []
+            for offset, length in zip(
+                *(table.column(key).to_pylist() for key in ("offset", "length")), strict=True
+            ):
+                # group by group, so that the bytes come from memory once for both checksums
+                whole.add(content[done : offset + length])
+                checksums.append(group_checksum(content[offset : offset + length]))
+                done = offset + length
+            column = pa.array(checksums, pa.uint64())
+            self.rows[number] = table.set_column(_CHECKSUM, INDEX_SCHEMA.field(_CHECKSUM), column)
+        whole.add(content[done:])
+        self.file = BuildFile(name=name, size=len(content), checksum=whole.hex)
 
-    place: str
-    """Folder or URI of the build."""
-    hash: str
-    """SHA-256 of the file: two builds with the same hash have the same bytes."""
-    format: str
-    model: ModelPreset
-    order: OrderConfig
-    num_groups: int
-    limits: dict[str, Any]
-    """The fields of `balance.types.Limits` that the groups keep."""
-    shards: tuple[BuildFile, ...]
-    files: tuple[BuildFile, ...]
-    """The index and the tables."""
-    data_root: str | None
-    """Folder or URI that the paths of images and audio files start from; refs only."""
-    image_token_id: int
-    audio_token_id: int | None
-    """None for a model that hears nothing."""
-    vocab_size: int
-
-    @property
-    def root(self) -> Path:
-        """The folder of a build on disk."""
-        return Path(self.place)
-
-    def file(self, name: str) -> BuildFile:
-        """The index or a table. DataError if the manifest does not list it."""
-        for file in self.files:
-            if file.name == name:
-                return file
-        raise DataError(f"{self.place}/{MANIFEST_NAME}: lists no {name}; build again")
-
-
-def read_manifest(root: Path) -> Manifest:
-    """The manifest of the build in `root`. DataError if there is none, or none that this version
-    can read.
-    """
-    if not root.is_dir():
-        raise DataError(f"{root}: no such directory; give the output directory of `packer build`")
-    path = root / MANIFEST_NAME
-    if not path.is_file():
-        raise unfinished(str(root))
-    return parse_manifest(path.read_bytes(), str(root))
-
-
-def unfinished(place: str) -> DataError:
-    """There is no manifest at a folder or URI."""
-    return DataError(
-        f"{place}: no {MANIFEST_NAME}, so no finished build; run the same `packer build` again to finish it"
-    )
+    def save(self, path: Path) -> None:
+        """Write the rows, whole or not at all; after `finish`, and after the shard is in place."""
+        shard = self.file.to_json() if self.file else {}
+        metadata = {"rejected": json.dumps(self.lost), "shard": json.dumps(shard)}
+        table = pa.concat_tables([INDEX_SCHEMA.empty_table(), *self.rows]).combine_chunks()
+        table = table.replace_schema_metadata(metadata)
+        temporary = path.with_suffix(".tmp")
+        with pa.ipc.new_file(temporary, table.schema) as writer:
+            writer.write_table(table)
+        temporary.replace(path)
 
 
-def parse_manifest(content: bytes, place: str) -> Manifest:
-    """The manifest of the build at `place`. DataError if this version cannot read it, DamagedShard
-    if changed.
-    """
-    try:
-        values = json.loads(content)
-        version = values["format_version"]
-        if version == FORMAT_VERSION and values["format"] in FORMATS:
-            _check_content(place, values)
-            return _from_values(place, hashlib.sha256(content).hexdigest(), values)
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise DataError(
-            f"{place}/{MANIFEST_NAME}: not a manifest of Isobatch ({type(error).__name__}: {error}); build again"
-        ) from None
-    raise DataError(
-        f"{place}/{MANIFEST_NAME}: format_version {version}, format {values['format']!r}, but this version of Isobatch "
-        f"reads format_version {FORMAT_VERSION}, {', '.join(FORMATS)}; install the version that wrote it, or build "
-        "again"
-    )
+def read_lost(part: Path) -> list[LostSample]:
+    """The samples that were left out while a shard was written."""
+    return [(row, reason, detail) for row, reason, detail in _metadata(part, b"rejected")]
 
 
-def _check_content(place: str, values: dict[str, Any]) -> None:
-    """DamagedShard unless the manifest still is what its `content_hash` says, if it has one."""
-    rest = {name: value for name, value in values.items() if name != "content_hash"}
-    plain = json.dumps(rest, sort_keys=True, ensure_ascii=False).encode()
-    if "content_hash" in values and values["content_hash"] != hashlib.sha256(plain).hexdigest():
-        raise DamagedShard(
-            f"{place}/{MANIFEST_NAME}: damaged or edited: its content is not what its content_hash says"
-        )
+def read_shard_file(part: Path) -> BuildFile:
+    """The shard as it was when it was written, so that nobody need read it again."""
+    return BuildFile.from_json(_metadata(part, b"shard"))
 
 
-def _from_values(place: str, digest: str, values: dict[str, Any]) -> Manifest:
-    return Manifest(
-        place=place,
-        hash=digest,
-        format=values["format"],
-        model=model_from_dict(values["model"]),
-        order=OrderConfig(**values["order"]),
-        num_groups=values["totals"]["num_groups"],
-        limits=values["limits"],
-        shards=tuple(_file(shard) for shard in values["shards"]),
-        files=tuple(_file(file) for file in values["files"]),
-        data_root=values.get("data_root"),
-        image_token_id=values["tokenizer"]["image_token_id"],
-        audio_token_id=values["tokenizer"].get("audio_token_id"),
-        vocab_size=values["tokenizer"]["vocab_size"],
-    )
+def _metadata(part: Path, key: bytes) -> Any:
+    with pa.memory_map(str(part)) as source:
+        return json.loads(pa.ipc.open_file(source).schema.metadata[key])
 
 
-def _file(entry: dict[str, Any]) -> BuildFile:
-    return BuildFile(name=entry["name"], size=entry["size"], checksum=entry["xxh3_128"])
+def merge_index(parts: Iterable[Path], target: Path) -> pa.Table:
+    """One index of the rows of all parts; returns it. Written whole or not at all."""
+    tables = [INDEX_SCHEMA.empty_table()]
+    for part in parts:
+        with pa.OSFile(str(part), "rb") as source:
+            tables.append(pa.ipc.open_file(source).read_all().replace_schema_metadata(None))
+    table = pa.concat_tables(tables).combine_chunks()
+    temporary = target.with_suffix(".tmp")
+    with pa.ipc.new_file(temporary, INDEX_SCHEMA) as writer:
+        writer.write_table(table, max_chunksize=BATCH_ROWS)
+    temporary.replace(target)
+    return table
 
 
 class GroupIndex:
-    """index.arrow, mapped: columns of chosen groups, without reading the others. Thread-safe."""
+    """The index of a finished build, mapped: reads only the rows asked for. Thread-safe."""
 
     def __init__(self, source: Path | pa.NativeFile, num_groups: int) -> None:
         """`source` is the file's path, or the file, mapped."""
-        self._path, self._num_groups = (
-            source if isinstance(source, Path) else INDEX_NAME,
-            num_groups,
-        )
+        self._path = source if isinstance(source, Path) else INDEX_NAME
+        self._num_groups = num_groups
         try:
-            self._reader = pa.ipc.open_file(
-                pa.memory_map(str(source)) if isinstance(source, Path) else source
-            )
+            file = pa.memory_map(str(source)) if isinstance(source, Path) else source
+            self._reader = pa.ipc.open_file(file)
         except (OSError, pa.ArrowInvalid) as error:
             raise DamagedShard(
                 f"{self._path}: cannot be opened ({error}); run `packer verify`, or build again"
@@ -182,11 +163,13 @@ class GroupIndex:
     def __len__(self) -> int:
         return self._num_groups
 
-    def column(self, name: str, groups: IntArray) -> IntArray:
-        """Values of an integer column for `groups` (rows), int64, same shape.
+    def column(self, name: str, groups: IntArray | None = None) -> IntArray:
+        """Values of an integer column for `groups` (rows; None: all), int64, same shape.
 
         E.g. rows 5 and 65,540 come from row 5 of batch 0 and row 4 of batch 1.
         """
+        if groups is None:
+            groups = np.arange(self._num_groups)
         if self._reader.num_record_batches == 1:
             return self._view(0, name)[groups].astype(np.int64)
         values = np.empty(len(groups), dtype=np.int64)
@@ -215,6 +198,12 @@ class GroupIndex:
             ]
         return tuple([cell[row] for cell in cells])
 
+    def sample_ids(self, group: int) -> tuple[str, ...]:
+        """Ids of the samples of one group, in order."""
+        batch, row = divmod(group, BATCH_ROWS)
+        with self._lock:
+            return tuple(self._batch(batch).column("sample_ids")[row].as_py())
+
     def _view(self, batch: int, name: str) -> NDArray[np.integer[Any]]:
         view = self._views.get((batch, name))
         if view is None:
@@ -227,7 +216,12 @@ class GroupIndex:
     def _batch(self, number: int) -> pa.RecordBatch:
         mapped = self._batches.get(number)
         if mapped is None:
-            mapped = self._reader.get_batch(number)
+            try:
+                mapped = self._reader.get_batch(number)
+            except (OSError, pa.ArrowException) as error:
+                raise DamagedShard(
+                    f"{self._path}: not readable ({first_line(error)}); run `packer verify`"
+                ) from None
             if mapped.num_rows != min(BATCH_ROWS, self._num_groups - number * BATCH_ROWS):
                 raise self._damaged(f"{mapped.num_rows} rows in record batch {number}")
             self._batches[number] = mapped

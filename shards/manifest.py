@@ -1,7 +1,8 @@
-"""manifest.json: the file that makes a build complete.
+"""manifest.json: what a finished build says about itself, read and written.
 
-Written last and atomically. It holds no time, host or path of the machine (but the data root, when
-shards refer to it), so that the same inputs and seed give the same bytes.
+It is written last and atomically: a build is complete if and only if it exists. It holds no time,
+host or path of the machine (except the data root of refs builds), so the same inputs and seed give
+the same bytes.
 """
 
 from __future__ import annotations
@@ -9,22 +10,83 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
-from balance.errors import DamagedShard, DataError
+from balance.errors import ConfigError, DamagedShard, DataError
+from balance.order.block_shuffle import OrderConfig
+from balance.presets import ModelPreset, model_from_dict
+from balance.types import Limits
 from shards.checksums import file_checksum
 from shards.folders import Folder, is_uri, join, open_folder
 
 FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
+ShardFormat = Literal["arrow", "webdataset", "refs"]
+SHARD_FORMATS: tuple[ShardFormat, ...] = get_args(ShardFormat)
 
 
-def describe_file(root: Folder, name: str) -> dict[str, Any]:
-    """Name, size and checksum of a file of the build, which is read once."""
-    with root.open(name) as file:
-        checksum, size = file_checksum(file)
-    return {"name": name, "size": size, "xxh3_128": checksum}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildFile:
+    """A file of a build as the manifest lists it."""
+
+    name: str
+    """Path under the build's folder or URI, with slashes."""
+    size: int
+    """Bytes."""
+    checksum: str
+    """XXH3 of 128 bits, in hexadecimal digits."""
+
+    @classmethod
+    def of(cls, folder: Folder, name: str) -> BuildFile:
+        """The file as it is now; reads it once. OSError if it cannot be read."""
+        with folder.open(name) as file:
+            checksum, size = file_checksum(file)
+        return cls(name=name, size=size, checksum=checksum)
+
+    @classmethod
+    def from_json(cls, entry: dict[str, Any]) -> BuildFile:
+        """The file of an entry of the manifest."""
+        return cls(name=entry["name"], size=entry["size"], checksum=entry["xxh3_128"])
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry of the manifest."""
+        return {"name": self.name, "size": self.size, "xxh3_128": self.checksum}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What manifest.json says."""
+
+    place: str
+    """Folder or URI of the build."""
+    hash: str
+    """SHA-256 of the file: two builds with the same hash have the same bytes."""
+    format: ShardFormat
+    model: ModelPreset
+    order: OrderConfig
+    limits: Limits
+    """Caps that the groups keep."""
+    num_groups: int
+    shards: tuple[BuildFile, ...]
+    files: tuple[BuildFile, ...]
+    """The index and the tables."""
+    data_root: str | None
+    """Folder or URI that the paths of images and audio files start from; refs only."""
+    image_token_id: int
+    audio_token_id: int | None
+    """None for a model without an audio encoder."""
+    vocab_size: int
+    values: dict[str, Any] = field(repr=False, compare=False)
+    """The whole file, without `content_hash`."""
+
+    def file(self, name: str) -> BuildFile:
+        """The index or a table. DataError if the manifest does not list it."""
+        for file in self.files:
+            if file.name == name:
+                return file
+        raise DataError(f"{join(self.place, MANIFEST_NAME)}: lists no {name}; build again")
 
 
 def hash_json(value: Any) -> str:
@@ -34,17 +96,17 @@ def hash_json(value: Any) -> str:
     ).hexdigest()
 
 
-def write_manifest(out: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest, whole or not at all, and only after everything it names is on disk.
+def write_manifest(out: Path, values: dict[str, Any]) -> None:
+    """Write the manifest, whole or not at all, after everything it names is on disk.
 
-    `content_hash` covers the rest of it, so that a hand or a bad disk cannot change a cap or a
-    token id unseen.
+    `content_hash` covers the rest of it, so that an edit or a bad disk cannot silently change a cap
+    or a token id.
     """
-    manifest = {"format_version": FORMAT_VERSION, **manifest}
-    manifest["content_hash"] = hash_json(manifest)
+    values = {"format_version": FORMAT_VERSION, **values}
+    values["content_hash"] = hash_json(values)
     temporary = out / (MANIFEST_NAME + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=1, ensure_ascii=False)
+        json.dump(values, file, indent=1, ensure_ascii=False)
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())
@@ -59,34 +121,75 @@ def is_complete(place: str) -> bool:
         return False
 
 
-def read_manifest(out: Path | str) -> dict[str, Any]:
-    """The manifest of a complete build at a folder or URI; DataError if there is none or it is of
-    another version.
+def read_manifest(place: str | Path) -> Manifest:
+    """The manifest of the build at a folder or URI; DataError if there is none, or none that this
+    version can read.
     """
-    place = str(out)
+    place = str(place)
+    if not is_uri(place) and not Path(place).is_dir():
+        raise DataError(f"{place}: no such folder; give the output folder of `packer build`")
+    try:
+        content = open_folder(place, follow_links=True).read(MANIFEST_NAME)
+    except FileNotFoundError:
+        raise unfinished(place) from None
+    return parse_manifest(content, place)
+
+
+def unfinished(place: str) -> DataError:
+    """The error for a folder or URI without a manifest."""
+    return DataError(
+        f"{place}: no {MANIFEST_NAME}, so no finished build; "
+        "run the same `packer build` again to finish it"
+    )
+
+
+def parse_manifest(content: bytes, place: str) -> Manifest:
+    """The manifest of the build at `place`. DataError if this version cannot read it, DamagedShard
+    if it was changed.
+    """
     path = join(place, MANIFEST_NAME)
     try:
-        manifest = json.loads(
-            open_folder(place, follow_links=True).read(MANIFEST_NAME).decode("utf-8")
-        )
-    except FileNotFoundError:
-        is_there = is_uri(place) or Path(place).is_dir()
-        state = (
-            "the build is not finished: run `packer build` again to continue it"
-            if is_there
-            else "no such folder"
-        )
-        raise DataError(f"no {MANIFEST_NAME} in {place}: {state}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: damaged: {error}") from None
-    if not isinstance(manifest, dict) or manifest.get("format_version") != FORMAT_VERSION:
-        found = manifest.get("format_version") if isinstance(manifest, dict) else None
+        values = json.loads(content)
+        version, shard_format = values["format_version"], values["format"]
+        if version == FORMAT_VERSION and shard_format in SHARD_FORMATS:
+            _check_content(path, values)
+            return _from_values(place, hashlib.sha256(content).hexdigest(), values)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise DataError(
-            f"{path}: format version {found}; this isobatch reads version {FORMAT_VERSION}"
-        )
-    given = manifest.pop("content_hash", None)
-    if given != hash_json(manifest):
+            f"{path}: not a manifest of Isobatch ({type(error).__name__}: {error}); build again"
+        ) from None
+    raise DataError(
+        f"{path}: format_version {version}, format {shard_format!r}, but this version of Isobatch "
+        f"reads format_version {FORMAT_VERSION}, {', '.join(SHARD_FORMATS)}; install the version "
+        "that wrote it, or build again"
+    )
+
+
+def _check_content(path: str, values: dict[str, Any]) -> None:
+    """Take `content_hash` out of `values`, if it is there; DamagedShard unless it is the rest's."""
+    if "content_hash" in values and values.pop("content_hash") != hash_json(values):
         raise DamagedShard(
             f"{path}: damaged or edited: its content is not what its content_hash says"
         )
-    return manifest
+
+
+def _from_values(place: str, digest: str, values: dict[str, Any]) -> Manifest:
+    tokenizer = values["tokenizer"]
+    return Manifest(
+        place=place,
+        hash=digest,
+        format=values["format"],
+        model=model_from_dict(values["model"]),
+        order=OrderConfig(**values["order"]),
+        limits=Limits(**values["limits"]),
+        num_groups=values["totals"]["num_groups"],
+        shards=tuple(map(BuildFile.from_json, values["shards"])),
+        files=tuple(map(BuildFile.from_json, values["files"])),
+        data_root=values.get("data_root"),
+        image_token_id=tokenizer["image_token_id"],
+        audio_token_id=tokenizer.get("audio_token_id"),
+        vocab_size=tokenizer["vocab_size"],
+        values=values,
+    )

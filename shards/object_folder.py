@@ -1,10 +1,8 @@
-"""Folders in an object store (`s3://`, `gs://`, `az://`) behind the `Folder` protocol, and writing to
-them.
+"""`ObjectFolder`: a folder in an object store (`s3://`, `gs://`, `az://`), read and written.
 
-Credentials and endpoint come from the environment, as the provider's own tools read them. Every
-request has time limits and is retried with growing pauses; a body that breaks off in the middle is
-continued, not repeated. A small file costs one request, a large one is read in windows that grow
-while the reader goes straight on, so memory stays under 10 MB whatever the size.
+A small file costs one request, a large one is read in windows that grow while the reader goes
+straight on, so memory stays under 10 MB whatever the size. Requests are retried with growing
+pauses; a body that breaks off in the middle is continued, not repeated.
 """
 
 from __future__ import annotations
@@ -14,29 +12,28 @@ import io
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from obstore.exceptions import AlreadyExistsError, BaseError
-from obstore.store import from_url
 
-from balance.errors import ConfigError, first_line
-from shards._store_answers import CREDENTIALS, status_of
-from shards._write_errors import (
+from balance.errors import first_line
+from shards.local_folder import FileInfo
+from shards.object_store import open_store, refuse_fork, split_uri
+from shards.store_errors import (
+    PAST_END,
     denied,
     is_denied,
     list_problem,
     object_problem,
     place_problem,
+    status_of,
     write_problem,
 )
-from shards.folders import FileInfo
 
 if TYPE_CHECKING:
     from obstore import GetOptions, ObjectMeta
-    from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
 HEAD_BYTES = 1 << 20
 """First request of an opened file: all of it, for most images."""
@@ -47,41 +44,21 @@ MOST_PARTS = 9_000
 """S3 takes 10,000 parts of an upload at most."""
 UPLOADS_AT_ONCE = 4
 
-_HTTP_ENDPOINTS = (
-    "AWS_ENDPOINT_URL_S3",
-    "AWS_ENDPOINT_URL",
-    "AWS_ENDPOINT",
-    "AZURE_STORAGE_ENDPOINT",
-)
-_CLIENT: ClientConfig = {"connect_timeout": "5s", "read_timeout": "30s", "timeout": "5min"}
-_RETRY: RetryConfig = {
-    "retry_timeout": timedelta(seconds=90),
-    "backoff": {
-        "init_backoff": timedelta(milliseconds=100),
-        "max_backoff": timedelta(seconds=15),
-        "base": 2,
-    },
-}
+_RETRIES, _RETRY_S = 10, 90.0
 """Rides out a restart of the store, or a minute of throttling."""
-_RETRIES = 10
 _FIRST_RETRIES = 3
-"""A mistyped endpoint must not take a minute to come out."""
+"""Retries of the first contact: a mistyped endpoint must not take a minute to come out."""
+_READ_TIMEOUT_S, _REQUEST_S = 30.0, 300.0
 
 
 class ObjectFolder:
-    """A folder in an object store. What is wrong with the place comes out, as DataError, before
-    anything is read.
-    """
+    """A folder in an object store. DataError before anything is read if the place is wrong."""
 
     def __init__(self, uri: str) -> None:
         self.uri = uri.rstrip("/")
-        scheme, _, rest = uri.partition("://")
-        bucket, _, prefix = rest.partition("/")
-        if not bucket:
-            raise ConfigError(f"{uri}: a URI names a bucket: {scheme}://BUCKET/FOLDER")
-        self._bucket = f"{scheme}://{bucket}"
+        _, prefix = split_uri(uri)
         self._prefix = str(PurePosixPath(prefix)) if prefix else ""
-        self._stores: dict[int, ObjectStore] = {}
+        self._stores: dict[int, Any] = {}
 
     def __reduce__(self) -> tuple[type[ObjectFolder], tuple[str]]:
         return ObjectFolder, (self.uri,)
@@ -105,9 +82,7 @@ class ObjectFolder:
             try:
                 found = self._get(key, {"range": (0, HEAD_BYTES)})
             except BaseError as error:
-                if (
-                    status_of(str(error)) != 416
-                ):  # what stores answer for a range of an empty object
+                if status_of(str(error)) != PAST_END:
                     raise
                 return io.BytesIO()
             head = bytes(found.bytes())
@@ -130,12 +105,12 @@ class ObjectFolder:
             try:
                 return bytes(self._get(key, options).bytes())
             except BaseError as error:
-                if status_of(str(error)) != 416:
+                if status_of(str(error)) != PAST_END:
                     raise
                 return b""
 
     def read_into(self, name: str, view: memoryview) -> int:
-        """Fill `view` with the begin of a file; -> the size of the file."""
+        """Fill `view` with the beginning of a file; -> the size of the file."""
         data = self.read(name)
         count = min(len(data), len(view))
         view[:count] = data[:count]
@@ -210,22 +185,15 @@ class ObjectFolder:
                         raise
 
     def _store(self, retries: int = _RETRIES) -> Any:
-        """The bucket; Any, because the methods that every store shares are not in obstore's union
-        type.
-        """
+        refuse_fork(self.uri)
         if retries not in self._stores:
-            is_http = any(
-                os.environ.get(name, "").startswith("http://") for name in _HTTP_ENDPOINTS
+            self._stores[retries] = open_store(
+                self.uri,
+                retries=retries,
+                retry_s=_RETRY_S,
+                read_timeout_s=_READ_TIMEOUT_S,
+                request_s=_REQUEST_S,
             )
-            client: ClientConfig = {**_CLIENT, "allow_http": is_http}
-            retry: RetryConfig = {**_RETRY, "max_retries": retries}
-            try:
-                self._stores[retries] = from_url(
-                    self._bucket, client_options=client, retry_config=retry
-                )
-            except (BaseError, ValueError) as error:
-                variables = CREDENTIALS[self.uri.partition("://")[0]]
-                raise ConfigError(f"{self.uri}: {first_line(error)}: set {variables}") from None
         return self._stores[retries]
 
     def _get(self, key: str, options: GetOptions) -> Any:

@@ -1,10 +1,11 @@
-"""Reading from object stores and web servers: `RangeReader` reads byte ranges of the objects under a
-URI.
+"""The one client for object stores: `open_store`, and `RangeReader` for loaders.
 
-Credentials and endpoint come from the environment, as the provider's own tools read them. All
-requests of a bucket run in one thread of its own, several at a time. A request is tried again with
-growing pauses, and a body that breaks off is continued, until it succeeds or its time limit is
-over; so nothing waits for ever, and whoever waits can be interrupted.
+Credentials and endpoint come from the environment, as the provider's own tools read them. obstore
+is an optional extra (`isobatch[cloud]`), imported when a store is first used.
+
+All requests of a `RangeReader` run in one thread of its own, several at a time. A request is tried
+again with growing pauses, and a body that breaks off is continued, until it succeeds or its time
+limit is over; so nothing waits for ever, and whoever waits can be interrupted.
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ import threading
 import weakref
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from balance.errors import ConfigError, DamagedShard, DataError, first_line
-from shards.store_errors import Refusal, explain
+from balance.errors import ConfigError, DamagedShard, DataError
+from shards.store_errors import Refusal, explain, no_obstore, wrong_options
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
@@ -34,43 +34,99 @@ MB.
 SLOWEST_BYTES_PER_S = 1 << 20
 """A request gets its time limit plus the time that its bytes take at this rate."""
 FIRST_TRIES = 5
-"""Of the first request, 1.5 s: a mistyped endpoint must not take a minute to come out."""
+"""Tries of the first request, 1.5 s: a mistyped endpoint must not take a minute to come out."""
 
+_FIRST_PAUSE_S, _LONGEST_BACKOFF_S = 0.1, 15.0
+"""Between obstore's own tries."""
+_CONNECT_S = 5.0
 _HTTP_ENDPOINTS = (
     "AWS_ENDPOINT_URL_S3",
     "AWS_ENDPOINT_URL",
     "AWS_ENDPOINT",
     "AZURE_STORAGE_ENDPOINT",
 )
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_LONGEST_PAUSE_S = 5.0
+"""Between ours, of a `RangeReader`."""
 _RETRIES = 3
-"""Of obstore's own, which goes on in the middle of a body; few, because it does not say why until
-it gives up.
+"""obstore's own retries, which continue in the middle of a body; few, because it does not say why
+until it gives up.
 """
+_READ_TIMEOUT_S = 15.0
+"""A connection that sends nothing for so long is given up, at most a third of the time limit."""
+_REQUEST_S = 3600.0
+"""obstore's limit of a whole request; ours is lower."""
 _CLOSING_S = 5.0
-_LETTING_GO_S = 0.05
+_RELEASE_S = 0.05
 Result = TypeVar("Result")
 
 _used_by: set[int] = set()
 """The process that has used obstore, whose threads do not survive a fork."""
 
 
-@dataclass(slots=True)
-class Counters:
-    """What a bucket has done so far."""
+def split_uri(uri: str) -> tuple[str, str]:
+    """The bucket's URI, and the prefix of the keys. ConfigError if it names no bucket.
 
-    requests: int = 0
-    retries: int = 0
-    """Tries of requests behind the first, without those that obstore makes by itself."""
-    bytes: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    >>> split_uri("s3://bucket/a/b/")
+    ('s3://bucket', 'a/b')
+    """
+    scheme, _, rest = uri.partition("://")
+    bucket, _, prefix = rest.partition("/")
+    if not bucket:
+        raise ConfigError(f"{uri}: a URI names a bucket: {scheme}://BUCKET/FOLDER")
+    return f"{scheme}://{bucket}", prefix.rstrip("/")
 
-    def add(self, *, requests: int = 0, retries: int = 0, number_of_bytes: int = 0) -> None:
-        """Count; any thread may."""
-        with self._lock:
-            self.requests += requests
-            self.retries += retries
-            self.bytes += number_of_bytes
+
+def open_store(
+    uri: str, *, retries: int, retry_s: float, read_timeout_s: float, request_s: float
+) -> Any:
+    """A client of the bucket that a URI is in; ConfigError if it cannot be opened.
+
+    It makes `retries` more tries in `retry_s` by itself, and continues bodies that break off. A
+    connection that sends nothing is given up after `read_timeout_s`, a request after `request_s`.
+    Any, because the methods that every store shares are not in obstore's union type.
+    """
+    refuse_fork(uri)
+    try:
+        from obstore.exceptions import BaseError  # noqa: PLC0415 - an optional extra
+        from obstore.store import from_url  # noqa: PLC0415
+    except ModuleNotFoundError:
+        raise no_obstore(uri) from None
+    bucket, _ = split_uri(uri)
+    is_http = bucket.startswith("http://") or any(
+        os.environ.get(name, "").startswith("http://") for name in _HTTP_ENDPOINTS
+    )
+    client: ClientConfig = {
+        "connect_timeout": timedelta(seconds=_CONNECT_S),
+        "read_timeout": timedelta(seconds=read_timeout_s),
+        "timeout": timedelta(seconds=request_s),
+        "allow_http": is_http,
+    }
+    retry: RetryConfig = {
+        "max_retries": retries,
+        "retry_timeout": timedelta(seconds=retry_s),
+        "backoff": {
+            "init_backoff": timedelta(seconds=_FIRST_PAUSE_S),
+            "max_backoff": timedelta(seconds=_LONGEST_BACKOFF_S),
+            "base": 2,
+        },
+    }
+    try:
+        return from_url(bucket, client_options=client, retry_config=retry)
+    except (BaseError, ValueError) as error:
+        raise wrong_options(uri, error) from None
+
+
+def refuse_fork(uri: str) -> None:
+    """ConfigError in a process forked off one that has used obstore: its requests would never be
+    answered.
+    """
+    _used_by.add(os.getpid())
+    if _used_by != {os.getpid()}:
+        raise ConfigError(
+            f"{uri}: the process was forked after the build was opened, and object stores cannot "
+            "be read in a fork; give the DataLoader multiprocessing_context='spawn' (or "
+            "'forkserver'), or open the build in the worker"
+        )
 
 
 class RangeReader:
@@ -79,12 +135,7 @@ class RangeReader:
     def __init__(self, uri: str, time_limit_s: float = 60.0) -> None:
         self.uri = uri.rstrip("/")
         self.time_limit_s = time_limit_s
-        self.counters = Counters()
-        self._scheme, _, rest = self.uri.partition("://")
-        bucket, _, self._prefix = rest.partition("/")
-        if not bucket:
-            raise ConfigError(f"{uri}: a URI names a bucket: {self._scheme}://BUCKET/FOLDER")
-        self._base = f"{self._scheme}://{bucket}"
+        _, self._prefix = split_uri(self.uri)
         self._stores: dict[int, Any] = {}
         self._slots = asyncio.Semaphore(MAX_REQUESTS)
         self._worker: _Worker | None = None
@@ -149,7 +200,7 @@ class RangeReader:
                 if self._is_closed:
                     raise ConfigError(f"{self.uri}: is closed; open the build again")
                 if self._worker is None:
-                    _refuse_fork(self.uri)
+                    refuse_fork(self.uri)
                     self._worker = _Worker()
                 return self._worker.submit(work)
         except BaseException:
@@ -163,7 +214,8 @@ class RangeReader:
             raise DamagedShard(f"{self.uri}/{name}: is missing; copy or build it again") from None
         if len(content) != end - start:
             raise DamagedShard(
-                f"{self.uri}/{name}: {len(content)} bytes came of {end - start}; run `packer verify`"
+                f"{self.uri}/{name}: {len(content)} bytes came of {end - start}; "
+                "run `packer verify`"
             )
         return content
 
@@ -185,7 +237,6 @@ class RangeReader:
                             return content
                         if number == tries:
                             raise DataError(f"{self.uri}: {refusal.text}")
-                        self.counters.add(retries=1)
                         await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             except TimeoutError:
@@ -195,25 +246,22 @@ class RangeReader:
         self, name: str, window: tuple[int, int] | None, size: int | None, *, patient: bool
     ) -> tuple[Any, Refusal | None]:
         """(content, None), or (None, why it may succeed later)."""
-        self.counters.add(requests=1)
         key = f"{self._prefix}/{name}" if self._prefix else name
         try:
             store = self._store(_RETRIES if patient else 0)
             found = await store.get_async(key, options={"range": window} if window else None)
             if size is not None and found.meta["size"] != size:
                 raise DamagedShard(
-                    f"{self.uri}/{name}: has {found.meta['size']} bytes, the manifest says {size} bytes; "
-                    "copy or build it again"
+                    f"{self.uri}/{name}: has {found.meta['size']} bytes, the manifest says {size} "
+                    "bytes; copy or build it again"
                 )
             content = await found.bytes_async()
         except (DataError, ConfigError):
             raise
-        except (
-            Exception
-        ) as error:  # obstore's own, and FileNotFoundError, NotImplementedError, ValueError
-            refusal = explain(self._scheme, error)
+        # obstore's own, and FileNotFoundError, NotImplementedError, ValueError
+        except Exception as error:
+            refusal = explain(self.uri, error)
         else:
-            self.counters.add(number_of_bytes=len(content))
             return content, None
         if refusal.is_missing:
             raise FileNotFoundError(f"{self.uri}/{name}")
@@ -224,9 +272,15 @@ class RangeReader:
         return None, refusal
 
     def _store(self, retries: int) -> Any:
-        """The client that makes so many tries of its own."""
+        """The client that makes so many retries of its own."""
         if retries not in self._stores:
-            self._stores[retries] = _open(self.uri, self._base, retries, self.time_limit_s)
+            self._stores[retries] = open_store(
+                self.uri,
+                retries=retries,
+                retry_s=self.time_limit_s / 4,
+                read_timeout_s=min(_READ_TIMEOUT_S, self.time_limit_s / 3),
+                request_s=_REQUEST_S,
+            )
         return self._stores[retries]
 
     def _limit(self, number_of_bytes: int) -> float:
@@ -236,12 +290,13 @@ class RangeReader:
         last = f" (last: {refusal.text})" if refusal else ""
         place = f"{self.uri}/{name}" if name else self.uri
         return DataError(
-            f"{place}: not read within {limit_s:.0f} s{last}; check the network, or give a longer timeout"
+            f"{place}: not read within {limit_s:.0f} s{last}; "
+            "check the network, or give a longer timeout"
         )
 
 
 class _Worker:
-    """A thread with an event loop. It ends with its bucket, at the latest before the interpreter
+    """A thread with an event loop. It ends with its reader, at the latest before the interpreter
     does.
     """
 
@@ -281,57 +336,11 @@ def _cancel_all(loop: asyncio.AbstractEventLoop) -> set[asyncio.Task[Any]]:
 
 
 async def _end(loop: asyncio.AbstractEventLoop) -> None:
-    """End the loop when obstore has let go of all that was under way."""
+    """End the loop when obstore has released all that was under way."""
     tasks = _cancel_all(loop)
     if tasks:
         await asyncio.wait(tasks, timeout=_CLOSING_S / 2)
-        # obstore's threads hear of it a moment later, and one that still wants the interpreter at
-        # its end panics
-        await asyncio.sleep(_LETTING_GO_S)
+        # obstore's threads notice a moment later, and one that still needs the interpreter at its
+        # end panics
+        await asyncio.sleep(_RELEASE_S)
     loop.stop()
-
-
-def _refuse_fork(uri: str) -> None:
-    """ConfigError in a process forked off one that has used obstore: its requests would never be
-    answered.
-    """
-    _used_by.add(os.getpid())
-    if _used_by != {os.getpid()}:
-        raise ConfigError(
-            f"{uri}: the process was forked after the build was opened, and object stores cannot be read in a fork; "
-            "give the DataLoader multiprocessing_context='spawn' (or 'forkserver'), or open the build in the worker"
-        )
-
-
-def _open(uri: str, base: str, retries: int, time_limit_s: float) -> Any:
-    try:
-        from obstore.exceptions import BaseError  # noqa: PLC0415 - an optional extra
-        from obstore.store import from_url  # noqa: PLC0415
-    except ModuleNotFoundError:
-        raise ConfigError(
-            f"{uri}: reading from object stores needs obstore: pip install 'isobatch[cloud]'"
-        ) from None
-    is_http = base.startswith("http://") or any(
-        os.environ.get(name, "").startswith("http://") for name in _HTTP_ENDPOINTS
-    )
-    client: ClientConfig = {
-        "connect_timeout": "5s",
-        "read_timeout": timedelta(
-            seconds=min(15.0, time_limit_s / 3)
-        ),  # so that a dead connection is left in time
-        "timeout": timedelta(hours=1),  # the limit of a whole request is ours
-        "allow_http": is_http,
-    }
-    retry: RetryConfig = {
-        "max_retries": retries,
-        "retry_timeout": timedelta(seconds=time_limit_s / 4),
-        "backoff": {
-            "init_backoff": timedelta(seconds=_FIRST_PAUSE_S),
-            "max_backoff": timedelta(seconds=_LONGEST_PAUSE_S),
-            "base": 2,
-        },
-    }
-    try:
-        return from_url(base, client_options=client, retry_config=retry)
-    except (BaseError, ValueError) as error:
-        raise ConfigError(f"{uri}: {first_line(error)}") from None

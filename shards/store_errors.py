@@ -1,24 +1,113 @@
-"""What an object store answers when it refuses -> what a reader needs to know: try again, or say
-what to do.
+"""Errors of object stores: what a store answers when it refuses -> one line for the user.
+
+obstore puts status, code and cause into the text of a few exception types, so the text is read
+here. `explain` is for readers of builds, who may try again; the other functions are for folders of
+raw data and for writing, where an error belongs to one file or to the whole place. Pure.
 """
 
 from __future__ import annotations
 
+import errno
+import re
 from dataclasses import dataclass
 
-from shards._store_answers import (
-    CREDENTIALS,
-    NO_SUCH_BUCKET,
-    WRONG_REGION,
-    cause_of,
-    code_of,
-    identity_problem,
-    is_passing,
-    names_no_bucket,
-    status_of,
-)
+from balance.errors import ConfigError, DataError, first_line
 
-_ENDPOINTS = {"s3": "the network and AWS_ENDPOINT_URL", "gs": "the network", "az": "the network"}
+CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+"""Scheme of a URI -> variables that credentials come from."""
+_ENDPOINTS = {"s3": "AWS_ENDPOINT_URL", "gs": "GOOGLE_BASE_URL", "az": "AZURE_STORAGE_ENDPOINT"}
+"""Scheme of a URI -> variable that names another server than the provider's own."""
+_WRONG_REGION = "the bucket is in another region: set AWS_REGION"
+_NO_SUCH_BUCKET = "no such bucket: create it, or correct the name"
+_BUCKET_CODES = ("<Code>NoSuchBucket", "<Code>ContainerNotFound", "specified bucket does not exist")
+_CREDENTIAL_CODES = frozenset(
+    {
+        "AuthenticationFailed",
+        "AuthorizationHeaderMalformed",
+        "ExpiredToken",
+        "InvalidAccessKeyId",
+        "InvalidToken",
+        "RequestTimeTooSkewed",
+        "SignatureDoesNotMatch",
+        "TokenRefreshRequired",
+    }
+)
+"""Codes of S3 and Azure; some stores send them with status 400."""
+_METADATA_SERVICE = ("169.254.169.254", "metadata.google.internal")
+_BUSY = frozenset({408, 425, 429})
+PAST_END = 416
+"""Status for a range after the end of an object, and for any range of an empty one."""
+
+
+# --- reading obstore's text ---
+
+
+def status_of(message: str) -> int:
+    """HTTP status of a refusal; 0 if there was no answer.
+
+    >>> status_of("Server returned non-2xx status code: 503 Service Unavailable")
+    503
+    """
+    match = re.search(r"(?:non-2xx status code: |\(code: )(\d{3})", message)
+    return int(match[1]) if match else 0
+
+
+def _code_of(message: str) -> str:
+    """The store's own code, such as `AccessDenied`; empty if it sent none.
+
+    >>> _code_of("403 Forbidden: <Error><Code>AccessDenied</Code></Error>")
+    'AccessDenied'
+    """
+    match = re.search(r"<Code>(\w+)</Code>", message)
+    return match[1] if match else ""
+
+
+def _reason(message: str) -> str:
+    return _code_of(message) or str(status_of(message))
+
+
+def _cause_of(message: str) -> str:
+    """The operating system's or the resolver's own words, which obstore hides in its debug text."""
+    for pattern in (
+        r'message: \\?"([^"\\]+)',
+        r"(failed to lookup address information[^\"\\]*)",
+        r"(TimedOut)",
+    ):
+        if match := re.search(pattern, message):
+            return match[1].strip()
+    return message.strip().partition("\n")[0].rpartition(" - ")[2]
+
+
+def _scheme(uri: str) -> str:
+    return uri.partition("://")[0]
+
+
+def _names_no_bucket(message: str) -> bool:
+    return any(code in message for code in _BUCKET_CODES)
+
+
+def _identity_problem(message: str, variables: str) -> str | None:
+    """What is wrong with the credentials, which come from `variables`, if the store does not know
+    who asks.
+    """
+    if any(host in message.partition("\n")[0] for host in _METADATA_SERVICE):
+        # a cloud's own machines are asked for credentials when there are none in the environment
+        return f"no credentials: set {variables}"
+    if status_of(message) == 401 or _code_of(message) in _CREDENTIAL_CODES:
+        return f"the store refuses the credentials ({_reason(message)}): check {variables}"
+    return None
+
+
+def _is_passing(status: int) -> bool:
+    """Whether the same request may succeed later."""
+    return status >= 500 or status in _BUSY
+
+
+# --- reading builds ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,36 +124,116 @@ class Refusal:
     """Whether the object is shorter than the range that was asked for."""
 
 
-def explain(scheme: str, error: Exception) -> Refusal:
-    """What an error of obstore's for a URI with `scheme` means."""
+def explain(uri: str, error: Exception) -> Refusal:
+    """What an error of obstore's means for a reader."""
     message = str(error)
-    status = status_of(message)
-    if names_no_bucket(message):
-        return Refusal(NO_SUCH_BUCKET)
+    status, variables = status_of(message), CREDENTIALS.get(_scheme(uri), "the URL")
+    if _names_no_bucket(message):
+        return Refusal(_NO_SUCH_BUCKET)
     if isinstance(error, FileNotFoundError) or status in {404, 410}:
         return Refusal("is missing", is_missing=True)
-    if status == 416:
+    if status == PAST_END:
         return Refusal("ends before the range that was asked for", is_past_end=True)
-    variables = CREDENTIALS.get(scheme, "the URL")
-    if problem := identity_problem(message, variables):
+    if problem := _identity_problem(message, variables):
         return Refusal(problem)
     if status == 403:
         return Refusal(
-            f"access denied ({code_of(message) or status}): check {variables} and their right to read"
+            f"access denied ({_reason(message)}): check {variables} and their right to read"
         )
-    return _server(scheme, status, message)
+    return _explain_server(uri, status, message)
 
 
-def _server(scheme: str, status: int, message: str) -> Refusal:
-    code, network = code_of(message), _ENDPOINTS.get(scheme, "the network and the URL")
+def _explain_server(uri: str, status: int, message: str) -> Refusal:
+    code = _code_of(message)
     if "range" in message.lower() and "not supported" in message.lower():
         return Refusal("the server ignores byte ranges; serve the build from one that honours them")
     if 300 <= status < 400:
-        return Refusal(WRONG_REGION)
-    if is_passing(status):
+        return Refusal(_WRONG_REGION)
+    if _is_passing(status):
         return Refusal(
             f"the store fails ({status} {code}".rstrip() + "): check its health", is_passing=True
         )
     if status:
         return Refusal(f"the store answers {status} {code}".rstrip())
-    return Refusal(f"cannot be reached ({cause_of(message)}): check {network}", is_passing=True)
+    network = f"the network and {_ENDPOINTS.get(_scheme(uri), 'the URL')}"
+    return Refusal(f"cannot be reached ({_cause_of(message)}): check {network}", is_passing=True)
+
+
+# --- folders of raw data, and writing ---
+
+
+def no_obstore(uri: str) -> ConfigError:
+    """The package is missing."""
+    return ConfigError(f"{uri}: object stores need obstore: pip install 'isobatch[cloud]'")
+
+
+def wrong_options(uri: str, error: Exception) -> ConfigError:
+    """The environment's settings for the store cannot be used."""
+    variables = CREDENTIALS.get(_scheme(uri))
+    return ConfigError(f"{uri}: {first_line(error)}" + (f": set {variables}" if variables else ""))
+
+
+def is_denied(error: Exception) -> bool:
+    """Whether the store knows who asks, and does not allow it."""
+    return status_of(str(error)) == 403 and _identity_problem(str(error), "") is None
+
+
+def place_problem(uri: str, error: Exception) -> DataError | None:
+    """What is wrong with the whole place, if the error says so: bucket, credentials, or no way to
+    reach it.
+    """
+    message, scheme = str(error), _scheme(uri)
+    problem = _identity_problem(message, CREDENTIALS[scheme]) or _server_problem(
+        message, _ENDPOINTS[scheme]
+    )
+    return DataError(f"{uri}: {problem}") if problem else None
+
+
+def _server_problem(message: str, variable: str) -> str | None:
+    status = status_of(message)
+    if _names_no_bucket(message):
+        return _NO_SUCH_BUCKET
+    if status == 0:
+        return f"cannot be reached ({_cause_of(message)}): check the network and {variable}"
+    if _is_passing(status):
+        return (
+            f"the store fails ({status} {_code_of(message)}): "
+            "run the same command again when it has recovered"
+        )
+    return _WRONG_REGION if 300 <= status < 400 else None
+
+
+def denied(uri: str, error: Exception) -> DataError:
+    """Access denied to a place that cannot be listed either."""
+    return DataError(
+        f"{uri}: access denied ({_reason(str(error))}): check {CREDENTIALS[_scheme(uri)]}; they "
+        "need the right to list the bucket too, without which a store does not tell a missing "
+        "object from a forbidden one"
+    )
+
+
+def object_problem(name: str, error: Exception) -> OSError:
+    """What is wrong with one object."""
+    message = str(error)
+    status = status_of(message)
+    if status in {401, 403}:
+        return PermissionError(errno.EACCES, f"access denied ({_reason(message)})", name)
+    if status == 412:
+        return OSError(errno.ESTALE, "was replaced while it was read", name)
+    answer = f"the store answers {status} {_code_of(message)}".rstrip()
+    return OSError(errno.EIO, answer, name)
+
+
+def list_problem(uri: str, error: Exception) -> DataError:
+    """Why a place could not be listed."""
+    return place_problem(uri, error) or DataError(f"{uri}: cannot be listed: {first_line(error)}")
+
+
+def write_problem(uri: str, error: Exception) -> DataError:
+    """Why something could not be written."""
+    if is_denied(error):
+        return DataError(
+            f"{uri}: access denied ({_reason(str(error))}): "
+            "the credentials need the right to write and delete there"
+        )
+    return place_problem(uri, error) or DataError(f"{uri}: cannot be written: {first_line(error)}")

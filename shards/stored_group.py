@@ -1,166 +1,133 @@
-"""One group out of a finished build, as it is stored: for `packer inspect`, not for training.
+"""What a shard holds of its samples: `PackedBlock` to be written, `StoredGroup` as read.
 
-Reads the group's byte range alone, whatever the size of the build. Files of a refs build stay where
-they are: the caller gets their paths.
+The same for every format; `shards.arrow_shards` and `shards.tar_shards` write and read them.
 """
 
 from __future__ import annotations
 
-import io
-import json
 import tarfile
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.ipc
 from numpy.typing import NDArray
 
-from balance.errors import DamagedShard, first_line
-from balance.types import COUNT_COLUMNS
-from shards._index_writer import INDEX_BATCH_ROWS
-from shards.arrow_shards import shard_schema
-from shards.folders import Folder
+from balance.types import IntArray
+
+Int32Array = NDArray[np.int32]
+Contents = Sequence[bytes | memoryview]
+"""Encoded files."""
+ByteRange = tuple[int, int]
+"""Offset and length of a group in its shard."""
+
+NO_NUMBERS: Int32Array = np.zeros(0, np.int32)
+NO_NUMBERS.flags.writeable = False  # it is shared
+
+
+# --- writing ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IndexRow:
-    """Where a group lies and what it costs."""
+class PackedFiles:
+    """The images or the audio files of some samples, one sample's after the other's."""
 
-    shard: int
-    offset: int
-    length: int
-    """Bytes."""
-    num_samples: int
-    counts: dict[str, int]
-    """The six `num_*` columns, summed over the group."""
+    offsets: IntArray
+    """Borders of the samples among the files, shape (num_samples + 1,)."""
+    paths: list[str]
+    content: NDArray[np.uint8]
+    """Original bytes of all files, one after the other; unused when shards refer to the files."""
+    content_offsets: IntArray
+    """Borders of the files in `content`, shape (num_files + 1,)."""
+    numbers: dict[str, IntArray]
+    """Numbers stored with each file: `width` and `height`, or `length`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBlock:
+    """Whole groups ready to be written: expanded tokens, and the original bytes of their files."""
+
+    groups: list[int]
+    """Number of each group in the build."""
+    group_offsets: IntArray
+    """Borders of the groups among the samples, shape (num_groups + 1,), strictly ascending."""
+    sample_ids: list[str]
+    counts: dict[str, IntArray]
+    """Column of `balance.types.Counts` -> value of each sample."""
+    token_offsets: IntArray
+    """Borders of the samples in `input_ids` and `labels`, shape (num_samples + 1,)."""
+    input_ids: Int32Array
+    labels: Int32Array
+    images: PackedFiles
+    audios: PackedFiles
+
+
+class ShardWriter(Protocol):
+    """Writes the groups of one shard, in order."""
+
+    def add(self, block: PackedBlock) -> list[ByteRange]:
+        """Append the groups of a block; -> where each lies in the shard."""
+
+    def close(self) -> None:
+        """Finish the file."""
+
+
+@contextmanager
+def closed_on_error(*files: Any) -> Iterator[None]:
+    """Close files on a full disk: dropped with bytes in their buffers, they print errors."""
+    try:
+        yield
+    except OSError:
+        for file in files:
+            with suppress(OSError):
+                file.close()
+        raise
+
+
+# --- reading ---
+
+DECODE_ERRORS = (
+    *(pa.ArrowException, tarfile.TarError, OSError, EOFError),
+    *(LookupError, TypeError, ValueError, OverflowError),
+)
+"""What decoding a group raises if its bytes are damaged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredGroup:
+    """The samples of a group as they are stored: tokens packed, images and audio still encoded."""
+
+    where: str
+    """The shard and the group, for messages."""
     sample_ids: tuple[str, ...]
+    input_ids: Int32Array
+    """(tokens,), one sample after the other, as `labels`."""
+    labels: Int32Array
+    cu_seqlens: Int32Array
+    """(num_samples + 1,)."""
+    images: Contents
+    """Encoded files, in the order of their places in `input_ids`."""
+    image_sizes: Int32Array
+    """(num_images, 2): height and width as counted."""
+    image_samples: Int32Array
+    """(num_images,): place in the group of each image's sample."""
+    image_names: Sequence[str] = ()
+    """Paths (refs) or tar members (webdataset) of the images; empty for Arrow shards."""
+    audios: Contents = ()
+    """Encoded files, in the order of their places in `input_ids`."""
+    audio_lengths: Int32Array = field(default_factory=lambda: NO_NUMBERS)
+    """(num_audios,): length of each clip as counted, in samples at the model's rate."""
+    audio_samples: Int32Array = field(default_factory=lambda: NO_NUMBERS)
+    """(num_audios,): place in the group of each clip's sample."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredSample:
-    """A sample as its shard holds it."""
+class MediaReader(Protocol):
+    """Reads the image and audio files that a refs build points to."""
 
-    sample_id: str
-    input_ids: NDArray[np.int32]
-    labels: NDArray[np.int32]
-    image_names: tuple[str, ...]
-    """Paths under the data root (refs), members of the tar (webdataset), or empty: Arrow shards
-    hold no names.
-    """
-    images: tuple[bytes, ...] | None
-    """The original files' bytes; None with refs."""
-    image_sizes: tuple[tuple[int, int], ...]
-    """(width, height) of each image as counted, upright."""
-    audio_lengths: tuple[int, ...]
-    """Samples of each clip at the model's rate."""
+    def read(self, names: Sequence[str], owners: Sequence[str], where: str) -> Contents:
+        """Contents of the files `names`, which belong to the samples `owners` of the group `where`.
 
-
-def read_index_row(path: Path, group: int) -> IndexRow:
-    """Row `group` of an index, which must have it. DamagedShard if the file cannot be read."""
-    batch_number, row = divmod(group, INDEX_BATCH_ROWS)
-    try:
-        with pa.memory_map(str(path)) as source:
-            values = pa.ipc.open_file(source).get_batch(batch_number).slice(row, 1).to_pylist()[0]
-    except (pa.ArrowException, OSError, IndexError) as error:
-        raise DamagedShard(
-            f"{path}: not readable ({first_line(error)}); run `packer verify`"
-        ) from None
-    return IndexRow(
-        **{name: values[name] for name in ("shard", "offset", "length", "num_samples")},
-        counts={name: values[name] for name in COUNT_COLUMNS},
-        sample_ids=tuple(values["sample_ids"]),
-    )
-
-
-def read_stored(root: Folder, shard: str, row: IndexRow, shard_format: str) -> list[StoredSample]:
-    """The samples of a group of the shard named `shard`, in order; DamagedShard if it holds other
-    bytes than expected.
-
-    Reads the group's range and nothing else, also from an object store.
-    """
-    where = f"{shard}, bytes {row.offset:,} to {row.offset + row.length:,}"
-    try:
-        content = root.read(shard, row.offset, row.length)
-        if len(content) != row.length:
-            raise EOFError("the file ends before")
-        if shard_format == "webdataset":
-            samples = _read_tar(content)
-        else:
-            samples = _read_arrow(content, refs=shard_format == "refs")
-    # what damaged bytes make of either format's parser
-    except (
-        pa.ArrowException,
-        tarfile.TarError,
-        OSError,
-        EOFError,
-        KeyError,
-        TypeError,
-        ValueError,
-    ) as error:
-        problem = (
-            error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
-        )
-        raise DamagedShard(f"{where}: not readable ({problem}); run `packer verify`") from None
-    found = tuple(sample.sample_id for sample in samples)
-    if found != row.sample_ids:
-        raise DamagedShard(
-            f"{where}: holds samples {list(found)[:3]}, not those of the index; run `packer verify`"
-        )
-    return samples
-
-
-def _read_arrow(message: bytes, *, refs: bool) -> list[StoredSample]:
-    schema = shard_schema(refs=refs)
-    batch = pa.ipc.read_record_batch(pa.py_buffer(message), schema)
-    batch.validate(full=True)  # damaged offsets would otherwise be followed outside of the message
-    return [
-        _from_arrow({name: batch.column(name)[k] for name in schema.names}, refs=refs)
-        for k in range(len(batch))
-    ]
-
-
-def _from_arrow(cells: dict[str, Any], *, refs: bool) -> StoredSample:
-    return StoredSample(
-        sample_id=cells["sample_id"].as_py(),
-        input_ids=_numbers(cells["input_ids"]),
-        labels=_numbers(cells["labels"]),
-        image_names=tuple(cells["image_paths"].as_py()) if refs else (),
-        images=None if refs else tuple(cells["images"].as_py()),
-        image_sizes=tuple(
-            zip(cells["image_widths"].as_py(), cells["image_heights"].as_py(), strict=True)
-        ),
-        audio_lengths=tuple(cells["audio_lengths"].as_py()),
-    )
-
-
-def _read_tar(content: bytes) -> list[StoredSample]:
-    members = {}
-    with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:
-        for member in archive:
-            data = archive.extractfile(member)
-            members[member.name] = b"" if data is None else data.read()
-    return [
-        _from_members(name.removesuffix(".json"), members)
-        for name in members
-        if name.endswith(".json")
-    ]
-
-
-def _from_members(key: str, members: dict[str, bytes]) -> StoredSample:
-    about = json.loads(members[f"{key}.json"])
-    return StoredSample(
-        sample_id=about["sample_id"],
-        input_ids=np.load(io.BytesIO(members[f"{key}.input_ids.npy"])),
-        labels=np.load(io.BytesIO(members[f"{key}.labels.npy"])),
-        image_names=tuple(f"{key}.{name}" for name in about["images"]),
-        images=tuple(members[f"{key}.{name}"] for name in about["images"]),
-        image_sizes=tuple(zip(about["image_widths"], about["image_heights"], strict=True)),
-        audio_lengths=tuple(about["audio_lengths"]),
-    )
-
-
-def _numbers(cell: pa.ListScalar) -> NDArray[np.int32]:
-    return np.asarray(cell.values.to_numpy(), dtype=np.int32)
+        DataError with the sample and the file if one cannot be read.
+        """

@@ -29,7 +29,7 @@ from loaders.decode.image import decode, decode_pixels
 from loaders.decode.log_mel import MEL_BINS, log_mel_frames, log_mel_windows
 from loaders.decode.resize import Pixels
 from loaders.plan.steps import StepTotals
-from shards.decode import StoredGroup
+from shards.stored_group import StoredGroup
 
 
 def collate(

@@ -26,11 +26,23 @@ from balance.order.block_shuffle import OrderConfig, choose_order
 from balance.rng import SHUFFLE, random_permutation
 from balance.types import COUNT_COLUMNS, Counts, Groups, IntArray
 from loaders.plan.selection import GroupSlice, SampleRefs, Selection, whole_groups
-from loaders.read.builds import Build
-from loaders.read.sample_table import SampleTable
+from shards.index import GroupIndex
+from shards.manifest import Manifest
+from shards.tables import SampleTable
 
 WEIGHT_DENOMINATOR = 10**6
 """Largest denominator of a weight as a fraction, so that every machine counts the same groups."""
+
+
+class PlannedBuild(Protocol):
+    """What planning needs of an opened build."""
+
+    manifest: Manifest
+    index: GroupIndex
+
+    @property
+    def samples(self) -> SampleTable:
+        """Counts of each sample."""
 
 
 class Epoch(Protocol):
@@ -56,7 +68,7 @@ class EpochSource(Protocol):
     """Makes each epoch's groups."""
 
     @property
-    def builds(self) -> Sequence[Build]:
+    def builds(self) -> Sequence[PlannedBuild]:
         """The builds that `SampleRefs.builds` counts."""
 
     @property
@@ -70,7 +82,7 @@ class EpochSource(Protocol):
         """Start to make that epoch's groups in the background, if that takes long."""
 
 
-def sample_counts(builds: Sequence[Build], refs: SampleRefs) -> Counts:
+def sample_counts(builds: Sequence[PlannedBuild], refs: SampleRefs) -> Counts:
     """What the samples cost."""
     columns = {name: np.empty(len(refs.places), np.int64) for name in COUNT_COLUMNS}
     for number, build in enumerate(builds):
@@ -84,7 +96,7 @@ def sample_counts(builds: Sequence[Build], refs: SampleRefs) -> Counts:
 class StoredGroups:
     """The groups of one build as they are stored; the source and every epoch in one."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: PlannedBuild) -> None:
         self.builds = [build]
         self.order = build.manifest.order
         self.identity: dict[str, object] = {"manifest_hash": build.manifest.hash, "regroup": None}
@@ -115,7 +127,7 @@ class StoredGroups:
 class MixedGroups:
     """Groups of several builds, by weight."""
 
-    def __init__(self, builds: Sequence[Build], weights: Sequence[float], seed: int) -> None:
+    def __init__(self, builds: Sequence[PlannedBuild], weights: Sequence[float], seed: int) -> None:
         self.builds, self._seed = builds, seed
         exact = [Fraction(weight).limit_denominator(WEIGHT_DENOMINATOR) for weight in weights]
         self._shares = [weight / max(exact) for weight in exact]
@@ -152,7 +164,7 @@ class MixedGroups:
 class _MixedEpoch:
     """Groups of several builds in one sorted order; `chosen` are rows of each build's index."""
 
-    def __init__(self, builds: Sequence[Build], chosen: Sequence[IntArray], seed: int) -> None:
+    def __init__(self, builds: Sequence[PlannedBuild], chosen: Sequence[IntArray], seed: int) -> None:
         self._builds = builds
         owners = np.repeat(np.arange(len(builds)), [len(groups) for groups in chosen])
         self._owners, self._rows = owners, np.concatenate(chosen)
@@ -191,7 +203,7 @@ class Regrouped:
     That takes 1.3 s per 1.2 million samples, in a thread if prepared.
     """
 
-    def __init__(self, build: Build, seed: int, window_groups: int) -> None:
+    def __init__(self, build: PlannedBuild, seed: int, window_groups: int) -> None:
         self.builds, self._seed, self._window_groups = [build], seed, window_groups
         self.identity: dict[str, object] = {
             "manifest_hash": build.manifest.hash,
@@ -227,7 +239,7 @@ class Regrouped:
         groups, order = regroup(
             (table.column(f"num_{unit}", stored.samples), table.seq_len(stored.samples)),
             stored,
-            table.limits,
+            self._build.manifest.limits,
             window_groups=self._window_groups,
             seed=self._seed,
             epoch=number,

@@ -1,56 +1,50 @@
-"""`open_build`: a finished build in a folder or at a URI, ready to be read.
+"""`Build`: a finished build in a folder or at a URI, opened to be read.
 
 Builds on disk are mapped. Of builds at `s3:// gs:// az:// http(s)://` the index is fetched once per
 machine into the cache and mapped from there; groups are fetched as they are read. The manifest is
-small and is fetched each time: it says whether what the cache holds still is this build. Wherever a
-group lies, a process compares its checksum when it first reads it.
+small and is fetched each time: it says whether what the cache holds still is this build. A process
+compares a group's checksum when it first reads it, from disk too. Any number of threads may read
+at once.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from balance.errors import ConfigError
-from loaders.read.build_files import BuildFiles, LocalFiles, RemoteFiles
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from balance.errors import ConfigError, DamagedShard, first_line
 from loaders.read.cache import Cache
-from loaders.read.local import LocalShards, open_media
+from loaders.read.local import LocalMedia, LocalShards
 from loaders.read.remote import RemoteMedia, RemoteShards
-from loaders.read.shard_reader import ShardReader, Verify
 from loaders.read.write_behind import WriteBehind
-from shards.decode import MediaReader
-from shards.index import (
-    INDEX_NAME,
-    MANIFEST_NAME,
-    GroupIndex,
-    Manifest,
-    parse_manifest,
-    read_manifest,
-    unfinished,
-)
+from shards.arrow_shards import ArrowLayout, decode_arrow
+from shards.checksums import group_checksum
+from shards.index import INDEX_NAME
+from shards.manifest import MANIFEST_NAME, Manifest, parse_manifest, read_manifest, unfinished
 from shards.object_store import RangeReader
+from shards.stored_group import DECODE_ERRORS, StoredGroup
+from shards.tar_shards import decode_tar
+
+if TYPE_CHECKING:
+    from shards.tables import SampleTable
 
 SCHEMES = ("s3", "gs", "az", "http", "https")
 DEFAULT_CACHE_BYTES = 16 << 30
 TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredBuild:
-    """An opened build."""
-
-    manifest: Manifest
-    index: GroupIndex
-    shards: ShardReader
-    files: BuildFiles
-
-    def close(self) -> None:
-        """Stop what is under way and let go of connections; never waits for a store that does not
-        answer.
-        """
-        self.shards.close()
+Verify = Literal["first", "never"]
+"""When to compare a group's checksum with the index's: when a process reads it for the first time,
+or never. XXH3 of a group of 200 KB in memory takes some 30 us, less than one of its images takes to
+decode.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +54,13 @@ class StorageOptions:
     cache_dir: str | Path | None = None
     """Shared by all processes of the machine, of several jobs too; None: `default_cache_dir`."""
     cache_bytes: int = DEFAULT_CACHE_BYTES
-    """Limit of what lies in the cache; 0 keeps nothing."""
+    """Limit of the files in the cache; 0 keeps nothing."""
     timeout_s: float = TIMEOUT_S
-    """Limit of each request, however often it is tried again, plus a second per megabyte; then
-    DataError names the shard, or the sample whose file it is.
+    """Limit of each request with all its retries, plus a second per megabyte; then DataError names
+    the shard, or the sample whose file it is.
     """
     verify: Verify = "first"
-    """Whether each group is compared with the index's checksum when a process reads it for the
-    first time, from disk too; "never" also opens the index of a build on disk without comparing its
+    """Checks of checksums; "never" also opens the index of a build on disk without comparing its
     checksum.
     """
 
@@ -82,9 +75,125 @@ class StorageOptions:
             raise ConfigError(f"verify is {self.verify!r}; use 'first' or 'never'")
 
 
+class Build:
+    """Manifest, index and groups of one build."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        shards: LocalShards | RemoteShards,
+        media: LocalMedia | RemoteMedia | None,
+        verify: Verify,
+    ) -> None:
+        self.manifest, self.shards, self.index = manifest, shards, shards.index
+        self._media = media
+        self._layout: ArrowLayout | None = None
+        # one bit per group: whether its checksum was compared
+        self._checked: NDArray[np.uint8] | None = None
+        if verify == "first":
+            self._checked = np.zeros(-(-len(self.index) // 8), np.uint8)
+
+    @cached_property
+    def samples(self) -> SampleTable:
+        """Counts of each sample; read when first asked for."""
+        from shards.tables import read_samples  # noqa: PLC0415  (see `loaders`)
+
+        return read_samples(self.manifest, self.index, self.shards.open_file)
+
+    def read(self, group: int) -> StoredGroup:
+        """One group, by its row in the index. DataError or DamagedShard, with the shard or the
+        sample in it, if it cannot be read.
+
+        A group of an Arrow shard is views into its bytes, valid as long as they are referenced.
+        """
+        content = self.shards.read(group)
+        if self._checked is not None and not self._checked[group >> 3] >> (group & 7) & 1:
+            content = self._check(group, content, self._checked)
+        where = self.shards.where(group)
+        try:
+            stored = self._decode(content, where)
+        except DECODE_ERRORS as error:
+            raise DamagedShard(
+                f"{where}: not readable ({first_line(error)}); run `packer verify`"
+            ) from None
+        self._check_counts(stored, group)
+        return stored
+
+    def cancel(self) -> None:
+        """Wake all threads that wait for a store: their reads end with DataError. Later reads work
+        again.
+        """
+        for source in (self.shards, self._media):
+            if isinstance(source, RemoteShards | RemoteMedia):
+                source.cancel()
+
+    def close(self) -> None:
+        """Stop what is under way, and release threads and connections, without waiting for a store
+        that does not answer. Nothing may be read afterwards.
+        """
+        for source in (self.shards, self._media):
+            if isinstance(source, RemoteShards | RemoteMedia):
+                source.close()
+
+    def _check(self, group: int, content: pa.Buffer, checked: NDArray[np.uint8]) -> pa.Buffer:
+        """`content`, or what the origin gives if that has another checksum than the index says."""
+        (expected,) = self.index.row(group, "checksum")
+        if group_checksum(content) != expected:
+            content = self.shards.read(group, again=True)
+            if group_checksum(content) != expected:
+                raise DamagedShard(
+                    f"{self.shards.where(group)}: its bytes have another checksum than the index "
+                    "says; run `packer verify`, and copy or build the shard again"
+                )
+        checked[group >> 3] |= 1 << (group & 7)
+        return content
+
+    def _decode(self, content: pa.Buffer, where: str) -> StoredGroup:
+        if self.manifest.format == "webdataset":
+            return decode_tar(content, where)
+        if self._layout is None:
+            self._layout = ArrowLayout(self.shards.schema())
+        return decode_arrow(content, self._layout, where, self._media)
+
+    def _check_counts(self, stored: StoredGroup, group: int) -> None:
+        """DamagedShard unless the group has as many samples and tokens as the index says."""
+        num_samples, *tokens = self.index.row(
+            group, "num_samples", "num_image_tokens", "num_text_tokens", "num_audio_tokens"
+        )
+        found = (
+            *(len(stored.sample_ids), len(stored.input_ids), len(stored.labels)),
+            len(stored.images),
+        )
+        expected = num_samples, sum(tokens), sum(tokens), len(stored.image_sizes)
+        if found != expected:
+            raise DamagedShard(
+                f"{stored.where}: {found} samples, tokens, labels and images, but the index says "
+                f"{expected}; run `packer verify`"
+            )
+
+
+def open_builds(
+    urls: Sequence[str | Path],
+    *,
+    image_root: str | Path | None = None,
+    options: StorageOptions | None = None,
+) -> list[Build]:
+    """Open all; ConfigError unless they were made for the same model and tokens."""
+    builds = [open_build(url, image_root=image_root, options=options) for url in urls]
+    first = builds[0].manifest
+    for url, build in zip(urls, builds, strict=True):
+        for name in ("model", "image_token_id", "audio_token_id", "vocab_size"):
+            if getattr(build.manifest, name) != getattr(first, name):
+                raise ConfigError(
+                    f"{url} was built for another {name} than {urls[0]}; "
+                    "give builds of one model and tokenizer"
+                )
+    return builds
+
+
 def open_build(
     url: str | Path, *, image_root: str | Path | None = None, options: StorageOptions | None = None
-) -> StoredBuild:
+) -> Build:
     """Open the build at `url`: a folder, `file://`, or a URI of an object store or web server.
 
     `image_root` replaces the folder or URI that a refs build takes its images from. DataError if
@@ -92,35 +201,26 @@ def open_build(
     """
     options, place = options or StorageOptions(), _place(url)
     if not is_remote(place):
-        manifest = read_manifest(Path(place))
-        files = LocalFiles(Path(place), manifest, verify=options.verify)
-        index = GroupIndex(files.open(INDEX_NAME), manifest.num_groups)
-        media = _open_media(manifest, image_root, options)
-        source = LocalShards(Path(place), manifest.shards, index)
-        shards = ShardReader(manifest, index, source, media, options.verify)
-        return StoredBuild(manifest=manifest, index=index, shards=shards, files=files)
-    bucket = RangeReader(place, options.timeout_s)
+        manifest = read_manifest(place)
+        local = LocalShards(manifest, verify=options.verify != "never")
+        return Build(manifest, local, _open_media(manifest, image_root, options), options.verify)
+    store = RangeReader(place, options.timeout_s)
     try:
-        return _open_remote(bucket, image_root, options)
+        manifest = _fetch_manifest(store)
+        cache = _open_cache(manifest, options)
+        shards = RemoteShards(store, manifest, cache)
+        media = _open_media(manifest, image_root, options, shards.cache)
+        return Build(manifest, shards, media, options.verify)
     except BaseException:
-        bucket.close()
+        store.close()
         raise
 
 
-def _open_remote(
-    bucket: RangeReader, image_root: str | Path | None, options: StorageOptions
-) -> StoredBuild:
+def _fetch_manifest(store: RangeReader) -> Manifest:
     try:
-        manifest = parse_manifest(bucket.read(MANIFEST_NAME, patient=False), bucket.uri)
+        return parse_manifest(store.read(MANIFEST_NAME, patient=False), store.uri)
     except FileNotFoundError:
-        raise unfinished(bucket.uri) from None
-    stored = _open_cache(manifest, options)
-    files, cache = RemoteFiles(bucket, manifest, stored), WriteBehind(stored)
-    index = GroupIndex(files.open(INDEX_NAME), manifest.num_groups)
-    source = RemoteShards(bucket, manifest.shards, index, cache)
-    media = _open_media(manifest, image_root, options, cache)
-    shards = ShardReader(manifest, index, source, media, options.verify)
-    return StoredBuild(manifest=manifest, index=index, shards=shards, files=files)
+        raise unfinished(store.uri) from None
 
 
 def _open_media(
@@ -128,14 +228,22 @@ def _open_media(
     image_root: str | Path | None,
     options: StorageOptions,
     cache: WriteBehind | None = None,
-) -> MediaReader | None:
-    """Where the images of a refs build lie; None for other formats."""
+) -> LocalMedia | RemoteMedia | None:
+    """Reads the images and audio files of a refs build; None for other formats. ConfigError if
+    their folder is not there.
+    """
+    if manifest.format != "refs":
+        return None
     place = _place(image_root or manifest.data_root or "")
-    if manifest.format != "refs" or not is_remote(place):
-        return open_media(manifest, place or None)
-    return RemoteMedia(
-        RangeReader(place, options.timeout_s), cache or WriteBehind(_open_cache(manifest, options))
-    )
+    if is_remote(place):
+        cache = cache or WriteBehind(_open_cache(manifest, options))
+        return RemoteMedia(RangeReader(place, options.timeout_s), cache)
+    if not place or not Path(place).is_dir():
+        raise ConfigError(
+            f"image folder {place or None} of the refs build {manifest.place} is not there; "
+            "give image_root"
+        )
+    return LocalMedia(Path(place))
 
 
 def _open_cache(manifest: Manifest, options: StorageOptions) -> Cache:
@@ -153,16 +261,15 @@ def default_cache_dir() -> Path:
 
 
 def is_remote(place: str) -> bool:
-    """Whether a place is reached by requests. ConfigError for a scheme that is not known.
+    """Whether a place is reached by requests. ConfigError for an unknown scheme.
 
     >>> is_remote("s3://bucket/build"), is_remote("/data/build")
     (True, False)
     """
     scheme, separator, _ = place.partition("://")
     if separator and scheme not in SCHEMES:
-        raise ConfigError(
-            f"{place}: unknown scheme; use a folder, file:// or {', '.join(f'{s}://' for s in SCHEMES)}"
-        )
+        known = ", ".join(f"{s}://" for s in SCHEMES)
+        raise ConfigError(f"{place}: unknown scheme; use a folder, file:// or {known}")
     return bool(separator)
 
 

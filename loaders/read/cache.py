@@ -94,9 +94,7 @@ class Cache:
         with self.writing(name, len(view)) as descriptor:
             if descriptor is None:
                 return
-            at = 0
-            while at < len(view):
-                at += os.pwrite(descriptor, view[at:], at)
+            write_at(descriptor, view, 0)
 
     @contextlib.contextmanager
     def writing(self, name: str, size: int) -> Iterator[int | None]:
@@ -155,6 +153,13 @@ class Cache:
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def write_at(descriptor: int, content: memoryview, at: int) -> None:
+    """Write all of `content` at a place of a file."""
+    while content:
+        written = os.pwrite(descriptor, content, at)
+        content, at = content[written:], at + written
 
 
 def _mark_used(path: Path | int) -> None:

@@ -1,7 +1,8 @@
 """Builds on disk: byte ranges of mapped shards, and the files that a refs build points to.
 
-An Arrow group is a view of its mapped shard until its images are decoded. At most MAX_OPEN shards
-are open at a time.
+An Arrow group is a view of its mapped shard until its images are decoded. The index and tables of
+up to CHECKED_BYTES are compared with the manifest's checksum each time they are opened; larger ones
+only with its size, because opening must not cost a pass over gigabytes.
 """
 
 from __future__ import annotations
@@ -10,98 +11,51 @@ import mmap
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
 
 import pyarrow as pa
 
-from balance.errors import ConfigError, DamagedShard, DataError, first_line
-from loaders.read.shard_reader import Traffic, group_place
-from shards.decode import MediaReader
-from shards.index import BuildFile, GroupIndex, Manifest
+from balance.errors import DamagedShard, DataError, first_line
+from shards.arrow_shards import read_schema
+from shards.checksums import file_checksum
+from shards.index import INDEX_NAME, GroupIndex
+from shards.manifest import BuildFile, Manifest
 
 MAX_OPEN = 64
-"""Open shards at a time: a block of groups lies in one or two shards, and at most 31 lanes have a
+"""Open shards at a time: a block of groups is in one or two shards, and at most 31 lanes have a
 block open.
 """
-Opened = TypeVar("Opened")
-
-
-class OpenFiles(Generic[Opened]):
-    """Shards opened on demand; the one unused for longest is closed when there are more than
-    MAX_OPEN. Thread-safe.
-    """
-
-    def __init__(
-        self,
-        root: Path,
-        shards: Sequence[BuildFile],
-        opener: Callable[[Path], Opened],
-        max_open: int = MAX_OPEN,
-    ) -> None:
-        self._root, self._shards, self._opener, self._max_open = root, shards, opener, max_open
-        self._opened: OrderedDict[int, Opened] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._opened)
-
-    def get(self, shard: int) -> Opened:
-        """The opened shard. DamagedShard if it is missing or has another size than the manifest
-        says.
-        """
-        with self._lock:
-            if shard not in self._opened:
-                self._opened[shard] = self._open(self._shards[shard])
-                if len(self._opened) > self._max_open:
-                    # closed by its own finaliser, once no view of it is in use any more
-                    self._opened.popitem(last=False)
-            self._opened.move_to_end(shard)
-            return self._opened[shard]
-
-    def opened(self, shard: int) -> Opened | None:
-        """The shard, if it is open."""
-        with self._lock:
-            return self._opened.get(shard)
-
-    def _open(self, file: BuildFile) -> Opened:
-        path = self._root / file.name
-        size = path.stat().st_size if path.is_file() else None
-        if size != file.size:
-            found = "is missing" if size is None else f"has {size} bytes"
-            raise DamagedShard(
-                f"{path}: {found}, the manifest says {file.size} bytes; copy or build it again"
-            )
-        try:
-            return self._opener(path)
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise DamagedShard(
-                f"{path}: cannot be opened ({first_line(error)}); run `packer verify`"
-            ) from None
+CHECKED_BYTES = 256 << 20
+"""The index of a million groups of eight samples; XXH3 takes some 40 ms for it."""
 
 
 class LocalShards:
-    """Byte ranges of mapped shards."""
+    """Byte ranges of mapped shards, at most MAX_OPEN of them open at a time; thread-safe."""
 
     is_remote = False
+    cache_hits = 0
 
-    def __init__(self, root: Path, shards: Sequence[BuildFile], index: GroupIndex) -> None:
-        self._shards, self._index = shards, index
-        self._files = OpenFiles(root, shards, _Mapped)
+    def __init__(self, manifest: Manifest, *, verify: bool = True) -> None:
+        """`verify`: compare the checksums of the index and of tables."""
+        self._manifest, self._root, self._verify = manifest, Path(manifest.place), verify
+        self._opened: OrderedDict[int, _MappedFile] = OrderedDict()
+        self._lock = threading.Lock()
+        self.index = GroupIndex(self.open_file(INDEX_NAME), manifest.num_groups)
 
     def where(self, group: int) -> str:
         """The shard and the group, for messages."""
-        return group_place(self._shards[self._index.row(group, "shard")[0]].name, group)
+        return group_place(self._manifest, self.index, group)
 
     def schema(self) -> pa.Schema:
-        """Columns of the first shard that has a group."""
-        return pa.ipc.open_file(self._files.get(self._index.row(0, "shard")[0]).content).schema
+        """Columns of the shards, which all have the same; Arrow shards only."""
+        shard, offset = self.index.row(0, "shard", "offset")
+        return read_schema(self._open(shard).content.slice(0, offset))
 
     def read(self, group: int, *, again: bool = False) -> pa.Buffer:
         """A view into the mapped shard. DamagedShard if the shard was cut since it was opened."""
-        shard, offset, length = self._index.row(group, "shard", "offset", "length")
-        mapped = self._files.get(shard)
+        shard, offset, length = self.index.row(group, "shard", "offset", "length")
+        mapped = self._open(shard)
         if offset < 0 or length < 0 or offset + length > mapped.content.size:
             raise DamagedShard(
                 f"{self.where(group)}: the index puts it outside of the shard; run `packer verify`"
@@ -109,33 +63,78 @@ class LocalShards:
         size = mapped.size_now
         if size < mapped.content.size:
             raise DamagedShard(
-                f"{self.where(group)}: the shard was cut to {size} bytes while it was read, the manifest says "
-                f"{mapped.content.size} bytes; copy or build it again"
+                f"{self.where(group)}: the shard was cut to {size} bytes while it was read, the "
+                f"manifest says {mapped.content.size} bytes; copy or build it again"
             )
         return mapped.content.slice(offset, length)
-
-    def release(self, group: int) -> None:
-        """Its pages stay in the system's cache, but count no longer as this process's."""
-        shard, offset, length = self._index.row(group, "shard", "offset", "length")
-        mapped = self._files.opened(shard)
-        if mapped is not None:
-            mapped.release(offset, offset + length)
 
     def prefetch(self, groups: Sequence[int]) -> None:
         """Nothing: the operating system reads ahead."""
 
-    def traffic(self) -> Traffic:
-        """Nothing is asked of a store."""
-        return Traffic()
+    def release(self, group: int) -> None:
+        """Say that what was read of a group is no longer in use; views of it stay right.
 
-    def cancel(self) -> None:
-        """Nothing: reads do not wait."""
+        Its pages stay in the system's cache, but count no longer as this process's.
+        """
+        shard, offset, length = self.index.row(group, "shard", "offset", "length")
+        with self._lock:
+            mapped = self._opened.get(shard)
+        if mapped is not None:
+            mapped.release(offset, offset + length)
 
-    def close(self) -> None:
-        """Nothing: files are closed when the last view of them is gone."""
+    def open_file(self, name: str) -> pa.NativeFile:
+        """The index or a table, mapped. DamagedShard if it is not what the manifest says."""
+        path = self._root / name
+        listed = next((file for file in self._manifest.files if file.name == name), None)
+        try:
+            opened = pa.memory_map(str(path))
+            if listed is not None:
+                self._check(opened, path, listed)
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            raise DamagedShard(
+                f"{path}: cannot be opened ({reason}); run `packer verify`, or build again"
+            ) from None
+        return opened
+
+    def _check(self, opened: pa.NativeFile, path: Path, file: BuildFile) -> None:
+        size = opened.size()
+        if size != file.size:
+            raise wrong_size(str(path), f"has {size} bytes", file)
+        if not self._verify or size > CHECKED_BYTES:
+            return
+        if file_checksum(opened)[0] != file.checksum:
+            raise wrong_checksum(str(path))
+        opened.seek(0)
+
+    def _open(self, shard: int) -> _MappedFile:
+        """The mapped shard. DamagedShard if it is missing or has another size than the manifest
+        says.
+        """
+        with self._lock:
+            if shard not in self._opened:
+                self._opened[shard] = self._map(self._manifest.shards[shard])
+                if len(self._opened) > MAX_OPEN:
+                    # closed by its own finaliser, once no view of it is in use any more
+                    self._opened.popitem(last=False)
+            self._opened.move_to_end(shard)
+            return self._opened[shard]
+
+    def _map(self, file: BuildFile) -> _MappedFile:
+        path = self._root / file.name
+        size = path.stat().st_size if path.is_file() else None
+        if size != file.size:
+            found = "is missing" if size is None else f"has {size} bytes"
+            raise wrong_size(str(path), found, file)
+        try:
+            return _MappedFile(path)
+        except (OSError, ValueError) as error:
+            raise DamagedShard(
+                f"{path}: cannot be opened ({first_line(error)}); run `packer verify`"
+            ) from None
 
 
-class _Mapped:
+class _MappedFile:
     """A mapped file. The mapping stays for as long as views of it are in use."""
 
     def __init__(self, path: Path) -> None:
@@ -145,9 +144,7 @@ class _Mapped:
 
     @property
     def size_now(self) -> int:
-        """Bytes of the file now: to touch a page behind its end would end the process with
-        SIGBUS.
-        """
+        """Bytes of the file now: touching a page after its end would kill the process by SIGBUS."""
         return os.fstat(self._file.fileno()).st_size
 
     def release(self, start: int, end: int) -> None:
@@ -160,7 +157,7 @@ class _Mapped:
 
 
 class LocalMedia:
-    """Files in a folder, for refs builds."""
+    """Image and audio files in a folder, for refs builds."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -175,27 +172,27 @@ class LocalMedia:
             return path.read_bytes()
         except OSError as error:
             raise DataError(
-                f"sample {owner!r} ({where}): image {path} cannot be read ({error.strerror}); restore it"
+                f"sample {owner!r} ({where}): image {path} cannot be read ({error.strerror}); "
+                "restore it"
             ) from None
 
-    def cancel(self) -> None:
-        """Nothing: reads do not wait."""
 
-    def close(self) -> None:
-        """Nothing: files are closed as they are read."""
+def group_place(manifest: Manifest, index: GroupIndex, group: int) -> str:
+    """A group, for messages: `shard-00003.arrow, group 71`."""
+    name = manifest.shards[index.row(group, "shard")[0]].name
+    return f"{name.rpartition('/')[2]}, group {group}"
 
 
-def open_media(manifest: Manifest, image_root: str | Path | None) -> MediaReader | None:
-    """The folder that a refs build takes its images from; None for other formats. ConfigError if it
-    is not there.
+def wrong_size(place: str, found: str, file: BuildFile) -> DamagedShard:
+    """The error for a file of another size than the manifest says."""
+    return DamagedShard(
+        f"{place}: {found}, the manifest says {file.size} bytes; copy or build it again"
+    )
 
-    `image_root` replaces the folder that the manifest names.
-    """
-    if manifest.format != "refs":
-        return None
-    root = image_root or manifest.data_root
-    if root is None or not Path(root).is_dir():
-        raise ConfigError(
-            f"image folder {root} of the refs build {manifest.place} is not there; give image_root"
-        )
-    return LocalMedia(Path(root))
+
+def wrong_checksum(place: str) -> DamagedShard:
+    """The error for a file of another checksum than the manifest says."""
+    return DamagedShard(
+        f"{place}: its checksum is not the manifest's; run `packer verify`, and copy or build it "
+        "again"
+    )

@@ -1,8 +1,7 @@
-"""From picks to stored samples: `SampleReader` reads what a micro-batch is made of and joins it to
-one `StoredGroup`.
+"""`SampleReader`: reads what a micro-batch is made of and joins it to one `StoredGroup`.
 
-A whole group is handed on as it was read, views into the mapped shard. Samples out of several
-groups are cut out and joined: tokens are copied, images are not. Safe to call from many threads.
+A whole group is returned as it was read, views into the mapped shard. Samples out of several groups
+are cut out and joined: tokens are copied, images are not. Safe to call from many threads.
 """
 
 from __future__ import annotations
@@ -14,19 +13,15 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from balance.types import IntArray
 from loaders.batch.collate import EMPTY_GROUP, NO_TOKENS
 from loaders.plan.selection import GroupSlice, Selection
-from loaders.read.builds import Build
-from loaders.read.shard_reader import StoredGroup
-
-Int32Array = NDArray[np.int32]
+from loaders.read.build import Build
+from shards.stored_group import Int32Array, StoredGroup
 
 CACHED_BYTES = 256 << 20
-"""Of stored groups, images included, of which samples were cut out: others of them may be wanted
-next.
+"""Stored groups, images included, of which samples were cut out: others of them may be wanted next.
 """
 
 # sample -> its files -> what is told of each file; audio is there in builds that have it
@@ -37,7 +32,7 @@ MEDIA = {
 
 
 class SampleReader:
-    """Reads the items of steps."""
+    """Reads the selections of steps."""
 
     def __init__(self, builds: Sequence[Build], cached_bytes: int = CACHED_BYTES) -> None:
         self._builds, self._cached_bytes = builds, cached_bytes
@@ -45,56 +40,54 @@ class SampleReader:
         self._cached: OrderedDict[tuple[int, int], StoredGroup] = OrderedDict()
         self._held_bytes = 0
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether some of it is in a store, so that it matters what is asked for ahead."""
+        return any(build.shards.is_remote for build in self._builds)
+
+    @property
+    def cache_hits(self) -> int:
+        """Groups that the cache on disk gave; 0 for builds on disk."""
+        return sum(build.shards.cache_hits for build in self._builds)
+
     def prefetch(self, items: Sequence[Selection]) -> None:
         """Say what will be read next, in about this order."""
         for place, build in enumerate(self._builds):
             groups = [pick.group for item in items for pick in item if pick.build == place]
             build.shards.prefetch(groups)
 
-    @property
-    def is_remote(self) -> bool:
-        """Whether some of it lies in a store, so that it matters what is asked for ahead."""
-        return any(build.shards.is_remote for build in self._builds)
-
     def remote_bytes(self, items: Sequence[Selection]) -> int:
-        """Bytes of the groups that lie in a store."""
-        picks = [
-            pick for item in items for pick in item if self._builds[pick.build].shards.is_remote
-        ]
-        return sum(self._builds[pick.build].shards.stored_bytes(pick.group) for pick in picks)
-
-    @property
-    def cache_hits(self) -> int:
-        """Reads that an on-disk cache served, 0 where there is none."""
-        return sum(build.shards.cache_hits for build in self._builds)
-
-    def cancel(self) -> None:
-        """End the reads that are under way; later ones work again."""
-        for build in self._builds:
-            build.shards.cancel()
-
-    def close(self) -> None:
-        """Let go of files and connections."""
-        for build in self._builds:
-            build.close()
+        """Bytes of the groups that are in a store."""
+        picks = ((self._builds[pick.build], pick.group) for item in items for pick in item)
+        return sum(
+            build.index.row(group, "length")[0] for build, group in picks if build.shards.is_remote
+        )
 
     def read(self, item: Selection) -> StoredGroup | None:
-        """The samples of an item, in its order; None if it is empty. Errors as
-        `ShardReader.read`.
-        """
+        """The samples of a selection, in its order; None if it is empty. Errors as `Build.read`."""
         if not item:
             return None
         if len(item) == 1 and item[0].places is None:
-            return self._builds[item[0].build].shards.read(item[0].group)
+            return self._builds[item[0].build].read(item[0].group)
         return join([self._cut(pick) for pick in item])
 
     def release(self, item: Selection) -> None:
-        """Say that what was read for an item is in use no more, so that it need not count as this
-        process's memory.
+        """Say that what was read is no longer in use, so that it need not count as this process's
+        memory.
         """
         for pick in item:
             if pick.places is None:  # others are kept for a while
                 self._builds[pick.build].shards.release(pick.group)
+
+    def cancel(self) -> None:
+        """End the reads that are under way; later ones work again."""
+        for build in self._builds:
+            build.cancel()
+
+    def close(self) -> None:
+        """Release files and connections."""
+        for build in self._builds:
+            build.close()
 
     def _cut(self, pick: GroupSlice) -> StoredGroup:
         raw = self._stored(pick.build, pick.group)
@@ -109,7 +102,7 @@ class SampleReader:
             if key in self._cached:
                 self._cached.move_to_end(key)
                 return self._cached[key]
-        raw = self._builds[build].shards.read(group)
+        raw = self._builds[build].read(group)
         with self._lock:
             if key not in self._cached:
                 self._cached[key] = raw
@@ -132,6 +125,7 @@ def take_samples(raw: StoredGroup, places: Sequence[int]) -> StoredGroup:
     lengths = np.diff(raw.cu_seqlens)[chosen]
     changed: dict[str, Any] = {
         "sample_ids": tuple(raw.sample_ids[place] for place in places),
+        "image_names": (),
         "input_ids": raw.input_ids[tokens],
         "labels": raw.labels[tokens],
         "cu_seqlens": _borders(lengths),
@@ -149,12 +143,13 @@ def take_samples(raw: StoredGroup, places: Sequence[int]) -> StoredGroup:
 
 
 def join(parts: Sequence[StoredGroup]) -> StoredGroup:
-    """The samples of all parts, one part behind the other."""
+    """The samples of all parts, one part after the other."""
     if len(parts) == 1:
         return parts[0]
     counts = [len(part.sample_ids) for part in parts]
     joined: dict[str, Any] = {
         "where": "; ".join(dict.fromkeys(part.where for part in parts)),
+        "image_names": (),
         "sample_ids": tuple(sample_id for part in parts for sample_id in part.sample_ids),
         "input_ids": np.concatenate([part.input_ids for part in parts]),
         "labels": np.concatenate([part.labels for part in parts]),

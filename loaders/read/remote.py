@@ -1,32 +1,38 @@
-"""The bytes of groups that lie in an object store: ranged requests, neighbours joined, and the
-cache on disk in front.
+"""Builds in an object store: ranged requests, neighbours joined, with the cache on disk.
 
-A group's bytes are looked for among what was fetched ahead, then in the cache, then in the store.
-What comes from the store is put into the cache by the thread that reads it.
+A group's bytes are looked for among those fetched ahead, then in the cache, then in the store. What
+comes from the store is put into the cache by the thread that reads it. The first process of a
+machine that needs the index or a table fetches it into the cache and checks it against the
+manifest's checksum; the others wait for it and map the same pages. Without a cache each holds it in
+memory.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
 import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.ipc
 
 from balance.errors import DamagedShard, DataError
 from balance.types import IntArray
-from loaders.read.shard_reader import Traffic, group_place
+from loaders.read.cache import Cache, write_at
+from loaders.read.local import group_place, wrong_checksum
 from loaders.read.write_behind import WriteBehind
-from shards.checksums import group_checksum
-from shards.index import BuildFile, GroupIndex
-from shards.object_store import RangeReader
+from shards.arrow_shards import read_schema
+from shards.checksums import FileChecksum, file_checksum, group_checksum
+from shards.index import INDEX_NAME, GroupIndex
+from shards.manifest import BuildFile, Manifest
+from shards.object_store import SLOWEST_BYTES_PER_S, RangeReader
 
 REQUEST_BYTES = 4 << 20
 """Size up to which neighbours are joined: SeaweedFS gives 970 to 1,200 MB/s by 4 MB, 340 to 430 by
@@ -37,7 +43,9 @@ GAP_BYTES = 64 << 10
 100 KB do.
 """
 AHEAD_BYTES = 1 << 30
-"""Memory for groups that were fetched ahead and are not read yet; the oldest are given up."""
+"""Memory for groups that were fetched ahead and are not read yet; the oldest are dropped."""
+PIECE_BYTES, PIECES_AT_ONCE = 8 << 20, 8
+"""Requests for the index and tables."""
 _CHECKSUM = struct.Struct("<Q")
 
 
@@ -57,11 +65,13 @@ def join_ranges(
     """Requests for the byte ranges of `groups`, neighbours joined, in the order of the first group
     of each.
 
-    Groups 7 and 8 touch; 3 lies far behind them:
+    Groups 7 and 8 touch; 3 is far after them:
 
-    >>> join_ranges(np.array([3, 8, 7]), np.zeros(3, int), np.array([10**6, 300, 200]), np.array([50, 90, 100]))
-    [Request(shard=0, start=1000000, end=1000050, groups=(3,)), Request(shard=0, start=200, end=390,
-    groups=(7, 8))]
+    >>> offsets, lengths = np.array([10**6, 300, 200]), np.array([50, 90, 100])
+    >>> for request in join_ranges(np.array([3, 8, 7]), np.zeros(3, int), offsets, lengths):
+    ...     print(request)
+    Request(shard=0, start=1000000, end=1000050, groups=(3,))
+    Request(shard=0, start=200, end=390, groups=(7, 8))
     """
     ends = offsets + lengths
     runs: list[list[int]] = []
@@ -89,83 +99,76 @@ def join_ranges(
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Ahead:
-    """A group that was asked for: where it lies in what a request will bring."""
-
-    future: Future[Any]
-    request: Request
-
-
 class RemoteShards:
-    """Byte ranges of shards in a bucket; thread-safe."""
+    """Byte ranges of shards in a store; thread-safe."""
 
     is_remote = True
 
-    def __init__(
-        self,
-        bucket: RangeReader,
-        shards: Sequence[BuildFile],
-        index: GroupIndex,
-        cache: WriteBehind,
-    ) -> None:
-        self._bucket, self._shards, self._index, self._cache = bucket, shards, index, cache
-        self._ahead: OrderedDict[int, _Ahead] = OrderedDict()
+    def __init__(self, store: RangeReader, manifest: Manifest, cache: Cache) -> None:
+        self._store, self._manifest = store, manifest
+        self._files = _RemoteFiles(store, manifest, cache)
+        self.index = GroupIndex(self._files.open(INDEX_NAME), manifest.num_groups)
+        self.cache = WriteBehind(cache)
+        self.cache_hits = 0
+        self._ahead: OrderedDict[int, tuple[Future[Any], Request]] = OrderedDict()
+        """Groups that were asked for, and the request that brings each."""
         self._ahead_bytes = 0
         self._lock = threading.Lock()
-        self._cache_hits = self._cache_misses = 0
 
     def where(self, group: int) -> str:
         """The shard and the group, for messages."""
-        return group_place(self._shards[self._index.row(group, "shard")[0]].name, group)
+        return group_place(self._manifest, self.index, group)
 
     def schema(self) -> pa.Schema:
-        """Columns of the shards: what the first one has in front of its first group."""
-        shard, offset = self._index.row(0, "shard", "offset")
+        """Columns of the shards: what the first one has before its first group."""
+        shard, offset = self.index.row(0, "shard", "offset")
         name = f"{shard:05d}/schema"
-        head = _read_sealed(self._cache, name)
+        head = _read_sealed(self.cache, name)
         if head is None or len(head) != offset:
             head = bytes(self._fetch(shard, 0, offset, self.where(0)))
-            _write_sealed(self._cache, name, head)
+            _write_sealed(self.cache, name, head)
         try:
-            return pa.ipc.read_schema(pa.BufferReader(head[8:]))  # behind the magic and its padding
+            return read_schema(head)
         except (pa.ArrowException, OSError) as error:
-            self._cache.remove(name)
+            self.cache.remove(name)
             raise DamagedShard(
-                f"{self._shards[shard].name}: no Arrow file ({error}); run `packer verify`"
+                f"{self._manifest.shards[shard].name}: no Arrow file ({error}); run `packer verify`"
             ) from None
 
     def read(self, group: int, *, again: bool = False) -> pa.Buffer:
         """The group's bytes. DataError or DamagedShard, with the shard and the group, when they
-        cannot be had.
+        cannot be read.
+
+        `again`: what was given for this group was damaged; get it from the store.
         """
-        shard, offset, length = self._index.row(group, "shard", "offset", "length")
+        shard, offset, length = self.index.row(group, "shard", "offset", "length")
         name = _cache_name(shard, group)
         if again:
-            self._cache.remove(name)
+            self.cache.remove(name)
         else:
             content = self._take_ahead(group, offset, length) or self._cached(name, length)
             if content is not None:
                 return content
         content = pa.py_buffer(self._fetch(shard, offset, offset + length, self.where(group)))
-        self._cache.write(name, content)
+        self.cache.write(name, content)
         return content
 
-    def release(self, group: int) -> None:
-        """Nothing: its memory goes with the last view of it."""
-
     def prefetch(self, groups: Sequence[int]) -> None:
-        """Ask for the groups that neither lie in the cache nor were asked for."""
-        rows = [self._index.row(group, "shard", "offset", "length") for group in groups]
+        """Ask for the groups that are neither in the cache nor asked for; neighbours among them
+        travel as one request.
+
+        A hint: groups may be read without it. Ask for a few steps, not for an epoch: what was
+        fetched ahead and is not read yet takes memory.
+        """
+        rows = [self.index.row(group, "shard", "offset", "length") for group in groups]
         with self._lock:
             wanted = [
                 place
                 for place, (group, (shard, _, _)) in enumerate(zip(groups, rows, strict=True))
-                if group not in self._ahead and not self._cache.has(_cache_name(shard, group))
+                if group not in self._ahead and not self.cache.has(_cache_name(shard, group))
             ]
             if not wanted:
                 return
-            self._cache_misses += len(wanted)
             # shape (len(wanted), 3)
             table = np.array(rows, np.int64)[wanted]
             for request in join_ranges(np.array(groups, np.int64)[wanted], *table.T):
@@ -173,38 +176,34 @@ class RemoteShards:
             while self._ahead_bytes > AHEAD_BYTES:
                 self._forget(next(iter(self._ahead)))
 
-    def traffic(self) -> Traffic:
-        """What has been done so far."""
-        counters = self._bucket.counters
-        return Traffic(
-            requests=counters.requests,
-            retries=counters.retries,
-            bytes=counters.bytes,
-            cache_hits=self._cache_hits,
-            cache_misses=self._cache_misses,
-        )
+    def release(self, group: int) -> None:
+        """Nothing: its memory is freed with the last view of it."""
+
+    def open_file(self, name: str) -> pa.NativeFile:
+        """The index or a table. DamagedShard if it is not what the manifest says."""
+        return self._files.open(name)
 
     def cancel(self) -> None:
         """Cancel what is under way and forget what was asked for ahead."""
         with self._lock:
             self._ahead.clear()
             self._ahead_bytes = 0
-        self._bucket.cancel()
+        self._store.cancel()
 
     def close(self) -> None:
-        """Let go of the bucket; what is under way is cancelled."""
-        self._bucket.close()
-        self._cache.close()
+        """Cancel what is under way and release the store."""
+        self._store.close()
+        self.cache.close()
 
     def _ask(self, request: Request) -> None:
-        shard = self._shards[request.shard]
-        future = self._bucket.start(shard.name, request.start, request.end, shard.size)
+        shard = self._manifest.shards[request.shard]
+        future = self._store.start(shard.name, request.start, request.end, shard.size)
         for group in request.groups:
-            self._ahead[group] = _Ahead(future, request)
-            self._ahead_bytes += self._index.row(group, "length")[0]
+            self._ahead[group] = future, request
+            self._ahead_bytes += self.index.row(group, "length")[0]
 
-    def _forget(self, group: int) -> _Ahead:
-        self._ahead_bytes -= self._index.row(group, "length")[0]
+    def _forget(self, group: int) -> tuple[Future[Any], Request]:
+        self._ahead_bytes -= self.index.row(group, "length")[0]
         return self._ahead.pop(group)
 
     def _take_ahead(self, group: int, offset: int, length: int) -> pa.Buffer | None:
@@ -213,46 +212,102 @@ class RemoteShards:
         """
         with self._lock:
             ahead = self._forget(group) if group in self._ahead else None
-        if ahead is None or _has_failed(ahead.future):
-            return None  # what failed earlier, maybe under an iterator that was given up, says nothing of now
-        request = ahead.request
-        content = self._wait(ahead.future, request.end - request.start, self.where(group))
+        if ahead is None:
+            return None
+        future, request = ahead
+        if future.cancelled() or (future.done() and future.exception() is not None):
+            return None  # an old failure, maybe of an iterator that was given up, means nothing now
+        content = self._wait(future, request.end - request.start, self.where(group))
         part = pa.py_buffer(content).slice(offset - request.start, length)
-        self._cache.write(_cache_name(request.shard, group), part)
+        self.cache.write(_cache_name(request.shard, group), part)
         return part
 
     def _cached(self, name: str, length: int) -> pa.Buffer | None:
-        content = self._cache.read(name, length)
-        hit = content is not None
+        content = self.cache.read(name, length)
+        if content is None:
+            return None
         with self._lock:
-            self._cache_hits += hit
-            self._cache_misses += not hit
-        return pa.py_buffer(content) if hit else None
+            self.cache_hits += 1
+        return pa.py_buffer(content)
 
     def _fetch(self, shard: int, start: int, end: int, where: str) -> Any:
-        file = self._shards[shard]
-        return self._wait(self._bucket.start(file.name, start, end, file.size), end - start, where)
+        file = self._manifest.shards[shard]
+        return self._wait(self._store.start(file.name, start, end, file.size), end - start, where)
 
     def _wait(self, future: Future[Any], number_of_bytes: int, where: str) -> Any:
         try:
-            return self._bucket.wait(future, number_of_bytes)
+            return self._store.wait(future, number_of_bytes)
         except DataError as error:
             raise type(error)(f"{where}: {error}") from None
 
 
+class _RemoteFiles:
+    """The index and tables of a build in a store: mapped from the cache, or in memory."""
+
+    def __init__(self, store: RangeReader, manifest: Manifest, cache: Cache) -> None:
+        self._store, self._manifest, self._cache = store, manifest, cache
+
+    def open(self, name: str) -> pa.NativeFile:
+        """The file. DamagedShard if it is not what the manifest says."""
+        file = self._manifest.file(name)
+        # a process that fetches gets the time of a request for all of it
+        with self._cache.alone(name, self._store.time_limit_s + file.size / SLOWEST_BYTES_PER_S):
+            path = self._cache.path(name, file.size) or self._fetch_into_cache(file)
+            if path is not None:
+                return pa.memory_map(str(path))
+        content, checksum = bytearray(file.size), FileChecksum()
+        for at, piece in self._pieces(file):
+            content[at : at + len(piece)] = piece
+            checksum.add(piece)
+        self._check(file, checksum.hex)
+        return pa.BufferReader(pa.py_buffer(content))
+
+    def _fetch_into_cache(self, file: BuildFile) -> Path | None:
+        """Fetch a file into the cache; None if that has no room for it."""
+        with self._cache.writing(file.name, file.size) as descriptor:
+            if descriptor is None:
+                return None
+            for at, piece in self._pieces(file):
+                write_at(descriptor, memoryview(piece), at)
+            with open(os.dup(descriptor), "rb") as written:
+                written.seek(0)
+                self._check(file, file_checksum(written)[0])
+            os.fsync(descriptor)  # it is checked this once
+        return self._cache.path(file.name, file.size)
+
+    def _pieces(self, file: BuildFile) -> Iterator[tuple[int, Any]]:
+        """(offset, bytes) of the whole file, a few requests ahead."""
+        waiting: deque[tuple[int, int, Future[Any]]] = deque()
+        for start in range(0, file.size, PIECE_BYTES):
+            end = min(start + PIECE_BYTES, file.size)
+            waiting.append((start, end, self._store.start(file.name, start, end, file.size)))
+            if len(waiting) == PIECES_AT_ONCE:
+                yield self._next(waiting)
+        while waiting:
+            yield self._next(waiting)
+
+    def _next(self, waiting: deque[tuple[int, int, Future[Any]]]) -> tuple[int, Any]:
+        start, end, future = waiting.popleft()
+        return start, self._store.wait(future, end - start)
+
+    def _check(self, file: BuildFile, checksum: str) -> None:
+        if checksum != file.checksum:
+            raise wrong_checksum(f"{self._store.uri}/{file.name}")
+
+
 class RemoteMedia:
-    """Images and audio files of a refs build that lie in a bucket. Files of one group are read at
-    the same time.
+    """Image and audio files of a refs build in a store; those of one group are read at the same
+    time.
     """
 
-    def __init__(self, bucket: RangeReader, cache: WriteBehind) -> None:
-        self._bucket, self._cache = bucket, cache
+    def __init__(self, store: RangeReader, cache: WriteBehind) -> None:
+        self._store, self._cache = store, cache
 
     def read(self, names: Sequence[str], owners: Sequence[str], where: str) -> list[bytes]:
         """Contents of the files. DataError with the sample and the file if one cannot be read."""
         found = [_read_sealed(self._cache, self._cache_name(name)) for name in names]
         futures = [
-            self._bucket.start_file(name) if content is None else None
+            self._store.start_file(name) if content is None else None
             for name, content in zip(names, found, strict=True)
         ]
         return [
@@ -262,10 +317,10 @@ class RemoteMedia:
 
     def _wait(self, future: Future[Any], name: str, whose: str) -> bytes:
         try:
-            content = bytes(self._bucket.wait(future, 0))
+            content = bytes(self._store.wait(future, 0))
         except FileNotFoundError:
             raise DataError(
-                f"{whose}: image {self._bucket.uri}/{name} is missing; restore it"
+                f"{whose}: image {self._store.uri}/{name} is missing; restore it"
             ) from None
         except DataError as error:
             raise DataError(f"{whose}: image {error}") from None
@@ -274,24 +329,20 @@ class RemoteMedia:
 
     def cancel(self) -> None:
         """Cancel what is under way."""
-        self._bucket.cancel()
+        self._store.cancel()
 
     def close(self) -> None:
-        """Let go of the bucket; what is under way is cancelled."""
-        self._bucket.close()
+        """Cancel what is under way and release the store."""
+        self._store.close()
         self._cache.close()
 
     def _cache_name(self, name: str) -> str:
-        digest = hashlib.sha256(f"{self._bucket.uri}/{name}".encode()).hexdigest()
+        digest = hashlib.sha256(f"{self._store.uri}/{name}".encode()).hexdigest()
         return f"media-{digest[:2]}/{digest}"
 
 
-def _has_failed(future: Future[Any]) -> bool:
-    return future.cancelled() or (future.done() and future.exception() is not None)
-
-
 def _write_sealed(cache: WriteBehind, name: str, content: bytes) -> None:
-    """Store what has no checksum in index or manifest, with one behind it."""
+    """Store what has no checksum in index or manifest, followed by one."""
     cache.write(name, content + _CHECKSUM.pack(group_checksum(content)))
 
 

@@ -13,62 +13,18 @@ import os
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import starmap
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
+import pyarrow.compute as pc
 
-from balance.types import COUNT_COLUMNS, IntArray
+from balance.types import IntArray
 from packer.count.sample_counter import STAGED_SCHEMA, Counted, blob_name
-from packer.records.media import Media
+from shards.tables import COUNTS_SCHEMA, REJECTED_SCHEMA
 
 MERGED_PARTS = 32
 """Parts in one record batch of the merged file: writers look into each batch, so few are better."""
-
-
-@dataclass(frozen=True, slots=True)
-class StagedFiles:
-    """The images or the audio files of some samples, one sample's after the other's."""
-
-    offsets: IntArray
-    """Borders of the samples among the files, shape (num_samples + 1,)."""
-    media: list[Media]
-    numbers: dict[str, IntArray]
-    """Numbers of each file: `tokens`, and `width` and `height` or `length`."""
-
-
-@dataclass(frozen=True, slots=True)
-class StagedBlock:
-    """What the writers need of some samples, columnar."""
-
-    counts: dict[str, IntArray]
-    """Values per sample, by column of `balance.types.Counts`."""
-    id_offsets: IntArray
-    """Borders of the samples in `input_ids`, shape (num_samples + 1,)."""
-    input_ids: NDArray[np.int32]
-    """Tokens, one per image or audio file."""
-    loss_spans: IntArray
-    """Shape (num_spans, 2): first token in `input_ids` with a label, and the one after the last."""
-    images: StagedFiles
-    audios: StagedFiles
-
-    @classmethod
-    def of(cls, rows: pa.RecordBatch) -> StagedBlock:
-        """The block of some rows (`StagedSamples.take`)."""
-        id_offsets = _borders(rows.column("input_ids"))
-        spans = rows.column("loss_spans")
-        starts = np.repeat(id_offsets[:-1], np.diff(_borders(spans)) // 2)
-        return cls(
-            counts={name: rows.column(name).to_numpy().astype(np.int64) for name in COUNT_COLUMNS},
-            id_offsets=id_offsets,
-            input_ids=rows.column("input_ids").flatten().to_numpy(),
-            loss_spans=spans.flatten().to_numpy().reshape(-1, 2) + starts[:, None],
-            images=_files(rows.column("images"), ("tokens", "width", "height")),
-            audios=_files(rows.column("audios"), ("tokens", "length")),
-        )
 
 
 class Staging:
@@ -167,16 +123,49 @@ class StagedSamples:
         return _one_batch(table.take(pa.array(inverse)))
 
 
-def _borders(lists: pa.ListArray) -> IntArray:
-    """Start of each row's values among all of them, and the end of the last."""
-    return np.concatenate([[0], np.cumsum(lists.value_lengths().to_numpy(), dtype=np.int64)])
-
-
-def _files(lists: pa.ListArray, numbers: tuple[str, ...]) -> StagedFiles:
-    files = lists.flatten()
-    place = [files.field(name).to_pylist() for name in ("name", "container", "offset", "size")]
-    return StagedFiles(
-        offsets=_borders(lists),
-        media=list(starmap(Media, zip(*place, strict=True))),
-        numbers={name: files.field(name).to_numpy().astype(np.int64) for name in numbers},
+def split_staged(staged: Path) -> tuple[pa.Table, pa.Table, list[int]]:
+    """(counts, rejected, records per part of the dataset) of the staged samples of a build, in
+    source order.
+    """
+    counts, rejected = [COUNTS_SCHEMA.empty_table()], [REJECTED_SCHEMA.empty_table()]
+    position = 0
+    with pa.memory_map(str(staged)) as source:
+        reader = pa.ipc.open_file(source)
+        records_per_part = json.loads(reader.schema.metadata[b"records_per_part"])
+        for number in range(reader.num_record_batches):
+            batch = reader.get_batch(number)
+            positions = pa.array(np.arange(position, position + len(batch)), pa.int64())
+            batch = batch.append_column("position", positions)
+            position += len(batch)
+            usable = pc.is_null(batch.column("reason"))
+            lost = batch.select(REJECTED_SCHEMA.names).filter(pc.invert(usable))
+            counts.append(_counts_of(batch.filter(usable)))
+            rejected.append(pa.Table.from_batches([lost]))
+    return (
+        pa.concat_tables(counts).combine_chunks(),
+        pa.concat_tables(rejected).combine_chunks(),
+        records_per_part,
     )
+
+
+def _counts_of(batch: pa.RecordBatch) -> pa.Table:
+    parts = [
+        batch.column(name).to_numpy()
+        for name in ("num_image_tokens", "num_text_tokens", "num_audio_tokens")
+    ]
+    media_bytes = _sizes(batch.column("images")) + _sizes(batch.column("audios"))
+    columns = {
+        **{name: batch.column(name) for name in COUNTS_SCHEMA.names[:-2]},
+        "seq_len": pa.array(np.sum(parts, axis=0), pa.int32()),
+        "media_bytes": pa.array(media_bytes, pa.int64()),
+    }
+    return pa.table(columns, schema=COUNTS_SCHEMA)
+
+
+def _sizes(files: pa.ListArray) -> IntArray:
+    """Bytes of all files of each row."""
+    sizes = files.flatten().field("size").to_numpy()
+    running = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    lengths = pc.list_value_length(files).fill_null(0).to_numpy()
+    ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return np.asarray(running[ends[1:]] - running[ends[:-1]])

@@ -7,27 +7,31 @@ show the same view.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 from tokenizers import Tokenizer
 
-from balance.errors import ConfigError, DamagedShard
+from balance.errors import ConfigError, DamagedShard, first_line
 from balance.media.audio_tokens import plan_audio
 from balance.media.image_tokens import plan_image
-from balance.presets import ModelPreset, model_from_dict
 from balance.types import COUNT_COLUMNS, Limits
-from packer.build_dir import INDEX_NAME
 from packer.demo.dataset import demo_tokenizer_path
 from packer.inspect._thumbnails import Thumbnail, make_thumbnail
 from packer.inspect.token_text import Piece, PieceKind, load_decoder, read_pieces
 from packer.sources.dataset import DEMO
 from packer.table_queries import read_rows
+from shards.arrow_shards import ArrowLayout, decode_arrow, shard_schema
 from shards.folders import on_disk, open_folder
-from shards.manifest import read_manifest
-from shards.stored_group import IndexRow, StoredSample, read_index_row, read_stored
+from shards.index import INDEX_NAME, GroupIndex
+from shards.manifest import Manifest, read_manifest
+from shards.stored_group import DECODE_ERRORS, StoredGroup
 from shards.tables import COUNTS_NAME, GROUPS_NAME
+from shards.tar_shards import decode_tar
 
 _IMAGE_KEYS = ("name", "width", "height", "num_patches", "num_tokens", "num_bytes")
 
@@ -140,62 +144,69 @@ def inspect_group(
     builds show token ids. DataError for an unfinished or damaged build, ConfigError for a group
     that it does not have or another tokenizer. A missing or damaged image is a problem of its view.
     """
-    place = str(out)
-    manifest = read_manifest(place)
-    num_groups = manifest["totals"]["num_groups"]
-    if group is not None and not 0 <= group < num_groups:
-        raise ConfigError(f"--group {group}: this build has groups 0 to {num_groups - 1:,}")
+    manifest = read_manifest(out)
+    if group is not None and not 0 <= group < manifest.num_groups:
+        raise ConfigError(
+            f"--group {group}: this build has groups 0 to {manifest.num_groups - 1:,}"
+        )
     # groups are sorted by vision load: the middle one is as large as most
-    number = num_groups // 2 if group is None else group
-
-    model = model_from_dict(manifest["model"])
+    number = manifest.num_groups // 2 if group is None else group
     source = tokenizer or _demo_tokenizer(manifest)
-    decoder = None
-    if source is not None:
-        decoder = load_decoder(source, model, manifest["tokenizer"], chat_template=chat_template)
+    decoder = _load_decoder(source, manifest, chat_template) if source else None
 
-    with on_disk(place, (INDEX_NAME, GROUPS_NAME, COUNTS_NAME)) as folder:
-        row = read_index_row(folder / INDEX_NAME, number)
-        counted = _counted(folder, number, row)
-    shard = manifest["shards"][row.shard]["name"]
-    stored = read_stored(open_folder(place, follow_links=True), shard, row, manifest["format"])
+    with on_disk(manifest.place, (INDEX_NAME, GROUPS_NAME, COUNTS_NAME)) as folder:
+        index = GroupIndex(folder / INDEX_NAME, manifest.num_groups)
+        counted = _counted(folder, number, index.sample_ids(number))
+        counts = dict(zip(COUNT_COLUMNS, index.row(number, *COUNT_COLUMNS), strict=True))
+        shard, offset, length = index.row(number, "shard", "offset", "length")
+        sample_ids = index.sample_ids(number)
+    name = manifest.shards[shard].name
+    stored = _read_stored(manifest, name, offset, length)
+    if stored.sample_ids != sample_ids:
+        raise DamagedShard(
+            f"{stored.where}: holds samples {list(stored.sample_ids)[:3]}, not those of the index; "
+            "run `packer verify`"
+        )
     samples = tuple(
-        _sample_view(sample, about, model, manifest, decoder)
-        for sample, about in zip(stored, counted, strict=True)
+        _sample_view(stored, place, about, manifest, decoder) for place, about in enumerate(counted)
     )
-    limits = Limits(**manifest["limits"])
     return GroupView(
         group=number,
-        num_groups=num_groups,
+        num_groups=manifest.num_groups,
         why="the middle one, by vision load" if group is None else "",
-        shard=shard,
-        num_bytes=row.length,
-        limits=limits,
-        counts=row.counts | {"seq_len": sum(sample.counts["seq_len"] for sample in samples)},
-        vision_load=row.counts[f"num_{limits.vision_unit}"],
+        shard=name,
+        num_bytes=length,
+        limits=manifest.limits,
+        counts=counts | {"seq_len": sum(sample.counts["seq_len"] for sample in samples)},
+        vision_load=counts[f"num_{manifest.limits.vision_unit}"],
         samples=samples,
         tokenizer=source or "",
     )
 
 
-def _demo_tokenizer(manifest: dict[str, Any]) -> str | None:
+def _load_decoder(source: str, manifest: Manifest, chat_template: str | None = None) -> Tokenizer:
+    about = manifest.values["tokenizer"]
+    return load_decoder(source, manifest.model, about, chat_template=chat_template)
+
+
+def _demo_tokenizer(manifest: Manifest) -> str | None:
     """The tokenizer that a demo build takes when none is given, if this build took it."""
-    if manifest["config"]["dataset"] != DEMO:
+    if manifest.values["config"]["dataset"] != DEMO:
         return None
     path = str(demo_tokenizer_path())
     try:
-        load_decoder(path, model_from_dict(manifest["model"]), manifest["tokenizer"])
+        _load_decoder(path, manifest)
     except ConfigError:
         return None
     return path
 
 
-def _counted(out: Path, group: int, row: IndexRow) -> list[dict[str, Any]]:
+def _counted(out: Path, group: int, sample_ids: tuple[str, ...]) -> list[dict[str, Any]]:
     """The rows of the counts table that the group holds, in its order."""
     samples = read_rows(out / GROUPS_NAME, [group], ["samples"])[0]["samples"]
     columns = ["sample_id", "source", *COUNT_COLUMNS, "seq_len"]
     rows = read_rows(out / COUNTS_NAME, samples, columns)
-    if tuple(about["sample_id"] for about in rows) != row.sample_ids:
+    if tuple(about["sample_id"] for about in rows) != sample_ids:
         raise DamagedShard(
             f"{out}: {GROUPS_NAME} and {INDEX_NAME} hold other samples in group {group};"
             " build again"
@@ -203,52 +214,79 @@ def _counted(out: Path, group: int, row: IndexRow) -> list[dict[str, Any]]:
     return rows
 
 
+class _UnreadMedia:
+    """The files of a refs build stay unread: the names are enough here."""
+
+    def read(self, names: Sequence[str], owners: Sequence[str], where: str) -> list[bytes]:
+        """Nothing of each file."""
+        return [b""] * len(names)
+
+
+def _read_stored(manifest: Manifest, shard: str, offset: int, length: int) -> StoredGroup:
+    """The group at a byte range of a shard, which alone is read. DamagedShard if it is damaged."""
+    where = f"{shard}, bytes {offset:,} to {offset + length:,}"
+    is_refs = manifest.format == "refs"
+    try:
+        content = open_folder(manifest.place, follow_links=True).read(shard, offset, length)
+        if len(content) != length:
+            raise EOFError("the file ends before")
+        if manifest.format == "webdataset":
+            return decode_tar(pa.py_buffer(content), where)
+        layout = ArrowLayout(shard_schema(refs=is_refs))
+        return decode_arrow(
+            pa.py_buffer(content), layout, where, _UnreadMedia() if is_refs else None
+        )
+    except DECODE_ERRORS as error:
+        problem = getattr(error, "strerror", None) or first_line(error)
+        raise DamagedShard(f"{where}: not readable ({problem}); run `packer verify`") from None
+
+
 def _sample_view(
-    stored: StoredSample,
+    stored: StoredGroup,
+    place: int,
     about: dict[str, Any],
-    model: ModelPreset,
-    manifest: dict[str, Any],
+    manifest: Manifest,
     decoder: Tokenizer | None,
 ) -> SampleView:
     """A stored sample with what the counts table says `about` it."""
-    images = tuple(_image_view(stored, k, model, manifest) for k in range(len(stored.image_sizes)))
-    ids = manifest["tokenizer"]
-    files = {PieceKind.image: (ids["image_token_id"], [image.num_tokens for image in images])}
+    image_places = np.flatnonzero(stored.image_samples == place).tolist()
+    images = tuple(_image_view(stored, image, manifest) for image in image_places)
+    files = {PieceKind.image: (manifest.image_token_id, [image.num_tokens for image in images])}
     audio_seconds: tuple[float, ...] = ()
-    if model.audio:
-        rate = model.audio.sampling_rate
-        clips = [plan_audio(model.audio, length, rate) for length in stored.audio_lengths]
-        files[PieceKind.audio] = ids["audio_token_id"], [clip.num_audio_tokens for clip in clips]
-        audio_seconds = tuple(clip.num_samples / rate for clip in clips)
+    if rule := manifest.model.audio:
+        lengths = stored.audio_lengths[stored.audio_samples == place].tolist()
+        clips = [plan_audio(rule, length, rule.sampling_rate) for length in lengths]
+        clip_tokens = [clip.num_audio_tokens for clip in clips]
+        files[PieceKind.audio] = manifest.audio_token_id, clip_tokens
+        audio_seconds = tuple(clip.num_samples / rule.sampling_rate for clip in clips)
+    tokens = slice(*stored.cu_seqlens[place : place + 2])
     return SampleView(
-        sample_id=stored.sample_id,
+        sample_id=stored.sample_ids[place],
         source=about["source"],
         counts={name: about[name] for name in (*COUNT_COLUMNS, "seq_len")},
-        vision_load=about[f"num_{manifest['limits']['vision_unit']}"],
-        pieces=read_pieces(stored.input_ids, stored.labels, files, decoder),
+        vision_load=about[f"num_{manifest.limits.vision_unit}"],
+        pieces=read_pieces(stored.input_ids[tokens], stored.labels[tokens], files, decoder),
         images=images,
         audio_seconds=audio_seconds,
     )
 
 
-def _image_view(
-    stored: StoredSample, number: int, model: ModelPreset, manifest: dict[str, Any]
-) -> ImageView:
-    width, height = stored.image_sizes[number]
+def _image_view(stored: StoredGroup, number: int, manifest: Manifest) -> ImageView:
+    height, width = stored.image_sizes[number].tolist()
     name = stored.image_names[number] if stored.image_names else ""
     data: bytes | None = None
     thumbnail: Thumbnail | str
     try:
-        if stored.images is not None:
-            data = stored.images[number]
-        else:
+        if manifest.format == "refs":
             # a link was allowed or refused when the build was made
-            data = open_folder(manifest["data_root"], follow_links=True).read(name)
+            data = open_folder(manifest.data_root or "", follow_links=True).read(name)
+        else:
+            data = bytes(stored.images[number])
         thumbnail = make_thumbnail(data)
     except OSError as error:
         reason = error.strerror or error
-        thumbnail = f"cannot be read under {manifest['data_root']} ({reason}); restore it"
-    plan = plan_image(model.vision, width, height)
+        thumbnail = f"cannot be read under {manifest.data_root} ({reason}); restore it"
+    plan = plan_image(manifest.model.vision, width, height)
     return ImageView(
         name=name,
         width=width,

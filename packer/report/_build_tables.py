@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +17,9 @@ from balance.config import build_config
 from balance.errors import DataError
 from balance.order.block_shuffle import OrderConfig, choose_order
 from balance.types import COUNT_COLUMNS, Counts, Groups, IntArray, Limits
+from packer.group_command import LIMITS_NAME
 from packer.table_queries import count_reasons, query_table
-from shards.manifest import MANIFEST_NAME
+from shards.manifest import MANIFEST_NAME, Manifest, read_manifest
 from shards.tables import (
     COUNTS_NAME,
     GROUPS_NAME,
@@ -66,16 +66,20 @@ def read_tables(out: Path) -> BuildTables:
 
     positions = counts["position"].to_numpy()
     _check_samples(out, groups, np.isin(positions, rejected["position"].to_numpy()))
-    manifest = _read_json(out / MANIFEST_NAME)
-    if manifest is not None:
+    if (out / MANIFEST_NAME).exists():
+        manifest = read_manifest(out)
+        limits, order = manifest.limits, manifest.order
+        explained = tuple(map(str, manifest.values.get("limits_explained", ())))
         found = {
             "num_packed": len(groups.samples),
             "num_rejected": len(rejected),
             "num_groups": len(groups),
         }
-        _check_totals(out, manifest, found)
+        _check_totals(manifest, found)
+    else:
+        limits, explained = _read_limits(out)
+        order = choose_order(len(groups))
 
-    limits, limits_explained = _read_limits(out, manifest)
     table = counts.to_arrow()
     return BuildTables(
         counts=counts_arrays(table),
@@ -84,8 +88,8 @@ def read_tables(out: Path) -> BuildTables:
         num_repeated=len(counts) - counts["position"].n_unique(),
         rejected=dict(zip(reasons["reason"], reasons["number"], strict=True)),
         limits=limits,
-        limits_explained=limits_explained,
-        order=_read_order(out, manifest, len(groups)),
+        limits_explained=explained,
+        order=order,
     )
 
 
@@ -101,46 +105,31 @@ def _check_samples(out: Path, groups: Groups, is_rejected: NDArray[np.bool_]) ->
     if len(wrong):
         row = int(wrong[0])
         raise DataError(
-            f"{out}: {len(wrong)} samples are not in exactly one group or else rejected (first: row"
-            f" {row} of {COUNTS_NAME}, {uses[row]} times); build again with --overwrite"
+            f"{out}: {len(wrong)} samples are not in exactly one group or else rejected (first: "
+            f"row {row} of {COUNTS_NAME}, {uses[row]} times); build again with --overwrite"
         )
 
 
-def _check_totals(out: Path, manifest: dict[str, Any], found: dict[str, int]) -> None:
-    said = {name: manifest["totals"][name] for name in found}
+def _check_totals(manifest: Manifest, found: dict[str, int]) -> None:
+    said = {name: manifest.values["totals"][name] for name in found}
     if said != found:
         raise DataError(
-            f"{out}: {MANIFEST_NAME} says {said}, but the tables hold {found};"
-            " build again with --overwrite"
+            f"{manifest.place}: {MANIFEST_NAME} says {said}, but the tables hold {found}; "
+            "build again with --overwrite"
         )
 
 
-def _read_limits(out: Path, manifest: dict[str, Any] | None) -> tuple[Limits, tuple[str, ...]]:
-    """The caps, and the lines that explain them."""
-    values = _read_json(out / "limits.json") if manifest is None else manifest["limits"]
-    if values is None:
-        raise DataError(
-            f"{out} has neither {MANIFEST_NAME} nor limits.json: the build is unfinished;"
-            " run it to its end"
-        )
-    explained = (values if manifest is None else manifest).pop("limits_explained", [])
-    return build_config(Limits, values, where=f"{out}, limits"), tuple(map(str, explained))
-
-
-def _read_order(out: Path, manifest: dict[str, Any] | None, num_groups: int) -> OrderConfig:
-    if manifest is None:
-        return choose_order(num_groups)
-    return build_config(OrderConfig, manifest["order"], where=f"{out / MANIFEST_NAME}, order")
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None when there is no file."""
+def _read_limits(out: Path) -> tuple[Limits, tuple[str, ...]]:
+    """The caps that `packer group` chose, and the lines that explain them."""
+    path = out / LIMITS_NAME
     try:
-        value = json.loads(path.read_text("utf-8"))
+        values = json.loads(path.read_text("utf-8"))
+        explained = values.pop("limits_explained", [])
     except FileNotFoundError:
-        return None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: not valid JSON ({error}); build again with --overwrite") from None
-    if not isinstance(value, dict):
-        raise DataError(f"{path}: not a JSON object; build again with --overwrite")
-    return value
+        raise DataError(
+            f"{out} has neither {MANIFEST_NAME} nor {LIMITS_NAME}: the build is unfinished; run it "
+            "to its end"
+        ) from None
+    except (ValueError, AttributeError, TypeError) as error:
+        raise DataError(f"{path}: not a JSON object ({error}); run `packer group` again") from None
+    return build_config(Limits, values, where=str(path)), tuple(map(str, explained))

@@ -166,7 +166,7 @@ def print_build(summary: BuildSummary, report: Report, console: Console) -> None
     console.print()
     _print_ratios(report, console)
     console.print()
-    for label, line in _lines(summary, read_manifest(summary.out)):
+    for label, line in _lines(summary, read_manifest(summary.out).values):
         _print(console, f"[bold]{label:<{LABEL_WIDTH}}[/]{escape(line)}")
     for note in (*_tokenizer_notes(summary), *report.notes):
         _print(console, f"[yellow]note:[/] {escape(note)}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, starmap
 from pathlib import Path
 
 import numpy as np
@@ -18,161 +18,192 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from balance.errors import ConfigError
-from balance.types import IntArray
-from packer.count.staging import StagedBlock, StagedFiles
+from balance.types import COUNT_COLUMNS, IntArray
 from packer.media.image_header import check_png
 from packer.records.media import Media, SampleProblem, read_into
 from packer.write.expand_placeholders import expand
-from shards.block import PackedBlock, PackedFiles
 from shards.folders import Folder, is_uri, open_folder, readers
+from shards.index import LostSample
+from shards.manifest import ShardFormat
+from shards.stored_group import PackedBlock, PackedFiles
 
 PNG_MAGIC = b"\x89PNG"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackPlan:
-    """What is the same for all samples of a build; plain values, so that it travels to other
-    processes.
-    """
+class WriteConfig:
+    """What is the same for all shards of a build; plain values, for other processes."""
 
+    out: str
+    """Folder of the build, or where one into an object store is prepared."""
+    uri: str | None = None
+    """Where the shards go once they are written, if not into the folder."""
+    format: ShardFormat
     data_roots: tuple[str, ...]
-    """Of each part of the dataset."""
+    """Data root of each part of the dataset."""
     follow_links: bool
     image_token_id: int
     audio_token_id: int | None
-    refs: bool
-    """Whether shards refer to files instead of holding them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplesToPack:
-    """Some samples, in the order in which they are written."""
+class ShardTask:
+    """One shard to write: its samples in sort order, and where its groups end among them."""
 
+    config: WriteConfig
+    shard: int
+    first_group: int
+    offsets: IntArray
+    """Borders of the groups, shape (num_groups + 1,)."""
     rows: IntArray
-    """Row of each in the counts table."""
-    staged: pa.RecordBatch
-    """What counting left of each (`packer.count.staging.StagedSamples.take`)."""
+    """Row of each sample in the counts table."""
+    positions: IntArray
+    """Position of each sample among the staged ones."""
     sample_ids: list[str]
     parts: IntArray
-    """The part of the dataset that each comes from."""
-
-    def only(self, kept: NDArray[np.bool_]) -> SamplesToPack:
-        """Some of them."""
-        names = [name for name, keep in zip(self.sample_ids, kept.tolist(), strict=True) if keep]
-        return SamplesToPack(
-            rows=self.rows[kept],
-            staged=self.staged.filter(pa.array(kept)),
-            sample_ids=names,
-            parts=self.parts[kept],
-        )
+    """Part of the dataset that each sample comes from."""
+    num_bytes: IntArray
+    """Bytes that each sample takes in memory and, except for refs, in the shard."""
 
 
-Lost = tuple[int, str, str]
-"""A sample that was left out: row of the counts table, reason, detail."""
+def pack_groups(
+    task: ShardTask, first: int, last: int, staged: pa.RecordBatch, blobs: Path
+) -> tuple[PackedBlock, list[LostSample]]:
+    """Groups [first, last) of a shard, and the samples that had to be left out.
 
-
-def pack_block(
-    plan: PackPlan, samples: SamplesToPack, blobs: Path, lost: list[Lost]
-) -> tuple[PackedBlock, NDArray[np.bool_]]:
-    """The samples that can be written, and which those are; the others are appended to `lost`."""
-    block = StagedBlock.of(samples.staged)
-    images, audios = _Content.of(block.images), _Content.of(block.audios)
-    jobs = zip(
-        (plan.data_roots[part] for part in samples.parts.tolist()),
-        images.by_sample(),
-        audios.by_sample(),
-        strict=True,
-    )
-    read = partial(_read_sample, plan, open_folder(str(blobs)))
-    remote = next((place for place in plan.data_roots if is_uri(place)), "")
-    with readers(remote) as pool:
-        problems = list(pool.map(read, jobs) if pool else map(read, jobs))
-    kept = np.array([problem is None for problem in problems], np.bool_)
-    if not kept.all():
-        found = zip(samples.rows.tolist(), problems, strict=True)
+    `staged` holds the rows of all samples of the shard, in order. A group that loses all of its
+    samples is left out.
+    """
+    offsets = task.offsets[first : last + 1]
+    places = np.arange(offsets[0], offsets[-1])
+    staged = staged.slice(offsets[0], len(places))
+    lost: list[LostSample] = []
+    while True:
+        images, audios = _unread_files(staged, "images"), _unread_files(staged, "audios")
+        problems = _read_samples(task, places, staged, (images, audios), blobs)
+        kept = np.array([problem is None for problem in problems], np.bool_)
+        if kept.all():
+            break
         lost += [
-            (row, problem.reason, problem.detail) for row, problem in found if problem is not None
+            (row, problem.reason, problem.detail)
+            for row, problem in zip(task.rows[places].tolist(), problems, strict=True)
+            if problem is not None
         ]
         # a rare case, so the others are simply read again
-        packed, still = pack_block(plan, samples.only(kept), blobs, lost)
-        kept[kept] = still
-        return packed, kept
-    input_ids, labels = expand(
-        block.input_ids,
-        block.loss_spans,
-        plan.image_token_id,
-        block.images.numbers["tokens"],
-        plan.audio_token_id,
-        block.audios.numbers["tokens"],
-    )
-    seq_len = sum(block.counts[f"num_{kind}_tokens"] for kind in ("image", "text", "audio"))
-    packed = PackedBlock(
-        sample_ids=samples.sample_ids,
-        counts=block.counts,
+        places, staged = places[kept], staged.filter(pa.array(kept))
+    borders = np.searchsorted(places, offsets)
+    groups = task.first_group + first + np.flatnonzero(np.diff(borders))
+    counts = {name: staged.column(name).to_numpy().astype(np.int64) for name in COUNT_COLUMNS}
+    seq_len = sum(counts[f"num_{kind}_tokens"] for kind in ("image", "text", "audio"))
+    input_ids, labels = _expand_tokens(task.config, staged)
+    block = PackedBlock(
+        groups=groups.tolist(),
+        group_offsets=np.unique(borders),
+        sample_ids=[task.sample_ids[place] for place in places.tolist()],
+        counts=counts,
         token_offsets=np.concatenate([[0], np.cumsum(seq_len)]),
         input_ids=input_ids,
         labels=labels,
-        images=images.packed(),
-        audios=audios.packed(),
+        images=images,
+        audios=audios,
     )
-    return packed, kept
+    return block, lost
 
 
-File = tuple[Media, memoryview]
-"""A file, and where its bytes go."""
+def _expand_tokens(
+    config: WriteConfig, staged: pa.RecordBatch
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """`input_ids` and `labels` of all samples, one after the other."""
+    ids, spans = staged.column("input_ids"), staged.column("loss_spans")
+    starts = np.repeat(_borders(ids)[:-1], np.diff(_borders(spans)) // 2)
+    return expand(
+        ids.flatten().to_numpy(),
+        spans.flatten().to_numpy().reshape(-1, 2) + starts[:, None],
+        config.image_token_id,
+        _numbers(staged, "images", "tokens"),
+        config.audio_token_id,
+        _numbers(staged, "audios", "tokens"),
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class _Content:
-    """Room for the bytes of all files of a block, in one piece: they are read to where they are
-    written from.
+_KEPT_NUMBERS = {"images": ("width", "height"), "audios": ("length",)}
+"""Numbers of each file that the shards hold."""
+
+
+def _unread_files(staged: pa.RecordBatch, column: str) -> PackedFiles:
+    """The files of a column, with memory for their content in one piece: they are read to where
+    they are written from.
     """
+    offsets = np.concatenate([[0], np.cumsum(_numbers(staged, column, "size"))])
+    return PackedFiles(
+        offsets=_borders(staged.column(column)),
+        paths=staged.column(column).flatten().field("name").to_pylist(),
+        content=np.empty(int(offsets[-1]), np.uint8),
+        content_offsets=offsets,
+        numbers={name: _numbers(staged, column, name) for name in _KEPT_NUMBERS[column]},
+    )
 
-    files: StagedFiles
-    offsets: IntArray
-    content: NDArray[np.uint8]
 
-    @classmethod
-    def of(cls, files: StagedFiles) -> _Content:
-        offsets = np.concatenate(
-            [[0], np.cumsum([media.size for media in files.media], dtype=np.int64)]
-        )
-        return cls(files, offsets, np.empty(int(offsets[-1]), np.uint8))
+_File = tuple[Media, memoryview]
+"""A file, and the memory that its bytes go to."""
 
-    def by_sample(self) -> Iterator[list[File]]:
-        view = self.content.data
-        places = [view[a:b] for a, b in pairwise(self.offsets.tolist())]
-        files = list(zip(self.files.media, places, strict=True))
-        yield from (files[a:b] for a, b in pairwise(self.files.offsets.tolist()))
 
-    def packed(self) -> PackedFiles:
-        return PackedFiles(
-            offsets=self.files.offsets,
-            paths=[media.name for media in self.files.media],
-            content=self.content,
-            content_offsets=self.offsets,
-            numbers=self.files.numbers,
-        )
+def _read_samples(
+    task: ShardTask,
+    places: IntArray,
+    staged: pa.RecordBatch,
+    files: tuple[PackedFiles, PackedFiles],
+    blobs: Path,
+) -> list[SampleProblem | None]:
+    """Read all images and audio files; -> what is wrong with each sample."""
+    data_roots = task.config.data_roots
+    jobs = zip(
+        (data_roots[part] for part in task.parts[places].tolist()),
+        _by_sample(staged.column("images"), files[0]),
+        _by_sample(staged.column("audios"), files[1]),
+        strict=True,
+    )
+    read = partial(_read_sample, task.config, open_folder(str(blobs)))
+    remote = next((place for place in data_roots if is_uri(place)), "")
+    with readers(remote) as pool:
+        return list(pool.map(read, jobs) if pool else map(read, jobs))
+
+
+def _by_sample(lists: pa.ListArray, files: PackedFiles) -> Iterator[list[_File]]:
+    staged, view = lists.flatten(), files.content.data
+    fields = [staged.field(name).to_pylist() for name in ("name", "container", "offset", "size")]
+    views = [view[a:b] for a, b in pairwise(files.content_offsets.tolist())]
+    pairs = list(zip(starmap(Media, zip(*fields, strict=True)), views, strict=True))
+    yield from (pairs[a:b] for a, b in pairwise(files.offsets.tolist()))
 
 
 def _read_sample(
-    plan: PackPlan, blobs: Folder, job: tuple[str, list[File], list[File]]
+    config: WriteConfig, blobs: Folder, job: tuple[str, list[_File], list[_File]]
 ) -> SampleProblem | None:
-    """Read the files of a sample; what is wrong comes out for refs too, as with every format."""
+    """Read the files of a sample; refs too, so that every format rejects the same samples."""
     place, images, audios = job
-    root = open_folder(place, follow_links=plan.follow_links)
+    root = open_folder(place, follow_links=config.follow_links)
     try:
         for media, view in (*images, *audios):
-            if plan.refs and media.container:
+            if config.format == "refs" and media.container:
                 raise ConfigError(
-                    f"--format refs: {media.name} is no file of its own, so no shard can refer to it;"
-                    " use arrow or webdataset"
+                    f"--format refs: {media.name} is no file of its own, so no shard can refer to "
+                    "it; use arrow or webdataset"
                 )
             read_into(root, media, blobs, view)
             if view[:4] == PNG_MAGIC:
-                check_png(
-                    media.name, view.tobytes()
-                )  # found here, and not in the middle of a training run
+                # found here, and not in the middle of a training run
+                check_png(media.name, view.tobytes())
     except SampleProblem as problem:
         return problem
     return None
+
+
+def _borders(lists: pa.ListArray) -> IntArray:
+    """Where each row's values begin among all of them, and the end."""
+    return np.concatenate([[0], np.cumsum(lists.value_lengths().to_numpy(), dtype=np.int64)])
+
+
+def _numbers(staged: pa.RecordBatch, column: str, name: str) -> IntArray:
+    """A number of each file of a column."""
+    return np.asarray(staged.column(column).flatten().field(name).to_numpy().astype(np.int64))

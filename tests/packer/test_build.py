@@ -48,7 +48,7 @@ def test_every_sample_is_packed_once_with_its_own_images_and_exact_counts(datase
     assert sorted(sample["sample_id"] for sample in samples) == sorted(raw)
     counts = {row["sample_id"]: row for row in pq.read_table(built / "counts.parquet").to_pylist()}
     model = load_model("tiny")
-    image_token = read_manifest(built)["tokenizer"]["image_token_id"]
+    image_token = read_manifest(built).values["tokenizer"]["image_token_id"]
     for sample in samples:
         image = raw[sample["sample_id"]].get("image", [])
         paths = [image] if isinstance(image, str) else image
@@ -66,7 +66,7 @@ def test_every_sample_is_packed_once_with_its_own_images_and_exact_counts(datase
 
 
 def test_groups_index_and_manifest_tell_the_same(built):
-    manifest, index = read_manifest(built), read_index(built)
+    manifest, index = read_manifest(built).values, read_index(built)
     groups = pq.read_table(built / "groups.parquet")
     ids = np.array(pq.read_table(built / "counts.parquet").column("sample_id").to_pylist())
     assert [
@@ -105,7 +105,7 @@ def test_shards_have_about_the_wished_size_and_hold_all_groups(tmp_path):
         write_image(folder / f"{number}.png", 400, 400, number)
         rows.append(record(number, [f"{number}.png"]))
     build(write_dataset(folder, rows), tmp_path / "out", shard_mb=1)
-    manifest = read_manifest(tmp_path / "out")
+    manifest = read_manifest(tmp_path / "out").values
     assert len(manifest["shards"]) > 3
     assert sum(shard["num_samples"] for shard in manifest["shards"]) == 12
     assert all(shard["size"] < 3 << 20 for shard in manifest["shards"])
@@ -285,7 +285,7 @@ def test_overwrite_removes_only_what_a_build_made(dataset, tmp_path):
     out = tmp_path / "out"
     build(dataset, out)
     Builder(BuildConfig(**options(dataset, out, seed=1)), quiet()).build(overwrite=True)
-    assert read_manifest(out)["seed"] == 1
+    assert read_manifest(out).values["seed"] == 1
     (out / "thesis.txt").write_text("years of work")
     with pytest.raises(ConfigError, match=r"thesis\.txt"):
         Builder(BuildConfig(**options(dataset, out)), quiet()).build(overwrite=True)

@@ -80,7 +80,7 @@ def test_ids_in_the_shards_equal_transformers_on_the_text_with_placeholders_writ
     tokenizer.add_tokens(
         [t for t in preset_tokens(preset) if t not in tokenizer.get_vocab()], special_tokens=True
     )
-    assert read_manifest(tmp_path / "out")["tokenizer"][
+    assert read_manifest(tmp_path / "out").values["tokenizer"][
         "image_token_id"
     ] == tokenizer.convert_tokens_to_ids(preset.image_markup.token)
     raw = {row["id"]: row for row in json.loads((MANUALS / "annotations.json").read_text())}
@@ -125,7 +125,7 @@ def test_manuals_and_speech_pack_together_with_image_audio_and_text_loads(tmp_pa
     by_id = {sample["sample_id"]: sample for sample in spoken}
     raw = {row["id"]: row for row in json.loads((SPEECH / "annotations.json").read_text())}
     rule = load_model("orchmllm_10b").audio
-    token = read_manifest(tmp_path / "out")["tokenizer"]["audio_token_id"]
+    token = read_manifest(tmp_path / "out").values["tokenizer"]["audio_token_id"]
     for sample_id, row in raw.items():
         sample = by_id[sample_id]
         assert sample["audios"] == [(SPEECH / row["audio"]).read_bytes()]

@@ -73,8 +73,8 @@ def test_no_build_an_unfinished_one_and_a_foreign_manifest_are_clear_errors(buil
     with pytest.raises(DataError, match="no such folder"):
         problems(tmp_path / "nothing")
     (built / "manifest.json").write_text('{"format_version": 99}')
-    with pytest.raises(DataError, match="format version 99"):
+    with pytest.raises(DataError, match="format_version 99"):
         problems(built)
     (built / "manifest.json").unlink()
-    with pytest.raises(DataError, match="not finished"):
+    with pytest.raises(DataError, match="no finished build"):
         problems(built)

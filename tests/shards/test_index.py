@@ -9,7 +9,8 @@ import pyarrow as pa
 import pytest
 
 from balance.errors import DamagedShard, DataError
-from shards.index import BATCH_ROWS, GroupIndex, read_manifest
+from shards.index import BATCH_ROWS, GroupIndex
+from shards.manifest import read_manifest
 from support.builds.shard_fixture import INDEX_SCHEMA, group_samples, make_samples, write_build
 
 
@@ -24,7 +25,7 @@ def rewrite_manifest(build, **changes):
 
 
 def test_a_missing_directory_and_an_unfinished_build_are_told_apart(build, tmp_path):
-    with pytest.raises(DataError, match="no such directory"):
+    with pytest.raises(DataError, match="no such folder"):
         read_manifest(tmp_path / "nowhere")
     (build / "manifest.json").unlink()
     with pytest.raises(DataError, match="no finished build; run the same `packer build`"):

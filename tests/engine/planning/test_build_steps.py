@@ -15,7 +15,7 @@ from engine.cost_model.loads import Loads, PhaseLoads, packed_loads, sample_load
 from engine.planning.build_steps import padded, read_build
 from loaders.plan.epoch_groups import StoredGroups
 from loaders.plan.steps import StepConfig, Steps
-from loaders.read.builds import open_builds
+from loaders.read.build import open_builds
 
 
 def tokens_of(loads):
@@ -162,7 +162,7 @@ def test_other_manifests_are_refused(copied):
         ("{", "not a manifest of Isobatch"),
         (
             json.dumps({**values, "format_version": 1}),
-            "format version 1; this isobatch reads version 2",
+            "format_version 1, format .arrow., but this version of Isobatch reads format_version 2",
         ),
         (
             json.dumps({**values, "seed": 1}),

@@ -25,7 +25,7 @@ from loaders.decode import pixels
 from loaders.decode.image import decode
 from loaders.decode.log_mel import log_mel_frames, log_mel_windows
 from loaders.plan.steps import StepTotals
-from loaders.read.shard_reader import StoredGroup
+from shards.stored_group import StoredGroup
 
 MODEL = load_model("tiny_audio")
 RULE = MODEL.audio

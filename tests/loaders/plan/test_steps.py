@@ -18,7 +18,7 @@ from balance.types import Groups
 from loaders import StreamingLoader
 from loaders.plan.epoch_groups import MixedGroups, Regrouped, StoredGroups
 from loaders.plan.steps import StepConfig, Steps
-from loaders.read.builds import open_builds
+from loaders.read.build import open_builds
 from loaders.stats import Meter
 from support.builds.sample_tables import LIMITS, path_groups, text_samples, write_tabled
 from support.builds.shard_fixture import Sample

@@ -32,8 +32,8 @@ with warnings.catch_warnings(record=True) as said:
     groups = group_samples(make_samples(120))
     for _ in range(2):
         build.shards.prefetch(range(0, len(groups), 2))
-        assert all(is_as_written(build.shards.read(number), group) for number, group in enumerate(groups))
-        build.shards._source._cache.close()  # all is stored that can be
+        assert all(is_as_written(build.read(number), group) for number, group in enumerate(groups))
+        build.shards.cache.close()  # all is stored that can be
 print(len(said), *(str(one.message) for one in said), build.shards.cache_hits)
 """
 

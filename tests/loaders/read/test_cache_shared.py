@@ -34,7 +34,7 @@ for done in range(int(sys.argv[4])):
     numbers = rng.sample(range(len(groups)), 6)
     build.shards.prefetch(numbers[:4])
     for number in numbers:
-        assert is_as_written(build.shards.read(number), groups[number])
+        assert is_as_written(build.read(number), groups[number])
     if done == 2:
         print("reading", flush=True)
 """
@@ -71,7 +71,7 @@ def test_all_bytes_are_right_and_the_limit_holds_through_kills(s3, tmp_path, mon
             child.stdout.close()
     build = open_build(url, options=StorageOptions(cache_dir=cache, cache_bytes=LIMIT))
     assert all(
-        is_as_written(build.shards.read(number), group) for number, group in enumerate(groups)
+        is_as_written(build.read(number), group) for number, group in enumerate(groups)
     )
     build.close()
     assert build.shards.cache_hits > 0

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from balance.errors import ConfigError, DamagedShard
 from loaders.read.build import StorageOptions, default_cache_dir, open_build
 from loaders.read.remote import GAP_BYTES, REQUEST_BYTES, join_ranges
+from shards.arrow_shards import ArrowLayout, decode_arrow
 from shards.checksums import group_checksum
-from shards.decode import ArrowLayout, decode_arrow, decode_tar
+from shards.tar_shards import decode_tar
 from support.builds.remote_builds import is_as_written
 from support.builds.shard_fixture import FORMATS, group_samples, make_samples, write_build
 
@@ -39,7 +40,7 @@ def test_a_build_on_disk_is_read_by_many_threads(folder, prefix):
     numbers = [*range(len(GROUPS))] * 20
     barrier = threading.Barrier(8)
     with ThreadPoolExecutor(8, initializer=barrier.wait) as pool:
-        found = [*pool.map(build.shards.read, numbers)]
+        found = [*pool.map(build.read, numbers)]
     assert all(
         is_as_written(raw, GROUPS[number]) for raw, number in zip(found, numbers, strict=True)
     )
@@ -60,19 +61,19 @@ def test_a_flipped_bit_is_found_when_checksums_are_compared(folder):
         with pytest.raises(
             DamagedShard, match=rf"^{shard.name}, group {group}: its bytes have another checksum"
         ):
-            build.shards.read(group)
-        assert is_as_written(build.shards.read(group + 1), GROUPS[group + 1])
+            build.read(group)
+        assert is_as_written(build.read(group + 1), GROUPS[group + 1])
 
 
 def test_a_group_is_checked_once(folder, monkeypatch):
     checked, real = [], group_checksum
     build = open_build(folder, options=StorageOptions(verify="first"))
     monkeypatch.setattr(
-        "loaders.read.shard_reader.group_checksum",
+        "loaders.read.build.group_checksum",
         lambda content: checked.append(1) or real(content),
     )
     for number in [0, 1, 8, 0, 1, 8, 9]:
-        build.shards.read(number)
+        build.read(number)
     assert len(checked) == 4
 
 

@@ -10,13 +10,13 @@ import pytest
 
 from balance.errors import DamagedShard
 from loaders.read import build as storage
-from loaders.read.local import OpenFiles
+from loaders.read import local
 from support.builds.shard_fixture import FORMATS, group_samples, make_samples, write_build
 
 
 def open_build(root):
     build = storage.open_build(root)
-    return build.shards, build.manifest
+    return build, build.manifest
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -79,19 +79,20 @@ def test_overwritten_bytes_give_one_line_or_the_same_group(tmp_path, format):
     assert all(shard.name in message and "\n" not in message for message in messages)
 
 
-def test_the_shard_unused_for_longest_is_closed_and_its_views_stay_valid(tmp_path):
+def test_the_shard_unused_for_longest_is_closed_and_its_views_stay_valid(tmp_path, monkeypatch):
     build = write_build(tmp_path / "build", group_samples(make_samples(300), max_tokens=80))
     reader, manifest = open_build(build)
     assert len(manifest.shards) >= 4
-    opened = []
-    files = OpenFiles(
-        build, manifest.shards, lambda path: opened.append(path.name) or path.name, max_open=2
-    )
+    opened, plain = [], local._MappedFile
+    monkeypatch.setattr(local, "MAX_OPEN", 2)
+    monkeypatch.setattr(local, "_MappedFile", lambda path: opened.append(path.name) or plain(path))
+    shards = local.LocalShards(manifest)
     for shard in (0, 1, 0, 2, 0, 1):
-        assert files.get(shard) == manifest.shards[shard].name.removeprefix("shards/")
-        assert len(files) <= 2
+        size = manifest.shards[shard].size
+        assert shards._open(shard).content.size == size
+        assert len(shards._opened) <= 2
     assert [int(name[6:11]) for name in opened] == [0, 1, 2, 1]
-    reader._source._files._max_open = 1
+    monkeypatch.setattr(local, "MAX_OPEN", 1)
     first = reader.read(0)
     before = [bytes(image) for image in first.images], first.input_ids.tolist()
     reader.read(99)

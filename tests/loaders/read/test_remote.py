@@ -51,7 +51,7 @@ def opened(tmp_path, environment):
 
 def all_intact(build):
     return all(
-        is_as_written(build.shards.read(number), group) for number, group in enumerate(GROUPS)
+        is_as_written(build.read(number), group) for number, group in enumerate(GROUPS)
     )
 
 
@@ -94,7 +94,7 @@ def test_neighbours_that_are_asked_for_together_are_one_request(
     with contextlib.closing(FaultyProxy(s3.endpoint)) as proxy:
         use(monkeypatch, s3, proxy.endpoint)
         build = opened(url)
-        build.shards.read(0)
+        build.read(0)
         proxy.requests.clear()
         build.shards.prefetch(range(len(GROUPS)))
         assert all_intact(build)
@@ -110,7 +110,7 @@ def test_many_threads_read_at_once(s3, builds, opened, tmp_path):
     numbers = [*range(len(GROUPS))] * 3
     with ThreadPoolExecutor(8) as pool:
         pool.submit(build.shards.prefetch, range(0, len(GROUPS), 2))
-        found = [*pool.map(build.shards.read, numbers)]
+        found = [*pool.map(build.read, numbers)]
     assert all(
         is_as_written(raw, GROUPS[number]) for raw, number in zip(found, numbers, strict=True)
     )
@@ -127,14 +127,14 @@ def test_the_index_is_fetched_once_per_machine_and_again_for_another_build(
         assert sum(path.endswith("index.arrow") for path, _ in proxy.requests) == 1
         others = group_samples(make_samples(40, seed=1))
         upload(s3, write_build(tmp_path / "others", others), tmp_path.name)
-        assert is_as_written(opened(url).shards.read(0), others[0])
+        assert is_as_written(opened(url).read(0), others[0])
 
 
 def test_a_table_of_the_build_can_be_opened(s3, builds, opened, tmp_path):
     build = opened(upload(s3, builds["arrow"], tmp_path.name))
-    assert build.files.open("index.arrow").read() == (builds["arrow"] / "index.arrow").read_bytes()
+    assert build.shards.open_file("index.arrow").read() == (builds["arrow"] / "index.arrow").read_bytes()
     with pytest.raises(DataError, match=r"lists no counts\.parquet"):
-        build.files.open("counts.parquet")
+        build.shards.open_file("counts.parquet")
 
 
 def _wrong_key(monkeypatch):
@@ -243,7 +243,7 @@ build = open_build(sys.argv[1], options=StorageOptions(cache_dir=sys.argv[2]))
 build.shards.prefetch(range(1, len(build.index)))
 print("ready", flush=True)
 if sys.argv[3] == "wait":
-    build.shards.read(0)
+    build.read(0)
 """
 
 
@@ -283,12 +283,12 @@ def test_cancelling_wakes_readers_and_what_is_asked_afterwards_is_answered(
         proxy.fault = lambda path: stalled.set() or "stall"
         build.shards.prefetch(range(10))
         with ThreadPoolExecutor(2) as pool:
-            reading = [pool.submit(build.shards.read, number) for number in (3, 28)]
+            reading = [pool.submit(build.read, number) for number in (3, 28)]
             assert stalled.wait(20)
             deadline = time.monotonic() + 20
             while wait(reading, timeout=0.1).not_done:
                 assert time.monotonic() < deadline
-                build.shards.cancel()  # a reader that comes only now asks anew
+                build.cancel()  # a reader that comes only now asks anew
             for future in reading:
                 with pytest.raises(DataError, match="closed while"):
                     future.result()
@@ -306,7 +306,7 @@ def test_closing_does_not_wait_for_a_stalled_request_and_wakes_its_reader(
         build = opened(url)
         proxy.fault = lambda path: stalled.set() or "stall"
         with ThreadPoolExecutor(1) as pool:
-            reading = pool.submit(build.shards.read, 3)
+            reading = pool.submit(build.read, 3)
             assert stalled.wait(20)
             started = time.monotonic()
             build.close()
@@ -314,4 +314,4 @@ def test_closing_does_not_wait_for_a_stalled_request_and_wakes_its_reader(
                 reading.result(10)
             assert time.monotonic() - started < 15
     with pytest.raises(ConfigError, match="is closed"):
-        build.shards.read(4)
+        build.read(4)

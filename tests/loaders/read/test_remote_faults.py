@@ -94,7 +94,7 @@ def test_what_passes_leaves_every_group_intact(url, proxy, opened, name, ahead):
     numbers = range(len(GROUPS)) if ahead else range(0, len(GROUPS), 3)
     if ahead:
         build.shards.prefetch(numbers)
-    assert all(is_as_written(build.shards.read(number), GROUPS[number]) for number in numbers)
+    assert all(is_as_written(build.read(number), GROUPS[number]) for number in numbers)
 
 
 LASTING = {
@@ -113,19 +113,19 @@ def test_what_does_not_pass_is_an_error_that_names_the_shard_in_time(
     url, proxy, opened, fault, ahead
 ):
     build = opened(url, timeout_s=2.0)
-    assert is_as_written(build.shards.read(0), GROUPS[0])
+    assert is_as_written(build.read(0), GROUPS[0])
     proxy.fault = of_shards(lambda path: fault)
     kind, expected = LASTING[fault]
     started = time.monotonic()
     if ahead:
         build.shards.prefetch(range(len(GROUPS)))
     with pytest.raises(kind, match=rf"^shard-00001\.arrow, group 27: .*{expected}") as error:
-        build.shards.read(27)
+        build.read(27)
     assert "\n" not in str(error.value)
     assert time.monotonic() - started < 6
-    assert is_as_written(build.shards.read(0), GROUPS[0])  # from the cache
+    assert is_as_written(build.read(0), GROUPS[0])  # from the cache
     proxy.fault = lambda path: ""
-    assert is_as_written(build.shards.read(27), GROUPS[27])  # the next try is a new one
+    assert is_as_written(build.read(27), GROUPS[27])  # the next try is a new one
 
 
 def damaged(content):
@@ -167,7 +167,7 @@ def test_a_damaged_shard_is_named_and_the_others_are_read(
         build.shards.prefetch(ahead)
         for number, group in enumerate(GROUPS):
             try:
-                assert is_as_written(build.shards.read(number), group)
+                assert is_as_written(build.read(number), group)
             except DamagedShard as error:
                 errors.append(str(error))
         assert errors
@@ -188,7 +188,7 @@ def test_a_flipped_index_and_a_flipped_manifest_are_refused(s3, url, folder, ope
 def test_a_damaged_file_of_the_cache_is_fetched_again(url, opened, tmp_path):
     def read():
         build = opened(url)
-        assert is_as_written(build.shards.read(5), GROUPS[5])
+        assert is_as_written(build.read(5), GROUPS[5])
         build.close()  # now it is in the cache
 
     read()

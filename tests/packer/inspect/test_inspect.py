@@ -29,8 +29,8 @@ from packer.inspect.terminal import print_group
 from packer.inspect.token_text import PieceKind, read_pieces
 from packer.inspect.view import inspect_group
 from packer.progress import StageProgress
+from shards.index import GroupIndex
 from shards.manifest import read_manifest
-from shards.stored_group import read_index_row
 from support.builds.raw_data import good_records, options, record, write_dataset
 from support.cases import for_each
 
@@ -68,7 +68,7 @@ def builds(dataset, tmp_path_factory):
 
 
 def views(out, **arguments):
-    number = read_manifest(out)["totals"]["num_groups"]
+    number = read_manifest(out).values["totals"]["num_groups"]
     return [inspect_group(out, group, **arguments) for group in range(number)]
 
 
@@ -209,7 +209,7 @@ def test_another_tokenizer_is_refused(builds, tmp_path):
 
 
 def test_the_group_shown_by_default_is_the_middle_one_and_says_so(builds):
-    number = read_manifest(builds["arrow"])["totals"]["num_groups"]
+    number = read_manifest(builds["arrow"]).values["totals"]["num_groups"]
     view = inspect_group(builds["arrow"])
     assert view.group == number // 2
     assert "middle" in printed(view)
@@ -225,7 +225,7 @@ def test_a_group_that_is_not_there_is_a_wrong_call(builds, group):
 def test_an_unfinished_build_is_said_to_be_one(builds, tmp_path):
     with pytest.raises(DataError, match="no such folder"):
         inspect_group(tmp_path / "nowhere")
-    with pytest.raises(DataError, match="not finished"):
+    with pytest.raises(DataError, match="no finished build"):
         inspect_group(tmp_path)
 
 
@@ -259,13 +259,15 @@ def test_a_missing_or_damaged_image_is_said_where_it_belongs(builds, dataset, tm
 def test_a_damaged_group_is_one_line_with_its_shard(builds, name, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(builds[name], out)
-    row = read_index_row(out / "index.arrow", 0)
-    shard = out / read_manifest(out)["shards"][row.shard]["name"]
+    manifest = read_manifest(out)
+    index = GroupIndex(out / "index.arrow", manifest.num_groups)
+    number, offset, length = index.row(0, "shard", "offset", "length")
+    shard = out / manifest.shards[number].name
     whole = shard.read_bytes()
-    shard.write_bytes(whole[: row.offset] + b"\x07" * row.length + whole[row.offset + row.length :])
+    shard.write_bytes(whole[:offset] + b"\x07" * length + whole[offset + length :])
     with pytest.raises(DamagedShard, match=rf"{shard.name}.*packer verify"):
         inspect_group(out, 0)
-    shard.write_bytes(whole[: row.offset + row.length // 2])
+    shard.write_bytes(whole[: offset + length // 2])
     with pytest.raises(DamagedShard, match=rf"{shard.name}.*packer verify"):
         inspect_group(out, 0)
     shard.unlink()

@@ -81,7 +81,7 @@ def test_rejected_samples_stand_by_reason_with_the_first_of_each(first):
 
 def test_where_things_lie_is_said(first):
     summary, _, lines = first
-    manifest = read_manifest(summary.out)
+    manifest = read_manifest(summary.out).values
     line = next(line for line in lines if line.startswith("shards"))
     assert line.split()[1] == str(len(manifest["shards"]))
     assert size_text(sum(shard["size"] for shard in manifest["shards"])) in line

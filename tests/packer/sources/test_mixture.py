@@ -30,7 +30,7 @@ def build(place, out, **changes):
     """Totals, the samples of all shards and the rejected ones of a build."""
     config = BuildConfig(**options(place, out, max_rejected=1.0, **changes))
     Builder(config, StageProgress(Console(file=io.StringIO()))).build()
-    manifest = read_manifest(out)
+    manifest = read_manifest(out).values
     samples = []
     for shard in manifest["shards"]:
         samples += pa.ipc.open_file(str(out / shard["name"])).read_all().to_pylist()
@@ -179,8 +179,8 @@ def test_a_mixture_of_all_layouts_keeps_every_image_byte(tmp_path):
         )
         assert {name: sample["images"] for name, sample in samples.items()} == images
         assert totals["num_rejected"] == 0
-    assert [one["part"] for one in read_manifest(tmp_path / "out1")["raw_files"]] == list(parts)
-    shards = [read_manifest(tmp_path / f"out{workers}")["shards"] for workers in (1, 2)]
+    assert [one["part"] for one in read_manifest(tmp_path / "out1").values["raw_files"]] == list(parts)
+    shards = [read_manifest(tmp_path / f"out{workers}").values["shards"] for workers in (1, 2)]
     assert shards[0] == shards[1]
 
 

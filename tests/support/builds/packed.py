@@ -38,7 +38,7 @@ def read_index(out):
 
 def read_samples(out):
     """All samples of Arrow shards by the index's byte ranges, in order."""
-    index, manifest, rows = read_index(out), read_manifest(out), []
+    index, manifest, rows = read_index(out), read_manifest(out).values, []
     for entry in index.to_pylist():
         with (out / manifest["shards"][entry["shard"]]["name"]).open("rb") as file:
             file.seek(entry["offset"])

@@ -10,7 +10,7 @@ from typing import Any
 
 from obstore.store import S3Store
 
-from shards.decode import StoredGroup
+from shards.stored_group import StoredGroup
 from support.builds.shard_fixture import Sample, _describe
 from support.servers import S3Server
 

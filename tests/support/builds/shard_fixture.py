@@ -133,7 +133,12 @@ def write_build(
             "vocab_size": VOCAB_SIZE,
             "added_tokens": [],
         },
-        "limits": {},
+        "limits": {
+            "max_seq_len": 4096,
+            "max_vision": 4096,
+            "min_seq_len": 0,
+            "min_vision": 0,
+        },
         "seed": 0,
         "order": {"block_size": order.block_size, "num_lanes": order.num_lanes},
         "totals": {"num_groups": len(groups), "num_packed": sum(map(len, groups))},
