@@ -1,4 +1,4 @@
-"""README and docs: links lead somewhere, pages made by scripts are current, prose fits 100 columns."""
+"""README and docs: links lead somewhere, made pages are current, prose fits 100 columns."""
 
 import importlib.util
 import re
