@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -19,37 +20,12 @@ from balance.command_line import (
     read_config,
     run_app,
 )
+from balance.config import preset_names
 from balance.errors import ConfigError
 from balance.grouping.caps import GroupOptions
 from balance.presets import load_model
 from packer.build import Builder
 from packer.build_dir import REPORT_NAME
-from packer.cli_options import (
-    GROUPING_HELP,
-    BuildPlace,
-    BuildTokenizerOption,
-    CheckOption,
-    DataRootOption,
-    DatasetOption,
-    ExecutorOption,
-    FetchOption,
-    Format,
-    GroupOption,
-    HtmlOption,
-    LimitOption,
-    LinksOption,
-    MaxRejectedOption,
-    MemoryOption,
-    ModelOption,
-    OutOption,
-    RanksOption,
-    SeedOption,
-    SeqLenOption,
-    TemplateOption,
-    TokenizerOption,
-    VisionOption,
-    WorkersOption,
-)
 from packer.config import MOST_TOKENS, BuildConfig
 from packer.count.pool import default_workers
 from packer.group_command import group_files
@@ -66,6 +42,131 @@ from packer.upload import save_html
 from packer.verify import require_intact, verify_build
 from shards.folders import is_uri, join
 from shards.tables import REJECTED_NAME
+
+
+class Format(StrEnum):
+    """Layouts of the shards."""
+
+    arrow = "arrow"
+    webdataset = "webdataset"
+    refs = "refs"
+
+
+# What is packed, and for which model
+
+DatasetOption = Annotated[
+    str | None,
+    typer.Option(
+        help="File, folder or URI, a mixture (.toml), a Hub id, 'demo', or a name that"
+        " `packer datasets` lists."
+    ),
+]
+DataRootOption = Annotated[
+    str | None,
+    typer.Option(help="Folder or URI of the image paths. Default: the annotations' folder."),
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(help=f"Model preset, or a .toml file: {', '.join(preset_names('models'))}."),
+]
+TokenizerOption = Annotated[
+    str | None,
+    typer.Option(help="Folder with tokenizer.json and tokenizer_config.json, or a Hub id."),
+]
+TemplateOption = Annotated[
+    str | None,
+    typer.Option(help="Chat template: a .jinja file, or the name of one of the tokenizer's."),
+]
+OutOption = Annotated[
+    str | None, typer.Option(help="Folder or URI (s3://, gs://, az://) to write to.")
+]
+FetchOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--fetch-annotations", help="Download a known dataset's annotations from the Hub."
+    ),
+]
+LinksOption = Annotated[
+    bool | None,
+    typer.Option("--follow-links", help="Read images through links out of the data root."),
+]
+
+# How samples are counted
+
+ExecutorOption = Annotated[
+    str | None,
+    typer.Option(help="local: processes of this machine; ray: a Ray cluster. Default: local."),
+]
+WorkersOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Processes; the result does not depend on it. Default: all cores."),
+]
+CheckOption = Annotated[
+    str | None,
+    typer.Option(
+        help="headers: look at each image's header and end; decode: decode every image once."
+        " Default: headers."
+    ),
+]
+LimitOption = Annotated[
+    int | None, typer.Option(min=1, help="Most records to read, for a quick look.")
+]
+MaxRejectedOption = Annotated[
+    float | None,
+    typer.Option(min=0, max=1, help="Largest share of unusable samples to accept. Default: 0.05."),
+]
+
+# How samples are grouped
+
+SeqLenOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Cap of a group in LLM tokens (Q_t). Default: the longest sample, at most the"
+        " model's context.",
+    ),
+]
+VisionOption = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Cap of a group in image patches, or in ViT tokens for native-resolution models"
+        " (Q_v). Default: the smallest that costs no groups.",
+    ),
+]
+MemoryOption = Annotated[
+    float | None,
+    typer.Option(
+        help="GiB for a micro-batch's activations: the caps are then the best that fit, by the"
+        " model's dimensions."
+    ),
+]
+GROUPING_HELP = "fit: as few groups as can be found; isf: OmniBal's Algorithm 1. Default: fit."
+SeedOption = Annotated[
+    int | None, typer.Option(min=0, help="Seed of the grouping and the order. Default: 0.")
+]
+
+# Of a finished build
+
+BuildPlace = Annotated[str, typer.Argument(help="Folder or URI of a build.", metavar="OUT")]
+RanksOption = Annotated[
+    int,
+    typer.Option(min=1, max=65_536, help="Data-parallel ranks that the ratios are computed for."),
+]
+GroupOption = Annotated[
+    int | None,
+    typer.Option(help="Number of the group, from 0. Default: the middle one, by vision load."),
+]
+BuildTokenizerOption = Annotated[
+    str | None,
+    typer.Option(
+        help="The build's tokenizer: folder or Hub id. Default: only the demo's text is shown."
+    ),
+]
+HtmlOption = Annotated[
+    Path | None, typer.Option(help="Write a page with thumbnails of the images to this file.")
+]
+
 
 app = new_app(
     "packer",
@@ -108,7 +209,7 @@ def build(
     builder = _builder(context)
     summary = builder.build(overwrite=overwrite)
     report = make_report(summary.out)
-    # one at a URI has its page from the build; one killed after its manifest has none yet
+    # a build at a URI has written its page itself; one killed after its manifest has none yet
     if not is_uri(summary.out) and not (
         summary.already_complete and Path(summary.out, REPORT_NAME).exists()
     ):
@@ -275,7 +376,7 @@ def _report(out: str, dp: int, *, as_json: bool, kept: bool = True) -> None:
         print(json.dumps(result.to_json()))
     else:
         print_report(result, Console())
-    if kept:  # after the figures: who may only read a bucket has those at least
+    if kept:  # after printing: who may only read a bucket has the figures at least
         save_html(result, out)
     if kept and not as_json:
         print(f"details: {join(out, REPORT_NAME)}")

@@ -11,7 +11,7 @@ groups are packed; both concatenate vision patches (see `balance.metrics`).
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,6 @@ MICRO_BATCHES = (1, 8)
 
 TABLE_3 = ("random", "length_group", "device_group", "ours")
 """The methods of OmniBal's Table 3; the others explain them."""
-
 
 MicroBatchLoads = dict[str, IntArray]
 """`vit_tokens` and `llm_tokens` of each micro-batch after padding, in stream order."""
@@ -91,84 +90,69 @@ class MethodFigures:
 class Report:
     """Figures of a build; `loads` and `samples` feed the charts and stay out of the JSON."""
 
-    num_packed: int
-    rejected: dict[str, int]
+    num_read: int
+    """Samples read: the packed and the rejected, a repeated one counted once."""
     num_repeated: int
     """Copies beyond the first of each sample, in a mixture that repeats some."""
+    num_packed: int
+    num_rejected: int
+    rejected: dict[str, int]
+    """Reason -> samples."""
     num_groups: int
     dp_world_size: int
     fill: float
     lower_bounds: dict[str, int]
     """Fewest groups that any grouping needs, by tokens and by vision."""
-    limits: Limits
-    limits_explained: tuple[str, ...] = ()
-    """Lines on how the caps were chosen."""
+    num_steps: int
     num_sources: int
+    limits: Limits
+    limits_explained: tuple[str, ...]
+    """Lines on how the caps were chosen."""
     methods: dict[str, MethodFigures]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
     loads: dict[str, MicroBatchLoads] = field(repr=False)
     samples: MicroBatchLoads = field(repr=False)
 
-    @property
-    def num_rejected(self) -> int:
-        """Samples that no group holds, each with a reason."""
-        return sum(self.rejected.values())
-
-    @property
-    def num_read(self) -> int:
-        """Samples read: the packed and the rejected, a repeated one counted once."""
-        return self.num_packed + self.num_rejected - self.num_repeated
-
     def to_json(self) -> dict[str, Any]:
         """Plain values for `packer report --json`; `methods` are those of Table 3."""
-        return {
-            "num_read": self.num_read,
-            "num_repeated": self.num_repeated,
-            "num_packed": self.num_packed,
-            "num_rejected": self.num_rejected,
-            "rejected": self.rejected,
-            "num_groups": self.num_groups,
-            "dp_world_size": self.dp_world_size,
-            "fill": self.fill,
-            "lower_bounds": self.lower_bounds,
-            "num_steps": self.methods["ours"].num_steps,
-            "num_sources": self.num_sources,
-            "limits": asdict(self.limits),
-            "limits_explained": list(self.limits_explained),
-            "methods": {name: asdict(self.methods[name]) for name in TABLE_3},
-            "more_methods": {
-                name: asdict(row) for name, row in self.methods.items() if name not in TABLE_3
-            },
-            "notes": list(self.notes),
-        }
+        values = asdict(replace(self, loads={}, samples={}))
+        del values["loads"], values["samples"]
+        methods = values["methods"]
+        values["methods"] = {name: methods.pop(name) for name in TABLE_3}
+        return {**values, "more_methods": methods}
 
 
 def make_report(out: Path | str, *, dp: int = 8, seed: int = 0) -> Report:
     """Compare the groups of the build at `out`, a folder or URI, with the baselines on `dp` ranks.
 
-    `seed` is that of the loader's order and of the samplers. Raises DataError when a table
-    is missing or the tables do not add up.
+    `seed` is that of the loader's order and of the samplers. DataError when a table is missing or
+    the tables do not add up.
     """
     if dp < 1:
         raise ConfigError(f"dp is {dp}; give at least one data-parallel rank")
     with on_disk(str(out), TABLE_NAMES) as folder:
         tables = read_tables(folder)
+    counts, groups, limits = tables.counts, tables.groups, tables.limits
     streams = _streams(tables, dp=dp, seed=seed)
     loads = {name: _loads(name, streams[name], tables) for name in TITLES}
-    packed = tables.counts.take(np.sort(tables.groups.samples))
+    packed = counts.take(np.sort(groups.samples))
+    num_rejected = sum(tables.rejected.values())
     return Report(
-        num_packed=len(packed),
-        rejected=tables.rejected,
+        num_read=len(packed) + num_rejected - tables.num_repeated,
         num_repeated=tables.num_repeated,
-        num_groups=len(tables.groups),
+        num_packed=len(packed),
+        num_rejected=num_rejected,
+        rejected=tables.rejected,
+        num_groups=len(groups),
         dp_world_size=dp,
-        lower_bounds=lower_bounds(tables.limits.vision_load(packed), packed.seq_len, tables.limits),
-        fill=fill(tables.groups, tables.counts.seq_len, tables.limits.max_seq_len),
-        limits=tables.limits,
+        fill=fill(groups, counts.seq_len, limits.max_seq_len),
+        lower_bounds=lower_bounds(limits.vision_load(packed), packed.seq_len, limits),
+        num_steps=-(-len(groups) // dp),
+        num_sources=len(np.unique(tables.sources[groups.samples])),
+        limits=limits,
         limits_explained=tables.limits_explained,
-        num_sources=len(np.unique(tables.sources[tables.groups.samples])),
         methods={name: _method(name, streams[name], loads[name], tables, dp) for name in TITLES},
-        notes=_notes(len(packed), len(tables.groups), dp),
+        notes=_notes(len(packed), len(groups), dp),
         loads=loads,
         samples={"vit_tokens": packed.num_vit_tokens, "llm_tokens": packed.seq_len},
     )

@@ -76,7 +76,7 @@ def groups_text(report: Report) -> str:
     return (
         f"{report.num_groups:,} groups of at most {report.limits.max_seq_len:,} tokens and"
         f" {report.limits.max_vision:,} {report.limits.unit}, {report.fill:.1%} full;"
-        f" {report.methods['ours'].num_steps:,} steps on {report.dp_world_size} ranks"
+        f" {report.num_steps:,} steps on {report.dp_world_size} ranks"
     )
 
 
