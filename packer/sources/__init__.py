@@ -1,1 +1,1 @@
-"""Raw layouts: one file each, streaming records in their order on disk."""
+"""Raw datasets: finding them by name or place, and streaming their records in order."""

@@ -1,26 +1,41 @@
-"""What a raw layout must do: say which files it has, and cut them into chunks that any process can
-read.
+"""What each raw layout must do: name its files, and cut them into chunks for any process.
 
 `chunks` runs once, in the process that leads a build, in the same order every time; `records` runs
-wherever the chunk is counted. Layouts whose borders only a parser finds (JSON) carry their records
-in the chunk; others carry a file name and a range.
+wherever the chunk is counted. Layouts whose records only a parser finds (JSON, CSV) send the
+records in the chunk; others a file name and a range. The helpers below are what layouts share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from pathlib import Path
+from typing import IO, Any, Protocol
 
+from balance.errors import ConfigError, DataError, first_line
 from packer.records.record import RawRecord
-from shards.folders import FileInfo
+from packer.records.schemas import CONTENT_KEYS, RECORD_KEYS
+from shards.folders import FileInfo, Folder, is_uri, join
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Files of one layout."""
+
+    layout: str
+    """`annotations`, `parquet`, `arrow`, `tar`, or the name of a builder of `datasets`."""
+    folder: str
+    """Folder or URI."""
+    names: tuple[str, ...]
+    """Files under the folder, in order."""
+    options: tuple[tuple[str, Any], ...] = ()
+    """Options of the builder of `datasets`."""
 
 
 class Chunk(Protocol):
-    """Some records of a source; plain values, so that it travels to other processes and
-    machines.
-    """
+    """Some records of a source; plain values, so that other processes and machines can read it."""
 
     def records(self) -> Iterator[RawRecord]:
         """The records, in order. DataError if the file under them cannot be read."""
@@ -34,24 +49,21 @@ class Source(Protocol):
     """Folder or URI that the paths of images and audio files are relative to."""
 
     def files(self) -> list[FileInfo]:
-        """The files that hold the records, in order: what identifies the data."""
+        """The files with the records, in order: they identify the data."""
 
     def chunks(self, num_records: int, on_bytes: Callable[[int], None]) -> Iterator[Chunk]:
-        """The records in chunks of about `num_records`; `on_bytes` hears of what is read or passed
-        over.
+        """The records in chunks of about `num_records`.
+
+        `on_bytes` is told of the bytes that are read or left to the chunks.
         """
 
     def describe(self) -> list[dict[str, Any]]:
-        """The files as the manifest names them: name, size, and a SHA-256 where the content is
-        small enough.
-        """
+        """The files for the manifest: name, size, and a SHA-256 if they are small enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordChunk:
-    """Records that were read already; plain values in lists, because sending objects takes twice as
-    long.
-    """
+    """Records that were read already, in lists, because sending objects takes twice as long."""
 
     positions: list[int]
     values: list[Any]
@@ -70,9 +82,71 @@ def cut(records: Iterator[RawRecord], num_records: int) -> Iterator[RecordChunk]
         yield RecordChunk(
             [record.position for record in batch],
             [record.value for record in batch],
-            {
-                place: (record.broken, record.reason)
-                for place, record in enumerate(batch)
-                if record.broken
-            },
+            {i: (record.broken, record.reason) for i, record in enumerate(batch) if record.broken},
         )
+
+
+# --- files, with errors that name them ---
+
+
+def file_infos(folder: Folder, names: Sequence[str]) -> list[FileInfo]:
+    """Size and version of files; DataError for one that is not there."""
+    return [_info(folder, name) for name in names]
+
+
+def name_and_size(infos: Sequence[FileInfo]) -> list[dict[str, Any]]:
+    """Files for the manifest; no SHA-256, for that would read a whole dataset."""
+    return [{"name": info.name, "size": info.size} for info in infos]
+
+
+@contextmanager
+def opened(folder: Folder, name: str) -> Iterator[IO[bytes]]:
+    """A file for reading; an OSError inside the `with` becomes a DataError that names the file."""
+    try:
+        with folder.open(name) as file:
+            yield file
+    except OSError as error:
+        raise _unreadable(folder, name, error) from None
+
+
+def damaged(folder: Folder, name: str, error: Exception) -> DataError:
+    """The error for a file that is not what its kind should be."""
+    return DataError(f"{join(folder.uri, name)}: damaged or cut short: {first_line(error)}")
+
+
+def known_columns(columns: Iterable[str], where: str) -> tuple[str, ...]:
+    """The columns that records are read from; DataError if none of them has content."""
+    names = list(columns)
+    if not CONTENT_KEYS.intersection(names):
+        known = ", ".join(sorted(CONTENT_KEYS))
+        has = ", ".join(names)[:200]
+        raise DataError(f"{where}: has the columns {has}; expected one of {known}")
+    return tuple(name for name in names if name in RECORD_KEYS)
+
+
+def prefix_under(folder: str, data_root: str, what: str) -> str:
+    """The path from the data root to a folder in it, empty or with a slash at the end.
+
+    ConfigError if the folder is elsewhere; `what` are files whose images would be unreachable then.
+    """
+    if not is_uri(folder) and not is_uri(data_root):
+        folder, data_root = str(Path(folder).resolve()), str(Path(data_root).resolve())
+    folder, data_root = folder.rstrip("/") + "/", data_root.rstrip("/") + "/"
+    if not folder.startswith(data_root):
+        raise ConfigError(
+            f"{folder}: {what} hold their own images, so they must lie under the data root"
+            f" {data_root}"
+        )
+    return folder[len(data_root) :]
+
+
+def _info(folder: Folder, name: str) -> FileInfo:
+    try:
+        return folder.info(name)
+    except OSError as error:
+        raise _unreadable(folder, name, error) from None
+
+
+def _unreadable(folder: Folder, name: str, error: OSError) -> DataError:
+    reason = error.strerror or first_line(error)
+    return DataError(f"{join(folder.uri, name)}: cannot be read: {reason}")

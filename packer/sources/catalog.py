@@ -1,6 +1,4 @@
-"""The datasets that are known by name: what they are, and what must lie under `--data-root`. For
-`packer datasets`.
-"""
+"""The datasets known by name, and what each needs under `--data-root`, for `packer datasets`."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from packer.sources.mixture import is_mixture, read_mixture
 
 @dataclass(frozen=True, slots=True)
 class KnownDataset:
-    """A dataset that `--dataset` knows by name."""
+    """A dataset that `--dataset` accepts by name."""
 
     name: str
     description: str
@@ -34,9 +32,8 @@ def list_datasets() -> list[KnownDataset]:
 
 def print_datasets(console: Console) -> None:
     """A table of the known datasets."""
-    table = Table(
-        "name", "what it is, and what it needs under --data-root", box=None, pad_edge=False
-    )
+    heading = "what it is, and what it needs under --data-root"
+    table = Table("name", heading, box=None, pad_edge=False)
     for dataset in list_datasets():
         lines = [
             escape(dataset.description),
@@ -52,10 +49,7 @@ def _known(name: str) -> KnownDataset:
         needs = [(" and ".join(part.places), part.download) for part in mixture.datasets]
         return KnownDataset(name, mixture.description, tuple(needs))
     preset = load_dataset(name)
-    annotations = (
-        f"the Hugging Face dataset {preset.hub_repo}" if preset.hub_repo else "its own site"
-    )
-    folders = [
-        (folder, preset.downloads.get(folder, "its own site")) for folder in preset.image_folders
-    ]
+    site = "its own site"
+    annotations = f"the Hugging Face dataset {preset.hub_repo}" if preset.hub_repo else site
+    folders = ((folder, preset.downloads.get(folder, site)) for folder in preset.image_folders)
     return KnownDataset(name, preset.description, ((preset.annotations, annotations), *folders))

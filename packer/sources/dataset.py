@@ -1,7 +1,6 @@
-"""`--dataset`: a name or a place -> the raw datasets to read, or one clear line about what is
-missing.
+"""`--dataset`: a name or a place -> the raw datasets to read, or one line about what is missing.
 
-A dataset is one part or a mixture of several. A part is found by looking at it
+A dataset is one part or a mixture of several. A part is found by looking at its place
 (`packer.sources.detect`); presets, mixture files and InternVL's meta JSON name several.
 """
 
@@ -13,8 +12,8 @@ from pathlib import Path
 from balance.config import preset_names
 from balance.errors import ConfigError, DataError, first_line
 from balance.presets import DatasetPreset, load_dataset
-from packer.sources.base import Source
-from packer.sources.detect import Located, locate, open_located
+from packer.sources.base import Located, Source
+from packer.sources.detect import locate, open_located
 from packer.sources.hub import parse_hub_id
 from packer.sources.mixture import (
     MixturePart,
@@ -40,9 +39,7 @@ class Part:
     weight: float | None = None
     """Share of the mixture's samples, relative to the other parts' weights."""
     repeat: float = 1.0
-    """How often each sample goes in, without weights: 2.5 is twice, and every other one a third
-    time.
-    """
+    """Times that each sample goes in, without weights: 2.5 is twice, and half of them a third."""
     limit: int | None = None
     """Records to read at most."""
 
@@ -58,15 +55,15 @@ class Dataset:
     name: str
     parts: tuple[Part, ...]
     num_samples: int | None = None
-    """Samples of a mixture with weights; None: as many as there are without repeating any."""
+    """Samples of a mixture with weights; None: as many as possible without repeating any."""
 
 
 def find_dataset(dataset: str, data_root: str | None, *, fetch: bool = False) -> Dataset:
     """The dataset that `--dataset` and `--data-root` mean.
 
     A preset's name, a mixture (TOML, InternVL's meta JSON), or anything that `locate` knows. With
-    `fetch`, a preset's missing annotation file is downloaded from the Hugging Face Hub. Raises
-    ConfigError or DataError with what is missing and where to get it.
+    `fetch`, a preset's missing annotation file is downloaded from the Hugging Face Hub. ConfigError
+    or DataError say what is missing and where to get it.
     """
     if dataset in preset_names("datasets") and not Path(dataset).exists():
         if is_mixture(dataset):
@@ -83,7 +80,8 @@ def _part(place: str, data_root: str | None) -> Part:
     root = data_root or located.folder
     if not is_uri(root) and not Path(root).is_dir():
         raise DataError(
-            f"no data root {root}: give the folder that the paths of images start from with --data-root"
+            f"no data root {root}: give the folder that the paths of images start from"
+            " with --data-root"
         )
     return Part(name=_name(place, located), located=located, data_root=root)
 
@@ -102,19 +100,16 @@ def _mixture(place: str, data_root: str | None, *, fetch: bool) -> Dataset:
     require_parts(mixture, data_root)
     parts: list[Part] = []
     for entry in mixture.datasets:
-        root = (
-            entry.data_root
-            if entry.data_root is None or data_root is None
-            else _under(data_root, entry.data_root)
-        )
-        wanted = entry.dataset if data_root is None else _under(data_root, entry.dataset)
+        root, wanted = entry.data_root, entry.dataset
+        if data_root is not None:
+            root, wanted = root and _under(data_root, root), _under(data_root, wanted)
         found = find_dataset(wanted, root or data_root, fetch=fetch)
         parts += [_weighted(part, entry) for part in found.parts]
     names = [part.name for part in parts]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ConfigError(
-            f"mixture {mixture.name}: two of its datasets are called {twice!r}; give each a `name`"
+            f"mixture {mixture.name}: two of its datasets are named {twice!r}; give each a `name`"
         )
     return Dataset(name=mixture.name, parts=tuple(parts), num_samples=mixture.num_samples)
 
@@ -130,7 +125,7 @@ def _weighted(part: Part, entry: MixturePart) -> Part:
 
 
 def _under(data_root: str, place: str) -> str:
-    """A place in a mixture, relative to `--data-root` unless it says itself where it is."""
+    """A place in a mixture, relative to `--data-root` unless it is absolute or a name."""
     if is_uri(place) or Path(place).is_absolute() or place in preset_names("datasets"):
         return place
     full = join(data_root, place)
@@ -140,32 +135,29 @@ def _under(data_root: str, place: str) -> str:
 def _preset(preset: DatasetPreset, data_root: str | None, *, fetch: bool) -> Dataset:
     if data_root is None:
         raise ConfigError(
-            f"--dataset {preset.name} needs --data-root: the folder that holds {preset.annotations} and the images"
+            f"--dataset {preset.name} needs --data-root: the folder that holds"
+            f" {preset.annotations} and the images"
         )
     root = open_folder(data_root)
     there = _is_file(data_root, preset.annotations)
     problems = []
     if not there and (not fetch or is_uri(data_root)):
         problems.append(
-            f"annotation file {preset.annotations}: from the Hugging Face dataset {preset.hub_repo},"
-            " or add --fetch-annotations"
+            f"annotation file {preset.annotations}: from the Hugging Face dataset"
+            f" {preset.hub_repo}, or add --fetch-annotations"
         )
     for folder in preset.image_folders:
         if not root.has_folder(folder):
-            problems.append(
-                f"image folder {folder}: from {preset.downloads.get(folder, 'its own site')}"
-            )
+            origin = preset.downloads.get(folder, "its own site")
+            problems.append(f"image folder {folder}: from {origin}")
     if problems:
-        raise DataError(
-            f"{preset.name} is incomplete under {data_root}; missing:\n  - "
-            + "\n  - ".join(problems)
-        )
+        listed = "\n  - ".join(["", *problems])
+        raise DataError(f"{preset.name} is incomplete under {data_root}; missing:{listed}")
     if not there:
         _fetch(preset, Path(data_root) / preset.annotations)
     located = Located("annotations", data_root, (preset.annotations,))
-    return Dataset(
-        name=preset.name, parts=(Part(name=preset.name, located=located, data_root=data_root),)
-    )
+    part = Part(name=preset.name, located=located, data_root=data_root)
+    return Dataset(name=preset.name, parts=(part,))
 
 
 def _is_file(data_root: str, name: str) -> bool:
@@ -186,9 +178,8 @@ def _fetch(preset: DatasetPreset, target: Path) -> None:
         hf_hub_download(
             preset.hub_repo, preset.hub_file, repo_type="dataset", local_dir=target.parent
         )
-    except (
-        Exception
-    ) as error:  # the Hub client raises some twenty types, network libraries' own among them
+    # the Hub client raises some twenty types, network libraries' own among them
+    except Exception as error:
         raise DataError(
             f"{preset.hub_file} could not be fetched from {preset.hub_repo}: {first_line(error)}"
         ) from None

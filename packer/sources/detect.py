@@ -1,19 +1,22 @@
-"""The raw layouts that are known, and how a place is recognised by looking at it."""
+"""A place of raw data -> its layout and files, by looking at it.
+
+Of several splits (`datasets`, the Hub, clones of it) the train split is meant, unless another is
+named.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from balance.errors import ConfigError, DataError
-from packer.sources.base import Source
-from packer.sources.hub import fetch_parquet, parse_hub_id
+from balance.errors import ConfigError, DataError, first_line
+from packer.sources.base import Located, Source
+from packer.sources.datasets_source import DatasetsSource, find_files
+from packer.sources.hub import fetch_files, parse_hub_id
 from packer.sources.json_source import AnnotationSource
-from packer.sources.splits import choose_files, choose_split
 from packer.sources.table_source import TableSource
 from packer.sources.tar_source import TarSource
 from shards.folders import Folder, is_uri, join, open_folder, split
@@ -27,44 +30,46 @@ SUFFIXES = {
     ".tgz": "tar",
 }
 """Suffix of a file, without `.gz` -> its layout."""
+DATASETS_SUFFIXES = (".csv", ".tsv", ".txt", ".xml")
+"""Suffixes of a file that is read through `datasets` when it is named itself."""
 
 ABOUT_DATA = re.compile(
     r"dataset_infos?\.json|dataset_dict\.json|state\.json|.*_stats\.json|config\.json"
 )
-"""JSON files that tools leave beside the data: `datasets`, img2dataset."""
+"""JSON files that tools leave next to the data: `datasets`, img2dataset."""
 DICT_NAME, STATE_NAME = "dataset_dict.json", "state.json"
-"""What makes a folder one of `datasets.save_to_disk`: with several splits, and with one."""
+"""Files of a folder by `datasets.save_to_disk`: with several splits, and with one."""
+METADATA_NAME, METADATA_KEY = "metadata.jsonl", b'"file_name"'
+"""The table of an image or audio folder of `datasets`, and the key that tells it."""
 
-
-@dataclass(frozen=True, slots=True)
-class Located:
-    """Files of one layout."""
-
-    layout: str
-    folder: str
-    """Folder or URI."""
-    names: tuple[str, ...]
-    """Files under the folder, in order."""
+TRAIN = "train"
+PARTIAL = "partial-"
+"""The Hub's prefix of a split of which only the first 5 GB were converted to Parquet."""
+_SPLIT = "(?:partial-)?(?:train|training|test|testing|validation|valid|val|dev|eval)"
+_NUMBERED = re.compile(r"(.+?)-\d{5}-of-\d{5}.*\.parquet")
+"""Names of files by `push_to_hub`."""
+_CONVERTED = re.compile(r"[^/]+/([^/]+)/\d{4}\.parquet")
+"""Names of files by the Hub's own conversion: configuration/split/0000.parquet."""
+_NAMED = re.compile(rf"({_SPLIT})(?:$|[-_.0-9])", re.IGNORECASE)
 
 
 def layout_of(name: str) -> str | None:
     """Layout of a file by its name; None if it has none.
 
-    >>> layout_of("a/part-1.jsonl.gz"), layout_of("00012.tar"), layout_of("notes.txt")
+    >>> layout_of("a/part-1.jsonl.gz"), layout_of("00012.tar"), layout_of("notes.md")
     ('annotations', 'tar', None)
     """
     return SUFFIXES.get(PurePosixPath(name.removesuffix(".gz")).suffix)
 
 
 def locate(place: str, *, known: Sequence[str]) -> Located:
-    """The files at a place: one file, a folder of files of one layout, or a dataset on the Hugging
-    Face Hub.
+    """The files at a place: a file, a folder of files of one layout, or a dataset on the Hub.
 
-    A folder's JSON is one annotation file, or shards of one that differ in a number only; Parquet
+    A folder's JSON is one annotation file, or shards of one that differ in a number only. Parquet
     files and tars count all, also in folders below; so do the files that `datasets.save_to_disk`
-    lists. Of several splits `train` is read, or the one behind an `@` at the end of the place.
-    DataError or ConfigError if there is nothing, or more than one possibility; `known` are the
-    names to mention then.
+    lists. In any other folder, `datasets` finds the files. Of several splits `train` is read, or
+    the one after an `@` at the end of the place. DataError or ConfigError if there is nothing, or
+    more than one possibility; `known` are the names to mention then.
     """
     if is_uri(place):
         return _locate_uri(place)
@@ -74,16 +79,19 @@ def locate(place: str, *, known: Sequence[str]) -> Located:
     if path.is_dir():
         return _locate_folder(str(path), wanted)
     if path.exists():
-        # what the user names is read as what its name says; anything else must look like
-        # annotations
+        if path.suffix in DATASETS_SUFFIXES:
+            return _locate_with_datasets(str(path.parent), None, path.name)
+        # a named file is what its name says; anything else must look like annotations
         return Located(layout_of(path.name) or "annotations", str(path.parent), (path.name,))
     dataset = parse_hub_id(place)
     if dataset is None or layout_of(dataset.repo) is not None:
         raise DataError(
-            f"no dataset {place!r}: it is neither a file, a folder, a Hub id, nor a known name ({', '.join(known)})"
+            f"no dataset {place!r}: it is neither a file, a folder, a Hub id, nor a known name"
+            f" ({', '.join(known)})"
         )
-    folder, names = fetch_parquet(dataset)
-    return Located("parquet", folder, names)
+    found = fetch_files(dataset, lambda splits: choose_split(splits, dataset.split, str(dataset)))
+    layout, *others = {layout_of(name) for name in found.names}
+    return found if others or layout is None else Located(layout, found.folder, found.names)
 
 
 def _locate_uri(place: str) -> Located:
@@ -95,102 +103,118 @@ def _locate_uri(place: str) -> Located:
 
 
 def _locate_folder(place: str, wanted: str | None) -> Located:
-    root = open_folder(place, follow_links=True)
-    names = root.names()
+    folder = open_folder(place, follow_links=True)
+    names = folder.names()
     if DICT_NAME in names:
-        chosen = choose_split(_listed(root, DICT_NAME, "splits", str), wanted, place)
+        chosen = choose_split(_listed(folder, DICT_NAME, "splits", str), wanted, place)
         return _saved(join(place, chosen))
     if STATE_NAME in names:
         return _saved(place)
-    annotations = _annotations(root, names)
-    if annotations:
+    if METADATA_NAME in names and METADATA_KEY in folder.read(METADATA_NAME, 0, 1 << 16):
+        return _locate_with_datasets(place, wanted)
+    if annotations := _annotations(folder, names):
         return Located("annotations", place, annotations)
-    found = [
-        info.name for info in root.files() if layout_of(info.name) in ("parquet", "tar", "arrow")
-    ]
-    layout = _one_layout(found, place)
-    return Located(
-        layout,
-        place,
-        choose_files([name for name in found if layout_of(name) == layout], wanted, place),
-    )
+    files = [info.name for info in folder.files()]
+    tables = [name for name in files if layout_of(name) in ("parquet", "tar", "arrow")]
+    if not tables and files and not is_uri(place):
+        return _locate_with_datasets(place, wanted)
+    layout = _one_layout(tables, place)
+    chosen_files = [name for name in tables if layout_of(name) == layout]
+    return Located(layout, place, choose_files(chosen_files, wanted, place))
 
 
 def _one_layout(names: Sequence[str], place: str) -> str:
-    """The layout of a folder's files. Parquet files beside tars of the same names only describe
-    them (img2dataset).
-    """
+    """The layout of a folder's files. Parquet next to tars of the same names describes them."""
     stems = {
         layout: {PurePosixPath(name).with_suffix("") for name in names if layout_of(name) == layout}
         for layout in ("parquet", "tar", "arrow")
     }
-    if stems["tar"] and stems["parquet"] <= stems["tar"]:
+    if stems["tar"] and stems["parquet"] <= stems["tar"]:  # img2dataset
         stems["parquet"] = set()
     found = [layout for layout, those in stems.items() if those]
     if not found:
-        raise DataError(
-            f"no dataset in {place}: expected one .json or .jsonl file, Parquet files, tars, or `save_to_disk` output"
-        )
+        raise _nothing_in(place)
     if len(found) > 1:
-        raise ConfigError(
-            f"{place} holds files of several layouts ({', '.join(found)}): name a folder with one"
-        )
+        has = f"{place} holds files of several layouts ({', '.join(found)})"
+        raise ConfigError(f"{has}: name a folder with one")
     return found[0]
 
 
+def _nothing_in(place: str, why: str = "") -> DataError:
+    return DataError(
+        f"no dataset in {place}: expected one .json or .jsonl file, Parquet files, tars,"
+        f" `save_to_disk` output, or a format that `datasets` knows{why}"
+    )
+
+
+def _locate_with_datasets(place: str, wanted: str | None, name: str | None = None) -> Located:
+    """What `datasets` finds in a folder, or in the file `name` of it."""
+    try:
+        found = find_files(str(Path(place).resolve()), name=name)
+    except ConfigError as error:
+        raise _nothing_in(place, f" ({error})") from None
+    except Exception as error:  # its own types, fsspec's and the parsers' among them
+        raise _nothing_in(place, f": {first_line(error)}") from None
+    chosen = found.splits[choose_split(list(found.splits), wanted, place)]
+    names = [PurePosixPath(path).relative_to(Path(place).resolve()).as_posix() for path in chosen]
+    return Located(found.builder, place, tuple(names), found.options)
+
+
 def _saved(place: str) -> Located:
-    """A folder that `datasets.save_to_disk` wrote."""
-    root = open_folder(place, follow_links=True)
-    names = _listed(root, STATE_NAME, "_data_files", lambda entry: entry["filename"])
+    """A folder by `datasets.save_to_disk`."""
+    folder = open_folder(place, follow_links=True)
+    names = _listed(folder, STATE_NAME, "_data_files", lambda entry: entry["filename"])
     return Located("arrow", place, tuple(names))
 
 
-def _listed(root: Folder, name: str, key: str, read: Callable[[Any], str]) -> list[str]:
-    """The list under a key of a JSON file that `datasets` wrote."""
+def _listed(folder: Folder, name: str, key: str, read: Callable[[Any], str]) -> list[str]:
+    """The list under a key of a JSON file by `datasets`."""
+    path = join(folder.uri, name)
     try:
-        values = json.loads(root.read(name))
+        values = json.loads(folder.read(name))
         listed = [str(read(entry)) for entry in values[key]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{join(root.uri, name)}: not as `datasets.save_to_disk` writes it: {error}"
-        ) from None
+        raise DataError(f"{path}: not as `datasets.save_to_disk` writes it: {error}") from None
     if not listed:
-        raise DataError(f"{join(root.uri, name)}: lists no {key.strip('_').replace('_', ' ')}")
+        raise DataError(f"{path}: lists no {key.strip('_').replace('_', ' ')}")
     if values.get("_indices_data_files"):
         raise ConfigError(
-            f"{root.uri}: its rows are selected by an index; flatten_indices() and save it again"
+            f"{folder.uri}: its rows are selected by an index; flatten_indices() and save it again"
         )
     return listed
 
 
-def _annotations(root: Folder, names: Sequence[str]) -> tuple[str, ...]:
+# --- annotation files ---
+
+
+def _annotations(folder: Folder, names: Sequence[str]) -> tuple[str, ...]:
     """The annotation file of a folder, or its shards; empty if it has none."""
-    found = [
-        name
-        for name in names
-        if layout_of(name) == "annotations" and not ABOUT_DATA.fullmatch(name)
-    ]
+    json_names = [name for name in names if layout_of(name) == "annotations"]
+    found = [name for name in json_names if not ABOUT_DATA.fullmatch(name)]
     named = [name for name in found if name.partition(".")[0] == "annotations"]
     if len(named) == 1:
         return (named[0],)
     if not _are_shards(found):
         some = ", ".join(found[:5]) + ("..." if len(found) > 5 else "")
         raise ConfigError(
-            f"{len(found)} annotation files in {root.uri} ({some}): name the one to pack, and --data-root {root.uri}"
+            f"{len(found)} annotation files in {folder.uri} ({some}):"
+            f" name the one to pack, and --data-root {folder.uri}"
         )
     return tuple(sorted(found, key=_by_number))
 
 
 def _by_number(name: str) -> list[tuple[str, int]]:
-    """Sorts `part-10` behind `part-9`."""
+    """Sorts `part-10` after `part-9`."""
     return [(text, int(number or 0)) for text, number in re.findall(r"(\D+|^)(\d*)", name)]
 
 
 def _are_shards(names: Sequence[str]) -> bool:
     """Whether files are one dataset in numbered pieces, some of which may be missing.
 
-    >>> _are_shards(["part-7.jsonl", "part-8.jsonl", "part-10.jsonl"]), _are_shards(["mix558k.json", "mix665k.json"])
-    (True, False)
+    >>> _are_shards(["part-7.jsonl", "part-8.jsonl", "part-10.jsonl"])
+    True
+    >>> _are_shards(["mix558k.json", "mix665k.json"])
+    False
     """
     if len(names) < 2:
         return True
@@ -202,10 +226,62 @@ def _are_shards(names: Sequence[str]) -> bool:
     return not others and max(numbers, default=0) - min(numbers, default=0) < 2 * len(names)
 
 
+# --- splits ---
+
+
+def split_of(name: str) -> str:
+    """The split of a file; empty if its name does not tell.
+
+    >>> split_of("data/train-00000-of-00003.parquet"), split_of("default/test/0000.parquet")
+    ('train', 'test')
+    """
+    path = PurePosixPath(name)
+    match = _NUMBERED.fullmatch(path.name) or _NAMED.match(path.name) or _CONVERTED.fullmatch(name)
+    if match:
+        return match[1]
+    folders = [folder for folder in path.parts[:-1] if re.fullmatch(_SPLIT, folder, re.IGNORECASE)]
+    return folders[-1] if folders else ""
+
+
+def choose_split(splits: Sequence[str], wanted: str | None, where: str) -> str:
+    """The wanted split, `train`, or the only one. ConfigError if that names none."""
+    has = f"{where} has the splits {', '.join(sorted(split or 'none' for split in splits))}"
+    if wanted is not None:
+        if wanted not in splits:
+            raise ConfigError(f"{has}, and no {wanted!r}")
+        return wanted
+    if TRAIN in splits:
+        return TRAIN
+    if len(splits) != 1:
+        raise ConfigError(f"{has}; say which one: {where}@SPLIT")
+    if splits[0].startswith(PARTIAL):
+        raise ConfigError(
+            f"{where}: the Hub has only the first 5 GB of it as Parquet;"
+            f" {where}@{splits[0]} is that part"
+        )
+    return splits[0]
+
+
+def choose_files(names: Sequence[str], wanted: str | None, where: str) -> tuple[str, ...]:
+    """The files of the split to read, in their order."""
+    splits = {name: split_of(name) for name in names}
+    found = sorted(set(splits.values()))
+    if wanted is None and TRAIN in found and "" in found:
+        stray = next(name for name in names if not splits[name])
+        raise ConfigError(
+            f"{where}: {stray} belongs to no split, others to {TRAIN};"
+            f" name the files, or {where}@{TRAIN}"
+        )
+    chosen = choose_split(found, wanted, where)
+    return tuple(name for name in names if splits[name] == chosen)
+
+
 def open_located(located: Located, name: str, data_root: str) -> Source:
     """The source that reads files of a layout."""
-    if located.layout == "annotations":
-        return AnnotationSource(name, located.folder, list(located.names), data_root)
-    if located.layout == "tar":
-        return TarSource(name, located.folder, located.names, data_root)
-    return TableSource(located.layout, name, located.folder, located.names, data_root)
+    kinds: dict[str, Callable[[Located, str, str], Source]] = {
+        "annotations": AnnotationSource,
+        "tar": TarSource,
+        "parquet": TableSource,
+        "arrow": TableSource,
+    }
+    return kinds.get(located.layout, DatasetsSource)(located, name, data_root)

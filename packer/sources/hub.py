@@ -1,25 +1,24 @@
 """Datasets by Hugging Face Hub id: `org/name`, `org/name:configuration`, `org/name@split`, or both.
 
-Their Parquet files are downloaded into the Hub's cache and read from there; a dataset in another
-format is read from the Hub's own conversion to Parquet. Network access happens in `fetch_parquet`
-only.
+`datasets` finds the files of the configuration and the split. They are downloaded into the Hub's
+cache and read from there, in their own format and without another copy. Network access happens in
+`fetch_files` only.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from typing import Any
+from urllib.parse import unquote
 
 from balance.errors import ConfigError, DataError, first_line
-from packer.sources.splits import choose_files, split_of
-
-CONVERTED = "refs/convert/parquet"
-"""Branch of every dataset repository that the Hub could convert."""
-DEFAULT = "default"
+from packer.sources.base import Located
+from packer.sources.datasets_source import BuilderFiles, find_files, import_datasets
 
 _ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.+-]+))?(?:@(?P<split>[\w.-]+))?")
+_URL = re.compile(r"hf://datasets/[^/]+/[^/@]+(?:@(?P<revision>[^/]+))?/(?P<name>.+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,78 +47,51 @@ def parse_hub_id(place: str) -> HubId | None:
     return HubId(match["repo"], match["config"], match["split"])
 
 
-def fetch_parquet(dataset: HubId) -> tuple[str, tuple[str, ...]]:
-    """Download the Parquet files of a dataset's split: -> their folder, and their names in it.
+def fetch_files(dataset: HubId, choose: Callable[[Sequence[str]], str]) -> Located:
+    """Download the files of a dataset's split; `choose` picks one of the splits.
 
     ConfigError if the id is not precise enough, DataError if the Hub cannot be reached or has no
     such dataset.
     """
-    try:
-        from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415 - an extra, needed only here
-    except ImportError:
-        raise ConfigError(
-            f"{dataset.repo} is no file or folder, and to look for it on the Hugging Face Hub needs huggingface_hub:"
-            " pip install 'isobatch[hub]'"
-        ) from None
-    try:
-        revision = None
-        names = _parquet(HfApi().list_repo_files(dataset.repo, repo_type="dataset"))
-        if not names:
-            revision = CONVERTED
-            names = _parquet(
-                HfApi().list_repo_files(dataset.repo, repo_type="dataset", revision=revision)
-            )
-    except (
-        Exception
-    ) as error:  # the Hub client raises some twenty types, network libraries' own among them
-        raise DataError(
-            f"no file or folder {dataset.repo}, and the Hugging Face Hub gave no such dataset: {first_line(error)}"
-        ) from None
-    chosen = choose_parquet(names, dataset)
+    import_datasets(f"{dataset.repo} is no file or folder, and looking for it on the Hub")
+    from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415 - comes with datasets
+
+    found = _find(HfApi(), dataset)
+    urls = found.splits[choose(list(found.splits))]
+    parsed = [_URL.fullmatch(url) for url in urls]
+    if not all(parsed):
+        raise DataError(f"{dataset}: its files are not in the repository, but at {urls[0][:120]}")
+    names = [unquote(match["name"]) for match in parsed if match]
+    revisions = {unquote(match["revision"] or "") for match in parsed if match}
     try:
         folder = snapshot_download(
             dataset.repo,
             repo_type="dataset",
-            revision=revision,
-            allow_patterns=[_literal(name) for name in chosen],
+            revision=revisions.pop() or None,
+            allow_patterns=[_literal(name) for name in names],
         )
     except Exception as error:
         raise DataError(
             f"{dataset.repo} could not be downloaded from the Hugging Face Hub: {first_line(error)}"
         ) from None
-    return str(folder), chosen
+    return Located(found.builder, str(folder), tuple(names), found.options)
 
 
-def choose_parquet(names: Sequence[str], dataset: HubId) -> tuple[str, ...]:
-    """The files of the configuration and the split that are meant."""
-    if not names:
+def _find(hub: Any, dataset: HubId) -> BuilderFiles:
+    try:
+        hub.repo_info(dataset.repo, repo_type="dataset")  # `datasets` would try for half a minute
+        return find_files(dataset.repo, dataset.config)
+    # the clients raise some twenty types, network libraries' own among them
+    except Exception as error:
+        if isinstance(error, ValueError) and "onfig" in str(error):  # and the list of those there
+            detail = " ".join(str(error).splitlines()[:2])
+            raise ConfigError(
+                f"{dataset}: {detail}; say which one: {dataset.repo}:CONFIGURATION"
+            ) from None
         raise DataError(
-            f"{dataset.repo} on the Hugging Face Hub has no Parquet files, of its own or converted"
-        )
-    configs = {name: _config_of(name) for name in names}
-    found = sorted(set(configs.values()))
-    config = dataset.config or (DEFAULT if DEFAULT in found else found[0])
-    if config not in found or (dataset.config is None and len(found) > 1 and config != DEFAULT):
-        raise ConfigError(
-            f"{dataset.repo} has the configurations {', '.join(found)}; say which one: {dataset.repo}:CONFIGURATION"
-        )
-    return choose_files(
-        [name for name in names if configs[name] == config], dataset.split, str(dataset)
-    )
-
-
-def _parquet(names: Sequence[str]) -> list[str]:
-    return sorted(name for name in names if name.endswith(".parquet"))
-
-
-def _config_of(name: str) -> str:
-    """The configuration that a file belongs to: its first folder, unless that only says `data` or a
-    split.
-    """
-    folders = PurePosixPath(name).parts[:-1]
-    if not folders or folders[0] == "data" or split_of(f"{folders[0]}/x") == folders[0]:
-        return DEFAULT
-    return folders[0]
+            f"no file or folder {dataset.repo}, and the Hugging Face Hub gave no such dataset:"
+            f" {first_line(error)}"
+        ) from None
 
 
 def _literal(name: str) -> str:

@@ -1,42 +1,276 @@
-"""JSON annotations: a JSON array or JSON lines, in one file or several, images and audio files
-beside them.
+"""JSON annotations: an array or JSON lines, streamed in constant memory, past broken records.
+
+A file is read in blocks of 1 MiB and decoded record by record, so memory has one record and one
+block, whatever the size of the file: about 100 MB/s, far above what the tokenizer can take. Invalid
+JSON costs its record: in JSON lines the line, in an array all up to where the next record begins.
 """
 
 from __future__ import annotations
 
+import codecs
+import gzip
 import hashlib
+import json
+import re
+import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import IO, Any, cast
 
-from packer.sources._json_records import read_json_records
-from packer.sources.base import Chunk, cut
-from packer.sources.files import file_infos
-from shards.folders import FileInfo, Folder, open_folder
+from balance.errors import DataError
+from packer.records.record import RawRecord
+from packer.records.schemas import CONTENT_KEYS
+from packer.sources.base import Chunk, Located, cut, file_infos
+from shards.folders import FileInfo, Folder, join, open_folder
+
+BLOCK_BYTES = 1 << 20
+MAX_RECORD_CHARS = 64 << 20
+"""Length of a record at most; what looks longer is a quote that never closes."""
+
+Parsed = tuple[Any, str]
+"""A value, or why it is broken."""
+
+_SEPARATORS = re.compile(r"[\s,\ufeff]*")
+_NEXT_OBJECT = re.compile(r"(?<=[\n,\[])\s*(?=\{)")
 
 
 class AnnotationSource:
     """Records of JSON files."""
 
-    def __init__(self, name: str, folder: str, names: list[str], data_root: str) -> None:
+    def __init__(self, located: Located, name: str, data_root: str) -> None:
         self.name = name
         self.data_root = data_root
-        self._root: Folder = open_folder(folder, follow_links=True)
-        self._names = names
+        self._folder = open_folder(located.folder, follow_links=True)
+        self._names = located.names
 
     def files(self) -> list[FileInfo]:
         """The annotation files."""
-        return file_infos(self._root, self._names)
+        return file_infos(self._folder, self._names)
 
     def chunks(self, num_records: int, on_bytes: Callable[[int], None]) -> Iterator[Chunk]:
         """The records, read here: only a parser finds where one ends."""
         for name in self._names:
-            yield from cut(read_json_records(self._root, name, on_bytes=on_bytes), num_records)
+            yield from cut(read_json_records(self._folder, name, on_bytes=on_bytes), num_records)
 
     def describe(self) -> list[dict[str, Any]]:
         """Name, size and SHA-256 of each file."""
         described = []
         for info in self.files():
-            with self._root.open(info.name) as file:
+            with self._folder.open(info.name) as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
             described.append({"name": info.name, "size": info.size, "sha256": digest})
         return described
+
+
+def read_json_records(
+    folder: Folder, name: str, *, on_bytes: Callable[[int], None] = lambda _: None
+) -> Iterator[RawRecord]:
+    """Records of a JSON array or of JSON lines (its first character tells), in file order.
+
+    A file whose name ends in `.gz` is decompressed. `on_bytes` is told of every block that is read,
+    for progress. DataError when the file cannot be read or contains neither.
+    """
+    path = join(folder.uri, name)
+    try:
+        with folder.open(name) as raw, _unpacked(raw, name) as file:
+            # progress counts the bytes of the file, which are fewer than those that come out of it
+            window = _Window(file, on_bytes if file is raw else _progress_in(raw, on_bytes))
+            for position, (value, broken) in enumerate(_values(window, path)):
+                yield RawRecord(position, value, broken)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{path}: cannot be read: {reason}") from None
+
+
+def _unpacked(raw: IO[bytes], name: str) -> IO[bytes]:
+    return cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if name.endswith(".gz") else raw
+
+
+def _progress_in(raw: IO[bytes], on_bytes: Callable[[int], None]) -> Callable[[int], None]:
+    last = 0
+
+    def report(_: int) -> None:
+        nonlocal last
+        on_bytes(raw.tell() - last)
+        last = raw.tell()
+
+    return report
+
+
+def _values(window: _Window, path: str) -> Iterator[Parsed]:
+    first = window.skip(_SEPARATORS)
+    if first == "[":
+        window.advance(1)
+        return _array_records(window)
+    if first == "{":
+        if _is_one_line(window):
+            return _line_records(window)
+        return _array_records(window, in_brackets=False)
+    found = f"begins with {first!r}" if first else "is empty"
+    raise DataError(f"{path}: {found}; a JSON array or JSON lines of records are expected")
+
+
+class _Window:
+    """The undecoded rest of the file: `text[start:]` and what `fill` appends to it."""
+
+    def __init__(self, file: IO[bytes], on_bytes: Callable[[int], None]) -> None:
+        # bad bytes become lone surrogates: only the record with them is rejected
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
+        self._file = file
+        self._on_bytes = on_bytes
+        self.text = ""
+        self.start = 0
+        self.at_end = False
+        self.line = 1
+
+    def fill(self, at_least: int = 1) -> bool:
+        """Append at least so many characters if the file has them; False at its end."""
+        wanted = len(self.text) - self.start + at_least
+        parts = [self.text[self.start :]]
+        self.start = 0
+        size = len(parts[0])
+        while not self.at_end and size < wanted:
+            block = self._file.read(BLOCK_BYTES)
+            self._on_bytes(len(block))
+            self.at_end = not block
+            parts.append(self._decoder.decode(block, self.at_end))
+            size += len(parts[-1])
+        self.text = "".join(parts)
+        return size >= wanted
+
+    def advance(self, count: int) -> None:
+        self.line += self.text.count("\n", self.start, self.start + count)
+        self.start += count
+
+    def skip(self, pattern: re.Pattern[str]) -> str:
+        """Skip what matches and return the next character, empty at the end of the file."""
+        while True:
+            match = pattern.match(self.text, self.start)
+            self.advance(match.end() - self.start if match else 0)
+            if self.start < len(self.text):
+                return self.text[self.start]
+            if not self.fill():
+                return ""
+
+
+# --- a JSON array ---
+
+
+def _array_records(window: _Window, *, in_brackets: bool = True) -> Iterator[Parsed]:
+    decoder = json.JSONDecoder()
+    while True:
+        first = window.skip(_SEPARATORS)
+        if first == "]":
+            window.advance(1)
+            if window.skip(_SEPARATORS):
+                yield None, f"line {window.line}: there is more after the end of the array"
+            return
+        if first == "":
+            if in_brackets:
+                yield None, f"line {window.line}: the file ends before the array does"
+            return
+        value, error = _decode_one(decoder, window)
+        if error is None:
+            yield value, ""
+            continue
+        where = f"line {window.line}: {error}"
+        _resynchronise(decoder, window)
+        yield None, where
+
+
+def _decode_one(decoder: json.JSONDecoder, window: _Window) -> tuple[Any, str | None]:
+    """Decode the value at the window's start and skip it; reads on while it may be incomplete."""
+    while True:
+        try:
+            value, end = decoder.raw_decode(window.text, window.start)
+        except (ValueError, RecursionError) as error:
+            length = len(window.text) - window.start
+            if not _may_continue(error, window) or length > MAX_RECORD_CHARS:
+                return None, str(error).split(": line ", 1)[0]
+            window.fill(length)
+            continue
+        if end == len(window.text) and window.fill():
+            continue
+        window.advance(end - window.start)
+        return value, None
+
+
+def _may_continue(error: Exception, window: _Window) -> bool:
+    """Whether the rest of the file could make it valid.
+
+    A scanner stops at the end of the text, or where an open string began.
+    """
+    if window.at_end or not isinstance(error, json.JSONDecodeError):
+        return False
+    return error.msg.startswith("Unterminated string") or len(window.text) - error.pos < 32
+
+
+def _resynchronise(decoder: json.JSONDecoder, window: _Window) -> None:
+    """Move to the next record: an object that decodes and has content; else to the file's end."""
+    window.advance(1)
+    while True:
+        for match in _NEXT_OBJECT.finditer(window.text, window.start):
+            if _is_record(decoder, window.text, match.end()):
+                window.advance(match.end() - window.start)
+                return
+        length = len(window.text) - window.start
+        if window.at_end or length > MAX_RECORD_CHARS:
+            window.advance(length)
+        if window.at_end:
+            return
+        window.fill(max(length, BLOCK_BYTES))  # doubling keeps the repeated scans linear in total
+
+
+def _is_record(decoder: json.JSONDecoder, text: str, start: int) -> bool:
+    try:
+        value, _ = decoder.raw_decode(text, start)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) and any(key in value for key in CONTENT_KEYS)
+
+
+# --- JSON lines ---
+
+
+def _is_one_line(window: _Window) -> bool:
+    """Whether the first line is a whole record (JSON lines), or only the beginning of one."""
+    end = _line_end(window)  # first: it may read on
+    line = window.text[window.start : end]
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        # a broken first record of JSON lines also has braces at both ends
+        return line.rstrip().endswith("}")
+    return True
+
+
+def _line_end(window: _Window) -> int:
+    """End of the line at the window's start; reads as much as needed, up to MAX_RECORD_CHARS."""
+    searched = 0
+    while True:
+        end = window.text.find("\n", window.start + searched)
+        length = len(window.text) - window.start
+        if end >= 0:
+            return end
+        if window.at_end or length > MAX_RECORD_CHARS:
+            return len(window.text)
+        searched = length
+        window.fill(max(length, BLOCK_BYTES))
+
+
+def _line_records(window: _Window) -> Iterator[Parsed]:
+    while window.skip(_SEPARATORS):
+        end = _line_end(window)
+        line, number = window.text[window.start : end], window.line
+        window.advance(end - window.start)
+        try:
+            yield json.loads(line), ""
+        except (ValueError, RecursionError) as error:
+            if len(line) > MAX_RECORD_CHARS:
+                _skip_line(window)
+            yield None, f"line {number}: {str(error).split(': line ', 1)[0]}"
+
+
+def _skip_line(window: _Window) -> None:
+    while (end := _line_end(window)) == len(window.text) and not window.at_end:
+        window.advance(end - window.start)
+    window.advance(end - window.start)

@@ -1,14 +1,11 @@
-"""Mixtures: several raw datasets as one, by a TOML file, a shipped preset, or InternVL's meta
-JSON.
-"""
+"""Mixtures: several raw datasets as one, by a TOML file, a preset, or InternVL's meta JSON."""
 
 from __future__ import annotations
 
 import json
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from balance.config import build_config, config_root, preset_names
 from balance.errors import ConfigError, DataError
@@ -20,19 +17,17 @@ PEEK_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixturePart:
-    """One dataset of a mixture, as its file says it."""
+    """One dataset of a mixture, as in its file."""
 
     dataset: str
-    """A preset's name or a place, relative to `--data-root` or, without one, to the mixture's
-    file.
-    """
+    """Preset's name or place, relative to `--data-root` or, without one, to the mixture's file."""
     name: str | None = None
     data_root: str | None = None
     weight: float | None = None
     repeat: float = 1.0
     limit: int | None = None
     download: str = ""
-    """Where to get it, for the message that says what is missing."""
+    """Origin, for the message that says what is missing."""
 
     def __post_init__(self) -> None:
         for key, value in (("weight", self.weight), ("repeat", self.repeat), ("limit", self.limit)):
@@ -43,12 +38,10 @@ class MixturePart:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """What must be there: the dataset and, if that is another place, its data root."""
-        return (
-            (self.dataset,)
-            if self.data_root in (None, self.dataset)
-            else (self.dataset, self.data_root)
-        )
+        """The dataset and, if that is another place, its data root."""
+        if self.data_root is None or self.data_root == self.dataset:
+            return (self.dataset,)
+        return self.dataset, self.data_root
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,15 +60,13 @@ def is_mixture(place: str) -> bool:
         return True
     if place not in preset_names("datasets"):
         return False
-    return "datasets" in tomllib.loads(
-        (config_root() / "datasets" / f"{place}.toml").read_text("utf-8")
-    )
+    return "datasets" in tomllib.loads(_preset_path(place).read_text("utf-8"))
 
 
 def read_mixture(place: str) -> Mixture:
     """A mixture by a preset's name or from a TOML file; ConfigError says which key is wrong."""
     is_file = place.endswith(".toml")
-    path = Path(place) if is_file else config_root() / "datasets" / f"{place}.toml"
+    path = Path(place) if is_file else _preset_path(place)
     try:
         values = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
@@ -96,26 +87,30 @@ def read_mixture(place: str) -> Mixture:
     with_weight = sum(part.weight is not None for part in parts)
     if 0 < with_weight < len(parts):
         raise ConfigError(
-            f"{path}: {with_weight} of {len(parts)} datasets have a weight; give one to all, or to none"
+            f"{path}: {with_weight} of {len(parts)} datasets have a weight;"
+            " give one to all, or to none"
         )
     if mixture.num_samples is not None and not with_weight:
         raise ConfigError(f"{path}: num_samples needs weights")
     return mixture
 
 
+def _preset_path(name: str) -> Path:
+    return config_root() / "datasets" / f"{name}.toml"
+
+
 def _beside(folder: Path, part: MixturePart) -> MixturePart:
-    """A part whose place is relative to the mixture's file, if it lies there."""
-    values: dict[str, Any] = {name: getattr(part, name) for name in MixturePart.__slots__}
+    """A part whose places are relative to the mixture's file, if they exist there."""
+    found = {}
     for key in ("dataset", "data_root"):
-        if values[key] and "://" not in values[key] and (folder / values[key]).exists():
-            values[key] = str((folder / values[key]).resolve())
-    return MixturePart(**values)
+        place = getattr(part, key)
+        if place and not is_uri(place) and (folder / place).exists():
+            found[key] = str((folder / place).resolve())
+    return replace(part, **found)
 
 
 def require_parts(mixture: Mixture, data_root: str | None) -> None:
-    """Look whether all datasets of a mixture and their data roots are there; DataError lists all
-    that are not.
-    """
+    """DataError that lists the datasets of a mixture and the data roots that are missing."""
     missing = []
     for part in mixture.datasets:
         lost = [place for place in part.places if not _is_there(place, data_root)]
@@ -125,14 +120,10 @@ def require_parts(mixture: Mixture, data_root: str | None) -> None:
             hint = f": from {part.download}" if part.download else ""
             missing.append(" and ".join(lost) + hint)
     if missing:
-        where = (
-            f"under {data_root}"
-            if data_root
-            else "here; --data-root gives the folder that its paths start from"
-        )
-        raise DataError(
-            f"{mixture.name} is incomplete {where}; missing:\n  - " + "\n  - ".join(missing)
-        )
+        hint = "here; --data-root gives the folder that its paths start from"
+        where = f"under {data_root}" if data_root else hint
+        listed = "\n  - ".join(["", *missing])
+        raise DataError(f"{mixture.name} is incomplete {where}; missing:{listed}")
 
 
 def _is_known(dataset: str) -> bool:
@@ -143,25 +134,21 @@ def _is_known(dataset: str) -> bool:
 
 
 def _is_there(place: str, data_root: str | None) -> bool:
-    full = (
-        place
-        if data_root is None or is_uri(place) or Path(place).is_absolute()
-        else join(data_root, place)
-    )
+    full = place
+    if data_root is not None and not is_uri(place) and not Path(place).is_absolute():
+        full = join(data_root, place)
+    without_split = full.rpartition("@")[0] or full
     if not is_uri(full):
-        return Path(full).exists() or Path(full.rpartition("@")[0] or full).exists()
-    place = full.rpartition("@")[0] or full
-    folder, name = split(place)
+        return Path(full).exists() or Path(without_split).exists()
+    folder, name = split(without_split)
     try:
-        return open_folder(place).has_folder("") or open_folder(folder).info(name).size >= 0
+        return open_folder(without_split).has_folder("") or open_folder(folder).info(name).size >= 0
     except OSError:
         return False
 
 
 def is_meta(place: str) -> bool:
-    """Whether a JSON file is InternVL's meta file: dataset name -> {root, annotation, repeat_time,
-    ...}.
-    """
+    """Whether a file is InternVL's meta JSON: name -> {root, annotation, repeat_time, ...}."""
     path = Path(place)
     if path.suffix != ".json" or not path.is_file() or path.stat().st_size > PEEK_BYTES * 16:
         return False
@@ -169,24 +156,19 @@ def is_meta(place: str) -> bool:
         values = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError, OSError):
         return False
-    return (
-        isinstance(values, dict)
-        and len(values) > 0
-        and all(isinstance(entry, dict) and "annotation" in entry for entry in values.values())
-    )
+    if not isinstance(values, dict) or not values:
+        return False
+    return all(isinstance(entry, dict) and "annotation" in entry for entry in values.values())
 
 
 def read_meta(place: str) -> Mixture:
-    """InternVL's meta JSON: `repeat_time` is our repeat, `length` is what its author counted and is
-    not used.
-    """
+    """InternVL's meta JSON: `repeat_time` is our repeat; `length`, a count, is not used."""
     path = Path(place)
     parts = []
     for name, entry in json.loads(path.read_text("utf-8")).items():
         repeat = entry.get("repeat_time", 1)
         root = entry.get("root") or None
         values = {"dataset": entry["annotation"], "name": name, "data_root": root, "repeat": repeat}
-        parts.append(
-            _beside(path.parent, build_config(MixturePart, values, where=f"{path}: {name}"))
-        )
+        part = build_config(MixturePart, values, where=f"{path}: {name}")
+        parts.append(_beside(path.parent, part))
     return Mixture(name=path.stem, datasets=tuple(parts))

@@ -1,63 +1,114 @@
-"""Records of table files, Parquet or Arrow: cut into pieces that the counting processes read
-themselves.
+"""Parquet files and `save_to_disk` folders, in pieces that the counting processes read themselves.
 
 A file is a row of blocks (row groups, record batches). Small blocks are joined to a chunk, large
-ones are cut by rows, so that a chunk holds about `num_records` records and at most some
-CHUNK_BYTES. Reading the middle of a block means decoding what is in front of it; a block that would
-have to be decoded more than MAX_REREADS times is read once, here. Only the columns that
+ones are cut by rows, so that a chunk has about `num_records` records and at most about CHUNK_BYTES.
+Reading the middle of a block means decoding what precedes it; a block that would have to be decoded
+more than MAX_REREADS times is read once, in the leading process. Only the columns that
 `packer.records.schemas` knows are read.
+
+Parquet is read by pyarrow. Arrow files are memory-mapped by `datasets`, without a copy; in an
+object store, the leading process streams them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from balance.errors import DataError
 from packer.records.record import RawRecord
-from packer.records.schemas import CONTENT_KEYS, RECORD_KEYS
-from packer.sources._arrow_stream import open_arrow_stream
-from packer.sources._parquet import open_parquet
-from packer.sources.base import Chunk, cut
-from packer.sources.files import file_infos, name_and_size
-from shards.folders import FileInfo, Folder, join, open_folder
+from packer.sources.base import (
+    Chunk,
+    Located,
+    cut,
+    damaged,
+    file_infos,
+    known_columns,
+    name_and_size,
+    opened,
+)
+from packer.sources.datasets_source import import_datasets
+from shards.folders import FileInfo, Folder, is_uri, join, open_folder
 
 CHUNK_BYTES = 64 << 20
-"""Decoded bytes of a chunk at most, about; its images are copied into the staging folder at
-once.
-"""
+"""Decoded bytes of a chunk at most, about; its images go into the staging folder at once."""
 MAX_REREADS = 8
+READ_BYTES = 1 << 20
+"""Size of the reads of column chunks, so that a large row group is never in memory as a whole."""
+BATCH_ROWS = 64
+"""Rows of Parquet decoded at once: few, because each may have images of some megabytes."""
+END_MARK = b"\xff\xff\xff\xff\0\0\0\0"
+"""Last bytes of an Arrow stream; without them, pyarrow takes a truncated stream for a whole one."""
+
+Block = tuple[int, int]
+"""Rows, and decoded bytes."""
 
 
-class TableFile(Protocol):
-    """An open table."""
+class _ParquetTable:
+    """An open Parquet file; its blocks are row groups."""
 
-    columns: list[str]
+    def __init__(self, file: pq.ParquetFile) -> None:
+        self._file = file
+        self.columns: list[str] = file.schema_arrow.names
 
-    def blocks(self, columns: Sequence[str]) -> list[tuple[int, int]]:
-        """(rows, decoded bytes of `columns`) of each block."""
+    def blocks(self, columns: Sequence[str]) -> list[Block]:
+        metadata = self._file.metadata
+        groups = map(metadata.row_group, range(metadata.num_row_groups))
+        return [(group.num_rows, _decoded_bytes(group, set(columns))) for group in groups]
 
     def batches(self, blocks: Sequence[int], columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """The rows of some blocks, a few at a time."""
+        return self._file.iter_batches(  # type: ignore[no-any-return]
+            BATCH_ROWS, row_groups=list(blocks), columns=list(columns), use_threads=False
+        )
 
 
-_OPEN: dict[str, Callable[[Folder, str], AbstractContextManager[TableFile]]] = {
-    "parquet": open_parquet,
-    "arrow": open_arrow_stream,
-}
+def _decoded_bytes(group: pq.RowGroupMetaData, columns: set[str]) -> int:
+    parts = map(group.column, range(group.num_columns))
+    inside = (part for part in parts if part.path_in_schema.partition(".")[0] in columns)
+    return sum(part.total_uncompressed_size for part in inside)
+
+
+class _ArrowTable:
+    """A mapped Arrow stream; its blocks are record batches."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self._batches = table.to_batches()
+        self.columns: list[str] = table.column_names
+
+    def blocks(self, columns: Sequence[str]) -> list[Block]:
+        return [(len(batch), batch.nbytes) for batch in self._batches]
+
+    def batches(self, blocks: Sequence[int], columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        return (self._batches[block].select(list(columns)) for block in blocks)
+
+
+@contextmanager
+def _open_table(folder: Folder, name: str) -> Iterator[_ParquetTable | _ArrowTable]:
+    """A table file; DataError that names it if it is damaged, also inside the `with`."""
+    with opened(folder, name) as file:
+        try:
+            if name.endswith(".parquet"):
+                yield _ParquetTable(pq.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False))
+                return
+            file.seek(max(file.seek(0, 2) - len(END_MARK), 0))
+            if file.read() != END_MARK:
+                raise pa.ArrowInvalid("it ends without the end mark of an Arrow stream")
+            datasets = import_datasets(f"{name}, written by `datasets`,")
+            yield _ArrowTable(datasets.Dataset.from_file(join(folder.uri, name)).data.table)
+        except (pa.ArrowException, EOFError) as error:
+            raise damaged(folder, name, error) from None
 
 
 @dataclass(frozen=True, slots=True)
 class TableChunk:
     """Some rows of a table file."""
 
-    layout: str
     folder: str
     name: str
     columns: tuple[str, ...]
@@ -65,7 +116,7 @@ class TableChunk:
     first_row: int
     """Row of the file at which `blocks` begin."""
     skip: int
-    """Rows of `blocks` to pass over."""
+    """Rows of `blocks` to skip."""
     count: int
 
     def records(self) -> Iterator[RawRecord]:
@@ -73,88 +124,87 @@ class TableChunk:
         return islice(self._all(), self.count)
 
     def _all(self) -> Iterator[RawRecord]:
-        root = open_folder(self.folder, follow_links=True)
         row, first = self.first_row, self.first_row + self.skip
-        with _OPEN[self.layout](root, self.name) as table:
+        with _open_table(open_folder(self.folder, follow_links=True), self.name) as table:
             for batch in table.batches(self.blocks, self.columns):
                 start = min(max(first - row, 0), len(batch))
-                for number, value in enumerate(_values(batch.slice(start)), row + start):
-                    yield _record(self.name, number, value)
+                yield from _records(self.name, row + start, batch.slice(start))
                 row += len(batch)
 
 
 class TableSource:
     """Records of Parquet files, or of the Arrow streams of a `datasets.save_to_disk` folder."""
 
-    def __init__(
-        self, layout: str, name: str, folder: str, names: Sequence[str], data_root: str
-    ) -> None:
-        """`layout` is `parquet` or `arrow`."""
+    def __init__(self, located: Located, name: str, data_root: str) -> None:
         self.name = name
         self.data_root = data_root
-        self._layout = layout
-        self._folder = folder
-        self._root: Folder = open_folder(folder, follow_links=True)
-        self._names = names
+        self._located = located
+        self._folder = open_folder(located.folder, follow_links=True)
 
     def files(self) -> list[FileInfo]:
         """The table files."""
-        return file_infos(self._root, self._names)
+        return file_infos(self._folder, self._located.names)
 
     def chunks(self, num_records: int, on_bytes: Callable[[int], None]) -> Iterator[Chunk]:
-        """Ranges of rows; only footers and headers are read here, unless a block is very large."""
+        """Ranges of rows; only footers and headers are read here, except for very large blocks."""
         for info in self.files():
-            with _OPEN[self._layout](self._root, info.name) as table:
-                columns = _columns_of(table, join(self._folder, info.name))
+            if self._located.layout == "arrow" and is_uri(self._located.folder):
+                yield from cut(self._streamed(info.name), num_records)
+                on_bytes(info.size)
+                continue
+            with _open_table(self._folder, info.name) as table:
+                columns = known_columns(table.columns, join(self._located.folder, info.name))
                 blocks = table.blocks(columns)
-            new = partial(TableChunk, self._layout, self._folder, info.name, columns)
+            new = partial(TableChunk, self._located.folder, info.name, columns)
             num_rows = max(sum(rows for rows, _ in blocks), 1)
             told = 0
             for chunk in _chunks(new, blocks, num_records):
                 yield chunk
-                done = _end_row(chunk)
-                if done is not None:
-                    on_bytes(info.size * done // num_rows - told)
-                    told = info.size * done // num_rows
+                if isinstance(chunk, TableChunk):
+                    end = chunk.first_row + chunk.skip + chunk.count
+                    on_bytes(info.size * end // num_rows - told)
+                    told = info.size * end // num_rows
             on_bytes(info.size - told)
 
     def describe(self) -> list[dict[str, Any]]:
         """Name and size of each file."""
         return name_and_size(self.files())
 
+    def _streamed(self, name: str) -> Iterator[RawRecord]:
+        """The rows of an Arrow stream, from its beginning."""
+        row = 0
+        with opened(self._folder, name) as file:
+            try:
+                reader = pa.ipc.open_stream(file)
+                columns = known_columns(reader.schema.names, join(self._located.folder, name))
+                for batch in reader:
+                    yield from _records(name, row, batch.select(list(columns)))
+                    row += len(batch)
+            except (pa.ArrowException, EOFError) as error:
+                raise damaged(self._folder, name, error) from None
 
-def _columns_of(table: TableFile, where: str) -> tuple[str, ...]:
-    if not CONTENT_KEYS & set(table.columns):
-        known = ", ".join(sorted(CONTENT_KEYS))
-        raise DataError(
-            f"{where}: has the columns {', '.join(table.columns)[:200]}; expected one of {known}"
-        )
-    return tuple(name for name in table.columns if name in RECORD_KEYS)
+
+# --- blocks -> chunks ---
 
 
 def _chunks(
-    new: Callable[..., TableChunk], blocks: Sequence[tuple[int, int]], num_records: int
+    new: Callable[..., TableChunk], blocks: Sequence[Block], num_records: int
 ) -> Iterator[Chunk]:
-    """The chunks of a file; `new` makes one of (blocks, first row, rows to pass over, rows)."""
+    """The chunks of a file; `new` makes one of (blocks, first row, rows to skip, rows)."""
     joined: list[int] = []
     row = joined_rows = joined_bytes = 0
     for number, (rows, num_bytes) in enumerate(blocks):
         is_large = rows > num_records or num_bytes > CHUNK_BYTES
-        if joined and (
-            is_large or joined_rows + rows > num_records or joined_bytes + num_bytes > CHUNK_BYTES
-        ):
+        is_full = joined_rows + rows > num_records or joined_bytes + num_bytes > CHUNK_BYTES
+        if joined and (is_large or is_full):
             yield new(tuple(joined), row - joined_rows, 0, joined_rows)
             joined, joined_rows, joined_bytes = [], 0, 0
         if is_large:
-            yield from _cut_block(
-                new, number, row, rows, _rows_at_once(rows, num_bytes, num_records)
-            )
+            at_once = _rows_at_once(rows, num_bytes, num_records)
+            yield from _cut_block(new, number, row, rows, at_once)
         else:
-            joined, joined_rows, joined_bytes = (
-                [*joined, number],
-                joined_rows + rows,
-                joined_bytes + num_bytes,
-            )
+            joined.append(number)
+            joined_rows, joined_bytes = joined_rows + rows, joined_bytes + num_bytes
         row += rows
     if joined_rows:
         yield new(tuple(joined), row - joined_rows, 0, joined_rows)
@@ -179,13 +229,24 @@ def _rows_at_once(rows: int, num_bytes: int, num_records: int) -> int:
     return max(1, min(num_records, rows * CHUNK_BYTES // max(num_bytes, 1)))
 
 
-def _end_row(chunk: Chunk) -> int | None:
-    """The row behind a chunk's last; None for records that were read here."""
-    return chunk.first_row + chunk.skip + chunk.count if isinstance(chunk, TableChunk) else None
+# --- rows -> records ---
+
+
+def _records(name: str, first_row: int, batch: pa.RecordBatch) -> Iterator[RawRecord]:
+    """Rows as records; one without an id is named by its file and row."""
+    for row, value in enumerate(_values(batch), first_row):
+        key = {"__key__": f"{name}:{row}"}
+        if isinstance(value, UnicodeDecodeError):
+            broken = f"{name}, row {row}: {value.reason} at byte {value.start} of a text"
+            yield RawRecord(row, key, broken)
+        elif value.get("id") is None and value.get("__key__") is None:
+            yield RawRecord(row, value | key)
+        else:
+            yield RawRecord(row, value)
 
 
 def _values(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | UnicodeDecodeError]:
-    """Rows as plain values; a row with a text that is no UTF-8 as the error that says so."""
+    """Rows as plain values; a row with a text that is not UTF-8 as the error that says so."""
     try:
         yield from batch.to_pylist()
     except UnicodeDecodeError:
@@ -194,14 +255,3 @@ def _values(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | UnicodeDecodeErr
                 yield batch.slice(row, 1).to_pylist()[0]
             except UnicodeDecodeError as error:
                 yield error
-
-
-def _record(name: str, row: int, value: dict[str, Any] | UnicodeDecodeError) -> RawRecord:
-    key = {"__key__": f"{name}:{row}"}
-    if isinstance(value, UnicodeDecodeError):
-        return RawRecord(
-            row, key, f"{name}, row {row}: {value.reason} at byte {value.start} of a text"
-        )
-    if value.get("id") is None and value.get("__key__") is None:
-        value |= key
-    return RawRecord(row, value)

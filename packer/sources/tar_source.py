@@ -2,82 +2,85 @@
 
 The webdataset library's rule: the key is a member's path up to the first dot of its last part, and
 neighbours with one key belong together. Only headers, `.json` and texts are read; images and audio
-files stay where they are, as byte ranges. `packer.sources._tar_samples` makes a record of a
-sample's members.
+files stay where they are, as byte ranges. Compressed tars have no such ranges: webdataset reads
+them, and the files' contents come with the records.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
-from balance.errors import ConfigError
 from packer.records.record import RawRecord
-from packer.sources._tar_members import BrokenTarError, Member, read_members
-from packer.sources._tar_samples import key_of, make_record
-from packer.sources.base import Chunk
-from packer.sources.files import file_infos, name_and_size, opened
-from shards.folders import FileInfo, Folder, is_uri, open_folder
+from packer.sources.base import Chunk, Located, cut, file_infos, name_and_size, opened, prefix_under
+from packer.sources.tar_records import (
+    BrokenTarError,
+    Member,
+    broken_record,
+    key_of,
+    make_record,
+    read_compressed,
+    read_members,
+)
+from shards.folders import FileInfo, open_folder
 
 WHOLE_TAR_BYTES = 512 << 20
-"""A tar up to this size is one chunk, so that its headers are read where it is counted; a larger
-one is cut here.
-"""
+"""Size of a tar that is one chunk at most, so that its headers are read where it is counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class TarChunk:
-    """A tar, or a run of samples in one."""
+    """A tar, or successive samples of one."""
 
     folder: str
     name: str
     container: str
     """Name of the tar under the data root."""
     start: int = 0
-    """Where the first member's header begins."""
+    """Offset of the first member's header."""
     end: int | None = None
-    """Where the first member behind the run begins; None: at the end of the tar."""
+    """Offset of the first member after the chunk; None: the end of the tar."""
     first: int = 0
-    """Samples in front of the run."""
+    """Number of samples before the chunk."""
 
     def records(self) -> Iterator[RawRecord]:
         """The samples, in order. A damaged place is one broken record, and ends the tar."""
         with opened(open_folder(self.folder, follow_links=True), self.name) as file:
-            samples = _samples(read_members(file, self.start, self.end))
-            for position, sample in enumerate(samples, self.first):
-                yield make_record(
-                    sample.key, sample.members, file, self.container, position, broken=sample.broken
-                )
+            compressed = _is_compressed(self.name)
+            members = (
+                read_compressed(file) if compressed else read_members(file, self.start, self.end)
+            )
+            for position, sample in enumerate(_samples(members), self.first):
+                if sample.broken:
+                    yield broken_record(sample.key, sample.broken, self.container, position)
+                else:
+                    yield make_record(sample.key, sample.members, file, self.container, position)
 
 
 class TarSource:
     """Samples of tar files."""
 
-    def __init__(self, name: str, folder: str, names: Sequence[str], data_root: str) -> None:
-        """ConfigError for compressed tars, and for tars outside the data root."""
-        packed = next((one for one in names if one.endswith((".gz", ".tgz"))), None)
-        if packed is not None:
-            raise ConfigError(
-                f"{folder}/{packed}: images in a compressed tar have no place of their own; gunzip it"
-            )
+    def __init__(self, located: Located, name: str, data_root: str) -> None:
+        """ConfigError for tars outside the data root."""
         self.name = name
         self.data_root = data_root
-        self._folder = folder
-        self._prefix = _under(folder, data_root)
-        self._root: Folder = open_folder(folder, follow_links=True)
-        self._names = names
+        self._located = located
+        self._prefix = prefix_under(located.folder, data_root, "tars")
+        self._folder = open_folder(located.folder, follow_links=True)
 
     def files(self) -> list[FileInfo]:
         """The tars."""
-        return file_infos(self._root, self._names)
+        return file_infos(self._folder, self._located.names)
 
     def chunks(self, num_records: int, on_bytes: Callable[[int], None]) -> Iterator[Chunk]:
-        """Tars, or runs of `num_records` samples of large ones."""
+        """Tars, or `num_records` samples of large ones; compressed tars are read here."""
         for info in self.files():
-            whole = TarChunk(self._folder, info.name, self._prefix + info.name)
-            if info.size <= WHOLE_TAR_BYTES:
+            whole = TarChunk(self._located.folder, info.name, self._prefix + info.name)
+            if _is_compressed(info.name):
+                yield from cut(whole.records(), num_records)
+                on_bytes(info.size)
+            elif info.size <= WHOLE_TAR_BYTES:
                 yield whole
                 on_bytes(info.size)
             else:
@@ -91,13 +94,13 @@ class TarSource:
         self, whole: TarChunk, num_records: int, size: int, on_bytes: Callable[[int], None]
     ) -> Iterator[Chunk]:
         start = first = 0
-        with opened(self._root, whole.name) as file:
+        with opened(self._folder, whole.name) as file:
             for number, border in enumerate(_borders(file)):
                 if number - first == num_records:
-                    yield TarChunk(whole.folder, whole.name, whole.container, start, border, first)
+                    yield replace(whole, start=start, end=border, first=first)
                     on_bytes(border - start)
                     start, first = border, number
-        yield TarChunk(whole.folder, whole.name, whole.container, start, None, first)
+        yield replace(whole, start=start, first=first)
         on_bytes(size - start)
 
 
@@ -108,10 +111,12 @@ class _Sample:
     broken: str = ""
 
 
+def _is_compressed(name: str) -> bool:
+    return name.endswith((".gz", ".tgz"))
+
+
 def _samples(members: Iterator[Member]) -> Iterator[_Sample]:
-    """Neighbours with one key; if the tar is damaged, the sample at that place as the last one,
-    broken.
-    """
+    """Neighbours with one key; a damaged place ends them with a broken sample."""
     sample: _Sample | None = None
     try:
         for member in members:
@@ -134,9 +139,7 @@ def _samples(members: Iterator[Member]) -> Iterator[_Sample]:
 
 
 def _borders(file: IO[bytes]) -> Iterator[int]:
-    """Where the first header of each sample begins; a damaged place is left to the chunk that it
-    lies in.
-    """
+    """Offset of the first header of each sample, up to a damaged place."""
     last: str | None = None
     try:
         for member in read_members(file):
@@ -145,18 +148,4 @@ def _borders(file: IO[bytes]) -> Iterator[int]:
                 yield member.header
                 last = key
     except BrokenTarError:
-        return
-
-
-def _under(folder: str, data_root: str) -> str:
-    """What leads from the data root to a folder under it, with a slash at the end unless it is
-    empty.
-    """
-    if not is_uri(folder) and not is_uri(data_root):
-        folder, data_root = str(Path(folder).resolve()), str(Path(data_root).resolve())
-    folder, data_root = folder.rstrip("/") + "/", data_root.rstrip("/") + "/"
-    if not folder.startswith(data_root):
-        raise ConfigError(
-            f"{folder}: tars hold their own images, so they must lie under the data root {data_root}"
-        )
-    return folder[len(data_root) :]
+        return  # the chunk that has it reports it

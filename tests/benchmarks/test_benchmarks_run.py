@@ -17,7 +17,7 @@ import resolutions
 from balance.presets import load_model
 from packer.count.sample_counter import CountSettings, SampleCounter
 from packer.demo.dataset import demo_tokenizer_path, write_demo
-from packer.sources._json_records import read_json_records
+from packer.sources.json_source import read_json_records
 from shards.folders import open_folder
 
 DEMO_SAMPLES = 60

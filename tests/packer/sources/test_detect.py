@@ -3,14 +3,17 @@ what is wrong.
 """
 
 import json
+import sys
+from types import SimpleNamespace
+from urllib.parse import quote
 
+import datasets
 import huggingface_hub
 import pytest
 
 from balance.errors import ConfigError, DataError
-from packer.sources.detect import locate
-from packer.sources.hub import HubId, choose_parquet, fetch_parquet, parse_hub_id
-from packer.sources.splits import split_of
+from packer.sources.detect import locate, open_located, split_of
+from packer.sources.hub import HubId, parse_hub_id
 from support.cases import for_each
 
 KNOWN = ["demo", "llava665k"]
@@ -55,7 +58,7 @@ def test_a_folder_is_recognised_by_its_files(tmp_path, names, layout, expected):
 
 
 @pytest.mark.parametrize(
-    "name", ["a.json", "a.jsonl.gz", "a.parquet", "a.arrow", "a.tar", "a.tar.gz", "a.tgz", "a.txt"]
+    "name", ["a.json", "a.jsonl.gz", "a.parquet", "a.arrow", "a.tar", "a.tar.gz", "a.tgz", "a.dat"]
 )
 def test_a_file_is_read_as_what_its_name_says(tmp_path, name):
     layout = {"parquet": "parquet", "arrow": "arrow", "tar": "tar", "tgz": "tar"}.get(
@@ -68,7 +71,7 @@ def test_a_file_is_read_as_what_its_name_says(tmp_path, name):
     ("names", "error", "message"),
     [
         ([], DataError, "no dataset in"),
-        (["x.txt"], DataError, "no dataset in"),
+        (["x.dat"], DataError, "no dataset in"),
         (["a.json", "b.json"], ConfigError, "2 annotation files"),
         (["mix558k.json", "mix665k.json"], ConfigError, "2 annotation files"),
         (["a.parquet", "b.tar"], ConfigError, "several layouts"),
@@ -119,56 +122,6 @@ def test_the_split_stands_in_the_name(name, split):
     assert split_of(name) == split
 
 
-CAULDRON = ["ai2d/train-00000-of-00001.parquet", "cocoqa/train-00000-of-00002.parquet"]
-CONVERTED = [
-    "default/test/0000.parquet",
-    "default/train/0000.parquet",
-    "default/train/0001.parquet",
-]
-
-
-@for_each(
-    ("place", "names", "chosen"),
-    [
-        ("o/n", ["data/test-00000-of-00001.parquet", "data/train-00000-of-00001.parquet"], [1]),
-        (
-            "o/n@test",
-            ["data/test-00000-of-00001.parquet", "data/train-00000-of-00001.parquet"],
-            [0],
-        ),
-        ("o/n", ["train/0.parquet", "test/0.parquet"], [0]),
-        ("o/n:cocoqa", CAULDRON, [1]),
-        ("o/n", CAULDRON[:1], [0]),
-        ("o/n", CONVERTED, [1, 2]),
-        ("o/n:default@test", CONVERTED, [0]),
-        ("o/n", ["default/train/0000.parquet", "other/train/0000.parquet"], [0]),
-        ("o/n@partial-train", ["default/partial-train/0000.parquet"], [0]),
-    ],
-)
-def test_the_files_of_the_split_are_chosen(place, names, chosen):
-    assert choose_parquet(names, parse_hub_id(place)) == tuple(names[number] for number in chosen)
-
-
-@pytest.mark.parametrize(
-    ("place", "names", "error", "message"),
-    [
-        ("o/n", [], DataError, "no Parquet files"),
-        (
-            "o/n",
-            CAULDRON,
-            ConfigError,
-            "configurations ai2d, cocoqa; say which one: o/n:CONFIGURATION",
-        ),
-        ("o/n:x", CAULDRON, ConfigError, "configurations ai2d, cocoqa"),
-        ("o/n:ai2d@dev", CAULDRON, ConfigError, "o/n:ai2d has the splits train, and no 'dev'"),
-        ("o/n", ["default/partial-train/0000.parquet"], ConfigError, "only the first 5 GB"),
-    ],
-)
-def test_what_is_not_precise_enough_is_one_line(place, names, error, message):
-    with pytest.raises(error, match=message):
-        choose_parquet(names, parse_hub_id(place))
-
-
 def test_hub_ids_are_told_from_paths():
     assert parse_hub_id("a/b") == HubId("a/b")
     assert parse_hub_id("a/b.c:d@e") == HubId("a/b.c", "d", "e")
@@ -176,54 +129,123 @@ def test_hub_ids_are_told_from_paths():
         assert parse_hub_id(place) is None
 
 
-class FakeHub:
-    """Stands in for the two functions of huggingface_hub that are used."""
-
-    def __init__(self, folder, files):
-        self.folder, self.files, self.downloads = folder, files, []
-
-    def list_repo_files(self, repo, *, repo_type, revision=None):
-        assert repo_type == "dataset"
-        found = self.files[revision]
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    def snapshot_download(self, repo, *, repo_type, revision, allow_patterns):
-        self.downloads.append((repo, revision, allow_patterns))
-        return self.folder
-
-
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    fake = FakeHub(tmp_path, {})
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: fake)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake.snapshot_download)
+    """A repository org/name with the files of a folder, as the clients of the Hub would give it."""
+    fake = SimpleNamespace(folder=tmp_path, error=None, downloads=[])
+    load = datasets.load_dataset_builder
+
+    def repo_info(repo, *, repo_type):
+        assert (repo, repo_type) == ("org/name", "dataset")
+        if fake.error:
+            raise fake.error
+
+    def load_dataset_builder(place, config, data_files=None):
+        builder = load(str(fake.folder) if place == "org/name" else place, config)
+        builder.config.data_files = {
+            split: [
+                f"hf://datasets/org/name@c0ffee{quote(name[len(str(tmp_path)) :])}"
+                for name in names
+            ]
+            for split, names in builder.config.data_files.items()
+        }
+        return builder
+
+    def snapshot_download(repo, *, repo_type, revision, allow_patterns):
+        fake.downloads.append((repo, revision, allow_patterns))
+        return str(fake.folder)
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: SimpleNamespace(repo_info=repo_info))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
     return fake
 
 
-def test_a_place_that_is_no_path_is_looked_up_on_the_hub(hub):
-    hub.files = {None: ["README.md", "data/train-[1].parquet", "data/test.parquet"]}
-    located = locate("org/name", known=KNOWN)
-    assert (located.layout, located.folder, located.names) == (
-        "parquet",
-        str(hub.folder),
-        ("data/train-[1].parquet",),
+CONFIGS = """---
+configs:
+- config_name: ai2d
+  data_files:
+  - split: train
+    path: ai2d/*.parquet
+- config_name: cocoqa
+  data_files:
+  - split: train
+    path: cocoqa/*.parquet
+  - split: dev
+    path: cocoqa-dev/*.parquet
+---
+"""
+
+
+def cauldron(folder):
+    touch(folder, "ai2d/0.parquet", "cocoqa/[1].parquet", "cocoqa-dev/2.parquet")
+    (folder / "README.md").write_text(CONFIGS)
+
+
+@pytest.mark.parametrize(
+    ("place", "layout", "names"),
+    [
+        ("org/name:ai2d", "parquet", ("ai2d/0.parquet",)),
+        ("org/name:cocoqa", "parquet", ("cocoqa/[1].parquet",)),
+        ("org/name:cocoqa@dev", "parquet", ("cocoqa-dev/2.parquet",)),
+    ],
+)
+def test_the_files_of_a_configuration_and_a_split_are_chosen(hub, place, layout, names):
+    cauldron(hub.folder)
+    assert found(place) == (layout, names)
+
+
+def test_files_are_downloaded_at_the_revision_that_was_looked_at(hub):
+    cauldron(hub.folder)
+    located = locate("org/name:cocoqa", known=KNOWN)
+    assert located.folder == str(hub.folder)
+    assert hub.downloads == [("org/name", "c0ffee", ["cocoqa/[[]1].parquet"])]
+
+
+def test_other_formats_of_the_hub_keep_their_builder_and_its_options(hub):
+    (hub.folder / "README.md").write_text(
+        '---\nconfigs:\n- config_name: notes\n  data_files: notes.csv\n  sep: ";"\n---\n'
     )
-    assert hub.downloads == [("org/name", None, ["data/train-[[]1].parquet"])]
+    (hub.folder / "notes.csv").write_text("text;x\nhello;1\n")
+    located = locate("org/name", known=KNOWN)
+    assert (located.layout, located.names) == ("csv", ("notes.csv",))
+    assert dict(located.options) == {"sep": ";"}
+    (chunk,) = open_located(located, "set", located.folder).chunks(10, lambda _: None)
+    assert [record.value["text"] for record in chunk.records()] == ["hello"]
 
 
-def test_without_parquet_files_of_its_own_the_hubs_conversion_is_read(hub):
-    hub.files = {None: ["a.json"], "refs/convert/parquet": CONVERTED}
-    assert fetch_parquet(HubId("org/name"))[1] == tuple(CONVERTED[1:])
-    assert hub.downloads[0][1] == "refs/convert/parquet"
+def test_json_of_the_hub_is_read_as_annotations(hub):
+    (hub.folder / "train.jsonl").write_text('{"text": "a"}')
+    assert found("org/name") == ("annotations", ("train.jsonl",))
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("org/name", r"org/name: .*'ai2d', 'cocoqa'.*; say which one: org/name:CONFIG"),
+        ("org/name:x", r"org/name:x: .*'x' not found.*'ai2d', 'cocoqa'"),
+        ("org/name:ai2d@dev", "org/name:ai2d has the splits train, and no 'dev'"),
+    ],
+)
+def test_a_hub_id_that_is_not_precise_enough_is_one_line(hub, place, message):
+    cauldron(hub.folder)
+    with pytest.raises(ConfigError, match=message) as caught:
+        locate(place, known=KNOWN)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_with_the_first_part_of_a_dataset_only_is_named(tmp_path):
+    touch(tmp_path, "default/partial-train/0000.parquet")
+    with pytest.raises(ConfigError, match="only the first 5 GB"):
+        locate(str(tmp_path), known=KNOWN)
+    assert found(f"{tmp_path}@partial-train")[1] == ("default/partial-train/0000.parquet",)
 
 
 @pytest.mark.parametrize(
     "error", [OSError("no route to host\nsecond line"), KeyError(), RuntimeError("404: not found")]
 )
 def test_a_hub_that_gives_nothing_is_one_line(hub, error):
-    hub.files = {None: error}
+    hub.error = error
     with pytest.raises(
         DataError, match="no file or folder org/name, and the Hugging Face Hub gave"
     ) as caught:
@@ -232,7 +254,7 @@ def test_a_hub_that_gives_nothing_is_one_line(hub, error):
 
 
 def test_a_download_that_fails_is_one_line(hub, monkeypatch):
-    hub.files = {None: ["train.parquet"]}
+    (hub.folder / "train.jsonl").write_text('{"text": "a"}')
 
     def fail(*_, **__):
         raise OSError("disk full")
@@ -243,7 +265,7 @@ def test_a_download_that_fails_is_one_line(hub, monkeypatch):
 
 
 def test_without_the_extra_it_is_named(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"pip install 'isobatch\[hub\]'"):
         locate("org/name", known=KNOWN)
 

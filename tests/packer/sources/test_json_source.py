@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balance.errors import DataError
-from packer.sources import _json_records as json_records
-from packer.sources._json_records import read_json_records
+from packer.sources import json_source as json_records
+from packer.sources.json_source import read_json_records
 from shards.folders import open_folder
 from support.cases import for_each
 

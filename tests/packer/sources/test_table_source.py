@@ -4,8 +4,10 @@ has a name.
 
 import json
 import pickle
+import sys
 from itertools import chain
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,8 +18,8 @@ from balance.errors import ConfigError, DataError
 from packer.records.record import RawRecord
 from packer.records.schemas import parse_record
 from packer.sources import table_source as tables
-from packer.sources.base import RecordChunk
-from packer.sources.detect import Located, locate, open_located
+from packer.sources.base import Located, RecordChunk
+from packer.sources.detect import locate, open_located
 from packer.sources.table_source import TableChunk, TableSource, _chunks
 from support.builds.layouts import CONVERSATION, IMAGE, SCHEMA, write_saved
 
@@ -90,7 +92,7 @@ def test_chunks_cover_each_row_of_the_blocks_exactly_once(blocks, num_records):
     carried = []
 
     def new(numbers, first_row, skip, count):
-        chunk = TableChunk("parquet", "", "", (), numbers, first_row, skip, count)
+        chunk = TableChunk("", "", (), numbers, first_row, skip, count)
         starts = [sum(rows for rows, _ in blocks[:number]) for number in numbers]
         assert starts[0] == first_row
         assert sum(blocks[number][0] for number in numbers) >= skip + count
@@ -221,17 +223,14 @@ def test_a_damaged_parquet_file_is_named(tmp_path, damage):
             chunks_of(source)
 
 
-@pytest.mark.parametrize(
-    ("kept", "message"),
-    [(0.03, ""), (0.5, "last record batch is cut"), (1, "ends without its end mark")],
-)
-def test_a_cut_arrow_stream_is_named(tmp_path, kept, message):
+@pytest.mark.parametrize("kept", [0.03, 0.5, 1])
+def test_a_cut_arrow_stream_is_named(tmp_path, kept):
     write_saved(tmp_path, rows(40), num_files=1)
     path = tmp_path / "data-00000-of-00001.arrow"
     data = path.read_bytes()
     path.write_bytes(data[: min(int(len(data) * kept), len(data) - 8)])
     with pytest.raises(
-        DataError, match=rf"data-00000-of-00001\.arrow: damaged or cut short.*{message}"
+        DataError, match=r"data-00000-of-00001\.arrow: damaged or cut short.*without the end mark"
     ):
         chunks_of(open_place(tmp_path))
 
@@ -252,12 +251,46 @@ def test_compressed_arrow_streams_are_read(tmp_path):
     assert [record.value for record in read(open_place(tmp_path))] == without(rows(40), "unused")
 
 
-def test_dictionary_columns_are_refused(tmp_path):
+def test_dictionary_columns_are_read_as_their_values(tmp_path):
     table = pa.table({"text": pa.array(["a", "b", "a"]).dictionary_encode()})
     write_saved(tmp_path, rows(1), num_files=1)
     with pa.ipc.new_stream(tmp_path / "data-00000-of-00001.arrow", table.schema) as writer:
         writer.write_table(table)
-    with pytest.raises(DataError, match="save the dataset as Parquet"):
+    assert [record.value["text"] for record in read(open_place(tmp_path))] == ["a", "b", "a"]
+
+
+def test_a_body_cut_before_the_end_mark_is_named(tmp_path):
+    write_saved(tmp_path, rows(40), num_files=1)
+    path = tmp_path / "data-00000-of-00001.arrow"
+    path.write_bytes(path.read_bytes()[:3000] + tables.END_MARK)
+    with pytest.raises(DataError, match=r"data-00000-of-00001\.arrow: cannot be read: Expected"):
+        chunks_of(open_place(tmp_path))
+
+
+def test_what_datasets_saves_is_read(tmp_path):
+    values = [{"id": f"r{n}", "text": f"text {n}"} for n in range(30)]
+    datasets.Dataset.from_list(values).save_to_disk(tmp_path, num_shards=3)
+    chunks = chunks_of(open_place(tmp_path))
+    assert not any(isinstance(chunk, RecordChunk) for chunk in chunks)
+    assert [record.value for chunk in chunks for record in chunk.records()] == values
+
+
+def test_a_saved_folder_in_an_object_store_is_streamed(tmp_path, monkeypatch):
+    write_saved(tmp_path, rows(40))
+    source = open_place(tmp_path)
+    monkeypatch.setattr(tables, "is_uri", lambda _: True)
+    told = []
+    chunks = list(source.chunks(10, told.append))
+    assert all(isinstance(chunk, RecordChunk) for chunk in chunks)
+    found = [record.value for chunk in chunks for record in chunk.records()]
+    assert found == without(rows(40), "unused")
+    assert sum(told) == sum(info.size for info in source.files())
+
+
+def test_without_the_extra_a_saved_folder_says_what_to_install(tmp_path, monkeypatch):
+    write_saved(tmp_path, rows(3))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"pip install 'isobatch\[hub\]'"):
         chunks_of(open_place(tmp_path))
 
 

@@ -2,6 +2,7 @@
 range right.
 """
 
+import gzip
 import io
 import json
 import pickle
@@ -19,9 +20,8 @@ from packer.records.media import open_media
 from packer.records.record import Rejected
 from packer.records.schemas import parse_record
 from packer.sources import tar_source
-from packer.sources._tar_members import BrokenTarError, read_members
-from packer.sources._tar_samples import key_of
 from packer.sources.detect import locate, open_located
+from packer.sources.tar_records import BrokenTarError, key_of, read_members
 from shards.folders import open_folder
 from support.builds.layouts import FOLDER, LINK, tar_bytes, write_tar
 
@@ -330,11 +330,33 @@ def test_any_bytes_end_in_members_or_a_broken_tar(garbage, place):
 
 
 @pytest.mark.parametrize("name", ["x.tar.gz", "x.tgz"])
-def test_a_compressed_tar_is_refused_in_one_line(tmp_path, name):
-    with tarfile.open(tmp_path / name, "w:gz"):
-        pass
-    with pytest.raises(ConfigError, match="gunzip"):
-        source_of(tmp_path / name)
+def test_a_compressed_tar_gives_the_same_samples_with_their_contents(tmp_path, name):
+    members = pairs(25)
+    (tmp_path / "plain").mkdir()
+    write_tar(tmp_path / "plain" / "x.tar", members)
+    (tmp_path / name).write_bytes(gzip.compress((tmp_path / "plain" / "x.tar").read_bytes()))
+    source = source_of(tmp_path / name)
+    chunks = list(source.chunks(10, lambda _: None))
+    assert [len(list(chunk.records())) for chunk in chunks] == [10, 10, 5]
+    plain, packed = (
+        [parse_record(record, "set") for record in records]
+        for records in (read(tmp_path / "plain"), read(tmp_path / name))
+    )
+    assert [(s.sample_id, s.turns) for s in packed] == [(s.sample_id, s.turns) for s in plain]
+    folder = open_folder(str(tmp_path / "plain"))
+    for sample, other in zip(packed, plain, strict=True):
+        (image,), (expected,) = sample.images, other.images
+        assert image.data == open_media(folder, expected, "image").read()
+
+
+def test_a_compressed_tar_that_is_cut_ends_with_a_broken_sample(tmp_path):
+    write_tar(tmp_path / "x.tar", pairs(25))
+    packed = gzip.compress((tmp_path / "x.tar").read_bytes())
+    (tmp_path / "y.tgz").write_bytes(packed[: len(packed) // 2])
+    records = read(tmp_path / "y.tgz")
+    assert [bool(record.broken) for record in records] == [False] * (len(records) - 1) + [True]
+    assert len(records) > 3
+    assert "damaged or cut" in records[-1].broken
 
 
 def test_a_tar_that_is_gone_is_named(tmp_path):

@@ -1,0 +1,133 @@
+"""Formats that the `datasets` library knows and we do not: CSV, text, image folders and others.
+
+`datasets` finds the files of a folder or a Hub repository, their builder and their splits, and
+streams the rows; images and audio stay undecoded. It comes with the extra `hub`. Importing it takes
+a second, so that happens only where it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from balance.errors import ConfigError, DataError, first_line
+from packer.records.record import RawRecord
+from packer.sources.base import (
+    Chunk,
+    Located,
+    cut,
+    file_infos,
+    known_columns,
+    name_and_size,
+    prefix_under,
+)
+from shards.folders import FileInfo, join, open_folder
+
+FOLDER_BUILDERS = frozenset({"imagefolder", "audiofolder"})
+"""Builders that join a table of metadata with the files it names."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuilderFiles:
+    """What `datasets` finds in a folder or a repository."""
+
+    builder: str
+    """Name of the builder that reads the files: `csv`, `text`, `imagefolder`, ..."""
+    splits: dict[str, tuple[str, ...]]
+    """Split -> its files, as paths or URLs."""
+    options: tuple[tuple[str, Any], ...]
+    """Options of the builder that the dataset's own README sets."""
+
+
+def import_datasets(what: str) -> Any:
+    """The library; ConfigError if it is not installed, for `what` needs it."""
+    try:
+        import datasets  # noqa: PLC0415 - an extra, and slow to import
+    except ImportError:
+        raise ConfigError(f"{what} needs datasets: pip install 'isobatch[hub]'") from None
+    datasets.disable_progress_bars()
+    return datasets
+
+
+def find_files(place: str, config: str | None = None, name: str | None = None) -> BuilderFiles:
+    """What is in a folder or a Hub repository, or one file of it; raises what `datasets` does."""
+    datasets = import_datasets(place)
+    builder = datasets.load_dataset_builder(place, config, data_files=name)
+    common = {field.name for field in fields(datasets.BuilderConfig)}
+    own = [field for field in fields(builder.config) if field.name not in common]
+    options = ((field.name, getattr(builder.config, field.name)) for field in own)
+    defaults = {field.name: field.default for field in own}
+    return BuilderFiles(
+        builder.name,
+        {str(split): tuple(map(str, urls)) for split, urls in builder.config.data_files.items()},
+        tuple((key, value) for key, value in options if value != defaults[key]),
+    )
+
+
+class DatasetsSource:
+    """Records of files that a builder of `datasets` reads."""
+
+    def __init__(self, located: Located, name: str, data_root: str) -> None:
+        self.name = name
+        self.data_root = data_root
+        self._located = located
+        self._prefix = ""
+        if located.layout in FOLDER_BUILDERS:
+            self._prefix = prefix_under(located.folder, data_root, "image folders")
+
+    def files(self) -> list[FileInfo]:
+        """The files that the builder reads, images and audio of a folder among them."""
+        folder = open_folder(self._located.folder, follow_links=True)
+        return file_infos(folder, self._located.names)
+
+    def chunks(self, num_records: int, on_bytes: Callable[[int], None]) -> Iterator[Chunk]:
+        """The records, streamed here: only the builder finds where one ends."""
+        infos = self.files()
+        together = self._located.layout in FOLDER_BUILDERS
+        for group in [infos] if together else [[info] for info in infos]:
+            yield from cut(self._records([info.name for info in group]), num_records)
+            on_bytes(sum(info.size for info in group))
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Name and size of each file."""
+        return name_and_size(self.files())
+
+    def _records(self, names: list[str]) -> Iterator[RawRecord]:
+        where = self._located.folder if len(names) > 1 else join(self._located.folder, names[0])
+        rows = self._rows(names, where)
+        columns: tuple[str, ...] = ()
+        for position, row in enumerate(rows):
+            columns = columns or known_columns(row, where)
+            value = {name: self._media(row[name]) for name in columns}
+            if value == {"text": ""}:
+                continue  # a blank line between texts
+            if value.get("id") is None and len(names) == 1:
+                value["__key__"] = f"{names[0]}:{position}"
+            yield RawRecord(position, value)
+
+    def _rows(self, names: list[str], where: str) -> Iterator[dict[str, Any]]:
+        datasets = import_datasets(where)
+        paths = [join(self._located.folder, name) for name in names]
+        try:
+            rows = datasets.load_dataset(
+                self._located.layout,
+                data_files=paths,
+                split="train",
+                streaming=True,
+                **dict(self._located.options),
+            )
+            yield from rows.decode(False) if rows.features else rows
+        except Exception as error:  # whatever pandas, lxml or another parser raises
+            reason = first_line(error.__cause__ or error)
+            raise DataError(
+                f"{where}: `datasets` cannot read it as {self._located.layout}: {reason}"
+            ) from None
+
+    def _media(self, value: Any) -> Any:
+        """A value; of a file in the folder, its path under the data root."""
+        path = value.get("path") if isinstance(value, dict) else None
+        if self._located.layout not in FOLDER_BUILDERS or not path or value.get("bytes"):
+            return value
+        return self._prefix + Path(path).relative_to(Path(self._located.folder)).as_posix()
