@@ -49,7 +49,7 @@ def _connect(workers: int) -> Any:
     except ImportError:
         raise ConfigError("--executor ray needs Ray: pip install 'isobatch[ray]'") from None
     if not ray.is_initialized():
-        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         try:
             ray.init(**quiet)  # joins the cluster of RAY_ADDRESS, which knows its own cores
         except Exception:
