@@ -120,7 +120,8 @@ class DatasetsSource:
             )
             yield from rows.decode(False) if rows.features else rows
         except Exception as error:  # whatever pandas, lxml or another parser raises
-            reason = first_line(error.__cause__ or error)
+            cause = error.__cause__
+            reason = first_line(cause if isinstance(cause, Exception) else error)
             raise DataError(
                 f"{where}: `datasets` cannot read it as {self._located.layout}: {reason}"
             ) from None

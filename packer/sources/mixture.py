@@ -6,6 +6,7 @@ import json
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from balance.config import build_config, config_root, preset_names
 from balance.errors import ConfigError, DataError
@@ -101,7 +102,7 @@ def _preset_path(name: str) -> Path:
 
 def _beside(folder: Path, part: MixturePart) -> MixturePart:
     """A part whose places are relative to the mixture's file, if they exist there."""
-    found = {}
+    found: dict[str, Any] = {}
     for key in ("dataset", "data_root"):
         place = getattr(part, key)
         if place and not is_uri(place) and (folder / place).exists():
