@@ -1,17 +1,17 @@
-"""Balance by image rule on real image sizes: OmniBal's Tables 10 (Max-Patch-Num), 12 (resolution),
-14 (Qwen2-VL).
+"""Balance by image rule on real image sizes: OmniBal's Tables 10, 12 and 14.
 
-    python benchmarks/resolutions.py [--dataset FOLDER --tokenizer PATH] [--resample 100000] [--dp
-    8] [--seed 0]
+    python benchmarks/resolutions.py [--dataset FOLDER --tokenizer PATH] [--resample 100000]
+                                     [--dp 8] [--seed 0]
 
-FOLDER: a dataset in LLaVA's layout; PATH: a tokenizer's folder. Without them: the built-in demo
-dataset. Image headers and texts are read once; each rule then counts the same samples from the
-upright image sizes. They are drawn with replacement, --resample of them, so that there are enough
-steps. One core, about ten seconds.
+Table 10 varies Max-Patch-Num, 12 the resolution, 14 is Qwen2-VL. FOLDER: a dataset in LLaVA's
+layout; PATH: a tokenizer's folder. Without them: the built-in demo dataset. Image headers and texts
+are read once; each rule then counts the same samples from the upright image sizes. Samples are
+drawn with replacement, --resample of them, so that there are enough steps. One core, about ten
+seconds.
 
 Rules: InternVL 1.5's tiles, the thumbnail on top. A tile of p pixels has (p / 14)^2 + 1 ViT tokens
-(squares and the class token) and (p / 28)^2 LLM tokens (2 x 2 squares merged): 224: 257 and 64,
-336: 577 and 144, 448: 1,025 and 256. Tables 12 and 14 keep what they do not vary at Table 3's
+(ViT patches and the class token) and (p / 28)^2 LLM tokens (2 x 2 ViT patches merged): 224: 257 and
+64, 336: 577 and 144, 448: 1,025 and 256. Tables 12 and 14 keep what they do not vary at Table 3's
 setting: at most 4 tiles, 4,096 tokens.
 
 Methods, all on the samples that fit Q_t: `random`: 4 samples per micro-batch, padded to the
@@ -167,8 +167,8 @@ def tables() -> dict[str, list[Setting]]:
                 rule=native.vision,
                 vision_unit=native.vision_unit,
                 paper=(
-                    printed(4, 0.408, 0.393, pad=0.31, name="OmniBal: random"),
-                    printed(6.6, 0.12, 0.06, pad=0),
+                    printed(4, (0.408, 0.393), pad=0.31, name="OmniBal: random"),
+                    printed(6.6, (0.12, 0.06), pad=0),
                 ),
             )
         ],
@@ -177,14 +177,13 @@ def tables() -> dict[str, list[Setting]]:
 
 def patch_settings(rule: TilesRule) -> Iterator[Setting]:
     """Table 10: at most 1, 4, 6 or 12 tiles per image."""
-    baseline = printed(
-        4, 0.34, 0.30, vit=20_000, llm=16_000, pad=0.31, name="OmniBal: random"
-    )  # Table 3
+    # of Table 3
+    baseline = printed(4, (0.34, 0.30), most=(20_000, 16_000), pad=0.31, name="OmniBal: random")
     rows = (
-        (1, Q_T, (printed(7.6, 0.06, 0.05, vit=9_000, llm=4_000),)),
-        (4, Q_T, (baseline, printed(4.6, 0.02, 0.14, vit=9_000, llm=4_000, pad=0))),
-        (6, LARGE_Q_T, (printed(2.7, 0.019, 0.136, vit=14_000, llm=5_000),)),
-        (12, LARGE_Q_T, (printed(1.9, 0.03, 0.12, vit=14_000, llm=5_000),)),
+        (1, Q_T, (printed(7.6, (0.06, 0.05), most=(9_000, 4_000)),)),
+        (4, Q_T, (baseline, printed(4.6, (0.02, 0.14), most=(9_000, 4_000), pad=0))),
+        (6, LARGE_Q_T, (printed(2.7, (0.019, 0.136), most=(14_000, 5_000)),)),
+        (12, LARGE_Q_T, (printed(1.9, (0.03, 0.12), most=(14_000, 5_000)),)),
     )
     for most, max_seq_len, paper in rows:
         changed = replace(rule, max_patches=most)
@@ -200,9 +199,9 @@ def patch_settings(rule: TilesRule) -> Iterator[Setting]:
 def resolution_settings(rule: TilesRule) -> Iterator[Setting]:
     """Table 12: tiles of 224, 336 or 448 pixels."""
     rows = (
-        (224, printed(4.8, 0.009, 0.068)),
-        (336, printed(3.3, 0.005, 0.07)),
-        (448, printed(4.6, 0.02, 0.14)),
+        (224, printed(4.8, (0.009, 0.068))),
+        (336, printed(3.3, (0.005, 0.07))),
+        (448, printed(4.6, (0.02, 0.14))),
     )
     for pixels, paper in rows:
         changed = replace(
@@ -219,32 +218,30 @@ def resolution_settings(rule: TilesRule) -> Iterator[Setting]:
 
 def printed(
     size: float,
-    dist_vit: float,
-    dist_llm: float,
+    dist: tuple[float, float],
     *,
-    vit: int | None = None,
-    llm: int | None = None,
+    most: tuple[int | None, int | None] = (None, None),
     pad: float | None = None,
     name: str = "OmniBal: ISF",
 ) -> Method:
-    """A row of the paper."""
+    """A row of the paper; `dist` and `most` are (ViT, LLM)."""
     return Method(
         name=name,
         avg_batch_size=size,
-        most_vit_tokens=vit,
-        most_llm_tokens=llm,
+        most_vit_tokens=most[0],
+        most_llm_tokens=most[1],
         pad_ratio=pad,
-        dist_ratios=DistRatios(dist_vit, dist_llm),
+        dist_ratios=DistRatios(*dist),
     )
 
 
 def count(samples: Samples, rule: VisionRule) -> tuple[Counts, IntArray]:
-    """(Counts under the rule, rows of the samples that it refuses: aspect ratios, at native
-    resolution only).
+    """(counts under the rule, rows of the samples that it refuses).
+
+    Only aspect ratios at native resolution are refused.
     """
-    plans = np.zeros(
-        (len(samples.widths), 3), np.int64
-    )  # patches, ViT tokens, LLM tokens of each image
+    # patches, ViT tokens, LLM tokens of each image
+    plans = np.zeros((len(samples.widths), 3), np.int64)
     refused = np.zeros(len(samples.widths), dtype=bool)
     for image, (width, height) in enumerate(
         zip(samples.widths.tolist(), samples.heights.tolist(), strict=True)

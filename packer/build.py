@@ -1,14 +1,14 @@
-"""`packer build`: the stages in order, each leaving its artefact, so that a stopped build goes on
-where it was.
+"""`packer build`: counts -> caps and groups -> shards -> index and manifest.
 
-count -> caps and groups -> shards -> index and manifest. What a killed build has finished (parts of
-the count, whole shards) is found again and not done twice; the result is the same, byte for byte,
-as that of an undisturbed build.
+Each stage leaves its artefact, so that a stopped build resumes where it was. Finished parts of the
+count and whole shards are found again and not repeated. The result is equal, byte for byte, to that
+of an undisturbed build.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,12 +40,7 @@ from packer.sources.dataset import DEMO, Dataset, find_dataset
 from packer.text.chat_tokenizer import ChatTokenizer
 from packer.upload import Publisher
 from packer.write.pack_samples import ShardTask, WriteConfig
-from packer.write.write_shards import (
-    index_part,
-    plan_shards,
-    sample_bytes,
-    write_shard,
-)
+from packer.write.write_shards import index_part, plan_shards, sample_bytes, write_shard
 from shards.folders import is_uri, naming_full_disk, on_disk
 from shards.index import INDEX_NAME, merge_index, read_lost
 from shards.manifest import is_complete, write_manifest
@@ -64,12 +59,12 @@ from shards.tables import (
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """What counting found."""
+    """The counted and rejected samples."""
 
     table: pa.Table
     """One row per sample that goes into groups, copies included."""
     parts: IntArray
-    """The part of the dataset that each row comes from."""
+    """Number of the dataset's part that each row comes from."""
     rejected: pa.Table
     num_read: int
     num_repeated: int
@@ -84,7 +79,7 @@ class Builder:
         self.progress = progress or StageProgress()
         self.publisher = Publisher(config.out, config.work_dir) if is_uri(config.out) else None
         self.out = self.publisher.folder if self.publisher else Path(config.out)
-        """Where the build is at work."""
+        """Folder where the build works."""
         self.staging = Staging(self.out / "staging")
         self.model = load_model(config.model or DEMO_MODEL)
         self.tokenizer_path = config.tokenizer or str(demo_tokenizer_path())
@@ -97,18 +92,12 @@ class Builder:
         self.identity = BuildIdentity(config, self.model, self.tokenizer)
 
     def build(self, *, overwrite: bool = False) -> BuildSummary:
-        """All stages, up to the manifest. DataError when nothing can be packed, or the output is
-        another build's.
+        """Run all stages, up to the manifest.
+
+        DataError when nothing can be packed, or the output is another build's.
         """
-        is_complete(
-            self.config.out
-        )  # a wrong place, here or below, must not leave an output directory, or clear one
-        if not self.config.is_demo:
-            self._find()
-        with locked(self.out), naming_full_disk(self.out):
-            if overwrite:
-                self._clear()
-            dataset = self._demo() if self.config.is_demo else self._find()
+        is_complete(self.config.out)  # raises for a wrong place before anything is made or removed
+        with self._dataset(overwrite=overwrite) as dataset:
             if is_complete(self.config.out):
                 return self._finished(dataset)
             self._claim(dataset)
@@ -118,13 +107,10 @@ class Builder:
             return self._finish(dataset, grouping, counts, num_shards)
 
     def count(self) -> tuple[pa.Table, pa.Table]:
-        """Only count: leaves counts.parquet and rejected.parquet; -> both."""
+        """Only count: leaves counts.parquet and rejected.parquet, and returns both."""
         if is_complete(self.config.out):
             raise ConfigError(f"{self.config.out} holds a finished build: choose another --out")
-        if not self.config.is_demo:
-            self._find()
-        with locked(self.out), naming_full_disk(self.out):
-            dataset = self._demo() if self.config.is_demo else self._find()
+        with self._dataset() as dataset:
             self._claim(dataset)
             counts = self._count(dataset)
             if self.publisher:
@@ -133,10 +119,17 @@ class Builder:
                 self.staging.remove()
             return counts.table, counts.rejected
 
-    def _clear(self) -> None:
-        if self.publisher:
-            self.publisher.clear()
-        clear(self.out)
+    @contextmanager
+    def _dataset(self, *, overwrite: bool = False) -> Iterator[Dataset]:
+        """The dataset, with the output locked; a wrong dataset leaves no output folder."""
+        if not self.config.is_demo:
+            self._find()
+        with locked(self.out), naming_full_disk(self.out):
+            if overwrite:
+                if self.publisher:
+                    self.publisher.clear()
+                clear(self.out)
+            yield self._demo() if self.config.is_demo else self._find()
 
     def _claim(self, dataset: Dataset) -> None:
         self.identity.claim(self.staging.folder, dataset)
@@ -144,33 +137,33 @@ class Builder:
             self.publisher.claim()
 
     def _finished(self, dataset: Dataset) -> BuildSummary:
-        """What an earlier run has built; DataError if that is another build."""
+        """The summary of an earlier run's build; DataError if that is another build."""
         manifest = self.identity.require_same(self.config.out, dataset)
         with on_disk(self.config.out, [REJECTED_NAME]) as folder:
-            summary = self._summary(
-                manifest, read_table(folder / REJECTED_NAME), already_complete=True
-            )
+            rejected = read_table(folder / REJECTED_NAME)
+        summary = self._summary(manifest, rejected, already_complete=True)
         if self.publisher:
             self.publisher.forget()
-        else:
-            self.staging.remove()  # the run that wrote the manifest may have been killed before it did
+        else:  # the run that wrote the manifest may have been killed before it did
+            self.staging.remove()
         return summary
 
     def _find(self) -> Dataset:
-        dataset = find_dataset(
-            self.config.dataset, self.config.data_root, fetch=self.config.fetch_annotations
-        )
+        config = self.config
+        dataset = find_dataset(config.dataset, config.data_root, fetch=config.fetch_annotations)
         roots = {part.data_root for part in dataset.parts}
-        if self.config.format == "refs" and len(roots) > 1:
+        if config.format == "refs" and len(roots) > 1:
             raise ConfigError(
-                f"--format refs: the mixture has {len(roots)} data roots, and shards refer to one only"
+                f"--format refs: the mixture has {len(roots)} data roots,"
+                " and shards can refer to one only"
             )
         return dataset
 
     def _demo(self) -> Dataset:
         if self.publisher and self.config.format == "refs" and not self.config.data_root:
             raise ConfigError(
-                "--format refs: the demo's pictures need a place that stays: give one with --data-root"
+                "--format refs: the demo's pictures need a place that stays:"
+                " give one with --data-root"
             )
         folder = Path(self.config.data_root) if self.config.data_root else self.out / DEMO_FOLDER
         if not (folder / "annotations.json").exists():
@@ -199,9 +192,8 @@ class Builder:
         table, rejected, records_per_part = split_staged(self.staging.samples)
         parts = part_numbers(table.column("position").to_numpy(), records_per_part)
         copies = copies_per_sample(dataset, parts, config.seed)
-        rejected = pa.concat_tables(
-            [rejected, reject_rows(table, left_out(dataset, parts, copies))]
-        )
+        dropped = reject_rows(table, left_out(dataset, parts, copies))
+        rejected = pa.concat_tables([rejected, dropped])
         counts = _Counts(
             table=copy_rows(table, copies),
             parts=np.repeat(parts, copies),
@@ -217,7 +209,7 @@ class Builder:
         return counts
 
     def _reject(self, rejected: pa.Table, num_read: int) -> pa.Table:
-        """Leave rejected.parquet; -> its rows. DataError if these are too many."""
+        """Write rejected.parquet and return its rows; DataError if these are too many."""
         rejected = rejected.sort_by("position")
         write_table(rejected, self.out / REJECTED_NAME)
         require_few(rejected, num_read, self.config.max_rejected, self.out / REJECTED_NAME)
@@ -243,22 +235,19 @@ class Builder:
         return grouping
 
     def _write(self, dataset: Dataset, grouping: Grouping, counts: _Counts) -> int:
-        """Write the shards; -> how many."""
+        """Write the shards and return their number."""
         for folder in (self.out / "shards", self.staging.folder / "index"):
             folder.mkdir(exist_ok=True)
         groups = grouping.groups
-        seq_len, media_bytes = (
-            counts.table.column(name).to_numpy() for name in ("seq_len", "media_bytes")
-        )
+        seq_len = counts.table.column("seq_len").to_numpy()
+        media_bytes = counts.table.column("media_bytes").to_numpy()
         in_shards = sample_bytes(seq_len, media_bytes * (self.config.format != "refs"))
         ranges = plan_shards(groups, in_shards, shard_bytes=self.config.shard_mb << 20)
-        tasks = self._write_tasks(
-            dataset, groups, counts, ranges, sample_bytes(seq_len, media_bytes)
-        )
+        in_memory = sample_bytes(seq_len, media_bytes)
+        tasks = self._write_tasks(dataset, groups, counts, ranges, in_memory)
+        workers = min(self.config.workers, len(ranges))
         with self.progress.stage("write", len(ranges)) as stage:
-            for shard in map_ordered(
-                write_shard, tasks, workers=min(self.config.workers, len(ranges))
-            ):
+            for shard in map_ordered(write_shard, tasks, workers=workers):
                 stage.advance(1)
                 first, last = ranges[shard]
                 stage.count(int(groups.offsets[last] - groups.offsets[first]))
@@ -301,19 +290,17 @@ class Builder:
     def _finish(
         self, dataset: Dataset, grouping: Grouping, counts: _Counts, num_shards: int
     ) -> BuildSummary:
-        """Index, final tables and manifest."""
+        """Write the index, the final tables and the manifest."""
         with self.progress.stage("finish", None, unit="shards") as stage:
             parts = [index_part(self.out, shard) for shard in range(num_shards)]
             lost = [row for part in parts for row in read_lost(part)]
-            rejected = pa.concat_tables(
-                [counts.rejected, reject_rows(counts.table, [*grouping.over, *lost])]
-            )
+            dropped = reject_rows(counts.table, [*grouping.over, *lost])
+            rejected = pa.concat_tables([counts.rejected, dropped])
             rejected = self._reject(rejected, counts.num_read)
             if lost:
                 groups = _without(grouping.groups, [row for row, _, _ in lost])
-                write_table(
-                    groups_table(groups, counts_arrays(counts.table)), self.out / GROUPS_NAME
-                )
+                table = groups_table(groups, counts_arrays(counts.table))
+                write_table(table, self.out / GROUPS_NAME)
             index = merge_index(parts, self.out / INDEX_NAME)
             manifest = self.identity.manifest(
                 self.out,
@@ -352,6 +339,5 @@ def _without(groups: Groups, lost: list[int]) -> Groups:
     keep = ~np.isin(groups.samples, lost)
     group_of = np.repeat(np.arange(len(groups)), groups.sizes)[keep]
     sizes = np.bincount(group_of, minlength=len(groups))
-    return Groups(
-        groups.samples[keep], np.concatenate([[0], np.cumsum(sizes[sizes > 0])]).astype(np.int64)
-    )
+    offsets = np.concatenate([[0], np.cumsum(sizes[sizes > 0])]).astype(np.int64)
+    return Groups(groups.samples[keep], offsets)

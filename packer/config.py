@@ -1,4 +1,4 @@
-"""What `packer build` is asked to do: command line over TOML file over defaults."""
+"""Options of `packer build`: command line over TOML file over defaults."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from shards.manifest import SHARD_FORMATS, ShardFormat
 
 DEMO_MODEL = "tiny"
 DEMO_MAX_SEQ_LEN = 2048
-"""Twice the longest demo sample: the cap from the data alone would leave long samples nothing to
-share a group with.
-"""
+"""Twice the longest demo sample: with the data's own cap, long samples would share no group."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "format": SHARD_FORMATS,
@@ -48,40 +46,36 @@ class BuildConfig:
     out: str
     """Folder or URI."""
     work_dir: str | None = None
-    """Where a build to a URI is prepared; by default under the user's cache folder."""
+    """Folder where a build to a URI is prepared; by default under the user's cache folder."""
     data_root: str | None = None
     model: str = ""
     tokenizer: str = ""
     chat_template: str | None = None
     format: ShardFormat = "arrow"
     executor: str = "local"
-    """`local`: processes of this machine; `ray`: Ray Data, on the cluster that `ray.init` finds, or
-    on this machine.
-    """
+    """`local`: processes of this machine; `ray`: Ray Data, on the cluster that `ray.init` finds."""
     workers: int = field(default_factory=default_workers)
     seed: int = 0
     max_seq_len: int | None = None
     max_vision: int | None = None
     memory_gib: float | None = None
-    """Memory for a micro-batch's activations; the search for both caps shares it out."""
+    """Memory for a micro-batch's activations, which bounds both caps."""
     memory_gpus: int = 1
     """GPUs that share a micro-batch's activations (tensor parallelism)."""
     grouping: str = "fit"
     """`fit` (fewest groups) or `isf` (OmniBal, Algorithm 1)."""
     isf_iterations: int = 10
     shard_mb: int = 128
-    """Size of a shard in MiB, about."""
+    """Approximate size of a shard in MiB."""
     chunk_records: int = 1024
     """Records per counting task, and per unit of work that a stopped build keeps."""
     check_images: str = "headers"
-    """`headers`: header and end of each file; `decode`: decode every image once, which finds
-    flipped bits too.
-    """
+    """`headers`: header and end of each file; `decode`: every image, which finds flipped bits."""
     fetch_annotations: bool = False
     follow_links: bool = False
     """Read images and audio files through links that lead out of the data root."""
     limit: int | None = None
-    """Records to read at most, for a quick look."""
+    """Most records to read, for a quick look."""
     max_rejected: float = 0.05
     """Share of the records that may be unusable; above it the build stops."""
 
@@ -95,15 +89,12 @@ class BuildConfig:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise ConfigError(f"{name} is {value}; it must be in {least:,}..{most:,}")
-        if not self.is_demo:
-            for name, hint in (
-                ("model", "for example internvl_1_5"),
-                ("tokenizer", "a folder, or a Hub id"),
-            ):
-                if not getattr(self, name):
-                    raise ConfigError(
-                        f"--{name} is missing: name the {name} that will be trained with ({hint})"
-                    )
+        hints = {"model": "for example internvl_1_5", "tokenizer": "a folder, or a Hub id"}
+        for name, hint in hints.items():
+            if not self.is_demo and not getattr(self, name):
+                raise ConfigError(
+                    f"--{name} is missing: name the {name} that will be trained with ({hint})"
+                )
 
     @property
     def is_demo(self) -> bool:
@@ -111,22 +102,19 @@ class BuildConfig:
         return self.dataset == DEMO
 
     @property
-    def _max_seq_len(self) -> int | None:
-        return DEMO_MAX_SEQ_LEN if self.max_seq_len is None and self.is_demo else self.max_seq_len
-
-    def _memory(self, gib: float) -> MemoryBudget:
-        return MemoryBudget.of(
-            load_model(self.model or DEMO_MODEL), gib * 2**30, gpus=self.memory_gpus
-        )
-
-    @property
     def group_options(self) -> GroupOptions:
         """The part that decides the groups."""
+        max_seq_len, memory = self.max_seq_len, None
+        if max_seq_len is None and self.is_demo:
+            max_seq_len = DEMO_MAX_SEQ_LEN
+        if self.memory_gib is not None:
+            model = load_model(self.model or DEMO_MODEL)
+            memory = MemoryBudget.of(model, self.memory_gib * 2**30, gpus=self.memory_gpus)
         return GroupOptions(
             seed=self.seed,
-            max_seq_len=self._max_seq_len,
+            max_seq_len=max_seq_len,
             max_vision=self.max_vision,
-            memory=None if self.memory_gib is None else self._memory(self.memory_gib),
+            memory=memory,
             grouping=self.grouping,
             isf_iterations=self.isf_iterations,
         )

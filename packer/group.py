@@ -1,4 +1,4 @@
-"""Counts -> caps -> groups in stream-path order, and the samples that no group can hold. Pure."""
+"""Counts -> caps -> sorted groups, and the samples that no group can hold. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from balance.types import Counts, Groups, IntArray, Limits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grouping:
-    """Groups in path order, over rows of the counts table."""
+    """Groups of rows of the counts table, in stored order: sorted by vision load."""
 
     groups: Groups
     limits: Limits
@@ -25,7 +25,7 @@ class Grouping:
     over: list[tuple[int, str, str]]
     """Rejected samples: (row of the counts table, reason, detail)."""
     limits_explained: list[str]
-    """How the caps were chosen, line by line."""
+    """Lines on how the caps were chosen."""
 
 
 def group_counts(
@@ -37,10 +37,10 @@ def group_counts(
     flops: FlopsModel | None = None,
     sources: IntArray | None = None,
 ) -> Grouping:
-    """Choose caps, reject what exceeds them, group the rest and sort the groups along the path.
+    """Choose caps, reject what exceeds them, group the rest and sort the groups.
 
-    `sources` is a per-sample source number from 0; with it, neighbours on the path are arranged so
-    that micro-batches mix sources well.
+    `sources` is a per-sample source number from 0; with it, neighbours are arranged so that
+    micro-batches mix sources well.
     """
     choice = choose_limits(
         counts, options, vision_unit=vision_unit, context_len=context_len, flops=flops
@@ -48,36 +48,25 @@ def group_counts(
     limits = choice.limits
     too_long, too_much_vision = over_limits(counts, limits)
     seq_len, vision = counts.seq_len, limits.vision_load(counts)
-    over = [
-        *(
-            (int(i), "longer_than_max_seq_len", f"{seq_len[i]} tokens, cap {limits.max_seq_len}")
-            for i in too_long
-        ),
-        *(
-            (int(i), "more_than_max_vision", f"{vision[i]} {limits.unit}, cap {limits.max_vision}")
-            for i in too_much_vision
-        ),
-    ]
+    long = f"tokens, cap {limits.max_seq_len}"
+    large = f"{limits.unit}, cap {limits.max_vision}"
+    over = [(int(i), "longer_than_max_seq_len", f"{seq_len[i]} {long}") for i in too_long]
+    over += [(int(i), "more_than_max_vision", f"{vision[i]} {large}") for i in too_much_vision]
     fits = np.ones(len(counts), dtype=bool)
     fits[too_long] = fits[too_much_vision] = False
     rows = np.flatnonzero(fits)
+    loads, seed = (vision[rows], seq_len[rows]), options.seed
     if options.grouping == "isf":
-        grouped = group_isf(
-            vision[rows],
-            seq_len[rows],
-            limits,
-            seed=options.seed,
-            iterations=options.isf_iterations,
-        )
+        grouped = group_isf(*loads, limits, seed=seed, iterations=options.isf_iterations)
     else:
-        grouped = group_best_fit(vision[rows], seq_len[rows], limits, seed=options.seed)
+        grouped = group_best_fit(*loads, limits, seed=seed)
     groups = Groups(rows[grouped.samples], grouped.offsets)
     order = choose_order(len(groups))
-    path = sort_groups(groups.sum(vision), groups.sum(seq_len), options.seed)
+    positions = sort_groups(groups.sum(vision), groups.sum(seq_len), seed)
     if sources is not None:
-        path = arrange_sources(path, source_shares(groups, sources), order.window_size)
+        positions = arrange_sources(positions, source_shares(groups, sources), order.window_size)
     return Grouping(
-        groups=groups.take(path),
+        groups=groups.take(positions),
         limits=limits,
         order=order,
         over=over,
