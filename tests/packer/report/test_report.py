@@ -21,6 +21,7 @@ from balance.baseline_samplers import BASELINES
 from balance.errors import ConfigError, DataError
 from balance.metrics import autocorrelation, source_autocorrelation, source_entropy
 from balance.order.block_shuffle import BlockShuffle, choose_order
+from balance.presets import load_model, model_to_dict
 from packer.format_text import share_text
 from packer.report._charts import histogram, rank_bars, tick_label, ticks
 from packer.report.figures import make_report
@@ -186,19 +187,21 @@ def test_tables_that_do_not_add_up_are_an_error(tmp_path: Path) -> None:
 
 def test_a_manifest_that_says_otherwise_is_an_error(tmp_path: Path) -> None:
     groups, limits = write_build(tmp_path, make_counts(100))
+    totals = {"num_read": 100, "num_packed": 100, "num_rejected": 0, "num_groups": len(groups)}
     manifest = {
-        "totals": {
-            "num_read": 100,
-            "num_packed": 100,
-            "num_rejected": 0,
-            "num_groups": len(groups),
-        },
+        "format_version": 2,
+        "format": "arrow",
+        "model": model_to_dict(load_model("tiny")),
+        "tokenizer": {"image_token_id": 1, "vocab_size": 2},
+        "totals": totals,
         "limits": asdict(limits),
         "order": {"block_size": 96, "num_lanes": 1},
+        "shards": [],
+        "files": [],
     }
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     assert make_report(tmp_path).num_packed == 100
-    manifest["totals"]["num_packed"] = 99
+    totals["num_packed"] = 99
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(DataError, match=r"manifest\.json says .*99"):
         make_report(tmp_path)
