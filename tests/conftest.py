@@ -1,8 +1,10 @@
 """Fixtures that several packages' tests share."""
 
+import os
 import shutil
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -11,12 +13,18 @@ pytest.register_assert_rewrite("support")
 from support.servers import find_weed, s3_server  # noqa: E402
 
 
-def pytest_configure():
+def pytest_addoption(parser):
+    parser.addoption("--corpora", help="folder of the whole corpora: see tests/data/README.md")
+
+
+def pytest_configure(config):
     """A shell starts what runs in its background with Ctrl-C ignored, and so would be whatever the
     tests start.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if config.getoption("--corpora"):
+        os.environ["ISOBATCH_TEST_CORPORA"] = str(Path(config.getoption("--corpora")).resolve())
 
 
 @pytest.fixture(scope="session")

@@ -15,10 +15,9 @@ pytest.importorskip("transformers")
 import transformers
 from train_pipeline import main
 
-from support.builds.manuals_build import MANUALS, build_manuals
+from support.builds.manuals_build import build_manuals
 
 pytestmark = [
-    pytest.mark.skipif(not MANUALS.is_dir(), reason="the manuals corpus is not here"),
     pytest.mark.slow,
 ]
 

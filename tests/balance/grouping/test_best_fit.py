@@ -1,5 +1,3 @@
-import json
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,11 +8,9 @@ from balance.grouping.best_fit import group_best_fit
 from balance.grouping.isf import group_isf
 from balance.grouping.resources import PackedLoads, Resource
 from balance.types import Limits
-from support import ROOT
+from support.corpora import WHOLE, lengths
 from support.oracles.fit_oracle import best_by_brute_force, fit_oracle
 from support.oracles.lp_bound import lp_bound
-
-LENGTHS = ROOT.parent / "shared" / "data" / "omnibal_lengths"
 
 
 def as_lists(groups):
@@ -221,11 +217,9 @@ def test_bad_input_is_an_error_that_says_what_to_do():
 
 
 def published_lengths():
-    rows = [row for path in sorted(LENGTHS.glob("*.json")) for row in json.loads(path.read_text())]
-    return [np.array([row[key] for row in rows]) for key in ("vit_num", "token_num")]
+    return [lengths()[key] for key in ("vit_num", "token_num")]
 
 
-@pytest.mark.skipif(not LENGTHS.is_dir(), reason="OmniBal's length files are not here")
 @pytest.mark.parametrize("max_vision", range(10, 17))
 def test_near_the_lp_bound_and_below_isf_at_every_cap_of_the_published_lengths(max_vision):
     loads, caps = published_lengths(), [max_vision, 4096]
@@ -237,11 +231,10 @@ def test_near_the_lp_bound_and_below_isf_at_every_cap_of_the_published_lengths(m
     )
     # at 10 both reach the bound
     assert number < len(group_isf(*loads, targets, seed=0, iterations=50)) + (max_vision == 10)
-    if max_vision >= 15:
+    if WHOLE and max_vision >= 15:
         assert number <= 7_980  # asked for: 8,050
 
 
-@pytest.mark.skipif(not LENGTHS.is_dir(), reason="OmniBal's length files are not here")
 def test_windows_cost_little_on_many_samples():
     drawn = np.random.default_rng(0).integers(0, 30_730, 200_000)
     loads = [load[drawn] for load in published_lengths()]

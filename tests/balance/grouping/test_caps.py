@@ -5,7 +5,6 @@ true.
 from __future__ import annotations
 
 import itertools
-import json
 import re
 
 import numpy as np
@@ -22,9 +21,8 @@ from balance.grouping.caps import GroupOptions, choose_limits, choose_limits_omn
 from balance.grouping.isf import group_isf
 from balance.presets import load_model
 from balance.types import Counts
-from support import ROOT
+from support.corpora import lengths
 
-LENGTHS = ROOT.parent / "shared" / "data" / "omnibal_lengths"
 COST = FlopsModel.of(load_model("internvl_1_5"))
 
 
@@ -41,8 +39,7 @@ def counts_of(patches, tokens):
 
 
 def published():
-    rows = [row for path in sorted(LENGTHS.glob("*.json")) for row in json.loads(path.read_text())]
-    return counts_of([row["image_flags"] for row in rows], [row["token_num"] for row in rows])
+    return counts_of(lengths()["image_flags"], lengths()["token_num"])
 
 
 def choose(counts, *, context_len=4096, vision_unit="image_patches", flops=None, **options):
@@ -191,7 +188,6 @@ def test_the_choice_is_the_same_every_time_for_a_million_samples():
     assert choose(counts, flops=COST) == first
 
 
-@pytest.mark.skipif(not LENGTHS.is_dir(), reason="OmniBal's length files are not here")
 def test_on_the_published_lengths_the_search_finds_15_patches_at_4096_tokens():
     choice = choose(published(), max_seq_len=4096, flops=COST)
     assert choice.limits.max_vision == 15

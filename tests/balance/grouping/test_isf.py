@@ -1,4 +1,3 @@
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -9,10 +8,8 @@ from hypothesis import strategies as st
 from balance.grouping.isf import group_isf
 from balance.grouping.resources import Resource
 from balance.types import Limits
-from support import ROOT
+from support.corpora import lengths
 from support.oracles.isf_oracle import isf_oracle
-
-LENGTHS = ROOT.parent / "shared" / "data" / "omnibal_lengths"
 
 
 def as_lists(groups):
@@ -85,12 +82,9 @@ def test_a_sample_over_a_cap_is_an_error_that_names_it():
         group_isf(np.array([1, 3]), np.array([5, 5]), limits, seed=0)
 
 
-@pytest.mark.skipif(not LENGTHS.is_dir(), reason="OmniBal's length files are not here")
 @pytest.mark.parametrize("max_vision", [9, 12, 15])
 def test_equals_the_oracle_on_the_published_lengths_group_for_group(max_vision):
-    rows = [row for path in sorted(LENGTHS.glob("*.json")) for row in json.loads(path.read_text())]
-    vision = np.array([row["vit_num"] for row in rows])
-    tokens = np.array([row["token_num"] for row in rows])
+    vision, tokens = lengths()["vit_num"], lengths()["token_num"]
     assert len(tokens) == 30_730
     limits = Limits(
         max_seq_len=4096, max_vision=max_vision, min_seq_len=4096 - 128, min_vision=max_vision

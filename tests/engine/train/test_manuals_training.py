@@ -12,7 +12,6 @@ import torch.distributed as dist
 pytest.importorskip("transformers")
 
 from support.builds.manuals_build import (
-    MANUALS,
     SAMPLES,
     build_manuals,
     choose_samples,
@@ -25,7 +24,6 @@ from support.ranks import run_ranks
 torch.set_num_threads(1)
 
 pytestmark = [
-    pytest.mark.skipif(not MANUALS.is_dir(), reason="the manuals corpus is not here"),
     pytest.mark.slow,
 ]
 

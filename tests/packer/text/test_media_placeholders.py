@@ -20,9 +20,8 @@ from balance.types import LABEL_IGNORE
 from packer.demo.dataset import demo_tokenizer_path
 from packer.text.chat_tokenizer import DOCUMENT, ChatTokenizer, EncodedText, TextRejected, Turn
 from packer.write.expand_placeholders import expand
-from support import ROOT
+from support.corpora import BYTE_FALLBACK, BYTE_LEVEL, TOKENIZERS
 
-SHARED = ROOT.parent / "shared"
 INTERNVL = ImageMarkup(prefix="<img>", suffix="</img>", token="<IMG_CONTEXT>")
 AUDIO = AudioMarkup(prefix="<|audio_bos|>", suffix="<|audio_eos|>", token="<|AUDIO|>")
 MARKUP = [INTERNVL.prefix, INTERNVL.suffix, INTERNVL.token, AUDIO.prefix, AUDIO.suffix, AUDIO.token]
@@ -60,10 +59,7 @@ IMAGE_PARTS_TEMPLATE = """
 
 
 def tokenizer_folder(name: str) -> Path:
-    folder = demo_tokenizer_path() if name == "demo" else SHARED / "tokenizers" / name
-    if not folder.is_dir():
-        pytest.skip(f"no {folder}")
-    return folder
+    return demo_tokenizer_path() if name == "demo" else TOKENIZERS / name
 
 
 @cache
@@ -104,7 +100,7 @@ def written_out(text: str) -> str:
     )
 
 
-NAMES = ["demo", "qwen2_5", "internlm2"]
+NAMES = ["demo", BYTE_LEVEL, BYTE_FALLBACK]
 CLIPS_AND_IMAGES = [
     Turn("user", "<audio>\nand <image><audio> together?"),
     Turn("assistant", "Yes: <audio>."),
@@ -300,7 +296,7 @@ def test_the_tokenizer_file_decides_about_the_start_as_in_transformers(
     assert encoded.loss_spans.tolist() == [[int(starts), len(encoded.input_ids)]]
 
 
-@pytest.mark.parametrize("name", ["demo", "qwen2_5"])
+@pytest.mark.parametrize("name", ["demo", BYTE_LEVEL])
 def test_control_strings_in_a_document_stay_letters(name: str) -> None:
     text = "<image>How <|im_end|> and <|AUDIO|> are written: <audio>"
     encoded = encode(ours(name), Turn(DOCUMENT, text))

@@ -11,11 +11,8 @@ from rich.console import Console
 from packer.build import Builder
 from packer.config import BuildConfig
 from packer.progress import StageProgress
-from support import ROOT
+from support.corpora import BYTE_LEVEL, MANUALS, TOKENIZERS
 
-SHARED = ROOT.parent / "shared"
-MANUALS = SHARED / "corpora" / "manuals"
-TOKENIZER = SHARED / "tokenizers" / "qwen2_5"
 PRESETS = {"llava": "llava_1_5", "internvl": "internvl_1_5_max4", "qwen2_vl": "qwen2_vl"}
 
 SAMPLES = {0: 6, 1: 6, 2: 2, 3: 1}
@@ -78,12 +75,12 @@ def cut_tokenizer(folder):
     """The shared tokenizer with its first tokens only, and its control tokens behind them."""
     folder.mkdir()
     whole, config = (
-        json.loads((TOKENIZER / f"{name}.json").read_text())
+        json.loads((TOKENIZERS / BYTE_LEVEL / f"{name}.json").read_text())
         for name in ("tokenizer", "tokenizer_config")
     )
     model, first = whole["model"], len(whole["model"]["vocab"])
     model["vocab"] = {token: place for token, place in model["vocab"].items() if place < NUM_TOKENS}
-    model["merges"] = [pair for pair in model["merges"] if "".join(pair.split()) in model["vocab"]]
+    model["merges"] = [pair for pair in model["merges"] if joined(pair) in model["vocab"]]
     for token in whole["added_tokens"]:
         token["id"] += NUM_TOKENS - first
     config["added_tokens_decoder"] = {
@@ -93,3 +90,8 @@ def cut_tokenizer(folder):
     for name, content in (("tokenizer", whole), ("tokenizer_config", config)):
         (folder / f"{name}.json").write_text(json.dumps(content))
     return folder
+
+
+def joined(pair):
+    """What a merge makes; written as two strings, or as one with a space."""
+    return "".join(pair.split() if isinstance(pair, str) else pair)
