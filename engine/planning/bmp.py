@@ -1,15 +1,13 @@
-"""Balanced Model Partitioning (OmniBal 4.2): a greedy anchor, partitions near it, the best-ranked
-of them run.
+"""BMP (OmniBal 4.2): partitions near a greedy anchor, ranked by a metric, the best ones run.
 
-The ranking is additive over stages and cuts, so the best candidates come out of a dynamic programme
-that keeps the K best beginnings per border, and not out of (2r + 1)^(N - 1) candidates, 7^7 for 8
-stages: 3 ms for 16 stages. How long a step takes is asked of the caller, who simulates
-(`engine.planning.recompute.fitted_step`) or measures it.
+The metric is a sum over stages and cuts, so dynamic programming with the K best beginnings per
+border finds the best candidates among (2r + 1)^(N - 1), 7^7 for 8 stages: 3 ms for 16 stages. The
+caller gives the time of a step, simulated (`engine.planning.recompute.fitted_step`) or measured.
 
-VAR(fwd_time) + SUM(comm) adds squared times and volumes as printed. Here both are milliseconds of a
-micro-batch: VAR is divided by the stages' mean time, and SUM is how long what crosses the cuts
-travels, forward and back. The raw figures stand beside. It is a filter only: on the paper's own
-Table 4 it would put the slower of two partitions first.
+VAR(fwd_time) + SUM(comm) as printed adds squared times to volumes. Here both are milliseconds of a
+micro-batch: VAR is divided by the stages' mean time, and SUM is the time of all sends at cuts,
+forward and back; the raw figures are kept. It is only a filter: on the paper's own Table 4 it would
+rank the slower of two partitions first.
 """
 
 from __future__ import annotations
@@ -22,44 +20,42 @@ from itertools import pairwise
 import numpy as np
 
 from balance.errors import ConfigError
-from balance.types import IntArray
+from balance.types import FloatArray, IntArray
 from engine.cost_model.costs import NS_PER_MS, Costs
 from engine.planning.partition import check_stages
 from engine.planning.recompute import InfeasiblePlan
 
 RADIUS = 3
-"""The optimum lies within it of the anchor (OmniBal 5.2)."""
+"""Distance from the anchor within which the optimum lies (OmniBal 5.2)."""
 MOST_RUN = 12
-"""Candidates that are run: 10 to 15 (OmniBal 5.2)."""
+"""Number of candidates that are run: 10 to 15 (OmniBal 5.2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionCandidate:
-    """A partition, what it was ranked by and what came of it."""
+    """A partition, its metric, and the time of its step if it was run."""
 
     borders: IntArray
     """(stages + 1,)."""
     variance_ms2: float
-    """VAR(fwd_time), eq. 4: a sum over stages, not divided by their number; of a mean
-    micro-batch.
-    """
+    """VAR(fwd_time), eq. 4, of a mean micro-batch: a sum over stages, not a mean."""
     comm_bytes: int
-    """SUM(comm), eq. 5: the activations of a mean micro-batch that cross the cuts, in bytes."""
+    """SUM(comm), eq. 5: activations of a mean micro-batch that cross the cuts, in bytes."""
     comm_ms: float
-    """How long they and their gradients travel."""
+    """Time of sending them and their gradients."""
     metric_ms: float
     """VAR divided by the stages' mean time, plus `comm_ms`."""
     step_ns: int | None = None
-    """None if it does not fit into memory, or was not run."""
+    """Time of the step; None if it does not fit into memory, or was not run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BmpResult:
-    """What the search found, and out of what."""
+    """The best partition, and all candidates that were run."""
 
     anchor: IntArray
     candidates: tuple[PartitionCandidate, ...]
-    """All that were run, by rank; the anchor among them."""
+    """All that were run, by rank, the anchor included."""
     best: PartitionCandidate
 
 
@@ -71,10 +67,10 @@ def search_bmp(
     radius: int = RADIUS,
     most_run: int = MOST_RUN,
 ) -> BmpResult:
-    """The fastest of the best-ranked partitions near the anchor, and of the anchor itself.
+    """The fastest of the best-ranked partitions near the anchor and the anchor itself.
 
-    `step_ns` gives the time of a step with these borders, or raises InfeasiblePlan, which this does
-    only if all do. Of equally fast ones the better ranked.
+    `step_ns`: time of a step with these borders, or InfeasiblePlan, which this raises only if all
+    do. Of equally fast partitions the better ranked.
     """
     anchor = greedy_anchor(costs, num_stages)
     candidates = rank_candidates(costs, anchor, radius=radius, most=most_run)
@@ -90,15 +86,12 @@ def search_bmp(
     fitting = [one for one in done if one.step_ns is not None]
     if failure is not None and not fitting:
         raise failure
-    return BmpResult(
-        anchor=anchor, candidates=tuple(done), best=min(fitting, key=lambda one: one.step_ns or 0)
-    )
+    best = min(fitting, key=lambda one: one.step_ns or 0)
+    return BmpResult(anchor=anchor, candidates=tuple(done), best=best)
 
 
 def greedy_anchor(costs: Costs, num_stages: int) -> IntArray:
-    """Borders such that each stage in turn comes as close as it can to its share of the forward
-    time that is left.
-    """
+    """Borders with each stage in turn nearest to its share of the remaining forward time."""
     num_layers = costs.num_layers
     check_stages(num_layers, num_stages)
     running = np.concatenate([[0], np.cumsum(costs.forward_ns.sum(axis=1))])
@@ -112,7 +105,7 @@ def greedy_anchor(costs: Costs, num_stages: int) -> IntArray:
 
 
 def candidate(costs: Costs, borders: IntArray) -> PartitionCandidate:
-    """A partition's figures."""
+    """A partition with its metric."""
     ranking = _Ranking.of(costs, len(borders) - 1)
     stage_ms, cuts = np.diff(ranking.running_ms[borders]), np.asarray(borders[1:-1]) - 1
     comm_ms = float(ranking.comm_ms[cuts].sum())
@@ -128,15 +121,14 @@ def candidate(costs: Costs, borders: IntArray) -> PartitionCandidate:
 def rank_candidates(
     costs: Costs, anchor: IntArray, *, radius: int, most: int
 ) -> list[PartitionCandidate]:
-    """The `most` partitions of least metric whose inner borders are within `radius` of the
-    anchor's, best first.
+    """The `most` partitions of least metric with inner borders within `radius` of the anchor's.
 
-    Ties go to the borders that are less in lexicographic order. Per stage and pair of borders the
-    `most` best beginnings are looked at: O(stages radius^2 most).
+    Best first; ties in lexicographic order of the borders. O(stages radius^2 most).
     """
     if radius < 0 or most < 1:
         raise ConfigError(
-            f"radius {radius}, {most} candidates; give a radius of 0 or more and at least 1 candidate"
+            f"radius {radius}, {most} candidates; give a radius of 0 or more and at least 1 "
+            "candidate"
         )
     ranking = _Ranking.of(costs, len(anchor) - 1)
     begun: dict[int, list[tuple[float, tuple[int, ...]]]] = {0: [(0.0, (0,))]}  # by last border
@@ -165,12 +157,14 @@ def _extend(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ranking:
-    running_ms: np.ndarray[tuple[int], np.dtype[np.float64]]
+    """The terms of the metric."""
+
+    running_ms: FloatArray
     """(layers + 1,): forward time of the layers before."""
     mean_ms: float
-    """Of a stage."""
-    comm_ms: np.ndarray[tuple[int], np.dtype[np.float64]]
-    """(layers,): if the partition cuts behind the layer."""
+    """Mean forward time of a stage."""
+    comm_ms: FloatArray
+    """(layers,): sends if the partition cuts after the layer."""
 
     @classmethod
     def of(cls, costs: Costs, num_stages: int) -> _Ranking:
@@ -186,7 +180,7 @@ class _Ranking:
         return len(self.comm_ms)
 
     def part(self, start: int, end: int) -> float:
-        """What a stage and the cut behind it add to the metric."""
+        """Contribution of a stage and the cut after it to the metric."""
         away = float(self.running_ms[end] - self.running_ms[start]) - self.mean_ms
         comm = float(self.comm_ms[end - 1]) if end < self.last_end else 0.0
         return (away**2 / self.mean_ms if self.mean_ms else 0.0) + comm

@@ -1,9 +1,8 @@
-"""Where to cut a model into stages by one figure per layer: the methods that BMP is compared with
-(OmniBal, Table 4).
+"""Even partitions by one figure per layer, which BMP is compared with (OmniBal, Table 4). Pure.
 
-Each makes the stages' sums of its figure even, exactly: the least largest sum, of those the least
-variance, by dynamic programming in a few ms for 160 layers. None looks at memory, communication or
-the schedule: `engine.planning.bmp` and `engine.planning.search.branch_and_bound` do. Pure.
+Each minimises the largest sum of its figure over stages, then the variance, exactly, by dynamic
+programming in a few ms for 160 layers. None considers memory, communication or the schedule, which
+`engine.planning.bmp` and `engine.planning.search.branch_and_bound` do.
 """
 
 from __future__ import annotations
@@ -11,21 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from balance.errors import ConfigError
-from balance.types import IntArray
+from balance.types import FloatArray, IntArray
 from engine.cost_model.costs import Costs
-
-FloatArray = NDArray[np.float64]
 
 
 def even_partition(weights: IntArray, num_stages: int) -> IntArray:
-    """Borders, (num_stages + 1,), of the contiguous partition whose largest sum of weights is
-    least.
+    """Borders, (num_stages + 1,), of the contiguous partition with the least largest sum.
 
-    Of several the one of least variance, of those the one with most layers in front. `weights`,
-    (layers,), are not negative. ConfigError if there are fewer layers than stages.
+    Ties: least variance, then most layers in front. `weights`, (layers,), are not negative.
+    ConfigError if there are fewer layers than stages.
 
     >>> even_partition(np.array([1, 1, 1, 1, 4]), 3).tolist()
     [0, 2, 4, 5]
@@ -60,9 +55,7 @@ def by_forward_time(costs: Costs, num_stages: int) -> IntArray:
 
 
 def by_step_time(costs: Costs, num_stages: int) -> IntArray:
-    """The same forward and backward time in every stage, nothing recomputed: what counts where
-    layers are frozen.
-    """
+    """The same forward and backward time in every stage, nothing recomputed, for frozen layers."""
     return even_partition((costs.forward_ns + costs.backward_ns).sum(axis=1), num_stages)
 
 
@@ -78,28 +71,26 @@ def check_stages(num_layers: int, num_stages: int) -> None:
     """ConfigError unless each stage can have a layer."""
     if not 1 <= num_stages <= num_layers:
         raise ConfigError(
-            f"{num_stages} stages of {num_layers} layers; give 1 to {num_layers}, each needs a layer"
+            f"{num_stages} stages of {num_layers} layers; give 1 to {num_layers}, each needs a "
+            "layer"
         )
 
 
 def _best_tails(
     values: FloatArray, num_stages: int, combine: np.ufunc
 ) -> tuple[FloatArray, IntArray]:
-    """Least value of cutting the layers from each one on into the last stages, and where the first
-    of them ends.
+    """Least value of cutting the layers from each one on into the last stages.
 
-    `values[a, b]` is that of the stage a:b, `combine` adds or takes the larger one. -> (value,
-    end), each of shape (num_stages, layers + 1): row s is for the stages from s on.
+    `values[a, b]`: value of the stage a:b; `combine` adds or takes the larger. -> (value, end of
+    the first of these stages), each (num_stages, layers + 1): row s is for the stages from s on.
     """
     num_layers = len(values) - 1
-    best, ends = (
-        np.full((num_stages, num_layers + 1), np.inf),
-        np.full((num_stages, num_layers + 1), num_layers),
-    )
+    shape = num_stages, num_layers + 1
+    best, ends = np.full(shape, np.inf), np.full(shape, num_layers)
     best[-1] = values[:, -1]
     for stage in reversed(range(num_stages - 1)):
         whole = combine(values, best[stage + 1][np.newaxis, :])
-        # the last one among equals
+        # the last one of equals
         ends[stage] = num_layers - np.argmin(whole[:, ::-1], axis=1)
         best[stage] = whole.min(axis=1)
     return best, ends

@@ -1,16 +1,14 @@
-"""Which layers of one rank must be recomputed: every minimal choice that fits into its memory.
-Numba.
+"""Minimal choices of recomputed layers with which one rank fits into its memory. Numba.
 
-For `engine.planning.recompute` and `engine.planning.search.branch_and_bound`. The peak is that of
+For `engine.planning.recompute` and `engine.planning.search`. The peak is that of
 `engine.simulator.memory`, byte for byte, for one rank and one choice of layers: 3 us for 20 layers
 and 64 micro-batches.
 
-Layers of a kind in one stage cost the same, so a choice is how many of each kind, and it is always
-the first ones: what a recomputed layer brings back for its own turn comes on top of what the layers
-before it left, so the later a layer is, the more it matters that those before it left little. One
-more never needs more memory. So for given numbers of all kinds but one the least number of that one
-is found by bisection; and kind by kind, the least number with which the kinds that follow can still
-make it fit, so that what cannot fit is never looked at.
+Layers of a kind in one stage cost the same, so a choice is a number per kind, and the first layers
+are recomputed: what a recomputed layer needs in its own turn comes on top of what the layers before
+it left, so early layers should leave little. One more never needs more memory. So for given numbers
+of all other kinds the least number of one kind is found by bisection; and kind by kind the least
+number with which the following kinds can still make it fit, so that no infeasible choice is tried.
 """
 
 from __future__ import annotations
@@ -28,13 +26,13 @@ from engine.simulator.schedule import PassKind, Schedule
 FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD = (int(kind) for kind in list(PassKind)[:4])
 
 MOST_TRIED = 20_000
-"""Choices of one rank that are looked at: thousands suffice for a handful of kinds; .1 s."""
+"""Choices of one rank that are tried: thousands suffice for a handful of kinds; .1 s."""
 MOST_FOUND = 2_000
-"""Of which so many fit at most."""
+"""Choices that fit which are kept at most."""
 
 
 class LayerMemory(NamedTuple):
-    """What a rank's memory holds of layers, from `Costs`."""
+    """Memory of layers and time of their recomputation, from `Costs`."""
 
     saved: IntArray
     """(layers, micro_batches), as the next two."""
@@ -43,39 +41,46 @@ class LayerMemory(NamedTuple):
     state: IntArray
     """(layers,)."""
     kind: IntArray
-    """(layers,): a number per kind of layer; -1 where recomputation frees nothing."""
+    """(layers,): number of the layer's kind; -1 where recomputation frees nothing."""
     extra_ns: IntArray
     """(layers,): time of recomputation, all micro-batches."""
 
 
 class RankOrder(NamedTuple):
-    """What a rank runs, in order; (actions,)."""
+    """The actions of a rank, in order; (actions,)."""
 
     kinds: IntArray
     chunks: IntArray
-    """Which of the rank's stages."""
+    """Number of the stage among the rank's."""
     micro_batches: IntArray
 
 
+class RankStages(NamedTuple):
+    """A rank with its stages, the layers `starts[i]:ends[i]`, and its memory limit."""
+
+    layers: LayerMemory
+    order: RankOrder
+    starts: IntArray
+    ends: IntArray
+    memory_bytes: int
+
+
 class RecomputeGroups(NamedTuple):
-    """Layers of a rank by group, those of a group alike, and which are recomputed at the moment."""
+    """A rank's layers in groups of equal ones, and which are recomputed at the moment."""
 
     members: IntArray
     firsts: IntArray
-    """(groups + 1,): of each group in `members`."""
+    """(groups + 1,): first member of each group."""
     counts: IntArray
-    """(groups,): that are recomputed, the first ones."""
+    """(groups,): recomputed layers, the first ones of the group."""
     recompute: NDArray[np.bool_]
     """(layers,), of the model."""
 
 
 def layer_memory(costs: Costs) -> LayerMemory:
-    """Layers' bytes, and which are alike. A layer whose input is more than its activations is never
-    recomputed.
-    """
-    frees = (costs.saved_bytes >= costs.kept_bytes).all(axis=1) & (
-        costs.saved_bytes > costs.kept_bytes
-    ).any(axis=1)
+    """Memory of layers. A layer whose input is larger than its activations is never recomputed."""
+    saved, kept = costs.saved_bytes, costs.kept_bytes
+    frees = (saved >= kept).all(axis=1) & (saved > kept).any(axis=1)
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(costs.kinds))}
     kind = np.array([numbers[kind] for kind in costs.kinds])
     return LayerMemory(
@@ -100,11 +105,11 @@ def rank_order(schedule: Schedule, rank: int) -> RankOrder:
 
 @numba.njit(cache=True)
 def peak_bytes(layers, order, starts, ends, recompute):  # type: ignore[no-untyped-def]
-    """The most that a rank holds whose stages are the layers `starts[i]:ends[i]`; `recompute` of
-    all layers.
+    """Peak of a rank whose stages are the layers `starts[i]:ends[i]`; `recompute`: of all layers.
 
-    As `engine.simulator.stages.stage_costs` and `engine.simulator.memory.memory_of`.
+    Equal to `engine.simulator.stages.stage_costs` and `engine.simulator.memory.memory_of`.
     """
+    # memory of each stage and micro-batch
     shape = len(starts), layers.saved.shape[1]
     live, held = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     most, apart = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -113,7 +118,8 @@ def peak_bytes(layers, order, starts, ends, recompute):  # type: ignore[no-untyp
         for layer in range(starts[chunk], ends[chunk]):
             now += layers.state[layer]
             left = layers.kept[layer] if recompute[layer] else layers.saved[layer]
-            _add_layer(layers, layer, left, live[chunk], held[chunk], most[chunk], apart[chunk])
+            _add_layer(layers, layer, left, (live[chunk], held[chunk], most[chunk], apart[chunk]))
+    # live bytes along the rank's order
     peak = now
     for at in range(len(order.kinds)):
         kind, chunk, number = order.kinds[at], order.chunks[at], order.micro_batches[at]
@@ -133,18 +139,19 @@ def peak_bytes(layers, order, starts, ends, recompute):  # type: ignore[no-untyp
 
 
 @numba.njit(cache=True)
-def _add_layer(layers, layer, left, live, held, most, apart):  # type: ignore[no-untyped-def]
-    """Add the next layer to what a stage holds of each micro-batch, (micro_batches,) each.
+def _add_layer(layers, layer, left, stage):  # type: ignore[no-untyped-def]
+    """Add the next layer to a stage's memory of each micro-batch, (micro_batches,) each.
 
-    `live`: what the forward pass leaves; `held`: the same with all that was recomputed. `most` and
-    `apart`: at most, on top of what is live before: in the forward or joint backward pass, and if
-    the weights' gradients come later.
+    `live`: left by the forward pass; `held`: the same with recomputed activations. Peaks on top of
+    what was live: `most` in the forward or joint backward pass, `apart` if weight gradients come
+    later.
     """
+    live, held, most, apart = stage
     for number in range(len(live)):
         whole = max(layers.saved[layer, number], left[number])
         turn = live[number] + whole + layers.working[layer, number]
         most[number] = max(most[number], turn)
-        # what comes behind a layer is whole when it is that layer's turn to go back
+        # the layers after a layer are complete when its backward pass runs
         apart[number] = max(apart[number] + whole, turn)
         live[number] += left[number]
         held[number] += whole
@@ -152,9 +159,8 @@ def _add_layer(layers, layer, left, live, held, most, apart):  # type: ignore[no
 
 @numba.njit(cache=True)
 def _groups(kind, starts, ends):  # type: ignore[no-untyped-def]
-    """Layers that are alike: -> (layers, first of each group); those of a group in order, the
-    largest group last.
-    """
+    """Groups of equal layers, the largest group last: -> (layers, first of each group)."""
+    # a key per stage and kind
     count = 0
     for chunk in range(len(starts)):
         count += ends[chunk] - starts[chunk]
@@ -165,6 +171,7 @@ def _groups(kind, starts, ends):  # type: ignore[no-untyped-def]
             if kind[layer] >= 0:
                 keys[count], places[count] = chunk * num_kinds + kind[layer], layer
                 count += 1
+    # groups of equal keys
     order = np.argsort(keys[:count], kind="mergesort")
     keys, places = keys[:count][order], places[:count][order]
     bounds = [0]
@@ -172,6 +179,7 @@ def _groups(kind, starts, ends):  # type: ignore[no-untyped-def]
         if keys[at] != keys[at - 1]:
             bounds.append(at)
     bounds.append(count)
+    # by size
     sizes = np.diff(np.array(bounds))
     layers, firsts = np.empty(count, np.int64), np.zeros(len(sizes) + 1, np.int64)
     for at, group in enumerate(np.argsort(sizes, kind="mergesort")):
@@ -181,104 +189,109 @@ def _groups(kind, starts, ends):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def _set(search, group, count):  # type: ignore[no-untyped-def]
-    """Recompute the first `count` layers of a group, and no other of it."""
-    search.counts[group] = count
-    first = search.firsts[group]
-    for at in range(first, search.firsts[group + 1]):
-        search.recompute[search.members[at]] = at < first + count
+def _fits(rank, recompute):  # type: ignore[no-untyped-def]
+    peak = peak_bytes(rank.layers, rank.order, rank.starts, rank.ends, recompute)
+    return peak <= rank.memory_bytes
 
 
 @numba.njit(cache=True)
-def _least_of(search, layers, order, starts, ends, memory_bytes, group):  # type: ignore[no-untyped-def]
-    """Recompute as few layers of a group as fit, the other groups as they are; -> whether any
-    number fits.
-    """
-    size = search.firsts[group + 1] - search.firsts[group]
+def _set(groups, group, count):  # type: ignore[no-untyped-def]
+    """Recompute the first `count` layers of a group, and no other of it."""
+    groups.counts[group] = count
+    first = groups.firsts[group]
+    for at in range(first, groups.firsts[group + 1]):
+        groups.recompute[groups.members[at]] = at < first + count
+
+
+@numba.njit(cache=True)
+def _set_least(groups, rank, group):  # type: ignore[no-untyped-def]
+    """Recompute as few layers of one group as fit; -> whether any number fits."""
+    size = groups.firsts[group + 1] - groups.firsts[group]
     low, high = 0, size + 1
     while low < high:
         middle = (low + high) // 2
-        _set(search, group, middle)
-        if peak_bytes(layers, order, starts, ends, search.recompute) <= memory_bytes:
+        _set(groups, group, middle)
+        if _fits(rank, groups.recompute):
             high = middle
         else:
             low = middle + 1
-    _set(search, group, min(low, size))
+    _set(groups, group, min(low, size))
     return low <= size
 
 
 @numba.njit(cache=True)
-def _complete(search, layers, order, starts, ends, memory_bytes, first):  # type: ignore[no-untyped-def]
-    """Give the groups from `first` on the least numbers that fit, one after the other; all of them
-    must fit.
-    """
-    for group in range(first, len(search.counts)):
-        _set(search, group, search.firsts[group + 1] - search.firsts[group])
-    for group in range(first, len(search.counts)):
-        _least_of(search, layers, order, starts, ends, memory_bytes, group)
+def _complete(groups, rank, first):  # type: ignore[no-untyped-def]
+    """Give the groups from `first` on the least numbers that fit, one after the other."""
+    for group in range(first, len(groups.counts)):
+        _set(groups, group, groups.firsts[group + 1] - groups.firsts[group])
+    for group in range(first, len(groups.counts)):
+        _set_least(groups, rank, group)
 
 
 @numba.njit(cache=True)
-def _next(search, each_ns, least_ns):  # type: ignore[no-untyped-def]
-    """One more of a group, none of those behind it, leaving out what takes `least_ns`; -> that
-    group, or -1.
+def _next(groups, each_ns, least_ns):  # type: ignore[no-untyped-def]
+    """One more of a group and none of those after it, under `least_ns`; -> that group, or -1.
 
     More of the last group that has any, with as many of the others, would not be minimal.
     """
-    group = len(search.counts) - 1
-    while group >= 0 and search.counts[group] == 0:
+    group = len(groups.counts) - 1
+    while group >= 0 and groups.counts[group] == 0:
         group -= 1
     while group > 0:
-        _set(search, group, 0)
+        _set(groups, group, 0)
         group -= 1
-        if search.counts[group] < search.firsts[group + 1] - search.firsts[group]:
-            _set(search, group, search.counts[group] + 1)
-            if (search.counts * each_ns).sum() < least_ns:
+        if groups.counts[group] < groups.firsts[group + 1] - groups.firsts[group]:
+            _set(groups, group, groups.counts[group] + 1)
+            if (groups.counts * each_ns).sum() < least_ns:
                 return group
     return -1
 
 
 @numba.njit(cache=True)
 def minimal_choices(layers, order, starts, ends, memory_bytes, only_least):  # type: ignore[no-untyped-def]
-    """Choices of recomputed layers with which a rank fits; without any one of them it would not.
+    """Choices of recomputed layers with which a rank fits, and with one layer less would not.
 
-    -> ((choices, layers) bool, whether that is all of them). None if the rank does not fit at all. With `only_least`
-    the last one takes least time, of all micro-batches together, and others are left out.
+    -> ((choices, layers) bool, whether these are all). No rows if the rank does not fit at all.
+    With `only_least` only the choice that takes least time over all micro-batches.
     """
+    rank = RankStages(layers, order, starts, ends, memory_bytes)
     members, firsts = _groups(layers.kind, starts, ends)
     num_groups, num_layers = len(firsts) - 1, len(layers.kind)
-    search = RecomputeGroups(
+    groups = RecomputeGroups(
         members, firsts, np.zeros(num_groups, np.int64), np.zeros(num_layers, np.bool_)
     )
+    # everything recomputed
     for group in range(num_groups):
-        _set(search, group, firsts[group + 1] - firsts[group])
-    if peak_bytes(layers, order, starts, ends, search.recompute) > memory_bytes:
+        _set(groups, group, firsts[group + 1] - firsts[group])
+    if not _fits(rank, groups.recompute):
         return np.zeros((0, num_layers), np.bool_), True
+    # a good first choice: least of the slowest groups first
     each_ns = np.array(
         [layers.extra_ns[members[first]] if len(members) else 0 for first in firsts[:-1]]
     )
     found = np.zeros((MOST_FOUND, num_groups), np.int64)
-    for group in np.argsort(-each_ns):  # a good one to begin with
-        _least_of(search, layers, order, starts, ends, memory_bytes, group)
-    found[0] = search.counts
-    num_found, tried, least_ns, changed = 1, 0, (search.counts * each_ns).sum(), -1
+    for group in np.argsort(-each_ns):
+        _set_least(groups, rank, group)
+    found[0] = groups.counts
+    num_found, tried, least_ns, changed = 1, 0, (groups.counts * each_ns).sum(), -1
+    # all choices, the first group's number changing slowest
     while tried < MOST_TRIED and num_found < MOST_FOUND:
         tried += 1
-        _complete(search, layers, order, starts, ends, memory_bytes, changed + 1)
-        time = (search.counts * each_ns).sum()
+        _complete(groups, rank, changed + 1)
+        time = (groups.counts * each_ns).sum()
         if time < least_ns or not only_least:
-            found[num_found], least_ns = search.counts, min(time, least_ns)
+            found[num_found], least_ns = groups.counts, min(time, least_ns)
             num_found += 1
-        changed = _next(search, each_ns, least_ns if only_least else np.iinfo(np.int64).max)
+        changed = _next(groups, each_ns, least_ns if only_least else np.iinfo(np.int64).max)
         if changed < 0:
             break
     kept = found[num_found - 1 : num_found] if only_least else _minimal(found[:num_found])
-    return _masks(search, kept), changed < 0
+    return _masks(groups, kept), changed < 0
 
 
 @numba.njit(cache=True)
 def _minimal(counts):  # type: ignore[no-untyped-def]
-    """Those of which no other is a part, each once."""
+    """The choices of which no other is a subset, each once."""
     keep = np.ones(len(counts), np.bool_)
     for one in range(len(counts)):
         for other in range(len(counts)):
@@ -289,20 +302,18 @@ def _minimal(counts):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def _masks(search, counts):  # type: ignore[no-untyped-def]
-    masks = np.zeros((len(counts), len(search.recompute)), np.bool_)
+def _masks(groups, counts):  # type: ignore[no-untyped-def]
+    masks = np.zeros((len(counts), len(groups.recompute)), np.bool_)
     for row in range(len(counts)):
-        for group in range(len(search.counts)):
-            _set(search, group, counts[row, group])
-        masks[row] = search.recompute
+        for group in range(len(groups.counts)):
+            _set(groups, group, counts[row, group])
+        masks[row] = groups.recompute
     return masks
 
 
 @numba.njit(cache=True)
 def stage_peaks(layers, order, borders, recompute):  # type: ignore[no-untyped-def]
-    """`peak_bytes` of a rank for each stage that it could have, `borders` (stages, 2); `recompute`
-    of all layers.
-    """
+    """`peak_bytes` of a rank for each stage that it could have; `borders`: (stages, 2)."""
     peaks = np.empty(len(borders), np.int64)
     for at in range(len(borders)):
         peaks[at] = peak_bytes(layers, order, borders[at, :1], borders[at, 1:], recompute)

@@ -1,10 +1,9 @@
-"""Which layers are recomputed: as little time as memory allows (OmniBal 4.3, solved instead of
-tried). Pure.
+"""Choice of recomputed layers: least time that fits into memory (OmniBal 4.3, solved). Pure.
 
-What must fit is the peak of live bytes along each rank's own order (`engine.simulator.memory`), not
-micro-batches under way times an average. Ranks are independent: no schedule's memory depends on
-times. Which layers of a rank: `engine.planning.rank_memory`. `engine.planning.adaptive_recompute`
-is for memory that can only be measured.
+The peak of live bytes along each rank's own order must fit (`engine.simulator.memory`), not depth
+times an average. Ranks are independent: no schedule's memory depends on times.
+`engine.planning.rank_memory` chooses a rank's layers; `engine.planning.adaptive_recompute` is for
+memory that can only be measured.
 """
 
 from __future__ import annotations
@@ -33,11 +32,10 @@ class InfeasiblePlan(IsobatchError):
 def choose_recompute(
     costs: Costs, borders: IntArray, schedule: Schedule, memory_bytes: int
 ) -> NDArray[np.bool_]:
-    """The layers to recompute, (layers,) bool, so that every rank fits into `memory_bytes` at least
-    time.
+    """Layers to recompute, (layers,) bool: the least time with which every rank fits.
 
-    SearchResult while kinds of layers are few (`rank_memory.MOST_TRIED`). Of equal layers in a stage the
-    first ones. InfeasiblePlan if even everything recomputed is too much; it says what would fit.
+    Exact while kinds of layers are few (`rank_memory.MOST_TRIED`). Of equal layers in a stage the
+    first ones. InfeasiblePlan, with what would fit, if even everything recomputed is too much.
     """
     chosen = np.zeros(costs.num_layers, np.bool_)
     for rank in range(schedule.num_ranks):
@@ -57,10 +55,9 @@ def rank_choices(
     *,
     only_least: bool = False,
 ) -> NDArray[np.bool_]:
-    """Minimal choices, (choices, layers) bool, with which a rank fits: less recomputed, and it
-    would not. Maybe none.
+    """Minimal choices, (choices, layers) bool, with which a rank fits; no rows if it never does.
 
-    With `only_least` the one that takes least time, alone.
+    With `only_least` only the one that takes least time.
     """
     own = slice(rank, None, schedule.num_ranks)
     starts, ends = np.asarray(borders)[:-1][own], np.asarray(borders)[1:][own]
@@ -70,9 +67,7 @@ def rank_choices(
 
 
 def fitted_step(costs: Costs, schedule: Schedule, memory_bytes: int) -> Callable[[IntArray], int]:
-    """borders -> simulated time of a step, recomputing as little as fits; raises InfeasiblePlan.
-    For `search_bmp`.
-    """
+    """borders -> simulated step time with the least recomputation that fits, for `search_bmp`."""
 
     def step_ns(borders: IntArray) -> int:
         recompute = choose_recompute(costs, borders, schedule, memory_bytes)
@@ -82,21 +77,20 @@ def fitted_step(costs: Costs, schedule: Schedule, memory_bytes: int) -> Callable
 
 
 def what_would_fit(costs: Costs, borders: IntArray, schedule: Schedule, memory_bytes: int) -> str:
-    """What a partition lacks with everything recomputed, and how much less of what would do, in one
-    line.
-    """
-    kept = memory_of(
-        schedule, stage_costs(costs, borders, np.asarray(layer_memory(costs).kind >= 0))
-    )
-    rank = int(np.argmax(kept.peak_bytes))
-    peak, state = int(kept.peak_bytes[rank]), int(kept.state_bytes[rank])
+    """Memory that a partition lacks with everything recomputed, and what would fit, in one line."""
+    frees = np.asarray(layer_memory(costs).kind >= 0)
+    memory = memory_of(schedule, stage_costs(costs, borders, frees))
+    rank = int(np.argmax(memory.peak_bytes))
+    peak, state = int(memory.peak_bytes[rank]), int(memory.state_bytes[rank])
     lacks = (
-        f"rank {rank} needs {peak / GIB:.2f} GiB with every layer recomputed and has {memory_bytes / GIB:.2f} GiB, "
-        f"{(peak - memory_bytes) / GIB:.2f} GiB too little"
+        f"rank {rank} needs {peak / GIB:.2f} GiB with every layer recomputed and has "
+        f"{memory_bytes / GIB:.2f} GiB, {(peak - memory_bytes) / GIB:.2f} GiB too little"
     )
-    # weights and activations are both shared out over more ranks
-    split = f"over {-(-peak // max(memory_bytes, 1))} times as many stages or tensor-parallel ranks"
+    # more ranks split both weights and activations
+    times = -(-peak // max(memory_bytes, 1))
+    split = f"split the model over {times} times as many stages or tensor-parallel ranks"
     if state >= memory_bytes:
-        return f"{lacks}: {state / GIB:.2f} GiB are weights, gradients and optimizer state; split the model {split}"
+        held = f"{state / GIB:.2f} GiB are weights, gradients and optimizer state"
+        return f"{lacks}: {held}; {split}"
     share = (memory_bytes - state) / (peak - state)
-    return f"{lacks}: use micro-batches of at most {100 * share:.0f} % of this size, or split the model {split}"
+    return f"{lacks}: use micro-batches of at most {100 * share:.0f} % of this size, or {split}"

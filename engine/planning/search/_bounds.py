@@ -1,12 +1,10 @@
-"""Bounds for `engine.planning.search.branch_and_bound`: how long a step takes at least, if some
-neighbouring stages are known. Numba.
+"""Lower bounds of a step's time from the layers of a few neighbouring stages, a window. Numba.
 
-A window is a run of stages whose layers are known. Its ranks run their operations in the schedule's
-order, exactly as in `engine.simulator.simulate`; all other ranks are relaxed to as many as can be
-used, so that a micro-batch passes their layers without ever waiting, and to the shortest sends that
-their cuts can have. Orders are fixed, so no operation begins earlier because another one takes
-longer: the window's step is a lower bound of the whole one. A window of all stages is the step
-itself, to the nanosecond. 4 ns per operation.
+For `branch_and_bound`. The window's ranks run their operations in the schedule's order, exactly as
+in `engine.simulator.simulate`. All other ranks are relaxed: a micro-batch passes their layers
+without waiting, with the shortest sends that their cuts can have. Orders are fixed, so no operation
+begins earlier because another one takes longer: the window's step is a lower bound. A window of all
+stages is the step itself, to the nanosecond. 4 ns per operation.
 """
 
 from __future__ import annotations
@@ -28,36 +26,31 @@ from engine.simulator.stages import StageCosts
 
 
 class LayerSums(NamedTuple):
-    """Times of the layers before each cut, and of cuts; int64, (layers + 1, micro_batches); cut c
-    is before layer c.
-    """
+    """Times of the layers before each cut, int64, (layers + 1, micro_batches)."""
 
     forward: IntArray
     input_grad: IntArray
     weight_grad: IntArray
     backward: IntArray
-    """What the stage before waits for: both gradients, or that of the input where they run
-    apart.
-    """
+    """What the previous stage waits for: both gradients, or the input's where they run apart."""
     send: IntArray
-    """Output, if the partition cuts here; 0 at both ends."""
+    """Send of the output if the partition cuts here; 0 at both ends."""
     send_back: IntArray
-    """Gradient."""
+    """Send of the gradient."""
     least_before: IntArray
-    """The shortest output and gradient sends of any cut before; 0 if there is none."""
+    """Shortest send of an output at any cut before; 0 if there is none."""
     least_back_before: IntArray
+    """Shortest send of a gradient at any cut before."""
     least_after: IntArray
-    """As `least_before`, of cuts behind, and both together."""
+    """Shortest send of both together at any cut after."""
     sends_grad: NDArray[np.bool_]
     """(layers + 1,): whether a gradient crosses the cut."""
     last: IntArray
-    """(micro_batches,): what follows at least when the first stage has made the gradient of its
-    input.
-    """
+    """(micro_batches,): least time after the first stage has computed the gradient of its input."""
 
 
 class Operations(NamedTuple):
-    """Actions of a schedule, each behind all that it waits for; (actions,)."""
+    """Actions of a schedule, each after all that it waits for; (actions,)."""
 
     kinds: IntArray
     stages: IntArray
@@ -92,7 +85,7 @@ def layer_sums(costs: Costs, schedule: Schedule) -> LayerSums:
 
 
 def _least(sends: IntArray) -> IntArray:
-    """Of each cut the least of those before it, both ends left out; 0 where there is none."""
+    """Least send of the cuts before each cut, without both ends; 0 where there is none."""
     least = np.zeros_like(sends)
     least[2:-1] = np.minimum.accumulate(sends[1:-2], axis=0)
     return least
@@ -122,104 +115,86 @@ def window_steps(
     choices: IntArray,
     extra_ns: IntArray,
 ) -> IntArray:
-    """Least times of a step, (windows,), whose stages from `first` on have these borders, (windows,
-    stages + 1).
+    """Least times of a step, (windows,), whose stages from `first` on have these borders.
 
-    Recomputation makes the backward passes of stage i of window n `extra_ns[choices[n, i]]` longer;
-    `choices` is (windows, stages), `extra_ns` (choices, micro_batches).
+    `borders`: (windows, stages + 1). `choices`, (windows, stages), are rows of `extra_ns`,
+    (choices, micro_batches): the time of recomputation in a stage's backward passes.
     """
-    inside, size = (
-        window_of(schedule, first, choices.shape[1]),
-        (schedule.num_stages, schedule.num_ranks),
-    )
-    return np.asarray(
-        run_windows(inside, sums, size, first, np.ascontiguousarray(borders), choices, extra_ns)
-    )
+    inside = window_of(schedule, first, choices.shape[1])
+    span = first, schedule.num_stages, schedule.num_ranks
+    cuts = np.ascontiguousarray(borders)
+    return np.asarray(run_windows(inside, sums, span, cuts, choices, extra_ns))
 
 
 @numba.njit(cache=True)
-def run_windows(inside, sums, size, first, borders, choices, extra_ns):  # type: ignore[no-untyped-def]
-    """The kernel of `window_steps`; `size` is (stages, ranks)."""
+def run_windows(inside, sums, span, borders, choices, extra_ns):  # type: ignore[no-untyped-def]
+    """The kernel of `window_steps`; `span`: (first stage of windows, stages, ranks)."""
+    # memory that all windows share
     num_windows, width = choices.shape
-    num_micro_batches = sums.forward.shape[1]
-    shape = width, num_micro_batches
-    forward, input_grad, weight_grad = (
-        np.empty(shape, np.int64),
-        np.empty(shape, np.int64),
-        np.empty(shape, np.int64),
-    )
+    first, num_stages, num_ranks = span
+    shape = width, sums.forward.shape[1]
+    forward, input_grad = np.empty(shape, np.int64), np.empty(shape, np.int64)
+    weight_grad = np.empty(shape, np.int64)
     ready, ready_back = np.empty(shape, np.int64), np.empty(shape, np.int64)
-    turn, tail = np.empty(num_micro_batches, np.int64), np.empty(num_micro_batches, np.int64)
-    now, free = np.empty(size[1], np.int64), np.empty((size[1], size[1]), np.int64)
+    turn, tail = np.empty(shape[1], np.int64), np.empty(shape[1], np.int64)
+    now, free = np.empty(num_ranks, np.int64), np.empty((num_ranks, num_ranks), np.int64)
     steps = np.empty(num_windows, np.int64)
     for window in range(num_windows):
+        # times of the window's stages
         cuts = borders[window]
         for stage in range(width):
-            for number in range(num_micro_batches):
-                start, end = cuts[stage], cuts[stage + 1]
+            start, end = cuts[stage], cuts[stage + 1]
+            choice = choices[window, stage]
+            for number in range(shape[1]):
                 forward[stage, number] = sums.forward[end, number] - sums.forward[start, number]
-                input_grad[stage, number] = (
-                    sums.input_grad[end, number] - sums.input_grad[start, number]
-                )
-                input_grad[stage, number] += extra_ns[choices[window, stage], number]
-                weight_grad[stage, number] = (
-                    sums.weight_grad[end, number] - sums.weight_grad[start, number]
-                )
-        _outside(sums, size[0], first, cuts, ready[0], turn, tail)
+                both = sums.input_grad[end, number] - sums.input_grad[start, number]
+                input_grad[stage, number] = both + extra_ns[choice, number]
+                own = sums.weight_grad[end, number] - sums.weight_grad[start, number]
+                weight_grad[stage, number] = own
+        # times outside, then the step
+        _outside(sums, (first, num_stages), cuts, ready[0], turn, tail)
         ready_back[:], now[:], free[:] = 0, 0, 0
+        times = (forward, input_grad, weight_grad)
         steps[window] = _run(
-            inside,
-            sums,
-            first,
-            cuts,
-            (forward, input_grad, weight_grad),
-            (ready, ready_back, turn, tail),
-            now,
-            free,
+            inside, sums, first, cuts, times, (ready, ready_back, turn, tail, now, free)
         )
     return steps
 
 
 @numba.njit(cache=True)
-def _outside(sums, num_stages, first, cuts, head, turn, tail):  # type: ignore[no-untyped-def]
-    """What each micro-batch takes outside a window: until it comes, from its leaving until it is
-    back, and then.
-    """
+def _outside(sums, span, cuts, head, turn, tail):  # type: ignore[no-untyped-def]
+    """Least times of micro-batches outside a window: before, between exit and return, after."""
+    first, num_stages = span
     start, end = cuts[0], cuts[-1]
-    before, behind = (
-        first - 1,
-        num_stages - first - len(cuts),
-    )  # further cuts, besides those at both ends
+    # further cuts, besides those at both ends
+    before, after = first - 1, num_stages - first - len(cuts)
     for number in range(len(head)):
         head[number], turn[number], tail[number] = 0, 0, 0
         if before >= 0:
             head[number] = sums.forward[start, number] + sums.send[start, number]
             head[number] += before * sums.least_before[start, number]
-        if behind >= 0 and sums.sends_grad[end]:
-            turn[number] = (
-                sums.forward[-1, number] - sums.forward[end, number] + sums.send[end, number]
-            )
-            turn[number] += (
-                sums.backward[-1, number] - sums.backward[end, number] + sums.send_back[end, number]
-            )
-            turn[number] += behind * sums.least_after[end, number]
+        if after >= 0 and sums.sends_grad[end]:
+            turn[number] = sums.forward[-1, number] - sums.forward[end, number]
+            turn[number] += sums.backward[-1, number] - sums.backward[end, number]
+            turn[number] += sums.send[end, number] + sums.send_back[end, number]
+            turn[number] += after * sums.least_after[end, number]
         if before >= 0 and sums.sends_grad[start]:
-            tail[number] = (
-                sums.backward[start, number] + sums.send_back[start, number] + sums.last[number]
-            )
+            tail[number] = sums.backward[start, number] + sums.last[number]
+            tail[number] += sums.send_back[start, number]
             tail[number] += before * sums.least_back_before[start, number]
 
 
 @numba.njit(cache=True)
-def _run(inside, sums, first, cuts, durations, times, now, free):  # type: ignore[no-untyped-def]
-    """The time of a step. `free[a, b]`: when what went from rank a to rank b has arrived."""
+def _run(inside, sums, first, cuts, durations, state):  # type: ignore[no-untyped-def]
+    """The time of a step. `free[a, b]`: when the last send from rank a to rank b has arrived."""
     forward, input_grad, weight_grad = durations
-    ready, ready_back, turn, tail = times
+    ready, ready_back, turn, tail, now, free = state
     width, num_ranks, step = len(forward), len(now), np.int64(0)
     for at in range(len(inside.kinds)):
         kind, stage, number = inside.kinds[at], inside.stages[at] - first, inside.micro_batches[at]
         rank = (first + stage) % num_ranks
         if kind == FORWARD:
+            # the output goes to the next stage, or out of the window and back
             end = max(now[rank], ready[stage, number]) + forward[stage, number]
             cut = cuts[stage + 1]
             if stage + 1 == width:
@@ -229,6 +204,7 @@ def _run(inside, sums, first, cuts, durations, times, now, free):  # type: ignor
                 free[rank, other] = max(end, free[rank, other]) + sums.send[cut, number]
                 ready[stage + 1, number] = free[rank, other] if num_ranks > 1 else end
         elif kind in (BACKWARD, INPUT_GRAD):
+            # the gradient goes to the previous stage, or out of the window
             end = max(now[rank], ready_back[stage, number]) + input_grad[stage, number]
             if kind == BACKWARD:
                 end += weight_grad[stage, number]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from balance.errors import ConfigError
-from engine.planning.adaptive_recompute import OutOfMemory, adapt_recompute, under_way
+from engine.planning.adaptive_recompute import OutOfMemory, adapt_recompute, in_flight
 from engine.planning.recompute import InfeasiblePlan, choose_recompute
 from engine.simulator.evaluate import schedule_for
 from engine.simulator.memory import memory_of
@@ -181,5 +181,5 @@ def test_micro_batches_under_way_are_what_memory_counts(name):
     costs.working_bytes[:], costs.state_bytes[:] = 0, 0
     peaks = memory_of(schedule, stage_costs(costs, np.arange(4), np.zeros(3, bool))).peak_bytes
     waiting = np.arange(3) if name == "zero_bubble" else 0  # whose weights' gradients are to come
-    assert (under_way(schedule) <= peaks).all()
-    assert (peaks <= under_way(schedule) + waiting).all()
+    assert (in_flight(schedule) <= peaks).all()
+    assert (peaks <= in_flight(schedule) + waiting).all()
