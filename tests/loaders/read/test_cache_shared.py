@@ -70,9 +70,7 @@ def test_all_bytes_are_right_and_the_limit_holds_through_kills(s3, tmp_path, mon
             child.wait()
             child.stdout.close()
     build = open_build(url, options=StorageOptions(cache_dir=cache, cache_bytes=LIMIT))
-    assert all(
-        is_as_written(build.read(number), group) for number, group in enumerate(groups)
-    )
+    assert all(is_as_written(build.read(number), group) for number, group in enumerate(groups))
     build.close()
     assert build.shards.cache_hits > 0
     assert on_disk(cache) <= LIMIT

@@ -50,9 +50,7 @@ def opened(tmp_path, environment):
 
 
 def all_intact(build):
-    return all(
-        is_as_written(build.read(number), group) for number, group in enumerate(GROUPS)
-    )
+    return all(is_as_written(build.read(number), group) for number, group in enumerate(GROUPS))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -132,7 +130,10 @@ def test_the_index_is_fetched_once_per_machine_and_again_for_another_build(
 
 def test_a_table_of_the_build_can_be_opened(s3, builds, opened, tmp_path):
     build = opened(upload(s3, builds["arrow"], tmp_path.name))
-    assert build.shards.open_file("index.arrow").read() == (builds["arrow"] / "index.arrow").read_bytes()
+    assert (
+        build.shards.open_file("index.arrow").read()
+        == (builds["arrow"] / "index.arrow").read_bytes()
+    )
     with pytest.raises(DataError, match=r"lists no counts\.parquet"):
         build.shards.open_file("counts.parquet")
 

@@ -179,7 +179,9 @@ def test_a_mixture_of_all_layouts_keeps_every_image_byte(tmp_path):
         )
         assert {name: sample["images"] for name, sample in samples.items()} == images
         assert totals["num_rejected"] == 0
-    assert [one["part"] for one in read_manifest(tmp_path / "out1").values["raw_files"]] == list(parts)
+    assert [one["part"] for one in read_manifest(tmp_path / "out1").values["raw_files"]] == list(
+        parts
+    )
     shards = [read_manifest(tmp_path / f"out{workers}").values["shards"] for workers in (1, 2)]
     assert shards[0] == shards[1]
 

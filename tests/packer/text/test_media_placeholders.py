@@ -338,9 +338,7 @@ def test_documents_and_chats_share_a_batch_without_changing_each_other() -> None
 
 def test_a_document_among_other_turns_is_rejected() -> None:
     rejected = ours("demo").encode_batch([[Turn(DOCUMENT, "a"), Turn("user", "b")]])[0]
-    assert rejected == TextRejected(
-        "chat_template", "2 turns, one of them a document, which stands alone"
-    )
+    assert rejected == TextRejected("chat_template", "2 turns, but a document must be the only one")
 
 
 @given(ids=st.lists(st.integers(0, 5), max_size=30), data=st.data())

@@ -6,6 +6,7 @@ from engine.cost_model.costs import Costs
 from engine.simulator.program import Encodings
 from engine.simulator.schedule import (
     Action,
+    PassKind,
     Schedule,
     gpipe,
     interleaved,

@@ -12,7 +12,7 @@ from engine.cost_model.costs import Costs
 from engine.runtime.communication.p2p_schedule import make_routes
 from engine.runtime.layer_rng import Draws
 from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.simulator.schedule import Action, Schedule, make_schedule
+from engine.simulator.schedule import Action, PassKind, Schedule, make_schedule
 from engine.simulator.simulate import Deadlock
 from engine.simulator.stages import stage_costs
 from engine.tuning.order_times import order_problem

@@ -20,6 +20,7 @@ from engine.cost_model.layer_list import layers_of, phases_of
 from engine.cost_model.loads import Loads
 from engine.cost_model.parallel import Parallelism
 from engine.cost_model.profile_table import make_profile, write_profile
+from engine.simulator.schedule import PassKind
 from loaders import StreamingLoader
 
 TOLERANCE = 1e-6
