@@ -308,8 +308,7 @@ class Builder:
                 grouping,
                 index,
                 parts,
-                num_read=counts.num_read,
-                num_repeated=counts.num_repeated,
+                (counts.num_read, counts.num_repeated),
             )
             write_manifest(self.out, manifest)
             if self.publisher:

@@ -1,6 +1,4 @@
-"""The output directory of a build: whose it is, what may be removed, and the manifest that
-completes it.
-"""
+"""The output directory of a build: whose it is, what may be removed, and its manifest."""
 
 from __future__ import annotations
 
@@ -35,19 +33,11 @@ DEMO_FOLDER = "source"
 BUILDING_NAME = "building.json"
 """While a build into an object store is unfinished: whose it is."""
 
+TABLE_NAMES = (INDEX_NAME, COUNTS_NAME, GROUPS_NAME, REJECTED_NAME)
+"""Files that the manifest lists, in its order; the shards have their own list."""
+
 _FOLDERS = ("shards", "staging", DEMO_FOLDER)
-_MADE_BY_A_BUILD = frozenset(
-    {
-        MANIFEST_NAME,
-        INDEX_NAME,
-        COUNTS_NAME,
-        GROUPS_NAME,
-        REJECTED_NAME,
-        REPORT_NAME,
-        BUILDING_NAME,
-        *_FOLDERS,
-    }
-)
+_MADE_BY_A_BUILD = frozenset((MANIFEST_NAME, *TABLE_NAMES, REPORT_NAME, BUILDING_NAME, *_FOLDERS))
 
 
 class BuildIdentity:
@@ -60,19 +50,14 @@ class BuildIdentity:
 
     def settings(self, dataset: Dataset) -> dict[str, Any]:
         """The settings, without paths of this machine."""
-        parts = [
-            {
-                "name": p.name,
-                "layout": p.located.layout,
-                "weight": p.weight,
-                "repeat": p.repeat,
-                "limit": p.limit,
-            }
-            for p in dataset.parts
-        ]
+        shares = ("weight", "repeat", "limit")
         return {
             "dataset": dataset.name,
-            "parts": parts,
+            "parts": [
+                {"name": part.name, "layout": part.located.layout}
+                | {name: getattr(part, name) for name in shares}
+                for part in dataset.parts
+            ],
             "num_samples": dataset.num_samples,
             "limit": self.config.limit,
             "format": self.config.format,
@@ -96,7 +81,8 @@ class BuildIdentity:
         )
         if not same:
             raise DataError(
-                f"{out} is a finished build of other data or settings: choose another --out, or add --overwrite"
+                f"{out} is a finished build of other data or settings: choose another --out, or "
+                "add --overwrite"
             )
         return manifest
 
@@ -111,12 +97,11 @@ class BuildIdentity:
         }
         marker = staging / "build.json"
         is_anothers = marker.exists() and json.loads(marker.read_text("utf-8")) != _plain(identity)
-        # a build that failed before it had counted anything, at an unreadable annotation file, is
-        # in nobody's way
+        # a build that failed before it had counted anything blocks nobody
         if is_anothers and any(staging.rglob("*.arrow")):
             raise DataError(
-                f"{staging.parent} holds an unfinished build of other data or settings: finish that one,"
-                " choose another --out, or add --overwrite"
+                f"{staging.parent} holds an unfinished build of other data or settings: finish "
+                "that one, choose another --out, or add --overwrite"
             )
         staging.mkdir(parents=True, exist_ok=True)
         temporary = marker.with_suffix(".tmp")
@@ -130,14 +115,13 @@ class BuildIdentity:
         grouping: Grouping,
         index: pa.Table,
         parts: list[Path],
-        *,
-        num_read: int,
-        num_repeated: int,
+        counted: tuple[int, int],
     ) -> dict[str, Any]:
-        """The manifest of the files that now lie in `out`, and of the shards that left the index
-        rows in `parts`.
+        """The manifest of the files in `out`, and of the shards of the index `parts`.
+
+        `counted`: records read, and copies beyond the first of each sample.
         """
-        settings = self.settings(dataset)
+        settings, data_root = self.settings(dataset), _absolute(dataset.parts[0].data_root)
         root = open_folder(str(out), follow_links=True)
         return {
             "isobatch_version": version("isobatch"),
@@ -157,25 +141,16 @@ class BuildIdentity:
             "limits_explained": grouping.limits_explained,
             "seed": self.config.seed,
             "order": asdict(grouping.order),
-            "totals": _totals(index, num_read, num_repeated),
+            "totals": _totals(index, *counted),
             "shards": _describe_shards(parts, index),
-            "files": [
-                BuildFile.of(root, name).to_json()
-                for name in (INDEX_NAME, COUNTS_NAME, GROUPS_NAME, REJECTED_NAME)
-            ],
-            **(
-                {"data_root": _absolute(dataset.parts[0].data_root)}
-                if self.config.format == "refs"
-                else {}
-            ),
+            "files": [BuildFile.of(root, name).to_json() for name in TABLE_NAMES],
+            **({"data_root": data_root} if self.config.format == "refs" else {}),
         }
 
 
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Keep other builds out of a directory, which is made if needed; raises DataError if one is at
-    work in it.
-    """
+    """Keep other builds out of a directory, which is made if needed; DataError if one is in it."""
     out.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(out, os.O_RDONLY)
     try:
@@ -192,9 +167,7 @@ def locked(out: Path) -> Iterator[None]:
 
 
 def clear(out: Path) -> None:
-    """Remove what a build made, and only that: --overwrite must not delete a folder that was given
-    by mistake.
-    """
+    """Remove what a build made, and only that: --overwrite may be given a folder by mistake."""
     if not out.exists():
         return
     require_ours(str(out), [path.name for path in out.iterdir()])
@@ -212,7 +185,8 @@ def require_ours(place: str, names: Sequence[str]) -> None:
     strangers = sorted({name for name in names if name.partition("/")[0] not in _MADE_BY_A_BUILD})
     if strangers:
         raise ConfigError(
-            f"--overwrite: {place} also holds {', '.join(strangers[:5])}, which no build made; nothing was removed"
+            f"--overwrite: {place} also holds {', '.join(strangers[:5])}, which no build made; "
+            "nothing was removed"
         )
 
 

@@ -1,9 +1,8 @@
-"""A build into an object store: what is prepared on this machine, and what makes it complete there.
+"""A build into an object store: prepared in a work folder on this machine, uploaded and completed.
 
-Everything that a build must find again when it was stopped lies in a work folder on disk, whose
-name comes from the URI, so that the same command continues the same build. Shards go up one by one
-as they are written and leave the disk at once; the small files follow at the end, the manifest
-last. While a build is unfinished, `building.json` beside the shards says whose it is, so that two
+The work folder's name comes from the URI, so the same command continues a stopped build. Shards are
+uploaded and removed one by one as they are written; the small files follow at the end, the manifest
+last. While a build is unfinished, `building.json` next to the shards says whose it is, so that two
 machines do not write into one place.
 """
 
@@ -19,13 +18,12 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from balance.errors import DataError
-from packer.build_dir import BUILDING_NAME, REPORT_NAME, require_ours
+from packer.build_dir import BUILDING_NAME, REPORT_NAME, TABLE_NAMES, require_ours
 from packer.report.figures import Report, make_report
 from packer.report.html import write_html
 from shards.folders import is_uri, naming_full_disk, open_object_folder
-from shards.index import INDEX_NAME
 from shards.manifest import MANIFEST_NAME
-from shards.tables import COUNTS_NAME, GROUPS_NAME, REJECTED_NAME
+from shards.tables import COUNTS_NAME, REJECTED_NAME
 
 if TYPE_CHECKING:
     from shards.object_folder import ObjectFolder
@@ -40,9 +38,7 @@ class Publisher:
         self._claim = self.folder / "staging" / BUILDING_NAME
 
     def claim(self) -> None:
-        """Mark the place as this build's; DataError if another machine or work folder is building
-        there.
-        """
+        """Mark the place as this build's; DataError if another work folder is building there."""
         if not self._claim.exists():
             token = {
                 "host": socket.gethostname(),
@@ -56,14 +52,12 @@ class Publisher:
         mine = self._claim.read_bytes()
         if not self._bucket.create(BUILDING_NAME, mine) and (theirs := self._holder()) != mine:
             raise DataError(
-                f"{self.uri} holds the unfinished build of {_who(theirs)}: let it finish, continue it there, choose"
-                " another --out, or add --overwrite"
+                f"{self.uri} holds the unfinished build of {_who(theirs)}: let it finish, continue "
+                "it there, choose another --out, or add --overwrite"
             )
 
     def clear(self) -> None:
-        """Remove what a build made at the URI, and only that. ConfigError if there is anything
-        else.
-        """
+        """Remove what a build made at the URI; ConfigError if there is anything else."""
         names = [info.name for info in self._bucket.files()]
         require_ours(self.uri, names)
         # the manifest first: without it the rest is an unfinished build, whatever happens now
@@ -71,32 +65,24 @@ class Publisher:
         self._bucket.delete([name for name in names if name != MANIFEST_NAME])
 
     def upload_tables(self) -> None:
-        """Upload what counting alone leaves behind, and forget the work folder."""
-        for name in (COUNTS_NAME, REJECTED_NAME):
-            self._bucket.put(name, self.folder / name)
-        self.forget()
+        """Upload the tables that counting alone leaves, and remove the work folder."""
+        self._upload(COUNTS_NAME, REJECTED_NAME)
 
     def publish(self) -> None:
-        """Upload all but the shards, which are there already, with the manifest last; then forget
-        the work folder.
-        """
+        """Upload everything but the shards, the manifest last, and remove the work folder."""
         write_html(make_report(self.folder), self.folder / REPORT_NAME)
-        for name in (
-            INDEX_NAME,
-            COUNTS_NAME,
-            GROUPS_NAME,
-            REJECTED_NAME,
-            REPORT_NAME,
-            MANIFEST_NAME,
-        ):
-            self._bucket.put(name, self.folder / name)
-        self.forget()
+        self._upload(*TABLE_NAMES, REPORT_NAME, MANIFEST_NAME)
 
     def forget(self) -> None:
         """Remove the work folder, and the mark at the URI if it is this build's."""
         if self._claim.exists() and self._holder() == self._claim.read_bytes():
             self._bucket.delete([BUILDING_NAME])
         shutil.rmtree(self.folder)
+
+    def _upload(self, *names: str) -> None:
+        for name in names:
+            self._bucket.put(name, self.folder / name)
+        self.forget()
 
     @property
     def _bucket(self) -> ObjectFolder:
@@ -111,7 +97,7 @@ class Publisher:
 
 
 def save_html(report: Report, place: str) -> None:
-    """Write report.html beside a build, in a folder or at a URI."""
+    """Write report.html next to a build, in a folder or at a URI."""
     if not is_uri(place):
         with naming_full_disk(place):
             write_html(report, Path(place, REPORT_NAME))
@@ -123,9 +109,7 @@ def save_html(report: Report, place: str) -> None:
 
 
 def work_folder(uri: str, work_dir: str | None) -> Path:
-    """Where a build to a URI is prepared: a folder of its own under `work_dir`, or under the user's
-    cache.
-    """
+    """A folder for the build to a URI alone, under `work_dir` or the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     parent = Path(work_dir) if work_dir else cache / "isobatch" / "builds"
     return parent / hashlib.sha256(uri.encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Folders on disk or in an object store: one protocol for raw data and builds.
+"""Folders on disk or in an object store, with the same methods: where raw data and builds are.
 
 A `Folder` opens and lists files by their name relative to it. A problem with one file is raised as
 OSError, as from the file system, so that it costs one sample; a problem with the whole place (no
@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from balance.errors import ConfigError, DataError
-from shards.local_folder import FileInfo, Folder, LocalFolder, OutsideFolder
+from shards.local_folder import FileInfo, LocalFolder, OutsideFolder
 from shards.store_errors import no_obstore
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ __all__ = [
     "split",
 ]
 
+Folder: TypeAlias = "LocalFolder | ObjectFolder"
 READERS = 16
 """Files of an object store that a process reads at a time."""
 
@@ -102,9 +103,7 @@ def open_object_folder(uri: str) -> ObjectFolder:
 
 @contextmanager
 def on_disk(place: str, names: Sequence[str]) -> Iterator[Path]:
-    """A folder that holds the named files of a place, those that exist: the place itself, or a
-    temporary copy.
-    """
+    """A folder with the named files of a place that exist: itself, or a temporary copy."""
     if not is_uri(place):
         yield Path(place)
         return
@@ -138,9 +137,7 @@ def naming_full_disk(folder: Path | str) -> Iterator[None]:
 
 @contextmanager
 def readers(place: str) -> Iterator[ThreadPoolExecutor | None]:
-    """Threads to read the files of a place with: many for an object store, where each waits; none
-    for a disk.
-    """
+    """Threads to read the files of an object store with, where each waits; none for a disk."""
     if not is_uri(place):
         yield None
         return

@@ -78,9 +78,7 @@ class IndexPart:
         self.rows.append(pa.table(columns).cast(INDEX_SCHEMA))
 
     def finish(self, name: str, written: Path) -> None:
-        """Fill in the checksums of the groups, and of the shard with its `name`, from the finished
-        file, which is read once.
-        """
+        """Fill in the checksums of the groups and of the shard `name`, which is read once."""
         with pa.memory_map(str(written)) as source:
             content = memoryview(source.read_buffer())
         whole, done = FileChecksum(), 0

@@ -1,4 +1,4 @@
-"""`Folder`, the protocol of a folder of files, and `LocalFolder`: one on disk.
+"""`LocalFolder`: a folder on disk, read as `ObjectFolder` reads one in an object store.
 
 A problem with one file is raised as OSError, as from the file system, so that it costs one sample.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 from balance.errors import DataError
 
@@ -29,37 +29,6 @@ class FileInfo:
     size: int
     version: str
     """Time of change, or the store's entity tag: changes when the file does."""
-
-
-class Folder(Protocol):
-    """A folder of raw data, or of a build."""
-
-    uri: str
-
-    def open(self, name: str) -> IO[bytes]:
-        """The file, seekable. OSError if it cannot be opened."""
-
-    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        """Bytes of a file, from `offset` on, all or `length` of them. OSError if it cannot be
-        read.
-        """
-
-    def read_into(self, name: str, view: memoryview) -> int:
-        """Fill `view` with the beginning of a file; -> the size of the file. OSError if it cannot
-        be read.
-        """
-
-    def info(self, name: str) -> FileInfo:
-        """Size and version of a file. FileNotFoundError if there is none."""
-
-    def files(self, folder: str = "") -> Iterator[FileInfo]:
-        """All files under a folder and its folders, in the order of their names."""
-
-    def names(self) -> list[str]:
-        """Names of the files in the folder itself, sorted."""
-
-    def has_folder(self, folder: str) -> bool:
-        """Whether there is anything under that name."""
 
 
 def _open_now(path: str, flags: int = 0) -> int:
@@ -139,9 +108,7 @@ class LocalFolder:
         return (self._path / folder).is_dir()
 
     def _descriptor(self, name: str) -> int:
-        """The file, opened with as few system calls as can be: they are most of what a small image
-        costs.
-        """
+        """The file, opened with few system calls: they are most of what a small image costs."""
         path = f"{self.uri}/{name}"  # text, not `pathlib`, for the same reason
         if not self._follow_links and self._holds(self._real_folder(path.rpartition("/")[0])):
             try:

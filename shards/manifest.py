@@ -122,9 +122,7 @@ def is_complete(place: str) -> bool:
 
 
 def read_manifest(place: str | Path) -> Manifest:
-    """The manifest of the build at a folder or URI; DataError if there is none, or none that this
-    version can read.
-    """
+    """The manifest of the build at a folder or URI; DataError if there is none that can be read."""
     place = str(place)
     if not is_uri(place) and not Path(place).is_dir():
         raise DataError(f"{place}: no such folder; give the output folder of `packer build`")
@@ -144,9 +142,7 @@ def unfinished(place: str) -> DataError:
 
 
 def parse_manifest(content: bytes, place: str) -> Manifest:
-    """The manifest of the build at `place`. DataError if this version cannot read it, DamagedShard
-    if it was changed.
-    """
+    """The manifest of the build at `place`; DataError if it is another version's, or damaged."""
     path = join(place, MANIFEST_NAME)
     try:
         values = json.loads(content)

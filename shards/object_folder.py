@@ -65,9 +65,7 @@ class ObjectFolder:
 
     @cached_property
     def listable(self) -> bool:
-        """Whether the place may be listed; asking is also the first contact. DataError if it cannot
-        be used at all.
-        """
+        """Whether the place may be listed, by the first contact; DataError if it is unusable."""
         try:
             next(iter(self._store(_FIRST_RETRIES).list(self._prefix or None, chunk_size=1)), None)
         except BaseError as error:
@@ -117,9 +115,7 @@ class ObjectFolder:
         return len(data)
 
     def read_window(self, name: str, start: int, end: int, version: str | None) -> bytes:
-        """Bytes `[start, end)` of a file that still is the version that was opened; OSError if it
-        is not.
-        """
+        """Bytes `[start, end)` of a file; OSError if it is not the version that was opened."""
         options: GetOptions = {"range": (start, end)}
         if version is not None:
             options["if_match"] = version
@@ -157,9 +153,7 @@ class ObjectFolder:
             return bool(next(iter(self._store().list(key or None, chunk_size=1)), []))
 
     def put(self, name: str, source: Path | bytes) -> None:
-        """Write a file, whole or not at all; a large one in parts, several at once. DataError if it
-        cannot be done.
-        """
+        """Write a file, whole or not at all, in parts if it is large; DataError if it fails."""
         size = len(source) if isinstance(source, bytes) else source.stat().st_size
         part_bytes = max(PART_BYTES, -(-size // MOST_PARTS))
         with self._writing(name) as key:
@@ -211,9 +205,7 @@ class ObjectFolder:
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[str]:
-        """The key of a name; what goes wrong with it comes out as OSError, or as DataError if it is
-        the place.
-        """
+        """The key of a name; errors become OSError, or DataError if they are the place's."""
         listable = self.listable
         try:
             yield self._key(name)
@@ -237,9 +229,7 @@ class ObjectFolder:
 
 
 class _RangedFile(io.RawIOBase):
-    """A large object, read in windows. The beginning stays in memory: readers of headers come back
-    to it.
-    """
+    """A large object, read in windows; its beginning, to which readers return, stays in memory."""
 
     def __init__(self, root: ObjectFolder, name: str, meta: ObjectMeta, head: bytes) -> None:
         self._root = root

@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
 
 MAX_REQUESTS = 16
-"""Requests under way at a time; from SeaweedFS, 8 are 6 % slower and 32 no faster with ranges of 4
-MB.
-"""
+"""Requests under way at a time; from SeaweedFS, 8 are 6 % slower and 32 no faster by 4 MB."""
 SLOWEST_BYTES_PER_S = 1 << 20
 """A request gets its time limit plus the time that its bytes take at this rate."""
 FIRST_TRIES = 5
@@ -48,9 +46,7 @@ _HTTP_ENDPOINTS = (
 _LONGEST_PAUSE_S = 5.0
 """Between ours, of a `RangeReader`."""
 _RETRIES = 3
-"""obstore's own retries, which continue in the middle of a body; few, because it does not say why
-until it gives up.
-"""
+"""obstore's own retries, inside a body too; few, because it says why only when it gives up."""
 _READ_TIMEOUT_S = 15.0
 """A connection that sends nothing for so long is given up, at most a third of the time limit."""
 _REQUEST_S = 3600.0
@@ -117,9 +113,7 @@ def open_store(
 
 
 def refuse_fork(uri: str) -> None:
-    """ConfigError in a process forked off one that has used obstore: its requests would never be
-    answered.
-    """
+    """ConfigError in a fork of a process that has used obstore: it would never get an answer."""
     _used_by.add(os.getpid())
     if _used_by != {os.getpid()}:
         raise ConfigError(
@@ -165,9 +159,7 @@ class RangeReader:
         return self._submit(self._fetch(name, None, None, tries=None))
 
     def wait(self, future: Future[Result], number_of_bytes: int) -> Result:
-        """The result of a request for so many bytes. DataError when its time is over, whatever the
-        network does.
-        """
+        """The result of a request for so many bytes; DataError when its time is over."""
         limit_s = (
             self._limit(number_of_bytes) + 1
         )  # the request gives up by itself first, and says more
@@ -179,9 +171,7 @@ class RangeReader:
             raise DataError(f"{self.uri}: closed while a request was under way") from None
 
     def cancel(self) -> None:
-        """Cancel what is under way, without waiting for it: whoever waits gets DataError. New
-        requests can be made.
-        """
+        """Cancel what is under way: whoever waits gets DataError. New requests work."""
         with self._lock:
             if self._worker is not None:
                 self._worker.cancel()
@@ -296,9 +286,7 @@ class RangeReader:
 
 
 class _Worker:
-    """A thread with an event loop. It ends with its reader, at the latest before the interpreter
-    does.
-    """
+    """A thread with an event loop, which ends with its reader, or before the interpreter does."""
 
     def __init__(self) -> None:
         self._loop, self._pid = asyncio.new_event_loop(), os.getpid()

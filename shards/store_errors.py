@@ -1,8 +1,7 @@
 """Errors of object stores: what a store answers when it refuses -> one line for the user.
 
 obstore puts status, code and cause into the text of a few exception types, so the text is read
-here. `explain` is for readers of builds, who may try again; the other functions are for folders of
-raw data and for writing, where an error belongs to one file or to the whole place. Pure.
+here. Pure.
 """
 
 from __future__ import annotations
@@ -24,26 +23,15 @@ _ENDPOINTS = {"s3": "AWS_ENDPOINT_URL", "gs": "GOOGLE_BASE_URL", "az": "AZURE_ST
 _WRONG_REGION = "the bucket is in another region: set AWS_REGION"
 _NO_SUCH_BUCKET = "no such bucket: create it, or correct the name"
 _BUCKET_CODES = ("<Code>NoSuchBucket", "<Code>ContainerNotFound", "specified bucket does not exist")
-_CREDENTIAL_CODES = frozenset(
-    {
-        "AuthenticationFailed",
-        "AuthorizationHeaderMalformed",
-        "ExpiredToken",
-        "InvalidAccessKeyId",
-        "InvalidToken",
-        "RequestTimeTooSkewed",
-        "SignatureDoesNotMatch",
-        "TokenRefreshRequired",
-    }
+_CREDENTIAL_CODES = (
+    *("AuthenticationFailed", "AuthorizationHeaderMalformed", "ExpiredToken", "InvalidAccessKeyId"),
+    *("InvalidToken", "RequestTimeTooSkewed", "SignatureDoesNotMatch", "TokenRefreshRequired"),
 )
 """Codes of S3 and Azure; some stores send them with status 400."""
 _METADATA_SERVICE = ("169.254.169.254", "metadata.google.internal")
 _BUSY = frozenset({408, 425, 429})
 PAST_END = 416
 """Status for a range after the end of an object, and for any range of an empty one."""
-
-
-# --- reading obstore's text ---
 
 
 def status_of(message: str) -> int:
@@ -86,14 +74,8 @@ def _scheme(uri: str) -> str:
     return uri.partition("://")[0]
 
 
-def _names_no_bucket(message: str) -> bool:
-    return any(code in message for code in _BUCKET_CODES)
-
-
 def _identity_problem(message: str, variables: str) -> str | None:
-    """What is wrong with the credentials, which come from `variables`, if the store does not know
-    who asks.
-    """
+    """What is wrong with the credentials in `variables`, if the store does not know who asks."""
     if any(host in message.partition("\n")[0] for host in _METADATA_SERVICE):
         # a cloud's own machines are asked for credentials when there are none in the environment
         return f"no credentials: set {variables}"
@@ -102,20 +84,14 @@ def _identity_problem(message: str, variables: str) -> str | None:
     return None
 
 
-def _is_passing(status: int) -> bool:
-    """Whether the same request may succeed later."""
-    return status >= 500 or status in _BUSY
-
-
-# --- reading builds ---
-
-
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """Why a request failed."""
 
     text: str
-    """What is wrong and what to do, without the object's name."""
+    """What is wrong and what to do, without the name of the object or place."""
+    is_of_place: bool = False
+    """Whether the whole place cannot be used: bucket, credentials, or no way to reach it."""
     is_passing: bool = False
     """Whether the same request may succeed later."""
     is_missing: bool = False
@@ -125,41 +101,37 @@ class Refusal:
 
 
 def explain(uri: str, error: Exception) -> Refusal:
-    """What an error of obstore's means for a reader."""
+    """What an error of obstore's means."""
     message = str(error)
     status, variables = status_of(message), CREDENTIALS.get(_scheme(uri), "the URL")
-    if _names_no_bucket(message):
-        return Refusal(_NO_SUCH_BUCKET)
+    if any(code in message for code in _BUCKET_CODES):
+        return Refusal(_NO_SUCH_BUCKET, is_of_place=True)
     if isinstance(error, FileNotFoundError) or status in {404, 410}:
         return Refusal("is missing", is_missing=True)
     if status == PAST_END:
         return Refusal("ends before the range that was asked for", is_past_end=True)
     if problem := _identity_problem(message, variables):
-        return Refusal(problem)
+        return Refusal(problem, is_of_place=True)
     if status == 403:
-        return Refusal(
-            f"access denied ({_reason(message)}): check {variables} and their right to read"
-        )
+        reason = _reason(message)
+        return Refusal(f"access denied ({reason}): check {variables} and their right to read")
     return _explain_server(uri, status, message)
 
 
 def _explain_server(uri: str, status: int, message: str) -> Refusal:
-    code = _code_of(message)
+    answer = f"{status} {_code_of(message)}".rstrip()
     if "range" in message.lower() and "not supported" in message.lower():
         return Refusal("the server ignores byte ranges; serve the build from one that honours them")
     if 300 <= status < 400:
-        return Refusal(_WRONG_REGION)
-    if _is_passing(status):
-        return Refusal(
-            f"the store fails ({status} {code}".rstrip() + "): check its health", is_passing=True
-        )
+        return Refusal(_WRONG_REGION, is_of_place=True)
+    if status >= 500 or status in _BUSY:
+        text = f"the store fails ({answer}): check its health, or try again when it has recovered"
+        return Refusal(text, is_of_place=True, is_passing=True)
     if status:
-        return Refusal(f"the store answers {status} {code}".rstrip())
+        return Refusal(f"the store answers {answer}")
     network = f"the network and {_ENDPOINTS.get(_scheme(uri), 'the URL')}"
-    return Refusal(f"cannot be reached ({_cause_of(message)}): check {network}", is_passing=True)
-
-
-# --- folders of raw data, and writing ---
+    text = f"cannot be reached ({_cause_of(message)}): check {network}"
+    return Refusal(text, is_of_place=True, is_passing=True)
 
 
 def no_obstore(uri: str) -> ConfigError:
@@ -179,28 +151,9 @@ def is_denied(error: Exception) -> bool:
 
 
 def place_problem(uri: str, error: Exception) -> DataError | None:
-    """What is wrong with the whole place, if the error says so: bucket, credentials, or no way to
-    reach it.
-    """
-    message, scheme = str(error), _scheme(uri)
-    problem = _identity_problem(message, CREDENTIALS[scheme]) or _server_problem(
-        message, _ENDPOINTS[scheme]
-    )
-    return DataError(f"{uri}: {problem}") if problem else None
-
-
-def _server_problem(message: str, variable: str) -> str | None:
-    status = status_of(message)
-    if _names_no_bucket(message):
-        return _NO_SUCH_BUCKET
-    if status == 0:
-        return f"cannot be reached ({_cause_of(message)}): check the network and {variable}"
-    if _is_passing(status):
-        return (
-            f"the store fails ({status} {_code_of(message)}): "
-            "run the same command again when it has recovered"
-        )
-    return _WRONG_REGION if 300 <= status < 400 else None
+    """What is wrong with the whole place, if the error says so."""
+    refusal = explain(uri, error)
+    return DataError(f"{uri}: {refusal.text}") if refusal.is_of_place else None
 
 
 def denied(uri: str, error: Exception) -> DataError:

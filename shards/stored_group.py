@@ -123,6 +123,18 @@ class StoredGroup:
     """(num_audios,): place in the group of each clip's sample."""
 
 
+EMPTY_GROUP = StoredGroup(
+    where="the padding of the epoch's last step",
+    sample_ids=(),
+    input_ids=NO_NUMBERS,
+    labels=NO_NUMBERS,
+    cu_seqlens=np.zeros(1, dtype=np.int32),
+    images=(),
+    image_sizes=NO_NUMBERS.reshape(0, 2),
+    image_samples=NO_NUMBERS,
+)
+
+
 class MediaReader(Protocol):
     """Reads the image and audio files that a refs build points to."""
 

@@ -45,9 +45,7 @@ class TarShardWriter:
         self._tar = TarWriter(self._file, user="", group="", mode=0o644, mtime=0, encoder=False)
 
     def add(self, block: PackedBlock) -> list[ByteRange]:
-        """Append groups; a range covers a group's members from the first header to the last one's
-        padding.
-        """
+        """Append groups; a range is from a group's first header to its last member's padding."""
         ends = [self._tar.tarstream.offset]
         with closed_on_error(self._tar.tarstream.fileobj, self._file):
             for group, (first, last) in zip(

@@ -29,7 +29,7 @@ from loaders.decode.image import decode, decode_pixels
 from loaders.decode.log_mel import MEL_BINS, log_mel_frames, log_mel_windows
 from loaders.decode.resize import Pixels
 from loaders.plan.steps import StepTotals
-from shards.stored_group import StoredGroup
+from shards.stored_group import EMPTY_GROUP, StoredGroup
 
 
 def collate(
@@ -98,17 +98,6 @@ def _count(longest: int) -> NDArray[np.int64]:
 
 _counted = np.arange(8192)
 
-NO_TOKENS = np.zeros(0, dtype=np.int32)
-EMPTY_GROUP = StoredGroup(
-    where="the padding of the epoch's last step",
-    sample_ids=(),
-    input_ids=NO_TOKENS,
-    labels=NO_TOKENS,
-    cu_seqlens=np.zeros(1, dtype=np.int32),
-    images=(),
-    image_sizes=NO_TOKENS.reshape(0, 2),
-    image_samples=NO_TOKENS,
-)
 
 
 def _pixel_values(

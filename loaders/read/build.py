@@ -56,13 +56,9 @@ class StorageOptions:
     cache_bytes: int = DEFAULT_CACHE_BYTES
     """Limit of the files in the cache; 0 keeps nothing."""
     timeout_s: float = TIMEOUT_S
-    """Limit of each request with all its retries, plus a second per megabyte; then DataError names
-    the shard, or the sample whose file it is.
-    """
+    """Time limit of a request with its retries, plus 1 s per megabyte; then DataError."""
     verify: Verify = "first"
-    """Checks of checksums; "never" also opens the index of a build on disk without comparing its
-    checksum.
-    """
+    """Checks of groups' checksums; "never" also skips that of a local build's index."""
 
     def __post_init__(self) -> None:
         if self.cache_bytes < 0:
@@ -120,17 +116,13 @@ class Build:
         return stored
 
     def cancel(self) -> None:
-        """Wake all threads that wait for a store: their reads end with DataError. Later reads work
-        again.
-        """
+        """Wake the threads that wait for a store with DataError; later reads work again."""
         for source in (self.shards, self._media):
             if isinstance(source, RemoteShards | RemoteMedia):
                 source.cancel()
 
     def close(self) -> None:
-        """Stop what is under way, and release threads and connections, without waiting for a store
-        that does not answer. Nothing may be read afterwards.
-        """
+        """Stop what is under way and release connections, without waiting for a store."""
         for source in (self.shards, self._media):
             if isinstance(source, RemoteShards | RemoteMedia):
                 source.close()
@@ -229,9 +221,7 @@ def _open_media(
     options: StorageOptions,
     cache: WriteBehind | None = None,
 ) -> LocalMedia | RemoteMedia | None:
-    """Reads the images and audio files of a refs build; None for other formats. ConfigError if
-    their folder is not there.
-    """
+    """Reader of a refs build's files, else None; ConfigError if their folder is missing."""
     if manifest.format != "refs":
         return None
     place = _place(image_root or manifest.data_root or "")

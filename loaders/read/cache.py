@@ -46,9 +46,7 @@ class Cache:
         return self._storing
 
     def read(self, name: str, size: int | None = None) -> bytes | None:
-        """The file, or None if it is not there; it counts as used. One of another size than `size`
-        is removed.
-        """
+        """The file, or None; it counts as used. One of another size than `size` is removed."""
         if not self._limit:
             return None
         path = self._folder / name
@@ -64,9 +62,7 @@ class Cache:
         return content
 
     def path(self, name: str, size: int) -> Path | None:
-        """Where the file lies, if it is there; it counts as used. One of another size is
-        removed.
-        """
+        """Path of the file, if it is there; it counts as used. One of another size is removed."""
         if not self._limit:
             return None
         path = self._folder / name
@@ -123,9 +119,7 @@ class Cache:
 
     @contextlib.contextmanager
     def alone(self, name: str, wait_s: float) -> Iterator[None]:
-        """Let one process at a time do something that all of them want; after `wait_s` do it
-        nevertheless.
-        """
+        """Let one process at a time do what all of them want; after `wait_s` do it nevertheless."""
         with contextlib.ExitStack() as held:
             if self._storing:
                 with contextlib.suppress(OSError):

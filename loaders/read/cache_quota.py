@@ -24,9 +24,7 @@ import numpy as np
 BLOCK_BYTES = 4096
 """What file systems round a file's size up to."""
 KEPT = 0.9
-"""How full the cache is after making room: each time all files are listed, which takes seconds for
-a million.
-"""
+"""Fill after making room, which lists all files: seconds for a million."""
 LOCK_WAIT_S = 2.0
 """For a process that was stopped while it held the lock; until then nothing is stored."""
 _TEMPORARY = ".tmp-"
@@ -53,9 +51,7 @@ class _File:
 
 
 class Quota:
-    """The `limit_bytes` that the files of all builds under `root` may take. Every method may raise
-    OSError.
-    """
+    """The bytes that files of all builds under `root` may take. Every method may raise OSError."""
 
     def __init__(self, root: Path, limit_bytes: int, pinned: Path | None) -> None:
         """`pinned` is a file that does not leave."""
@@ -129,9 +125,7 @@ class Quota:
 
 @contextlib.contextmanager
 def locked(path: Path, wait_s: float) -> Iterator[int | None]:
-    """A file, made if need be and locked; None if another process did not let go of it within
-    `wait_s`.
-    """
+    """A locked file, made if needed; None if another process held it for `wait_s`."""
     # opened anew each time: a lock belongs to the opened file, which threads and forked processes
     # would share
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -166,9 +160,7 @@ def _is_abandoned(path: str) -> bool:
 
 
 def _files(root: Path) -> Iterator[_File]:
-    """Files in the folders under `root`; empty folders are removed. Only under the lock: no file is
-    made meanwhile.
-    """
+    """Files in the folders under `root`, without empty folders; only under the lock."""
     folders = [entry.path for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False)]
     while folders:
         folder = folders.pop()
@@ -180,9 +172,7 @@ def _files(root: Path) -> Iterator[_File]:
 
 
 def _list(folder: str) -> tuple[list[str], list[_File]]:
-    """Folders and files in a folder. Listed again when a file went meanwhile: it was finished, and
-    has its name now.
-    """
+    """Folders and files in a folder; listed again if a file was renamed meanwhile."""
     for _ in range(100):
         inner, files = [], []
         try:

@@ -23,9 +23,7 @@ from shards.index import INDEX_NAME, GroupIndex
 from shards.manifest import BuildFile, Manifest
 
 MAX_OPEN = 64
-"""Open shards at a time: a block of groups is in one or two shards, and at most 31 lanes have a
-block open.
-"""
+"""Open shards at a time: a block of groups is in one or two, and at most 31 lanes have one open."""
 CHECKED_BYTES = 256 << 20
 """The index of a million groups of eight samples; XXH3 takes some 40 ms for it."""
 
@@ -108,9 +106,7 @@ class LocalShards:
         opened.seek(0)
 
     def _open(self, shard: int) -> _MappedFile:
-        """The mapped shard. DamagedShard if it is missing or has another size than the manifest
-        says.
-        """
+        """The mapped shard. DamagedShard if it is missing or has another size than it should."""
         with self._lock:
             if shard not in self._opened:
                 self._opened[shard] = self._map(self._manifest.shards[shard])
@@ -148,9 +144,7 @@ class _MappedFile:
         return os.fstat(self._file.fileno()).st_size
 
     def release(self, start: int, end: int) -> None:
-        """Take the whole pages in `[start, end)` out of this process's memory; they come back when
-        they are touched.
-        """
+        """Drop the whole pages in `[start, end)` from memory until they are touched again."""
         start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         if start + mmap.PAGESIZE <= end:
             self._map.madvise(mmap.MADV_DONTNEED, start, end - start)

@@ -15,20 +15,18 @@ from typing import Any
 import numpy as np
 
 from balance.types import IntArray
-from loaders.batch.collate import EMPTY_GROUP, NO_TOKENS
 from loaders.plan.selection import GroupSlice, Selection
 from loaders.read.build import Build
-from shards.stored_group import Int32Array, StoredGroup
+from shards.stored_group import EMPTY_GROUP, NO_NUMBERS, Int32Array, StoredGroup
 
 CACHED_BYTES = 256 << 20
-"""Stored groups, images included, of which samples were cut out: others of them may be wanted next.
-"""
+"""Stored groups of which samples were cut out, images included: others may be wanted next."""
 
-# sample -> its files -> what is told of each file; audio is there in builds that have it
 MEDIA = {
     "vision": ("images", "image_sizes", "image_samples"),
     "audio": ("audios", "audio_lengths", "audio_samples"),
 }
+"""Encoder -> fields of `StoredGroup`: its files, their numbers, and the sample of each file."""
 
 
 class SampleReader:
@@ -72,9 +70,7 @@ class SampleReader:
         return join([self._cut(pick) for pick in item])
 
     def release(self, item: Selection) -> None:
-        """Say that what was read is no longer in use, so that it need not count as this process's
-        memory.
-        """
+        """Say that what was read is out of use, and need not count as this process's memory."""
         for pick in item:
             if pick.places is None:  # others are kept for a while
                 self._builds[pick.build].shards.release(pick.group)
@@ -94,9 +90,7 @@ class SampleReader:
         return raw if pick.places is None else take_samples(raw, pick.places)
 
     def _stored(self, build: int, group: int) -> StoredGroup:
-        """A stored group, from the cache if it is there. Two threads may both read one: it is the
-        same.
-        """
+        """A stored group, from memory if it is there. Two threads may read the same one."""
         key = build, group
         with self._lock:
             if key in self._cached:
@@ -114,30 +108,28 @@ class SampleReader:
 
 def stored_bytes(raw: StoredGroup) -> int:
     """Bytes of the tokens, labels and files of some samples."""
-    files = sum(len(file) for files, *_ in MEDIA.values() for file in getattr(raw, files, ()))
-    return files + raw.input_ids.nbytes + raw.labels.nbytes
+    return sum(map(len, (*raw.images, *raw.audios))) + raw.input_ids.nbytes + raw.labels.nbytes
 
 
 def take_samples(raw: StoredGroup, places: Sequence[int]) -> StoredGroup:
     """The samples at `places` of a group, in that order."""
     chosen = np.array(places, dtype=np.int64)
     tokens = _ranges(raw.cu_seqlens[chosen], raw.cu_seqlens[chosen + 1])
-    lengths = np.diff(raw.cu_seqlens)[chosen]
     changed: dict[str, Any] = {
         "sample_ids": tuple(raw.sample_ids[place] for place in places),
-        "image_names": (),
         "input_ids": raw.input_ids[tokens],
         "labels": raw.labels[tokens],
-        "cu_seqlens": _borders(lengths),
+        "cu_seqlens": _borders(np.diff(raw.cu_seqlens)[chosen]),
+        "image_names": (),
     }
-    for files, about, owners in _media_of(raw):
+    for files, numbers, owners in MEDIA.values():
         of_sample = getattr(raw, owners)  # ascending
         starts, stops = (
             np.searchsorted(of_sample, chosen, side=side) for side in ("left", "right")
         )
         kept = _ranges(starts, stops)
         changed[files] = [getattr(raw, files)[place] for place in kept.tolist()]
-        changed[about] = getattr(raw, about)[kept]
+        changed[numbers] = getattr(raw, numbers)[kept]
         changed[owners] = np.repeat(np.arange(len(places), dtype=np.int32), stops - starts)
     return replace(raw, **changed)
 
@@ -146,46 +138,39 @@ def join(parts: Sequence[StoredGroup]) -> StoredGroup:
     """The samples of all parts, one part after the other."""
     if len(parts) == 1:
         return parts[0]
-    counts = [len(part.sample_ids) for part in parts]
     joined: dict[str, Any] = {
         "where": "; ".join(dict.fromkeys(part.where for part in parts)),
-        "image_names": (),
         "sample_ids": tuple(sample_id for part in parts for sample_id in part.sample_ids),
         "input_ids": np.concatenate([part.input_ids for part in parts]),
         "labels": np.concatenate([part.labels for part in parts]),
         "cu_seqlens": _borders(np.concatenate([np.diff(part.cu_seqlens) for part in parts])),
+        "image_names": (),
     }
-    firsts = np.cumsum([0, *counts[:-1]])
-    for files, about, owners in _media_of(parts[0]):
+    firsts = np.cumsum([0, *(len(part.sample_ids) for part in parts[:-1])])
+    for files, numbers, owners in MEDIA.values():
         joined[files] = [file for part in parts for file in getattr(part, files)]
-        joined[about] = np.concatenate([getattr(part, about) for part in parts])
+        joined[numbers] = np.concatenate([getattr(part, numbers) for part in parts])
         shifted = [getattr(part, owners) + first for part, first in zip(parts, firsts, strict=True)]
         joined[owners] = np.concatenate(shifted).astype(np.int32)
     return replace(parts[0], **joined)
 
 
 def without_media(raw: StoredGroup, encoders: Collection[str]) -> StoredGroup:
-    """Without the files of `encoders`, which are encoded elsewhere; what is told of them stays."""
-    dropped = {MEDIA[name][0]: () for name in encoders if hasattr(raw, MEDIA[name][0])}
-    return replace(raw, **dropped)  # type: ignore[arg-type]
+    """Without the files of `encoders`, which are encoded elsewhere; their numbers stay."""
+    return replace(raw, **{MEDIA[name][0]: () for name in encoders})  # type: ignore[arg-type]
 
 
 def only_media(raw: StoredGroup, encoder: str) -> StoredGroup:
     """The files of one encoder without any token, for the rank that encodes them."""
-    num_samples = len(raw.sample_ids)
-    others = [names for name, names in MEDIA.items() if name != encoder and names in _media_of(raw)]
+    others = [names for name, names in MEDIA.items() if name != encoder]
     nothing = {name: getattr(EMPTY_GROUP, name) for names in others for name in names}
     return replace(
         raw,
-        input_ids=NO_TOKENS,
-        labels=NO_TOKENS,
-        cu_seqlens=np.zeros(num_samples + 1, np.int32),
+        input_ids=NO_NUMBERS,
+        labels=NO_NUMBERS,
+        cu_seqlens=np.zeros(len(raw.sample_ids) + 1, np.int32),
         **nothing,
     )
-
-
-def _media_of(raw: StoredGroup) -> list[tuple[str, str, str]]:
-    return [names for names in MEDIA.values() if hasattr(raw, names[0])]
 
 
 def _ranges(starts: IntArray | Int32Array, stops: IntArray | Int32Array) -> IntArray:

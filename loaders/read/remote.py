@@ -35,13 +35,9 @@ from shards.manifest import BuildFile, Manifest
 from shards.object_store import SLOWEST_BYTES_PER_S, RangeReader
 
 REQUEST_BYTES = 4 << 20
-"""Size up to which neighbours are joined: SeaweedFS gives 970 to 1,200 MB/s by 4 MB, 340 to 430 by
-200 KB.
-"""
+"""Largest joined request: SeaweedFS gives 970 to 1,200 MB/s by 4 MB, 340 to 430 by 200 KB."""
 GAP_BYTES = 64 << 10
-"""Bytes between two groups that are read for nothing rather than asking twice: a request costs what
-100 KB do.
-"""
+"""Gap between groups that is read rather than asking twice: a request costs what 100 KB do."""
 AHEAD_BYTES = 1 << 30
 """Memory for groups that were fetched ahead and are not read yet; the oldest are dropped."""
 PIECE_BYTES, PIECES_AT_ONCE = 8 << 20, 8
@@ -207,9 +203,7 @@ class RemoteShards:
         return self._ahead.pop(group)
 
     def _take_ahead(self, group: int, offset: int, length: int) -> pa.Buffer | None:
-        """What was fetched ahead, waited for if need be; None if it was not asked for, or had
-        failed before this.
-        """
+        """What was fetched ahead, waited for if needed; None if not asked for, or failed."""
         with self._lock:
             ahead = self._forget(group) if group in self._ahead else None
         if ahead is None:
@@ -296,9 +290,7 @@ class _RemoteFiles:
 
 
 class RemoteMedia:
-    """Image and audio files of a refs build in a store; those of one group are read at the same
-    time.
-    """
+    """Image and audio files of a refs build in a store, read a group's at a time."""
 
     def __init__(self, store: RangeReader, cache: WriteBehind) -> None:
         self._store, self._cache = store, cache
@@ -347,9 +339,7 @@ def _write_sealed(cache: WriteBehind, name: str, content: bytes) -> None:
 
 
 def _read_sealed(cache: WriteBehind, name: str) -> bytes | None:
-    """What was stored with its checksum; None if it is not there, or not what was stored, and then
-    it is removed.
-    """
+    """What was stored with its checksum, or None; one that is damaged is removed."""
     stored = cache.read(name)
     if stored is None:
         return None

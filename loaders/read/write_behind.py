@@ -27,9 +27,7 @@ FLUSH_S = 5.0
 
 
 class WriteBehind:
-    """A `Cache` whose writes return at once. What was written is there for this object's readers
-    from then on.
-    """
+    """A `Cache` whose writes return at once and can be read through this object from then on."""
 
     def __init__(self, cache: Cache, max_bytes: int = BEHIND_BYTES) -> None:
         self._cache, self._max_bytes = cache, max_bytes
@@ -49,9 +47,7 @@ class WriteBehind:
         )
 
     def write(self, name: str, content: Any) -> None:
-        """Store a file (anything with the buffer protocol, which must not change), whole or not at
-        all, later.
-        """
+        """Store a file (a buffer that must not change), whole or not at all, later."""
         if not self._cache.is_storing:
             return
         if not self._running().put(name, content):
@@ -64,18 +60,14 @@ class WriteBehind:
         self._cache.remove(name)
 
     def close(self) -> None:
-        """Store what is not stored yet, if that is quick, and end the thread. Safe to call
-        twice.
-        """
+        """Store the rest, if that is quick, and end the thread. Safe to call twice."""
         with self._lock:
             queue, self._queue = self._queue, None
         if queue is not None:
             queue.end()
 
     def _running(self) -> _Queue:
-        """The queue, and a thread that works it off; in a fork, which has no threads of its parent,
-        new ones.
-        """
+        """The queue, and a thread that works it off; new ones in a fork, which has no threads."""
         with self._lock:
             if self._queue is None or self._queue.pid != os.getpid():
                 self._queue = _Queue(self._cache, self._max_bytes)

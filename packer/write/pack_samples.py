@@ -131,9 +131,7 @@ _KEPT_NUMBERS = {"images": ("width", "height"), "audios": ("length",)}
 
 
 def _unread_files(staged: pa.RecordBatch, column: str) -> PackedFiles:
-    """The files of a column, with memory for their content in one piece: they are read to where
-    they are written from.
-    """
+    """The files of a column, with memory for their content, from which they are also written."""
     offsets = np.concatenate([[0], np.cumsum(_numbers(staged, column, "size"))])
     return PackedFiles(
         offsets=_borders(staged.column(column)),

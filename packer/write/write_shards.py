@@ -64,9 +64,7 @@ def plan_shards(groups: Groups, num_bytes: IntArray, *, shard_bytes: int) -> lis
 
 
 def write_shard(task: ShardTask) -> int:
-    """Write a shard and then its index rows; -> its number. A shard whose index rows exist is left
-    as it is.
-    """
+    """Write a shard and then its index rows, unless these exist; -> its number."""
     config, out = task.config, Path(task.config.out)
     part, name = index_part(out, task.shard), shard_name(task.shard, config.format)
     if part.exists() and _is_there(config, read_shard_file(part)):
@@ -110,9 +108,7 @@ def _slabs(offsets: IntArray, num_bytes: IntArray) -> Iterator[tuple[int, int]]:
 
 @lru_cache(maxsize=1)
 def _open_staged(path: Path, inode: int, mtime_ns: int) -> StagedSamples:
-    """The staged samples of a build, opened once per process; another file in the same place is
-    another one.
-    """
+    """The staged samples of a build, opened once per process and file."""
     return StagedSamples(path)
 
 

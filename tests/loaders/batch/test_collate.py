@@ -18,14 +18,14 @@ from PIL import Image
 from balance.errors import ConfigError, DataError
 from balance.media.audio_tokens import plan_audio
 from balance.presets import load_model
-from loaders.batch.collate import EMPTY_GROUP, collate
+from loaders.batch.collate import collate
 from loaders.batch.micro_batch import MicroBatch
 from loaders.config import LoaderConfig
 from loaders.decode import pixels
 from loaders.decode.image import decode
 from loaders.decode.log_mel import log_mel_frames, log_mel_windows
 from loaders.plan.steps import StepTotals
-from shards.stored_group import StoredGroup
+from shards.stored_group import EMPTY_GROUP, StoredGroup
 
 MODEL = load_model("tiny_audio")
 RULE = MODEL.audio
