@@ -146,7 +146,7 @@ def parse_manifest(content: bytes, place: str) -> Manifest:
     path = join(place, MANIFEST_NAME)
     try:
         values = json.loads(content)
-        version, shard_format = values["format_version"], values["format"]
+        version, shard_format = values["format_version"], values.get("format")
         if version == FORMAT_VERSION and shard_format in SHARD_FORMATS:
             _check_content(path, values)
             return _from_values(place, hashlib.sha256(content).hexdigest(), values)

@@ -239,7 +239,7 @@ class Regrouped:
         groups, order = regroup(
             (table.column(f"num_{unit}", stored.samples), table.seq_len(stored.samples)),
             stored,
-            self._build.manifest.limits,
+            self.builds[0].manifest.limits,
             window_groups=self._window_groups,
             seed=self._seed,
             epoch=number,

@@ -251,7 +251,10 @@ def _sample_view(
     """A stored sample with what the counts table says `about` it."""
     image_places = np.flatnonzero(stored.image_samples == place).tolist()
     images = tuple(_image_view(stored, image, manifest) for image in image_places)
-    files = {PieceKind.image: (manifest.image_token_id, [image.num_tokens for image in images])}
+    image_tokens = [image.num_tokens for image in images]
+    files: dict[PieceKind, tuple[int | None, list[int]]] = {
+        PieceKind.image: (manifest.image_token_id, image_tokens)
+    }
     audio_seconds: tuple[float, ...] = ()
     if rule := manifest.model.audio:
         lengths = stored.audio_lengths[stored.audio_samples == place].tolist()
