@@ -57,8 +57,8 @@ class MemoryBudget:
             )
         if gpus < 1:
             raise ConfigError(f"{gpus} GPUs share the activations; give 1 or more")
-        native = isinstance(preset.vision, NativeRule)
-        tokens_per_unit = 1 if native else preset.vision.vit_tokens_per_patch
+        vision = preset.vision
+        tokens_per_unit = 1 if isinstance(vision, NativeRule) else vision.vit_tokens_per_patch
         token_bytes = _layer_bytes(llm) * llm.num_layers + LOGIT_BYTES * llm.vocab_size
         return cls(
             num_bytes=num_bytes,

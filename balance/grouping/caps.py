@@ -75,7 +75,7 @@ class LimitChoice:
     targets: str = ""
     """The filter's targets, and what they save, one line; says so where there is no filter."""
     trials: tuple[CapTrial, ...] = ()
-    """Trials on a drawn part, or on all of a small set, smallest caps first; none without images."""
+    """Trials on a drawn part, or all of a small set, smallest caps first; none without images."""
 
     @property
     def lines(self) -> list[str]:

@@ -1,17 +1,17 @@
-"""Each epoch's order of groups: blocks in lanes (`BlockShuffle`).
+"""Each epoch's order of groups: random blocks of sorted groups (`BlockShuffle`).
 
-For the loaders, every step, and the packer, which fixes how the path is cut (`choose_order`).
-Streams depend on the build, the seed and the epoch alone; what was taken is their whole state, so
-they go on exactly for any other number of ranks. Pure; a micro-batch costs about 15 microseconds,
-250 million groups need half a megabyte.
+For the loaders, every step, and the packer, which fixes how the sorted groups are cut
+(`choose_order`). An order depends on the build, the seed and the epoch alone; what was taken is its
+whole state, so it continues exactly with any other number of ranks. Pure; a micro-batch costs about
+15 microseconds, 250 million groups need half a megabyte.
 
-Blocks in lanes: the path (`balance.order.sort_groups`) is cut into lanes, so that a lane's groups
-cost about the same, and lanes into blocks. Each micro-batch comes from one lane, drawn at random by
-how much is left in it, so at any time all of the path is being read, and one micro-batch says
-nothing about the next. A lane's blocks come in random order; inside, the groups of each window in
-an order of which any stretch holds the window's sources (Owen 1995). A micro-batch that no lane can
-fill takes neighbouring lanes together, so it stays in one stretch of the path whatever the number
-of ranks.
+Blocks in lanes: the sorted groups (`balance.order.sort_groups`) are cut into lanes, so that a
+lane's groups cost about the same, and lanes into blocks. Each micro-batch comes from one lane,
+drawn at random by how much is left in it, so at any time all lanes are being read, and one
+micro-batch says nothing about the next. A lane's blocks come in random order; inside, the groups of
+each window in an order of which any stretch holds the window's sources (Owen 1995). A micro-batch
+that no lane can fill takes neighbouring lanes together, so its groups are neighbours whatever the
+number of ranks.
 
 What balance costs: 1.2 million samples of 4 sources (benchmarks/order.py), dp 8, one micro-batch
 per step: dist ratio ViT / LLM .013 / .005 in random order, .0001 / .0001 here, with .98 of its
@@ -42,8 +42,8 @@ MIN_BLOCK, DP_BLOCK, MAX_BLOCK = 8, 512, 4096
 """
 MAX_LANES = 32
 """More would only make the state longer."""
-MIN_WINDOW, MAX_WINDOW, PATH_WINDOWS = 8, 256, 512
-"""A window is up to 1/512 of the path: wider mixes sources no better and costs balance."""
+MIN_WINDOW, MAX_WINDOW, NUM_WINDOWS = 8, 256, 512
+"""A window is up to 1/512 of all groups: wider mixes sources no better and costs balance."""
 
 LoadLookup = Callable[[IntArray], tuple[IntArray, IntArray]]
 """Groups -> (vision loads, LLM tokens)."""
@@ -51,36 +51,30 @@ LoadLookup = Callable[[IntArray], tuple[IntArray, IntArray]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderConfig:
-    """How the path is cut. Fixed at build, so that the stream never depends on the ranks of a
-    run.
-    """
+    """How the sorted groups are cut. Fixed at build, so that no order depends on a run's ranks."""
 
     block_size: int
-    """Groups of a block; only the path's last block may be shorter."""
+    """Groups of a block; only the very last block may be shorter."""
     num_lanes: int
     window_size: int = 1
-    """Groups of a window, within which groups stand by source; a power of two that divides
+    """Groups of a window, inside which they are sorted by source: a power of two that divides
     `block_size`.
     """
 
     def __post_init__(self) -> None:
-        if self.block_size < 1 or self.num_lanes < 1:
+        block, window = self.block_size, self.window_size
+        if block < 1 or self.num_lanes < 1:
             raise ValueError(
-                f"block_size {self.block_size} and num_lanes {self.num_lanes} must be at least 1"
+                f"block_size {block} and num_lanes {self.num_lanes} must be at least 1"
             )
-        if (
-            self.window_size < 1
-            or self.window_size & (self.window_size - 1)
-            or self.block_size % self.window_size
-        ):
+        if window < 1 or window & (window - 1) or block % window:
             raise ValueError(
-                f"window_size is {self.window_size}; use a power of two that divides block_size {self.block_size}"
+                f"window_size is {window}; use a power of two that divides block_size {block}"
             )
 
 
 def choose_order(num_groups: int) -> OrderConfig:
-    """Blocks as large as a micro-batch of 512 ranks where at least 16 remain, larger ones for large
-    builds.
+    """Blocks of a micro-batch of 512 ranks where 16 or more remain, larger in large builds.
 
     >>> choose_order(9_468)
     OrderConfig(block_size=512, num_lanes=18, window_size=16)
@@ -94,7 +88,7 @@ def choose_order(num_groups: int) -> OrderConfig:
     return OrderConfig(
         block_size=block_size,
         num_lanes=min(MAX_LANES, max(1, num_groups // block_size)),
-        window_size=_power_of_two(num_groups // PATH_WINDOWS, MIN_WINDOW, MAX_WINDOW),
+        window_size=_power_of_two(num_groups // NUM_WINDOWS, MIN_WINDOW, MAX_WINDOW),
     )
 
 
@@ -103,21 +97,19 @@ class GroupOrder(Protocol):
 
     @property
     def remaining(self) -> int:
-        """Groups that this epoch has not given out yet."""
+        """Groups of this epoch that are still to come."""
 
     def take(self, count: int) -> IntArray:
         """The next `count` groups, int64; fewer only when the epoch ends."""
 
     def take_step(self, dp: int, micro_batches: int, loads: LoadLookup) -> IntArray:
-        """The next step's groups, int64, shape (dp, micro_batches); -1 where the epoch has
-        ended.
-        """
+        """The next step's groups, int64, (dp, micro_batches); -1 where the epoch has ended."""
 
     def state(self) -> dict[str, Any]:
-        """Keywords, plain JSON, that make a new stream go on exactly here."""
+        """Keywords, plain JSON, with which a new order continues exactly here."""
 
     def copy(self) -> GroupOrder:
-        """A stream in the same state that moves on its own."""
+        """An order in the same state that moves independently."""
 
 
 class BlockShuffle:
@@ -134,29 +126,26 @@ class BlockShuffle:
     ) -> None:
         self._num_groups, self._order, self._seed, self._epoch = num_groups, order, seed, epoch
         num_blocks = -(-num_groups // order.block_size)
-        # lane l holds the blocks first_blocks[l]:first_blocks[l + 1] of the path
-        self._first_blocks = [
-            num_blocks * lane // order.num_lanes for lane in range(order.num_lanes + 1)
-        ]
+        # lane l holds the blocks first_blocks[l]:first_blocks[l + 1] of the sorted groups
+        lanes = range(order.num_lanes + 1)
+        self._first_blocks = [num_blocks * lane // order.num_lanes for lane in lanes]
         borders = [min(num_groups, block * order.block_size) for block in self._first_blocks]
         self.lane_sizes = [stop - start for start, stop in pairwise(borders)]
         self.consumed = [0] * order.num_lanes if consumed is None else list(consumed)
         self._check_state()
-        self._turns = int(random_bits(1, seed, TURNS, epoch)[0])
-        self._blocks: dict[int, IntArray] = {}  # lane -> its blocks in this epoch's order
-        self._opened: dict[
-            int, tuple[int, IntArray]
-        ] = {}  # lane -> its open block's turn and groups
+        self._draws = int(random_bits(1, seed, TURNS, epoch)[0])
+        self._blocks: dict[int, IntArray] = {}
+        """Lane -> its blocks in this epoch's order."""
+        self._opened: dict[int, tuple[int, IntArray]] = {}
+        """Lane -> its open block's place in that order, and its groups."""
 
     @property
     def remaining(self) -> int:
-        """Groups that this epoch has not given out yet."""
+        """Groups of this epoch that are still to come."""
         return self._num_groups - sum(self.consumed)
 
     def take(self, count: int) -> IntArray:
-        """The next `count` groups, neighbours on the path, int64; fewer only when the epoch
-        ends.
-        """
+        """The next `count` groups, neighbours in the sorted order, int64; fewer at the end."""
         missing = min(count, self.remaining)
         parts = []
         for lane in self._draw_lanes(missing):
@@ -165,9 +154,7 @@ class BlockShuffle:
         return _join(parts)
 
     def take_step(self, dp: int, micro_batches: int, loads: LoadLookup | None = None) -> IntArray:
-        """The next step's groups, int64, shape (dp, micro_batches): each micro-batch balanced by
-        itself.
-        """
+        """The next step's groups, int64, (dp, micro_batches): each micro-batch is balanced."""
         step = np.full((dp, micro_batches), -1, np.int64)
         for number in range(micro_batches):
             taken = self.take(dp)
@@ -175,35 +162,33 @@ class BlockShuffle:
         return step
 
     def state(self) -> dict[str, Any]:
-        """Keywords, plain JSON, that make a new stream go on exactly here."""
+        """Keywords, plain JSON, with which a new order continues exactly here."""
         return {"consumed": list(self.consumed)}
 
     def copy(self) -> BlockShuffle:
-        """A stream in the same state that moves on its own."""
+        """An order in the same state that moves independently."""
         twin = object.__new__(BlockShuffle)
-        twin.__dict__.update(
-            self.__dict__, consumed=list(self.consumed), _opened=dict(self._opened)
-        )
+        own = {"consumed": list(self.consumed), "_opened": dict(self._opened)}
+        twin.__dict__.update(self.__dict__ | own)
         return twin
 
     def _draw_lanes(self, count: int) -> range:
-        """A lane that can fill `count`; if there is none, 2, 4, ... neighbouring lanes that
-        together can.
+        """A lane that can fill `count`, else 2, 4, ... neighbouring lanes that together can.
 
         Drawn by what is left in each, as from an urn: all lanes come to their ends together, and
         steps are as independent of each other as in a random order.
         """
         left = list(map(sub, self.lane_sizes, self.consumed))
-        width, runs = 1, left
+        width, sums = 1, left
         while True:
-            # run r has the places urn[r - 1]:urn[r] of the urn
-            urn = list(accumulate([run if run >= count else 0 for run in runs]))
+            # neighbours n have the places urn[n - 1]:urn[n] of the urn
+            urn = list(accumulate([total if total >= count else 0 for total in sums]))
             if urn[-1] or width >= len(left):
                 break
             width *= 2
-            runs = [sum(left[lane : lane + width]) for lane in range(0, len(left), width)]
-        draw = mix64(self._turns + sum(self.consumed)) * urn[-1] >> 64
-        # nothing is left: `number` is the number of runs, and the range empty
+            sums = [sum(left[lane : lane + width]) for lane in range(0, len(left), width)]
+        draw = mix64(self._draws + sum(self.consumed)) * urn[-1] >> 64
+        # nothing is left: `number` is past the last lane, and the range empty
         number = bisect_right(urn, draw)
         return range(number * width, min((number + 1) * width, len(left)))
 
@@ -221,17 +206,16 @@ class BlockShuffle:
 
     def _block(self, lane: int, turn: int) -> IntArray:
         """The groups of a lane's `turn`-th block in this epoch's order."""
-        opened = self._opened.get(lane)
-        if opened is None or opened[0] != turn:
-            block = int(self._lane_blocks(lane)[turn])
-            first = block * self._order.block_size
-            size = min(self._order.block_size, self._num_groups - first)
-            bits = random_bits(self._order.block_size, self._seed, INSIDE, self._epoch, block)
-            opened = self._opened[lane] = (
-                turn,
-                first + _inside_block(size, self._order.window_size, bits),
-            )
-        return opened[1]
+        found = self._opened.get(lane)
+        if found is not None and found[0] == turn:
+            return found[1]
+        block = int(self._lane_blocks(lane)[turn])
+        first = block * self._order.block_size
+        size = min(self._order.block_size, self._num_groups - first)
+        bits = random_bits(self._order.block_size, self._seed, INSIDE, self._epoch, block)
+        groups = first + _inside_block(size, self._order.window_size, bits)
+        self._opened[lane] = turn, groups
+        return groups
 
     def _lane_blocks(self, lane: int) -> IntArray:
         blocks = self._blocks.get(lane)
@@ -239,20 +223,18 @@ class BlockShuffle:
             first, stop = self._first_blocks[lane], self._first_blocks[lane + 1]
             blocks = first + random_permutation(stop - first, self._seed, BLOCKS, self._epoch, lane)
             if stop * self._order.block_size > self._num_groups:
-                # the short block comes last, so that all other turns start at multiples of the
-                # block size
+                # the short block comes last: all others start at multiples of the block size
                 blocks = np.concatenate([blocks[blocks != stop - 1], blocks[blocks == stop - 1]])
             self._blocks[lane] = blocks
         return blocks
 
     def _check_state(self) -> None:
-        fits = len(self.consumed) == len(self.lane_sizes) and all(
-            0 <= used <= size for used, size in zip(self.consumed, self.lane_sizes, strict=True)
-        )
-        if not fits:
+        pairs = zip(self.consumed, self.lane_sizes, strict=False)
+        in_range = all(0 <= used <= size for used, size in pairs)
+        if len(self.consumed) != len(self.lane_sizes) or not in_range:
             raise ValueError(
-                f"state does not fit this stream: consumed {self.consumed} of {self.lane_sizes} groups per lane; "
-                "give the state of a stream of the same build"
+                f"state does not fit this order: consumed {self.consumed} of {self.lane_sizes}"
+                " groups per lane; give the state of an order of the same build"
             )
 
 
@@ -262,16 +244,15 @@ def _join(parts: list[IntArray]) -> IntArray:
 
 
 def _inside_block(size: int, window_size: int, bits: NDArray[np.uint64]) -> IntArray:
-    """A block's places in an epoch's order: window after window, from either end, each as a van der
-    Corput sequence.
+    """A block's places in an epoch's order: each window as a scrambled van der Corput sequence.
 
-    Scrambled (Owen 1995): of any 2^j places in a row, from a multiple of 2^j, one is in each of the
-    window's 2^j parts; which one is random. E.g. window_size 4 gives 0 2 1 3, 2 0 1 3, 3 0 2 1, ...
-    but never 0 1 2 3.
+    Window after window, from either end. Scrambled (Owen 1995): of any 2^j places in a row, from a
+    multiple of 2^j, one is in each of the window's 2^j parts; which one is random. E.g. window_size
+    4 gives 0 2 1 3, 2 0 1 3, 3 0 2 1, ... but never 0 1 2 3.
 
     A block of 512 takes 18 microseconds, three times what a compiled loop would. But such a loop
-    would be the only one that a loader runs, and to load a compiler's runtime takes .3 s and 60 MB
-    in every process.
+    would be the only one in a loader, and a compiler's runtime takes .3 s and 60 MB to load in
+    every process.
     """
     nodes, digits, mirrored = _window_tree(window_size)
     firsts = np.arange(-(-size // window_size)) * window_size
@@ -285,17 +266,15 @@ def _inside_block(size: int, window_size: int, bits: NDArray[np.uint64]) -> IntA
 
 @lru_cache(maxsize=8)
 def _window_tree(window_size: int) -> tuple[IntArray, IntArray, IntArray]:
-    """The binary tree over a window: nodes above each number, shape (levels, window_size), the
-    digit that each level flips, (levels, 1), and each number with its digits in reverse,
-    (window_size,). E.g. 1 of 8 is 4 in reverse.
+    """The binary tree over a window: (nodes, digits, mirrored).
+
+    Nodes above each number, shape (levels, window_size); the digit that each level flips, (levels,
+    1); each number with its digits in reverse, (window_size,). E.g. 1 of 8 is 4 in reverse.
     """
     widths = 1 << np.arange(window_size.bit_length() - 1)[:, np.newaxis]
     numbers, digits = np.arange(window_size), window_size // (2 * widths)
-    return (
-        widths + (numbers & (widths - 1)),
-        digits,
-        np.where(numbers & widths, digits, 0).sum(axis=0),
-    )
+    nodes = widths + (numbers & (widths - 1))
+    return nodes, digits, np.where(numbers & widths, digits, 0).sum(axis=0)
 
 
 def _power_of_two(value: int, least: int, most: int) -> int:

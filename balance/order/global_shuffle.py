@@ -1,8 +1,8 @@
-"""A fully random order of groups, and steps of it that ranks can share evenly (`GlobalShuffle`).
+"""A fully random order of groups, in steps that ranks can share evenly (`GlobalShuffle`).
 
 For the loaders, where only a rank's sum over a step's micro-batches matters
 (`balance.order.assign_ranks`). No randomness is lost: a few groups of each step wait for a later
-one. Pure; holds no order, only where it is: 250 million groups cost nothing.
+one. Pure; holds no order, only a position in it: 250 million groups cost nothing.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from balance.rng import SHUFFLE, random_bits
 from balance.types import IntArray
 
 ROUNDS = 6
-"""Of the Feistel network; four make a random-looking permutation (Luby, Rackoff 1988)."""
+"""Rounds of the Feistel network; four give a random-looking permutation (Luby, Rackoff 1988)."""
 
 
 class GlobalShuffle:
-    """A random order, in which a step's groups are exchanged with a few later ones so that ranks
-    can share them evenly.
+    """A random order; each step exchanges a few groups with later ones to be shared evenly.
 
     Its state is `consumed`, how far the random order has been read, and `spare`, the groups read
-    but not given out.
+    but not used yet.
     """
 
     def __init__(
@@ -39,12 +38,11 @@ class GlobalShuffle:
         consumed: int = 0,
         spare: Sequence[int] = (),
     ) -> None:
-        if not len(spare) <= consumed <= num_groups or any(
-            not 0 <= group < num_groups for group in spare
-        ):
+        known = all(0 <= group < num_groups for group in spare)
+        if not len(spare) <= consumed <= num_groups or not known:
             raise ValueError(
-                f"state does not fit this stream: consumed {consumed} of {num_groups} groups, {len(spare)} spare; "
-                "give the state of a stream of the same build"
+                f"state does not fit this order: consumed {consumed} of {num_groups} groups,"
+                f" {len(spare)} spare; give the state of an order of the same build"
             )
         self._num_groups, self.consumed = num_groups, consumed
         self._spare = np.array(spare, dtype=np.int64)
@@ -52,21 +50,17 @@ class GlobalShuffle:
 
     @property
     def remaining(self) -> int:
-        """Groups that this epoch has not given out yet."""
+        """Groups of this epoch that are still to come."""
         return self._num_groups - self.consumed + len(self._spare)
 
     def take(self, count: int) -> IntArray:
-        """The next `count` groups, int64, those that had to wait first; fewer only when the epoch
-        ends.
-        """
+        """The next `count` groups, int64, those that waited first; fewer at the epoch's end."""
         groups = self._read(count)
         self._spare = groups[count:]
         return groups[:count]
 
     def take_step(self, dp: int, micro_batches: int, loads: LoadLookup) -> IntArray:
-        """The next step's groups, int64, shape (dp, micro_batches): ranks' sums over the step are
-        balanced.
-        """
+        """The next step's groups, int64, (dp, micro_batches): ranks' sums over it are balanced."""
         candidates = self._read(dp * micro_batches + num_spare_groups(dp, micro_batches))
         vision, tokens = loads(candidates)
         chosen = choose_step_groups(vision, tokens, dp, micro_batches)
@@ -75,11 +69,11 @@ class GlobalShuffle:
         return np.where(places >= 0, candidates[chosen[places]], -1) if len(chosen) else places
 
     def state(self) -> dict[str, Any]:
-        """Keywords, plain JSON, that make a new stream go on exactly here."""
+        """Keywords, plain JSON, with which a new order continues exactly here."""
         return {"consumed": self.consumed, "spare": self._spare.tolist()}
 
     def copy(self) -> GlobalShuffle:
-        """A stream in the same state that moves on its own."""
+        """An order in the same state that moves independently."""
         twin = object.__new__(GlobalShuffle)
         twin.__dict__.update(self.__dict__)  # arrays are replaced, never changed
         return twin
@@ -94,11 +88,12 @@ class GlobalShuffle:
 
 @numba.njit(cache=True)
 def _permuted(start, stop, num_groups, keys):  # type: ignore[no-untyped-def]
-    """Places `start` to `stop` of a random order of `range(num_groups)`, without holding the order.
+    """Places `start` to `stop` of a random order of `range(num_groups)`, without holding it.
 
     A Feistel network permutes the numbers of an even number of bits; a number too large is permuted
     again until it is not (Black, Rogaway 2002), 2.5 times on average at most.
     """
+    # half the bits of the network's numbers
     half = np.uint64(1)
     while (np.int64(1) << np.int64(2 * half)) < num_groups:
         half += np.uint64(1)

@@ -1,9 +1,8 @@
-"""The path: groups in an order in which neighbours cost the same, and in which sources are easy to
-mix.
+"""Groups sorted so that neighbours cost the same, and sources are easy to mix.
 
 For the packer, once per build: `sort_groups`, then `arrange_sources`. Pure, and linear: the 26
-million groups of 100 million samples take 4 s and, beside their loads, 17 bytes each.
-`balance.order.block_shuffle` makes each epoch's stream of it.
+million groups of 100 million samples take 4 s and, next to their loads, 17 bytes each.
+`balance.order.block_shuffle` makes each epoch's order of them.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ from balance.radix_sort import radix_argsort, shuffle_ties
 from balance.rng import TIES, random_bits
 from balance.types import Groups, IntArray
 
-MAX_KINDS = 16
-"""Sources told apart: the 15 with the most samples, and the others together. A byte per group and
-kind.
-"""
+MAX_COLUMNS = 16
+"""Sources told apart, a byte per group each: the 15 with the most samples, and all others."""
 SHARE = 255
 """All samples of a group, as a share."""
 NEIGHBOURHOOD = 24
@@ -33,8 +30,7 @@ COUNTED_LOADS = 1 << 16
 
 
 def sort_groups(vision_load: IntArray, tokens: IntArray, seed: int) -> IntArray:
-    """The permutation (int64) that puts groups in path order: by vision load, tokens up and down in
-    turn.
+    """The permutation (int64) that sorts groups by vision load, tokens up and down in turn.
 
     Where vision loads are nearly all distinct (ViT tokens of native-resolution models), they are
     first put into bins, else tokens would jump at every step. Ties are in a random order that
@@ -44,14 +40,13 @@ def sort_groups(vision_load: IntArray, tokens: IntArray, seed: int) -> IntArray:
     [1, 3, 2, 0]
     """
     bins, span = _vision_bins(vision_load, tokens), int(tokens.max(initial=0)) + 1
-    dtype: type[np.unsignedinteger[Any]] = (
-        np.uint32 if len(bins) * span <= MAX_UINT32 else np.uint64
-    )
+    narrow = len(bins) * span <= MAX_UINT32
+    dtype: type[np.unsignedinteger[Any]] = np.uint32 if narrow else np.uint64
     keys = np.empty(len(tokens), dtype)
     _set_keys(keys, vision_load, tokens, bins, span)
-    path = radix_argsort(keys)
-    shuffle_ties(path, keys, random_bits(len(path), seed, TIES))
-    return path.astype(np.int64)
+    order = radix_argsort(keys)
+    shuffle_ties(order, keys, random_bits(len(order), seed, TIES))
+    return order.astype(np.int64)
 
 
 def source_shares(groups: Groups, sources: IntArray) -> NDArray[np.uint8]:
@@ -60,34 +55,31 @@ def source_shares(groups: Groups, sources: IntArray) -> NDArray[np.uint8]:
     `sources` is a per-sample source number from 0, shape (num_samples,). Beyond 16 sources the
     smaller ones share the last column.
 
-    >>> source_shares(Groups(np.array([0, 1, 2]), np.array([0, 2, 3])), np.array([0, 1, 1])).tolist()
+    >>> groups = Groups(np.array([0, 1, 2]), np.array([0, 2, 3]))
+    >>> source_shares(groups, np.array([0, 1, 1])).tolist()
     [[127, 127], [0, 255]]
     """
     sizes = _source_sizes(groups.samples, sources)
-    # kind of each source: its place by size, as far as there are columns
-    kinds = (
-        np.argsort(np.argsort(-sizes, kind="stable"))
-        if len(sizes) > MAX_KINDS
-        else np.arange(len(sizes))
-    )
-    kinds, num_kinds = np.minimum(kinds, MAX_KINDS - 1), min(len(sizes), MAX_KINDS)
-    return np.asarray(_shares(groups.samples, groups.offsets, sources, kinds, num_kinds))
+    columns, num_columns = np.arange(len(sizes)), min(len(sizes), MAX_COLUMNS)
+    if len(sizes) > MAX_COLUMNS:  # by size, the smaller ones in the last column
+        columns = np.argsort(np.argsort(-sizes, kind="stable"))
+    columns = np.minimum(columns, MAX_COLUMNS - 1)
+    return np.asarray(_shares(groups.samples, groups.offsets, sources, columns, num_columns))
 
 
-def arrange_sources(path: IntArray, shares: NDArray[np.uint8], window_size: int) -> IntArray:
-    """The path with the groups of each window put in order of what sources they hold; int64, a
-    permutation of `path`.
+def arrange_sources(order: IntArray, shares: NDArray[np.uint8], window_size: int) -> IntArray:
+    """The sorted groups, those of each window arranged by their sources; a permutation of `order`.
 
     Halves of a window differ in the source that varies most, halves of a half in the one that
     varies most there, and so on (a k-d tree). `balance.order.block_shuffle` draws evenly from those
-    halves, so that a micro-batch has the sources of its window without the loader knowing any
-    source. Windows are short, so neighbours still cost the same.
+    halves, so that a micro-batch has the sources of its window although the loader knows no source.
+    Windows are short, so neighbours still cost the same. int64.
 
     >>> shares = np.array([[255, 0], [0, 255], [255, 0], [0, 255]], dtype=np.uint8)
     >>> arrange_sources(np.array([0, 1, 2, 3]), shares, 4).tolist()
     [1, 3, 0, 2]
     """
-    arranged = path.astype(np.int64, copy=True)
+    arranged = order.astype(np.int64, copy=True)
     if shares.shape[1] > 1:
         _arrange(arranged, shares, window_size)
     return arranged
@@ -95,9 +87,7 @@ def arrange_sources(path: IntArray, shares: NDArray[np.uint8], window_size: int)
 
 @numba.njit(cache=True)
 def _set_keys(keys, vision_load, tokens, bins, span):  # type: ignore[no-untyped-def]
-    """What the path is sorted by: each group's bin, then its tokens (fewer than `span`), up and
-    down in turn.
-    """
+    """Sort keys: each group's bin, then its tokens (fewer than `span`), up and down in turn."""
     for group in range(len(tokens)):
         place = np.searchsorted(bins, vision_load[group], side="right") - 1
         along = tokens[group] if place % 2 == 0 else span - 1 - tokens[group]
@@ -117,38 +107,39 @@ def _source_sizes(samples, sources):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def _shares(samples, offsets, sources, kinds, num_kinds):  # type: ignore[no-untyped-def]
-    """`source_shares`, given the kind (column) of each source."""
-    shares = np.empty((len(offsets) - 1, num_kinds), np.uint8)
+def _shares(samples, offsets, sources, columns, num_columns):  # type: ignore[no-untyped-def]
+    """`source_shares`, given the column of each source."""
+    shares = np.empty((len(offsets) - 1, num_columns), np.uint8)
     for group in range(len(shares)):
-        sizes = np.zeros(num_kinds, np.int64)
+        sizes = np.zeros(num_columns, np.int64)
         for sample in samples[offsets[group] : offsets[group + 1]]:
-            sizes[kinds[sources[sample]]] += 1
-        for kind in range(num_kinds):
-            shares[group, kind] = sizes[kind] * SHARE // max(offsets[group + 1] - offsets[group], 1)
+            sizes[columns[sources[sample]]] += 1
+        size = max(offsets[group + 1] - offsets[group], 1)
+        for column in range(num_columns):
+            shares[group, column] = sizes[column] * SHARE // size
     return shares
 
 
 @numba.njit(cache=True)
-def _arrange(path, shares, window_size):  # type: ignore[no-untyped-def]
-    """Sort each window of `path` in place, halving it again and again by the share that varies
-    most.
-    """
-    for window in range(0, len(path), window_size):
-        stack = [(window, min(window + window_size, len(path)))]
+def _arrange(order, shares, window_size):  # type: ignore[no-untyped-def]
+    """Sort each window in place, halving it repeatedly by the share that varies most."""
+    for window in range(0, len(order), window_size):
+        stack = [(window, min(window + window_size, len(order)))]
         while len(stack) > 0:
             start, stop = stack.pop()
-            source = _most_varying(path[start:stop], shares)
+            source = _most_varying(order[start:stop], shares)
             if source < 0:
                 continue
-            part = path[start:stop].copy()
+            # sort this part by the share of that source
+            part = order[start:stop].copy()
             key = np.empty(len(part), np.int64)
             for place in range(len(part)):
                 key[place] = shares[part[place], source]
-            order = np.argsort(key, kind="mergesort")
+            by_share = np.argsort(key, kind="mergesort")
             for place in range(len(part)):
-                path[start + place] = part[order[place]]
-            half = 1  # a power of two: where the stream's halves end, also in the path's last, shorter window
+                order[start + place] = part[by_share[place]]
+            # a power of two: where the halves of `BlockShuffle` end, also in a shorter last window
+            half = 1
             while 2 * half < len(part):
                 half *= 2
             stack.append((start, start + half))
@@ -157,9 +148,7 @@ def _arrange(path, shares, window_size):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def _most_varying(groups, shares):  # type: ignore[no-untyped-def]
-    """The source whose share has the largest variance among `groups`; -1 if all are alike or there
-    are fewer than 3.
-    """
+    """The source whose share varies most among `groups`; -1 if none does or fewer than 3 groups."""
     best, best_spread = -1, np.int64(0)
     if len(groups) < 3:
         return best
@@ -176,12 +165,11 @@ def _most_varying(groups, shares):  # type: ignore[no-untyped-def]
 
 
 def _vision_bins(vision_load: IntArray, tokens: IntArray) -> IntArray:
-    """The smallest load of each bin, ascending: the quantile bins that make neighbours on the path
-    most alike.
+    """Smallest load of each bin, ascending: the quantile bins that make neighbours most similar.
 
-    More bins mean a narrower range of vision loads in each, but a longer path, on which neighbours
-    differ more in tokens. Both spreads are estimated relative to the mean load, for 1, 2, 4, ...
-    bins up to one per value.
+    More bins mean a narrower range of vision loads in each, but more turns of the tokens' order, so
+    neighbours differ more in tokens. Both spreads are estimated relative to the mean load, for 1,
+    2, 4, ... bins up to one per value.
     """
     num_groups = len(vision_load)
     values, counts = _distinct(vision_load)
@@ -190,13 +178,11 @@ def _vision_bins(vision_load: IntArray, tokens: IntArray) -> IntArray:
     token_spread = float(np.std(tokens)) / max(1.0, float(np.mean(tokens))) if num_groups else 0.0
     best, best_cost, num_bins = np.zeros_like(values), np.inf, 1
     while num_bins < 2 * len(values):
-        # bin of each distinct value; equal values share a bin, so some of the num_bins may stay
-        # empty
+        # bin of each distinct value; equal values share a bin, so some may stay empty
         bins = np.arange(len(values)) if num_bins >= len(values) else below * num_bins // num_groups
         bins = np.unique(bins, return_inverse=True)[1]
-        cost = _spread_inside(values, counts, bins) + token_spread * min(
-            1.0, window * (bins.max() + 1)
-        )
+        turns = min(1.0, window * (bins.max() + 1))
+        cost = _spread_inside(values, counts, bins) + token_spread * turns
         if cost < best_cost:
             best, best_cost = bins, cost
         num_bins *= 2
@@ -213,9 +199,7 @@ def _distinct(loads: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def _spread_inside(values: IntArray, counts: IntArray, bins: IntArray) -> float:
-    """Mean over groups of the standard deviation of the values in their bin, relative to the mean
-    value.
-    """
+    """Mean over groups of the standard deviation in their bin, relative to the mean value."""
     starts = np.flatnonzero(np.diff(bins, prepend=-1))
     weights = np.add.reduceat(counts, starts)
     means = np.add.reduceat(counts * values, starts) / weights

@@ -1,9 +1,8 @@
-"""Exchanges of batches in node-wise rearrangement, for nodes whose places are all taken.
+"""Swaps of batches between nodes, for `balance.steps.node_placement`, when all places are taken.
 
-For `balance.steps.node_placement`, which makes the plan. What counts is the excess, the sum over
-ranks of what they send above the target, and every exchange must lower it: one swap, or two of
-which the first alone may do harm. A batch comes in from another node, or is free, as most are while
-the plan is made. Numba; changes the plan in place.
+What counts is the excess, the sum over ranks of what they send above the target, and every exchange
+must lower it: one swap, or two of which the first alone may do harm. A batch comes in from another
+node, or is free, as most are while the placement is made. Numba; changes the placement in place.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from numpy.typing import NDArray
 from balance.types import IntArray
 
 FREE = -1
-"""The node of a batch that no node has yet."""
+"""Node of a batch that has none yet."""
 WIDTH = 8
-"""Swaps after which a second one is tried when no single swap helps."""
+"""First swaps after which a second one is tried when no single swap helps."""
 
 
-class Step(NamedTuple):
+class StepExamples(NamedTuple):
     """The examples of a step, rank after rank, and which of them form each batch."""
 
     lengths: IntArray
@@ -35,57 +34,53 @@ class Step(NamedTuple):
     """Ascending inside a batch."""
 
 
-class Plan(NamedTuple):
+class Placement(NamedTuple):
     """A node for each batch, or FREE."""
 
     node_of: IntArray
     members: IntArray
-    """The same as lists, shape (num_nodes, ranks_per_node): the first `taken` of a row are
-    batches.
-    """
+    """The same as lists, (num_nodes, ranks_per_node): the first `taken` of a row are batches."""
     taken: IntArray
     sends: IntArray
-    """What each rank sends to other nodes if free batches go elsewhere."""
+    """Tokens that each rank sends to other nodes if free batches go elsewhere."""
 
 
 @numba.njit(cache=True)
-def node_sends(plan, node):  # type: ignore[no-untyped-def]
-    """First rank of a node, and a view of what its ranks send: as many as it has places, fewer in
-    the last node.
-    """
-    first = node * plan.members.shape[1]
-    return first, plan.sends[first : first + plan.members.shape[1]]
+def node_sends(placement, node):  # type: ignore[no-untyped-def]
+    """First rank of a node, and a view of what its ranks send; the last node may be smaller."""
+    first = node * placement.members.shape[1]
+    return first, placement.sends[first : first + placement.members.shape[1]]
 
 
 @numba.njit(cache=True)
-def keep(step, plan, batch, node, place):  # type: ignore[no-untyped-def]
+def place(step, placement, batch, node, slot):  # type: ignore[no-untyped-def]
     """Give a free batch to a node."""
-    plan.node_of[batch], plan.members[node, place] = node, batch
-    first, sends = node_sends(plan, node)
+    placement.node_of[batch], placement.members[node, slot] = node, batch
+    first, sends = node_sends(placement, node)
     _add_shares(step, batch, first, -1, sends)
 
 
 @numba.njit(cache=True)
-def _release(step, plan, batch):  # type: ignore[no-untyped-def]
-    """Make a batch free; -> the node and the place that it had, FREE and 0 if it was."""
-    node, place = plan.node_of[batch], 0
+def _release(step, placement, batch):  # type: ignore[no-untyped-def]
+    """Make a batch free; -> the node and the slot that it had, FREE and 0 if it was."""
+    node, slot = placement.node_of[batch], 0
     if node >= 0:
-        while plan.members[node, place] != batch:
-            place += 1
-        plan.node_of[batch] = FREE
-        first, sends = node_sends(plan, node)
+        while placement.members[node, slot] != batch:
+            slot += 1
+        placement.node_of[batch] = FREE
+        first, sends = node_sends(placement, node)
         _add_shares(step, batch, first, 1, sends)
-    return node, place
+    return node, slot
 
 
 @numba.njit(cache=True)
-def _swap(step, plan, out, batch):  # type: ignore[no-untyped-def]
-    """Put `batch` in the place of `out`, and `out` in the place of `batch` if it had one."""
-    node, place = _release(step, plan, out)
-    other, other_place = _release(step, plan, batch)
-    keep(step, plan, batch, node, place)
+def _swap(step, placement, out, batch):  # type: ignore[no-untyped-def]
+    """Put `batch` in the slot of `out`, and `out` in the slot of `batch` if it had one."""
+    node, slot = _release(step, placement, out)
+    other, other_slot = _release(step, placement, batch)
+    place(step, placement, batch, node, slot)
     if other >= 0:
-        keep(step, plan, out, other, other_place)
+        place(step, placement, out, other, other_slot)
 
 
 @numba.njit(cache=True)
@@ -97,9 +92,8 @@ def shares(step, batch, first, held):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def _add_shares(step, batch, first, sign, totals):  # type: ignore[no-untyped-def]
-    """Add to `totals`, `sign` times, the tokens of `batch` that each of the ranks from `first` on
-    holds.
-    """
+    """Add to `totals`, `sign` times, the tokens of `batch` on each rank from `first` on."""
+    # bisect the batch's examples for the first rank's
     low, end = step.batch_starts[batch], step.batch_starts[batch + 1]
     high = end
     while low < high:
@@ -108,6 +102,7 @@ def _add_shares(step, batch, first, sign, totals):  # type: ignore[no-untyped-de
             low = middle + 1
         else:
             high = middle
+    # add those up to the last rank's
     local, stop = 0, step.offsets[first + len(totals)]
     while low < end and step.by_batch[low] < stop:
         example = step.by_batch[low]
@@ -118,83 +113,83 @@ def _add_shares(step, batch, first, sign, totals):  # type: ignore[no-untyped-de
 
 
 @numba.njit(cache=True)
-def improve(step, plan, rank, target):  # type: ignore[no-untyped-def]
-    """Make one swap that lowers the excess, or two that together do; the first lets `rank` send
-    less. -> found
-    """
-    gains, outs, ins = _best_swaps(step, plan, rank, target, np.full(WIDTH, np.iinfo(np.int64).min))
+def improve(step, placement, rank, target):  # type: ignore[no-untyped-def]
+    """Make a swap that lowers the excess and lets `rank` send less, or two swaps; -> found."""
+    least = np.full(WIDTH, np.iinfo(np.int64).min)
+    gains, outs, ins = _best_swaps(step, placement, rank, target, least)
     if gains[0] > 0:
-        _swap(step, plan, outs[0], ins[0])
+        _swap(step, placement, outs[0], ins[0])
         return True
+    # a swap that may do harm, then one that makes up for it; else undo the first
     for at in range((ins >= 0).sum()):
-        nodes = (plan.node_of[outs[at]], plan.node_of[ins[at]])
-        _swap(step, plan, outs[at], ins[at])
+        nodes = (placement.node_of[outs[at]], placement.node_of[ins[at]])
+        _swap(step, placement, outs[at], ins[at])
         for node in nodes:
-            if node >= 0 and _repair(step, plan, node, target, gains[at]):
+            if node >= 0 and _repair(step, placement, node, target, gains[at]):
                 return True
-        _swap(step, plan, ins[at], outs[at])
+        _swap(step, placement, ins[at], outs[at])
     return False
 
 
 @numba.njit(cache=True)
-def _repair(step, plan, node, target, gain):  # type: ignore[no-untyped-def]
-    """Make a swap for a rank of `node` above `target` that gains more than the last one, of `gain`,
-    lost; -> found
-    """
-    first, sends = node_sends(plan, node)
+def _repair(step, placement, node, target, gain):  # type: ignore[no-untyped-def]
+    """Make a swap for a rank of `node` that gains more than the last, of `gain`, lost; -> found."""
+    first, sends = node_sends(placement, node)
     for local in range(len(sends)):
         if sends[local] > target:
-            _, outs, ins = _best_swaps(step, plan, first + local, target, np.full(1, -gain))
+            least = np.full(1, -gain)
+            _, outs, ins = _best_swaps(step, placement, first + local, target, least)
             if ins[0] >= 0:
-                _swap(step, plan, outs[0], ins[0])
+                _swap(step, placement, outs[0], ins[0])
                 return True
     return False
 
 
 @numba.njit(cache=True)
-def _best_swaps(step, plan, rank, target, gains):  # type: ignore[no-untyped-def]
-    """Best swaps that let `rank` send less and gain more than `gains`; -> (gains, batches given,
-    batches taken).
+def _best_swaps(step, placement, rank, target, gains):  # type: ignore[no-untyped-def]
+    """Best swaps that let `rank` send less and gain more than `gains`; -> (gains, outs, ins).
 
     A swap's gain is by how much it lowers the sum of what the ranks of both nodes send above
-    `target`; also negative. As many as `gains` is long, best first; batches are -1 where there are
-    fewer.
+    `target`; also negative. As many as `gains` is long, best first: batches given and batches
+    taken, -1 where there are fewer.
     """
-    ranks_per_node = plan.members.shape[1]
+    ranks_per_node = placement.members.shape[1]
     node, local = rank // ranks_per_node, rank % ranks_per_node
     outs, ins = np.full(len(gains), -1), np.full(len(gains), -1)
-    first, sends = node_sends(plan, node)
-    held = np.empty((plan.taken[node], len(sends)), np.int64)  # (place, rank in node)
-    for place in range(len(held)):
-        shares(step, plan.members[node, place], first, held[place])
+    first, sends = node_sends(placement, node)
+    # what each rank of the node holds of the node's batches
+    held = np.empty((placement.taken[node], len(sends)), np.int64)  # (slot, rank in node)
+    for slot in range(len(held)):
+        shares(step, placement.members[node, slot], first, held[slot])
     incoming = np.empty(len(sends), np.int64)
     leaving, returned = np.empty(ranks_per_node, np.int64), np.empty(ranks_per_node, np.int64)
-    seen = np.zeros(len(plan.node_of), np.bool_)
+    seen = np.zeros(len(placement.node_of), np.bool_)
+    # batches of which `rank` holds something, for each of the node's own
     for batch in step.batches[step.offsets[rank] : step.offsets[rank + 1]]:
-        other = plan.node_of[batch]
+        other = placement.node_of[batch]
         if other == node or seen[batch]:
             continue
         seen[batch] = True
         shares(step, batch, first, incoming)
-        for place in range(len(held)):
-            if incoming[local] <= held[place, local]:
+        for slot in range(len(held)):
+            if incoming[local] <= held[slot, local]:
                 continue
-            out, gain = plan.members[node, place], _gain(sends, held[place], incoming, target)
-            if (
-                gain > gains[-1] and other >= 0
-            ):  # the other node rarely gains anything: last, because it is dear
-                other_first, other_sends = node_sends(plan, other)
+            out, gain = placement.members[node, slot], _gain(sends, held[slot], incoming, target)
+            # the other node rarely gains anything: last, because it is expensive
+            if gain > gains[-1] and other >= 0:
+                other_first, other_sends = node_sends(placement, other)
                 shares(step, batch, other_first, leaving[: len(other_sends)])
                 shares(step, out, other_first, returned[: len(other_sends)])
                 gain += _gain(other_sends, leaving, returned, target)
             if gain > gains[-1]:
-                _insert(gains, outs, ins, gain, out, batch)
+                _insert((gains, outs, ins), gain, out, batch)
     return gains, outs, ins
 
 
 @numba.njit(cache=True)
-def _insert(gains, outs, ins, gain, out, batch):  # type: ignore[no-untyped-def]
-    """Put a swap at its place among the best, behind equal ones; the last drops out."""
+def _insert(best, gain, out, batch):  # type: ignore[no-untyped-def]
+    """Put a swap at its place among the best, after equal ones; the last drops out."""
+    gains, outs, ins = best
     at = len(gains) - 1
     while at > 0 and gains[at - 1] < gain:
         gains[at], outs[at], ins[at] = gains[at - 1], outs[at - 1], ins[at - 1]
@@ -204,12 +199,9 @@ def _insert(gains, outs, ins, gain, out, batch):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def _gain(sends, given, taken, target):  # type: ignore[no-untyped-def]
-    """By how much the excess over `target` of a node's ranks falls when they give and take these
-    tokens.
-    """
+    """By how much a node's excess over `target` falls when its ranks give and take these tokens."""
     gain = np.int64(0)
     for local in range(len(sends)):
-        gain += max(0, sends[local] - target) - max(
-            0, sends[local] + given[local] - taken[local] - target
-        )
+        after = sends[local] + given[local] - taken[local]
+        gain += max(0, sends[local] - target) - max(0, after - target)
     return gain

@@ -1,15 +1,14 @@
-"""Rearrangements: who sends which example to whom, as data; their inverse, composition and
-communication volumes.
+"""Moving a step's examples between ranks as permutations: composition, All-to-All, volumes.
 
 A layout numbers a step's examples rank after rank. A `Permutation` leads from one layout to
-another: from where the examples were drawn to where an encoder or the LLM runs them. OrchMLLM,
+another: from where the examples were drawn to where an encoder or the LLM processes them. OrchMLLM,
 sections 5.2 and 6: texts move by Pi_M (to the LLM's batches), encoder inputs by Pi_E, and encoder
-outputs at once by Pi_M o Pi_E^-1 instead of going home first:
+outputs directly by Pi_M o Pi_E^-1 instead of going back first:
 
     from_assignment(vision_batches, offsets).inverse().then(from_assignment(llm_batches, offsets))
 
-Pure NumPy on arrays of one entry per example. Volumes count sends, of the forward pass; the
-backward pass sends gradients the other way.
+Pure NumPy on arrays of one entry per example. Volumes count sends of the forward pass; the backward
+pass sends gradients the other way.
 """
 
 from __future__ import annotations
@@ -26,22 +25,16 @@ from balance.types import Groups, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """One rank's part of an All-to-All: what `torch.distributed.all_to_all_single` needs, counted
-    in examples.
-    """
+    """One rank's arguments of `torch.distributed.all_to_all_single`, counted in examples."""
 
     send_places: IntArray
-    """Places in the rank's source batch, in the order in which to send them: by target rank, then
-    by target place.
-    """
+    """Places in the rank's source batch in the order to send them: by target rank, then place."""
     send_counts: IntArray
     """Examples to each rank, shape (num_ranks,)."""
     receive_counts: IntArray
     """Examples from each rank, shape (num_ranks,)."""
     receive_places: IntArray
-    """Place in the rank's target batch of each example received, in the order of arrival: by source
-    rank.
-    """
+    """Places in the rank's target batch of the examples in the order of arrival: by source rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +42,9 @@ class Permutation:
     """A permutation of a step's examples between ranks."""
 
     order: IntArray
-    """Shape (num_examples,): the place in the source layout of the example at each place of the
-    target layout.
-    """
+    """Place in the source layout of each place of the target layout, shape (num_examples,)."""
     source_offsets: IntArray
-    """Rank r holds the places from `source_offsets[r]` to `source_offsets[r + 1]` of the source
-    layout.
-    """
+    """Rank r holds the places `source_offsets[r]:source_offsets[r + 1]` of the source layout."""
     target_offsets: IntArray
     """The same for the target layout."""
 
@@ -63,8 +52,8 @@ class Permutation:
         source, target, num_examples = self.source_offsets, self.target_offsets, len(self.order)
         if len(source) != len(target) or not source[-1] == target[-1] == num_examples:
             raise ValueError(
-                f"{num_examples} examples, {len(source) - 1} source ranks with {source[-1]}, {len(target) - 1} target"
-                f" ranks with {target[-1]}; all must agree"
+                f"{num_examples} examples, {len(source) - 1} source ranks with {source[-1]},"
+                f" {len(target) - 1} target ranks with {target[-1]}; all must agree"
             )
 
     @property
@@ -87,7 +76,8 @@ class Permutation:
     def apply(self, values: NDArray[Any]) -> NDArray[Any]:
         """Per-example values in target order, given in source order.
 
-        >>> from_assignment(np.array([1, 0, 1]), np.array([0, 2, 3])).apply(np.array([5, 6, 7])).tolist()
+        >>> move = from_assignment(np.array([1, 0, 1]), np.array([0, 2, 3]))
+        >>> move.apply(np.array([5, 6, 7])).tolist()
         [6, 5, 7]
         """
         return values[self.order]
@@ -104,24 +94,27 @@ class Permutation:
         return Permutation(order, self.target_offsets, self.source_offsets)
 
     def then(self, after: Permutation) -> Permutation:
-        """`after` o self: first this one, then `after`, in one move (OrchMLLM, Rearrangement
-        Composition).
-        """
+        """`after` o self in one move (OrchMLLM, Rearrangement Composition)."""
         if not np.array_equal(self.target_offsets, after.source_offsets):
+            ends, starts = (
+                np.diff(offsets).tolist()[:8]
+                for offsets in (self.target_offsets, after.source_offsets)
+            )
             raise ValueError(
-                f"the first rearrangement ends with {np.diff(self.target_offsets).tolist()[:8]} examples per rank, the"
-                f" second starts from {np.diff(after.source_offsets).tolist()[:8]} (first 8 ranks); they must be equal"
+                f"the first permutation ends with {ends} examples per rank, the second starts from"
+                f" {starts} (first 8 ranks); they must be equal"
             )
         return Permutation(self.order[after.order], self.source_offsets, after.target_offsets)
 
     def expand(self, counts: IntArray) -> Permutation:
-        """The same rearrangement of the items of the examples: its images, or its tokens.
+        """The same permutation of the examples' items: their images, or their tokens.
 
         `counts`: items of each example in source order, shape (num_examples,), none negative. Items
         of an example stay together and in order. With it an encoder may be balanced image by image,
         while the LLM moves whole examples.
 
-        >>> from_assignment(np.array([1, 0]), np.array([0, 1, 2])).expand(np.array([2, 1])).order.tolist()
+        >>> swap = from_assignment(np.array([1, 0]), np.array([0, 1, 2]))
+        >>> swap.expand(np.array([2, 1])).order.tolist()
         [2, 0, 1]
         """
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
@@ -147,25 +140,20 @@ class Permutation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommVolumes:
-    """What a rearrangement moves, in the unit of the lengths (tokens)."""
+    """Communication volumes of a permutation, in the unit of the lengths (tokens)."""
 
     total: int
-    """Everything that changes its rank."""
+    """Sum of everything that changes its rank."""
     average_inter_node: float
-    """Sent to other nodes, mean over ranks: OrchMLLM's figure 13."""
+    """Sends to other nodes, mean over ranks: OrchMLLM's figure 13."""
     largest_inter_node: int
-    """Sent to other nodes by the rank that sends most: OrchMLLM's equation 5, what `place_batches`
-    makes small.
-    """
+    """Most that a rank sends to other nodes: OrchMLLM's equation 5; small by `place_batches`."""
     all_gather: int
-    """What every rank would receive if all batches were gathered everywhere: (d - 1) x largest
-    batch, equation 3.
-    """
+    """Receives of a rank if all batches were gathered: (d - 1) x largest batch, equation 3."""
 
 
 def from_assignment(target_ranks: IntArray, source_offsets: IntArray) -> Permutation:
-    """The rearrangement that brings each example to its target rank, where examples keep their
-    source order.
+    """The permutation that brings each example to its target rank, in source order there.
 
     `target_ranks` in source order, shape (num_examples,): the result of a function of
     `balance.steps.post_balancing`, or with node-wise placement `place_batches(...)[batches]`.
@@ -176,27 +164,24 @@ def from_assignment(target_ranks: IntArray, source_offsets: IntArray) -> Permuta
     num_ranks = len(source_offsets) - 1
     target_ranks = np.asarray(target_ranks, dtype=np.int64)
     if len(target_ranks) and not (target_ranks.min() >= 0 and target_ranks.max() < num_ranks):
-        raise ValueError(
-            f"target ranks {target_ranks.min()} to {target_ranks.max()}; must be 0 to {num_ranks - 1}"
-        )
+        found = f"{target_ranks.min()} to {target_ranks.max()}"
+        raise ValueError(f"target ranks {found}; must be 0 to {num_ranks - 1}")
     batches = as_batches(target_ranks, num_ranks)
     return Permutation(batches.samples, np.asarray(source_offsets, dtype=np.int64), batches.offsets)
 
 
-def comm_volumes(rearrangement: Permutation, lengths: IntArray, *, ranks_per_node: int) -> CommVolumes:
-    """Communication volumes of a rearrangement of examples of these `lengths` (source order, shape
-    (num_examples,)).
+def comm_volumes(move: Permutation, lengths: IntArray, *, ranks_per_node: int) -> CommVolumes:
+    """Communication volumes of examples of these `lengths` (source order, (num_examples,)).
 
     >>> swap = from_assignment(np.array([1, 0, 2]), np.array([0, 1, 2, 3]))
     >>> comm_volumes(swap, np.array([5, 7, 9]), ranks_per_node=1)
-    Volumes(total=12, average_inter_node=4.0, largest_inter_node=7, all_gather=18)
+    CommVolumes(total=12, average_inter_node=4.0, largest_inter_node=7, all_gather=18)
     """
-    source, target = rearrangement.source_ranks, rearrangement.target_ranks
-    num_ranks = rearrangement.num_ranks
+    source, target, num_ranks = move.source_ranks, move.target_ranks, move.num_ranks
     abroad = np.where(source // ranks_per_node != target // ranks_per_node, lengths, 0)
     # sums of int64 per rank: examples of a rank are neighbours in source order
-    sends = Groups(np.arange(len(source)), rearrangement.source_offsets).sum(abroad)
-    held = Groups(np.arange(len(source)), rearrangement.source_offsets).sum(lengths)
+    examples = Groups(np.arange(len(source)), move.source_offsets)
+    sends, held = examples.sum(abroad), examples.sum(lengths)
     return CommVolumes(
         total=int(lengths[source != target].sum()),
         average_inter_node=float(sends.mean()),

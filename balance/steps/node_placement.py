@@ -1,4 +1,4 @@
-"""Node-wise rearrangement: which rank runs which batch, so that no rank sends much to other nodes.
+"""Node-wise placement: which rank runs which batch, so that no rank sends much to other nodes.
 
 The problem of OrchMLLM's Algorithm 3, solved without an integer program. Post-balancing says which
 examples form a batch, not which rank runs it; inside a node links are fast, so a node should keep
@@ -7,12 +7,12 @@ nodes. Pure and deterministic: every rank computes it.
 
 In numba: bisect the target, the tokens that a rank may send. For a target, node after node takes
 the batches that its ranks need, always for the rank that sends most: the smallest example that
-covers what is above the target, else the largest. A node whose places are all taken exchanges
-batches (`balance.steps._node_swaps`); one that still sends more goes first in all later attempts.
-So most targets out of reach fail at the first node, and those within reach cost no look at the
-examples of the many ranks that hold less. At the end each batch that nobody needed goes to the node
-of its largest example. Times, and the gap to a proven bound (an integer program for one node alone,
-other nodes ignored), in docs/results/.
+covers what is above the target, else the largest. A node whose slots are all taken swaps batches
+(`balance.steps._node_swaps`); one that still sends more goes first in all later attempts. So most
+targets out of reach fail at the first node, and those within reach need no look at the examples of
+the many ranks that hold less. At the end each batch that nobody needed goes to the node of its
+largest example. benchmarks/post_balancing.py has times, and the gap to a proven bound (an integer
+program for one node alone, other nodes ignored).
 """
 
 from __future__ import annotations
@@ -20,17 +20,23 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from balance.steps._node_swaps import FREE, Plan, Step, improve, keep, node_sends, shares
+from balance.steps._node_swaps import (
+    FREE,
+    Placement,
+    StepExamples,
+    improve,
+    node_sends,
+    place,
+    shares,
+)
 from balance.types import IntArray
 
 PRECISION = 256
 """The bisection ends when the target is known to 1/256."""
 ATTEMPTS = 5
 """Attempts at a target, each with the node at which the last one failed in front."""
-MAX_STEPS = 32
-"""Exchanges of batches in one attempt at most, to bound the time: some 20 us each, and typically a
-few.
-"""
+MAX_SWAPS = 32
+"""Exchanges of batches in one attempt at most, to bound the time: some 20 us each, usually few."""
 REACH = 8
 """Exchanges are worth trying up to 1/8 above the target."""
 
@@ -38,17 +44,17 @@ REACH = 8
 def place_batches(
     lengths: IntArray, batches: IntArray, source_offsets: IntArray, *, ranks_per_node: int
 ) -> IntArray:
-    """Rank of each batch so that the largest inter-node send of a rank is small (OrchMLLM,
-    Algorithm 3).
+    """Rank of each batch for a small largest inter-node send (OrchMLLM, Algorithm 3).
 
     `lengths` are tokens, `batches` the batch of each example as `balance.steps.post_balancing`
     gives it, both rank after rank: rank r holds the examples from `source_offsets[r]` to
     `source_offsets[r + 1]`. There are as many batches as ranks; node p is the ranks from p *
     ranks_per_node on, the last node may be smaller. Returns int64, shape (num_ranks,), a
     permutation: batch b moves to rank `result[b]`, so `result[batches]` is the new rank of each
-    example. Inside a node batches go where most of them is.
+    example. Inside a node a batch goes to the rank that holds most of it.
 
-    >>> place_batches(np.array([9, 1, 8, 2]), np.array([2, 0, 1, 3]), np.array([0, 1, 2, 3, 4]), ranks_per_node=2)
+    >>> lengths, batches = np.array([9, 1, 8, 2]), np.array([2, 0, 1, 3])
+    >>> place_batches(lengths, batches, np.array([0, 1, 2, 3, 4]), ranks_per_node=2)
     array([1, 2, 0, 3])
     """
     lengths, batches, source_offsets = (
@@ -59,41 +65,40 @@ def place_batches(
     if len(lengths) == 0:
         return np.arange(num_ranks)
     ranks_per_node = min(ranks_per_node, num_ranks)
-    step = Step(lengths, batches, source_offsets, *_by_batch(batches, num_ranks))
+    step = StepExamples(lengths, batches, source_offsets, *_by_batch(batches, num_ranks))
     loads = _loads(lengths, source_offsets)
     heaviest = np.maximum.reduceat(loads, np.arange(0, num_ranks, ranks_per_node))
-    plan, draft = (_nothing_placed(loads, ranks_per_node) for _ in range(2))
-    _least_target(step, loads, np.argsort(-heaviest, kind="stable"), draft, plan)
+    # batches that ranks need, then all others, then the ranks inside each node
+    found, draft = (_nothing_placed(loads, ranks_per_node) for _ in range(2))
+    _least_target(step, loads, np.argsort(-heaviest, kind="stable"), draft, found)
     node_of_rank = np.arange(num_ranks, dtype=np.int32) // ranks_per_node
-    _fill(step, plan, np.repeat(node_of_rank, np.diff(source_offsets)))
-    return np.asarray(_ranks_inside(step, plan), dtype=np.int64)
+    _fill(step, found, np.repeat(node_of_rank, np.diff(source_offsets)))
+    return np.asarray(_ranks_inside(step, found), dtype=np.int64)
 
 
 def _check(lengths: IntArray, batches: IntArray, offsets: IntArray, ranks_per_node: int) -> None:
     num_ranks = len(offsets) - 1
     if ranks_per_node < 1 or num_ranks < 1:
         raise ValueError(f"{num_ranks} ranks, {ranks_per_node} per node; give at least 1 of each")
-    if (
-        not len(lengths) == len(batches) == offsets[-1]
-        or offsets[0] != 0
-        or (np.diff(offsets) < 0).any()
-    ):
+    equal = len(lengths) == len(batches) == offsets[-1]
+    if not equal or offsets[0] != 0 or (np.diff(offsets) < 0).any():
         raise ValueError(
-            f"{len(lengths)} lengths, {len(batches)} batches, offsets from {offsets[0]} to {offsets[-1]}; give one"
-            " length and batch per example, and ascending offsets from 0 to their number"
+            f"{len(lengths)} lengths, {len(batches)} batches, offsets from {offsets[0]} to"
+            f" {offsets[-1]}; give one length and batch per example, and ascending offsets from 0"
+            " to their number"
         )
-    if len(batches) and not (
-        batches.min() >= 0 and batches.max() < num_ranks and lengths.min() >= 0
-    ):
+    if not len(batches):
+        return
+    if batches.min() < 0 or batches.max() >= num_ranks or lengths.min() < 0:
         raise ValueError(
-            f"batches {batches.min()} to {batches.max()}, lengths from {lengths.min()}; batches must be 0 to"
-            f" {num_ranks - 1}, one per rank, and lengths not negative"
+            f"batches {batches.min()} to {batches.max()}, lengths from {lengths.min()}; batches"
+            f" must be 0 to {num_ranks - 1}, one per rank, and lengths not negative"
         )
 
 
 @numba.njit(cache=True)
 def _by_batch(batches, num_batches):  # type: ignore[no-untyped-def]
-    """The fields of Step that say which examples form each batch: counting sort."""
+    """`batch_starts` and `by_batch` of `StepExamples`: counting sort."""
     starts, order = np.zeros(num_batches + 1, np.int32), np.empty(len(batches), np.int32)
     for batch in batches:
         starts[batch + 1] += 1
@@ -116,18 +121,19 @@ def _loads(lengths, offsets):  # type: ignore[no-untyped-def]
     return loads
 
 
-def _nothing_placed(loads: IntArray, ranks_per_node: int) -> Plan:
+def _nothing_placed(loads: IntArray, ranks_per_node: int) -> Placement:
     num_nodes = -(-len(loads) // ranks_per_node)
     members = np.full((num_nodes, ranks_per_node), FREE)
-    return Plan(np.full(len(loads), FREE), members, np.zeros(num_nodes, np.int64), loads.copy())
+    taken = np.zeros(num_nodes, np.int64)
+    return Placement(np.full(len(loads), FREE), members, taken, loads.copy())
 
 
 @numba.njit(cache=True)
-def _least_target(step, loads, nodes, draft, plan):  # type: ignore[no-untyped-def]
-    """Bisect the target; sets `plan` to the plan of the least one that was reached, in which most
-    batches may be free.
+def _least_target(step, loads, nodes, draft, found):  # type: ignore[no-untyped-def]
+    """Bisect the target; sets `found` to the placement of the least one that was reached.
 
-    Targets are tried on `draft`. `nodes` is the order in which nodes are served at first.
+    Most of its batches may be free. Targets are tried on `draft`. `nodes` is the order in which
+    nodes take batches at first.
     """
     low, high = np.int64(0), loads.max()
     while high - low > high // PRECISION:
@@ -138,118 +144,106 @@ def _least_target(step, loads, nodes, draft, plan):  # type: ignore[no-untyped-d
                 failed = _cover(step, draft, loads, nodes, target)
         if failed < 0:
             high = draft.sends.max()
-            plan.node_of[:], plan.members[:], plan.taken[:] = (
-                draft.node_of,
-                draft.members,
-                draft.taken,
-            )
-            plan.sends[:] = draft.sends
+            found.node_of[:], found.members[:] = draft.node_of, draft.members
+            found.taken[:], found.sends[:] = draft.taken, draft.sends
         else:
             low = target + 1
 
 
 @numba.njit(cache=True)
-def _cover(step, plan, loads, nodes, target):  # type: ignore[no-untyped-def]
-    """Make a plan in which no rank sends more than `target`, the nodes served in the order of
-    `nodes`.
+def _cover(step, placement, loads, nodes, target):  # type: ignore[no-untyped-def]
+    """Place batches so that no rank sends more than `target`, node after node of `nodes`.
 
-    -1 if that succeeds; else the place in `nodes` of the node that failed, which moves to the front.
+    -1 if that succeeds; else the place in `nodes` of the one that failed, which moves to the front.
     """
-    plan.node_of[:], plan.members[:], plan.taken[:], plan.sends[:] = FREE, FREE, 0, loads
-    steps = np.int64(MAX_STEPS)
-    while (
-        plan.sends.max() > target
-    ):  # again, if exchanges left a node served before above the target
-        for place, node in enumerate(nodes):
-            steps = _serve(step, plan, node, target, steps)
-            if steps < 0:
-                nodes[1 : place + 1] = nodes[:place].copy()
+    placement.node_of[:], placement.members[:], placement.taken[:] = FREE, FREE, 0
+    placement.sends[:] = loads
+    swaps = np.int64(MAX_SWAPS)
+    # again, if swaps left an earlier node above the target
+    while placement.sends.max() > target:
+        for at, node in enumerate(nodes):
+            swaps = _serve(step, placement, node, target, swaps)
+            if swaps < 0:
+                nodes[1 : at + 1] = nodes[:at].copy()
                 nodes[0] = node
-                return place
+                return at
     return -1
 
 
 @numba.njit(cache=True)
-def _serve(step, plan, node, target, steps):  # type: ignore[no-untyped-def]
-    """Give a node batches until none of its ranks sends more than `target`; -> the steps that are
-    left, -1 if stuck.
-    """
-    first, sends = node_sends(plan, node)
+def _serve(step, placement, node, target, swaps):  # type: ignore[no-untyped-def]
+    """Give a node batches until no rank sends more than `target`; -> swaps left, -1 if stuck."""
+    first, sends = node_sends(placement, node)
     while True:
         rank = first + sends.argmax()
         need = sends.max() - target
         if need <= 0:
-            return steps
-        example = _smallest_cover(step, plan, rank, need) if plan.taken[node] < len(sends) else -1
+            return swaps
+        example = -1
+        if placement.taken[node] < len(sends):
+            example = _smallest_cover(step, placement, rank, need)
         if example >= 0:
-            keep(step, plan, step.batches[example], node, plan.taken[node])
-            plan.taken[node] += 1
-        elif steps > 0 and need <= target // REACH and improve(step, plan, rank, target):
-            steps -= 1
+            place(step, placement, step.batches[example], node, placement.taken[node])
+            placement.taken[node] += 1
+        elif swaps > 0 and need <= target // REACH and improve(step, placement, rank, target):
+            swaps -= 1
         else:
             return -1
 
 
 @numba.njit(cache=True)
-def _smallest_cover(step, plan, rank, need):  # type: ignore[no-untyped-def]
-    """The smallest example >= `need` of `rank` in a free batch, else the largest; -1 if none has
-    tokens.
-    """
+def _smallest_cover(step, placement, rank, need):  # type: ignore[no-untyped-def]
+    """Smallest example >= `need` of `rank` in a free batch, else the largest; -1 if no tokens."""
     best, tokens = -1, np.int64(0)
     for example in range(step.offsets[rank], step.offsets[rank + 1]):
         length = step.lengths[example]
-        if (tokens < length if tokens < need else need <= length < tokens) and plan.node_of[
-            step.batches[example]
-        ] < 0:
+        better = tokens < length if tokens < need else need <= length < tokens
+        if better and placement.node_of[step.batches[example]] < 0:
             best, tokens = example, length
     return best
 
 
 @numba.njit(cache=True)
-def _fill(step, plan, nodes):  # type: ignore[no-untyped-def]
-    """Each free batch to the node of its largest example that has a place, else to any; `nodes` of
-    the examples.
+def _fill(step, placement, nodes):  # type: ignore[no-untyped-def]
+    """Each free batch to the node of its largest example that has a slot, else to any.
 
-    Takes from no rank, so `plan.sends` is not kept up.
+    `nodes` are the examples'. Takes from no rank, so `placement.sends` is not updated.
     """
-    places = np.full(len(plan.taken), plan.members.shape[1])
-    places[-1] -= plan.members.size - len(plan.sends)
-    room, any_node = places - plan.taken, 0
-    for batch in range(len(plan.node_of)):
-        if plan.node_of[batch] >= 0:
+    slots = np.full(len(placement.taken), placement.members.shape[1])
+    slots[-1] -= placement.members.size - len(placement.sends)
+    left, any_node = slots - placement.taken, 0
+    for batch in range(len(placement.node_of)):
+        if placement.node_of[batch] >= 0:
             continue
         best, tokens = -1, np.int64(-1)
         for example in step.by_batch[step.batch_starts[batch] : step.batch_starts[batch + 1]]:
             node = nodes[example]
-            if step.lengths[example] > tokens and room[node] > 0:
+            if step.lengths[example] > tokens and left[node] > 0:
                 best, tokens = node, step.lengths[example]
         if best < 0:
-            while room[any_node] == 0:
+            while left[any_node] == 0:
                 any_node += 1
             best = any_node
-        plan.node_of[batch], plan.members[best, plan.taken[best]] = best, batch
-        plan.taken[best] += 1
-        room[best] -= 1
+        placement.node_of[batch], placement.members[best, placement.taken[best]] = best, batch
+        placement.taken[best] += 1
+        left[best] -= 1
 
 
 @numba.njit(cache=True)
-def _ranks_inside(step, plan):  # type: ignore[no-untyped-def]
-    """Rank of each batch: in each node the (place, rank) with most tokens first, ties to the lowest
-    numbers.
-    """
-    ranks_per_node = plan.members.shape[1]
-    ranks = np.empty(len(plan.node_of), np.int64)
-    held = np.empty(
-        (ranks_per_node, ranks_per_node), np.int64
-    )  # (place, rank in node); -1 when given
-    for node in range(len(plan.members)):
-        first, sends = node_sends(plan, node)
+def _ranks_inside(step, placement):  # type: ignore[no-untyped-def]
+    """Rank of each batch: per node the (slot, rank) with most tokens first, ties to the lowest."""
+    ranks_per_node = placement.members.shape[1]
+    ranks = np.empty(len(placement.node_of), np.int64)
+    # (slot, rank in node); -1 when given
+    held = np.empty((ranks_per_node, ranks_per_node), np.int64)
+    for node in range(len(placement.members)):
+        first, sends = node_sends(placement, node)
         held[:] = -1
-        for place in range(len(sends)):
-            shares(step, plan.members[node, place], first, held[place, : len(sends)])
+        for slot in range(len(sends)):
+            shares(step, placement.members[node, slot], first, held[slot, : len(sends)])
         for _ in range(len(sends)):
             best = held.argmax()
-            place, local = best // ranks_per_node, best % ranks_per_node
-            ranks[plan.members[node, place]] = first + local
-            held[place, :], held[:, local] = -1, -1
+            slot, local = best // ranks_per_node, best % ranks_per_node
+            ranks[placement.members[node, slot]] = first + local
+            held[slot, :], held[:, local] = -1, -1
     return ranks

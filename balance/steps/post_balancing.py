@@ -1,9 +1,8 @@
-"""Post-balancing: deal the examples that all ranks drew for a step anew, so that every rank's batch
-costs the same.
+"""Post-balancing: a step's examples assigned to batches again, so that all batches cost the same.
 
-OrchMLLM, algorithms 1, 2, 4 and 5, in numba. The ranks draw their mini-batches at random, as ever,
-and exchange examples afterwards, so balance costs no randomness. Every function takes the lengths
-of all examples of a step, rank after rank, shape (num_examples,), and returns the batch of each
+OrchMLLM, algorithms 1, 2, 4 and 5. The ranks draw their mini-batches at random, as ever, and
+exchange examples afterwards, so balance costs no randomness. Every function takes the lengths of
+all examples of a step, rank after rank, shape (num_examples,), and returns the batch of each
 example, int64, same shape; inside a batch examples keep their order, which is how an All-to-All
 delivers them. Pure and deterministic, ties included: every rank computes the same answer by itself
 from the lengths alone.
@@ -12,20 +11,25 @@ Which one: packed batches `balance_sums` (any costs, not only lengths); batches 
 longest example `balance_padded`; packed batches with even memory *and* even attention
 `balance_squares`; packed linear layers but padded attention `balance_padded_attention`, or as
 published `balance_conv`. For 2,560 ranks of 60 examples the first two take as long as NumPy's
-fastest argsort of the lengths, 2 ms; the others 2 to 6 times that (docs/results/).
+fastest argsort of the lengths, 2 ms; the others 2 to 6 times that (benchmarks/post_balancing.py).
 """
 
 from __future__ import annotations
 
 import numba
 import numpy as np
-from numpy.typing import NDArray
 
-from balance.steps._deal_kernels import deal, deal_in_window, descending
-from balance.steps._padded_run_kernels import attention_runs, padded_runs
-from balance.types import Groups, IntArray
+from balance.steps._post_balancing_kernels import (
+    assign_by_squares,
+    assign_by_sum,
+    descending,
+    fill_padded,
+    split_attention,
+    split_padded,
+)
+from balance.types import FloatArray, Groups, IntArray
 
-Loads = IntArray | NDArray[np.float64]
+LengthsOrCosts = IntArray | FloatArray
 """Lengths in tokens, or costs in any unit; never negative."""
 
 EXACT_MEAN = 1 << 20
@@ -37,7 +41,7 @@ MAX_SUM = 1 << 24
 """`balance_squares` keeps a counter per possible sum of a batch: 16 M tokens, 128 MiB."""
 
 
-def balance_sums(loads: Loads, num_batches: int) -> IntArray:
+def balance_sums(loads: LengthsOrCosts, num_batches: int) -> IntArray:
     """Batch of each example so that the largest sum of a batch is small (OrchMLLM, Algorithm 1).
 
     Longest example first, always to the batch of the least sum, of equal ones to the one that has
@@ -52,17 +56,16 @@ def balance_sums(loads: Loads, num_batches: int) -> IntArray:
     units = _units(_checked(loads, num_batches), num_batches)
     order = descending(units)
     batches = np.empty(len(units), np.int64)
-    deal(units, order, np.zeros(num_batches, np.int64), batches)
+    assign_by_sum(units, order, np.zeros(num_batches, np.int64), batches)
     return batches
 
 
 def balance_padded(lengths: IntArray, num_batches: int) -> IntArray:
-    """Batch of each example so that the largest of (examples x longest example) is least (OrchMLLM,
-    Algorithm 2).
+    """Batch of each example for the least largest (examples x longest) (OrchMLLM, Algorithm 2).
 
-    Exact: bisection on that bound; batches are runs of the sorted examples, each as long as the
+    Exact: bisection on that bound; batches are ranges of the sorted examples, each as long as the
     bound allows. Repaired against print: the bounds are the longest length and that times ceil(n /
-    d), not the shortest, and the runs returned are those of the final bound, not of the last one
+    d), not the shortest, and the ranges returned are those of the final bound, not of the last one
     tried. O(n + d log(n) log(n / d)).
 
     >>> balance_padded(np.array([5, 1, 4, 2, 6]), 3).tolist()
@@ -71,13 +74,12 @@ def balance_padded(lengths: IntArray, num_batches: int) -> IntArray:
     lengths = _checked_lengths(lengths, num_batches)
     order = descending(lengths)[::-1]
     batches = np.empty(len(lengths), np.int64)
-    batches[order] = padded_runs(lengths[order], num_batches)
+    batches[order] = split_padded(lengths[order], num_batches)
     return batches
 
 
 def balance_squares(lengths: IntArray, num_batches: int, *, tolerance: int) -> IntArray:
-    """Batch of each example so that sums are even to about `tolerance` and sums of squares too
-    (OrchMLLM, Algorithm 4).
+    """Batch of each example for even sums, to `tolerance`, and squares (OrchMLLM, Algorithm 4).
 
     Longest first, to the batch of the least sum of squares (then of the lowest number) among those
     whose sum is the least or less than `tolerance` tokens above it. Repaired against print, whose
@@ -96,20 +98,19 @@ def balance_squares(lengths: IntArray, num_batches: int, *, tolerance: int) -> I
     tolerance = max(1, tolerance)
     if mean + tolerance > MAX_SUM:
         raise ValueError(
-            f"mean sum {mean:,} plus tolerance {tolerance:,} is over {MAX_SUM:,} tokens; divide both by a common unit"
+            f"mean sum {mean:,} plus tolerance {tolerance:,} is over {MAX_SUM:,} tokens; divide"
+            " both by a common unit"
         )
-    batches = np.empty(len(lengths), np.int64)
-    deal_in_window(
-        lengths, descending(lengths), mean, tolerance, np.zeros(num_batches, np.int64), batches
-    )
+    batches, sums = np.empty(len(lengths), np.int64), np.zeros(num_batches, np.int64)
+    assign_by_squares(lengths, descending(lengths), mean, tolerance, sums, batches)
     return batches
 
 
 def balance_conv(lengths: IntArray, num_batches: int) -> IntArray:
-    """Batch of each example for packed linear layers and padded attention (OrchMLLM, Algorithm 5).
+    """Batch of each example for packed linear layers, padded attention (OrchMLLM, Algorithm 5).
 
     Longest first, fill batch after batch while (examples x longest) stays within the largest sum of
-    `balance_sums`; when all `num_batches` are used up, deal what remains as `balance_sums` does.
+    `balance_sums`; when all `num_batches` are used up, assign the rest as `balance_sums` does.
     Repaired against print: at most `num_batches` batches, and the padded length is that of the
     batch's *first*, longest, example. On heavy tails the short remainder joins, and is padded to,
     the longest examples: `balance_padded_attention` is many times better.
@@ -122,19 +123,19 @@ def balance_conv(lengths: IntArray, num_batches: int) -> IntArray:
     bound = int(_sums(lengths, balance_sums(lengths, num_batches), num_batches).max())
     order = descending(lengths)
     batches = np.empty(len(lengths), np.int64)
-    placed = _fill_padded(lengths, order, num_batches, bound, batches)
+    placed = fill_padded(lengths, order, num_batches, bound, batches)
     sums = _sums(units[order[:placed]], batches[order[:placed]], num_batches)
-    deal(units, order[placed:], sums, batches)
+    assign_by_sum(units, order[placed:], sums, batches)
     return batches
 
 
 def balance_padded_attention(lengths: IntArray, num_batches: int, *, weight: float) -> IntArray:
-    """Batch of each example so that the largest of (sum + weight x examples x longest^2) is small.
+    """Batch of each example for a small largest (sum + weight x examples x longest^2).
 
     The objective of OrchMLLM's Algorithm 5, minimised itself: the best of all cuts of the sorted
-    examples into runs, to a ten-thousandth, by bisection as in `balance_padded`. `weight` is the
+    examples into ranges, to a ten-thousandth, by bisection as in `balance_padded`. `weight` is the
     cost of a squared token in tokens (OrchMLLM: lambda). With little weight `balance_sums` may be
-    better, because it need not keep like with like.
+    better, because it need not keep like lengths together.
 
     >>> balance_padded_attention(np.array([6, 6, 2, 2, 2, 2]), 3, weight=1.0).tolist()
     [2, 1, 0, 0, 0, 0]
@@ -144,7 +145,7 @@ def balance_padded_attention(lengths: IntArray, num_batches: int, *, weight: flo
         raise ValueError(f"weight is {weight}; give a finite one from 0 on")
     order = descending(lengths)[::-1]
     batches = np.empty(len(lengths), np.int64)
-    batches[order] = attention_runs(lengths[order], num_batches, float(weight))
+    batches[order] = split_attention(lengths[order], num_batches, float(weight))
     return batches
 
 
@@ -159,12 +160,12 @@ def as_batches(batches: IntArray, num_batches: int) -> Groups:
     return Groups(_by_batch(batches, offsets), offsets)
 
 
-def _checked(loads: Loads, num_batches: int) -> Loads:
+def _checked(loads: LengthsOrCosts, num_batches: int) -> LengthsOrCosts:
     """`loads` as a contiguous int64 or float64 array, after the checks that all functions share."""
-    whole = np.asarray(loads).dtype.kind in "iub"
-    loads = (
-        np.ascontiguousarray(loads, np.int64) if whole else np.ascontiguousarray(loads, np.float64)
-    )
+    if np.asarray(loads).dtype.kind in "iub":
+        loads = np.ascontiguousarray(loads, np.int64)
+    else:
+        loads = np.ascontiguousarray(loads, np.float64)
     if num_batches < 1:
         raise ValueError(f"num_batches is {num_batches}; give at least one batch")
     if len(loads) and not (loads.min() >= 0 and loads.max() < np.inf):
@@ -188,12 +189,11 @@ def _checked_lengths(lengths: IntArray, num_batches: int, power: int = 1) -> Int
     return checked
 
 
-def _units(loads: Loads, num_batches: int) -> IntArray:
-    """Loads as whole numbers with a mean sum per batch of at most about EXACT_MEAN; those over the
-    mean all alike.
+def _units(loads: LengthsOrCosts, num_batches: int) -> IntArray:
+    """Loads as whole numbers with a mean sum per batch of at most about EXACT_MEAN.
 
     An example over the mean sum fills a batch by itself, so how far over it is makes no difference
-    to the others.
+    to the others: all such are made equal.
     """
     mean = float(loads.sum(dtype=np.float64)) / num_batches
     if loads.dtype.kind == "f" or mean > EXACT_MEAN:
@@ -218,19 +218,3 @@ def _by_batch(batches, offsets):  # type: ignore[no-untyped-def]
         samples[ends[batches[sample]]] = sample
         ends[batches[sample]] += 1
     return samples
-
-
-@numba.njit(cache=True)
-def _fill_padded(lengths, order, num_batches, bound, batches):  # type: ignore[no-untyped-def]
-    """Fill batches in `order` while examples x first <= bound; -> how many examples all batches
-    together took.
-    """
-    batch, size, first = -1, 0, np.int64(0)
-    for place in range(len(order)):
-        if batch < 0 or (size + 1) * first > bound:
-            if batch + 1 == num_batches:
-                return place
-            batch, size, first = batch + 1, 0, lengths[order[place]]
-        batches[order[place]] = batch
-        size += 1
-    return len(order)

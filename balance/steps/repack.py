@@ -1,97 +1,44 @@
-"""PipeTune's packing: micro-batches of one step that cost the same, and clusters of them for
-reordering.
+"""PipeTune's packing: micro-batches of one step that cost the same, and clusters of them.
 
 For the pipeline planner: a step's samples (PipeTune: 128) are packed into micro-batches of at most
-`max_len` tokens and even cost, then micro-batches of like cost form at most five clusters, so that
-a planner can try all orders of the clusters. Pure; plain loops in numba, O(samples x
+`max_len` tokens and even cost, then micro-batches of similar cost form at most five clusters, so
+that a planner can try all orders of the clusters. Pure; plain loops in numba, O(samples x
 micro-batches): 128 samples in 20 us, 1,024 in .2 ms.
 
 `max_len` is PipeTune's L_max, micro-batch size x max_seq_len. A sample's cost is any additive one:
 FLOPs or time, with attention by its own length, so that packing needs only sums (`balance.flops`
-gives it).
+gives them).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import permutations
-from typing import Literal
 
 import numba
 import numpy as np
-from numpy.typing import NDArray
 
 from balance.steps.post_balancing import as_batches
-from balance.types import Groups, IntArray
+from balance.types import FloatArray, Groups, IntArray
 
-Costs = IntArray | NDArray[np.float64]
+Costs = IntArray | FloatArray
 
 MAX_CLUSTERS = 5
 """PipeTune keeps the number of clusters below six: 5! = 120 orders to simulate."""
 
 TOLERANCE = 0.01
-"""Micro-batches of one cluster lie within 1 % of the mean cost of each other's mean, if five
-clusters suffice.
-"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pieces:
-    """Samples cut to a length: piece i is `lengths[i]` tokens of sample `samples[i]` from token
-    `starts[i]` on.
-    """
-
-    samples: IntArray
-    starts: IntArray
-    lengths: IntArray
-    rejected: IntArray
-    """Samples that are in no piece because they are too long."""
-
-
-def cut_long(lengths: IntArray, max_len: int, *, rule: Literal["reject", "split"]) -> Pieces:
-    """What to do with samples over `max_len` tokens (FLAN's longest text has 222,109): an explicit
-    choice.
-
-    `reject` leaves them out and lists them; `split` cuts each into the fewest pieces of nearly
-    equal length, which no longer attend to each other. Samples that fit are one piece each; the
-    order stays.
-
-    >>> pieces = cut_long(np.array([3, 10]), 4, rule="split")
-    >>> pieces.samples.tolist(), pieces.starts.tolist(), pieces.lengths.tolist()
-    ([0, 1, 1, 1], [0, 0, 4, 7], [3, 4, 3, 3])
-    """
-    if max_len < 1:
-        raise ValueError(f"max_len is {max_len} tokens; give at least 1")
-    if rule not in ("reject", "split"):
-        raise ValueError(f"rule is {rule!r}; use 'reject' or 'split'")
-    lengths = np.asarray(lengths, dtype=np.int64)
-    too_long = lengths > max_len
-    counts = np.maximum(1, -(-lengths // max_len))
-    if rule == "reject":
-        counts = np.where(too_long, 0, 1)
-    samples = np.repeat(np.arange(len(lengths)), counts)
-    # number of each piece inside its sample; the first `long` pieces have one token more than the
-    # others
-    number = np.arange(len(samples)) - np.repeat(np.cumsum(counts) - counts, counts)
-    short, long = lengths[samples] // counts[samples], lengths[samples] % counts[samples]
-    return Pieces(
-        samples=samples,
-        starts=number * short + np.minimum(number, long),
-        lengths=short + (number < long),
-        rejected=np.flatnonzero(too_long) if rule == "reject" else np.zeros(0, np.int64),
-    )
+"""Distance of a micro-batch from its cluster's mean, in mean costs, if five clusters suffice."""
 
 
 def pack_balanced(lengths: IntArray, costs: Costs, *, max_len: int) -> Groups:
     """Micro-batches of at most `max_len` tokens whose costs are even (PipeTune, Algorithm 1).
 
-    Dearest sample first (then longest), to the cheapest micro-batch with room for it; one is added
-    when none has room. Repaired against print, which starts from no micro-batch, fills one after
+    Most expensive sample first (then longest), to the cheapest micro-batch that can take it; one is
+    added when none can. Repaired against print, which starts from no micro-batch, fills one after
     the other and never reaches its second choice: start with ceil(sum of lengths / max_len) empty
     ones. If that was one too few, also start with one more, and keep the evener of both (max / mean
     cost). Samples keep their order inside a micro-batch. `costs` are additive, per sample. Raises
-    ValueError for a sample over `max_len`: apply `cut_long` first.
+    ValueError for a sample over `max_len`.
 
     >>> groups = pack_balanced(np.array([5, 4, 3, 3]), np.array([25, 16, 9, 9]), max_len=8)
     >>> [groups[g].tolist() for g in range(len(groups))]
@@ -112,8 +59,7 @@ def pack_balanced(lengths: IntArray, costs: Costs, *, max_len: int) -> Groups:
 def cluster_costs(
     costs: Costs, *, max_clusters: int = MAX_CLUSTERS, tolerance: float = TOLERANCE
 ) -> IntArray:
-    """Cluster of each micro-batch by cost, for reordering (PipeTune, section 5): 0 is the cheapest,
-    int64.
+    """Cluster of each micro-batch by cost (PipeTune, section 5), int64; 0 is the cheapest.
 
     The least sum of squared distances from the clusters' means, exactly, by dynamic programming
     over the sorted costs; as few clusters as keep every micro-batch within `tolerance` x the mean
@@ -125,7 +71,8 @@ def cluster_costs(
     costs = np.asarray(costs, dtype=np.float64)
     if max_clusters < 1 or not (costs >= 0).all() or not np.isfinite(costs).all():
         raise ValueError(
-            f"max_clusters is {max_clusters}, lowest cost {costs.min()}; give at least 1, and costs >= 0"
+            f"max_clusters is {max_clusters}, lowest cost {costs.min()}; give at least 1, and costs"
+            " >= 0"
         )
     values, inverse, counts = np.unique(costs, return_inverse=True, return_counts=True)
     if len(values) < 2:
@@ -141,8 +88,7 @@ def cluster_costs(
 
 
 def cluster_orders(clusters: IntArray) -> Iterator[IntArray]:
-    """All orders of micro-batches in which clusters stay together: permutations, int64, one per
-    order of clusters.
+    """All orders of micro-batches in which clusters stay together, int64, one per cluster order.
 
     >>> [order.tolist() for order in cluster_orders(np.array([0, 1, 0]))]
     [[0, 2, 1], [1, 0, 2]]
@@ -151,7 +97,7 @@ def cluster_orders(clusters: IntArray) -> Iterator[IntArray]:
         yield np.argsort(np.argsort(turns)[clusters] if turns else clusters, kind="stable")
 
 
-def _check(lengths: IntArray, costs: NDArray[np.float64], max_len: int) -> None:
+def _check(lengths: IntArray, costs: FloatArray, max_len: int) -> None:
     if len(lengths) != len(costs):
         raise ValueError(
             f"{len(lengths)} lengths but {len(costs)} costs; give one of each per sample"
@@ -165,26 +111,22 @@ def _check(lengths: IntArray, costs: NDArray[np.float64], max_len: int) -> None:
     over = np.flatnonzero(lengths > max_len)
     if len(over):
         raise ValueError(
-            f"{len(over)} samples are longer than max_len {max_len} (first: sample {over[0]} with {lengths[over[0]]});"
-            " reject or split them with cut_long"
+            f"{len(over)} samples are longer than max_len {max_len} (first: sample {over[0]} with"
+            f" {lengths[over[0]]}); reject or split them first"
         )
 
 
-def _unevenness(costs: NDArray[np.float64], batches: IntArray, num_batches: int) -> float:
-    """max / mean cost of the micro-batches, times a constant: the total cost is the same for every
-    packing.
-    """
+def _unevenness(costs: FloatArray, batches: IntArray, num_batches: int) -> float:
+    """max / mean cost of the micro-batches, times a constant: the total is the same in all."""
     return float(np.bincount(batches, costs).max()) * num_batches
 
 
 @numba.njit(cache=True)
 def _pack(lengths, costs, order, max_len, num_batches):  # type: ignore[no-untyped-def]
-    """Place the samples of `order`, starting from `num_batches` micro-batches; -> (batch of each
-    sample, how many).
-    """
+    """Place the samples of `order`, from `num_batches` micro-batches; -> (batches, how many)."""
     batches = np.empty(len(order), np.int64)
-    room = num_batches + len(order)
-    batch_len, batch_cost = np.zeros(room, np.int64), np.zeros(room, np.float64)
+    most = num_batches + len(order)
+    batch_len, batch_cost = np.zeros(most, np.int64), np.zeros(most, np.float64)
     for sample in order:
         cheapest = -1
         for batch in range(num_batches):
@@ -202,36 +144,28 @@ def _pack(lengths, costs, order, max_len, num_batches):  # type: ignore[no-untyp
 
 @numba.njit(cache=True)
 def _split(values, weights, num_clusters):  # type: ignore[no-untyped-def]
-    """Cluster of each of the ascending values: `num_clusters` runs with the least sum of squared
-    distances.
-    """
+    """Cluster of each ascending value: consecutive, with the least sum of squared distances."""
     num_values = len(values)
-    weight, first, second = (
-        np.zeros(num_values + 1),
-        np.zeros(num_values + 1),
-        np.zeros(num_values + 1),
-    )
+    # sums of weights, values and squares before each place
+    weight, first = np.zeros(num_values + 1), np.zeros(num_values + 1)
+    second = np.zeros(num_values + 1)
     for index in range(num_values):
         weight[index + 1] = weight[index] + weights[index]
         first[index + 1] = first[index] + weights[index] * values[index]
         second[index + 1] = second[index] + weights[index] * values[index] ** 2
-    best = np.full(
-        (num_clusters + 1, num_values + 1), np.inf
-    )  # best[k, end]: the first `end` values in k runs
-    cut = np.zeros(
-        (num_clusters + 1, num_values + 1), np.int64
-    )  # where the last of those runs starts
+    # best[k, end]: the first `end` values in k clusters; cut: where the last of those starts
+    best = np.full((num_clusters + 1, num_values + 1), np.inf)
+    cut = np.zeros((num_clusters + 1, num_values + 1), np.int64)
     best[0, 0] = 0.0
     for clusters in range(1, num_clusters + 1):
         for end in range(clusters, num_values + 1):
             for start in range(clusters - 1, end):
                 total = first[end] - first[start]
                 spread = second[end] - second[start] - total * total / (weight[end] - weight[start])
-                if best[clusters - 1, start] + spread < best[clusters, end]:
-                    best[clusters, end], cut[clusters, end] = (
-                        best[clusters - 1, start] + spread,
-                        start,
-                    )
+                reached = best[clusters - 1, start] + spread
+                if reached < best[clusters, end]:
+                    best[clusters, end], cut[clusters, end] = reached, start
+    # back from the last value
     labels = np.empty(num_values, np.int64)
     end = num_values
     for clusters in range(num_clusters, 0, -1):

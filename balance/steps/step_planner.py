@@ -1,7 +1,6 @@
-"""What a step planner is told and answers: the samples of a step, and who works on which
-(`StepPlanner`).
+"""What a step planner is asked and answers: a step's samples, and who works on which.
 
-For the loaders, which ask, and for whoever balances a step itself: PipeTune's re-packing
+For the loaders, which ask, and for whoever balances a step itself: PipeTune's packing
 (`balance.steps.repack`) makes other micro-batches, OrchMLLM's dispatching
 (`balance.steps.post_balancing`) gives each encoder's work to other ranks than the LLM's. The loader
 then reads exactly what was answered, each image only on the rank that encodes it. Pure; every rank
@@ -24,14 +23,13 @@ ENCODERS = ("vision", "audio")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRequest:
-    """All samples of a step, over all ranks, as its stored groups came: rank by rank, micro-batch
-    by micro-batch.
+    """All samples of a step, as its stored groups came: by rank, then by micro-batch.
 
     Samples are numbered by their place here, from 0.
     """
 
     counts: Counts
-    """What each sample costs, shape (num_samples,)."""
+    """Counts of each sample, shape (num_samples,)."""
     offsets: IntArray
     """Shape (dp * micro_batches + 1,): micro-batch m of rank r holds the samples `offsets[r *
     micro_batches + m]:offsets[r * micro_batches + m + 1]`; none where the epoch has ended.
@@ -50,62 +48,57 @@ class StepAssignment:
     """Who works on which samples of a step; samples are numbered as in `StepRequest`."""
 
     micro_batches: tuple[Groups, ...]
-    """Of each rank: its micro-batches, each sample in one of them. Ranks may have different numbers
-    of micro-batches, where the trainer can take that.
+    """Micro-batches of each rank, each sample in one of them. Ranks may have different numbers of
+    micro-batches, where the trainer can take that.
     """
     encoders: Mapping[str, tuple[Groups, ...]] = field(default_factory=dict)
-    """By encoder (`vision`, `audio`), of each rank: the batches that it encodes. Each sample that
-    has images (clips) is in one of them; others may be left out. An encoder that is not named works
+    """By encoder (`vision`, `audio`), the batches that each rank encodes. Each sample that has
+    images (clips) is in one of them; others may be left out. An encoder that is not named works
     where the sample's micro-batch is.
     """
     notes: tuple[object, ...] = ()
-    """Of each rank, what its trainer shall know besides; the loader hands it on with the step,
-    unread. Or nothing.
-    """
+    """A note for the trainer of each rank, which the loader hands on with the step; or nothing."""
 
 
 class StepPlanner(Protocol):
-    """Packs a step anew. Deterministic: all ranks must come to the same answer."""
+    """Makes other micro-batches of a step's samples, the same on all ranks."""
 
     def __call__(self, samples: StepRequest) -> StepAssignment:
         """The work of all ranks for one step."""
 
 
 def check_assignment(work: StepAssignment, samples: StepRequest) -> None:
-    """ConfigError, with the sample that is wrong, unless `work` gives out every sample exactly
-    once.
+    """ConfigError, with the sample that is wrong, unless each is assigned exactly once.
 
     >>> counts = Counts(**{name: np.ones(2, np.int64) for name in Counts.__dataclass_fields__})
-    >>> samples = StepSamples(counts=counts, offsets=np.array([0, 1, 2]), dp=2, micro_batches=1)
-    >>> alone, none = Groups(np.array([0]), np.array([0, 1])), Groups(np.array([0]), np.array([0, 1]))
-    >>> check_assignment(StepWork(micro_batches=(alone, none)), samples)
-    Traceback (most recent call last): balance.errors.ConfigError: the step planner gave out sample
-    0 in 2 micro-batches; give out each sample once
+    >>> request = StepRequest(counts=counts, offsets=np.array([0, 1, 2]), dp=2, micro_batches=1)
+    >>> first = Groups(np.array([0]), np.array([0, 1]))
+    >>> check_assignment(StepAssignment(micro_batches=(first, first)), request)
+    Traceback (most recent call last):
+        ...
+    balance.errors.ConfigError: the step planner gave sample 0 to 2 micro-batches; give each to one
     """
     unknown = set(work.encoders) - set(ENCODERS)
     if unknown:
         raise ConfigError(
             f"the step planner names the encoders {sorted(unknown)}; use {', '.join(ENCODERS)}"
         )
-    ones = np.ones(len(samples), np.int64)
+    counts, ones = samples.counts, np.ones(len(samples), np.int64)
     _check_once(work.micro_batches, samples, least=ones, what="micro-batches")
     if work.notes and len(work.notes) != samples.dp:
         raise ConfigError(
             f"the step planner gave notes to {len(work.notes)} ranks; there are {samples.dp}"
         )
     for name, ranks in work.encoders.items():
-        media = (
-            samples.counts.num_vit_tokens if name == "vision" else samples.counts.num_audio_tokens
-        )
-        _check_once(
-            ranks, samples, least=np.minimum(media, 1), what=f"batches of the {name} encoder"
-        )
+        media = counts.num_vit_tokens if name == "vision" else counts.num_audio_tokens
+        what = f"batches of the {name} encoder"
+        _check_once(ranks, samples, least=np.minimum(media, 1), what=what)
 
 
 def _check_once(
     ranks: tuple[Groups, ...], samples: StepRequest, *, least: IntArray, what: str
 ) -> None:
-    """Each sample stands in one of the groups, or in none where `least` is 0."""
+    """Each sample is in one of the groups, or in none where `least` is 0."""
     if len(ranks) != samples.dp:
         raise ConfigError(
             f"the step planner gave {what} to {len(ranks)} ranks; there are {samples.dp}"
@@ -114,11 +107,12 @@ def _check_once(
     outside = given[(given < 0) | (given >= len(samples))]
     if len(outside):
         raise ConfigError(
-            f"the step planner gave out sample {outside[0]}; there are {len(samples)}, numbered from 0"
+            f"the step planner assigned sample {outside[0]}; there are {len(samples)}, numbered"
+            " from 0"
         )
     times = np.bincount(given, minlength=len(samples))
     wrong = np.flatnonzero((times < least) | (times > 1))
     if len(wrong):
         raise ConfigError(
-            f"the step planner gave out sample {wrong[0]} in {times[wrong[0]]} {what}; give out each sample once"
+            f"the step planner gave sample {wrong[0]} to {times[wrong[0]]} {what}; give each to one"
         )

@@ -15,7 +15,6 @@ from balance.steps.repack import (
     TOLERANCE,
     cluster_costs,
     cluster_orders,
-    cut_long,
     pack_balanced,
 )
 from balance.types import Groups, IntArray
@@ -94,49 +93,12 @@ def test_cost_is_evener_than_in_the_printed_form(mean_log: float, micro_batch_si
 
 
 def test_a_sample_over_the_cap_is_an_error_that_names_the_way_out() -> None:
-    with pytest.raises(ValueError, match=r"sample 1 with 9.*cut_long"):
+    with pytest.raises(ValueError, match=r"sample 1 with 9.*reject or split"):
         pack_balanced(np.array([8, 9]), np.array([1, 1]), max_len=8)
     with pytest.raises(ValueError, match="2 lengths but 1 costs"):
         pack_balanced(np.array([8, 9]), np.array([1]), max_len=8)
     with pytest.raises(ValueError, match="finite"):
         pack_balanced(np.array([8]), np.array([np.inf]), max_len=8)
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.lists(st.integers(0, 300), max_size=30), st.integers(1, 60))
-def test_splitting_covers_every_token_once_in_even_pieces(lengths: list[int], max_len: int) -> None:
-    pieces = cut_long(np.array(lengths, np.int64), max_len, rule="split")
-    covered = [
-        (sample, token)
-        for sample, start, length in zip(pieces.samples, pieces.starts, pieces.lengths, strict=True)
-        for token in range(start, start + length)
-    ]
-    assert covered == [
-        (sample, token) for sample, length in enumerate(lengths) for token in range(length)
-    ]
-    assert set(pieces.samples.tolist()) == set(range(len(lengths)))
-    assert not len(pieces.rejected)
-    for sample, length in enumerate(lengths):
-        parts = pieces.lengths[pieces.samples == sample]
-        assert parts.max() <= max_len
-        assert np.ptp(parts) <= 1
-        assert len(parts) == max(1, -(-length // max_len))
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(0, 100), max_size=30), st.integers(1, 60))
-def test_rejecting_lists_what_it_leaves_out(lengths: list[int], max_len: int) -> None:
-    pieces = cut_long(np.array(lengths, np.int64), max_len, rule="reject")
-    assert sorted([*pieces.samples, *pieces.rejected]) == list(range(len(lengths)))
-    assert pieces.lengths.tolist() == [lengths[s] for s in pieces.samples]
-    assert all(lengths[s] > max_len for s in pieces.rejected)
-    assert not pieces.starts.any()
-
-
-def test_there_is_no_silent_rule() -> None:
-    with pytest.raises(ValueError, match="'reject' or 'split'"):
-        cut_long(np.array([1]), 4, rule="truncate")  # type: ignore[arg-type]
-    assert len(cut_long(np.array([222_109]), 4096, rule="split").samples) == 55
 
 
 @settings(max_examples=150, deadline=None)

@@ -224,15 +224,15 @@ def test_a_state_of_other_weights_is_refused(others):
             lambda groups: Groups(
                 groups.samples[1:], groups.offsets.clip(max=len(groups.samples) - 1)
             ),
-            "in 0 micro-b",
+            "to 0 micro-b",
         ),
         (
             lambda groups: Groups(np.zeros_like(groups.samples), groups.offsets),
-            "sample 0 in [0-9]+ micro-batches",
+            "sample 0 to [0-9]+ micro-batches",
         ),
         (
             lambda groups: Groups(groups.samples + 10**6, groups.offsets),
-            "sample 10000.. of|gave out sample 1000",
+            "sample 10000.. of|assigned sample 1000",
         ),
     ],
 )
