@@ -73,9 +73,7 @@ class LoaderConfig:
     decode_images: bool = True
     """False leaves images as they are stored, in `MicroBatch.images`: for decoders on the GPU."""
     exact_resize: bool = False
-    """Resize with Pillow, bit for bit as transformers does without torchvision, at an eighth of the
-    speed.
-    """
+    """Resize with Pillow, bit for bit as transformers; an eighth of the speed."""
     reduced_decode: bool = False
     """Decode large JPEGs at a fraction of their size where `loaders.decode.image` allows it."""
     audio: AudioForm = "waveform"

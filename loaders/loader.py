@@ -108,10 +108,7 @@ class StreamingLoader:
         return self._steps.remaining
 
     def __len__(self) -> int:
-        """Steps of a whole epoch, the same on every rank.
-
-        With several datasets or regrouping, of this epoch.
-        """
+        """Steps of a whole epoch (this one, if they vary), the same on every rank."""
         return len(self._steps)
 
     def __iter__(self) -> Iterator[StepBatches]:
@@ -157,10 +154,7 @@ class StreamingLoader:
         return step
 
     def state_dict(self) -> dict[str, Any]:
-        """Position after the last step that an iterator gave, as plain JSON.
-
-        The same on every rank, so one rank's is enough for a run on any number of ranks.
-        """
+        """Position after the last step that an iterator gave: plain JSON, equal on all ranks."""
         return self._steps.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

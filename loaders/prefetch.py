@@ -27,9 +27,7 @@ Result = TypeVar("Result")
 STEPS_PER_WORKER = 4
 """Two for each thread to work on, and as many done: steps differ in size."""
 JOIN_S = 30.0
-"""Limit of waiting for parts in progress when closing; more than storage's own limits would only
-hide a hang.
-"""
+"""Limit of waiting for parts in progress when closing, above storage's own limits."""
 CANCEL_AGAIN_S = 0.2
 """Time after which parts that still wait are cancelled again."""
 
@@ -164,10 +162,7 @@ class _Queue(Generic[Subject, Result]):
             del slot, taken, result, error  # nothing is kept alive while waiting for the next part
 
     def get(self) -> tuple[Subject, list[Result]]:
-        """The oldest step's results, when they are there.
-
-        Raises the error of its first part that has one, as soon as that is known; or StopIteration.
-        """
+        """The oldest step's results when they are there; or its first error, or StopIteration."""
         with self._changed:
             while not (self._slots and self._first().is_due):
                 if not self._slots and self._ended is not None:

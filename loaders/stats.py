@@ -37,9 +37,7 @@ class LoaderStats:
     cache_hits: int
     """Reads from the on-disk cache of remote builds."""
     dist_ratio_vit: float
-    """Share of the ranks' time spent waiting for the slowest vision encoder
-    (`balance.metrics.dist_ratio`).
-    """
+    """Share of ranks' time that waits for the slowest vision encoder (`metrics.dist_ratio`)."""
     dist_ratio_llm: float
 
     def scalars(self, prefix: str = "loader/") -> dict[str, float]:

@@ -29,13 +29,9 @@ from loaders.read.reader import SampleReader, only_media, stored_bytes, without_
 from loaders.stats import Meter
 
 AHEAD_BYTES = 64 << 20
-"""Bytes requested and not yet taken, about, but at least one step: 16 requests of 4 MB, as many as
-are in flight.
-"""
+"""Bytes requested and not yet taken, at least one step: 16 requests of 4 MB."""
 MAX_WINDOW, SLOW_WINDOW = 64, 4
-"""Limits of the steps planned at a time; the second with a step planner or in random order, where
-each takes longer.
-"""
+"""Most steps planned at a time; the second with a step planner or in random order."""
 TOKEN_BYTES = 3 * 8
 """Bytes of a token in `input_ids`, `labels` and `position_ids`."""
 AUDIO_TOKEN_BYTES = 4096
@@ -46,9 +42,7 @@ class StepBatches(list[MicroBatch]):
     """The micro-batches of one step of one rank."""
 
     encoders: dict[str, list[MicroBatch]]
-    """By encoder, the batches that this rank encodes, without tokens; if a step planner assigns
-    encoders' work.
-    """
+    """Batches that this rank encodes, by encoder, if a step planner assigns encoders' work."""
 
     note: object
     """What the step planner tells this rank's trainer (`StepAssignment.notes`); None if nothing."""

@@ -92,10 +92,7 @@ class Builder:
         self.identity = BuildIdentity(config, self.model, self.tokenizer)
 
     def build(self, *, overwrite: bool = False) -> BuildSummary:
-        """Run all stages, up to the manifest.
-
-        DataError when nothing can be packed, or the output is another build's.
-        """
+        """Run all stages up to the manifest. DataError if nothing can be packed."""
         is_complete(self.config.out)  # raises for a wrong place before anything is made or removed
         with self._dataset(overwrite=overwrite) as dataset:
             if is_complete(self.config.out):

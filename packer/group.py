@@ -37,11 +37,7 @@ def group_counts(
     flops: FlopsModel | None = None,
     sources: IntArray | None = None,
 ) -> Grouping:
-    """Choose caps, reject what exceeds them, group the rest and sort the groups.
-
-    `sources` is a per-sample source number from 0; with it, neighbours are arranged so that
-    micro-batches mix sources well.
-    """
+    """Choose caps, reject what exceeds them, group the rest, sort; `sources` mix neighbours."""
     choice = choose_limits(
         counts, options, vision_unit=vision_unit, context_len=context_len, flops=flops
     )

@@ -55,10 +55,7 @@ def group_files(
     vision_unit: str,
     context_len: int,
 ) -> tuple[Grouping, pa.Table]:
-    """Group the samples of length files.
-
-    Leaves the tables of counts, groups and rejected samples and the caps in `out`.
-    """
+    """Group the samples of length files; tables and caps are written to `out`."""
     if (out / MANIFEST_NAME).exists():
         raise ConfigError(f"{out} holds a finished build: choose another --out")
     tables = [read_lengths(path) for path in files]
@@ -192,10 +189,7 @@ def _from_omnibal(source: str, path: Path, rows: object) -> pa.Table:
 
 
 def _sample_lengths(path: Path, number: int, row: Any) -> tuple[int, int]:
-    """(tiles, LLM tokens) of a sample.
-
-    OmniBal's code gives a text-only sample a dummy tile, which `image_flags` does not count.
-    """
+    """(tiles, LLM tokens) of a sample; OmniBal's dummy tile of text-only samples left out."""
     if not isinstance(row, dict):
         raise DataError(
             f"{path}: sample {number} is {str(row)[:40]};"
@@ -206,7 +200,6 @@ def _sample_lengths(path: Path, number: int, row: Any) -> tuple[int, int]:
         # not isinstance: True is an integer too
         if type(value) is not int or not 0 <= value <= MOST_PER_SAMPLE:
             raise DataError(
-                f"{path}: sample {number}: {name} is {value!r};"
-                " expected a whole number, 0 or more"
+                f"{path}: sample {number}: {name} is {value!r}; expected a whole number, 0 or more"
             )
     return lengths[0], lengths[1]

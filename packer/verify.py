@@ -30,10 +30,7 @@ class Verification:
 
 
 def verify_build(out: Path | str, progress: StageProgress, *, workers: int) -> Verification:
-    """Check every file of a complete build in a folder or at a URI, each read once.
-
-    Problems are listed and name their files; DataError if there is no build.
-    """
+    """Check every file of a complete build, each read once; -> problems, file by file."""
     manifest = read_manifest(out)
     root = open_folder(manifest.place, follow_links=True)
     files = [*manifest.shards, *manifest.files]

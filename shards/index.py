@@ -162,10 +162,7 @@ class GroupIndex:
         return self._num_groups
 
     def column(self, name: str, groups: IntArray | None = None) -> IntArray:
-        """Values of an integer column for `groups` (rows; None: all), int64, same shape.
-
-        E.g. rows 5 and 65,540 come from row 5 of batch 0 and row 4 of batch 1.
-        """
+        """Values of an integer column for `groups` (rows; None: all), int64, same shape."""
         if groups is None:
             groups = np.arange(self._num_groups)
         if self._reader.num_record_batches == 1:

@@ -139,7 +139,4 @@ class MediaReader(Protocol):
     """Reads the image and audio files that a refs build points to."""
 
     def read(self, names: Sequence[str], owners: Sequence[str], where: str) -> Contents:
-        """Contents of the files `names`, which belong to the samples `owners` of the group `where`.
-
-        DataError with the sample and the file if one cannot be read.
-        """
+        """Contents of the files `names` of `owners`. DataError with the sample if one fails."""

@@ -130,10 +130,7 @@ def read_groups(table: pa.Table) -> Groups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleTable:
-    """Counts of the samples of a build in stored order: 24 bytes per sample.
-
-    Sample s is in the group g with `offsets[g] <= s < offsets[g + 1]`.
-    """
+    """Counts of a build's samples in stored order; group g has `offsets[g]:offsets[g + 1]`."""
 
     columns: dict[str, NDArray[np.int32]]
     """Columns of `Counts`, each of shape (num_samples,)."""

@@ -119,11 +119,7 @@ def _to_npy(array: Int32Array) -> bytes:
 
 
 def decode_tar(content: pa.Buffer, where: str) -> StoredGroup:
-    """The samples in a byte range of whole tar members.
-
-    Raises tarfile.TarError, KeyError, TypeError, ValueError or OverflowError if the bytes are
-    damaged.
-    """
+    """Samples in a range of whole tar members. Damage raises TarError, KeyError, ValueError, ..."""
     members = _stored_members(content)
     keys = [name.removesuffix(".json") for name in members if name.endswith(".json")]
     infos: list[dict[str, Any]] = [json.loads(members[f"{key}.json"]) for key in keys]

@@ -61,9 +61,7 @@ def chart_page(title: str, sections: Sequence[str]) -> str:
 
 
 def zoom_buttons(chart: str, zooms: Sequence[int]) -> str:
-    """Radio buttons, to stand just before the element with class `gantt` that they zoom; hidden if
-    there is one.
-    """
+    """Radio buttons that zoom the element with class `gantt` after them; may be hidden."""
     inputs = "".join(
         f'<input class="zoom z{zoom}" type="radio" name="{chart}" id="{chart}-{zoom}"{" checked" if zoom == 1 else ""}>'
         for zoom in zooms

@@ -99,9 +99,7 @@ def _cards(step: GanttStep, memory_bytes: int | None) -> str:
 
 
 def path_parts(step: GanttStep) -> dict[str, int]:
-    """What the critical path is made of, in nanoseconds; the parts add up to the step, for nothing
-    waits on it.
-    """
+    """Parts of the critical path, in nanoseconds; they add up to the step."""
     timeline = step.simulated.timeline
     schedule, path = timeline.program.schedule, critical_path(timeline)
     kinds, spent = schedule.kinds[path], (timeline.end_ns - timeline.start_ns)[path]
@@ -166,9 +164,7 @@ def _names(step: GanttStep, memory_bytes: int | None) -> str:
 
 
 def _bars(step: GanttStep, longest: int) -> Iterator[str]:
-    """Every pass as a rectangle with a title, the recomputation in it, and its micro-batch's
-    number.
-    """
+    """Every pass as a rectangle with its title, recomputation and micro-batch number."""
     timeline = step.simulated.timeline
     schedule = timeline.program.schedule
     starts, ends = timeline.start_ns.tolist(), timeline.end_ns.tolist()

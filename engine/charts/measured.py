@@ -61,9 +61,7 @@ def _edges(program: Program) -> Iterator[tuple[int, int]]:
 
 
 def _awaited(program: Program, start: IntArray, end: IntArray) -> set[int]:
-    """Edges for which an operation's rank waited: of those that come from elsewhere, the one that
-    was made last.
-    """
+    """Edges for which an operation's rank waited, the latest one for each."""
     schedule, ranks = program.schedule, program.schedule.ranks.tolist()
     before = np.concatenate([[0], end[:-1]])
     before[schedule.rank_offsets[:-1][np.diff(schedule.rank_offsets) > 0]] = 0
@@ -82,9 +80,7 @@ def _awaited(program: Program, start: IntArray, end: IntArray) -> set[int]:
 def compare_steps(
     predicted: SimulatedStep, measured: Timeline, *, title: str = "Step"
 ) -> list[GanttStep]:
-    """A chart of the prediction and one of the measurement, for
-    `engine.charts.gantt.write_gantt`.
-    """
+    """Charts of the prediction and of the measurement, for `charts.gantt.write_gantt`."""
     ratio = measured.step_ns / max(predicted.step_ns, 1)
     text = f"{time_text(measured.step_ns)}, {ratio:.3f} of the prediction. The memory shown is that of the prediction."
     return [

@@ -120,9 +120,7 @@ class _Sizes:
 
     @property
     def gathers(self) -> tuple[Collective, ...]:
-        """Two around a tensor-parallel pair of products; without sequence parallelism an all-reduce
-        of the same cost.
-        """
+        """Two around a tensor-parallel pair of products, as sequence parallelism has them."""
         size = BYTES * self.shape.hidden_size
         gathers = (Collective(bytes_per_token=size, count=2, stream=self.stream),)
         return gathers if self.parallel.tp > 1 else ()

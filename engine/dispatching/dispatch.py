@@ -36,9 +36,7 @@ from engine.cost_model.loads import PhaseLoads
 PHASES = (*ENCODERS, "llm")
 
 Algorithm = Literal["sums", "padded", "squares", "padded_attention", "conv"]
-"""Of `balance.steps.post_balancing`: OrchMLLM's algorithms 1, 2, 4, ours for padded attention, and
-5.
-"""
+"""OrchMLLM's algorithms 1, 2 and 4, ours for padded attention, and algorithm 5."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,21 +47,15 @@ class DispatchOptions:
     algorithms: Mapping[str, Algorithm] = field(
         default_factory=lambda: {"vision": "sums", "audio": "padded", "llm": "sums"}
     )
-    """By phase. An encoder that is not named works where the LLM works; the LLM, where examples
-    were drawn.
-    """
+    """Method by phase. Encoders not named work where the LLM does; the LLM, where drawn."""
     padded: frozenset[str] = frozenset({"audio"})
     """Phases that pad a batch to its longest example: convolutions in Whisper's encoder."""
     square_weights: Mapping[str, float] = field(default_factory=dict)
-    """By phase, what a squared token costs in tokens (OrchMLLM: beta / alpha); 0 for phases that
-    are not named.
-    """
+    """Cost of a squared token in tokens, by phase (OrchMLLM: beta / alpha); default 0."""
     tolerance: float = 0.02
     """Of `squares`: how uneven sums may be, as a share of their mean."""
     node_wise: bool = True
-    """Whether batches go to nodes that hold much of them already (5.2.2), or stay as they were
-    numbered.
-    """
+    """Whether batches move to nodes that hold much of them already (OrchMLLM, 5.2.2)."""
     reads_directly: bool = False
     """Whether inputs are read where they are needed, as our loader does: then only features travel,
     and node-wise placement brings encoders' batches near to where the LLM wants them.
@@ -172,9 +164,7 @@ class DispatchPlan:
     phases: Mapping[str, PhasePlan]
 
     def batches(self, phase: str) -> Groups:
-        """The examples that each rank works on in a phase, in the order in which they were drawn;
-        (ranks,) groups.
-        """
+        """The examples of each rank in a phase, in the order drawn; (ranks,) groups."""
         own = self.phases[phase]
         batches = as_batches(own.ranks, self.examples.num_ranks)
         return Groups(own.examples[batches.samples], batches.offsets)
@@ -249,9 +239,7 @@ def _direct(
     batches: Mapping[str, IntArray],
     drawn_by: IntArray,
 ) -> dict[str, IntArray]:
-    """The same if inputs are read where they are needed: encoders' batches go near to where their
-    features are used.
-    """
+    """The same if inputs are read where needed: encoders' batches go near to their users."""
     ranks = {"llm": batches.get("llm", drawn_by)}
     for phase in ENCODERS:
         ranks[phase] = ranks["llm"].copy()

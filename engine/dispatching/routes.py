@@ -34,9 +34,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannedRoutes:
-    """The routes of a step for one rank, as a planner's note (`StepAssignment.notes`): so that no
-    rank need ask another.
-    """
+    """The routes of a step for one rank, as a planner's note (`StepAssignment.notes`)."""
 
     moves: Mapping[str, tuple[FeatureMove, ...]]
     """By encoder, what moves in each round; all ranks' notes share it."""
@@ -45,9 +43,7 @@ class PlannedRoutes:
 
     @property
     def rounds(self) -> tuple[dict[str, Route], ...]:
-        """Of each round, by encoder, this rank's route; worked out here, as a planner need not know
-        its own rank.
-        """
+        """This rank's route of each round, by encoder; a planner need not know its rank."""
         return tuple(
             {name: rank_route(own[number], self.rank) for name, own in self.moves.items()}
             for number in range(self.num_rounds)
@@ -59,9 +55,7 @@ class FeatureMove:
     """The way of one encoder's features in one round, over all ranks."""
 
     examples: Permutation
-    """Of the samples with features, from the encoder's batches to the micro-batches: Pi_M o
-    Pi_E^-1.
-    """
+    """From the encoder's batches to the micro-batches: Pi_M o Pi_E^-1, samples with features."""
     features: IntArray
     """Of each of them in the order in which they are encoded, rank after rank."""
 
@@ -125,9 +119,7 @@ def planned_routes(work: StepAssignment, counts: Counts) -> tuple[PlannedRoutes,
 
 
 def rank_route(move: FeatureMove, rank: int) -> Route:
-    """`move.examples.expand(move.features).exchange(rank)`, but only this rank's tokens are ever
-    listed.
-    """
+    """`move.examples.expand(move.features).exchange(rank)`, listing this rank's tokens only."""
     examples, features = move.examples, move.features
     own = examples.exchange(rank)
     sent = features[examples.source_offsets[rank] : examples.source_offsets[rank + 1]]
@@ -171,9 +163,7 @@ def _layout(ranks: Sequence[Groups], features: IntArray, number: int) -> tuple[I
 
 
 def _tokens(counts: IntArray, places: IntArray) -> IntArray:
-    """Tokens of the examples at `places`, of examples of so many tokens that lie one behind the
-    other.
-    """
+    """Tokens of the examples at `places`, where examples of these sizes follow one another."""
     return (
         Groups(np.arange(counts.sum()), np.concatenate([[0], np.cumsum(counts)]))
         .take(places)

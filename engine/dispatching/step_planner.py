@@ -27,9 +27,7 @@ class DispatchedSteps:
     """Encoder tokens per LLM token (`AudioRule.downsample`)."""
 
     def __call__(self, samples: StepRequest) -> StepAssignment:
-        """The micro-batches of every rank, what each encoder of every rank works on, and
-        `PlannedRoutes` as notes.
-        """
+        """Every rank's micro-batches and encoders' work, with `PlannedRoutes` as notes."""
         rounds = [self._round(samples, number) for number in range(samples.micro_batches)]
         encoders = [name for name in ENCODERS if name in self.options.algorithms]
         work = StepAssignment(
@@ -39,9 +37,7 @@ class DispatchedSteps:
         return replace(work, notes=planned_routes(work, samples.counts))
 
     def plan(self, samples: StepRequest) -> list[DispatchPlan]:
-        """The same as plans, one for every rank's m-th micro-batch; examples are numbered within
-        each.
-        """
+        """The same as plans, one for every rank's m-th micro-batch, numbered within each."""
         return [self._round(samples, number)[1] for number in range(samples.micro_batches)]
 
     def _round(self, samples: StepRequest, number: int) -> tuple[IntArray, DispatchPlan]:

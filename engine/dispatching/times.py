@@ -32,9 +32,7 @@ class TokenBytes:
     """What a token weighs on its way."""
 
     inputs: Mapping[str, int]
-    """By phase, before it: pixels of a ViT patch, spectrogram frames of an audio token, ids of
-    texts.
-    """
+    """Input elements per token, by phase: pixels, spectrogram frames, text ids."""
     feature: int
     """Of an LLM token that an encoder made: 2 x the LLM's width in bf16."""
 
@@ -44,9 +42,7 @@ class PhaseVolumes:
     """Tokens that travel for a phase; sends of the forward pass."""
 
     inputs: CommVolumes
-    """Of Pi_E (for the LLM Pi_M, of texts), in the phase's tokens; nothing where inputs are read
-    directly.
-    """
+    """Volumes of Pi_E (LLM: Pi_M) in tokens; none where inputs are read directly."""
     features: CommVolumes
     """Of Pi_M o Pi_E^-1, in LLM tokens."""
     features_home: CommVolumes

@@ -44,10 +44,7 @@ class Observe(Protocol):
     """A few steps of training."""
 
     def __call__(self, recompute: NDArray[np.bool_]) -> IntArray:
-        """Bytes that each stage had left at its peak, (stages,). OutOfMemory if one had too little.
-
-        Layer l is recomputed if `recompute[l]`.
-        """
+        """Bytes left at each stage's peak, (stages,), with these layers recomputed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,15 +70,11 @@ class PackedBuild:
 
     @property
     def mean_group_size(self) -> int:
-        """Samples per group, rounded down but at least 1: random micro-batches of so many are as
-        many as the groups.
-        """
+        """Samples per group, rounded down, at least 1: for as many random batches as groups."""
         return max(1, len(self.groups.samples) // max(1, len(self.groups)))
 
     def full_micro_batch(self) -> Loads:
-        """One micro-batch that is as large as the build's caps allow: what memory must suffice
-        for.
-        """
+        """One micro-batch as large as the caps allow: memory must suffice for it."""
         limits, rule = self.limits, self.model.vision
         if isinstance(rule, NativeRule):
             tokens, items = (

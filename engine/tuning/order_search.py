@@ -44,11 +44,7 @@ class _Bounds(NamedTuple):
 
 
 def search_clusters(problem: OrderProblem) -> OrderResult:
-    """The best of the order that they came in and all orders of at most five clusters (PipeTune,
-    section 5.2).
-
-    Of orders that take equally long, the first.
-    """
+    """The best of the given order and all orders of five clusters (PipeTune, 5.2)."""
     stages = problem.stages
     came = np.arange(problem.num_micro_batches)
     clusters = cluster_costs((stages.forward_ns + stages.backward_ns).sum(axis=0))
@@ -132,9 +128,7 @@ def _climb(actions, work, sizes, ahead, order, scratch, bounds):  # type: ignore
 
 @numba.njit(cache=True)
 def _change(order, here, there, exchanges, changed):  # type: ignore[no-untyped-def]
-    """Set `changed` to `order` with two micro-batches exchanged, or with the one `here` moved
-    `there`.
-    """
+    """Set `changed` to `order` with two exchanged, or with `here` moved to `there`."""
     changed[:] = order
     changed[there] = order[here]
     if exchanges:

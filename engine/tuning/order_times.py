@@ -30,17 +30,13 @@ from engine.simulator.simulate import simulate
 from engine.simulator.stages import StageCosts
 
 NONE = -1
-"""Place of the action that another waits for, if it waits for none; gap of a micro-batch that is
-not encoded ahead.
-"""
+"""Place of an action that waits for none; gap of a micro-batch not encoded ahead."""
 NEVER = int(np.iinfo(np.int64).max)
 """Time of an order that does not fit into memory."""
 
 
 class SortedActions(NamedTuple):
-    """A schedule's actions in an order in which each follows all that it waits for; (actions,)
-    int64.
-    """
+    """A schedule's actions so that each follows all it waits for; (actions,) int64."""
 
     ranks: IntArray
     kinds: IntArray
@@ -87,9 +83,7 @@ class EncodeAhead(NamedTuple):
     window: int
     """Micro-batches whose features may wait at once."""
     reserved_bytes: IntArray
-    """(ranks,): memory that orders must leave free for that: waiting features, copies of the
-    encoder.
-    """
+    """(ranks,): memory that orders must leave free: waiting features, encoder copies."""
 
 
 class Scratch(NamedTuple):
@@ -104,18 +98,14 @@ class Scratch(NamedTuple):
     entered: IntArray
     """(micro_batches,): when the first stage's forward passes end, one after the other."""
     gap_before: IntArray
-    """(micro_batches,): place of the action in front of which a micro-batch is encoded ahead, or
-    NONE.
-    """
+    """(micro_batches,): action before which a micro-batch is encoded ahead, or NONE."""
     begins: IntArray
     """(micro_batches,): when that begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OrderProblem:
-    """Micro-batches that wait to be put in order: what `times_of_orders` and searches need of a
-    step.
-    """
+    """Micro-batches of a step to be ordered, for `times_of_orders` and searches."""
 
     schedule: Schedule
     stages: StageCosts
@@ -254,9 +244,7 @@ def _times(actions, work, sizes, ahead, orders, scratch):  # type: ignore[no-unt
 
 @numba.njit(cache=True)
 def fits(actions, sizes, order, live):  # type: ignore[no-untyped-def]
-    """Whether every rank's memory is large enough for an order; `live` is scratch space,
-    (ranks,).
-    """
+    """Whether an order fits every rank's memory; `live` is scratch space, (ranks,)."""
     if sizes.limit == NEVER:
         return True
     live[:] = sizes.state
@@ -277,9 +265,7 @@ def fits(actions, sizes, order, live):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def run_order(actions, work, ahead, order, scratch):  # type: ignore[no-untyped-def]
-    """Step time of an order; sets `scratch.gap_before` and `scratch.begins` where ranks may encode
-    ahead.
-    """
+    """Step time of an order; sets `scratch.gap_before` and `begins` for encoding ahead."""
     now, free, arrivals = scratch.now, scratch.free, scratch.arrivals
     now[:], free[:], scratch.gap_before[:] = 0, 0, NONE
     encodes = ahead.window > 0 and ahead.allowed.any()

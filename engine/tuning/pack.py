@@ -22,9 +22,7 @@ from engine.cost_model.costs import Costs
 from engine.cost_model.loads import PHASES, QUANTITIES, Loads, PhaseLoads
 
 CostFunction = Callable[[Loads], Costs]
-"""What the layers cost for any micro-batches: a model, a cluster and a parallelism, or a
-profile.
-"""
+"""Costs of any micro-batches: a model, cluster and parallelism, or a profile."""
 
 MicroBatchSizes = Literal["given", "multiples", "any"]
 """Micro-batch sizes to try: that of the given micro-batches; every multiple of max_seq_len, as
@@ -33,9 +31,7 @@ PipeTune; or also sizes between and below these, a step of STEP apart.
 
 STEP = 1.2
 MOST_PER_STAGE = 8
-"""MicroBatchSizes below max_seq_len end at this many micro-batches per stage: a bubble of 1/8 is left at
-most.
-"""
+"""Most micro-batches per stage for small sizes: at most 1/8 of bubble is left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -135,9 +131,7 @@ def lengths_to_try(
 def balanced_packings(
     lengths: IntArray, costs: dict[str, NDArray[np.float64]], max_lens: Sequence[int]
 ) -> list[Packing]:
-    """For each size, micro-batches of even cost: of the LLM's, as PipeTune, and of everything
-    together.
-    """
+    """For each size, micro-batches of even LLM cost, as PipeTune, and of even cost."""
     encoders = costs["vision"] + costs["audio"]
     weights = (costs["llm"], costs["llm"] + encoders) if encoders.any() else (costs["llm"],)
     return [

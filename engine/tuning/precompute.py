@@ -34,9 +34,7 @@ EncodeRanks = Literal["never", "own", "any"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoder:
-    """The layers in front that are frozen, so that they can run ahead; int64, (micro_batches,) but
-    for the weights.
-    """
+    """The frozen layers in front, which can run ahead; int64, (micro_batches,)."""
 
     num_layers: int
     forward_ns: IntArray
@@ -129,9 +127,7 @@ def where_to_encode(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EncodedStep:
-    """A step, simulated exactly, in which some micro-batches are encoded ahead; in the order in
-    which they enter.
-    """
+    """A step, simulated exactly, with micro-batches encoded ahead; in entering order."""
 
     timeline: Timeline
     encodings: Encodings
@@ -149,9 +145,7 @@ class EncodedStep:
 
 
 def encode_ahead(problem: OrderProblem, encoder: Encoder, order: IntArray) -> EncodedStep:
-    """An order with its encodings in the gaps that `engine.tuning.order_times` finds, as
-    `problem.ahead` allows.
-    """
+    """An order with its encodings in the gaps that `order_times` finds."""
     scratch = problem.scratch()
     run_order(
         problem.actions, problem.work, problem.ahead, np.ascontiguousarray(order, np.int64), scratch

@@ -31,14 +31,10 @@ FINGERPRINT_BYTES = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepNote:
-    """What the trainer of a rank needs of a tuned step, besides its micro-batches;
-    `loaders.StepBatches.note`.
-    """
+    """What a rank's trainer needs of a tuned step besides micro-batches (`step.note`)."""
 
     schedule: Schedule | None
-    """Of the rank's micro-batches as they come, encodings included; None for a rank without
-    samples.
-    """
+    """Schedule of the rank's micro-batches, encodings included; None without samples."""
     step_ns: int
     """Predicted, of the slowest rank."""
     untuned_ns: int
@@ -152,9 +148,7 @@ class TunedSteps:
 
 
 def _numbered(tuned: list[TuneResult | None], given: list[Groups]) -> tuple[Groups, ...]:
-    """The tuned micro-batches with the step's numbers of samples; one empty micro-batch where a
-    rank has none.
-    """
+    """The tuned micro-batches, with the step's counts; one empty where a rank has none."""
     return tuple(
         _one_empty() if one is None else Groups(own.samples[one.groups.samples], one.groups.offsets)
         for one, own in zip(tuned, given, strict=True)

@@ -46,9 +46,7 @@ from engine.tuning.precompute import (
 )
 
 OrderSearch = Literal["none", "clusters", "swaps"]
-"""Orders to try: as packed; PipeTune's orders of clusters; and exchanges from the best of those
-on.
-"""
+"""Orders to try: as packed, PipeTune's clusters, and exchanges from the best of those."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +77,7 @@ class TuneOptions:
     encode: EncodeRanks = "never"
     """Whose idle time a frozen encoder may run in."""
     effort: int = 400_000
-    """SortedActions that one search by exchanges simulates, at some 6 ns (10 to 50 with encoding
-    ahead).
-    """
+    """Actions that one search by exchanges simulates, at some 6 ns (10 to 50 with ahead)."""
     finalists: int = 3
     """Packings whose orders are searched."""
 
@@ -95,9 +91,7 @@ class TuneOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
-    """Best step with each ingredient and those before it, ns: PipeTune's Table 2. None grows if the
-    given ones fit.
-    """
+    """Best step by ingredient, cumulative, ns (PipeTune, Table 2); None: does not fit."""
 
     untuned_ns: int
     """The given micro-batches in their order."""
@@ -207,9 +201,7 @@ def _given_length(given: Groups, lengths: IntArray, max_seq_len: int) -> int:
 def _candidates(
     samples: Loads, given: Groups, pipeline: PartitionedModel, options: TuneOptions
 ) -> tuple[_Candidate, list[_Candidate], list[_Candidate]]:
-    """The given micro-batches, packings of their size and packings of others, all costed by one
-    call.
-    """
+    """The given micro-batches and packings of theirs and other sizes, costed at once."""
     lengths = samples.llm.tokens
     max_lens = lengths_to_try(
         lengths,

@@ -68,11 +68,7 @@ def collate(
 
 @lru_cache
 def _cached_plans(rule: VisionRule) -> Callable[[int, int], ImagePlan]:
-    """`plan_image` of a rule, with a cache.
-
-    Images have few sizes, and finding the best grid of tiles takes longer than the rest of a small
-    group.
-    """
+    """`plan_image` of a rule, cached: images have few sizes, and tile grids take time."""
     return lru_cache(maxsize=1 << 14)(partial(plan_image, rule))
 
 
@@ -97,7 +93,6 @@ def _count(longest: int) -> NDArray[np.int64]:
 
 
 _counted = np.arange(8192)
-
 
 
 def _pixel_values(

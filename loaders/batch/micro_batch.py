@@ -31,9 +31,7 @@ class MicroBatch:
     position_ids: Tensor
     """int64, (tokens,). From 0 in each sample."""
     cu_seqlens: Tensor
-    """int32, (num_samples + 1,). Boundaries of the samples, as flash attention's varlen functions
-    take them.
-    """
+    """int32, (num_samples + 1,). Boundaries of the samples, as flash attention takes them."""
     pixel_values: Tensor
     """(patches, 3, image_size, image_size), in the order of the images in `input_ids`,
     `channels_last` in memory.
@@ -47,9 +45,7 @@ class MicroBatch:
     image_sizes: Tensor
     """int64, (images, 2). Height and width in pixels of the upright image, before any resizing."""
     image_grid_thw: Tensor | None
-    """int64, (images, 3). Frames (1), rows and columns of ViT patches; None unless native
-    resolution.
-    """
+    """int64, (images, 3). Frames (1), rows, columns of ViT patches; else None."""
     audio_values: Tensor | None = None
     """float32, the clips in the order of `input_ids`; None for a model that has no audio encoder.
 

@@ -39,9 +39,7 @@ _ORIENTATION, _UPRIGHT, _TURNED = 0x0112, (None, 1), range(5, 9)
 """EXIF tag, its values for an upright image, and those that swap width and height."""
 
 _SCRATCH_BYTES = 16 << 20
-"""Limit of the pixels that each thread keeps: memory that is new to a process costs a tenth of
-decoding into it.
-"""
+"""Limit of pixels that each thread keeps: new memory costs a tenth of decoding into it."""
 _scratch = threading.local()
 
 

@@ -20,9 +20,7 @@ from loaders.decode.buffer_pool import pixel_pool
 from loaders.decode.resize import Pixels, Resizer, patchify, resizer, to_image, to_pixels
 
 _LONGEST_STRIP = 200
-"""Ratio of sides above which the fixed rule resizes the centre alone: otherwise a 1 x 100,000 image
-would take 45 GB.
-"""
+"""Ratio of sides above which only the centre is resized: 1 x 100,000 px would take 45 GB."""
 
 
 def patch_shape(rule: VisionRule) -> tuple[int, int, int]:
@@ -37,10 +35,7 @@ def num_rows(rule: VisionRule, plan: ImagePlan) -> int:
 
 
 def empty_patches(rule: VisionRule, rows: int) -> torch.Tensor:
-    """Memory for `rows` rows: uint8, (rows, *patch_shape(rule)).
-
-    `channels_last` except at native resolution.
-    """
+    """Memory for rows of patches: uint8; `channels_last` except at native resolution."""
     channels, height, width = patch_shape(rule)
     block = pixel_pool.empty(rows * channels * height * width)
     if isinstance(rule, NativeRule):

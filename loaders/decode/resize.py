@@ -22,9 +22,7 @@ Pixels = NDArray[np.uint8]
 """An image: (height, width, 3), contiguous."""
 
 LEVELS = 2
-"""Largest difference from Pillow along lines first, in levels of 255: a rounding in each of two
-passes.
-"""
+"""Largest difference from Pillow along lines first, in levels of 255: one rounding per pass."""
 
 Resizer = Callable[[int, int], Pixels]
 """(width, height) -> the image in this size."""
@@ -65,10 +63,7 @@ def _resize(pixels: Pixels, width: int, height: int) -> Pixels:
 
 
 def patchify(pixels: Pixels, patches: NDArray[np.uint8]) -> None:
-    """Write the patches of an image, row by row, into `patches`, (patches, side, side, 3).
-
-    ValueError unless they fill `patches` exactly.
-    """
+    """Write an image's patches by row into (patches, side, side, 3), filling it exactly."""
     side = patches.shape[1]
     rows, columns = check_grid(pixels, len(patches), side, side)
     # (rows, columns, side, side, 3), both
@@ -77,10 +72,7 @@ def patchify(pixels: Pixels, patches: NDArray[np.uint8]) -> None:
 
 
 def check_grid(pixels: Pixels, num_patches: int, side: int, unit: int) -> tuple[int, int]:
-    """Rows and columns of patches.
-
-    ValueError unless there are `num_patches`, in whole blocks of `unit` pixels.
-    """
+    """Rows and columns of patches. ValueError unless `num_patches` in whole blocks."""
     height, width = pixels.shape[:2]
     rows, columns = height // side, width // side
     if height % unit or width % unit or rows * columns != num_patches:

@@ -242,10 +242,7 @@ def _open_cache(manifest: Manifest, options: StorageOptions) -> Cache:
 
 
 def default_cache_dir() -> Path:
-    """A folder of the user's own on this machine's disk; a home is often on a network.
-
-    Under ISOBATCH_CACHE if that is set, else in the temporary directory.
-    """
+    """A folder on this machine's disk: ISOBATCH_CACHE if set, else below the temporary one."""
     named = os.environ.get("ISOBATCH_CACHE")
     return Path(named) if named else Path(tempfile.gettempdir()) / f"isobatch-{os.getuid()}"
 

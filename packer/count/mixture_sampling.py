@@ -65,10 +65,7 @@ def left_out(dataset: Dataset, part_of: IntArray, copies: IntArray) -> Left:
 
 
 def copy_rows(counts: pa.Table, copies: IntArray) -> pa.Table:
-    """The counts with each row as often as it goes in, and ids that are all different.
-
-    The second sample with the id `x` is named `x#2`, and so on, whether a copy or another sample.
-    """
+    """The counts with each row as often as it goes in; the second id `x` becomes `x#2`."""
     if (copies != 1).any():
         counts = counts.take(pa.array(np.repeat(np.arange(len(copies)), copies)))
     ids = counts.column("sample_id").combine_chunks()

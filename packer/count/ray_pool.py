@@ -27,10 +27,7 @@ WINDOW_PER_WORKER = 8
 def count_on_ray(
     jobs: Iterator[CountJob], staging: Staging, *, workers: int
 ) -> Iterator[tuple[int, int]]:
-    """(chunk, part of the dataset) of every job, in order, when its rows are staged.
-
-    DataError if a node fails.
-    """
+    """(chunk, part) of every job, in order, once staged. DataError if a node fails."""
     ray = _connect(workers)
     parallel = max(workers, int(ray.cluster_resources().get("CPU", 1)))
     while window := list(islice(jobs, parallel * WINDOW_PER_WORKER)):

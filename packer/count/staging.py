@@ -124,9 +124,7 @@ class StagedSamples:
 
 
 def split_staged(staged: Path) -> tuple[pa.Table, pa.Table, list[int]]:
-    """(counts, rejected, records per part of the dataset) of the staged samples of a build, in
-    source order.
-    """
+    """(counts, rejected, records per part) of a build's staged samples, in source order."""
     counts, rejected = [COUNTS_SCHEMA.empty_table()], [REJECTED_SCHEMA.empty_table()]
     position = 0
     with pa.memory_map(str(staged)) as source:

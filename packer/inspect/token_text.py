@@ -86,10 +86,7 @@ def read_pieces(
     files: Mapping[PieceKind, tuple[int | None, Sequence[int]]],
     decoder: Tokenizer | None,
 ) -> tuple[Piece, ...]:
-    """The pieces of a sample, in order: together they hold all of its tokens.
-
-    `files` gives for images and audio the id of their token, and each file's LLM tokens in order.
-    """
+    """A sample's pieces in order; `files` has token ids and lengths of images and audio."""
     text, label = _KINDS.index(PieceKind.text), _KINDS.index(PieceKind.label)
     kinds = np.where(labels == LABEL_IGNORE, text, label)
     for kind, (token_id, _) in files.items():
@@ -127,10 +124,7 @@ def _file_pieces(
 
 
 def _decode(decoder: Tokenizer, input_ids: NDArray[np.int32], start: int, end: int) -> str:
-    """Text of some tokens, decoded after the token before them.
-
-    SentencePiece's decoders drop the space that a text begins with.
-    """
+    """Text of tokens, decoded after the one before: SentencePiece drops leading spaces."""
     before = input_ids[max(0, start - 1) : start].tolist()
     whole = decoder.decode([*before, *input_ids[start:end].tolist()], skip_special_tokens=False)
     return whole[len(decoder.decode(before, skip_special_tokens=False)) :]

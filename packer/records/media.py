@@ -43,10 +43,7 @@ class Media:
 
 
 def open_media(root: Folder, media: Media, kind: str) -> IO[bytes]:
-    """The content of a file, seekable. SampleProblem if it is missing or outside the data root.
-
-    `kind` is `image` or `audio`, for the reason.
-    """
+    """The content of a file, seekable. SampleProblem (`kind`) if missing or outside."""
     if media.data is not None:
         return io.BytesIO(media.data)
     try:

@@ -71,10 +71,7 @@ def media_of_base64(text: Any, kind: str) -> Media:
 
 
 def media_of_part(part: Mapping[str, Any], keys: tuple[str, ...], kind: str) -> Media | None:
-    """The file of a part of a message, under one of `keys`; None if the part only marks its place.
-
-    OpenAI's {"url": ...} and {"data": base64, "format": ...} are opened.
-    """
+    """The file of a message part under one of `keys`; None if it only marks its place."""
     given = next((part[key] for key in keys if part.get(key) is not None), None)
     if isinstance(given, Mapping):
         if given.get("url") is not None:

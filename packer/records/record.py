@@ -110,10 +110,7 @@ def plain_text(text: str) -> str:
 
 
 def with_markers(turns: tuple[Turn, ...], marker: str, num_files: int) -> tuple[Turn, ...]:
-    """Turns with a marker per file: the missing ones go before the first user turn.
-
-    SampleProblem if there are more markers than files.
-    """
+    """Turns with a marker per file, added before the first user turn; none too many."""
     missing = num_files - sum(turn.text.count(marker) for turn in turns)
     if missing < 0:
         raise SampleProblem(

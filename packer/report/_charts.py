@@ -24,10 +24,7 @@ NUM_BINS = 48
 
 
 def histogram(values: IntArray, *, upper: float, series: str, unit: str, counted: str) -> Markup:
-    """Share of `values` in each of 48 bins from 0 to `upper`.
-
-    `unit` labels the x axis, `counted` names what has these values.
-    """
+    """Share of `values` in each of 48 bins from 0 to `upper`; `unit`, `counted`: labels."""
     upper = max(upper, 1)
     shares = np.histogram(values, bins=NUM_BINS, range=(0, upper))[0] / max(len(values), 1)
     top = max(float(shares.max(initial=0)), 0.01)

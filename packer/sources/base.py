@@ -52,10 +52,7 @@ class Source(Protocol):
         """The files with the records, in order: they identify the data."""
 
     def chunks(self, num_records: int, on_bytes: Callable[[int], None]) -> Iterator[Chunk]:
-        """The records in chunks of about `num_records`.
-
-        `on_bytes` is told of the bytes that are read or left to the chunks.
-        """
+        """The records in chunks of about `num_records`; `on_bytes` is told of bytes read."""
 
     def describe(self) -> list[dict[str, Any]]:
         """The files for the manifest: name, size, and a SHA-256 if they are small enough."""

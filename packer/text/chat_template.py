@@ -77,10 +77,7 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         marks: tuple[str, str] = ("", ""),
     ) -> str:
-        """The text of `messages`, with `marks` around what the template calls generated.
-
-        TemplateRefusedError if the template cannot render them.
-        """
+        """The text of `messages`, with `marks` around generated text. TemplateRefusedError."""
         if not messages and not add_generation_prompt:
             raise TemplateRefusedError("the conversation is empty")
         try:

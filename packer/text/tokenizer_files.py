@@ -56,10 +56,7 @@ class TokenizerFiles:
 
 
 def read_tokenizer_files(source: str | Path) -> TokenizerFiles:
-    """Read a tokenizer folder, the folder of a `tokenizer.json`, or a Hub repository.
-
-    ConfigError says what is missing.
-    """
+    """Read a tokenizer folder, that of a `tokenizer.json`, or a Hub repository."""
     where, read = _locate(source)
     tokenizer_json = read("tokenizer.json")
     if tokenizer_json is None:

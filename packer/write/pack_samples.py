@@ -69,11 +69,7 @@ class ShardTask:
 def pack_groups(
     task: ShardTask, first: int, last: int, staged: pa.RecordBatch, blobs: Path
 ) -> tuple[PackedBlock, list[LostSample]]:
-    """Groups [first, last) of a shard, and the samples that had to be left out.
-
-    `staged` holds the rows of all samples of the shard, in order. A group that loses all of its
-    samples is left out.
-    """
+    """Groups [first, last) of a shard, without samples and groups that must be left out."""
     offsets = task.offsets[first : last + 1]
     places = np.arange(offsets[0], offsets[-1])
     staged = staged.slice(offsets[0], len(places))

@@ -57,10 +57,7 @@ class StageChoices:
         """(choices, micro_batches): recomputation in the stage's backward passes."""
 
     def expand(self, chain: list[Windows]) -> tuple[int, list[Windows]]:
-        """Windows of one stage -> one for each choice with which the stage fits.
-
-        Also the least bound of the windows whose choices could not all be tried.
-        """
+        """Windows of one stage -> one per fitting choice, and the least bound of untried ones."""
         extra, left_out, expanded = [self.extra_ns], NEVER, []
         memory, layers = self.evaluator.memory_bytes, self.evaluator.layers
         for rank, windows in enumerate(chain):
