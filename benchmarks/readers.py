@@ -113,7 +113,8 @@ def _datasets(kind: str, place: Path) -> int:
 def _webdataset(_: str, place: Path) -> int:
     import webdataset  # noqa: PLC0415 - imports torch
 
-    return sum(1 for _ in webdataset.WebDataset(sorted(map(str, place.iterdir())), shardshuffle=0))
+    samples = webdataset.WebDataset(sorted(map(str, place.iterdir())), shardshuffle=0)
+    return sum(1 for sample in samples if json.loads(sample["json"]))
 
 
 if __name__ == "__main__":

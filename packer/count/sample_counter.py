@@ -11,15 +11,15 @@ import multiprocessing
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from typing import BinaryIO, cast
 
 import numpy as np
 import pyarrow as pa
 
-from balance.media.audio_tokens import AudioPlan, AudioRejected, plan_audio
-from balance.media.image_tokens import ImagePlan, ImageRejected, plan_image
+from balance.media.audio_tokens import AudioRejected, plan_audio
+from balance.media.image_tokens import ImageRejected, plan_image
 from balance.presets import ModelPreset
 from balance.types import COUNT_COLUMNS
 from packer.media.audio_header import read_audio_header
@@ -99,29 +99,27 @@ class Counted:
 
 
 @dataclass(frozen=True, slots=True)
-class _CountedImage:
-    media: Media
-    width: int
-    height: int
-    num_bytes: int
-    plan: ImagePlan
-
-    def row(self, place: dict[str, object]) -> dict[str, object]:
-        tokens = self.plan.num_image_tokens
-        return {**place, "width": self.width, "height": self.height, "tokens": tokens}
-
-
-@dataclass(frozen=True, slots=True)
-class _CountedAudio:
+class _CountedFile:
     media: Media
     num_bytes: int
-    plan: AudioPlan
-
-    def row(self, place: dict[str, object]) -> dict[str, object]:
-        return {**place, "length": self.plan.num_samples, "tokens": self.plan.num_audio_tokens}
+    numbers: dict[str, int]
+    """Columns of its row, and what its sample adds up."""
 
 
-_Files = tuple[list[_CountedImage], list[_CountedAudio]]
+_Usable = tuple[RawSample, list[_CountedFile], list[_CountedFile]]
+"""A sample, its images and its audio files."""
+
+
+@contextmanager
+def _collecting_later() -> Iterator[None]:
+    """No garbage collection meanwhile: a chunk makes a million objects and no cycle."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class SampleCounter:
@@ -139,77 +137,63 @@ class SampleCounter:
             chat_template=settings.chat_template,
         )
 
+    @_collecting_later()
     def count(
         self, records: Iterable[RawRecord], source: str, data_root: str, blob_name: str
     ) -> Counted:
         """One row per record, in order. `blob_name` is the name of the chunk's future blob."""
-        with collecting_later():
-            return self._count(records, source, data_root, blob_name)
-
-    def _count(
-        self, records: Iterable[RawRecord], source: str, data_root: str, blob_name: str
-    ) -> Counted:
-        root = open_folder(data_root, follow_links=self._settings.follow_links)
-        look = partial(self._look_at_files, root)
+        look = partial(
+            self._look_at_files, open_folder(data_root, follow_links=self._settings.follow_links)
+        )
         parsed = [parse_record(record, source) for record in records]
         with readers(data_root) as pool:
             looked_at = list(pool.map(look, parsed) if pool else map(look, parsed))
-        usable = [sample.turns for sample, _ in looked_at if isinstance(sample, RawSample)]
-        texts = iter(self._tokenizer.encode_batch(usable))
-        blob = bytearray()
-        container = BLOB_SCHEME + blob_name
-        rows = [
-            _row(sample, files, next(texts), blob, container)
-            if isinstance(sample, RawSample)
-            else _rejected_row(sample)
-            for sample, files in looked_at
-        ]
+        turns = [one[0].turns for one in looked_at if not isinstance(one, Rejected)]
+        texts = iter(self._tokenizer.encode_batch(turns))
+        blob, container = bytearray(), BLOB_SCHEME + blob_name
+        rows = []
+        for one in looked_at:
+            row = one if isinstance(one, Rejected) else _row(one, next(texts), blob, container)
+            rows.append(_rejected_row(row) if isinstance(row, Rejected) else row)
         return Counted(pa.Table.from_pylist(rows, schema=STAGED_SCHEMA), bytes(blob))
 
-    def _look_at_files(
-        self, root: Folder, sample: RawSample | Rejected
-    ) -> tuple[RawSample | Rejected, _Files]:
+    def _look_at_files(self, root: Folder, sample: RawSample | Rejected) -> _Usable | Rejected:
         if isinstance(sample, Rejected):
-            return sample, ([], [])
+            return sample
         try:
             images = [self._count_image(root, media) for media in sample.images]
-            return sample, (images, [self._count_audio(root, media) for media in sample.audios])
+            return sample, images, [self._count_audio(root, media) for media in sample.audios]
         except SampleProblem as problem:
-            return _reject(sample, problem.reason, problem.detail), ([], [])
+            return _reject(sample, problem.reason, problem.detail)
 
-    def _count_image(self, root: Folder, media: Media) -> _CountedImage:
+    def _count_image(self, root: Folder, media: Media) -> _CountedFile:
         with open_media(root, media, "image") as file:
             header = read_header(file, media.name, decode=self._settings.decode_images)
         try:
             plan = self._plan_image(header.width, header.height)
         except ImageRejected as problem:
             raise SampleProblem(problem.reason, f"{media.name}: {problem.detail}") from None
-        return _CountedImage(media, header.width, header.height, header.num_bytes, plan)
+        numbers = {
+            "width": header.width,
+            "height": header.height,
+            "tokens": plan.num_image_tokens,
+            "num_patches": plan.num_patches,
+            "num_vit_tokens": plan.num_vit_tokens,
+        }
+        return _CountedFile(media, header.num_bytes, numbers)
 
-    def _count_audio(self, root: Folder, media: Media) -> _CountedAudio:
+    def _count_audio(self, root: Folder, media: Media) -> _CountedFile:
         if self._model.audio is None:
-            raise SampleProblem(
-                "no_audio_encoder", f"{media.name}: {self._model.name} cannot hear it"
-            )
+            missing = f"{media.name}: {self._model.name} has no audio encoder"
+            raise SampleProblem("no_audio_encoder", missing)
         with open_media(root, media, "audio") as file:
             header = read_audio_header(cast("BinaryIO", file), media.name)
         try:
             plan = plan_audio(self._model.audio, header.num_samples, header.sampling_rate)
         except AudioRejected as problem:
             raise SampleProblem(problem.reason, f"{media.name}: {problem.detail}") from None
-        return _CountedAudio(media, header.num_bytes, plan)
-
-
-@contextmanager
-def collecting_later() -> Iterator[None]:
-    """No garbage collection meanwhile: a chunk makes a million objects and no cycle."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+        numbers = {"length": plan.num_samples, "tokens": plan.num_audio_tokens}
+        return _CountedFile(media, header.num_bytes, numbers)
 
 
 def count_chunk(job: CountJob) -> Counted:
@@ -235,53 +219,44 @@ def _process_counter(settings: CountSettings) -> SampleCounter:
 
 
 def _row(
-    sample: RawSample,
-    files: _Files,
-    text: EncodedText | TextRejected,
-    blob: bytearray,
-    container: str,
-) -> dict[str, object]:
+    usable: _Usable, text: EncodedText | TextRejected, blob: bytearray, container: str
+) -> dict[str, object] | Rejected:
+    sample, images, audios = usable
     if isinstance(text, TextRejected):
-        return _rejected_row(_reject(sample, text.reason, text.detail))
-    images, audios = files
+        return _reject(sample, text.reason, text.detail)
     for kind, found, meant in (
         ("image", text.num_images, len(images)),
         ("audio", text.num_audios, len(audios)),
     ):
         if found > meant:
-            detail = f"{found} <{kind}> for {meant} files"
-            return _rejected_row(_reject(sample, f"marker_without_{kind}", detail))
+            return _reject(sample, f"marker_without_{kind}", f"{found} <{kind}> for {meant} files")
         if found < meant:
-            detail = f"it renders {found} of {meant} {kind} files"
-            return _rejected_row(_reject(sample, "chat_template", detail))
+            return _reject(sample, "chat_template", f"it renders {found} of {meant} {kind} files")
     return {
         "sample_id": sample.sample_id,
         "source": sample.source,
-        "num_image_patches": sum(image.plan.num_patches for image in images),
-        "num_vit_tokens": sum(image.plan.num_vit_tokens for image in images),
-        "num_image_tokens": sum(image.plan.num_image_tokens for image in images),
+        "num_image_patches": sum(image.numbers["num_patches"] for image in images),
+        "num_vit_tokens": sum(image.numbers["num_vit_tokens"] for image in images),
+        "num_image_tokens": sum(image.numbers["tokens"] for image in images),
         "num_text_tokens": len(text.input_ids) - len(images) - len(audios),
-        "num_audio_tokens": sum(audio.plan.num_audio_tokens for audio in audios),
+        "num_audio_tokens": sum(audio.numbers["tokens"] for audio in audios),
         "num_loss_tokens": text.num_loss_tokens,
         "input_ids": text.input_ids,
         "loss_spans": np.ravel(text.loss_spans),
-        "images": [image.row(_place(image, blob, container)) for image in images],
-        "audios": [audio.row(_place(audio, blob, container)) for audio in audios],
+        "images": [_file_row(image, blob, container) for image in images],
+        "audios": [_file_row(audio, blob, container) for audio in audios],
     }
 
 
-def _place(
-    counted: _CountedImage | _CountedAudio, blob: bytearray, container: str
-) -> dict[str, object]:
-    """Place of a file for the writers; content that came with the record goes into the blob."""
+def _file_row(counted: _CountedFile, blob: bytearray, container: str) -> dict[str, object]:
+    """A file's row; content that came with the record goes into the blob."""
     media = counted.media
-    offset = media.offset
+    place = {"name": media.name, "size": counted.num_bytes, **counted.numbers}
     if media.data is None:
-        container = media.container
-    else:
-        offset = len(blob)
-        blob += media.data
-    return {"name": media.name, "container": container, "offset": offset, "size": counted.num_bytes}
+        return {**place, "container": media.container, "offset": media.offset}
+    offset = len(blob)
+    blob += media.data
+    return {**place, "container": container, "offset": offset}
 
 
 def _reject(sample: RawSample, reason: str, detail: str) -> Rejected:
@@ -291,9 +266,4 @@ def _reject(sample: RawSample, reason: str, detail: str) -> Rejected:
 def _rejected_row(rejected: Rejected) -> dict[str, object]:
     # surrogates in a path or message must not break the table that reports them
     detail = rejected.detail.encode("utf-8", "backslashreplace").decode("utf-8")
-    return {
-        "sample_id": rejected.sample_id,
-        "source": rejected.source,
-        "reason": rejected.reason,
-        "detail": detail,
-    }
+    return {**asdict(rejected), "detail": detail}

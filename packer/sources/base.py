@@ -7,7 +7,8 @@ records in the chunk; others a file name and a range. The helpers below are what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -17,7 +18,7 @@ from typing import IO, Any, Protocol
 from balance.errors import ConfigError, DataError, first_line
 from packer.records.record import RawRecord
 from packer.records.schemas import CONTENT_KEYS, RECORD_KEYS
-from shards.folders import FileInfo, Folder, is_uri, join
+from shards.folders import FileInfo, Folder, is_uri, join, open_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +42,27 @@ class Chunk(Protocol):
         """The records, in order. DataError if the file under them cannot be read."""
 
 
-class Source(Protocol):
+class Source(ABC):
     """One raw dataset in one layout."""
 
-    name: str
-    data_root: str
-    """Folder or URI that the paths of images and audio files are relative to."""
+    def __init__(self, located: Located, name: str, data_root: str) -> None:
+        """Paths of images and audio files are relative to `data_root`, a folder or URI."""
+        self.located = located
+        self.name = name
+        self.data_root = data_root
+        self.folder = open_folder(located.folder, follow_links=True)
 
     def files(self) -> list[FileInfo]:
         """The files with the records, in order: they identify the data."""
-
-    def chunks(self, num_records: int, on_bytes: Callable[[int], None]) -> Iterator[Chunk]:
-        """The records in chunks of about `num_records`; `on_bytes` is told of bytes read."""
+        return [_info(self.folder, name) for name in self.located.names]
 
     def describe(self) -> list[dict[str, Any]]:
-        """The files for the manifest: name, size, and a SHA-256 if they are small enough."""
+        """The files for the manifest; no SHA-256, for that would read a whole dataset."""
+        return [{"name": info.name, "size": info.size} for info in self.files()]
+
+    @abstractmethod
+    def chunks(self, num_records: int, on_bytes: Callable[[int], None]) -> Iterator[Chunk]:
+        """The records in chunks of about `num_records`; `on_bytes` is told of bytes read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +91,6 @@ def cut(records: Iterator[RawRecord], num_records: int) -> Iterator[RecordChunk]
 
 
 # --- files, with errors that name them ---
-
-
-def file_infos(folder: Folder, names: Sequence[str]) -> list[FileInfo]:
-    """Size and version of files; DataError for one that is not there."""
-    return [_info(folder, name) for name in names]
-
-
-def name_and_size(infos: Sequence[FileInfo]) -> list[dict[str, Any]]:
-    """Files for the manifest; no SHA-256, for that would read a whole dataset."""
-    return [{"name": info.name, "size": info.size} for info in infos]
 
 
 @contextmanager

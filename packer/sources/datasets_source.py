@@ -14,16 +14,8 @@ from typing import Any
 
 from balance.errors import ConfigError, DataError, first_line
 from packer.records.record import RawRecord
-from packer.sources.base import (
-    Chunk,
-    Located,
-    cut,
-    file_infos,
-    known_columns,
-    name_and_size,
-    prefix_under,
-)
-from shards.folders import FileInfo, join, open_folder
+from packer.sources.base import Chunk, Located, Source, cut, known_columns, prefix_under
+from shards.folders import join
 
 FOLDER_BUILDERS = frozenset({"imagefolder", "audiofolder"})
 """Builders that join a table of metadata with the files it names."""
@@ -66,36 +58,25 @@ def find_files(place: str, config: str | None = None, name: str | None = None) -
     )
 
 
-class DatasetsSource:
+class DatasetsSource(Source):
     """Records of files that a builder of `datasets` reads."""
 
     def __init__(self, located: Located, name: str, data_root: str) -> None:
-        self.name = name
-        self.data_root = data_root
-        self._located = located
-        self._prefix = ""
-        if located.layout in FOLDER_BUILDERS:
-            self._prefix = prefix_under(located.folder, data_root, "image folders")
-
-    def files(self) -> list[FileInfo]:
-        """The files that the builder reads, images and audio of a folder among them."""
-        folder = open_folder(self._located.folder, follow_links=True)
-        return file_infos(folder, self._located.names)
+        """ConfigError for image folders outside the data root."""
+        super().__init__(located, name, data_root)
+        self._together = located.layout in FOLDER_BUILDERS
+        what = "image folders"
+        self._prefix = prefix_under(located.folder, data_root, what) if self._together else ""
 
     def chunks(self, num_records: int, on_bytes: Callable[[int], None]) -> Iterator[Chunk]:
         """The records, streamed here: only the builder finds where one ends."""
         infos = self.files()
-        together = self._located.layout in FOLDER_BUILDERS
-        for group in [infos] if together else [[info] for info in infos]:
+        for group in [infos] if self._together else [[info] for info in infos]:
             yield from cut(self._records([info.name for info in group]), num_records)
             on_bytes(sum(info.size for info in group))
 
-    def describe(self) -> list[dict[str, Any]]:
-        """Name and size of each file."""
-        return name_and_size(self.files())
-
     def _records(self, names: list[str]) -> Iterator[RawRecord]:
-        where = self._located.folder if len(names) > 1 else join(self._located.folder, names[0])
+        where = self.located.folder if len(names) > 1 else join(self.located.folder, names[0])
         rows = self._rows(names, where)
         columns: tuple[str, ...] = ()
         for position, row in enumerate(rows):
@@ -109,26 +90,26 @@ class DatasetsSource:
 
     def _rows(self, names: list[str], where: str) -> Iterator[dict[str, Any]]:
         datasets = import_datasets(where)
-        paths = [join(self._located.folder, name) for name in names]
+        paths = [join(self.located.folder, name) for name in names]
         try:
             rows = datasets.load_dataset(
-                self._located.layout,
+                self.located.layout,
                 data_files=paths,
                 split="train",
                 streaming=True,
-                **dict(self._located.options),
+                **dict(self.located.options),
             )
             yield from rows.decode(False) if rows.features else rows
         except Exception as error:  # whatever pandas, lxml or another parser raises
             cause = error.__cause__
             reason = first_line(cause if isinstance(cause, Exception) else error)
             raise DataError(
-                f"{where}: `datasets` cannot read it as {self._located.layout}: {reason}"
+                f"{where}: `datasets` cannot read it as {self.located.layout}: {reason}"
             ) from None
 
     def _media(self, value: Any) -> Any:
         """A value; of a file in the folder, its path under the data root."""
         path = value.get("path") if isinstance(value, dict) else None
-        if self._located.layout not in FOLDER_BUILDERS or not path or value.get("bytes"):
+        if not self._together or not path or value.get("bytes"):
             return value
-        return self._prefix + Path(path).relative_to(Path(self._located.folder)).as_posix()
+        return self._prefix + Path(path).relative_to(Path(self.located.folder)).as_posix()

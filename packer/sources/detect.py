@@ -278,7 +278,7 @@ def choose_files(names: Sequence[str], wanted: str | None, where: str) -> tuple[
 
 def open_located(located: Located, name: str, data_root: str) -> Source:
     """The source that reads files of a layout."""
-    kinds: dict[str, Callable[[Located, str, str], Source]] = {
+    kinds: dict[str, type[Source]] = {
         "annotations": AnnotationSource,
         "tar": TarSource,
         "parquet": TableSource,

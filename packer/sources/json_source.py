@@ -19,8 +19,8 @@ from typing import IO, Any, cast
 from balance.errors import DataError
 from packer.records.record import RawRecord
 from packer.records.schemas import CONTENT_KEYS
-from packer.sources.base import Chunk, Located, cut, file_infos
-from shards.folders import FileInfo, Folder, join, open_folder
+from packer.sources.base import Chunk, Source, cut
+from shards.folders import Folder, join
 
 BLOCK_BYTES = 1 << 20
 MAX_RECORD_CHARS = 64 << 20
@@ -33,29 +33,19 @@ _SEPARATORS = re.compile(r"[\s,\ufeff]*")
 _NEXT_OBJECT = re.compile(r"(?<=[\n,\[])\s*(?=\{)")
 
 
-class AnnotationSource:
+class AnnotationSource(Source):
     """Records of JSON files."""
-
-    def __init__(self, located: Located, name: str, data_root: str) -> None:
-        self.name = name
-        self.data_root = data_root
-        self._folder = open_folder(located.folder, follow_links=True)
-        self._names = located.names
-
-    def files(self) -> list[FileInfo]:
-        """The annotation files."""
-        return file_infos(self._folder, self._names)
 
     def chunks(self, num_records: int, on_bytes: Callable[[int], None]) -> Iterator[Chunk]:
         """The records, read here: only a parser finds where one ends."""
-        for name in self._names:
-            yield from cut(read_json_records(self._folder, name, on_bytes=on_bytes), num_records)
+        for name in self.located.names:
+            yield from cut(read_json_records(self.folder, name, on_bytes=on_bytes), num_records)
 
     def describe(self) -> list[dict[str, Any]]:
         """Name, size and SHA-256 of each file."""
         described = []
         for info in self.files():
-            with self._folder.open(info.name) as file:
+            with self.folder.open(info.name) as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
             described.append({"name": info.name, "size": info.size, "sha256": digest})
         return described

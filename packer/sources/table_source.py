@@ -23,18 +23,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from packer.records.record import RawRecord
-from packer.sources.base import (
-    Chunk,
-    Located,
-    cut,
-    damaged,
-    file_infos,
-    known_columns,
-    name_and_size,
-    opened,
-)
+from packer.sources.base import Chunk, Source, cut, damaged, known_columns, opened
 from packer.sources.datasets_source import import_datasets
-from shards.folders import FileInfo, Folder, is_uri, join, open_folder
+from shards.folders import Folder, is_uri, join, open_folder
 
 CHUNK_BYTES = 64 << 20
 """Decoded bytes of a chunk at most, about; its images go into the staging folder at once."""
@@ -132,30 +123,20 @@ class TableChunk:
                 row += len(batch)
 
 
-class TableSource:
+class TableSource(Source):
     """Records of Parquet files, or of the Arrow streams of a `datasets.save_to_disk` folder."""
-
-    def __init__(self, located: Located, name: str, data_root: str) -> None:
-        self.name = name
-        self.data_root = data_root
-        self._located = located
-        self._folder = open_folder(located.folder, follow_links=True)
-
-    def files(self) -> list[FileInfo]:
-        """The table files."""
-        return file_infos(self._folder, self._located.names)
 
     def chunks(self, num_records: int, on_bytes: Callable[[int], None]) -> Iterator[Chunk]:
         """Ranges of rows; only footers and headers are read here, except for very large blocks."""
         for info in self.files():
-            if self._located.layout == "arrow" and is_uri(self._located.folder):
+            if self.located.layout == "arrow" and is_uri(self.located.folder):
                 yield from cut(self._streamed(info.name), num_records)
                 on_bytes(info.size)
                 continue
-            with _open_table(self._folder, info.name) as table:
-                columns = known_columns(table.columns, join(self._located.folder, info.name))
+            with _open_table(self.folder, info.name) as table:
+                columns = known_columns(table.columns, join(self.located.folder, info.name))
                 blocks = table.blocks(columns)
-            new = partial(TableChunk, self._located.folder, info.name, columns)
+            new = partial(TableChunk, self.located.folder, info.name, columns)
             num_rows = max(sum(rows for rows, _ in blocks), 1)
             told = 0
             for chunk in _chunks(new, blocks, num_records):
@@ -166,22 +147,18 @@ class TableSource:
                     told = info.size * end // num_rows
             on_bytes(info.size - told)
 
-    def describe(self) -> list[dict[str, Any]]:
-        """Name and size of each file."""
-        return name_and_size(self.files())
-
     def _streamed(self, name: str) -> Iterator[RawRecord]:
         """The rows of an Arrow stream, from its beginning."""
         row = 0
-        with opened(self._folder, name) as file:
+        with opened(self.folder, name) as file:
             try:
                 reader = pa.ipc.open_stream(file)
-                columns = known_columns(reader.schema.names, join(self._located.folder, name))
+                columns = known_columns(reader.schema.names, join(self.located.folder, name))
                 for batch in reader:
                     yield from _records(name, row, batch.select(list(columns)))
                     row += len(batch)
             except (pa.ArrowException, EOFError) as error:
-                raise damaged(self._folder, name, error) from None
+                raise damaged(self.folder, name, error) from None
 
 
 # --- blocks -> chunks ---

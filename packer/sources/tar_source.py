@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import IO, Any
+from typing import IO
 
 from packer.records.record import RawRecord
-from packer.sources.base import Chunk, Located, cut, file_infos, name_and_size, opened, prefix_under
+from packer.sources.base import Chunk, Located, Source, cut, opened, prefix_under
 from packer.sources.tar_records import (
     BrokenTarError,
     Member,
@@ -23,7 +23,7 @@ from packer.sources.tar_records import (
     read_compressed,
     read_members,
 )
-from shards.folders import FileInfo, open_folder
+from shards.folders import open_folder
 
 WHOLE_TAR_BYTES = 512 << 20
 """Size of a tar that is one chunk at most, so that its headers are read where it is counted."""
@@ -58,25 +58,18 @@ class TarChunk:
                     yield make_record(sample.key, sample.members, file, self.container, position)
 
 
-class TarSource:
+class TarSource(Source):
     """Samples of tar files."""
 
     def __init__(self, located: Located, name: str, data_root: str) -> None:
         """ConfigError for tars outside the data root."""
-        self.name = name
-        self.data_root = data_root
-        self._located = located
+        super().__init__(located, name, data_root)
         self._prefix = prefix_under(located.folder, data_root, "tars")
-        self._folder = open_folder(located.folder, follow_links=True)
-
-    def files(self) -> list[FileInfo]:
-        """The tars."""
-        return file_infos(self._folder, self._located.names)
 
     def chunks(self, num_records: int, on_bytes: Callable[[int], None]) -> Iterator[Chunk]:
         """Tars, or `num_records` samples of large ones; compressed tars are read here."""
         for info in self.files():
-            whole = TarChunk(self._located.folder, info.name, self._prefix + info.name)
+            whole = TarChunk(self.located.folder, info.name, self._prefix + info.name)
             if _is_compressed(info.name):
                 yield from cut(whole.records(), num_records)
                 on_bytes(info.size)
@@ -86,15 +79,11 @@ class TarSource:
             else:
                 yield from self._cut(whole, num_records, info.size, on_bytes)
 
-    def describe(self) -> list[dict[str, Any]]:
-        """Name and size of each tar."""
-        return name_and_size(self.files())
-
     def _cut(
         self, whole: TarChunk, num_records: int, size: int, on_bytes: Callable[[int], None]
     ) -> Iterator[Chunk]:
         start = first = 0
-        with opened(self._folder, whole.name) as file:
+        with opened(self.folder, whole.name) as file:
             for number, border in enumerate(_borders(file)):
                 if number - first == num_records:
                     yield replace(whole, start=start, end=border, first=first)

@@ -140,7 +140,7 @@ def test_text_behind_the_array_is_reported(tmp_path):
     path.write_text(json.dumps([turns(0)]) + "\n" + json.dumps([turns(1)]))
     found = read(path)
     assert found[0][1] == turns(0)
-    assert "behind the end of its array" in found[1][2]
+    assert "more after the end of the array" in found[1][2]
 
 
 def test_objects_spread_over_lines_are_records_too(tmp_path):
