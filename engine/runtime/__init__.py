@@ -1,3 +1,4 @@
-"""The runtime: trains a model as a plan says, over torch.distributed. The only part of `engine`
-that needs torch.
+"""Runtime that trains a model as a plan says, over torch.distributed.
+
+With `engine.train`, the only part of the engine that imports torch.
 """

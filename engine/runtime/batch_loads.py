@@ -1,9 +1,7 @@
-"""`Loads` of the micro-batches that a runtime trains on, from the tensors that say how long
-everything in them is.
+"""`Loads` of micro-batches at run time, computed from their tensors.
 
-What `engine.cost_model.loads` takes from counts of a build, exactly: images at native
-resolution and windows of audio each count with their own length. Any object with the fields of
-`loaders.MicroBatch` will do, decoded images or not.
+Gives exactly what `engine.cost_model.loads.sample_loads` gives from the counts of a build. Works
+with any object that has the fields of `loaders.MicroBatch`, images decoded or not.
 """
 
 from __future__ import annotations
@@ -17,15 +15,14 @@ from balance.errors import ConfigError
 from balance.presets import ModelPreset, NativeRule
 from balance.types import IntArray
 from engine.cost_model.loads import Loads, PhaseLoads
-from engine.runtime.stage_io import Batch, ids_text
+from engine.runtime.stage_io import Batch, samples_text
 
 
 def batch_loads(batches: Sequence[Batch], model: ModelPreset) -> Loads:
-    """What each micro-batch brings to each phase of a model, (micro_batches,). ConfigError if they
-    do not tell.
+    """Load of each micro-batch on each phase of a model, arrays of shape (micro_batches,).
 
-    Read from `cu_seqlens`, `patches_per_image` or, at native resolution, `image_grid_thw`, and
-    `audio_frames`.
+    Reads `cu_seqlens`, `patches_per_image` or, at native resolution, `image_grid_thw`, and
+    `audio_frames`. ConfigError if a field is missing.
     """
     return Loads(
         vision=_phase([_vision_lengths(batch, model) for batch in batches]),
@@ -35,11 +32,11 @@ def batch_loads(batches: Sequence[Batch], model: ModelPreset) -> Loads:
 
 
 def _phase(lengths: Sequence[IntArray]) -> PhaseLoads:
-    """Of the lengths of what attends at once, a list per micro-batch."""
+    """Loads from the lengths of attention sequences, one array per micro-batch."""
     return PhaseLoads(
-        tokens=np.array([own.sum() for own in lengths], np.int64),
-        squares=np.array([np.square(own).sum() for own in lengths], np.int64),
-        items=np.array([len(own) for own in lengths], np.int64),
+        tokens=np.array([each.sum() for each in lengths], np.int64),
+        squares=np.array([np.square(each).sum() for each in lengths], np.int64),
+        items=np.array([len(each) for each in lengths], np.int64),
     )
 
 
@@ -48,23 +45,22 @@ def _vision_lengths(batch: Batch, model: ModelPreset) -> IntArray:
     if isinstance(rule, NativeRule):
         frames, rows, columns = _integers(batch, "image_grid_thw").reshape(-1, 3).T
         return np.repeat(rows * columns, frames)
-    return np.full(
-        int(_integers(batch, "patches_per_image").sum()), rule.vit_tokens_per_patch, np.int64
-    )
+    count = int(_integers(batch, "patches_per_image").sum())
+    return np.full(count, rule.vit_tokens_per_patch, np.int64)
 
 
 def _audio_lengths(batch: Batch, model: ModelPreset) -> IntArray:
-    """Encoder tokens of each window; none where a model hears nothing."""
+    """Encoder tokens of each audio window; empty if the model has no audio encoder."""
     if model.audio is None or getattr(batch, "audio_frames", None) is None:
         return np.zeros(0, np.int64)
     return -(-_integers(batch, "audio_frames") // model.audio.conv_stride)
 
 
 def _integers(batch: Batch, name: str) -> IntArray:
-    found: Any = getattr(batch, name, None)
-    if found is None:
+    value: Any = getattr(batch, name, None)
+    if value is None:
         raise ConfigError(
-            f"a micro-batch ({ids_text(batch)}) has no {name}, which tells what it brings to the model; make the Loads "
-            "of such micro-batches yourself"
+            f"a micro-batch ({samples_text(batch)}) has no {name}, from which its load is computed;"
+            " make the Loads of such micro-batches yourself"
         )
-    return np.asarray(found.cpu().numpy(), np.int64)
+    return np.asarray(value.cpu().numpy(), np.int64)

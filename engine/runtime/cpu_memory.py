@@ -1,9 +1,8 @@
-"""How many bytes of tensors are alive on a rank, and at most: `LiveBytes`, for devices whose
-allocator does not count.
+"""Bytes of live tensors on a CPU, now and at the peak: `LiveBytes`.
 
-On a GPU torch's allocator says it. On a CPU every operation is watched: what it makes is alive
-until nobody holds its storage any more. That slows a step down a few times over, so it is for
-measuring, not for training; buffers inside an operation are not seen.
+A GPU's allocator counts by itself. On a CPU every torch operation is watched: its result is live
+until nobody holds its storage. This slows a step down a few times, so it is for measuring, not for
+training. Buffers inside an operation are not seen.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from balance.errors import IsobatchError
 
 
-class MemoryUsedUp(IsobatchError):
-    """More tensors would be alive than allowed."""
+class CpuMemoryExceeded(IsobatchError):
+    """More bytes of tensors would be live than allowed."""
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts while it is entered: `live_bytes` now, `peak_bytes` at most since `restart`.
+    """Counts while it is entered: `live_bytes` now, `peak_bytes` since `restart`.
 
-    Only what is made meanwhile counts: parameters and optimizer states that were there before do
-    not. `limit_bytes`: at more, the operation raises MemoryUsedUp, as an allocator would; its
-    result is dropped.
+    Parameters and optimizer states made before it was entered do not count. `limit_bytes`: an
+    operation that exceeds it raises CpuMemoryExceeded, as an allocator would, and its result is
+    dropped.
 
     >>> with LiveBytes() as memory:
-    ...     kept = torch.zeros(1000) + 1  # of the two, one stays
+    ...     kept = torch.zeros(1000) + 1  # one of the two tensors stays
     >>> memory.live_bytes, memory.peak_bytes
     (4000, 8000)
     """
@@ -41,7 +40,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.limit_bytes = limit_bytes
         self.live_bytes = 0
         self.peak_bytes = 0
-        self._known: dict[int, weakref.finalize[Any, Any]] = {}
+        self._counted: dict[int, weakref.finalize[Any, Any]] = {}
 
     def restart(self) -> None:
         """Forget the peak so far."""
@@ -54,31 +53,31 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operation, and count what it made."""
-        given = {_key(tensor) for tensor in _tensors((args, kwargs or {}))}
-        made = func(*args, **(kwargs or {}))
-        for tensor in _tensors(made):
+        """Run an operation and count the storages that it made."""
+        inputs = {_key(tensor) for tensor in _tensors((args, kwargs or {}))}
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
             key = _key(tensor)
-            if key not in given and key not in self._known:
+            if key not in inputs and key not in self._counted:
                 self._count(tensor.untyped_storage(), key)
         if self.limit_bytes is not None and self.live_bytes > self.limit_bytes:
-            raise MemoryUsedUp(
-                f"{self.live_bytes:,} bytes of tensors are alive; {self.limit_bytes:,} are allowed"
+            raise CpuMemoryExceeded(
+                f"{self.live_bytes:,} bytes of tensors are live; {self.limit_bytes:,} are allowed"
             )
-        return made
+        return result
 
     def _count(self, storage: torch.UntypedStorage, key: int) -> None:
         self.live_bytes += storage.nbytes()
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        self._known[key] = weakref.finalize(storage, self._release, key, storage.nbytes())
+        self._counted[key] = weakref.finalize(storage, self._release, key, storage.nbytes())
 
     def _release(self, key: int, size: int) -> None:
         self.live_bytes -= size
-        del self._known[key]
+        del self._counted[key]
 
 
 def _key(tensor: Tensor) -> int:
-    """The same for all views of one storage, while it is alive."""
+    """Identity of a storage, equal for all its views while it is live."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -1,9 +1,8 @@
-"""Where a stage's backward pass begins: `BackwardHandle`, which holds its outputs' place in the
-graph but not the outputs.
+"""Backward pass of a stage that does not hold the stage's outputs: `BackwardHandle`.
 
-A pipeline's outputs are sent, and what autograd needs of them later is only where their gradients
-shall go. So a micro-batch under way does not hold them for as long as the stages behind it take;
-whoever sends them lets go of them.
+Autograd needs from an output only the place in the graph where its gradient enters. So a
+micro-batch in flight does not keep its outputs while the later stages run; the sender releases
+them.
 """
 
 from __future__ import annotations
@@ -17,10 +16,8 @@ from torch import Tensor
 from engine.runtime.stage_io import StageTensors
 
 
-class _Join(torch.autograd.Function):
-    """Any number of tensors -> an empty one; backward, each gets the gradient that stands in a dict
-    under its name.
-    """
+class _JoinOutputs(torch.autograd.Function):
+    """Maps any number of tensors to an empty one; backward reads their gradients from a dict."""
 
     @staticmethod
     def forward(
@@ -35,20 +32,20 @@ class _Join(torch.autograd.Function):
 
 
 class BackwardHandle:
-    """The root of the backward pass through a stage; it may be passed several times."""
+    """Starts the backward pass through a stage, as often as wanted."""
 
     def __init__(self, outputs: Mapping[str, Tensor]) -> None:
-        """Outputs that have a gradient; at least one."""
-        # nothing that the graph holds may hold the root: a circle would keep the whole graph until
-        # it is found
+        """`outputs`: at least one, all with a gradient."""
+        # the graph must not hold this object: a cycle would keep the graph until gc finds it
         self._gradients: StageTensors = {}
-        self._end: Tensor = _Join.apply(self._gradients, tuple(outputs), *outputs.values())  # type: ignore[no-untyped-call]
+        self._end: Tensor = _JoinOutputs.apply(self._gradients, tuple(outputs), *outputs.values())  # type: ignore[no-untyped-call]
 
     def backward(
         self, gradients: Mapping[str, Tensor], leaves: Sequence[Tensor], *, keep: bool
     ) -> None:
-        """Add to the gradients of `leaves`, by those of the outputs. `keep`: it will be passed
-        again.
+        """Add to the gradients of `leaves`, given those of the outputs.
+
+        `keep`: another backward pass will follow.
         """
         self._gradients.update(gradients)
         torch.autograd.backward(

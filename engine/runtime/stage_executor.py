@@ -1,5 +1,6 @@
-"""One step of a pipeline on one rank: its operations in the schedule's order, and what comes and
-goes between them.
+"""One step of a pipeline on one rank: `StageExecutor` runs its operations in the schedule's order.
+
+Also here: `RankLayers`, a rank's part of the model, and `StepResult`, what a rank knows of a step.
 """
 
 from __future__ import annotations
@@ -17,38 +18,37 @@ from torch.utils.checkpoint import checkpoint
 
 from balance.errors import ConfigError
 from balance.types import IntArray
-from engine.runtime.communication.p2p_schedule import Message, make_routes
+from engine.runtime.communication.p2p import P2PQueue
+from engine.runtime.communication.p2p_schedule import Message, make_p2p_schedule
 from engine.runtime.communication.process_groups import ProcessGroups
 from engine.runtime.detached_backward import BackwardHandle
-from engine.runtime.layer_rng import Draws, generators_kept, on_device
-from engine.runtime.oom_recovery import StepMailbox, is_out_of_memory, uncounted
+from engine.runtime.layer_rng import LayerRng, device_marker, preserve_rng
+from engine.runtime.oom_recovery import is_out_of_memory, uncounted
 from engine.runtime.stage_io import (
     LOSS,
     Batch,
     StageTensors,
     TensorSpec,
     TensorSpecs,
-    check_carry,
-    ids_text,
+    check_tensors,
+    samples_text,
 )
-from engine.runtime.step_status import Outcome
+from engine.runtime.step_status import StepStatus
 from engine.runtime.stopwatch import Stopwatch
 from engine.simulator.schedule import Action, PassKind, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a rank knows of a step that it ran."""
+    """A finished step as one rank knows it."""
 
     losses: NDArray[np.float64]
-    """Of each of this replica's micro-batches, divided by the step's labels; the same on all its
-    ranks.
-    """
+    """Loss of each micro-batch of this replica over the step's labels; equal on all its ranks."""
     schedule: Schedule
     begun_ns: int
-    """When this rank began the step, on its own clock (`time.perf_counter_ns`)."""
+    """Beginning of the step on this rank's clock (`time.perf_counter_ns`)."""
     start_ns: IntArray
-    """When each operation of this rank began, in the order of its schedule; from `begun_ns` on."""
+    """Start of each operation of this rank since `begun_ns`, in the order of its schedule."""
     end_ns: IntArray
 
     @property
@@ -62,95 +62,94 @@ class RankLayers:
     """A rank's part of a model."""
 
     layers: Mapping[int, nn.Module]
-    """By place in the model."""
+    """Layers by index in the model."""
     encoder: Sequence[nn.Module]
-    """The frozen layers in front, on ranks that encode ahead."""
+    """Frozen layers in front, on ranks that encode ahead."""
     borders: tuple[int, ...]
     recompute: tuple[bool, ...]
     specs: TensorSpecs
     first_trained: int
     device: torch.device
     context: Callable[[], AbstractContextManager[object]]
-    """What passes run in: autocast, or nothing."""
+    """Context of the passes: autocast, or nothing."""
 
-    def of_stage(self, stage: int) -> range:
-        """Places of a stage's layers."""
+    def stage_layers(self, stage: int) -> range:
+        """Indices of a stage's layers."""
         return range(self.borders[stage], self.borders[stage + 1])
 
     def trained(self, stage: int) -> list[nn.Parameter]:
-        """A stage's parameters with a gradient."""
-        weights = (
-            weight for place in self.of_stage(stage) for weight in self.layers[place].parameters()
-        )
+        """Parameters of a stage that have a gradient."""
+        layers = (self.layers[index] for index in self.stage_layers(stage))
+        weights = (weight for layer in layers for weight in layer.parameters())
         return [weight for weight in weights if weight.requires_grad]
 
-    def gradient_comes(self, cut: int) -> bool:
-        """Whether a gradient crosses a cut: whether anything before it is trained."""
+    def has_gradient(self, cut: int) -> bool:
+        """Whether a gradient crosses a cut: whether any layer before it is trained."""
         return self.first_trained < cut
 
     @property
     def sends_grad(self) -> tuple[bool, ...]:
-        """Of each stage, whether a gradient comes back to it."""
-        return (*(self.gradient_comes(cut) for cut in self.borders[1:-1]), False)
+        """Whether a gradient returns to each stage."""
+        return (*(self.has_gradient(cut) for cut in self.borders[1:-1]), False)
 
 
 @dataclass(slots=True)
-class _Passed:
+class _ForwardState:
     """What a forward pass leaves for the backward pass."""
 
     inputs: StageTensors
-    root: BackwardHandle | None
-    """None where no output has a gradient."""
+    handle: BackwardHandle | None
+    """None if no output has a gradient."""
     gradients: StageTensors = field(default_factory=dict)
-    """Of the outputs; kept where those of the weights are made later."""
+    """Gradients of the outputs, kept if those of the weights are computed later."""
 
 
 class StageExecutor:
-    """A step under way."""
+    """A step in progress."""
 
     def __init__(
         self,
-        own: RankLayers,
+        local: RankLayers,
         groups: ProcessGroups,
         schedule: Schedule,
         batches: Sequence[Batch],
         normalizer: int,
-        draws: Draws | None,
+        rng: LayerRng | None,
     ) -> None:
-        """`normalizer`: labels of the whole step, over all replicas. Without `draws`, layers draw
-        from torch's own.
-        """
+        """`normalizer`: labels of the whole step, over all replicas. Without `rng`, layers use
+        torch's generators as they are."""
         if schedule.num_micro_batches != len(batches):
             raise ConfigError(
-                f"the schedule is for {schedule.num_micro_batches} micro-batches, not {len(batches)}"
+                f"the schedule is for {schedule.num_micro_batches} micro-batches, not"
+                f" {len(batches)}; make one for as many"
             )
-        self._own, self._groups, self._draws = own, groups, draws
+        self._local, self._groups, self._rng = local, groups, rng
         self._schedule, self._batches, self._normalizer = schedule, batches, normalizer
-        self._routes = make_routes(schedule, own.sends_grad, groups.rank)
+        self._p2p = make_p2p_schedule(schedule, local.sends_grad, groups.rank)
         is_ahead = schedule.kinds == PassKind.ENCODE
         self._encoded = frozenset(schedule.micro_batches[is_ahead].tolist())
-        self._passed: dict[tuple[int, int], _Passed] = {}
+        self._forwarded: dict[tuple[int, int], _ForwardState] = {}  # by stage and micro-batch
         self._kept: dict[Message, StageTensors] = {}  # between operations of this rank
-        self._outcome = Outcome(groups, schedule, batches, own.device)
+        self._status = StepStatus(groups, schedule, batches, local.device)
 
     def run(self) -> StepResult:
-        """Run all operations of this rank. PeerLost, SpecMismatch; OutOfMemory and LossNotFinite on
-        all ranks alike.
+        """Run all operations of this rank.
+
+        PeerLost, SpecMismatch; on all ranks OutOfMemory and LossNotFinite.
         """
-        first, last = self._schedule.rank_offsets[
-            self._groups.rank : self._groups.rank + 2
-        ].tolist()
-        watch = Stopwatch(self._own.device)  # waits for the GPU, so before anything is on its way
-        self._mailbox = StepMailbox(
-            self._groups, self._routes.messages, self._specs_of, self._own.device
+        rank = self._groups.rank
+        first, last = self._schedule.rank_offsets[rank : rank + 2].tolist()
+        watch = Stopwatch(self._local.device)  # waits for the GPU, so before any message
+        self._queue = P2PQueue(
+            self._groups, self._p2p.messages, self._specs_of, self._local.device
         )
-        with nullcontext() if self._draws is None else generators_kept(self._own.device):
-            failed = self._operate(range(first, last), watch)
+        with nullcontext() if self._rng is None else preserve_rng(self._local.device):
+            failed = self._run_until_out_of_memory(range(first, last), watch)
         if failed is not None:
-            self._outcome.note_out_of_memory(failed)
-            self._answer(range(failed, last))
-        self._mailbox.finish()
-        losses = self._outcome.agree()
+            self._status.note_out_of_memory(failed)
+            self._answer_with_zeros(range(failed, last))
+        self._queue.finish()
+        losses = self._status.agree()
         times = watch.times_ns()
         return StepResult(
             losses=losses,
@@ -160,185 +159,167 @@ class StageExecutor:
             end_ns=times[1::2],
         )
 
-    def _operate(self, places: range, watch: Stopwatch) -> int | None:
-        """Run operations in order, up to one that runs out of memory; -> its place, or None if
-        there is none.
-        """
-        place = places.start
+    def _run_until_out_of_memory(self, operations: range, watch: Stopwatch) -> int | None:
+        """Run operations in order; -> the one that ran out of memory, or None."""
+        operation = operations.start
         try:
-            for place in places:
-                self._run_one(place, watch)
-        except (
-            Exception
-        ) as error:  # it holds what the operation had made: nothing of it outlives this function
+            for operation in operations:
+                inputs = self._receive(operation)
+                watch.note()
+                outputs = self._compute(self._schedule.action(operation), inputs)
+                watch.note()
+                self._send(operation, outputs)
+                # the previous operation's tensors must not live during the next one
+                del inputs, outputs
+        except Exception as error:  # its traceback holds tensors: it must not outlive this function
             if not is_out_of_memory(error):
                 raise
-            return place
+            return operation
         return None
 
-    def _run_one(self, place: int, watch: Stopwatch) -> None:
-        given = self._take(place)
-        watch.note()
-        made = self._compute(self._schedule.action(place), given)
-        watch.note()
-        self._give(place, made)
-
-    def _answer(self, places: range) -> None:
-        """Let go of all that the step holds; give zeros for what these operations would have
-        made.
-        """
-        self._passed.clear()
+    def _answer_with_zeros(self, operations: range) -> None:
+        """Release everything that the step holds; send zeros for the results of `operations`."""
+        self._forwarded.clear()
         self._kept.clear()
-        # what failed half-way may be held by circles. torch keeps what is freed of a GPU: to give
-        # it back it would wait for all that is on its way, and that may wait for what this rank has
-        # not sent yet
+        # Cycles may hold tensors of the failed operation. Memory is not given back to the GPU:
+        # torch would wait for all messages in flight, which may wait for this rank.
         gc.collect()
         with uncounted():
-            for place in places:
-                for message, sender in self._routes.incoming.get(place, ()):
+            for operation in operations:
+                for message, sender in self._p2p.incoming.get(operation, ()):
                     if sender != self._groups.rank:
-                        self._mailbox.drop(message, sender)
-                for message, receiver in self._routes.outgoing.get(place, ()):
+                        self._queue.drop(message, sender)
+                for message, receiver in self._p2p.outgoing.get(operation, ()):
                     if receiver != self._groups.rank:
-                        self._mailbox.send_zeros(message, receiver)
+                        self._queue.send_zeros(message, receiver)
 
-    def _compute(self, action: Action, given: StageTensors) -> StageTensors:
+    def _compute(self, action: Action, inputs: StageTensors) -> StageTensors:
         if action.kind == PassKind.ENCODE:
             return self._encode(action.micro_batch)
         if action.kind == PassKind.FORWARD:
-            return self._forward(action, given)
+            return self._forward(action, inputs)
         return self._backward(
             action,
-            given,
-            inputs=action.kind != PassKind.WEIGHT_GRAD,
-            weights=action.kind != PassKind.INPUT_GRAD,
+            inputs,
+            of_inputs=action.kind != PassKind.WEIGHT_GRAD,
+            of_weights=action.kind != PassKind.INPUT_GRAD,
         )
 
     def _encode(self, number: int) -> StageTensors:
-        """What the frozen layers in front make of a micro-batch."""
-        carry: StageTensors = {}
-        with torch.no_grad(), self._own.context():
-            for place, layer in enumerate(self._own.encoder):
-                carry = self._run_layer(place, layer, carry, number)
-        self._check(carry, self._own.first_trained, number)
-        return carry
+        """Output of the frozen layers in front for a micro-batch."""
+        tensors: StageTensors = {}
+        with torch.no_grad(), self._local.context():
+            for index, layer in enumerate(self._local.encoder):
+                tensors = self._run_layer(index, layer, tensors, number)
+        self._check(tensors, self._local.first_trained, number)
+        return tensors
 
-    def _forward(self, action: Action, given: StageTensors) -> StageTensors:
-        own, number, end = self._own, action.micro_batch, self._own.borders[action.stage + 1]
-        begin = own.borders[action.stage]
+    def _forward(self, action: Action, received: StageTensors) -> StageTensors:
+        local, number, end = self._local, action.micro_batch, self._local.borders[action.stage + 1]
+        begin = local.borders[action.stage]
         if action.stage == 0 and number in self._encoded:
-            begin = own.first_trained
-        specs = own.specs(begin, self._batches[number]) if begin else {}
-        flows = own.gradient_comes(begin)
+            begin = local.first_trained
+        specs = local.specs(begin, self._batches[number]) if begin else {}
+        has_gradient = local.has_gradient(begin)
         inputs = {
-            name: tensor.detach().requires_grad_(flows and specs[name].differentiable)
-            for name, tensor in given.items()
+            name: tensor.detach().requires_grad_(has_gradient and specs[name].differentiable)
+            for name, tensor in received.items()
         }
-        carry: StageTensors = dict(inputs)
-        with own.context():
-            for place in range(begin, end):
-                carry = self._run_layer(place, own.layers[place], carry, number)
+        tensors: StageTensors = dict(inputs)
+        with local.context():
+            for index in range(begin, end):
+                tensors = self._run_layer(index, local.layers[index], tensors, number)
         if action.stage == self._schedule.num_stages - 1:
-            carry = {LOSS: carry[LOSS].float() / max(self._normalizer, 1)}
-            self._outcome.note_loss(number, carry[LOSS].detach())
-            comes_back = [LOSS]
+            tensors = {LOSS: tensors[LOSS].float() / max(self._normalizer, 1)}
+            self._status.note_loss(number, tensors[LOSS].detach())
+            differentiable = [LOSS]
         else:
-            specs = self._check(carry, end, number)
-            comes_back = [name for name, spec in specs.items() if spec.differentiable]
-        roots = {name: carry[name] for name in comes_back if carry[name].requires_grad}
-        self._passed[action.stage, number] = _Passed(
-            inputs, BackwardHandle(roots) if roots else None
-        )
-        return carry
+            specs = self._check(tensors, end, number)
+            differentiable = [name for name, spec in specs.items() if spec.differentiable]
+        outputs = {name: tensors[name] for name in differentiable if tensors[name].requires_grad}
+        handle = BackwardHandle(outputs) if outputs else None
+        self._forwarded[action.stage, number] = _ForwardState(inputs, handle)
+        return tensors
 
     def _run_layer(
-        self, place: int, layer: nn.Module, carry: StageTensors, number: int
+        self, index: int, layer: nn.Module, inputs: StageTensors, number: int
     ) -> StageTensors:
-        """A layer's forward pass, to be repeated in the backward pass if it is recomputed."""
-        draws, batch = self._draws, self._batches[number]
+        """Forward pass of a layer, checkpointed if the layer is recomputed."""
+        rng, batch = self._rng, self._batches[number]
 
-        def run(given: StageTensors, _: Tensor | None = None) -> StageTensors:
-            if draws is not None:
-                draws.seed_layer(place, number, self._own.device)
-            made: StageTensors = layer(given, batch)
-            return made
+        def run(tensors: StageTensors, _: Tensor | None = None) -> StageTensors:
+            if rng is not None:
+                rng.seed_layer(index, number, self._local.device)
+            outputs: StageTensors = layer(tensors, batch)
+            return outputs
 
-        if not self._own.recompute[place] or not torch.is_grad_enabled():
-            return run(carry)
-        again: StageTensors = checkpoint(
+        if not self._local.recompute[index] or not torch.is_grad_enabled():
+            return run(inputs)
+        recomputed: StageTensors = checkpoint(
             run,
-            carry,
-            on_device(self._own.device),
+            inputs,
+            device_marker(self._local.device),
             use_reentrant=False,
-            preserve_rng_state=draws is None,
+            preserve_rng_state=rng is None,
         )
-        return again
+        return recomputed
 
-    def _check(self, carry: StageTensors, cut: int, number: int) -> Mapping[str, TensorSpec]:
-        """What the specs say of a cut; SpecMismatch if a carry is something else."""
+    def _check(self, tensors: StageTensors, cut: int, number: int) -> Mapping[str, TensorSpec]:
+        """Specs of a cut; SpecMismatch if the tensors do not match them."""
         batch = self._batches[number]
-        specs = self._own.specs(cut, batch)
-        check_carry(
-            carry, specs, f"what layer {cut - 1} gives for micro-batch {number} ({ids_text(batch)})"
-        )
+        specs = self._local.specs(cut, batch)
+        where = f"the output of layer {cut - 1} for micro-batch {number} ({samples_text(batch)})"
+        check_tensors(tensors, specs, where)
         return specs
 
     def _backward(
-        self, action: Action, given: StageTensors, *, inputs: bool, weights: bool
+        self, action: Action, received: StageTensors, *, of_inputs: bool, of_weights: bool
     ) -> StageTensors:
-        """Gradients of a stage's inputs, of its weights, or of both; -> those of its inputs."""
+        """Compute gradients of a stage's inputs, weights, or both; -> those of the inputs."""
         key = action.stage, action.micro_batch
-        passed = self._passed.pop(key) if weights else self._passed[key]
+        state = self._forwarded.pop(key) if of_weights else self._forwarded[key]
         if action.stage == self._schedule.num_stages - 1:
-            given = {LOSS: torch.ones((), device=self._own.device)}
-        if inputs:
-            passed.gradients = given
-        leaves = {name: tensor for name, tensor in passed.inputs.items() if tensor.requires_grad}
-        targets = [
-            *(leaves.values() if inputs else ()),
-            *(self._own.trained(action.stage) if weights else ()),
+            received = {LOSS: torch.ones((), device=self._local.device)}
+        if of_inputs:
+            state.gradients = received
+        leaves = {name: tensor for name, tensor in state.inputs.items() if tensor.requires_grad}
+        targets: list[Tensor] = [
+            *(leaves.values() if of_inputs else ()),
+            *(self._local.trained(action.stage) if of_weights else ()),
         ]
-        if passed.root is not None and targets:
-            passed.root.backward(passed.gradients, targets, keep=not weights)
+        if state.handle is not None and targets:
+            state.handle.backward(state.gradients, targets, keep=not of_weights)
         return {
             name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             for name, tensor in leaves.items()
         }
 
-    def _take(self, place: int) -> StageTensors:
-        """What an operation waits for from other stages."""
-        carry: StageTensors = {}
-        for message, sender in self._routes.incoming.get(place, ()):
-            came = (
-                self._kept.pop(message)
-                if sender == self._groups.rank
-                else self._mailbox.receive(message, sender)
-            )
-            carry |= came
-        return carry
-
-    def _give(self, place: int, made: StageTensors) -> None:
-        """Hand on what an operation made."""
-        for message, receiver in self._routes.outgoing.get(place, ()):
-            if receiver == self._groups.rank:
-                self._kept[message] = {
-                    name: made[name].detach() for name in self._specs_of(message)
-                }
+    def _receive(self, operation: int) -> StageTensors:
+        """Inputs of an operation from other stages."""
+        tensors: StageTensors = {}
+        for message, sender in self._p2p.incoming.get(operation, ()):
+            if sender == self._groups.rank:
+                tensors |= self._kept.pop(message)
             else:
-                self._mailbox.send(message, receiver, made)
+                tensors |= self._queue.receive(message, sender)
+        return tensors
+
+    def _send(self, operation: int, outputs: StageTensors) -> None:
+        """Pass on an operation's results."""
+        for message, receiver in self._p2p.outgoing.get(operation, ()):
+            if receiver == self._groups.rank:
+                specs = self._specs_of(message)
+                self._kept[message] = {name: outputs[name].detach() for name in specs}
+            else:
+                self._queue.send(message, receiver, outputs)
 
     def _specs_of(self, message: Message) -> Mapping[str, TensorSpec]:
-        """Outputs of a stage, or the gradients of those that have one."""
+        """Specs of a message: a stage's outputs, or gradients of the differentiable ones."""
         source = self._schedule.action(message.source)
         batch = self._batches[source.micro_batch]
         if source.kind == PassKind.ENCODE:
-            return self._own.specs(self._own.first_trained, batch)
-        is_output = source.kind == PassKind.FORWARD
-        specs = self._own.specs(
-            self._own.borders[source.stage + 1 if is_output else source.stage], batch
-        )
-        return (
-            specs
-            if is_output
-            else {name: spec for name, spec in specs.items() if spec.differentiable}
-        )
+            return self._local.specs(self._local.first_trained, batch)
+        if source.kind == PassKind.FORWARD:
+            return self._local.specs(self._local.borders[source.stage + 1], batch)
+        specs = self._local.specs(self._local.borders[source.stage], batch)
+        return {name: spec for name, spec in specs.items() if spec.differentiable}

@@ -1,10 +1,9 @@
-"""What travels from layer to layer: `StageTensors`, its shapes, and the layers that a pipeline is
-made of.
+"""Tensors between the layers of a model and their specs: `StageTensors`, `TensorSpec`, `LayerStack`.
 
-A model for the pipeline is a list of layers. Each takes the carry of the layer before and the
-micro-batch, and gives the carry for the next; the last one gives `loss`, a sum over tokens. Every
-rank has the micro-batch itself, out of its own loader, so only what was computed travels, and every
-rank knows the shape of all that will come: none are sent.
+A model for the pipeline is a list of layers. Each takes the tensors of the layer before and the
+micro-batch, and returns those for the next; the last one returns `loss`, a sum over tokens. Every
+rank gets the micro-batch itself from its own loader, so only computed tensors are sent. Every rank
+knows all shapes beforehand, so no shapes are sent.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Batch = Any
 """A micro-batch: `loaders.MicroBatch`, or whatever the layers understand."""
 
 LOSS = "loss"
-"""What the last layer gives: the sum of the losses of a micro-batch's tokens."""
+"""Output of the last layer: the sum of the losses of a micro-batch's tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +32,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     differentiable: bool = True
-    """Whether a gradient comes back for it, if anything before the cut is trained."""
+    """Whether a gradient comes back for it, if any layer before the cut is trained."""
 
     @property
     def is_empty(self) -> bool:
@@ -42,10 +41,10 @@ class TensorSpec:
 
 
 class TensorSpecs(Protocol):
-    """Says what crosses a cut; known to every rank beforehand."""
+    """Specs of what crosses a cut; known to every rank beforehand."""
 
     def __call__(self, cut: int, batch: Batch) -> Mapping[str, TensorSpec]:
-        """The tensors between the layers `cut - 1` and `cut` for one micro-batch, by name."""
+        """Tensors between the layers `cut - 1` and `cut` for one micro-batch, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,40 +52,43 @@ class LayerStack:
     """A model as a pipeline takes it."""
 
     layers: Sequence[nn.Module]
-    """Each `(carry, batch) -> carry`. Parameters may be shared between layers (tied embeddings)."""
+    """Each `(tensors, batch) -> tensors`. Layers may share parameters (tied embeddings)."""
     specs: TensorSpecs
 
     @property
     def first_trained(self) -> int:
-        """The first layer with a parameter that is trained; the number of layers if there is
-        none.
-        """
-        for place, layer in enumerate(self.layers):
+        """Index of the first layer with a trained parameter; the number of layers if none has."""
+        for index, layer in enumerate(self.layers):
             if any(weight.requires_grad for weight in layer.parameters()):
-                return place
+                return index
         return len(self.layers)
 
 
-def check_carry(carry: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], where: str) -> None:
-    """SpecMismatch unless a carry holds what specs say; `where` says which, for people. dtypes may
-    differ: autocast.
+def check_tensors(
+    tensors: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], where: str
+) -> None:
+    """SpecMismatch unless `tensors` match the specs; dtypes may differ because of autocast.
+
+    `where` says in messages which tensors these are.
     """
     for name, spec in specs.items():
-        if name not in carry:
+        if name not in tensors:
             raise SpecMismatch(
-                f"{where} has no {name!r}, which the model's specs name; it has {', '.join(sorted(carry))}"
+                f"{where} has no {name!r}, which the model's specs name; it has"
+                f" {', '.join(sorted(tensors))}"
             )
-        if tuple(carry[name].shape) != spec.shape:
+        if tuple(tensors[name].shape) != spec.shape:
             raise SpecMismatch(
-                f"{where}: {name!r} has the shape {tuple(carry[name].shape)}, but the model's specs say {spec.shape}"
+                f"{where}: {name!r} has the shape {tuple(tensors[name].shape)}, but the model's"
+                f" specs say {spec.shape}"
             )
 
 
-def ids_text(batch: Batch) -> str:
-    """A micro-batch's samples, for messages; all of them, for one will be looked for.
+def samples_text(batch: Batch) -> str:
+    """Ids of all samples of a micro-batch, for messages.
 
     >>> from types import SimpleNamespace
-    >>> ids_text(SimpleNamespace(sample_ids=("a", "b"))), ids_text(object())
+    >>> samples_text(SimpleNamespace(sample_ids=("a", "b"))), samples_text(object())
     ('samples a, b', 'samples unknown: the micro-batch has no sample_ids')
     """
     ids = getattr(batch, "sample_ids", None)

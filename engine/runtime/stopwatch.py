@@ -1,4 +1,4 @@
-"""When a rank's passes run: `Stopwatch`, and how far the clocks of a pipeline's ranks are apart."""
+"""Times of a rank's passes, and the offsets between the clocks of a pipeline's ranks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ import torch.distributed as dist
 
 from balance.types import IntArray
 from engine.runtime.communication.process_groups import ProcessGroups
-from engine.runtime.errors import peers
+from engine.runtime.errors import peer_errors
 
 ROUNDS = 10
-"""Questions to each rank for its time; that with the quickest answer counts."""
+"""Clock queries per rank; the one with the quickest answer counts."""
 
 
 class Stopwatch:
-    """Notes times on this rank's clock: on a GPU those at which it gets there, without waiting for
-    it.
-    """
+    """Records times on this rank's clock; on a GPU when the GPU gets there, without waiting."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -29,21 +27,20 @@ class Stopwatch:
             self._wait()
         self.begun_ns = time.perf_counter_ns()
         if self._events is not None:
-            self.note()  # at the beginning, from which events are counted
+            self.note()  # the beginning, from which events are counted
 
     def note(self) -> None:
-        """Note the time."""
+        """Record the time."""
         if self._events is None:
             self._times.append(time.perf_counter_ns() - self.begun_ns)
         else:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record(
-                torch.cuda.current_stream(self._device)
-            )  # which need not be the current device's
+            # self._device need not be the current device
+            event.record(torch.cuda.current_stream(self._device))
             self._events.append(event)
 
     def times_ns(self) -> IntArray:
-        """The times that were noted, from `begun_ns` on; waits for the GPU."""
+        """Recorded times since `begun_ns`; waits for the GPU."""
         if self._events is None:
             return np.array(self._times, np.int64)
         first, *others = self._events
@@ -51,18 +48,15 @@ class Stopwatch:
         return np.array([round(1e6 * first.elapsed_time(event)) for event in others], np.int64)
 
     def _wait(self) -> None:
-        """Until the GPU has done all passes so far; not for what NCCL has on its way, which may
-        wait for this rank.
-        """
+        """Wait for this GPU's passes, but not for NCCL, which may itself wait for this rank."""
         torch.cuda.current_stream(self._device).synchronize()
 
 
 def clock_offsets(groups: ProcessGroups, device: torch.device) -> IntArray:
-    """How far each rank's clock is ahead of the first one's, int64 ns, (ranks,). All ranks of a
-    pipeline call it.
+    """Offset of each rank's clock from the first rank's, int64 ns, (ranks,). All ranks call it.
 
-    The first rank asks each for its time; half-way between question and answer is when that was its
-    own. Off by less than half of what question and answer take, some 50 us on one machine.
+    The first rank asks each for its time, and takes it for half-way between question and answer.
+    The error is below half of a round trip, about 50 us on one machine.
     """
     offsets = torch.zeros(len(groups.ranks), dtype=torch.int64, device=device)
     for rank in range(1, len(groups.ranks)):
@@ -70,7 +64,7 @@ def clock_offsets(groups: ProcessGroups, device: torch.device) -> IntArray:
             offsets[rank] = _ask(groups, rank, device)
         elif groups.rank == rank:
             _answer(groups, device)
-    with peers(groups.ranks):
+    with peer_errors(groups.ranks):
         dist.all_reduce(offsets, group=groups.pipeline)
     return np.asarray(offsets.cpu().numpy())
 
@@ -79,7 +73,7 @@ def _ask(groups: ProcessGroups, rank: int, device: torch.device) -> int:
     found: list[tuple[int, int]] = []
     theirs = torch.zeros(1, dtype=torch.int64, device=device)
     for _ in range(ROUNDS):
-        with peers(groups.ranks, groups.ranks[rank]):
+        with peer_errors(groups.ranks, groups.ranks[rank]):
             asked = time.perf_counter_ns()
             dist.send(theirs, groups.ranks[rank], group=groups.pipeline)
             dist.recv(theirs, groups.ranks[rank], group=groups.pipeline)
@@ -91,8 +85,8 @@ def _ask(groups: ProcessGroups, rank: int, device: torch.device) -> int:
 def _answer(groups: ProcessGroups, device: torch.device) -> None:
     asked = torch.zeros(1, dtype=torch.int64, device=device)
     for _ in range(ROUNDS):
-        with peers(groups.ranks, groups.ranks[0]):
+        with peer_errors(groups.ranks, groups.ranks[0]):
             dist.recv(asked, groups.ranks[0], group=groups.pipeline)
-            int(asked)  # it is here
+            int(asked)  # waits until it has arrived
             answer = torch.tensor([time.perf_counter_ns()], device=device)
             dist.send(answer, groups.ranks[0], group=groups.pipeline)

@@ -1,1 +1,1 @@
-"""Training state, saved by all ranks and loaded on any other partition."""
+"""Training state that all ranks save and any other partition can load."""

@@ -1,9 +1,7 @@
-"""An optimizer's state by the names of parameters, which stay the same whoever holds them: for
-`saving`.
+"""An optimizer's state by parameter name, independent of the rank that holds the parameter.
 
-Two parts: tensors, such as Adam's moments, and options, such as learning rates. A parameter that is
-tied has several names and the same state under each, because its layers may come to different
-ranks.
+Two parts: tensors, such as Adam's moments, and options, such as learning rates. A tied parameter
+has several names and the same state under each, because its layers may move to different ranks.
 """
 
 from __future__ import annotations
@@ -18,24 +16,22 @@ from torch.optim import Optimizer
 from balance.errors import ConfigError
 
 Layers = Mapping[int, nn.Module]
-"""A rank's layers by their place in the model: `Pipeline.layers`."""
+"""A rank's layers by index in the model: `Pipeline.layers`."""
 Options = list[dict[str, Any]]
-"""Groups: the names of `parameters`, and the `values` of what the optimizer was told of them; plain
-JSON.
-"""
+"""Parameter groups in plain JSON: the names of `parameters` and the optimizer's `values`."""
 
 
 def parameters_of(layers: Layers) -> dict[str, nn.Parameter]:
-    """By name, `place.name in the layer`; one that is tied has several."""
+    """Parameters by name, `index.name in the layer`; a tied one has several."""
     return {
-        f"{place}.{name}": weight
-        for place, layer in layers.items()
+        f"{index}.{name}": weight
+        for index, layer in layers.items()
         for name, weight in layer.named_parameters(remove_duplicate=False)
     }
 
 
 def tensors_of(layers: Layers, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The state of each parameter, by `name.field`. ConfigError if it has anything but tensors."""
+    """State of each parameter by `name.field`. ConfigError if it has anything but tensors."""
     found: dict[str, Tensor] = {}
     for name, weight in parameters_of(layers).items():
         for field, value in optimizer.state.get(weight, {}).items():
@@ -49,9 +45,7 @@ def tensors_of(layers: Layers, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def options_of(layers: Layers, optimizer: Optimizer) -> Options:
-    """The optimizer's options, of this rank's parameters. ConfigError for an option that JSON
-    cannot hold.
-    """
+    """Options for this rank's parameters. ConfigError for an option that JSON cannot hold."""
     names: dict[int, list[str]] = {}
     for name, weight in parameters_of(layers).items():
         names.setdefault(id(weight), []).append(name)
@@ -67,10 +61,11 @@ def options_of(layers: Layers, optimizer: Optimizer) -> Options:
 
 
 def merge_options(ranks: Sequence[Options]) -> Options:
-    """The options of all ranks; groups with the same values become one.
+    """Options of all ranks; groups with equal values become one.
 
-    >>> one, other = {"parameters": ["0.w"], "values": {"lr": 0.1}}, {"parameters": ["1.w"], "values": {"lr": 0.1}}
-    >>> merge_options([[one], [other]])
+    >>> first = {"parameters": ["0.w"], "values": {"lr": 0.1}}
+    >>> second = {"parameters": ["1.w"], "values": {"lr": 0.1}}
+    >>> merge_options([[first], [second]])
     [{'parameters': ['0.w', '1.w'], 'values': {'lr': 0.1}}]
     """
     found: dict[str, tuple[Any, set[str]]] = {}
@@ -83,8 +78,7 @@ def merge_options(ranks: Sequence[Options]) -> Options:
 def load_into(
     optimizer: Optimizer, layers: Layers, tensors: Mapping[str, Tensor], options: Options
 ) -> None:
-    """Give an optimizer what `tensors_of` and `merge_options` gave. Parameters that have nothing
-    there begin anew.
+    """Restore `tensors_of` and `merge_options`. Parameters without saved state start from scratch.
 
     ConfigError if parameters of one group had different options.
     """

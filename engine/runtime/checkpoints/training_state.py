@@ -1,11 +1,11 @@
-"""Training state on disk, by layer: a run goes on with another partition, or with other numbers of
-stages and replicas.
+"""Training state on disk, by layer: `save_state` and `load_state`.
 
-Every tensor is named after the place of its layer in the model and its parameter, never after a
-rank or a stage: a rank reads what it holds, whoever wrote it. torch.distributed.checkpoint writes
-them; replicas share out what they all have. A state is a folder that gets its name when it is
-whole. So whenever a run is killed, the newest state can be used. What fails on one rank is raised
-on all, in one line: DataError, ConfigError; PeerLost if a rank has gone.
+Every tensor is named after its layer's index in the model and its parameter, never after a rank or
+a stage. So a run resumes with another partition, or other numbers of stages and replicas: each rank
+reads what it holds, whoever wrote it. torch.distributed.checkpoint writes the tensors; replicas
+divide the writing of equal ones between them. A state is a folder that gets its name when it is
+complete, so after a kill the newest state is usable. A failure on one rank is raised on all, in one
+line: DataError, ConfigError; PeerLost if a rank is lost.
 """
 
 from __future__ import annotations
@@ -41,19 +41,24 @@ from engine.runtime.checkpoints._state_folders import (
     PROGRESS_NAME,
     begin_state,
     cannot,
+    discard_state,
     finish_state,
-    give_up,
     newest_state,
     read_progress,
     reason_of,
     remove_older,
 )
-from engine.runtime.communication.collectives import everyone, from_first, gathered, together
+from engine.runtime.communication.collectives import (
+    gather_objects,
+    on_all_ranks,
+    on_first_rank,
+    world_errors,
+)
 
 __all__ = ["PROGRESS_NAME", "Progress", "load_state", "newest_state", "save_state"]
 
 _ROOT = "layers"
-"""All tensors stand below one key: torch wants those of the top level alike on all ranks."""
+"""Key above all tensors: torch wants equal top-level keys on all ranks."""
 _WEIGHT, _OPTIMIZER = "weight.", "optimizer."
 
 T = TypeVar("T")
@@ -61,12 +66,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a run has come."""
+    """Progress of a run."""
 
     step: int
     """Optimizer steps that are done."""
     loader: dict[str, Any]
-    """`StreamingLoader.state_dict()`: the same on all ranks, good for any number of them."""
+    """`StreamingLoader.state_dict()`: equal on all ranks, valid for any number of them."""
 
 
 def save_state(
@@ -74,57 +79,57 @@ def save_state(
 ) -> Path:
     """Save a new state, then remove all but the newest `kept`; -> its folder. All ranks call it.
 
-    Of replicas, which are alike, any one's tensors are taken. Learning rates and the like are saved
-    by parameter. `optimizer`: None on a rank where nothing is trained. On all ranks alike:
-    ConfigError if it keeps anything but tensors; DataError if the state cannot be written, and then
-    what was written of it is removed and the run may go on.
+    Options such as learning rates are saved by parameter. `optimizer`: None on a rank where nothing
+    is trained. On all ranks: ConfigError if it keeps anything but tensors; DataError if the state
+    cannot be written: its remains are removed, and the run may continue.
     """
-    tensors, options = together(lambda: _to_save(layers, optimizer))
-    ranks = gathered((sorted(layers), options))
-    unfinished = from_first(lambda: begin_state(folder, progress.step))
+    tensors, options = on_all_ranks(lambda: _to_save(layers, optimizer))
+    ranks = gather_objects((sorted(layers), options))
+    unfinished = on_first_rank(lambda: begin_state(folder, progress.step))
     content = {
         "step": progress.step,
         "loader": progress.loader,
-        "places": sorted({place for places, _ in ranks for place in places}),
+        "places": sorted({index for indices, _ in ranks for index in indices}),
         "options": merge_options([options for _, options in ranks]),
     }
     try:
-        with _torch_files(lambda error, rank: cannot(unfinished, "written", error, rank)) as alone:
+        with _torch_errors(lambda error, rank: cannot(unfinished, "written", error, rank)) as alone:
             save({_ROOT: tensors}, checkpoint_id=unfinished, no_dist=alone)
-        target = from_first(lambda: finish_state(unfinished, progress.step, content))
-    except DataError:  # on all ranks alike
-        from_first(lambda: give_up(unfinished))
+        target = on_first_rank(lambda: finish_state(unfinished, progress.step, content))
+    except DataError:  # raised on all ranks
+        on_first_rank(lambda: discard_state(unfinished))
         raise
-    from_first(lambda: remove_older(folder, kept))
+    on_first_rank(lambda: remove_older(folder, kept))
     return target
 
 
 def load_state(folder: Path, layers: Layers, optimizer: Optimizer | None) -> Progress | None:
-    """Load the newest state into layers and optimizer; None, and nothing changes, if there is none.
-    All ranks call it.
+    """Load the newest state into layers and optimizer; None if there is none. All ranks call it.
 
-    What was not trained before begins with an optimizer state of its own. On all ranks alike:
-    ConfigError if it is of another model, and then nothing has changed; DataError if its files are
-    damaged, and then layers may hold anything.
+    Parameters that were not trained before start with a fresh optimizer state. On all ranks:
+    ConfigError if the state is of another model, and nothing has changed; DataError if its files
+    are damaged, and layers may then hold anything.
     """
-    newest = from_first(lambda: newest_state(folder))
+    newest = on_first_rank(lambda: newest_state(folder))
     if newest is None:
         return None
-    content = together(lambda: read_progress(newest))
-    found = sorted({place for places in gathered(sorted(layers)) for place in places})
+    content = on_all_ranks(lambda: read_progress(newest))
+    found = sorted({index for indices in gather_objects(sorted(layers)) for index in indices})
     if found != content["places"]:
         raise ConfigError(
-            f"{newest} has {len(content['places'])} layers, the model {len(found)}: give the same model"
+            f"{newest} has {len(content['places'])} layers, the model {len(found)}:"
+            " give the same model"
         )
-    tensors = together(lambda: _to_load(newest, layers, optimizer))
-    with _torch_files(lambda error, rank: _damaged(newest, error, rank)) as alone:
+    tensors = on_all_ranks(lambda: _to_load(newest, layers, optimizer))
+    with _torch_errors(lambda error, rank: _damaged(newest, error, rank)) as alone:
         load({_ROOT: tensors}, checkpoint_id=newest, no_dist=alone)
-    together(lambda: _into(optimizer, layers, _below(_OPTIMIZER, tensors), content["options"]))
+    moments = _with_prefix(_OPTIMIZER, tensors)
+    on_all_ranks(lambda: _restore(optimizer, layers, moments, content["options"]))
     return Progress(step=content["step"], loader=content["loader"])
 
 
 def _to_save(layers: Layers, optimizer: Optimizer | None) -> tuple[dict[str, Tensor], Options]:
-    """This rank's tensors, by the names under which they are saved, and its optimizer's options."""
+    """This rank's tensors by saved name, and its optimizer's options."""
     tensors = {f"{_WEIGHT}{name}": value for name, value in _weights(layers).items()}
     if optimizer is None:
         return tensors, []
@@ -135,19 +140,18 @@ def _to_save(layers: Layers, optimizer: Optimizer | None) -> tuple[dict[str, Ten
 
 
 def _to_load(state: Path, layers: Layers, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """Where this rank's tensors of a state are to be read to: the layers' own memory, and new one
-    for the optimizer's.
+    """Tensors to read a state into: the layers' own memory, and new tensors for the optimizer.
 
-    DataError if what the state says of itself is damaged, ConfigError if it is of another model.
+    DataError if the state's metadata is damaged, ConfigError if it is of another model.
     """
     saved = _saved(state)
     weights = _weights(layers)
     _check(weights, saved, state)
     own = parameters_of(layers) if optimizer is not None else {}
-    # where the optimizer wants them, it moves them to itself
+    # the optimizer itself moves them to the right device
     moments = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in _below(_OPTIMIZER, saved).items()
+        for name, entry in _with_prefix(_OPTIMIZER, saved).items()
         if name.rpartition(".")[0] in own
     }
     tensors = {f"{_WEIGHT}{name}": value for name, value in weights.items()}
@@ -157,21 +161,21 @@ def _to_load(state: Path, layers: Layers, optimizer: Optimizer | None) -> dict[s
 def _weights(layers: Layers) -> dict[str, Tensor]:
     """Parameters and buffers by name: the layers' own memory."""
     found: dict[str, Tensor] = {}
-    for place, layer in layers.items():
+    for index, layer in layers.items():
         for name, value in layer.state_dict().items():
             if not isinstance(value, Tensor):
                 raise ConfigError(
-                    f"layer {place} keeps {name}, a {type(value).__name__}; only tensors are saved"
+                    f"layer {index} keeps {name}, a {type(value).__name__}; only tensors are saved"
                 )
-            found[f"{place}.{name}"] = value
+            found[f"{index}.{name}"] = value
     return found
 
 
 def _saved(state: Path) -> dict[str, TensorStorageMetadata]:
-    """What a state holds, by name. DataError if that cannot be read."""
+    """Metadata of a state's tensors by name. DataError if it cannot be read."""
     try:
         found = FileSystemReader(state).read_metadata().state_dict_metadata.items()
-    except Exception as error:  # a damaged pickle raises whatever it comes upon
+    except Exception as error:  # a damaged pickle may raise anything
         raise _damaged(state, error, dist.get_rank() if dist.is_initialized() else 0) from error
     return {
         key.removeprefix(f"{_ROOT}."): entry
@@ -180,15 +184,15 @@ def _saved(state: Path) -> dict[str, TensorStorageMetadata]:
     }
 
 
-def _into(
+def _restore(
     optimizer: Optimizer | None, layers: Layers, moments: Mapping[str, Tensor], options: Options
 ) -> None:
     if optimizer is not None:
         load_into(optimizer, layers, moments, options)
 
 
-def _below(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
-    """What has a prefix, by its name without it."""
+def _with_prefix(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
+    """Entries with a prefix, by name without it."""
     return {
         key.removeprefix(prefix): value for key, value in named.items() if key.startswith(prefix)
     }
@@ -197,35 +201,35 @@ def _below(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
 def _check(
     weights: Mapping[str, Tensor], saved: Mapping[str, TensorStorageMetadata], where: Path
 ) -> None:
-    """ConfigError unless all of the weights were saved, in the same shapes."""
+    """ConfigError unless all weights were saved, with the same shapes."""
     for name, weight in weights.items():
         entry = saved.get(f"{_WEIGHT}{name}")
         if entry is None or entry.size != weight.shape:
             has = "does not have it" if entry is None else f"has it as {tuple(entry.size)}"
             raise ConfigError(
-                f"weight {name} of shape {tuple(weight.shape)}: {where} {has}; give the model it is of"
+                f"weight {name} of shape {tuple(weight.shape)}: {where} {has}; give the same model"
             )
 
 
 def _damaged(state: Path, error: Exception, rank: int) -> DataError:
     return DataError(
-        f"{state} cannot be read: {reason_of(error)} (rank {rank}); remove it to use the state before it"
+        f"{state} cannot be read: {reason_of(error)} (rank {rank});"
+        " remove it to use the state before it"
     )
 
 
 @contextmanager
-def _torch_files(told: Callable[[Exception, int], DataError]) -> Iterator[bool]:
-    """While torch reads or writes a state; -> whether this process has no others, of which torch
-    would warn.
+def _torch_errors(describe: Callable[[Exception, int], DataError]) -> Iterator[bool]:
+    """Turn torch's errors of reading or writing a state into `describe(error, rank)`, on all ranks.
 
-    What fails on any rank, torch raises on all; `told` makes an error of it and its rank.
+    Yields whether this is the only process, of which torch would warn.
     """
-    with warnings.catch_warnings(), everyone():
+    with warnings.catch_warnings(), world_errors():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             yield not dist.is_initialized()
-        except CheckpointException as error:  # no Exception, but a BaseException
+        except CheckpointException as error:  # a BaseException, but no Exception
             rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
             if not isinstance(cause, Exception):
-                raise cause from None  # somebody interrupts it
-            raise told(cause, rank) from cause
+                raise cause from None  # an interrupt
+            raise describe(cause, rank) from cause

@@ -1,8 +1,7 @@
-"""Whether the ranks of a pipeline were given the same step: each has its own loader, and only
-tensors travel.
+"""Check that all ranks of a pipeline were given the same step.
 
-Two loaders that disagree are otherwise found out by a message of another size, which ends a process
-without a word, or by nothing at all.
+Each rank has its own loader, and only tensors are sent. Loaders that disagree would otherwise show
+as a message of another size, which ends a process without a word, or not at all.
 """
 
 from __future__ import annotations
@@ -15,30 +14,31 @@ import torch.distributed as dist
 
 from balance.errors import ConfigError
 from engine.runtime.communication.process_groups import ProcessGroups
-from engine.runtime.errors import peers
+from engine.runtime.errors import peer_errors
 from engine.runtime.stage_io import Batch, TensorSpecs
 from engine.simulator.schedule import Schedule
 
 
-def check_agreement(
-    groups: ProcessGroups, told: Sequence[tuple[str, bytes]], device: torch.device
+def check_consistent(
+    groups: ProcessGroups, parts: Sequence[tuple[str, bytes]], device: torch.device
 ) -> None:
-    """ConfigError on all ranks of a pipeline, if what each tells differs; (its name, what it is).
-    One small message.
+    """ConfigError on all ranks of a pipeline if any part, (name, content), differs between them.
+
+    Costs one small message.
     """
-    marks = [int.from_bytes(blake2b(value, digest_size=7).digest(), "little") for _, value in told]
-    # the least and the greatest in one go
-    both = torch.tensor([*marks, *(-mark for mark in marks)], dtype=torch.int64, device=device)
-    with peers(groups.ranks):
+    hashes = [int.from_bytes(blake2b(value, digest_size=7).digest(), "little") for _, value in parts]
+    # maximum and negated minimum in one message
+    both = torch.tensor([*hashes, *(-value for value in hashes)], dtype=torch.int64, device=device)
+    with peer_errors(groups.ranks):
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=groups.pipeline)
-    most, least = both[: len(marks)].tolist(), (-both[len(marks) :]).tolist()
+    most, least = both[: len(hashes)].tolist(), (-both[len(hashes) :]).tolist()
     differing = [
-        name for (name, _), high, low in zip(told, most, least, strict=True) if high != low
+        name for (name, _), high, low in zip(parts, most, least, strict=True) if high != low
     ]
     if differing:
         raise ConfigError(
-            f"the ranks {list(groups.ranks)} of a pipeline were given different {', '.join(differing)}; each must be "
-            "given the same"
+            f"the ranks {list(groups.ranks)} of a pipeline were given different"
+            f" {', '.join(differing)}; give each the same"
         )
 
 
@@ -49,18 +49,16 @@ def describe_step(
     cuts: Sequence[int],
     specs: TensorSpecs,
 ) -> list[tuple[str, bytes]]:
-    """What must be the same on all ranks; of micro-batches their number, ids, and the shapes at the
-    cuts.
+    """Parts of a step that must be equal on all ranks, for `check_consistent`.
+
+    Micro-batches are described by their number, sample ids and shapes at the cuts.
     """
     shapes = [
         [
             getattr(batch, "sample_ids", None),
             *(
-                [
-                    (name, spec.shape, str(spec.dtype))
-                    for name, spec in sorted(specs(cut, batch).items())
-                ]
-                for cut in cuts
+                [(name, spec.shape, str(spec.dtype)) for name, spec in sorted(crossing.items())]
+                for crossing in (specs(cut, batch) for cut in cuts)
             ),
         ]
         for batch in batches

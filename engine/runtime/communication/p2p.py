@@ -1,40 +1,42 @@
-"""Tensors between ranks: `P2PQueue` sends and receives them in an order that both sides know
-beforehand.
+"""Point-to-point messages of a step, in an order that both sides know beforehand: `P2PQueue`.
 
-What goes from one rank to another is a list that follows from the schedule alone: the sender's
-operations in order, and who waits for them. Receives are posted in that order, so nothing needs a
-tag, which NCCL would ignore. Each direction of each pair of ranks has a communicator of its own:
-then sends in opposite directions cannot wait for each other, and no order of operations can
-deadlock that the simulator runs to its end. A send never stops the sender.
+The messages from one rank to another follow from the schedule alone: the sender's operations in
+order, and who waits for them. Receives are posted in that order, so no tags are needed, which NCCL
+would ignore. Each direction of each pair of ranks has its own communicator: sends in opposite
+directions cannot wait for each other, and whatever the simulator can run does not deadlock. A send
+never blocks the sender.
 
-What was sent must stay in memory until it has arrived. NCCL tells; gloo does not before one waits
-for it, but an answer tells: who makes a result has taken up all that its operations until then
-waited for. So with gloo a rank holds no more than its schedule has under way, and what goes where
-nothing comes back from, frozen stages' outputs, to the step's end.
+A sent tensor must stay in memory until it has arrived. NCCL says when. Gloo does not, but an answer
+does: a rank that sends a result has received everything its operations before needed. So with gloo
+a rank holds no more than its schedule has in flight; outputs of frozen stages, for which no answer
+comes, stay until the end of the step.
+
+Running out of memory leaves the queue usable: every message has been sent, received, or not begun.
+Preparing a send for this costs about 7 us.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.runtime.communication.p2p_schedule import Message, messages_of
+from engine.runtime.communication.p2p_schedule import Message
 from engine.runtime.communication.process_groups import Pair, ProcessGroups
-from engine.runtime.errors import PeerLost, peers
+from engine.runtime.errors import peer_errors
+from engine.runtime.oom_recovery import OUT_OF_MEMORY
 from engine.runtime.stage_io import StageTensors, TensorSpec
-
-__all__ = ["Message", "P2PQueue", "PeerLost", "messages_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A tensor on its way."""
+    """A tensor in flight."""
 
     message: Message
     receiver: int
@@ -44,14 +46,14 @@ class _Sent:
 
 @dataclass(slots=True)
 class _Inbox:
-    """What comes from one other rank."""
+    """Messages from one other rank."""
 
     waiting: deque[Message]
-    arrived: dict[Message, tuple[StageTensors, list[dist.Work]]] = field(default_factory=dict)
+    posted: dict[Message, tuple[StageTensors, list[dist.Work]]] = field(default_factory=dict)
 
 
 class P2PQueue:
-    """One rank's sends and receives of one step."""
+    """Sends and receives of one rank in one step."""
 
     def __init__(
         self,
@@ -60,58 +62,74 @@ class P2PQueue:
         specs: Callable[[Message], Mapping[str, TensorSpec]],
         device: torch.device,
     ) -> None:
-        """`specs` says what a message holds; only tensors that are not empty travel."""
+        """`specs` gives the tensors of a message; empty ones are not sent."""
         self._groups, self._specs, self._device = groups, specs, device
         self._inboxes = {
             pair[0]: _Inbox(deque(own)) for pair, own in messages.items() if pair[1] == groups.rank
         }
         self._sent: list[_Sent] = []
-        # NCCL receives with a kernel that turns until something comes: it takes part of the GPU
-        # from passes, and what waits for the whole GPU meanwhile (memory given back, a kernel
-        # loaded) would do so for ever, if this rank itself must send something first
+        self._zeros: Tensor | None = None
+        # NCCL receives with a kernel that spins until data comes. It takes part of the GPU from the
+        # passes. Whatever waits for the whole GPU meanwhile (freeing memory, loading a kernel)
+        # would hang if this rank itself had to send first. So on a GPU nothing is posted early.
         self._on_gpu = device.type == "cuda"
         if not self._on_gpu:
             for sender in self._inboxes:
-                self._post(sender)
+                self._post_early(sender)
 
-    def send(self, message: Message, receiver: int, carry: Mapping[str, Tensor]) -> None:
-        """Send a message's tensors, which are as their specs say; they are kept until they have
-        arrived.
+    def send(self, message: Message, receiver: int, tensors: Mapping[str, Tensor]) -> None:
+        """Send a message's tensors, which match their specs; they are kept until they have arrived.
+
+        Raises one of OUT_OF_MEMORY before any tensor is in flight.
         """
         group = self._groups.links[self._groups.rank, receiver]
-        self._let_go(lambda _: False)
-        for name, spec in sorted(self._specs(message).items()):
-            if not spec.is_empty:
-                tensor = carry[name].detach().to(spec.dtype).contiguous()
-                work = self._begin(dist.isend, tensor, receiver, group)
-                self._sent.append(_Sent(message, receiver, tensor, work))
+        ready = {
+            name: tensors[name].detach().to(spec.dtype).contiguous()
+            for name, spec in sorted(self._specs(message).items())
+            if not spec.is_empty
+        }
+        self._release(lambda _: False)
+        for tensor in ready.values():
+            work = self._begin(dist.isend, tensor, receiver, group)
+            self._sent.append(_Sent(message, receiver, tensor, work))
+
+    def send_zeros(self, message: Message, receiver: int) -> None:
+        """Send zeros in place of a message: views of one block, because memory is short."""
+        specs = self._specs(message)
+        zeros = {name: self._zeros_of(spec) for name, spec in specs.items() if not spec.is_empty}
+        self.send(message, receiver, zeros)
 
     def receive(self, message: Message, sender: int) -> StageTensors:
-        """A message's tensors, when they are there."""
+        """Tensors of a message, once they are there.
+
+        After one of OUT_OF_MEMORY, the message can still be received.
+        """
         inbox = self._inboxes[sender]
-        while message not in inbox.arrived:
+        while message not in inbox.posted:
             self._post(sender)
-        carry, works = inbox.arrived.pop(message)
+        tensors, works = inbox.posted.pop(message)
         for work in works:
             self._wait(work, sender)
-        self._let_go(lambda sent: sent.receiver == sender and sent.message.target <= message.source)
+        self._release(
+            lambda sent: sent.receiver == sender and sent.message.target <= message.source
+        )
         if not self._on_gpu:
-            self._post(sender)  # the next one may come while this one is worked on
-        return carry
+            self._post_early(sender)  # the next one may arrive while this one is worked on
+        return tensors
+
+    def drop(self, message: Message, sender: int) -> None:
+        """Receive a message that nobody needs, unless it has been received."""
+        inbox = self._inboxes[sender]
+        if message in inbox.posted or message in inbox.waiting:
+            self.receive(message, sender)
 
     def finish(self) -> None:
-        """Wait until all that was sent has arrived."""
-        self._let_go(lambda _: True)
+        """Wait until everything that was sent has arrived, and hold nothing any more."""
+        self._release(lambda _: True)
+        self._zeros = None
 
-    @property
-    def num_under_way(self) -> int:
-        """Tensors that were sent and may not have arrived."""
-        return len(self._sent)
-
-    def _let_go(self, has_arrived: Callable[[_Sent], bool]) -> None:
-        """Keep what was sent no longer where it has arrived, as `has_arrived` knows or NCCL
-        says.
-        """
+    def _release(self, has_arrived: Callable[[_Sent], bool]) -> None:
+        """Release sent tensors that have arrived, as `has_arrived` or NCCL says."""
         kept = []
         for sent in self._sent:
             if has_arrived(sent):
@@ -120,20 +138,36 @@ class P2PQueue:
                 kept.append(sent)
         self._sent = kept
 
+    def _post_early(self, sender: int) -> None:
+        """Post the next receive; without memory for it, it is posted when it is needed."""
+        with suppress(*OUT_OF_MEMORY):
+            self._post(sender)
+
     def _post(self, sender: int) -> None:
-        """Begin to receive the next message of a rank."""
+        """Post the next receive, or raise one of OUT_OF_MEMORY before it begins."""
         inbox = self._inboxes[sender]
         if not inbox.waiting:
             return
-        message = inbox.waiting.popleft()
+        message = inbox.waiting[0]
+        specs = dict(sorted(self._specs(message).items()))
+        tensors = {
+            name: torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+            for name, spec in specs.items()
+        }
         group = self._groups.links[sender, self._groups.rank]
-        carry: StageTensors = {}
-        works = []
-        for name, spec in sorted(self._specs(message).items()):
-            carry[name] = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
-            if not spec.is_empty:
-                works.append(self._begin(dist.irecv, carry[name], sender, group))
-        inbox.arrived[message] = carry, works
+        works = [
+            self._begin(dist.irecv, tensors[name], sender, group)
+            for name, spec in specs.items()
+            if not spec.is_empty
+        ]
+        inbox.waiting.popleft()
+        inbox.posted[message] = tensors, works
+
+    def _zeros_of(self, spec: TensorSpec) -> Tensor:
+        size = math.prod(spec.shape) * spec.dtype.itemsize
+        if self._zeros is None or len(self._zeros) < size:
+            self._zeros = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        return self._zeros[:size].view(spec.dtype).view(spec.shape)
 
     def _begin(
         self,
@@ -142,14 +176,14 @@ class P2PQueue:
         other: int,
         group: dist.ProcessGroup,
     ) -> dist.Work:
-        with self._peer(other):
+        with self._peer_errors(other):
             work = operation(tensor, self._groups.ranks[other], group=group)
-        assert work is not None  # this process is of the group
+        assert work is not None  # this process belongs to the group
         return work
 
     def _wait(self, work: dist.Work, other: int) -> None:
-        with self._peer(other):
+        with self._peer_errors(other):
             work.wait()
 
-    def _peer(self, other: int) -> AbstractContextManager[None]:
-        return peers(self._groups.ranks, self._groups.ranks[other])
+    def _peer_errors(self, other: int) -> AbstractContextManager[None]:
+        return peer_errors(self._groups.ranks, self._groups.ranks[other])

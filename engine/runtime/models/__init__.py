@@ -1,3 +1,1 @@
-"""Models of transformers as lists of layers that a pipeline can cut anywhere, with their weights in
-and out.
-"""
+"""Models of transformers as layer stacks that a pipeline can cut anywhere."""

@@ -1,11 +1,10 @@
-"""Causal attention inside the samples of a packed micro-batch, in the attention modules of
-transformers.
+"""Causal attention within the samples of a packed micro-batch, in transformers' attention modules.
 
-For the language layers of `engine.runtime.models.transformers_models`. With flash attention the
-borders go straight to its kernel. With anything else transformers would build one mask over the
-whole micro-batch and compute all of its square; here each sample is computed alone, so time and
-memory follow the sum of the samples' squares, which is what the planner counts. The model's own
-setting is put back after each call: it runs as before outside the pipeline.
+With flash attention the sample borders go straight to its kernel. With anything else transformers
+would build one mask over the whole micro-batch and compute all of its square. Here each sample is
+computed alone, so time and memory follow the sum of the samples' squared lengths, which is what the
+planner counts. The model's own setting is restored after each call, so outside the pipeline it runs
+as before.
 """
 
 from __future__ import annotations
@@ -23,18 +22,15 @@ from torch.nn import functional
 from balance.errors import ConfigError
 
 NAME = "isobatch_samples"
-"""Under which transformers' table of attention functions has ours."""
+"""Name of our function in transformers' table of attention functions."""
 
 
 @contextmanager
-def attention_inside_samples(
-    attention: Any, borders: Tensor, hidden: Tensor
-) -> Iterator[dict[str, Any]]:
-    """While it lasts, `attention` keeps samples apart if its layer is given the arguments that this
-    yields.
+def packed_attention(attention: Any, borders: Tensor, hidden: Tensor) -> Iterator[dict[str, Any]]:
+    """Make `attention` separate the samples; yields the arguments that its layer must be given.
 
-    `borders`: int64, (samples + 1,), on the CPU, so that nothing waits for the GPU; `hidden`: what
-    the layer takes. ConfigError for flash attention in float32, which its kernels do not know.
+    `borders`: int64, (samples + 1,), on the CPU, so that nothing waits for the GPU; `hidden`: the
+    layer's input. ConfigError for flash attention in float32, which its kernels do not support.
     """
     config = attention.config
     before = config._attn_implementation
@@ -47,7 +43,7 @@ def attention_inside_samples(
         raise ConfigError(
             f"{type(attention).__name__} has no table of attention functions; set flash_attention_2"
         )
-    table[NAME] = attend_inside_samples
+    table[NAME] = sample_attention
     config._attn_implementation = NAME
     try:
         yield {"sample_borders": borders}
@@ -56,13 +52,13 @@ def attention_inside_samples(
 
 
 def _check_precision(implementation: str, hidden: Tensor) -> None:
-    is_half = hidden.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(
-        hidden.device.type
-    )
+    is_half = hidden.dtype in (torch.bfloat16, torch.float16)
+    is_half = is_half or torch.is_autocast_enabled(hidden.device.type)
     if implementation.startswith("flash_attention") and not is_half:
         raise ConfigError(
-            f"{implementation} computes in bfloat16 only, but the tokens are {hidden.dtype}; give PipelineOptions("
-            "autocast=torch.bfloat16), or load the model with attn_implementation='sdpa'"
+            f"{implementation} computes in bfloat16 only, but the tokens are {hidden.dtype}; give"
+            " PipelineOptions(autocast=torch.bfloat16), or load the model with"
+            " attn_implementation='sdpa'"
         )
 
 
@@ -76,7 +72,7 @@ def _flash_arguments(borders: Tensor, device: torch.device) -> dict[str, Any]:
     }
 
 
-def attend_inside_samples(  # noqa: PLR0913 - the arguments are transformers'
+def sample_attention(  # noqa: PLR0913 - the arguments are transformers'
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -91,25 +87,22 @@ def attend_inside_samples(  # noqa: PLR0913 - the arguments are transformers'
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention, sample by sample: (1, heads, tokens, width) each -> (1, tokens, heads,
-    width).
+    """Causal attention per sample: (1, heads, tokens, width) each -> (1, tokens, heads, width).
 
-    `key` and `value` may have fewer heads. A token sees the last `sliding_window` ones at most,
+    `key` and `value` may have fewer heads. A token sees at most the last `sliding_window` tokens,
     itself included.
     """
     if attention_mask is not None or softcap is not None or s_aux is not None:
         raise ConfigError(
             f"{type(module).__name__} needs a mask, a cap or sinks; set flash_attention_2"
         )
-    parts = []
+    outputs = []
     for start, end in pairwise(sample_borders.tolist()):
         mask = None
         if sliding_window is not None and end - start > sliding_window:
-            seen = torch.ones(
-                end - start, end - start, dtype=torch.bool, device=query.device
-            ).tril()
-            mask = seen.triu(1 - sliding_window)
-        parts.append(
+            causal = torch.ones(end - start, end - start, dtype=torch.bool, device=query.device)
+            mask = causal.tril().triu(1 - sliding_window)
+        outputs.append(
             functional.scaled_dot_product_attention(
                 query[:, :, start:end],
                 key[:, :, start:end],
@@ -121,4 +114,4 @@ def attend_inside_samples(  # noqa: PLR0913 - the arguments are transformers'
                 enable_gqa=query.shape[1] != key.shape[1],
             )
         )
-    return torch.cat(parts, dim=2).transpose(1, 2), None
+    return torch.cat(outputs, dim=2).transpose(1, 2), None

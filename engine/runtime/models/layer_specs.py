@@ -1,10 +1,9 @@
-"""Layers that know what they give: `CutLayer`, and the shapes that cross the cuts of a
-vision-language model.
+"""Layers that know the specs of their output: `SpecLayer`, and the specs of vision-language models.
 
-For the layers of transformers' models (`engine.runtime.models.transformers_models`). A shape is a
-function of the micro-batch alone and holds no layer: a rank that drops the layers of other ranks
-still knows what will come from them. Nor does it need the pixels: ranks behind the first stage
-leave images undecoded (the loader's `decode_images=False`).
+For the layers of transformers' models (`engine.runtime.models.transformers_models`). A spec depends
+on the micro-batch alone and holds no layer: a rank that drops other ranks' layers still knows what
+they will send. It needs no pixels: ranks after the first leave images undecoded (the loader's
+`decode_images=False`).
 """
 
 from __future__ import annotations
@@ -17,52 +16,49 @@ from torch import Tensor, nn
 from engine.runtime.stage_io import Batch, TensorSpec
 
 FEATURES, HIDDEN = "features", "hidden"
-"""What crosses cuts: before the token embedding, and behind it."""
+"""Tensors that cross cuts: before the token embedding, and after it."""
 
-Gives = Callable[[Batch], Mapping[str, TensorSpec]]
-"""What crosses the cut behind a layer, for one micro-batch."""
+OutputSpecs = Callable[[Batch], Mapping[str, TensorSpec]]
+"""Specs of a layer's output for one micro-batch."""
 
 
-class CutLayer(nn.Module):
-    """A layer `(carry, batch) -> carry` with what it gives."""
+class SpecLayer(nn.Module):
+    """A layer `(tensors, batch) -> tensors` with the specs of its output."""
 
-    def __init__(self, gives: Gives) -> None:
+    def __init__(self, output_specs: OutputSpecs) -> None:
         super().__init__()
-        self.gives = gives
+        self.output_specs = output_specs
 
-    def no_features(self, batch: Batch, beside: Tensor) -> Tensor:
-        """What a micro-batch without images has for features, on the device of `beside`."""
-        spec = self.gives(batch)[FEATURES]
-        return torch.zeros(spec.shape, dtype=spec.dtype, device=beside.device)
+    def no_features(self, batch: Batch, like: Tensor) -> Tensor:
+        """Empty features for a micro-batch without images, on the device of `like`."""
+        spec = self.output_specs(batch)[FEATURES]
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=like.device)
 
 
-def gives_hidden(width: int, dtype: torch.dtype) -> Gives:
+def hidden_specs(width: int, dtype: torch.dtype) -> OutputSpecs:
     """`hidden`: (1, tokens, width)."""
     return lambda batch: {HIDDEN: TensorSpec(shape=(1, len(batch.input_ids), width), dtype=dtype)}
 
 
-def gives_patches(tokens: int, width: int, dtype: torch.dtype) -> Gives:
+def patch_specs(tokens: int, width: int, dtype: torch.dtype) -> OutputSpecs:
     """`features` of patches of one size: (patches, tokens, width)."""
     return lambda batch: {
         FEATURES: TensorSpec(shape=(pixel_rows(batch), tokens, width), dtype=dtype)
     }
 
 
-def gives_rows(of_pixels: Callable[[int], int], width: int, dtype: torch.dtype) -> Gives:
-    """`features`: (rows, width), so many rows as `of_pixels` makes of those of `pixel_values`."""
+def row_specs(num_rows: Callable[[int], int], width: int, dtype: torch.dtype) -> OutputSpecs:
+    """`features`: (rows, width); `num_rows` maps the rows of `pixel_values` to that number."""
     return lambda batch: {
-        FEATURES: TensorSpec(shape=(of_pixels(pixel_rows(batch)), width), dtype=dtype)
+        FEATURES: TensorSpec(shape=(num_rows(pixel_rows(batch)), width), dtype=dtype)
     }
 
 
 def pixel_rows(batch: Batch) -> int:
-    """Rows that `pixel_values` has where images are decoded: patches, or ViT tokens at native
-    resolution.
-    """
+    """Rows of `pixel_values` once decoded: patches, or ViT tokens at native resolution."""
     rows = len(batch.pixel_values)
     if rows or not len(batch.patches_per_image):  # no need to wait for a GPU
         return rows
-    counts = (
-        batch.patches_per_image if batch.image_grid_thw is None else batch.image_grid_thw.prod(1)
-    )
-    return int(counts.sum())
+    if batch.image_grid_thw is None:
+        return int(batch.patches_per_image.sum())
+    return int(batch.image_grid_thw.prod(1).sum())

@@ -1,9 +1,7 @@
-"""A preset with the sizes of a model of transformers: so that costs, profiles and plans are of the
-model that trains.
+"""A model preset with the sizes of a transformers model: `preset_from_model`.
 
-For models of `engine.runtime.models.transformers_models.from_transformers`. `layers_of` such a
-preset lists the model's layers one by one, so it says what planning calls each of them, and which
-part of the model it belongs to.
+So costs, profiles and plans are of the model that trains. `layers_of` such a preset lists the
+model's layers one by one: what planning calls each of them, and which part it belongs to.
 """
 
 from __future__ import annotations
@@ -14,21 +12,21 @@ from typing import Any
 
 from balance.presets import FixedRule, LlmShape, ModelPreset, TilesRule, VitShape
 from engine.runtime.models.qwen2_vl_layers import NativeVisionLayer
-from engine.runtime.models.vision_layers import VisionLayer
+from engine.runtime.models.vision_layers import VisionLayer, as_pair
 from engine.runtime.stage_io import LayerStack
 
 
-def own_preset(model: Any, layered: LayerStack, preset: ModelPreset) -> ModelPreset:
-    """`preset`, that of a build, with the sizes of a model; `layered` are the model's layers.
+def preset_from_model(model: Any, stack: LayerStack, preset: ModelPreset) -> ModelPreset:
+    """`preset`, the build's, with the sizes of a model whose layers are `stack`.
 
-    Vision layers that nothing looks at are none: LLaVA-1.5 has 23 then, not 24. Name and
-    description become the model's own.
+    Only vision layers whose output is used count: LLaVA-1.5 has 23, not 24. Name and description
+    become the model's.
     """
     config, vision = model.config, preset.vision
-    num_layers = sum(isinstance(layer, VisionLayer | NativeVisionLayer) for layer in layered.layers)
+    num_layers = sum(isinstance(layer, VisionLayer | NativeVisionLayer) for layer in stack.layers)
     vit = replace(_VITS[config.model_type](config), num_layers=num_layers)
     if isinstance(vision, FixedRule | TilesRule):
-        vision = replace(vision, vit_tokens_per_patch=_patch_tokens(config))
+        vision = replace(vision, vit_tokens_per_patch=_patch_tokens(config.vision_config))
     return replace(
         preset,
         name=config.model_type,
@@ -41,7 +39,7 @@ def own_preset(model: Any, layered: LayerStack, preset: ModelPreset) -> ModelPre
 
 
 def _llm_shape(text: Any) -> LlmShape:
-    """Of one of `TEXT_MODELS`, whose feed-forward parts are all gated."""
+    """Sizes of one of `TEXT_MODELS`, all of which have gated feed-forward parts."""
     return LlmShape(
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
@@ -56,20 +54,15 @@ def _llm_shape(text: Any) -> LlmShape:
 
 def _llava_vit(config: Any) -> VitShape:
     vision, width = config.vision_config, config.text_config.hidden_size
-    return _vit_shape(
-        vision,
-        vision.num_channels * vision.patch_size**2,
-        projector=(vision.hidden_size, width, width),
-    )
+    patch_values = vision.num_channels * vision.patch_size**2
+    return _vit_shape(vision, patch_values, (vision.hidden_size, width, width))
 
 
 def _internvl_vit(config: Any) -> VitShape:
     vision, width = config.vision_config, config.text_config.hidden_size
-    height, across = _pair(vision.patch_size)
+    height, across = as_pair(vision.patch_size)
     merged = vision.hidden_size * round(1 / config.downsample_ratio) ** 2
-    shape = _vit_shape(
-        vision, vision.num_channels * height * across, projector=(merged, width, width)
-    )
+    shape = _vit_shape(vision, vision.num_channels * height * across, (merged, width, width))
     return replace(shape, query_key_norm=bool(vision.use_qk_norm), layer_scale=True)
 
 
@@ -97,7 +90,7 @@ _VITS: dict[str, Callable[[Any], VitShape]] = {
 
 
 def _vit_shape(vision: Any, patch_values: int, projector: tuple[int, ...]) -> VitShape:
-    """Of an encoder that names its sizes as CLIP does."""
+    """Sizes of an encoder whose config names them as CLIP's does."""
     return VitShape(
         num_layers=vision.num_hidden_layers,
         hidden_size=vision.hidden_size,
@@ -111,13 +104,8 @@ def _vit_shape(vision: Any, patch_values: int, projector: tuple[int, ...]) -> Vi
     )
 
 
-def _patch_tokens(config: Any) -> int:
-    """Tokens of the vision encoder for one patch, the class token included; SigLIP has none."""
-    vision = config.vision_config
-    (height, across), square = _pair(vision.image_size), _pair(vision.patch_size)
+def _patch_tokens(vision: Any) -> int:
+    """Vision-encoder tokens of one patch, the class token included; SigLIP has none."""
+    (height, across), patch = as_pair(vision.image_size), as_pair(vision.patch_size)
     has_class_token = vision.model_type != "siglip_vision_model"
-    return (height // square[0]) * (across // square[1]) + int(has_class_token)
-
-
-def _pair(value: Any) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else (int(value[0]), int(value[1]))
+    return (height // patch[0]) * (across // patch[1]) + int(has_class_token)

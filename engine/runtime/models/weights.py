@@ -1,9 +1,9 @@
-"""Weights of a pipeline's layers under transformers' names: in and out as ordinary state dicts.
+"""Weights of all ranks' layers gathered into one state dict under transformers' names.
 
 For models of `engine.runtime.models.transformers_models.from_transformers`, whose layers hold the
-model's own modules: where a module stands in the model is its name. What is in no layer (vision
-layers that nothing looks at) never changes, and is taken from the model itself. Gathering sends
-each weight once: rank 0 gets one copy of the model, the others need no memory.
+model's own modules: a module's path in the model is its name. Weights in no layer (vision layers
+whose output is unused) never change and are taken from the model itself. Each weight is sent once:
+rank 0 needs memory for one copy of the model, the others for none.
 """
 
 from __future__ import annotations
@@ -14,59 +14,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from balance.errors import ConfigError
-
 Prefixes = tuple[Mapping[str, str], ...]
-"""Of each layer: its children's names -> where they stand in the model."""
+"""Names of each layer's children -> their paths in the model."""
 
 
 def names_of(model: nn.Module, layers: Sequence[nn.Module]) -> Prefixes:
-    """Where the children of a model's layers stand in it; `layers` are all of them,
-    `LayeredModel.layers`.
+    """Paths in the model of its layers' children; `layers` are all of them, `LayerStack.layers`.
 
     Children that are not the model's, which have no weights, are left out.
     """
-    places = {id(module): name for name, module in model.named_modules()}
+    paths = {id(module): name for name, module in model.named_modules()}
     return tuple(
-        {own: places[id(child)] for own, child in layer.named_children() if id(child) in places}
+        {own: paths[id(child)] for own, child in layer.named_children() if id(child) in paths}
         for layer in layers
     )
 
 
 def state_dict_of(layers: Mapping[int, nn.Module], prefixes: Prefixes) -> dict[str, Tensor]:
-    """Weights of some layers, by their place in the model (`Pipeline.layers`), under transformers'
-    names. No copies.
-    """
+    """Weights of layers, by index in the model, under transformers' names. No copies."""
     state: dict[str, Tensor] = {}
-    for place, layer in layers.items():
+    for index, layer in layers.items():
         for own, tensor in layer.state_dict().items():
             child, _, rest = own.partition(".")
-            state[f"{prefixes[place][child]}.{rest}"] = tensor
+            state[f"{prefixes[index][child]}.{rest}"] = tensor
     return state
-
-
-def load_state_dict(
-    layers: Mapping[int, nn.Module], prefixes: Prefixes, state: Mapping[str, Tensor]
-) -> None:
-    """Copy a model's state dict into some of its layers; reads only what they need, so `state` may
-    be lazy.
-
-    ConfigError if a weight is not there or has another shape; then nothing was copied.
-    """
-    own = state_dict_of(layers, prefixes)
-    missing = [name for name in own if name not in state]
-    if missing:
-        raise ConfigError(
-            f"the state dict has no {missing[0]!r} (missing: {len(missing)}); give one of this model"
-        )
-    for name, tensor in own.items():
-        if state[name].shape != tensor.shape:
-            raise ConfigError(
-                f"{name} has shape {tuple(state[name].shape)} there, {tuple(tensor.shape)} in the model"
-            )
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(state[name])
 
 
 def gather_state_dict(
@@ -75,11 +46,9 @@ def gather_state_dict(
     prefixes: Prefixes,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Tensor] | None:
-    """The whole model's state dict on the CPU of the group's first rank, as `model.state_dict()`;
-    None on the others.
+    """The whole `model.state_dict()` on the CPU of the group's first rank; None on the others.
 
-    To be called by all ranks of the group, all ranks of the world if None, each with its own
-    layers.
+    All ranks of the group, by default of the world, call it with their own layers.
     """
     own = state_dict_of(layers, prefixes)
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -87,18 +56,19 @@ def gather_state_dict(
     dist.all_gather_object(
         described, {name: (each.shape, each.dtype) for name, each in own.items()}, group=group
     )
+    device = next((tensor.device for tensor in own.values()), torch.device("cpu"))
     received: dict[str, Tensor] = {}
     for name, owner in _owners(described).items():
         if owner > 0 and rank == owner:
             dist.send(own[name].detach().contiguous(), group=group, group_dst=0)
         elif owner > 0 and rank == 0:
             shape, dtype = described[owner][name]
-            buffer = torch.empty(shape, dtype=dtype, device=_device(own))
+            buffer = torch.empty(shape, dtype=dtype, device=device)
             dist.recv(buffer, group=group, group_src=owner)
             received[name] = buffer.cpu()
     if rank > 0:
         return None
-    # what neither came nor is here is in no layer, and as it was
+    # what is neither received nor in a layer here is in no layer, and never changed
     return {
         name: received[name]
         if name in received
@@ -108,7 +78,7 @@ def gather_state_dict(
 
 
 def _owners(described: Sequence[Mapping[str, object]]) -> dict[str, int]:
-    """Who sends each weight: the first rank that has it.
+    """Sender of each weight: the first rank that has it.
 
     >>> _owners([{"a": 1, "b": 1}, {"b": 1, "c": 1}])
     {'a': 0, 'b': 0, 'c': 1}
@@ -118,7 +88,3 @@ def _owners(described: Sequence[Mapping[str, object]]) -> dict[str, int]:
         for name in names:
             owners.setdefault(name, rank)
     return owners
-
-
-def _device(state: Mapping[str, Tensor]) -> torch.device:
-    return next((tensor.device for tensor in state.values()), torch.device("cpu"))

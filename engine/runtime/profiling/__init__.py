@@ -1,3 +1,1 @@
-"""What a running model takes, measured: time and memory per layer, partitions and recomputation
-tried for real.
-"""
+"""Measurements on the running model: layers timed, partitions and recomputation tried."""

@@ -1,6 +1,4 @@
-"""How long messages take between neighbouring ranks of a pipeline: `link_times`, measured, latency
-and bytes apart.
-"""
+"""Message times between neighbouring ranks of a pipeline, measured: latency and time per byte."""
 
 from __future__ import annotations
 
@@ -14,38 +12,36 @@ import torch.distributed as dist
 
 from balance.types import IntArray
 from engine.runtime.communication.process_groups import Pair, ProcessGroups
-from engine.runtime.errors import peers
+from engine.runtime.errors import peer_errors
 
 ROUNDS = 7
-"""Of each size; the first warms up, the median of the others counts."""
+"""Messages per size; the first warms up, the median of the others counts."""
 LEAST_BYTES = 1 << 20
-"""Of a large message: enough for bytes to matter beside the latency."""
+"""Minimum size of a large message: enough for bytes to matter next to the latency."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTimes:
-    """What a message takes from one rank to the next."""
+    """Time of a message from one rank to the next."""
 
     latency_ns: float
     ns_per_byte: float
 
-    def travel_ns(self, num_bytes: IntArray) -> IntArray:
-        """What messages take, int64; nothing takes no time.
+    def message_ns(self, num_bytes: IntArray) -> IntArray:
+        """Times of messages, int64; an empty message takes no time.
 
-        >>> LinkTimes(latency_ns=100.0, ns_per_byte=0.5).travel_ns(np.array([0, 1_000])).tolist()
+        >>> LinkTimes(latency_ns=100.0, ns_per_byte=0.5).message_ns(np.array([0, 1_000])).tolist()
         [0, 600]
         """
-        return np.asarray(
-            np.rint((self.latency_ns + num_bytes * self.ns_per_byte) * (num_bytes > 0)), np.int64
-        )
+        times = (self.latency_ns + num_bytes * self.ns_per_byte) * (num_bytes > 0)
+        return np.asarray(np.rint(times), np.int64)
 
 
 def link_times(groups: ProcessGroups, large_bytes: int, device: torch.device) -> LinkTimes:
-    """Of the slowest of a pipeline's links, one after the other. All ranks of the pipeline call it;
-    all get the same.
+    """Times of the slowest link of a pipeline. All its ranks call it; all get the same.
 
-    A tiny message and one of `large_bytes` go to and fro; half of that is what each takes. With one
-    rank there is no link: all is 0.
+    Measures half a round trip of a tiny message and of one of `large_bytes`, link after link. All
+    times are 0 with a single rank.
     """
     found = torch.zeros(2, dtype=torch.float64, device=device)
     sizes = (1, max(large_bytes, LEAST_BYTES))
@@ -54,39 +50,38 @@ def link_times(groups: ProcessGroups, large_bytes: int, device: torch.device) ->
         if groups.rank in pair:
             small, large = (_one_way_ns(groups, pair, size, device) for size in sizes)
             slope = max(0.0, large - small) / sizes[1]
-            found = torch.maximum(
-                found, torch.tensor([small, slope], dtype=torch.float64, device=device)
-            )
-        meet(groups, device)
-    with peers(groups.ranks):
+            own = torch.tensor([small, slope], dtype=torch.float64, device=device)
+            found = torch.maximum(found, own)
+        barrier(groups, device)
+    with peer_errors(groups.ranks):
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=groups.pipeline)
     latency_ns, ns_per_byte = found.tolist()
     return LinkTimes(latency_ns=latency_ns, ns_per_byte=ns_per_byte)
 
 
-def meet(groups: ProcessGroups, device: torch.device) -> None:
-    """Wait until all ranks of the pipeline have come here."""
+def barrier(groups: ProcessGroups, device: torch.device) -> None:
+    """Wait until all ranks of the pipeline are here."""
     token = torch.zeros(1, device=device)
-    with peers(groups.ranks):
+    with peer_errors(groups.ranks):
         dist.all_reduce(token, group=groups.pipeline)
         token.item()
 
 
 def _one_way_ns(groups: ProcessGroups, pair: Pair, size: int, device: torch.device) -> float:
-    """Half of the way to and fro, as either side sees it."""
+    """Half a round trip, as either side measures it."""
     message = torch.zeros(size, dtype=torch.uint8, device=device)
     first, second = pair
     other = groups.ranks[second if groups.rank == first else first]
     times = []
     for _ in range(ROUNDS):
         begun = time.perf_counter_ns()
-        with peers(groups.ranks, other):
+        with peer_errors(groups.ranks, other):
             if groups.rank == first:
                 dist.send(message, other, group=groups.links[first, second])
                 dist.recv(message, other, group=groups.links[second, first])
             else:
                 dist.recv(message, other, group=groups.links[first, second])
                 dist.send(message, other, group=groups.links[second, first])
-            message[0].item()  # it is here
+            message[0].item()  # waits until it has arrived
         times.append((time.perf_counter_ns() - begun) / 2)
     return median(times[1:])

@@ -1,8 +1,8 @@
-"""Micro-batches to profile with: those of a step, and before them parts of its largest ones, so
-that sizes differ.
+"""Micro-batches to profile with: those of a step, preceded by parts of its largest ones.
 
-For packed micro-batches with the fields of `loaders.MicroBatch`, images decoded or not: ranks
-behind the first have no pixels, and come to the same parts.
+Sizes then differ, so that costs can be fitted. For packed micro-batches with the fields of
+`loaders.MicroBatch`, images decoded or not: ranks after the first have no pixels, and arrive at the
+same parts.
 """
 
 from __future__ import annotations
@@ -14,73 +14,68 @@ from dataclasses import replace
 from balance.errors import ConfigError
 from engine.cost_model.loads import Loads
 from engine.cost_model.profile_table import PHASES
-from engine.runtime.stage_io import Batch, ids_text
+from engine.runtime.stage_io import Batch, samples_text
 
 SHARES = (0.25, 0.5, 0.75)
-"""Of a micro-batch's samples."""
+"""Shares of a micro-batch's samples in a part."""
 
 
-def parts_and_all(
+def probe_batches(
     batches: Sequence[Batch], loads: Loads, image_token_id: int, shares: Sequence[float] = SHARES
 ) -> list[Batch]:
-    """Parts of the micro-batches that have most of anything, then all: the step's own are the last
-    ones.
+    """Parts of the micro-batches with the most load, then all micro-batches of the step.
 
-    `loads` are those of `batches`. A part that would be another one or the whole once more is left
-    out. ConfigError as `first_samples`.
+    `loads` are those of `batches`. Parts equal to each other or to the whole are left out.
+    ConfigError as `first_samples`.
     """
-    places, parts = largest(loads), []
-    made = {(place, int(batches[place].num_samples)) for place in places}
-    for share, place in itertools.product(shares, places):
-        part = place, _num_samples(batches[place], share)
+    largest, parts = largest_batches(loads), []
+    made = {(index, int(batches[index].num_samples)) for index in largest}
+    for share, index in itertools.product(shares, largest):
+        part = index, _num_samples(batches[index], share)
         if part not in made:
             made.add(part)
-            parts.append(first_samples(batches[place], share, image_token_id))
+            parts.append(first_samples(batches[index], share, image_token_id))
     return [*parts, *batches]
 
 
-def largest(loads: Loads) -> list[int]:
-    """Which micro-batches have most tokens, or most squares, of any phase.
+def largest_batches(loads: Loads) -> list[int]:
+    """Indices of the micro-batches with the most tokens, or the most squares, of any phase.
 
-    >>> largest(Loads.constant(3, images=2, vit_tokens_per_image=5, seq_len=7))
+    >>> largest_batches(Loads.constant(3, images=2, vit_tokens_per_image=5, seq_len=7))
     [0]
     """
     phases = [getattr(loads, phase) for phase in PHASES]
-    return sorted(
-        {
-            int(each.argmax())
-            for phase in phases
-            for each in (phase.tokens, phase.squares)
-            if each.any()
-        }
-    )
+    columns = [column for phase in phases for column in (phase.tokens, phase.squares)]
+    return sorted({int(column.argmax()) for column in columns if column.any()})
 
 
 def first_samples(batch: Batch, share: float, image_token_id: int) -> Batch:
     """The first samples of a micro-batch, at least one if it has any, with their images.
 
-    An image has as many image tokens as its share of the patches, or of the ViT tokens at native
-    resolution, says. ConfigError if that does not come out even, or for a micro-batch with sound.
+    An image's share of the patches, or of the ViT tokens at native resolution, gives its number of
+    image tokens. ConfigError if that does not come out even, or for a micro-batch with audio.
     """
     if getattr(batch, "audio_values", None) is not None:
         raise ConfigError(
-            f"a micro-batch with sound ({ids_text(batch)}) cannot be cut: only texts and images can"
+            f"a micro-batch with audio ({samples_text(batch)}) cannot be cut: profile with texts"
+            " and images only"
         )
     count = _num_samples(batch, share)
     borders = batch.cu_seqlens[: count + 1]
     ids = batch.input_ids[: int(borders[-1])]
-    sizes = (
-        batch.patches_per_image if batch.image_grid_thw is None else batch.image_grid_thw.prod(1)
-    )
-    # rows that `pixel_values` has, or would have, behind each image
+    sizes = batch.patches_per_image
+    if batch.image_grid_thw is not None:
+        sizes = batch.image_grid_thw.prod(1)
+    # rows that `pixel_values` has, or would have, up to each image's end
     ends = sizes.cumsum(0)
-    tokens, of_all = (int((own == image_token_id).sum()) for own in (ids, batch.input_ids))
-    rows = tokens * int(sizes.sum()) // max(1, of_all)
+    tokens, all_tokens = (int((each == image_token_id).sum()) for each in (ids, batch.input_ids))
+    rows = tokens * int(sizes.sum()) // max(1, all_tokens)
     num_images = int((ends <= rows).sum())
-    if rows != int(sizes[:num_images].sum()) or bool(of_all) != bool(len(sizes)):
+    if rows != int(sizes[:num_images].sum()) or bool(all_tokens) != bool(len(sizes)):
         raise ConfigError(
-            f"{of_all} image tokens (id {image_token_id}) and {len(sizes)} images do not belong together in a "
-            f"micro-batch ({ids_text(batch)}): give the image_token_id of the build"
+            f"{all_tokens} image tokens (id {image_token_id}) and {len(sizes)} images do not"
+            f" belong together in a micro-batch ({samples_text(batch)}): give the image_token_id"
+            " of the build"
         )
     return replace(
         batch,
@@ -89,7 +84,7 @@ def first_samples(batch: Batch, share: float, image_token_id: int) -> Batch:
         labels=batch.labels[: len(ids)],
         position_ids=batch.position_ids[: len(ids)],
         cu_seqlens=borders,
-        pixel_values=batch.pixel_values[:rows],  # where they are not decoded, there are none
+        pixel_values=batch.pixel_values[:rows],  # empty if images are not decoded
         patches_per_image=batch.patches_per_image[:num_images],
         image_sizes=batch.image_sizes[:num_images],
         image_grid_thw=None if batch.image_grid_thw is None else batch.image_grid_thw[:num_images],

@@ -1,6 +1,4 @@
-"""What the stages of a running pipeline begin with, so that their layers can be looked at one by
-one.
-"""
+"""Inputs of each stage of a running pipeline, so that its layers can be measured one by one."""
 
 from __future__ import annotations
 
@@ -8,63 +6,61 @@ import torch
 import torch.distributed as dist
 
 from engine.runtime.communication.process_groups import ProcessGroups
-from engine.runtime.errors import peers
-from engine.runtime.profiling.layer_timing import LayerAlone
+from engine.runtime.errors import peer_errors
+from engine.runtime.profiling.layer_timing import IsolatedLayer
 from engine.runtime.stage_executor import RankLayers
-from engine.runtime.stage_io import Batch, StageTensors, check_carry, ids_text
+from engine.runtime.stage_io import Batch, StageTensors, check_tensors, samples_text
 
 
-def stage_inputs(own: RankLayers, groups: ProcessGroups, batch: Batch) -> dict[int, StageTensors]:
-    """What this rank's stages begin with, by stage: a micro-batch goes through the whole model,
-    forward only.
-    """
-    given: dict[int, StageTensors] = {}
-    carry: StageTensors = {}
-    for stage in range(len(own.borders) - 1):
-        carry = _hand_on(own, groups, stage, batch, carry)
+def stage_inputs(local: RankLayers, groups: ProcessGroups, batch: Batch) -> dict[int, StageTensors]:
+    """Inputs of this rank's stages: a micro-batch passes the whole model, forward only."""
+    inputs: dict[int, StageTensors] = {}
+    tensors: StageTensors = {}
+    for stage in range(len(local.borders) - 1):
+        tensors = _pass_on(local, groups, stage, batch, tensors)
         if stage % len(groups.ranks) == groups.rank:
-            given[stage] = carry
+            inputs[stage] = tensors
             with torch.no_grad():
-                for place in own.of_stage(stage):
-                    alone = cut_off(own, place, batch, carry)
-                    carry = alone.forward(alone.leaves())
-    return given
+                for index in local.stage_layers(stage):
+                    layer = isolate(local, index, batch, tensors)
+                    tensors = layer.forward(layer.leaves())
+    return inputs
 
 
-def cut_off(own: RankLayers, place: int, batch: Batch, given: StageTensors) -> LayerAlone:
-    """A layer of this rank with what the one before gave."""
-    specs = own.specs(place, batch) if place else {}
-    if place:
-        check_carry(given, specs, f"what layer {place - 1} gives ({ids_text(batch)})")
-    return LayerAlone(
-        layer=own.layers[place],
+def isolate(local: RankLayers, index: int, batch: Batch, given: StageTensors) -> IsolatedLayer:
+    """A layer of this rank with the output of the one before."""
+    specs = local.specs(index, batch) if index else {}
+    if index:
+        check_tensors(given, specs, f"the output of layer {index - 1} ({samples_text(batch)})")
+    return IsolatedLayer(
+        layer=local.layers[index],
         batch=batch,
         given=given,
         specs=specs,
-        flows=own.gradient_comes(place),
-        device=own.device,
-        context=own.context,
+        has_gradient=local.has_gradient(index),
+        device=local.device,
+        context=local.context,
     )
 
 
-def _hand_on(
-    own: RankLayers, groups: ProcessGroups, stage: int, batch: Batch, made: StageTensors
+def _pass_on(
+    local: RankLayers, groups: ProcessGroups, stage: int, batch: Batch, made: StageTensors
 ) -> StageTensors:
-    """What a stage begins with, on the rank that runs it; the rank of the stage before sends it."""
+    """A stage's input, on its rank; the rank of the stage before sends it."""
     num_ranks = len(groups.ranks)
     sender, receiver = (stage - 1) % num_ranks, stage % num_ranks
     if not stage or sender == receiver or groups.rank not in (sender, receiver):
         return made
     is_sender = groups.rank == sender
-    other, carry = groups.ranks[receiver if is_sender else sender], dict[str, torch.Tensor]()
-    for name, spec in sorted(own.specs(own.borders[stage], batch).items()):
+    other, tensors = groups.ranks[receiver if is_sender else sender], dict[str, torch.Tensor]()
+    for name, spec in sorted(local.specs(local.borders[stage], batch).items()):
         if is_sender:
-            carry[name] = made[name].to(spec.dtype).contiguous()
+            tensors[name] = made[name].to(spec.dtype).contiguous()
         else:
-            carry[name] = torch.empty(spec.shape, dtype=spec.dtype, device=own.device)
+            tensors[name] = torch.empty(spec.shape, dtype=spec.dtype, device=local.device)
         if not spec.is_empty:
-            with peers(groups.ranks, other):
+            with peer_errors(groups.ranks, other):
                 (dist.send if is_sender else dist.recv)(
-                    carry[name], other, group=groups.links[sender, receiver]
+                    tensors[name], other, group=groups.links[sender, receiver]
                 )
-    return carry
+    return tensors

@@ -1,9 +1,8 @@
-"""One layer with one micro-batch, cut off from those before and behind: how long its passes take
-and what they hold.
+"""One layer with one micro-batch, isolated: the time of its passes and the memory they hold.
 
-Its input is detached, and random numbers come from behind as the gradient: so nothing but the layer
-runs. Times are those of the wall on a rank that does nothing else meanwhile; with a GPU they wait
-for it. Bytes are counted apart from that, for on a CPU counting takes longer than what is counted
+Its input is detached, and random numbers serve as the output's gradient, so nothing but the layer
+runs. Times are wall-clock on a rank that does nothing else meanwhile; with a GPU they wait for it.
+Bytes are counted in separate passes, because on a CPU counting is slower than what is counted
 (`engine.runtime.cpu_memory`).
 """
 
@@ -25,176 +24,169 @@ from engine.runtime.stage_io import Batch, StageTensors, TensorSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTimes:
-    """Of one layer and micro-batch, in nanoseconds; 0 where there is no such gradient."""
+    """Times of one layer and micro-batch, in nanoseconds; 0 where there is no such gradient."""
 
     forward_ns: int
     backward_ns: int
-    """Both gradients in one pass, as most schedules have it."""
+    """Both gradients in one pass, as in most schedules."""
     input_grad_ns: int
-    """That of the input alone."""
+    """Gradient of the input alone."""
     weight_grad_ns: int
-    """That of the weights alone, behind that of the input: it goes through the layer once more."""
+    """Gradients of the weights alone, after the input's: a second pass through the layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBytes:
-    """Of one layer and micro-batch."""
+    """Memory of one layer and micro-batch."""
 
     own_bytes: int
-    """Made by the forward pass for the backward pass, but for the next three."""
+    """Tensors made by the forward pass for the backward pass, without input and output."""
     given_bytes: int
-    """The input."""
+    """Size of the input."""
     held_input_bytes: int
-    """The part of it that the backward pass needs."""
+    """The part of the input that the backward pass needs."""
     held_output_bytes: int
-    """The part of the output that the layer's own backward pass needs; more of it the next layer
-    may need.
-    """
+    """The part of the output that the layer's own backward pass needs; the next may need more."""
     peak_bytes: int
-    """At most while the forward or the backward pass runs, input included; without weights and
-    their gradients.
-    """
+    """Peak of either pass, input included; without weights and their gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerAlone:
-    """A layer, a micro-batch, and what comes from the layer before."""
+class IsolatedLayer:
+    """A layer, a micro-batch, and the output of the layer before."""
 
     layer: nn.Module
     batch: Batch
     given: Mapping[str, Tensor]
     specs: Mapping[str, TensorSpec]
-    """Of what is given."""
-    flows: bool
+    """Specs of `given`."""
+    has_gradient: bool
     """Whether a gradient goes to the layer before."""
     device: torch.device
     context: Callable[[], AbstractContextManager[object]]
-    """What the forward pass runs in."""
+    """Context of the forward pass."""
 
     @property
     def weights(self) -> list[nn.Parameter]:
-        """Those that are trained."""
+        """Trained parameters."""
         return [weight for weight in self.layer.parameters() if weight.requires_grad]
 
     def leaves(self) -> StageTensors:
-        """The input, as where a stage begins."""
+        """The input as leaves of the graph, as at the beginning of a stage."""
         return {
-            name: self.given[name].detach().requires_grad_(self.flows and spec.differentiable)
+            name: self.given[name]
+            .detach()
+            .requires_grad_(self.has_gradient and spec.differentiable)
             for name, spec in self.specs.items()
         }
 
-    def forward(self, carry: StageTensors) -> StageTensors:
+    def forward(self, inputs: StageTensors) -> StageTensors:
         """The forward pass."""
         with self.context():
-            made: StageTensors = self.layer(carry, self.batch)
-        return made
+            outputs: StageTensors = self.layer(inputs, self.batch)
+        return outputs
 
 
-def layer_times(alone: LayerAlone) -> tuple[LayerTimes, StageTensors]:
-    """Run all passes of a layer once; -> what they took, and its output. Adds to its weights'
-    gradients.
-    """
-    leaves, begun = alone.leaves(), _now(alone.device)
-    made = alone.forward(leaves)
-    forward_ns = _now(alone.device) - begun
-    given = [leaf for leaf in leaves.values() if leaf.requires_grad]
+def layer_times(layer: IsolatedLayer) -> tuple[LayerTimes, StageTensors]:
+    """Run all passes of a layer once; -> their times, and its output. Adds to weight gradients."""
+    leaves, begun = layer.leaves(), _now(layer.device)
+    outputs = layer.forward(leaves)
+    forward_ns = _now(layer.device) - begun
+    inputs = _with_gradient(leaves)
     backward_ns = input_ns = weight_ns = 0
-    if given or alone.weights:
-        backward_ns = _backward_ns(alone, made, [*given, *alone.weights])
-        input_ns, weight_ns = (backward_ns, 0) if given else (0, backward_ns)
-    if given and alone.weights:
-        leaves = alone.leaves()
-        again = alone.forward(leaves)
-        given = [leaf for leaf in leaves.values() if leaf.requires_grad]
-        input_ns = _backward_ns(alone, again, given, keep=True)
-        weight_ns = _backward_ns(alone, again, alone.weights)
+    if inputs or layer.weights:
+        backward_ns = _backward_ns(layer, outputs, [*inputs, *layer.weights])
+        input_ns, weight_ns = (backward_ns, 0) if inputs else (0, backward_ns)
+    if inputs and layer.weights:
+        leaves = layer.leaves()
+        again = layer.forward(leaves)
+        input_ns = _backward_ns(layer, again, _with_gradient(leaves), keep=True)
+        weight_ns = _backward_ns(layer, again, layer.weights)
     found = LayerTimes(
         forward_ns=forward_ns,
         backward_ns=backward_ns,
         input_grad_ns=input_ns,
         weight_grad_ns=weight_ns,
     )
-    return found, {name: tensor.detach() for name, tensor in made.items()}
+    return found, {name: tensor.detach() for name, tensor in outputs.items()}
 
 
 def times_in_passes(
-    layers: Sequence[Callable[[StageTensors], LayerAlone]], given: StageTensors
+    layers: Sequence[Callable[[StageTensors], IsolatedLayer]], given: StageTensors
 ) -> list[LayerTimes]:
-    """The same of layers that follow each other, each pass through all of them before the next
-    begins.
+    """`LayerTimes` of successive layers, each pass through all of them before the next begins.
 
-    So caches are as cold as in training, which matters on CPUs; the activations of all of them are
+    So caches are as cold as in training, which matters on CPUs. The activations of all layers are
     held meanwhile.
     """
-    ran, forward_ns = _forward_through(layers, given)
+    # both gradients in one pass
+    done, forward_ns = _forward_through(layers, given)
     joint_ns = [
-        _backward_ns(alone, made, [*inputs, *alone.weights])
-        for alone, inputs, made in _emptied(ran)
+        _backward_ns(layer, outputs, [*inputs, *layer.weights])
+        for layer, inputs, outputs in _popped(done)
     ]
-    ran, _ = _forward_through(layers, given)
+    # first those of all inputs, then those of all weights
+    done, _ = _forward_through(layers, given)
     input_ns = [
-        _backward_ns(alone, made, inputs, keep=True) if inputs else 0
-        for alone, inputs, made in reversed(ran)
+        _backward_ns(layer, outputs, inputs, keep=True) if inputs else 0
+        for layer, inputs, outputs in reversed(done)
     ]
-    weight_ns = [_backward_ns(alone, made, alone.weights) for alone, _, made in _emptied(ran)]
-    backwards = zip(joint_ns, input_ns, weight_ns, strict=True)
+    weight_ns = [_backward_ns(layer, outputs, layer.weights) for layer, _, outputs in _popped(done)]
+    backwards = list(zip(joint_ns, input_ns, weight_ns, strict=True))[::-1]
     return [
         LayerTimes(
             forward_ns=forward, backward_ns=joint, input_grad_ns=of_input, weight_grad_ns=of_weights
         )
-        for forward, (joint, of_input, of_weights) in zip(
-            forward_ns, reversed(list(backwards)), strict=True
-        )
+        for forward, (joint, of_input, of_weights) in zip(forward_ns, backwards, strict=True)
     ]
 
 
-_Ran = tuple[LayerAlone, list[Tensor], StageTensors]
-"""A layer behind its forward pass: what of its input wants a gradient, and its output."""
+_Forwarded = tuple[IsolatedLayer, list[Tensor], StageTensors]
+"""A layer after its forward pass: its inputs that get a gradient, and its output."""
 
 
 def _forward_through(
-    layers: Sequence[Callable[[StageTensors], LayerAlone]], given: StageTensors
-) -> tuple[list[_Ran], list[int]]:
-    """(layers behind their forward passes, what these took)."""
-    ran: list[_Ran] = []
+    layers: Sequence[Callable[[StageTensors], IsolatedLayer]], given: StageTensors
+) -> tuple[list[_Forwarded], list[int]]:
+    """(layers after their forward passes, times of these)."""
+    done: list[_Forwarded] = []
     times: list[int] = []
-    carry = given
+    tensors = given
     for make in layers:
-        alone = make(carry)
-        leaves, begun = alone.leaves(), _now(alone.device)
-        made = alone.forward(leaves)
-        times.append(_now(alone.device) - begun)
-        ran.append((alone, [leaf for leaf in leaves.values() if leaf.requires_grad], made))
-        carry = {name: tensor.detach() for name, tensor in made.items()}
-    return ran, times
+        layer = make(tensors)
+        leaves, begun = layer.leaves(), _now(layer.device)
+        outputs = layer.forward(leaves)
+        times.append(_now(layer.device) - begun)
+        done.append((layer, _with_gradient(leaves), outputs))
+        tensors = {name: tensor.detach() for name, tensor in outputs.items()}
+    return done, times
 
 
-def _emptied(ran: list[_Ran]) -> Iterator[_Ran]:
-    """From the last to the first; none is held any longer."""
-    while ran:
-        yield ran.pop()
+def _popped(done: list[_Forwarded]) -> Iterator[_Forwarded]:
+    """From the last to the first, each released after use."""
+    while done:
+        yield done.pop()
 
 
-def layer_bytes(alone: LayerAlone) -> LayerBytes:
-    """Run forward and backward pass of a layer while its tensors are counted. Its weights must have
-    gradients.
-    """
-    with _meter(alone.device) as meter:
-        inputs = _copies(alone)
+def layer_bytes(layer: IsolatedLayer) -> LayerBytes:
+    """Count memory during a layer's passes. Its weights must have gradients already."""
+    with _meter(layer.device) as meter:
+        inputs = _copies(layer)
         given = _storages(inputs)
         meter.restart()
-        made = alone.forward(inputs)
+        made = layer.forward(inputs)
         peak = meter.peak_bytes
         outputs = {key: own for key, own in _storages(made).items() if key not in given}
         nodes = [tensor.grad_fn for tensor in made.values()]
-        made_bytes, given_bytes = _alive(outputs), _alive(given)
+        made_bytes, given_bytes = _live_bytes(outputs), _live_bytes(given)
+        # only what the graph holds stays
         inputs.clear()
         del made
-        live, held_input, held_output = meter.live_bytes, _alive(given), _alive(outputs)
+        live, held_input, held_output = meter.live_bytes, _live_bytes(given), _live_bytes(outputs)
         del nodes
-        if alone.weights or alone.flows:
-            # what was made stays here, but not in a step, unless the backward pass needs it
-            peak = max(peak, _backward_peak(alone, meter) - (made_bytes - held_output))
+        if layer.weights or layer.has_gradient:
+            # here the output lives through the backward pass; in a step only its needed part does
+            peak = max(peak, _backward_peak(layer, meter) - (made_bytes - held_output))
     return LayerBytes(
         own_bytes=max(0, live - held_input - held_output),
         given_bytes=given_bytes,
@@ -204,43 +196,41 @@ def layer_bytes(alone: LayerAlone) -> LayerBytes:
     )
 
 
-def _backward_peak(alone: LayerAlone, meter: _Meter) -> int:
-    inputs = _copies(alone)
-    made = alone.forward(inputs)
+def _backward_peak(layer: IsolatedLayer, meter: _Meter) -> int:
+    inputs = _copies(layer)
+    made = layer.forward(inputs)
     inputs.clear()
     outputs = _with_gradient(made)
-    gradients = _gradients(outputs)
+    gradients = _output_gradients(outputs)
     meter.restart()
     if outputs:
         torch.autograd.backward(outputs, gradients)
     return meter.peak_bytes
 
 
-def _copies(alone: LayerAlone) -> StageTensors:
-    """The input, made now, and not what a backward pass begins with: so it can be seen who holds
-    it.
-    """
-    return {name: leaf.clone() for name, leaf in alone.leaves().items()}
+def _copies(layer: IsolatedLayer) -> StageTensors:
+    """Copies of the input that are no leaves: so it shows who holds them."""
+    return {name: leaf.clone() for name, leaf in layer.leaves().items()}
 
 
 def _backward_ns(
-    alone: LayerAlone, made: StageTensors, targets: Sequence[Tensor], *, keep: bool = False
+    layer: IsolatedLayer, made: StageTensors, targets: Sequence[Tensor], *, keep: bool = False
 ) -> int:
     outputs = _with_gradient(made)
     if not outputs or not targets:
         return 0
-    gradients = _gradients(outputs)
-    begun = _now(alone.device)
+    gradients = _output_gradients(outputs)
+    begun = _now(layer.device)
     torch.autograd.backward(outputs, gradients, inputs=list(targets), retain_graph=keep)
-    return _now(alone.device) - begun
+    return _now(layer.device) - begun
 
 
-def _with_gradient(made: StageTensors) -> list[Tensor]:
-    return [tensor for tensor in made.values() if tensor.requires_grad]
+def _with_gradient(tensors: StageTensors) -> list[Tensor]:
+    return [tensor for tensor in tensors.values() if tensor.requires_grad]
 
 
-def _gradients(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Such as come from behind; of the loss, which is one number, 1."""
+def _output_gradients(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Random gradients; 1 for the loss, which is a scalar."""
     return [
         torch.randn_like(tensor) if tensor.dim() else torch.ones_like(tensor) for tensor in outputs
     ]
@@ -255,19 +245,18 @@ def _now(device: torch.device) -> int:
 _Storages = dict[int, tuple["weakref.ref[torch.UntypedStorage]", int]]
 
 
-def _storages(carry: Mapping[str, Tensor]) -> _Storages:
-    """What tensors lie in, each once, by its address, with its size; it is not held."""
-    own = [tensor.untyped_storage() for tensor in carry.values()]
+def _storages(tensors: Mapping[str, Tensor]) -> _Storages:
+    """Storages of tensors, each once, by address, with their sizes; not held."""
+    own = [tensor.untyped_storage() for tensor in tensors.values()]
     return {int(storage._cdata): (weakref.ref(storage), storage.nbytes()) for storage in own}
 
 
-def _alive(storages: _Storages) -> int:
-    """Bytes of those that somebody holds."""
+def _live_bytes(storages: _Storages) -> int:
     return sum(size for reference, size in storages.values() if reference() is not None)
 
 
 class _Meter(Protocol):
-    """Bytes of tensors made since it was begun."""
+    """Bytes of tensors made since the meter was entered."""
 
     @property
     def live_bytes(self) -> int: ...
@@ -278,8 +267,8 @@ class _Meter(Protocol):
     def restart(self) -> None: ...
 
 
-class _Cuda:
-    """What torch's allocator says; it rounds each tensor up."""
+class _CudaMeter:
+    """Bytes by torch's CUDA allocator, which rounds each tensor up."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -300,7 +289,7 @@ class _Cuda:
 @contextmanager
 def _meter(device: torch.device) -> Iterator[_Meter]:
     if device.type == "cuda":
-        yield _Cuda(device)
+        yield _CudaMeter(device)
     else:
         with LiveBytes() as memory:
             yield memory

@@ -1,15 +1,14 @@
-"""Measures every layer of a running model: `measure_layers` -> `Profile`, from which everything can
-be planned.
+"""Measurement of every layer of a running model: `measure_layers` -> `Profile`, to plan from.
 
-Micro-batches go through the pipeline one at a time, layer by layer, each layer alone on the rank
-that holds it while all others wait: so a figure is that of the layer, also where ranks share cores.
-No more is held than one layer's activations: whatever can be trained can be measured. A repetition
-runs each layer forward twice and backward twice, once with both gradients and once with one after
-the other; counting bytes runs it some three times more.
+Micro-batches pass through the pipeline one at a time, layer by layer, each layer alone on its rank
+while all others wait. So a figure is the layer's own, even if ranks share cores. At most one
+layer's activations are held: whatever can be trained can be measured. A repetition runs each layer
+forward twice and backward twice, once with both gradients and once with one after the other;
+counting bytes runs it about three times more.
 
-Times are those of what schedules run. The gradients of input and weights in one pass take less than
-one after the other, for the second pass goes through the layer once more: so `weight_grad_ns` is
-what the weights add to the joint pass, unless the schedule runs them apart (zero bubble).
+Times are those that schedules run. Both gradients in one pass take less than one after the other,
+because the second pass goes through the layer again. So `weight_grad_ns` is what the weights add to
+the joint pass, unless the schedule separates them (zero bubble).
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from engine.cost_model.costs import Costs
 from engine.cost_model.loads import Loads
 from engine.cost_model.profile_table import Profile, make_profile
 from engine.runtime.communication.process_groups import ProcessGroups
-from engine.runtime.errors import peers
-from engine.runtime.layer_rng import generators_kept
+from engine.runtime.errors import peer_errors
+from engine.runtime.layer_rng import preserve_rng
 from engine.runtime.pipeline import Pipeline
-from engine.runtime.profiling._links import link_times, meet
-from engine.runtime.profiling._stage_inputs import cut_off, stage_inputs
+from engine.runtime.profiling._links import barrier, link_times
+from engine.runtime.profiling._stage_inputs import isolate, stage_inputs
 from engine.runtime.profiling.layer_timing import (
     LayerBytes,
     LayerTimes,
@@ -46,31 +45,31 @@ from engine.runtime.profiling.layer_timing import (
 from engine.runtime.stage_executor import RankLayers
 from engine.runtime.stage_io import Batch, StageTensors
 
-TIMES = tuple(f.name for f in fields(LayerTimes))
-BYTES = tuple(f.name for f in fields(LayerBytes))
-OF_LAYERS = ("state_bytes", "param_counts", "is_trained")
-MOMENTS = 2
-"""Adam's, each as large as the parameter."""
+_TIMES = tuple(f.name for f in fields(LayerTimes))
+_BYTES = tuple(f.name for f in fields(LayerBytes))
+_OF_LAYERS = ("state_bytes", "param_counts", "is_trained")
+_ADAM_MOMENTS = 2
+"""Optimizer tensors as large as each trained parameter."""
 
-Tables = dict[str, IntArray]
-"""Of `TIMES` and `BYTES` (layers, micro_batches), of `OF_LAYERS` (layers,)."""
+_Tables = dict[str, IntArray]
+"""`_TIMES` and `_BYTES` (layers, micro_batches), `_OF_LAYERS` (layers,)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureOptions:
-    """How layers are measured."""
+    """Options of `measure_layers`."""
 
     repeats: int = 3
-    """The first warms up, the median of the others counts."""
+    """Runs of each layer; the first warms up, the median of the others counts."""
     apart: bool = False
-    """For schedules that run the gradients of weights alone."""
+    """Whether the schedule computes the gradients of weights separately."""
     together: bool | None = None
     """Whether ranks measure at once, not one after the other; None: on CPUs."""
 
     def __post_init__(self) -> None:
         if self.repeats < 2:
             raise ConfigError(
-                f"repeats is {self.repeats}; give at least 2, for the first one only warms up"
+                f"repeats is {self.repeats}; give at least 2, because the first only warms up"
             )
 
 
@@ -84,71 +83,67 @@ def measure_layers(
     phases: Mapping[str, str],
     options: MeasureOptions | None = None,
 ) -> Profile:
-    """What each kind of layer costs for these micro-batches, measured. All ranks of a pipeline call
-    it; all get it.
+    """Costs of each kind of layer for these micro-batches, measured; the same on all ranks.
 
-    `loads` are those of `batches` (`engine.runtime.batch_loads`), which should be from small to
-    large ones, so that a fit is possible. `names` and `kinds` of all layers; `phases` by kind. Of
-    equal layers the median counts. A kind of which some layers are trained and others are not, or
-    have nothing trained before them, becomes several.
+    All ranks of a pipeline call it. `loads` are those of `batches` (`engine.runtime.batch_loads`),
+    which should range from small to large, so that costs can be fitted. `names` and `kinds` of all
+    layers; `phases` by kind. The median of equal layers counts. A kind is split if some of its
+    layers are trained and others not, or if some have nothing trained before them.
 
-    State is that of this model: parameters, gradients and two moments of the parameters' own dtype.
-    Gradients and generators of random numbers stay as they were. ConfigError if layers of one kind
-    differ in their parameters.
+    State is that of this model: parameters, gradients and two moments of the parameters' dtype.
+    Gradients and random generators are left as they were. ConfigError if layers of one kind differ
+    in their parameters.
     """
-    own, groups = pipeline._own, pipeline._groups
-    _check(own, batches, loads, names, kinds)
+    local, groups = pipeline._local, pipeline._groups
+    _check(local, batches, loads, names, kinds)
     options = options or MeasureOptions()
-    together = own.device.type == "cpu" if options.together is None else options.together
-    with _gradients_kept(own.layers.values()), generators_kept(own.device):
-        tables = _measured(own, groups, batches, options.repeats, together=together)
+    # measure
+    together = local.device.type == "cpu" if options.together is None else options.together
+    with _preserve_gradients(local.layers.values()), preserve_rng(local.device):
+        tables = _measure(local, groups, batches, options.repeats, together=together)
+    layers = range(len(kinds))
     sent = np.array(
-        [[_sent_bytes(own, place, batch) for batch in batches] for place in range(len(kinds))],
-        np.int64,
+        [[_sent_bytes(local, index, batch) for batch in batches] for index in layers], np.int64
     )
-    link = link_times(groups, int(sent.max(initial=0)), own.device)
-    parts = _split_kinds(names, kinds, tables, own.first_trained)
-    columns = _columns(tables, own.first_trained, apart=options.apart)
+    link = link_times(groups, int(sent.max(initial=0)), local.device)
+    # one cost per kind
+    parts = _split_kinds(names, kinds, tables, local.first_trained)
+    columns = _columns(tables, local.first_trained, apart=options.apart)
     costs = Costs(
         names=tuple(names),
         kinds=parts,
-        **{name: _alike(values, parts, name) for name, values in columns.items()},
+        **{name: _equal_per_kind(values, parts, name) for name, values in columns.items()},
         sent_bytes=sent,
-        send_ns=link.travel_ns(sent),
+        send_ns=link.message_ns(sent),
         state_bytes=tables["state_bytes"],
         param_counts=tables["param_counts"],
-        sends_grad=np.arange(len(kinds)) >= own.first_trained,
+        sends_grad=np.arange(len(kinds)) >= local.first_trained,
     )
-    return make_profile(
-        costs,
-        loads,
-        {part: phases[kind] for part, kind in zip(parts, kinds, strict=True) if kind in phases},
-    )
+    pairs = zip(parts, kinds, strict=True)
+    return make_profile(costs, loads, {part: phases[kind] for part, kind in pairs if kind in phases})
 
 
 def _check(
-    own: RankLayers,
+    local: RankLayers,
     batches: Sequence[Batch],
     loads: Loads,
     names: Sequence[str],
     kinds: Sequence[str],
 ) -> None:
-    count = own.borders[-1]
+    count = local.borders[-1]
     if len(names) != count or len(kinds) != count:
         raise ConfigError(
             f"{len(names)} names and {len(kinds)} kinds; the model has {count} layers"
         )
     if len(loads) != len(batches) or not batches:
         raise ConfigError(
-            f"{len(batches)} micro-batches and loads of {len(loads)}; give as many, and at least one"
+            f"{len(batches)} micro-batches and {len(loads)} loads; give as many, and at least one"
         )
 
 
 @contextmanager
-def _gradients_kept(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Afterwards parameters have the gradients that they had, and none in between but those that
-    are made there.
-    """
+def _preserve_gradients(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Begin without gradients, and restore the old ones afterwards."""
     kept = [(weight, weight.grad) for layer in layers for weight in layer.parameters()]
     for weight, _ in kept:
         weight.grad = None
@@ -159,170 +154,168 @@ def _gradients_kept(layers: Iterable[nn.Module]) -> Iterator[None]:
             weight.grad = gradient
 
 
-def _measured(
-    own: RankLayers,
+def _measure(
+    local: RankLayers,
     groups: ProcessGroups,
     batches: Sequence[Batch],
     repeats: int,
     *,
     together: bool,
-) -> Tables:
-    """Of all ranks' layers."""
-    shape = own.borders[-1], len(batches)
-    tables: Tables = {name: np.zeros(shape, np.int64) for name in (*TIMES, *BYTES)}
-    tables |= {name: np.zeros(shape[0], np.int64) for name in OF_LAYERS}
-    for place, layer in own.layers.items():
-        _note_weights(tables, place, layer)
+) -> _Tables:
+    """Tables of all ranks' layers."""
+    shape = local.borders[-1], len(batches)
+    tables: _Tables = {name: np.zeros(shape, np.int64) for name in (*_TIMES, *_BYTES)}
+    tables |= {name: np.zeros(shape[0], np.int64) for name in _OF_LAYERS}
+    for index, layer in local.layers.items():
+        _record_weights(tables, index, layer)
     for number, batch in enumerate(batches):
-        given = stage_inputs(own, groups, batch)
+        inputs = stage_inputs(local, groups, batch)
         for rank in range(len(groups.ranks)):
-            meet(groups, own.device)
+            barrier(groups, local.device)
             if together or rank == groups.rank:
-                for stage, carry in given.items():
+                for stage, given in inputs.items():
                     found = [
-                        _stage_times(own, stage, batch, carry, together=together)
+                        _stage_times(local, stage, batch, given, together=together)
                         for _ in range(repeats)
                     ]
-                    _note_times(own, stage, found, tables, number)
-                    _note_bytes(own, stage, batch, carry, tables, number)
+                    _record_times(local, stage, found, tables, number)
+                    _record_bytes(local, stage, batch, given, tables, number)
             if together:
-                _compute_until_all_are_done(own, groups, batch, given)
+                _compute_until_all_are_done(local, groups, batch, inputs)
                 break
-    flat = torch.from_numpy(np.concatenate([table.ravel() for table in tables.values()])).to(
-        own.device
-    )
-    with peers(groups.ranks):
+    return _sum_over_ranks(tables, groups, local.device)
+
+
+def _sum_over_ranks(tables: _Tables, groups: ProcessGroups, device: torch.device) -> _Tables:
+    """Join tables in which each rank has filled in its own layers."""
+    flat = torch.from_numpy(np.concatenate([table.ravel() for table in tables.values()])).to(device)
+    with peer_errors(groups.ranks):
         dist.all_reduce(flat, group=groups.pipeline)
     ends = np.cumsum([table.size for table in tables.values()])[:-1]
-    parts = np.split(flat.cpu().numpy(), ends)
-    return {
-        name: part.reshape(table.shape)
-        for (name, table), part in zip(tables.items(), parts, strict=True)
-    }
+    parts = zip(tables.items(), np.split(flat.cpu().numpy(), ends), strict=True)
+    return {name: part.reshape(table.shape) for (name, table), part in parts}
 
 
 def _compute_until_all_are_done(
-    own: RankLayers, groups: ProcessGroups, batch: Batch, given: dict[int, StageTensors]
+    local: RankLayers, groups: ProcessGroups, batch: Batch, inputs: dict[int, StageTensors]
 ) -> None:
-    """So that a rank that measures longer than others does not have the machine for itself."""
-    with peers(groups.ranks):
-        done = dist.all_reduce(
-            torch.zeros(1, device=own.device), group=groups.pipeline, async_op=True
-        )
+    """Keep the machine busy, so that a slower rank does not measure on an idle one."""
+    with peer_errors(groups.ranks):
+        token = torch.zeros(1, device=local.device)
+        done = dist.all_reduce(token, group=groups.pipeline, async_op=True)
         assert done is not None
         while not done.is_completed():
-            for stage, carry in given.items():
-                _stage_times(own, stage, batch, carry, together=True)
+            for stage, given in inputs.items():
+                _stage_times(local, stage, batch, given, together=True)
         done.wait()
 
 
-def _note_weights(tables: Tables, place: int, layer: nn.Module) -> None:
-    weights = list(layer.parameters())
-    trained = [weight for weight in weights if weight.requires_grad]
-    tables["param_counts"][place] = sum(weight.numel() for weight in weights)
-    tables["state_bytes"][place] = sum(weight.nbytes for weight in weights) + (1 + MOMENTS) * sum(
-        weight.nbytes for weight in trained
-    )
-    tables["is_trained"][place] = bool(trained)
-
-
 def _stage_times(
-    own: RankLayers, stage: int, batch: Batch, given: StageTensors, *, together: bool
+    local: RankLayers, stage: int, batch: Batch, given: StageTensors, *, together: bool
 ) -> list[LayerTimes]:
-    """Of a stage's layers."""
+    """Times of a stage's layers."""
     if together:
         return times_in_passes(
-            [partial(cut_off, own, place, batch) for place in own.of_stage(stage)], given
+            [partial(isolate, local, index, batch) for index in local.stage_layers(stage)], given
         )
-    times, carry = [], given
-    for place in own.of_stage(stage):
-        found, carry = layer_times(cut_off(own, place, batch, carry))
+    times, tensors = [], given
+    for index in local.stage_layers(stage):
+        found, tensors = layer_times(isolate(local, index, batch, tensors))
         times.append(found)
     return times
 
 
-def _note_times(
-    own: RankLayers, stage: int, found: list[list[LayerTimes]], tables: Tables, number: int
+def _record_weights(tables: _Tables, index: int, layer: nn.Module) -> None:
+    weights = list(layer.parameters())
+    trained = [weight for weight in weights if weight.requires_grad]
+    trained_bytes = sum(weight.nbytes for weight in trained)
+    tables["param_counts"][index] = sum(weight.numel() for weight in weights)
+    tables["state_bytes"][index] = (
+        sum(weight.nbytes for weight in weights) + (1 + _ADAM_MOMENTS) * trained_bytes
+    )
+    tables["is_trained"][index] = bool(trained)
+
+
+def _record_times(
+    local: RankLayers, stage: int, found: list[list[LayerTimes]], tables: _Tables, number: int
 ) -> None:
-    """The medians of all repetitions but the first."""
+    """Record the medians of all repetitions but the first."""
     every = np.array([[list(asdict(layer).values()) for layer in repeat] for repeat in found[1:]])
     middle = np.rint(np.median(every, axis=0)).astype(np.int64)  # (layers, times)
-    places = slice(own.borders[stage], own.borders[stage + 1])
-    for name, row in zip(TIMES, middle.T, strict=True):
-        tables[name][places, number] = row
+    indices = slice(local.borders[stage], local.borders[stage + 1])
+    for name, row in zip(_TIMES, middle.T, strict=True):
+        tables[name][indices, number] = row
 
 
-def _note_bytes(
-    own: RankLayers, stage: int, batch: Batch, given: StageTensors, tables: Tables, number: int
+def _record_bytes(
+    local: RankLayers,
+    stage: int,
+    batch: Batch,
+    given: StageTensors,
+    tables: _Tables,
+    number: int,
 ) -> None:
-    """Of a stage's layers, one alone after the other."""
-    carry = given
-    for place in own.of_stage(stage):
-        alone = cut_off(own, place, batch, carry)
-        for name, value in asdict(layer_bytes(alone)).items():
-            tables[name][place, number] = value
+    """Record the memory of a stage's layers, one alone after the other."""
+    tensors = given
+    for index in local.stage_layers(stage):
+        layer = isolate(local, index, batch, tensors)
+        for name, value in asdict(layer_bytes(layer)).items():
+            tables[name][index, number] = value
         with torch.no_grad():
-            carry = alone.forward(alone.leaves())
+            tensors = layer.forward(layer.leaves())
 
 
-def _sent_bytes(own: RankLayers, place: int, batch: Batch) -> int:
-    """What a layer gives to the next one; of the last one nothing."""
-    if place + 1 == own.borders[-1]:
+def _sent_bytes(local: RankLayers, index: int, batch: Batch) -> int:
+    """Size of a layer's output for the next one; 0 for the last."""
+    if index + 1 == local.borders[-1]:
         return 0
-    specs = own.specs(place + 1, batch).values()
+    specs = local.specs(index + 1, batch).values()
     return sum(int(np.prod(spec.shape, dtype=np.int64)) * spec.dtype.itemsize for spec in specs)
 
 
 def _split_kinds(
-    names: Sequence[str], kinds: Sequence[str], tables: Tables, first_trained: int
+    names: Sequence[str], kinds: Sequence[str], tables: _Tables, first_trained: int
 ) -> tuple[str, ...]:
-    """Kinds of which all layers cost the same. ConfigError if their parameters differ."""
+    """Kinds whose layers all cost the same. ConfigError if their parameters differ."""
     roles = [
-        _role(bool(own), place > first_trained) for place, own in enumerate(tables["is_trained"])
+        _role(bool(trained), index > first_trained)
+        for index, trained in enumerate(tables["is_trained"])
     ]
     first: dict[str, int] = {}
-    for place, kind in enumerate(kinds):
-        other = first.setdefault(kind, place)
-        counts = tables["param_counts"]
-        if counts[place] != counts[other]:
+    counts = tables["param_counts"]
+    for index, kind in enumerate(kinds):
+        other = first.setdefault(kind, index)
+        if counts[index] != counts[other]:
             raise ConfigError(
-                f"layers {names[other]} and {names[place]} are of one kind, {kind}, but have {counts[other]:,} and "
-                f"{counts[place]:,} parameters; give them different kinds"
+                f"layers {names[other]} and {names[index]} are of one kind, {kind}, but have"
+                f" {counts[other]:,} and {counts[index]:,} parameters; give them different kinds"
             )
-    several = {
-        kind
-        for kind in first
-        if len({role for role, own in zip(roles, kinds, strict=True) if own == kind}) > 1
-    }
-    return tuple(
-        f"{kind}, {role}" if kind in several else kind
-        for kind, role in zip(kinds, roles, strict=True)
-    )
+    pairs = list(zip(kinds, roles, strict=True))
+    roles_of = {kind: {role for own, role in pairs if own == kind} for kind in first}
+    return tuple(f"{kind}, {role}" if len(roles_of[kind]) > 1 else kind for kind, role in pairs)
 
 
-def _role(is_trained: bool, flows: bool) -> str:
-    """What runs backward in a layer, in words."""
+def _role(is_trained: bool, has_gradient: bool) -> str:
+    """Backward work of a layer, in words."""
     if is_trained:
-        return "trained" if flows else "first trained"
-    return "frozen" if flows else "forward only"
+        return "trained" if has_gradient else "first trained"
+    return "frozen" if has_gradient else "forward only"
 
 
-def _columns(tables: Tables, first_trained: int, *, apart: bool) -> Tables:
+def _columns(tables: _Tables, first_trained: int, *, apart: bool) -> _Tables:
     """Columns of `Costs`, layer by layer."""
     count = len(tables["is_trained"])
     goes_back = (np.arange(count) >= first_trained)[:, np.newaxis]
-    together, alone = (
-        tables["backward_ns"],
-        np.minimum(tables["input_grad_ns"], tables["backward_ns"]),
-    )
-    # what lies between two layers is held if either needs it
-    border = np.maximum(tables["held_input_bytes"][1:], tables["held_output_bytes"][:-1])
-    held = tables["own_bytes"] + np.concatenate([tables["held_input_bytes"][:1], border])
+    joint = tables["backward_ns"]
+    input_ns = np.minimum(tables["input_grad_ns"], joint)
+    # a tensor between two layers is held if either needs it
+    between = np.maximum(tables["held_input_bytes"][1:], tables["held_output_bytes"][:-1])
+    held = tables["own_bytes"] + np.concatenate([tables["held_input_bytes"][:1], between])
     saved = held * goes_back
     return {
         "forward_ns": tables["forward_ns"],
-        "input_grad_ns": tables["input_grad_ns"] if apart else alone,
-        "weight_grad_ns": tables["weight_grad_ns"] if apart else together - alone,
+        "input_grad_ns": tables["input_grad_ns"] if apart else input_ns,
+        "weight_grad_ns": tables["weight_grad_ns"] if apart else joint - input_ns,
         "recompute_ns": tables["forward_ns"] * goes_back,
         "saved_bytes": saved,
         "kept_bytes": tables["given_bytes"] * goes_back,
@@ -330,8 +323,8 @@ def _columns(tables: Tables, first_trained: int, *, apart: bool) -> Tables:
     }
 
 
-def _alike(values: IntArray, kinds: Sequence[str], name: str) -> IntArray:
-    """The same for all layers of a kind: the median of their times, the most of their bytes."""
+def _equal_per_kind(values: IntArray, kinds: Sequence[str], name: str) -> IntArray:
+    """The same values for all layers of a kind: median of times, maximum of bytes."""
     made = np.empty_like(values)
     for kind in dict.fromkeys(kinds):
         rows: NDArray[np.bool_] = np.array([own == kind for own in kinds])

@@ -1,9 +1,8 @@
-"""A plan out of a running model: its layers profiled, the best-ranked partitions run, the fastest
-as a `Plan`.
+"""A plan from measurements: the model's layers are profiled, the best-ranked partitions run.
 
-The steps of OmniBal 4.2 one after the other, for a model that every rank holds: `profile_step`,
-then `choose_plan`. A trial recomputes as few layers as fit by the profile, were all micro-batches
-`request.full`. Nothing is trained.
+The steps of OmniBal 4.2 for a model that every rank holds: `profile_step`, then `choose_plan`. A
+trial recomputes as few layers as fit by the profile if all micro-batches were `request.full`.
+Nothing is trained.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from engine.planning.planner import PlanRequest
 from engine.planning.recompute import choose_recompute
 from engine.runtime.batch_loads import batch_loads
 from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.profiling._probe_batches import parts_and_all
+from engine.runtime.profiling._probe_batches import probe_batches
 from engine.runtime.profiling.measure_layers import MeasureOptions, measure_layers
 from engine.runtime.profiling.partition_trials import (
-    Measured,
+    MeasuredPartitions,
     TrialOptions,
     TrialStep,
     measure_partitions,
 )
-from engine.runtime.profiling.temporary_pipeline import borrowed
+from engine.runtime.profiling.temporary_pipeline import temporary_pipelines
 from engine.runtime.stage_io import Batch, LayerStack
 
 REPEATS = 5
-"""Of every pass; the first warms up."""
+"""Runs of every pass; the first warms up."""
 
 
 def profile_step(
@@ -48,18 +47,17 @@ def profile_step(
     image_token_id: int,
     options: PipelineOptions,
 ) -> Profile:
-    """The profile of a model's layers, for parts of a step's micro-batches and then for these; on
-    all ranks alike.
+    """Profile of a model's layers, for parts of a step's micro-batches and then for these.
 
-    The ranks of the world are one pipeline, cut evenly meanwhile. The request's loads are those of
-    `batches`, its model's layers those of `model`. ConfigError as `measure_layers` and
+    The same on all ranks of the world, which form one pipeline, cut evenly. The request's loads are
+    those of `batches`, its model's layers those of `model`. ConfigError as `measure_layers` and
     `first_samples`.
     """
     listed = layers_of(request.model, request.parallel)
     ranks = list(range(dist.get_world_size()))
     borders = even_partition(np.ones(len(model.layers), np.int64), request.num_stages)
-    parts = parts_and_all(batches, request.loads, image_token_id)
-    with borrowed(model):
+    parts = probe_batches(batches, request.loads, image_token_id)
+    with temporary_pipelines(model):
         return measure_layers(
             Pipeline(model, borders, [False] * len(model.layers), [ranks], options),
             parts,
@@ -78,26 +76,24 @@ def choose_plan(
     batches: Sequence[Batch],
     options: PipelineOptions,
     trials: TrialOptions | None = None,
-) -> tuple[Measured, Plan]:
-    """What was run of the partitions that rank best by the profile, and the plan with the fastest.
-    On all ranks alike.
+) -> tuple[MeasuredPartitions, Plan]:
+    """Run the partitions that rank best by `profile`; -> the trials, and the fastest as a plan.
 
-    The rest as `profile_step`, whose profile it is. ConfigError and InfeasiblePlan as
-    `measure_partitions`.
+    The same on all ranks; arguments as `profile_step`, whose profile it is. ConfigError and
+    InfeasiblePlan as `measure_partitions`.
     """
     places = np.arange(len(profile.loads))[-len(batches) :]
     costs = measured_costs(profile, places)
     full = profiled_costs(profile, request.full.take(np.zeros(len(batches), np.int64)))
-    # times of this step; memory of the largest micro-batches, and never less than was measured
+    # times of this step; memory of the largest micro-batches, but at least what was measured
     sizes = ("saved_bytes", "kept_bytes", "working_bytes")
     sized = replace(
         costs, **{name: np.maximum(getattr(full, name), getattr(costs, name)) for name in sizes}
     )
 
     def recompute(borders: IntArray) -> NDArray[np.bool_]:
-        return choose_recompute(
-            sized, borders, request.make_schedule(len(borders) - 1), request.memory_bytes
-        )
+        schedule = request.make_schedule(len(borders) - 1)
+        return choose_recompute(sized, borders, schedule, request.memory_bytes)
 
     step = TrialStep(
         batches=batches,

@@ -1,10 +1,9 @@
-"""Runs the best-ranked partitions for some steps each and takes the fastest: BMP for real (OmniBal
-4.2 and 5.2).
+"""Trials of the best-ranked partitions on the running model: BMP (OmniBal 4.2 and 5.2).
 
-For every candidate a `Pipeline` is made out of the same model, runs one step to warm up and three
-that count, and is taken apart again. The first rank searches (`engine.planning.bmp.search_bmp`) and
-tells the others what to run, and at last what was found: so all have the same choice, whatever
-their figures. The optimizer is not stepped, and gradients are dropped.
+For every candidate a `Pipeline` is made from the same model, runs one step to warm up and three
+that count, and is discarded. The first rank searches (`engine.planning.bmp.search_bmp`) and
+broadcasts what to run, and finally the result: so all ranks choose the same. The optimizer is not
+stepped, and gradients are dropped.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from engine.cost_model.costs import Costs
 from engine.planning.adaptive_recompute import OutOfMemory
 from engine.planning.bmp import MOST_RUN, RADIUS, BmpResult, PartitionCandidate, search_bmp
 from engine.planning.recompute import InfeasiblePlan
-from engine.runtime.errors import peers
-from engine.runtime.layer_rng import generators_kept
+from engine.runtime.communication.collectives import world_errors
+from engine.runtime.layer_rng import preserve_rng
 from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.profiling.temporary_pipeline import borrowed
+from engine.runtime.profiling.temporary_pipeline import temporary_pipelines
 from engine.runtime.stage_io import Batch, LayerStack
 from engine.simulator.evaluate import evaluate, schedule_for
 
@@ -43,10 +42,10 @@ NS_PER_MS = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialOptions:
-    """How partitions are tried."""
+    """Options of the trials."""
 
     steps: int = 3
-    """That count (OmniBal 5.2); one more runs before them."""
+    """Steps that count (OmniBal 5.2); one more runs before them."""
     radius: int = RADIUS
     most_run: int = MOST_RUN
 
@@ -57,10 +56,10 @@ class TrialOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialStep:
-    """What a step that all ranks run consists of: this rank's part."""
+    """The step that all ranks run: this rank's part."""
 
     batches: Sequence[Batch]
-    """Of this rank's replica."""
+    """Micro-batches of this rank's replica."""
     normalizer: int
     """Labels of the whole step."""
     pipelines: Sequence[Sequence[int]]
@@ -76,20 +75,18 @@ class PartitionTrial:
 
     borders: tuple[int, ...]
     recompute: tuple[int, ...]
-    """Layers."""
+    """Indices of the recomputed layers."""
     predicted_ns: int | None
-    """What the simulator says of the first replica's step; None if it says that it does not fit
-    into memory.
-    """
+    """Simulated step of the first replica; None if by the simulator it does not fit into memory."""
     steps_ns: tuple[int, ...]
-    """Of each step that counts, the slowest rank's; empty if it did not fit into memory."""
+    """Slowest rank's time of each step that counts; empty if it did not fit into memory."""
     failure: str | None = None
-    """Why it did not."""
+    """Why it did not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What the search found, and what it ran."""
+class MeasuredPartitions:
+    """Result of the search, and its trials."""
 
     bmp: BmpResult
     trials: tuple[PartitionTrial, ...]
@@ -98,21 +95,20 @@ class Measured:
 
 def measure_partitions(
     model: LayerStack, costs: Costs, step: TrialStep, options: TrialOptions | None = None
-) -> Measured:
-    """The fastest of the best-ranked partitions, by really running them. All ranks of the world
-    call it; all get it.
+) -> MeasuredPartitions:
+    """The fastest of the best-ranked partitions, by running them; the same on all ranks.
 
-    `model` is whole on every rank; its layers go to the device where they run and back again.
-    `costs` of the first replica's micro-batches, by which candidates are ranked: those of the
-    world's first rank count. A partition that runs out of memory is none; InfeasiblePlan if that is
-    all of them. ConfigError as `Pipeline`.
+    All ranks of the world call it. `model` is whole on every rank; its layers move to the device
+    where they run and back. `costs`: of the first replica's micro-batches; candidates are ranked by
+    those of rank 0. A partition that runs out of memory does not count; InfeasiblePlan if all do.
+    ConfigError as `Pipeline`.
     """
     trials = _Trials(model, costs, step, options or TrialOptions())
     return trials.lead() if dist.get_rank() == 0 else trials.follow()
 
 
 class _Trials:
-    """Trials under way on one rank."""
+    """Trials in progress on one rank."""
 
     def __init__(
         self, model: LayerStack, costs: Costs, step: TrialStep, options: TrialOptions
@@ -121,7 +117,7 @@ class _Trials:
         self.done: list[PartitionTrial] = []
         self.device = torch.device(step.options.device)
 
-    def lead(self) -> Measured:
+    def lead(self) -> MeasuredPartitions:
         """Search, and tell the others what to run."""
         pp = len(self.step.pipelines[0])
         try:
@@ -133,35 +129,33 @@ class _Trials:
                 most_run=self.options.most_run,
             )
         except (ConfigError, InfeasiblePlan) as error:
-            _tell(error)
+            _broadcast(error)
             raise
-        measured = Measured(bmp=found, trials=tuple(self.done))
-        _tell(measured)
+        measured = MeasuredPartitions(bmp=found, trials=tuple(self.done))
+        _broadcast(measured)
         return measured
 
-    def follow(self) -> Measured:
-        """Run what the first rank tells."""
+    def follow(self) -> MeasuredPartitions:
+        """Run what the first rank broadcasts."""
         while True:
-            told = _tell(None)
-            if isinstance(told, Measured):
-                return told
-            if isinstance(told, IsobatchError):
-                raise told
-            borders, recompute = told
-            with suppress(
-                ConfigError, OutOfMemory
-            ):  # the first rank has it too, and says what comes of it
+            message = _broadcast(None)
+            if isinstance(message, MeasuredPartitions):
+                return message
+            if isinstance(message, IsobatchError):
+                raise message
+            borders, recompute = message
+            with suppress(ConfigError, OutOfMemory):  # raised on the first rank too, which decides
                 self.run(borders, recompute)
 
     def announce(self, borders: IntArray) -> int:
-        """Run a partition on all ranks; -> the median of its steps' times."""
+        """Run a partition on all ranks; -> the median time of its steps."""
         recompute, predicted = np.zeros(self.costs.num_layers, np.bool_), None
         times, failure = tuple[int, ...](), None
         try:
             if self.step.recompute is not None:
                 recompute = np.asarray(self.step.recompute(borders))
             predicted = self.predicted_ns(borders, recompute)
-            _tell((borders, recompute))
+            _broadcast((borders, recompute))
             times = self.run(borders, recompute)
         except (OutOfMemory, InfeasiblePlan) as error:
             failure = error
@@ -179,7 +173,7 @@ class _Trials:
         return round(float(np.median(times)))
 
     def predicted_ns(self, borders: IntArray, recompute: NDArray[np.bool_]) -> int:
-        """What the simulator says."""
+        """Simulated time of a step."""
         options = self.step.options
         schedule = schedule_for(
             options.schedule, borders, self.costs.num_micro_batches, options.stages_per_rank
@@ -187,54 +181,51 @@ class _Trials:
         return evaluate(self.costs, borders, recompute, schedule).step_ns
 
     def run(self, borders: IntArray, recompute: NDArray[np.bool_]) -> tuple[int, ...]:
-        """Time of each step that counts, on the slowest rank of the world."""
-        with borrowed(self.model), generators_kept(self.device):
+        """Times of the steps that count, on the slowest rank of the world."""
+        with temporary_pipelines(self.model), preserve_rng(self.device):
             pipeline = self.make(borders, recompute)
             times = [self.step_ns(pipeline) for _ in range(1 + self.options.steps)]
         return tuple(times[1:])
 
     def make(self, borders: IntArray, recompute: NDArray[np.bool_]) -> Pipeline:
-        """A pipeline with this partition; OutOfMemory on all ranks if one of them cannot hold its
-        layers.
-        """
+        """A pipeline with this partition; OutOfMemory on all ranks if its layers do not fit on one."""
         made, lacking = None, 0
         try:
             made = Pipeline(self.model, borders, recompute, self.step.pipelines, self.step.options)
         except torch.OutOfMemoryError:
             own = next(ranks for ranks in self.step.pipelines if dist.get_rank() in ranks)
             lacking = 1 + list(own).index(dist.get_rank())
-        lacking = _slowest(lacking, self.device)
+        lacking = _maximum(lacking, self.device)
         if made is None or lacking:
             raise OutOfMemory([lacking - 1])
         return made
 
     def step_ns(self, pipeline: Pipeline) -> int:
-        """From when all ranks are there to the end of the last pass."""
-        _slowest(0, self.device)
+        """Time from when all ranks are ready to the end of the last pass."""
+        _maximum(0, self.device)
         result = pipeline.step(self.step.batches, self.step.normalizer)
         for weight in pipeline.parameters():
             weight.grad = None
-        return _slowest(int(result.end_ns.max(initial=0)), self.device)
+        return _maximum(int(result.end_ns.max(initial=0)), self.device)
 
 
-def write_evidence(measured: Measured, path: Path) -> None:
+def write_evidence(measured: MeasuredPartitions, path: Path) -> None:
     """Write what was tried and chosen as JSON."""
     path.write_text(json.dumps(evidence(measured), indent=1) + "\n", "utf-8")
 
 
-def evidence(measured: Measured) -> dict[str, Any]:
-    """What was tried and chosen, for people and for plain JSON; times in ms."""
+def evidence(measured: MeasuredPartitions) -> dict[str, Any]:
+    """What was tried and chosen, ready for JSON; times in ms."""
     bmp = measured.bmp
     rows = zip(bmp.candidates, measured.trials, strict=True)
+    on_gpu = torch.cuda.is_available()
     return {
         "chosen": bmp.best.borders.tolist(),
         "chosen_step_ms": _ms(bmp.best.step_ns),
         "anchor": bmp.anchor.tolist(),
         "candidates": [_row(candidate, trial) for candidate, trial in rows],
         "host": platform.node(),
-        "processor": torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else platform.machine(),
+        "processor": torch.cuda.get_device_name() if on_gpu else platform.machine(),
         "torch": torch.__version__,
         "ranks": dist.get_world_size() if dist.is_initialized() else 1,
     }
@@ -258,17 +249,17 @@ def _ms(time_ns: int | None) -> float | None:
     return None if time_ns is None else time_ns / NS_PER_MS
 
 
-def _tell(value: Any) -> Any:
-    """What the first rank tells, on all ranks."""
+def _broadcast(value: Any) -> Any:
+    """The first rank's value, on all ranks."""
     box = [value]
-    with peers(range(dist.get_world_size())):
+    with world_errors():
         dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
-def _slowest(value: int, device: torch.device) -> int:
-    """The largest of all ranks'; also, they are all here."""
+def _maximum(value: int, device: torch.device) -> int:
+    """The maximum over all ranks; also a barrier."""
     most = torch.tensor(value, device=device)
-    with peers(range(dist.get_world_size())):
+    with world_errors():
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return int(most)

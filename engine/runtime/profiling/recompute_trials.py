@@ -1,11 +1,10 @@
-"""Finds on the running pipeline which layers must be recomputed: OmniBal's four steps (4.3), with
-real steps for runs.
+"""Search for the layers that must be recomputed, on the running pipeline (OmniBal 4.3).
 
-`engine.planning.adaptive_recompute` decides; here is its `Observe`: `StepObserver` runs steps with
-some layers recomputed, and tells what memory each stage had left, or that it ran out, which ends a
-step but no rank. Weights stay as they are, and what dropout draws afterwards; gradients are
-dropped. It takes some 6 runs more than there are kinds of layers, of a step or a few. On a GPU
-these cost what steps cost; on a CPU, whose memory `LiveBytes` counts, a few times as much.
+`engine.planning.adaptive_recompute` decides; `StepObserver` here is its `Observe`: it runs steps
+with some layers recomputed and returns the memory that each stage had left, or that it ran out,
+which ends a step but no rank. Weights and dropout's random numbers stay as they are; gradients are
+dropped. It takes about 6 runs more than there are kinds of layers, of one or a few steps each. On a
+GPU a run costs what its steps cost; on a CPU, where `LiveBytes` counts memory, a few times as much.
 """
 
 from __future__ import annotations
@@ -28,19 +27,20 @@ from engine.cost_model.costs import Costs
 from engine.planning.adaptive_recompute import AdaptedRecompute, OutOfMemory, adapt_recompute
 from engine.runtime.communication.process_groups import ProcessGroups
 from engine.runtime.cpu_memory import LiveBytes
-from engine.runtime.errors import peers
-from engine.runtime.layer_rng import generators_kept
+from engine.runtime.errors import peer_errors
+from engine.runtime.layer_rng import preserve_rng
 from engine.runtime.pipeline import Pipeline
 from engine.runtime.stage_io import Batch
 from engine.simulator.schedule import make_schedule
 
 FORMAT = 1
-"""Of the evidence."""
+"""Version of the evidence file."""
 
 
 class StepObserver:
-    """Runs steps of a pipeline with other layers recomputed. All ranks of all replicas make it and
-    call it alike.
+    """Runs steps of a pipeline with other layers recomputed.
+
+    All ranks of all replicas make it and call it with the same arguments.
     """
 
     def __init__(
@@ -51,75 +51,67 @@ class StepObserver:
         limit_bytes: int | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        """`steps`: this replica's micro-batches, step by step; the heaviest that training will
-        meet.
+        """`steps`: this replica's micro-batches, step by step; the heaviest that training will meet.
 
-        `limit_bytes`: of each rank's memory; None for all that its GPU has free. A CPU needs one,
-        and the `optimizer` whose state takes part of it; on a GPU that is counted anyway. What an
-        optimizer keeps must be there already: let a step of training go before. What it needs for a
-        moment is not looked at, nor what the reduction of gradients does: activations are gone by
-        then. ConfigError for several stages per rank, or nothing to run.
+        `limit_bytes`: memory of each rank; None for all that its GPU has free. A CPU needs it, and
+        the `optimizer` whose state takes part of it. An optimizer's state must exist already: run a
+        step of training before. Its temporary memory and that of the gradient reduction are not
+        counted: activations are gone by then. ConfigError for several stages per rank, or no steps.
         """
-        own, groups = pipeline._own, pipeline._groups
-        if len(own.borders) - 1 != len(groups.ranks):
+        local, groups = pipeline._local, pipeline._groups
+        if len(local.borders) - 1 != len(groups.ranks):
             raise ConfigError(
-                f"the pipeline has {len(own.borders) - 1} stages on {len(groups.ranks)} ranks; recomputation is "
-                "adapted for one stage per rank"
+                f"the pipeline has {len(local.borders) - 1} stages on {len(groups.ranks)} ranks;"
+                " recomputation is adapted for one stage per rank"
             )
         if not steps or not all(map(len, steps)):
             raise ConfigError(
-                f"steps have {[len(batches) for batches in steps]} micro-batches; give one step at least"
+                f"steps have {[len(batches) for batches in steps]} micro-batches; give at least one"
+                " step, and no empty ones"
             )
-        if limit_bytes is None and own.device.type != "cuda":
+        if limit_bytes is None and local.device.type != "cuda":
             raise ConfigError(
-                "limit_bytes is None; say how many bytes a rank has where there is no GPU to ask"
+                "limit_bytes is None; give the memory of a rank in bytes, because there is no GPU"
+                " to ask"
             )
-        self._pipeline, self._steps, self._limit_bytes, self._optimizer = (
-            pipeline,
-            steps,
-            limit_bytes,
-            optimizer,
-        )
-        self._device, self._groups = own.device, groups
-        self._layers = [*own.layers.values(), *own.encoder]
+        self._pipeline, self._steps, self._optimizer = pipeline, steps, optimizer
+        self._limit_bytes, self._device, self._groups = limit_bytes, local.device, groups
+        self._layers = [*local.layers.values(), *local.encoder]
 
     def __call__(self, recompute: NDArray[np.bool_]) -> IntArray:
-        """Bytes that each stage had left at its peak, (stages,), in the replica that had least.
-        OutOfMemory.
+        """Bytes that each stage had left at its peak, (stages,); least over replicas. OutOfMemory.
 
         Leaves `recompute` set, and no gradients.
         """
         steps_run = self._pipeline.steps_run
         self._pipeline.set_recompute(recompute)
-        self._let_go()
+        self._release()
         try:
-            with generators_kept(self._device):
-                own = self._left_of_gpu() if self._device.type == "cuda" else self._left_of_cpu()
+            with preserve_rng(self._device):
+                own = self._left_on_gpu() if self._device.type == "cuda" else self._left_on_cpu()
         finally:
             self._pipeline.steps_run = steps_run
-            self._let_go()
+            self._release()
         left = _least_left(own, self._groups, self._device)
         if (left < 0).any():
             raise OutOfMemory(np.flatnonzero(left < 0).tolist())
         return left
 
-    def _left_of_gpu(self) -> int:
+    def _left_on_gpu(self) -> int:
         limit = self._limit_bytes
         if limit is None:
-            limit = int(
-                torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
-            )
-        self._pipeline.peak_bytes()  # from here on
+            free_bytes, _ = torch.cuda.mem_get_info(self._device)
+            limit = int(free_bytes + torch.cuda.memory_reserved(self._device))
+        self._pipeline.peak_bytes()  # resets the peak
         self._run()
         return limit - (self._pipeline.peak_bytes() or 0)
 
-    def _left_of_cpu(self) -> int:
-        state = self._optimizer.state.values() if self._optimizer else ()
-        kept = [value for fields in state for value in fields.values() if isinstance(value, Tensor)]
-        weights = (
-            tensor for layer in self._layers for tensor in (*layer.parameters(), *layer.buffers())
-        )
-        limit = (self._limit_bytes or 0) - _bytes_of([*weights, *kept])
+    def _left_on_cpu(self) -> int:
+        states = self._optimizer.state.values() if self._optimizer else ()
+        kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        for layer in self._layers:
+            kept += [*layer.parameters(), *layer.buffers()]
+        limit = (self._limit_bytes or 0) - _storage_bytes(kept)
         memory = LiveBytes(limit)
         with memory:
             self._run()
@@ -127,10 +119,10 @@ class StepObserver:
 
     def _run(self) -> None:
         for batches in self._steps:
-            self._pipeline.step(batches, 1)  # by what losses are divided changes no memory
+            self._pipeline.step(batches, 1)  # the normalizer does not matter for memory
             self._drop_gradients()  # each step begins without, as in training
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """Hold nothing that the steps have left."""
         self._drop_gradients()
         if self._device.type == "cuda":
@@ -151,22 +143,21 @@ def adapt_running(
     optimizer: torch.optim.Optimizer | None = None,
     evidence: Path | None = None,
 ) -> AdaptedRecompute:
-    """The least recomputation with which steps like these run and leave `reserve_bytes`; the
-    pipeline has it then.
+    """Set the least recomputation with which steps like these run and leave `reserve_bytes`.
 
-    All ranks of all replicas call it, with steps of their replica, and choose alike; the first one
-    writes the `evidence`, as JSON. Of `costs` only kinds and times of recomputation count; where
-    ranks measured other times, the longest do. The rest as in `StepObserver`. InfeasiblePlan on all
-    ranks if everything recomputed is too much; the pipeline recomputes then what it did before.
+    All ranks of all replicas call it, with steps of their replica, and choose the same; the first
+    one writes the `evidence` as JSON. Only kinds and recomputation times of `costs` count; if ranks
+    measured other times, the longest do. Other arguments as in `StepObserver`. InfeasiblePlan on
+    all ranks if even full recomputation needs too much; the old setting is then restored.
     """
     observe = StepObserver(pipeline, steps, limit_bytes=limit_bytes, optimizer=optimizer)
-    own, groups = pipeline._own, pipeline._groups
-    costs = _agreed(costs, len(own.recompute), groups, own.device)
+    local, groups = pipeline._local, pipeline._groups
+    costs = _agree_on_costs(costs, len(local.recompute), groups, local.device)
     schedule = make_schedule(pipeline._options.schedule, len(groups.ranks), max(map(len, steps)))
     chosen = pipeline.recompute
     try:
         adapted = adapt_recompute(
-            costs, np.array(own.borders), schedule, observe, reserve_bytes=reserve_bytes
+            costs, np.array(local.borders), schedule, observe, reserve_bytes=reserve_bytes
         )
         chosen = adapted.recompute
     finally:
@@ -177,13 +168,15 @@ def adapt_running(
             "reserve_bytes": reserve_bytes,
             "schedule": schedule.name,
         }
-        table = {"format": FORMAT, **given, **_as_json(adapted, costs, own.borders)}
+        table = {"format": FORMAT, **given, **_as_json(adapted, costs, local.borders)}
         evidence.write_text(f"{json.dumps(table, indent=1)}\n")
     return adapted
 
 
-def _as_json(adapted: AdaptedRecompute, costs: Costs, borders: Sequence[int]) -> dict[str, object]:
-    """What was run, what it told, and what follows."""
+def _as_json(
+    adapted: AdaptedRecompute, costs: Costs, borders: Sequence[int]
+) -> dict[str, object]:
+    """The trials, their results and the choice."""
     trials: list[Mapping[str, object]] = [
         {
             "recompute": trial.recompute.tolist(),
@@ -204,18 +197,18 @@ def _as_json(adapted: AdaptedRecompute, costs: Costs, borders: Sequence[int]) ->
     }
 
 
-def _agreed(costs: Costs, num_layers: int, groups: ProcessGroups, device: torch.device) -> Costs:
-    """The same costs on all ranks: with the longest times of recomputation that any of them has, of
-    whole steps.
-    """
+def _agree_on_costs(
+    costs: Costs, num_layers: int, groups: ProcessGroups, device: torch.device
+) -> Costs:
+    """Equal costs on all ranks, with the longest recomputation times of whole steps."""
     if costs.num_layers != num_layers:
         raise ConfigError(f"costs are of {costs.num_layers} layers; the model has {num_layers}")
     mark = int.from_bytes(blake2b(repr(costs.kinds).encode(), digest_size=7).digest(), "little")
-    told = torch.tensor(
+    values = torch.tensor(
         [mark, -mark, *costs.recompute_ns.sum(axis=1).tolist()], dtype=torch.int64, device=device
     )
-    _over_all(told, groups, dist.ReduceOp.MAX)
-    most, least, *times = told.tolist()
+    _reduce_over_all(values, groups, dist.ReduceOp.MAX)
+    most, least, *times = values.tolist()
     if most != -least:
         raise ConfigError("ranks were given costs of other kinds of layers; give each the same")
     recompute_ns = np.zeros_like(costs.recompute_ns)
@@ -224,27 +217,26 @@ def _agreed(costs: Costs, num_layers: int, groups: ProcessGroups, device: torch.
 
 
 def _least_left(own: int, groups: ProcessGroups, device: torch.device) -> IntArray:
-    """Of each stage, what the replica had left that had least, (stages,)."""
-    left = torch.full(
-        (len(groups.ranks),), np.iinfo(np.int64).max, dtype=torch.int64, device=device
-    )
+    """Least memory left per stage over all replicas, (stages,)."""
+    most, count = np.iinfo(np.int64).max, len(groups.ranks)
+    left = torch.full((count,), most, dtype=torch.int64, device=device)
     left[groups.rank] = own
-    _over_all(left, groups, dist.ReduceOp.MIN)
+    _reduce_over_all(left, groups, dist.ReduceOp.MIN)
     return np.asarray(left.cpu().numpy())
 
 
-def _over_all(told: Tensor, groups: ProcessGroups, operation: dist.ReduceOp.RedOpType) -> None:
+def _reduce_over_all(
+    values: Tensor, groups: ProcessGroups, operation: dist.ReduceOp.RedOpType
+) -> None:
     """Reduce over the ranks of this pipeline, and over replicas."""
-    with peers(groups.ranks):
-        dist.all_reduce(told, op=operation, group=groups.pipeline)
+    with peer_errors(groups.ranks):
+        dist.all_reduce(values, op=operation, group=groups.pipeline)
     if groups.replicas is not None:
-        with peers(dist.get_process_group_ranks(groups.replicas)):
-            dist.all_reduce(told, op=operation, group=groups.replicas)
+        with peer_errors(dist.get_process_group_ranks(groups.replicas)):
+            dist.all_reduce(values, op=operation, group=groups.replicas)
 
 
-def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Of different storages."""
-    storages = {
-        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors
-    }
-    return sum(storages.values())
+def _storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the tensors' storages, each counted once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

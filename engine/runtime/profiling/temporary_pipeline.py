@@ -1,6 +1,4 @@
-"""A model lent to a pipeline for a while: afterwards its layers and the process groups are what
-they were.
-"""
+"""Pipelines that use a model temporarily: its layers and the process groups are restored after."""
 
 from __future__ import annotations
 
@@ -18,11 +16,10 @@ from engine.runtime.stage_io import LayerStack
 
 
 @contextmanager
-def borrowed(model: LayerStack) -> Iterator[None]:
-    """Pipelines of `model` that are made within it leave no gradients, no layers on other devices,
-    no process groups.
+def temporary_pipelines(model: LayerStack) -> Iterator[None]:
+    """Afterwards layers are on their devices again, without gradients or new process groups.
 
-    Unless a rank was lost, which ends the run.
+    Nothing is restored if a rank is lost, which ends the run.
     """
     devices = [_device_of(layer) for layer in model.layers]
     groups = set(dist.distributed_c10d._world.pg_map)
@@ -31,16 +28,15 @@ def borrowed(model: LayerStack) -> Iterator[None]:
     except PeerLost:
         raise
     except IsobatchError:
-        _give_back(model, devices, groups)
+        _restore(model, devices, groups)
         raise
-    _give_back(model, devices, groups)
+    _restore(model, devices, groups)
 
 
-def _give_back(
+def _restore(
     model: LayerStack, devices: list[torch.device | None], groups: set[dist.ProcessGroup]
 ) -> None:
-    # in the order in which they were made, on all ranks alike: NCCL's ranks wait for each other
-    # here
+    # in the order in which all ranks made them: NCCL's ranks wait for each other here
     for group in [group for group in dist.distributed_c10d._world.pg_map if group not in groups]:
         dist.destroy_process_group(group)
     for layer, device in zip(model.layers, devices, strict=True):
