@@ -22,7 +22,7 @@ from engine.cost_model.analytical import layer_names
 from engine.cost_model.layer_list import layers_of
 from engine.cost_model.operations import Layer
 from engine.cost_model.parallel import Parallelism
-from engine.runtime.models.preset_from_model import own_preset
+from engine.runtime.models.preset_from_model import preset_from_model
 from engine.runtime.models.transformers_models import from_transformers
 from engine.runtime.models.weights import gather_state_dict, names_of
 from engine.runtime.pipeline import Pipeline
@@ -119,7 +119,7 @@ def open_model(name: str | None, config: Path | None, loader: StreamingLoader) -
         )
     whole = read_model(name, config, loader)
     layered = from_transformers(whole)
-    return PipelineModel(layered=layered, preset=own_preset(whole, layered, preset), whole=whole)
+    return PipelineModel(layered=layered, preset=preset_from_model(whole, layered, preset), whole=whole)
 
 
 def model_of(given: str | None, preset: ModelPreset) -> str:

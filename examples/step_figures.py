@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from balance.errors import DataError
-from engine.runtime.errors import peers
+from engine.runtime.errors import peer_errors
 from engine.runtime.stage_executor import StepResult
 from engine.simulator.schedule import PassKind
 from engine.tuning.step_planner import StepNote
@@ -52,7 +52,7 @@ def gather(own: Measured, num_ranks: int, device: torch.device) -> dict[str, flo
     }
     mine = torch.tensor(list(columns.values()), dtype=torch.float64, device=device)
     ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    with peers(range(dist.get_world_size())):
+    with peer_errors(range(dist.get_world_size())):
         dist.all_gather(ranks, mine)
     # each (ranks,)
     all_of = dict(zip(columns, torch.stack(ranks).cpu().numpy().T, strict=True))

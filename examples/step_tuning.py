@@ -20,9 +20,10 @@ from pipeline_models import PipelineModel, kinds_text
 
 from balance.errors import ConfigError
 from engine.cost_model.costs import Costs, frozen_costs
-from engine.cost_model.loads import Loads, sample_loads
+from engine.cost_model.loads import Loads
 from engine.cost_model.profile_table import FARTHEST, Profile, profiled_costs, read_profile
-from engine.runtime.errors import peers
+from engine.cost_model.sample_loads import sample_loads
+from engine.runtime.errors import peer_errors
 from engine.tuning.precompute import EncodeRanks, frozen_encoder
 from engine.tuning.step_planner import StepNote, TunedSteps
 from engine.tuning.tune import PartitionedModel, TuneOptions
@@ -98,7 +99,7 @@ def check_same_step(note: StepNote) -> None:
     twice, or never.
     """
     both = torch.tensor([note.fingerprint, -note.fingerprint])
-    with peers(range(dist.get_world_size())):
+    with peer_errors(range(dist.get_world_size())):
         dist.all_reduce(both, op=dist.ReduceOp.MAX)
     if int(both.sum()):
         raise ConfigError(

@@ -37,8 +37,8 @@ from engine.dispatching.dispatch import PHASES, DispatchOptions
 from engine.dispatching.routes import PlannedRoutes
 from engine.dispatching.step_planner import DispatchedSteps
 from engine.runtime.communication.feature_all_to_all import exchange_features
-from engine.runtime.communication.process_groups import sum_over
-from engine.runtime.errors import peers
+from engine.runtime.communication.process_groups import sum_gradients
+from engine.runtime.errors import peer_errors
 from loaders import StreamingLoader
 from loaders.step_builder import StepBatches
 
@@ -194,14 +194,14 @@ def sum_gradients(model: nn.ModuleDict) -> None:
     """Over all ranks, once per step. All encoders always run, if only with nothing, so none lacks
     gradients.
     """
-    sum_over([weight.grad for weight in model.parameters()], dist.group.WORLD)
+    sum_gradients([weight.grad for weight in model.parameters()], dist.group.WORLD)
 
 
 def gather(figures: list[float], work: Work) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """(ranks, figures) and (rounds, ranks, phases) of all ranks."""
     mine = torch.tensor([*figures, *(count for own in work for count in own)], dtype=torch.float64)
     ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    with peers(range(len(ranks))):
+    with peer_errors(range(len(ranks))):
         dist.all_gather(ranks, mine)
     told, done = torch.stack(ranks).split([len(figures), len(mine) - len(figures)], dim=1)
     return told.numpy(), done.long().unflatten(1, (-1, len(PHASES))).transpose(0, 1).numpy()

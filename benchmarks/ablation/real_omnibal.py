@@ -20,7 +20,7 @@ from balance.types import Counts, IntArray
 from engine.cost_model.profile_table import profiled_costs
 from engine.planning.partition import by_params
 from engine.runtime.profiling.partition_trials import TrialStep, measure_partitions
-from engine.runtime.profiling.recompute_trials import adapt_running
+from engine.runtime.profiling.recompute_trials import AdaptOptions, adapt_running
 from engine.tuning.step_planner import TunedSteps
 from engine.tuning.tune import PartitionedModel, TuneOptions
 
@@ -102,7 +102,7 @@ def adapted(trainer: Trainer, variant: Variant, limit_bytes: int) -> NDArray[np.
     )
     heaviest = [step.batches for step in trainer.heaviest(variant)]
     found = adapt_running(
-        pipeline, costs, heaviest, limit_bytes=limit_bytes, optimizer=adam(pipeline)
+        pipeline, costs, heaviest, AdaptOptions(limit_bytes=limit_bytes), adam(pipeline)
     )
     return found.recompute
 

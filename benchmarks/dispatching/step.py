@@ -24,7 +24,7 @@ from dispatching.gather import gather_features
 from engine.dispatching.dispatch import PHASES, DispatchOptions, DispatchPlan, plan_dispatch
 from engine.dispatching.routes import FeatureMove, Route, rank_route
 from engine.runtime.communication.feature_all_to_all import exchange_features
-from engine.runtime.communication.process_groups import sum_over
+from engine.runtime.communication.process_groups import sum_gradients
 
 Way = Literal["composed", "two exchanges", "all-gather"]
 """How features come to where they are used."""
@@ -126,7 +126,7 @@ def run_step(
         loss.backward()
         clock.meet()
         clock.turn_to("gradients")
-        sum_over(_gradients(model), dist.group.WORLD)
+        sum_gradients(_gradients(model), dist.group.WORLD)
         clock.turn_to("optimizer")
         optimizer.step()
         optimizer.zero_grad()

@@ -24,7 +24,12 @@ from engine.cost_model.loads import Loads, PhaseLoads
 from engine.cost_model.parallel import OPTIMIZER_BYTES, Parallelism, Training
 from engine.cost_model.profile_table import Profile
 from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.profiling.measure_layers import MOMENTS, MeasureOptions, measure_layers
+from engine.runtime.profiling.measure_layers import (
+    ADAM_MOMENTS,
+    LayerLabels,
+    MeasureOptions,
+    measure_layers,
+)
 from gpu.batches import Sequences, make_batch
 from gpu.device import Bench
 from gpu.layers import make_model
@@ -104,10 +109,8 @@ def measure_shapes(
         pipeline,
         batches,
         loads,
-        names=modelled.names,
-        kinds=modelled.kinds,
-        phases=phases_of(preset),
-        options=MeasureOptions(repeats=3 if bench.tiny else REPEATS),
+        LayerLabels(names=modelled.names, kinds=modelled.kinds, phases=phases_of(preset)),
+        MeasureOptions(repeats=3 if bench.tiny else REPEATS),
     )
     return whole_model(
         found,
@@ -168,7 +171,7 @@ def state_bytes(measured: Costs) -> IntArray:
     """Weights, gradients and what `gpu.optimizer` keeps, (layers,); in a profile, moments are as
     large as weights.
     """
-    weights = measured.state_bytes // (2 + MOMENTS)
+    weights = measured.state_bytes // (2 + ADAM_MOMENTS)
     return np.asarray(2 * weights + OPTIMIZER_BYTES * measured.param_counts)
 
 

@@ -30,8 +30,8 @@ from engine.cost_model.profile_table import Profile, profiled_costs
 from engine.planning.adaptive_recompute import OutOfMemory
 from engine.planning.recompute import InfeasiblePlan, choose_recompute
 from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.profiling.measure_layers import measure_layers
-from engine.runtime.profiling.recompute_trials import StepObserver, adapt_running
+from engine.runtime.profiling.measure_layers import LayerLabels, measure_layers
+from engine.runtime.profiling.recompute_trials import AdaptOptions, StepObserver, adapt_running
 from engine.simulator.evaluate import SimulatedStep, evaluate
 from engine.simulator.schedule import one_f_one_b
 from gpu.batches import Batch, Sequences, make_batch
@@ -135,9 +135,7 @@ class Trainer:
                 for place in chosen
             ],
             loads.take(np.array(chosen)),
-            names=modelled.names,
-            kinds=modelled.kinds,
-            phases=phases_of(preset),
+            LayerLabels(names=modelled.names, kinds=modelled.kinds, phases=phases_of(preset)),
         )
         self.profile: Profile = with_masters(found)
         self.optimizer = MasterAdamW(self.pipeline.layers.values(), LEARNING_RATE)
@@ -225,8 +223,8 @@ class Trainer:
             self.pipeline,
             self._heavy_costs(way),
             steps,
-            limit_bytes=limit,
-            optimizer=self.optimizer,
+            AdaptOptions(limit_bytes=limit),
+            self.optimizer,
         )
         return found.recompute, len(found.trials)
 

@@ -79,7 +79,7 @@ def _first_lost(others: Sequence[int], seen: int | None) -> int | None:
 
 
 def _roll_call(store: _Store, others: Sequence[int]) -> int | None:
-    """Rank that does not answer, after a collective failed, which does not say whose fault it was."""
+    """Rank that does not answer; a collective that fails does not say which one it is."""
     deadline = time.monotonic() + ROLL_CALL_S
     while True:
         if store.check([FIRST_LOST]):

@@ -53,7 +53,7 @@ class PipelineOptions:
     partition, schedule or recomputation. None: torch's generators (a recomputed layer gets the same
     numbers twice)."""
     check_every_step: bool = False
-    """Whether ranks compare their micro-batches in every step, not only the first; a small message."""
+    """Whether ranks compare their micro-batches in every step, not only in the first."""
     timeout_s: float = 300.0
     """Time that a rank waits for another: longer than any step takes."""
 
@@ -122,7 +122,7 @@ class Pipeline:
         return np.array(self._local.recompute)
 
     def set_recompute(self, recompute: NDArray[np.bool_] | Sequence[bool]) -> None:
-        """Change which layers are recomputed, (layers,), from the next step; equal on every rank."""
+        """Change which layers are recomputed, (layers,), from the next step; equal on all ranks."""
         _check_recompute(recompute, len(self._local.recompute))
         self._local = replace(self._local, recompute=tuple(bool(chosen) for chosen in recompute))
 
@@ -188,7 +188,7 @@ class Pipeline:
         return peak
 
     def reduce_gradients(self) -> None:
-        """Sum gradients of tied parameters over their ranks, and all over replicas; once per step."""
+        """Sum gradients over replicas, those of tied parameters over their ranks; once per step."""
         for weight in self._trained():
             if weight.grad is None:  # no micro-batch used it; those of other ranks may have
                 weight.grad = torch.zeros_like(weight)

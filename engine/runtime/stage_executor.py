@@ -140,9 +140,7 @@ class StageExecutor:
         rank = self._groups.rank
         first, last = self._schedule.rank_offsets[rank : rank + 2].tolist()
         watch = Stopwatch(self._local.device)  # waits for the GPU, so before any message
-        self._queue = P2PQueue(
-            self._groups, self._p2p.messages, self._specs_of, self._local.device
-        )
+        self._queue = P2PQueue(self._groups, self._p2p.messages, self._specs_of, self._local.device)
         with nullcontext() if self._rng is None else preserve_rng(self._local.device):
             failed = self._run_until_out_of_memory(range(first, last), watch)
         if failed is not None:

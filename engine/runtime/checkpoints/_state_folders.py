@@ -74,7 +74,7 @@ def read_progress(state: Path) -> dict[str, Any]:
 
 
 def give_name(unfinished: Path, step: int) -> Path:
-    """Rename a complete state; if the step was saved before, add a number: nothing is overwritten."""
+    """Rename a complete state, with a number if the step was saved before; overwrites nothing."""
     repeats = [
         int(match[2] or 0)
         for path in _states(unfinished.parent)

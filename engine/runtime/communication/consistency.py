@@ -26,7 +26,9 @@ def check_consistent(
 
     Costs one small message.
     """
-    hashes = [int.from_bytes(blake2b(value, digest_size=7).digest(), "little") for _, value in parts]
+    hashes = [
+        int.from_bytes(blake2b(value, digest_size=7).digest(), "little") for _, value in parts
+    ]
     # maximum and negated minimum in one message
     both = torch.tensor([*hashes, *(-value for value in hashes)], dtype=torch.int64, device=device)
     with peer_errors(groups.ranks):

@@ -1,9 +1,9 @@
 """Encoder features sent to the ranks that train with them: OrchMLLM's dispatcher at run time.
 
-For data-parallel trainers whose loader plans with `engine.dispatching.step_planner.DispatchedSteps`.
-Each rank encodes what the plan assigned to it. `exchange_features` sends the features of a round to
-their micro-batches in one all-to-all per encoder, and the backward pass returns their gradients the
-same way (OrchMLLM, section 6). A step:
+For data-parallel trainers whose loader plans with `DispatchedSteps`
+(`engine.dispatching.step_planner`). Each rank encodes what the plan assigned to it.
+`exchange_features` sends the features of a round to their micro-batches in one all-to-all per
+encoder, and the backward pass returns their gradients the same way (OrchMLLM, section 6). A step:
 
     for number, (batch, routes) in enumerate(zip(step, step.note.rounds)):
         features = {name: encoders[name](step.encoders[name][number]) for name in routes}
@@ -122,7 +122,7 @@ class _Exchange:
 class _AllToAlls(torch.autograd.Function):
     """All encoders' exchanges of a round as one operation.
 
-    So the backward pass calls the collectives in one order on all ranks, whatever uses the features.
+    So the backward pass calls the collectives in one order on all ranks.
     """
 
     @staticmethod

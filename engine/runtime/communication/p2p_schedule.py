@@ -45,9 +45,7 @@ class P2PSchedule:
 
 
 @lru_cache(maxsize=64)
-def make_p2p_schedule(
-    schedule: Schedule, sends_grad: tuple[bool, ...], rank: int
-) -> P2PSchedule:
+def make_p2p_schedule(schedule: Schedule, sends_grad: tuple[bool, ...], rank: int) -> P2PSchedule:
     """Messages of a schedule in which gradients return to the stages with `sends_grad`.
 
     ConfigError if an action is missing or on another rank than its stage; Deadlock if actions wait

@@ -39,7 +39,7 @@ class PatchEmbedding(SpecLayer):
         self.norm = nn.Identity() if norm is None else norm
 
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
-        """`pixel_values` -> `features`: (patches, ViT tokens, width), or native (ViT tokens, width)."""
+        """`pixel_values` -> `features` (patches, ViT tokens, width) or (ViT tokens, width)."""
         pixels: Tensor = batch.pixel_values
         if not pixels.is_floating_point():
             raise ConfigError(

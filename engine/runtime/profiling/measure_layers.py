@@ -48,7 +48,7 @@ from engine.runtime.stage_io import Batch, StageTensors
 _TIMES = tuple(f.name for f in fields(LayerTimes))
 _BYTES = tuple(f.name for f in fields(LayerBytes))
 _OF_LAYERS = ("state_bytes", "param_counts", "is_trained")
-_ADAM_MOMENTS = 2
+ADAM_MOMENTS = 2
 """Optimizer tensors as large as each trained parameter."""
 
 _Tables = dict[str, IntArray]
@@ -73,29 +73,39 @@ class MeasureOptions:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerLabels:
+    """Names of a model's layers for its profile."""
+
+    names: Sequence[str]
+    """Name of each layer."""
+    kinds: Sequence[str]
+    """Kind of each layer; layers of one kind cost the same."""
+    phases: Mapping[str, str]
+    """Phase whose load the costs of a kind follow, by kind."""
+
+
 def measure_layers(
     pipeline: Pipeline,
     batches: Sequence[Batch],
     loads: Loads,
-    *,
-    names: Sequence[str],
-    kinds: Sequence[str],
-    phases: Mapping[str, str],
+    labels: LayerLabels,
     options: MeasureOptions | None = None,
 ) -> Profile:
     """Costs of each kind of layer for these micro-batches, measured; the same on all ranks.
 
     All ranks of a pipeline call it. `loads` are those of `batches` (`engine.runtime.batch_loads`),
-    which should range from small to large, so that costs can be fitted. `names` and `kinds` of all
-    layers; `phases` by kind. The median of equal layers counts. A kind is split if some of its
-    layers are trained and others not, or if some have nothing trained before them.
+    which should range from small to large, so that costs can be fitted. The median of equal layers
+    counts. A kind is split if some of its layers are trained and others not, or if some have
+    nothing trained before them.
 
     State is that of this model: parameters, gradients and two moments of the parameters' dtype.
     Gradients and random generators are left as they were. ConfigError if layers of one kind differ
     in their parameters.
     """
     local, groups = pipeline._local, pipeline._groups
-    _check(local, batches, loads, names, kinds)
+    names, kinds, phases = labels.names, labels.kinds, labels.phases
+    _check(local, batches, loads, labels)
     options = options or MeasureOptions()
     # measure
     together = local.device.type == "cpu" if options.together is None else options.together
@@ -120,21 +130,15 @@ def measure_layers(
         sends_grad=np.arange(len(kinds)) >= local.first_trained,
     )
     pairs = zip(parts, kinds, strict=True)
-    return make_profile(costs, loads, {part: phases[kind] for part, kind in pairs if kind in phases})
+    return make_profile(
+        costs, loads, {part: phases[kind] for part, kind in pairs if kind in phases}
+    )
 
 
-def _check(
-    local: RankLayers,
-    batches: Sequence[Batch],
-    loads: Loads,
-    names: Sequence[str],
-    kinds: Sequence[str],
-) -> None:
-    count = local.borders[-1]
-    if len(names) != count or len(kinds) != count:
-        raise ConfigError(
-            f"{len(names)} names and {len(kinds)} kinds; the model has {count} layers"
-        )
+def _check(local: RankLayers, batches: Sequence[Batch], loads: Loads, labels: LayerLabels) -> None:
+    count, names, kinds = local.borders[-1], len(labels.names), len(labels.kinds)
+    if names != count or kinds != count:
+        raise ConfigError(f"{names} names and {kinds} kinds; the model has {count} layers")
     if len(loads) != len(batches) or not batches:
         raise ConfigError(
             f"{len(batches)} micro-batches and {len(loads)} loads; give as many, and at least one"
@@ -231,7 +235,7 @@ def _record_weights(tables: _Tables, index: int, layer: nn.Module) -> None:
     trained_bytes = sum(weight.nbytes for weight in trained)
     tables["param_counts"][index] = sum(weight.numel() for weight in weights)
     tables["state_bytes"][index] = (
-        sum(weight.nbytes for weight in weights) + (1 + _ADAM_MOMENTS) * trained_bytes
+        sum(weight.nbytes for weight in weights) + (1 + ADAM_MOMENTS) * trained_bytes
     )
     tables["is_trained"][index] = bool(trained)
 

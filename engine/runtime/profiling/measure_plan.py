@@ -26,7 +26,11 @@ from engine.planning.recompute import choose_recompute
 from engine.runtime.batch_loads import batch_loads
 from engine.runtime.pipeline import Pipeline, PipelineOptions
 from engine.runtime.profiling._probe_batches import probe_batches
-from engine.runtime.profiling.measure_layers import MeasureOptions, measure_layers
+from engine.runtime.profiling.measure_layers import (
+    LayerLabels,
+    MeasureOptions,
+    measure_layers,
+)
 from engine.runtime.profiling.partition_trials import (
     MeasuredPartitions,
     TrialOptions,
@@ -62,10 +66,12 @@ def profile_step(
             Pipeline(model, borders, [False] * len(model.layers), [ranks], options),
             parts,
             batch_loads(parts, request.model),
-            names=layer_names(listed),
-            kinds=[layer.kind for layer in listed],
-            phases=phases_of(request.model),
-            options=MeasureOptions(repeats=REPEATS, apart=request.schedule == "zero_bubble"),
+            LayerLabels(
+                names=layer_names(listed),
+                kinds=[layer.kind for layer in listed],
+                phases=phases_of(request.model),
+            ),
+            MeasureOptions(repeats=REPEATS, apart=request.schedule == "zero_bubble"),
         )
 
 

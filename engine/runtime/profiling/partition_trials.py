@@ -188,7 +188,7 @@ class _Trials:
         return tuple(times[1:])
 
     def make(self, borders: IntArray, recompute: NDArray[np.bool_]) -> Pipeline:
-        """A pipeline with this partition; OutOfMemory on all ranks if its layers do not fit on one."""
+        """A pipeline with this partition; OutOfMemory on all ranks if it does not fit on one."""
         made, lacking = None, 0
         try:
             made = Pipeline(self.model, borders, recompute, self.step.pipelines, self.step.options)

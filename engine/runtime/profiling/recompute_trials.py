@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -51,7 +51,7 @@ class StepObserver:
         limit_bytes: int | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        """`steps`: this replica's micro-batches, step by step; the heaviest that training will meet.
+        """`steps`: this replica's micro-batches of some steps, the heaviest in training.
 
         `limit_bytes`: memory of each rank; None for all that its GPU has free. A CPU needs it, and
         the `optimizer` whose state takes part of it. An optimizer's state must exist already: run a
@@ -133,23 +133,33 @@ class StepObserver:
             weight.grad = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptOptions:
+    """Memory limits of `adapt_running`, and where its trials are recorded."""
+
+    limit_bytes: int | None = None
+    """Memory of each rank; None for all that its GPU has free."""
+    reserve_bytes: int = 0
+    """Part of it that trials must leave free."""
+    evidence: Path | None = None
+    """JSON file for what was tried and chosen, written by the first rank."""
+
+
 def adapt_running(
     pipeline: Pipeline,
     costs: Costs,
     steps: Sequence[Sequence[Batch]],
-    *,
-    limit_bytes: int | None = None,
-    reserve_bytes: int = 0,
+    options: AdaptOptions,
     optimizer: torch.optim.Optimizer | None = None,
-    evidence: Path | None = None,
 ) -> AdaptedRecompute:
-    """Set the least recomputation with which steps like these run and leave `reserve_bytes`.
+    """Set the least recomputation with which steps like these run and leave the reserve.
 
-    All ranks of all replicas call it, with steps of their replica, and choose the same; the first
-    one writes the `evidence` as JSON. Only kinds and recomputation times of `costs` count; if ranks
-    measured other times, the longest do. Other arguments as in `StepObserver`. InfeasiblePlan on
-    all ranks if even full recomputation needs too much; the old setting is then restored.
+    All ranks of all replicas call it, with steps of their replica, and choose the same. Only kinds
+    and recomputation times of `costs` count; if ranks measured other times, the longest do. Other
+    arguments as in `StepObserver`. InfeasiblePlan on all ranks if even full recomputation needs too
+    much; the old setting is then restored.
     """
+    limit_bytes, reserve_bytes = options.limit_bytes, options.reserve_bytes
     observe = StepObserver(pipeline, steps, limit_bytes=limit_bytes, optimizer=optimizer)
     local, groups = pipeline._local, pipeline._groups
     costs = _agree_on_costs(costs, len(local.recompute), groups, local.device)
@@ -162,20 +172,18 @@ def adapt_running(
         chosen = adapted.recompute
     finally:
         pipeline.set_recompute(chosen)
-    if evidence is not None and groups.replica == groups.rank == 0:
+    if options.evidence is not None and groups.replica == groups.rank == 0:
         given = {
             "limit_bytes": limit_bytes,
             "reserve_bytes": reserve_bytes,
             "schedule": schedule.name,
         }
         table = {"format": FORMAT, **given, **_as_json(adapted, costs, local.borders)}
-        evidence.write_text(f"{json.dumps(table, indent=1)}\n")
+        options.evidence.write_text(f"{json.dumps(table, indent=1)}\n")
     return adapted
 
 
-def _as_json(
-    adapted: AdaptedRecompute, costs: Costs, borders: Sequence[int]
-) -> dict[str, object]:
+def _as_json(adapted: AdaptedRecompute, costs: Costs, borders: Sequence[int]) -> dict[str, object]:
     """The trials, their results and the choice."""
     trials: list[Mapping[str, object]] = [
         {

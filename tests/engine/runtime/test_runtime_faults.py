@@ -15,15 +15,15 @@ def test_a_killed_rank_ends_the_others_who_all_name_it(tmp_path, num_ranks, vict
     for rank, own in enumerate(said):
         if rank != victim:
             assert own["type"] == "PeerLost"
-            assert f"rank {rank} stops, for rank {victim} does not answer" in own["error"]
+            assert f"rank {rank} stops: rank {victim} does not answer" in own["error"]
             assert "\n" not in own["error"]
             assert own["seconds"] < 15
 
 
 def test_a_rank_that_stops_for_longer_than_the_timeout_counts_as_lost(tmp_path):
     said = run_ranks(tmp_path, 2, delay, 6.0, 2.0)
-    assert "rank 0 stops, for rank 1 does not answer" in said[0]["error"]
-    assert "rank 1 stops, for the others waited for it in vain" in said[1]["error"]
+    assert "rank 0 stops: rank 1 does not answer" in said[0]["error"]
+    assert "rank 1 stops: the others waited for it longer than timeout_s" in said[1]["error"]
 
 
 def test_a_loss_that_is_not_finite_and_a_wrong_shape_name_their_samples_on_all_ranks(tmp_path):
@@ -41,7 +41,7 @@ def test_a_loss_that_is_not_finite_and_a_wrong_shape_name_their_samples_on_all_r
         )
     assert said[0]["mismatch type"] == "SpecMismatch"
     assert said[0]["mismatch"] == (
-        "what layer 4 gives for micro-batch 1 (samples a1, b1): 'features' has the shape (2, 16), but the model's "
+        "the output of layer 4 for micro-batch 1 (samples a1, b1): 'features' has the shape (2, 16), but the model's "
         "specs say (1, 2)"
     )
     assert said[1]["mismatch type"] == "PeerLost"

@@ -123,7 +123,7 @@ def test_training_goes_the_same_way_into_the_next_epoch(told):
 
 
 def test_a_rank_whose_peer_has_gone_says_so_in_one_line(told):
-    assert told[0]["lost"].startswith("rank 0 stops, for rank 1 does not answer any more")
+    assert told[0]["lost"].startswith("rank 0 stops: rank 1 does not answer any more")
     assert "\n" not in told[0]["lost"]
 
 

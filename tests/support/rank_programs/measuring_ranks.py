@@ -12,7 +12,11 @@ from engine.cost_model.costs import NS_PER_MS, Costs
 from engine.cost_model.profile_table import profile_to_dict
 from engine.planning.recompute import InfeasiblePlan
 from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.profiling.measure_layers import MeasureOptions, measure_layers
+from engine.runtime.profiling.measure_layers import (
+    LayerLabels,
+    MeasureOptions,
+    measure_layers,
+)
 from engine.runtime.profiling.partition_trials import (
     TrialOptions,
     TrialStep,
@@ -62,10 +66,8 @@ def _profile_timed(clock, *, apart):
         pipeline,
         batches,
         loads_of(batches),
-        names=kinds,
-        kinds=kinds,
-        phases=dict.fromkeys(kinds, "llm"),
-        options=MeasureOptions(apart=apart),
+        LayerLabels(names=kinds, kinds=kinds, phases=dict.fromkeys(kinds, "llm")),
+        MeasureOptions(apart=apart),
     )
     return {
         "profile": profile_to_dict(profile),
@@ -108,10 +110,8 @@ def _profile_chain(model, batches, borders, options, kind=None):
         pipeline,
         batches,
         loads_of(batches),
-        names=names,
-        kinds=kinds,
-        phases=dict.fromkeys(kinds, "llm"),
-        options=MeasureOptions(repeats=2),
+        LayerLabels(names=names, kinds=kinds, phases=dict.fromkeys(kinds, "llm")),
+        MeasureOptions(repeats=2),
     )
     return profile_to_dict(profile)
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from engine.cost_model.costs import Costs
-from engine.runtime.communication.p2p_schedule import make_routes
-from engine.runtime.layer_rng import Draws
+from engine.runtime.communication.p2p_schedule import make_p2p_schedule
+from engine.runtime.layer_rng import LayerRng
 from engine.runtime.pipeline import Pipeline, PipelineOptions
 from engine.simulator.schedule import Action, PassKind, Schedule, make_schedule
 from engine.simulator.simulate import Deadlock
@@ -134,7 +134,7 @@ def _drawing(step, count):
     """What one process does before each layer, to draw what the pipeline does."""
 
     def seed(layer, number):
-        draws = Draws(seed=SEED, step=step, replica=number // count)
+        draws = LayerRng(seed=SEED, step=step, replica=number // count)
         draws.seed_layer(layer, number % count, torch.device("cpu"))
 
     return seed
@@ -153,7 +153,7 @@ def _schedule(case, count, rng):
             own.insert(rng.integers(len(own)), Action(PassKind.ENCODE, 0, number))
         made = Schedule.of("encoding", plain.num_stages, count, actions)
         try:
-            make_routes(made, (True,) * (plain.num_stages - 1) + (False,), 0)
+            make_p2p_schedule(made, (True,) * (plain.num_stages - 1) + (False,), 0)
         except Deadlock:
             continue
         return made

@@ -144,9 +144,9 @@ def _most_under_way():
     """The most tensors on their way at any time in a step of many micro-batches."""
     pipeline, counts, send = make_pipeline(2), [], P2PQueue.send
 
-    def counted(mailbox, *arguments):
-        send(mailbox, *arguments)
-        counts.append(mailbox.num_under_way)
+    def counted(queue, *arguments):
+        send(queue, *arguments)
+        counts.append(len(queue._sent))
 
     with mock.patch.object(P2PQueue, "send", counted):
         pipeline.step(batches_of(12), 10)

@@ -16,7 +16,11 @@ from balance.errors import ConfigError, IsobatchError
 from engine.cost_model.costs import Costs
 from engine.planning.adaptive_recompute import OutOfMemory
 from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.profiling.recompute_trials import StepObserver, adapt_running
+from engine.runtime.profiling.recompute_trials import (
+    AdaptOptions,
+    StepObserver,
+    adapt_running,
+)
 from engine.runtime.stage_io import LayerStack, TensorSpec
 from support.models.toy_model import make_model, run_alone
 from support.rank_programs.rank_faults import batches_of, make_pipeline
@@ -107,7 +111,9 @@ def _adapt_beside_all(pipeline, steps, shares, folder):
     for share in shares:
         limit = int(least + share * (most - least))
         file = folder / f"{share}.json"
-        adapted = adapt_running(pipeline, costs_of_kinds(), steps, limit_bytes=limit, evidence=file)
+        adapted = adapt_running(
+            pipeline, costs_of_kinds(), steps, AdaptOptions(limit_bytes=limit, evidence=file)
+        )
         assert pipeline.recompute.tolist() == adapted.recompute.tolist()
         told = json.loads(file.read_text()) if dist.get_rank() == 0 else None
         found["limits"].append(limit)
@@ -133,7 +139,7 @@ def every_mask():
 
 def _refusal(pipeline, steps, limit):
     try:
-        adapt_running(pipeline, costs_of_kinds(), steps, limit_bytes=limit)
+        adapt_running(pipeline, costs_of_kinds(), steps, AdaptOptions(limit_bytes=limit))
     except IsobatchError as error:
         return type(error).__name__, str(error)
 
@@ -178,7 +184,7 @@ def _state_bytes(optimizer):
 
 def _with_exact_limit(pipeline, batches, mask):
     """Left with just enough for the fullest stage; and who ran out with a byte less."""
-    needs = PLENTY - StepObserver(pipeline, [batches], limit_bytes=PLENTY)(mask)
+    needs = PLENTY - StepObserver(pipeline, [batches], AdaptOptions(limit_bytes=PLENTY))(mask)
     left = StepObserver(pipeline, [batches], limit_bytes=int(needs.max()))(mask)
     try:
         StepObserver(pipeline, [batches], limit_bytes=int(needs.min()) - 1)(mask)
@@ -200,12 +206,14 @@ def _questions(pipeline, batches):
         lambda: StepObserver(pipeline, [batches]),
         lambda: StepObserver(pipeline, [], limit_bytes=1),
         lambda: StepObserver(pipeline, [[]], limit_bytes=1),
-        lambda: adapt_running(pipeline, costs_of_kinds(), [batches], limit_bytes=PLENTY),
+        lambda: adapt_running(
+            pipeline, costs_of_kinds(), [batches], AdaptOptions(limit_bytes=PLENTY)
+        ),
         lambda: adapt_running(
             pipeline,
             costs_of_kinds((f"rank {dist.get_rank()}",) * 11),
             [batches],
-            limit_bytes=PLENTY,
+            AdaptOptions(limit_bytes=PLENTY),
         ),
         lambda: pipeline.set_recompute([True]),
     ]

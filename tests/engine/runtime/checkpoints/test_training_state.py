@@ -217,7 +217,7 @@ def save_and_die(folder, owner, name):
     ("owner", "name", "step"),
     [
         pytest.param("os", "fsync", 1, id="tensors written"),
-        pytest.param(state_folders.__name__, "write_progress", 1, id="no progress written"),
+        pytest.param(state_folders.__name__, "_write_json", 1, id="no progress written"),
         pytest.param(state_folders.__name__, "give_name", 1, id="not renamed"),
         pytest.param("shutil", "rmtree", 2, id="old state not removed"),
     ],

@@ -39,7 +39,7 @@ def test_a_rank_that_dies_meanwhile_ends_the_others_who_name_it(tmp_path, num_ra
             assert_told(
                 own["lost"],
                 "PeerLost",
-                f"rank {rank} stops, for rank {victim} does not answer any more",
+                f"rank {rank} stops: rank {victim} does not answer any more",
             )
     # by one process: the state before
     assert newest_state(folder).name == "step-1"
@@ -54,7 +54,7 @@ def test_what_one_rank_cannot_write_is_told_by_all_and_training_goes_on(tmp_path
             "DataError",
             "states/step-2.new cannot be written: ",
             "(rank 1); ",
-            "make room",
+            "free some space",
         )
         assert own["left"] == ["step-1"]
         assert_told(
@@ -85,7 +85,7 @@ def test_a_full_disk_is_told_by_all_and_the_state_before_can_be_used(tmp_path, s
             "DataError",
             "step-2.new cannot be ",
             "No space left on device",
-            "make room",
+            "free some space",
         )
         assert own["left"] == ["filling", "step-1"]
         assert own["loaded"] == 1

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from balance.errors import ConfigError
-from engine.runtime.communication.p2p_schedule import make_routes, reordered
+from engine.runtime.communication.p2p_schedule import make_p2p_schedule, reordered
 from engine.simulator.schedule import (
     SCHEDULES,
     Action,
@@ -32,29 +32,31 @@ def changed(change):
     [
         (
             lambda actions: actions[0].pop(),
-            "does not pass micro-batch 2 once forward and once back through stage 0",
+            "does not run micro-batch 2 once forward and once backward through stage 0",
         ),
         (
             lambda actions: actions[1].append(actions[1][-1]),
-            "micro-batch 2 once forward and once back through stage 1",
+            "micro-batch 2 once forward and once backward through stage 1",
         ),
         (lambda actions: actions.reverse(), "forward of micro-batch 0 in stage 1 on rank 0"),
         (
             lambda actions: actions[0].append(Action(PassKind.INPUT_GRAD, 0, 1)),
-            "does not pass micro-batch 1 once forward and once back through stage 0",
+            "does not run micro-batch 1 once forward and once backward through stage 0",
         ),
     ],
 )
 def test_a_schedule_that_lacks_or_misplaces_a_pass_is_refused(change, text):
     with pytest.raises(ConfigError, match=text):
-        make_routes(changed(change), GRADS, 0)
+        make_p2p_schedule(changed(change), GRADS, 0)
 
 
 def test_a_schedule_whose_passes_wait_for_each_other_is_refused():
     with pytest.raises(
         Deadlock, match="rank 0 waits to begin backward of micro-batch 0 in stage 0"
     ):
-        make_routes(changed(lambda actions: actions[0].insert(0, actions[0].pop(2))), GRADS, 0)
+        make_p2p_schedule(
+            changed(lambda actions: actions[0].insert(0, actions[0].pop(2))), GRADS, 0
+        )
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -65,7 +67,7 @@ def test_what_one_rank_sends_is_what_another_receives(name, seed):
     count = int(rng.integers(1, 8))
     schedule = reordered(make_schedule(name, 4, count, chunks), rng.permutation(count))
     grads = (*rng.choice([True, False], schedule.num_stages - 1).tolist(), False)
-    routes = [make_routes(schedule, grads, rank) for rank in range(4)]
+    routes = [make_p2p_schedule(schedule, grads, rank) for rank in range(4)]
     sent = {
         (message, rank, other)
         for rank in range(4)

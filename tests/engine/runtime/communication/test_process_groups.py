@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.runtime.communication.process_groups import sum_over
+from engine.runtime.communication.process_groups import sum_gradients
 from support.ranks import run_ranks
 
 SHAPES = [(3,), (4, 5), (40, 2), (1,), (7,)]
@@ -22,7 +22,7 @@ def sum_in_buckets(said):
     expected = [one + two for one, two in zip(gradients(0), gradients(1), strict=True)]
     for most, name in BYTES:
         own = gradients(dist.get_rank())
-        sum_over(own, dist.group.WORLD, most)
+        sum_gradients(own, dist.group.WORLD, most)
         said[name] = [torch.equal(one, two) for one, two in zip(own, expected, strict=True)]
     dist.barrier()
 

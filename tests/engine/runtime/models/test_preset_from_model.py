@@ -10,7 +10,7 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 from balance.presets import load_model
 from engine.cost_model.layer_list import layers_of
 from engine.cost_model.parallel import Parallelism
-from engine.runtime.models.preset_from_model import own_preset
+from engine.runtime.models.preset_from_model import preset_from_model
 from engine.runtime.models.transformers_models import from_transformers
 from support.models.tiny_models import NAMES, make_model
 
@@ -30,7 +30,7 @@ KINDS = {
 def presets_of(name, **more):
     model = make_model(name, **more)
     layered = from_transformers(model)
-    return layered, own_preset(model, layered, load_model(PRESETS[name]))
+    return layered, preset_from_model(model, layered, load_model(PRESETS[name]))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -73,7 +73,7 @@ def test_llava_1_5s_own_sizes_are_those_of_the_preset_that_ships():
     with torch.device("meta"):
         model = LlavaForConditionalGeneration(LlavaConfig())  # the 7B
     shipped = load_model("llava_1_5")
-    own = own_preset(model, from_transformers(model), shipped)
+    own = preset_from_model(model, from_transformers(model), shipped)
     assert (own.vision, own.vit, own.llm) == (shipped.vision, shipped.vit, shipped.llm)
 
 

@@ -8,7 +8,7 @@ import torch
 from balance.errors import ConfigError
 from balance.presets import load_model
 from engine.runtime.batch_loads import batch_loads
-from engine.runtime.profiling._probe_batches import SHARES, first_samples, largest, parts_and_all
+from engine.runtime.profiling._probe_batches import SHARES, first_samples, largest_batches, probe_batches
 from support.models.image_batches import IMAGE, make_batch
 
 COUNTS = (1, 0, 3, 2, 0, 1)
@@ -70,8 +70,8 @@ def test_parts_of_the_largest_come_before_all(name):
         for seed, counts in enumerate([(0,), COUNTS, (1, 0), ()])
     ]
     loads = batch_loads(batches, load_model(PRESETS[name]))
-    parts = parts_and_all(batches, loads, IMAGE)
-    assert largest(loads) == [1]
+    parts = probe_batches(batches, loads, IMAGE)
+    assert largest_batches(loads) == [1]
     assert [len(part.sample_ids) for part in parts[: len(SHARES)]] == [2, 3, 4]
     assert parts[len(SHARES) :] == batches
 
@@ -79,7 +79,7 @@ def test_parts_of_the_largest_come_before_all(name):
 @pytest.mark.parametrize(("counts", "sizes"), [((2,), []), ((1, 1), [1]), ((1, 0, 1), [1, 2])])
 def test_no_part_is_another_one_or_the_whole_once_more(name, counts, sizes):
     batch = make_batch(name, counts)
-    parts = parts_and_all([batch], batch_loads([batch], load_model(PRESETS[name])), IMAGE)
+    parts = probe_batches([batch], batch_loads([batch], load_model(PRESETS[name])), IMAGE)
     assert [part.num_samples for part in parts] == [*sizes, len(counts)]
     assert parts[-1] is batch
 
@@ -88,5 +88,5 @@ def test_what_cannot_be_cut_is_refused(name):
     batch = make_batch(name, COUNTS)
     with pytest.raises(ConfigError, match="do not belong together"):
         first_samples(batch, 0.5, image_token_id=60)
-    with pytest.raises(ConfigError, match="with sound"):
+    with pytest.raises(ConfigError, match="with audio"):
         first_samples(replace(batch, audio_values=torch.zeros(3)), 0.5, IMAGE)

@@ -1,0 +1,6 @@
+"""Training by a plan from the command line: `python -m engine train` and `measure`.
+
+Runs the pipeline of `engine.runtime` with a loader's steps, figures per step, saved state, tuning
+and adaptive recomputation. Only `engine.train.cli` imports `loaders`; the rest takes steps from any
+`engine.train.step_source.StepSource`.
+"""

@@ -1,0 +1,151 @@
+"""`train --recompute adapt`: as few recomputed layers as memory allows, found after the first step.
+
+That step trains with every layer recomputed; after it the optimizer's state exists. Then its
+micro-batches run a few more times, which changes neither weights nor dropout's random numbers:
+losses are those of any other choice. A later step that needs more memory is repeated with every
+layer recomputed, and the next choice is made for that step too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from balance.errors import ConfigError, DataError
+from engine.planning.adaptive_recompute import AdaptedRecompute, OutOfMemory
+from engine.planning.plan import Plan
+from engine.planning.recompute import InfeasiblePlan
+from engine.runtime.batch_loads import batch_loads
+from engine.runtime.pipeline import Pipeline
+from engine.runtime.profiling.recompute_trials import AdaptOptions, adapt_running
+from engine.runtime.stage_executor import StepResult
+from engine.runtime.stage_io import Batch
+from engine.train.config import GIB, ONE_STAGE, TrainConfig
+from engine.train.launch import is_first_rank
+from engine.train.layout import Layout
+from engine.train.models.open_model import PipelineModel
+from engine.train.step_source import StepBatches
+from engine.train.step_tuning import costs_of, read_model_profile
+
+MIB = 2**20
+MOST_STEPS = 3
+"""Steps that a choice is made for: the last ones, because a step that ran out of memory was heavier
+than those of the choice before it."""
+
+
+class RecomputeAdapter:
+    """Chooses the recomputed layers of a run. All ranks make it and call it alike."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        plan: Plan | None,
+        layout: Layout,
+        model: PipelineModel,
+        device: torch.device,
+    ) -> None:
+        """ConfigError if recomputation cannot be adapted."""
+        if layout.stages_per_rank > 1:
+            raise ConfigError(ONE_STAGE)
+        self._model = model
+        self._profile = read_model_profile(config.profile, model)
+        costs_of(self._profile, model.trained, self._profile.loads)  # checks what is trained
+        self._on_gpu = device.type == "cuda"
+        limit_bytes = config.memory_bytes
+        if limit_bytes is None and not self._on_gpu:
+            if plan is None:
+                raise ConfigError(
+                    "--recompute adapt on a CPU: give the memory of a rank with --memory-gib"
+                )
+            limit_bytes = plan.memory_bytes
+        self._evidence: Path | None = config.state / "recompute.json" if config.state else None
+        self._options = AdaptOptions(
+            limit_bytes=limit_bytes,
+            reserve_bytes=int(config.reserve_gib * GIB),
+            evidence=self._evidence,
+        )
+        self._steps: deque[list[Batch]] = deque(maxlen=MOST_STEPS)
+        self.is_due = True
+        """Whether to choose after this step."""
+
+    def step(self, pipeline: Pipeline, batches: StepBatches) -> StepResult:
+        """A step of training, repeated with every layer recomputed if it runs out of memory.
+
+        OutOfMemory if that runs out too.
+        """
+        own, labels = list(batches), batches[0].num_loss_tokens
+        rng = torch.get_rng_state(), torch.cuda.get_rng_state() if self._on_gpu else None
+        try:
+            return pipeline.step(own, labels)
+        except OutOfMemory as error:
+            if pipeline.recompute.all():
+                raise
+            message = str(error)
+        # after the except clause: the error's traceback holds tensors
+        self._recompute_all(pipeline)
+        torch.set_rng_state(rng[0])
+        if rng[1] is not None:
+            torch.cuda.set_rng_state(rng[1])
+        if is_first_rank():
+            print(f"{message}; the step is repeated with every layer recomputed", flush=True)
+        return pipeline.step(own, labels)
+
+    def adapt(
+        self,
+        pipeline: Pipeline,
+        batches: StepBatches,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        """Set as little recomputation as fits, after a step of training. Gradients are dropped.
+
+        If not even full recomputation leaves the reserve: InfeasiblePlan after the first step;
+        after a later one, which has just run so, everything stays recomputed. DataError if the
+        evidence cannot be written.
+        """
+        device = batches[0].input_ids.device
+        others = list(self._steps)[1 - MOST_STEPS :]
+        steps = [*([batch.to(device) for batch in own] for own in others), list(batches)]
+        is_first, self.is_due = not self._steps, False
+        self._steps.append([batch.to("cpu") for batch in batches])  # saves GPU memory
+        try:
+            text = self._adapt(pipeline, steps, optimizer)
+        except InfeasiblePlan as error:
+            if is_first:
+                raise
+            text = f"recomputed from here on: everything; {error}"
+        except OSError as error:
+            raise DataError(f"{self._evidence}: {error.strerror}") from None
+        if is_first_rank():
+            print(text, flush=True)
+
+    def _recompute_all(self, pipeline: Pipeline) -> None:
+        for weight in pipeline.parameters():
+            weight.grad = None
+        if self._on_gpu:
+            torch.cuda.empty_cache()
+        pipeline.set_recompute(np.ones_like(pipeline.recompute))
+        self.is_due = True
+
+    def _adapt(
+        self,
+        pipeline: Pipeline,
+        steps: list[list[Batch]],
+        optimizer: torch.optim.Optimizer | None,
+    ) -> str:
+        loads = batch_loads([batch for own in steps for batch in own], self._model.preset)
+        costs = costs_of(self._profile, self._model.trained, loads)
+        if self._evidence is not None:
+            self._evidence.parent.mkdir(parents=True, exist_ok=True)
+        found = adapt_running(pipeline, costs, steps, self._options, optimizer)
+        return _choice_text(found, self._model.names)
+
+
+def _choice_text(found: AdaptedRecompute, names: Sequence[str]) -> str:
+    """The choice, for people."""
+    chosen = ", ".join(names[index] for index in np.flatnonzero(found.recompute)) or "nothing"
+    left = ", ".join(f"{size / MIB:,.0f}" for size in found.left_bytes)
+    return f"recomputed from here on: {chosen}; left {left} MiB ({len(found.trials)} runs)"

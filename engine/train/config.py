@@ -1,0 +1,209 @@
+"""Options of `python -m engine train` and `measure`, and checks of those that exclude each other.
+
+Each field is one option of the command line; its help text documents it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from balance.errors import ConfigError
+
+GIB = 2**30
+PARTS = ("vision", "projector", "llm")
+ONE_STAGE = (
+    "--recompute adapt is for one stage per rank: use --stages-per-rank 1 with --schedule 1f1b or"
+    " zero_bubble, or --recompute plan, all or none"
+)
+
+ModelName = Literal["tiny", "llava", "internvl", "qwen2_vl"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Options of both commands."""
+
+    build: Annotated[
+        str,
+        typer.Argument(
+            metavar="BUILD", help="Folder of `packer build`, made with a preset of the model."
+        ),
+    ]
+    model: Annotated[
+        ModelName | None, typer.Option(help="Default: the one that the build's preset is for.")
+    ] = None
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="config.json of transformers, or a folder with weights. Default: a tiny model."
+        ),
+    ] = None
+    seed: int = 0
+    bf16: Annotated[bool, typer.Option("--bf16", help="Autocast to bfloat16.")] = False
+    device: Annotated[
+        Literal["cpu", "cuda"] | None, typer.Option(help="Default: cuda if there is one.")
+    ] = None
+    # tensors of tiny models lose more to threads than they gain
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of each rank.")] = 1
+    memory_gib: Annotated[
+        float | None,
+        typer.Option(
+            help="Memory of a rank. Default of measure: the cluster preset's; of train --tune:"
+            " the plan's; of --recompute adapt: the plan's on a CPU, all free memory on a GPU."
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        _check_gib("--memory-gib", self.memory_gib)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Memory of a rank, if given."""
+        return None if self.memory_gib is None else int(self.memory_gib * GIB)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureConfig(RunConfig):
+    """Options of `python -m engine measure`."""
+
+    out: Annotated[Path, typer.Option(help="Folder for profile.json, evidence.json and plan.json.")]
+    schedule: Annotated[str, typer.Option(help="1f1b, gpipe, interleaved, zero_bubble.")] = "1f1b"
+    stages_per_rank: Annotated[int, typer.Option(min=1, help="For interleaved.")] = 1
+    micro_batches_per_step: Annotated[int, typer.Option(min=1)] = 4
+    most_run: Annotated[int, typer.Option(min=1, help="Partitions to run.")] = 12
+    cluster: Annotated[
+        str, typer.Option(help="Preset that the plan names for what was not measured.")
+    ] = "h100"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(RunConfig):
+    """Options of `python -m engine train`."""
+
+    plan: Annotated[str, typer.Option(help="plan.json, or auto: layers cut evenly.")] = "auto"
+    borders: Annotated[
+        str | None, typer.Option(help="First layer of each stage and the end, as 0,20,45.")
+    ] = None
+    dp: Annotated[
+        int | None, typer.Option(help="Replicas of the pipeline. Default: the plan's; auto: 1.")
+    ] = None
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            help="1f1b, gpipe, interleaved, zero_bubble. Default: the plan's; auto: 1f1b."
+        ),
+    ] = None
+    stages_per_rank: Annotated[
+        int | None, typer.Option(min=1, help="For interleaved. Default: the plan's; auto: 1.")
+    ] = None
+    micro_batches_per_step: Annotated[
+        int | None, typer.Option(min=1, help="Per replica. Default: the plan's; auto: 4.")
+    ] = None
+    recompute: Annotated[
+        Literal["plan", "none", "all", "adapt"] | None,
+        typer.Option(
+            help="Layers that are recomputed. adapt: as few as memory allows, found with --profile"
+            " after the first step; a later step that runs out of memory is repeated with all of"
+            " them, then they are chosen again. Default: plan; auto: none."
+        ),
+    ] = None
+    reserve_gib: Annotated[
+        float, typer.Option(help="For --recompute adapt: memory that its trials leave free.")
+    ] = 0.0
+    steps: Annotated[int, typer.Option(min=1, help="In all, those before a resume included.")] = 60
+    lr: Annotated[float, typer.Option(help="For random weights; give less for trained ones.")] = (
+        3e-3
+    )
+    clip: Annotated[float, typer.Option(help="Largest norm of the gradients; inf: no limit.")] = 1.0
+    freeze: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Part that is not trained, besides the plan's: {', '.join(PARTS)}."
+            " May be repeated."
+        ),
+    ] = None
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Repack each step, with a schedule of its own.")
+    ] = False
+    profile: Annotated[
+        Path | None, typer.Option(help="For --tune and adapt: profile.json of `measure`.")
+    ] = None
+    encode: Annotated[
+        Literal["never", "own", "any"] | None,
+        typer.Option(
+            help="For --tune: ranks whose idle time a frozen encoder may use: none, the first"
+            " stage's, or any, which then holds a copy of it and decodes images. Default: own, if"
+            " the first stage has all of it."
+        ),
+    ] = None
+    effort: Annotated[int, typer.Option(help="For --tune: limit of the search for an order.")] = (
+        20_000
+    )
+    state: Annotated[
+        Path | None, typer.Option(help="Folder to save in, and to resume from if it has a state.")
+    ] = None
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between two saves.")] = 10
+    export: Annotated[
+        Path | None, typer.Option(help="Folder for the trained model of transformers.")
+    ] = None
+    figures: Annotated[
+        Path | None, typer.Option(help="File to which each step's figures are appended, as JSON.")
+    ] = None
+    trace: Annotated[
+        Path | None, typer.Option(help="File for the last measured step, for ui.perfetto.dev.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_gib("--reserve-gib", self.reserve_gib)
+        unknown = [part for part in self.freeze or () if part not in PARTS]
+        if unknown:
+            raise ConfigError(f"--freeze {unknown[0]!r}: give one of {', '.join(PARTS)}")
+        if self.export and self.export.exists() and not self.export.is_dir():
+            raise ConfigError(f"--export {self.export}: this is a file; give a folder")
+        self._check_adapt_and_tune()
+
+    def _check_adapt_and_tune(self) -> None:
+        """ConfigError for options that exclude each other, whatever build and plan are."""
+        adapts = self.recompute == "adapt"
+        if adapts and self.tune:
+            raise ConfigError(
+                "--recompute adapt tries out micro-batches as they are stored, --tune makes others:"
+                " use --tune with --memory-gib and --recompute plan, all or none"
+            )
+        if adapts and (self.stages_per_rank or 1) > 1:
+            raise ConfigError(ONE_STAGE)
+        if (self.tune or adapts) != bool(self.profile) or (self.encode and not self.tune):
+            raise ConfigError(
+                "--tune needs --profile, and so does --recompute adapt; --profile needs one of"
+                " them, --encode needs --tune"
+            )
+        if self.reserve_gib and not adapts:
+            raise ConfigError(
+                "--reserve-gib is for --recompute adapt: give that too, or leave it out"
+            )
+        if self.memory_gib is not None and not (adapts or self.tune):
+            raise ConfigError(
+                "--memory-gib is for --recompute adapt and --tune: give one of them, or plan with"
+                " this --memory-gib"
+            )
+
+    @property
+    def partition(self) -> tuple[int, ...] | None:
+        """`--borders` as numbers. ConfigError if they are none."""
+        if self.borders is None:
+            return None
+        try:
+            return tuple(int(border) for border in self.borders.split(","))
+        except ValueError:
+            raise ConfigError(f"--borders {self.borders}: give numbers, as 0,20,45") from None
+
+
+def _check_gib(option: str, size: float | None) -> None:
+    if size is not None and not (isfinite(size) and size >= 0):
+        raise ConfigError(f"{option} {size} is not a size in GiB: give a number, as 0.5")

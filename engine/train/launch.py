@@ -1,0 +1,34 @@
+"""Start of a rank's process: CUDA's settings, the process group and the device."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from engine.train.config import RunConfig
+
+
+def join_ranks(config: RunConfig) -> torch.device:
+    """Meet the other ranks; -> this rank's device. Without torchrun it is the only rank."""
+    # Before CUDA starts: operations that wait for the whole GPU would hang while NCCL's kernels
+    # spin (docs/results/gpu.md).
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    torch.set_num_threads(config.threads)
+    backend, device = "gloo", torch.device("cpu")
+    if (config.device or ("cuda" if torch.cuda.is_available() else "cpu")) == "cuda":
+        backend = "cpu:gloo,cuda:nccl"
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return device
+
+
+def is_first_rank() -> bool:
+    """Whether this rank writes files and prints."""
+    return dist.get_rank() == 0

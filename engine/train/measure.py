@@ -1,0 +1,134 @@
+"""`python -m engine measure`: a plan from measurements on the ranks where the model will train.
+
+`profile.json` holds the time and memory of every layer, for all planners
+(`engine.cost_model.profile_table`). The partitions that rank best by it are run for three steps
+each (OmniBal 4.2); `evidence.json` has their times. The fastest becomes `plan.json`, with as few
+recomputed layers as fit. Nothing is trained. Uses the build's first step that has images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice, pairwise
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from balance.errors import ConfigError, DataError
+from balance.presets import ModelPreset
+from engine.cost_model.clusters import load_cluster
+from engine.cost_model.layer_list import phases_of
+from engine.cost_model.parallel import Parallelism, Training
+from engine.cost_model.profile_table import Profile, misfit, write_profile
+from engine.planning.plan import Plan, write_plan
+from engine.planning.plan_from_profile import largest_micro_batch
+from engine.planning.planner import PlanRequest
+from engine.runtime.batch_loads import batch_loads
+from engine.runtime.pipeline import PipelineOptions
+from engine.runtime.profiling.measure_plan import choose_plan, profile_step
+from engine.runtime.profiling.partition_trials import (
+    MeasuredPartitions,
+    TrialOptions,
+    evidence,
+    write_evidence,
+)
+from engine.runtime.stage_io import Batch
+from engine.train.config import MeasureConfig
+from engine.train.launch import is_first_rank, join_ranks
+from engine.train.models.open_model import open_model
+from engine.train.step_source import OpenSource, StepSource, request_steps
+
+MOST_STEPS = 17
+"""Steps among which one must have load for every phase of the model."""
+
+
+def measure(config: MeasureConfig, open_source: OpenSource) -> None:
+    """Measure, choose, write. All ranks call it; the first one writes."""
+    device = join_ranks(config)
+    world = [list(range(dist.get_world_size()))]
+    # the first rank has the first stage in every partition
+    source = open_source(request_steps(config, world, config.micro_batches_per_step, device))
+    torch.manual_seed(config.seed)  # the same weights on all ranks
+    model = open_model(config.model, config.config, source)
+    options = PipelineOptions(
+        schedule=config.schedule,
+        stages_per_rank=config.stages_per_rank,
+        device=device,
+        autocast=torch.bfloat16 if config.bf16 else None,
+    )
+    batches = first_of_all_phases(source, model.preset)
+    source.close()
+    request = _plan_request(config, model.preset, batches)
+    profile = profile_step(model.stack, request, batches, source.image_token_id, options)
+    trials = TrialOptions(most_run=config.most_run)
+    measured, plan = choose_plan(model.stack, request, profile, batches, options, trials)
+    if is_first_rank():
+        _write(config.out, profile, measured, plan)
+        print(_text(profile, measured, model.names))
+    dist.destroy_process_group()
+
+
+def first_of_all_phases(source: StepSource, model: ModelPreset) -> list[Batch]:
+    """The first step with load for every phase of a model. ConfigError if there is none."""
+    phases = dict.fromkeys(phases_of(model).values())
+    for batches in islice(source, MOST_STEPS):
+        loads = batch_loads(batches, model)
+        if all(getattr(loads, phase).tokens.any() for phase in phases):
+            return list(batches)
+    raise ConfigError(
+        f"none of the first {MOST_STEPS} steps has something for each of {' and '.join(phases)}:"
+        " give more --micro-batches-per-step, or a build with images; or plan with"
+        " `python -m engine plan`"
+    )
+
+
+def _plan_request(
+    config: MeasureConfig, model: ModelPreset, batches: Sequence[Batch]
+) -> PlanRequest:
+    cluster, loads = load_cluster(config.cluster), batch_loads(batches, model)
+    memory = config.memory_bytes
+    return PlanRequest(
+        model=model,
+        cluster=cluster,
+        parallel=Parallelism(pp=dist.get_world_size()),
+        training=Training(),
+        schedule=config.schedule,
+        stages_per_rank=config.stages_per_rank,
+        num_micro_batches=len(batches),
+        memory_bytes=cluster.usable_memory_bytes if memory is None else memory,
+        loads=loads,
+        full=largest_micro_batch(loads),
+    )
+
+
+def _write(folder: Path, profile: Profile, measured: MeasuredPartitions, plan: Plan) -> None:
+    """Write the three files. DataError if that fails."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_profile(profile, folder / "profile.json")
+        write_evidence(measured, folder / "evidence.json")
+        write_plan(plan, folder / "plan.json")
+    except OSError as error:
+        raise DataError(f"{folder}: {error.strerror}") from None
+
+
+def _text(profile: Profile, measured: MeasuredPartitions, names: Sequence[str]) -> str:
+    """Measurements and choice, for people."""
+    found = evidence(measured)
+    lines = [
+        f"profile: fits are off by at most {misfit(profile):.0%}",
+        "  predicted   measured  borders",
+    ]
+    for row in found["candidates"]:
+        predicted, median = (
+            f"{row[name]:8.1f} ms" if row[name] else "          -"
+            for name in ("predicted_ms", "median_ms")
+        )
+        chosen = "  <- chosen" if row["borders"] == found["chosen"] else ""
+        lines.append(f"{predicted} {median}  {row['borders']}{chosen}")
+    lines += [
+        f"stage {stage}: {', '.join(names[first:end])}"
+        for stage, (first, end) in enumerate(pairwise(found["chosen"]))
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Models that the trainer opens: those of transformers, and tiny ones for demos."""

@@ -1,0 +1,131 @@
+"""The model that a build is trained with: `open_model` -> `PipelineModel`.
+
+Opens the demo model `tiny`, and LLaVA, InternVL and Qwen2-VL of transformers. A model of your own
+needs a `LayerStack`, and a preset whose `engine.cost_model.layer_list.layers_of` are its layers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from balance.errors import ConfigError
+from balance.presets import FixedRule, ModelPreset, NativeRule, TilesRule, load_model
+from engine.cost_model.analytical import layer_names
+from engine.cost_model.layer_list import layers_of
+from engine.cost_model.operations import Layer
+from engine.cost_model.parallel import Parallelism
+from engine.runtime.models.preset_from_model import preset_from_model
+from engine.runtime.models.transformers_models import from_transformers
+from engine.runtime.models.weights import gather_state_dict, names_of
+from engine.runtime.pipeline import Pipeline
+from engine.runtime.stage_io import LayerStack
+from engine.train.models.tiny_vlm import make_tiny_vlm
+from engine.train.models.transformers_files import read_model, write_model
+from engine.train.step_source import StepSource
+
+TINY = "tiny"
+RULES = {"llava": FixedRule, "internvl": TilesRule, "qwen2_vl": NativeRule}
+"""Image rule of a build for each model of transformers."""
+MODELS = (TINY, *RULES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineModel:
+    """A model as the trainer takes it."""
+
+    stack: LayerStack
+    preset: ModelPreset
+    """Sizes of the model, and the build's image rule."""
+    whole: Any = None
+    """Model of transformers, for the export; a rank trains only its own layers."""
+
+    @property
+    def listed(self) -> tuple[Layer, ...]:
+        """The layers as planning lists them."""
+        return layers_of(self.preset, Parallelism())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the layers in plans and profiles."""
+        return layer_names(self.listed)
+
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        """Whether any parameter of each layer is trained."""
+        return tuple(
+            any(weight.requires_grad for weight in layer.parameters())
+            for layer in self.stack.layers
+        )
+
+    @property
+    def param_counts(self) -> list[int]:
+        """Parameters of each layer as a profile counts them: shared ones in each."""
+        return [sum(weight.numel() for weight in layer.parameters()) for layer in self.stack.layers]
+
+    def freeze(self, parts: Sequence[str]) -> None:
+        """Stop training these parts."""
+        for layer, listed in zip(self.stack.layers, self.listed, strict=True):
+            if listed.part in parts:
+                layer.requires_grad_(False)
+
+    def export(self, pipeline: Pipeline, folder: Path) -> bool:
+        """Write it for transformers; -> whether this rank wrote. All ranks call it. DataError."""
+        prefixes = names_of(self.whole, self.stack.layers)
+        # replicas are equal, so the first one's weights are enough
+        state = gather_state_dict(self.whole, pipeline.layers, prefixes)
+        if state is not None:
+            write_model(self.whole, folder, state)
+        return state is not None
+
+
+def open_model(name: str | None, config: Path | None, source: StepSource) -> PipelineModel:
+    """The model for a build, on the CPU. ConfigError if they do not fit.
+
+    `name`: one of `MODELS`; None: the one for the build's preset. `config`: a `config.json` of
+    transformers (random weights) or a folder with weights; None for a tiny model.
+    """
+    preset = source.model
+    if source.audio_token_id is not None:
+        raise ConfigError(
+            f"the build is for {preset.name}, which has an audio encoder; none of"
+            f" {', '.join(MODELS)} has one: build with a preset without [audio], or train as"
+            " examples/train_three_modalities.py does"
+        )
+    name = _model_name(name, preset)
+    if name == TINY:
+        if config is not None:
+            raise ConfigError(
+                f"--config {config}: the model tiny has none; give --model {', '.join(RULES)}"
+            )
+        tiny = load_model(TINY)
+        sizes = {"vit": tiny.vit, "llm": replace(tiny.llm, vocab_size=source.vocab_size)}
+        stack = make_tiny_vlm(preset, source.vocab_size, source.image_token_id)
+        return PipelineModel(stack=stack, preset=replace(preset, **sizes))
+    whole = read_model(name, config, source)
+    stack = from_transformers(whole)
+    return PipelineModel(stack=stack, preset=preset_from_model(whole, stack, preset), whole=whole)
+
+
+def kinds_text(names: Sequence[str]) -> str:
+    """Layers by kind, for people: '1 patch_embedding, 2 vision_layer'."""
+    kinds = Counter(name.split()[0] for name in names)
+    return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+
+
+def _model_name(given: str | None, preset: ModelPreset) -> str:
+    """The given model, else the one for the build. ConfigError if the build's images do not fit.
+
+    Whether a build fits the tiny model is checked by that model.
+    """
+    fitting = (name for name, rule in RULES.items() if isinstance(preset.vision, rule))
+    name = given or (TINY if preset.name == TINY else next(fitting, ""))
+    if not name or (name != TINY and not isinstance(preset.vision, RULES[name])):
+        raise ConfigError(
+            f"the build is for {preset.name}, whose images are not cut for"
+            f" {given or ', '.join(MODELS)}: build with a preset of the model to train"
+        )
+    return name

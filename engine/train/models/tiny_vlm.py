@@ -1,0 +1,203 @@
+"""The model of the preset `tiny` as a layer stack, small enough for one CPU core, in plain torch.
+
+A ViT over tiles of 56 px (16 patches of 14 px and a class token), 2x2 patches merged to one LLM
+token, and a causal LLM over packed samples. Attention runs sample by sample along `cu_seqlens`; on
+a GPU, flash attention's varlen functions take the same `cu_seqlens`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from balance.errors import ConfigError
+from balance.presets import ModelPreset, TilesRule
+from balance.types import LABEL_IGNORE
+from engine.runtime.models.language_layers import next_labels
+from engine.runtime.stage_io import LOSS, Batch, LayerStack, StageTensors, TensorSpec
+
+TILE_SIDE, PATCH_SIDE, MERGE = 56, 14, 2
+GRID = TILE_SIDE // PATCH_SIDE
+VIT_TOKENS = GRID**2 + 1
+"""ViT tokens of a tile."""
+LLM_TOKENS = (GRID // MERGE) ** 2
+"""LLM tokens of a tile."""
+WIDTH, VIT_WIDTH, DEPTH, HEADS = 64, 32, 2, 4
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block over packed sequences."""
+
+    def __init__(self, width: int, *, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor, lengths: list[int], positions: Tensor | None) -> Tensor:
+        """x: (tokens, width); `lengths` of its sequences; rotary `positions` (tokens,), if any."""
+        x = x + self.out(self._attend(self.norm1(x), lengths, positions))
+        mixed: Tensor = x + self.mlp(self.norm2(x))
+        return mixed
+
+    def _attend(self, x: Tensor, lengths: list[int], positions: Tensor | None) -> Tensor:
+        # (tokens, 3 * width) -> three times (heads, tokens, head width)
+        q, k, v = self.qkv(x).view(len(x), 3, HEADS, x.shape[1] // HEADS).permute(1, 2, 0, 3)
+        if positions is not None:
+            q, k = _rotate(q, positions), _rotate(k, positions)
+        if len(set(lengths)) == 1:  # equal lengths, as those of tiles: all sequences in one call
+            q, k, v = (part.unflatten(1, (len(lengths), -1)) for part in (q, k, v))
+            attended = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+            return attended.flatten(1, 2).transpose(0, 1).flatten(1)
+        parts = zip(q.split(lengths, 1), k.split(lengths, 1), v.split(lengths, 1), strict=True)
+        each = [
+            functional.scaled_dot_product_attention(*part, is_causal=self.causal) for part in parts
+        ]
+        return torch.cat([v[:, :0], *each], dim=1).transpose(0, 1).flatten(1)
+
+
+def _rotate(x: Tensor, positions: Tensor) -> Tensor:
+    """Rotary position embedding (RoFormer) of x, (heads, tokens, head width)."""
+    half = x.shape[-1] // 2
+    frequencies = 10_000.0 ** (-torch.arange(half, device=x.device) / half)
+    angles = positions[:, None] * frequencies  # (tokens, half)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat(
+        [a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1
+    )
+
+
+class PatchEmbedding(nn.Module):
+    """Tiles -> patch and class tokens, one row each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # saved states have the patches' convolution under this name
+        self.squares = nn.Conv2d(3, VIT_WIDTH, PATCH_SIDE, PATCH_SIDE)
+        self.class_token = nn.Parameter(torch.zeros(1, 1, VIT_WIDTH))
+        self.positions = nn.Parameter(torch.randn(VIT_TOKENS, VIT_WIDTH) * 0.02)
+
+    def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
+        """{} -> features (tiles * 17, ViT width)."""
+        patches = self.squares(batch.pixel_values).flatten(2).transpose(1, 2)
+        class_tokens = self.class_token.expand(len(patches), -1, -1)
+        tokens = torch.cat([class_tokens, patches], dim=1) + self.positions
+        return {"features": tokens.flatten(0, 1)}
+
+
+class VisionLayer(nn.Module):
+    """A block in which every tile is a sequence of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(VIT_WIDTH, causal=False)
+
+    def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
+        """features -> features of the same shape."""
+        return {"features": self.block(inputs["features"], [VIT_TOKENS] * num_tiles(batch), None)}
+
+
+class Projector(nn.Module):
+    """2x2 patches of a tile -> one token of the LLM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Sequential(
+            nn.LayerNorm(MERGE**2 * VIT_WIDTH), nn.Linear(MERGE**2 * VIT_WIDTH, WIDTH)
+        )
+
+    def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
+        """features (tiles * 17, ViT width) -> features (tiles * 4, LLM width)."""
+        side = GRID // MERGE
+        # without class tokens
+        patches = inputs["features"].unflatten(0, (-1, VIT_TOKENS))[:, 1:]
+        merged = patches.unflatten(1, (side, MERGE, side, MERGE)).transpose(2, 3)
+        return {"features": self.project(merged.reshape(-1, MERGE**2 * VIT_WIDTH))}
+
+
+class TokenEmbedding(nn.Module):
+    """Embeddings of the tokens, with features in place of image tokens."""
+
+    def __init__(self, vocab_size: int, image_token_id: int) -> None:
+        super().__init__()
+        self.embed, self.image_token_id = nn.Embedding(vocab_size, WIDTH), image_token_id
+
+    def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
+        """features (tiles * 4, LLM width) -> hidden (tokens, LLM width)."""
+        is_image = (batch.input_ids == self.image_token_id)[:, None]
+        hidden = self.embed(batch.input_ids)
+        return {"hidden": hidden.masked_scatter(is_image, inputs["features"].to(hidden.dtype))}
+
+
+class LanguageLayer(nn.Module):
+    """A causal block over the packed samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(WIDTH, causal=True)
+
+    def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
+        """hidden -> hidden of the same shape."""
+        lengths = batch.cu_seqlens.diff().tolist()
+        return {"hidden": self.block(inputs["hidden"], lengths, batch.position_ids)}
+
+
+class Head(nn.Module):
+    """Logits and the sum of the tokens' losses."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, vocab_size, bias=False)
+
+    def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
+        """hidden -> loss, a scalar."""
+        logits = self.head(self.norm(inputs["hidden"]))
+        targets = next_labels(batch.labels, batch.cu_seqlens)
+        losses = functional.cross_entropy(
+            logits, targets, ignore_index=LABEL_IGNORE, reduction="none"
+        )
+        return {LOSS: losses.sum()}
+
+
+def make_vision() -> list[nn.Module]:
+    """The vision half, with random weights."""
+    return [PatchEmbedding(), *(VisionLayer() for _ in range(DEPTH)), Projector()]
+
+
+def make_tiny_vlm(preset: ModelPreset, vocab_size: int, image_token_id: int) -> LayerStack:
+    """The layers, with random weights, for a build's preset. ConfigError if it is not `tiny`."""
+    rule = preset.vision
+    if not isinstance(rule, TilesRule) or (rule.image_size, rule.llm_tokens_per_patch) != (
+        TILE_SIDE,
+        LLM_TOKENS,
+    ):
+        raise ConfigError(f"the build is for the model {preset.name}; build it with --model tiny")
+    vision = make_vision()
+    layers = [
+        *vision,
+        TokenEmbedding(vocab_size, image_token_id),
+        *(LanguageLayer() for _ in range(DEPTH)),
+        Head(vocab_size),
+    ]
+
+    def specs(cut: int, batch: Batch) -> dict[str, TensorSpec]:
+        if cut < len(vision):
+            return {"features": _rows(num_tiles(batch) * VIT_TOKENS, VIT_WIDTH)}
+        if cut == len(vision):
+            return {"features": _rows(num_tiles(batch) * LLM_TOKENS, WIDTH)}
+        return {"hidden": _rows(len(batch.input_ids), WIDTH)}
+
+    return LayerStack(layers=layers, specs=specs)
+
+
+def num_tiles(batch: Batch) -> int:
+    """Tiles of a micro-batch, also where they are not decoded."""
+    return int(batch.patches_per_image.sum())
+
+
+def _rows(count: int, width: int) -> TensorSpec:
+    return TensorSpec(shape=(count, width), dtype=torch.float32)

@@ -1,0 +1,215 @@
+"""Models of transformers read for a build and written: `read_model`, `write_model`.
+
+Without a config, a tiny model is made: its image patches, image token and vocabulary are the
+build's, so any build with a preset of these models trains (`llava_1_5`, `internvl_1_5*`,
+`qwen2_vl`), whatever its tokenizer. transformers is an optional dependency that takes seconds to
+import, so it is imported on demand.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from balance.errors import ConfigError, DataError, first_line
+from engine.runtime.models.vision_layers import as_pair
+from engine.train.step_source import StepSource
+
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32768,
+    # for generation only; the defaults are tokens of the real models' vocabularies
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 1,
+}
+MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10_000.0}
+"""Division of a head's 8 frequencies between frame, row and column."""
+
+
+def read_model(name: str, given: Path | None, source: StepSource) -> Any:
+    """The model on the CPU: tiny, from a `config.json`, or from a folder with weights.
+
+    ConfigError if it cannot be read, lacks weights, does not fit the build, or transformers is not
+    installed.
+    """
+    transformers = _import_transformers(name)
+    errors = (OSError, ValueError, RuntimeError, _safetensors_error())
+    missing: list[str] = []
+    try:
+        if given is None:
+            model = transformers.AutoModelForImageTextToText.from_config(make_config(name, source))
+        elif given.is_dir():
+            model, missing = _read_weights(transformers, given)
+        else:
+            config = transformers.AutoConfig.from_pretrained(given, local_files_only=True)
+            model = transformers.AutoModelForImageTextToText.from_config(config)
+    except errors as error:
+        raise ConfigError(f"{given or name}: {first_line(error)}") from error
+    if missing:
+        raise ConfigError(
+            f"{given} lacks {len(missing)} weights that its config.json asks for, or has them in"
+            f" another shape, as {missing[0]}: give a folder that has all, or the config.json for"
+            " random ones"
+        )
+    _check_fits(model, name, given, source)
+    return model.train()
+
+
+def write_model(model: Any, folder: Path, state: Mapping[str, torch.Tensor]) -> None:
+    """Write a model with other weights, as `save_pretrained` does. DataError if it fails."""
+    try:
+        model.save_pretrained(folder, state_dict=state)
+    except (OSError, _safetensors_error()) as error:
+        raise DataError(
+            f"{folder}: {getattr(error, 'strerror', None) or first_line(error)}"
+        ) from None
+
+
+def make_config(name: str, source: StepSource) -> Any:
+    """Config of a tiny model for the tokens and images of a build, which must fit the model."""
+    transformers = _import_transformers(name)
+    rule: Any = source.model.vision
+    text = TEXT | {"vocab_size": source.vocab_size}
+    if name == "qwen2_vl":
+        return transformers.Qwen2VLConfig(
+            vision_config={
+                "depth": 3,
+                "embed_dim": 16,
+                "num_heads": 1,
+                "hidden_size": text["hidden_size"],
+                "patch_size": rule.vit_patch_size,
+                "spatial_merge_size": rule.merge_size,
+                "temporal_patch_size": rule.temporal_patch_size,
+            },
+            text_config=text | {"rope_parameters": MROPE, "tie_word_embeddings": True},
+            image_token_id=source.image_token_id,
+            # no build has videos
+            video_token_id=source.vocab_size,
+            tie_word_embeddings=True,
+        )
+    # ViT patches along a tile's side, without the class token
+    side = math.isqrt(rule.vit_tokens_per_patch - 1)
+    size, patch = rule.image_size, rule.image_size // side
+    if name == "llava":
+        sizes = {"model_type": "clip_vision_model", "image_size": size, "patch_size": patch}
+        return transformers.LlavaConfig(
+            vision_config=VISION | sizes,
+            text_config=text | {"model_type": "llama"},
+            image_token_id=source.image_token_id,
+        )
+    return transformers.InternVLConfig(
+        vision_config=VISION | {"image_size": [size] * 2, "patch_size": [patch] * 2},
+        text_config=text | {"model_type": "qwen2"},
+        image_token_id=source.image_token_id,
+        downsample_ratio=math.sqrt(rule.llm_tokens_per_patch) / side,
+    )
+
+
+def _import_transformers(name: str) -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ConfigError(
+            f"--model {name} needs transformers ({error}): pip install 'isobatch[hf]'"
+        ) from error
+
+
+def _safetensors_error() -> type[Exception]:
+    found: type[Exception] = importlib.import_module("safetensors").SafetensorError
+    return found
+
+
+def _read_weights(transformers: Any, folder: Path) -> tuple[Any, list[str]]:
+    """(model, weights that are missing or have another shape)."""
+    with _without_warnings(transformers):
+        model, found = transformers.AutoModelForImageTextToText.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    mismatched = [name for name, *_ in found["mismatched_keys"]]
+    return model, sorted([*found["missing_keys"], *mismatched])
+
+
+@contextmanager
+def _without_warnings(transformers: Any) -> Iterator[None]:
+    """Suppress transformers' table of what does not fit: our error says it in one line."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(before)
+
+
+def _check_fits(model: Any, name: str, given: Path | None, source: StepSource) -> None:
+    """ConfigError unless a model takes the images and tokens of a build."""
+    config, num_tokens = model.config, model.get_input_embeddings().num_embeddings
+    if config.model_type != name:
+        raise ConfigError(f"{given} is a model of type {config.model_type}, not {name}")
+    if config.image_token_id != source.image_token_id or num_tokens < source.vocab_size:
+        raise ConfigError(
+            f"{given} has {num_tokens} tokens, image token {config.image_token_id}; the build"
+            f" {source.vocab_size}, image token {source.image_token_id}: build with the model's own"
+            " tokenizer"
+        )
+    takes = _IMAGES[name](config)
+    cut = {key: getattr(source.model.vision, key) for key in takes}
+    if takes != cut:
+        own, other = (
+            ", ".join(f"{key} {value}" for key, value in sizes.items()) for sizes in (takes, cut)
+        )
+        raise ConfigError(
+            f"{given} takes images of {own}; the build, for {source.model.name}, has {other}:"
+            " build with a preset of this model"
+        )
+
+
+def _llava_images(config: Any) -> dict[str, Any]:
+    vision = config.vision_config
+    # the class token, which SigLIP lacks, counts unless it is dropped
+    extra = (vision.model_type == "clip_vision_model") - (
+        config.vision_feature_select_strategy == "default"
+    )
+    tokens = (vision.image_size // vision.patch_size) ** 2 + extra
+    return {"image_size": vision.image_size, "llm_tokens_per_patch": tokens}
+
+
+def _internvl_images(config: Any) -> dict[str, Any]:
+    vision = config.vision_config
+    (height, width), patch = as_pair(vision.image_size), as_pair(vision.patch_size)
+    tokens = (height // patch[0]) * (width // patch[1]) * config.downsample_ratio**2
+    size = height if height == width else (height, width)
+    return {"image_size": size, "llm_tokens_per_patch": round(tokens)}
+
+
+def _qwen2_vl_images(config: Any) -> dict[str, Any]:
+    vision = config.vision_config
+    return {
+        "vit_patch_size": vision.patch_size,
+        "merge_size": vision.spatial_merge_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+    }
+
+
+_IMAGES = {"llava": _llava_images, "internvl": _internvl_images, "qwen2_vl": _qwen2_vl_images}
+"""Fields that a build's vision rule must have, from a model's config."""

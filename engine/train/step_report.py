@@ -1,0 +1,109 @@
+"""Figures of a training step over all ranks: a line for people, and one of JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from balance.errors import DataError
+from engine.runtime.communication.collectives import world_errors
+from engine.runtime.stage_executor import StepResult
+from engine.simulator.schedule import PassKind
+from engine.train.step_source import SourceStats, StepBatches
+from engine.tuning.step_planner import StepNote
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMeasurement:
+    """A finished step as one rank measured it."""
+
+    step: int
+    batches: StepBatches
+    result: StepResult
+    seconds: float
+    peak_bytes: int | None
+    """Peak memory of its GPU."""
+    before: SourceStats
+    """Figures of its step source before the step was taken."""
+    after: SourceStats
+
+
+def gather_figures(own: StepMeasurement, num_ranks: int, device: torch.device) -> dict[str, float]:
+    """Figures of a step over all ranks; `num_ranks` per pipeline."""
+    result, after, before = own.result, own.after, own.before
+    columns = {
+        "loss": result.loss,
+        "busy_ns": int((result.end_ns - result.start_ns).sum()),
+        "span_ns": int(result.end_ns.max(initial=0)),
+        "tokens": sum(len(batch.input_ids) for batch in own.batches),
+        "micro_batches": len(own.batches),
+        "data_s": after.waiting_s - before.waiting_s,
+        "tuning_s": after.planning_s - before.planning_s,
+        "peak_bytes": own.peak_bytes or 0,
+    }
+    mine = torch.tensor(list(columns.values()), dtype=torch.float64, device=device)
+    ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    with world_errors():
+        dist.all_gather(ranks, mine)
+    # each (ranks,)
+    all_of = dict(zip(columns, torch.stack(ranks).cpu().numpy().T, strict=True))
+    found = {
+        "step": own.step,
+        "loss": float(all_of["loss"].sum()) / num_ranks,
+        "seconds": own.seconds,
+        "tokens": int(all_of["tokens"].sum()) // num_ranks,
+        "micro_batches": int(all_of["micro_batches"].sum()) // num_ranks,
+        # from a step's first pass to its last one, on any rank
+        "passes_s": float(all_of["span_ns"].max()) / 1e9,
+        "waiting": 1 - float(all_of["busy_ns"].mean() / all_of["span_ns"].max()),
+        "data_s": float(all_of["data_s"].max()),
+        "dist_ratio_vit": after.dist_ratio_vit,
+        "dist_ratio_llm": after.dist_ratio_llm,
+        "peak_mib": float(all_of["peak_bytes"].max()) / MIB,
+    }
+    note = own.batches.note
+    if isinstance(note, StepNote):
+        found |= {
+            "tuning_s": float(all_of["tuning_s"].max()),
+            "untuned_s": note.untuned_ns / 1e9,
+            "tuned_s": note.step_ns / 1e9,
+            "encoded_ahead": int((result.schedule.kinds == PassKind.ENCODE).sum()),
+        }
+    return found
+
+
+def report_step(figures: dict[str, float], log: Path | None) -> None:
+    """Print a line, and append one of JSON to `log`. DataError if that fails."""
+    memory = f"  memory {figures['peak_mib']:,.0f} MiB" if figures["peak_mib"] else ""
+    print(
+        f"step {figures['step']:4d}  loss {figures['loss']:.4f}  tokens {figures['tokens']:6d}  "
+        f"{1000 * figures['seconds']:6.0f} ms  waiting {figures['waiting']:5.1%}  "
+        f"dist ratio {figures['dist_ratio_vit']:.2%} {figures['dist_ratio_llm']:.2%}"
+        f"{memory}{_tuning_text(figures)}",
+        flush=True,
+    )
+    if log is None:
+        return
+    try:
+        with log.open("a") as file:
+            file.write(f"{json.dumps(figures)}\n")
+    except OSError as error:
+        raise DataError(f"{log}: {error.strerror}") from None
+
+
+def _tuning_text(figures: dict[str, float]) -> str:
+    """Effect and cost of tuning, if the step was tuned."""
+    if "tuned_s" not in figures:
+        return ""
+    ms = {name: 1000 * value for name, value in figures.items()}
+    return (
+        f"  {figures['micro_batches']:.0f} micro-batches, predicted {ms['untuned_s']:.1f} ->"
+        f" {ms['tuned_s']:.1f} ms, measured {ms['passes_s']:.1f}"
+        f"  tuning {ms['tuning_s']:.0f} ms, waited for data {ms['data_s']:.0f}"
+    )

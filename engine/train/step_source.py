@@ -1,0 +1,139 @@
+"""Where a run's steps come from: `StepSource`, a protocol that `loaders.StreamingLoader` fulfils.
+
+`engine` imports no loader: `engine.train.cli` passes in a function that opens one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from balance.presets import ModelPreset
+from balance.steps.step_planner import StepPlanner
+from engine.runtime.stage_io import Batch
+from engine.train.config import MeasureConfig, TrainConfig
+
+
+class StepBatches(Protocol):
+    """Micro-batches of one step for one replica."""
+
+    @property
+    def note(self) -> object:
+        """What a step planner decided about the step; None without one."""
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Batch: ...
+
+
+class SourceStats(Protocol):
+    """Figures of a source since it was opened."""
+
+    @property
+    def waiting_s(self) -> float:
+        """Time that the trainer waited for steps."""
+
+    @property
+    def planning_s(self) -> float:
+        """Time that the step planner took, in the source's own threads."""
+
+    @property
+    def dist_ratio_vit(self) -> float:
+        """Share of the ranks' time spent waiting for the slowest vision encoder."""
+
+    @property
+    def dist_ratio_llm(self) -> float:
+        """The same for the language model."""
+
+
+class StepSource(Protocol):
+    """Steps of a build, epoch after epoch, for one replica."""
+
+    @property
+    def model(self) -> ModelPreset:
+        """Preset that the build was made for."""
+
+    @property
+    def image_token_id(self) -> int:
+        """Token that stands for an image feature."""
+
+    @property
+    def audio_token_id(self) -> int | None:
+        """Token that stands for an audio feature; None for a model without audio encoder."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the build's tokenizer."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """The rest of the epoch, as `StepBatches`."""
+
+    def stats(self) -> SourceStats:
+        """Figures so far."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position, the same on all ranks."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a saved position."""
+
+    def close(self) -> None:
+        """Stop all threads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceRequest:
+    """Which steps a rank wants."""
+
+    build: str
+    replica: int
+    num_replicas: int
+    micro_batches: int
+    """Micro-batches per step and replica."""
+    seed: int
+    device: torch.device | None
+    """GPU for the micro-batches; None: they stay on the CPU."""
+    decode_images: bool
+    planner: StepPlanner | None = None
+
+
+OpenSource = Callable[[SourceRequest], StepSource]
+
+
+def request_steps(
+    config: TrainConfig | MeasureConfig,
+    pipelines: Sequence[Sequence[int]],
+    micro_batches: int,
+    device: torch.device,
+    *,
+    planner: StepPlanner | None = None,
+    decode_all: bool = False,
+) -> SourceRequest:
+    """The request of this rank; `pipelines` are the ranks of each replica.
+
+    `decode_all`: decode images also after stage 0, which alone needs pixels otherwise.
+    """
+    rank = dist.get_rank()
+    replica = next(number for number, ranks in enumerate(pipelines) if rank in ranks)
+    return SourceRequest(
+        build=config.build,
+        replica=replica,
+        num_replicas=len(pipelines),
+        micro_batches=micro_batches,
+        seed=config.seed,
+        device=device if device.type == "cuda" else None,
+        decode_images=decode_all or pipelines[replica][0] == rank,
+        planner=planner,
+    )
+
+
+def endless(source: StepSource) -> Iterator[StepBatches]:
+    """The steps of epoch after epoch."""
+    while True:
+        yield from source

@@ -1,0 +1,105 @@
+"""`train --tune`: PipeTune's tuner as the source's step planner, which chooses how each step runs.
+
+The source asks it in the threads that work ahead, so its time is hidden unless steps are shorter
+than planning them. Its choice comes with the step, as `StepBatches.note`: a
+`engine.tuning.step_planner.StepNote`. Also here: profiles read for the model that trains.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from math import inf
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from balance.errors import ConfigError
+from engine.cost_model.costs import Costs, frozen_costs
+from engine.cost_model.loads import Loads
+from engine.cost_model.profile_table import FARTHEST, Profile, profiled_costs, read_profile
+from engine.cost_model.sample_loads import sample_loads
+from engine.runtime.communication.collectives import world_errors
+from engine.train.config import TrainConfig
+from engine.train.layout import Layout
+from engine.train.models.open_model import PipelineModel, kinds_text
+from engine.tuning.precompute import frozen_encoder
+from engine.tuning.step_planner import StepNote, TunedSteps
+from engine.tuning.tune import PartitionedModel, TuneOptions
+
+
+def make_tuner(
+    config: TrainConfig, profile: Profile, layout: Layout, model: PipelineModel, memory: int | None
+) -> TunedSteps:
+    """Planner that tunes each step by measured costs, for `memory` bytes per rank.
+
+    Micro-batches grow no larger than costs are trusted for, unless the build's own are; those are
+    tried all the same. ConfigError if nothing can be encoded ahead though --encode asks for it, or
+    if the profile lacks costs of trained layers.
+    """
+    cost, borders = partial(costs_of, profile, model.trained), np.array(layout.borders)
+    measured = cost(profile.loads)
+    encode = config.encode
+    if encode is None:
+        encode = "own" if 0 < model.stack.first_trained <= borders[1] else "never"
+    if encode != "never":
+        frozen_encoder(measured, borders)
+    most = int(profile.loads.llm.tokens.max())
+    return TunedSteps(
+        pipeline=PartitionedModel(
+            cost=cost,
+            borders=borders,
+            recompute=np.array(layout.recompute),
+            schedule=layout.schedule,
+            stages_per_rank=layout.stages_per_rank,
+            memory_bytes=memory,
+        ),
+        options=TuneOptions(
+            max_seq_len=most, largest_len=int(FARTHEST * most), encode=encode, effort=config.effort
+        ),
+        loads=partial(sample_loads, model=model.preset),
+    )
+
+
+def costs_of(profile: Profile, trained: tuple[bool, ...], loads: Loads) -> Costs:
+    """Costs by a profile, also for micro-batches larger than any that was measured."""
+    return frozen_costs(profiled_costs(profile, loads, farthest=inf), trained)
+
+
+def read_model_profile(path: Path | None, model: PipelineModel) -> Profile:
+    """The profile of a model's layers. ConfigError if it is of others, by names or sizes."""
+    if path is None:
+        raise ConfigError("no --profile: give profile.json of `python -m engine measure`")
+    profile = read_profile(path)
+    advice = "profile it by `python -m engine measure` with the same --model and --config"
+    if profile.names != model.names:
+        raise ConfigError(
+            f"{path} is a profile of {kinds_text(profile.names)}; the model has"
+            f" {kinds_text(model.names)}: {advice}"
+        )
+    measured = profile.costs.param_counts[list(profile.layers)].tolist()
+    # a profile that was not measured may leave them out
+    if any(measured) and measured != model.param_counts:
+        rows = zip(model.names, measured, model.param_counts, strict=True)
+        layer, found, own = next(row for row in rows if row[1] != row[2])
+        raise ConfigError(
+            f"{path} is a profile of a model whose {layer} has {found:,} parameters; the model's"
+            f" has {own:,}: {advice}"
+        )
+    return profile
+
+
+def check_same_step(note: StepNote) -> None:
+    """ConfigError on all ranks unless all planned the same step.
+
+    Otherwise samples would be trained on twice, or never.
+    """
+    both = torch.tensor([note.fingerprint, -note.fingerprint])
+    with world_errors():
+        dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    if int(both.sum()):
+        raise ConfigError(
+            "the ranks tuned the step differently: give all of them the same build, plan and"
+            " profile"
+        )

@@ -1,0 +1,241 @@
+"""`python -m engine train`: trains a vision-language model as a pipeline, by a plan.
+
+All ranks of one pipeline read the same micro-batches, each from its own source: so only activations
+and gradients are sent, and images are decoded where the first stage is. `--plan auto` cuts the
+layers evenly. With `--tune`, each step is repacked and gets its own schedule
+(`engine.train.step_tuning`). With `--state`, a run resumes after the last saved step, with the same
+or another plan, number of stages and number of replicas.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from balance.errors import ConfigError, DataError
+from engine.charts.trace import timeline_trace
+from engine.planning.plan import Plan, read_plan
+from engine.runtime.checkpoints.training_state import Progress, load_state, save_state
+from engine.runtime.pipeline import Pipeline, PipelineOptions
+from engine.runtime.stage_executor import StepResult
+from engine.train.adaptation import RecomputeAdapter
+from engine.train.config import TrainConfig
+from engine.train.launch import is_first_rank, join_ranks
+from engine.train.layout import (
+    Layout,
+    apply_plan,
+    layout_text,
+    make_layout,
+    make_replicas,
+    num_micro_batches,
+)
+from engine.train.models.open_model import TINY, PipelineModel, open_model
+from engine.train.step_report import StepMeasurement, gather_figures, report_step
+from engine.train.step_source import (
+    OpenSource,
+    StepBatches,
+    StepSource,
+    endless,
+    request_steps,
+)
+from engine.train.step_tuning import check_same_step, make_tuner, read_model_profile
+from engine.tuning.step_planner import StepNote
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainingRun:
+    """Everything that one rank trains with."""
+
+    model: PipelineModel
+    pipeline: Pipeline
+    source: StepSource
+    optimizer: torch.optim.Optimizer | None
+    """None if nothing on this rank is trained."""
+    device: torch.device
+    num_ranks: int
+    """Ranks per pipeline."""
+    step: int
+    """Steps that are done."""
+    adapter: RecomputeAdapter | None
+
+
+def train(config: TrainConfig, open_source: OpenSource) -> None:
+    """Train until `--steps` are done, and print a line per step. All ranks call it."""
+    run = make_run(config, open_source, join_ranks(config))
+    for _ in run_steps(run, config):
+        pass
+    dist.destroy_process_group()
+
+
+def make_run(config: TrainConfig, open_source: OpenSource, device: torch.device) -> TrainingRun:
+    """This rank's part, once ranks have met.
+
+    ConfigError or DataError if build, plan and ranks do not fit together.
+    """
+    # plan, model and their layout
+    plan = None if config.plan == "auto" else read_plan(Path(config.plan))
+    dp = (plan.parallel.dp if plan else 1) if config.dp is None else config.dp
+    pipelines = make_replicas(dist.get_world_size(), dp, plan)
+    request = request_steps(config, pipelines, num_micro_batches(config, plan), device)
+    source = open_source(request)
+    model = _open_model(config, plan, source, len(pipelines[0]))
+    layout = make_layout(config, plan, len(model.stack.layers), pipelines)
+    adapter = None
+    if config.recompute == "adapt":
+        adapter = RecomputeAdapter(config, plan, layout, model, device)
+    if config.tune:
+        source.close()
+        source = _open_tuned(config, plan, layout, model, open_source, device)
+    # pipeline, optimizer and their state
+    pipeline = _make_pipeline(config, layout, model, device)
+    trained = [weight for weight in pipeline.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=config.lr) if trained else None
+    done = load_state(config.state, pipeline.layers, optimizer) if config.state else None
+    if done:
+        source.load_state_dict(done.loader)
+        pipeline.steps_run = done.step
+    if is_first_rank():
+        resumes = f"; resumes after step {done.step - 1}" if done else ""
+        tuning = f"; each step tuned by {config.profile}" if config.tune else ""
+        print(f"{layout_text(layout, model.names)}{tuning}{resumes}", flush=True)
+    return TrainingRun(
+        model=model,
+        pipeline=pipeline,
+        source=source,
+        optimizer=optimizer,
+        device=device,
+        num_ranks=len(pipelines[0]),
+        step=done.step if done else 0,
+        adapter=adapter,
+    )
+
+
+def run_steps(run: TrainingRun, config: TrainConfig) -> Iterator[dict[str, float]]:
+    """Train until `--steps` are done, yielding each step's figures; then trace and export."""
+    begun, before, result = time.perf_counter(), run.source.stats(), None
+    for _, batches in zip(range(config.steps - run.step), endless(run.source), strict=False):
+        after = run.source.stats()
+        result = train_step(run, batches, config.clip)
+        now = time.perf_counter()
+        own = StepMeasurement(
+            step=run.step,
+            batches=batches,
+            result=result,
+            seconds=now - begun,
+            peak_bytes=run.pipeline.peak_bytes(),
+            before=before,
+            after=after,
+        )
+        figures = gather_figures(own, run.num_ranks, run.device)
+        if is_first_rank():
+            report_step(figures, config.figures)
+        before = after
+        run.step += 1
+        begun = _finish_step(run, batches, config) or now
+        yield figures
+    if config.trace and result is not None:
+        _write_trace(run.pipeline, result, config.trace)
+    if config.export and run.model.export(run.pipeline, config.export):
+        print(f"wrote {config.export}")
+    if config.state and result is not None and is_first_rank():
+        print(f"saved after step {run.step - 1}")
+
+
+def train_step(run: TrainingRun, batches: StepBatches, clip: float) -> StepResult:
+    """One optimizer step."""
+    schedule = None
+    if isinstance(batches.note, StepNote):
+        check_same_step(batches.note)
+        schedule = batches.note.schedule
+    if run.optimizer is not None:
+        run.optimizer.zero_grad()
+    if run.adapter is None:
+        result = run.pipeline.step(list(batches), batches[0].num_loss_tokens, schedule)
+    else:
+        result = run.adapter.step(run.pipeline, batches)
+    run.pipeline.reduce_gradients()  # over replicas, once per step
+    run.pipeline.clip_gradients(clip)
+    if run.optimizer is not None:
+        run.optimizer.step()
+    return result
+
+
+def _open_model(
+    config: TrainConfig, plan: Plan | None, source: StepSource, num_ranks: int
+) -> PipelineModel:
+    """The model with its frozen parts. ConfigError if build, plan or options do not fit it."""
+    torch.manual_seed(config.seed)  # the same weights on all ranks
+    model = open_model(config.model, config.config, source)
+    if config.export and model.whole is None:
+        raise ConfigError(f"--export writes models of transformers; the model is {TINY}")
+    if plan:
+        apply_plan(plan, model, num_ranks)
+    model.freeze(config.freeze or ())
+    return model
+
+
+def _open_tuned(
+    config: TrainConfig,
+    plan: Plan | None,
+    layout: Layout,
+    model: PipelineModel,
+    open_source: OpenSource,
+    device: torch.device,
+) -> StepSource:
+    """The same steps, planned by a tuner."""
+    memory = config.memory_bytes
+    if memory is None and plan is not None:
+        memory = plan.memory_bytes
+    profile = read_model_profile(config.profile, model)
+    request = request_steps(
+        config,
+        layout.pipelines,
+        layout.micro_batches,
+        device,
+        planner=make_tuner(config, profile, layout, model, memory),
+        decode_all=config.encode == "any",
+    )
+    return open_source(request)
+
+
+def _make_pipeline(
+    config: TrainConfig, layout: Layout, model: PipelineModel, device: torch.device
+) -> Pipeline:
+    """This rank's stages."""
+    encodes = config.encode == "any"
+    options = PipelineOptions(
+        schedule=layout.schedule,
+        stages_per_rank=layout.stages_per_rank,
+        device=device,
+        autocast=torch.bfloat16 if config.bf16 else None,
+        encoder_ranks=range(1, len(layout.pipelines[0])) if encodes else (),
+    )
+    return Pipeline(model.stack, layout.borders, layout.recompute, layout.pipelines, options)
+
+
+def _finish_step(run: TrainingRun, batches: StepBatches, config: TrainConfig) -> float | None:
+    """Save, adapt recomputation; -> when that was done, as it belongs to no step. None: nothing."""
+    saves = config.state and (run.step % config.save_every == 0 or run.step == config.steps)
+    if saves and config.state:
+        progress = Progress(step=run.step, loader=run.source.state_dict())
+        save_state(config.state, run.pipeline.layers, run.optimizer, progress)
+    adapts = run.adapter is not None and run.adapter.is_due
+    if run.adapter is not None and adapts:
+        run.adapter.adapt(run.pipeline, batches, run.optimizer)
+    return time.perf_counter() if saves or adapts else None
+
+
+def _write_trace(pipeline: Pipeline, result: StepResult, path: Path) -> None:
+    """Write a measured step. All ranks call it. DataError if it cannot be written."""
+    timeline = pipeline.timeline(result)
+    if is_first_rank():
+        try:
+            path.write_text(json.dumps(timeline_trace(timeline)))
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}") from None
