@@ -28,8 +28,17 @@ _EXPORTS = {
     "engine.tuning.step_planner": ("TunedSteps",),
     "engine.tuning.tune": ("PartitionedModel", "TuneOptions", "tune"),
     # need torch
-    "engine.runtime.checkpoints.training_state": ("load_state", "save_state"),
+    "engine.runtime.batch_loads": ("batch_loads",),
+    "engine.runtime.checkpoints.training_state": ("Progress", "load_state", "save_state"),
+    "engine.runtime.communication.feature_all_to_all": ("exchange_features",),
+    "engine.runtime.communication.process_groups": ("sum_gradients",),
+    "engine.runtime.models.transformers_models": ("from_transformers",),
     "engine.runtime.pipeline": ("Pipeline", "PipelineOptions"),
+    "engine.runtime.profiling.measure_layers": ("measure_layers",),
+    "engine.runtime.profiling.recompute_trials": ("AdaptOptions", "adapt_running"),
+    "engine.runtime.stage_io": ("LayerStack", "TensorSpec"),
+    "engine.train.models.open_model": ("open_model",),
+    "engine.train.models.tiny_three_modalities": ("make_three_modalities",),
 }
 _MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
 

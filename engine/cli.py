@@ -198,6 +198,22 @@ def simulate(
         _print_written(out, GANTT_NAME, TRACE_NAME)
 
 
+def _forward(name: str, text: str) -> None:
+    """Register a command of `engine.train.cli`, which is imported only when it is called."""
+
+    def command(context: typer.Context) -> None:
+        from engine.train.cli import make_app  # noqa: PLC0415 - torch takes seconds to import
+
+        make_app()([name, *context.args], prog_name="python -m engine", standalone_mode=False)
+
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+    app.command(name, help=text, add_help_option=False, context_settings=settings)(command)
+
+
+_forward("train", "Train a model as a pipeline, by a plan. Under torchrun.")
+_forward("measure", "Plan from measurements on the ranks that will train. Under torchrun.")
+
+
 def main() -> None:
     """Run the call in `sys.argv`."""
     run_app(app, "python -m engine")

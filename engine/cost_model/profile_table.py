@@ -126,10 +126,10 @@ def write_profile(profile: Profile, path: Path) -> None:
     path.write_text(json.dumps(profile_to_dict(profile), indent=1) + "\n", "utf-8")
 
 
-def read_profile(path: Path) -> Profile:
+def read_profile(path: str | Path) -> Profile:
     """Read a profile. ConfigError if the file is not a profile, or of another version."""
     try:
-        values = json.loads(path.read_text("utf-8"))
+        values = json.loads(Path(path).read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not a profile: {first_line(error)}") from None
     try:

@@ -195,10 +195,10 @@ def write_plan(plan: Plan, path: Path) -> None:
     temporary.replace(path)
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: str | Path) -> Plan:
     """Read a plan. DataError if there is no such file; ConfigError as `plan_from_json`."""
     try:
-        values = json.loads(path.read_text("utf-8"))
+        values = json.loads(Path(path).read_text("utf-8"))
     except OSError as error:
         raise DataError(
             f"{path}: {error.strerror}; give the plan.json that `python -m engine plan` wrote"

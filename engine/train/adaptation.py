@@ -146,6 +146,8 @@ class RecomputeAdapter:
 
 def _choice_text(found: AdaptedRecompute, names: Sequence[str]) -> str:
     """The choice, for people."""
-    chosen = ", ".join(names[index] for index in np.flatnonzero(found.recompute)) or "nothing"
+    chosen = (
+        ", ".join(names[index] for index in np.flatnonzero(found.recompute).tolist()) or "nothing"
+    )
     left = ", ".join(f"{size / MIB:,.0f}" for size in found.left_bytes)
     return f"recomputed from here on: {chosen}; left {left} MiB ({len(found.trials)} runs)"

@@ -10,12 +10,14 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, get_type_hints
 
+import torch.distributed as dist
 import typer
 
 from balance.command_line import new_app
 from engine.train.config import MeasureConfig, TrainConfig
+from engine.train.launch import join_ranks
 from engine.train.measure import measure
-from engine.train.step_source import OpenSource, SourceRequest, StepSource
+from engine.train.step_source import SourceRequest, StepSource
 from engine.train.trainer import train
 from loaders import StreamingLoader
 
@@ -36,31 +38,38 @@ def open_loader(request: SourceRequest) -> StepSource:
     )
 
 
-def _command(
-    kind: type[Config], work: Callable[[Config, OpenSource], None], text: str
+def command(
+    kind: type[Config], run: Callable[[Config], None], text: str = ""
 ) -> Callable[..., None]:
-    """A command whose options are the fields of a config."""
+    """A function for typer whose options are the fields of a config."""
 
-    def command(**options: Any) -> None:
-        work(kind(**options), open_loader)
+    def call(**options: Any) -> None:
+        run(kind(**options))
 
-    command.__doc__ = text
-    command.__signature__ = inspect.signature(kind)  # type: ignore[attr-defined]
-    command.__annotations__ = get_type_hints(kind, include_extras=True)
-    return command
+    types, signature = get_type_hints(kind, include_extras=True), inspect.signature(kind)
+    parameters = [
+        each.replace(annotation=types[name]) for name, each in signature.parameters.items()
+    ]
+    call.__doc__, call.__annotations__ = text, types
+    call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return call
 
 
 def make_app() -> typer.Typer:
     """The program with both commands."""
     app = new_app("engine", "Commands that train, under torchrun.")
-    app.command("train")(
-        _command(TrainConfig, train, "Train a vision-language model as a pipeline, by a plan.")
-    )
-    app.command("measure")(
-        _command(
-            MeasureConfig,
-            measure,
-            "Plan from measurements: profile the layers, run partitions, take the fastest.",
-        )
-    )
+    text = "Train a vision-language model as a pipeline, by a plan."
+    app.command("train")(command(TrainConfig, _train, text))
+    text = "Plan from measurements: profile the layers, run partitions, take the fastest."
+    app.command("measure")(command(MeasureConfig, _measure, text))
     return app
+
+
+def _train(config: TrainConfig) -> None:
+    train(config, open_loader, join_ranks(config))
+    dist.destroy_process_group()
+
+
+def _measure(config: MeasureConfig) -> None:
+    measure(config, open_loader, join_ranks(config))
+    dist.destroy_process_group()

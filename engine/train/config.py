@@ -15,7 +15,7 @@ import typer
 from balance.errors import ConfigError
 
 GIB = 2**30
-PARTS = ("vision", "projector", "llm")
+PARTS: tuple[Literal["vision", "projector", "llm"], ...] = ("vision", "projector", "llm")
 ONE_STAGE = (
     "--recompute adapt is for one stage per rank: use --stages-per-rank 1 with --schedule 1f1b or"
     " zero_bubble, or --recompute plan, all or none"

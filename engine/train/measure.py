@@ -35,7 +35,7 @@ from engine.runtime.profiling.partition_trials import (
 )
 from engine.runtime.stage_io import Batch
 from engine.train.config import MeasureConfig
-from engine.train.launch import is_first_rank, join_ranks
+from engine.train.launch import is_first_rank
 from engine.train.models.open_model import open_model
 from engine.train.step_source import OpenSource, StepSource, request_steps
 
@@ -43,9 +43,8 @@ MOST_STEPS = 17
 """Steps among which one must have load for every phase of the model."""
 
 
-def measure(config: MeasureConfig, open_source: OpenSource) -> None:
+def measure(config: MeasureConfig, open_source: OpenSource, device: torch.device) -> None:
     """Measure, choose, write. All ranks call it; the first one writes."""
-    device = join_ranks(config)
     world = [list(range(dist.get_world_size()))]
     # the first rank has the first stage in every partition
     source = open_source(request_steps(config, world, config.micro_batches_per_step, device))
@@ -66,7 +65,6 @@ def measure(config: MeasureConfig, open_source: OpenSource) -> None:
     if is_first_rank():
         _write(config.out, profile, measured, plan)
         print(_text(profile, measured, model.names))
-    dist.destroy_process_group()
 
 
 def first_of_all_phases(source: StepSource, model: ModelPreset) -> list[Batch]:

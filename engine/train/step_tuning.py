@@ -17,9 +17,8 @@ import torch.distributed as dist
 
 from balance.errors import ConfigError
 from engine.cost_model.costs import Costs, frozen_costs
-from engine.cost_model.loads import Loads
+from engine.cost_model.loads import Loads, sample_loads
 from engine.cost_model.profile_table import FARTHEST, Profile, profiled_costs, read_profile
-from engine.cost_model.sample_loads import sample_loads
 from engine.runtime.communication.collectives import world_errors
 from engine.train.config import TrainConfig
 from engine.train.layout import Layout

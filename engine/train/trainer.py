@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from engine.runtime.pipeline import Pipeline, PipelineOptions
 from engine.runtime.stage_executor import StepResult
 from engine.train.adaptation import RecomputeAdapter
 from engine.train.config import TrainConfig
-from engine.train.launch import is_first_rank, join_ranks
+from engine.train.launch import is_first_rank
 from engine.train.layout import (
     Layout,
     apply_plan,
@@ -65,12 +64,9 @@ class TrainingRun:
     adapter: RecomputeAdapter | None
 
 
-def train(config: TrainConfig, open_source: OpenSource) -> None:
+def train(config: TrainConfig, open_source: OpenSource, device: torch.device) -> None:
     """Train until `--steps` are done, and print a line per step. All ranks call it."""
-    run = make_run(config, open_source, join_ranks(config))
-    for _ in run_steps(run, config):
-        pass
-    dist.destroy_process_group()
+    run_steps(make_run(config, open_source, device), config)
 
 
 def make_run(config: TrainConfig, open_source: OpenSource, device: torch.device) -> TrainingRun:
@@ -116,8 +112,8 @@ def make_run(config: TrainConfig, open_source: OpenSource, device: torch.device)
     )
 
 
-def run_steps(run: TrainingRun, config: TrainConfig) -> Iterator[dict[str, float]]:
-    """Train until `--steps` are done, yielding each step's figures; then trace and export."""
+def run_steps(run: TrainingRun, config: TrainConfig) -> None:
+    """Train until `--steps` are done, with figures and saved states; then trace and export."""
     begun, before, result = time.perf_counter(), run.source.stats(), None
     for _, batches in zip(range(config.steps - run.step), endless(run.source), strict=False):
         after = run.source.stats()
@@ -138,7 +134,6 @@ def run_steps(run: TrainingRun, config: TrainConfig) -> Iterator[dict[str, float
         before = after
         run.step += 1
         begun = _finish_step(run, batches, config) or now
-        yield figures
     if config.trace and result is not None:
         _write_trace(run.pipeline, result, config.trace)
     if config.export and run.model.export(run.pipeline, config.export):

@@ -6,6 +6,18 @@ import sys
 import engine
 
 NAMES = [
+    "AdaptOptions",
+    "LayerStack",
+    "Progress",
+    "TensorSpec",
+    "adapt_running",
+    "batch_loads",
+    "exchange_features",
+    "from_transformers",
+    "make_three_modalities",
+    "measure_layers",
+    "open_model",
+    "sum_gradients",
     "Cluster",
     "Costs",
     "DispatchOptions",

@@ -81,8 +81,10 @@ def _say(folder, rank, world_size, work, arguments):
     os._exit(0)  # at once, as a crashed rank does: connections are closed
 
 
-def launch(world_size: int, folder: Path, script: Path, *arguments: object, most_s: float = 120.0):
-    """Run a script on all ranks as torchrun does, told by the same variables; -> as
+def launch(
+    world_size: int, folder: Path, script: Path | str, *arguments: object, most_s: float = 120.0
+):
+    """Run a script, or a module given by name, on all ranks as torchrun does, told by the same variables; -> as
     `subprocess.run`.
 
     Sooner by what torchrun takes to import everything for itself and for each rank. `folder`: for
@@ -121,6 +123,9 @@ def _launched(folder, command, told):
     os.environ |= {name: str(value) for name, value in told.items()} | {"GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     sys.argv = command
+    if not command[0].endswith(".py"):
+        runpy.run_module(command[0], run_name="__main__")
+        return
     sys.path.insert(0, str(Path(command[0]).parent))
     runpy.run_path(command[0], run_name="__main__")
 

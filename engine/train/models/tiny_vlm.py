@@ -50,7 +50,7 @@ class Block(nn.Module):
         if positions is not None:
             q, k = _rotate(q, positions), _rotate(k, positions)
         if len(set(lengths)) == 1:  # equal lengths, as those of tiles: all sequences in one call
-            q, k, v = (part.unflatten(1, (len(lengths), -1)) for part in (q, k, v))
+            q, k, v = (part.reshape(HEADS, len(lengths), lengths[0], -1) for part in (q, k, v))
             attended = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
             return attended.flatten(1, 2).transpose(0, 1).flatten(1)
         parts = zip(q.split(lengths, 1), k.split(lengths, 1), v.split(lengths, 1), strict=True)
@@ -114,8 +114,9 @@ class Projector(nn.Module):
         """features (tiles * 17, ViT width) -> features (tiles * 4, LLM width)."""
         side = GRID // MERGE
         # without class tokens
-        patches = inputs["features"].unflatten(0, (-1, VIT_TOKENS))[:, 1:]
-        merged = patches.unflatten(1, (side, MERGE, side, MERGE)).transpose(2, 3)
+        patches = inputs["features"].view(-1, VIT_TOKENS, VIT_WIDTH)[:, 1:]
+        grid = patches.reshape(-1, side, MERGE, side, MERGE, VIT_WIDTH)
+        merged = grid.transpose(2, 3)
         return {"features": self.project(merged.reshape(-1, MERGE**2 * VIT_WIDTH))}
 
 

@@ -1,6 +1,4 @@
-"""OrchMLLM's dispatching from packed shards to gradients: two ranks of the example, beside one
-process.
-"""
+"""OrchMLLM's dispatching from packed shards to gradients: two ranks next to one process."""
 
 import hashlib
 import json
@@ -11,18 +9,25 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_three_modalities import make_model
-from train_three_modalities import accumulate, gather, main, make_run, parse, sum_gradients, train
 
 import loaders.batch.collate
+from balance.errors import ConfigError
 from balance.metrics import dist_ratio
 from balance.steps.step_planner import ENCODERS
 from engine.dispatching.dispatch import PHASES
 from engine.runtime.errors import PeerLost
+from engine.train.models.tiny_three_modalities import make_three_modalities
 from loaders import StreamingLoader
 from support.builds.audio_build import KINDS, PER_KIND, build_heard
 from support.builds.sample_tables import path_groups, text_samples, write_tabled
 from support.ranks import on_ranks
+from support.trainers.dispatched_training import (
+    accumulate,
+    gather,
+    make_run,
+    sum_over_ranks,
+    train,
+)
 
 RANKS, MICRO_BATCHES, SEED = 2, 2, 0
 BALANCES = ("none", "encoders", "all")
@@ -127,15 +132,12 @@ def test_a_rank_whose_peer_has_gone_says_so_in_one_line(told):
     assert "\n" not in told[0]["lost"]
 
 
-def test_a_build_for_a_model_without_ears_is_refused_in_one_line(tmp_path, capsys):
+def test_a_build_for_a_model_without_an_audio_encoder_is_refused_in_one_line(tmp_path):
     build = write_tabled(tmp_path / "build", path_groups(text_samples(20)))
-    try:
-        assert main([str(build)]) == 2
-    finally:
-        dist.destroy_process_group()
-    assert capsys.readouterr().err.splitlines() == [
-        "the build is for the model tiny; build it with --model tiny_audio"
-    ]
+    loader = StreamingLoader(build, dp_rank=0, dp_world_size=1)
+    with pytest.raises(ConfigError) as caught:
+        make_three_modalities(loader)
+    assert str(caught.value) == "the build is for the model tiny; build it with --model tiny_audio"
 
 
 def _run_all(folder, build):
@@ -154,8 +156,7 @@ def _run_all(folder, build):
 
 
 def _run(build, balance):
-    # every rank a node, so that it matters where encoders' batches go
-    return make_run(parse([build, f"--balance={balance}", "--ranks-per-node=1", f"--seed={SEED}"]))
+    return make_run(build, balance, seed=SEED, micro_batches=MICRO_BATCHES)
 
 
 def _one_process(build):
@@ -170,7 +171,7 @@ def _one_process(build):
     }
     ranks = [StreamingLoader(build, dp_rank=rank, **given) for rank in range(RANKS)]
     torch.manual_seed(SEED)
-    model = make_model(ranks[0])
+    model = make_three_modalities(ranks[0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = []
     for steps in zip(*ranks, strict=True):
@@ -206,7 +207,7 @@ def _epoch(build, balance, expected):
             run.model.load_state_dict(wanted.weights)
             run.model.zero_grad()
             loss, work = accumulate(run.model, step)
-            sum_gradients(run.model)
+            sum_over_ranks(run.model)
             figures, done = gather([loss], work)
             offs.append(_off(float(figures.sum()), _gradients(run.model), wanted))
             works += done.tolist()

@@ -6,9 +6,9 @@ from itertools import islice, pairwise
 
 import torch
 import transformers
-from tiny_transformers import make_config
-from train_tiny import endless
 
+from engine.train.models.transformers_files import make_config
+from engine.train.step_source import endless
 from loaders import StreamingLoader
 
 MICRO_BATCHES = 2

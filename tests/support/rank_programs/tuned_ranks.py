@@ -1,4 +1,4 @@
-"""What each rank runs for `test_tuned_training`: the pipeline example with `--tune`, beside one
+"""What each rank runs for `test_tuned_training`: `python -m engine train --tune`, beside one
 process without it.
 """
 
@@ -8,10 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
-from pipeline_models import PipelineModel
-from tiny_vlm_layers import make_layers
-from train_pipeline import make_run, parse, train
-from train_tiny import accumulate, make_model
+from torch import nn
 
 from balance.presets import load_model
 from engine.cost_model.analytical import layer_names
@@ -21,13 +18,14 @@ from engine.cost_model.loads import Loads
 from engine.cost_model.parallel import Parallelism
 from engine.cost_model.profile_table import make_profile, write_profile
 from engine.simulator.schedule import PassKind
+from engine.train.models.open_model import open_model
 from loaders import StreamingLoader
+from support.trainers.engine_train import make, parse, run_steps
 
 TOLERANCE = 1e-6
 """Of gradients and losses, relative to their size; float32."""
 COMPARED = 4
 """Steps whose gradients are compared with one process."""
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,22 +109,22 @@ def run_epochs(folder, build, epochs):
 def run_epoch(folder, build, epoch):
     named = [f"--dp={epoch.dp}", *epoch.options, *(f"--freeze={part}" for part in epoch.frozen)]
     args = options_of(build, folder / f"{epoch.name}.json", *named)
-    run = make_run(args, CPU)
+    run = make(args)
     places = {"dp_world_size": epoch.dp, "micro_batches_per_step": 4}
     untuned = [StreamingLoader(build, dp_rank=rank, **places) for rank in range(epoch.dp)]
     torch.manual_seed(args.seed)
-    alone = make_model(untuned[0])
-    model = PipelineModel(layered=make_layers(alone), preset=load_model("tiny"))
+    model = open_model(None, None, untuned[0])
     model.freeze(epoch.frozen)
+    layers = nn.ModuleList(model.stack.layers)
     steps = []
-    for number, (batches, *replicas) in enumerate(zip(run.loader, *untuned, strict=True)):
-        result = run.pipeline.step(batches, batches[0].num_loss_tokens, batches.note.schedule)
+    for number, (batches, *replicas) in enumerate(zip(run.source, *untuned, strict=True)):
+        result = run.pipeline.step(list(batches), batches[0].num_loss_tokens, batches.note.schedule)
         run.pipeline.reduce_gradients()
         if number < COMPARED:
-            alone.zero_grad()
-            expected = sum(accumulate(alone, own) for own in replicas)
+            layers.zero_grad()
+            expected = sum(accumulate(layers, own) for own in replicas)
             check_loss(result.loss, expected, run.num_ranks)
-            check_gradients(run.pipeline, model.layered)
+            check_gradients(run.pipeline, model.stack)
         for weight in run.pipeline.parameters():
             weight.grad = None
         steps.append(
@@ -143,11 +141,25 @@ def run_epoch(folder, build, epoch):
                 "fingerprint": batches.note.fingerprint,
             }
         )
-    stats = run.loader.stats()
+    stats = run.source.stats()
     assert stats.planned_steps == len(steps)
     assert stats.planning_s > 0
-    run.loader.close()
+    run.source.close()
     return steps
+
+
+def accumulate(layers, batches):
+    """Gradients of micro-batches in one process; -> their part of the step's mean loss."""
+    total = 0.0
+    for batch in batches:
+        tensors = {}
+        for layer in layers:
+            tensors = layer(tensors, batch)
+        loss = tensors["loss"] / max(1, batch.num_loss_tokens)
+        if loss.requires_grad:
+            loss.backward()
+        total += loss.item()
+    return total
 
 
 def check_loss(own, expected, num_ranks):
@@ -193,10 +205,10 @@ def train_in_parts(folder, build, steps, behind):
                 f"--steps={end}",
             )
             args = options_of(build, folder / "profile.json", *more)
-            run = make_run(args, CPU)
+            run = make(args)
             noting(run, seen)
-            train(run, args)
-            run.loader.close()
+            run_steps(run, args)
+            run.source.close()
         (folder / f"{name}-{dist.get_rank()}.json").write_text(json.dumps(seen))
 
 
@@ -218,9 +230,9 @@ def tune_differently(folder, build):
     """The second rank has another profile; what becomes of it goes to `error-RANK.txt`."""
     name = "profile.json" if dist.get_rank() == 0 else "other.json"
     args = options_of(build, folder / name, "--steps=2")
-    run = make_run(args, CPU)
+    run = make(args)
     try:
-        train(run, args)
+        run_steps(run, args)
     except Exception as error:
         (folder / f"error-{dist.get_rank()}.txt").write_text(f"{type(error).__name__}: {error}")
-    run.loader.close()
+    run.source.close()

@@ -4,12 +4,10 @@ trained by that.
 
 from pathlib import Path
 
-import plan_pipeline
-import torch
 import torch.distributed as dist
-import train_pipeline
 
-CPU = torch.device("cpu")
+from support.trainers.engine_train import make, measure_here, parse, run_steps
+
 STEPS = 3
 
 
@@ -26,7 +24,7 @@ def plan_and_train(said, folder, builds):
             "--micro-batches-per-step=3",
             "--most-run=2",
         ]
-        plan_pipeline.plan(plan_pipeline.parse([*measuring, "--device=cpu"]), CPU)
+        measure_here([*measuring, "--device=cpu"])
         dist.barrier()  # the first rank writes
         said[name] = train(
             build, f"--model={name}", f"--plan={out}/plan.json", f"--figures={out}.jsonl"
@@ -49,10 +47,10 @@ def tune(said, folder, build):
 
 def train(build, *options):
     """-> steps that were trained."""
-    args = train_pipeline.parse([build, "--device=cpu", f"--steps={STEPS}", *options])
-    run = train_pipeline.make_run(args, CPU)
-    train_pipeline.train(run, args)
-    run.loader.close()
+    config = parse([build, "--device=cpu", f"--steps={STEPS}", *options])
+    run = make(config)
+    run_steps(run, config)
+    run.source.close()
     return run.step
 
 

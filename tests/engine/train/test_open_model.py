@@ -1,4 +1,4 @@
-"""Models of transformers that the pipeline examples open for a build, and write: what is refused,
+"""Models of transformers opened for a build, and written: what is refused,
 in one line.
 """
 
@@ -9,12 +9,11 @@ import torch
 
 pytest.importorskip("transformers")
 
-
-from pipeline_models import open_model
 from safetensors.torch import load_file, save_file
-from tiny_transformers import make_config, read_model, write_model
 
 from balance.errors import ConfigError, DataError
+from engine.train.models.open_model import open_model
+from engine.train.models.transformers_files import make_config, read_model, write_model
 from loaders import StreamingLoader
 from support.builds.shard_fixture import group_samples, make_samples, write_build
 

@@ -1,4 +1,4 @@
-"""The planning example on two ranks: what it writes is a profile, evidence, and a plan that the
+"""`python -m engine measure` on two ranks: what it writes is a profile, evidence, and a plan that the
 training takes.
 """
 
@@ -7,13 +7,12 @@ import json
 
 import pytest
 import torch
-from plan_pipeline import MOST_STEPS, first_of_all_phases
 
 from balance.errors import ConfigError
 from engine.cost_model.profile_table import profiled_costs, read_profile
 from engine.planning.plan import read_plan
+from engine.train.measure import MOST_STEPS, first_of_all_phases
 from loaders import StreamingLoader
-from support import EXAMPLES
 from support.builds.sample_tables import text_samples
 from support.builds.shard_fixture import group_samples, make_samples, write_build
 from support.ranks import launch
@@ -25,10 +24,10 @@ def build(tmp_path_factory):
     return write_build(tmp_path_factory.mktemp("packed") / "build", groups)
 
 
-def on_two(folder, script, build, **options):
+def on_two(folder, command, build, **options):
     """What two ranks printed."""
     named = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    result = launch(2, folder, EXAMPLES / script, build, "--device=cpu", *named)
+    result = launch(2, folder, "engine", command, build, "--device=cpu", *named)
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
 
@@ -82,7 +81,7 @@ def test_a_measured_plan_is_one_that_training_takes(build, tmp_path):
     out = tmp_path / "plan"
     printed = on_two(
         tmp_path / "planned",
-        "plan_pipeline.py",
+        "measure",
         build,
         out=out,
         micro_batches_per_step=3,
@@ -99,5 +98,5 @@ def test_a_measured_plan_is_one_that_training_takes(build, tmp_path):
     assert (profiled_costs(profile, plan.loads).forward_ns.sum(axis=0) > 0).all()
     assert f"{evidence['chosen']}  <- chosen" in printed
     given = {"plan": out / "plan.json", "steps": 1, "figures": tmp_path / "figures.jsonl"}
-    on_two(tmp_path / "trained", "train_pipeline.py", build, **given)
+    on_two(tmp_path / "trained", "train", build, **given)
     assert json.loads((tmp_path / "figures.jsonl").read_text())["loss"] > 0

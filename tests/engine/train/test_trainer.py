@@ -1,4 +1,4 @@
-"""The pipeline example, really launched: the losses of one process, by a plan, on any ranks, killed
+"""`python -m engine train`, really launched: the losses of one process, by a plan, on any ranks, killed
 and continued.
 """
 
@@ -14,20 +14,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from pipeline_models import open_model
 from tiny_vlm import token_losses
-from tiny_vlm_layers import make_layers, num_patches
-from train_pipeline import main
 from train_tiny import accumulate, endless, make_model, train
 
 from engine.cost_model.analytical import layer_names
 from engine.cost_model.layer_list import layers_of
 from engine.cost_model.parallel import Parallelism
 from engine.runtime.checkpoints.training_state import PROGRESS_NAME, newest_state
+from engine.train.models.open_model import open_model
+from engine.train.models.tiny_vlm import num_tiles
 from loaders import StreamingLoader
-from support import EXAMPLES
 from support.builds.shard_fixture import group_samples, make_samples, write_build
 from support.ranks import launch
+from support.trainers.engine_train import main
 
 NUM_SAMPLES, STEPS, MICRO_BATCHES, SAVE_EVERY = 160, 16, 4, 2
 TOLERANCE = 1e-5
@@ -35,7 +34,7 @@ TOLERANCE = 1e-5
 the roundings.
 """
 DEADLINE_S = 60
-SCRIPT = EXAMPLES / "train_pipeline.py"
+COMMAND = ("engine", "train")
 
 torch.set_num_threads(1)
 
@@ -112,7 +111,7 @@ def given(build, **options):
 def torchrun(processes, *arguments, **options):
     """The command; for what is really launched."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return [sys.executable, *launcher, str(SCRIPT), *given(*arguments, **options)]
+    return [sys.executable, *launcher, "-m", *COMMAND, *given(*arguments, **options)]
 
 
 ENVIRONMENT = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
@@ -130,37 +129,36 @@ def assert_same(found, expected):
         assert found[step] == pytest.approx(loss, rel=TOLERANCE), f"step {step}"
 
 
-def test_layers_are_the_model_and_specs_are_what_crosses_each_cut(build):
+def test_layers_are_the_whole_model_and_specs_are_what_crosses_each_cut(build):
     loader, bare = load(build), load(build, decode_images=False)
+    torch.manual_seed(0)
     model = make_model(loader)
-    layered = make_layers(model)
-    assert {id(w) for layer in layered.layers for w in layer.parameters()} == {
-        id(w) for w in model.parameters()
-    }
+    torch.manual_seed(0)
     opened = open_model(None, None, loader)
-    assert [type(layer) for layer in opened.layered.layers] == [
-        type(layer) for layer in layered.layers
-    ]
+    layers, specs = opened.stack.layers, opened.stack.specs
+    # the same weights in the same order as those of the whole model
+    weights = [weight for layer in layers for weight in layer.parameters()]
+    assert len(weights) == len(list(model.parameters()))
+    assert sum(map(torch.numel, weights)) == sum(map(torch.numel, model.parameters()))
     assert opened.names == layer_names(layers_of(loader.model, Parallelism()))
     shape = opened.preset.llm
     assert (shape.vocab_size, shape.hidden_size) == tuple(model.embed.weight.shape)
-    patches = set()
+    tiles = set()
     for (batch,), (undecoded,) in zip(loader, bare, strict=True):
-        carry = {}
-        for cut, layer in enumerate(layered.layers, start=1):
-            carry = layer(carry, batch)
-            if cut < len(layered.layers):
-                specs = layered.specs(cut, undecoded)
-                assert {name: tensor.shape for name, tensor in carry.items()} == {
-                    n: s.shape for n, s in specs.items()
+        tensors = {}
+        for cut, layer in enumerate(layers, start=1):
+            tensors = layer(tensors, batch)
+            if cut < len(layers):
+                assert {name: tensor.shape for name, tensor in tensors.items()} == {
+                    name: spec.shape for name, spec in specs(cut, undecoded).items()
                 }
         torch.testing.assert_close(
-            carry["loss"], token_losses(model(batch), batch).sum(), rtol=1e-6, atol=1e-5
+            tensors["loss"], token_losses(model(batch), batch).sum(), rtol=1e-6, atol=1e-5
         )
-        patches.add(num_patches(undecoded))
+        tiles.add(num_tiles(undecoded))
         assert not undecoded.pixel_values.numel()
-    assert 0 in patches
-    assert len(patches) > 2
+    assert 0 in tiles
+    assert len(tiles) > 2
 
 
 @pytest.mark.slow
@@ -193,9 +191,8 @@ def test_four_ranks_as_two_pipelines_give_the_losses_of_one_process(build, tmp_p
         "schedule": "zero_bubble",
         "micro_batches_per_step": MICRO_BATCHES // 2,
     }
-    result = launch(
-        4, tmp_path, SCRIPT, *given(build, figures=tmp_path / "figures.jsonl", **options)
-    )
+    arguments = given(build, figures=tmp_path / "figures.jsonl", **options)
+    result = launch(4, tmp_path, *COMMAND, *arguments)
     assert result.returncode == 0, result.stderr[-3000:]
     assert_same(losses(tmp_path / "figures.jsonl"), train_alone(build, (2, STEPS)))
     assert "2 x 2 ranks" in result.stdout
@@ -224,9 +221,9 @@ def test_a_killed_run_goes_on_exactly_with_other_stages_and_replicas(
     arguments = given(
         build, plan="auto", dp=dp, micro_batches_per_step=MICRO_BATCHES // dp, **options
     )
-    result = launch(pp * dp, tmp_path, SCRIPT, *arguments)
+    result = launch(pp * dp, tmp_path, *COMMAND, *arguments)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert f"goes on behind step {saved - 1}" in result.stdout
+    assert f"resumes after step {saved - 1}" in result.stdout
     assert_same(losses(root / "figures.jsonl"), train_alone(build, (1, saved), (dp, STEPS - saved)))
 
 
@@ -251,7 +248,7 @@ def kill_after(command, figures, steps):
 
 @pytest.fixture
 def alone():
-    """As without torchrun: the example begins and ends torch.distributed itself."""
+    """As without torchrun: the command begins and ends torch.distributed itself."""
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

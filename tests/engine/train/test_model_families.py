@@ -1,4 +1,4 @@
-"""Models of transformers through the pipeline examples: planned by measuring, trained, tuned,
+"""Models of transformers through `python -m engine`: planned by measuring, trained, tuned,
 fitted into memory.
 """
 
@@ -14,21 +14,20 @@ import torch
 pytest.importorskip("transformers")
 
 
-from pipeline_layout import follow
-from pipeline_models import open_model
-from tiny_transformers import make_config
-from train_pipeline import main, parse, start, train
-
 from balance.errors import ConfigError
 from engine.cost_model.profile_table import read_profile
 from engine.planning.adaptive_recompute import OutOfMemory
 from engine.planning.plan import read_plan
 from engine.runtime.cpu_memory import LiveBytes
 from engine.runtime.profiling.recompute_trials import StepObserver
+from engine.train.layout import apply_plan
+from engine.train.models.open_model import open_model
+from engine.train.models.transformers_files import make_config
 from loaders import StreamingLoader
 from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples, write_build
 from support.ranks import run_ranks
+from support.trainers.engine_train import main, make, parse, run_steps
 from support.trainers.family_ranks import STEPS, everything
 from support.trainers.stated_ranks import TUNED, state_times, tune_by_stated
 
@@ -140,11 +139,11 @@ def needs_bytes(build, masks):
     args = parse(
         [build, "--model=internvl", "--device=cpu", "--steps=1", "--micro-batches-per-step=3"]
     )
-    run = start(args)
+    run = make(args)
     batches = next(
         iter(StreamingLoader(build, dp_rank=0, dp_world_size=1, micro_batches_per_step=3))
     )
-    train(run, args)
+    run_steps(run, args)
     observe = StepObserver(run.pipeline, [batches], limit_bytes=PLENTY, optimizer=run.optimizer)
     found = [PLENTY - int(observe(np.array(mask))[0]) for mask in masks]
     part()
@@ -204,10 +203,10 @@ def growing(builds, tmp_path_factory):
         args = parse(
             [builds["internvl"], "--model=internvl", "--device=cpu", "--steps=1", *options]
         )
-        run = start(args)
+        run = make(args)
         loader = StreamingLoader(builds["internvl"], dp_rank=0, dp_world_size=1, seed=seed)
         steps = [batches for batches, _ in zip(loader, range(STEPS), strict=False)]
-        train(run, args)
+        run_steps(run, args)
         kept = fixed_bytes(run)
         needs = np.array(
             [[PLENTY - kept - left for left in observed(run, batches)] for batches in steps]
@@ -243,7 +242,7 @@ def observed(run, batches):
 def train_within(limit, build, *options):
     """Train in so much memory besides that of weights and optimizer state."""
     args = parse([build, "--model=internvl", "--device=cpu", f"--steps={STEPS}", *options])
-    run = start(args)
+    run = make(args)
     plain = run.pipeline.step
 
     def step(*given):
@@ -252,7 +251,7 @@ def train_within(limit, build, *options):
 
     run.pipeline.step = step
     try:
-        train(run, args)
+        run_steps(run, args)
     finally:
         part()
 
@@ -365,9 +364,9 @@ def test_a_plan_of_a_model_of_other_widths_is_refused(builds, two):
         StreamingLoader(builds["llava"], dp_rank=0, dp_world_size=1),
     )
     model = open_model(None, None, loader)
-    follow(plan, model, 2)
+    apply_plan(plan, model, 2)
     wide = replace(model.preset.llm, hidden_size=64)
     with pytest.raises(
         ConfigError, match=r"the plan is for llava .*widths \(16, 32\).*widths \(16, 64\)"
     ):
-        follow(plan, replace(model, preset=replace(model.preset, llm=wide)), 2)
+        apply_plan(plan, replace(model, preset=replace(model.preset, llm=wide)), 2)

@@ -1,4 +1,4 @@
-"""The example for models of transformers, really launched: it trains, goes on with other stages,
+"""`python -m engine train` of models of transformers: it trains, resumes with other stages,
 gives weights back.
 """
 
@@ -7,21 +7,19 @@ import json
 import pytest
 import torch
 
-from support import EXAMPLES
 from support.ranks import launch
 
 pytest.importorskip("transformers")
 
 import transformers
-from train_pipeline import main
 
 from support.builds.manuals_build import build_manuals
+from support.trainers.engine_train import main
 
 pytestmark = [
     pytest.mark.slow,
 ]
 
-SCRIPT = EXAMPLES / "train_pipeline.py"
 STEPS, SAVED_BEHIND = 4, 2
 TOLERANCE = 1e-5
 """Of losses, relative: ranks add up in the same order, but gradients' norm, by which all are
@@ -43,7 +41,7 @@ def arguments(build, **options):
 
 def on_two(build, folder, **options):
     """What is printed."""
-    result = launch(2, folder, SCRIPT, *arguments(build, **options))
+    result = launch(2, folder, "engine", "train", *arguments(build, **options))
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
 
@@ -103,7 +101,7 @@ def test_two_ranks_saved_and_continued_by_others_give_losses_and_weights_of_one(
         **saving,
     )
     assert "stage 1: token_embedding, llm_layer 0, llm_layer 1, head" in then
-    assert "1 x 2 ranks, 2 micro-batches each; goes on behind step 1" in then
+    assert "1 x 2 ranks, 2 micro-batches each; resumes after step 1" in then
     assert sorted(losses(tmp_path / "then")) == [SAVED_BEHIND, SAVED_BEHIND + 1]
     assert losses(tmp_path / "first") | losses(tmp_path / "then") == pytest.approx(
         expected, rel=TOLERANCE

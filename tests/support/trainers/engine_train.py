@@ -1,0 +1,49 @@
+"""`python -m engine train` and `measure` inside a test's process, and on forked ranks."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+import typer
+
+import engine.cli
+from engine.train.cli import command, open_loader
+from engine.train.config import MeasureConfig, TrainConfig
+from engine.train.measure import measure
+from engine.train.trainer import make_run, run_steps
+
+__all__ = ["CPU", "main", "make", "measure_here", "parse", "run_steps"]
+
+CPU = torch.device("cpu")
+
+
+def main(arguments):
+    """`python -m engine train ARGUMENTS`; -> its exit status."""
+    before, sys.argv = sys.argv, ["engine", "train", *map(str, arguments)]
+    try:
+        engine.cli.main()
+    except SystemExit as end:
+        return end.code
+    finally:
+        sys.argv = before
+    return 0
+
+
+def parse(arguments, kind=TrainConfig):
+    """The config of a call."""
+    found, app = [], typer.Typer(pretty_exceptions_enable=False)
+    app.command()(command(kind, found.append))
+    app(list(map(str, arguments)), standalone_mode=False)
+    return found[0]
+
+
+def make(config):
+    """A run; without ranks that have met, of this process alone."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return make_run(config, open_loader, CPU)
+
+
+def measure_here(arguments):
+    """`measure` on ranks that have met."""
+    measure(parse(arguments, MeasureConfig), open_loader, CPU)
