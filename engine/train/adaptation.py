@@ -95,10 +95,7 @@ class RecomputeAdapter:
         return pipeline.step(own, labels)
 
     def adapt(
-        self,
-        pipeline: Pipeline,
-        batches: StepBatches,
-        optimizer: torch.optim.Optimizer | None,
+        self, pipeline: Pipeline, batches: StepBatches, optimizer: torch.optim.Optimizer | None
     ) -> None:
         """Set as little recomputation as fits, after a step of training. Gradients are dropped.
 
@@ -131,10 +128,7 @@ class RecomputeAdapter:
         self.is_due = True
 
     def _adapt(
-        self,
-        pipeline: Pipeline,
-        steps: list[list[Batch]],
-        optimizer: torch.optim.Optimizer | None,
+        self, pipeline: Pipeline, steps: list[list[Batch]], optimizer: torch.optim.Optimizer | None
     ) -> str:
         loads = batch_loads([batch for own in steps for batch in own], self._model.preset)
         costs = costs_of(self._profile, self._model.trained, loads)

@@ -166,6 +166,8 @@ class TrainConfig(RunConfig):
             raise ConfigError(f"--freeze {unknown[0]!r}: give one of {', '.join(PARTS)}")
         if self.export and self.export.exists() and not self.export.is_dir():
             raise ConfigError(f"--export {self.export}: this is a file; give a folder")
+        if self.borders is not None:
+            _numbers("--borders", self.borders)
         self._check_adapt_and_tune()
 
     def _check_adapt_and_tune(self) -> None:
@@ -195,13 +197,15 @@ class TrainConfig(RunConfig):
 
     @property
     def partition(self) -> tuple[int, ...] | None:
-        """`--borders` as numbers. ConfigError if they are none."""
-        if self.borders is None:
-            return None
-        try:
-            return tuple(int(border) for border in self.borders.split(","))
-        except ValueError:
-            raise ConfigError(f"--borders {self.borders}: give numbers, as 0,20,45") from None
+        """`--borders` as numbers."""
+        return None if self.borders is None else _numbers("--borders", self.borders)
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{option} {text}: give numbers, as 0,20,45") from None
 
 
 def _check_gib(option: str, size: float | None) -> None:

@@ -61,10 +61,7 @@ def apply_plan(plan: Plan, model: PipelineModel, num_ranks: int) -> None:
 
 
 def make_layout(
-    config: TrainConfig,
-    plan: Plan | None,
-    num_layers: int,
-    pipelines: tuple[tuple[int, ...], ...],
+    config: TrainConfig, plan: Plan | None, num_layers: int, pipelines: tuple[tuple[int, ...], ...]
 ) -> Layout:
     """The options over the plan; without a plan, equally many layers per stage. ConfigError."""
     stages_per_rank = config.stages_per_rank or (plan.stages_per_rank if plan else 1)

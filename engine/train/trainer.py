@@ -36,13 +36,7 @@ from engine.train.layout import (
 )
 from engine.train.models.open_model import TINY, PipelineModel, open_model
 from engine.train.step_report import StepMeasurement, gather_figures, report_step
-from engine.train.step_source import (
-    OpenSource,
-    StepBatches,
-    StepSource,
-    endless,
-    request_steps,
-)
+from engine.train.step_source import OpenSource, StepBatches, StepSource, endless, request_steps
 from engine.train.step_tuning import check_same_step, make_tuner, read_model_profile
 from engine.tuning.step_planner import StepNote
 

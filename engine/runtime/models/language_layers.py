@@ -17,13 +17,7 @@ from torch.nn import functional
 from balance.errors import ConfigError
 from balance.types import LABEL_IGNORE
 from engine.runtime.models._sample_attention import packed_attention
-from engine.runtime.models.layer_specs import (
-    FEATURES,
-    HIDDEN,
-    OutputSpecs,
-    SpecLayer,
-    hidden_specs,
-)
+from engine.runtime.models.layer_specs import FEATURES, HIDDEN, OutputSpecs, SpecLayer, hidden_specs
 from engine.runtime.stage_io import LOSS, Batch, StageTensors, TensorSpec, samples_text
 
 _COS, _SIN, _BORDERS = "cos", "sin", "borders"

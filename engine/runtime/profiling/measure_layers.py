@@ -252,12 +252,7 @@ def _record_times(
 
 
 def _record_bytes(
-    local: RankLayers,
-    stage: int,
-    batch: Batch,
-    given: StageTensors,
-    tables: _Tables,
-    number: int,
+    local: RankLayers, stage: int, batch: Batch, given: StageTensors, tables: _Tables, number: int
 ) -> None:
     """Record the memory of a stage's layers, one alone after the other."""
     tensors = given

@@ -26,11 +26,7 @@ from engine.planning.recompute import choose_recompute
 from engine.runtime.batch_loads import batch_loads
 from engine.runtime.pipeline import Pipeline, PipelineOptions
 from engine.runtime.profiling._probe_batches import probe_batches
-from engine.runtime.profiling.measure_layers import (
-    LayerLabels,
-    MeasureOptions,
-    measure_layers,
-)
+from engine.runtime.profiling.measure_layers import LayerLabels, MeasureOptions, measure_layers
 from engine.runtime.profiling.partition_trials import (
     MeasuredPartitions,
     TrialOptions,

@@ -3,13 +3,16 @@ being killed.
 """
 
 import importlib
+import json
 import os
+import shutil
 import signal
 from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from balance.errors import ConfigError, DataError
 from engine.runtime.checkpoints import _state_folders as state_folders
@@ -21,6 +24,7 @@ from engine.runtime.checkpoints.training_state import (
     save_state,
 )
 from engine.runtime.pipeline import Pipeline, PipelineOptions
+from support import TESTS
 from support.models.toy_model import freeze, make_batch, make_model, run_alone
 from support.ranks import context, on_ranks
 
@@ -328,3 +332,29 @@ def test_parameters_of_one_group_must_have_been_told_the_same(tmp_path, trained)
     save_state(tmp_path, layers_of(model), optimizer, Progress(step=1, loader={}))
     with pytest.raises(ConfigError, match="different options"):
         load_state(tmp_path, layers_of(model), torch.optim.AdamW(weights_of(model)))
+
+
+def test_a_state_of_an_earlier_version_continues_with_the_same_losses(tmp_path):
+    """`old_training_state` was saved after three of six steps; `losses.json` has the others."""
+    shutil.copytree(TESTS / "data" / "old_training_state", tmp_path / "state")
+    expected = json.loads((tmp_path / "state" / "losses.json").read_text())
+    torch.manual_seed(1)  # other weights, so that all must be read
+    layers = {
+        0: nn.Linear(3, 4),
+        1: nn.Sequential(nn.Linear(4, 4), nn.GELU()),
+        2: nn.Linear(4, 2),
+    }
+    weights = [weight for layer in layers.values() for weight in layer.parameters()]
+    optimizer = torch.optim.AdamW(weights, lr=1.0)
+    progress = load_state(tmp_path / "state", layers, optimizer)
+    assert (progress.step, progress.loader) == (3, {"epoch": 0, "groups": 7})
+    for number, loss in enumerate(expected, start=progress.step):
+        generator = torch.Generator().manual_seed(number)
+        x, y = torch.randn(8, 3, generator=generator), torch.randn(8, 2, generator=generator)
+        optimizer.zero_grad()
+        for layer in layers.values():
+            x = layer(x)
+        found = (x - y).square().mean()
+        found.backward()
+        optimizer.step()
+        assert found.item() == pytest.approx(loss, rel=1e-6)

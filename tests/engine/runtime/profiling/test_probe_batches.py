@@ -8,7 +8,12 @@ import torch
 from balance.errors import ConfigError
 from balance.presets import load_model
 from engine.runtime.batch_loads import batch_loads
-from engine.runtime.profiling._probe_batches import SHARES, first_samples, largest_batches, probe_batches
+from engine.runtime.profiling._probe_batches import (
+    SHARES,
+    first_samples,
+    largest_batches,
+    probe_batches,
+)
 from support.models.image_batches import IMAGE, make_batch
 
 COUNTS = (1, 0, 3, 2, 0, 1)
