@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from balance.errors import ConfigError
-from balance.grouping.activation_memory import MemoryBudget
+from balance.grouping.activation_memory import ActivationBudget
 from balance.grouping.caps import GroupOptions
 from balance.presets import load_model
 from packer.count.pool import default_workers
@@ -109,7 +109,7 @@ class BuildConfig:
             max_seq_len = DEMO_MAX_SEQ_LEN
         if self.memory_gib is not None:
             model = load_model(self.model or DEMO_MODEL)
-            memory = MemoryBudget.of(model, self.memory_gib * 2**30, gpus=self.memory_gpus)
+            memory = ActivationBudget.of(model, self.memory_gib * 2**30, gpus=self.memory_gpus)
         return GroupOptions(
             seed=self.seed,
             max_seq_len=max_seq_len,

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Samples -> groups under caps: best fit or ISF, and the choice of the caps."""

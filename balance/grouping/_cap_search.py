@@ -15,7 +15,7 @@ import numpy as np
 
 from balance.errors import ConfigError
 from balance.flops import FlopsModel, epoch_ms
-from balance.grouping.activation_memory import MemoryBudget
+from balance.grouping.activation_memory import ActivationBudget
 from balance.grouping.best_fit import group_best_fit
 from balance.grouping.isf import group_isf
 from balance.order.sort_groups import sort_groups
@@ -187,7 +187,7 @@ class CapSearch:
     tokens: IntArray
     """Loads of all samples that fit Q_t."""
     vision_unit: str
-    memory: MemoryBudget | None
+    memory: ActivationBudget | None
     longest: int
     largest: int
     """Tokens of the longest and vision load of the largest of them: caps that reject none."""
@@ -200,7 +200,7 @@ class CapSearch:
         fitting: IntArray,
         trials: Trials,
         vision_unit: str,
-        memory: MemoryBudget | None,
+        memory: ActivationBudget | None,
         most_tokens: int,
     ) -> CapSearch:
         """The search over the samples at `fitting`; `most_tokens` is the most that Q_t may be."""

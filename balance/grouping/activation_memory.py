@@ -24,7 +24,7 @@ LOGIT_BYTES = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryBudget:
+class ActivationBudget:
     """Bound of a group: `bytes_per_token * tokens + bytes_per_vision * vision <= num_bytes`.
 
     To give it in tokens instead: a price of 1 per token, and per unit of vision its tokens in the
@@ -44,7 +44,7 @@ class MemoryBudget:
             )
 
     @classmethod
-    def of(cls, preset: ModelPreset, num_bytes: float, *, gpus: int = 1) -> MemoryBudget:
+    def of(cls, preset: ModelPreset, num_bytes: float, *, gpus: int = 1) -> ActivationBudget:
         """Prices from a preset's dimensions; `gpus` share a micro-batch by tensor parallelism.
 
         Raises ConfigError when the preset does not give the model's dimensions.
@@ -69,7 +69,7 @@ class MemoryBudget:
     def most_tokens(self, vision: int) -> int:
         """LLM tokens that fit next to so much vision; below 0 where even that is too much.
 
-        >>> MemoryBudget(num_bytes=100, bytes_per_token=2, bytes_per_vision=5).most_tokens(10)
+        >>> ActivationBudget(num_bytes=100, bytes_per_token=2, bytes_per_vision=5).most_tokens(10)
         25
         """
         return int((self.num_bytes - self.bytes_per_vision * vision) // self.bytes_per_token)

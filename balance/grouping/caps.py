@@ -33,7 +33,7 @@ import numpy as np
 from balance.errors import ConfigError
 from balance.flops import FlopsModel
 from balance.grouping._cap_search import FREE, CapSearch, CapTrial, Trials, best_targets, caps_of
-from balance.grouping.activation_memory import MemoryBudget
+from balance.grouping.activation_memory import ActivationBudget
 from balance.grouping.isf import DEFAULT_ITERATIONS
 from balance.types import VISION_UNITS, Counts, IntArray, Limits
 
@@ -49,7 +49,7 @@ class GroupOptions:
     """Q_t; None: from the data."""
     max_vision: int | None = None
     """Q_v in the model's vision unit; None: from the data."""
-    memory: MemoryBudget | None = None
+    memory: ActivationBudget | None = None
     """Memory of a group's activations, shared between both caps; None: no bound."""
     grouping: str = "fit"
     """`fit` (fewest groups) or `isf` (OmniBal, Algorithm 1)."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Media -> tokens: sizes of images, lengths of clips, and the headers that tell them."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from balance.errors import ConfigError
 from balance.flops import FlopsModel
 from balance.grouping._cap_search import FREE, TRIAL_ROUNDS, CapTrial, caps_of, least
-from balance.grouping.activation_memory import MemoryBudget
+from balance.grouping.activation_memory import ActivationBudget
 from balance.grouping.best_fit import group_best_fit
 from balance.grouping.caps import GroupOptions, choose_limits, choose_limits_omnibal, over_limits
 from balance.grouping.isf import group_isf
@@ -209,7 +209,7 @@ def packed(num_samples, seed=0):
 def test_caps_and_split_are_as_good_as_a_full_grid():
     counts, memory = (
         packed(400),
-        MemoryBudget(num_bytes=4_000, bytes_per_token=1, bytes_per_vision=100),
+        ActivationBudget(num_bytes=4_000, bytes_per_token=1, bytes_per_vision=100),
     )
     patches, tokens = counts.num_image_patches, counts.seq_len
     fewest = len(counts)
@@ -249,7 +249,7 @@ def test_without_a_budget_the_vision_cap_is_the_smallest_free_one_of_a_full_grid
 @settings(max_examples=40, deadline=None)
 @given(datasets(), st.integers(400, 3_000), st.integers(0, 150), st.sampled_from([COST, None]))
 def test_a_budget_is_kept_and_rejects_no_sample(counts, num_bytes, price, cost):
-    memory = MemoryBudget(num_bytes=num_bytes, bytes_per_token=1, bytes_per_vision=price)
+    memory = ActivationBudget(num_bytes=num_bytes, bytes_per_token=1, bytes_per_vision=price)
     if max(counts.seq_len.max(), 1) + price * counts.num_image_patches.max() > num_bytes:
         with pytest.raises(ConfigError, match=r"memory budget holds .* longest sample has"):
             choose(counts, memory=memory, flops=cost)
@@ -262,7 +262,7 @@ def test_a_budget_is_kept_and_rejects_no_sample(counts, num_bytes, price, cost):
 def test_a_budget_leaves_a_given_vision_cap_and_bounds_a_given_token_cap():
     counts, memory = (
         packed(200),
-        MemoryBudget(num_bytes=3_000, bytes_per_token=1, bytes_per_vision=100),
+        ActivationBudget(num_bytes=3_000, bytes_per_token=1, bytes_per_vision=100),
     )
     choice = choose(counts, max_seq_len=2_900, max_vision=12, memory=memory)
     assert (choice.limits.max_seq_len, choice.limits.max_vision) == (1_800, 12)
@@ -274,13 +274,13 @@ def test_a_budget_leaves_a_given_vision_cap_and_bounds_a_given_token_cap():
 
 def test_prices_come_from_the_models_dimensions_and_are_shared_by_gpus():
     preset = load_model("internvl_1_5")
-    one, four = (MemoryBudget.of(preset, 1e12, gpus=gpus) for gpus in (1, 4))
+    one, four = (ActivationBudget.of(preset, 1e12, gpus=gpus) for gpus in (1, 4))
     # a plain layer of equal heads and four times as wide a feed-forward part: 32 bytes per hidden
     # value
     assert one.bytes_per_vision == 32 * preset.vit.hidden_size * preset.vit.num_layers * 1025
     assert four.bytes_per_token == one.bytes_per_token / 4
     with pytest.raises(ConfigError, match="above 0"):
-        MemoryBudget(num_bytes=0, bytes_per_token=1, bytes_per_vision=1)
+        ActivationBudget(num_bytes=0, bytes_per_token=1, bytes_per_vision=1)
 
 
 def test_isf_gets_targets_that_need_no_more_groups_than_omnibals_and_fit_gets_none():
