@@ -67,7 +67,7 @@ class BuildIdentity:
         }
 
     def require_same(self, out: str, dataset: Dataset) -> dict[str, Any]:
-        """The manifest of a finished build; raises DataError if that build is not this one.
+        """The manifest of a finished build; DataError if it is of other data or settings.
 
         Compares annotations byte by byte, containers by name and size, and files of their own not
         at all: a build does not notice new pictures.
@@ -196,7 +196,7 @@ def _describe_raw(dataset: Dataset) -> list[dict[str, Any]]:
 
 
 def _state(part: Part) -> dict[str, Any]:
-    """Where the raw files of a part lie, and their state."""
+    """The places of a part's raw files, and their state."""
     return {
         "folder": _absolute(part.located.folder),
         "data_root": _absolute(part.data_root),

@@ -218,8 +218,7 @@ def decode_arrow(
 ) -> StoredGroup:
     """The samples of a record batch (an encapsulated IPC message); `media` reads the files of refs.
 
-    Images, audio and tokens are views into `content`. Raises pa.ArrowException, KeyError or
-    ValueError if the bytes are damaged.
+    Images, audio and tokens are views into `content`. DECODE_ERRORS if it is damaged.
     """
     batch = _Batch(content, layout)
     sample_ids = tuple(batch.column("sample_id").to_pylist())

@@ -1,8 +1,7 @@
-"""Checksums of what a build consists of: XXH3, which costs less than reading the bytes.
+"""Checksums of groups and files: XXH3, which costs less than reading the bytes.
 
-They find damage, not forgery: who can change a shard can change the manifest too. A group's
-checksum is compared whenever a process first reads it, so it must not cost more than the read:
-SHA-256 takes ten times as long.
+They find damage, not forgery: who can change a shard can change the manifest too. A group's is
+compared whenever a process first reads it; SHA-256 would take ten times as long.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ def group_checksum(content: ReadableBuffer) -> int:
 
 
 class FileChecksum:
-    """XXH3 of 128 bits over a file that comes in pieces: `xxh3_128` of a file in the manifest, as
-    `xxhsum -H2` prints.
+    """XXH3 of 128 bits of a file that comes in pieces, as in the manifest and by `xxhsum -H2`.
 
     >>> checksum = FileChecksum()
     >>> checksum.add(b"abc")

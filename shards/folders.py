@@ -1,8 +1,8 @@
-"""Folders on disk or in an object store, with the same methods: where raw data and builds are.
+"""Folders on disk or in an object store, with the same methods, for raw data and builds.
 
-A `Folder` opens and lists files by their name relative to it. A problem with one file is raised as
-OSError, as from the file system, so that it costs one sample; a problem with the whole place (no
-such bucket, wrong credentials) raises DataError, and stops the build.
+A `Folder` opens and lists files by their name relative to it. A problem with one file raises
+OSError, and costs one sample; a problem with the whole place (no such bucket, wrong credentials)
+raises DataError, and stops the build.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def is_uri(place: str) -> bool:
-    """Whether a place lies in an object store.
+    """Whether a place is in an object store.
 
     >>> is_uri("s3://bucket/data"), is_uri("data/images")
     (True, False)
@@ -123,7 +123,7 @@ def on_disk(place: str, names: Sequence[str]) -> Iterator[Path]:
 
 @contextmanager
 def naming_full_disk(folder: Path | str) -> Iterator[None]:
-    """What is written in here lies in `folder`: when that has no room left, DataError says so."""
+    """Raise DataError when `folder`, in which everything here is written, has no space left."""
     try:
         yield
     except OSError as error:

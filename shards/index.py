@@ -1,12 +1,10 @@
 """index.arrow: where every group of a build is and what it costs, written and read.
 
-One row per group, columnar. While a build is unfinished each shard has an index part of its own
-(`IndexPart`), written after the shard itself, so that its presence means that the shard is
-complete; `merge_index` makes one file of the parts in shard order.
+One row per group, columnar. While a build is unfinished, each shard has an `IndexPart`, written
+after the shard, so that its presence means that the shard is complete; `merge_index` joins them.
 
-Readers map the file (`GroupIndex`): opening costs nothing per group, a step touches the pages of
-its groups, and the ranks of a machine share them. So 100 million groups (about 6 GB of index) need
-a few megabytes per process.
+Readers map the file (`GroupIndex`): opening costs nothing per group, and the ranks of a machine
+share the pages. So 100 million groups (6 GB of index) need a few megabytes per process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`LocalFolder`: a folder on disk, read as `ObjectFolder` reads one in an object store.
-
-A problem with one file is raised as OSError, as from the file system, so that it costs one sample.
-"""
+"""`LocalFolder`: a folder on disk, read as `ObjectFolder` reads one in an object store."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ class FileInfo:
 
 
 def _open_now(path: str, flags: int = 0) -> int:
-    """Open without waiting: a pipe that lies where an image should would keep a build for ever."""
+    """Open without waiting: a pipe in place of an image would stop a build for ever."""
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
 
 

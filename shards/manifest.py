@@ -1,8 +1,7 @@
-"""manifest.json: what a finished build says about itself, read and written.
+"""manifest.json: what a finished build says about itself, written and read.
 
 It is written last and atomically: a build is complete if and only if it exists. It holds no time,
-host or path of the machine (except the data root of refs builds), so the same inputs and seed give
-the same bytes.
+host or path (except the data root of refs builds): the same inputs and seed give the same bytes.
 """
 
 from __future__ import annotations
@@ -99,8 +98,7 @@ def hash_json(value: Any) -> str:
 def write_manifest(out: Path, values: dict[str, Any]) -> None:
     """Write the manifest, whole or not at all, after everything it names is on disk.
 
-    `content_hash` covers the rest of it, so that an edit or a bad disk cannot silently change a cap
-    or a token id.
+    `content_hash` covers the rest, so that no edit or bad disk silently changes a cap or token id.
     """
     values = {"format_version": FORMAT_VERSION, **values}
     values["content_hash"] = hash_json(values)

@@ -3,9 +3,9 @@
 Credentials and endpoint come from the environment, as the provider's own tools read them. obstore
 is an optional extra (`isobatch[cloud]`), imported when a store is first used.
 
-All requests of a `RangeReader` run in one thread of its own, several at a time. A request is tried
-again with growing pauses, and a body that breaks off is continued, until it succeeds or its time
-limit is over; so nothing waits for ever, and whoever waits can be interrupted.
+A `RangeReader` has a thread in which its requests run, several at a time. Each is retried with
+growing pauses, and a body that breaks off is continued, until it succeeds or its time limit is
+over; so nothing waits for ever, and whoever waits can be interrupted.
 """
 
 from __future__ import annotations
@@ -77,9 +77,8 @@ def open_store(
 ) -> Any:
     """A client of the bucket that a URI is in; ConfigError if it cannot be opened.
 
-    It makes `retries` more tries in `retry_s` by itself, and continues bodies that break off. A
-    connection that sends nothing is given up after `read_timeout_s`, a request after `request_s`.
-    Any, because the methods that every store shares are not in obstore's union type.
+    It makes `retries` more tries in `retry_s`, and continues bodies that break off. It gives up a
+    connection that sends nothing after `read_timeout_s`, a request after `request_s`.
     """
     refuse_fork(uri)
     try:
@@ -137,8 +136,7 @@ class RangeReader:
         self._is_closed = False
 
     def read(self, name: str, *, patient: bool = True) -> bytes:
-        """A whole object. FileNotFoundError if it is missing; DataError, with the URI, for anything
-        else.
+        """A whole object. FileNotFoundError if it is missing, else DataError.
 
         Without `patient`, a store that cannot be reached is given up after a few tries.
         """
@@ -146,11 +144,9 @@ class RangeReader:
         return bytes(self.wait(self._submit(work), 0))
 
     def start(self, name: str, start: int, end: int, size: int | None = None) -> Future[Any]:
-        """Ask for bytes `[start, end)` of an object, which must have `size` bytes. The result has
-        the buffer protocol.
+        """Ask for bytes `[start, end)` of an object of `size` bytes; the result is a buffer.
 
-        It fails with DamagedShard if the object is missing or has another size, else with
-        DataError.
+        Fails with DamagedShard if the object is missing or of another size, else with DataError.
         """
         return self._submit(self._range(name, start, end, size))
 
@@ -160,9 +156,7 @@ class RangeReader:
 
     def wait(self, future: Future[Result], number_of_bytes: int) -> Result:
         """The result of a request for so many bytes; DataError when its time is over."""
-        limit_s = (
-            self._limit(number_of_bytes) + 1
-        )  # the request gives up by itself first, and says more
+        limit_s = self._limit(number_of_bytes) + 1  # the request gives up first, and says more
         try:
             return future.result(limit_s)
         except TimeoutError:
@@ -248,8 +242,7 @@ class RangeReader:
             content = await found.bytes_async()
         except (DataError, ConfigError):
             raise
-        # obstore's own, and FileNotFoundError, NotImplementedError, ValueError
-        except Exception as error:
+        except Exception as error:  # obstore's own, FileNotFoundError, ValueError, ...
             refusal = explain(self.uri, error)
         else:
             return content, None

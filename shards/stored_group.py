@@ -68,7 +68,7 @@ class ShardWriter(Protocol):
     """Writes the groups of one shard, in order."""
 
     def add(self, block: PackedBlock) -> list[ByteRange]:
-        """Append the groups of a block; -> where each lies in the shard."""
+        """Append the groups of a block; -> the range of each in the shard."""
 
     def close(self) -> None:
         """Finish the file."""

@@ -1,8 +1,7 @@
 """counts, groups and rejected as Parquet: what a build knows of each sample, written and read.
 
-Rejections come from three stages (counting, the caps, writing); `rejected.parquet` always holds all
-of those so far. pyarrow.parquet is imported where it is used: a loader that reads no table does not
-need it.
+Rejections come from counting, the caps and writing; `rejected.parquet` holds all so far.
+pyarrow.parquet is imported where it is used: most loaders do not need it.
 """
 
 from __future__ import annotations

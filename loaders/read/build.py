@@ -1,10 +1,8 @@
 """`Build`: a finished build in a folder or at a URI, opened to be read.
 
 Builds on disk are mapped. Of builds at `s3:// gs:// az:// http(s)://` the index is fetched once per
-machine into the cache and mapped from there; groups are fetched as they are read. The manifest is
-small and is fetched each time: it says whether what the cache holds still is this build. A process
-compares a group's checksum when it first reads it, from disk too. Any number of threads may read
-at once.
+machine into the cache and mapped from there, groups as they are read, and the manifest each time:
+it says whether the cache holds this build. Any number of threads may read at once.
 """
 
 from __future__ import annotations
@@ -41,9 +39,8 @@ SCHEMES = ("s3", "gs", "az", "http", "https")
 DEFAULT_CACHE_BYTES = 16 << 30
 TIMEOUT_S = 60.0
 Verify = Literal["first", "never"]
-"""When to compare a group's checksum with the index's: when a process reads it for the first time,
-or never. XXH3 of a group of 200 KB in memory takes some 30 us, less than one of its images takes to
-decode.
+"""When to compare a group's checksum: when a process first reads it, or never. XXH3 takes 30 us for
+200 KB in memory, less than decoding one image.
 """
 
 
@@ -97,8 +94,7 @@ class Build:
         return read_samples(self.manifest, self.index, self.shards.open_file)
 
     def read(self, group: int) -> StoredGroup:
-        """One group, by its row in the index. DataError or DamagedShard, with the shard or the
-        sample in it, if it cannot be read.
+        """One group, by its row in the index. DataError or DamagedShard, with the shard or sample.
 
         A group of an Arrow shard is views into its bytes, valid as long as they are referenced.
         """

@@ -1,11 +1,9 @@
-"""A bounded cache on disk, shared by the processes of a machine: whole files, the longest unused
-leave first.
+"""Bounded cache on disk, shared by the processes of a machine, dropping the least recently used.
 
-A file appears under its name when it is complete (written beside, then renamed), so readers need no
-lock and a killed writer leaves nothing but a temporary file, which the next process removes. Room
-is taken before anything is written (`loaders.read.cache_quota`), so all files together never exceed
-the limit. A cache that cannot be written (disk full, no rights) stops storing, says so once, and
-costs nothing but its use.
+A file gets its name when it is complete, so readers need no lock and a killed writer leaves only a
+temporary file, which the next process removes. Space is reserved before anything is written
+(`loaders.read.cache_quota`), so the limit always holds. A cache that cannot be written (disk full,
+no rights) warns once and stops storing.
 """
 
 from __future__ import annotations
@@ -22,8 +20,7 @@ from loaders.read.cache_quota import Quota, Reservation, locked
 
 
 class Cache:
-    """Files of one build in the cache folder `root`, whose files of all builds take at most
-    `limit_bytes`.
+    """Files of one build in the cache folder `root`, whose builds take `limit_bytes` at most.
 
     Any number of processes and threads may use one folder. `limit_bytes` 0: nothing is kept.
     """
@@ -32,18 +29,14 @@ class Cache:
         """`pinned` is a file of this build that does not leave."""
         self._root, self._folder, self._limit = root, root / build, limit_bytes
         self._room = Quota(root, limit_bytes, self._folder / pinned if pinned else None)
-        self._storing = limit_bytes > 0
+        self.is_storing = limit_bytes > 0
+        """Whether it stores anything, as far as is known now."""
         self._said = threading.Lock()
-        if self._storing:
+        if self.is_storing:
             try:
                 self._room.open()
             except OSError as error:
                 self._give_up(error)
-
-    @property
-    def is_storing(self) -> bool:
-        """Whether it stores anything, from what is known now."""
-        return self._storing
 
     def read(self, name: str, size: int | None = None) -> bytes | None:
         """The file, or None; it counts as used. One of another size than `size` is removed."""
@@ -94,13 +87,11 @@ class Cache:
 
     @contextlib.contextmanager
     def writing(self, name: str, size: int) -> Iterator[int | None]:
-        """A file of `size` bytes to write by `os.pwrite`; it gets its name when the block ends
-        without an error.
+        """A file of `size` bytes to write by `os.pwrite`, named when the block ends well.
 
-        None if there is no room, or if the cache stores nothing. An OSError in the block switches
-        storing off.
+        None if there is no space, or nothing is stored. An OSError in the block ends storing.
         """
-        place = self._take(name, size) if self._storing else None
+        place = self._take(name, size) if self.is_storing else None
         if place is None:
             yield None
             return
@@ -121,7 +112,7 @@ class Cache:
     def alone(self, name: str, wait_s: float) -> Iterator[None]:
         """Let one process at a time do what all of them want; after `wait_s` do it nevertheless."""
         with contextlib.ExitStack() as held:
-            if self._storing:
+            if self.is_storing:
                 with contextlib.suppress(OSError):
                     held.enter_context(
                         locked(self._root / f".{self._folder.name}-{name}.lock", wait_s)
@@ -138,9 +129,9 @@ class Cache:
     def _give_up(self, error: OSError) -> None:
         """Store nothing from now on; what is there can still be read."""
         with self._said:
-            if not self._storing:
+            if not self.is_storing:
                 return
-            self._storing = False
+            self.is_storing = False
         warnings.warn(
             f"cache {self._root}: {error.strerror or error}; going on without storing more in it. "
             "Free disk space, or give another cache_dir or a smaller cache_bytes",

@@ -1,9 +1,7 @@
-"""Room in a cache folder: how many bytes its files take, and which of them leave. For
-`loaders.read.cache`.
+"""Space in a cache folder: the bytes that its files take, and which of them are removed.
 
 All processes that use a folder keep one sum of its bytes, in a file that they change under one lock
-(`flock`, which ends with its holder). Room is taken there before anything is written, so all files
-together never exceed the limit.
+(`flock`, which ends with its holder). Space is reserved there before anything is written.
 """
 
 from __future__ import annotations
@@ -65,10 +63,9 @@ class Quota:
                 _put_number(ledger, self._free(0))
 
     def take(self, target: Path, size: int) -> Reservation | None:
-        """Room for a file of `size` bytes that will be called `target`, for which others leave if
-        need be.
+        """Space for a file of `size` bytes to be called `target`; others may be removed for it.
 
-        None if there is no room, or the file is there already.
+        None if there is no space, or the file is there already.
         """
         needed = _on_disk(size)
         if needed > self._limit:
@@ -91,11 +88,9 @@ class Quota:
             return Reservation(Path(path), descriptor)
 
     def _free(self, needed: int) -> int:
-        """Remove the longest unused files until `needed` bytes fit, and some more; -> bytes of what
-        is left.
+        """Remove the least recently used files until more than `needed` bytes fit; -> bytes left.
 
-        Two listings: the first finds how old a file may be, so that a million files take 16 MB of
-        memory.
+        Two listings: the first finds the age limit, so that a million files take 16 MB of memory.
         """
         ages, sizes = array("q"), array("q")
         used = 0
@@ -126,8 +121,7 @@ class Quota:
 @contextlib.contextmanager
 def locked(path: Path, wait_s: float) -> Iterator[int | None]:
     """A locked file, made if needed; None if another process held it for `wait_s`."""
-    # opened anew each time: a lock belongs to the opened file, which threads and forked processes
-    # would share
+    # opened each time: threads and forks would share an opened file's lock
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         yield descriptor if _acquire(descriptor, time.monotonic() + wait_s) else None

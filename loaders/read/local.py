@@ -1,8 +1,7 @@
 """Builds on disk: byte ranges of mapped shards, and the files that a refs build points to.
 
-An Arrow group is a view of its mapped shard until its images are decoded. The index and tables of
-up to CHECKED_BYTES are compared with the manifest's checksum each time they are opened; larger ones
-only with its size, because opening must not cost a pass over gigabytes.
+The index and tables of up to CHECKED_BYTES are compared with the manifest's checksum whenever they
+are opened; larger ones only with its size, because opening must not read gigabytes.
 """
 
 from __future__ import annotations
@@ -70,10 +69,7 @@ class LocalShards:
         """Nothing: the operating system reads ahead."""
 
     def release(self, group: int) -> None:
-        """Say that what was read of a group is no longer in use; views of it stay right.
-
-        Its pages stay in the system's cache, but count no longer as this process's.
-        """
+        """Say that a group is out of use: its pages no longer count as this process's."""
         shard, offset, length = self.index.row(group, "shard", "offset", "length")
         with self._lock:
             mapped = self._opened.get(shard)

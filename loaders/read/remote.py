@@ -1,10 +1,8 @@
 """Builds in an object store: ranged requests, neighbours joined, with the cache on disk.
 
-A group's bytes are looked for among those fetched ahead, then in the cache, then in the store. What
-comes from the store is put into the cache by the thread that reads it. The first process of a
-machine that needs the index or a table fetches it into the cache and checks it against the
-manifest's checksum; the others wait for it and map the same pages. Without a cache each holds it in
-memory.
+A group is looked for among those fetched ahead, then in the cache, then in the store, from which it
+goes into the cache. The first process of a machine that needs the index or a table fetches it into
+the cache and checks it; the others wait and map the same pages. Without a cache it is in memory.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ _CHECKSUM = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A byte range of a shard, and the groups that lie in it."""
+    """A byte range of a shard, and the groups in it."""
 
     shard: int
     start: int
@@ -58,10 +56,7 @@ class Request:
 def join_ranges(
     groups: IntArray, shards: IntArray, offsets: IntArray, lengths: IntArray
 ) -> list[Request]:
-    """Requests for the byte ranges of `groups`, neighbours joined, in the order of the first group
-    of each.
-
-    Groups 7 and 8 touch; 3 is far after them:
+    """Requests for the byte ranges of `groups`, neighbours joined, in order of first groups.
 
     >>> offsets, lengths = np.array([10**6, 300, 200]), np.array([50, 90, 100])
     >>> for request in join_ranges(np.array([3, 8, 7]), np.zeros(3, int), offsets, lengths):
@@ -132,8 +127,7 @@ class RemoteShards:
             ) from None
 
     def read(self, group: int, *, again: bool = False) -> pa.Buffer:
-        """The group's bytes. DataError or DamagedShard, with the shard and the group, when they
-        cannot be read.
+        """The group's bytes. DataError or DamagedShard, with the shard and the group.
 
         `again`: what was given for this group was damaged; get it from the store.
         """
@@ -150,11 +144,9 @@ class RemoteShards:
         return content
 
     def prefetch(self, groups: Sequence[int]) -> None:
-        """Ask for the groups that are neither in the cache nor asked for; neighbours among them
-        travel as one request.
+        """Ask for groups that are neither in the cache nor asked for, neighbours in one request.
 
-        A hint: groups may be read without it. Ask for a few steps, not for an epoch: what was
-        fetched ahead and is not read yet takes memory.
+        A hint, for a few steps and not an epoch: what was fetched and is not read takes memory.
         """
         rows = [self.index.row(group, "shard", "offset", "length") for group in groups]
         with self._lock:

@@ -1,8 +1,8 @@
-"""Storing into the cache behind the reader's back: `WriteBehind`, a thread that has time.
+"""`WriteBehind`: stores into the cache in a background thread.
 
-A group is read when it is in memory; whether it is on disk too can wait, until reading pauses or
-much is waiting. The thread is `nice`, so while all cores decode, caching takes little from them;
-when it falls behind by `max_bytes`, readers store what they read themselves.
+A group can be read while it is only in memory, so storing waits until reading pauses or much is
+waiting. The thread is `nice`, so it takes little from decoding; when more than `max_bytes` wait,
+readers store what they read themselves.
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ class WriteBehind:
 
     def has(self, name: str) -> bool:
         """Whether the file is there now."""
-        return (self._queue is not None and self._queue.find(name) is not None) or self._cache.has(
-            name
-        )
+        queue = self._queue
+        return (queue is not None and queue.find(name) is not None) or self._cache.has(name)
 
     def write(self, name: str, content: Any) -> None:
         """Store a file (a buffer that must not change), whole or not at all, later."""
@@ -119,7 +118,7 @@ class _Queue:
     def end(self) -> None:
         """Also at the interpreter's exit, and when nobody can read from the cache any more."""
         if os.getpid() != self.pid:
-            return  # a fork, in which nobody would ever let go of the lock
+            return  # a fork, in which nobody would ever release the lock
         deadline = time.monotonic() + FLUSH_S
         with self._changed:
             self._hurrying = True

@@ -18,19 +18,17 @@ def expand(
     audio_token_id: int | None = None,
     tokens_per_audio: Sequence[int] | NDArray[np.int64] = (),
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Repeat each image or audio token as often as its file has LLM tokens; returns `input_ids` and
-    `labels`.
+    """`input_ids` with each image or audio token repeated as often as its file has, and labels.
 
-    Of one sample, or of several, one behind the other, with the spans' places among all ids.
-
-    Labels are the ids inside `loss_spans`, and LABEL_IGNORE elsewhere and on image and audio
-    tokens. ValueError if there are not as many numbers as image tokens, or as audio tokens.
+    For one sample, or several one after the other. Labels are the ids inside `loss_spans`, and
+    LABEL_IGNORE elsewhere and on image and audio tokens. ValueError unless there are as many
+    numbers as tokens.
 
     >>> ids, labels = expand(np.int32([1, 9, 2, 3]), np.int32([[2, 4]]), 9, [3])
     >>> ids.tolist(), labels.tolist()
     ([1, 9, 9, 9, 2, 3], [-100, -100, -100, -100, 2, 3])
     """
-    # +1 where a span begins and -1 behind it: their running sum is 1 inside
+    # +1 where a span begins and -1 after it: their running sum is 1 inside
     borders = np.zeros(len(input_ids) + 1, dtype=np.int32)
     starts, ends = np.minimum(loss_spans, len(input_ids)).T
     np.add.at(borders, starts, 1)
@@ -43,27 +41,26 @@ def expand(
     }
     places = {}
     for kind, (token_id, tokens) in media.items():
-        places[kind] = np.flatnonzero(
-            input_ids == (-1 if token_id is None else token_id)
-        )  # no id is negative
+        # no id is negative
+        places[kind] = np.flatnonzero(input_ids == (-1 if token_id is None else token_id))
         if len(places[kind]) != len(tokens):
             found = len(places[kind])
             raise ValueError(
                 f"{found} {kind} tokens but tokens for {len(tokens)} {kind}s; give one for each"
             )
         repeats[places[kind]] = tokens
-    # nearly all of the result is images' tokens: filled in whole, and then the others put between
-    behind = np.cumsum(repeats)
-    total = int(behind[-1]) if len(behind) else 0
+    # nearly all of the result is images' tokens: filled first, then overwritten by the others
+    token_ends = np.cumsum(repeats)
+    total = int(token_ends[-1]) if len(token_ends) else 0
     expanded = np.full(total, image_token_id, dtype=np.int32)
     expanded_labels = np.full(total, LABEL_IGNORE, dtype=np.int32)
     for end, count in zip(
-        behind[places["audio"]].tolist(), repeats[places["audio"]].tolist(), strict=True
+        token_ends[places["audio"]].tolist(), repeats[places["audio"]].tolist(), strict=True
     ):
         expanded[end - count : end] = -1 if audio_token_id is None else audio_token_id
     is_text = np.ones(len(input_ids), dtype=np.bool_)
     is_text[np.concatenate(list(places.values()))] = False
-    targets = behind[is_text] - 1
+    targets = token_ends[is_text] - 1
     expanded[targets] = input_ids[is_text]
     expanded_labels[targets] = labels[is_text]
     return expanded, expanded_labels

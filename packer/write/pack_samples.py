@@ -1,8 +1,7 @@
 """Staged samples -> a block as the shards hold it: tokens expanded, files read and checked.
 
 A sample whose files changed since they were counted, or whose PNGs fail their own checksums, is
-left out by name. All samples of a block are worked on at once, because one by one the arrays'
-overhead would cost more than the disk.
+left out by name. A block is packed whole: one by one, the arrays' overhead would exceed the disk's.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class ShardTask:
 def pack_groups(
     task: ShardTask, first: int, last: int, staged: pa.RecordBatch, blobs: Path
 ) -> tuple[PackedBlock, list[LostSample]]:
-    """Groups [first, last) of a shard, without samples and groups that must be left out."""
+    """Groups [first, last) of a shard, and the samples left out; `staged` has all its samples."""
     offsets = task.offsets[first : last + 1]
     places = np.arange(offsets[0], offsets[-1])
     staged = staged.slice(offsets[0], len(places))

@@ -1,8 +1,7 @@
 """Groups -> shards: which groups go into which shard, and the writing of one shard.
 
-The plan depends on the counts alone, and a shard on its own groups alone; so any number of
-processes writes the same bytes. A sample that cannot be packed any more
-(`packer.write.pack_samples`) is rejected by name; its group is written without it.
+The plan depends on the counts alone, and a shard on its own groups alone, so any number of
+processes writes the same bytes. A sample that cannot be packed is rejected; its group is written.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ def sample_bytes(seq_len: IntArray, media_bytes: IntArray) -> IntArray:
 
 
 def plan_shards(groups: Groups, num_bytes: IntArray, *, shard_bytes: int) -> list[tuple[int, int]]:
-    """Half-open ranges of groups, one per shard, of about `shard_bytes` each, from the bytes of
-    each sample.
+    """Half-open ranges of groups, one per shard of about `shard_bytes`.
 
     >>> groups = Groups(np.arange(4), np.arange(5))
     >>> plan_shards(groups, np.array([600, 600, 600, 600]), shard_bytes=1200)
