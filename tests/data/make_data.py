@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 from tokenizers import (
     AddedToken,
     Tokenizer,
@@ -32,6 +33,8 @@ SOURCES = {"python-sklearn-doc": 0.9e6, "python-scipy-doc": 0.7e6, "python-skima
 """Sources of the manuals, all BSD-3-Clause, and how many bytes of pictures to take of each."""
 MOST_PER_IMAGES, MOST_TEXTS, MOST_CHARACTERS = 12, 45, 6_000
 """Per source: samples of one number of pictures, samples of text alone, characters of either."""
+MOST_PIXELS = 250_000
+"""Of a small picture, as the tests of training take."""
 
 
 def make_manuals(corpora: Path) -> None:
@@ -44,7 +47,7 @@ def make_manuals(corpora: Path) -> None:
         own = [sample for sample in samples if sample["source"] == source and _is_free(sample)]
         by_images: dict[int, int] = {}
         taken: dict[str, int] = {}
-        for sample in sorted(own, key=lambda sample: _num_bytes(whole, sample)):
+        for sample in _new_sizes_first(whole, own):
             names = _images(sample)
             most = MOST_PER_IMAGES if names else MOST_TEXTS
             more = {name: (whole / name).stat().st_size for name in names if name not in taken}
@@ -69,6 +72,18 @@ def _is_free(sample: dict) -> bool:
     return sample["license"] == "BSD-3-Clause" and not any(
         word in text.lower() for word in OTHERS_WORK for text in (sample["id"], *_texts(sample))
     )
+
+
+def _new_sizes_first(whole: Path, samples: list[dict]) -> list[dict]:
+    """The smallest first, but before all others one small picture of each size in pixels."""
+    rising = sorted(samples, key=lambda sample: _num_bytes(whole, sample))
+    firsts: dict[tuple[int, int], str] = {}
+    for sample in rising:
+        for name in _images(sample) if len(_images(sample)) == 1 else ():
+            with Image.open(whole / name) as image:
+                if image.width * image.height <= MOST_PIXELS and len(_texts(sample)[0]) < 900:
+                    firsts.setdefault(image.size, sample["id"])
+    return sorted(rising, key=lambda sample: sample["id"] not in firsts.values())
 
 
 def _images(sample: dict) -> list[str]:

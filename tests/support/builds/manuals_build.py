@@ -4,6 +4,8 @@ images.
 
 import io
 import json
+import math
+from functools import cache
 
 from PIL import Image
 from rich.console import Console
@@ -23,7 +25,8 @@ NUM_TOKENS = 4096
 """Of the tokenizer's: with all of its 151,643, the tiny models would spend their time with
 logits.
 """
-MAX_SEQ_LEN = 2048
+MAX_SEQ_LEN = {"llava": 2048, "internvl": 2048, "qwen2_vl": 1280}
+"""Short enough that there are several groups."""
 
 
 def build_manuals(folder, name):
@@ -35,7 +38,7 @@ def build_manuals(folder, name):
         data_root=str(MANUALS),
         model=PRESETS[name],
         tokenizer=str(cut_tokenizer(folder / "tokenizer")),
-        max_seq_len=MAX_SEQ_LEN,
+        max_seq_len=MAX_SEQ_LEN[name],
         out=str(folder / "build"),
         workers=1,
     )
@@ -44,13 +47,18 @@ def build_manuals(folder, name):
 
 
 def choose_samples():
-    """The first ones that are small enough, and of other images than those before."""
+    """The first ones that are small enough, of other images than those before; single images are
+    of different sizes.
+    """
     left, seen, chosen = dict(SAMPLES), set(), []
     for sample in json.loads((MANUALS / "annotations.json").read_text()):
         images = image_names(sample)
-        if left.get(len(images)) and seen.isdisjoint(images) and is_small(sample, images):
+        if not left.get(len(images)) or not is_small(sample, images):
+            continue
+        new = {*images, *(map(size_of, images) if len(images) == 1 else ())}
+        if seen.isdisjoint(new):
             left[len(images)] -= 1
-            seen |= set(images)
+            seen |= new
             chosen.append(sample)
     assert not any(left.values())
     return chosen
@@ -64,11 +72,13 @@ def image_names(sample):
 def is_small(sample, images):
     if sum(len(turn["value"]) for turn in sample["conversations"]) > MOST_CHARACTERS:
         return False
-    for name in images:
-        with Image.open(MANUALS / name) as image:
-            if image.width * image.height > MOST_PIXELS:
-                return False
-    return True
+    return all(math.prod(size_of(name)) <= MOST_PIXELS for name in images)
+
+
+@cache
+def size_of(name):
+    with Image.open(MANUALS / name) as image:
+        return image.size
 
 
 def cut_tokenizer(folder):
