@@ -2,7 +2,7 @@
 
 A file gets its name when it is complete, so readers need no lock and a killed writer leaves only a
 temporary file, which the next process removes. Space is reserved before anything is written
-(`loaders.read.cache_quota`), so the limit always holds. A cache that cannot be written (disk full,
+(`loaders.read._cache_quota`), so the limit always holds. A cache that cannot be written (disk full,
 no rights) warns once and stops storing.
 """
 
@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from loaders.read.cache_quota import Quota, Reservation, locked
+from loaders.read._cache_quota import Quota, Reservation, locked
 
 
 class Cache:

@@ -20,7 +20,7 @@ from balance.errors import ConfigError
 from balance.types import COUNT_COLUMNS, IntArray
 from packer.media.image_header import check_png
 from packer.records.media import Media, SampleProblem, read_into
-from packer.write.expand_placeholders import expand
+from packer.write._expand_placeholders import expand
 from shards.folders import Folder, is_uri, open_folder, readers
 from shards.index import LostSample
 from shards.manifest import ShardFormat

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loaders.read._cache_quota import BLOCK_BYTES
 from loaders.read.cache import Cache
-from loaders.read.cache_quota import BLOCK_BYTES
 from support import child_env
 from support.loading.cache_files import content, on_disk
 
@@ -146,7 +146,7 @@ def run(code, *arguments):
 HOLD = """
 import sys
 from pathlib import Path
-from loaders.read.cache_quota import locked
+from loaders.read._cache_quota import locked
 with locked(Path(sys.argv[1]) / "size", 5):
     print("held", flush=True)
     sys.stdin.read()
@@ -154,7 +154,7 @@ with locked(Path(sys.argv[1]) / "size", 5):
 
 
 def test_a_process_that_stops_with_the_lock_held_stops_nobody_else(tmp_path, monkeypatch):
-    monkeypatch.setattr("loaders.read.cache_quota.LOCK_WAIT_S", 0.2)
+    monkeypatch.setattr("loaders.read._cache_quota.LOCK_WAIT_S", 0.2)
     cache = Cache(tmp_path, "build", 1 << 20)
     cache.write("a", b"x")
     with run(HOLD, tmp_path) as child:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from loaders.read.cache_quota import BLOCK_BYTES
+from loaders.read._cache_quota import BLOCK_BYTES
 
 
 def on_disk(root):
