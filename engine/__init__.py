@@ -38,7 +38,6 @@ _EXPORTS = {
     "engine.runtime.profiling.recompute_trials": ("AdaptOptions", "adapt_running"),
     "engine.runtime.stage_io": ("LayerStack", "TensorSpec"),
     "engine.train.models.open_model": ("open_model",),
-    "engine.train.models.tiny_three_modalities": ("make_three_modalities",),
 }
 _MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
 

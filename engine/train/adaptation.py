@@ -28,7 +28,7 @@ from engine.train.config import GIB, ONE_STAGE, TrainConfig
 from engine.train.launch import is_first_rank
 from engine.train.layout import Layout
 from engine.train.models.open_model import PipelineModel
-from engine.train.step_source import StepBatches
+from engine.train.step_source import SourceStep
 from engine.train.step_tuning import costs_of, read_model_profile
 
 MIB = 2**20
@@ -72,7 +72,7 @@ class RecomputeAdapter:
         self.is_due = True
         """Whether to choose after this step."""
 
-    def step(self, pipeline: Pipeline, batches: StepBatches) -> StepResult:
+    def step(self, pipeline: Pipeline, batches: SourceStep) -> StepResult:
         """A step of training, repeated with every layer recomputed if it runs out of memory.
 
         OutOfMemory if that runs out too.
@@ -95,7 +95,7 @@ class RecomputeAdapter:
         return pipeline.step(own, labels)
 
     def adapt(
-        self, pipeline: Pipeline, batches: StepBatches, optimizer: torch.optim.Optimizer | None
+        self, pipeline: Pipeline, batches: SourceStep, optimizer: torch.optim.Optimizer | None
     ) -> None:
         """Set as little recomputation as fits, after a step of training. Gradients are dropped.
 

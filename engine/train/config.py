@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -20,8 +20,14 @@ ONE_STAGE = (
     "--recompute adapt is for one stage per rank: use --stages-per-rank 1 with --schedule 1f1b or"
     " zero_bubble, or --recompute plan, all or none"
 )
+_SCHEDULES = "1f1b, gpipe, interleaved, zero_bubble."
 
 ModelName = Literal["tiny", "llava", "internvl", "qwen2_vl"]
+
+
+def _help(text: str, *names: str, least: int | None = None) -> Any:
+    """An option with its help text and smallest value."""
+    return typer.Option(*names, help=text, min=least)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,32 +35,23 @@ class RunConfig:
     """Options of both commands."""
 
     build: Annotated[
-        str,
-        typer.Argument(
-            metavar="BUILD", help="Folder of `packer build`, made with a preset of the model."
-        ),
+        str, typer.Argument(metavar="BUILD", help="Folder of `packer build`, for this model.")
     ]
-    model: Annotated[
-        ModelName | None, typer.Option(help="Default: the one that the build's preset is for.")
-    ] = None
+    model: Annotated[ModelName | None, _help("Default: the one of the build's preset.")] = None
     config: Annotated[
         Path | None,
-        typer.Option(
-            help="config.json of transformers, or a folder with weights. Default: a tiny model."
-        ),
+        _help("config.json of transformers, or a folder with weights. Default: a tiny model."),
     ] = None
     seed: int = 0
-    bf16: Annotated[bool, typer.Option("--bf16", help="Autocast to bfloat16.")] = False
-    device: Annotated[
-        Literal["cpu", "cuda"] | None, typer.Option(help="Default: cuda if there is one.")
-    ] = None
+    bf16: Annotated[bool, _help("Autocast to bfloat16.", "--bf16")] = False
+    device: Annotated[Literal["cpu", "cuda"] | None, _help("Default: cuda if there is one.")] = None
     # tensors of tiny models lose more to threads than they gain
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads of each rank.")] = 1
+    threads: Annotated[int, _help("CPU threads of each rank.", least=1)] = 1
     memory_gib: Annotated[
         float | None,
-        typer.Option(
-            help="Memory of a rank. Default of measure: the cluster preset's; of train --tune:"
-            " the plan's; of --recompute adapt: the plan's on a CPU, all free memory on a GPU."
+        _help(
+            "Memory of a rank. Default of measure: the cluster preset's; of train --tune: the"
+            " plan's; of --recompute adapt: the plan's on a CPU, all free memory on a GPU."
         ),
     ] = None
 
@@ -71,92 +68,66 @@ class RunConfig:
 class MeasureConfig(RunConfig):
     """Options of `python -m engine measure`."""
 
-    out: Annotated[Path, typer.Option(help="Folder for profile.json, evidence.json and plan.json.")]
-    schedule: Annotated[str, typer.Option(help="1f1b, gpipe, interleaved, zero_bubble.")] = "1f1b"
-    stages_per_rank: Annotated[int, typer.Option(min=1, help="For interleaved.")] = 1
-    micro_batches_per_step: Annotated[int, typer.Option(min=1)] = 4
-    most_run: Annotated[int, typer.Option(min=1, help="Partitions to run.")] = 12
-    cluster: Annotated[
-        str, typer.Option(help="Preset that the plan names for what was not measured.")
-    ] = "h100"
+    out: Annotated[Path, _help("Folder for profile.json, evidence.json and plan.json.")]
+    schedule: Annotated[str, _help(_SCHEDULES)] = "1f1b"
+    stages_per_rank: Annotated[int, _help("For interleaved.", least=1)] = 1
+    micro_batches_per_step: Annotated[int, _help("Of the measured step.", least=1)] = 4
+    most_run: Annotated[int, _help("Partitions to run.", least=1)] = 12
+    cluster: Annotated[str, _help("Preset that the plan names for what was not measured.")] = "h100"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(RunConfig):
     """Options of `python -m engine train`."""
 
-    plan: Annotated[str, typer.Option(help="plan.json, or auto: layers cut evenly.")] = "auto"
-    borders: Annotated[
-        str | None, typer.Option(help="First layer of each stage and the end, as 0,20,45.")
-    ] = None
-    dp: Annotated[
-        int | None, typer.Option(help="Replicas of the pipeline. Default: the plan's; auto: 1.")
-    ] = None
-    schedule: Annotated[
-        str | None,
-        typer.Option(
-            help="1f1b, gpipe, interleaved, zero_bubble. Default: the plan's; auto: 1f1b."
-        ),
-    ] = None
+    plan: Annotated[str, _help("plan.json, or auto: layers cut evenly.")] = "auto"
+    borders: Annotated[str | None, _help("First layer of each stage and the end, as 0,20,45.")] = (
+        None
+    )
+    dp: Annotated[int | None, _help("Replicas of the pipeline. Default: the plan's; auto: 1.")] = (
+        None
+    )
+    schedule: Annotated[str | None, _help(f"{_SCHEDULES} Default: the plan's; auto: 1f1b.")] = None
     stages_per_rank: Annotated[
-        int | None, typer.Option(min=1, help="For interleaved. Default: the plan's; auto: 1.")
+        int | None, _help("For interleaved. Default: the plan's; auto: 1.", least=1)
     ] = None
     micro_batches_per_step: Annotated[
-        int | None, typer.Option(min=1, help="Per replica. Default: the plan's; auto: 4.")
+        int | None, _help("Per replica. Default: the plan's; auto: 4.", least=1)
     ] = None
     recompute: Annotated[
         Literal["plan", "none", "all", "adapt"] | None,
-        typer.Option(
-            help="Layers that are recomputed. adapt: as few as memory allows, found with --profile"
-            " after the first step; a later step that runs out of memory is repeated with all of"
-            " them, then they are chosen again. Default: plan; auto: none."
+        _help(
+            "Layers that are recomputed. adapt: as few as memory allows, found with --profile after"
+            " the first step; a later step that runs out of memory is repeated with all of them,"
+            " then they are chosen again. Default: plan; auto: none."
         ),
     ] = None
-    reserve_gib: Annotated[
-        float, typer.Option(help="For --recompute adapt: memory that its trials leave free.")
-    ] = 0.0
-    steps: Annotated[int, typer.Option(min=1, help="In all, those before a resume included.")] = 60
-    lr: Annotated[float, typer.Option(help="For random weights; give less for trained ones.")] = (
-        3e-3
-    )
-    clip: Annotated[float, typer.Option(help="Largest norm of the gradients; inf: no limit.")] = 1.0
+    reserve_gib: Annotated[float, _help("For adapt: memory that its trials leave free.")] = 0.0
+    steps: Annotated[int, _help("In all, those before a resume included.", least=1)] = 60
+    lr: Annotated[float, _help("For random weights; give less for trained ones.")] = 3e-3
+    clip: Annotated[float, _help("Largest norm of the gradients; inf: no limit.")] = 1.0
     freeze: Annotated[
         list[str] | None,
-        typer.Option(
-            help=f"Part that is not trained, besides the plan's: {', '.join(PARTS)}."
-            " May be repeated."
-        ),
+        _help(f"Part that is not trained, may be repeated: {', '.join(PARTS)}."),
     ] = None
-    tune: Annotated[
-        bool, typer.Option("--tune", help="Repack each step, with a schedule of its own.")
-    ] = False
-    profile: Annotated[
-        Path | None, typer.Option(help="For --tune and adapt: profile.json of `measure`.")
-    ] = None
+    tune: Annotated[bool, _help("Repack each step, with a schedule of its own.", "--tune")] = False
+    profile: Annotated[Path | None, _help("For --tune and adapt: profile.json of measure.")] = None
     encode: Annotated[
         Literal["never", "own", "any"] | None,
-        typer.Option(
-            help="For --tune: ranks whose idle time a frozen encoder may use: none, the first"
-            " stage's, or any, which then holds a copy of it and decodes images. Default: own, if"
-            " the first stage has all of it."
+        _help(
+            "For --tune: ranks whose idle time a frozen encoder may use: none, the first stage's,"
+            " or any, which then holds a copy of it and decodes images. Default: own, if the first"
+            " stage has all of it."
         ),
     ] = None
-    effort: Annotated[int, typer.Option(help="For --tune: limit of the search for an order.")] = (
-        20_000
-    )
+    effort: Annotated[int, _help("For --tune: limit of the search for an order.")] = 20_000
     state: Annotated[
-        Path | None, typer.Option(help="Folder to save in, and to resume from if it has a state.")
+        Path | None, _help("Folder to save in, and to resume from if it has a state.")
     ] = None
-    save_every: Annotated[int, typer.Option(min=1, help="Steps between two saves.")] = 10
-    export: Annotated[
-        Path | None, typer.Option(help="Folder for the trained model of transformers.")
-    ] = None
-    figures: Annotated[
-        Path | None, typer.Option(help="File to which each step's figures are appended, as JSON.")
-    ] = None
-    trace: Annotated[
-        Path | None, typer.Option(help="File for the last measured step, for ui.perfetto.dev.")
-    ] = None
+    save_every: Annotated[int, _help("Steps between two saves.", least=1)] = 10
+    export: Annotated[Path | None, _help("Folder for the trained model of transformers.")] = None
+    figures: Annotated[Path | None, _help("File for each step's figures, lines of JSON.")] = None
+    trace: Annotated[Path | None, _help("File for the last step, for ui.perfetto.dev.")] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

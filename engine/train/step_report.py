@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from balance.errors import DataError
 from engine.runtime.communication.collectives import world_errors
 from engine.runtime.stage_executor import StepResult
 from engine.simulator.schedule import PassKind
-from engine.train.step_source import SourceStats, StepBatches
+from engine.train.step_source import SourceStep
 from engine.tuning.step_planner import StepNote
 
 MIB = 2**20
@@ -24,14 +25,14 @@ class StepMeasurement:
     """A finished step as one rank measured it."""
 
     step: int
-    batches: StepBatches
+    batches: SourceStep
     result: StepResult
     seconds: float
     peak_bytes: int | None
     """Peak memory of its GPU."""
-    before: SourceStats
+    before: Any
     """Figures of its step source before the step was taken."""
-    after: SourceStats
+    after: Any
 
 
 def gather_figures(own: StepMeasurement, num_ranks: int, device: torch.device) -> dict[str, float]:

@@ -18,7 +18,7 @@ from engine.runtime.stage_io import Batch
 from engine.train.config import MeasureConfig, TrainConfig
 
 
-class StepBatches(Protocol):
+class SourceStep(Protocol):
     """Micro-batches of one step for one replica."""
 
     @property
@@ -30,26 +30,6 @@ class StepBatches(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Batch: ...
-
-
-class SourceStats(Protocol):
-    """Figures of a source since it was opened."""
-
-    @property
-    def waiting_s(self) -> float:
-        """Time that the trainer waited for steps."""
-
-    @property
-    def planning_s(self) -> float:
-        """Time that the step planner took, in the source's own threads."""
-
-    @property
-    def dist_ratio_vit(self) -> float:
-        """Share of the ranks' time spent waiting for the slowest vision encoder."""
-
-    @property
-    def dist_ratio_llm(self) -> float:
-        """The same for the language model."""
 
 
 class StepSource(Protocol):
@@ -65,17 +45,17 @@ class StepSource(Protocol):
 
     @property
     def audio_token_id(self) -> int | None:
-        """Token that stands for an audio feature; None for a model without audio encoder."""
+        """Token that stands for an audio feature; None without an audio encoder."""
 
     @property
     def vocab_size(self) -> int:
         """Tokens of the build's tokenizer."""
 
     def __iter__(self) -> Iterator[Any]:
-        """The rest of the epoch, as `StepBatches`."""
+        """The rest of the epoch, as `SourceStep`."""
 
-    def stats(self) -> SourceStats:
-        """Figures so far."""
+    def stats(self) -> Any:
+        """Figures so far, with the fields of `loaders.LoaderStats`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Position, the same on all ranks."""
@@ -133,7 +113,7 @@ def request_steps(
     )
 
 
-def endless(source: StepSource) -> Iterator[StepBatches]:
+def endless(source: StepSource) -> Iterator[SourceStep]:
     """The steps of epoch after epoch."""
     while True:
         yield from source

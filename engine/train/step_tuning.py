@@ -1,7 +1,7 @@
 """`train --tune`: PipeTune's tuner as the source's step planner, which chooses how each step runs.
 
 The source asks it in the threads that work ahead, so its time is hidden unless steps are shorter
-than planning them. Its choice comes with the step, as `StepBatches.note`: a
+than planning them. Its choice comes with the step, as the note of `SourceStep`: a
 `engine.tuning.step_planner.StepNote`. Also here: profiles read for the model that trains.
 """
 

@@ -36,7 +36,7 @@ from engine.train.layout import (
 )
 from engine.train.models.open_model import TINY, PipelineModel, open_model
 from engine.train.step_report import StepMeasurement, gather_figures, report_step
-from engine.train.step_source import OpenSource, StepBatches, StepSource, endless, request_steps
+from engine.train.step_source import OpenSource, SourceStep, StepSource, endless, request_steps
 from engine.train.step_tuning import check_same_step, make_tuner, read_model_profile
 from engine.tuning.step_planner import StepNote
 
@@ -136,7 +136,7 @@ def run_steps(run: TrainingRun, config: TrainConfig) -> None:
         print(f"saved after step {run.step - 1}")
 
 
-def train_step(run: TrainingRun, batches: StepBatches, clip: float) -> StepResult:
+def train_step(run: TrainingRun, batches: SourceStep, clip: float) -> StepResult:
     """One optimizer step."""
     schedule = None
     if isinstance(batches.note, StepNote):
@@ -208,7 +208,7 @@ def _make_pipeline(
     return Pipeline(model.stack, layout.borders, layout.recompute, layout.pipelines, options)
 
 
-def _finish_step(run: TrainingRun, batches: StepBatches, config: TrainConfig) -> float | None:
+def _finish_step(run: TrainingRun, batches: SourceStep, config: TrainConfig) -> float | None:
     """Save, adapt recomputation; -> when that was done, as it belongs to no step. None: nothing."""
     saves = config.state and (run.step % config.save_every == 0 or run.step == config.steps)
     if saves and config.state:

@@ -14,7 +14,6 @@ NAMES = [
     "batch_loads",
     "exchange_features",
     "from_transformers",
-    "make_three_modalities",
     "measure_layers",
     "open_model",
     "sum_gradients",

@@ -92,8 +92,8 @@ def open_model(name: str | None, config: Path | None, source: StepSource) -> Pip
     if source.audio_token_id is not None:
         raise ConfigError(
             f"the build is for {preset.name}, which has an audio encoder; none of"
-            f" {', '.join(MODELS)} has one: build with a preset without [audio], or train as"
-            " examples/train_three_modalities.py does"
+            f" {', '.join(MODELS)} has one: build with a preset without [audio], or use"
+            " `engine.exchange_features` in a loop of your own (docs/train.md)"
         )
     name = _model_name(name, preset)
     if name == TINY:

@@ -26,7 +26,7 @@ LLM_TOKENS = (GRID // MERGE) ** 2
 WIDTH, VIT_WIDTH, DEPTH, HEADS = 64, 32, 2, 4
 
 
-class Block(nn.Module):
+class TinyBlock(nn.Module):
     """A pre-norm transformer block over packed sequences."""
 
     def __init__(self, width: int, *, causal: bool) -> None:
@@ -71,7 +71,7 @@ def _rotate(x: Tensor, positions: Tensor) -> Tensor:
     )
 
 
-class PatchEmbedding(nn.Module):
+class TinyPatchEmbedding(nn.Module):
     """Tiles -> patch and class tokens, one row each."""
 
     def __init__(self) -> None:
@@ -89,19 +89,19 @@ class PatchEmbedding(nn.Module):
         return {"features": tokens.flatten(0, 1)}
 
 
-class VisionLayer(nn.Module):
+class TinyVisionLayer(nn.Module):
     """A block in which every tile is a sequence of its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.block = Block(VIT_WIDTH, causal=False)
+        self.block = TinyBlock(VIT_WIDTH, causal=False)
 
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
         """features -> features of the same shape."""
         return {"features": self.block(inputs["features"], [VIT_TOKENS] * num_tiles(batch), None)}
 
 
-class Projector(nn.Module):
+class TinyProjector(nn.Module):
     """2x2 patches of a tile -> one token of the LLM."""
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class Projector(nn.Module):
         return {"features": self.project(merged.reshape(-1, MERGE**2 * VIT_WIDTH))}
 
 
-class TokenEmbedding(nn.Module):
+class TinyTokenEmbedding(nn.Module):
     """Embeddings of the tokens, with features in place of image tokens."""
 
     def __init__(self, vocab_size: int, image_token_id: int) -> None:
@@ -134,12 +134,12 @@ class TokenEmbedding(nn.Module):
         return {"hidden": hidden.masked_scatter(is_image, inputs["features"].to(hidden.dtype))}
 
 
-class LanguageLayer(nn.Module):
+class TinyLanguageLayer(nn.Module):
     """A causal block over the packed samples."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.block = Block(WIDTH, causal=True)
+        self.block = TinyBlock(WIDTH, causal=True)
 
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
         """hidden -> hidden of the same shape."""
@@ -147,7 +147,7 @@ class LanguageLayer(nn.Module):
         return {"hidden": self.block(inputs["hidden"], lengths, batch.position_ids)}
 
 
-class Head(nn.Module):
+class TinyHead(nn.Module):
     """Logits and the sum of the tokens' losses."""
 
     def __init__(self, vocab_size: int) -> None:
@@ -164,11 +164,6 @@ class Head(nn.Module):
         return {LOSS: losses.sum()}
 
 
-def make_vision() -> list[nn.Module]:
-    """The vision half, with random weights."""
-    return [PatchEmbedding(), *(VisionLayer() for _ in range(DEPTH)), Projector()]
-
-
 def make_tiny_vlm(preset: ModelPreset, vocab_size: int, image_token_id: int) -> LayerStack:
     """The layers, with random weights, for a build's preset. ConfigError if it is not `tiny`."""
     rule = preset.vision
@@ -177,12 +172,12 @@ def make_tiny_vlm(preset: ModelPreset, vocab_size: int, image_token_id: int) -> 
         LLM_TOKENS,
     ):
         raise ConfigError(f"the build is for the model {preset.name}; build it with --model tiny")
-    vision = make_vision()
+    vision = [TinyPatchEmbedding(), *(TinyVisionLayer() for _ in range(DEPTH)), TinyProjector()]
     layers = [
         *vision,
-        TokenEmbedding(vocab_size, image_token_id),
-        *(LanguageLayer() for _ in range(DEPTH)),
-        Head(vocab_size),
+        TinyTokenEmbedding(vocab_size, image_token_id),
+        *(TinyLanguageLayer() for _ in range(DEPTH)),
+        TinyHead(vocab_size),
     ]
 
     def specs(cut: int, batch: Batch) -> dict[str, TensorSpec]:

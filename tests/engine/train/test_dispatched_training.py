@@ -16,10 +16,10 @@ from balance.metrics import dist_ratio
 from balance.steps.step_planner import ENCODERS
 from engine.dispatching.dispatch import PHASES
 from engine.runtime.errors import PeerLost
-from engine.train.models.tiny_three_modalities import make_three_modalities
 from loaders import StreamingLoader
 from support.builds.audio_build import KINDS, PER_KIND, build_heard
 from support.builds.sample_tables import path_groups, text_samples, write_tabled
+from support.models.tiny_three_modalities import make_three_modalities
 from support.ranks import on_ranks
 from support.trainers.dispatched_training import (
     accumulate,

@@ -13,9 +13,9 @@ from engine.dispatching.step_planner import DispatchedSteps
 from engine.runtime.communication.collectives import world_errors
 from engine.runtime.communication.feature_all_to_all import exchange_features
 from engine.runtime.communication.process_groups import sum_gradients
-from engine.train.models.tiny_three_modalities import make_three_modalities
 from engine.train.step_source import endless
 from loaders import StreamingLoader
+from support.models.tiny_three_modalities import make_three_modalities
 
 BALANCED = {"none": (), "encoders": ENCODERS, "all": PHASES}
 

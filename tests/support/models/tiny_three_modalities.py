@@ -22,10 +22,12 @@ from engine.train.models.tiny_vlm import (
     TILE_SIDE,
     VIT_WIDTH,
     WIDTH,
-    Block,
-    Head,
-    LanguageLayer,
-    make_vision,
+    TinyBlock,
+    TinyHead,
+    TinyLanguageLayer,
+    TinyPatchEmbedding,
+    TinyProjector,
+    TinyVisionLayer,
 )
 from engine.train.step_source import StepSource
 
@@ -38,7 +40,8 @@ class VisionEncoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(make_vision())
+        layers = [TinyPatchEmbedding(), *(TinyVisionLayer() for _ in range(DEPTH)), TinyProjector()]
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, batch: Batch) -> Tensor:
         """-> (image tokens, LLM width)."""
@@ -55,7 +58,7 @@ class AudioEncoder(nn.Module):
         super().__init__()
         self.rule = rule
         self.join = nn.Linear(rule.frames_per_token * MEL_BINS, VIT_WIDTH)
-        self.blocks = nn.ModuleList(Block(VIT_WIDTH, causal=False) for _ in range(DEPTH))
+        self.blocks = nn.ModuleList(TinyBlock(VIT_WIDTH, causal=False) for _ in range(DEPTH))
         self.project = nn.Sequential(nn.LayerNorm(VIT_WIDTH), nn.Linear(VIT_WIDTH, WIDTH))
 
     def forward(self, batch: Batch) -> Tensor:
@@ -88,7 +91,7 @@ class Language(nn.Module):
         super().__init__()
         self.tokens = dict(tokens)
         self.embed = nn.Embedding(vocab_size, WIDTH)
-        layers = [*(LanguageLayer() for _ in range(DEPTH)), Head(vocab_size)]
+        layers = [*(TinyLanguageLayer() for _ in range(DEPTH)), TinyHead(vocab_size)]
         self.layers = nn.ModuleList(layers)
 
     def forward(self, batch: Batch, features: Mapping[str, Tensor]) -> Tensor:
