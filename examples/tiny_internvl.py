@@ -1,32 +1,23 @@
-"""transformers' InternVL with random weights, as small as the preset `tiny`: for the examples that
-train on a CPU.
-"""
+"""transformers' InternVL, as small as the preset `tiny`, for the examples that train on a CPU."""
 
 from __future__ import annotations
 
 import torch
-from tiny_vlm import PATCH_SIDE, SQUARE_SIDE, TOKENS_PER_PATCH
+from tiny_vlm import PATCH_SIDE, TOKENS_PER_PATCH, VIT_PATCH_SIDE
 from transformers import InternVLConfig, InternVLForConditionalGeneration
 
-from balance.errors import ConfigError
-from balance.presets import TilesRule
 from loaders import StreamingLoader
 
 
 def make_internvl(loader: StreamingLoader, *, seed: int = 0) -> InternVLForConditionalGeneration:
-    """A model that fits a build made with `--model tiny`; a real run calls `from_pretrained`
-    instead.
-    """
-    rule = loader.model.vision
-    if not isinstance(rule, TilesRule) or rule.image_size != PATCH_SIDE:
-        raise ConfigError(
-            f"the build is for the model {loader.model.name}; build it with --model tiny"
-        )
+    """A model with random weights for a build of the preset `tiny`; else call `from_pretrained`."""
+    if getattr(loader.model.vision, "image_size", None) != PATCH_SIDE:
+        raise SystemExit(f"the build is for {loader.model.name}; build it with --model tiny")
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4}
     config = InternVLConfig(
         vision_config={
             "image_size": [PATCH_SIDE, PATCH_SIDE],
-            "patch_size": [SQUARE_SIDE, SQUARE_SIDE],
+            "patch_size": [VIT_PATCH_SIDE, VIT_PATCH_SIDE],
             "hidden_size": 32,
             "intermediate_size": 128,
             # droppable parts would make a step depend on more than its samples

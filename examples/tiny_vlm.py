@@ -1,28 +1,28 @@
-"""A vision-language model small enough for one CPU core, in plain torch: what a trainer does with a
-`MicroBatch`.
+"""A vision-language model small enough for one CPU core: what a trainer does with a `MicroBatch`.
 
-A ViT over 56 px patches (16 squares of 14 px and a class token), 2x2 squares merged to one LLM
+A ViT over 56 px patches (16 ViT patches of 14 px and a class token), 2x2 of them merged to one LLM
 token, and a causal LLM over packed samples. Attention runs sample by sample along `cu_seqlens`, so
 no sample sees another; on a GPU, flash attention's varlen functions take the same `cu_seqlens`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from balance.types import LABEL_IGNORE
-from loaders import MicroBatch, shift_labels
+from loaders import MicroBatch, StreamingLoader, shift_labels
 
-PATCH_SIDE, SQUARE_SIDE, MERGE = 56, 14, 2
-GRID = PATCH_SIDE // SQUARE_SIDE
+PATCH_SIDE, VIT_PATCH_SIDE, MERGE = 56, 14, 2
+GRID = PATCH_SIDE // VIT_PATCH_SIDE
 TOKENS_PER_PATCH = (GRID // MERGE) ** 2
 HEADS = 4
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block over sequences that lie one behind the other."""
+    """A pre-norm transformer block over packed sequences."""
 
     def __init__(self, width: int, *, causal: bool) -> None:
         super().__init__()
@@ -34,9 +34,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, lengths: list[int], positions: Tensor | None) -> Tensor:
-        """x: (tokens, width); `lengths` of the sequences in it; rotary `positions` (tokens,), or
-        None for none.
-        """
+        """`x`: (tokens, width), sequences of `lengths`; `positions`: (tokens,), rotary, or None."""
         x = x + self.out(self._attend(self.norm1(x), lengths, positions))
         return x + self.mlp(self.norm2(x))
 
@@ -45,7 +43,7 @@ class Block(nn.Module):
         q, k, v = self.qkv(x).view(len(x), 3, HEADS, x.shape[1] // HEADS).permute(1, 2, 0, 3)
         if positions is not None:
             q, k = rotate(q, positions), rotate(k, positions)
-        if len(set(lengths)) == 1:  # patches of the ViT: all sequences in one call
+        if len(set(lengths)) == 1:  # image patches: all sequences in one call
             q, k, v = (part.unflatten(1, (len(lengths), -1)) for part in (q, k, v))
             attended = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
             return attended.flatten(1, 2).transpose(0, 1).flatten(1)
@@ -72,7 +70,7 @@ class VisionEncoder(nn.Module):
 
     def __init__(self, width: int, llm_width: int, depth: int) -> None:
         super().__init__()
-        self.squares = nn.Conv2d(3, width, SQUARE_SIDE, SQUARE_SIDE)
+        self.vit_patches = nn.Conv2d(3, width, VIT_PATCH_SIDE, VIT_PATCH_SIDE)
         self.class_token = nn.Parameter(torch.zeros(1, 1, width))
         self.positions = nn.Parameter(torch.randn(GRID**2 + 1, width) * 0.02)
         self.blocks = nn.ModuleList(Block(width, causal=False) for _ in range(depth))
@@ -83,12 +81,12 @@ class VisionEncoder(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         """Every patch is a sequence of its own."""
         count = len(pixels)
-        x = self.squares(pixels).flatten(2).transpose(1, 2)  # (n, 16, width)
+        x = self.vit_patches(pixels).flatten(2).transpose(1, 2)  # (n, 16, width)
         x = torch.cat([self.class_token.expand(count, -1, -1), x], dim=1) + self.positions
         flat = x.flatten(0, 1)
         for block in self.blocks:
             flat = block(flat, [GRID**2 + 1] * count, None)
-        # drop the class token, then (n, 2, 2, 2, 2, width): merge the squares of each quarter
+        # drop the class token, then (n, 2, 2, 2, 2, width): merge the ViT patches of each quarter
         side, width = GRID // MERGE, flat.shape[1]
         grid = flat.view(count, GRID**2 + 1, width)[:, 1:].reshape(
             count, side, MERGE, side, MERGE, width
@@ -118,15 +116,16 @@ class TinyVLM(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab_size, bias=False)
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        """Logits (tokens, vocab_size). The encoder also runs without images, so that all parameters
-        get a gradient.
+        """Logits (tokens, vocab_size).
+
+        The encoder also runs without images, so that all parameters get a gradient.
         """
         x = self.embed(batch.input_ids)
         features = self.vision(batch.pixel_values)
         is_image = batch.input_ids == self.image_token_id
         if int(is_image.sum()) != len(features):
             raise ValueError(
-                f"{len(features)} vision features for {int(is_image.sum())} image tokens in the micro-batch"
+                f"{len(features)} vision features for {int(is_image.sum())} image tokens"
             )
         x = x.masked_scatter(is_image[:, None], features)
         lengths = batch.cu_seqlens.diff().tolist()
@@ -141,4 +140,31 @@ def token_losses(logits: Tensor, batch: MicroBatch) -> Tensor:
     The sum, divided by `batch.num_loss_tokens`, is this micro-batch's part of the step's mean loss.
     """
     targets = shift_labels(batch.labels, batch.cu_seqlens)
-    return functional.cross_entropy(logits, targets, ignore_index=LABEL_IGNORE, reduction="none")
+    return functional.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
+
+
+def accumulate(model: nn.Module, batches: list[MicroBatch]) -> float:
+    """Add the gradients of a rank's micro-batches; -> their part of the step's mean loss.
+
+    Divided by the labels of the whole step: parts and gradients of ranks only have to be summed.
+    """
+    total = 0.0
+    for batch in batches:
+        loss = token_losses(model(batch), batch).sum() / max(1, batch.num_loss_tokens)
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def endless(loader: StreamingLoader) -> Iterator[list[MicroBatch]]:
+    """The steps of epoch after epoch."""
+    while True:
+        yield from loader
+
+
+def make_model(loader: StreamingLoader, *, seed: int = 0) -> TinyVLM:
+    """A model with random weights, the same on all ranks, for a build of the preset `tiny`."""
+    if getattr(loader.model.vision, "image_size", None) != PATCH_SIDE:
+        raise SystemExit(f"the build is for {loader.model.name}; build it with --model tiny")
+    torch.manual_seed(seed)
+    return TinyVLM(loader.vocab_size, loader.image_token_id)

@@ -6,8 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from tiny_vlm import token_losses
-from train_tiny import make_model
+from tiny_vlm import make_model, token_losses
 
 from loaders import StreamingLoader
 from support.builds.shard_fixture import group_samples, make_samples, write_build

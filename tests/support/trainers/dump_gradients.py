@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 import torch.distributed as dist
-from train_tiny import accumulate, make_model, sum_over_ranks
+from tiny_vlm import accumulate, make_model
 
 from loaders import StreamingLoader
 
@@ -27,7 +27,8 @@ def dump(build, file):
     ]
     loss = torch.tensor(accumulate(model, doubled), dtype=torch.float64)
     gradients = {name: weight.grad for name, weight in model.named_parameters()}
-    sum_over_ranks([loss, *gradients.values()])
+    for tensor in (loss, *gradients.values()):
+        dist.all_reduce(tensor)
     ids = [None] * WORLD_SIZE
     dist.all_gather_object(ids, [sample_id for batch in batches for sample_id in batch.sample_ids])
     if rank == 0:

@@ -69,11 +69,11 @@ def accelerate(build, out, steps, rate):
 
 
 def with_lightning(build, out, steps, rate):
-    class Module(train_lightning.VisionLanguageModule):
+    class Module(train_lightning.Module):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=rate)
 
-    module = Module(build, MICRO_BATCHES)
+    module = Module(build, micro_batches_per_step=MICRO_BATCHES)
     options = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
     trainer = lightning.Trainer(
         max_steps=steps, accelerator="cpu", devices=WORLD_SIZE, strategy="ddp", **options
