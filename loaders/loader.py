@@ -142,7 +142,7 @@ class StreamingLoader:
             )
         begun = time.perf_counter()
         made = next(running, None)
-        self._meter.add_wait(time.perf_counter() - begun)
+        self._meter.add(waiting_s=time.perf_counter() - begun)
         if made is None:
             return None
         plan, batches = made

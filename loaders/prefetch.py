@@ -16,10 +16,10 @@ import os
 import threading
 import time
 import weakref
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 Subject = TypeVar("Subject")
 Result = TypeVar("Result")
@@ -61,17 +61,14 @@ class Prefetcher(Generic[Subject, Result]):
         cancel: Callable[[], None] = lambda: None,
     ) -> None:
         self._tasks, self._num_workers, self._pid = tasks, workers, os.getpid()
-        self._queue: _Queue[Subject, Result] = _Queue(
-            tasks, max_bytes, max_steps=STEPS_PER_WORKER * workers
-        )
+        self._queue = _Queue(tasks, max_bytes, max_steps=STEPS_PER_WORKER * workers)
         self._threads = [
             # daemons: for others the interpreter would wait before `weakref.finalize` stops them
             threading.Thread(target=self._queue.work, name=f"isobatch-{worker}", daemon=True)
             for worker in range(workers)
         ]
-        self._finalizer = weakref.finalize(
-            self, _stop, self._queue, self._threads, self._pid, cancel
-        )
+        stopped = self._queue, self._threads, self._pid, cancel
+        self._finalizer = weakref.finalize(self, _stop, *stopped)
         for thread in self._threads:
             thread.start()
 
@@ -82,9 +79,7 @@ class Prefetcher(Generic[Subject, Result]):
         if not self._finalizer.alive:
             raise StopIteration
         if os.getpid() != self._pid:
-            raise RuntimeError(
-                "this iterator is from before a fork and has no threads here; make a new one"
-            )
+            raise RuntimeError("this iterator's threads ended with a fork; make a new iterator")
         try:
             if self._num_workers == 0:
                 task = next(self._tasks)
@@ -104,8 +99,6 @@ class _Slot(Generic[Subject, Result]):
     """A step in progress."""
 
     task: PrefetchTask[Subject, Result]
-    missing: int
-    """Parts without a result or error yet."""
     taken: int = 0
     """Parts that a thread has taken."""
     results: dict[int, Result] = field(default_factory=dict)
@@ -113,14 +106,12 @@ class _Slot(Generic[Subject, Result]):
 
     @property
     def is_due(self) -> bool:
-        """Whether all results are there, or an error with the results of all parts before it.
+        """Whether all results are there, or an error and the results of all parts before it.
 
-        So nobody waits for parts after a failed one, and which error is raised does not depend on
-        which thread is faster.
+        So the error that is raised does not depend on which thread is faster.
         """
-        return not self.missing or (
-            bool(self.errors) and all(part in self.results for part in range(min(self.errors)))
-        )
+        first_error = min(self.errors, default=len(self.task.parts))
+        return all(part in self.results for part in range(first_error))
 
 
 class _Queue(Generic[Subject, Result]):
@@ -133,10 +124,8 @@ class _Queue(Generic[Subject, Result]):
         # held while a thread takes a part or asks for the next step, never during a part's work
         self._pulling = threading.Lock()
         self._changed = threading.Condition()
-        # steps not yet given, oldest first
-        self._slots: OrderedDict[int, _Slot[Subject, Result]] = OrderedDict()
+        self._slots: deque[_Slot[Subject, Result]] = deque()  # steps not yet given, oldest first
         self._num_bytes = 0  # of all slots
-        self._num_steps = 0
         self._ended: BaseException | None = None  # why no step follows those in the slots
         self._closed = False
 
@@ -157,20 +146,19 @@ class _Queue(Generic[Subject, Result]):
                     slot.errors[part] = error
                 else:
                     slot.results[part] = result  # type: ignore[assignment]
-                slot.missing -= 1
                 self._changed.notify_all()
             del slot, taken, result, error  # nothing is kept alive while waiting for the next part
 
     def get(self) -> tuple[Subject, list[Result]]:
         """The oldest step's results when they are there; or its first error, or StopIteration."""
         with self._changed:
-            while not (self._slots and self._first().is_due):
+            while not (self._slots and self._slots[0].is_due):
                 if not self._slots and self._ended is not None:
                     raise self._ended
                 if self._closed:
                     raise StopIteration
                 self._changed.wait()
-            _, slot = self._slots.popitem(last=False)
+            slot = self._slots.popleft()
             self._num_bytes -= slot.task.num_bytes
             self._changed.notify_all()
         if slot.errors:
@@ -182,22 +170,16 @@ class _Queue(Generic[Subject, Result]):
             self._closed = True
             self._changed.notify_all()
 
-    def _first(self) -> _Slot[Subject, Result]:
-        return next(iter(self._slots.values()))
-
     def _take(self) -> tuple[_Slot[Subject, Result], int] | None:
         """A part of the newest step, or of the next one within the limits; None at the end."""
-        slot = self._newest()
+        with self._changed:
+            slot = self._slots[-1] if self._slots else None
         while slot is None or slot.taken == len(slot.task.parts):
             slot = self._pull()
             if slot is None:
                 return None
         slot.taken += 1
         return slot, slot.taken - 1
-
-    def _newest(self) -> _Slot[Subject, Result] | None:
-        with self._changed:
-            return next(reversed(self._slots.values()), None)
 
     def _pull(self) -> _Slot[Subject, Result] | None:
         """The next step, once the limits allow it."""
@@ -215,8 +197,8 @@ class _Queue(Generic[Subject, Result]):
                 self._changed.wait()
             if self._closed:
                 return None
-            slot = self._slots[self._num_steps] = _Slot(task, missing=len(task.parts))
-            self._num_steps += 1
+            slot = _Slot(task)
+            self._slots.append(slot)
             self._num_bytes += task.num_bytes
             self._changed.notify_all()  # a step without any part is done already
             return slot
@@ -226,7 +208,7 @@ class _Queue(Generic[Subject, Result]):
 
 
 def _stop(
-    queue: _Queue[Subject, Result],
+    queue: _Queue[Any, Any],
     threads: Sequence[threading.Thread],
     pid: int,
     cancel: Callable[[], None],

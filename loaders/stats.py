@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from balance.types import IntArray
 from loaders.plan.steps import StepLoads, StepPlan
 
+_NOT_SUMMED = ("cache_hits", "dist_ratio_vit", "dist_ratio_llm")
 _LOADS = 64
 """Steps whose loads are summed at a time: one by one takes ten times as long."""
 
@@ -46,35 +48,26 @@ class LoaderStats:
 
 
 class Meter:
-    """Counts parts in any thread, everything else in the consumer's."""
+    """Counts the figures of a loader, in any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting_s = self._reading_s = self._decoding_s = 0.0
-        self._read_bytes = 0
-        self._steps = self._samples = self._planned_steps = 0
-        self._planning_s = 0.0
+        names = (field.name for field in fields(LoaderStats))
+        self._sums: dict[str, Any] = {name: 0 for name in names if name not in _NOT_SUMMED}
         self._vit, self._llm = _MeanDistRatio(), _MeanDistRatio()
         self._loads: list[StepLoads] = []  # of steps not yet in these two
 
-    def add_part(self, reading_s: float, decoding_s: float, num_bytes: int) -> None:
-        """Count a micro-batch; in any thread."""
+    def add(self, **figures: float) -> None:
+        """Add to figures of `LoaderStats`."""
         with self._lock:
-            self._reading_s += reading_s
-            self._decoding_s += decoding_s
-            self._read_bytes += num_bytes
-
-    def add_wait(self, waiting_s: float) -> None:
-        """Count seconds that the consumer waited."""
-        self._waiting_s += waiting_s
+            for name, value in figures.items():
+                self._sums[name] += value
 
     def add_step(self, plan: StepPlan, num_samples: int) -> None:
-        """Count a step that the consumer got, with `num_samples` of its own."""
-        self._steps += 1
-        self._samples += num_samples
+        """Count a step that the consumer got, with `num_samples` of this rank."""
+        self.add(steps=1, samples=num_samples)
         if plan.planning_s is not None:
-            self._planned_steps += 1
-            self._planning_s += plan.planning_s
+            self.add(planned_steps=1, planning_s=plan.planning_s)
         self._loads.append(plan.loads)
         if len(self._loads) == _LOADS:
             self._add_loads()
@@ -82,20 +75,9 @@ class Meter:
     def stats(self, cache_hits: int) -> LoaderStats:
         """The figures so far."""
         self._add_loads()
+        ratios: dict[str, Any] = {"dist_ratio_vit": self._vit.ratio, "dist_ratio_llm": self._llm.ratio}
         with self._lock:
-            return LoaderStats(
-                steps=self._steps,
-                samples=self._samples,
-                waiting_s=self._waiting_s,
-                reading_s=self._reading_s,
-                decoding_s=self._decoding_s,
-                read_bytes=self._read_bytes,
-                planned_steps=self._planned_steps,
-                planning_s=self._planning_s,
-                cache_hits=cache_hits,
-                dist_ratio_vit=self._vit.ratio,
-                dist_ratio_llm=self._llm.ratio,
-            )
+            return LoaderStats(**self._sums, **ratios, cache_hits=cache_hits)
 
     def _add_loads(self) -> None:
         loads, self._loads = self._loads, []

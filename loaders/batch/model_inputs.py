@@ -43,9 +43,7 @@ def model_inputs(batch: MicroBatch, config: Any, *, always_encode: bool = True) 
     """
     layout = _layout(config)
     if not batch.pixel_values.is_floating_point():
-        raise ConfigError(
-            "pixel_values are raw (torch.uint8); normalise them first, with loaders.normalize"
-        )
+        raise ConfigError("pixel_values are raw (torch.uint8); use loaders.normalize first")
     if (batch.image_grid_thw is not None) != layout.is_native:
         raise ConfigError(
             f"the micro-batch was not made for {config.model_type}; build with that model's preset"
@@ -64,9 +62,8 @@ def model_inputs(batch: MicroBatch, config: Any, *, always_encode: bool = True) 
         "num_items_in_batch": max(1, batch.num_loss_tokens),
     }
     if layout.is_native:
-        inputs["position_ids"] = torch.cat([batch.position_ids[None], _mrope(batch, config)])[
-            :, None
-        ]
+        positions = torch.cat([batch.position_ids[None], _mrope(batch, config)])
+        inputs["position_ids"] = positions[:, None]
     if len(batch.image_sizes):
         inputs["pixel_values"] = batch.pixel_values
         inputs |= layout.about_images(batch)
@@ -124,21 +121,16 @@ def _check_media(batch: MicroBatch, config: Any) -> None:
 
 def _with_blank_image(batch: MicroBatch, blank: _Blank, image_token_id: int) -> MicroBatch:
     """`batch`, which has no images, followed by a sample of nothing but the image."""
-    place = len(batch.input_ids)
-    grid = batch.image_grid_thw
+    ids, grid = batch.input_ids, batch.image_grid_thw
+    tokens = torch.arange(blank.tokens, device=ids.device)
+    end = batch.cu_seqlens.new_tensor([len(ids) + blank.tokens])
     return replace(
         batch,
         sample_ids=(*batch.sample_ids, BLANK_SAMPLE_ID),
-        input_ids=torch.cat(
-            [batch.input_ids, batch.input_ids.new_full((blank.tokens,), image_token_id)]
-        ),
-        labels=torch.cat([batch.labels, batch.labels.new_full((blank.tokens,), LABEL_IGNORE)]),
-        position_ids=torch.cat(
-            [batch.position_ids, torch.arange(blank.tokens, device=batch.position_ids.device)]
-        ),
-        cu_seqlens=torch.cat(
-            [batch.cu_seqlens, batch.cu_seqlens.new_tensor([place + blank.tokens])]
-        ),
+        input_ids=torch.cat([ids, torch.full_like(tokens, image_token_id)]),
+        labels=torch.cat([batch.labels, torch.full_like(tokens, LABEL_IGNORE)]),
+        position_ids=torch.cat([batch.position_ids, tokens]),
+        cu_seqlens=torch.cat([batch.cu_seqlens, end]),
         pixel_values=batch.pixel_values.new_zeros(blank.rows, *batch.pixel_values.shape[1:]),
         patches_per_image=batch.patches_per_image.new_tensor([1 if blank.grid else blank.rows]),
         image_sizes=batch.image_sizes.new_tensor([blank.size]),
@@ -161,10 +153,9 @@ def _mrope(batch: MicroBatch, config: Any) -> Tensor:
     sides (arXiv 2409.12191, section 2.1).
     """
     merge = config.vision_config.spatial_merge_size
+    thw = batch.image_grid_thw
     # (images, 2): rows and columns of LLM tokens
-    grids = iter(
-        [] if batch.image_grid_thw is None else (batch.image_grid_thw[:, 1:] // merge).tolist()
-    )
+    grids = iter([] if thw is None else (thw[:, 1:] // merge).tolist())
     image_places = (batch.input_ids == config.image_token_id).nonzero().flatten().tolist()
     parts = [torch.zeros(3, 0, dtype=torch.long)]
     taken = 0  # image tokens so far
