@@ -75,9 +75,13 @@ class Meter:
     def stats(self, cache_hits: int) -> LoaderStats:
         """The figures so far."""
         self._add_loads()
-        ratios: dict[str, Any] = {"dist_ratio_vit": self._vit.ratio, "dist_ratio_llm": self._llm.ratio}
         with self._lock:
-            return LoaderStats(**self._sums, **ratios, cache_hits=cache_hits)
+            return LoaderStats(
+                **self._sums,
+                cache_hits=cache_hits,
+                dist_ratio_vit=self._vit.ratio,
+                dist_ratio_llm=self._llm.ratio,
+            )
 
     def _add_loads(self) -> None:
         loads, self._loads = self._loads, []
