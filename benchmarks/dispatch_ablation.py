@@ -1,5 +1,4 @@
-"""OrchMLLM's ablations (figures 10 to 13), run: a model that sees, hears and reads, data parallel,
-balanced in parts.
+"""OrchMLLM's ablations (figures 10 to 13) on a model of three modalities, data parallel.
 
     python benchmarks/dispatch_ablation.py [--ranks 2] [--steps 5] [--samples 12]
     python benchmarks/dispatch_ablation.py --standin [--ranks 4 8] [--step-ms 300]

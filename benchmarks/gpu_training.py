@@ -1,5 +1,4 @@
-"""What one GPU shows of all this: profiles of published layers, and a model of 2 B trained under
-memory budgets.
+"""Measurements on one GPU: layer profiles, and a model of 2 B under memory budgets.
 
     python benchmarks/gpu_training.py profile [--tiny] [--out benchmarks/results]
     python benchmarks/gpu_training.py train [--tiny] [--out benchmarks/results]

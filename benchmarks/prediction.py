@@ -1,5 +1,4 @@
-"""Does a step take as long as the simulator says, and are partitions as good as it says? Predicted
-beside measured.
+"""Predicted against measured step times, for several partitions.
 
     python benchmarks/prediction.py [--steps 3] [--rounds 3]
 

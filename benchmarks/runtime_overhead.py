@@ -1,5 +1,4 @@
-"""What the runtime adds to a step: layers that sleep for their modelled time, beside the
-simulator's prediction.
+"""Overhead of the runtime per step: sleeping layers next to the simulator's prediction.
 
     python benchmarks/runtime_overhead.py [--ranks 2 4] [--micro-batches 12] [--pass-ms 10]
     [--rounds 5]

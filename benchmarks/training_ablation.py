@@ -1,5 +1,4 @@
-"""What each kind of balance gains when it really runs: OmniBal's, PipeTune's and OrchMLLM's
-ablations, measured.
+"""OmniBal's, PipeTune's and OrchMLLM's ablations, measured in training.
 
     python benchmarks/training_ablation.py [--only omnibal,pipetune,orchmllm] [--steps 4]
     [--rounds 2]

@@ -1,3 +1,1 @@
-"""What the measured ablations share: data, a model that computes, layers that wait, and ranks that
-run them.
-"""
+"""Shared parts of the measured ablations: data, models, stand-in layers and ranks."""

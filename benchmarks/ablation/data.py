@@ -1,5 +1,4 @@
-"""Steps of the ablations: samples like InternVL's, as random padded micro-batches or as balanced
-groups.
+"""Steps of the ablations: samples like InternVL's, padded at random or in balanced groups.
 
 Samples of the full size are for layers that wait; `shrunk` ones, an eighth as long, for a model
 that CPUs can train.

@@ -1,6 +1,4 @@
-"""OmniBal's ablation on InternVL's 6B + 20B: what its stages take by the cost model, run by
-stand-ins on 8 ranks.
-"""
+"""OmniBal's ablation on InternVL's 6B + 20B, with stand-in layers on 8 ranks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A vision-language model that CPUs train in real time: a slim, deep encoder before a wide language
-model.
+"""A vision-language model for CPUs: a slim, deep encoder and a wide language model.
 
 The encoder has a third of the parameters and four tokens for each that the language model gets, as
 Qwen2-VL-2B has, so that even parameters are uneven times. Tiles are rows of numbers and tokens are
@@ -8,22 +7,17 @@ drawn: times do not depend on them.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
-from tiny_vlm import Block
-
 from ablation.data import SHRUNK
 from balance.types import LABEL_IGNORE, Counts, IntArray
 from engine.runtime.stage_io import LOSS, LayerStack, StageTensors, TensorSpec
+from engine.train.models.tiny_vlm import TinyBlock
 
 VIT_WIDTH, VIT_DEPTH = 96, 16
 LLM_WIDTH, LLM_DEPTH = 256, 4
@@ -103,7 +97,7 @@ class VisionLayer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.block = Block(VIT_WIDTH, causal=False)
+        self.block = TinyBlock(VIT_WIDTH, causal=False)
 
     def forward(self, carry: StageTensors, batch: Batch) -> StageTensors:
         return {
@@ -130,7 +124,7 @@ class LanguageLayer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.block = Block(LLM_WIDTH, causal=True)
+        self.block = TinyBlock(LLM_WIDTH, causal=True)
 
     def forward(self, carry: StageTensors, batch: Batch) -> StageTensors:
         return {"hidden": self.block(carry["hidden"], batch.lengths, batch.position_ids)}

@@ -1,6 +1,4 @@
-"""PipeTune's ablation on its 13B model: what its stages take by the cost model, run by stand-ins on
-4 ranks.
-"""
+"""PipeTune's ablation on its 13B model, with stand-in layers on 4 ranks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Ranks of an ablation: started together on this machine, they run the same steps and agree on what
-was measured.
-"""
+"""Ranks of an ablation on this machine, and their common measurements."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Trains the small model on the ranks that there are, in one way or another, and measures it:
-`Trainer`.
-"""
+"""Training of the small model in each variant, measured: `Trainer`."""
 
 from __future__ import annotations
 

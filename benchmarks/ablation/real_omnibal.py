@@ -1,6 +1,4 @@
-"""OmniBal's ablation with real compute, on 2 ranks: profiled, partitioned and recomputed as a user
-would do it.
-"""
+"""OmniBal's ablation with real compute on 2 ranks: profiled, partitioned, recomputed."""
 
 from __future__ import annotations
 

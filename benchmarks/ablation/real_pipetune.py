@@ -1,6 +1,4 @@
-"""PipeTune's ablation with real compute: a frozen encoder on 2 ranks, each step tuned by the
-profile of the model.
-"""
+"""PipeTune's ablation with real compute: a frozen encoder on 2 ranks, steps tuned."""
 
 from __future__ import annotations
 

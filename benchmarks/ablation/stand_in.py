@@ -1,5 +1,4 @@
-"""Stand-ins for stages that are too large for this machine: they wait for as long as each pass is
-modelled to take.
+"""Stand-in stages that wait for the modelled time of each pass.
 
 Nothing is computed, so many ranks can share few cores; what is measured is the runtime, its
 messages and its waiting. Activations are a few numbers, whatever the model's would be.

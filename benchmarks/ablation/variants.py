@@ -1,4 +1,4 @@
-"""What an ablation compares: `Variant`."""
+"""`Variant`: what an ablation compares."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What `benchmarks/dispatch_ablation.py` runs: samples, model and stand-ins, variants of a step,
-and the clock.
-"""
+"""Parts of `benchmarks/dispatch_ablation.py`: samples, models, variants of a step, clock."""
 
 import sys
 from pathlib import Path

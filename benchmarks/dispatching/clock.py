@@ -1,4 +1,4 @@
-"""Where a rank's time goes in a step of `benchmarks/dispatch_ablation.py`, and what it sends.
+"""Time of a rank in a step of `benchmarks/dispatch_ablation.py`, and what it sends.
 
 `Clock` splits a rank's time without gaps: computing of each phase, exchanges, gradients' sum, and
 waiting. To tell waiting from sending, ranks meet at a barrier before all that they do together;

@@ -1,5 +1,4 @@
-"""Samples that see, hear and read, for `benchmarks/dispatch_ablation.py`: uneven ones, the same on
-every rank.
+"""Uneven samples of three modalities for `benchmarks/dispatch_ablation.py`.
 
 Tasks differ in what they are made of (OrchMLLM, figure 3): questions about images, speech with its
 transcript, plain text, and both at once. Images are all of one size, 0 to 8 per sample; speech and

@@ -1,6 +1,4 @@
-"""Every rank gathers all features and keeps what it needs: OrchMLLM's strawman (section 5.2.1), to
-compare with.
-"""
+"""All features gathered on every rank: OrchMLLM's strawman (section 5.2.1)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The model of `benchmarks/dispatch_ablation.py`: vision encoder, audio encoder, their connectors,
-and an LLM.
+"""The model of `benchmarks/dispatch_ablation.py`: two encoders, connectors and an LLM.
 
 Real layers, float32. Images attend within themselves and are not padded; clips are padded to the
 batch's longest, as Whisper's convolutions need it; the LLM attends inside each sample and pads

@@ -1,6 +1,4 @@
-"""All variants of `benchmarks/dispatch_ablation.py` on one rank, taking turns step by step, and
-what was measured.
-"""
+"""All variants of `benchmarks/dispatch_ablation.py` on one rank, in turns per step."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Stand-in layers of `benchmarks/dispatch_ablation.py --standin`: they wait for their modelled
-time, computing little.
+"""Stand-in layers of `benchmarks/dispatch_ablation.py` that wait for their modelled time.
 
 So that more ranks than cores can run. A phase waits as long as its FLOPs would take at a rate,
 padding included, a third of it in the forward pass. Features are real tensors of the LLM's width,

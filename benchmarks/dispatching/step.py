@@ -1,5 +1,4 @@
-"""One step of a variant of OrchMLLM's dispatching on one rank, for
-`benchmarks/dispatch_ablation.py`.
+"""One step of a variant of OrchMLLM's dispatching on one rank.
 
 Plan, exchange, forward, backward, gradients' sum, optimizer, all with the project's own planner and
 exchange; what it is compared with goes home first (`two exchanges`) or gathers everything

@@ -1,3 +1,1 @@
-"""What `gpu_training.py` is made of: layers of published shapes, one GPU, and what is measured on
-it.
-"""
+"""Parts of `gpu_training.py`: layers of published shapes and measurements on one GPU."""

@@ -1,5 +1,4 @@
-"""Micro-batches for `gpu.layers`: sequences of drawn tokens and tiles of drawn numbers, on the
-device where they go.
+"""Random micro-batches for `gpu.layers`, made on the device.
 
 What is drawn does not change how long a layer takes. Each is made on the CPU; on the way to a GPU
 it is pinned, and nothing that the GPU computes is waited for.

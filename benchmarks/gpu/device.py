@@ -1,6 +1,4 @@
-"""The one device that a run has: its name, its data sheet, how fast it multiplies, and a world of
-one rank.
-"""
+"""The device of a run: its name, data sheet and matmul speed, and a world of one rank."""
 
 from __future__ import annotations
 

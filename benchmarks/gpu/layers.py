@@ -1,5 +1,4 @@
-"""Layers of the shapes that presets name, in plain torch: what `engine.cost_model.layer_list`
-models, to be measured.
+"""Layers of the presets' shapes in plain torch, to be measured.
 
 InternViT's: RMSNorm, normalised queries and keys, layer scale, GELU; other encoders: LayerNorm and
 none of the rest. InternLM2's: RMSNorm, grouped queries, rotary positions, SwiGLU, no biases.

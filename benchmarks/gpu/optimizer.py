@@ -1,5 +1,4 @@
-"""AdamW in float32 for weights in bf16: `MasterAdamW`, 12 bytes per parameter besides weights and
-gradients.
+"""AdamW in float32 for weights in bf16: `MasterAdamW`, 12 more bytes per parameter.
 
 A bf16 weight has 8 bits: most of Adam's steps are too small to change it. So a copy in float32
 takes them. Gradients become float32 one layer at a time: of the largest layer, 4 bytes per

@@ -1,6 +1,4 @@
-"""OmniBal's tables of partitions on measured layers: Table 4's methods, and Table 9's nine models.
-Simulated steps.
-"""
+"""OmniBal's tables 4 and 9 of partitions, simulated with measured layers."""
 
 from __future__ import annotations
 

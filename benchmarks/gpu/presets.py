@@ -1,6 +1,4 @@
-"""Which shapes are measured: presets', one GPU's part of them, a model of 2 B, and tiny ones for a
-CPU. Pure.
-"""
+"""Shapes to measure: presets', one GPU's part of them, a model of 2 B, and tiny ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`gpu_training.py profile`: layers of published models on one GPU, beside the analytical model,
-and what follows.
-"""
+"""`gpu_training.py profile`: layers of published models next to the analytical model."""
 
 from __future__ import annotations
 

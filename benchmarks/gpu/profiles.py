@@ -1,5 +1,4 @@
-"""Profiles of layers of published shapes, measured on one GPU, as those of whole models on several:
-`measure_shapes`.
+"""Profiles of published shapes measured on one GPU, as of whole models: `measure_shapes`.
 
 A model of 26 B does not fit, but one layer of each kind does, and layers of a kind cost the same.
 One tensor-parallel GPU's part of a layer is measured as such; what its group sends over NVLink, and

@@ -1,6 +1,4 @@
-"""What a run leaves: tables on the screen and in a text file, figures as JSON beside it, both with
-what made them.
-"""
+"""Results of a run as tables and JSON, with what made them."""
 
 from __future__ import annotations
 

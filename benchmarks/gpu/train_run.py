@@ -1,6 +1,4 @@
-"""`gpu_training.py train`: a model of 2 B on one GPU, packed against padded, adaptive recomputation
-against full.
-"""
+"""`gpu_training.py train`: a model of 2 B, packed against padded, adaptive recomputation."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A model in training on one device: profiled, run in one way or another, and what each way takes:
-`Trainer`.
+"""A model in training on one device, profiled and run in each variant: `Trainer`.
 
 The whole model is one stage of a pipeline. A step is timed from the moment its micro-batches are on
 the device: its passes by themselves, and with the optimizer. On a GPU its allocator counts memory,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from balance.errors import IsobatchError
 
@@ -83,11 +84,4 @@ def _key(tensor: Tensor) -> int:
 
 def _tensors(values: Any) -> Iterator[Tensor]:
     """All tensors in nested tuples, lists and dicts."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, Mapping):
-        for value in values.values():
-            yield from _tensors(value)
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _tensors(value)
+    return (value for value in tree_leaves(values) if isinstance(value, Tensor))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -20,14 +20,6 @@ FIRST_LOST = "isobatch/first_lost"
 ANSWERED = "isobatch/answered"
 ROLL_CALL_S = 3.0
 """Time that the other ranks have to say that they are alive, if it is not clear who is gone."""
-
-
-class _Store(Protocol):
-    """The lookups of a `torch.distributed.Store`."""
-
-    def check(self, keys: list[str], /) -> bool: ...
-
-    def get(self, key: str, /) -> bytes: ...
 
 
 class PeerLost(IsobatchError, RuntimeError):
@@ -78,7 +70,7 @@ def _first_lost(others: Sequence[int], seen: int | None) -> int | None:
         return seen
 
 
-def _roll_call(store: _Store, others: Sequence[int]) -> int | None:
+def _roll_call(store: Any, others: Sequence[int]) -> int | None:
     """Rank that does not answer; a collective that fails does not say which one it is."""
     deadline = time.monotonic() + ROLL_CALL_S
     while True:

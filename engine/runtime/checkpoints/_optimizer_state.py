@@ -76,12 +76,14 @@ def merge_options(ranks: Sequence[Options]) -> Options:
 
 
 def load_into(
-    optimizer: Optimizer, layers: Layers, tensors: Mapping[str, Tensor], options: Options
+    optimizer: Optimizer | None, layers: Layers, tensors: Mapping[str, Tensor], options: Options
 ) -> None:
     """Restore `tensors_of` and `merge_options`. Parameters without saved state start from scratch.
 
     ConfigError if parameters of one group had different options.
     """
+    if optimizer is None:
+        return
     values_of = {name: group["values"] for group in options for name in group["parameters"]}
     names = {id(weight): name for name, weight in parameters_of(layers).items()}
     fields: dict[str, dict[str, Tensor]] = {}

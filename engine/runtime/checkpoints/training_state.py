@@ -124,7 +124,7 @@ def load_state(folder: Path, layers: Layers, optimizer: Optimizer | None) -> Pro
     with _torch_errors(lambda error, rank: _damaged(newest, error, rank)) as alone:
         load({_ROOT: tensors}, checkpoint_id=newest, no_dist=alone)
     moments = _with_prefix(_OPTIMIZER, tensors)
-    on_all_ranks(lambda: _restore(optimizer, layers, moments, content["options"]))
+    on_all_ranks(lambda: load_into(optimizer, layers, moments, content["options"]))
     return Progress(step=content["step"], loader=content["loader"])
 
 
@@ -182,13 +182,6 @@ def _saved(state: Path) -> dict[str, TensorStorageMetadata]:
         for key, entry in found
         if isinstance(entry, TensorStorageMetadata)
     }
-
-
-def _restore(
-    optimizer: Optimizer | None, layers: Layers, moments: Mapping[str, Tensor], options: Options
-) -> None:
-    if optimizer is not None:
-        load_into(optimizer, layers, moments, options)
 
 
 def _with_prefix(prefix: str, named: Mapping[str, T]) -> dict[str, T]:

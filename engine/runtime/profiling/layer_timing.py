@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -196,7 +195,7 @@ def layer_bytes(layer: IsolatedLayer) -> LayerBytes:
     )
 
 
-def _backward_peak(layer: IsolatedLayer, meter: _Meter) -> int:
+def _backward_peak(layer: IsolatedLayer, meter: _CudaMeter | LiveBytes) -> int:
     inputs = _copies(layer)
     made = layer.forward(inputs)
     inputs.clear()
@@ -255,20 +254,8 @@ def _live_bytes(storages: _Storages) -> int:
     return sum(size for reference, size in storages.values() if reference() is not None)
 
 
-class _Meter(Protocol):
-    """Bytes of tensors made since the meter was entered."""
-
-    @property
-    def live_bytes(self) -> int: ...
-
-    @property
-    def peak_bytes(self) -> int: ...
-
-    def restart(self) -> None: ...
-
-
 class _CudaMeter:
-    """Bytes by torch's CUDA allocator, which rounds each tensor up."""
+    """As `LiveBytes`, by torch's CUDA allocator, which rounds each tensor up."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -287,7 +274,7 @@ class _CudaMeter:
 
 
 @contextmanager
-def _meter(device: torch.device) -> Iterator[_Meter]:
+def _meter(device: torch.device) -> Iterator[_CudaMeter | LiveBytes]:
     if device.type == "cuda":
         yield _CudaMeter(device)
     else:
