@@ -6,67 +6,63 @@ Public names are imported when they are first used: numba's runtime takes .5 s a
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from balance.lazy_exports import lazy_exports
 
-_EXPORTS = {
-    "balance.baseline_samplers": ("BASELINES", "as_groups"),
-    "balance.errors": (
-        "ConfigError",
-        "DamagedShard",
-        "DataError",
-        "IsobatchError",
-        "MediaRejected",
-    ),
-    "balance.flops": ("ComputeLoad", "FlopsModel", "GpuSpeed"),
-    "balance.grouping.activation_memory": ("ActivationBudget",),
-    "balance.grouping.best_fit": ("group_best_fit",),
-    "balance.grouping.caps": ("GroupOptions", "choose_limits", "choose_limits_omnibal"),
-    "balance.grouping.isf": ("group_isf",),
-    "balance.grouping.resources": ("Resource",),
-    "balance.media.audio_tokens": ("AudioPlan", "AudioRejected", "AudioRule", "plan_audio"),
-    "balance.media.image_tokens": ("ImagePlan", "ImageRejected", "plan_image"),
-    "balance.metrics": (
-        "autocorrelation",
-        "dist_ratio",
-        "fill",
-        "lower_bounds",
-        "pad_ratio",
-        "padded_loads",
-        "source_entropy",
-    ),
-    "balance.order.block_shuffle": ("BlockShuffle", "GroupOrder", "OrderConfig", "choose_order"),
-    "balance.order.global_shuffle": ("GlobalShuffle",),
-    "balance.order.regroup": ("regroup",),
-    "balance.order.sort_groups": ("arrange_sources", "sort_groups", "source_shares"),
-    "balance.presets": ("DatasetPreset", "ModelPreset", "load_dataset", "load_model"),
-    "balance.steps.all_to_all": ("CommVolumes", "Permutation", "comm_volumes", "from_assignment"),
-    "balance.steps.node_placement": ("place_batches",),
-    "balance.steps.post_balancing": (
-        "as_batches",
-        "balance_conv",
-        "balance_padded",
-        "balance_padded_attention",
-        "balance_squares",
-        "balance_sums",
-    ),
-    "balance.steps.repack": ("cluster_costs", "cluster_orders", "pack_balanced"),
-    "balance.steps.step_planner": ("StepAssignment", "StepPlanner", "StepRequest"),
-    "balance.types": ("Counts", "Groups", "Limits"),
-}
-_MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
-
-__all__ = sorted(_MODULES)  # noqa: PLE0605
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used."""
-    if name not in _MODULES:
-        raise AttributeError(f"module 'balance' has no attribute {name!r}")
-    value = getattr(import_module(_MODULES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__all__, __getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "balance.baseline_samplers": ("BASELINES", "as_groups"),
+        "balance.errors": (
+            "ConfigError",
+            "DamagedShard",
+            "DataError",
+            "IsobatchError",
+            "MediaRejected",
+        ),
+        "balance.flops": ("ComputeLoad", "FlopsModel", "GpuSpeed"),
+        "balance.grouping.activation_memory": ("ActivationBudget",),
+        "balance.grouping.best_fit": ("group_best_fit",),
+        "balance.grouping.caps": ("GroupOptions", "choose_limits", "choose_limits_omnibal"),
+        "balance.grouping.isf": ("group_isf",),
+        "balance.grouping.resources": ("Resource",),
+        "balance.media.audio_tokens": ("AudioPlan", "AudioRejected", "AudioRule", "plan_audio"),
+        "balance.media.image_tokens": ("ImagePlan", "ImageRejected", "plan_image"),
+        "balance.metrics": (
+            "autocorrelation",
+            "dist_ratio",
+            "fill",
+            "lower_bounds",
+            "pad_ratio",
+            "padded_loads",
+            "source_entropy",
+        ),
+        "balance.order.block_shuffle": (
+            "BlockShuffle",
+            "GroupOrder",
+            "OrderConfig",
+            "choose_order",
+        ),
+        "balance.order.global_shuffle": ("GlobalShuffle",),
+        "balance.order.regroup": ("regroup",),
+        "balance.order.sort_groups": ("arrange_sources", "sort_groups", "source_shares"),
+        "balance.presets": ("DatasetPreset", "ModelPreset", "load_dataset", "load_model"),
+        "balance.steps.all_to_all": (
+            "CommVolumes",
+            "Permutation",
+            "comm_volumes",
+            "from_assignment",
+        ),
+        "balance.steps.node_placement": ("place_batches",),
+        "balance.steps.post_balancing": (
+            "as_batches",
+            "balance_conv",
+            "balance_padded",
+            "balance_padded_attention",
+            "balance_squares",
+            "balance_sums",
+        ),
+        "balance.steps.repack": ("cluster_costs", "cluster_orders", "pack_balanced"),
+        "balance.steps.step_planner": ("StepAssignment", "StepPlanner", "StepRequest"),
+        "balance.types": ("Counts", "Groups", "Limits"),
+    },
+)
