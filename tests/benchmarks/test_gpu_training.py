@@ -159,7 +159,8 @@ def test_without_a_gpu_it_says_so_in_one_line(tmp_path):
     )
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        "torch sees no GPU; run this where there is one, or give --tiny to see the path run on a CPU"
+        "torch sees no GPU; run this where there is one, or give --tiny to see the path run on a"
+        " CPU"
     ]
 
 

@@ -134,7 +134,8 @@ def test_json_holds_the_plan_and_what_it_is_compared_with(call):
 def test_a_file_gives_what_options_do_not(call, tmp_path):
     file = tmp_path / "plan.toml"
     file.write_text(
-        'model = "internvl_1_5"\nimages = 9\nseq_len = 4096\ntp = 4\ncluster = "a100_80g"\nfrozen = ["llm"]\npp = 4\n'
+        'model = "internvl_1_5"\nimages = 9\nseq_len = 4096\ntp = 4\ncluster = "a100_80g"\n'
+        'frozen = ["llm"]\npp = 4\n'
     )
     _, shown, _ = call("plan", "--config", file, "--pp", 2, "--json")
     inputs = json.loads(shown)["plan"]["inputs"]

@@ -1,5 +1,5 @@
-"""Every line of the tables in docs/reference/bad_input.md: what can be used is used, the rest is rejected
-with its reason.
+"""Every line of the tables in docs/reference/bad_input.md: what can be used is used, the rest is
+rejected with its reason.
 """
 
 import io

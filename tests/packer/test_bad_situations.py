@@ -1,5 +1,5 @@
-"""Every line of the table of situations in docs/reference/bad_input.md, with the real command: one clear
-line, no traceback.
+"""Every line of the table of situations in docs/reference/bad_input.md, with the real command: one
+clear line, no traceback.
 """
 
 import gzip
@@ -154,7 +154,8 @@ def test_the_output_is_of_another_build(raw, tmp_path):
 
 @situation(
     "more samples are rejected than `--max-rejected` allows (default 5 %)",
-    "stops and leaves rejected.parquet; with a higher value the same command goes on and does not count again",
+    "stops and leaves rejected.parquet;"
+    " with a higher value the same command goes on and does not count again",
     1,
 )
 def test_too_many_rejected(tmp_path):
@@ -229,7 +230,8 @@ def test_a_full_disk(tmp_path, disk, stage):
     first = tmp_path / "first.txt"
     script = (
         f'mount -t tmpfs -o size=600k none {folder} || exit 9; "$@" 2> {first} && exit 9;'
-        f' test -e {folder}/out/manifest.json && exit 9; mount -o remount,size=64m {folder} && exec "$@"'
+        f" test -e {folder}/out/manifest.json && exit 9;"
+        f' mount -o remount,size=64m {folder} && exec "$@"'
     )
     printed, _ = run([*private, script, "sh", *command])
     require_clear(first.read_text(), "no space left on device")

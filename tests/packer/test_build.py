@@ -314,7 +314,8 @@ def test_a_killed_build_goes_on_and_ends_as_if_undisturbed(tmp_path, moment):
     script = (
         "import io, sys, json\nfrom rich.console import Console\nfrom packer.build import Builder\n"
         "from packer.config import BuildConfig\nfrom packer.progress import StageProgress\n"
-        "Builder(BuildConfig(**json.loads(sys.argv[1])), StageProgress(Console(file=io.StringIO()))).build()"
+        "config = BuildConfig(**json.loads(sys.argv[1]))\n"
+        "Builder(config, StageProgress(Console(file=io.StringIO()))).build()"
     )
     values = json.dumps(options(folder, out, shard_mb=1))
     child = subprocess.Popen([sys.executable, "-c", script, values])

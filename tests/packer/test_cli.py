@@ -191,7 +191,8 @@ def test_llava665k_packs_data_of_its_real_layout(run, tmp_path):
     rows.append(record("text-only") | {"model": "vicuna"})
     (root / "llava_v1_5_mix665k.json").write_text(json.dumps(rows))
     status, printed, _ = run(
-        "build", "--dataset", "llava665k", "--data-root", root, "--model", "llava_1_5", "--workers", 1,
+        "build", "--dataset", "llava665k", "--data-root", root, "--model", "llava_1_5",
+        "--workers", 1,
         "--tokenizer", options(root, "")["tokenizer"], "--out", tmp_path / "out",
     )  # fmt: skip
     assert status == 0
@@ -199,7 +200,10 @@ def test_llava665k_packs_data_of_its_real_layout(run, tmp_path):
 
 
 def test_packing_and_its_help_need_no_torch():
-    script = "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None; import packer.cli, balance.grouping.isf"
+    script = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None;"
+        " import packer.cli, balance.grouping.isf"
+    )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 

@@ -283,7 +283,8 @@ from packer.build import Builder
 from packer.config import BuildConfig
 from packer.progress import StageProgress
 if __name__ == "__main__":
-    Builder(BuildConfig(**json.loads(sys.argv[1])), StageProgress(Console(file=io.StringIO()))).build()
+    config = BuildConfig(**json.loads(sys.argv[1]))
+    Builder(config, StageProgress(Console(file=io.StringIO()))).build()
 """
 
 

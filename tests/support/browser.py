@@ -40,17 +40,22 @@ SECONDS = 60
 
 MEASURE = """(() => {
   const box = (element) => { const r = element.getBoundingClientRect();
-    return {text: element.textContent.trim(), left: r.left, right: r.right, top: r.top, bottom: r.bottom}; };
+    return {text: element.textContent.trim(),
+      left: r.left, right: r.right, top: r.top, bottom: r.bottom}; };
   return {
     background: getComputedStyle(document.body).backgroundColor,
     width: innerWidth, page_width: document.documentElement.scrollWidth,
     page_height: document.documentElement.scrollHeight,
-    charts: [...document.querySelectorAll("svg")].map((svg) => ({...box(svg), text: svg.getAttribute("aria-label"),
-      texts: [...svg.querySelectorAll("text")].map(box), shapes: [...svg.querySelectorAll("path, rect")].map(box)})),
-    images: [...document.querySelectorAll("img")].map((img) => ({...box(img), natural: img.naturalWidth})),
+    charts: [...document.querySelectorAll("svg")].map((svg) => ({
+      ...box(svg), text: svg.getAttribute("aria-label"),
+      texts: [...svg.querySelectorAll("text")].map(box),
+      shapes: [...svg.querySelectorAll("path, rect")].map(box)})),
+    images: [...document.querySelectorAll("img")].map(
+      (img) => ({...box(img), natural: img.naturalWidth})),
     blocks: [...document.querySelectorAll(
       "h1, h2, h3, p, th, td, .card b, .card span, figure, .figure, .load > b, .content"
-    )].map((element) => ({...box(element), clipped: element.scrollWidth > element.clientWidth + 1})),
+    )].map((element) => ({
+      ...box(element), clipped: element.scrollWidth > element.clientWidth + 1})),
   };
 })()"""
 """What a person would look at, in CSS pixels."""

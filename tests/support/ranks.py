@@ -84,7 +84,7 @@ def _say(folder, rank, world_size, work, arguments):
 def launch(
     world_size: int, folder: Path, script: Path | str, *arguments: object, most_s: float = 120.0
 ):
-    """Run a script, or a module given by name, on all ranks as torchrun does, told by the same variables; -> as
+    """Run a script, or a module given by name, on all ranks as torchrun does; -> as
     `subprocess.run`.
 
     Sooner by what torchrun takes to import everything for itself and for each rank. `folder`: for

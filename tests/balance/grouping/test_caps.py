@@ -58,7 +58,7 @@ def by_paper(counts, **changes):
     )
 
 
-def test_the_papers_rule_takes_the_ratio_of_the_data_and_the_least_of_longest_context_and_given_cap():
+def test_the_papers_rule_takes_the_ratio_of_the_data_and_the_least_of_the_three_caps():
     counts = counts_of([1, 2, 3, 2], [500, 1000, 1500, 1000])
     assert by_paper(counts).max_seq_len == 1500
     assert by_paper(counts, context_len=1200).max_seq_len == 1200

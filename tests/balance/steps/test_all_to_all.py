@@ -65,7 +65,8 @@ def test_items_move_with_their_examples(
     problem: tuple[list[IntArray], IntArray], random: object
 ) -> None:
     (targets,), offsets = problem
-    counts = np.array([random.randint(0, 3) for _ in targets], np.int64)  # type: ignore[attr-defined]
+    drawn = [random.randint(0, 3) for _ in targets]  # type: ignore[attr-defined]
+    counts = np.array(drawn, np.int64)
     examples = from_assignment(targets, offsets)
     items = examples.expand(counts)
     names = [

@@ -22,7 +22,8 @@ from support.oracles import post_balancing_oracle as oracle
 
 
 def drawn(seed: int, num: int, longest: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, longest + 1, num).tolist()  # type: ignore[no-any-return]
+    drawn = np.random.default_rng(seed).integers(0, longest + 1, num)
+    return drawn.tolist()  # type: ignore[no-any-return]
 
 
 lengths_st = st.one_of(

@@ -14,7 +14,8 @@ from support.costs.chart_steps import chart_step
 PROGRAM = find_browser()
 pytestmark = pytest.mark.skipif(
     PROGRAM is None,
-    reason="no headless Chromium: run scripts/get_browser.py, put one in PATH, or name one in ISOBATCH_BROWSER",
+    reason="no headless Chromium: run scripts/get_browser.py, put one in PATH, or name one in"
+    " ISOBATCH_BROWSER",
 )
 MODES = {"light": False, "dark": True}
 EDGE = 1.0
@@ -28,7 +29,8 @@ MEASURE = """(() => {
     charts: [...document.querySelectorAll("svg.zoomed")].map((svg) => ({...box(svg),
       bars: [...svg.querySelectorAll("rect")].map(box),
       texts: [...svg.querySelectorAll("text")].map(box).filter((b) => b.right > b.left)})),
-    names: [...document.querySelectorAll(".names div, .card b, .card span, .legend span, .zooms label, h1, h2, p")]
+    names: [...document.querySelectorAll(
+        ".names div, .card b, .card span, .legend span, .zooms label, h1, h2, p")]
       .map((element) => ({...box(element), clipped: element.scrollWidth > element.clientWidth + 1
         && element.clientWidth > 0})),
   };

@@ -117,7 +117,8 @@ def test_a_group_takes_about_the_time_of_21_gpu_days():
     """21.3 GPU days for 1.2 M samples, 4.6 per group, on pipelines of 8 GPUs: .88 s per group, 37 %
     MFU.
     """
-    count = 56  # of 4.6 samples on 4 replicas: about the global batch of 1,024 that InternVL trains with
+    # of 4.6 samples on 4 replicas: about the global batch of 1,024 that InternVL trains with
+    count = 56
     costs = internvl(count=count)
     nothing = np.zeros(costs.num_layers, np.bool_)
     outcome = evaluate(

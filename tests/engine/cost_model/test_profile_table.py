@@ -146,7 +146,7 @@ def test_a_phase_with_nothing_to_do_costs_nothing():
         (
             30,
             [100],
-            r"a micro-batch has 30,750 vision tokens, the profile's largest 14,350: .* up to 1.25 times",
+            r"a micro-batch has 30,750 vision tokens, the profile's largest 14,350: .* up to 1.25",
         ),
         (1, [11_000], r"11,000 llm tokens, the profile's largest 8,192"),
     ],

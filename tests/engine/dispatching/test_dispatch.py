@@ -146,7 +146,7 @@ def test_every_ablation_costs_time_as_in_the_paper():
     assert all(mean["full"] < time for name, time in mean.items() if name != "full")
 
 
-def test_node_wise_placement_keeps_inputs_in_their_node_and_features_where_inputs_are_read_directly():
+def test_node_wise_placement_keeps_inputs_in_their_node_and_features_where_inputs_are_read():
     inputs, features = dict.fromkeys((False, True), 0.0), dict.fromkeys((False, True), 0.0)
     for seed, node_wise in product(range(5), (False, True)):
         examples = examples_of(seed, 64, 25)

@@ -41,7 +41,8 @@ def test_a_loss_that_is_not_finite_and_a_wrong_shape_name_their_samples_on_all_r
         )
     assert said[0]["mismatch type"] == "SpecMismatch"
     assert said[0]["mismatch"] == (
-        "the output of layer 4 for micro-batch 1 (samples a1, b1): 'features' has the shape (2, 16), but the model's "
+        "the output of layer 4 for micro-batch 1 (samples a1, b1): "
+        "'features' has the shape (2, 16), but the model's "
         "specs say (1, 2)"
     )
     assert said[1]["mismatch type"] == "PeerLost"

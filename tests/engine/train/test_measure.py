@@ -1,5 +1,5 @@
-"""`python -m engine measure` on two ranks: what it writes is a profile, evidence, and a plan that the
-training takes.
+"""`python -m engine measure` on two ranks: what it writes is a profile, evidence, and a plan that
+the training takes.
 """
 
 import gc

@@ -344,7 +344,7 @@ def test_a_plan_or_profile_that_is_not_for_this_run_is_refused_in_one_line(
     wide.text_config.intermediate_size = 96
     wide.save_pretrained(tmp_path / "wide")
     refused = {
-        f"--plan={tmp_path / 'plan.json'}": "the plan is for tiny (1 patch_embedding, 2 vision_layer, ",
+        f"--plan={tmp_path / 'plan.json'}": "the plan is for tiny (1 patch_embedding, 2 vision_la",
         f"--plan={two / 'internvl' / 'plan.json'}": "the plan is for pipelines of 2 ranks",
         profile: "is a profile of 1 patch_embedding, 2 vision_layer, ",
         own: "is a profile of a model whose llm_layer 0 has 9,",

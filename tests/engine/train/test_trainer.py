@@ -1,5 +1,5 @@
-"""`python -m engine train`, really launched: the losses of one process, by a plan, on any ranks, killed
-and continued.
+"""`python -m engine train`, really launched: the losses of one process, by a plan, on any ranks,
+killed and continued.
 """
 
 import contextlib

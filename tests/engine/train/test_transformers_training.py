@@ -77,8 +77,8 @@ def test_two_ranks_saved_and_continued_by_others_give_losses_and_weights_of_one(
     assert run_here(build, steps=STEPS, figures=tmp_path / "alone") == 0
     output = capsys.readouterr().out
     assert (
-        "stage 0: patch_embedding, vision_layer 0, vision_layer 1, vision_projector, token_embedding"
-        in output
+        "stage 0: patch_embedding, vision_layer 0, vision_layer 1, vision_projector, "
+        "token_embedding" in output
     )
     expected = losses(tmp_path / "alone")
     assert sorted(expected) == list(range(STEPS))

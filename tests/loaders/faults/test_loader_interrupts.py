@@ -44,7 +44,8 @@ def url(s3, build):
 
 PROGRAM = """
 import atexit, sys
-atexit.register(print, "let go", flush=True)  # registered first, so called last: then only the interpreter is left
+# registered first, so called last: then only the interpreter is left
+atexit.register(print, "let go", flush=True)
 import torch
 from torch.utils.data import DataLoader
 from loaders import StreamingLoader
@@ -53,10 +54,13 @@ from loaders.integrations.torch_dataset import StepDataset
 url, cache, workers, *_ = sys.argv[1:]
 torch.set_num_threads(1)
 loader = StreamingLoader(
-    url, dp_rank=0, dp_world_size=1, workers=int(workers), storage=StorageOptions(cache_dir=cache, timeout_s=600)
+    url, dp_rank=0, dp_world_size=1, workers=int(workers),
+    storage=StorageOptions(cache_dir=cache, timeout_s=600),
 )
 if "DataLoader" in sys.argv:
-    loader = DataLoader(StepDataset(loader), batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    loader = DataLoader(
+        StepDataset(loader), batch_size=None, num_workers=1, multiprocessing_context="spawn"
+    )
 for _ in loader:
     pass
 """
@@ -123,7 +127,8 @@ from support.loading.contents import content
 from loaders import StreamingLoader
 from loaders.read.build import StorageOptions
 def steps(url, **options):
-    loader = StreamingLoader(url, dp_rank=0, dp_world_size=1, workers=2, pixel_dtype=torch.uint8, **options)
+    options |= {"workers": 2, "pixel_dtype": torch.uint8}
+    loader = StreamingLoader(url, dp_rank=0, dp_world_size=1, **options)
     found = [content(step) for step in loader], loader.stats().cache_hits
     loader.close()
     return found

@@ -253,5 +253,5 @@ def test_tables_that_are_missing_or_of_another_build_are_refused(tmp_path):
     with pytest.raises(DataError, match="do not fit index"):
         StreamingLoader(root, dp_rank=0, dp_world_size=1, regroup="epoch")
     (root / "counts.parquet").unlink()
-    with pytest.raises(DataError, match="copy them next to index.arrow, or build again"):
+    with pytest.raises(DataError, match=r"copy them next to index.arrow, or build again"):
         StreamingLoader(root, dp_rank=0, dp_world_size=1, regroup="epoch")

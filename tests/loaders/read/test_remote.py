@@ -204,7 +204,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         path = sys.argv[1] + self.path
         if not os.path.isfile(path):
-            self.send_response(404); self.send_header("Content-Length", "0"); self.end_headers(); return
+            self.send_response(404); self.send_header("Content-Length", "0"); self.end_headers()
+            return
         content = open(path, "rb").read()
         window = re.match(r"bytes=(\\d+)-(\\d+)", self.headers.get("Range", ""))
         start, end = (int(window[1]), int(window[2]) + 1) if window else (0, len(content))

@@ -158,7 +158,8 @@ def test_images_and_clips_without_markup_between_them_are_told_apart():
     ids = np.array([1, 9, 9, 9, 9, 9, 8, 8, 8, 5], np.int32)
     pieces = read_pieces(ids, np.full(10, -100, np.int32), files, None)
     assert [(str(piece.kind), piece.file, len(piece.input_ids)) for piece in pieces] == [
-        ("text", None, 1), ("image", 0, 3), ("image", 1, 2), ("audio", 0, 1), ("audio", 1, 2), ("text", None, 1),
+        ("text", None, 1), ("image", 0, 3), ("image", 1, 2),
+        ("audio", 0, 1), ("audio", 1, 2), ("text", None, 1),
     ]  # fmt: skip
     assert read_pieces(ids[:0], ids[:0], files, None) == ()
 

@@ -23,7 +23,8 @@ from support.builds.report_data import make_counts, write_build
 PROGRAM = find_browser()
 pytestmark = pytest.mark.skipif(
     PROGRAM is None,
-    reason="no headless Chromium: run scripts/get_browser.py, put one in PATH, or name one in ISOBATCH_BROWSER",
+    reason="no headless Chromium: run scripts/get_browser.py, put one in PATH, or name one in"
+    " ISOBATCH_BROWSER",
 )
 MODES = {"light": False, "dark": True}
 EDGE = 1.0
@@ -156,8 +157,9 @@ def test_the_page_of_a_group_is_readable(browser, group_page, width, mode, tmp_p
 def test_a_bad_page_is_seen_to_be_bad(browser, tmp_path):
     page = tmp_path / "bad.html"
     page.write_text(
-        '<body><svg width="200" height="50"><text x="9" y="20">one thing</text><text x="20" y="22">another</text></svg>'
-        '<p style="width:1500px">wide</p><img src="elsewhere.png"><script>console.log(1); throw Error("x")</script>'
+        '<body><svg width="200" height="50"><text x="9" y="20">one thing</text>'
+        '<text x="20" y="22">another</text></svg><p style="width:1500px">wide</p>'
+        '<img src="elsewhere.png"><script>console.log(1); throw Error("x")</script>'
     )
     browser.open(page)
     shown = browser.measure()

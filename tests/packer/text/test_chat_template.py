@@ -11,8 +11,8 @@ COPIES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>\n{
 STRIPS = COPIES.replace("m.content", "m.content | trim")
 READS = COPIES.replace("m.content", "m.content.split('#')[-1]")
 LAST = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content if loop.last else m.content.replace('b', 'BBB') }}"
-    "</{{ m.role }}>\n{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>"
+    "{{ m.content if loop.last else m.content.replace('b', 'BBB') }}</{{ m.role }}>\n{% endfor %}"
 )
 # each looks into the texts
 LOOKS = {
@@ -26,7 +26,7 @@ LOOKS = {
     "slices": "{{ m.content[:1] }}{{ m.content }}",
     "loops": "{% for c in m.content %}-{% endfor %}{{ m.content }}",
     "joined first": "{% if (m.content + 'x')[0] == 'b' %}!{% endif %}{{ m.content }}",
-    "joined first, from the left": "{% if ('x' + m.content)[1:] == 'b' %}!{% endif %}{{ m.content }}",
+    "joined from the left": "{% if ('x' + m.content)[1:] == 'b' %}!{% endif %}{{ m.content }}",
     "concatenated": "{% if (m.content ~ 'x')[0] == 'b' %}!{% endif %}{{ m.content }}",
     "formatted": "{% if ('%s' % m.content) == 'b' %}!{% endif %}{{ m.content }}",
     "format": "{% if '{}'.format(m.content) == 'b' %}!{% endif %}{{ m.content }}",
@@ -35,10 +35,13 @@ LOOKS = {
     "json": "{% if m | tojson | length > 40 %}!{% endif %}{{ m.content }}",
     "json text": "{{ m.content | tojson }}",
     "block": "{% set x %}{{ m.content }}{% endset %}{% if x == 'b' %}!{% endif %}{{ x }}",
-    "macro": "{% macro f(x) %}{{ x }}{% endmacro %}{% if f(m.content) == 'b' %}!{% endif %}{{ m.content }}",
+    "macro": "{% macro f(x) %}{{ x }}{% endmacro %}"
+    "{% if f(m.content) == 'b' %}!{% endif %}{{ m.content }}",
     "namespace": "{% set n = namespace(t=m.content) %}{% if n.t == 'b' %}!{% endif %}{{ n.t }}",
-    "mapped": "{% if 'b' in messages | map(attribute='content') | list %}!{% endif %}{{ m.content }}",
-    "selected": "{{ messages | selectattr('content', 'equalto', 'b') | list | length }}{{ m.content }}",
+    "mapped": "{% if 'b' in messages | map(attribute='content') | list %}!{% endif %}"
+    "{{ m.content }}",
+    "selected": "{{ messages | selectattr('content', 'equalto', 'b') | list | length }}"
+    "{{ m.content }}",
     "whole": "{% if (m | string) == 'b' %}!{% endif %}{{ m.content }}",
     "minimum": "{{ [m.content, 'b'] | min }}",
     "ordered": "{% if m.content < 'b' %}!{% endif %}{{ m.content }}",

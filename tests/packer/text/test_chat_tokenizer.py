@@ -52,8 +52,12 @@ MARKED_TEMPLATE = """
 PARTS_TEMPLATE = """
 {%- for message in messages -%}
     {{ message.role | upper + ': ' }}
-    {%- for part in message.content | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor -%}
-    {%- for part in message.content | selectattr('type', 'equalto', 'text') %}{{ part.text + ' ' }}{% endfor -%}
+    {%- for part in message.content | selectattr('type', 'equalto', 'image') -%}
+        {{ '<image>\n' }}
+    {%- endfor -%}
+    {%- for part in message.content | selectattr('type', 'equalto', 'text') -%}
+        {{ part.text + ' ' }}
+    {%- endfor -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ 'ASSISTANT: ' }}{%- endif -%}
 """
@@ -392,7 +396,8 @@ def test_content_lists_get_the_markup_when_the_template_writes_no_image_of_its_o
     [
         (None, [Turn("user", "a\ud800b")], "invalid_utf8", "character 1"),
         (None, [], "chat_template", "empty"),
-        ("{{ raise_exception('roles must alternate') if messages|length > 1 else messages[0].content }}",
+        ("{{ raise_exception('roles must alternate') if messages|length > 1"
+         " else messages[0].content }}",
          [Turn("user", "a"), Turn("user", "b")], "chat_template", "roles must alternate"),
         ("{{ messages[0].content + (messages[1].nothing.at_all if messages|length > 1 else '') }}",
          [Turn("user", "a"), Turn("user", "b")], "chat_template", "nothing"),

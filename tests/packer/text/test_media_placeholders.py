@@ -51,8 +51,12 @@ NUMBERING_TEMPLATE = """
 IMAGE_PARTS_TEMPLATE = """
 {%- for message in messages -%}
     {{ message.role | upper + ': ' }}
-    {%- for part in message.content | selectattr('type', 'equalto', 'image') %}{{ '<IMG_CONTEXT>\n' }}{% endfor -%}
-    {%- for part in message.content | selectattr('type', 'equalto', 'text') %}{{ part.text + ' ' }}{% endfor -%}
+    {%- for part in message.content | selectattr('type', 'equalto', 'image') -%}
+        {{ '<IMG_CONTEXT>\n' }}
+    {%- endfor -%}
+    {%- for part in message.content | selectattr('type', 'equalto', 'text') -%}
+        {{ part.text + ' ' }}
+    {%- endfor -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ 'ASSISTANT: ' }}{%- endif -%}
 """

@@ -1,5 +1,5 @@
-"""Every line of the table of samples in docs/reference/bad_input.md: the records and files, and what shall
-become of them.
+"""Every line of the table of samples in docs/reference/bad_input.md: the records and files, and
+what shall become of them.
 """
 
 import base64
@@ -13,9 +13,10 @@ from support.builds import bad_pictures as pictures
 from support.builds.raw_data import record
 
 STRICT_TEMPLATE = (
-    "{% for message in messages %}{% if message['role'] != ('assistant' if loop.index0 % 2 else 'user') %}"
-    "{{ raise_exception('roles must alternate') }}{% endif %}{{ '<|im_start|>' + message['role'] + '\\n'"
-    " + message['content'] + '<|im_end|>' }}{% endfor %}"
+    "{% for message in messages %}"
+    "{% if message['role'] != ('assistant' if loop.index0 % 2 else 'user') %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 BUILDS: dict[str, dict[str, Any]] = {

@@ -117,7 +117,8 @@ def test_equal_layers_are_one_kind_unless_one_has_nothing_trained_before_it(chai
     ]
     assert [layer["kind"] for layer in alike["layers"]] == [0, 1, 1, 2]
     assert chains[0]["unlike"] == (
-        "layers block 0 and block 1 are of one kind, block, but have 70 and 154 parameters; give them different kinds"
+        "layers block 0 and block 1 are of one kind, block, but have 70 and 154 parameters; "
+        "give them different kinds"
     )
 
 
