@@ -22,7 +22,7 @@ from torch import nn
 from balance.errors import ConfigError
 from balance.types import IntArray
 from engine.charts.measured import measured_timeline
-from engine.runtime.communication.consistency import check_consistent, describe_step
+from engine.runtime._consistency import check_consistent, describe_step
 from engine.runtime.communication.p2p_schedule import make_p2p_schedule, reordered
 from engine.runtime.communication.process_groups import make_groups, open_links, sum_gradients
 from engine.runtime.errors import peer_errors

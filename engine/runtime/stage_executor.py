@@ -18,10 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from balance.errors import ConfigError
 from balance.types import IntArray
+from engine.runtime._detached_backward import BackwardHandle
+from engine.runtime._step_status import StepStatus
 from engine.runtime.communication.p2p import P2PQueue
 from engine.runtime.communication.p2p_schedule import Message, make_p2p_schedule
 from engine.runtime.communication.process_groups import ProcessGroups
-from engine.runtime.detached_backward import BackwardHandle
 from engine.runtime.layer_rng import LayerRng, device_marker, preserve_rng
 from engine.runtime.oom_recovery import is_out_of_memory, uncounted
 from engine.runtime.stage_io import (
@@ -33,7 +34,6 @@ from engine.runtime.stage_io import (
     check_tensors,
     samples_text,
 )
-from engine.runtime.step_status import StepStatus
 from engine.runtime.stopwatch import Stopwatch
 from engine.simulator.schedule import Action, PassKind, Schedule
 

@@ -23,6 +23,7 @@ from engine.planning.plan import Plan, read_plan
 from engine.runtime.checkpoints.training_state import Progress, load_state, save_state
 from engine.runtime.pipeline import Pipeline, PipelineOptions
 from engine.runtime.stage_executor import StepResult
+from engine.train._step_report import StepMeasurement, gather_figures, report_step
 from engine.train.adaptation import RecomputeAdapter
 from engine.train.config import TrainConfig
 from engine.train.launch import is_first_rank
@@ -35,7 +36,6 @@ from engine.train.layout import (
     num_micro_batches,
 )
 from engine.train.models.open_model import TINY, PipelineModel, open_model
-from engine.train.step_report import StepMeasurement, gather_figures, report_step
 from engine.train.step_source import OpenSource, SourceStep, StepSource, endless, request_steps
 from engine.train.step_tuning import check_same_step, make_tuner, read_model_profile
 from engine.tuning.step_planner import StepNote

@@ -23,8 +23,8 @@ from engine.runtime.models.transformers_models import from_transformers
 from engine.runtime.models.weights import gather_state_dict, names_of
 from engine.runtime.pipeline import Pipeline
 from engine.runtime.stage_io import LayerStack
+from engine.train.models._transformers_files import read_model, write_model
 from engine.train.models.tiny_vlm import make_tiny_vlm
-from engine.train.models.transformers_files import read_model, write_model
 from engine.train.step_source import StepSource
 
 TINY = "tiny"

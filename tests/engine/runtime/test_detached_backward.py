@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.runtime.detached_backward import BackwardHandle
+from engine.runtime._detached_backward import BackwardHandle
 from engine.runtime.pipeline import Pipeline
 from support.models.toy_model import make_model
 from support.rank_programs.rank_faults import batches_of

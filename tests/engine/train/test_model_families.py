@@ -21,8 +21,8 @@ from engine.planning.plan import read_plan
 from engine.runtime.cpu_memory import LiveBytes
 from engine.runtime.profiling.recompute_trials import StepObserver
 from engine.train.layout import apply_plan
+from engine.train.models._transformers_files import make_config
 from engine.train.models.open_model import open_model
-from engine.train.models.transformers_files import make_config
 from loaders import StreamingLoader
 from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples, write_build

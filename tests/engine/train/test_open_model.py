@@ -12,8 +12,8 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 
 from balance.errors import ConfigError, DataError
+from engine.train.models._transformers_files import make_config, read_model, write_model
 from engine.train.models.open_model import open_model
-from engine.train.models.transformers_files import make_config, read_model, write_model
 from loaders import StreamingLoader
 from support.builds.shard_fixture import group_samples, make_samples, write_build
 

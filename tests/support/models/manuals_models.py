@@ -7,7 +7,7 @@ from itertools import islice, pairwise
 import torch
 import transformers
 
-from engine.train.models.transformers_files import make_config
+from engine.train.models._transformers_files import make_config
 from engine.train.step_source import endless
 from loaders import StreamingLoader
 
