@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import fields
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast, get_origin
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from balance.config import load_config
+from balance.config import Option, load_config, options_of
 from balance.errors import ConfigError, IsobatchError
 
 INTERRUPTED = 130
@@ -33,6 +36,7 @@ messages = Console(stderr=True)
 """Progress and messages; standard output is for results."""
 
 Config = TypeVar("Config")
+Command = TypeVar("Command", bound=Callable[..., None])
 
 
 def new_app(name: str, text: str) -> typer.Typer:
@@ -44,6 +48,40 @@ def new_app(name: str, text: str) -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
+
+
+def with_options(kind: type, *names: str) -> Callable[[Command], Command]:
+    """Give a command an option for each of these fields of a config dataclass.
+
+    Their values are for `read_config`: None unless given, so that a TOML file can give them.
+    """
+    parameters = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(name, *rest))
+        for name, *rest in options_of(kind)
+        if name in names
+    ]
+
+    def decorate(command: Command) -> Command:
+        own = signature(command, eval_str=True).parameters
+        keywords = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in own.values()]
+
+        @wraps(command)
+        def run(**given: Any) -> None:
+            command(**{name: given[name] for name in own})
+
+        run.__signature__ = Signature([*parameters, *keywords])  # type: ignore[attr-defined]
+        return cast(Command, run)
+
+    return decorate
+
+
+def _annotation(name: str, kind: Any, option: Option) -> Any:
+    """The annotation that typer needs for an option that may be left out."""
+    if get_origin(kind) is Literal:
+        kind = str  # the config checks the choice
+    names = [f"--{name.replace('_', '-')}"] if kind is bool else []  # without a --no-...
+    least = None if option.least == float("-inf") else option.least
+    return Annotated[kind | None, typer.Option(*names, help=option.help, min=least)]
 
 
 def read_config(kind: type[Config], context: typer.Context, *, command: str) -> Config:

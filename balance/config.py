@@ -7,14 +7,41 @@ so that a typing mistake never silently becomes a default.
 from __future__ import annotations
 
 import tomllib
-from dataclasses import MISSING, fields
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from balance.errors import ConfigError
 
 Config = TypeVar("Config")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A field of a command's config as users set it: `Annotated[int, Option("...", least=1)]`."""
+
+    help: str
+    least: float = float("-inf")
+    most: float = float("inf")
+
+
+def options_of(kind: type) -> Iterator[tuple[str, Any, Option]]:
+    """(name, type, option) of each field of a config dataclass that is an option."""
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        if get_origin(hint) is Annotated:
+            yield name, hint.__origin__, hint.__metadata__[0]
+
+
+def check_options(config: Any) -> None:
+    """ConfigError unless every option of a config dataclass has a value that it may have."""
+    for name, hint, option in options_of(type(config)):
+        value = getattr(config, name)
+        if get_origin(hint) is Literal and value not in get_args(hint):
+            raise ConfigError(f"{name} is {value!r}: use one of {', '.join(get_args(hint))}")
+        if isinstance(value, int | float) and not option.least <= value <= option.most:
+            raise ConfigError(f"{name} is {value}; it must be in {option.least:,}..{option.most:,}")
 
 
 def config_root() -> Path:
@@ -47,7 +74,7 @@ def build_config(kind: type[Config], values: dict[str, Any], *, where: str) -> C
     hints = get_type_hints(kind)
     for name, value in frozen.items():
         if not _fits(value, hints[name]):
-            raise ConfigError(f"{where}: {name} is {value!r}, but should be {known[name].type}")
+            raise ConfigError(f"{where}: {name} is {value!r}, but should be {_text(hints[name])}")
     try:
         return kind(**frozen)
     except ConfigError as error:
@@ -105,6 +132,13 @@ def _overlay(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
         nested = isinstance(value, dict) and isinstance(base.get(key), dict)
         merged[key] = {**base[key], **value} if nested else value
     return merged
+
+
+def _text(hint: Any) -> str:
+    """A type as people write it."""
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(map(str, get_args(hint)))}"
+    return hint.__name__ if isinstance(hint, type) else str(hint)
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -19,8 +18,8 @@ from balance.command_line import (
     new_app,
     read_config,
     run_app,
+    with_options,
 )
-from balance.config import preset_names
 from balance.errors import ConfigError
 from balance.grouping.caps import GroupOptions
 from balance.presets import load_model
@@ -43,130 +42,29 @@ from packer.verify import require_intact, verify_build
 from shards.folders import is_uri, join
 from shards.tables import REJECTED_NAME
 
-
-class Format(StrEnum):
-    """Layouts of the shards."""
-
-    arrow = "arrow"
-    webdataset = "webdataset"
-    refs = "refs"
-
-
-# What is packed, and for which model
-
-DatasetOption = Annotated[
-    str | None,
-    typer.Option(
-        help="File, folder or URI, a mixture (.toml), a Hub id, 'demo', or a name that"
-        " `packer datasets` lists."
-    ),
-]
-DataRootOption = Annotated[
-    str | None,
-    typer.Option(help="Folder or URI of the image paths. Default: the annotations' folder."),
-]
-ModelOption = Annotated[
-    str | None,
-    typer.Option(help=f"Model preset, or a .toml file: {', '.join(preset_names('models'))}."),
-]
-TokenizerOption = Annotated[
-    str | None,
-    typer.Option(help="Folder with tokenizer.json and tokenizer_config.json, or a Hub id."),
-]
-TemplateOption = Annotated[
-    str | None,
-    typer.Option(help="Chat template: a .jinja file, or the name of one of the tokenizer's."),
-]
-OutOption = Annotated[
-    str | None, typer.Option(help="Folder or URI (s3://, gs://, az://) to write to.")
-]
-FetchOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--fetch-annotations", help="Download a known dataset's annotations from the Hub."
-    ),
-]
-LinksOption = Annotated[
-    bool | None,
-    typer.Option("--follow-links", help="Read images through links out of the data root."),
-]
-
-# How samples are counted
-
-ExecutorOption = Annotated[
-    str | None,
-    typer.Option(help="local: processes of this machine; ray: a Ray cluster. Default: local."),
-]
-WorkersOption = Annotated[
-    int | None,
-    typer.Option(min=1, help="Processes; the result does not depend on it. Default: all cores."),
-]
-CheckOption = Annotated[
-    str | None,
-    typer.Option(
-        help="headers: look at each image's header and end; decode: decode every image once."
-        " Default: headers."
-    ),
-]
-LimitOption = Annotated[
-    int | None, typer.Option(min=1, help="Most records to read, for a quick look.")
-]
-MaxRejectedOption = Annotated[
-    float | None,
-    typer.Option(min=0, max=1, help="Largest share of unusable samples to accept. Default: 0.05."),
-]
-
-# How samples are grouped
-
-SeqLenOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Cap of a group in LLM tokens (Q_t). Default: the longest sample, at most the"
-        " model's context.",
-    ),
-]
-VisionOption = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        help="Cap of a group in image patches, or in ViT tokens for native-resolution models"
-        " (Q_v). Default: the smallest that costs no groups.",
-    ),
-]
-MemoryOption = Annotated[
-    float | None,
-    typer.Option(
-        help="GiB for a micro-batch's activations: the caps are then the best that fit, by the"
-        " model's dimensions."
-    ),
-]
-GROUPING_HELP = "fit: as few groups as can be found; isf: OmniBal's Algorithm 1. Default: fit."
-SeedOption = Annotated[
-    int | None, typer.Option(min=0, help="Seed of the grouping and the order. Default: 0.")
-]
-
-# Of a finished build
-
 BuildPlace = Annotated[str, typer.Argument(help="Folder or URI of a build.", metavar="OUT")]
 RanksOption = Annotated[
     int,
     typer.Option(min=1, max=65_536, help="Data-parallel ranks that the ratios are computed for."),
 ]
-GroupOption = Annotated[
-    int | None,
-    typer.Option(help="Number of the group, from 0. Default: the middle one, by vision load."),
-]
-BuildTokenizerOption = Annotated[
-    str | None,
-    typer.Option(
-        help="The build's tokenizer: folder or Hub id. Default: only the demo's text is shown."
-    ),
-]
-HtmlOption = Annotated[
-    Path | None, typer.Option(help="Write a page with thumbnails of the images to this file.")
-]
 
+COUNTING = (
+    "dataset",
+    "data_root",
+    "model",
+    "tokenizer",
+    "chat_template",
+    "out",
+    "executor",
+    "workers",
+    "check_images",
+    "limit",
+    "max_rejected",
+    "follow_links",
+    "fetch_annotations",
+)
+GROUPING = ("max_seq_len", "max_vision", "grouping", "seed")
+"""Fields of `BuildConfig` that are options of a command."""
 
 app = new_app(
     "packer",
@@ -176,30 +74,10 @@ app = new_app(
 
 
 @app.command()
+@with_options(BuildConfig, *COUNTING, *GROUPING, "format", "memory_gib")
 def build(
     context: typer.Context,
-    dataset: DatasetOption = None,
-    data_root: DataRootOption = None,
-    model: ModelOption = None,
-    tokenizer: TokenizerOption = None,
-    chat_template: TemplateOption = None,
-    out: OutOption = None,
-    format: Annotated[
-        Format | None, typer.Option(help="Layout of the shards. Default: arrow.")
-    ] = None,
-    max_seq_len: SeqLenOption = None,
-    max_vision: VisionOption = None,
-    memory_gib: MemoryOption = None,
-    grouping: Annotated[str | None, typer.Option(help=GROUPING_HELP)] = None,
-    seed: SeedOption = None,
-    executor: ExecutorOption = None,
-    workers: WorkersOption = None,
-    check_images: CheckOption = None,
-    limit: LimitOption = None,
-    max_rejected: MaxRejectedOption = None,
-    follow_links: LinksOption = None,
     config: ConfigOption = None,
-    fetch_annotations: FetchOption = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Remove an earlier build in OUT first.")
     ] = False,
@@ -221,24 +99,8 @@ def build(
 
 
 @app.command()
-def count(
-    context: typer.Context,
-    dataset: DatasetOption = None,
-    data_root: DataRootOption = None,
-    model: ModelOption = None,
-    tokenizer: TokenizerOption = None,
-    chat_template: TemplateOption = None,
-    out: OutOption = None,
-    executor: ExecutorOption = None,
-    workers: WorkersOption = None,
-    check_images: CheckOption = None,
-    limit: LimitOption = None,
-    max_rejected: MaxRejectedOption = None,
-    follow_links: LinksOption = None,
-    config: ConfigOption = None,
-    fetch_annotations: FetchOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@with_options(BuildConfig, *COUNTING)
+def count(context: typer.Context, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Only count: patches and tokens of every sample, as counts.parquet (and rejected.parquet)."""
     builder = _builder(context)
     counts, rejected = builder.count()
@@ -256,7 +118,9 @@ def count(
 
 
 @app.command()
+@with_options(BuildConfig, *GROUPING, "isf_iterations")
 def group(
+    context: typer.Context,
     files: Annotated[
         list[Path],
         typer.Argument(
@@ -266,25 +130,15 @@ def group(
     out: Annotated[
         str | None, typer.Option(help="Folder for the groups and report.html. Default: only print.")
     ] = None,
-    max_seq_len: SeqLenOption = None,
-    max_vision: VisionOption = None,
     vision_unit: Annotated[
         str, typer.Option(help="What --max-vision counts: image_patches or vit_tokens.")
     ] = "image_patches",
-    seed: SeedOption = None,
-    grouping: Annotated[str, typer.Option(help=GROUPING_HELP)] = "fit",
-    isf_iterations: Annotated[int, typer.Option(min=1, help="ISF iterations at most.")] = 10,
     dp: RanksOption = 8,
     as_json: JsonOption = False,
 ) -> None:
     """Only group samples whose lengths are known already, and report the ratios."""
-    options = GroupOptions(
-        seed=seed or 0,
-        max_seq_len=max_seq_len,
-        max_vision=max_vision,
-        grouping=grouping,
-        isf_iterations=isf_iterations,
-    )
+    given = {name: context.params[name] for name in (*GROUPING, "isf_iterations")}
+    options = GroupOptions(**{name: value for name, value in given.items() if value is not None})
     if out is not None and is_uri(out):
         raise ConfigError(
             f"--out {out}: groups alone go to a folder; `packer build` writes to URIs"
@@ -313,7 +167,13 @@ def report(
 
 
 @app.command()
-def verify(out: BuildPlace, workers: WorkersOption = None, as_json: JsonOption = False) -> None:
+def verify(
+    out: BuildPlace,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Threads that read files. Default: all cores.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
     """Check sizes, checksums and totals of a build, and name every file that differs."""
     result = verify_build(out, StageProgress(messages), workers=workers or default_workers())
     if as_json:
@@ -329,10 +189,22 @@ def verify(out: BuildPlace, workers: WorkersOption = None, as_json: JsonOption =
 @app.command()
 def inspect(
     out: BuildPlace,
-    group: GroupOption = None,
-    tokenizer: BuildTokenizerOption = None,
-    chat_template: TemplateOption = None,
-    html: HtmlOption = None,
+    group: Annotated[
+        int | None,
+        typer.Option(help="Number of the group, from 0. Default: the middle one, by vision load."),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="The build's tokenizer: folder or Hub id. Default: only the demo's text is shown."
+        ),
+    ] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="The build's chat template, if it was given one.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with thumbnails of the images to this file.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show one group of a build: its samples, their text and what has a label, and its images."""

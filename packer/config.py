@@ -3,92 +3,132 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
+from balance.config import Option, check_options, preset_names
 from balance.errors import ConfigError
 from balance.grouping.activation_memory import ActivationBudget
 from balance.grouping.caps import GroupOptions
 from balance.presets import load_model
 from packer.count.pool import default_workers
 from packer.sources.dataset import DEMO
-from shards.manifest import SHARD_FORMATS, ShardFormat
+from shards.manifest import ShardFormat
 
 DEMO_MODEL = "tiny"
 DEMO_MAX_SEQ_LEN = 2048
 """Twice the longest demo sample: with the data's own cap, long samples would share no group."""
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "format": SHARD_FORMATS,
-    "check_images": ("headers", "decode"),
-    "executor": ("local", "ray"),
-}
 MOST_TOKENS = 2**31 - 1
 """Counts are int32 in every artefact."""
-RANGES: dict[str, tuple[int, int]] = {
-    "workers": (1, 4096),
-    "seed": (0, 2**63 - 1),
-    "max_seq_len": (1, MOST_TOKENS),
-    "max_vision": (0, MOST_TOKENS),
-    "isf_iterations": (1, 1000),
-    "shard_mb": (1, 1 << 20),
-    "chunk_records": (1, 1 << 20),
-    "memory_gpus": (1, 1024),
-    "limit": (1, 2**63 - 1),
-    "max_rejected": (0, 1),
-}
-"""Option -> least and greatest value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildConfig:
     """One build; every field is also a key of the TOML file given with --config."""
 
-    dataset: str
-    out: str
-    """Folder or URI."""
+    dataset: Annotated[
+        str,
+        Option(
+            "File, folder or URI, a mixture (.toml), a Hub id, 'demo', or a name that"
+            " `packer datasets` lists."
+        ),
+    ]
+    data_root: Annotated[
+        str | None,
+        Option("Folder or URI of the image paths. Default: the annotations' folder."),
+    ] = None
+    model: Annotated[
+        str, Option(f"Model preset, or a .toml file: {', '.join(preset_names('models'))}.")
+    ] = ""
+    tokenizer: Annotated[
+        str, Option("Folder with tokenizer.json and tokenizer_config.json, or a Hub id.")
+    ] = ""
+    chat_template: Annotated[
+        str | None, Option("Chat template: a .jinja file, or the name of one of the tokenizer's.")
+    ] = None
+    out: Annotated[str, Option("Folder or URI (s3://, gs://, az://) to write to.")]
     work_dir: str | None = None
     """Folder where a build to a URI is prepared; by default under the user's cache folder."""
-    data_root: str | None = None
-    model: str = ""
-    tokenizer: str = ""
-    chat_template: str | None = None
-    format: ShardFormat = "arrow"
-    executor: str = "local"
-    """`local`: processes of this machine; `ray`: Ray Data, on the cluster that `ray.init` finds."""
-    workers: int = field(default_factory=default_workers)
-    seed: int = 0
-    max_seq_len: int | None = None
-    max_vision: int | None = None
-    memory_gib: float | None = None
-    """Memory for a micro-batch's activations, which bounds both caps."""
-    memory_gpus: int = 1
-    """GPUs that share a micro-batch's activations (tensor parallelism)."""
-    grouping: str = "fit"
-    """`fit` (fewest groups) or `isf` (OmniBal, Algorithm 1)."""
-    isf_iterations: int = 10
-    shard_mb: int = 128
-    """Approximate size of a shard in MiB."""
-    chunk_records: int = 1024
-    """Records per counting task, and per unit of work that a stopped build keeps."""
-    check_images: str = "headers"
-    """`headers`: header and end of each file; `decode`: every image, which finds flipped bits."""
-    fetch_annotations: bool = False
-    follow_links: bool = False
-    """Read images and audio files through links that lead out of the data root."""
-    limit: int | None = None
-    """Most records to read, for a quick look."""
-    max_rejected: float = 0.05
-    """Share of the records that may be unusable; above it the build stops."""
+    format: Annotated[
+        ShardFormat,
+        Option("Layout of the shards: arrow, webdataset or refs. Default: arrow."),
+    ] = "arrow"
+    max_seq_len: Annotated[
+        int | None,
+        Option(
+            "Cap of a group in LLM tokens (Q_t). Default: the longest sample, at most the model's"
+            " context.",
+            least=1,
+            most=MOST_TOKENS,
+        ),
+    ] = None
+    max_vision: Annotated[
+        int | None,
+        Option(
+            "Cap of a group in image patches, or in ViT tokens for native-resolution models (Q_v)."
+            " Default: the smallest that costs no groups.",
+            least=0,
+            most=MOST_TOKENS,
+        ),
+    ] = None
+    memory_gib: Annotated[
+        float | None,
+        Option(
+            "GiB for a micro-batch's activations: the caps are then the best that fit, by the"
+            " model's dimensions."
+        ),
+    ] = None
+    memory_gpus: Annotated[
+        int,
+        Option(
+            "GPUs that share a micro-batch's activations (tensor parallelism).", least=1, most=1024
+        ),
+    ] = 1
+    grouping: Annotated[
+        Literal["fit", "isf"],
+        Option("fit: as few groups as can be found; isf: OmniBal's Algorithm 1. Default: fit."),
+    ] = "fit"
+    isf_iterations: Annotated[int, Option("ISF iterations at most.", least=1, most=1000)] = 10
+    seed: Annotated[
+        int, Option("Seed of the grouping and the order. Default: 0.", least=0, most=2**63 - 1)
+    ] = 0
+    executor: Annotated[
+        Literal["local", "ray"],
+        Option("local: processes of this machine; ray: a Ray cluster. Default: local."),
+    ] = "local"
+    workers: Annotated[
+        int,
+        Option(
+            "Processes; the result does not depend on it. Default: all cores.", least=1, most=4096
+        ),
+    ] = field(default_factory=default_workers)
+    check_images: Annotated[
+        Literal["headers", "decode"],
+        Option(
+            "headers: look at each image's header and end; decode: decode every image once, which"
+            " finds flipped bits too. Default: headers."
+        ),
+    ] = "headers"
+    shard_mb: Annotated[int, Option("Approximate size of a shard in MiB.", 1, 1 << 20)] = 128
+    chunk_records: Annotated[
+        int, Option("Records per counting task, which a stopped build keeps.", 1, 1 << 20)
+    ] = 1024
+    limit: Annotated[
+        int | None, Option("Most records to read, for a quick look.", least=1, most=2**63 - 1)
+    ] = None
+    max_rejected: Annotated[
+        float,
+        Option("Largest share of unusable samples to accept. Default: 0.05.", least=0, most=1),
+    ] = 0.05
+    follow_links: Annotated[
+        bool, Option("Read images and audio files through links out of the data root.")
+    ] = False
+    fetch_annotations: Annotated[
+        bool, Option("Download a known dataset's annotations from the Hub.")
+    ] = False
 
     def __post_init__(self) -> None:
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}: use one of {', '.join(choices)}"
-                )
-        for name, (least, most) in RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not least <= value <= most:
-                raise ConfigError(f"{name} is {value}; it must be in {least:,}..{most:,}")
+        check_options(self)
         hints = {"model": "for example internvl_1_5", "tokenizer": "a folder, or a Hub id"}
         for name, hint in hints.items():
             if not self.is_demo and not getattr(self, name):
