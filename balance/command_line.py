@@ -12,7 +12,8 @@ from dataclasses import fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast, get_origin
+from types import GenericAlias
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin
 
 import typer
 from rich.console import Console
@@ -79,6 +80,8 @@ def _annotation(name: str, kind: Any, option: Option) -> Any:
     """The annotation that typer needs for an option that may be left out."""
     if get_origin(kind) is Literal:
         kind = str  # the config checks the choice
+    if get_origin(kind) is tuple:
+        kind = GenericAlias(list, get_args(kind)[:1])  # an option that may be repeated
     names = [f"--{name.replace('_', '-')}"] if kind is bool else []  # without a --no-...
     least = None if option.least == float("-inf") else option.least
     return Annotated[kind | None, typer.Option(*names, help=option.help, min=least)]

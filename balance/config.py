@@ -41,7 +41,10 @@ def check_options(config: Any) -> None:
         if get_origin(hint) is Literal and value not in get_args(hint):
             raise ConfigError(f"{name} is {value!r}: use one of {', '.join(get_args(hint))}")
         if isinstance(value, int | float) and not option.least <= value <= option.most:
-            raise ConfigError(f"{name} is {value}; it must be in {option.least:,}..{option.most:,}")
+            allowed = f"in {option.least:,}..{option.most:,}"
+            if option.most == float("inf"):
+                allowed = f"at least {option.least:,}"
+            raise ConfigError(f"{name} is {value}; it must be {allowed}")
 
 
 def config_root() -> Path:

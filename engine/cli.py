@@ -12,90 +12,30 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from balance.command_line import ConfigOption, JsonOption, new_app, read_config, run_app
-from balance.config import preset_names
+from balance.command_line import (
+    ConfigOption,
+    JsonOption,
+    new_app,
+    read_config,
+    run_app,
+    with_options,
+)
+from balance.config import options_of
 from engine.charts.gantt import write_gantt
 from engine.charts.trace import write_trace
-from engine.plan_config import PARTS, PlanConfig, changed_request, plan_request
+from engine.plan_config import PlanConfig, changed_request, plan_request
 from engine.plan_report import chart_step, print_plan, print_result, run_to_json
 from engine.planning import planner
 from engine.planning.plan import Plan, read_plan, write_plan
 from engine.planning.planner import SimulatedRun
-from engine.simulator.schedule import SCHEDULES
 
 PLAN_NAME, GANTT_NAME, TRACE_NAME = "plan.json", "gantt.html", "trace.json"
 WIDTH = 150
 """Width of tables where the output is no terminal."""
 
 
-def _presets(folder: str) -> str:
-    return ", ".join(preset_names(folder))
-
-
-BuildPlace = Annotated[
-    str | None,
-    typer.Argument(help="Folder of a build: what `packer build --out` wrote.", metavar="BUILD"),
-]
-PlanFile = Annotated[
-    Path, typer.Argument(help="plan.json of `python -m engine plan`.", metavar="PLAN")
-]
-ModelOption = Annotated[
-    str | None,
-    typer.Option(help=f"Without a build: model preset, or a .toml file: {_presets('models')}."),
-]
-ImagesOption = Annotated[
-    int | None, typer.Option(min=0, help="Without a build: image patches of a micro-batch.")
-]
-SeqLenOption = Annotated[
-    int | None, typer.Option(min=1, help="Without a build: LLM tokens of a micro-batch.")
-]
-SamplesOption = Annotated[
-    int | None, typer.Option(min=1, help="Without a build: samples that share these. Default: 1.")
-]
-ClusterOption = Annotated[
-    str | None,
-    typer.Option(help=f"Cluster preset, or a .toml file: {_presets('clusters')}. Default: h100."),
-]
-TpOption = Annotated[
-    int | None, typer.Option(min=1, help="GPUs of a tensor-parallel group. Default: 1.")
-]
-PpOption = Annotated[int | None, typer.Option(min=1, help="Ranks of the pipeline. Default: 4.")]
-DpOption = Annotated[int | None, typer.Option(min=1, help="Replicas of the pipeline. Default: 1.")]
-MicroBatchesOption = Annotated[
-    int | None, typer.Option(min=1, help="Micro-batches per step and replica. Default: 16.")
-]
-ScheduleOption = Annotated[str | None, typer.Option(help=f"{', '.join(SCHEDULES)}. Default: 1f1b.")]
-StagesOption = Annotated[
-    int | None, typer.Option(min=1, help="Stages per rank; more than 1 for interleaved.")
-]
-MemoryOption = Annotated[
-    float | None,
-    typer.Option(help="GiB of a GPU that may be used. Default: by the cluster's preset."),
-]
-StepsOption = Annotated[
-    int | None, typer.Option(min=1, help="Steps of the epoch to simulate. Default: 4.")
-]
-SeedOption = Annotated[
-    int | None, typer.Option(min=0, help="Seed of the epoch's order, as the loaders'. Default: 0.")
-]
-FrozenOption = Annotated[
-    list[str] | None,
-    typer.Option(help=f"Part that is not trained, may be repeated: {', '.join(PARTS)}."),
-]
-SearchOption = Annotated[
-    str | None,
-    typer.Option(help="exact: the fastest partition; bmp: OmniBal's search. Default: exact."),
-]
-BatchOption = Annotated[
-    int | None,
-    typer.Option(min=1, help="Samples of a random micro-batch to compare with. Default: 4."),
-]
-OutOption = Annotated[
-    Path | None, typer.Option(help="Folder for plan.json, gantt.html and trace.json.")
-]
-ChartOption = Annotated[
-    Path | None, typer.Option("--out", help="Folder for gantt.html and trace.json.")
-]
+CHANGES = ("schedule", "micro_batches", "cluster", "memory_gib")
+"""Fields of `PlanConfig` that a simulation may change."""
 
 app = new_app(
     "engine",
@@ -105,28 +45,17 @@ app = new_app(
 
 
 @app.command()
+@with_options(PlanConfig, *(name for name, *_ in options_of(PlanConfig)))
 def plan(
     context: typer.Context,
-    build: BuildPlace = None,
-    model: ModelOption = None,
-    images: ImagesOption = None,
-    seq_len: SeqLenOption = None,
-    samples: SamplesOption = None,
-    cluster: ClusterOption = None,
-    tp: TpOption = None,
-    pp: PpOption = None,
-    dp: DpOption = None,
-    micro_batches: MicroBatchesOption = None,
-    schedule: ScheduleOption = None,
-    stages_per_rank: StagesOption = None,
-    memory_gib: MemoryOption = None,
-    steps: StepsOption = None,
-    seed: SeedOption = None,
-    frozen: FrozenOption = None,
-    search: SearchOption = None,
-    batch_size: BatchOption = None,
+    build: Annotated[
+        str | None,
+        typer.Argument(help="Folder of a build: what `packer build --out` wrote.", metavar="BUILD"),
+    ] = None,
     config: ConfigOption = None,
-    out: OutOption = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for plan.json, gantt.html and trace.json.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Choose each stage's layers and which layers are recomputed, and predict the time of a step.
@@ -155,13 +84,15 @@ def plan(
 
 
 @app.command()
+@with_options(PlanConfig, *CHANGES)
 def simulate(
-    plan_file: PlanFile,
-    schedule: ScheduleOption = None,
-    micro_batches: MicroBatchesOption = None,
-    cluster: ClusterOption = None,
-    memory_gib: MemoryOption = None,
-    out: ChartOption = None,
+    context: typer.Context,
+    plan_file: Annotated[
+        Path, typer.Argument(help="plan.json of `python -m engine plan`.", metavar="PLAN")
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for gantt.html and trace.json.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Simulate a plan, also with another schedule, number of micro-batches or cluster.
@@ -169,7 +100,7 @@ def simulate(
     Its partition and its recomputed layers stay as they are.
     """
     read = read_plan(plan_file)
-    request = changed_request(read, schedule, micro_batches, cluster, memory_gib)
+    request = changed_request(read, **{name: context.params[name] for name in CHANGES})
     run = planner.simulate_run(
         request,
         "simulated",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
 from balance.baseline_samplers import BATCH_SIZE
+from balance.config import Option, check_options, preset_names
 from balance.errors import ConfigError
 from balance.presets import AnyresRule, NativeRule, load_model
 from engine.cost_model.clusters import load_cluster
@@ -20,12 +21,15 @@ from engine.planning.planner import PlanRequest
 from engine.simulator.schedule import SCHEDULES
 
 PARTS = ("audio", "vision", "projector", "llm")
-SEARCHES = ("exact", "bmp")
 GIB = 2**30
 MOST_GIB = 2**20
 """Largest memory of a GPU that can be given."""
 MOST_TOKENS = 10**8
 """Largest made-up micro-batch, in tokens and image patches: squares of more overflow 64 bits."""
+
+
+def _presets(folder: str) -> str:
+    return ", ".join(preset_names(folder))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,44 +38,62 @@ class PlanConfig:
 
     build: str | None = None
     """Folder of a packed build; otherwise `model`, `images` and `seq_len` make up micro-batches."""
-    model: str | None = None
-    """Model preset; a build has its own."""
-    images: int | None = None
-    seq_len: int | None = None
-    samples: int = 1
-    """Samples that share `seq_len`."""
-    cluster: str = "h100"
-    tp: int = 1
-    pp: int = 4
-    dp: int = 1
+    model: Annotated[
+        str | None,
+        Option(f"Without a build: model preset, or a .toml file: {_presets('models')}."),
+    ] = None
+    images: Annotated[
+        int | None, Option("Without a build: image patches of a micro-batch.", least=0)
+    ] = None
+    seq_len: Annotated[
+        int | None, Option("Without a build: LLM tokens of a micro-batch.", least=1)
+    ] = None
+    samples: Annotated[
+        int, Option("Without a build: samples that share these. Default: 1.", least=1)
+    ] = 1
+    cluster: Annotated[
+        str, Option(f"Cluster preset, or a .toml file: {_presets('clusters')}. Default: h100.")
+    ] = "h100"
+    tp: Annotated[int, Option("GPUs of a tensor-parallel group. Default: 1.", least=1)] = 1
+    pp: Annotated[int, Option("Ranks of the pipeline. Default: 4.", least=1)] = 4
+    dp: Annotated[int, Option("Replicas of the pipeline. Default: 1.", least=1)] = 1
     sequence_parallel: bool = True
     zero_stage: int = 1
     innermost: Literal["replicas", "stages"] = "replicas"
-    frozen: tuple[str, ...] = ()
-    """Parts that are not trained: audio, vision, projector, llm."""
-    micro_batches: int = 16
-    schedule: str = "1f1b"
-    stages_per_rank: int = 1
-    memory_gib: float | None = None
-    """Memory of a GPU that may be used; by default by the cluster's preset."""
-    steps: int = 4
-    seed: int = 0
-    search: str = "exact"
-    """`exact`, or `bmp`: OmniBal 4.2."""
-    batch_size: int | None = None
-    """Samples of a random micro-batch to compare with; default: 4, or a group's if less."""
+    micro_batches: Annotated[
+        int, Option("Micro-batches per step and replica. Default: 16.", least=1)
+    ] = 16
+    schedule: Annotated[str, Option(f"{', '.join(SCHEDULES)}. Default: 1f1b.")] = "1f1b"
+    stages_per_rank: Annotated[
+        int, Option("Stages per rank; more than 1 for interleaved.", least=1)
+    ] = 1
+    memory_gib: Annotated[
+        float | None, Option("GiB of a GPU that may be used. Default: by the cluster's preset.")
+    ] = None
+    steps: Annotated[int, Option("Steps of the epoch to simulate. Default: 4.", least=1)] = 4
+    seed: Annotated[
+        int, Option("Seed of the epoch's order, as the loaders'. Default: 0.", least=0)
+    ] = 0
+    frozen: Annotated[
+        tuple[str, ...],
+        Option(f"Part that is not trained, may be repeated: {', '.join(PARTS)}."),
+    ] = ()
+    search: Annotated[
+        Literal["exact", "bmp"],
+        Option("exact: the fastest partition; bmp: OmniBal's search. Default: exact."),
+    ] = "exact"
+    batch_size: Annotated[
+        int | None,
+        Option(
+            "Samples of a random micro-batch to compare with. Default: 4, or a group's if less.",
+            least=1,
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
-        least = {"micro_batches": 1, "stages_per_rank": 1, "steps": 1, "batch_size": 1, "seed": 0}
-        made_up = {"images": 0, "seq_len": 1, "samples": 1}
-        for name, bound in (least | made_up).items():
-            value = getattr(self, name)
-            if value is not None and value < bound:
-                raise ConfigError(f"{name} is {value}; it must be at least {bound}")
-        for name, choices in (("schedule", SCHEDULES), ("search", SEARCHES)):
-            if getattr(self, name) not in choices:
-                found = getattr(self, name)
-                raise ConfigError(f"{name} is {found!r}; use one of {', '.join(choices)}")
+        check_options(self)
+        if self.schedule not in SCHEDULES:
+            raise ConfigError(f"schedule is {self.schedule!r}; use one of {', '.join(SCHEDULES)}")
         unknown = sorted(set(self.frozen) - set(PARTS))
         if unknown:
             raise ConfigError(f"frozen names {', '.join(unknown)}; parts are {', '.join(PARTS)}")

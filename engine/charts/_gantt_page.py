@@ -6,6 +6,7 @@ Zooming is CSS: a chart's positions are shares of its width, and radio buttons s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from balance.html_page import page
 
@@ -14,45 +15,7 @@ CHART_PX = 900
 ZOOMS = (1, 3, 10, 30, 100)
 """A chart offers those at which more numbers fit than before."""
 
-STYLE = """
-:root { --bar-ink: #fff; --forward: #14776a; --backward: #b4541a; --weight: #7a4ea3;
-  --encode: #2563a8; --again: #7d3509; --send: #8a94a0; --memory: #14776a; --over: #c22f2f; }
-@media (prefers-color-scheme: dark) { :root { --bar-ink: #101214; --forward: #3db6a4;
-  --backward: #e08a4f; --weight: #b48ee0; --encode: #6ea8e6; --again: #b9622a; --send: #89929c;
-  --memory: #3db6a4; --over: #f07070; } }
-body { max-width: 1400px; }
-.cards { grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); }
-.card span { font-size: 13px; }
-th, td { padding: 5px 10px; white-space: nowrap; }
-.legend { display: flex; flex-wrap: wrap; gap: 4px 18px; margin: 8px 0; font-size: 13px; color: var(--soft); }
-.legend span { white-space: nowrap; }
-.key { width: 14px; }
-.zooms { display: inline-flex; align-items: center; gap: 4px; font-size: 13px; color: var(--soft); margin: 4px 0 8px; }
-input.zoom { position: absolute; opacity: 0; pointer-events: none; }
-.zooms[hidden] { display: none; }
-.zooms label { border: 1px solid var(--line); border-radius: 6px; padding: 1px 9px; cursor: pointer;
-  background: var(--card); color: var(--ink); }
-.gantt { display: flex; border: 1px solid var(--line); border-radius: 8px; overflow: hidden; }
-.names { flex: none; width: 196px; border-right: 1px solid var(--line); font-size: 12px; line-height: 15px;
-  color: var(--soft); font-variant-numeric: tabular-nums; background: var(--card); }
-.names div { padding: 2px 8px; overflow: hidden; white-space: nowrap; display: flex; flex-direction: column;
-  justify-content: center; }
-.names b { color: var(--ink); } .names i { font-style: normal; color: var(--over); }
-.time { flex: 1; min-width: 0; }
-.time svg { display: block; } .memory svg { border-bottom: 1px solid var(--line); box-sizing: content-box; }
-.below { margin-top: 14px; }
-.time text { font-size: 10px; pointer-events: none; font-variant-numeric: tabular-nums; }
-.time .tick { fill: var(--soft); font-size: 11px; } .time line { stroke: var(--line); stroke-width: 1; }
-.time .number { fill: var(--bar-ink); text-anchor: middle; }
-.forward { fill: var(--forward); background: var(--forward); } .again { fill: var(--again); background: var(--again); }
-.backward, .input { fill: var(--backward); background: var(--backward); }
-.weight { fill: var(--weight); background: var(--weight); }
-.encode { fill: var(--encode); background: var(--encode); } .send { fill: var(--send); background: var(--send); }
-.critical { fill: var(--ink); background: var(--ink); } .key.critical, .key.send { height: 4px; vertical-align: 3px; }
-.odd { opacity: .78; } .live { fill: var(--memory); opacity: .45; } .limit { stroke: var(--over) !important; }
-.time rect.forward, .time rect.backward, .time rect.input, .time rect.weight, .time rect.encode { stroke: var(--page);
-  stroke-width: .6; }
-"""
+STYLE = (Path(__file__).parent / "gantt.css").read_text("utf-8")
 
 
 def chart_page(title: str, sections: Sequence[str]) -> str:

@@ -1,6 +1,6 @@
 """The report as a page: figures, Table 3, distributions before and after, rejected samples.
 
-`report.html.j2` holds the text. Pure but for `write_html`.
+`report.html.j2` holds the text, `report.css` the looks. Pure but for `write_html`.
 """
 
 from __future__ import annotations
@@ -26,35 +26,6 @@ RANK_CHARTS = {
     "random": f"Before: {BATCH_SIZE} random samples per rank, padded",
     "ours": "After: one group per rank, packed",
 }
-STYLE = """
-h2 { margin-top: 40px; }
-h3 { font-size: 14px; margin: 12px 0 2px; }
-h3 small { display: block; font-weight: 400; color: var(--soft); font-size: 13px;
-  margin-left: 17px; }
-.cards { grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); margin: 20px 0 0; }
-.card { padding: 12px 14px; }
-.card i { font-style: normal; color: var(--random); }
-.card b em { font-style: normal; color: var(--ours); }
-th, td { white-space: pre-line; }
-th { vertical-align: bottom; line-height: 1.25; }
-tr.ours td { color: var(--ours); font-weight: 700; }
-tr.more td { color: var(--soft); }
-.pair { display: grid; gap: 0 24px;
-  grid-template-columns: repeat(auto-fit, minmax(min(400px, 100%), 1fr)); }
-svg { display: block; width: 100%; height: auto; margin-bottom: 4px; }
-svg .samples, .key.samples { fill: var(--plain); background: var(--plain); }
-svg .random, .key.random { fill: var(--random); background: var(--random); }
-svg .ours, .key.ours { fill: var(--ours); background: var(--ours); }
-svg .wait { opacity: .25; }
-svg .axis { stroke: var(--soft); fill: none; }
-svg .grid { stroke: var(--line); stroke-width: .7; fill: none; }
-svg .mean { stroke: var(--ink); stroke-width: 1.2; stroke-dasharray: 4 3; fill: none; }
-svg text { font-size: 11px; fill: var(--soft); text-anchor: middle; }
-svg .end { text-anchor: end; }
-.key { width: 11px; }
-.bars { width: 60%; text-align: left; }
-.bar { display: inline-block; height: 10px; background: var(--random); border-radius: 2px; }
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +49,8 @@ def write_html(report: Report, path: Path) -> None:
 def render_html(report: Report) -> str:
     """The page of `report`: HTML that a browser shows without network and without scripts."""
     return render(
-        "report/report.html.j2",
+        "report/report",
         "Isobatch report",
-        style=STYLE,
         report=report,
         ranks_title=_ranks_title(report),
         rank_charts=[_rank_charts(report, load, unit) for load, unit in UNITS.items()],
