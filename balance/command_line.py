@@ -1,4 +1,4 @@
-"""The common part of `packer` and `python -m engine`: options, error lines, exit statuses.
+"""Options, error lines and exit statuses that `packer` and `engine` share.
 
 Exit status: 0 done, 1 the data or the build is bad, 2 the call is wrong, 130 interrupted.
 """
@@ -88,7 +88,7 @@ def _annotation(name: str, kind: Any, option: Option) -> Any:
 
 
 def read_config(kind: type[Config], context: typer.Context, *, command: str) -> Config:
-    """The config of a call: its options over the TOML file given with --config over defaults.
+    """Read a call's config: its options over the --config TOML file over defaults.
 
     Options of the call that are no field of `kind` are left to the command.
     """

@@ -1,4 +1,4 @@
-"""Reading TOML into frozen dataclasses: presets by name, and config files of commands.
+"""TOML into frozen dataclasses: presets by name, and configs of commands.
 
 The one module of `balance` that reads files. An unknown key is an error that lists the known ones,
 so that a typing mistake never silently becomes a default.
@@ -20,7 +20,7 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A field of a command's config as users set it: `Annotated[int, Option("...", least=1)]`."""
+    """What users read of a config's field: `Annotated[int, Option("...", least=1)]`."""
 
     help: str
     least: float = float("-inf")

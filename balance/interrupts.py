@@ -17,7 +17,7 @@ _INTERRUPTED = 130
 
 @contextmanager
 def quit_on_interrupt() -> Iterator[None]:
-    """Inside, Ctrl-C and SIGTERM end the process at once with one line; afterwards as before."""
+    """Make Ctrl-C and SIGTERM end the process at once, with one line, inside a `with`."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number, handler in before.items():
         if handler != signal.SIG_IGN:  # a shell ignores Ctrl-C for what it runs in the background

@@ -1,4 +1,4 @@
-"""Counting and writing against their physical limits, and memory, on a LLaVA-like dataset.
+"""Counting and writing against their physical limits, and their memory.
 
     python benchmarks/counting.py [--samples 665000] [--tokenizer FOLDER] [--work FOLDER]
 

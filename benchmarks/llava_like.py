@@ -1,4 +1,4 @@
-"""A dataset of any size in LLaVA-665K's layout: folders, shares of sources, conversation lengths.
+"""A dataset of any size in LLaVA-665K's layout.
 
 Shares and lengths are near those of the published annotation file (coco 364 k, vg 86 k, ocr_vqa
 80 k, gqa 72 k, text only 41 k, textvqa 22 k of 665 k; some 1.5 kB per record). Images are small

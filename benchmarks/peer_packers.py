@@ -1,8 +1,8 @@
-"""Packers that trainers use today, for benchmarks/grouping.py: token counts and a cap -> groups.
+"""Packers that trainers use today: token counts and a cap -> groups.
 
-They pack by tokens alone, because they know nothing else. Each calls the public package that the
-framework itself calls, or the framework's own function. First fit and online best fit are written
-out below.
+For benchmarks/grouping.py. They pack by tokens alone, because they know nothing else. Each calls
+the public package that the framework itself calls, or the framework's own function. First fit and
+online best fit are written out below.
 """
 
 from __future__ import annotations

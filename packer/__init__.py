@@ -1,4 +1,4 @@
-"""Pack raw vision-language data into balanced groups in shards; `packer.cli` is the command.
+"""Packing: raw vision-language data -> balanced groups in shards.
 
 From Python: `Builder(BuildConfig(dataset="demo", out="packed")).build()`. Public names are imported
 when they are first used, so that `import packer` takes no time.

@@ -72,7 +72,7 @@ class _Counts:
 
 
 class Builder:
-    """One build into one output directory, or by way of a work folder into an object store."""
+    """One build into a folder, or through a work folder into an object store."""
 
     def __init__(self, config: BuildConfig, progress: StageProgress | None = None) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""Text as people read it: sizes, times, shares, and foreign text made safe for a terminal."""
+"""Sizes, times and shares as text; foreign text made safe for a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`packer group`: sample lengths that somebody already has -> groups, without the raw data.
+"""`packer group`: given sample lengths -> groups, without the raw data.
 
 Reads our own counts.parquet, and the length files that the OmniBal authors publish. Several files
 become one dataset.

@@ -1,4 +1,4 @@
-"""Pages of `packer`: a Jinja template inside the common HTML document, printed in light colours."""
+"""Pages of `packer`: Jinja templates inside the common HTML document."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parent
 
 
 def render(name: str, title: str, *, style: str = "", **values: object) -> str:
-    """A page from NAME.html.j2 and NAME.css of this package, with the CSS rules in `style`."""
+    """A page from NAME.html.j2 and NAME.css of this package, with more CSS in `style`."""
     body = _templates().get_template(f"{name}.html.j2").render(values)
     sheets = [(FOLDER / f"{sheet}.css").read_text("utf-8") for sheet in ("page", name)]
     return page(title, body, style="".join([style, *sheets]))

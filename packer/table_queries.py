@@ -45,7 +45,7 @@ def read_rows(path: Path, rows: Sequence[int], columns: Sequence[str]) -> list[d
 
 
 def count_reasons(rejected: pl.LazyFrame) -> pl.LazyFrame:
-    """Rejections by reason, most frequent first: reason, number, and the first sample's details."""
+    """Rejections by reason, most frequent first, with the first sample's details."""
     import polars as pl
 
     return (

@@ -1,4 +1,4 @@
-"""The built-in demo: a dataset in LLaVA's layout, drawn on the spot, and a small tokenizer for it.
+"""The built-in demo: a drawn dataset in LLaVA's layout, and its tokenizer.
 
 For `packer build --dataset demo`, examples and tests. Questions and answers are true of the drawn
 pictures, so that even a tiny model can learn something. Sizes, aspect ratios, text lengths and
@@ -36,7 +36,7 @@ Fact = tuple[str, str]
 
 
 def demo_tokenizer_path() -> Path:
-    """Folder of the shipped tokenizer: byte-level BPE, from `scripts/make_demo_tokenizer.py`."""
+    """Folder of the shipped tokenizer, made by `scripts/make_demo_tokenizer.py`."""
     return Path(__file__).parent / "tokenizer"
 
 
@@ -106,7 +106,7 @@ def _facts(rng: random.Random, pictures: list[Picture]) -> list[Fact]:
 
 
 def _with_markers(rng: random.Random, num_pictures: int, question: str) -> str:
-    """The first question with a marker per picture: mostly before it, sometimes after or in it."""
+    """The first question with a marker per picture: mostly before it."""
     if num_pictures == 0:
         return question
     if num_pictures > 1:

@@ -1,4 +1,4 @@
-"""Pictures of the demo: icons, shapes, bar charts, text pages and photo-like views, with facts.
+"""Pictures of the demo: icons, shapes, charts, pages and photos, with facts.
 
 Pure, given the generator: the same generator state draws the same pixels (with the same versions of
 Pillow and NumPy).

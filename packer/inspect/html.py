@@ -1,4 +1,4 @@
-"""A group as a page: its loads against the caps, and every sample with text and thumbnails.
+"""A group as a page: loads against the caps, text and thumbnails.
 
 `group.html.j2` holds the text, `group.css` the looks. Pictures are `data:` URIs, so the
 page can be sent to someone as it is.

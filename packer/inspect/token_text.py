@@ -1,4 +1,4 @@
-"""Token ids of a stored sample -> pieces of text, of labelled text, and of image or audio tokens.
+"""Token ids of a stored sample -> pieces of text, labels, image and audio.
 
 A build holds only its tokenizer's hash. The tokenizer is given again and must have that hash: the
 text of a wrong one would look right and be wrong.
@@ -64,7 +64,7 @@ def load_decoder(
     *,
     chat_template: str | None = None,
 ) -> Tokenizer:
-    """The tokenizer of a build whose manifest says `tokenizer`; ConfigError for another one."""
+    """The build's tokenizer, of which the manifest says `tokenizer`; else ConfigError."""
     loaded = ChatTokenizer.load(
         source, model.image_markup, model.audio_markup, chat_template=chat_template
     )
@@ -112,7 +112,7 @@ def read_pieces(
 def _file_pieces(
     kind: PieceKind, ids: NDArray[np.int32], left: list[tuple[int, int]]
 ) -> Iterator[Piece]:
-    """Adjacent file tokens as one piece per file; takes (number, tokens) of the files from `left`.
+    """One piece per file of adjacent file tokens; takes (number, tokens) from `left`.
 
     Without markup between them, the tokens of two files are adjacent.
     """

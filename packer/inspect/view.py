@@ -1,4 +1,4 @@
-"""One group of a build, read for a person: `inspect_group` and the view that it returns.
+"""One group of a build, read for a person: `inspect_group` and its views.
 
 Reads the manifest, one row of the index, the tables' rows and the group's bytes, so the build may
 be of any size. Of a build at a URI, the index and the tables are fetched. Terminal, page and JSON
@@ -8,7 +8,7 @@ show the same view.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,6 @@ from shards.manifest import Manifest, read_manifest
 from shards.stored_group import DECODE_ERRORS, StoredGroup
 from shards.tables import COUNTS_NAME, GROUPS_NAME
 from shards.tar_shards import decode_tar
-
-_IMAGE_KEYS = ("name", "width", "height", "num_patches", "num_tokens", "num_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,17 +70,10 @@ class SampleView:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, without thumbnails."""
-        return {
-            "sample_id": self.sample_id,
-            "source": self.source,
-            "counts": self.counts,
+        images = [_plain(image, without=("thumbnail",)) for image in self.images]
+        return _plain(self, without=("vision_load",)) | {
             "pieces": [piece.to_json() for piece in self.pieces],
-            "images": [
-                {name: getattr(image, name) for name in _IMAGE_KEYS}
-                | {"problem": image.problem or None}
-                for image in self.images
-            ],
-            "audio_seconds": list(self.audio_seconds),
+            "images": [image | {"problem": image["problem"] or None} for image in images],
         }
 
 
@@ -117,18 +108,17 @@ class GroupView:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `packer inspect --json`, without thumbnails."""
-        return {
-            "group": self.group,
-            "num_groups": self.num_groups,
-            "shard": self.shard,
-            "num_bytes": self.num_bytes,
+        return _plain(self, without=("why", "vision_load")) | {
             "limits": asdict(self.limits),
             "fill": self.fill,
             "vision_fill": self.vision_fill,
-            "counts": self.counts,
-            "tokenizer": self.tokenizer,
             "samples": [sample.to_json() for sample in self.samples],
         }
+
+
+def _plain(view: object, *, without: tuple[str, ...]) -> dict[str, Any]:
+    names = [each.name for each in fields(view)]  # type: ignore[arg-type]
+    return {name: getattr(view, name) for name in names if name not in without}
 
 
 def inspect_group(
@@ -138,7 +128,7 @@ def inspect_group(
     tokenizer: str | None = None,
     chat_template: str | None = None,
 ) -> GroupView:
-    """Group `group` of the build at `out`, a folder or URI; None: the middle one, by vision load.
+    """Read a group of the build at `out`, a folder or URI; None: the middle one.
 
     `tokenizer` must be the build's own; without it only the demo's text can be read, and other
     builds show token ids. DataError for an unfinished or damaged build, ConfigError for a group

@@ -1,4 +1,4 @@
-"""Two small SVG charts for the report: a histogram, and each rank's load step by step.
+"""SVG charts for the report: a histogram, and each rank's load by step.
 
 Pure: arrays in, SVG out. Shapes have CSS classes (`axis`, `grid`, `mean`, `wait` and the series'
 name) instead of colours, so the page decides how they look in light, dark and print.
@@ -48,7 +48,7 @@ def histogram(values: IntArray, *, upper: float, series: str, unit: str, counted
 def rank_bars(
     steps: IntArray, *, slowest: IntArray, upper: float, series: str, unit: str
 ) -> Markup:
-    """Load of each rank in a few steps, shape (num_steps, ranks): solid is work, faint is waiting.
+    """Load of each rank in a few steps, shape (num_steps, ranks); faint is waiting.
 
     `slowest` is each step's largest load, shape (num_steps,); its rank may not be shown.
     """
@@ -86,7 +86,7 @@ def tick_label(value: float) -> str:
 
 
 def ticks(upper: float, at_most: int = 6) -> list[float]:
-    """At most `at_most` round values from 0 to `upper`, in steps of 1, 2, 2.5 or 5 times 10 ** n.
+    """At most `at_most` round values from 0 to `upper`.
 
     >>> ticks(7_328), ticks(3)
     ([0.0, 2000.0, 4000.0, 6000.0], [0.0, 1.0, 2.0, 3.0])

@@ -1,4 +1,4 @@
-"""Totals of a build and its rejected samples by reason; errors when too many are rejected."""
+"""Totals of a build, rejected samples by reason, and when they are too many."""
 
 from __future__ import annotations
 

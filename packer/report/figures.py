@@ -1,4 +1,4 @@
-"""The report of a build: OmniBal's Table 3 for its dataset, from the tables that it holds.
+"""The report of a build: OmniBal's Table 3 for its dataset, and randomness.
 
 `make_report` reads counts, groups and rejected samples, never shards, so it works on the output of
 `packer group` too. It compares the stored groups, in the loader's own order, with the samplers that
@@ -123,7 +123,7 @@ class Report:
 
 
 def make_report(out: Path | str, *, dp: int = 8, seed: int = 0) -> Report:
-    """Compare the groups of the build at `out`, a folder or URI, with the baselines on `dp` ranks.
+    """Compare the build at `out`, a folder or URI, with the baselines on `dp` ranks.
 
     `seed` is that of the loader's order and of the samplers. DataError when a table is missing or
     the tables do not add up.

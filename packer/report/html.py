@@ -1,4 +1,4 @@
-"""The report as a page: figures, Table 3, distributions before and after, rejected samples.
+"""The report as a page: figures, tables, distributions and rejected samples.
 
 `report.html.j2` holds the text, `report.css` the looks. Pure but for `write_html`.
 """
@@ -114,13 +114,13 @@ def _first_steps(report: Report, method: str, load: str) -> IntArray:
 
 
 def _waiting(steps: IntArray, unit: str) -> Markup:
-    """Share of all ranks' time in these steps that is waiting, shape of `steps` (num_steps, dp)."""
+    """Share of the ranks' time that is waiting; `steps` has shape (num_steps, dp)."""
     share = share_text(dist_ratio(steps.ravel(), steps.shape[1]))
     return Markup(f"{share} of the ranks' time for {unit} is waiting, in these steps")
 
 
 def _spread(values: IntArray) -> str:
-    """Mean, largest, and the relative spread, which shows at a glance how even the loads are."""
+    """Mean, largest, and the relative spread, which shows how even the loads are."""
     if not len(values):
         return "none"
     spread = float(values.std()) / max(float(values.mean()), 1e-9)

@@ -45,7 +45,7 @@ class FigureTable:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print what the build does to balance, and what that costs in randomness, in two tables."""
+    """Print two tables: what the build does to balance, and to randomness."""
     console.print(samples_text(report), highlight=False)
     needed = max(report.lower_bounds.values())
     console.print(
