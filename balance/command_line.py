@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
+from math import inf
 from pathlib import Path
 from types import GenericAlias
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin
@@ -83,7 +84,7 @@ def _annotation(name: str, kind: Any, option: Option) -> Any:
     if get_origin(kind) is tuple:
         kind = GenericAlias(list, get_args(kind)[:1])  # an option that may be repeated
     names = [f"--{name.replace('_', '-')}"] if kind is bool else []  # without a --no-...
-    least = None if option.least == float("-inf") else option.least
+    least = None if option.least == -inf else option.least
     return Annotated[kind | None, typer.Option(*names, help=option.help, min=least)]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
+from math import inf
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -23,8 +24,8 @@ class Option:
     """What users read of a config's field: `Annotated[int, Option("...", least=1)]`."""
 
     help: str
-    least: float = float("-inf")
-    most: float = float("inf")
+    least: float = -inf
+    most: float = inf
 
 
 def options_of(kind: type) -> Iterator[tuple[str, Any, Option]]:
@@ -40,9 +41,11 @@ def check_options(config: Any) -> None:
         value = getattr(config, name)
         if get_origin(hint) is Literal and value not in get_args(hint):
             raise ConfigError(f"{name} is {value!r}: use one of {', '.join(get_args(hint))}")
-        if isinstance(value, int | float) and not option.least <= value <= option.most:
+        if not isinstance(value, int | float) or (option.least, option.most) == (-inf, inf):
+            continue
+        if not option.least <= value <= option.most:
             allowed = f"in {option.least:,}..{option.most:,}"
-            if option.most == float("inf"):
+            if option.most == inf:
                 allowed = f"at least {option.least:,}"
             raise ConfigError(f"{name} is {value}; it must be {allowed}")
 
