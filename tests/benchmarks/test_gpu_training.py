@@ -83,7 +83,7 @@ def check_profile(figures: dict[str, Any], folder: Path, model: str) -> None:
 
 
 def test_profile_measures_every_kind_of_layer_and_partitions_by_it(tmp_path):
-    figures, text = measured(tmp_path, "profile", "--tiny", "--models", "2")
+    figures, _ = measured(tmp_path, "profile", "--tiny", "--models", "2")
     check_profile(figures, tmp_path, presets.INTERNVL)
     assert [row["name"] for row in figures["table_9"]] == ["6B + Llama3-8B", "6B + InternLM2-20B"]
     for row in figures["table_9"]:
@@ -99,7 +99,6 @@ def test_profile_measures_every_kind_of_layer_and_partitions_by_it(tmp_path):
             "profile-based",
             "BMP",
         ]
-        assert f"Table 4, by {by}" in text
     assert figures["table_4, measured layers"][3]["measured_ratio"] == 1.0
 
 
