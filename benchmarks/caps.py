@@ -10,9 +10,9 @@ default grouping and for ISF.
 Assumptions: times are `balance.flops` with its default speeds, so trust ratios, not milliseconds; a
 rank's micro-batch takes its encoder's and its LLM's time one after the other; a step takes as long
 as its slowest rank, with one micro-batch per rank; idle ranks count. `path`: steps are neighbours
-in stored order, as the loader assigns them; `random`: the same groups shuffled, which is the paper's
-case. "ratio" marks the cap of the paper's rule, "chosen" that of `choose_limits` for this grouping;
-below the tables what it says of its choice.
+in stored order, as the loader assigns them; `random`: the same groups shuffled, which is the
+paper's case. "ratio" marks the cap of the paper's rule, "chosen" that of `choose_limits` for this
+grouping; below the tables what it says of its choice.
 """
 
 from __future__ import annotations
