@@ -1,12 +1,11 @@
-"""OrchMLLM's plan of a step: which rank encodes and trains which example, phase by phase, and what
-travels between.
+"""OrchMLLM's plan of a step: the rank that encodes and trains each example, phase by phase. Pure.
 
-For `engine.dispatching.step_planner` (the loader's hook) and `engine.dispatching.times` (what it
-comes to). Every rank draws its examples as ever; then each phase (vision encoder, audio encoder,
-LLM) deals them to the ranks anew so that this phase is balanced, with the algorithm that suits how
-the phase batches (OrchMLLM, section 5.1); batches go to nodes that hold much of them already (5.2);
-and encoders' outputs travel at once to where the LLM wants them (section 6). Options switch each
-part off, for the paper's ablations. Pure and deterministic; 2,560 ranks of 60 examples take 50 ms.
+For `engine.dispatching.step_planner` and `engine.dispatching.times`. Every rank draws its examples;
+then each phase (vision encoder, audio encoder, LLM) assigns them to ranks so that the phase is
+balanced, with the algorithm for how the phase batches (OrchMLLM, section 5.1). Batches are placed
+on nodes that already hold much of them (5.2), and encoder outputs go directly to the LLM's rank
+(section 6). Options switch each part off, for the paper's ablations. Deterministic; 2,560 ranks of
+60 examples take 50 ms.
 """
 
 from __future__ import annotations
@@ -36,40 +35,38 @@ from engine.cost_model.loads import PhaseLoads
 PHASES = (*ENCODERS, "llm")
 
 Algorithm = Literal["sums", "padded", "squares", "padded_attention", "conv"]
-"""OrchMLLM's algorithms 1, 2 and 4, ours for padded attention, and algorithm 5."""
+"""OrchMLLM's algorithms 1, 2, 4, ours for padded attention, and 5 (`post_balancing`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchOptions:
-    """How each phase is balanced."""
+    """Options of balancing by phase."""
 
     ranks_per_node: int = 8
     algorithms: Mapping[str, Algorithm] = field(
         default_factory=lambda: {"vision": "sums", "audio": "padded", "llm": "sums"}
     )
-    """Method by phase. Encoders not named work where the LLM does; the LLM, where drawn."""
+    """By phase. Other encoders work on the LLM's rank; the LLM, if missing, where drawn."""
     padded: frozenset[str] = frozenset({"audio"})
     """Phases that pad a batch to its longest example: convolutions in Whisper's encoder."""
     square_weights: Mapping[str, float] = field(default_factory=dict)
-    """Cost of a squared token in tokens, by phase (OrchMLLM: beta / alpha); default 0."""
+    """Cost of a squared token in tokens by phase (OrchMLLM: beta / alpha); otherwise 0."""
     tolerance: float = 0.02
-    """Of `squares`: how uneven sums may be, as a share of their mean."""
+    """Allowed deviation of sums for `squares`, as a share of their mean."""
     node_wise: bool = True
-    """Whether batches move to nodes that hold much of them already (OrchMLLM, 5.2.2)."""
+    """Whether batches are placed on nodes that already hold much of them (5.2.2)."""
     reads_directly: bool = False
-    """Whether inputs are read where they are needed, as our loader does: then only features travel,
-    and node-wise placement brings encoders' batches near to where the LLM wants them.
+    """Whether inputs are read where they are needed, as our loader does.
+
+    Then only features travel, and encoders' batches are placed near the LLM's ranks.
     """
 
     def __post_init__(self) -> None:
         for name in (*self.algorithms, *self.padded, *self.square_weights):
             if name not in PHASES:
                 raise ConfigError(f"there is no phase {name!r}; use {', '.join(PHASES)}")
-        if (
-            self.ranks_per_node < 1
-            or self.tolerance < 0
-            or min(self.square_weights.values(), default=0) < 0
-        ):
+        least = min(self.tolerance, *self.square_weights.values(), 0)
+        if self.ranks_per_node < 1 or least < 0:
             raise ConfigError(
                 f"ranks_per_node {self.ranks_per_node}, tolerance {self.tolerance}, square_weights "
                 f"{dict(self.square_weights)}: give at least one rank, and nothing below 0"
@@ -78,14 +75,14 @@ class DispatchOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examples:
-    """What all ranks drew for a step, rank after rank; int64, (examples,)."""
+    """The examples that all ranks drew for a step, rank after rank; int64, (examples,)."""
 
     lengths: Mapping[str, IntArray]
-    """By phase: tokens that the encoder processes; the LLM's whole interleaved sequence."""
+    """By phase: tokens of the encoder, or of the LLM's whole interleaved sequence."""
     squares: Mapping[str, IntArray]
-    """By phase: sum of the squared lengths of what attends at once."""
+    """By phase: sum of squared lengths of what attends together."""
     features: Mapping[str, IntArray]
-    """By encoder: tokens that it gives to the LLM."""
+    """By encoder: its tokens in the LLM."""
     offsets: IntArray
     """(ranks + 1,): rank r drew the examples `offsets[r]:offsets[r + 1]`."""
 
@@ -96,15 +93,14 @@ class Examples:
 
     @property
     def texts(self) -> IntArray:
-        """LLM tokens that no encoder made."""
+        """LLM tokens that come from no encoder."""
         return np.asarray(self.lengths["llm"] - sum(self.features.values()))
 
     @classmethod
     def of_counts(cls, counts: Counts, offsets: IntArray, *, audio_downsample: int = 1) -> Examples:
-        """From the counts table. `audio_downsample`: encoder tokens per LLM token; images are taken
-        as equally large.
+        """From the counts table. `audio_downsample`: encoder tokens per LLM token.
 
-        An example's clips are taken as one.
+        Images of an example are taken as equally large, and its audio as one clip.
         """
         audio = counts.num_audio_tokens * audio_downsample
         images = np.square(counts.num_vit_tokens) // np.maximum(counts.num_image_patches, 1)
@@ -121,34 +117,32 @@ class PhasePlan:
     """One phase of a step."""
 
     examples: IntArray
-    """Those that have anything for the phase, in the order in which they were drawn."""
+    """Examples with tokens of the phase, in the order in which they were drawn."""
     ranks: IntArray
     """Rank that works on each of them."""
     moved: Permutation
-    """Of these examples from where they were drawn: Pi_E, for the LLM Pi_M."""
+    """From the ranks that drew these examples: Pi_E, for the LLM Pi_M."""
     features: Permutation
-    """Of these examples from this phase to the LLM: Pi_M o Pi_E^-1; for the LLM nothing moves."""
+    """From this phase to the LLM: Pi_M o Pi_E^-1; the identity for the LLM."""
     drawn: PhaseLoads
-    """(ranks,): what every rank would do with what it drew, padding included."""
+    """(ranks,): loads as drawn, with padding."""
     balanced: PhaseLoads
-    """(ranks,): the same as planned."""
+    """(ranks,): loads as planned, with padding."""
     useful_tokens: int
-    """Of all ranks, padding left out."""
+    """Tokens of all ranks without padding."""
 
     @property
     def imbalance(self) -> tuple[float, float]:
         """Largest / mean tokens of a rank, as drawn and as planned; 1 without tokens."""
-        before, after = (
-            own.tokens.max() / max(own.tokens.mean(), 1e-9) for own in (self.drawn, self.balanced)
-        )
-        return (float(before), float(after)) if self.useful_tokens else (1.0, 1.0)
+        loads = self.drawn.tokens, self.balanced.tokens
+        before, after = (float(own.max() / max(own.mean(), 1e-9)) for own in loads)
+        return (before, after) if self.useful_tokens else (1.0, 1.0)
 
     @property
     def efficiency(self) -> tuple[float, float]:
-        """Useful tokens / (ranks x tokens of the slowest rank), as drawn and as planned: what MFU
-        is in proportion to.
+        """Useful tokens / (ranks x tokens of the slowest rank), as drawn and as planned.
 
-        It counts padding as lost, which `imbalance` does not.
+        MFU is proportional to it. Unlike `imbalance` it counts padding as lost.
         """
         slowest = (own.tokens.max() * len(own) for own in (self.drawn, self.balanced))
         before, after = (self.useful_tokens / max(int(most), 1) for most in slowest)
@@ -164,7 +158,7 @@ class DispatchPlan:
     phases: Mapping[str, PhasePlan]
 
     def batches(self, phase: str) -> Groups:
-        """The examples of each rank in a phase, in the order drawn; (ranks,) groups."""
+        """The examples of each rank in a phase, a group per rank, in the order of drawing."""
         own = self.phases[phase]
         batches = as_batches(own.ranks, self.examples.num_ranks)
         return Groups(own.examples[batches.samples], batches.offsets)
@@ -174,12 +168,10 @@ def plan_dispatch(examples: Examples, options: DispatchOptions | None = None) ->
     """Balance every phase of a step (OrchMLLM, sections 5 and 6)."""
     options = options or DispatchOptions()
     drawn_by = np.repeat(np.arange(examples.num_ranks), np.diff(examples.offsets))
-    batches = {
-        phase: _batches(examples, options, phase) for phase in PHASES if phase in options.algorithms
-    }
-    ranks = _direct(examples, options, batches, drawn_by) if options.reads_directly else None
-    if ranks is None:
-        ranks = _exchanged(examples, options, batches, drawn_by)
+    named = [phase for phase in PHASES if phase in options.algorithms]
+    batches = {phase: _batches(examples, options, phase) for phase in named}
+    choose = _ranks_of_direct_reads if options.reads_directly else _ranks_of_exchange
+    ranks = choose(examples, options, batches, drawn_by)
     phases = {phase: _phase(examples, options, phase, ranks) for phase in PHASES}
     return DispatchPlan(examples=examples, options=options, phases=phases)
 
@@ -192,7 +184,7 @@ def _having(examples: Examples, phase: str) -> IntArray:
 
 
 def _batches(examples: Examples, options: DispatchOptions, phase: str) -> IntArray:
-    """Batch of each example that the phase has, as the phase's algorithm balances them."""
+    """Batch of each example of the phase, by the phase's algorithm."""
     own, count = _having(examples, phase), examples.num_ranks
     lengths, squares = examples.lengths[phase][own], examples.squares[phase][own]
     weight = options.square_weights.get(phase, 0.0)
@@ -200,73 +192,73 @@ def _batches(examples: Examples, options: DispatchOptions, phase: str) -> IntArr
     if algorithm == "sums":
         return balance_sums(lengths + weight * squares if weight else lengths, count)
     if algorithm == "squares":
-        return balance_squares(
-            lengths, count, tolerance=int(options.tolerance * lengths.sum() / count)
-        )
+        tolerance = int(options.tolerance * lengths.sum() / count)
+        return balance_squares(lengths, count, tolerance=tolerance)
     if algorithm == "padded_attention":
         return balance_padded_attention(lengths, count, weight=weight)
     if algorithm not in ("padded", "conv"):
         raise ConfigError(
-            f"algorithm of {phase} is {algorithm!r}; use sums, padded, squares, padded_attention or conv"
+            f"algorithm of {phase} is {algorithm!r}; use sums, padded, squares, padded_attention "
+            "or conv"
         )
     return balance_padded(lengths, count) if algorithm == "padded" else balance_conv(lengths, count)
 
 
-def _exchanged(
+def _ranks_of_exchange(
     examples: Examples,
     options: DispatchOptions,
     batches: Mapping[str, IntArray],
     drawn_by: IntArray,
 ) -> dict[str, IntArray]:
-    """By phase, the rank of every example, if inputs travel from where they were drawn."""
+    """The rank of every example by phase, if inputs travel from where they were drawn."""
     ranks = {}
     for phase in ENCODERS:
         if phase in batches:
             own = _having(examples, phase)
             ranks[phase] = drawn_by.copy()
-            ranks[phase][own] = _place(
-                examples, options, examples.lengths[phase][own], batches[phase], drawn_by[own]
-            )
+            lengths = examples.lengths[phase][own]
+            ranks[phase][own] = _place(options, lengths, batches[phase], drawn_by[own], examples)
     if "llm" not in batches:
         return {phase: ranks.get(phase, drawn_by) for phase in PHASES}
-    ranks["llm"] = _place(examples, options, examples.lengths["llm"], batches["llm"], drawn_by)
+    lengths = examples.lengths["llm"]
+    ranks["llm"] = _place(options, lengths, batches["llm"], drawn_by, examples)
     return {phase: ranks.get(phase, ranks["llm"]) for phase in PHASES}
 
 
-def _direct(
+def _ranks_of_direct_reads(
     examples: Examples,
     options: DispatchOptions,
     batches: Mapping[str, IntArray],
     drawn_by: IntArray,
 ) -> dict[str, IntArray]:
-    """The same if inputs are read where needed: encoders' batches go near to their users."""
+    """The same if inputs are read where needed: encoders' batches near the users of features."""
     ranks = {"llm": batches.get("llm", drawn_by)}
     for phase in ENCODERS:
         ranks[phase] = ranks["llm"].copy()
         if phase in batches:
             own = _having(examples, phase)
+            features = examples.features[phase][own]
             ranks[phase][own] = _place(
-                examples, options, examples.features[phase][own], batches[phase], ranks["llm"][own]
+                options, features, batches[phase], ranks["llm"][own], examples
             )
     return ranks
 
 
 def _place(
-    examples: Examples,
     options: DispatchOptions,
     weights: IntArray,
     batches: IntArray,
     sources: IntArray,
+    examples: Examples,
 ) -> IntArray:
-    """Rank of each part of a batch; the parts, of some weight each, lie on the ranks `sources`."""
+    """Rank of each example, whose data of some weight is on the rank `sources`, by its batch."""
     if not options.node_wise:
         return batches
     order = np.argsort(sources, kind="stable")
     offsets = np.searchsorted(sources[order], np.arange(examples.num_ranks + 1))
-    places = place_batches(
-        weights[order], batches[order], offsets, ranks_per_node=options.ranks_per_node
-    )
-    return places[batches]
+    per_node = options.ranks_per_node
+    placed = place_batches(weights[order], batches[order], offsets, ranks_per_node=per_node)
+    return placed[batches]
 
 
 def _phase(
@@ -290,7 +282,7 @@ def _phase(
 
 
 def _loads(batches: Groups, examples: Examples, phase: str, options: DispatchOptions) -> PhaseLoads:
-    """What each rank's batch comes to; in a padded phase every example counts as the longest."""
+    """Loads of each rank's batch; in a padded phase every example counts as the longest."""
     lengths, sizes = examples.lengths[phase], batches.sizes
     if phase in options.padded:
         most = longest(batches, lengths)

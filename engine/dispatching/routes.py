@@ -1,12 +1,10 @@
-"""Who sends which features to whom, for one rank: `Route`, made of what a step planner answered
-(`StepAssignment`).
+"""Routes of encoder features: what one rank sends and receives, from a `StepAssignment`. Pure.
 
-For `engine.runtime.communication.feature_all_to_all`; `PlannedRoutes` is the note by which a
-planner's answer gets there. A round is what ranks do together: every rank's m-th batch of each
-encoder, then its m-th micro-batch. In each round an encoder's features go from where they were made
-to where the LLM uses them in one move, Pi_M o Pi_E^-1 (OrchMLLM, section 6). Whole examples are
-permuted over all ranks, tokens only of this rank: .4 ms for 8 ranks of 60 examples and two
-encoders, 65 ms for 2,560 ranks. Pure.
+For `engine.runtime.communication.feature_all_to_all`, which gets them as the step's note
+(`PlannedRoutes`). In a round ranks process together every rank's m-th batch of each encoder, then
+its m-th micro-batch. In each round an encoder's features go directly to the LLM's rank, Pi_M o
+Pi_E^-1 (OrchMLLM, section 6). Examples are permuted over all ranks, tokens only of this rank: .4 ms
+for 8 ranks of 60 examples and two encoders, 65 ms for 2,560 ranks.
 """
 
 from __future__ import annotations
@@ -24,12 +22,12 @@ from balance.types import Counts, Groups, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Route:
-    """One rank's part of the way of one encoder's features in one round."""
+    """One rank's part of the exchange of one encoder's features in one round."""
 
     tokens: Exchange
     """Its sends and receives, counted in features (LLM tokens)."""
     travels: bool
-    """Whether any rank sends anything to another one; if not, no rank needs to call the others."""
+    """Whether any rank sends to another one; if not, no exchange is needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,13 +35,13 @@ class PlannedRoutes:
     """The routes of a step for one rank, as a planner's note (`StepAssignment.notes`)."""
 
     moves: Mapping[str, tuple[FeatureMove, ...]]
-    """By encoder, what moves in each round; all ranks' notes share it."""
+    """Exchange of each round by encoder; all ranks' notes share it."""
     num_rounds: int
     rank: int
 
     @property
     def rounds(self) -> tuple[dict[str, Route], ...]:
-        """This rank's route of each round, by encoder; a planner need not know its rank."""
+        """This rank's route by encoder in each round; a planner need not know its own rank."""
         return tuple(
             {name: rank_route(own[number], self.rank) for name, own in self.moves.items()}
             for number in range(self.num_rounds)
@@ -52,45 +50,41 @@ class PlannedRoutes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FeatureMove:
-    """The way of one encoder's features in one round, over all ranks."""
+    """The exchange of one encoder's features in one round, over all ranks."""
 
     examples: Permutation
-    """From the encoder's batches to the micro-batches: Pi_M o Pi_E^-1, samples with features."""
+    """Pi_M o Pi_E^-1: samples with features from encoder batches to micro-batches."""
     features: IntArray
-    """Of each of them in the order in which they are encoded, rank after rank."""
+    """Features of each sample in the order of encoding, rank after rank."""
 
 
 def feature_moves(
     work: StepAssignment, features: Mapping[str, IntArray]
 ) -> dict[str, tuple[FeatureMove, ...]]:
-    """By encoder, what moves in each round.
+    """The exchange of each round by encoder.
 
-    `features`: LLM tokens that each encoder makes of every sample of the step, (num_samples,).
-    ConfigError unless all ranks have equally many batches of everything, and each sample is encoded
-    in the round that uses it.
+    `features`: LLM tokens of every sample by encoder, (num_samples,). ConfigError unless all ranks
+    have equally many batches of everything, and each sample is encoded in the round that uses it.
     """
     rounds = {
         len(groups) for ranks in (work.micro_batches, *work.encoders.values()) for groups in ranks
     }
     if len(rounds) > 1:
         raise ConfigError(
-            f"ranks and encoders have {sorted(rounds)} batches in one step; features can be exchanged if all have "
-            "equally many"
+            f"ranks and encoders have {sorted(rounds)} batches in one step; features can be "
+            "exchanged if all have equally many"
         )
+    numbers, users = range(max(rounds)), work.micro_batches
     return {
-        name: tuple(
-            _move(ranks, work.micro_batches, features[name], number)
-            for number in range(max(rounds))
-        )
-        for name, ranks in work.encoders.items()
+        name: tuple(_move(makers, users, features[name], number) for number in numbers)
+        for name, makers in work.encoders.items()
     }
 
 
 def step_routes(
     work: StepAssignment, features: Mapping[str, IntArray], rank: int
 ) -> tuple[dict[str, Route], ...]:
-    """Of each round, by encoder, the route for one rank; arguments and errors as of
-    `feature_moves`.
+    """The route for one rank by encoder in each round; arguments and errors as `feature_moves`.
 
     >>> one, other = Groups(np.array([0]), np.array([0, 1])), Groups(np.array([1]), np.array([0, 1]))
     >>> work = StepWork(micro_batches=(one, other), encoders={"vision": (other, one)})
@@ -102,15 +96,12 @@ def step_routes(
 
 
 def planned_routes(work: StepAssignment, counts: Counts) -> tuple[PlannedRoutes, ...]:
-    """Of each rank, the routes of what a step planner was asked (`StepSamples.counts`) and
-    answered.
+    """The routes of each rank, from a step's counts and assignment.
 
-    Every rank plans the same step from the same counts, so the routes that ranks come to fit
-    together.
+    Every rank plans the same step from the same counts, so the routes of all ranks match.
     """
-    moves = feature_moves(
-        work, {"vision": counts.num_image_tokens, "audio": counts.num_audio_tokens}
-    )
+    features = {"vision": counts.num_image_tokens, "audio": counts.num_audio_tokens}
+    moves = feature_moves(work, features)
     rounds = len(work.micro_batches[0])
     return tuple(
         PlannedRoutes(moves=moves, num_rounds=rounds, rank=rank)
@@ -119,7 +110,7 @@ def planned_routes(work: StepAssignment, counts: Counts) -> tuple[PlannedRoutes,
 
 
 def rank_route(move: FeatureMove, rank: int) -> Route:
-    """`move.examples.expand(move.features).exchange(rank)`, listing this rank's tokens only."""
+    """`move.examples.expand(move.features).exchange(rank)`, without other ranks' tokens."""
     examples, features = move.examples, move.features
     own = examples.exchange(rank)
     sent = features[examples.source_offsets[rank] : examples.source_offsets[rank + 1]]
@@ -145,8 +136,8 @@ def _move(
     elsewhere = np.setxor1d(made, used)
     if len(elsewhere):
         raise ConfigError(
-            f"sample {elsewhere[0]} of the step is not encoded in the round that uses it (round {number}); plan both "
-            "in one round, as DispatchedSteps does"
+            f"sample {elsewhere[0]} of the step is not encoded in the round that uses it (round "
+            f"{number}); plan both in one round, as DispatchedSteps does"
         )
     sorter = np.argsort(made)
     order = sorter[np.searchsorted(made, used, sorter=sorter)]
@@ -156,19 +147,16 @@ def _move(
 
 
 def _layout(ranks: Sequence[Groups], features: IntArray, number: int) -> tuple[IntArray, IntArray]:
-    """A round's samples with features, rank after rank, and where each rank's begin."""
+    """A round's samples with features, rank after rank, and the offsets of ranks."""
     batches = [groups[number] for groups in ranks]
     batches = [batch[features[batch] > 0] for batch in batches]
     return np.concatenate(batches), np.cumsum([0, *map(len, batches)])
 
 
 def _tokens(counts: IntArray, places: IntArray) -> IntArray:
-    """Tokens of the examples at `places`, where examples of these sizes follow one another."""
-    return (
-        Groups(np.arange(counts.sum()), np.concatenate([[0], np.cumsum(counts)]))
-        .take(places)
-        .samples
-    )
+    """Tokens of the examples at `places`, where examples have `counts` tokens each."""
+    every = Groups(np.arange(counts.sum()), np.concatenate([[0], np.cumsum(counts)]))
+    return every.take(places).samples
 
 
 def _sums(values: IntArray, counts: IntArray) -> IntArray:

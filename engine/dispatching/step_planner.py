@@ -1,9 +1,8 @@
-"""OrchMLLM's dispatching behind the loader's hook: `DispatchedSteps` tells each rank what to encode
-and what to train.
+"""OrchMLLM as a loader's step planner: what each rank encodes and trains in each step. Pure.
 
-Of every rank's m-th micro-batch all ranks together make one dispatch, so each keeps its number of
-micro-batches. The loader reads every image on the rank that encodes it; only features travel, by
-routes that come with the step as its note. Pure.
+The m-th micro-batches of all ranks are one dispatch, so each rank keeps its number of
+micro-batches. The loader reads every image on the rank that encodes it; only features travel, by routes that come
+with the step as its note.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class DispatchedSteps:
     """Encoder tokens per LLM token (`AudioRule.downsample`)."""
 
     def __call__(self, samples: StepRequest) -> StepAssignment:
-        """Every rank's micro-batches and encoders' work, with `PlannedRoutes` as notes."""
+        """Micro-batches and encoder batches of every rank, with `PlannedRoutes` as notes."""
         rounds = [self._round(samples, number) for number in range(samples.micro_batches)]
         encoders = [name for name in ENCODERS if name in self.options.algorithms]
         work = StepAssignment(
@@ -37,26 +36,22 @@ class DispatchedSteps:
         return replace(work, notes=planned_routes(work, samples.counts))
 
     def plan(self, samples: StepRequest) -> list[DispatchPlan]:
-        """The same as plans, one for every rank's m-th micro-batch, numbered within each."""
+        """The plans of all rounds; examples are numbered within each."""
         return [self._round(samples, number)[1] for number in range(samples.micro_batches)]
 
     def _round(self, samples: StepRequest, number: int) -> tuple[IntArray, DispatchPlan]:
         """(numbers of the samples, their plan)."""
-        groups = Groups(np.arange(len(samples)), samples.offsets).take(
-            np.arange(samples.dp) * samples.micro_batches + number
-        )
-        examples = Examples.of_counts(
-            samples.counts.take(groups.samples),
-            groups.offsets,
-            audio_downsample=self.audio_downsample,
-        )
+        own = np.arange(samples.dp) * samples.micro_batches + number
+        groups = Groups(np.arange(len(samples)), samples.offsets).take(own)
+        counts, downsample = samples.counts.take(groups.samples), self.audio_downsample
+        examples = Examples.of_counts(counts, groups.offsets, audio_downsample=downsample)
         return groups.samples, plan_dispatch(examples, replace(self.options, reads_directly=True))
 
 
 def _of_ranks(
     rounds: list[tuple[IntArray, DispatchPlan]], phase: str, num_ranks: int
 ) -> tuple[Groups, ...]:
-    """Of each rank, its batch of every round."""
+    """Each rank's batches of all rounds."""
     batches = [(numbers, plan.batches(phase)) for numbers, plan in rounds]
     made = []
     for rank in range(num_ranks):

@@ -1,14 +1,14 @@
-"""What a dispatch plan comes to: time of each phase, volumes between ranks, time of the exchanges.
+"""Predicted times of a dispatch plan: phases, volumes between ranks, exchanges. Pure.
 
-For reports and for choosing options before a run. Data-parallel ranks that share out their weights
-(FSDP) gather every layer together, so each phase is as slow as its slowest rank, and a step is the
-sum of its phases (OrchMLLM's setting). Pure.
+For reports and for choosing options before a run. Data-parallel ranks with sharded weights (FSDP)
+gather every layer together, so each phase is as slow as its slowest rank, and a step is the sum of
+its phases (OrchMLLM's setting).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -21,7 +21,7 @@ from engine.cost_model.loads import Loads, PhaseLoads
 from engine.dispatching.dispatch import PHASES, DispatchPlan
 
 PhaseCost = Callable[[str, PhaseLoads], IntArray]
-"""(phase, a batch per rank) -> ns that each rank takes, forward and backward, int64, (ranks,)."""
+"""(phase, a batch per rank) -> forward and backward time of each rank, int64 ns, (ranks,)."""
 
 Communicator = Literal["all_to_all", "all_gather"]
 """OrchMLLM's exchange, or its strawman: every rank gathers all batches (5.2.1)."""
@@ -29,43 +29,43 @@ Communicator = Literal["all_to_all", "all_gather"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBytes:
-    """What a token weighs on its way."""
+    """Sizes of tokens in exchanges."""
 
     inputs: Mapping[str, int]
-    """Input elements per token, by phase: pixels, spectrogram frames, text ids."""
+    """Input by phase: pixels of a ViT patch, spectrogram frames of an audio token, text ids."""
     feature: int
-    """Of an LLM token that an encoder made: 2 x the LLM's width in bf16."""
+    """LLM token of an encoder: 2 x the LLM's width in bf16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseVolumes:
-    """Tokens that travel for a phase; sends of the forward pass."""
+    """Tokens sent for a phase in the forward pass."""
 
     inputs: CommVolumes
-    """Volumes of Pi_E (LLM: Pi_M) in tokens; none where inputs are read directly."""
+    """Pi_E (for the LLM Pi_M of texts), in the phase's tokens; nothing with direct reads."""
     features: CommVolumes
-    """Of Pi_M o Pi_E^-1, in LLM tokens."""
+    """Pi_M o Pi_E^-1, in LLM tokens."""
     features_home: CommVolumes
-    """Of Pi_E^-1 alone: what going home first would cost besides Pi_M, in LLM tokens."""
+    """Pi_E^-1 alone, in LLM tokens: the extra cost of returning features first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Predicted, ns."""
+    """Predicted times of a step."""
 
     phases_ns: Mapping[str, int]
-    """By phase, its slowest rank."""
+    """Time of the slowest rank by phase."""
     exchange_ns: int
-    """All exchanges of a step, there and back."""
+    """All exchanges of a step, forward and backward."""
 
     @property
     def step_ns(self) -> int:
-        """Without the optimizer."""
+        """Time of the step without the optimizer."""
         return sum(self.phases_ns.values()) + self.exchange_ns
 
 
 def phase_volumes(plan: DispatchPlan, phase: str) -> PhaseVolumes:
-    """What travels for a phase."""
+    """The volumes of a phase's exchanges."""
     own, examples = plan.phases[phase], plan.examples
     per_node = plan.options.ranks_per_node
     lengths = (examples.texts if phase == "llm" else examples.lengths[phase])[own.examples]
@@ -80,11 +80,9 @@ def phase_volumes(plan: DispatchPlan, phase: str) -> PhaseVolumes:
 
 
 def phase_times(plan: DispatchPlan, cost: PhaseCost) -> dict[str, tuple[IntArray, IntArray]]:
-    """By phase, every rank's time as drawn and as planned."""
-    return {
-        phase: (cost(phase, own.drawn), cost(phase, own.balanced))
-        for phase, own in plan.phases.items()
-    }
+    """Every rank's time by phase, as drawn and as planned."""
+    phases = plan.phases.items()
+    return {phase: (cost(phase, own.drawn), cost(phase, own.balanced)) for phase, own in phases}
 
 
 def step_times(
@@ -95,12 +93,11 @@ def step_times(
     *,
     communicator: Communicator = "all_to_all",
 ) -> StepTimes:
-    """The step as planned. `link`: between nodes, of each rank; exchanges inside nodes count as
-    free.
+    """Times of the planned step. `link`: each rank's between nodes; exchanges in nodes are free.
 
-    Inputs travel once, features there and their gradients back. An All-to-All takes as long as the
-    rank that sends most to other nodes (equation 5), an All-Gather (ranks - 1) x the largest batch
-    (equation 3).
+    Inputs are sent once, features forward and their gradients back. An all-to-all takes as long as
+    the rank that sends most to other nodes (equation 5), an all-gather (ranks - 1) x the largest
+    batch (equation 3).
     """
     phases = {phase: int(own[1].max()) for phase, own in phase_times(plan, cost).items()}
     total = 0.0
@@ -111,28 +108,22 @@ def step_times(
             (moved.features, 2 * token_bytes.feature),
         )
         for volume, size in sizes:
-            tokens = (
-                volume.all_gather
-                if communicator == "all_gather" and volume.total
-                else volume.largest_inter_node
-            )
-            total += tokens * size / link.bytes_per_s * NS_PER_S + (
-                link.latency_ns if tokens else 0
-            )
+            gathers = communicator == "all_gather" and volume.total
+            tokens = volume.all_gather if gathers else volume.largest_inter_node
+            total += tokens * size / link.bytes_per_s * NS_PER_S
+            total += link.latency_ns if tokens else 0
     return StepTimes(phases_ns=phases, exchange_ns=round(total))
 
 
 def phase_cost(cost: Callable[[Loads], Costs]) -> PhaseCost:
-    """A cost function of whole micro-batches as one of phases: what a phase's load adds to doing
-    nothing.
+    """The cost of phases from a cost function of whole micro-batches, less that of an empty one.
 
     Forward and backward of all layers, nothing recomputed.
     """
 
     def of_phase(phase: str, loads: PhaseLoads) -> IntArray:
         count = len(loads)
-        # the last one is nothing
-        padded = PhaseLoads(**{f.name: np.append(getattr(loads, f.name), 0) for f in fields(loads)})
+        padded = loads.map(lambda column: np.append(column, 0))  # the last one is empty
         rest = {other: PhaseLoads.nothing(count + 1) for other in PHASES if other != phase}
         costs = cost(Loads(**{phase: padded}, **rest))
         total = (costs.forward_ns + costs.backward_ns).sum(axis=0)

@@ -1,11 +1,10 @@
-"""In which order a step's micro-batches enter the pipeline: PipeTune's search over clusters, and
-ours over swaps.
+"""Order of a step's micro-batches: PipeTune's search over clusters, ours over swaps. Pure.
 
-For `engine.tuning.tune`. PipeTune (section 5.2) puts micro-batches of like cost into at most five
-clusters and simulates all orders of the clusters. Ours goes on from the best of those: exchange two
-micro-batches, or move one, and keep what is not slower. 2,000 such changes take 2 ms at 16
-micro-batches in 4 stages and find more than 120 orders of clusters do; on steps small enough to try
-all orders they find the best one nearly always. Pure, deterministic.
+PipeTune (section 5.2) groups micro-batches of similar cost into at most five clusters and simulates
+all orders of the clusters. Ours continues from the best of those: exchange two micro-batches, or
+move one, and keep the change unless it is slower. 2,000 changes take 2 ms at 16 micro-batches in 4
+stages and find better orders than 120 orders of clusters; on steps small enough to try all orders
+they nearly always find the best one.
 """
 
 from __future__ import annotations
@@ -27,24 +26,27 @@ class OrderResult:
     """The best order that a search found."""
 
     order: IntArray
-    """(micro_batches,): which one enters first, second, ..."""
+    """(micro_batches,): number of the one that enters first, second, ..."""
     step_ns: int
-    """NEVER if no order that was tried fits into memory."""
+    """NEVER if no tried order fits into memory."""
     num_simulated: int
-    """Orders that the search tried."""
+    """Number of tried orders."""
 
 
 class _Bounds(NamedTuple):
-    """EncodeRanks a search starts and ends."""
+    """Limits of a search."""
 
     goal: int
-    """A step time that no order beats."""
+    """Lower bound of the step time."""
     trials: int
     seed: int
 
 
 def search_clusters(problem: OrderProblem) -> OrderResult:
-    """The best of the given order and all orders of five clusters (PipeTune, 5.2)."""
+    """The best of the given order and all orders of at most five clusters (PipeTune, 5.2).
+
+    Of equally fast orders the first.
+    """
     stages = problem.stages
     came = np.arange(problem.num_micro_batches)
     clusters = cluster_costs((stages.forward_ns + stages.backward_ns).sum(axis=0))
@@ -57,38 +59,30 @@ def search_clusters(problem: OrderProblem) -> OrderResult:
 def search_swaps(
     problem: OrderProblem, start: IntArray, *, trials: int, seed: int = 0
 ) -> OrderResult:
-    """Go on from `start` by `trials` random exchanges and moves; ends early at `lower_bound`. Never
-    worse than `start`.
+    """Improve `start` by `trials` random exchanges and moves; ends early at `lower_bound`.
 
-    A change is kept if the step is not slower, so that the search crosses plateaus. The seed fixes
-    the answer.
+    A change is kept unless the step is slower, so that the search crosses plateaus. The seed fixes
+    the result.
     """
     order = np.array(start, np.int64)
     bounds = _Bounds(lower_bound(problem), trials, seed)
-    step_ns, num = _climb(
-        problem.actions,
-        problem.work,
-        problem.sizes,
-        problem.ahead,
-        order,
-        problem.scratch(),
-        bounds,
-    )
+    kernel = problem.actions, problem.times, problem.memory, problem.ahead
+    step_ns, num = _climb(kernel, order, problem.scratch(), bounds)
     return OrderResult(order=order, step_ns=int(step_ns), num_simulated=int(num))
 
 
 def lower_bound(problem: OrderProblem) -> int:
-    """No order of these micro-batches takes less, ns.
+    """Lower bound of the step time of any order, ns.
 
-    A rank works until it has done all that is its own; before, a micro-batch must have come through
-    the stages in front, and after it the last gradient goes back through them.
+    A rank computes all its own passes; before, a micro-batch must pass the earlier stages, and
+    afterwards the last gradient goes back through them.
     """
     stages, num_ranks = problem.stages, problem.schedule.num_ranks
     splits = bool((problem.schedule.kinds == PassKind.WEIGHT_GRAD).any())
     busy = stages.forward_ns.sum(axis=1) + stages.backward_ns.sum(axis=1)
     encoding = problem.ahead.encode_ns
     if problem.ahead.allowed[1:].any():
-        # all but the first micro-batch's may run elsewhere
+        # all encodings but the first micro-batch's may run elsewhere
         busy[0] -= encoding.sum() - encoding.min()
     into, out = np.zeros_like(stages.forward_ns), np.zeros_like(stages.forward_ns)
     for stage in range(1, num_ranks):
@@ -104,15 +98,13 @@ def lower_bound(problem: OrderProblem) -> int:
 
 # training goes on while a thread that works ahead searches
 @numba.njit(cache=True, nogil=True)
-def _climb(actions, work, sizes, ahead, order, scratch, bounds):  # type: ignore[no-untyped-def]
+def _climb(kernel, order, scratch, bounds):  # type: ignore[no-untyped-def]
     """Improve `order` in place; -> (its step time, orders simulated)."""
+    actions, times, memory, ahead = kernel
     np.random.seed(bounds.seed)
-    count, tried = len(order), 0
-    least = (
-        run_order(actions, work, ahead, order, scratch)
-        if fits(actions, sizes, order, scratch.now)
-        else NEVER
-    )
+    count, tried, least = len(order), 0, NEVER
+    if fits(actions, memory, order, scratch.now):
+        least = run_order(actions, times, ahead, order, scratch)
     changed = order.copy()
     while tried < bounds.trials and least > bounds.goal and count > 1:
         tried += 1
@@ -120,15 +112,15 @@ def _climb(actions, work, sizes, ahead, order, scratch, bounds):  # type: ignore
         if here == there:
             continue
         _change(order, here, there, np.random.randint(2) == 0, changed)
-        step_ns = run_order(actions, work, ahead, changed, scratch)
-        if step_ns <= least and fits(actions, sizes, changed, scratch.now):
+        step_ns = run_order(actions, times, ahead, changed, scratch)
+        if step_ns <= least and fits(actions, memory, changed, scratch.now):
             order[:], least = changed, step_ns
     return least, tried
 
 
 @numba.njit(cache=True)
 def _change(order, here, there, exchanges, changed):  # type: ignore[no-untyped-def]
-    """Set `changed` to `order` with two exchanged, or with `here` moved to `there`."""
+    """Set `changed` to `order` with two micro-batches exchanged, or one moved to `there`."""
     changed[:] = order
     changed[there] = order[here]
     if exchanges:

@@ -1,10 +1,8 @@
-"""Which micro-batches a step's samples could form: sizes and packings, for `engine.tuning.tune`.
-Pure NumPy.
+"""Packings of a step's samples into micro-batches of several sizes, for the tuner. Pure NumPy.
 
 PipeTune packs samples into micro-batches of at most L_max = micro-batch size x max_seq_len tokens
-and even FLOPs, for each micro-batch size that fits into memory. Here a sample's cost comes out of
-the cost function itself: what a micro-batch of the step's mean would take longer with it. So
-packing knows the hardware, and is additive all the same.
+and even FLOPs, for each micro-batch size that fits into memory. Here a sample's cost is its
+marginal time in a mean micro-batch by the cost function: additive, but aware of the hardware.
 """
 
 from __future__ import annotations
@@ -17,21 +15,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balance.steps.repack import pack_balanced
-from balance.types import Groups, IntArray
+from balance.types import FloatArray, Groups, IntArray
 from engine.cost_model.costs import Costs
 from engine.cost_model.loads import PHASES, QUANTITIES, Loads, PhaseLoads
 
 CostFunction = Callable[[Loads], Costs]
-"""Costs of any micro-batches: a model, cluster and parallelism, or a profile."""
+"""Costs of the layers for any micro-batches, by a model on a cluster or by a profile."""
 
 MicroBatchSizes = Literal["given", "multiples", "any"]
-"""Micro-batch sizes to try: that of the given micro-batches; every multiple of max_seq_len, as
-PipeTune; or also sizes between and below these, a step of STEP apart.
-"""
+"""Micro-batch sizes to try: given; multiples of max_seq_len (PipeTune); also others."""
 
 STEP = 1.2
+"""Ratio of neighbouring sizes of `any`."""
 MOST_PER_STAGE = 8
-"""Most micro-batches per stage for small sizes: at most 1/8 of bubble is left."""
+"""Micro-batches per stage of the smallest size: a bubble of at most 1/8 is left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,13 +37,13 @@ class Packing:
 
     groups: Groups
     max_len: int
-    """Tokens that a micro-batch may have."""
+    """Most tokens of a micro-batch."""
 
 
 def pack_in_order(lengths: IntArray, max_len: int) -> Groups:
-    """Micro-batches filled one after the other, in the order of the samples: PipeTune's "Original".
+    """Micro-batches filled in the order of the samples: PipeTune's "Original".
 
-    A sample over `max_len` gets one of its own.
+    A sample over `max_len` has a micro-batch of its own.
 
     >>> pack_in_order(np.array([3, 2, 4, 9, 1]), 6).offsets.tolist()
     [0, 2, 3, 4, 5]
@@ -63,64 +60,49 @@ def pack_in_order(lengths: IntArray, max_len: int) -> Groups:
 def marginal_costs(
     cost: CostFunction, samples: Loads, recompute: NDArray[np.bool_], num_micro_batches: int
 ) -> dict[str, NDArray[np.float64]]:
-    """By phase, what each sample adds to the time of all layers, forward and backward, float64 ns,
-    (samples,).
+    """Marginal forward and backward time of each sample by phase, float64 ns, (samples,).
 
     From the difference that each quantity makes if the mean of `num_micro_batches` micro-batches
     had it twice.
     """
+    # (phases, quantities) of the mean micro-batch
     count = max(1, num_micro_batches)
     mean = np.array(
         [[getattr(getattr(samples, p), q).sum() // count for q in QUANTITIES] for p in PHASES]
     )
+    # the mean micro-batch, and one per quantity with twice as much of it
     probes = np.repeat(mean[:, :, np.newaxis], 1 + mean.size, axis=2)
     for number, (phase, quantity) in enumerate(np.ndindex(*mean.shape)):
         probes[phase, quantity, 1 + number] *= 2
-    loads = Loads(
-        **{
-            p: PhaseLoads(**dict(zip(QUANTITIES, own, strict=True)))
-            for p, own in zip(PHASES, probes, strict=True)
-        }
-    )
-    costs = cost(loads)
-    times = (
-        costs.forward_ns
-        + costs.backward_ns
-        + np.where(np.asarray(recompute)[:, np.newaxis], costs.recompute_ns, 0)
-    )
-    total = times.sum(axis=0).astype(np.float64)
+    phases = (PhaseLoads(**dict(zip(QUANTITIES, own, strict=True))) for own in probes)
+    costs = cost(Loads(**dict(zip(PHASES, phases, strict=True))))
+    again = np.where(np.asarray(recompute)[:, np.newaxis], costs.recompute_ns, 0)
+    total = (costs.forward_ns + costs.backward_ns + again).sum(axis=0).astype(np.float64)
     slopes = np.maximum(total[1:] - total[0], 0).reshape(mean.shape) / np.maximum(mean, 1)
-    return {
-        phase: sum(
-            (
-                slope * getattr(getattr(samples, phase), name)
-                for name, slope in zip(QUANTITIES, own, strict=True)
-            ),
-            start=np.zeros(len(samples)),
-        )
-        for phase, own in zip(PHASES, slopes, strict=True)
-    }
+
+    def marginal(phase: PhaseLoads, own: FloatArray) -> FloatArray:
+        terms = (slope * getattr(phase, q) for q, slope in zip(QUANTITIES, own, strict=True))
+        return sum(terms, start=np.zeros(len(samples)))
+
+    return {p: marginal(getattr(samples, p), own) for p, own in zip(PHASES, slopes, strict=True)}
 
 
 def lengths_to_try(
     lengths: IntArray, *, max_seq_len: int, sizes: MicroBatchSizes, given: int, num_stages: int
 ) -> list[int]:
-    """L_max of each micro-batch size to try, largest first, no two of which give the same number of
-    micro-batches.
+    """L_max of each micro-batch size to try: `given` first, then the largest first.
 
-    `given` comes first. None is below the longest sample.
+    No two give the same number of micro-batches, and none is below the longest sample.
     """
     total, longest = max(1, int(lengths.sum())), max(1, int(lengths.max(initial=1)))
     wanted = [max(given, longest)]
     if sizes != "given":
-        wanted += [
-            k * max_seq_len for k in range(-(-longest // max_seq_len), -(-total // max_seq_len) + 1)
-        ]
+        multiples = range(-(-longest // max_seq_len), -(-total // max_seq_len) + 1)
+        wanted += [multiple * max_seq_len for multiple in multiples]
     if sizes == "any":
         most = min(len(lengths), max(MOST_PER_STAGE * num_stages, -(-total // max_seq_len)))
-        counts = np.unique(
-            np.rint(STEP ** np.arange(0, np.log(most + 1) / np.log(STEP))).astype(np.int64)
-        )
+        powers = STEP ** np.arange(0, np.log(most + 1) / np.log(STEP))
+        counts = np.unique(np.rint(powers).astype(np.int64))
         wanted += [max(longest, -(-total // int(count))) for count in counts if count <= most]
     by_count: dict[int, int] = {}
     for max_len in wanted:
@@ -131,7 +113,7 @@ def lengths_to_try(
 def balanced_packings(
     lengths: IntArray, costs: dict[str, NDArray[np.float64]], max_lens: Sequence[int]
 ) -> list[Packing]:
-    """For each size, micro-batches of even LLM cost, as PipeTune, and of even cost."""
+    """Micro-batches of each size with even LLM cost, as PipeTune, and with even total cost."""
     encoders = costs["vision"] + costs["audio"]
     weights = (costs["llm"], costs["llm"] + encoders) if encoders.any() else (costs["llm"],)
     return [

@@ -1,19 +1,17 @@
-"""PipeTune's encoder pre-computation: a frozen encoder's forward passes run ahead, where a rank
-would only wait.
+"""PipeTune's encoder pre-computation: a frozen encoder's forward passes run in idle time. Pure.
 
-What a frozen encoder makes of an image never changes, so it may be made at any time before the
-first stage takes it up (PipeTune, 3.3). PipeTune does not say where; here in idle time of the first
-stage's own rank (`"own"`), or of any rank that has memory for a copy of the encoder, whose features
-then travel (`"any"`). `engine.tuning.order_times` finds the gaps while it simulates an order; here
-the answer becomes a schedule with ENCODE actions, which is simulated exactly, and its memory is
-counted: features wait on the first rank until their micro-batch enters, and a copy takes its
-weights. Pure.
+Features of a frozen encoder never change, so they may be computed at any time before the first
+stage needs them (PipeTune, 3.3). PipeTune does not say where; here in idle time of the first
+stage's rank (`"own"`), or of any rank with memory for a copy of the encoder, which then sends the
+features (`"any"`). `engine.tuning.order_times` finds the gaps of an order; here they become a
+schedule with ENCODE actions, simulated exactly, with its memory: features wait on the first rank
+until their micro-batch enters, and a copy needs memory for its weights.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,60 +27,55 @@ from engine.simulator.stages import StageCosts
 from engine.tuning.order_times import EncodeAhead, OrderProblem, nothing_ahead, run_order
 
 EncodeRanks = Literal["never", "own", "any"]
-"""Ranks whose idle time may be used for encoding: none, the first stage's, all."""
+"""Ranks whose idle time may be used for encoding: none, the first stage's, or all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoder:
-    """The frozen layers in front, which can run ahead; int64, (micro_batches,)."""
+    """The first layers, frozen, which can run ahead; arrays are int64, (micro_batches,)."""
 
     num_layers: int
     forward_ns: IntArray
     send_ns: IntArray
-    """Of the features, to another rank."""
+    """Send of the features to another rank."""
     feature_bytes: IntArray
     working_bytes: IntArray
-    """While an encoding runs, besides the features."""
+    """Memory of a running encoding besides the features."""
     state_bytes: int
-    """Of the weights, which a rank needs a copy of."""
+    """Weights, of which a rank that encodes needs a copy."""
 
     @classmethod
     def nothing(cls, num_micro_batches: int) -> Encoder:
-        """Of a step in which nothing runs ahead."""
-        none = np.zeros(num_micro_batches, np.int64)
-        return cls(
-            num_layers=0,
-            forward_ns=none,
-            send_ns=none,
-            feature_bytes=none,
-            working_bytes=none,
-            state_bytes=0,
-        )
+        """The encoder of a step in which nothing runs ahead."""
+        arrays = dict.fromkeys(_BY_MICRO_BATCH, np.zeros(num_micro_batches, np.int64))
+        return cls(num_layers=0, state_bytes=0, **arrays)
 
-    def take(self, places: IntArray) -> Encoder:
-        """For some of the micro-batches, in the order of `places`."""
-        names = ("forward_ns", "send_ns", "feature_bytes", "working_bytes")
-        return replace(self, **{name: getattr(self, name)[places] for name in names})
+    def take(self, indices: IntArray) -> Encoder:
+        """The same for some of the micro-batches, in the order of `indices`."""
+        taken: dict[str, Any] = {name: getattr(self, name)[indices] for name in _BY_MICRO_BATCH}
+        return replace(self, **taken)
+
+
+_BY_MICRO_BATCH = ("forward_ns", "send_ns", "feature_bytes", "working_bytes")
 
 
 def frozen_encoder(costs: Costs, borders: IntArray) -> Encoder:
-    """The frozen layers in front of everything that is trained.
+    """The frozen layers before everything that is trained.
 
-    ConfigError where nothing can run ahead: the encoder is trained (then what it makes changes with
-    its weights, and its backward pass needs what the forward pass saved), or it does not lie in the
-    first stage alone.
+    ConfigError if none can run ahead: the encoder is trained (its features change with its weights,
+    and its backward pass needs saved activations), or it is not in the first stage alone.
     """
     frozen = costs.num_layers if not costs.sends_grad.any() else int(np.argmax(costs.sends_grad))
     if frozen == 0:
         raise ConfigError(
-            f"encoder pre-computation needs a frozen encoder, but the first layer ({costs.names[0]}) is trained; "
-            "freeze the encoder, or use where='never'"
+            f"encoder pre-computation needs a frozen encoder, but the first layer "
+            f"({costs.names[0]}) is trained; freeze the encoder, or use where='never'"
         )
     if frozen > borders[1]:
         raise ConfigError(
-            f"encoder pre-computation needs the encoder in the first stage, which ends behind layer {borders[1] - 1}, "
-            f"but layers up to {frozen - 1} ({costs.names[frozen - 1]}) are frozen; move the border, or use "
-            "where='never'"
+            "encoder pre-computation needs the encoder in the first stage, which ends after layer "
+            f"{borders[1] - 1}, but layers up to {frozen - 1} ({costs.names[frozen - 1]}) are "
+            "frozen; move the border, or use where='never'"
         )
     last = frozen - 1
     return Encoder(
@@ -103,11 +96,10 @@ def where_to_encode(
     where: EncodeRanks,
     memory_bytes: int | None = None,
 ) -> EncodeAhead:
-    """Which ranks may encode ahead, and for how many micro-batches features may wait, within
-    `memory_bytes` per rank.
+    """Ranks that may encode ahead, and how many micro-batches' features may wait.
 
-    By the peaks of the micro-batches in the order given; orders that leave less free for it do not
-    fit.
+    Within `memory_bytes` per rank, by the peaks of the given order; orders with less free memory do
+    not fit.
     """
     if where == "never":
         return nothing_ahead(schedule)
@@ -127,29 +119,27 @@ def where_to_encode(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EncodedStep:
-    """A step, simulated exactly, with micro-batches encoded ahead; in entering order."""
+    """A step with some micro-batches encoded ahead, simulated; in the order in which they enter."""
 
     timeline: Timeline
     encodings: Encodings
     stages: StageCosts
-    """Without the encoding of those that are encoded ahead."""
+    """Costs without the encodings that run ahead."""
     encoding_ranks: dict[int, int]
-    """By micro-batch that is encoded ahead, the rank that does it."""
+    """Rank that encodes, by micro-batch that is encoded ahead."""
     peak_bytes: IntArray
-    """(ranks,): waiting features and copies of the encoder included."""
+    """(ranks,): with waiting features and copies of the encoder."""
 
     @property
     def schedule(self) -> Schedule:
-        """With ENCODE actions."""
+        """The schedule, with ENCODE actions."""
         return self.timeline.program.schedule
 
 
 def encode_ahead(problem: OrderProblem, encoder: Encoder, order: IntArray) -> EncodedStep:
-    """An order with its encodings in the gaps that `order_times` finds."""
-    scratch = problem.scratch()
-    run_order(
-        problem.actions, problem.work, problem.ahead, np.ascontiguousarray(order, np.int64), scratch
-    )
+    """An order with its encodings in the gaps that `problem.ahead` allows."""
+    scratch, given = problem.scratch(), np.ascontiguousarray(order, np.int64)
+    run_order(problem.actions, problem.times, problem.ahead, given, scratch)
     is_ahead = scratch.gap_before[order] >= 0
     ahead = np.flatnonzero(is_ahead)
     before = problem.actions.own_places[scratch.gap_before[order[ahead]]]
@@ -172,16 +162,13 @@ def encode_ahead(problem: OrderProblem, encoder: Encoder, order: IntArray) -> En
 def _with_encodings(
     schedule: Schedule, ahead: IntArray, before: IntArray, begins: IntArray
 ) -> tuple[Schedule, IntArray]:
-    """The schedule with each micro-batch of `ahead` encoded in front of an action; and the rank
-    that encodes it.
+    """-> (schedule with each micro-batch of `ahead` encoded before an action, ranks that encode).
 
-    In front of the same action by the time at which they begin.
+    Several encodings before one action are sorted by when they begin.
     """
     count, more = len(schedule), len(ahead)
-    places, times = (
-        np.concatenate([2 * np.arange(count), 2 * before - 1]),
-        np.concatenate([np.zeros(count), begins]),
-    )
+    places = np.concatenate([2 * np.arange(count), 2 * before - 1])
+    times = np.concatenate([np.zeros(count), begins])
     order = np.lexsort((times, places))
     ranks = schedule.ranks[before]
     more_per_rank = np.bincount(ranks, minlength=schedule.num_ranks)
@@ -199,11 +186,10 @@ def _with_encodings(
 
 
 def _peaks(timeline: Timeline, stages: StageCosts, encoder: Encoder) -> IntArray:
-    """Each rank's peak: the plain one's operations, and what encodings hold while these run.
+    """Peak of each rank: its operations, plus the memory of encodings at the same time.
 
-    Features lie on the rank that makes them from the beginning of their encoding until they have
-    arrived, and on the first rank from the end of their encoding until the first stage is through
-    with them.
+    Features are on the rank that encodes from the start of their encoding until they have arrived,
+    and on the first rank from the end of their encoding until the first stage's pass has ended.
     """
     program = timeline.program
     schedule = program.schedule
@@ -213,21 +199,19 @@ def _peaks(timeline: Timeline, stages: StageCosts, encoder: Encoder) -> IntArray
     entered = np.zeros(schedule.num_micro_batches, np.int64)
     is_first = (schedule.kinds == PassKind.FORWARD) & (schedule.stages == 0)
     entered[numbers[is_first]] = timeline.end_ns[is_first]
-    moved = transfers(timeline)
+    sent = transfers(timeline)
     arrived = timeline.end_ns.copy()
-    np.maximum.at(arrived, moved.sources, moved.end_ns)
+    np.maximum.at(arrived, sent.sources, sent.end_ns)
+    # working memory and copies of the encoder
     during = during + np.where(is_encoding, encoder.working_bytes[numbers], 0)
     during += np.where((ranks > 0) & np.isin(ranks, ranks[is_encoding]), encoder.state_bytes, 0)
-    for place in np.flatnonzero(is_encoding):
-        rank, number = ranks[place], numbers[place]
-        size, begin, end = (
-            encoder.feature_bytes[number],
-            timeline.start_ns[place],
-            timeline.end_ns[place],
-        )
+    # features
+    for index in np.flatnonzero(is_encoding):
+        rank, number = ranks[index], numbers[index]
+        size, begin = encoder.feature_bytes[number], timeline.start_ns[index]
         if rank:
-            during[_overlap(timeline, ranks == rank, begin, arrived[place])] += size
-            begin = end
+            during[_overlap(timeline, ranks == rank, begin, arrived[index])] += size
+            begin = timeline.end_ns[index]
         during[_overlap(timeline, ranks == 0, begin, entered[number])] += size
     return np.asarray(np.maximum.reduceat(during, schedule.rank_offsets[:-1]))
 
@@ -235,5 +219,5 @@ def _peaks(timeline: Timeline, stages: StageCosts, encoder: Encoder) -> IntArray
 def _overlap(
     timeline: Timeline, on_rank: NDArray[np.bool_], begin: int, end: int
 ) -> NDArray[np.bool_]:
-    """A rank's operations that run while something lies in its memory."""
+    """A rank's operations that run between two times."""
     return on_rank & (timeline.start_ns < end) & (timeline.end_ns > begin)

@@ -1,12 +1,10 @@
-"""The tuner behind the loader's hook: `TunedSteps` packs each step anew for pipelines that run it
-data-parallel.
+"""PipeTune as a loader's step planner: tunes each step of data-parallel pipelines. Pure.
 
-A step's samples are dealt to the data-parallel ranks by cost, each rank's pipeline is tuned by
-itself, and the step is as slow as its slowest pipeline. If dealing anew does not help, each rank
-tunes what it was given, or keeps it. Every rank comes to the same answer by itself, so planning
-takes as long as tuning all pipelines. What a trainer needs besides the micro-batches, their
-schedule above all, travels with the step as its note: so it belongs to that step however far ahead
-it was planned, and whatever was resumed. Pure.
+Samples are assigned to data-parallel ranks by cost, each rank's pipeline is tuned separately, and
+the step is as slow as its slowest pipeline. If a new assignment does not help, each rank tunes its
+given samples, or keeps them. Every rank computes the same result, so planning takes as long as
+tuning all pipelines. The trainer's extra data, above all the schedule, travels with the step as its
+note: so it belongs to that step however early it was planned, also after resuming.
 """
 
 from __future__ import annotations
@@ -26,21 +24,21 @@ from engine.tuning.pack import marginal_costs, pack_in_order
 from engine.tuning.tune import PartitionedModel, TuneOptions, TuneResult, tune
 
 FINGERPRINT_BYTES = 6
-"""Few enough that the number is exact in any format that it travels in."""
+"""Few enough that the number is exact in any format, such as float64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepNote:
-    """What a rank's trainer needs of a tuned step besides micro-batches (`step.note`)."""
+    """A rank's data of a tuned step besides its micro-batches; `loaders.StepBatches.note`."""
 
     schedule: Schedule | None
-    """Schedule of the rank's micro-batches, encodings included; None without samples."""
+    """Schedule of the rank's micro-batches, with encodings; None for a rank without samples."""
     step_ns: int
-    """Predicted, of the slowest rank."""
+    """Predicted time of the slowest rank."""
     untuned_ns: int
-    """The same for the step as it was given."""
+    """The same for the step as given."""
     fingerprint: int
-    """Of all ranks' micro-batches and schedules: ranks that planned one step have the same."""
+    """Hash of all ranks' micro-batches and schedules: equal on ranks that planned one step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,20 +46,20 @@ class TunedStep:
     """A step of all data-parallel ranks; None for a rank without samples."""
 
     groups: tuple[Groups, ...]
-    """Of each rank, micro-batches of the step's samples in the order in which they enter."""
+    """Micro-batches of each rank, of the step's samples, in the order in which they enter."""
     tuned: tuple[TuneResult | None, ...]
-    """Of each rank; what it counts by are the rank's own samples."""
+    """Result of each rank, in numbers of the rank's own samples."""
     untuned_ns: int
-    """Of the slowest rank, as the step was given."""
+    """Time of the slowest rank for the step as given."""
 
     @property
     def step_ns(self) -> int:
-        """Of the slowest rank, without the reduction of gradients."""
+        """Time of the slowest rank, without the reduction of gradients."""
         return max((one.step_ns for one in self.tuned if one is not None), default=0)
 
     @property
     def notes(self) -> tuple[StepNote, ...]:
-        """Of each rank."""
+        """The note of each rank."""
         schedules = [one.step.schedule if one is not None else None for one in self.tuned]
         fingerprint = _fingerprint(self.groups, schedules)
         return tuple(
@@ -90,24 +88,19 @@ class TunedSteps:
         return StepAssignment(micro_batches=plan.groups, notes=plan.notes)
 
     def plan(self, samples: StepRequest) -> TunedStep:
-        """The same with what it is predicted to take."""
+        """The same with predicted times."""
         loads = self.loads(samples.counts)
         given = [self._given(samples, rank) for rank in range(samples.dp)]
-        as_given = self._tune(loads, given)
-        untuned_ns = max(
-            (one.breakdown.untuned_ns for one in as_given if one is not None), default=0
-        )
-        plans = [
-            TunedStep(
-                groups=_numbered(as_given, given), tuned=tuple(as_given), untuned_ns=untuned_ns
-            )
-        ]
+        choices = [(given, self._tune(loads, given))]
+        before = (one.breakdown.untuned_ns for one in choices[0][1] if one is not None)
+        untuned_ns = max(before, default=0)
         if samples.dp > 1 and len(samples):
-            dealt = self._deal(loads, given)
-            anew = self._tune(loads, dealt)
-            plans.append(
-                TunedStep(groups=_numbered(anew, dealt), tuned=tuple(anew), untuned_ns=untuned_ns)
-            )
+            assigned = self._assign(loads, given)
+            choices.append((assigned, self._tune(loads, assigned)))
+        plans = [
+            TunedStep(groups=_numbered(tuned, own), tuned=tuple(tuned), untuned_ns=untuned_ns)
+            for own, tuned in choices
+        ]
         return min(plans, key=lambda plan: plan.step_ns)
 
     def _given(self, samples: StepRequest, rank: int) -> Groups:
@@ -116,41 +109,36 @@ class TunedSteps:
         offsets = np.unique(samples.offsets[first : last + 1])
         return Groups(np.arange(offsets[0], offsets[-1]), offsets - offsets[0])
 
-    def _deal(self, loads: Loads, given: list[Groups]) -> list[Groups]:
-        """All samples dealt anew by cost, packed in their order."""
+    def _assign(self, loads: Loads, given: list[Groups]) -> list[Groups]:
+        """All samples assigned to ranks by cost, packed in their order."""
         lengths, count = loads.llm.tokens, sum(map(len, given))
         costs = marginal_costs(self.pipeline.cost, loads, self.pipeline.recompute, count)
         largest = max(int(own.sum(lengths).max(initial=1)) for own in given)
-        parts = as_batches(
-            balance_sums(sum(costs.values(), np.zeros(len(lengths))), len(given)), len(given)
-        )
-        dealt = []
+        weights = sum(costs.values(), np.zeros(len(lengths)))
+        parts = as_batches(balance_sums(weights, len(given)), len(given))
+        assigned = []
         for rank in range(len(given)):
-            packed = (
-                pack_in_order(lengths[parts[rank]], largest) if len(parts[rank]) else _nothing()
-            )
-            dealt.append(Groups(parts[rank][packed.samples], packed.offsets))
-        return dealt
+            own = parts[rank]
+            packed = pack_in_order(lengths[own], largest) if len(own) else _no_micro_batches(0)
+            assigned.append(Groups(own[packed.samples], packed.offsets))
+        return assigned
 
     def _tune(self, loads: Loads, given: list[Groups]) -> list[TuneResult | None]:
-        """Each rank's pipeline, tuned by itself."""
-        return [
-            tune(
-                loads.take(own.samples),
-                Groups(np.arange(len(own.samples)), own.offsets),
-                self.pipeline,
-                self.options,
-            )
-            if len(own.samples)
-            else None
-            for own in given
-        ]
+        """Each rank's pipeline, tuned separately; None without samples."""
+
+        def tuned(own: Groups) -> TuneResult:
+            groups = Groups(np.arange(len(own.samples)), own.offsets)
+            return tune(loads.take(own.samples), groups, self.pipeline, self.options)
+
+        return [tuned(own) if len(own.samples) else None for own in given]
 
 
 def _numbered(tuned: list[TuneResult | None], given: list[Groups]) -> tuple[Groups, ...]:
-    """The tuned micro-batches, with the step's counts; one empty where a rank has none."""
+    """Tuned micro-batches in the step's numbers of samples; an empty one for a rank without."""
     return tuple(
-        _one_empty() if one is None else Groups(own.samples[one.groups.samples], one.groups.offsets)
+        _no_micro_batches(1)
+        if one is None
+        else Groups(own.samples[one.groups.samples], one.groups.offsets)
         for one, own in zip(tuned, given, strict=True)
     )
 
@@ -160,20 +148,13 @@ def _fingerprint(groups: tuple[Groups, ...], schedules: list[Schedule | None]) -
     for own, schedule in zip(groups, schedules, strict=True):
         parts = [own.samples, own.offsets]
         if schedule is not None:
-            parts += [
-                schedule.kinds,
-                schedule.stages,
-                schedule.micro_batches,
-                schedule.rank_offsets,
-            ]
+            parts += [schedule.kinds, schedule.stages, schedule.micro_batches]
+            parts.append(schedule.rank_offsets)
         for part in parts:
             digest.update(len(part).to_bytes(8, "little") + part.astype("<i8").tobytes())
     return int.from_bytes(digest.digest(), "little")
 
 
-def _nothing() -> Groups:
-    return Groups(np.zeros(0, np.int64), np.zeros(1, np.int64))
-
-
-def _one_empty() -> Groups:
-    return Groups(np.zeros(0, np.int64), np.zeros(2, np.int64))
+def _no_micro_batches(empty: int) -> Groups:
+    """Groups without samples: so many empty micro-batches."""
+    return Groups(np.zeros(0, np.int64), np.zeros(empty + 1, np.int64))

@@ -1,21 +1,18 @@
-"""PipeTune's tuner: for each step the micro-batches, their size, their order and what the encoder
-does ahead.
+"""PipeTune's tuner: packing, micro-batch size, order and early encoding of each step. Pure.
 
-For whoever runs steps (`engine.tuning.step_planner` puts it behind the loader's hook) and for
-`python -m engine`. All candidates are costed in one call of the cost function; each is then
-simulated in the order in which it was packed, and the best few are searched: PipeTune's clusters,
-then exchanges (`engine.tuning.order_search`), with the encoder's forward passes placed in idle time
-(`engine.tuning.precompute`). What is chosen has been simulated exactly, within the memory of every
-rank. The given micro-batches in their order are among the candidates, so a tuned step is never
-slower than an untuned one. Pure and deterministic. In 4 stages 128 samples take 15 ms with
-PipeTune's search, 80 with ours, 1,024 samples 60 and 180 (PipeTune: 200 and 1,500;
-`benchmarks/tuner_speed.py`).
+`engine.tuning.step_planner` uses it from the loader. All candidates are costed in one call of the
+cost function; each is simulated in the order in which it was packed, and the orders of the best few
+are searched: PipeTune's clusters, then exchanges (`engine.tuning.order_search`), with encoder
+passes in idle time (`engine.tuning.precompute`). The result is simulated exactly, within the memory
+of every rank. The given micro-batches in their order are a candidate, so a tuned step is never
+slower than an untuned one. Deterministic. In 4 stages 128 samples take 15 ms with PipeTune's search, 80
+with ours, 1,024 samples 60 and 180 (PipeTune: 200 and 1,500; `benchmarks/tuner_speed.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -26,7 +23,7 @@ from balance.types import Groups, IntArray
 from engine.cost_model.loads import Loads, joined_loads, packed_loads
 from engine.simulator.evaluate import schedule_for
 from engine.simulator.stages import StageCosts, stage_costs
-from engine.tuning.order_search import OrderResult, search_clusters, search_swaps
+from engine.tuning.order_search import search_clusters, search_swaps
 from engine.tuning.order_times import OrderProblem, nothing_ahead, order_problem, times_of_orders
 from engine.tuning.pack import (
     CostFunction,
@@ -46,12 +43,12 @@ from engine.tuning.precompute import (
 )
 
 OrderSearch = Literal["none", "clusters", "swaps"]
-"""Orders to try: as packed, PipeTune's clusters, and exchanges from the best of those."""
+"""Orders to try: as packed; also PipeTune's orders of clusters; also exchanges from the best."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionedModel:
-    """What is tuned: a partitioned model whose costs depend on the micro-batches."""
+    """A partitioned model whose costs depend on the micro-batches."""
 
     cost: CostFunction
     borders: IntArray
@@ -59,65 +56,64 @@ class PartitionedModel:
     schedule: str = "1f1b"
     stages_per_rank: int = 1
     memory_bytes: int | None = None
-    """Of each rank; None for any amount."""
+    """Memory of each rank; None for no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneOptions:
-    """What the tuner may change, and how long it may search."""
+    """Choices that the tuner may change, and the effort of its search."""
 
     max_seq_len: int
-    """PipeTune's: micro-batch sizes are multiples of it."""
+    """PipeTune's unit: micro-batch sizes are multiples of it."""
     largest_len: int | None = None
-    """Tokens of a micro-batch at most, where neither a sample nor the given ones have more: as many
-    as the costs are known for. None for any number.
-    """
+    """Most tokens that costs are known for, unless samples or given micro-batches have more."""
     sizes: MicroBatchSizes = "any"
     search: OrderSearch = "swaps"
     encode: EncodeRanks = "never"
-    """Whose idle time a frozen encoder may run in."""
+    """Ranks in whose idle time a frozen encoder may run."""
     effort: int = 400_000
-    """Actions that one search by exchanges simulates, at some 6 ns (10 to 50 with ahead)."""
+    """Actions that one search by exchanges simulates, 6 ns each (10 to 50 with early encoding)."""
     finalists: int = 3
     """Packings whose orders are searched."""
 
     def __post_init__(self) -> None:
         if self.max_seq_len < 1 or self.effort < 0 or self.finalists < 1:
             raise ConfigError(
-                f"max_seq_len {self.max_seq_len}, effort {self.effort}, finalists {self.finalists}: give a length and "
-                "finalists of at least 1, and an effort of 0 or more"
+                f"max_seq_len {self.max_seq_len}, effort {self.effort}, finalists "
+                f"{self.finalists}: give a length and finalists of at least 1, and an effort of 0 "
+                "or more"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
-    """Best step by ingredient, cumulative, ns (PipeTune, Table 2); None: does not fit."""
+    """Best step with each ingredient and those above it, ns: PipeTune's Table 2."""
 
     untuned_ns: int
     """The given micro-batches in their order."""
     balanced_ns: int
-    """Packed anew to even costs, at the given size."""
+    """Packed to even costs, at the given size."""
     reordered_ns: int
-    """And in the best order found, with the encoder ahead."""
+    """In the best order found, with early encoding."""
     resized_ns: int
-    """And of any size that fits."""
+    """With any size that fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TuneResult:
-    """A step as it shall run."""
+    """A tuned step."""
 
     groups: Groups
     """The samples of each micro-batch, in the order in which they enter."""
     max_len: int
-    """Tokens that a micro-batch was allowed."""
+    """Most tokens that a micro-batch was allowed."""
     step: EncodedStep
     """Its schedule, costs and timeline."""
     breakdown: Breakdown
     fits_untuned: bool
     """Whether the given micro-batches fit into memory."""
     num_simulated: int
-    """Orders simulated on the way."""
+    """Number of orders that were simulated."""
 
     @property
     def step_ns(self) -> int:
@@ -127,15 +123,19 @@ class TuneResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Candidate:
+    """A packing, before its order is searched."""
+
     packing: Packing
     problem: OrderProblem
     encoder: Encoder
-    came_ns: int
-    """Step time in the order in which the micro-batches came; NEVER where they do not fit."""
+    given_ns: int
+    """Step time in the given order; NEVER where the micro-batches do not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Found:
+    """A packing in one order, simulated."""
+
     candidate: _Candidate
     order: IntArray
     step: EncodedStep
@@ -149,11 +149,10 @@ class _Found:
 def tune(
     samples: Loads, given: Groups, pipeline: PartitionedModel, options: TuneOptions
 ) -> TuneResult:
-    """Choose how a step's samples run through a pipeline.
+    """Choose the micro-batches of a step, their order and early encodings.
 
-    `samples`: a column per sample. `given`: the micro-batches as they would run untuned, every
-    sample in one of them. ConfigError if no micro-batches fit into memory, or if a trained encoder
-    shall run ahead.
+    `samples`: a column per sample. `given`: the untuned micro-batches, with every sample in one.
+    ConfigError if no micro-batches fit into memory, or if a trained encoder would run ahead.
     """
     lengths = samples.llm.tokens
     if not len(given) or not len(lengths):
@@ -161,10 +160,10 @@ def tune(
             f"{len(given)} micro-batches of {len(lengths)} samples; give at least one of each"
         )
     untuned, same_size, others = _candidates(samples, given, pipeline, options)
-    plain = _as_came(untuned)
+    plain = _as_given(untuned)
     found = _fitting([plain], pipeline)
     fits_untuned = bool(found)
-    found += _fitting([_as_came(one) for one in same_size], pipeline)
+    found += _fitting([_as_given(one) for one in same_size], pipeline)
     balanced_ns = _least(found, plain)
     found += _search([untuned], pipeline, options) + _search(same_size, pipeline, options)
     reordered_ns = _least(found, plain)
@@ -201,7 +200,7 @@ def _given_length(given: Groups, lengths: IntArray, max_seq_len: int) -> int:
 def _candidates(
     samples: Loads, given: Groups, pipeline: PartitionedModel, options: TuneOptions
 ) -> tuple[_Candidate, list[_Candidate], list[_Candidate]]:
-    """The given micro-batches and packings of theirs and other sizes, costed at once."""
+    """The given micro-batches, packings of their size, and packings of other sizes."""
     lengths = samples.llm.tokens
     max_lens = lengths_to_try(
         lengths,
@@ -214,13 +213,10 @@ def _candidates(
         first = max(int(given.sum(lengths).max()), min(max_lens[0], options.largest_len))
         max_lens = [first, *(length for length in max_lens[1:] if length <= options.largest_len)]
     weights = marginal_costs(pipeline.cost, samples, pipeline.recompute, len(given))
-    packings = [
-        Packing(groups=given, max_len=max_lens[0]),
-        *balanced_packings(lengths, weights, max_lens),
-    ]
-    costs = pipeline.cost(
-        joined_loads([packed_loads(samples, packing.groups) for packing in packings])
-    )
+    packings = [Packing(groups=given, max_len=max_lens[0])]
+    packings += balanced_packings(lengths, weights, max_lens)
+    loads = [packed_loads(samples, packing.groups) for packing in packings]
+    costs = pipeline.cost(joined_loads(loads))  # one call for all
     stages = stage_costs(costs, pipeline.borders, pipeline.recompute)
     encoder = Encoder.nothing(costs.num_micro_batches)
     if options.encode != "never":
@@ -241,84 +237,64 @@ def _candidate(
     pipeline: PartitionedModel,
     encode: EncodeRanks,
 ) -> _Candidate:
-    schedule = schedule_for(
-        pipeline.schedule, pipeline.borders, len(packing.groups), pipeline.stages_per_rank
-    )
-    ahead = where_to_encode(
-        encoder, schedule, stages, where=encode, memory_bytes=pipeline.memory_bytes
-    )
-    problem = order_problem(schedule, stages, pipeline.memory_bytes, ahead)
-    came = int(times_of_orders(problem, np.arange(len(packing.groups))[np.newaxis])[0])
-    return _Candidate(packing=packing, problem=problem, encoder=encoder, came_ns=came)
+    count, memory = len(packing.groups), pipeline.memory_bytes
+    schedule = schedule_for(pipeline.schedule, pipeline.borders, count, pipeline.stages_per_rank)
+    ahead = where_to_encode(encoder, schedule, stages, where=encode, memory_bytes=memory)
+    problem = order_problem(schedule, stages, memory, ahead)
+    given_ns = int(times_of_orders(problem, np.arange(count)[np.newaxis])[0])
+    return _Candidate(packing=packing, problem=problem, encoder=encoder, given_ns=given_ns)
 
 
 def _search(
     candidates: Sequence[_Candidate], pipeline: PartitionedModel, options: TuneOptions
 ) -> list[_Found]:
-    """The best orders of the candidates that were best as they came; those that fit."""
-    best = sorted(candidates, key=lambda one: one.came_ns)[: options.finalists]
-    found = []
-    for candidate in best:
-        ways = (False, True) if options.encode != "never" else (True,)
-        found += [_arrange(candidate, options, plain=plain) for plain in ways]
+    """The best orders of the finalists, those that fit into memory."""
+    best = sorted(candidates, key=lambda one: one.given_ns)[: options.finalists]
+    modes = (True, False) if options.encode != "never" else (False,)
+    found = [_ordered(one, options, ahead=ahead) for one in best for ahead in modes]
     return _fitting(found, pipeline)
 
 
-def _arrange(candidate: _Candidate, options: TuneOptions, *, plain: bool) -> _Found:
-    """The best order of one packing; `plain` without encoding ahead."""
-    problem = _plain(candidate.problem) if plain else candidate.problem
-    came = np.arange(problem.num_micro_batches)
-    ordered = OrderResult(order=came, step_ns=candidate.came_ns, num_simulated=1)
+def _ordered(candidate: _Candidate, options: TuneOptions, *, ahead: bool) -> _Found:
+    """The best order of one packing, with or without encoding ahead."""
+    problem = candidate.problem if ahead else _without_ahead(candidate.problem)
+    order, num = np.arange(problem.num_micro_batches), 1
     if options.search != "none":
-        ordered = search_clusters(problem)
-    num = ordered.num_simulated
+        found = search_clusters(problem)
+        order, num = found.order, found.num_simulated
     if options.search == "swaps":
-        ordered = search_swaps(
-            problem, ordered.order, trials=options.effort // max(1, len(problem.schedule))
-        )
-        num += ordered.num_simulated
-    return _exact(candidate, ordered.order, plain=plain, num_simulated=num)
-
-
-def _exact(
-    candidate: _Candidate, order: IntArray, *, plain: bool, num_simulated: int = 1
-) -> _Found:
-    problem = _plain(candidate.problem) if plain else candidate.problem
+        trials = options.effort // max(1, len(problem.schedule))
+        found = search_swaps(problem, order, trials=trials)
+        order, num = found.order, num + found.num_simulated
     step = encode_ahead(problem, candidate.encoder, order)
-    return _Found(candidate=candidate, order=order, step=step, num_simulated=num_simulated)
+    return _Found(candidate=candidate, order=order, step=step, num_simulated=num)
 
 
-def _plain(problem: OrderProblem) -> OrderProblem:
-    """The same without encoding ahead."""
-    sizes = problem.sizes._replace(state=problem.sizes.state - problem.ahead.reserved_bytes)
-    return OrderProblem(
-        schedule=problem.schedule,
-        stages=problem.stages,
-        actions=problem.actions,
-        work=problem.work,
-        sizes=sizes,
-        ahead=nothing_ahead(problem.schedule),
-    )
+def _as_given(candidate: _Candidate) -> _Found:
+    """A packing in its given order, without encoding ahead."""
+    order = np.arange(candidate.problem.num_micro_batches)
+    step = encode_ahead(_without_ahead(candidate.problem), candidate.encoder, order)
+    return _Found(candidate=candidate, order=order, step=step, num_simulated=1)
 
 
-def _as_came(candidate: _Candidate) -> _Found:
-    """Untouched but for its packing."""
-    return _exact(candidate, np.arange(candidate.problem.num_micro_batches), plain=True)
+def _without_ahead(problem: OrderProblem) -> OrderProblem:
+    memory = problem.memory._replace(state=problem.memory.state - problem.ahead.reserved_bytes)
+    return replace(problem, memory=memory, ahead=nothing_ahead(problem.schedule))
 
 
 def _fitting(found: Sequence[_Found], pipeline: PartitionedModel) -> list[_Found]:
-    """Those that fit into every rank's memory."""
+    """The ones that fit into every rank's memory."""
     limit = pipeline.memory_bytes
     return [one for one in found if limit is None or int(one.step.peak_bytes.max()) <= limit]
 
 
 def _nothing_fits(candidates: Sequence[_Candidate], pipeline: PartitionedModel) -> ConfigError:
-    """Says how much memory the most modest candidate needs."""
-    least = min(
-        (_as_came(one).step.peak_bytes for one in candidates), key=lambda peak: int(peak.max())
-    )
+    """The error with the memory of the smallest candidate."""
+    peaks = (_as_given(one).step.peak_bytes for one in candidates)
+    least = min(peaks, key=lambda peak: int(peak.max()))
     rank = int(least.argmax())
     return ConfigError(
-        f"no micro-batches of this step fit: rank {rank} needs at least {int(least[rank]):,} bytes, memory_bytes is "
-        f"{pipeline.memory_bytes:,}; recompute more layers, use more stages, or shorten the longest sample"
+        f"no micro-batches of this step fit: rank {rank} needs at least {int(least[rank]):,} "
+        f"bytes, memory_bytes is {pipeline.memory_bytes:,}; recompute more layers, use more "
+        "stages, or shorten the longest sample"
     )
