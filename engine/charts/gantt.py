@@ -1,9 +1,9 @@
-"""A simulated step as a page: who computes what when, what is sent, the critical path, and memory
-over time.
+"""Gantt charts of steps as an HTML page: passes, sends, the critical path, memory over time.
 
-Pure: `gantt_page` turns steps into HTML that a browser shows without network and without scripts;
-`write_gantt` writes it. 16 ranks with 256 micro-batches are 8,192 bars: 4 MB, .2 s. Several steps
-stand on one scale, so that they compare.
+`gantt_page` is pure; `write_gantt` writes its result. The page needs no network and no scripts: its
+colours follow the reader's light or dark mode, positions are shares of a chart's width, and radio
+buttons set that width, so that zooming is CSS. 16 ranks with 256 micro-batches are 8,192 bars:
+4 MB, .2 s. Several steps share one scale.
 """
 
 from __future__ import annotations
@@ -15,22 +15,27 @@ from pathlib import Path
 
 import numpy as np
 
+from balance.html_page import page
 from balance.types import IntArray
-from engine.charts._gantt_page import ZOOMS, chart_page, zoom_buttons, zoom_class
 from engine.charts.format_time import round_step, span_text, tick_text, time_text
 from engine.charts.trace import GIB, KIND_NAMES
 from engine.simulator.evaluate import SimulatedStep
 from engine.simulator.schedule import PassKind
 from engine.simulator.simulate import critical_path, transfers
 
+STYLE = Path(__file__).with_name("gantt.css").read_text("utf-8")
+CHART_PX = 900
+"""Least width of a chart that is not zoomed; it decides what fits into a bar."""
+ZOOMS = (1, 3, 10, 30, 100)
+"""Possible zooms; a chart offers those at which more numbers fit than before."""
 ROW, BAR_TOP, BAR, SEND_TOP, STRIP = 36, 7, 21, 30, 3
-"""A rank's row, in pixels: the critical path's strip, bars, the sends' strip."""
+"""A rank's row in pixels: the critical path's strip, bars, the sends' strip."""
 AXIS = 22
 MEMORY_ROW, HEADROOM = 34, 1.06
-"""A rank's memory, in pixels, and how much higher than the highest the scale ends."""
+"""A rank's memory row in pixels, and the end of the scale over the highest peak."""
 DIGIT_PX, NUMBER_MARGIN_PX = 6.2, 5.0
 TICKS = 8
-"""On the visible part of a chart, about."""
+"""Approximate number on the visible part of a chart."""
 CLASSES = {
     PassKind.FORWARD: "forward",
     PassKind.BACKWARD: "backward",
@@ -39,20 +44,20 @@ CLASSES = {
     PassKind.ENCODE: "encode",
 }
 MEMORY_POINTS = 2_000
-"""Of a rank's memory curve; of more, every so many are drawn as their largest."""
+"""Points of a rank's memory curve; more are grouped and drawn as their maximum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GanttStep:
-    """A simulated step and what to say of it."""
+    """A step's chart: the step, its title and text."""
 
     title: str
     text: str
     simulated: SimulatedStep
     recompute_ns: IntArray | None = None
-    """(stages, micro_batches): recomputation inside backward passes, to be drawn apart."""
+    """(stages, micro_batches): recomputation in backward passes, drawn separately."""
     stage_names: Sequence[str] = ()
-    """Of each stage, its layers for people; the first ranks' stages first."""
+    """Layers of each stage, for people."""
 
 
 def write_gantt(
@@ -70,11 +75,12 @@ def gantt_page(steps: Sequence[GanttStep], *, title: str, memory_bytes: int | No
     sections = [f"<h1>{escape(title)}</h1>"]
     for number, step in enumerate(steps):
         sections.append(
-            f"<section><h2>{escape(step.title)}</h2><p>{escape(step.text)}</p>{_cards(step, memory_bytes)}"
-            f"{_legend(step)}{_gantt(step, f'chart{number}', longest, memory_bytes)}"
+            f"<section><h2>{escape(step.title)}</h2><p>{escape(step.text)}</p>"
+            f"{_cards(step, memory_bytes)}{_legend(step)}"
+            f"{_gantt(step, f'chart{number}', longest, memory_bytes)}"
             f"{_memory(step, longest, highest, memory_bytes)}</section>"
         )
-    return chart_page(title, sections)
+    return page(title, "\n".join(sections), style=STYLE + _zoom_style())
 
 
 def _cards(step: GanttStep, memory_bytes: int | None) -> str:
@@ -85,16 +91,11 @@ def _cards(step: GanttStep, memory_bytes: int | None) -> str:
         (time_text(simulated.step_ns), "for the step"),
         (f"{simulated.timeline.bubble_ratio.mean():.1%}", "of the ranks' time is waiting"),
         (f"{peak / GIB:.1f} GiB", f"at most on a GPU{of_limit}"),
-        *(
-            (time_text(spent), f"of the critical path: {name}")
-            for name, spent in path_parts(step).items()
-            if spent
-        ),
     ]
-    items = "".join(
-        f'<div class="card"><b>{figure}</b><span>{escape(text)}</span></div>'
-        for figure, text in cards
-    )
+    parts = path_parts(step).items()
+    cards += [(time_text(spent), f"of the critical path: {name}") for name, spent in parts if spent]
+    card = '<div class="card"><b>{}</b><span>{}</span></div>'
+    items = "".join(card.format(figure, escape(text)) for figure, text in cards)
     return f'<div class="cards">{items}</div>'
 
 
@@ -121,7 +122,8 @@ def _legend(step: GanttStep) -> str:
         keys.append(("again", "recomputation, part of the backward pass"))
     keys += [("critical", "critical path (above)"), ("send", "sending (below)")]
     items = "".join(f'<span><i class="key {name}"></i>{escape(text)}</span>' for name, text in keys)
-    return f'<div class="legend">{items}<span>a number is a micro-batch; point at a bar for its times</span></div>'
+    hint = "<span>a number is a micro-batch; point at a bar for its times</span>"
+    return f'<div class="legend">{items}{hint}</div>'
 
 
 def _gantt(step: GanttStep, name: str, longest: int, memory_bytes: int | None) -> str:
@@ -132,8 +134,9 @@ def _gantt(step: GanttStep, name: str, longest: int, memory_bytes: int | None) -
         f"{schedule.num_ranks} ranks, {len(schedule)} passes, {time_text(step.simulated.step_ns)}"
     )
     return (
-        f'{zoom_buttons(name, _zooms(bars))}<div class="gantt">{_names(step, memory_bytes)}'
-        f'<div class="time scroll"><svg class="zoomed" height="{height}" role="img" aria-label="{label}">'
+        f'{_zoom_buttons(name, _zooms(bars))}<div class="gantt">{_names(step, memory_bytes)}'
+        f'<div class="time scroll"><svg class="zoomed" height="{height}" role="img" '
+        f'aria-label="{label}">'
         f"{_ticks(longest, height)}{bars}{_strips(step, longest)}</svg></div></div>"
     )
 
@@ -148,16 +151,15 @@ def _names(step: GanttStep, memory_bytes: int | None) -> str:
     schedule, bubbles = simulated.timeline.program.schedule, simulated.timeline.bubble_ratio
     rows = [f'<div style="height:{AXIS}px"></div>']
     for rank in range(schedule.num_ranks):
-        stages = list(range(rank, schedule.num_stages, schedule.num_ranks))
+        stages = range(rank, schedule.num_stages, schedule.num_ranks)
         text = f"stage {', '.join(map(str, stages))}"
-        layers = "; ".join(
-            step.stage_names[stage] for stage in stages if stage < len(step.stage_names)
-        )
+        layers = "; ".join(step.stage_names[rank :: schedule.num_ranks])
         peak = int(simulated.memory.peak_bytes[rank])
         size = f"{peak / GIB:.1f} GiB"
         size = f"<i>{size}</i>" if memory_bytes is not None and peak > memory_bytes else size
         rows.append(
-            f'<div style="height:{ROW}px" title="{escape(layers or text)}"><span><b>rank {rank}</b> {text}</span>'
+            f'<div style="height:{ROW}px" title="{escape(layers or text)}">'
+            f"<span><b>rank {rank}</b> {text}</span>"
             f"<span>waits {bubbles[rank]:.1%} &middot; {size}</span></div>"
         )
     return f'<div class="names">{"".join(rows)}</div>'
@@ -168,11 +170,11 @@ def _bars(step: GanttStep, longest: int) -> Iterator[str]:
     timeline = step.simulated.timeline
     schedule = timeline.program.schedule
     starts, ends = timeline.start_ns.tolist(), timeline.end_ns.tolist()
-    for place, rank in enumerate(schedule.ranks.tolist()):
-        start, end = starts[place], ends[place]
+    for index, rank in enumerate(schedule.ranks.tolist()):
+        start, end = starts[index], ends[index]
         if start == end:
             continue
-        kind, stage, number = schedule.action(place)
+        kind, stage, number = schedule.action(index)
         y = AXIS + rank * ROW + BAR_TOP
         x, width = _percent(start, longest), _percent(end - start, longest)
         again = 0
@@ -186,24 +188,23 @@ def _bars(step: GanttStep, longest: int) -> Iterator[str]:
             f"<title>{text}</title></rect>"
         )
         if again:
-            part = _percent(again, longest)
-            yield f'<rect class="again{tone}" x="{x}" y="{y}" width="{part}" height="{BAR}" pointer-events="none"/>'
-        shown = zoom_class((end - start) / longest, NUMBER_MARGIN_PX + DIGIT_PX * len(str(number)))
+            part = f'width="{_percent(again, longest)}" height="{BAR}" pointer-events="none"'
+            yield f'<rect class="again{tone}" x="{x}" y="{y}" {part}/>'
+        shown = _zoom_class((end - start) / longest, NUMBER_MARGIN_PX + DIGIT_PX * len(str(number)))
         if shown:
             middle = _percent(start + (end - start) / 2, longest)
             yield f'<text class="number {shown}" x="{middle}" y="{y + 14.5}">{number}</text>'
 
 
 def _strips(step: GanttStep, longest: int) -> str:
-    """The critical path above the bars, what is sent below."""
+    """The critical path above the bars, sends below."""
     timeline = step.simulated.timeline
     schedule, ranks = timeline.program.schedule, timeline.program.schedule.ranks
     strips = []
-    for rank, start, end in _path_runs(step):
+    for rank, start, end in _path_spans(step):
         at = f'x="{_percent(start, longest)}" y="{AXIS + rank * ROW + 2}"'
-        strips.append(
-            f'<rect class="critical" {at} width="{_percent(end - start, longest)}" height="{STRIP}"/>'
-        )
+        width = _percent(end - start, longest)
+        strips.append(f'<rect class="critical" {at} width="{width}" height="{STRIP}"/>')
     sent = transfers(timeline)
     for edge in np.flatnonzero(sent.crosses & (sent.end_ns > sent.start_ns)).tolist():
         start, end = int(sent.start_ns[edge]), int(sent.end_ns[edge])
@@ -217,47 +218,48 @@ def _strips(step: GanttStep, longest: int) -> str:
     return "".join(strips)
 
 
-def _path_runs(step: GanttStep) -> Iterator[tuple[int, int, int]]:
-    """(rank, start, end) of the critical path's stretches without a gap on one rank."""
+def _path_spans(step: GanttStep) -> Iterator[tuple[int, int, int]]:
+    """(rank, start, end) of the critical path's spans without a gap on one rank."""
     timeline = step.simulated.timeline
     path = critical_path(timeline)
     ranks = timeline.program.schedule.ranks[path].tolist()
     starts, ends = timeline.start_ns[path].tolist(), timeline.end_ns[path].tolist()
     first = 0
-    for place in range(1, len(path) + 1):
-        if place == len(path) or ranks[place] != ranks[first] or starts[place] != ends[place - 1]:
-            yield ranks[first], starts[first], ends[place - 1]
-            first = place
+    for last in range(1, len(path) + 1):
+        if last == len(path) or ranks[last] != ranks[first] or starts[last] != ends[last - 1]:
+            yield ranks[first], starts[first], ends[last - 1]
+            first = last
 
 
 def _memory(step: GanttStep, longest: int, highest: int, memory_bytes: int | None) -> str:
-    """What is live on each rank over time, on one scale for all."""
+    """Live memory of each rank over time, on one scale."""
     simulated = step.simulated
-    schedule, memory = simulated.timeline.program.schedule, simulated.memory
+    timeline, memory = simulated.timeline, simulated.memory
+    schedule = timeline.program.schedule
+    line = ""
+    if memory_bytes is not None:
+        y = f"{1000 * (1 - memory_bytes / highest):.1f}"
+        at = f'x1="0" x2="1000" y1="{y}" y2="{y}" vector-effect="non-scaling-stroke"'
+        line = f'<line class="limit" {at}/>'
     names, rows = [], []
     for rank in range(schedule.num_ranks):
         own = slice(schedule.rank_offsets[rank], schedule.rank_offsets[rank + 1])
-        whens = np.stack(
-            [simulated.timeline.start_ns[own], simulated.timeline.end_ns[own]], axis=1
-        ).ravel()
+        whens = np.stack([timeline.start_ns[own], timeline.end_ns[own]], axis=1).ravel()
         sizes = np.stack([memory.during_bytes[own], memory.after_bytes[own]], axis=1).ravel()
         state = int(memory.state_bytes[rank])
         names.append(
-            f'<div style="height:{MEMORY_ROW}px"><span><b>rank {rank}</b> peak {memory.peak_bytes[rank] / GIB:.1f} GiB'
+            f'<div style="height:{MEMORY_ROW}px"><span><b>rank {rank}</b> '
+            f"peak {memory.peak_bytes[rank] / GIB:.1f} GiB"
             f"</span><span>of it model and optimizer {state / GIB:.1f}</span></div>"
         )
-        line = ""
-        if memory_bytes is not None:
-            y = 1000 * (1 - memory_bytes / highest)
-            line = f'<line class="limit" x1="0" x2="1000" y1="{y:.1f}" y2="{y:.1f}" vector-effect="non-scaling-stroke"/>'
         curve = _curve(whens, sizes, longest, highest, state)
         rows.append(
-            f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" width="100%" height="{MEMORY_ROW - 1}" role="img"'
-            f' aria-label="memory of rank {rank}"><path class="live" d="{curve}"/>{line}</svg>'
+            f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" width="100%" '
+            f'height="{MEMORY_ROW - 1}" role="img" aria-label="memory of rank {rank}">'
+            f'<path class="live" d="{curve}"/>{line}</svg>'
         )
-    limit = (
-        "" if memory_bytes is None else f" Line: the {memory_bytes / GIB:.1f} GiB that a GPU has."
-    )
+    has = "" if memory_bytes is None else f"{memory_bytes / GIB:.1f} GiB"
+    limit = f" Line: the {has} that a GPU has." if has else ""
     return (
         f'<p class="below">Memory of a GPU of each rank over the step, on one scale.{limit}</p>'
         f'<div class="gantt"><div class="names">{"".join(names)}</div>'
@@ -266,7 +268,7 @@ def _memory(step: GanttStep, longest: int, highest: int, memory_bytes: int | Non
 
 
 def _curve(whens: IntArray, sizes: IntArray, longest: int, highest: int, state: int) -> str:
-    """An area of steps: from each time on, so many bytes."""
+    """The path of a step function: the bytes from each time on."""
     group = -(-len(whens) // MEMORY_POINTS)
     if group > 1:
         firsts = np.arange(0, len(whens), group)
@@ -278,16 +280,13 @@ def _curve(whens: IntArray, sizes: IntArray, longest: int, highest: int, state: 
 
 
 def _ticks(longest: int, height: int) -> str:
-    """Lines and times above, closer together the more the chart is zoomed."""
+    """Lines and times of the axis, closer together at higher zooms."""
     parts = []
     for zoom in ZOOMS:
         spacing = round_step(longest / (TICKS * zoom))
         for number in range(int(0.97 * longest / spacing) + 1):
             x = _percent(number * spacing, longest)
-            anchor, text = (
-                "start" if number == 0 else "middle",
-                tick_text(number * spacing, longest),
-            )
+            anchor, text = "middle" if number else "start", tick_text(number * spacing, longest)
             parts.append(
                 f'<g class="t{zoom}"><line x1="{x}" x2="{x}" y1="{AXIS - 4}" y2="{height}"/>'
                 f'<text class="tick" x="{x}" y="13" text-anchor="{anchor}">{text}</text></g>'
@@ -297,3 +296,38 @@ def _ticks(longest: int, height: int) -> str:
 
 def _percent(value: float, whole: int) -> str:
     return f"{100 * value / whole:.4f}%"
+
+
+def _zoom_buttons(chart: str, zooms: Sequence[int]) -> str:
+    """Radio buttons just before the element of class `gantt` that they zoom; hidden if only one."""
+    buttons, labels = "", ""
+    for zoom in zooms:
+        name, text = f"{chart}-{zoom}", f"{zoom}x" if zoom > 1 else "whole step"
+        checked = " checked" if zoom == 1 else ""
+        buttons += f'<input class="zoom z{zoom}" type="radio" name="{chart}" id="{name}"{checked}>'
+        labels += f'<label for="{name}" class="l{zoom}">{text}</label>'
+    hidden = " hidden" if len(zooms) == 1 else ""
+    return f'{buttons}<div class="zooms"{hidden}>zoom {labels}</div>'
+
+
+def _zoom_class(width_share: float, needed_px: float) -> str | None:
+    """Class of a number that needs `needed_px` in a bar of this share: shown from some zoom on.
+
+    >>> _zoom_class(0.1, 20), _zoom_class(0.01, 20), _zoom_class(1e-6, 20)
+    ('n1', 'n3', None)
+    """
+    return next((f"n{zoom}" for zoom in ZOOMS if width_share * CHART_PX * zoom >= needed_px), None)
+
+
+def _zoom_style() -> str:
+    """CSS for wider charts, more numbers and other ticks by the checked button."""
+    rules = [f".time svg.zoomed {{ width: 100%; min-width: {CHART_PX}px; }}"]
+    rules += [f".n{zoom}, .t{zoom} {{ display: none; }}" for zoom in ZOOMS]
+    for zoom in ZOOMS:
+        checked, width = f"input.z{zoom}:checked ~", f"width: {zoom * 100}%"
+        shown = ", ".join(f"{checked} .gantt .n{lower}" for lower in ZOOMS if lower <= zoom)
+        rules.append(f"{shown}, {checked} .gantt .t{zoom} {{ display: inline; }}")
+        rules.append(f"{checked} .zooms .l{zoom} {{ border-color: var(--ink); font-weight: 600; }}")
+        size = f"{width}; min-width: {zoom * CHART_PX}px;"
+        rules.append(f"{checked} .gantt svg.zoomed {{ {size} }}")
+    return "\n".join(rules)

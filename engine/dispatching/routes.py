@@ -86,8 +86,8 @@ def step_routes(
 ) -> tuple[dict[str, Route], ...]:
     """The route for one rank by encoder in each round; arguments and errors as `feature_moves`.
 
-    >>> one, other = Groups(np.array([0]), np.array([0, 1])), Groups(np.array([1]), np.array([0, 1]))
-    >>> work = StepWork(micro_batches=(one, other), encoders={"vision": (other, one)})
+    >>> one, other = (Groups(np.array([sample]), np.array([0, 1])) for sample in (0, 1))
+    >>> work = StepAssignment(micro_batches=(one, other), encoders={"vision": (other, one)})
     >>> step_routes(work, {"vision": np.array([3, 2])}, 0)[0]["vision"].tokens.send_counts.tolist()
     [0, 2]
     """

@@ -8,6 +8,7 @@ number of layers. (OmniBal's P^(i) counts layers from 1: P = (5, 10, 15) for 20 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +54,8 @@ class StageCosts:
         sends_grad: NDArray[np.bool_],
     ) -> StageCosts:
         """Stages with these times of passes, without memory and with immediate sends."""
-        nothing = dict.fromkeys((f.name for f in fields(cls)), np.zeros_like(forward_ns))
+        names, zeros = (f.name for f in fields(cls)), np.zeros_like(forward_ns)
+        nothing: dict[str, Any] = dict.fromkeys(names, zeros)
         times = {
             "forward_ns": forward_ns,
             "input_grad_ns": input_grad_ns,

@@ -91,10 +91,11 @@ class PartitionEvaluator:
         """Peak of the fullest rank of each partition, (partitions,), everything recomputed."""
 
         def least_peak(borders: IntArray) -> int:
-            return max(
+            peaks = (
                 peak_bytes(self.layers, order, *self.stages_of(borders, rank), self.frees)
                 for rank, order in enumerate(self.orders)
             )
+            return int(max(peaks))
 
         return np.array([least_peak(borders) for borders in partitions])
 

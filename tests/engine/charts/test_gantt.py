@@ -6,8 +6,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from engine.charts._gantt_page import CHART_PX, ZOOMS
-from engine.charts.gantt import GanttStep, gantt_page, path_parts, write_gantt
+from engine.charts.gantt import CHART_PX, ZOOMS, GanttStep, gantt_page, path_parts, write_gantt
 from engine.simulator.schedule import SCHEDULES, PassKind
 from engine.simulator.simulate import transfers
 from support.costs.chart_steps import chart_step

@@ -276,5 +276,5 @@ def test_a_trained_encoder_cannot_run_ahead():
 
 def test_an_encoder_that_reaches_into_the_second_stage_cannot_run_ahead():
     costs = MODEL(mixed_samples(np.random.default_rng(0), 4))
-    with pytest.raises(ConfigError, match=r"ends behind layer 0.*vit\.1.*move the border"):
+    with pytest.raises(ConfigError, match=r"ends after layer 0.*vit\.1.*move the border"):
         frozen_encoder(costs, np.array([0, 1, 10]))
