@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -48,32 +49,32 @@ class SampleReader:
         """Groups that the cache on disk gave; 0 for builds on disk."""
         return sum(build.shards.cache_hits for build in self._builds)
 
-    def prefetch(self, items: Sequence[Selection]) -> None:
+    def prefetch(self, selections: Sequence[Selection]) -> None:
         """Say what will be read next, in about this order."""
+        parts = list(chain.from_iterable(selections))
         for place, build in enumerate(self._builds):
-            groups = [pick.group for item in items for pick in item if pick.build == place]
-            build.shards.prefetch(groups)
+            build.shards.prefetch([part.group for part in parts if part.build == place])
 
-    def remote_bytes(self, items: Sequence[Selection]) -> int:
+    def remote_bytes(self, selections: Sequence[Selection]) -> int:
         """Bytes of the groups that are in a store."""
-        picks = ((self._builds[pick.build], pick.group) for item in items for pick in item)
+        parts = ((self._builds[part.build], part.group) for part in chain.from_iterable(selections))
         return sum(
-            build.index.row(group, "length")[0] for build, group in picks if build.shards.is_remote
+            build.index.row(group, "length")[0] for build, group in parts if build.shards.is_remote
         )
 
-    def read(self, item: Selection) -> StoredGroup | None:
+    def read(self, selection: Selection) -> StoredGroup | None:
         """The samples of a selection, in its order; None if it is empty. Errors as `Build.read`."""
-        if not item:
+        if not selection:
             return None
-        if len(item) == 1 and item[0].places is None:
-            return self._builds[item[0].build].read(item[0].group)
-        return join([self._cut(pick) for pick in item])
+        if len(selection) == 1 and selection[0].places is None:
+            return self._builds[selection[0].build].read(selection[0].group)
+        return join([self._cut(part) for part in selection])
 
-    def release(self, item: Selection) -> None:
+    def release(self, selection: Selection) -> None:
         """Say that what was read is out of use, and need not count as this process's memory."""
-        for pick in item:
-            if pick.places is None:  # others are kept for a while
-                self._builds[pick.build].shards.release(pick.group)
+        for part in selection:
+            if part.places is None:  # others are kept for a while
+                self._builds[part.build].shards.release(part.group)
 
     def cancel(self) -> None:
         """End the reads that are under way; later ones work again."""
@@ -85,9 +86,9 @@ class SampleReader:
         for build in self._builds:
             build.close()
 
-    def _cut(self, pick: GroupSlice) -> StoredGroup:
-        raw = self._stored(pick.build, pick.group)
-        return raw if pick.places is None else take_samples(raw, pick.places)
+    def _cut(self, part: GroupSlice) -> StoredGroup:
+        raw = self._stored(part.build, part.group)
+        return raw if part.places is None else take_samples(raw, part.places)
 
     def _stored(self, build: int, group: int) -> StoredGroup:
         """A stored group, from memory if it is there. Two threads may read the same one."""
