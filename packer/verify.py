@@ -14,7 +14,7 @@ from balance.types import COUNT_COLUMNS
 from packer.progress import StageProgress
 from shards.folders import Folder, on_disk, open_folder
 from shards.index import INDEX_NAME, GroupIndex
-from shards.manifest import BuildFile, Manifest, read_manifest
+from shards.manifest import MANIFEST_NAME, BuildFile, Manifest, read_manifest
 from shards.tables import COUNTS_NAME, REJECTED_NAME, read_table
 
 
@@ -48,6 +48,8 @@ def verify_build(out: Path | str, progress: StageProgress, *, workers: int) -> V
             stage.advance(file.size)
             stage.count(1)
         problems += _strangers(root, manifest)
+        if "content_hash" not in manifest.values:
+            problems.append(f"{MANIFEST_NAME}: has no content_hash: it was edited")
         if not problems:
             problems += _check_totals(folder, manifest)
     return Verification(

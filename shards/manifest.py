@@ -78,7 +78,7 @@ class Manifest:
     """None for a model without an audio encoder."""
     vocab_size: int
     values: dict[str, Any] = field(repr=False, compare=False)
-    """The whole file, without `content_hash`."""
+    """The whole file."""
 
     def file(self, name: str) -> BuildFile:
         """The index or a table. DataError if the manifest does not list it."""
@@ -162,8 +162,9 @@ def parse_manifest(content: bytes, place: str) -> Manifest:
 
 
 def _check_content(path: str, values: dict[str, Any]) -> None:
-    """Take `content_hash` out of `values`, if it is there; DamagedShard unless it is the rest's."""
-    if "content_hash" in values and values.pop("content_hash") != hash_json(values):
+    """DamagedShard unless `content_hash`, if it is there, is that of the rest."""
+    rest = {name: value for name, value in values.items() if name != "content_hash"}
+    if values.get("content_hash", hash_json(rest)) != hash_json(rest):
         raise DamagedShard(
             f"{path}: damaged or edited: its content is not what its content_hash says"
         )

@@ -67,6 +67,10 @@ def test_an_edited_manifest_and_a_file_that_nobody_made_are_found(built):
     path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
     with pytest.raises(DamagedShard, match="edited"):
         problems(built)
+    values = json.loads(path.read_text())
+    del values["content_hash"]
+    path.write_text(json.dumps(values))
+    assert "manifest.json: has no content_hash: it was edited" in problems(built)
 
 
 def test_no_build_an_unfinished_one_and_a_foreign_manifest_are_clear_errors(built, tmp_path):
