@@ -32,12 +32,9 @@ BATCH_ROWS = 65_536
 """Rows of a record batch of index.arrow, except the last one; docs/design.md."""
 INDEX_SCHEMA = pa.schema(
     [
-        ("shard", pa.int32()),
-        ("offset", pa.int64()),
-        ("length", pa.int64()),
+        *[("shard", pa.int32()), ("offset", pa.int64()), ("length", pa.int64())],
         ("checksum", pa.uint64()),
-        ("num_samples", pa.int32()),
-        *[(name, pa.int32()) for name in COUNT_COLUMNS],
+        *[(name, pa.int32()) for name in ("num_samples", *COUNT_COLUMNS)],
         ("sample_ids", pa.list_(pa.string())),
     ]
 )

@@ -23,30 +23,11 @@ COUNTS_NAME = "counts.parquet"
 GROUPS_NAME = "groups.parquet"
 REJECTED_NAME = "rejected.parquet"
 
-COUNTS_SCHEMA = pa.schema(
-    [
-        ("position", pa.int64()),
-        ("sample_id", pa.string()),
-        ("source", pa.string()),
-        *[(name, pa.int32()) for name in COUNT_COLUMNS],
-        ("seq_len", pa.int32()),
-        ("media_bytes", pa.int64()),
-    ]
-)
-REJECTED_SCHEMA = pa.schema(
-    [
-        ("position", pa.int64()),
-        *[(name, pa.string()) for name in ("sample_id", "source", "reason", "detail")],
-    ]
-)
-GROUPS_SCHEMA = pa.schema(
-    [
-        ("samples", pa.list_(pa.int64())),
-        ("num_samples", pa.int32()),
-        *[(name, pa.int32()) for name in COUNT_COLUMNS],
-        ("seq_len", pa.int32()),
-    ]
-)
+_SAMPLE = [("position", pa.int64()), ("sample_id", pa.string()), ("source", pa.string())]
+_LOADS = [(name, pa.int32()) for name in (*COUNT_COLUMNS, "seq_len")]
+COUNTS_SCHEMA = pa.schema([*_SAMPLE, *_LOADS, ("media_bytes", pa.int64())])
+REJECTED_SCHEMA = pa.schema([*_SAMPLE, ("reason", pa.string()), ("detail", pa.string())])
+GROUPS_SCHEMA = pa.schema([("samples", pa.list_(pa.int64())), ("num_samples", pa.int32()), *_LOADS])
 
 
 def write_table(table: pa.Table, path: Path) -> None:
