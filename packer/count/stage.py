@@ -16,8 +16,7 @@ from packer.count.ray_pool import count_on_ray
 from packer.count.sample_counter import CountJob, CountSettings, count_chunk
 from packer.count.staging import Staging, part_sizes
 from packer.progress import StageProgress
-from packer.records.record import RawRecord
-from packer.sources.base import Chunk, cut
+from packer.sources.base import Chunk, RecordChunk, cut
 from packer.sources.dataset import Dataset, Part
 
 
@@ -49,9 +48,8 @@ def _jobs(
     left = settings.limit
     number = 0
     for place, part in enumerate(dataset.parts):
-        limit = min((limit for limit in (left, part.limit) if limit is not None), default=None)
-        records = _RecordCounter()
-        for chunk in _chunks(part, settings.chunk_records, limit, records, on_bytes):
+        limits = [limit for limit in (left, part.limit) if limit is not None]
+        for chunk in _chunks(part, settings.chunk_records, limits, on_bytes):
             yield CountJob(
                 settings=settings,
                 number=number,
@@ -61,35 +59,21 @@ def _jobs(
                 chunk=None if staging.part(number).exists() else chunk,
             )
             number += 1
-        left = None if left is None else left - records.count
+            if left is not None and isinstance(chunk, RecordChunk):
+                left -= len(chunk.positions)
         if left == 0:
             return
 
 
-class _RecordCounter:
-    """Counts the records that pass through."""
-
-    count = 0
-
-    def through(self, records: Iterator[RawRecord]) -> Iterator[RawRecord]:
-        for record in records:
-            self.count += 1
-            yield record
-
-
 def _chunks(
-    part: Part,
-    num_records: int,
-    limit: int | None,
-    counter: _RecordCounter,
-    on_bytes: Callable[[int], None],
+    part: Part, num_records: int, limits: list[int], on_bytes: Callable[[int], None]
 ) -> Iterator[Chunk]:
     """The chunks of a part; with a limit they are read here, for only reading counts records."""
     chunks = part.open().chunks(num_records, on_bytes)
-    if limit is None:
+    if not limits:
         return chunks
-    records = islice(chain.from_iterable(chunk.records() for chunk in chunks), limit)
-    return cut(counter.through(records), num_records)
+    records = chain.from_iterable(chunk.records() for chunk in chunks)
+    return cut(islice(records, min(limits)), num_records)
 
 
 def _run(

@@ -34,32 +34,34 @@ class AudioHeader:
 def read_audio_header(file: BinaryIO, name: str) -> AudioHeader:
     """Length, rate and channels of a seekable audio file; SampleProblem names it as `name`."""
     try:
-        header = _read(file, name)
+        header = _read(file)
+        if header.num_channels < 1 or header.sampling_rate < 1:
+            what = f"{header.num_channels} channels at {header.sampling_rate} samples/s"
+            raise SampleProblem("corrupt_audio", f"the header says {what}")
+        if header.num_samples < 1:
+            raise SampleProblem("empty_audio", "no samples")
+    except SampleProblem as problem:
+        raise SampleProblem(problem.reason, f"{name}: {problem.detail}") from None
     except OSError as error:
         raise SampleProblem("unreadable_audio", f"{name}: {error.strerror or error}") from None
-    if header.num_channels < 1 or header.sampling_rate < 1:
-        what = f"{header.num_channels} channels at {header.sampling_rate} samples/s"
-        raise SampleProblem("corrupt_audio", f"{name}: the header says {what}")
-    if header.num_samples < 1:
-        raise SampleProblem("empty_audio", f"{name}: no samples")
     return header
 
 
-def _read(file: BinaryIO, name: str) -> AudioHeader:
+def _read(file: BinaryIO) -> AudioHeader:
     num_bytes = file.seek(0, 2)
     if num_bytes == 0:
-        raise SampleProblem("corrupt_audio", f"{name}: the file is empty")
+        raise SampleProblem("corrupt_audio", "the file is empty")
     file.seek(0)
     start = file.read(12)
     header = None
     if is_wav(start):
-        header = _read_wav(file, name, num_bytes)
+        header = _read_wav(file, num_bytes)
     elif start[:4] == b"fLaC":
-        header = _read_flac(file, name, num_bytes)
-    return header or _read_other(file, name, num_bytes)
+        header = _read_flac(file, num_bytes)
+    return header or _read_other(file, num_bytes)
 
 
-def _read_wav(file: BinaryIO, name: str, num_bytes: int) -> AudioHeader | None:
+def _read_wav(file: BinaryIO, num_bytes: int) -> AudioHeader | None:
     """None for a WAV file whose samples are compressed."""
 
     def read(offset: int, size: int) -> bytes:
@@ -69,27 +71,25 @@ def _read_wav(file: BinaryIO, name: str, num_bytes: int) -> AudioHeader | None:
     try:
         header = wav_header(read)
     except WavError as error:
-        raise SampleProblem("corrupt_audio", f"{name}: {error}") from None
+        raise SampleProblem("corrupt_audio", str(error)) from None
     if header.format not in (PCM, FLOAT):
         return None
     frame_bytes, size = header.frame_bytes, header.data_bytes
     if frame_bytes < 1 or frame_bytes != header.num_channels * -(-header.bits // 8):
         what = f"{header.num_channels} channels of {header.bits} bits in {frame_bytes} bytes"
-        raise SampleProblem("corrupt_audio", f"{name}: the header says {what}")
+        raise SampleProblem("corrupt_audio", f"the header says {what}")
     if size > num_bytes - header.data_start:
         there = f"{num_bytes - header.data_start} of the {size} bytes of samples are there"
-        raise SampleProblem("corrupt_audio", f"{name}: cut short, {there}")
+        raise SampleProblem("corrupt_audio", f"cut short, {there}")
     return AudioHeader(size // frame_bytes, header.sampling_rate, header.num_channels, num_bytes)
 
 
-def _read_flac(file: BinaryIO, name: str, num_bytes: int) -> AudioHeader | None:
+def _read_flac(file: BinaryIO, num_bytes: int) -> AudioHeader | None:
     """The STREAMINFO block, which comes first (RFC 9639, 8.2); None if it gives no length."""
     file.seek(4)
     block = file.read(38)
     if len(block) < 38 or block[0] & 0x7F != 0 or int.from_bytes(block[1:4], "big") != 34:
-        raise SampleProblem(
-            "corrupt_audio", f"{name}: a FLAC file that does not begin with its STREAMINFO"
-        )
+        raise SampleProblem("corrupt_audio", "a FLAC file that does not begin with its STREAMINFO")
     max_block, min_frame = int.from_bytes(block[6:8], "big"), int.from_bytes(block[8:11], "big")
     # 20 bits rate, 3 bits channels - 1, 5 bits sample size - 1, 36 bits length
     packed = int.from_bytes(block[14:22], "big")
@@ -99,30 +99,25 @@ def _read_flac(file: BinaryIO, name: str, num_bytes: int) -> AudioHeader | None:
         return None
     needed = 42 + num_samples // max(max_block, 1) * min_frame
     if num_bytes < needed:
-        raise SampleProblem(
-            "corrupt_audio", f"{name}: cut short, {num_bytes} bytes of at least {needed} are there"
-        )
+        there = f"{num_bytes} bytes of at least {needed} are there"
+        raise SampleProblem("corrupt_audio", f"cut short, {there}")
     return AudioHeader(num_samples, sampling_rate, num_channels, num_bytes)
 
 
-def _read_other(file: BinaryIO, name: str, num_bytes: int) -> AudioHeader:
+def _read_other(file: BinaryIO, num_bytes: int) -> AudioHeader:
     try:
         import soundfile  # noqa: PLC0415  (an optional dependency)
     except (ImportError, OSError):  # OSError: the library that it loads is not there
         advice = "for MP3, Ogg and others: pip install isobatch[audio]"
-        raise SampleProblem(
-            "audio_format", f"{name}: not PCM in a WAV file, nor FLAC; {advice}"
-        ) from None
+        what = f"not PCM in a WAV file, nor FLAC; {advice}"
+        raise SampleProblem("audio_format", what) from None
     file.seek(0)
     try:
         info = soundfile.info(file)
     except soundfile.SoundFileError as error:
-        reason = first_line(error)
-        raise SampleProblem(
-            "audio_format", f"{name}: not audio that libsndfile can read: {reason}"
-        ) from None
+        what = f"not audio that libsndfile can read: {first_line(error)}"
+        raise SampleProblem("audio_format", what) from None
     if info.frames == UNKNOWN_LENGTH:
-        raise SampleProblem(
-            "audio_format", f"{name}: its header does not say how long it is; write it again"
-        )
+        what = "its header does not say how long it is; write it again"
+        raise SampleProblem("audio_format", what)
     return AudioHeader(info.frames, info.samplerate, info.channels, num_bytes)

@@ -50,11 +50,9 @@ def read_header(file: IO[bytes], name: str, *, decode: bool = False) -> ImageHea
     flipped in the middle.
     """
     try:
-        return _read(file, name, decode=decode)
+        return _read(file, decode=decode)
     except Image.DecompressionBombError as error:
         raise SampleProblem("too_many_pixels", f"{name}: {error}") from None
-    except SampleProblem:
-        raise
     # Pillow's parsers leak these for damaged files, SyntaxError for a bad PNG chunk among them
     except (OSError, ValueError, SyntaxError, LookupError, OverflowError, EOFError) as error:
         # the file system's error, not Pillow's
@@ -71,10 +69,10 @@ def check_png(name: str, data: bytes) -> None:
         raise SampleProblem("corrupt_image", f"{name}: {first_line(error)}") from None
 
 
-def _read(file: IO[bytes], name: str, *, decode: bool) -> ImageHeader:
+def _read(file: IO[bytes], *, decode: bool) -> ImageHeader:
     num_bytes = file.seek(0, 2)
     if num_bytes == 0:
-        raise SampleProblem("corrupt_image", f"{name}: the file is empty")
+        raise ValueError("the file is empty")
     file.seek(0)
     head = file.read(HEAD_BYTES)
     whole = not decode and _ends_well(file, head, num_bytes)
@@ -84,11 +82,10 @@ def _read(file: IO[bytes], name: str, *, decode: bool) -> ImageHeader:
     try:
         image = Image.open(file)
     except UnidentifiedImageError:
-        raise SampleProblem("corrupt_image", f"{name}: not an image that Pillow knows") from None
+        raise ValueError("not an image that Pillow knows") from None
     with image:
         if image.format in DRAWN_BY_A_PROGRAM:
-            drawing = f"{name}: {image.format} is a drawing, not pixels; convert it first"
-            raise SampleProblem("corrupt_image", drawing)
+            raise ValueError(f"{image.format} is a drawing, not pixels; convert it first")
         width, height = image.size
         if not whole:
             image.load()

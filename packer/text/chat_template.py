@@ -114,13 +114,13 @@ class ChatTemplate:
         return "".join(pieces), [(ends[i], ends[i + 1]) for i in range(1, len(pieces), 2)]
 
     def _by_prefix(self, messages: Sequence[Message]) -> tuple[str, list[CharSpan]]:
-        shape = tuple((message["role"], _kinds(message["content"])) for message in messages)
+        shape, texts = _shape_and_texts(messages)
         full = self.render(messages)
         if shape not in self._outlines:
             if len(self._outlines) >= MOST_OUTLINES:
                 self._outlines.clear()
             self._outlines[shape] = self._outline(messages)
-        spans = _fit_outline(self._outlines[shape], _texts(messages), full)
+        spans = _fit_outline(self._outlines[shape], texts, full)
         return full, self._by_renders(messages, full) if spans is None else spans
 
     def _outline(self, messages: Sequence[Message]) -> _Outline | None:
@@ -144,7 +144,8 @@ class ChatTemplate:
         pieces = _STAND_IN.split(text)
         if pieces[1::2] != [str(i) for i in range(next(number))]:
             return None
-        return _Outline(pieces[::2], [match.end() for match in _STAND_IN.finditer(text)], spans)
+        ends = [match.end() for match in _STAND_IN.finditer(text)]
+        return _Outline(pieces[::2], [(_place(a, ends), _place(b, ends)) for a, b in spans])
 
     def _by_renders(self, messages: Sequence[Message], full: str) -> list[CharSpan]:
         spans = []
@@ -162,28 +163,31 @@ class ChatTemplate:
         return spans
 
 
+_Place = tuple[int, int]
+"""Literal characters and texts before a place."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Outline:
     """A conversation's rendering with stand-ins for its texts."""
 
     literals: list[str]
     """What the template writes before each text and after the last."""
-    ends: list[int]
-    """Where each stand-in ends in the rendering."""
-    spans: list[CharSpan]
-    """The answers in the rendering."""
+    spans: list[tuple[_Place, _Place]]
+    """Begin and end of each answer."""
 
     def fill(self, texts: list[str]) -> tuple[str, list[CharSpan]]:
         """The rendering with `texts`, and the answers in it."""
-        written = [part for pair in zip(self.literals, [*texts, ""], strict=True) for part in pair]
-        # by how much everything after each text moves when the text replaces its stand-in
-        moved = (len(text) - len(_stand_in(i)) for i, text in enumerate(texts))
-        shifts = [0, *itertools.accumulate(moved)]
-        spans = [
-            (a + shifts[bisect_right(self.ends, a)], b + shifts[bisect_right(self.ends, b)])
-            for a, b in self.spans
-        ]
-        return "".join(written), spans
+        pairs = zip(self.literals, [*texts, ""], strict=True)
+        before = [0, *itertools.accumulate(map(len, texts))]
+        spans = [(a + before[i], b + before[j]) for (a, i), (b, j) in self.spans]
+        return "".join(itertools.chain.from_iterable(pairs)), spans
+
+
+def _place(char: int, ends: list[int]) -> _Place:
+    """The place of a character after the stand-ins that end at `ends`."""
+    number = bisect_right(ends, char)
+    return char - sum(len(_stand_in(i)) for i in range(number)), number
 
 
 def _fit_outline(outline: _Outline | None, texts: list[str], full: str) -> list[CharSpan] | None:
@@ -201,21 +205,19 @@ def _stand_in(number: int) -> str:
     return f"{_NONCHARACTERS[2]}{number}{_NONCHARACTERS[3]}"
 
 
-def _kinds(content: Any) -> Any:
-    """What a message's content is made of."""
-    return None if isinstance(content, str) else tuple(part["type"] for part in content)
-
-
-def _texts(messages: Sequence[Message]) -> list[str]:
-    """All texts, in order."""
+def _shape_and_texts(messages: Sequence[Message]) -> tuple[tuple[Any, ...], list[str]]:
+    """What the messages are made of, and their texts in order."""
+    shape: list[Any] = []
     texts: list[str] = []
     for message in messages:
         content = message["content"]
+        shape.append(message["role"])
         if isinstance(content, str):
             texts.append(content)
         else:
+            shape.append(tuple(part["type"] for part in content))
             texts += [part["text"] for part in content if part["type"] == "text"]
-    return texts
+    return tuple(shape), texts
 
 
 def _with_texts(content: Any, new: Callable[[], str]) -> Any:
@@ -246,8 +248,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """`message.content`: Jinja tries an attribute and, an exception later, the key."""
-        if type(obj) is dict and attribute in obj and attribute not in _DICT_ATTRIBUTES:
-            return obj[attribute]
+        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         return super().getattr(obj, attribute)
 
 

@@ -14,7 +14,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -223,9 +223,8 @@ class ChatTokenizer:
         if rendered.is_document:
             bos = len(self._bos)
             input_ids = np.concatenate([self._bos, input_ids, self._eos])
-            spans = spans_between(
-                [(bos + start, bos + end) for start, end in spans], bos, len(input_ids)
-            )
+            shifted = [(bos + start, bos + end) for start, end in spans]
+            spans = spans_between(shifted, bos, len(input_ids))
         places: list[int] = []
         for medium, num_files in zip(self._media, rendered.num_files, strict=True):
             written = np.flatnonzero(input_ids == medium.token_id).tolist()
@@ -234,16 +233,13 @@ class ChatTokenizer:
                 meant = f"{num_files} {medium.marker} markers"
                 return TextRejected("chat_template", f"the chat template makes {made} for {meant}")
             places += written
-        num_images, num_audios = (*rendered.num_files, 0)[:2]
-        num_loss_tokens = sum(
-            end - start - sum(start <= place < end for place in places) for start, end in spans
-        )
+        num_media = sum(start <= place < end for place in places for start, end in spans)
         return EncodedText(
             input_ids=input_ids,
             loss_spans=np.array(spans, dtype=np.int32).reshape(-1, 2),
-            num_images=num_images,
-            num_audios=num_audios,
-            num_loss_tokens=num_loss_tokens,
+            num_images=rendered.num_files[0],
+            num_audios=sum(rendered.num_files[1:]),
+            num_loss_tokens=sum(end - start for start, end in spans) - num_media,
         )
 
     def _media_of(
@@ -255,24 +251,17 @@ class ChatTokenizer:
         also takes strings, numbers them. Images only if it takes no strings: otherwise the model's
         own markup says what it would write.
         """
-        probe = text_part(_PROBE)
-        image = Medium(
-            kind="image",
-            marker=IMAGE_MARKER,
-            markup=markup,
-            token_id=self.image_token_id,
-            by_template=takes_parts and self._renders([{"type": "image"}, probe], markup.token),
-        )
+        image = Medium("image", IMAGE_MARKER, markup, self.image_token_id, takes_parts)
         if audio_markup is None or self.audio_token_id is None:
-            return (image,)
-        audio = Medium(
-            kind="audio",
-            marker=AUDIO_MARKER,
-            markup=audio_markup,
-            token_id=self.audio_token_id,
-            by_template=self._renders([{"type": "audio"}, probe], audio_markup.token),
-        )
-        return image, audio
+            media = [image]
+        else:
+            media = [image, Medium("audio", AUDIO_MARKER, audio_markup, self.audio_token_id, True)]
+        return tuple(replace(medium, by_template=self._writes(medium)) for medium in media)
+
+    def _writes(self, medium: Medium) -> bool:
+        """Whether the template writes a medium's markup, given a part, where that is wanted."""
+        content = [{"type": medium.kind}, text_part(_PROBE)]
+        return medium.by_template and self._renders(content, medium.markup.token)
 
     def _renders(self, content: str | list[dict[str, str]], expected: str = _PROBE) -> bool:
         """Whether the template writes `expected`, once, for a user message with `content`."""

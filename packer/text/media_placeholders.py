@@ -22,7 +22,7 @@ Guard = Callable[[str], str]
 """Protects text of the user's own."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Medium:
     """A kind of file that a model takes next to text."""
 
