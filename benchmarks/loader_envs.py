@@ -13,7 +13,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 REQUIREMENTS = {"peers": HERE / "peers.txt", "mosaicml": HERE / "peers-mosaicml.txt"}
-"""Environment -> what is in it, beside the CPU build of torch."""
+"""Environment -> what is in it, next to the CPU build of torch."""
 OWN = ""
 """The environment of the benchmark itself."""
 STAMP = "installed.txt"

@@ -22,7 +22,7 @@ caches; the loaders take turns within a column, `--rounds` times.
   count.
 
 Limits: plain pyarrow on our mapped shards, raw (`run_mmap.py`); Pillow or simplejpeg, whichever is
-faster, and nothing else, decoded (`run_decode.py`). Exit status 1 when Isobatch is behind a peer in
+faster, and nothing else, decoded (`run_decode.py`). Exit status 1 when Isobatch is below a peer in
 any column, or below the shares of the limits that are wanted, or when something could not be
 measured; the last lines say which.
 """

@@ -1,4 +1,4 @@
-"""Reading groups: from disk beside plain pyarrow, and from an object store beside plain obstore.
+"""Reading groups: from disk next to plain pyarrow, from a store next to plain obstore.
 
     python benchmarks/loader_storage.py [--url s3://BUCKET/EMPTY_FOLDER]
 

@@ -33,17 +33,14 @@ from shards.stored_group import EMPTY_GROUP, StoredGroup
 
 
 def collate(
-    raw: StoredGroup | None,
-    model: ModelPreset,
-    config: LoaderConfig,
-    totals: StepTotals,
+    raw: StoredGroup | None, model: ModelPreset, config: LoaderConfig, totals: StepTotals
 ) -> MicroBatch:
     """The micro-batch of a group, or an empty one for None.
 
     DataError names the sample whose image or audio clip cannot be used; ConfigError says that there
     are clips, but `model` has no rule for them.
     """
-    rule, raw = model.vision, raw or EMPTY_GROUP
+    rule, raw = model.vision, EMPTY_GROUP if raw is None else raw
     plan_of = _cached_plans(rule)
     plans = [plan_of(width, height) for height, width in raw.image_sizes.tolist()]
     is_native = isinstance(rule, NativeRule)
