@@ -1,4 +1,4 @@
-"""The build format: manifest, index, tables and shards, on disk or in an object store; no torch.
+"""The build format, on disk or in an object store; needs no torch.
 
 packer writes builds through it, loaders and engine read them through it. Public names are imported
 when they are first used.
