@@ -1,4 +1,4 @@
-"""The output directory of a build: whose it is, what may be removed, and its manifest."""
+"""The output directory of a build: its owner, its files and its manifest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A build into an object store: prepared in a work folder on this machine, uploaded and completed.
+"""A build into an object store: prepared on this machine, then uploaded.
 
 The work folder's name comes from the URI, so the same command continues a stopped build. Shards are
 uploaded and removed one by one as they are written; the small files follow at the end, the manifest

@@ -1,4 +1,4 @@
-"""`packer verify`: is a build what its manifest says? Sizes, checksums, and totals that add up."""
+"""`packer verify`: whether sizes, checksums and totals are the manifest's."""
 
 from __future__ import annotations
 

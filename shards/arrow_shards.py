@@ -1,4 +1,4 @@
-"""Arrow shards, written and read: IPC file format, uncompressed, one record batch per group.
+"""Arrow shards, written and read: IPC files with a record batch per group.
 
 So a group is one contiguous range: a slice of a memory map locally, one ranged GET remotely, and no
 copy until an image is decoded. With refs, paths replace the bytes of images and audio files.

@@ -1,4 +1,4 @@
-"""Folders on disk or in an object store, with the same methods, for raw data and builds.
+"""Folders on disk or in an object store, with the same methods.
 
 A `Folder` opens and lists files by their name relative to it. A problem with one file raises
 OSError, and costs one sample; a problem with the whole place (no such bucket, wrong credentials)

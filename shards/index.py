@@ -1,4 +1,4 @@
-"""index.arrow: where every group of a build is and what it costs, written and read.
+"""index.arrow, written and read: where every group is and what it costs.
 
 One row per group, columnar. While a build is unfinished, each shard has an `IndexPart`, written
 after the shard, so that its presence means that the shard is complete; `merge_index` joins them.

@@ -1,4 +1,4 @@
-"""`LocalFolder`: a folder on disk, read as `ObjectFolder` reads one in an object store."""
+"""`LocalFolder`: a folder on disk, with the methods of `ObjectFolder`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ObjectFolder`: a folder in an object store (`s3://`, `gs://`, `az://`), read and written.
+"""`ObjectFolder`: a folder in an object store, read and written.
 
 A small file costs one request, a large one is read in windows that grow while the reader goes
 straight on, so memory stays under 10 MB whatever the size. Requests are retried with growing

@@ -1,4 +1,4 @@
-"""Errors of object stores: what a store answers when it refuses -> one line for the user.
+"""Errors of object stores: what a store answers -> one line for the user.
 
 obstore puts status, code and cause into the text of a few exception types, so the text is read
 here. Pure.

@@ -1,4 +1,4 @@
-"""What a shard holds of its samples: `PackedBlock` to be written, `StoredGroup` as read.
+"""What a shard holds: `PackedBlock` to be written, `StoredGroup` as read.
 
 The same for every format; `shards.arrow_shards` and `shards.tar_shards` write and read them.
 """

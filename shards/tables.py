@@ -1,4 +1,4 @@
-"""counts, groups and rejected as Parquet: what a build knows of each sample, written and read.
+"""Parquet tables of counts, groups and rejected samples, written and read.
 
 Rejections come from counting, the caps and writing; `rejected.parquet` holds all so far.
 pyarrow.parquet is imported where it is used: most loaders do not need it.

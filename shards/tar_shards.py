@@ -1,4 +1,4 @@
-"""WebDataset shards, written and read: plain tars that the `webdataset` library reads unmodified.
+"""WebDataset shards, written and read: plain tars for that library.
 
 One webdataset sample per sample; a group's members are consecutive, so a group is one range of the
 tar. Owner, times and modes are fixed: the same samples give the same bytes.

@@ -1,4 +1,4 @@
-"""Space in a cache folder: the bytes that its files take, and which of them are removed.
+"""Space in a cache folder: what its files take, and which are removed.
 
 All processes that use a folder keep one sum of its bytes, in a file that they change under one lock
 (`flock`, which ends with its holder). Space is reserved there before anything is written.

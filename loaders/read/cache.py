@@ -1,4 +1,4 @@
-"""Bounded cache on disk, shared by the processes of a machine, dropping the least recently used.
+"""Bounded cache on disk, shared by a machine's processes; drops the oldest.
 
 A file gets its name when it is complete, so readers need no lock and a killed writer leaves only a
 temporary file, which the next process removes. Space is reserved before anything is written

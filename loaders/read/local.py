@@ -1,4 +1,4 @@
-"""Builds on disk: byte ranges of mapped shards, and the files that a refs build points to.
+"""Builds on disk: byte ranges of mapped shards, and files of refs builds.
 
 The index and tables of up to CHECKED_BYTES are compared with the manifest's checksum whenever they
 are opened; larger ones only with its size, because opening must not read gigabytes.

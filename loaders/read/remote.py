@@ -1,4 +1,4 @@
-"""Builds in an object store: ranged requests, neighbours joined, with the cache on disk.
+"""Builds in an object store: ranged requests, joined, with a cache on disk.
 
 A group is looked for among those fetched ahead, then in the cache, then in the store, from which it
 goes into the cache. The first process of a machine that needs the index or a table fetches it into

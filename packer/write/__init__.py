@@ -1,1 +1,1 @@
-"""TODO."""
+"""Writing shards: staged samples, packed and checked, group by group."""

@@ -1,4 +1,4 @@
-"""One token per image or audio file -> as many as the file has in the LLM, and the labels."""
+"""One token per image or audio file -> as many as the LLM sees, and labels."""
 
 from __future__ import annotations
 

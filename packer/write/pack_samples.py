@@ -1,4 +1,4 @@
-"""Staged samples -> a block as the shards hold it: tokens expanded, files read and checked.
+"""Staged samples -> a block as shards hold it: tokens expanded, files read.
 
 A sample whose files changed since they were counted, or whose PNGs fail their own checksums, is
 left out by name. A block is packed whole: one by one, the arrays' overhead would exceed the disk's.

@@ -1,4 +1,4 @@
-"""Groups -> shards: which groups go into which shard, and the writing of one shard.
+"""Groups -> shards: which groups go into which, and writing one shard.
 
 The plan depends on the counts alone, and a shard on its own groups alone, so any number of
 processes writes the same bytes. A sample that cannot be packed is rejected; its group is written.
