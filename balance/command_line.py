@@ -111,8 +111,10 @@ def run_app(app: typer.Typer, program: str, *, stopped: str = "stopped") -> None
     except UsageError as error:
         fail(f"{error.format_message()} ({program} --help, {program} COMMAND --help)", 2)
     except (typer.Abort, KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing may come before the line below
+        print_error(stopped)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the cleaning up at once
-        fail(stopped, INTERRUPTED)
+        sys.exit(INTERRUPTED)
     except ConfigError as error:
         fail(str(error), 2)
     except IsobatchError as error:
@@ -124,8 +126,13 @@ def run_app(app: typer.Typer, program: str, *, stopped: str = "stopped") -> None
 
 def fail(message: str, status: int) -> NoReturn:
     """Print one error line and exit with this status."""
-    messages.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    print_error(message)
     sys.exit(status)
+
+
+def print_error(message: str) -> None:
+    """Print one error line."""
+    messages.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
 
 
 def _plain(value: object) -> object:

@@ -1,18 +1,17 @@
-"""What caps and filter targets cost: groups, fill, predicted time; and OmniBal's Table 6 on lengths
-that are public.
+"""What caps and filter targets cost: groups, fill, predicted time; OmniBal's Table 6.
 
     python benchmarks/caps.py FILE... [--dp 8] [--model internvl_1_5] [--iterations 10]
 
-FILE: a counts.parquet, or a length file as the OmniBal authors publish them (AI2D and ChartQA of
-their repository are what docs/results/ shows). One core, half a minute. Caps are shown for the
-default grouping and for ISF.
+FILE: a counts.parquet, or a length file as the OmniBal authors publish them (docs/results/ shows
+AI2D and ChartQA of their repository). One core, half a minute. Caps are shown for the default
+grouping and for ISF.
 
-Assumptions: times are `balance.flops` with its default speeds, so trust ratios, not milliseconds; a
-rank's micro-batch takes its encoder's and its LLM's time one after the other; a step takes as long
+Assumptions: times are `balance.flops` with its default speeds, so trust ratios, not milliseconds. A
+rank's micro-batch takes its encoder's and its LLM's time one after the other. A step takes as long
 as its slowest rank, with one micro-batch per rank; idle ranks count. `path`: steps are neighbours
-in stored order, as the loader assigns them; `random`: the same groups shuffled, which is the
-paper's case. "ratio" marks the cap of the paper's rule, "chosen" that of `choose_limits` for this
-grouping; below the tables what it says of its choice.
+in stored order, as the loader assigns them; `random`: the same groups shuffled, as in the paper.
+"ratio" marks the cap of the paper's rule, "chosen" that of `choose_limits` for this grouping, whose
+reasons are below the tables.
 """
 
 from __future__ import annotations
@@ -123,9 +122,7 @@ def parse() -> argparse.Namespace:
 
 
 def caps_table(setting: Setting, grouping: str) -> Table:
-    """A row per pair of caps; vision caps above what Q_t tokens can hold are one cap, so only the
-    first is shown.
-    """
+    """A row per pair of caps, without vision caps above what Q_t tokens can hold."""
     heading = ["Q_t", "Q_v", "groups", "x bound", "fill"]
     orders = [f"{order}\n+{overhead} ms" for order in ("path", "random") for overhead in (0, 10)]
     title = f"Caps, {grouping}: predicted GPU-ms per sample by order and overhead per micro-batch"
@@ -168,9 +165,7 @@ def by_ratio(setting: Setting, q_t: int) -> int:
 
 
 def targets_table(setting: Setting) -> Table:
-    """OmniBal's Table 6: the same caps, other targets of ISF's filter, and none with `fit`; means
-    of four seeds.
-    """
+    """OmniBal's Table 6: the same caps, other targets of ISF's filter; means of four seeds."""
     ratios = [f"{order}\ndist {side}" for order in ("path", "random") for side in ("ViT", "LLM")]
     table = new_table(
         f"Targets of ISF's filter (OmniBal, Table 6), Q_t {TARGETS_Q_T:,}",

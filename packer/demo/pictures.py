@@ -134,11 +134,11 @@ def _page(rng: random.Random, width: int, height: int) -> Picture:
     font = _font(rng.choice((11, 13, 16, 20)))
     line_height, columns = 1.3 * font.size, max(8, int(width / (0.56 * font.size)))
     title = f"{name(rng)} and {name(rng)}"
-    room = max(1, int((height - 2 * line_height) / line_height) - 1)
+    most_lines = max(1, int((height - 2 * line_height) / line_height) - 1)
     lines: list[str] = []
-    while len(lines) < min(room, 40) and rng.random() < 0.95:
+    while len(lines) < min(most_lines, 40) and rng.random() < 0.95:
         lines += textwrap.wrap(sentence(rng), columns - 2) or [""]
-    lines = lines[:room] or [sentence(rng)]
+    lines = lines[:most_lines] or [sentence(rng)]
     ink = COLOURS[rng.choice(("black", "blue", "purple"))]
     pen.text((font.size, 0.5 * line_height), title, fill=COLOURS["red"], font=font)
     for k, line in enumerate(lines):
