@@ -21,8 +21,8 @@ from engine.dispatching.dispatch import (
     Examples,
     plan_dispatch,
 )
-from engine.dispatching.times import Communicator, TokenBytes, phase_cost, phase_volumes, step_times
 from papers.datasets import orchmllm_samples
+from papers.dispatch_times import Communicator, TokenBytes, phase_cost, phase_volumes, step_times
 from papers.page import Section, percent, table
 
 RANKS = 128

@@ -1,4 +1,4 @@
-"""Times in nanoseconds as words: for charts and tables, which people read. Pure."""
+"""Times in nanoseconds as text, for charts and tables. Pure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def time_text(time_ns: float) -> str:
 
 
 def span_text(start: int, end: int) -> str:
-    """When something begins and ends, and how long it takes.
+    """Begin, end and duration of something.
 
     >>> span_text(2_500_000, 4_000_000)
     '2.500 to 4.000 ms (1.5 ms)'

@@ -1,9 +1,7 @@
-"""A simulated step as a Perfetto or Chrome trace: JSON that ui.perfetto.dev and chrome://tracing
-open. Pure but for `write_trace`.
+"""Traces of steps as JSON for ui.perfetto.dev and chrome://tracing. Pure but for `write_trace`.
 
-A process per rank. Its rows: what the rank computes; what it sends, a row per receiver, for each
-carries one result at a time; and a counter of its memory. Times are microseconds, with the
-simulator's nanoseconds as decimals.
+A process per rank with a row of passes, a row of sends per receiver, and a counter of memory. Times
+are microseconds, with the simulator's nanoseconds as decimals.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ KIND_NAMES = {
     PassKind.ENCODE: "encode ahead",
 }
 COMPUTE_ROW = 0
-"""Row of a rank's own passes; what it sends to rank r is in row r + 1."""
+"""Row of a rank's own passes; sends to rank r are in row r + 1."""
 
 Event = dict[str, Any]
 
@@ -42,7 +40,7 @@ def make_trace(simulated: SimulatedStep) -> dict[str, Any]:
 
 
 def timeline_trace(timeline: Timeline) -> dict[str, Any]:
-    """The trace of a step whose memory is not known, such as a measured one; plain JSON."""
+    """The trace of a step without its memory, such as a measured one; plain JSON."""
     return {
         "traceEvents": [*_rows(timeline), *_passes(timeline), *_sends(timeline)],
         "displayTimeUnit": "ms",
@@ -58,14 +56,12 @@ def _rows(timeline: Timeline) -> Iterator[Event]:
     schedule = timeline.program.schedule
     sent = transfers(timeline)
     ranks = schedule.ranks
-    ways = np.unique(
-        np.stack([ranks[sent.sources], ranks[sent.targets]], axis=1)[sent.crosses], axis=0
-    )
+    links = np.stack([ranks[sent.sources], ranks[sent.targets]], axis=1)[sent.crosses]
     for rank in range(schedule.num_ranks):
         yield _meta("process_name", rank, COMPUTE_ROW, name=f"rank {rank}")
         yield _meta("process_sort_index", rank, COMPUTE_ROW, sort_index=rank)
         yield _meta("thread_name", rank, COMPUTE_ROW, name="compute")
-    for rank, receiver in ways.tolist():
+    for rank, receiver in np.unique(links, axis=0).tolist():
         yield _meta("thread_name", rank, receiver + 1, name=f"send to rank {receiver}")
 
 
@@ -76,43 +72,34 @@ def _meta(what: str, rank: int, row: int, **arguments: Any) -> Event:
 def _passes(timeline: Timeline) -> Iterator[Event]:
     schedule = timeline.program.schedule
     on_path = set(critical_path(timeline))
-    for place, rank in enumerate(schedule.ranks.tolist()):
-        kind, stage, micro_batch = schedule.action(place)
+    for index, rank in enumerate(schedule.ranks.tolist()):
+        kind, stage, micro_batch = schedule.action(index)
+        start, end = timeline.start_ns[index], timeline.end_ns[index]
         yield {
             "ph": "X",
             "name": f"{KIND_NAMES[kind]} {micro_batch}",
             "cat": "compute",
             "pid": rank,
             "tid": COMPUTE_ROW,
-            "ts": _us(timeline.start_ns[place]),
-            "dur": _us(timeline.end_ns[place] - timeline.start_ns[place]),
-            "args": {"stage": stage, "micro_batch": micro_batch, "critical": place in on_path},
+            "ts": _us(start),
+            "dur": _us(end - start),
+            "args": {"stage": stage, "micro_batch": micro_batch, "critical": index in on_path},
         }
 
 
 def _sends(timeline: Timeline) -> Iterator[Event]:
-    """What crosses ranks, with an arrow to the pass that waits for it."""
+    """Sends between ranks, each with an arrow to the pass that waits for it."""
     schedule = timeline.program.schedule
     sent, ranks = transfers(timeline), schedule.ranks.tolist()
     for edge in np.flatnonzero(sent.crosses & (sent.end_ns > sent.start_ns)).tolist():
         source, target = int(sent.sources[edge]), int(sent.targets[edge])
-        row = {
-            "cat": "send",
-            "pid": ranks[source],
-            "tid": ranks[target] + 1,
-            "ts": _us(sent.start_ns[edge]),
-        }
+        start, end = sent.start_ns[edge], sent.end_ns[edge]
+        row = {"cat": "send", "pid": ranks[source], "tid": ranks[target] + 1, "ts": _us(start)}
         made = schedule.action(source)
         what = "gradient" if made.kind in (PassKind.BACKWARD, PassKind.INPUT_GRAD) else "output"
         name = f"{what} {made.micro_batch}"
         arguments = {"stage": made.stage, "micro_batch": made.micro_batch}
-        yield {
-            "ph": "X",
-            "name": name,
-            "dur": _us(sent.end_ns[edge] - sent.start_ns[edge]),
-            "args": arguments,
-            **row,
-        }
+        yield {"ph": "X", "name": name, "dur": _us(end - start), "args": arguments, **row}
         yield {"ph": "s", "name": name, "id": edge, **row}
         arrival = {"pid": ranks[target], "tid": COMPUTE_ROW, "ts": _us(timeline.start_ns[target])}
         yield {"ph": "f", "bp": "e", "name": name, "cat": "send", "id": edge, **arrival}
@@ -120,21 +107,14 @@ def _sends(timeline: Timeline) -> Iterator[Event]:
 
 def _memory(timeline: Timeline, memory: Memory) -> Iterator[Event]:
     schedule = timeline.program.schedule
-    for place, rank in enumerate(schedule.ranks.tolist()):
-        yield _counter(rank, timeline.start_ns[place], memory.during_bytes[place])
-        yield _counter(rank, timeline.end_ns[place], memory.after_bytes[place])
+    for index, rank in enumerate(schedule.ranks.tolist()):
+        yield _counter(rank, timeline.start_ns[index], memory.during_bytes[index])
+        yield _counter(rank, timeline.end_ns[index], memory.after_bytes[index])
 
 
 def _counter(rank: int, when_ns: np.int64, value_bytes: np.int64) -> Event:
-    values = {"GiB": int(value_bytes) / GIB}
-    return {
-        "ph": "C",
-        "name": "memory",
-        "pid": rank,
-        "tid": COMPUTE_ROW,
-        "ts": _us(when_ns),
-        "args": values,
-    }
+    row = {"pid": rank, "tid": COMPUTE_ROW, "ts": _us(when_ns)}
+    return {"ph": "C", "name": "memory", **row, "args": {"GiB": int(value_bytes) / GIB}}
 
 
 def _us(time_ns: np.int64) -> float:

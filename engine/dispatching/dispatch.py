@@ -1,6 +1,6 @@
 """OrchMLLM's plan of a step: the rank that encodes and trains each example, phase by phase. Pure.
 
-For `engine.dispatching.step_planner` and `engine.dispatching.times`. Every rank draws its examples;
+For `engine.dispatching.step_planner`. Every rank draws its examples;
 then each phase (vision encoder, audio encoder, LLM) assigns them to ranks so that the phase is
 balanced, with the algorithm for how the phase batches (OrchMLLM, section 5.1). Batches are placed
 on nodes that already hold much of them (5.2), and encoder outputs go directly to the LLM's rank

@@ -81,20 +81,6 @@ def feature_moves(
     }
 
 
-def step_routes(
-    work: StepAssignment, features: Mapping[str, IntArray], rank: int
-) -> tuple[dict[str, Route], ...]:
-    """The route for one rank by encoder in each round; arguments and errors as `feature_moves`.
-
-    >>> one, other = (Groups(np.array([sample]), np.array([0, 1])) for sample in (0, 1))
-    >>> work = StepAssignment(micro_batches=(one, other), encoders={"vision": (other, one)})
-    >>> step_routes(work, {"vision": np.array([3, 2])}, 0)[0]["vision"].tokens.send_counts.tolist()
-    [0, 2]
-    """
-    moves = feature_moves(work, features)
-    return PlannedRoutes(moves=moves, num_rounds=len(work.micro_batches[rank]), rank=rank).rounds
-
-
 def planned_routes(work: StepAssignment, counts: Counts) -> tuple[PlannedRoutes, ...]:
     """The routes of each rank, from a step's counts and assignment.
 

@@ -21,7 +21,6 @@ from torch import nn
 
 from balance.errors import ConfigError
 from balance.types import IntArray
-from engine.charts.measured import measured_timeline
 from engine.runtime._consistency import check_consistent, describe_step
 from engine.runtime.communication.p2p_schedule import make_p2p_schedule, reordered
 from engine.runtime.communication.process_groups import make_groups, open_links, sum_gradients
@@ -31,6 +30,7 @@ from engine.runtime.oom_recovery import uncounted
 from engine.runtime.stage_executor import RankLayers, StageExecutor, StepResult
 from engine.runtime.stage_io import Batch, LayerStack
 from engine.runtime.stopwatch import clock_offsets
+from engine.simulator.measured_timeline import measured_timeline
 from engine.simulator.schedule import PassKind, Schedule, make_schedule
 from engine.simulator.simulate import Timeline
 from engine.simulator.stages import check_partition
@@ -165,7 +165,7 @@ class Pipeline:
     def timeline(self, result: StepResult) -> Timeline:
         """Measured times of all ranks of this pipeline; all of them call it, all get it.
 
-        For charts and traces next to the prediction: `engine.charts.measured`.
+        For charts and traces, as `engine.simulator.measured_timeline` makes it.
         """
         groups, schedule = self._groups, result.schedule
         first, last = schedule.rank_offsets[groups.rank : groups.rank + 2].tolist()

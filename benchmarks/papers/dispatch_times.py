@@ -1,6 +1,6 @@
 """Predicted times of a dispatch plan: phases, volumes between ranks, exchanges. Pure.
 
-For reports and for choosing options before a run. Data-parallel ranks with sharded weights (FSDP)
+For the paper's figures. Data-parallel ranks with sharded weights (FSDP)
 gather every layer together, so each phase is as slow as its slowest rank, and a step is the sum of
 its phases (OrchMLLM's setting).
 """

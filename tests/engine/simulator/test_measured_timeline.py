@@ -2,18 +2,16 @@
 comes out unchanged.
 """
 
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from engine.charts.measured import compare_steps, compare_trace, measured_timeline, write_comparison
+from engine.simulator.measured_timeline import measured_timeline
 from engine.simulator.program import make_program
 from engine.simulator.schedule import make_schedule
 from engine.simulator.simulate import critical_path, simulate, transfers
 from support.cases import for_each
-from support.costs.chart_steps import chart_step
 from support.costs.random_steps import random_stages
 
 NAMES = ("1f1b", "gpipe", "zero_bubble", "interleaved")
@@ -68,34 +66,3 @@ def test_the_critical_path_is_the_same_where_sends_take_no_time(seed, name):
     timeline = simulated(seed, name, sends=False)
     measured = measured_timeline(timeline.program, timeline.start_ns, timeline.end_ns)
     assert critical_path(measured) == critical_path(timeline)
-
-
-def late(timeline, rng):
-    """The step as if every pass ended and began somewhat later: what a real one does."""
-    slow = rng.integers(0, 50_000, len(timeline.start_ns)).cumsum()
-    return measured_timeline(timeline.program, timeline.start_ns + slow, timeline.end_ns + slow)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_chart_and_trace_of_a_measurement_stand_beside_those_of_the_prediction(name, tmp_path):
-    outcome = chart_step(name, 4, 6, 2 if name == "interleaved" else 1).simulated
-    measured = late(outcome.timeline, np.random.default_rng(0))
-    predicted_chart, measured_chart = compare_steps(outcome, measured)
-    assert predicted_chart.simulated is outcome
-    assert f"{measured.step_ns / outcome.step_ns:.3f} of the prediction" in measured_chart.text
-    events = compare_trace(outcome, measured)["traceEvents"]
-    passes = [event for event in events if event["ph"] == "X" and event["cat"] == "compute"]
-    below = [event for event in passes if event["pid"] >= 4]
-    assert len(passes) == 2 * len(below) == 2 * len(measured.start_ns)
-    assert [event["ts"] for event in below] == (measured.start_ns / 1000).tolist()
-    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert names == {
-        f"rank {rank}, {what}" for rank in range(4) for what in ("predicted", "measured")
-    }
-    write_comparison(
-        outcome, measured, tmp_path / "chart.html", tmp_path / "trace.json", title="Both"
-    )
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == events
-    page = (tmp_path / "chart.html").read_text()
-    assert "Step, predicted" in page
-    assert "Step, measured" in page
