@@ -27,6 +27,11 @@ def pytest_configure(config):
         os.environ["ISOBATCH_TEST_CORPORA"] = str(Path(config.getoption("--corpora")).resolve())
 
 
+def pytest_collection_modifyitems(items):
+    """Ray's tests first: at the end, one worker would be left alone with them for minutes."""
+    items.sort(key=lambda item: item.get_closest_marker("ray") is None)
+
+
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory):
     """A running S3 server (`servers.S3Server`); mark tests that use it with `server`."""
