@@ -166,7 +166,7 @@ def _make_group(pool, buckets, ahead, rules, places, progress):  # type: ignore[
     size, tolerance = progress
     none = len(pool) - 1
     least = pool[none - 1].score
-    room, slack, hit = rules.cap, rules.cap_score, False
+    free, slack, hit = rules.cap, rules.cap_score, False
     add, other = _left_from(pool, 0 if rules.seed_largest else ahead[0]), none
     while add < none:
         # take the one or two samples that were chosen
@@ -175,30 +175,30 @@ def _make_group(pool, buckets, ahead, rules, places, progress):  # type: ignore[
                 pool[rank].next_left = rank + 1
                 places[size] = rank
                 size += 1
-                room, slack = room - pool[rank].packed, slack - pool[rank].score
+                free, slack = free - pool[rank].packed, slack - pool[rank].score
         add, other = none, none
         if slack < least:
             break
         # a sample that completes the group, else a pair, else the next member
-        one = _largest_that_fits(pool, buckets, rules, room, slack, -1)
+        one = _largest_that_fits(pool, buckets, rules, free, slack, -1)
         if one < none and slack - pool[one].score <= tolerance:
             add, hit = one, True
             continue
-        add, other = _completing_pair(pool, buckets, ahead, rules, (room, slack), tolerance)
+        add, other = _completing_pair(pool, buckets, ahead, rules, (free, slack), tolerance)
         if add < none:
             hit = True
             continue
-        add = _next_member(pool, ahead, rules, room, slack, one)
+        add = _next_member(pool, ahead, rules, free, slack, one)
     return size, slack, hit
 
 
 @numba.njit(cache=True)
-def _next_member(pool, ahead, rules, room, slack, one):  # type: ignore[no-untyped-def]
+def _next_member(pool, ahead, rules, free, slack, one):  # type: ignore[no-untyped-def]
     """The oldest or largest sample ahead that fits; or `one`, where that is larger."""
     largest = one
     oldest_will_do = not rules.greedy and slack >= 2 * pool[len(pool) - 2].score
     for rank in ahead:
-        if pool[rank].next_left == rank and (room - pool[rank].packed) & rules.guard == rules.guard:
+        if pool[rank].next_left == rank and (free - pool[rank].packed) & rules.guard == rules.guard:
             if oldest_will_do:
                 return np.int64(rank)
             largest = min(largest, rank)
@@ -206,12 +206,12 @@ def _next_member(pool, ahead, rules, room, slack, one):  # type: ignore[no-untyp
 
 
 @numba.njit(cache=True)
-def _completing_pair(pool, buckets, ahead, rules, free, tolerance):  # type: ignore[no-untyped-def]
+def _completing_pair(pool, buckets, ahead, rules, unfilled, tolerance):  # type: ignore[no-untyped-def]
     """A sample ahead and any other that together complete the group; none: past the last rank.
 
-    `free` is what the group can still take: (packed, score).
+    `unfilled` is what the group can still take: (packed, score).
     """
-    room, slack = free
+    free, slack = unfilled
     none = len(pool) - 1
     most, least = pool[0].score, pool[none - 1].score
     tries = MAX_TRIES if 2 * least <= slack <= 2 * most else 0
@@ -220,26 +220,26 @@ def _completing_pair(pool, buckets, ahead, rules, free, tolerance):  # type: ign
             break
         rest = slack - pool[rank].score
         left = pool[rank].next_left == rank
-        fits = left and (room - pool[rank].packed) & rules.guard == rules.guard
+        fits = left and (free - pool[rank].packed) & rules.guard == rules.guard
         if fits and least <= rest <= most:
             tries -= 1
-            other = _largest_that_fits(pool, buckets, rules, room - pool[rank].packed, rest, rank)
+            other = _largest_that_fits(pool, buckets, rules, free - pool[rank].packed, rest, rank)
             if other < none and rest - pool[other].score <= tolerance:
                 return np.int64(rank), other
     return none, none
 
 
 @numba.njit(cache=True)
-def _largest_that_fits(pool, buckets, rules, room, slack, besides):  # type: ignore[no-untyped-def]
-    """Rank of the largest score that is left and fits, not `besides`; none: past the last rank."""
+def _largest_that_fits(pool, buckets, rules, free, slack, excluded):  # type: ignore[no-untyped-def]
+    """Rank of the largest score that is left and fits, not `excluded`; none: past the last rank."""
     none = len(pool) - 1
     rank = _left_from(pool, buckets[slack >> rules.bucket_shift])
     while rank < none and pool[rank].score > slack:
         rank = _left_from(pool, pool[rank].after)
     for _ in range(PROBES):
-        if rank == besides:
+        if rank == excluded:
             rank = _left_from(pool, rank + 1)
-        if rank == none or (room - pool[rank].packed) & rules.guard == rules.guard:
+        if rank == none or (free - pool[rank].packed) & rules.guard == rules.guard:
             return rank
         rank = _left_from(pool, pool[rank].after)
     return none

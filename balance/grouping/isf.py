@@ -156,16 +156,16 @@ def _passed_first(remaining, offsets, passed):  # type: ignore[no-untyped-def]
 def _fill(order, packed, limits, offsets, passed):  # type: ignore[no-untyped-def]
     """One pass: cut `order` into groups; sets `offsets` and `passed`; -> number of groups."""
     num_groups = 0
-    room = limits.cap
+    free = limits.cap
     for place in range(len(order)):
-        rest = room - packed[order[place]]
+        rest = free - packed[order[place]]
         if rest & limits.guard != limits.guard:
-            passed[num_groups] = (limits.near - (room ^ limits.guard)) & limits.reachable != 0
+            passed[num_groups] = (limits.near - (free ^ limits.guard)) & limits.reachable != 0
             num_groups += 1
             offsets[num_groups] = place
             rest = limits.cap - packed[order[place]]
-        room = rest
-    passed[num_groups] = (limits.near - (room ^ limits.guard)) & limits.reachable != 0
+        free = rest
+    passed[num_groups] = (limits.near - (free ^ limits.guard)) & limits.reachable != 0
     offsets[num_groups + 1] = len(order)
     return num_groups + 1
 
