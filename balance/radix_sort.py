@@ -37,7 +37,7 @@ def radix_argsort(keys: NDArray[np.unsignedinteger[Any]]) -> NDArray[np.signedin
     [3, 0, 2, 1]
     """
     order = np.arange(len(keys), dtype=index_dtype(len(keys)))
-    return np.asarray(_counting_sort(order, keys)) if len(keys) else order
+    return np.asarray(counting_sort(order, keys)) if len(keys) else order
 
 
 def shuffle_ties(
@@ -59,7 +59,7 @@ def shuffle_ties(
 
 
 @numba.njit(cache=True)
-def _counting_sort(order, keys):  # type: ignore[no-untyped-def]
+def counting_sort(order, keys):  # type: ignore[no-untyped-def]
     """`order` sorted by one digit of its keys after the other, lowest first; overwrites `order`."""
     here, there = order, np.empty_like(order)
     most, mask = np.uint64(keys.max()), np.uint64((1 << DIGIT_BITS) - 1)

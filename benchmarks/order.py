@@ -31,7 +31,7 @@ from balance.grouping.best_fit import group_best_fit  # noqa: E402
 from balance.metrics import autocorrelation, dist_ratio, source_autocorrelation, source_entropy  # noqa: E402
 from balance.order.block_shuffle import BlockShuffle, choose_order  # noqa: E402
 from balance.order.global_shuffle import GlobalShuffle  # noqa: E402
-from balance.order.regroup import regroup, repeated_pairs  # noqa: E402
+from balance.order.regroup import regroup  # noqa: E402
 from balance.order.sort_groups import arrange_sources, sort_groups, source_shares  # noqa: E402
 from balance.types import Groups, IntArray, Limits  # noqa: E402
 from packer.group_command import read_lengths  # noqa: E402
@@ -302,6 +302,25 @@ def show_speed(data: Data, console: Console) -> None:
         again = repeated_pairs_of_steps(*epochs, num_groups)
         table.add_row(str(dp), f"{microseconds:.0f}", f"{min(seconds) * 1e3:.2f}", f"{again:.3f}")
     console.print(table)
+
+
+def repeated_pairs(groups: Groups, others: Groups) -> float:
+    """Share of the pairs of samples in a group of `groups` that also share one of `others`.
+
+    Both hold the same samples, numbered from 0. 0.0 when there are no pairs.
+
+    >>> groups = Groups(np.array([0, 1, 2, 3]), np.array([0, 3, 4]))
+    >>> others = Groups(np.array([0, 1, 3, 2]), np.array([0, 3, 4]))
+    >>> round(repeated_pairs(groups, others), 3)  # 0 and 1; not 0 and 2, 1 and 2
+    0.333
+    """
+    place = np.empty(len(others.samples), np.int64)
+    place[others.samples] = np.repeat(np.arange(len(others)), others.sizes)
+    group = np.repeat(np.arange(len(groups)), groups.sizes)
+    both = group * max(1, len(others)) + place[groups.samples]
+    together = np.unique(both, return_counts=True)[1]
+    pairs, repeated = (int((sizes * (sizes - 1)).sum()) for sizes in (groups.sizes, together))
+    return repeated / pairs if pairs else 0.0
 
 
 def repeated_pairs_of_steps(first: Groups, second: Groups, num_groups: int) -> float:

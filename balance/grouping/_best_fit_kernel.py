@@ -22,6 +22,7 @@ import numba
 import numpy as np
 
 from balance.grouping.isf import shuffle
+from balance.radix_sort import counting_sort
 
 LOOKAHEAD = 16
 """Next samples in order, from which a group chooses."""
@@ -33,8 +34,6 @@ MAX_TRIES = 2
 """Pairs that are tried to complete a group; 8 save less than .1 % of the groups."""
 ADAPT = 4
 """The tolerance moves by 1/16 per group."""
-DIGIT_BITS = 11
-"""Bits of a counting sort's pass: 2,048 counters stay in the first-level cache."""
 
 SAMPLE = np.dtype(
     [("packed", np.uint64), ("score", np.int32), ("after", np.int32), ("next_left", np.int32)],
@@ -72,7 +71,8 @@ def run_pass(packed, score, rules, state, tolerance, keep):  # type: ignore[no-u
     and rises with every other.
     """
     # the samples by rank, and a random order in which they come up
-    by_rank = _ranked(score)
+    by_rank = np.arange(len(packed)).astype(np.int32)
+    by_rank = counting_sort(by_rank, (score.max() - score).astype(np.uint32))
     pool = _make_pool(packed, score, by_rank)
     buckets = _make_buckets(pool, rules)
     order = np.arange(len(packed)).astype(np.int32)
@@ -94,26 +94,6 @@ def run_pass(packed, score, rules, state, tolerance, keep):  # type: ignore[no-u
             places[size] = rank
             size += 1
     return by_rank[places], ends[:num_groups].copy(), slacks[:num_groups].copy(), tolerance
-
-
-@numba.njit(cache=True)
-def _ranked(score):  # type: ignore[no-untyped-def]
-    """Places of samples by descending score, ties in input order: counting sort by digits."""
-    here, there = np.arange(len(score)).astype(np.int32), np.empty(len(score), np.int32)
-    mask, shift = (1 << DIGIT_BITS) - 1, 0
-    while score.max() >> shift > 0:
-        starts = np.zeros(mask + 2, np.int64)
-        for place in here:
-            starts[mask - ((score[place] >> shift) & mask) + 1] += 1
-        for digit in range(mask):
-            starts[digit + 1] += starts[digit]
-        for place in here:
-            digit = mask - ((score[place] >> shift) & mask)
-            there[starts[digit]] = place
-            starts[digit] += 1
-        here, there = there, here
-        shift += DIGIT_BITS
-    return here
 
 
 @numba.njit(cache=True)

@@ -188,34 +188,18 @@ class CapSearch:
     """Loads of all samples that fit Q_t."""
     vision_unit: str
     memory: ActivationBudget | None
-    longest: int
-    largest: int
-    """Tokens of the longest and vision load of the largest of them: caps that reject none."""
     most_tokens: int
+    """The most that Q_t may be."""
 
-    @classmethod
-    def of(
-        cls,
-        counts: Counts,
-        fitting: IntArray,
-        trials: Trials,
-        vision_unit: str,
-        memory: ActivationBudget | None,
-        most_tokens: int,
-    ) -> CapSearch:
-        """The search over the samples at `fitting`; `most_tokens` is the most that Q_t may be."""
-        tokens = counts.seq_len[fitting]
-        vision = caps_of(1, 0, vision_unit).vision_load(counts)[fitting]
-        return cls(
-            trials=trials,
-            vision=vision,
-            tokens=tokens,
-            vision_unit=vision_unit,
-            memory=memory,
-            longest=max(int(tokens.max(initial=0)), 1),
-            largest=int(vision.max(initial=0)),
-            most_tokens=most_tokens,
-        )
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample: the least Q_t that rejects none."""
+        return max(int(self.tokens.max(initial=0)), 1)
+
+    @property
+    def largest(self) -> int:
+        """Vision load of the largest sample: the least Q_v that rejects none."""
+        return int(self.vision.max(initial=0))
 
     def caps(self, q_t: int, q_v: int) -> Limits:
         """`caps_of` in this search's unit."""

@@ -66,22 +66,12 @@ class LimitChoice:
     """The chosen caps, and why."""
 
     limits: Limits
-    reason: str
-    """The caps and the rule of each, one line."""
-    prediction: str = ""
-    """Predicted time with these caps and with others, one line; empty without dimensions."""
-    compared: str = ""
-    """Fill and predicted time of these caps and of the nearest that were tried, one line."""
-    targets: str = ""
-    """The filter's targets, and what they save, one line; says so where there is no filter."""
+    lines: list[str]
+    """The explanation as a report prints it: the rule of each cap; predicted time with these and
+    with other caps, if the dimensions are known; fill next to that of other caps; the targets.
+    """
     trials: tuple[CapTrial, ...] = ()
     """Trials on a drawn part, or all of a small set, smallest caps first; none without images."""
-
-    @property
-    def lines(self) -> list[str]:
-        """The explanation as a report prints it."""
-        lines = (self.reason, self.prediction, self.compared, self.targets)
-        return [line for line in lines if line]
 
 
 def choose_limits(
@@ -113,7 +103,14 @@ def choose_limits(
     trials = Trials.of(counts, fitting, flops=flops, seed=options.seed, isf_iterations=iterations)
     # a packed group may be longer than any sample, so the budget may go beyond the longest
     most_tokens = min(context_len, max_seq_len or context_len) if memory else paper.max_seq_len
-    search = CapSearch.of(counts, fitting, trials, vision_unit, memory, most_tokens)
+    search = CapSearch(
+        trials=trials,
+        vision=paper.vision_load(counts)[fitting],
+        tokens=counts.seq_len[fitting],
+        vision_unit=vision_unit,
+        memory=memory,
+        most_tokens=most_tokens,
+    )
     splits = search.splits(max_vision)
     rule = _token_rule(counts, options, paper)
     if memory is not None and splits[0].max_seq_len < most_tokens:
@@ -121,7 +118,7 @@ def choose_limits(
     if search.largest == 0 and not max_vision:
         limits = splits[0] if memory else paper
         reason = f"caps: {limits.max_seq_len:,} tokens ({rule}), no images"
-        return LimitChoice(limits=limits, reason=reason)
+        return LimitChoice(limits=limits, lines=[reason])
     found = search.best(splits, max_vision)
     free = search.without_cap(found.limits.max_seq_len)  # before the trials are listed
     chosen = best_targets(trials, found) if options.grouping == "isf" else found
@@ -129,14 +126,13 @@ def choose_limits(
     part = trials.at(found.limits)
     why = _why_line(part, free, on_part, search.largest, given=max_vision is not None)
     reason = f"caps: {limits.max_seq_len:,} tokens ({rule}), {limits.max_vision:,} {limits.unit}"
-    return LimitChoice(
-        limits=limits,
-        reason=reason + why,
-        prediction=_prediction_line(flops, part, on_part),
-        compared=_compared_line(found, trials.results(on_all=True)),
-        targets=_targets_line(chosen, found, options.grouping),
-        trials=on_part,
-    )
+    lines = [
+        reason + why,
+        _prediction_line(flops, part, on_part),
+        _compared_line(found, trials.results(on_all=True)),
+        _targets_line(chosen, found, options.grouping),
+    ]
+    return LimitChoice(limits=limits, lines=[line for line in lines if line], trials=on_part)
 
 
 def choose_limits_omnibal(

@@ -20,7 +20,7 @@ class WavError(ValueError):
     """A WAV header that cannot be used; the text says why."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class WavHeader:
     """What a WAV file says of its samples; nothing is checked against the file's size."""
 
@@ -67,12 +67,4 @@ def _parse_format(form: bytes, data_start: int, data_bytes: int) -> WavHeader:
     tag, num_channels, sampling_rate, _, frame_bytes, bits = struct.unpack("<HHIIHH", form[:16])
     if tag == EXTENSIBLE and len(form) >= 26:
         (tag,) = struct.unpack("<H", form[24:26])
-    return WavHeader(
-        format=tag,
-        num_channels=num_channels,
-        sampling_rate=sampling_rate,
-        frame_bytes=frame_bytes,
-        bits=bits,
-        data_start=data_start,
-        data_bytes=data_bytes,
-    )
+    return WavHeader(tag, num_channels, sampling_rate, frame_bytes, bits, data_start, data_bytes)

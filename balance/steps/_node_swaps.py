@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numba
 import numpy as np
-from numpy.typing import NDArray
 
 from balance.types import IntArray
 
@@ -28,9 +27,9 @@ class StepExamples(NamedTuple):
     batches: IntArray
     offsets: IntArray
     """Rank r holds the examples from `offsets[r]` to `offsets[r + 1]`."""
-    batch_starts: NDArray[np.int32]
+    batch_starts: IntArray
     """Batch b is `by_batch[batch_starts[b]:batch_starts[b + 1]]`."""
-    by_batch: NDArray[np.int32]
+    by_batch: IntArray
     """Ascending inside a batch."""
 
 

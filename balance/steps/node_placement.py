@@ -29,6 +29,7 @@ from balance.steps._node_swaps import (
     place,
     shares,
 )
+from balance.steps.post_balancing import as_batches
 from balance.types import IntArray
 
 PRECISION = 256
@@ -65,8 +66,10 @@ def place_batches(
     if len(lengths) == 0:
         return np.arange(num_ranks)
     ranks_per_node = min(ranks_per_node, num_ranks)
-    step = StepExamples(lengths, batches, source_offsets, *_by_batch(batches, num_ranks))
-    loads = _loads(lengths, source_offsets)
+    members = as_batches(batches, num_ranks)
+    step = StepExamples(lengths, batches, source_offsets, members.offsets, members.samples)
+    # tokens that each rank holds
+    loads = np.diff(np.concatenate([[0], np.cumsum(lengths)])[source_offsets])
     heaviest = np.maximum.reduceat(loads, np.arange(0, num_ranks, ranks_per_node))
     # batches that ranks need, then all others, then the ranks inside each node
     found, draft = (_nothing_placed(loads, ranks_per_node) for _ in range(2))
@@ -94,31 +97,6 @@ def _check(lengths: IntArray, batches: IntArray, offsets: IntArray, ranks_per_no
             f"batches {batches.min()} to {batches.max()}, lengths from {lengths.min()}; batches"
             f" must be 0 to {num_ranks - 1}, one per rank, and lengths not negative"
         )
-
-
-@numba.njit(cache=True)
-def _by_batch(batches, num_batches):  # type: ignore[no-untyped-def]
-    """`batch_starts` and `by_batch` of `StepExamples`: counting sort."""
-    starts, order = np.zeros(num_batches + 1, np.int32), np.empty(len(batches), np.int32)
-    for batch in batches:
-        starts[batch + 1] += 1
-    for batch in range(num_batches):
-        starts[batch + 1] += starts[batch]
-    ends = starts[:-1].copy()
-    for example in range(len(batches)):
-        batch = batches[example]
-        order[ends[batch]] = example
-        ends[batch] += 1
-    return starts, order
-
-
-@numba.njit(cache=True)
-def _loads(lengths, offsets):  # type: ignore[no-untyped-def]
-    """Tokens that each rank holds."""
-    loads = np.empty(len(offsets) - 1, np.int64)
-    for rank in range(len(loads)):
-        loads[rank] = lengths[offsets[rank] : offsets[rank + 1]].sum()
-    return loads
 
 
 def _nothing_placed(loads: IntArray, ranks_per_node: int) -> Placement:

@@ -131,24 +131,24 @@ def test_a_smaller_cap_is_taken_where_it_costs_nothing():
     counts = counts_of([4] * 300 + [0] * 3000, [1000] * 300 + [100] * 3000)
     choice = choose(counts, max_seq_len=1000)
     assert choice.limits.max_vision == 4
-    assert "the largest sample's" in choice.reason
+    assert "the largest sample's" in choice.lines[0]
 
 
 def test_given_caps_are_taken_and_their_price_is_said():
     counts = counts_of([5] * 200, [500] * 200)
     choice = choose(counts, max_seq_len=1000, max_vision=9)
     assert (choice.limits.max_seq_len, choice.limits.max_vision) == (1000, 9)
-    assert "9 image patches (your max_vision): +100.0 % groups against no cap" in choice.reason
-    assert "never binds" in choose(counts, max_seq_len=1000, max_vision=10).reason
+    assert "9 image patches (your max_vision): +100.0 % groups against no cap" in choice.lines[0]
+    assert "never binds" in choose(counts, max_seq_len=1000, max_vision=10).lines[0]
     assert choose(counts, max_seq_len=1000, max_vision=0).limits.max_vision == 0
 
 
 def test_the_reason_names_where_the_token_cap_comes_from():
     counts = counts_of([1], [500])
-    assert "500 tokens (the longest sample)" in choose(counts).reason
-    assert "400 tokens (the model's context)" in choose(counts, context_len=400).reason
-    assert "450 tokens (your max_seq_len)" in choose(counts, max_seq_len=450).reason
-    assert "4,096 tokens (the model's context)" in choose(counts, max_seq_len=5000).reason
+    assert "500 tokens (the longest sample)" in choose(counts).lines[0]
+    assert "400 tokens (the model's context)" in choose(counts, context_len=400).lines[0]
+    assert "450 tokens (your max_seq_len)" in choose(counts, max_seq_len=450).lines[0]
+    assert "4,096 tokens (the model's context)" in choose(counts, max_seq_len=5000).lines[0]
 
 
 def test_text_only_data_filters_by_tokens_and_says_so():
@@ -163,10 +163,9 @@ def test_text_only_data_filters_by_tokens_and_says_so():
 def test_a_time_is_predicted_only_with_a_cost_model_and_holds_the_overhead():
     counts = counts_of([2] * 64, [1000] * 64)
     choice = choose(counts)
-    assert choice.prediction == ""
     assert not any("predicted" in line for line in choice.lines)
     choice = choose(counts, max_seq_len=2000, flops=COST)
-    assert "internvl_1_5" in choice.prediction
+    assert "internvl_1_5" in choice.lines[1]
     one = next(c for c in choice.trials if c.limits == choice.limits)
     # 32 equal groups of two samples on 8 ranks: nobody waits
     pair = COST.micro_batch_ms(COST.loads(counts)).sum() - 32 * COST.speed.micro_batch_overhead_ms
@@ -192,7 +191,7 @@ def test_on_the_published_lengths_the_search_finds_15_patches_at_4096_tokens():
     choice = choose(published(), max_seq_len=4096, flops=COST)
     assert choice.limits.max_vision == 15
     prices = {
-        int(cap): float(price) for cap, price in re.findall(r"(\d+): \+([\d.]+) %", choice.reason)
+        int(cap): float(price) for cap, price in re.findall(r"(\d+): \+([\d.]+) %", choice.lines[0])
     }
     assert prices[14] == pytest.approx(16.3, abs=3), (
         "9,468 groups by the LP bound against about 8,050"
@@ -266,7 +265,7 @@ def test_a_budget_leaves_a_given_vision_cap_and_bounds_a_given_token_cap():
     )
     choice = choose(counts, max_seq_len=2_900, max_vision=12, memory=memory)
     assert (choice.limits.max_seq_len, choice.limits.max_vision) == (1_800, 12)
-    assert "1,800 tokens (your memory budget)" in choice.reason
+    assert "1,800 tokens (your memory budget)" in choice.lines[0]
     assert (
         choose(counts, max_seq_len=1_500, max_vision=12, memory=memory).limits.max_seq_len == 1_500
     )
@@ -292,7 +291,7 @@ def test_isf_gets_targets_that_need_no_more_groups_than_omnibals_and_fit_gets_no
         len(group_isf(patches, tokens, limits, seed=0)) for limits in (choice.limits, paper)
     )
     assert ours <= theirs
-    assert choice.targets.startswith(
+    assert choice.lines[-1].startswith(
         f"filter: a group stays from {choice.limits.min_seq_len:,} tokens"
     )
     tried = [c for c in choice.trials if c.limits.max_vision == choice.limits.max_vision]
@@ -302,14 +301,14 @@ def test_isf_gets_targets_that_need_no_more_groups_than_omnibals_and_fit_gets_no
         900 - 112,
         by_fit.limits.max_vision,
     )
-    assert "fit has none" in by_fit.targets
+    assert "fit has none" in by_fit.lines[-1]
 
 
 def test_the_explanation_compares_the_caps_with_their_neighbours_by_fill_and_time():
     counts = packed(2_000)
     choice = choose(counts, max_seq_len=900, flops=COST)
     cap = choice.limits.max_vision
-    figures = {int(q_v): text for q_v, text in re.findall(r"Q_v (\d+): ([^;]+)", choice.compared)}
+    figures = {int(q_v): text for q_v, text in re.findall(r"Q_v (\d+): ([^;]+)", choice.lines[-2])}
     assert next(iter(figures)) == cap
     assert set(figures) <= {cap - 1, cap, cap + 1}
     for q_v, text in figures.items():

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from balance.metrics import autocorrelation, dist_ratio, source_entropy
 from balance.order.block_shuffle import BlockShuffle, OrderConfig, choose_order
 from balance.order.global_shuffle import GlobalShuffle
-from balance.order.regroup import repeated_pairs
 from balance.order.sort_groups import arrange_sources, sort_groups, source_shares
 from balance.types import Groups
+from benchmarks.order import repeated_pairs
 
 sizes = st.lists(st.integers(0, 40), min_size=1, max_size=60)
 steps = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=1, max_size=12)

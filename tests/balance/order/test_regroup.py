@@ -11,9 +11,10 @@ from balance.grouping.best_fit import choose_strategy, group_best_fit, group_by_
 from balance.grouping.isf import group_isf
 from balance.metrics import dist_ratio
 from balance.order.block_shuffle import BlockShuffle
-from balance.order.regroup import regroup, repeated_pairs, window_borders
+from balance.order.regroup import regroup, window_borders
 from balance.order.sort_groups import sort_groups
 from balance.types import Groups, Limits
+from benchmarks.order import repeated_pairs
 
 LIMITS = Limits(max_seq_len=4_096, max_vision=15, min_seq_len=3_968, min_vision=15)
 
