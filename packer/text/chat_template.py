@@ -30,8 +30,8 @@ Message = Mapping[str, Any]
 """`role`, and `content`: a string, or a list of `{"type": "text", "text": ...}` and
 `{"type": "image"}`."""
 
-CharSpan = tuple[int, int]
-"""First character, and the one after the last."""
+Span = tuple[int, int]
+"""First character or token, and the one after the last."""
 
 MOST_OUTLINES = 4096
 """Shapes of conversations to remember."""
@@ -92,7 +92,7 @@ class ChatTemplate:
         except _TEMPLATE_ERRORS as error:
             raise TemplateRefusedError(f"the chat template refuses it: {error}") from None
 
-    def render_with_answers(self, messages: Sequence[Message]) -> tuple[str, list[CharSpan]]:
+    def render_with_answers(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
         """The whole conversation, and its character spans with labels, in order and disjoint.
 
         These are what `{% generation %}` marks in the template. Without marks: what each assistant
@@ -101,7 +101,7 @@ class ChatTemplate:
         """
         return self._marked(messages) if self._marks_generation else self._by_prefix(messages)
 
-    def _marked(self, messages: Sequence[Message]) -> tuple[str, list[CharSpan]]:
+    def _marked(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
         used = json.dumps(messages, ensure_ascii=False)
         first, last, *_ = [*(char for char in _NONCHARACTERS if char not in used), "", ""]
         if not last:
@@ -113,7 +113,7 @@ class ChatTemplate:
         ends = [0, *itertools.accumulate(map(len, pieces))]
         return "".join(pieces), [(ends[i], ends[i + 1]) for i in range(1, len(pieces), 2)]
 
-    def _by_prefix(self, messages: Sequence[Message]) -> tuple[str, list[CharSpan]]:
+    def _by_prefix(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
         shape, texts = _shape_and_texts(messages)
         full = self.render(messages)
         if shape not in self._outlines:
@@ -147,7 +147,7 @@ class ChatTemplate:
         ends = [match.end() for match in _STAND_IN.finditer(text)]
         return _Outline(pieces[::2], [(_place(a, ends), _place(b, ends)) for a, b in spans])
 
-    def _by_renders(self, messages: Sequence[Message], full: str) -> list[CharSpan]:
+    def _by_renders(self, messages: Sequence[Message], full: str) -> list[Span]:
         spans = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -176,7 +176,7 @@ class _Outline:
     spans: list[tuple[_Place, _Place]]
     """Begin and end of each answer."""
 
-    def fill(self, texts: list[str]) -> tuple[str, list[CharSpan]]:
+    def fill(self, texts: list[str]) -> tuple[str, list[Span]]:
         """The rendering with `texts`, and the answers in it."""
         pairs = zip(self.literals, [*texts, ""], strict=True)
         before = [0, *itertools.accumulate(map(len, texts))]
@@ -190,7 +190,7 @@ def _place(char: int, ends: list[int]) -> _Place:
     return char - sum(len(_stand_in(i)) for i in range(number)), number
 
 
-def _fit_outline(outline: _Outline | None, texts: list[str], full: str) -> list[CharSpan] | None:
+def _fit_outline(outline: _Outline | None, texts: list[str], full: str) -> list[Span] | None:
     """The answers in `full`; None if that is not the outline with these texts."""
     if outline is None:
         return None

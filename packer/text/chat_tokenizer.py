@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -24,10 +24,9 @@ from tokenizers import Encoding, Tokenizer
 
 from balance.errors import ConfigError
 from balance.presets import AudioMarkup, ImageMarkup
-from packer.text.chat_template import ChatTemplate, Message, TemplateRefusedError
+from packer.text.chat_template import ChatTemplate, Message, Span, TemplateRefusedError
 from packer.text.control_tokens import ControlTokens
 from packer.text.media_placeholders import MediaWriter, Medium, add_markup, text_part
-from packer.text.token_spans import Span, spans_between, token_spans
 from packer.text.tokenizer_files import (
     TokenizerFiles,
     build_backend,
@@ -219,12 +218,12 @@ class ChatTokenizer:
                 input_ids = self._control.restore(input_ids)
             except ValueError as error:
                 return TextRejected("control_token", str(error))
-        spans = list(token_spans(encoding, rendered.spans, len(rendered.text)))
+        spans = list(_token_spans(encoding, rendered.spans, len(rendered.text)))
         if rendered.is_document:
             bos = len(self._bos)
             input_ids = np.concatenate([self._bos, input_ids, self._eos])
             shifted = [(bos + start, bos + end) for start, end in spans]
-            spans = spans_between(shifted, bos, len(input_ids))
+            spans = _spans_between(shifted, bos, len(input_ids))
         places: list[int] = []
         for medium, num_files in zip(self._media, rendered.num_files, strict=True):
             written = np.flatnonzero(input_ids == medium.token_id).tolist()
@@ -260,7 +259,7 @@ class ChatTokenizer:
 
     def _writes(self, medium: Medium) -> bool:
         """Whether the template writes a medium's markup, given a part, where that is wanted."""
-        content = [{"type": medium.kind}, text_part(_PROBE)]
+        content: list[dict[str, str]] = [{"type": medium.kind}, text_part(_PROBE)]
         return medium.by_template and self._renders(content, medium.markup.token)
 
     def _renders(self, content: str | list[dict[str, str]], expected: str = _PROBE) -> bool:
@@ -276,6 +275,45 @@ def _only_turn(turns: Sequence[Turn]) -> Turn:
     if len(turns) > 1:
         raise TemplateRefusedError(f"{len(turns)} turns, but a document must be the only one")
     return turns[0]
+
+
+# --- character spans -> token spans ---
+
+
+def _token_spans(encoding: Encoding, chars: Sequence[Span], num_chars: int) -> Iterator[Span]:
+    """Token spans of character spans: every token that has at least one of the characters.
+
+    `chars` are in order and disjoint, and so are the results. `num_chars` is the text's length.
+    """
+    done = 0
+    for first, last in chars:
+        start = _token_at(encoding, first, num_chars)
+        end = _token_at(encoding, last, num_chars)
+        if (held := encoding.token_to_chars(end)) is not None and held[0] < last:
+            end += 1  # this token has characters of both sides
+        if max(start, done) < end and first < last:
+            yield max(start, done), end
+            done = end
+
+
+def _spans_between(spans: Sequence[Span], start: int, end: int) -> list[Span]:
+    """What `spans`, in order and disjoint, leave of `start` up to `end`; no span is empty.
+
+    >>> _spans_between([(2, 3), (5, 7)], 0, 7)
+    [(0, 2), (3, 5)]
+    """
+    edges = [start, *(edge for span in spans for edge in span), end]
+    return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+
+
+def _token_at(encoding: Encoding, char: int, num_chars: int) -> int:
+    """First token with the character `char`, or with the next character that any token has."""
+    # A character has no token when the tokenizer's normalizer drops it.
+    found = (encoding.char_to_token(i) for i in range(char, num_chars))
+    return next((token for token in found if token is not None), len(encoding))
+
+
+# --- parts of a tokenizer ---
 
 
 def _document_ends(

@@ -15,7 +15,7 @@ from typing import Literal
 from tokenizers import Tokenizer
 
 from balance.presets import MediaMarkup
-from packer.text.token_spans import Span
+from packer.text.chat_template import Span
 
 Part = dict[str, str]
 Guard = Callable[[str], str]
