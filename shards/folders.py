@@ -19,26 +19,11 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TypeAlias
 
 from balance.errors import ConfigError, DataError
-from shards.local_folder import FileInfo, LocalFolder, OutsideFolder
+from shards.local_folder import LocalFolder
 from shards.store_errors import no_obstore
 
 if TYPE_CHECKING:
     from shards.object_folder import ObjectFolder
-
-__all__ = [
-    "FileInfo",
-    "Folder",
-    "LocalFolder",
-    "OutsideFolder",
-    "is_uri",
-    "join",
-    "naming_full_disk",
-    "on_disk",
-    "open_folder",
-    "open_object_folder",
-    "readers",
-    "split",
-]
 
 Folder: TypeAlias = "LocalFolder | ObjectFolder"
 READERS = 16

@@ -140,7 +140,7 @@ class RangeReader:
 
         Without `patient`, a store that cannot be reached is given up after a few tries.
         """
-        work = self._fetch(name, None, None, tries=None if patient else FIRST_TRIES)
+        work = self._fetch(name, tries=None if patient else FIRST_TRIES)
         return bytes(self.wait(self._submit(work), 0))
 
     def start(self, name: str, start: int, end: int, size: int | None = None) -> Future[Any]:
@@ -148,11 +148,11 @@ class RangeReader:
 
         Fails with DamagedShard if the object is missing or of another size, else with DataError.
         """
-        return self._submit(self._range(name, start, end, size))
+        return self._submit(self._fetch(name, (start, end), size))
 
     def start_file(self, name: str) -> Future[Any]:
         """Ask for a whole object; like `start`, but FileNotFoundError if it is missing."""
-        return self._submit(self._fetch(name, None, None, tries=None))
+        return self._submit(self._fetch(name))
 
     def wait(self, future: Future[Result], number_of_bytes: int) -> Result:
         """The result of a request for so many bytes; DataError when its time is over."""
@@ -191,20 +191,12 @@ class RangeReader:
             work.close()
             raise
 
-    async def _range(self, name: str, start: int, end: int, size: int | None) -> Any:
-        try:
-            content = await self._fetch(name, (start, end), size, tries=None)
-        except FileNotFoundError:
-            raise DamagedShard(f"{self.uri}/{name}: is missing; copy or build it again") from None
-        if len(content) != end - start:
-            raise DamagedShard(
-                f"{self.uri}/{name}: {len(content)} bytes came of {end - start}; "
-                "run `packer verify`"
-            )
-        return content
-
     async def _fetch(
-        self, name: str, window: tuple[int, int] | None, size: int | None, *, tries: int | None
+        self,
+        name: str,
+        window: tuple[int, int] | None = None,
+        size: int | None = None,
+        tries: int | None = None,
     ) -> Any:
         """The bytes of one request, however often it must be made."""
         limit_s = self._limit(window[1] - window[0] if window else 0)
@@ -230,29 +222,39 @@ class RangeReader:
         self, name: str, window: tuple[int, int] | None, size: int | None, *, patient: bool
     ) -> tuple[Any, Refusal | None]:
         """(content, None), or (None, why it may succeed later)."""
-        key = f"{self._prefix}/{name}" if self._prefix else name
         try:
-            store = self._store(_RETRIES if patient else 0)
-            found = await store.get_async(key, options={"range": window} if window else None)
-            if size is not None and found.meta["size"] != size:
-                raise DamagedShard(
-                    f"{self.uri}/{name}: has {found.meta['size']} bytes, the manifest says {size} "
-                    "bytes; copy or build it again"
-                )
-            content = await found.bytes_async()
+            return await self._get(name, window, size, _RETRIES if patient else 0), None
         except (DataError, ConfigError):
             raise
         except Exception as error:  # obstore's own, FileNotFoundError, ValueError, ...
             refusal = explain(self.uri, error)
-        else:
-            return content, None
-        if refusal.is_missing:
-            raise FileNotFoundError(f"{self.uri}/{name}")
-        if refusal.is_past_end:
+        if refusal.is_missing and window is None:
+            raise FileNotFoundError(f"{self.uri}/{name}") from None
+        if refusal.is_missing or refusal.is_past_end:
             raise DamagedShard(f"{self.uri}/{name}: {refusal.text}; copy or build it again")
         if not refusal.is_passing:
             raise DataError(f"{self.uri}/{name}: {refusal.text}")
         return None, refusal
+
+    async def _get(
+        self, name: str, window: tuple[int, int] | None, size: int | None, retries: int
+    ) -> Any:
+        """The content of one answer. DamagedShard if it is not as long as it should be."""
+        key = f"{self._prefix}/{name}" if self._prefix else name
+        options = {"range": window} if window else None
+        found = await self._store(retries).get_async(key, options=options)
+        if size is not None and found.meta["size"] != size:
+            raise DamagedShard(
+                f"{self.uri}/{name}: has {found.meta['size']} bytes, the manifest says {size} "
+                "bytes; copy or build it again"
+            )
+        content = await found.bytes_async()
+        if window is not None and len(content) != window[1] - window[0]:
+            raise DamagedShard(
+                f"{self.uri}/{name}: {len(content)} bytes came of {window[1] - window[0]}; "
+                "run `packer verify`"
+            )
+        return content
 
     def _store(self, retries: int) -> Any:
         """The client that makes so many retries of its own."""

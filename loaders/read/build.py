@@ -80,6 +80,7 @@ class Build:
     ) -> None:
         self.manifest, self.shards, self.index = manifest, shards, shards.index
         self._media = media
+        self._remote = [s for s in (shards, media) if isinstance(s, RemoteShards | RemoteMedia)]
         self._layout: ArrowLayout | None = None
         # one bit per group: whether its checksum was compared
         self._checked: NDArray[np.uint8] | None = None
@@ -113,15 +114,13 @@ class Build:
 
     def cancel(self) -> None:
         """Wake the threads that wait for a store with DataError; later reads work again."""
-        for source in (self.shards, self._media):
-            if isinstance(source, RemoteShards | RemoteMedia):
-                source.cancel()
+        for source in self._remote:
+            source.cancel()
 
     def close(self) -> None:
         """Stop what is under way and release connections, without waiting for a store."""
-        for source in (self.shards, self._media):
-            if isinstance(source, RemoteShards | RemoteMedia):
-                source.close()
+        for source in self._remote:
+            source.close()
 
     def _check(self, group: int, content: pa.Buffer, checked: NDArray[np.uint8]) -> pa.Buffer:
         """`content`, or what the origin gives if that has another checksum than the index says."""

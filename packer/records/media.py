@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import IO
 
-from shards.folders import Folder, OutsideFolder
+from shards.folders import Folder
+from shards.local_folder import OutsideFolder
 
 BLOB_SCHEME = "blob:"
 """Prefix of containers in the staging folder."""

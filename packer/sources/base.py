@@ -18,7 +18,8 @@ from typing import IO, Any, Protocol
 from balance.errors import ConfigError, DataError, first_line
 from packer.records.record import RawRecord
 from packer.records.schemas import CONTENT_KEYS, RECORD_KEYS
-from shards.folders import FileInfo, Folder, is_uri, join, open_folder
+from shards.folders import Folder, is_uri, join, open_folder
+from shards.local_folder import FileInfo
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ import pytest
 from balance.errors import ConfigError, DamagedShard, DataError
 from packer.demo.dataset import write_demo
 from shards.folders import (
-    OutsideFolder,
     join,
     naming_full_disk,
     on_disk,
@@ -19,6 +18,7 @@ from shards.folders import (
     open_object_folder,
     split,
 )
+from shards.local_folder import OutsideFolder
 
 
 @pytest.fixture

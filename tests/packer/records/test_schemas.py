@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from packer.records.media import Media, SampleProblem, open_media
 from packer.records.record import REASONS, RawRecord, RawSample, Rejected
 from packer.records.schemas import CONTENT_KEYS, RECORD_KEYS, ROLES, parse_record
-from shards.folders import LocalFolder
+from shards.local_folder import LocalFolder
 from support.cases import for_each
 
 ASK = {"from": "human", "value": "<image>\nWhat?"}

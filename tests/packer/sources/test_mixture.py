@@ -20,7 +20,7 @@ from packer.sources import mixture as mixture_module
 from packer.sources.catalog import list_datasets, print_datasets
 from packer.sources.dataset import find_dataset
 from packer.sources.mixture import is_meta, is_mixture, read_meta, read_mixture, require_parts
-from shards.folders import LocalFolder
+from shards.local_folder import LocalFolder
 from shards.manifest import read_manifest
 from support.builds.layouts import write_saved, write_tar
 from support.builds.raw_data import options, record, write_dataset, write_image
