@@ -98,7 +98,8 @@ class PackedBuild:
     def _num_steps(self, have: int, need: int, wanted: int, what: str) -> int:
         if have < need:
             raise ConfigError(
-                f"{self.place} has {have:,} {what}, a step needs {need:,} (dp x micro-batches); use fewer of either"
+                f"{self.place} has {have:,} {what}, a step needs {need:,} (dp x micro-batches); "
+                "use fewer of either"
             )
         return min(wanted, have // need)
 
