@@ -18,7 +18,7 @@ from balance.errors import DataError
 from balance.media.image_tokens import plan_image
 from balance.media.jpeg import plain_jpeg_size
 from balance.presets import VisionRule
-from loaders.decode.resize import Pixels, to_pixels
+from loaders.decode.resize import Pixels
 
 try:
     import simplejpeg
@@ -60,7 +60,7 @@ def decode_pixels(
                 return _decode_jpeg(image_bytes, size[1], size[0], target)
         except _DECODE_ERRORS:
             pass  # Pillow names the error, or can decode it
-    pixels = to_pixels(decode(image_bytes, counted=counted))
+    pixels = np.array(decode(image_bytes, counted=counted))  # a copy: Pillow has 4 bytes per pixel
     if target is None:
         return pixels
     target[:] = pixels

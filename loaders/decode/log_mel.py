@@ -55,7 +55,7 @@ def _windows(rule: AudioRule, waveform: Tensor) -> list[tuple[Tensor, int]]:
 
 def _log_mel(rule: AudioRule, window: Tensor, mel_bins: int) -> tuple[Tensor, Tensor]:
     """Features (mel_bins, frames), up to the last frame with sound, and the value of silence."""
-    hop, length = rule.hop_length, _frame_length(rule)
+    hop, length = rule.hop_length, rule.sampling_rate // 40  # a frame has 25 ms
     # the last sample is part of frames that are centred up to half a length after it
     frames = min(-(-len(window) // hop) + -(-length // hop), rule.window_frames)
     samples = pad(window, (0, frames * hop - len(window)))
@@ -66,11 +66,6 @@ def _log_mel(rule: AudioRule, window: Tensor, mel_bins: int) -> tuple[Tensor, Te
     logs = mel.clamp(min=_FLOOR).log10()
     least = (logs.max() - _RANGE).clamp(min=-10.0)  # log10(_FLOOR)
     return (logs.maximum(least) + 4) / 4, (least + 4) / 4
-
-
-def _frame_length(rule: AudioRule) -> int:
-    """Samples of a frame: 25 ms."""
-    return rule.sampling_rate // 40
 
 
 @lru_cache(maxsize=8)

@@ -17,7 +17,7 @@ from PIL import Image
 from balance.media.image_tokens import ImagePlan, plan_image
 from balance.presets import AnyresRule, FixedRule, NativeRule, TilesRule, VisionRule
 from loaders.decode.buffer_pool import pixel_pool
-from loaders.decode.resize import Pixels, Resizer, patchify, resizer, to_image, to_pixels
+from loaders.decode.resize import Pixels, Resizer, patchify, resizer
 
 _LONGEST_STRIP = 200
 """Ratio of sides above which only the centre is resized: 1 x 100,000 px would take 45 GB."""
@@ -162,12 +162,12 @@ def _centre(image: Image.Image | Pixels, plan: ImagePlan, side: int, *, exact: b
         resized = resizer(image, exact=exact)(plan.resized_width, plan.resized_height)
         return resized[top : top + side, left : left + side]
     if not isinstance(image, Image.Image):
-        image = to_image(image)
+        image = Image.fromarray(image)
     # the same filter at the same places, but Pillow may take the other axis first and round between
     # the two: a few levels
     scale_x, scale_y = image.width / plan.resized_width, image.height / plan.resized_height
     source = (left * scale_x, top * scale_y, (left + side) * scale_x, (top + side) * scale_y)
-    return to_pixels(image.resize((side, side), Image.Resampling.BICUBIC, box=source))
+    return np.array(image.resize((side, side), Image.Resampling.BICUBIC, box=source))
 
 
 def _write_tiles(rows: Pixels, resize: Resizer, plan: ImagePlan, side: int) -> None:

@@ -32,22 +32,12 @@ def resizer(image: Image.Image | Pixels, *, exact: bool) -> Resizer:
     """The function that resizes an RGB image: `exact` as Pillow does, else within LEVELS."""
     if exact or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         # without vector instructions torch has only a kernel that is slower than Pillow's
-        whole = to_image(image) if isinstance(image, np.ndarray) else image
-        return lambda width, height: to_pixels(
+        whole = Image.fromarray(image) if isinstance(image, np.ndarray) else image
+        return lambda width, height: np.array(
             whole.resize((width, height), Image.Resampling.BICUBIC)
         )
-    pixels = image if isinstance(image, np.ndarray) else to_pixels(image)
+    pixels = image if isinstance(image, np.ndarray) else np.array(image)
     return lambda width, height: _resize(pixels, width, height)
-
-
-def to_pixels(image: Image.Image) -> Pixels:
-    """The pixels of an RGB image; a copy, because Pillow uses four bytes for each."""
-    return np.array(image)
-
-
-def to_image(pixels: Pixels) -> Image.Image:
-    """The RGB image with these pixels, as Pillow's."""
-    return Image.fromarray(pixels)
 
 
 def _resize(pixels: Pixels, width: int, height: int) -> Pixels:

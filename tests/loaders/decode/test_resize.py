@@ -1,4 +1,4 @@
-"""The fast resize against Pillow's, and the cutting into squares against NumPy's transpose."""
+"""The fast resize against Pillow's, and the cutting into patches against NumPy's transpose."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from loaders.decode._patchify import patchify_planes
-from loaders.decode.resize import LEVELS, patchify, resizer, to_image, to_pixels
+from loaders.decode.resize import LEVELS, patchify, resizer
 
 sides = st.integers(1, 150)
 
@@ -48,54 +48,48 @@ def test_without_vector_instructions_pillow_resizes(monkeypatch, capability):
     assert np.array_equal(resizer(image, exact=False)(40, 33), expected)
 
 
-def test_pixels_and_images_are_the_same():
-    image = _noise(33, 21)
-    assert np.array_equal(to_pixels(image), np.asarray(image))
-    assert to_image(to_pixels(image)) == image
-
-
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 20))
 @settings(max_examples=80, deadline=None)
-def test_squares_are_written_line_by_line(rows, columns, side):
-    pixels = to_pixels(_noise(columns * side, rows * side))
-    squares = np.full((rows * columns, side, side, 3), 7, dtype=np.uint8)
-    patchify(pixels, squares)
+def test_patches_are_written_line_by_line(rows, columns, side):
+    pixels = np.array(_noise(columns * side, rows * side))
+    patches = np.full((rows * columns, side, side, 3), 7, dtype=np.uint8)
+    patchify(pixels, patches)
     for row in range(rows):
         for column in range(columns):
-            square = pixels[row * side : (row + 1) * side, column * side : (column + 1) * side]
-            assert np.array_equal(squares[row * columns + column], square)
+            patch = pixels[row * side : (row + 1) * side, column * side : (column + 1) * side]
+            assert np.array_equal(patches[row * columns + column], patch)
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 20))
 @settings(max_examples=80, deadline=None)
 def test_planes_are_written_block_by_block(rows, columns, merge, side):
-    pixels = to_pixels(_noise(columns * merge * side, rows * merge * side))
+    pixels = np.array(_noise(columns * merge * side, rows * merge * side))
     planes = np.full((rows * columns * merge * merge, 3, side, side), 7, dtype=np.uint8)
     patchify_planes(pixels, planes, merge)
-    # (rows, merge, side, columns, merge, side, 3) -> blocks, squares inside a block, channels,
+    # (rows, merge, side, columns, merge, side, 3) -> blocks, patches inside a block, channels,
     # lines, pixels
-    squares = pixels.reshape(rows, merge, side, columns, merge, side, 3).transpose(
+    patches = pixels.reshape(rows, merge, side, columns, merge, side, 3).transpose(
         0, 3, 1, 4, 6, 2, 5
     )
-    assert np.array_equal(planes, squares.reshape(planes.shape))
+    assert np.array_equal(planes, patches.reshape(planes.shape))
 
 
 def test_a_window_of_a_larger_image_is_cut():
     image = _noise(50, 40)
-    squares, planes = (
+    patches, planes = (
         np.empty((1, 20, 20, 3), dtype=np.uint8),
         np.empty((1, 3, 20, 20), dtype=np.uint8),
     )
-    patchify(to_pixels(image)[7:27, 11:31], squares)
-    patchify_planes(to_pixels(image)[7:27, 11:31], planes, 1)
+    patchify(np.array(image)[7:27, 11:31], patches)
+    patchify_planes(np.array(image)[7:27, 11:31], planes, 1)
     expected = np.asarray(image.crop((11, 7, 31, 27)))
-    assert np.array_equal(squares[0], expected)
+    assert np.array_equal(patches[0], expected)
     assert np.array_equal(planes[0], expected.transpose(2, 0, 1))
 
 
 @pytest.mark.parametrize(("size", "merge"), [((60, 20), 1), ((30, 20), 1), ((40, 20), 2)])
 def test_what_does_not_fill_the_patches_exactly_is_refused(size, merge):
-    pixels = to_pixels(_noise(*size))
+    pixels = np.array(_noise(*size))
     with pytest.raises(ValueError, match="2 patches of 20"):
         patchify_planes(pixels, np.empty((2, 3, 20, 20), dtype=np.uint8), merge)
     if merge == 1:
