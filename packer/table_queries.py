@@ -38,10 +38,10 @@ def read_rows(path: Path, rows: Sequence[int], columns: Sequence[str]) -> list[d
     """Rows of a table in the order asked for; reads only the row groups that hold them."""
     import polars as pl
 
-    def pick(table: pl.LazyFrame) -> pl.LazyFrame:
+    def chosen(table: pl.LazyFrame) -> pl.LazyFrame:
         return pl.concat([table.select(columns).slice(row, 1) for row in rows])
 
-    return query_table(path, pick).to_dicts()
+    return query_table(path, chosen).to_dicts()
 
 
 def count_reasons(rejected: pl.LazyFrame) -> pl.LazyFrame:
