@@ -145,7 +145,7 @@ def _what_waits(program: Program, end_ns: IntArray) -> str:
         stuck = own[end_ns[own] < 0]
         if len(stuck):
             waiting.append(f"rank {rank} waits to begin {schedule.action(int(stuck[0]))}")
-    return f"schedule {schedule.name} comes to a standstill: {'; '.join(waiting)}"
+    return f"schedule {schedule.name} deadlocks: {'; '.join(waiting)}"
 
 
 @numba.njit(cache=True)

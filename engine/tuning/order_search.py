@@ -96,7 +96,7 @@ def lower_bound(problem: OrderProblem) -> int:
     return max(own)
 
 
-# training goes on while a thread that works ahead searches
+# training continues while a thread that works ahead searches
 @numba.njit(cache=True, nogil=True)
 def _climb(kernel, order, scratch, bounds):  # type: ignore[no-untyped-def]
     """Improve `order` in place; -> (its step time, orders simulated)."""

@@ -202,7 +202,7 @@ def _actions(schedule: Schedule, sends_grad: tuple[bool, ...]) -> SortedActions:
     )
 
 
-# training goes on while a thread that works ahead tunes a step
+# training continues while a thread that works ahead tunes a step
 @numba.njit(cache=True, nogil=True)
 def _times(actions, times, memory, ahead, orders, scratch):  # type: ignore[no-untyped-def]
     steps = np.empty(len(orders), np.int64)
