@@ -41,7 +41,7 @@ from engine.simulator.evaluate import schedule_for  # noqa: E402
 from engine.simulator.program import make_program  # noqa: E402
 from engine.simulator.simulate import simulate  # noqa: E402
 from engine.simulator.stages import stage_costs  # noqa: E402
-from engine.tuning.order_search import lower_bound  # noqa: E402
+from engine.tuning._order_search import lower_bound  # noqa: E402
 from engine.tuning.order_times import EncodeAhead, order_problem, times_of_orders  # noqa: E402
 from engine.tuning.pack import pack_in_order  # noqa: E402
 from engine.tuning.precompute import frozen_encoder, where_to_encode  # noqa: E402

@@ -21,7 +21,7 @@ from engine.cost_model.profile_table import Profile, profiled_costs
 from engine.planning.partition import even_partition
 from engine.runtime.cpu_memory import LiveBytes
 from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.profiling.measure_layers import MeasureOptions, measure_layers
+from engine.runtime.profiling.measure_layers import LayerLabels, MeasureOptions, measure_layers
 from engine.simulator.evaluate import evaluate
 from engine.simulator.schedule import one_f_one_b
 
@@ -76,10 +76,12 @@ class Trainer:
                 for place in chosen.tolist()
             ],
             loads.take(chosen),
-            names=[f"{kind} {place}" for place, kind in enumerate(kinds)],
-            kinds=kinds,
-            phases=dict(KINDS.values()),
-            options=MeasureOptions(repeats=REPEATS),
+            LayerLabels(
+                names=[f"{kind} {place}" for place, kind in enumerate(kinds)],
+                kinds=kinds,
+                phases=dict(KINDS.values()),
+            ),
+            MeasureOptions(repeats=REPEATS),
         )
 
     def pipeline(self, variant: Variant) -> Pipeline:

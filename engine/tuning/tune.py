@@ -2,7 +2,7 @@
 
 `engine.tuning.step_planner` uses it from the loader. All candidates are costed in one call of the
 cost function; each is simulated in the order in which it was packed, and the orders of the best few
-are searched: PipeTune's clusters, then exchanges (`engine.tuning.order_search`), with encoder
+are searched: PipeTune's clusters, then exchanges (`engine.tuning._order_search`), with encoder
 passes in idle time (`engine.tuning.precompute`). The result is simulated exactly, within the
 memory of every rank. The given micro-batches in their order are a candidate, so a tuned step is
 never slower than an untuned one. Deterministic. In 4 stages 128 samples take 15 ms with PipeTune's
@@ -24,7 +24,7 @@ from balance.types import Groups, IntArray
 from engine.cost_model.loads import Loads, joined_loads, packed_loads
 from engine.simulator.evaluate import schedule_for
 from engine.simulator.stages import StageCosts, stage_costs
-from engine.tuning.order_search import search_clusters, search_swaps
+from engine.tuning._order_search import search_clusters, search_swaps
 from engine.tuning.order_times import OrderProblem, nothing_ahead, order_problem, times_of_orders
 from engine.tuning.pack import (
     CostFunction,

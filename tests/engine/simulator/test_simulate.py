@@ -107,8 +107,7 @@ def test_a_standstill_is_named_by_what_waits():
     with pytest.raises(Deadlock) as error:
         simulate(make_program(schedule, constant_stages(1, 1)))
     assert str(error.value) == (
-        "schedule mine deadlocks: rank 0 waits to begin backward of micro-batch 0"
-        " in stage 0"
+        "schedule mine deadlocks: rank 0 waits to begin backward of micro-batch 0 in stage 0"
     )
 
 

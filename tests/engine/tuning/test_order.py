@@ -7,7 +7,7 @@ import pytest
 
 from engine.simulator.schedule import make_schedule
 from engine.simulator.stages import stage_costs
-from engine.tuning.order_search import lower_bound, search_clusters, search_swaps
+from engine.tuning._order_search import lower_bound, search_clusters, search_swaps
 from engine.tuning.order_times import NEVER, order_problem, times_of_orders
 from engine.tuning.precompute import frozen_encoder, where_to_encode
 from support.cases import for_each
