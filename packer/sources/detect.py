@@ -30,7 +30,7 @@ SUFFIXES = {
     ".tgz": "tar",
 }
 """Suffix of a file, without `.gz` -> its layout."""
-DATASETS_SUFFIXES = (".csv", ".tsv", ".txt", ".xml")
+DATASETS_SUFFIXES = (".csv", ".tsv", ".txt")
 """Suffixes of a file that is read through `datasets` when it is named itself."""
 
 ABOUT_DATA = re.compile(
