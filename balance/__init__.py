@@ -1,4 +1,4 @@
-"""Balancing samples: pure functions on NumPy arrays that packer, loaders and engine share.
+"""Balancing samples: pure functions on NumPy arrays, shared by all packages.
 
 Nothing here imports torch or knows what a shard is; `balance.config` alone reads files (presets).
 Public names are imported when they are first used: numba's runtime takes .5 s and 100 MB.

@@ -1,4 +1,4 @@
-"""FLOPs of samples, groups and micro-batches from a model's dimensions, and the time they take.
+"""FLOPs of samples and groups from a model's dimensions, and their time.
 
 For `balance.grouping.caps`, the engine's loads and benchmarks. Pure. Matrix products only: norms,
 activations and softmax are under 1 % of the FLOPs. For one forward pass:

@@ -1,4 +1,4 @@
-"""How balanced an order of micro-batches is, and what balance costs in randomness.
+"""Measures of balance of an order of groups, and of its randomness.
 
 Pad ratio, dist ratio, fill, autocorrelation, source entropy. Pure functions of groups in order:
 step s, rank r runs group `s * dp + r`. OmniBal (ICML 2025), equations 1 and 2, with two choices of

@@ -1,4 +1,4 @@
-"""Presets of models and datasets: everything that decides what a sample costs.
+"""Presets of models and datasets: all that decides what a sample costs.
 
 Frozen dataclasses, read from `configs/` or from a user's TOML file by `balance.config`. Presets of
 clusters are `engine.cost_model.clusters`.

@@ -1,4 +1,4 @@
-"""Radix sort by integer keys with ties in random order, in numba, for millions of groups.
+"""Radix sort by integer keys with ties in random order, in numba.
 
 For `balance.order.sort_groups`. NumPy's stable argsort takes n log n steps and 8 bytes per number
 in each of two sorts; this takes a pass per digit and 4 bytes while fewer than 2^31 are sorted.

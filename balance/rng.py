@@ -1,4 +1,4 @@
-"""Random bits that stay the same in every version of NumPy and on every machine.
+"""Random bits that are the same in all versions of NumPy, on every machine.
 
 Orders are resumed from a seed and a position, by other processes and years later, so they are drawn
 from raw bits: NumPy keeps those, but not what its shuffles make of them (NEP 19). Pure.

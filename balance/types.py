@@ -1,4 +1,4 @@
-"""Columns and containers that every package uses: counts of samples, groups, and their caps.
+"""Columns and containers of all packages: counts of samples, groups, caps.
 
 Arrays only, one entry per sample or per group, so that a billion samples stay a few columns.
 """

@@ -1,7 +1,7 @@
-"""One pass of `balance.grouping.best_fit` over a window of samples, in numba.
+"""One pass of `balance.grouping.best_fit` over a window of samples.
 
-Makes groups that end as near to their caps as they can. What makes it fast, whatever the number of
-resources:
+In numba. Makes groups that end as near to their caps as they can. What makes it fast, whatever the
+number of resources:
 
 - a sample's loads are packed into one uint64, a field with a guard bit per resource, so that one
   subtraction says whether it fits: a field that would become negative clears its guard bit;

@@ -1,4 +1,4 @@
-"""Memory budget of a micro-batch's activations: bytes per token and per unit of vision.
+"""Memory budget of a group's activations, per token and unit of vision.
 
 For `balance.grouping.caps`, which shares the budget between both caps. Pure. Counted per token and
 layer, in bytes of bf16, what is kept for the backward pass: the inputs of both norms, of the query,

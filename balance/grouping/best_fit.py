@@ -1,4 +1,4 @@
-"""The default grouping: complete each group with the samples, of all that are left, that fit best.
+"""The default grouping: complete each group with the samples that fit best.
 
 OmniBal's ISF fills groups in random order and filters. Here a group is completed by the sample, or
 the pair of samples, that fills it best (`balance.grouping._best_fit_kernel`); then the worst

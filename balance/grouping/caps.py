@@ -1,4 +1,4 @@
-"""Caps of a group: `choose_limits` searches for them, `choose_limits_omnibal` is the paper's rule.
+"""Choice of a group's caps, by search or by OmniBal's rule, with its reasons.
 
 Pure. Packed without padding, every grouping does the same work. Caps change the number of
 micro-batches (each has an overhead), how unequal these are, and what the largest needs of memory.

@@ -1,4 +1,4 @@
-"""What a group may hold: resources, each with a load per sample and a cap per group.
+"""Resources of a group: a load per sample and a cap per group each.
 
 For `balance.grouping.best_fit` and `balance.grouping.isf`. The vision load and the LLM tokens of
 `Limits` always count. Others are added where a model needs them: audio tokens of an audio encoder,

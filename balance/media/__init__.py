@@ -1,1 +1,1 @@
-"""Media -> tokens: sizes of images, lengths of clips, and the headers that tell them."""
+"""Media -> tokens: sizes of images, lengths of clips, headers that tell them."""

@@ -1,4 +1,4 @@
-"""Length of an audio clip and the model's audio rule -> frames, encoder tokens and LLM tokens.
+"""Length of an audio clip and the model's rule -> encoder and LLM tokens.
 
 The packer counts with `plan_audio` from the headers of audio files, before anything is decoded. The
 numbers are those of the clip alone: because of its convolutions an audio encoder batches clips with

@@ -1,4 +1,4 @@
-"""Image size and vision rule -> patches, ViT tokens and LLM tokens, as the model's processor does.
+"""Image size and the model's rule -> patches, ViT tokens and LLM tokens.
 
 The packer counts with `plan_image` from image headers; the loaders cut pixels by the same plan, so
 the two cannot disagree. Every rounding and every tie follows the reference (transformers'

@@ -1,4 +1,4 @@
-"""Size of a plain JPEG from its segments, without Pillow; anything unusual is left to Pillow.
+"""Size of a plain JPEG from its segments; anything unusual is left to Pillow.
 
 For the packer, which counts from a file's first bytes (`jpeg_size`, five times as fast as opening
 it), and the loaders, which decode plain files directly (`plain_jpeg_size`; to open a file and look

@@ -1,1 +1,1 @@
-"""Orders of groups: sorted for a build, random for an epoch, even among the ranks of a step."""
+"""Orders of groups: sorted for a build, random per epoch, even among ranks."""

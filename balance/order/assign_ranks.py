@@ -1,10 +1,11 @@
-"""Which rank runs which of a step's groups, when only the sum over its micro-batches matters.
+"""Groups of a step to ranks, so that each rank's sum over the step is even.
 
-Plain data-parallel training with gradient accumulation waits once per step, so a step's `dp * k`
-groups may be a random set if each rank's k groups add up to the same. Not so where ranks meet in
-every micro-batch (FSDP, ZeRO-3, pipelines): there `balance.order.block_shuffle` serves. Pure, and
-computed by every rank itself: integers only, so that machines of different make agree.
-`choose_step_groups` chooses groups that can be shared evenly, `assign_ranks` shares them.
+For when only the sum over a step's micro-batches matters: plain data-parallel training with
+gradient accumulation waits once per step, so a step's `dp * k` groups may be a random set if each
+rank's k groups add up to the same. Not so where ranks meet in every micro-batch (FSDP, ZeRO-3,
+pipelines): there `balance.order.block_shuffle` serves. Pure, and computed by every rank itself:
+integers only, so that machines of different make agree. `choose_step_groups` chooses groups that
+can be shared evenly, `assign_ranks` shares them.
 
 Whatever must add up to a multiple of `dp` is rounded up or down at random, in proportion, and what
 waits comes back over several steps. Rounded to the nearest instead, with the rest in the very next

@@ -1,4 +1,4 @@
-"""Each epoch's order of groups: random blocks of sorted groups (`BlockShuffle`).
+"""`BlockShuffle`: each epoch's order of groups, random blocks of sorted ones.
 
 For the loaders, every step, and the packer, which fixes how the sorted groups are cut
 (`choose_order`). An order depends on the build, the seed and the epoch alone; what was taken is its

@@ -1,4 +1,4 @@
-"""A fully random order of groups, in steps that ranks can share evenly (`GlobalShuffle`).
+"""`GlobalShuffle`: groups in fully random order, in steps that share evenly.
 
 For the loaders, where only a rank's sum over a step's micro-batches matters
 (`balance.order.assign_ranks`). No randomness is lost: a few groups of each step wait for a later

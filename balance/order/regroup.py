@@ -1,4 +1,4 @@
-"""Samples grouped again in each epoch, so that they do not always meet the same ones.
+"""Samples grouped again in each epoch, so that they meet different ones.
 
 For the loaders, inside windows of stored groups: a window is as many neighbouring groups as their
 cache can hold, so regrouping reads no byte twice. Pure: the same loads, seed and epoch give the

@@ -1,4 +1,4 @@
-"""Groups sorted so that neighbours cost the same, and sources are easy to mix.
+"""Groups sorted so that neighbours cost the same and sources are easy to mix.
 
 For the packer, once per build: `sort_groups`, then `arrange_sources`. Pure, and linear: the 26
 million groups of 100 million samples take 4 s and, next to their loads, 17 bytes each.

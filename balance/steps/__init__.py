@@ -1,1 +1,1 @@
-"""Balance of a single step: its samples to batches, batches to ranks, and what ranks send."""
+"""Balance of one step: samples to batches, batches to ranks, volumes sent."""

@@ -1,8 +1,9 @@
-"""Swaps of batches between nodes, for `balance.steps.node_placement`, when all places are taken.
+"""Swaps of batches between nodes, for `balance.steps.node_placement`.
 
-What counts is the excess, the sum over ranks of what they send above the target, and every exchange
-must lower it: one swap, or two of which the first alone may do harm. A batch comes in from another
-node, or is free, as most are while the placement is made. Numba; changes the placement in place.
+Used when all places of a node are taken. What counts is the excess, the sum over ranks of what they
+send above the target, and every exchange must lower it: one swap, or two of which the first alone
+may do harm. A batch comes in from another node, or is free, as most are while the placement is
+made. Numba; changes the placement in place.
 """
 
 from __future__ import annotations

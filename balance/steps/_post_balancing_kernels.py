@@ -1,4 +1,4 @@
-"""Kernels of `balance.steps.post_balancing`, in numba: examples to even batches.
+"""Kernels of `balance.steps.post_balancing`: examples to even batches.
 
 *Longest first* (`assign_by_sum`, `assign_by_squares`), O(n). A heap costs O(log d) per example and
 most of the time. Here batches wait in lists by their sum: the least sum never falls, and a batch

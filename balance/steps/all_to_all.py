@@ -1,4 +1,4 @@
-"""Moving a step's examples between ranks as permutations: composition, All-to-All, volumes.
+"""Permutations of a step's examples between ranks: All-to-All and volumes.
 
 A layout numbers a step's examples rank after rank. A `Permutation` leads from one layout to
 another: from where the examples were drawn to where an encoder or the LLM processes them. OrchMLLM,

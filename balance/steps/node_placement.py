@@ -1,4 +1,4 @@
-"""Node-wise placement: which rank runs which batch, so that no rank sends much to other nodes.
+"""Batches to ranks, so that no rank sends much to other nodes.
 
 The problem of OrchMLLM's Algorithm 3, solved without an integer program. Post-balancing says which
 examples form a batch, not which rank runs it; inside a node links are fast, so a node should keep

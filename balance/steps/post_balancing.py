@@ -1,4 +1,4 @@
-"""Post-balancing: a step's examples assigned to batches again, so that all batches cost the same.
+"""Post-balancing: a step's examples to batches that all cost the same.
 
 OrchMLLM, algorithms 1, 2, 4 and 5. The ranks draw their mini-batches at random, as ever, and
 exchange examples afterwards, so balance costs no randomness. Every function takes the lengths of

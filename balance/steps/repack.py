@@ -1,9 +1,9 @@
-"""PipeTune's packing: micro-batches of one step that cost the same, and clusters of them.
+"""PipeTune's packing: micro-batches of a step that cost the same.
 
-For the pipeline planner: a step's samples (PipeTune: 128) are packed into micro-batches of at most
-`max_len` tokens and even cost, then micro-batches of similar cost form at most five clusters, so
-that a planner can try all orders of the clusters. Pure; plain loops in numba, O(samples x
-micro-batches): 128 samples in 20 us, 1,024 in .2 ms.
+For the pipeline planner, with clusters of similar cost for reordering: a step's samples (PipeTune:
+128) are packed into micro-batches of at most `max_len` tokens and even cost, then micro-batches of
+similar cost form at most five clusters, so that a planner can try all orders of the clusters. Pure;
+plain loops in numba, O(samples x micro-batches): 128 samples in 20 us, 1,024 in .2 ms.
 
 `max_len` is PipeTune's L_max, micro-batch size x max_seq_len. A sample's cost is any additive one:
 FLOPs or time, with attention by its own length, so that packing needs only sums (`balance.flops`

@@ -1,4 +1,4 @@
-"""What a step planner is asked and answers: a step's samples, and who works on which.
+"""What a step planner is asked and answers: samples, and who works on which.
 
 For the loaders, which ask, and for whoever balances a step itself: PipeTune's packing
 (`balance.steps.repack`) makes other micro-batches, OrchMLLM's dispatching
