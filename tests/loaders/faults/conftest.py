@@ -21,7 +21,7 @@ def builds(tmp_path_factory):
     """In three shards or more, so that there are whole ones beside a damaged one."""
     root = tmp_path_factory.mktemp("builds")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shard_fixture.SHARD_GROUPS", 7)
+        patch.setattr("support.builds.shard_fixture.SHARD_GROUPS", 7)
         return {format: write_build(root / format, GROUPS, format) for format in FORMATS}
 
 
