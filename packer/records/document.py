@@ -55,7 +55,7 @@ def read_obelics(record: Record) -> Content:
     if len(images) != len(texts):
         raise SampleProblem(
             "bad_image_field",
-            f"{len(images)} `images` beside {len(texts)} `texts`; one list of places",
+            f"{len(images)} `images` and {len(texts)} `texts`; one list of places",
         )
     for text in texts:
         if text is not None and not isinstance(text, str):

@@ -1,6 +1,7 @@
-"""The fields of a record that give images and audio: paths, bytes, base64, Hugging Face's structs.
+"""The fields of a record that give its images and audio files.
 
-For `packer.records.schemas`. Pure; what is wrong with a field raises SampleProblem.
+They are paths, bytes, base64 or Hugging Face's structs. For `packer.records.schemas`. Pure; what is
+wrong with a field raises SampleProblem.
 """
 
 from __future__ import annotations

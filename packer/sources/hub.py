@@ -1,8 +1,8 @@
-"""Datasets by Hugging Face Hub id: `org/name`, `org/name:configuration`, `org/name@split`, or both.
+"""Datasets by Hugging Face Hub id: finding and downloading their files.
 
-`datasets` finds the files of the configuration and the split. They are downloaded into the Hub's
-cache and read from there, in their own format and without another copy. Network access happens in
-`fetch_files` only.
+An id is `org/name`, `org/name:configuration`, `org/name@split`, or both. `datasets` finds the files
+of the configuration and the split. They are downloaded into the Hub's cache and read from there, in
+their own format and without another copy. Network access happens in `fetch_files` only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parquet files and `save_to_disk` folders, in pieces that the counting processes read themselves.
+"""Parquet files and `save_to_disk` folders, in chunks that any process can read.
 
 A file is a row of blocks (row groups, record batches). Small blocks are joined to a chunk, large
 ones are cut by rows, so that a chunk has about `num_records` records and at most about CHUNK_BYTES.

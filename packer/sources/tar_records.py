@@ -56,7 +56,7 @@ class BrokenTarError(ValueError):
     """A tar that is damaged or cut at some place."""
 
     def __init__(self, what: str, offset: int, *, sample_is_whole: bool = False) -> None:
-        super().__init__(f"{what} at byte {offset}; nothing behind it is read")
+        super().__init__(f"{what} at byte {offset}; nothing after it is read")
         self.offset = offset
         self.sample_is_whole = sample_is_whole
         """Whether the members before it look like a whole sample."""

@@ -1,4 +1,4 @@
-"""WebDataset tars, img2dataset's image-text pairs among them: members with one key are one sample.
+"""WebDataset tars: members with one key are one sample.
 
 The webdataset library's rule: the key is a member's path up to the first dot of its last part, and
 neighbours with one key belong together. Only headers, `.json` and texts are read; images and audio
