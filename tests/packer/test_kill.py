@@ -73,7 +73,10 @@ def ray_cluster():
     time, and dies at work more often than while Ray starts.
     """
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", CLUSTER], **pipes) as head:
+    # Ray 2.60 asks those who join for a token, which it does not give them
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    starting = [sys.executable, "-c", CLUSTER]
+    with subprocess.Popen(starting, env=environment, **pipes) as head:
         try:
             os.environ["RAY_ADDRESS"] = head.stdout.readline().strip()
             yield

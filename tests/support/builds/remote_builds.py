@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from obstore.store import S3Store
 
 from shards.stored_group import StoredGroup
-from support.builds.shard_fixture import Sample, _describe
+from support.builds.shard_fixture import Sample
 from support.servers import S3Server
 
 
@@ -43,15 +42,6 @@ def use(monkeypatch: Any, s3: S3Server, endpoint: str | None = None) -> None:
     """Lead clients to the server, or to a proxy in front of it."""
     for name, value in {**s3.environment, "AWS_ENDPOINT_URL": endpoint or s3.endpoint}.items():
         monkeypatch.setenv(name, value)
-
-
-def describe_again(build: Path, name: str) -> None:
-    """Make the manifest's entry of a file true."""
-    manifest = json.loads((build / "manifest.json").read_text())
-    for entry in [*manifest["files"], *manifest["shards"]]:
-        if entry["name"] == name:
-            entry.update(_describe(build, name))
-    (build / "manifest.json").write_text(json.dumps(manifest))
 
 
 def is_as_written(raw: StoredGroup, group: list[Sample]) -> bool:
