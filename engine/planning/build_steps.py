@@ -1,5 +1,4 @@
-"""A packed build's samples as the loads of training steps: those that the loaders give, and random
-ones to compare.
+"""A packed build's samples as loads of training steps: those of its loaders, and random ones.
 
 Read from the build's tables: the index has sums of groups only, and attention costs by squares of
 lengths.
