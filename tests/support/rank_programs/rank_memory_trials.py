@@ -184,7 +184,7 @@ def _state_bytes(optimizer):
 
 def _with_exact_limit(pipeline, batches, mask):
     """Left with just enough for the fullest stage; and who ran out with a byte less."""
-    needs = PLENTY - StepObserver(pipeline, [batches], AdaptOptions(limit_bytes=PLENTY))(mask)
+    needs = PLENTY - StepObserver(pipeline, [batches], limit_bytes=PLENTY)(mask)
     left = StepObserver(pipeline, [batches], limit_bytes=int(needs.max()))(mask)
     try:
         StepObserver(pipeline, [batches], limit_bytes=int(needs.min()) - 1)(mask)
