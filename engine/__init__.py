@@ -1,4 +1,4 @@
-"""Plan, simulate and train pipelines of multimodal models; planning needs no torch."""
+"""Plan, simulate and train pipelines of multimodal models."""
 
 from __future__ import annotations
 

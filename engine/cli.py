@@ -1,4 +1,4 @@
-"""`python -m engine`: plan a training run and simulate plans, without a GPU and without torch."""
+"""`python -m engine`: plan a training run, simulate plans, train."""
 
 from __future__ import annotations
 

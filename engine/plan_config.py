@@ -1,4 +1,4 @@
-"""The input of `python -m engine plan` and `simulate`: options and builds to a `PlanRequest`."""
+"""Options of `python -m engine plan` and `simulate`, to a `PlanRequest`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports of plans and simulated steps: tables for people, plain values for machines. Pure."""
+"""Reports of plans and steps: tables for people, plain values. Pure."""
 
 from __future__ import annotations
 

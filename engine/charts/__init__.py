@@ -1,1 +1,1 @@
-"""Charts of simulated and measured steps: Gantt charts as HTML, traces for Perfetto."""
+"""Charts of simulated and measured steps: HTML and Perfetto traces."""

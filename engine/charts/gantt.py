@@ -1,4 +1,4 @@
-"""Gantt charts of steps as an HTML page: passes, sends, the critical path, memory over time.
+"""Gantt charts of steps as an HTML page, with sends, critical path, memory.
 
 `gantt_page` is pure; `write_gantt` writes its result. The page needs no network and no scripts: its
 colours follow the reader's light or dark mode, positions are shares of a chart's width, and radio

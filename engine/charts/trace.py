@@ -1,4 +1,4 @@
-"""Traces of steps as JSON for ui.perfetto.dev and chrome://tracing. Pure but for `write_trace`.
+"""Traces of steps as JSON, for ui.perfetto.dev and chrome://tracing.
 
 A process per rank with a row of passes, a row of sends per receiver, and a counter of memory. Times
 are microseconds, with the simulator's nanoseconds as decimals.

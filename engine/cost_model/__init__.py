@@ -1,1 +1,1 @@
-"""Cost models: time and memory of layers for micro-batches, modelled or profiled. Pure."""
+"""Cost models: time and memory of layers, modelled or profiled. Pure."""

@@ -1,4 +1,4 @@
-"""Analytical costs of a model on a cluster, from presets alone: nothing is measured. Pure.
+"""Analytical costs of a model on a cluster, from presets alone. Pure.
 
 Every operation of `engine.cost_model.layer_list` takes as long as its FLOPs or its bytes, whichever
 is longer, and one launch:

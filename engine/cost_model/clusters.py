@@ -1,4 +1,4 @@
-"""GPUs and their links: `Cluster`, from a TOML preset of `configs/clusters` or a user's file.
+"""GPUs and their links: `Cluster`, from a preset or a user's TOML file.
 
 Reading a preset is the only I/O. Each preset gives data sheet figures and the efficiency that is
 reached in practice, with sources; put your own measurements into a file that `extends` one.

@@ -1,4 +1,4 @@
-"""Costs: time and memory per layer and micro-batch, all that planning knows of a model. Pure.
+"""Costs: time and memory per layer and micro-batch. Pure NumPy.
 
 From the analytical model (`engine.cost_model.analytical`) or from a profile
 (`engine.cost_model.profile_table`). Times are whole nanoseconds, so that two simulations of one

@@ -1,4 +1,4 @@
-"""A model as the list of its layers, each a list of operations, for `analytical`. Pure.
+"""A model as a list of layers, each a list of operations. Pure.
 
 Order: audio encoder, vision encoder, language model; each encoder is its embedding, its layers, its
 projector. Sizes are those of one tensor-parallel GPU, which holds whole attention heads:

@@ -1,4 +1,4 @@
-"""Loads of micro-batches: tokens, squared lengths and items per phase, each cost model's input.
+"""Loads of samples and micro-batches: tokens, squared lengths, items. Pure.
 
 Also loads of samples, from the counts table of a build: for `engine.planning.build_steps` and
 `engine.tuning.tune`. Exact but for two things that counts do not tell: at native resolution all

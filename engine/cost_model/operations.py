@@ -1,4 +1,4 @@
-"""Layers as lists of operations, as data: made by `layer_list`, timed by `analytical`. Pure.
+"""Layers and their operations as data, timed by `analytical`. Pure.
 
 Sizes are those of one tensor-parallel GPU.
 """

@@ -1,4 +1,4 @@
-"""How a model is spread over GPUs, what of it is trained, and the reduction of gradients. Pure."""
+"""Parallelism, trained parts, and the reduction of gradients. Pure."""
 
 from __future__ import annotations
 

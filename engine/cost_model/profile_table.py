@@ -1,4 +1,4 @@
-"""Profiles: measured costs of each kind of layer, as JSON, fitted to other micro-batches. NumPy.
+"""Profiles: measured costs of layers as JSON, fitted to other loads. NumPy.
 
 The runtime writes a `Profile`, planning reads it. A time or size is fitted as a constant, plus a
 term per squared length and per token; the slope per token may grow at 1/32, 1/16, 1/8, 1/4 and 1/2

@@ -1,1 +1,1 @@
-"""OrchMLLM: each phase of a step balanced separately, and the exchanges between ranks. Pure."""
+"""OrchMLLM: each phase of a step balanced separately, and exchanges. Pure."""

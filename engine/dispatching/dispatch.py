@@ -1,4 +1,4 @@
-"""OrchMLLM's plan of a step: the rank that encodes and trains each example, phase by phase. Pure.
+"""OrchMLLM's plan of a step: ranks of each example, phase by phase. Pure.
 
 For `engine.dispatching.step_planner`. Every rank draws its examples;
 then each phase (vision encoder, audio encoder, LLM) assigns them to ranks so that the phase is

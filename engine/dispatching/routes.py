@@ -1,4 +1,4 @@
-"""Routes of encoder features: what one rank sends and receives, from a `StepAssignment`. Pure.
+"""Routes of encoder features: what one rank sends and receives. Pure.
 
 For `engine.runtime.communication.feature_all_to_all`, which gets them as the step's note
 (`PlannedRoutes`). In a round ranks process together every rank's m-th batch of each encoder, then

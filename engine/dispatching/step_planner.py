@@ -1,4 +1,4 @@
-"""OrchMLLM as a loader's step planner: what each rank encodes and trains in each step. Pure.
+"""OrchMLLM as a loader's step planner. Pure.
 
 The m-th micro-batches of all ranks are one dispatch, so each rank keeps its number of
 micro-batches. The loader reads every image on the rank that encodes it; only features travel, by

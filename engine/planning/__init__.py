@@ -1,1 +1,1 @@
-"""Plans of a training run: partition, recomputation, schedule, and their predicted times."""
+"""Plans of training: partition, recomputation, schedule, predicted times."""

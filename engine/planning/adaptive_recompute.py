@@ -1,4 +1,4 @@
-"""Adaptive recomputation where memory can only be measured: the four steps of OmniBal 4.3.
+"""Adaptive recomputation from measured memory (OmniBal 4.3).
 
 `engine.planning.recompute` knows every layer's bytes; a running model only tells how much each
 stage has left, or that it ran out. So: (1) run with everything recomputed; (2) run with some layers

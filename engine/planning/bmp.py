@@ -1,4 +1,4 @@
-"""BMP (OmniBal 4.2): partitions near a greedy anchor, ranked by a metric, the best ones run.
+"""BMP (OmniBal 4.2): partitions near a greedy anchor, the best ones run.
 
 The metric is a sum over stages and cuts, so dynamic programming with the K best beginnings per
 border finds the best candidates among (2r + 1)^(N - 1), 7^7 for 8 stages: 3 ms for 16 stages. The

@@ -1,4 +1,4 @@
-"""Even partitions by one figure per layer, which BMP is compared with (OmniBal, Table 4). Pure.
+"""Even partitions by one figure per layer (OmniBal, Table 4). Pure.
 
 Each minimises the largest sum of its figure over stages, then the variance, exactly, by dynamic
 programming in a few ms for 160 layers. None considers memory, communication or the schedule, which

@@ -1,4 +1,4 @@
-"""Plans: partition, recomputed layers, schedule and predicted times, to and from plan.json.
+"""Plans and their predictions, to and from plan.json.
 
 For `python -m engine simulate` and the runtime. A plan holds everything that it was made from
 (dimensions, cluster, loads of the planned steps) and a hash of that, so that anyone can simulate it

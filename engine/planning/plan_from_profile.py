@@ -1,4 +1,4 @@
-"""A plan from a profile: predictions from measurements, not from a cluster's data sheet. Pure.
+"""Plans with predictions from a profile, not from a data sheet. Pure.
 
 For a partition that is already chosen: searched over `profiled_costs`, or run
 (`engine.runtime.profiling.partition_trials`).

@@ -1,4 +1,4 @@
-"""Planning: a request to a plan, simulated next to what trainers do without one. Pure.
+"""The planner: a request to a plan, next to what trainers do. Pure.
 
 For `python -m engine plan`. The partition is searched for one step, the median of those planned,
 with the memory that the largest micro-batches need; all steps of the answer are simulated.

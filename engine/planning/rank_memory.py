@@ -1,4 +1,4 @@
-"""Minimal choices of recomputed layers with which one rank fits into its memory. Numba.
+"""Minimal recomputation with which one rank fits into its memory. Numba.
 
 For `engine.planning.recompute` and `engine.planning.search`. The peak is that of
 `engine.simulator.memory`, byte for byte, for one rank and one choice of layers: 3 us for 20 layers

@@ -1,4 +1,4 @@
-"""Choice of recomputed layers: least time that fits into memory (OmniBal 4.3, solved). Pure.
+"""Choice of recomputed layers: least time that fits into memory. Pure.
 
 The peak of live bytes along each rank's own order must fit (`engine.simulator.memory`), not depth
 times an average. Ranks are independent: no schedule's memory depends on times.

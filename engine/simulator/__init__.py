@@ -1,1 +1,1 @@
-"""Simulation of one training step: schedules, dependencies, times and memory as arrays. Pure."""
+"""Simulation of one training step: schedules, times and memory. Pure."""

@@ -1,4 +1,4 @@
-"""Evaluation of a partition: simulated time and memory of borders and recomputed layers. Pure."""
+"""Evaluation of a partition: its simulated time and memory. Pure."""
 
 from __future__ import annotations
 

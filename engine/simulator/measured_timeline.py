@@ -1,4 +1,4 @@
-"""Timelines of measured steps, in the form of simulated ones, for traces of training. Pure.
+"""Timelines of measured steps, in the form of simulated ones. Pure.
 
 `Pipeline.timeline` gathers the times of all passes on all ranks. The arrival of a result is known
 only where a rank waited for it: then it arrived when the pass began. Other sends take no time.

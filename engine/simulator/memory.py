@@ -1,4 +1,4 @@
-"""Memory of each rank over a step: exact peaks of live bytes, not averages times depth. NumPy.
+"""Memory of each rank over a step: exact peaks of live bytes. Pure NumPy.
 
 A rank allocates and frees as its own operations run, so live bytes depend on their order alone, and
 a schedule's peak is known before it is simulated. Outputs that wait at the next rank do not count.

@@ -1,4 +1,4 @@
-"""Programs: a step as operations that wait for each other, for `simulate` and the runtime. Pure.
+"""Programs: a step as operations that wait for each other. Pure.
 
 Each rank runs its operations in the given order. An operation also waits for results of others:
 edges, each with the time that the result travels. Results on one link travel one after the other,

@@ -1,4 +1,4 @@
-"""Simulation of a program: when each operation runs, bubbles, critical path, deadlocks.
+"""Simulation of a program: times of operations, critical path, deadlocks.
 
 Exact, in whole nanoseconds, in one pass over the operations (numba): an operation begins when its
 rank has ended the previous one and all results have arrived. 16,384 operations take .2 ms.

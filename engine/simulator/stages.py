@@ -1,4 +1,4 @@
-"""Costs of a partition's stages, from those of layers, with or without recomputation. Pure NumPy.
+"""Costs of a partition's stages, from those of layers. Pure NumPy.
 
 A partition is its borders: stage s holds the layers `borders[s]:borders[s + 1]`, from 0 to the
 number of layers. (OmniBal's P^(i) counts layers from 1: P = (5, 10, 15) for 20 layers is borders

@@ -1,1 +1,1 @@
-"""PipeTune: packing, order and encoder pre-computation, chosen for every step. Pure."""
+"""PipeTune: packing, order and early encoding for every step. Pure."""

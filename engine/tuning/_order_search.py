@@ -1,4 +1,4 @@
-"""Order of a step's micro-batches: PipeTune's search over clusters, ours over swaps. Pure.
+"""Order of micro-batches: search over clusters, then over swaps. Pure.
 
 PipeTune (section 5.2) groups micro-batches of similar cost into at most five clusters and simulates
 all orders of the clusters. Ours continues from the best of those: exchange two micro-batches, or

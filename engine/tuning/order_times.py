@@ -1,4 +1,4 @@
-"""Step times of many orders of micro-batches under one schedule, for searches over orders. Pure.
+"""Step times of many orders of micro-batches under one schedule. Pure.
 
 A schedule's actions are sorted topologically once (cached); then an order costs one loop over them
 in numba, about 6 ns per action: under 1 us for 16 micro-batches in 4 stages. Times equal those of

@@ -1,4 +1,4 @@
-"""Packings of a step's samples into micro-batches of several sizes, for the tuner. Pure NumPy.
+"""Packings of a step's samples into micro-batches of several sizes. Pure.
 
 PipeTune packs samples into micro-batches of at most L_max = micro-batch size x max_seq_len tokens
 and even FLOPs, for each micro-batch size that fits into memory. Here a sample's cost is its

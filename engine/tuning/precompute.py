@@ -1,4 +1,4 @@
-"""PipeTune's encoder pre-computation: a frozen encoder's forward passes run in idle time. Pure.
+"""Encoder pre-computation (PipeTune): frozen encoders in idle time. Pure.
 
 Features of a frozen encoder never change, so they may be computed at any time before the first
 stage needs them (PipeTune, 3.3). PipeTune does not say where; here in idle time of the first

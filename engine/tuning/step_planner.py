@@ -1,4 +1,4 @@
-"""PipeTune as a loader's step planner: tunes each step of data-parallel pipelines. Pure.
+"""PipeTune as a loader's step planner. Pure.
 
 Samples are assigned to data-parallel ranks by cost, each rank's pipeline is tuned separately, and
 the step is as slow as its slowest pipeline. If a new assignment does not help, each rank tunes its

@@ -1,4 +1,4 @@
-"""PipeTune's tuner: packing, micro-batch size, order and early encoding of each step. Pure.
+"""PipeTune's tuner: packing, size, order and early encoding. Pure.
 
 `engine.tuning.step_planner` uses it from the loader. All candidates are costed in one call of the
 cost function; each is simulated in the order in which it was packed, and the orders of the best few

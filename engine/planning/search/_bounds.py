@@ -1,4 +1,4 @@
-"""Lower bounds of a step's time from the layers of a few neighbouring stages, a window. Numba.
+"""Lower bounds of a step's time from a few neighbouring stages. Numba.
 
 For `branch_and_bound`. The window's ranks run their operations in the schedule's order, exactly as
 in `engine.simulator.simulate`. All other ranks are relaxed: a micro-batch passes their layers

@@ -1,4 +1,4 @@
-"""Candidate stages for branch and bound: their layers, and which of those are recomputed.
+"""Candidate stages: their layers, and which of those are recomputed.
 
 Where each rank has one stage, the memory depends on that stage alone: each minimal choice of
 recomputed layers is a window, except those that take at least as long as another for every

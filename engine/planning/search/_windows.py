@@ -1,4 +1,4 @@
-"""Chains of overlapping windows, which join bounds of a few stages into partitions. Pure NumPy.
+"""Chains of windows, which join bounds of stages into partitions. Pure.
 
 For `branch_and_bound`. A partition is a chain of windows of w neighbouring stages, each one stage
 further, which agree on shared stages. No partition is faster than the slowest window of its chain:

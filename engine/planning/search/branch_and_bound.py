@@ -1,4 +1,4 @@
-"""Branch and bound: the fastest partition for a schedule and a memory, or a proven gap. Pure.
+"""Branch and bound: the fastest partition, or a proven gap. Pure.
 
 For `python -m engine plan`, and to judge BMP. It minimises the simulated time of the whole step. A
 local search from several anchors finds a good partition first. Then it is proved or improved: every

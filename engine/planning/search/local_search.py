@@ -1,4 +1,4 @@
-"""Local search over partitions: simulated time with as little recomputation as fits.
+"""Local search over partitions, by the simulated time of a step.
 
 From a partition to the best of those in which one border, or several neighbouring borders, move a
 little, until none is better. 0.1 s for 125 layers in 8 stages. The recomputation of each rank is
