@@ -1,4 +1,7 @@
-"""Plan, simulate and train pipelines of multimodal models."""
+"""Plan, simulate and train pipelines of multimodal models.
+
+Public names are imported when they are first used: planning needs no torch.
+"""
 
 from __future__ import annotations
 

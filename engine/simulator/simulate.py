@@ -2,8 +2,8 @@
 
 Exact, in whole nanoseconds, in one pass over the operations (numba): an operation begins when its
 rank has ended the previous one and all results have arrived. 16,384 operations take .2 ms.
-`tests/engine/oracle.py` is a discrete-event simulation that shares nothing with this and agrees to
-the last nanosecond.
+`tests/support/oracles/simulation_oracle.py` is a discrete-event simulation that shares nothing with
+this and agrees to the last nanosecond.
 """
 
 from __future__ import annotations
