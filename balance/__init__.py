@@ -52,7 +52,7 @@ __all__, __getattr__, __dir__ = lazy_exports(
             "comm_volumes",
             "from_assignment",
         ),
-        "balance.steps.node_placement": ("place_batches",),
+        "balance.steps._node_placement": ("place_batches",),
         "balance.steps.post_balancing": (
             "as_batches",
             "balance_conv",

@@ -33,8 +33,8 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from balance.metrics import longest, padded_loads  # noqa: E402
+from balance.steps._node_placement import place_batches  # noqa: E402
 from balance.steps.all_to_all import comm_volumes, from_assignment  # noqa: E402
-from balance.steps.node_placement import place_batches  # noqa: E402
 from balance.steps.post_balancing import (  # noqa: E402
     as_batches,
     balance_conv,

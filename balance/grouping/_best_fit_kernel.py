@@ -186,7 +186,9 @@ def _next_member(pool, ahead, rules, free, slack, one):  # type: ignore[no-untyp
 
 
 @numba.njit(cache=True)
-def _completing_pair(pool, buckets, ahead, rules, unfilled, tolerance):  # type: ignore[no-untyped-def]
+def _completing_pair(  # type: ignore[no-untyped-def]
+    pool, buckets, ahead, rules, unfilled, tolerance
+):
     """A sample ahead and any other that together complete the group; none: past the last rank.
 
     `unfilled` is what the group can still take: (packed, score).

@@ -88,7 +88,9 @@ def assign_by_sum(loads, order, sums, batches):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def assign_by_squares(lengths, order, mean, tolerance, sums, batches):  # type: ignore[no-untyped-def]
+def assign_by_squares(  # type: ignore[no-untyped-def]
+    lengths, order, mean, tolerance, sums, batches
+):
     """Give examples to the batch of least squares among those of sums < least + `tolerance`.
 
     Sets `batches` and, from zeros, `sums`. The least sum never falls, so neither does the window's
@@ -238,7 +240,9 @@ def split_attention(ascending, num_batches, weight):  # type: ignore[no-untyped-
 
 
 @numba.njit(cache=True)
-def _cut_within(ascending, before, weight, bound, num_batches, batches):  # type: ignore[no-untyped-def]
+def _cut_within(  # type: ignore[no-untyped-def]
+    ascending, before, weight, bound, num_batches, batches
+):
     """Cut into ranges that cost at most `bound`; sets `batches`; -> whether they were enough."""
     start = 0
     for batch in range(num_batches):

@@ -18,8 +18,8 @@ import numpy as np
 
 from balance.errors import ConfigError
 from balance.metrics import longest
+from balance.steps._node_placement import place_batches
 from balance.steps.all_to_all import Permutation, from_assignment
-from balance.steps.node_placement import place_batches
 from balance.steps.post_balancing import (
     as_batches,
     balance_conv,

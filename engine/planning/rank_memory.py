@@ -248,7 +248,9 @@ def _next(groups, each_ns, least_ns):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def minimal_choices(layers, order, starts, ends, memory_bytes, only_least):  # type: ignore[no-untyped-def]
+def minimal_choices(  # type: ignore[no-untyped-def]
+    layers, order, starts, ends, memory_bytes, only_least
+):
     """Choices of recomputed layers with which a rank fits, and with one layer less would not.
 
     -> ((choices, layers) bool, whether these are all). No rows if the rank does not fit at all.

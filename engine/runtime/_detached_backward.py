@@ -38,7 +38,9 @@ class BackwardHandle:
         """`outputs`: at least one, all with a gradient."""
         # the graph must not hold this object: a cycle would keep the graph until gc finds it
         self._gradients: StageTensors = {}
-        self._end: Tensor = _JoinOutputs.apply(self._gradients, tuple(outputs), *outputs.values())  # type: ignore[no-untyped-call]
+        self._end: Tensor = _JoinOutputs.apply(  # type: ignore[no-untyped-call]
+            self._gradients, tuple(outputs), *outputs.values()
+        )
 
     def backward(
         self, gradients: Mapping[str, Tensor], leaves: Sequence[Tensor], *, keep: bool

@@ -20,7 +20,7 @@ from balance.errors import ConfigError
 from balance.types import IntArray
 from engine.runtime._detached_backward import BackwardHandle
 from engine.runtime._step_status import StepStatus
-from engine.runtime.communication.p2p import P2PQueue
+from engine.runtime.communication._p2p import P2PQueue
 from engine.runtime.communication.p2p_schedule import Message, make_p2p_schedule
 from engine.runtime.communication.process_groups import ProcessGroups
 from engine.runtime.layer_rng import LayerRng, device_marker, preserve_rng

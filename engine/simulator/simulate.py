@@ -149,7 +149,9 @@ def _what_waits(program: Program, end_ns: IntArray) -> str:
 
 
 @numba.njit(cache=True)
-def run(rank_offsets, duration, edge_offsets, edge_targets, edge_ns):  # type: ignore[no-untyped-def]
+def run(  # type: ignore[no-untyped-def]
+    rank_offsets, duration, edge_offsets, edge_targets, edge_ns
+):
     """-> (start, end, how many operations ran); -1 where an operation never ran.
 
     A rank runs until it must wait for a result; the rank that computes the result wakes it.

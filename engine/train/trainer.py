@@ -23,8 +23,8 @@ from engine.planning.plan import Plan, read_plan
 from engine.runtime.checkpoints.training_state import Progress, load_state, save_state
 from engine.runtime.pipeline import Pipeline, PipelineOptions
 from engine.runtime.stage_executor import StepResult
+from engine.train._adaptation import RecomputeAdapter
 from engine.train._step_report import StepMeasurement, gather_figures, report_step
-from engine.train.adaptation import RecomputeAdapter
 from engine.train.config import TrainConfig
 from engine.train.launch import is_first_rank
 from engine.train.layout import (

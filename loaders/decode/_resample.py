@@ -54,7 +54,9 @@ def _phases(up: int, down: int) -> NDArray[np.float32]:
 
 
 # additions in any order, which lets the sum over the taps use vector instructions
-@numba.njit(cache=True, nogil=True, fastmath={"reassoc", "nsz"})  # type: ignore[untyped-decorator,unused-ignore]
+@numba.njit(  # type: ignore[untyped-decorator,unused-ignore]
+    cache=True, nogil=True, fastmath={"reassoc", "nsz"}
+)
 def _filter(padded: Waveform, phases: NDArray[np.float32], down: int, resampled: Waveform) -> None:
     up, num_taps = phases.shape
     for sample in range(len(resampled)):

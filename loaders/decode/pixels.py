@@ -16,7 +16,7 @@ from PIL import Image
 
 from balance.media.image_tokens import ImagePlan, plan_image
 from balance.presets import AnyresRule, FixedRule, NativeRule, TilesRule, VisionRule
-from loaders.decode.buffer_pool import pixel_pool
+from loaders.decode._buffer_pool import pixel_pool
 from loaders.decode.resize import Pixels, Resizer, patchify, resizer
 
 _LONGEST_STRIP = 200

@@ -20,9 +20,9 @@ from balance.errors import ConfigError
 from balance.order.block_shuffle import BlockShuffle, GroupOrder
 from balance.steps.step_planner import StepAssignment, StepPlanner, StepRequest, check_assignment
 from balance.types import IntArray
+from loaders.plan._state import check_state, make_state
 from loaders.plan.epoch_groups import EpochSource, sample_counts
 from loaders.plan.selection import Selection
-from loaders.plan.state import check_state, make_state
 
 Order = Literal["blocks", "random"]
 Remainder = Literal["pad", "drop"]
@@ -158,7 +158,7 @@ class Steps:
         )
 
     def state(self) -> dict[str, Any]:
-        """This position, plain JSON (`loaders.plan.state`)."""
+        """This position, plain JSON (`loaders.plan._state`)."""
         return make_state(
             order=self._config.order,
             seed=self._config.seed,

@@ -295,7 +295,9 @@ class RemoteMedia:
             for name, content in zip(names, found, strict=True)
         ]
         return [
-            content if future is None else self._wait(future, name, f"sample {owner!r} ({where})")  # type: ignore[misc]
+            content  # type: ignore[misc]
+            if future is None
+            else self._wait(future, name, f"sample {owner!r} ({where})")
             for content, future, name, owner in zip(found, futures, names, owners, strict=True)
         ]
 

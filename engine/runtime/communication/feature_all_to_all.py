@@ -71,7 +71,9 @@ def exchange_features(
     )
     exchanges = tuple(_Exchange.of(routes[name], features[name].device) for name in names)
     tensors = (features[name] for name in names)
-    link, *received = _AllToAlls.apply(anchor, exchanges, trained, group, *tensors)  # type: ignore[no-untyped-call]
+    link, *received = _AllToAlls.apply(  # type: ignore[no-untyped-call]
+        anchor, exchanges, trained, group, *tensors
+    )
     return ReceivedFeatures(features=dict(zip(names, received, strict=True)), link=link)
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.steps.node_placement import place_batches
+from balance.steps._node_placement import place_batches
 from balance.steps.post_balancing import balance_sums
 from balance.types import IntArray
 from support.cases import for_each

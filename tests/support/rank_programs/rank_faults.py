@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from engine.charts.trace import KIND_NAMES
-from engine.runtime.communication.p2p import P2PQueue
+from engine.runtime.communication._p2p import P2PQueue
 from engine.runtime.errors import IsobatchError, LossNotFinite
 from engine.runtime.pipeline import Pipeline, PipelineOptions
 from engine.runtime.stage_io import LayerStack, TensorSpec
