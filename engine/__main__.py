@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from balance.interrupts import quit_on_interrupt
+from balance.interface.interrupts import quit_on_interrupt
 
 if __name__ == "__main__":
     with quit_on_interrupt():

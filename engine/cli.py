@@ -12,7 +12,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from balance.command_line import (
+from balance.config import options_of
+from balance.interface.command_line import (
     ConfigOption,
     JsonOption,
     new_app,
@@ -20,7 +21,6 @@ from balance.command_line import (
     run_app,
     with_options,
 )
-from balance.config import options_of
 from engine.charts.gantt import write_gantt
 from engine.charts.trace import write_trace
 from engine.plan_config import PlanConfig, changed_request, plan_request

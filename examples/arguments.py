@@ -1,6 +1,7 @@
 """The command line that the training examples share."""
 
 import argparse
+import os
 
 
 def parse(description, argv=None):
@@ -11,4 +12,8 @@ def parse(description, argv=None):
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--save-every", type=int, default=10)
     parser.add_argument("--micro-batches-per-step", type=int, default=2)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    is_folder = "://" not in args.build
+    if is_folder and not os.path.isfile(os.path.join(args.build, "manifest.json")):
+        parser.error(f"no finished build in {args.build}; give the output of `packer build`")
+    return args

@@ -11,7 +11,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from balance.command_line import (
+from balance.errors import ConfigError
+from balance.grouping.caps import GroupOptions
+from balance.interface.command_line import (
     ConfigOption,
     JsonOption,
     messages,
@@ -20,8 +22,6 @@ from balance.command_line import (
     run_app,
     with_options,
 )
-from balance.errors import ConfigError
-from balance.grouping.caps import GroupOptions
 from balance.presets import load_model
 from packer.build import Builder
 from packer.build_dir import REPORT_NAME

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from balance.html_page import page
+from balance.interface.html_page import page
 from packer.format_text import capitalised, share_text, size_text, visible
 
 FOLDER = Path(__file__).parent

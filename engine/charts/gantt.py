@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from balance.html_page import page
+from balance.interface.html_page import page
 from balance.types import IntArray
 from engine.charts.format_time import round_step, span_text, tick_text, time_text
 from engine.charts.trace import GIB, KIND_NAMES

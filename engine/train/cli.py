@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_type_hints
 import torch.distributed as dist
 import typer
 
-from balance.command_line import new_app
+from balance.interface.command_line import new_app
 from engine.train.config import MeasureConfig, TrainConfig
 from engine.train.launch import join_ranks
 from engine.train.measure import measure

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from packer.records.document import (
+from packer.records._document import (
     CAPTION_KEYS,
     PAIR_KEYS,
     URL_KEYS,

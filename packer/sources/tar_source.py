@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import IO
 
 from packer.records.record import RawRecord
-from packer.sources.base import Chunk, Located, Source, cut, opened, prefix_under
-from packer.sources.tar_records import (
+from packer.sources._tar_records import (
     BrokenTarError,
     Member,
     broken_record,
@@ -23,6 +22,7 @@ from packer.sources.tar_records import (
     read_compressed,
     read_members,
 )
+from packer.sources.base import Chunk, Located, Source, cut, opened, prefix_under
 from shards.folders import open_folder
 
 WHOLE_TAR_BYTES = 512 << 20

@@ -24,8 +24,8 @@ from tokenizers import Encoding, Tokenizer
 
 from balance.errors import ConfigError
 from balance.presets import AudioMarkup, ImageMarkup
+from packer.text._control_tokens import ControlTokens
 from packer.text.chat_template import ChatTemplate, Message, Span, TemplateRefusedError
-from packer.text.control_tokens import ControlTokens
 from packer.text.media_placeholders import MediaWriter, Medium, add_markup, text_part
 from packer.text.tokenizer_files import (
     TokenizerFiles,

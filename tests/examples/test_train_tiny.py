@@ -122,7 +122,7 @@ def test_two_processes_train_as_one_would(build):
 
 def test_a_build_that_cannot_be_used_is_an_error(tmp_path):
     result = run([sys.executable, str(EXAMPLES / "train_tiny.py"), str(tmp_path)])
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "no finished build" in result.stderr.splitlines()[-1]
 
 

@@ -9,7 +9,6 @@ from itertools import islice
 import pytest
 import torch
 
-from balance.errors import DataError
 from loaders import StreamingLoader
 from support.builds.shard_fixture import group_samples, make_samples, write_build
 
@@ -139,6 +138,8 @@ def test_a_killed_run_goes_on_with_other_micro_batches_per_step(example, build, 
     )
 
 
-def test_a_build_that_cannot_be_used_is_an_error(example, tmp_path):
-    with pytest.raises(DataError, match="no finished build"):
+def test_a_build_that_cannot_be_used_is_an_error(example, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
         example(tmp_path, tmp_path / "out", 1)
+    assert ended.value.code == 2
+    assert "no finished build" in capsys.readouterr().err.splitlines()[-1]
