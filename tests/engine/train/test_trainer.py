@@ -281,18 +281,18 @@ def test_gradients_are_clipped(build, expected, tmp_path, alone):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "status", "message"),
     [
-        ({"plan": "plan"}, "the plan is for pipelines of 2 ranks"),
-        ({"plan": "auto", "dp": 3}, "--dp is 3; 1 processes"),
-        ({"plan": "none.json"}, "none.json: No such file"),
+        ({"plan": "plan"}, 2, "the plan is for pipelines of 2 ranks"),
+        ({"plan": "auto", "dp": 3}, 2, "--dp is 3; 1 processes"),
+        ({"plan": "none.json"}, 1, "none.json: No such file"),
     ],
 )
 def test_what_does_not_fit_together_is_told_in_one_line(
-    build, plan, options, message, capsys, alone
+    build, plan, options, status, message, capsys, alone
 ):
     named = [f"--{name}={plan if value == 'plan' else value}" for name, value in options.items()]
-    assert main([str(build), *named, "--device=cpu"]) == 2
+    assert main([str(build), *named, "--device=cpu"]) == status
     error = capsys.readouterr().err
     assert message in error
     assert len(error.strip().splitlines()) == 1
