@@ -1,4 +1,4 @@
-"""The options of a `StreamingLoader`: `LoaderConfig`, and `LoaderOptions` for keywords."""
+"""Options of a `StreamingLoader`: `LoaderConfig`, and keywords for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`StreamingLoader`: the steps of one or several builds, for one data-parallel rank.
+"""`StreamingLoader`: steps of one or several builds for a data-parallel rank.
 
 Every rank computes the same stream of groups from the build, the seed and the epoch alone, and
 takes its own part of it (`loaders.plan.steps`). So ranks never communicate, all have the same

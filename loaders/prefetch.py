@@ -1,4 +1,4 @@
-"""Prefetching in threads: `Prefetcher` makes coming steps in parallel and gives them in order.
+"""Prefetching: `Prefetcher` makes coming steps in threads, in order.
 
 For the loader; knows nothing of batches. Threads, not processes: decoding and resizing release the
 GIL, and nothing has to be copied between processes. The threads also ask for the next step, so the

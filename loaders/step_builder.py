@@ -1,4 +1,4 @@
-"""From a plan to what the trainer gets: `plans_ahead` looks ahead, `StepBuilder` makes the tensors.
+"""From plans to steps: `plans_ahead` looks ahead, `StepBuilder` makes tensors.
 
 For the loader. A step's groups are a few hundred kilobytes in several places of a store. Requested
 step by step, each waits for a round trip, and requests are small. Known many steps ahead,

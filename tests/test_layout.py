@@ -11,7 +11,7 @@ PACKAGES = ("balance", "shards", "packer", "loaders", "engine")
 CODE = (*PACKAGES, "tests", "benchmarks", "examples", "scripts")
 MOST_LINES = 37_250
 """A ratchet: lower it whenever the product gets shorter. The aim is 35,000."""
-MOST_COLUMNS, MOST_SIBLINGS = 100, 12
+MOST_COLUMNS, MOST_FIRST_LINE, MOST_SIBLINGS = 100, 85, 12
 PRAGMA = re.compile(r"  # (noqa|type: ignore).*")
 SINGLE_IMPORTERS = 0.2
 """Share of modules that may have one importer only, but for those marked by `_`."""
@@ -55,6 +55,7 @@ def test_every_module_says_in_its_first_line_what_it_is():
         first = (ast.get_docstring(tree) or "").partition("\n")[0]
         assert first, path
         assert first.endswith((".", ":")), f"{path}: an entry of one line, not {first!r}"
+        assert len(first) <= MOST_FIRST_LINE, f"{path}: {first!r}"
         assert "TODO" not in first, path
 
 

@@ -1,4 +1,4 @@
-"""A packed build's samples as loads of training steps: those of its loaders, and random ones.
+"""A packed build's samples as loads of training steps, its own or random.
 
 Read from the build's tables: the index has sums of groups only, and attention costs by squares of
 lengths.

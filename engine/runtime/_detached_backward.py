@@ -1,4 +1,4 @@
-"""Backward pass of a stage that does not hold the stage's outputs: `BackwardHandle`.
+"""Backward pass of a stage without holding its outputs: `BackwardHandle`.
 
 Autograd needs from an output only the place in the graph where its gradient enters. So a
 micro-batch in flight does not keep its outputs while the later stages run; the sender releases

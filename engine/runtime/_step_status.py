@@ -1,4 +1,4 @@
-"""Status of a step, agreed by all ranks: its losses, or why its gradients are invalid.
+"""Status of a step, agreed by all ranks: losses, or why it is invalid.
 
 Costs one small message in each pipeline and one between replicas; texts are sent only on failure.
 """

@@ -1,4 +1,4 @@
-"""Errors of a training step, each in one line: PeerLost, LossNotFinite, SpecMismatch.
+"""Errors of a training step: PeerLost, LossNotFinite, SpecMismatch.
 
 A rank that dies closes its connections: whoever waits for it fails at once, and closes its own. So
 all ranks end, one after the other. Through the store at which they met, they tell each other which

@@ -1,4 +1,4 @@
-"""Random numbers per layer and micro-batch: dropout is equal for every partition and recomputation.
+"""Random numbers per layer and micro-batch, equal for every partition.
 
 Before each layer the generators are seeded with a hash of (seed, step, replica, micro-batch,
 layer). Then neither the partition, the schedule nor other work of a rank changes the numbers, and a

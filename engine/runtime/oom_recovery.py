@@ -1,4 +1,4 @@
-"""Out of memory within a step: how it is recognised, and which operations must not fail by it.
+"""Out of memory within a step: recognised, and survived by all ranks.
 
 A rank that runs out of memory must still reach the end of the step, because other ranks wait for
 its messages and send it theirs. It knows the shapes of both beforehand. So `StageExecutor` releases

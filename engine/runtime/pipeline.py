@@ -1,4 +1,4 @@
-"""Training of a model as a plan says: `Pipeline`, one rank of a pipeline over torch.distributed.
+"""`Pipeline`: one rank of a pipeline, trained as a plan says.
 
 A step is a list of micro-batches of any number and lengths; the schedule is made for their number.
 Each rank runs its own operations in order (`engine.simulator.schedule`); the messages between ranks

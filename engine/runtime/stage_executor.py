@@ -1,4 +1,4 @@
-"""One step of a pipeline on one rank: `StageExecutor` runs its operations in the schedule's order.
+"""One step on one rank: `StageExecutor` runs its operations in order.
 
 Also here: `RankLayers`, a rank's part of the model, and `StepResult`, what a rank knows of a step.
 """

@@ -1,4 +1,4 @@
-"""Tensors between layers and their specs: `StageTensors`, `TensorSpec`, `LayerStack`.
+"""Tensors between layers and their specs, and the stack of layers.
 
 A model for the pipeline is a list of layers. Each takes the tensors of the layer before and the
 micro-batch, and returns those for the next; the last one returns `loss`, a sum over tokens. Every

@@ -1,4 +1,4 @@
-"""Times of a rank's passes, and the offsets between the clocks of a pipeline's ranks."""
+"""Times of a rank's passes, and offsets between ranks' clocks."""
 
 from __future__ import annotations
 

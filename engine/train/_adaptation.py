@@ -1,4 +1,4 @@
-"""`train --recompute adapt`: as few recomputed layers as memory allows, found after the first step.
+"""`train --recompute adapt`: as few recomputed layers as memory allows.
 
 That step trains with every layer recomputed; after it the optimizer's state exists. Then its
 micro-batches run a few more times, which changes neither weights nor dropout's random numbers:

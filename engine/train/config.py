@@ -1,4 +1,4 @@
-"""Options of `python -m engine train` and `measure`, and checks of those that exclude each other.
+"""Options of `python -m engine train` and `measure`, and their checks.
 
 Each field is one option of the command line; its help text documents it.
 """

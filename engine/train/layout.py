@@ -1,4 +1,4 @@
-"""Partition, ranks and schedule of a run, from a plan and the command's options: `Layout`."""
+"""Partition, ranks and schedule of a run, from plan and options: `Layout`."""
 
 from __future__ import annotations
 

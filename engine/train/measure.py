@@ -1,4 +1,4 @@
-"""`python -m engine measure`: a plan from measurements on the ranks where the model will train.
+"""`python -m engine measure`: a plan from measurements on these ranks.
 
 `profile.json` holds the time and memory of every layer, for all planners
 (`engine.cost_model.profile_table`). The partitions that rank best by it are run for three steps

@@ -1,4 +1,4 @@
-"""Where a run's steps come from: `StepSource`, a protocol that `loaders.StreamingLoader` fulfils.
+"""`StepSource`: where a run's steps come from, as a protocol.
 
 `engine` imports no loader: `engine.train.cli` passes in a function that opens one.
 """

@@ -1,4 +1,4 @@
-"""`train --tune`: PipeTune's tuner as the source's step planner, which chooses how each step runs.
+"""`train --tune`: PipeTune's tuner as the source's step planner.
 
 The source asks it in the threads that work ahead, so its time is hidden unless steps are shorter
 than planning them. Its choice comes with the step, as the note of `SourceStep`: a

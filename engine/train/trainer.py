@@ -1,4 +1,4 @@
-"""`python -m engine train`: trains a vision-language model as a pipeline, by a plan.
+"""`python -m engine train`: a model trained as a pipeline, by a plan.
 
 All ranks of one pipeline read the same micro-batches, each from its own source: so only activations
 and gradients are sent, and images are decoded where the first stage is. `--plan auto` cuts the

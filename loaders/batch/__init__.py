@@ -1,1 +1,1 @@
-"""Micro-batches: their tensors, how they are made, and as arguments of transformers' models."""
+"""Micro-batches: their tensors, and transformers' arguments made of them."""

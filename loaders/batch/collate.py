@@ -1,4 +1,4 @@
-"""From stored samples to tensors: `collate` makes a `MicroBatch` of a `StoredGroup`.
+"""Stored samples to tensors: `collate` makes a `MicroBatch`.
 
 For the loader. The image and audio tokens in `input_ids` were counted at build, and a file that has
 changed since would no longer fill them. So each image's size and each clip's length is compared

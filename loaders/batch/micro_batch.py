@@ -1,4 +1,4 @@
-"""`MicroBatch`: what one rank runs in one forward pass, one group packed without padding."""
+"""`MicroBatch`: what a rank runs in one forward pass, packed without padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`MicroBatch` as keyword arguments of transformers' vision-language models, without padding.
+"""`MicroBatch` as keyword arguments of transformers' models, without padding.
 
 For trainers that run LLaVA, LLaVA-NeXT, InternVL, Qwen2-VL or Qwen2.5-VL. Needs only the model's
 config, and imports nothing of transformers. Avoids what transformers accepts and computes wrongly:

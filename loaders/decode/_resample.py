@@ -1,4 +1,4 @@
-"""Resampling of waveforms by a polyphase filter, as `scipy.signal.resample_poly`. Pure.
+"""Resampling of waveforms, as `scipy.signal.resample_poly`. Pure.
 
 The filter is SciPy's default: a sinc of ten zero crossings on either side under a Kaiser window of
 beta 5, with the lower of the two rates as its bandwidth. A clip of 30 s takes 10 ms from 44.1 kHz

@@ -1,4 +1,4 @@
-"""Image files -> upright RGB pixels, as `transformers.image_utils.load_image` gives them.
+"""Image files -> upright RGB pixels, as transformers loads them.
 
 For the loader. Pillow reads every header and decodes everything but plain JPEGs, for which
 simplejpeg, where it is installed, makes the same pixels in little more than half the time: it calls

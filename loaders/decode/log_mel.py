@@ -1,4 +1,4 @@
-"""Waveform -> log-mel features, as Whisper's feature extractor makes them; on any device. Pure.
+"""Waveform -> log-mel features, as Whisper's extractor; on any device. Pure.
 
 A clip is cut into windows of `AudioRule.window_frames` (30 s), each with its own maximum, as if it
 were a clip of its own; the extractor pads each with silence to the full length. Here frames of pure

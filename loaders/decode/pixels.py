@@ -1,4 +1,4 @@
-"""Decoded images -> patch tensors, equal to what transformers' processors make of them.
+"""Decoded images -> patch tensors, equal to those of transformers' processors.
 
 For the loader; `balance.media.image_tokens` says how an image is cut. Pixels stay uint8 from the
 decoder to the device: a quarter of float32's bytes through collation and transfer. Patches stay as

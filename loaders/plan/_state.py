@@ -1,4 +1,4 @@
-"""Saved positions of a loader: what a state holds, and which states a loader resumes from. Pure.
+"""Saved positions of a loader, and which of them it resumes from. Pure.
 
 A state is plain JSON, the same on every rank, and resumes on any number of ranks and micro-batches.
 """

@@ -1,4 +1,4 @@
-"""The groups of an epoch: one build's as stored, several builds' mixed, or grouped again.
+"""Groups of an epoch: stored, of several builds, or grouped again.
 
 For `loaders.plan.steps`. All three number an epoch's groups in sorted order
 (`balance.order.sort_groups`), so the same shuffles (`balance.order.block_shuffle`,

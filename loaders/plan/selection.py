@@ -1,4 +1,4 @@
-"""What a micro-batch reads: samples of stored groups (`GroupSlice`, `Selection`, `SampleRefs`).
+"""What a micro-batch reads: samples of stored groups.
 
 For planning, which makes selections, and for the reader. Pure.
 """

@@ -1,1 +1,1 @@
-"""Counting: chunks of raw records -> staged samples with tokens, on processes or on Ray."""
+"""Counting: raw records -> staged samples with tokens, on processes or on Ray."""

@@ -1,4 +1,4 @@
-"""How often each counted sample goes into the build, by a mixture's repeats and weights. Pure.
+"""Copies of each sample in a build, by a mixture's repeats and weights. Pure.
 
 After counting and before grouping; drawn by the seed alone.
 """

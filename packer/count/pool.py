@@ -1,4 +1,4 @@
-"""A function over many tasks on local processes: results in order, a bounded number in flight.
+"""A function over many tasks on local processes: results in order, bounded.
 
 The order makes a build independent of the number of workers; the bound limits its memory.
 """

@@ -1,4 +1,4 @@
-"""Counting on Ray Data: the same chunks and the same bytes, on one machine or on a cluster.
+"""Counting on Ray Data: the same chunks and bytes as on local processes.
 
 Chunks are sent in windows of a bounded number, and come back as tables in order. Only this process
 writes the staging folder, so the nodes share nothing but the raw data and this package. `ray.init`

@@ -1,4 +1,4 @@
-"""The counting stage: a dataset's chunks, counted on processes or on Ray, staged in order.
+"""The counting stage: chunks counted on processes or on Ray, staged in order.
 
 Chunks are numbered through all parts, and each leaves a file of that number. So whatever counts
 them, and however often it is stopped, the staged samples are the same.

@@ -1,4 +1,4 @@
-"""The staged samples of an unfinished build: written chunk by chunk, then read in any order.
+"""Staged samples of an unfinished build: written in chunks, read in any order.
 
 Counting leaves one file per chunk (`staging/parts/000012.arrow`), renamed into place when complete,
 so that a killed build finds what it has done, and next to it the content of the files that came

@@ -1,4 +1,4 @@
-"""Image file -> its upright size, from the header alone, and whether the file is whole.
+"""Image file -> its upright size, from the header, and whether it is whole.
 
 The size is the one that the model's decoder will see: transformers' image loading honours the EXIF
 orientation, so a photo stored sideways counts with width and height exchanged. Reading header and

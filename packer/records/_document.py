@@ -1,4 +1,4 @@
-"""Documents: interleaved ones (MMC4, OBELICS), captions (COYO, img2dataset) and plain text.
+"""Documents: interleaved (MMC4, OBELICS), captions (COYO) and plain text.
 
 For `packer.records.schemas`. Each becomes one turn with the role `document`. Pure; SampleProblem
 says what is wrong with one.

@@ -1,4 +1,4 @@
-"""The raw sample, its content, and every reason for which one can be rejected. Pure.
+"""The raw sample, its content, and every reason to reject one. Pure.
 
 A source yields `RawRecord`s exactly as it finds them, damaged ones included.
 `packer.records.schemas` turns each into a `RawSample` or a `Rejected`; none is dropped on the way.

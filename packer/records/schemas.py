@@ -1,4 +1,4 @@
-"""Raw record -> sample: the record's keys say which of the known schemas it has. Pure.
+"""Raw record -> sample: its keys say which known schema it has. Pure.
 
 Each schema becomes the same: turns with `<image>` and `<audio>` markers, and their files. A plain
 text, a caption and an interleaved document are one turn with the role `document`: every token of it

@@ -1,1 +1,1 @@
-"""Raw datasets: finding them by name or place, and streaming their records in order."""
+"""Raw datasets: found by name or place, their records streamed in order."""

@@ -1,4 +1,4 @@
-"""The members of a tar, by their headers alone, and the record that a sample's members make.
+"""Members of a tar by their headers, and records of samples' members.
 
 For `packer.sources.tar_source`. Python's tarfile decodes the headers (GNU and POSIX long names
 among them). Its own iteration is not used, because it takes a damaged header in the middle for the

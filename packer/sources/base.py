@@ -1,4 +1,4 @@
-"""What each raw layout must do: name its files, and cut them into chunks for any process.
+"""What each raw layout does: names its files and cuts them into chunks.
 
 `chunks` runs once, in the process that leads a build, in the same order every time; `records` runs
 wherever the chunk is counted. Layouts whose records only a parser finds (JSON, CSV) send the

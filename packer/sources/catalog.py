@@ -1,4 +1,4 @@
-"""The datasets known by name, and what each needs under `--data-root`, for `packer datasets`."""
+"""Datasets known by name, and what each needs under `--data-root`."""
 
 from __future__ import annotations
 

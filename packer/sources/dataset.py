@@ -1,4 +1,4 @@
-"""`--dataset`: a name or a place -> the raw datasets to read, or one line about what is missing.
+"""`--dataset`: a name or a place -> the raw datasets to read.
 
 A dataset is one part or a mixture of several. A part is found by looking at its place
 (`packer.sources.detect`); presets, mixture files and InternVL's meta JSON name several.

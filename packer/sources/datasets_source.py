@@ -1,4 +1,4 @@
-"""Formats that the `datasets` library knows and we do not: CSV, text, image folders and others.
+"""Formats that only the `datasets` library knows: CSV, text, image folders.
 
 `datasets` finds the files of a folder or a Hub repository, their builder and their splits, and
 streams the rows; images and audio stay undecoded. It comes with the extra `hub`. Importing it takes

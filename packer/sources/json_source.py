@@ -1,4 +1,4 @@
-"""JSON annotations: an array or JSON lines, streamed in constant memory, past broken records.
+"""JSON annotations, streamed in constant memory, past broken records.
 
 A file is read in blocks of 1 MiB and decoded record by record, so memory has one record and one
 block, whatever the size of the file: about 100 MB/s, far above what the tokenizer can take. Invalid

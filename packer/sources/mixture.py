@@ -1,4 +1,4 @@
-"""Mixtures: several raw datasets as one, by a TOML file, a preset, or InternVL's meta JSON."""
+"""Mixtures of raw datasets: a TOML file, a preset, or InternVL's meta JSON."""
 
 from __future__ import annotations
 

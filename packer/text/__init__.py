@@ -1,1 +1,1 @@
-"""Text to tokens: the tokenizer, its chat template, and placeholders for images and audio."""
+"""Text to tokens: tokenizer, chat template, placeholders for media."""

@@ -1,4 +1,4 @@
-"""Control tokens in a user's text: they are plain letters there, and must stay letters.
+"""Control tokens in a user's text, which must stay plain letters.
 
 For `packer.text.chat_tokenizer`. A text about prompts may well contain "<|im_end|>" or
 "<IMG_CONTEXT>". Tokenised with the rest of the conversation it would end the turn, or count as an

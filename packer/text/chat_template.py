@@ -1,4 +1,4 @@
-"""Chat templates: messages -> the text to tokenise, and which of its characters are learned.
+"""Chat templates: messages -> text to tokenise, and its learned characters.
 
 For `packer.text.chat_tokenizer`. The Jinja environment offers what transformers offers to
 templates: a sandbox, trimmed blocks, loop controls, `raise_exception`, `tojson`, `strftime_now`

@@ -1,4 +1,4 @@
-"""Markers of images and audio clips in raw texts -> placeholders in the tokenised text.
+"""Markers of images and clips in raw text -> placeholders in tokenised text.
 
 For `packer.text.chat_tokenizer`. A marker becomes the model's markup, written into the text. Where
 the chat template writes the markup itself, perhaps elsewhere or with a number, it becomes a part of

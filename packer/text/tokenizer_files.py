@@ -1,4 +1,4 @@
-"""A tokenizer's files, from a folder or the Hub, and the `tokenizers` object made of them.
+"""A tokenizer's files, from a folder or the Hub, and the tokenizer itself.
 
 For `packer.text.chat_tokenizer`. Reads files only; no transformers, because packing must not need
 torch. The rules are those of `PreTrainedTokenizerFast.from_pretrained` (transformers 5):

@@ -1,4 +1,4 @@
-"""An optimizer's state by parameter name, independent of the rank that holds the parameter.
+"""An optimizer's state by parameter name, independent of ranks.
 
 Two parts: tensors, such as Adam's moments, and options, such as learning rates. A tied parameter
 has several names and the same state under each, because its layers may move to different ranks.

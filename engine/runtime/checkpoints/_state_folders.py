@@ -1,4 +1,4 @@
-"""Saved states as folders: their names, how they are written safely, which one is the newest.
+"""Saved states as folders: names, safe writing, and the newest.
 
 A state is written into `step-20.new` and renamed to `step-20` when it is complete and on disk, so
 the states before it stay usable whatever happens. Runs on one rank.

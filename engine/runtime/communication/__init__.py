@@ -1,1 +1,1 @@
-"""Everything that ranks send to each other: process groups, messages and collectives."""
+"""Communication of ranks: process groups, messages and collectives."""

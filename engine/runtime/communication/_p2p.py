@@ -1,4 +1,4 @@
-"""Point-to-point messages of a step, in an order that both sides know beforehand: `P2PQueue`.
+"""Point-to-point messages of a step, in an order known to both sides.
 
 The messages from one rank to another follow from the schedule alone: the sender's operations in
 order, and who waits for them. Receives are posted in that order, so no tags are needed, which NCCL

@@ -1,4 +1,4 @@
-"""Encoder features sent to the ranks that train with them: OrchMLLM's dispatcher at run time.
+"""Encoder features to the ranks that train with them (OrchMLLM).
 
 For data-parallel trainers whose loader plans with `DispatchedSteps`
 (`engine.dispatching.step_planner`). Each rank encodes what the plan assigned to it.

@@ -1,4 +1,4 @@
-"""Messages of a schedule: which rank sends what to whom, in which order. No tensors.
+"""Messages of a schedule: which rank sends what to whom, in which order.
 
 Derived from the same `Program` whose edges the simulator runs.
 """

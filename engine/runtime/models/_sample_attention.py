@@ -1,4 +1,4 @@
-"""Causal attention within the samples of a packed micro-batch, in transformers' attention modules.
+"""Causal attention within samples of a packed micro-batch.
 
 With flash attention the sample borders go straight to its kernel. With anything else transformers
 would build one mask over the whole micro-batch and compute all of its square. Here each sample is

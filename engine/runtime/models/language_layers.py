@@ -1,4 +1,4 @@
-"""The language half of a transformers model as pipeline layers: embedding, decoder layers, head.
+"""Language half of a model as layers: embedding, decoder layers, head.
 
 The layers hold the model's own modules. Only `hidden` crosses cuts; rotary embeddings and sample
 borders are computed from the micro-batch by the first decoder layer of each stage and handed to the

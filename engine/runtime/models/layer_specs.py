@@ -1,4 +1,4 @@
-"""Layers that know the specs of their output: `SpecLayer`, and the specs of vision-language models.
+"""Layers that know the specs of their output: `SpecLayer`.
 
 For the layers of transformers' models (`engine.runtime.models.transformers_models`). A spec depends
 on the micro-batch alone and holds no layer: a rank that drops other ranks' layers still knows what

@@ -1,4 +1,4 @@
-"""Qwen2-VL's vision encoder and positions as pipeline layers: images at native resolution.
+"""Qwen2-VL's vision encoder and positions as pipeline layers.
 
 The layers hold the model's own modules. Grid positions of ViT tokens and rotary positions of LLM
 tokens follow from the images' grids alone, so each rank computes them from the micro-batch (arXiv

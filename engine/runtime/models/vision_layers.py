@@ -1,4 +1,4 @@
-"""Vision encoders for patches of one size as pipeline layers: those of LLaVA and InternVL.
+"""Vision encoders of LLaVA and InternVL as pipeline layers.
 
 The layers hold the model's own modules. A micro-batch without images passes without computation:
 its tensors are empty, and nothing is sent.

@@ -1,4 +1,4 @@
-"""Weights of all ranks' layers gathered into one state dict under transformers' names.
+"""Weights of all ranks' layers gathered under transformers' names.
 
 For models of `engine.runtime.models.transformers_models.from_transformers`, whose layers hold the
 model's own modules: a module's path in the model is its name. Weights in no layer (vision layers

@@ -1,1 +1,1 @@
-"""Measurements on the running model: layers timed, partitions and recomputation tried."""
+"""Measurements on the running model: layers, partitions, recomputation."""

@@ -1,4 +1,4 @@
-"""Message times between neighbouring ranks of a pipeline, measured: latency and time per byte."""
+"""Message times between neighbouring ranks: latency and time per byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Micro-batches to profile with: those of a step, preceded by parts of its largest ones.
+"""Micro-batches to profile with: a step's, and parts of its largest.
 
 Sizes then differ, so that costs can be fitted. For packed micro-batches with the fields of
 `loaders.MicroBatch`, images decoded or not: ranks after the first have no pixels, and arrive at the

@@ -1,4 +1,4 @@
-"""Inputs of each stage of a running pipeline, so that its layers can be measured one by one."""
+"""Inputs of a running pipeline's stages, to measure layers singly."""
 
 from __future__ import annotations
 

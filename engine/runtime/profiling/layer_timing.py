@@ -1,4 +1,4 @@
-"""One layer with one micro-batch, isolated: the time of its passes and the memory they hold.
+"""One layer with one micro-batch, isolated: time and memory of its passes.
 
 Its input is detached, and random numbers serve as the output's gradient, so nothing but the layer
 runs. Times are wall-clock on a rank that does nothing else meanwhile; with a GPU they wait for it.

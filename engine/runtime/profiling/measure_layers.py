@@ -1,4 +1,4 @@
-"""Measurement of every layer of a running model: `measure_layers` -> `Profile`, to plan from.
+"""Measurement of a running model's layers: a `Profile` to plan from.
 
 Micro-batches pass through the pipeline one at a time, layer by layer, each layer alone on its rank
 while all others wait. So a figure is the layer's own, even if ranks share cores. At most one

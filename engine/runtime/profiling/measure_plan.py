@@ -1,4 +1,4 @@
-"""A plan from measurements: the model's layers are profiled, the best-ranked partitions run.
+"""A plan from measurements: layers profiled, the best partitions run.
 
 The steps of OmniBal 4.2 for a model that every rank holds: `profile_step`, then `choose_plan`. A
 trial recomputes as few layers as fit by the profile if all micro-batches were `request.full`.

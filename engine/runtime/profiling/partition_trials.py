@@ -1,4 +1,4 @@
-"""Trials of the best-ranked partitions on the running model: BMP (OmniBal 4.2 and 5.2).
+"""Trials of the best-ranked partitions: BMP (OmniBal 4.2 and 5.2).
 
 For every candidate a `Pipeline` is made from the same model, runs one step to warm up and three
 that count, and is discarded. The first rank searches (`engine.planning.bmp.search_bmp`) and

@@ -1,4 +1,4 @@
-"""Search for the layers that must be recomputed, on the running pipeline (OmniBal 4.3).
+"""Trials of recomputation on the running pipeline (OmniBal 4.3).
 
 `engine.planning.adaptive_recompute` decides; `StepObserver` here is its `Observe`: it runs steps
 with some layers recomputed and returns the memory that each stage had left, or that it ran out,

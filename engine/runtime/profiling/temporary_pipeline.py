@@ -1,4 +1,4 @@
-"""Pipelines that use a model temporarily: its layers and the process groups are restored after."""
+"""Pipelines that use a model temporarily and restore it."""
 
 from __future__ import annotations
 

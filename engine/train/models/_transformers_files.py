@@ -1,4 +1,4 @@
-"""Models of transformers read for a build and written: `read_model`, `write_model`.
+"""Models of transformers, read for a build and written.
 
 Without a config, a tiny model is made: its image patches, image token and vocabulary are the
 build's, so any build with a preset of these models trains (`llava_1_5`, `internvl_1_5*`,

@@ -1,4 +1,4 @@
-"""The model of the preset `tiny` as a layer stack, small enough for one CPU core, in plain torch.
+"""The model of the preset `tiny` as a layer stack, in plain torch.
 
 A ViT over tiles of 56 px (16 patches of 14 px and a class token), 2x2 patches merged to one LLM
 token, and a causal LLM over packed samples. Attention runs sample by sample along `cu_seqlens`; on
