@@ -11,7 +11,7 @@ PACKAGES = ("balance", "shards", "packer", "loaders", "engine")
 CODE = (*PACKAGES, "tests", "benchmarks", "examples", "scripts")
 MOST_LINES = 37_250
 """A ratchet: lower it whenever the product gets shorter. The aim is 35,000."""
-MOST_COLUMNS, MOST_FIRST_LINE, MOST_SIBLINGS = 100, 85, 12
+MOST_COLUMNS, MOST_FIRST_LINE, MOST_SIBLINGS = 100, 80, 12
 PRAGMA = re.compile(r"  # (noqa|type: ignore).*")
 SINGLE_IMPORTERS = 0.2
 """Share of modules that may have one importer only, but for those marked by `_`."""
