@@ -4,8 +4,6 @@ Nothing here imports torch or knows what a shard is; `balance.config` alone read
 Public names are imported when they are first used: numba's runtime takes .5 s and 100 MB.
 """
 
-from __future__ import annotations
-
 from balance.lazy_exports import lazy_exports
 
 __all__, __getattr__, __dir__ = lazy_exports(

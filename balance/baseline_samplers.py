@@ -19,8 +19,6 @@ batch_size, drawn at random) are left out, as trainers' `drop_last` does. When t
 step of samples, all are kept and -1 fills the step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

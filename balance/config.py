@@ -4,8 +4,6 @@ The one module of `balance` that reads files. An unknown key is an error that li
 so that a typing mistake never silently becomes a default.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields

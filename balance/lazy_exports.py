@@ -1,7 +1,5 @@
 """Public names of our packages, imported when they are first used."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module

@@ -15,8 +15,6 @@ sampler, so only complete steps count. When there is none, the one incomplete st
 missing ranks idle (load 0).
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from balance.types import FloatArray, Groups, IntArray, Limits

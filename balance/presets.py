@@ -4,8 +4,6 @@ Frozen dataclasses, read from `configs/` or from a user's TOML file by `balance.
 clusters are `engine.cost_model.clusters`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import asdict, astuple, dataclass, field, fields
 from itertools import pairwise

@@ -5,8 +5,6 @@ in each of two sorts; this takes a pass per digit and 4 bytes while fewer than 2
 Pure: the result is that of the plain formula at `shuffle_ties`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numba

@@ -4,8 +4,6 @@ Orders are resumed from a seed and a position, by other processes and years late
 from raw bits: NumPy keeps those, but not what its shuffles make of them (NEP 19). Pure.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -3,8 +3,6 @@
 Public names are imported when they are first used: planning needs no torch.
 """
 
-from __future__ import annotations
-
 from balance.lazy_exports import lazy_exports
 
 __all__, __getattr__, __dir__ = lazy_exports(

@@ -1,7 +1,5 @@
 """Entry point of `python -m engine`."""
 
-from __future__ import annotations
-
 from balance.interface.interrupts import quit_on_interrupt
 
 if __name__ == "__main__":

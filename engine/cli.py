@@ -1,7 +1,5 @@
 """`python -m engine`: plan a training run, simulate plans, train."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

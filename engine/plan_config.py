@@ -1,7 +1,5 @@
 """Options of `python -m engine plan` and `simulate`, to a `PlanRequest`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal

@@ -1,7 +1,5 @@
 """Reports of plans and steps: tables for people, plain values. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 from typing import Any

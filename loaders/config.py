@@ -1,7 +1,5 @@
 """Options of a `StreamingLoader`: `LoaderConfig`, and keywords for it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypedDict, get_args

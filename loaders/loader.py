@@ -6,8 +6,6 @@ number of steps, and each knows the sums of the whole step. The position in the 
 state, so a run resumes exactly on another number of ranks.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator, Sequence

@@ -10,8 +10,6 @@ else is in progress. Threads end with `close`, when the prefetcher is garbage-co
 exit; they never hold a reference to it.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

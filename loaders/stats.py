@@ -1,7 +1,5 @@
 """Figures of a loader so far: `LoaderStats`, and the `Meter` that counts them."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import asdict, dataclass, fields
 from typing import Any

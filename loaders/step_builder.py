@@ -6,8 +6,6 @@ neighbours are fetched together and all connections are busy. Of builds on disk 
 planned at a time only because that is quicker.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque

@@ -4,8 +4,6 @@ From Python: `Builder(BuildConfig(dataset="demo", out="packed")).build()`. Publi
 when they are first used, so that `import packer` takes no time.
 """
 
-from __future__ import annotations
-
 from balance.lazy_exports import lazy_exports
 
 __all__, __getattr__, __dir__ = lazy_exports(

@@ -1,7 +1,5 @@
 """Entry point of the `packer` command and of `python -m packer`."""
 
-from __future__ import annotations
-
 from balance.interface.interrupts import quit_on_interrupt
 
 

@@ -5,8 +5,6 @@ count and whole shards are found again and not repeated. The result is equal, by
 of an undisturbed build.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The output directory of a build: its owner, its files and its manifest."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """The `packer` command: one sub-command per stage."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

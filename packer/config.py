@@ -1,7 +1,5 @@
 """Options of `packer build`: command line over TOML file over defaults."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """Sizes, times and shares as text; foreign text made safe for a terminal."""
 
-from __future__ import annotations
-
 
 def size_text(num_bytes: int) -> str:
     """Bytes in the largest unit that they fill.

@@ -1,7 +1,5 @@
 """Counts -> caps -> sorted groups, and the samples that no group can hold. Pure."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

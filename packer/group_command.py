@@ -4,8 +4,6 @@ Reads our own counts.parquet, and the length files that the OmniBal authors publ
 become one dataset.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pages of `packer`: Jinja templates inside the common HTML document."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Progress of long work on a terminal: what is done, how fast, and the time left."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """`packer verify`: whether sizes, checksums and totals are the manifest's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ packer writes builds through it, loaders and engine read them through it. Public
 when they are first used.
 """
 
-from __future__ import annotations
-
 from balance.lazy_exports import lazy_exports
 
 __all__, __getattr__, __dir__ = lazy_exports(

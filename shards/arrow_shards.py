@@ -4,8 +4,6 @@ So a group is one contiguous range: a slice of a memory map locally, one ranged 
 copy until an image is decoded. With refs, paths replace the bytes of images and audio files.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise

@@ -7,8 +7,6 @@ Readers map the file (`GroupIndex`): opening costs nothing per group, and the ra
 share the pages. So 100 million groups (6 GB of index) need a few megabytes per process.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterable

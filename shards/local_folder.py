@@ -1,7 +1,5 @@
 """`LocalFolder`: a folder on disk, with the methods of `ObjectFolder`."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ growing pauses, and a body that breaks off is continued, until it succeeds or it
 over; so nothing waits for ever, and whoever waits can be interrupted.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -4,8 +4,6 @@ obstore puts status, code and cause into the text of a few exception types, so t
 here. Pure.
 """
 
-from __future__ import annotations
-
 import errno
 import re
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The same for every format; `shards.arrow_shards` and `shards.tar_shards` write and read them.
 """
 
-from __future__ import annotations
-
 import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress

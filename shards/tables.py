@@ -4,8 +4,6 @@ Rejections come from counting, the caps and writing; `rejected.parquet` holds al
 pyarrow.parquet is imported where it is used: most loaders do not need it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

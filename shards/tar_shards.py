@@ -4,8 +4,6 @@ One webdataset sample per sample; a group's members are consecutive, so a group 
 tar. Owner, times and modes are fixed: the same samples give the same bytes.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile

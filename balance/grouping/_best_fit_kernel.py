@@ -14,8 +14,6 @@ number of resources:
 Integer arithmetic alone: the same groups on every machine.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numba

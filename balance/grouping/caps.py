@@ -23,8 +23,6 @@ In random order unequal groups do cost: by benchmarks/caps.py 1 % at 15 patches,
 9.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -14,8 +14,6 @@ Where the paper leaves a gap or its reference code loses samples, the rule here 
   can make the result worse when one cap binds, because the samples left are those that fit nowhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 Exit status: 0 done, 1 the data or the build is bad, 2 the call is wrong, 130 interrupted.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 No scripts, no fonts, no links to elsewhere; colours follow the reader's light or dark mode.
 """
 
-from __future__ import annotations
-
 from html import escape
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Loading takes half a second, and Python's own answer is a traceback from whereve
 nothing that takes long itself.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ numbers are those of the clip alone: because of its convolutions an audio encode
 padding, and what that costs depends on the batch (`balance.steps.post_balancing`). Pure.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 from balance.errors import ConfigError, MediaRejected

@@ -6,8 +6,6 @@ processors), quirks included: a cleaner formula would be wrong. 3 to 9 us for a 
 one seen before. Pure.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

@@ -5,8 +5,6 @@ it), and the loaders, which decode plain files directly (`plain_jpeg_size`; to o
 for its orientation takes Pillow 45 microseconds, a tenth of decoding a small image). Pure.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 HEAD_BYTES = 4096

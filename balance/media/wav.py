@@ -4,8 +4,6 @@ For the packer, which counts from headers, and the loaders, which decode the sam
 a function of the caller's, a few hundred bytes of a file. Pure otherwise.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ again in the next epoch, the dist ratio ViT / LLM at dp 8 is .0003 / .0003 (stor
 at dp 64 .001 / .001; .9 s per epoch in all.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

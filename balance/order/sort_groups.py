@@ -5,8 +5,6 @@ million groups of 100 million samples take 4 s and, next to their loads, 17 byte
 `balance.order.block_shuffle` makes each epoch's order of them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numba

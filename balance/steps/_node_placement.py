@@ -15,8 +15,6 @@ largest example. benchmarks/post_balancing.py has times, and the gap to a proven
 program for one node alone, other nodes ignored).
 """
 
-from __future__ import annotations
-
 import numba
 import numpy as np
 

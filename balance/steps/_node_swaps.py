@@ -6,8 +6,6 @@ may do harm. A batch comes in from another node, or is free, as most are while t
 made. Numba; changes the placement in place.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numba

@@ -13,8 +13,6 @@ found by bisection inside a bisection: O(d log n) per bound, some 18 bounds.
 Pure: kernels set the output arrays that they are given.
 """
 
-from __future__ import annotations
-
 import numba
 import numpy as np
 

@@ -14,8 +14,6 @@ published `balance_conv`. For 2,560 ranks of 60 examples the first two take as l
 fastest argsort of the lengths, 2 ms; the others 2 to 6 times that (benchmarks/post_balancing.py).
 """
 
-from __future__ import annotations
-
 import numba
 import numpy as np
 

@@ -10,8 +10,6 @@ FLOPs or time, with attention by its own length, so that packing needs only sums
 gives them).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import permutations
 

@@ -7,8 +7,6 @@ then reads exactly what was answered, each image only on the rank that encodes i
 asks the same planner the same question, so planners must be deterministic.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol

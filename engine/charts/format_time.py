@@ -1,7 +1,5 @@
 """Times in nanoseconds as text, for charts and tables. Pure."""
 
-from __future__ import annotations
-
 UNITS = ((10**6, "ms"), (10**3, "us"))
 
 

@@ -6,8 +6,6 @@ buttons set that width, so that zooming is CSS. 16 ranks with 256 micro-batches 
 4 MB, .2 s. Several steps share one scale.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape

@@ -4,8 +4,6 @@ A process per rank with a row of passes, a row of sends per receiver, and a coun
 are microseconds, with the simulator's nanoseconds as decimals.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

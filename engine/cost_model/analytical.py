@@ -16,8 +16,6 @@ recomputation and backward are 1.36 times forward and backward). Each kind of la
 once: 128 layers with 256 micro-batches take 3 ms.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

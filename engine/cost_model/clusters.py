@@ -4,8 +4,6 @@ Reading a preset is the only I/O. Each preset gives data sheet figures and the e
 reached in practice, with sources; put your own measurements into a file that `extends` one.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 from balance.config import build_config, read_preset

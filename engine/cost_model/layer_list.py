@@ -18,8 +18,6 @@ parallelism. A frozen layer that passes a gradient on needs no inputs of matrix 
 norms and of the activation function are left out.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 from math import isqrt

@@ -3,8 +3,6 @@
 Sizes are those of one tensor-parallel GPU.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from engine.cost_model.parallel import Part

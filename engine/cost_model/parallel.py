@@ -1,7 +1,5 @@
 """Parallelism, trained parts, and the reduction of gradients. Pure."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

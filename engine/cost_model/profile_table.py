@@ -8,8 +8,6 @@ measurements. Errors are relative, so that small micro-batches count as much as 
 is the largest error. A fit takes 20 ms once per profile, costs from it 2 ms for 256 micro-batches.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, fields
 from functools import lru_cache

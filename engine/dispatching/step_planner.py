@@ -5,8 +5,6 @@ micro-batches. The loader reads every image on the rank that encodes it; only fe
 routes that come with the step as its note.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import numpy as np

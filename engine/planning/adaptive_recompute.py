@@ -8,8 +8,6 @@ by that estimate, recompute more in stages that ran out and, beyond the paper, l
 that it may fit. About 6 runs more than kinds of layers.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

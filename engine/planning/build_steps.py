@@ -4,8 +4,6 @@ Read from the build's tables: the index has sums of groups only, and attention c
 lengths.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path

@@ -5,8 +5,6 @@ programming in a few ms for 160 layers. None considers memory, communication or 
 `engine.planning.bmp` and `engine.planning.search.branch_and_bound` do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -5,8 +5,6 @@ For `python -m engine simulate` and the runtime. A plan holds everything that it
 again. Pure, but for `read_plan` and `write_plan`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import asdict, dataclass, fields

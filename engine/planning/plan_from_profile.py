@@ -4,8 +4,6 @@ For a partition that is already chosen: searched over `profiled_costs`, or run
 (`engine.runtime.profiling.partition_trials`).
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -11,8 +11,6 @@ of all other kinds the least number of one kind is found by bisection; and kind 
 number with which the following kinds can still make it fit, so that no infeasible choice is tried.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numba

@@ -6,8 +6,6 @@ times an average. Ranks are independent: no schedule's memory depends on times.
 memory that can only be measured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

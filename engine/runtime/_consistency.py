@@ -4,8 +4,6 @@ Each rank has its own loader, and only tensors are sent. Loaders that disagree w
 as a message of another size, which ends a process without a word, or not at all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from hashlib import blake2b
 

@@ -5,8 +5,6 @@ micro-batch in flight does not keep its outputs while the later stages run; the 
 them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

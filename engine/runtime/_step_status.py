@@ -3,8 +3,6 @@
 Costs one small message in each pipeline and one between replicas; texts are sent only on failure.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Gives exactly what `engine.cost_model.loads.sample_loads` gives from the counts 
 with any object that has the fields of `loaders.MicroBatch`, images decoded or not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

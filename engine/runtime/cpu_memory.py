@@ -5,8 +5,6 @@ until nobody holds its storage. This slows a step down a few times, so it is for
 training. Buffers inside an operation are not seen.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ all ranks end, one after the other. Through the store at which they met, they te
 rank went first.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

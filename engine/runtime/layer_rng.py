@@ -5,8 +5,6 @@ layer). Then neither the partition, the schedule nor other work of a rank change
 recomputed layer gets the same ones. Costs about 5 us per layer and pass on a CPU.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ its messages and send it theirs. It knows the shapes of both beforehand. So `Sta
 everything that the step holds, receives what comes, and sends zeros until its schedule ends.
 """
 
-from __future__ import annotations
-
 import torch
 from torch.utils._mode_utils import no_dispatch
 

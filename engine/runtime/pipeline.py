@@ -7,8 +7,6 @@ labels on all ranks, so gradients are those of the whole step as one batch; they
 data-parallel replicas once per step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace

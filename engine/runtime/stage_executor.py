@@ -3,8 +3,6 @@
 Also here: `RankLayers`, a rank's part of the model, and `StepResult`, what a rank knows of a step.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

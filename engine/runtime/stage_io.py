@@ -6,8 +6,6 @@ rank gets the micro-batch itself from its own loader, so only computed tensors a
 knows all shapes beforehand, so no shapes are sent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Times of a rank's passes, and offsets between ranks' clocks."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Evaluation of a partition: its simulated time and memory. Pure."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -4,8 +4,6 @@
 only where a rank waited for it: then it arrived when the pass began. Other sends take no time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

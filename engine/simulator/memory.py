@@ -4,8 +4,6 @@ A rank allocates and frees as its own operations run, so live bytes depend on th
 a schedule's peak is known before it is simulated. Outputs that wait at the next rank do not count.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -5,8 +5,6 @@ edges, each with the time that the result travels. Results on one link travel on
 in the order in which they were computed; computing does not wait for sends.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

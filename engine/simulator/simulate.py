@@ -6,8 +6,6 @@ rank has ended the previous one and all results have arrived. 16,384 operations 
 this and agrees to the last nanosecond.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numba

@@ -6,8 +6,6 @@ losses are those of any other choice. A later step that needs more memory is rep
 layer recomputed, and the next choice is made for that step too.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Figures of a training step over all ranks: a line for people, and one of JSON."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ The one module of `engine` that imports `loaders`: an application where a loader
 trainer. `engine.cli` loads it only when one of its commands is called, because torch takes seconds.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, get_type_hints

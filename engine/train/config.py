@@ -3,8 +3,6 @@
 Each field is one option of the command line; its help text documents it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Start of a rank's process: CUDA's settings, the process group and the device."""
 
-from __future__ import annotations
-
 import os
 
 import torch

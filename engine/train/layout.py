@@ -1,7 +1,5 @@
 """Partition, ranks and schedule of a run, from plan and options: `Layout`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 

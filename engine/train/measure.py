@@ -6,8 +6,6 @@ each (OmniBal 4.2); `evidence.json` has their times. The fastest becomes `plan.j
 recomputed layers as fit. Nothing is trained. Uses the build's first step that has images.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import islice, pairwise
 from pathlib import Path

@@ -3,8 +3,6 @@
 `engine` imports no loader: `engine.train.cli` passes in a function that opens one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -5,8 +5,6 @@ than planning them. Its choice comes with the step, as the note of `SourceStep`:
 `engine.tuning.step_planner.StepNote`. Also here: profiles read for the model that trains.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from math import inf
 from pathlib import Path

@@ -7,8 +7,6 @@ layers evenly. With `--tune`, each step is repacked and gets its own schedule
 or another plan, number of stages and number of replicas.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ stages and find better orders than 120 orders of clusters; on steps small enough
 they nearly always find the best one.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

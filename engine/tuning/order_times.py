@@ -10,8 +10,6 @@ gap. That moves nothing else, so times stay exact, except that features from ano
 not to delay other sends on the same link.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple

@@ -5,8 +5,6 @@ and even FLOPs, for each micro-batch size that fits into memory. Here a sample's
 marginal time in a mean micro-batch by the cost function: additive, but aware of the hardware.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal

@@ -7,8 +7,6 @@ tuning all pipelines. The trainer's extra data, above all the schedule, travels 
 note: so it belongs to that step however early it was planned, also after resuming.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b

@@ -10,8 +10,6 @@ search, 80 with ours, 1,024 samples 60 and 180 (PipeTune: 200 and 1,500;
 `benchmarks/tuner_speed.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal

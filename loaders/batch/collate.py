@@ -5,8 +5,6 @@ changed since would no longer fill them. So each image's size and each clip's le
 with what was counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from operator import sub

@@ -7,8 +7,6 @@ three rows of `position_ids` instead of four. Pure; call it before the tensors m
 because it reads their values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise

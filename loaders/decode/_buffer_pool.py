@@ -6,8 +6,6 @@ they are free. A batch's pixels come back here instead, when the trainer has dro
 that uses them.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import deque
 

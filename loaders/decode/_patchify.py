@@ -4,8 +4,6 @@ For `loaders.decode.pixels`. A module of its own, because numba's runtime takes 
 load, and no other model needs it.
 """
 
-from __future__ import annotations
-
 import numba
 import numpy as np
 from numpy.typing import NDArray

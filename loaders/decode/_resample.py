@@ -5,8 +5,6 @@ beta 5, with the lower of the two rates as its bandwidth. A clip of 30 s takes 1
 to 16 kHz on one core.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from math import gcd
 

@@ -5,8 +5,6 @@ library (the extra `audio`), to the same numbers as `soundfile` would give. Chan
 `loaders.decode._resample` changes the rate.
 """
 
-from __future__ import annotations
-
 from io import BytesIO
 
 import numpy as np

@@ -5,8 +5,6 @@ simplejpeg, where it is installed, makes the same pixels in little more than hal
 the same libjpeg-turbo once for the whole file, without the GIL.
 """
 
-from __future__ import annotations
-
 import struct
 import threading
 from io import BytesIO

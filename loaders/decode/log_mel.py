@@ -6,8 +6,6 @@ silence are filled in, not computed: a clip of 3 s takes a sixth. A clip of 30 s
 core.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import numpy as np

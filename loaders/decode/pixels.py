@@ -8,8 +8,6 @@ processors: bit for bit with `exact=True`, else within `loaders.decode.resize.LE
 Pillow's bicubic filter.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from PIL import Image

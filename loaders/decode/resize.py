@@ -9,8 +9,6 @@ up to version 12; version 13 takes columns first where an image loses far more h
 Where that leaves a hard edge, the order makes up to 31 levels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

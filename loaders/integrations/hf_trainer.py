@@ -8,8 +8,6 @@ loss is divided by the step's `num_loss_tokens`, and the loader's state is in `t
 of every checkpoint.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 

@@ -3,8 +3,6 @@
 A state is plain JSON, the same on every rank, and resumes on any number of ranks and micro-batches.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from balance.errors import ConfigError

@@ -11,8 +11,6 @@ and weight / largest of a pass over the others, which the next epoch continues. 
 twice in an epoch, and none is ever lost.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Sequence

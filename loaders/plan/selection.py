@@ -3,8 +3,6 @@
 For planning, which makes selections, and for the reader. Pure.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

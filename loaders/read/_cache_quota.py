@@ -4,8 +4,6 @@ All processes that use a folder keep one sum of its bytes, in a file that they c
 (`flock`, which ends with its holder). Space is reserved there before anything is written.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -6,8 +6,6 @@ temporary file, which the next process removes. Space is reserved before anythin
 no rights) warns once and stops storing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

@@ -4,8 +4,6 @@ A whole group is returned as it was read, views into the mapped shard. Samples o
 are cut out and joined: tokens are copied, images are not. Safe to call from many threads.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence

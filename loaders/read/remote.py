@@ -5,8 +5,6 @@ goes into the cache. The first process of a machine that needs the index or a ta
 the cache and checks it; the others wait and map the same pages. Without a cache it is in memory.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import struct

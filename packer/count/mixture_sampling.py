@@ -3,8 +3,6 @@
 After counting and before grouping; drawn by the seed alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -3,8 +3,6 @@
 The order makes a build independent of the number of workers; the bound limits its memory.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

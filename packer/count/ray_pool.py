@@ -6,8 +6,6 @@ is the user's: an address in RAY_ADDRESS or an earlier call joins a cluster, els
 machine with `workers` cores.
 """
 
-from __future__ import annotations
-
 import logging
 import pickle
 from collections.abc import Iterator

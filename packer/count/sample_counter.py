@@ -4,8 +4,6 @@ This is the work that the processes of a build share. A chunk is one batch of th
 record that fails becomes a row with a `reason`, so a table has as many rows as the chunk records.
 """
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

@@ -4,8 +4,6 @@ Chunks are numbered through all parts, and each leaves a file of that number. So
 them, and however often it is stopped, the staged samples are the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path

@@ -6,8 +6,6 @@ with the records (`staging/blobs/000012.bin`). `Staging.merge` makes one mapped 
 in which the writers find a sample by its position: its 0-based place among the dataset's records.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

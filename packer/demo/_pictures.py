@@ -4,8 +4,6 @@ Pure, given the generator: the same generator state draws the same pixels (with 
 Pillow and NumPy).
 """
 
-from __future__ import annotations
-
 import random
 import textwrap
 from collections import Counter

@@ -6,8 +6,6 @@ images per sample spread as widely as in real mixtures, because packing is about
 same seed gives the same bytes (with the same versions of Pillow and NumPy).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -5,8 +5,6 @@ Pure, given the generator.
 
 # ruff: noqa: SIM905 - a hundred quoted words are harder to read than one text
 
-from __future__ import annotations
-
 import random
 
 NUMBER_NAMES = "no one two three four five six seven eight nine ten eleven twelve".split()

@@ -3,8 +3,6 @@
 Damaged files are what a person looks for in a build, so an error is a value here.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import warnings

@@ -4,8 +4,6 @@
 page can be sent to someone as it is.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from packer.html_page import render

@@ -4,8 +4,6 @@ Fits 100 columns. Text with a label is in brackets, which survive a pipe, and gr
 colours. Long texts are cut in the middle, with a note; the page shows all.
 """
 
-from __future__ import annotations
-
 from rich.console import Console
 from rich.text import Text
 

@@ -4,8 +4,6 @@ A build holds only its tokenizer's hash. The tokenizer is given again and must h
 text of a wrong one would look right and be wrong.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum

@@ -5,8 +5,6 @@ be of any size. Of a build at a URI, the index and the tables are fetched. Termi
 show the same view.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path

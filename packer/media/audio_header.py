@@ -5,8 +5,6 @@ WAV and FLAC are read here, a few hundred bytes of a file without decoding; othe
 file is found only where less is left than its shortest frames would take.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import BinaryIO
 

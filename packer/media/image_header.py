@@ -5,8 +5,6 @@ orientation, so a photo stored sideways counts with width and height exchanged. 
 tail takes about 0.1 ms; only a file whose tail looks truncated is decoded in full.
 """
 
-from __future__ import annotations
-
 import io
 import warnings
 from dataclasses import dataclass

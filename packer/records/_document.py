@@ -4,8 +4,6 @@ For `packer.records.schemas`. Each becomes one turn with the role `document`. Pu
 says what is wrong with one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from packer.records.media import Media, SampleProblem

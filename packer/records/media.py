@@ -5,8 +5,6 @@ or come with the record (a cell of a Parquet table). The last kind is copied int
 staging folder when it is counted, so that the writers find any file in constant time.
 """
 
-from __future__ import annotations
-
 import io
 from dataclasses import dataclass
 from pathlib import PurePosixPath

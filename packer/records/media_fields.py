@@ -4,8 +4,6 @@ They are paths, bytes, base64 or Hugging Face's structs. For `packer.records.sch
 wrong with a field raises SampleProblem.
 """
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Mapping
 from typing import Any

@@ -4,8 +4,6 @@ A source yields `RawRecord`s exactly as it finds them, damaged ones included.
 `packer.records.schemas` turns each into a `RawSample` or a `Rejected`; none is dropped on the way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

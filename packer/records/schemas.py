@@ -5,8 +5,6 @@ text, a caption and an interleaved document are one turn with the role `document
 is learned.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

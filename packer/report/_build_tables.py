@@ -4,8 +4,6 @@ Reads a finished build (`manifest.json`) or the output of `packer group` (`limit
 is the design's first guarantee: every sample is in exactly one group or rejected.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

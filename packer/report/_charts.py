@@ -4,8 +4,6 @@ Pure: arrays in, SVG out. Shapes have CSS classes (`axis`, `grid`, `mean`, `wait
 name) instead of colours, so the page decides how they look in light, dark and print.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Totals of a build, rejected samples by reason, and when they are too many."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -9,8 +9,6 @@ Loads are those after padding: the baselines pad LLM sequences to their micro-ba
 groups are packed; both concatenate vision patches (see `balance.metrics`).
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any

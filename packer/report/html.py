@@ -3,8 +3,6 @@
 `report.html.j2` holds the text, `report.css` the looks. Pure but for `write_html`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The tables serve the page (`packer.report.html`) too, so that both say the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -10,8 +10,6 @@ added as byte ranges of the tar. A JSON may name its images by their members' na
 from before they were put into the tar.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

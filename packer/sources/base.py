@@ -5,8 +5,6 @@ wherever the chunk is counted. Layouts whose records only a parser finds (JSON, 
 records in the chunk; others a file name and a range. The helpers below are what layouts share.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

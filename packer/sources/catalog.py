@@ -1,7 +1,5 @@
 """Datasets known by name, and what each needs under `--data-root`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rich.console import Console

@@ -4,8 +4,6 @@ A dataset is one part or a mixture of several. A part is found by looking at its
 (`packer.sources.detect`); presets, mixture files and InternVL's meta JSON name several.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

@@ -5,8 +5,6 @@ streams the rows; images and audio stay undecoded. It comes with the extra `hub`
 a second, so that happens only where it is used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path

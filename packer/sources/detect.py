@@ -4,8 +4,6 @@ Of several splits (`datasets`, the Hub, clones of it) the train split is meant, 
 named.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

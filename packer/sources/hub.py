@@ -5,8 +5,6 @@ of the configuration and the split. They are downloaded into the Hub's cache and
 their own format and without another copy. Network access happens in `fetch_files` only.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Mixtures of raw datasets: a TOML file, a preset, or InternVL's meta JSON."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from dataclasses import dataclass, replace

@@ -10,8 +10,6 @@ Parquet is read by pyarrow. Arrow files are memory-mapped by `datasets`, without
 object store, the leading process streams them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

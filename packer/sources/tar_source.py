@@ -6,8 +6,6 @@ files stay where they are, as byte ranges. Compressed tars have no such ranges: 
 them, and the files' contents come with the records.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import IO

@@ -12,8 +12,6 @@ image. Such conversations (one in thousands) take four steps:
 4. the ids of the aliases are mapped back.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cached_property
 

@@ -8,8 +8,6 @@ end-of-sequence token, and all of it is learned. Pure once loaded. The tokenizer
 of the time (0.6 to 1.8 M tokens/s on two cores), so give it batches.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from array import array

@@ -5,8 +5,6 @@ the chat template writes the markup itself, perhaps elsewhere or with a number, 
 its own. Pure, except for `add_markup`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ torch. The rules are those of `PreTrainedTokenizerFast.from_pretrained` (transfo
 after it. InternLM2 ships all of its control tokens that way.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """One token per image or audio file -> as many as the LLM sees, and labels."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ A sample whose files changed since they were counted, or whose PNGs fail their o
 left out by name. A block is packed whole: one by one, the arrays' overhead would exceed the disk's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial

@@ -4,8 +4,6 @@ The plan depends on the counts alone, and a shard on its own groups alone, so an
 processes writes the same bytes. A sample that cannot be packed is rejected; its group is written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise

@@ -7,8 +7,6 @@ begins earlier because another one takes longer: the window's step is a lower bo
 stages is the step itself, to the nanosecond. 4 ns per operation.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import NamedTuple
 

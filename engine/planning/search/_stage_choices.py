@@ -5,8 +5,6 @@ recomputed layers is a window, except those that take at least as long as anothe
 micro-batch. Where ranks have several stages, choices are made for whole partitions.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

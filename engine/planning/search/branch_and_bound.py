@@ -13,8 +13,6 @@ micro-batches 93 layers in 4 stages take .05 s, 125 in 8 some .2 s, 160 in 16 fr
 where micro-batches differ by 15 %, a gap of .4 % remains (benchmarks/partition_speed.py).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

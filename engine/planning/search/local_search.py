@@ -5,8 +5,6 @@ little, until none is better. 0.1 s for 125 layers in 8 stages. The recomputatio
 cached by its layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

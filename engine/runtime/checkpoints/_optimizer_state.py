@@ -4,8 +4,6 @@ Two parts: tensors, such as Adam's moments, and options, such as learning rates.
 has several names and the same state under each, because its layers may move to different ranks.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ A state is written into `step-20.new` and renamed to `step-20` when it is comple
 the states before it stay usable whatever happens. Runs on one rank.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -8,8 +8,6 @@ complete, so after a kill the newest state is usable. A failure on one rank is r
 line: DataError, ConfigError; PeerLost if a rank is lost.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -15,8 +15,6 @@ Running out of memory leaves the queue usable: every message has been sent, rece
 Preparing a send for this costs about 7 us.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Mapping

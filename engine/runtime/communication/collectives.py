@@ -5,8 +5,6 @@ short message; a rank that dies is noticed by its closed connection (`engine.run
 Without torch.distributed, all functions are plain calls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar

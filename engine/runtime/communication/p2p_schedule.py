@@ -3,8 +3,6 @@
 Derived from the same `Program` whose edges the simulator runs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple

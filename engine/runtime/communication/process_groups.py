@@ -4,8 +4,6 @@
 groups are made from the list of all replicas' pipelines, which every rank has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta

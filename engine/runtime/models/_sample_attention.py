@@ -7,8 +7,6 @@ planner counts. The model's own setting is restored after each call, so outside 
 as before.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

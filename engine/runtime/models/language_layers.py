@@ -5,8 +5,6 @@ borders are computed from the micro-batch by the first decoder layer of each sta
 next ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -6,8 +6,6 @@ they will send. It needs no pixels: ranks after the first leave images undecoded
 `decode_images=False`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

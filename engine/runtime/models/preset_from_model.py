@@ -4,8 +4,6 @@ So costs, profiles and plans are of the model that trains. `layers_of` such a pr
 model's layers one by one: what planning calls each of them, and which part it belongs to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

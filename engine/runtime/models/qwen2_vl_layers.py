@@ -5,8 +5,6 @@ tokens follow from the images' grids alone, so each rank computes them from the 
 2409.12191, section 2.1).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ The layers hold the model's own modules. A micro-batch without images passes wit
 its tensors are empty, and nothing is sent.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

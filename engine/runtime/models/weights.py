@@ -6,8 +6,6 @@ whose output is unused) never change and are taken from the model itself. Each w
 rank 0 needs memory for one copy of the model, the others for none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Message times between neighbouring ranks: latency and time per byte."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from statistics import median

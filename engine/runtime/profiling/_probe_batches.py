@@ -5,8 +5,6 @@ Sizes then differ, so that costs can be fitted. For packed micro-batches with th
 same parts.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace

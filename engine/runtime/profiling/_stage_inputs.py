@@ -1,7 +1,5 @@
 """Inputs of a running pipeline's stages, to measure layers singly."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

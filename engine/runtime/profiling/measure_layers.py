@@ -11,8 +11,6 @@ because the second pass goes through the layer again. So `weight_grad_ns` is wha
 the joint pass, unless the schedule separates them (zero bubble).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields

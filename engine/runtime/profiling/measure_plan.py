@@ -5,8 +5,6 @@ trial recomputes as few layers as fit by the profile if all micro-batches were `
 Nothing is trained.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -6,8 +6,6 @@ broadcasts what to run, and finally the result: so all ranks choose the same. Th
 stepped, and gradients are dropped.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 from collections.abc import Callable, Sequence

@@ -7,8 +7,6 @@ dropped. It takes about 6 runs more than there are kinds of layers, of one or a 
 GPU a run costs what its steps cost; on a CPU, where `LiveBytes` counts memory, a few times as much.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Pipelines that use a model temporarily and restore it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain

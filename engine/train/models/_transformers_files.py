@@ -6,8 +6,6 @@ build's, so any build with a preset of these models trains (`llava_1_5`, `intern
 import, so it is imported on demand.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 from collections.abc import Iterator, Mapping

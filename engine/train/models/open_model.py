@@ -4,8 +4,6 @@ Opens the demo model `tiny`, and LLaVA, InternVL and Qwen2-VL of transformers. A
 needs a `LayerStack`, and a preset whose `engine.cost_model.layer_list.layers_of` are its layers.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

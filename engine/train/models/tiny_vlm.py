@@ -5,8 +5,6 @@ token, and a causal LLM over packed samples. Attention runs sample by sample alo
 a GPU, flash attention's varlen functions take the same `cu_seqlens`.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
