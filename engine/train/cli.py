@@ -6,34 +6,22 @@ trainer. `engine.cli` loads it only when one of its commands is called, because 
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar, get_type_hints
 
+import torch
 import torch.distributed as dist
 import typer
 
 from balance.interface.command_line import new_app
-from engine.train.config import MeasureConfig, TrainConfig
+from engine.train.config import MeasureConfig, RunConfig, TrainConfig
 from engine.train.launch import join_ranks
 from engine.train.measure import measure
-from engine.train.step_source import SourceRequest, StepSource
+from engine.train.step_source import OpenSource
 from engine.train.trainer import train
 from loaders import StreamingLoader
 
 Config = TypeVar("Config")
-
-
-def open_loader(request: SourceRequest) -> StepSource:
-    """A loader for a rank's steps."""
-    return StreamingLoader(
-        request.build,
-        dp_rank=request.replica,
-        dp_world_size=request.num_replicas,
-        micro_batches_per_step=request.micro_batches,
-        seed=request.seed,
-        planner=request.planner,
-        device=request.device,
-        decode_images=request.decode_images,
-    )
 
 
 def command(
@@ -57,17 +45,12 @@ def make_app() -> typer.Typer:
     """The program with both commands."""
     app = new_app("engine", "Commands that train, under torchrun.")
     text = "Train a vision-language model as a pipeline, by a plan."
-    app.command("train")(command(TrainConfig, _train, text))
+    app.command("train")(command(TrainConfig, partial(_run, train), text))
     text = "Plan from measurements: profile the layers, run partitions, take the fastest."
-    app.command("measure")(command(MeasureConfig, _measure, text))
+    app.command("measure")(command(MeasureConfig, partial(_run, measure), text))
     return app
 
 
-def _train(config: TrainConfig) -> None:
-    train(config, open_loader, join_ranks(config))
-    dist.destroy_process_group()
-
-
-def _measure(config: MeasureConfig) -> None:
-    measure(config, open_loader, join_ranks(config))
+def _run(work: Callable[[Any, OpenSource, torch.device], None], config: RunConfig) -> None:
+    work(config, StreamingLoader, join_ranks(config))
     dist.destroy_process_group()

@@ -79,12 +79,8 @@ class TrainConfig(RunConfig):
     """Options of `python -m engine train`."""
 
     plan: Annotated[str, _help("plan.json, or auto: layers cut evenly.")] = "auto"
-    borders: Annotated[str | None, _help("First layer of each stage and the end, as 0,20,45.")] = (
-        None
-    )
-    dp: Annotated[int | None, _help("Replicas of the pipeline. Default: the plan's; auto: 1.")] = (
-        None
-    )
+    borders: Annotated[str | None, _help("Stages' first layers and the end, as 0,20,45.")] = None
+    dp: Annotated[int | None, _help("Replicas. Default: the plan's; auto: 1.")] = None
     schedule: Annotated[str | None, _help(f"{_SCHEDULES} Default: the plan's; auto: 1f1b.")] = None
     stages_per_rank: Annotated[
         int | None, _help("For interleaved. Default: the plan's; auto: 1.", least=1)
@@ -105,8 +101,7 @@ class TrainConfig(RunConfig):
     lr: Annotated[float, _help("For random weights; give less for trained ones.")] = 3e-3
     clip: Annotated[float, _help("Largest norm of the gradients; inf: no limit.")] = 1.0
     freeze: Annotated[
-        list[str] | None,
-        _help(f"Part that is not trained, may be repeated: {', '.join(PARTS)}."),
+        list[str] | None, _help(f"Part that is not trained, may be repeated: {', '.join(PARTS)}.")
     ] = None
     tune: Annotated[bool, _help("Repack each step, with a schedule of its own.", "--tune")] = False
     profile: Annotated[Path | None, _help("For --tune and adapt: profile.json of measure.")] = None
@@ -119,9 +114,7 @@ class TrainConfig(RunConfig):
         ),
     ] = None
     effort: Annotated[int, _help("For --tune: limit of the search for an order.")] = 20_000
-    state: Annotated[
-        Path | None, _help("Folder to save in, and to resume from if it has a state.")
-    ] = None
+    state: Annotated[Path | None, _help("Folder to save in, and to resume from.")] = None
     save_every: Annotated[int, _help("Steps between two saves.", least=1)] = 10
     export: Annotated[Path | None, _help("Folder for the trained model of transformers.")] = None
     figures: Annotated[Path | None, _help("File for each step's figures, lines of JSON.")] = None
@@ -155,9 +148,7 @@ class TrainConfig(RunConfig):
                 " them, --encode needs --tune"
             )
         if self.reserve_gib and not adapts:
-            raise ConfigError(
-                "--reserve-gib is for --recompute adapt: give that too, or leave it out"
-            )
+            raise ConfigError("--reserve-gib is for --recompute adapt: give both, or neither")
         if self.memory_gib is not None and not (adapts or self.tune):
             raise ConfigError(
                 "--memory-gib is for --recompute adapt and --tune: give one of them, or plan with"

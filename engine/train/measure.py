@@ -35,7 +35,7 @@ from engine.runtime.stage_io import Batch
 from engine.train.config import MeasureConfig
 from engine.train.launch import is_first_rank
 from engine.train.models.open_model import open_model
-from engine.train.step_source import OpenSource, StepSource, request_steps
+from engine.train.step_source import OpenSource, StepSource, source_options
 
 MOST_STEPS = 17
 """Steps among which one must have load for every phase of the model."""
@@ -45,7 +45,8 @@ def measure(config: MeasureConfig, open_source: OpenSource, device: torch.device
     """Measure, choose, write. All ranks call it; the first one writes."""
     world = [list(range(dist.get_world_size()))]
     # the first rank has the first stage in every partition
-    source = open_source(request_steps(config, world, config.micro_batches_per_step, device))
+    loader_options = source_options(config, world, config.micro_batches_per_step, device)
+    source = open_source(config.build, **loader_options)
     torch.manual_seed(config.seed)  # the same weights on all ranks
     model = open_model(config.model, config.config, source)
     options = PipelineOptions(

@@ -1,19 +1,17 @@
 """`StepSource`: where a run's steps come from, as a protocol.
 
-`engine` imports no loader: `engine.train.cli` passes in a function that opens one.
+`engine` imports no loader: `engine.train.cli` passes in the class of one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from balance.presets import ModelPreset
-from balance.steps.step_planner import StepPlanner
 from engine.runtime.stage_io import Batch
-from engine.train.config import MeasureConfig, TrainConfig
+from engine.train.config import RunConfig
 
 
 class SourceStep(Protocol):
@@ -65,50 +63,27 @@ class StepSource(Protocol):
         """Stop all threads."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceRequest:
-    """Which steps a rank wants."""
-
-    build: str
-    replica: int
-    num_replicas: int
-    micro_batches: int
-    """Micro-batches per step and replica."""
-    seed: int
-    device: torch.device | None
-    """GPU for the micro-batches; None: they stay on the CPU."""
-    decode_images: bool
-    planner: StepPlanner | None = None
+OpenSource = Callable[..., StepSource]
+"""Takes a build and keywords, the fields of `loaders.LoaderConfig`."""
 
 
-OpenSource = Callable[[SourceRequest], StepSource]
-
-
-def request_steps(
-    config: TrainConfig | MeasureConfig,
+def source_options(
+    config: RunConfig,
     pipelines: Sequence[Sequence[int]],
     micro_batches: int,
     device: torch.device,
-    *,
-    planner: StepPlanner | None = None,
-    decode_all: bool = False,
-) -> SourceRequest:
-    """The request of this rank; `pipelines` are the ranks of each replica.
-
-    `decode_all`: decode images also after stage 0, which alone needs pixels otherwise.
-    """
+) -> dict[str, Any]:
+    """Keywords for this rank's source; `pipelines` are the ranks of each replica."""
     rank = dist.get_rank()
     replica = next(number for number, ranks in enumerate(pipelines) if rank in ranks)
-    return SourceRequest(
-        build=config.build,
-        replica=replica,
-        num_replicas=len(pipelines),
-        micro_batches=micro_batches,
-        seed=config.seed,
-        device=device if device.type == "cuda" else None,
-        decode_images=decode_all or pipelines[replica][0] == rank,
-        planner=planner,
-    )
+    return {
+        "dp_rank": replica,
+        "dp_world_size": len(pipelines),
+        "micro_batches_per_step": micro_batches,
+        "seed": config.seed,
+        "device": device if device.type == "cuda" else None,
+        "decode_images": pipelines[replica][0] == rank,  # only stage 0 needs pixels
+    }
 
 
 def endless(source: StepSource) -> Iterator[SourceStep]:

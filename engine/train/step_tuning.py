@@ -17,6 +17,7 @@ from balance.errors import ConfigError
 from engine.cost_model.costs import Costs, frozen_costs
 from engine.cost_model.loads import Loads, sample_loads
 from engine.cost_model.profile_table import FARTHEST, Profile, profiled_costs, read_profile
+from engine.planning.plan import Plan
 from engine.runtime.communication.collectives import world_errors
 from engine.train.config import TrainConfig
 from engine.train.layout import Layout
@@ -27,14 +28,18 @@ from engine.tuning.tune import PartitionedModel, TuneOptions
 
 
 def make_tuner(
-    config: TrainConfig, profile: Profile, layout: Layout, model: PipelineModel, memory: int | None
+    config: TrainConfig, plan: Plan | None, layout: Layout, model: PipelineModel
 ) -> TunedSteps:
-    """Planner that tunes each step by measured costs, for `memory` bytes per rank.
+    """Planner that tunes each step by measured costs, for the memory of a rank.
 
     Micro-batches grow no larger than costs are trusted for, unless the build's own are; those are
     tried all the same. ConfigError if nothing can be encoded ahead though --encode asks for it, or
     if the profile lacks costs of trained layers.
     """
+    memory = config.memory_bytes
+    if memory is None and plan is not None:
+        memory = plan.memory_bytes
+    profile = read_model_profile(config.profile, model)
     cost, borders = partial(costs_of, profile, model.trained), np.array(layout.borders)
     measured = cost(profile.loads)
     encode = config.encode

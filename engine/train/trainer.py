@@ -34,8 +34,8 @@ from engine.train.layout import (
     num_micro_batches,
 )
 from engine.train.models.open_model import TINY, PipelineModel, open_model
-from engine.train.step_source import OpenSource, SourceStep, StepSource, endless, request_steps
-from engine.train.step_tuning import check_same_step, make_tuner, read_model_profile
+from engine.train.step_source import OpenSource, SourceStep, StepSource, endless, source_options
+from engine.train.step_tuning import check_same_step, make_tuner
 from engine.tuning.step_planner import StepNote
 
 
@@ -70,8 +70,8 @@ def make_run(config: TrainConfig, open_source: OpenSource, device: torch.device)
     plan = None if config.plan == "auto" else read_plan(Path(config.plan))
     dp = (plan.parallel.dp if plan else 1) if config.dp is None else config.dp
     pipelines = make_replicas(dist.get_world_size(), dp, plan)
-    request = request_steps(config, pipelines, num_micro_batches(config, plan), device)
-    source = open_source(request)
+    options = source_options(config, pipelines, num_micro_batches(config, plan), device)
+    source = open_source(config.build, **options)
     model = _open_model(config, plan, source, len(pipelines[0]))
     layout = make_layout(config, plan, len(model.stack.layers), pipelines)
     adapter = None
@@ -79,7 +79,10 @@ def make_run(config: TrainConfig, open_source: OpenSource, device: torch.device)
         adapter = RecomputeAdapter(config, plan, layout, model, device)
     if config.tune:
         source.close()
-        source = _open_tuned(config, plan, layout, model, open_source, device)
+        options["planner"] = make_tuner(config, plan, layout, model)
+        # ranks that encode ahead need pixels too
+        options["decode_images"] |= config.encode == "any"
+        source = open_source(config.build, **options)
     # pipeline, optimizer and their state
     pipeline = _make_pipeline(config, layout, model, device)
     trained = [weight for weight in pipeline.parameters() if weight.requires_grad]
@@ -165,30 +168,6 @@ def _open_model(
         apply_plan(plan, model, num_ranks)
     model.freeze(config.freeze or ())
     return model
-
-
-def _open_tuned(
-    config: TrainConfig,
-    plan: Plan | None,
-    layout: Layout,
-    model: PipelineModel,
-    open_source: OpenSource,
-    device: torch.device,
-) -> StepSource:
-    """The same steps, planned by a tuner."""
-    memory = config.memory_bytes
-    if memory is None and plan is not None:
-        memory = plan.memory_bytes
-    profile = read_model_profile(config.profile, model)
-    request = request_steps(
-        config,
-        layout.pipelines,
-        layout.micro_batches,
-        device,
-        planner=make_tuner(config, profile, layout, model, memory),
-        decode_all=config.encode == "any",
-    )
-    return open_source(request)
 
 
 def _make_pipeline(

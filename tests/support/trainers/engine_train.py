@@ -7,10 +7,11 @@ import torch.distributed as dist
 import typer
 
 import engine.cli
-from engine.train.cli import command, open_loader
+from engine.train.cli import command
 from engine.train.config import MeasureConfig, TrainConfig
 from engine.train.measure import measure
 from engine.train.trainer import make_run, run_steps
+from loaders import StreamingLoader
 
 __all__ = ["CPU", "main", "make", "measure_here", "parse", "run_steps"]
 
@@ -41,9 +42,9 @@ def make(config):
     """A run; without ranks that have met, of this process alone."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return make_run(config, open_loader, CPU)
+    return make_run(config, StreamingLoader, CPU)
 
 
 def measure_here(arguments):
     """`measure` on ranks that have met."""
-    measure(parse(arguments, MeasureConfig), open_loader, CPU)
+    measure(parse(arguments, MeasureConfig), StreamingLoader, CPU)
