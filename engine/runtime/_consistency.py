@@ -11,30 +11,38 @@ import torch
 import torch.distributed as dist
 
 from balance.errors import ConfigError
+from engine.runtime.communication.collectives import all_reduce
 from engine.runtime.communication.process_groups import ProcessGroups
-from engine.runtime.errors import peer_errors
-from engine.runtime.stage_io import Batch, TensorSpecs
+from engine.runtime.stage_executor import RankLayers
+from engine.runtime.stage_io import Batch
 from engine.simulator.schedule import Schedule
 
 
-def check_consistent(
-    groups: ProcessGroups, parts: Sequence[tuple[str, bytes]], device: torch.device
+def check_same_step(
+    groups: ProcessGroups,
+    local: RankLayers,
+    schedule: Schedule,
+    batches: Sequence[Batch],
+    normalizer: int,
 ) -> None:
-    """ConfigError on all ranks of a pipeline if any part, (name, content), differs between them.
+    """ConfigError on all ranks of a pipeline if any part of a step differs between them.
 
-    Costs one small message.
+    Micro-batches are compared by their number, sample ids and shapes at the cuts. Costs one small
+    message.
     """
-    hashes = [
-        int.from_bytes(blake2b(value, digest_size=7).digest(), "little") for _, value in parts
-    ]
+    actions = (schedule.kinds, schedule.stages, schedule.micro_batches, schedule.rank_offsets)
+    parts = {
+        "micro-batches": repr([_describe(local, batch) for batch in batches]).encode(),
+        "normalizers": str(normalizer).encode(),
+        "schedules": b"".join(part.astype("<i8").tobytes() for part in actions),
+    }
+    digests = (blake2b(part, digest_size=7).digest() for part in parts.values())
+    hashes = torch.tensor([int.from_bytes(each, "little") for each in digests])
     # maximum and negated minimum in one message
-    both = torch.tensor([*hashes, *(-value for value in hashes)], dtype=torch.int64, device=device)
-    with peer_errors(groups.ranks):
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=groups.pipeline)
-    most, least = both[: len(hashes)].tolist(), (-both[len(hashes) :]).tolist()
-    differing = [
-        name for (name, _), high, low in zip(parts, most, least, strict=True) if high != low
-    ]
+    both = torch.stack([hashes, -hashes]).to(local.device)
+    all_reduce(both, groups.pipeline, dist.ReduceOp.MAX)
+    differs = both.sum(0).tolist()
+    differing = [name for name, spread in zip(parts, differs, strict=True) if spread]
     if differing:
         raise ConfigError(
             f"the ranks {list(groups.ranks)} of a pipeline were given different"
@@ -42,30 +50,13 @@ def check_consistent(
         )
 
 
-def describe_step(
-    schedule: Schedule,
-    batches: Sequence[Batch],
-    normalizer: int,
-    cuts: Sequence[int],
-    specs: TensorSpecs,
-) -> list[tuple[str, bytes]]:
-    """Parts of a step that must be equal on all ranks, for `check_consistent`.
-
-    Micro-batches are described by their number, sample ids and shapes at the cuts.
-    """
-    shapes = [
-        [
-            getattr(batch, "sample_ids", None),
-            *(
-                [(name, spec.shape, str(spec.dtype)) for name, spec in sorted(crossing.items())]
-                for crossing in (specs(cut, batch) for cut in cuts)
-            ),
-        ]
-        for batch in batches
-    ]
-    actions = (schedule.kinds, schedule.stages, schedule.micro_batches, schedule.rank_offsets)
+def _describe(local: RankLayers, batch: Batch) -> list[object]:
+    """Sample ids of a micro-batch, and its tensors at each cut."""
+    crossings = (local.specs(cut, batch) for cut in local.borders[1:-1])
     return [
-        ("micro-batches", repr(shapes).encode()),
-        ("normalizers", str(normalizer).encode()),
-        ("schedules", b"".join(part.astype("<i8").tobytes() for part in actions)),
+        getattr(batch, "sample_ids", None),
+        *(
+            [(name, spec.shape, str(spec.dtype)) for name, spec in sorted(crossing.items())]
+            for crossing in crossings
+        ),
     ]

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.planning.adaptive_recompute import OutOfMemory
+from engine.runtime.communication.collectives import all_reduce
 from engine.runtime.communication.process_groups import ProcessGroups
 from engine.runtime.errors import LossNotFinite, peer_errors
 from engine.runtime.oom_recovery import uncounted
@@ -62,18 +63,16 @@ class StepStatus:
         not finite.
         """
         with uncounted():
-            with peer_errors(self._groups.ranks):
-                dist.all_reduce(self._values, group=self._groups.pipeline)
+            all_reduce(self._values, self._groups.pipeline)
             values = np.asarray(self._values.cpu().numpy(), np.float64)
             losses, actions = np.split(values, [len(self._batches)])
             # losses after a lack of memory come from zeros: not worth reporting
             own = self._out_of_memory(actions) or self._not_finite(losses)
             failures = _of_all_replicas(own, self._groups, self._values.device)
-        stages = sorted({failure.stage for failure in failures if failure.stage is not None})
+        stages = {each.stage for each in failures if each.stage is not None}
         if stages:
-            raise OutOfMemory(
-                stages, [failure.text for failure in failures if failure.stage is not None]
-            )
+            passes = [each.text for each in failures if each.stage is not None]
+            raise OutOfMemory(sorted(stages), passes)
         if failures:
             texts = "; ".join(failure.text for failure in failures)
             raise LossNotFinite(
@@ -110,8 +109,8 @@ def _of_all_replicas(
         return own
     count = torch.tensor(len(own), device=device)
     failures: list[list[_Failure]] = [[] for _ in range(dist.get_world_size(groups.replicas))]
-    with peer_errors(dist.get_process_group_ranks(groups.replicas)):
-        dist.all_reduce(count, group=groups.replicas)
-        if int(count):
+    all_reduce(count, groups.replicas)
+    if int(count):
+        with peer_errors(dist.get_process_group_ranks(groups.replicas)):
             dist.all_gather_object(failures, own, group=groups.replicas)
     return [failure for replica in failures for failure in replica]

@@ -19,10 +19,10 @@ from torch import nn
 
 from balance.errors import ConfigError
 from balance.types import IntArray
-from engine.runtime._consistency import check_consistent, describe_step
+from engine.runtime._consistency import check_same_step
+from engine.runtime.communication.collectives import all_reduce
 from engine.runtime.communication.p2p_schedule import make_p2p_schedule, reordered
 from engine.runtime.communication.process_groups import make_groups, open_links, sum_gradients
-from engine.runtime.errors import peer_errors
 from engine.runtime.layer_rng import LayerRng
 from engine.runtime.oom_recovery import uncounted
 from engine.runtime.stage_executor import RankLayers, StageExecutor, StepResult
@@ -148,10 +148,8 @@ class Pipeline:
             schedule = reordered(schedule, np.asarray(order, np.int64))
         self._check_schedule(schedule)
         if options.check_every_step or not self._checked:
-            cuts = self._local.borders[1:-1]
-            parts = describe_step(schedule, batches, normalizer, cuts, self._local.specs)
             with uncounted():
-                check_consistent(groups, parts, self._local.device)
+                check_same_step(groups, self._local, schedule, batches, normalizer)
             self._checked = True
         rng = None
         if options.dropout_seed is not None:
@@ -170,8 +168,7 @@ class Pipeline:
         begun = result.begun_ns - int(clock_offsets(groups, self._local.device)[groups.rank])
         times = torch.zeros(2, len(schedule), dtype=torch.int64, device=self._local.device)
         times[:, first:last] = torch.from_numpy(begun + np.stack([result.start_ns, result.end_ns]))
-        with peer_errors(groups.ranks):
-            dist.all_reduce(times, group=groups.pipeline)
+        all_reduce(times, groups.pipeline)
         start_ns, end_ns = times.cpu().numpy()
         program = make_p2p_schedule(schedule, self._local.sends_grad, groups.rank).program
         return measured_timeline(program, start_ns, end_ns)
@@ -210,8 +207,7 @@ class Pipeline:
         for weight in self._trained():
             if weight.grad is not None and id(weight) not in counted_elsewhere:
                 total += weight.grad.float().square().sum()
-        with peer_errors(self._groups.ranks):
-            dist.all_reduce(total, group=self._groups.pipeline)
+        all_reduce(total, self._groups.pipeline)
         norm = float(total.sqrt())
         if norm > max_norm:
             for gradient in _gradients(self._trained()):

@@ -8,6 +8,7 @@ knows all shapes beforehand, so no shapes are sent.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -33,9 +34,14 @@ class TensorSpec:
     """Whether a gradient comes back for it, if any layer before the cut is trained."""
 
     @property
+    def num_bytes(self) -> int:
+        """Size of the tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
     def is_empty(self) -> bool:
         """Whether there is nothing to send."""
-        return 0 in self.shape
+        return not self.num_bytes
 
 
 class TensorSpecs(Protocol):

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from balance.types import IntArray
+from engine.runtime.communication.collectives import all_reduce
 from engine.runtime.communication.process_groups import ProcessGroups
 from engine.runtime.errors import peer_errors
 
@@ -62,8 +63,7 @@ def clock_offsets(groups: ProcessGroups, device: torch.device) -> IntArray:
             offsets[rank] = _ask(groups, rank, device)
         elif groups.rank == rank:
             _answer(groups, device)
-    with peer_errors(groups.ranks):
-        dist.all_reduce(offsets, group=groups.pipeline)
+    all_reduce(offsets, groups.pipeline)
     return np.asarray(offsets.cpu().numpy())
 
 

@@ -15,7 +15,6 @@ Running out of memory leaves the queue usable: every message has been sent, rece
 Preparing a send for this costs about 7 us.
 """
 
-import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -162,10 +161,9 @@ class P2PQueue:
         inbox.posted[message] = tensors, works
 
     def _zeros_of(self, spec: TensorSpec) -> Tensor:
-        size = math.prod(spec.shape) * spec.dtype.itemsize
-        if self._zeros is None or len(self._zeros) < size:
-            self._zeros = torch.zeros(size, dtype=torch.uint8, device=self._device)
-        return self._zeros[:size].view(spec.dtype).view(spec.shape)
+        if self._zeros is None or len(self._zeros) < spec.num_bytes:
+            self._zeros = torch.zeros(spec.num_bytes, dtype=torch.uint8, device=self._device)
+        return self._zeros[: spec.num_bytes].view(spec.dtype).view(spec.shape)
 
     def _begin(
         self,

@@ -1,8 +1,8 @@
-"""Work that all ranks do or none: an error on one rank is raised on all of them.
+"""Collectives that name a lost rank, and work that all ranks do or none.
 
-For work outside of passes, such as saved state. An IsobatchError travels to the other ranks as a
-short message; a rank that dies is noticed by its closed connection (`engine.runtime.errors`).
-Without torch.distributed, all functions are plain calls.
+`on_all_ranks` and `on_first_rank` are for work outside of passes, such as saved state: an
+IsobatchError on one rank is raised on all. A rank that dies is noticed by its closed connection
+(`engine.runtime.errors`). Without torch.distributed, all but `all_reduce` are plain calls.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 
 from balance.errors import IsobatchError
 from engine.runtime.errors import peer_errors
@@ -31,10 +32,15 @@ def on_first_rank(work: Callable[[], T]) -> T:
     """`work()` on rank 0 alone; -> its value, or its IsobatchError, on all ranks."""
     if not dist.is_initialized():
         return work()
-    result = [_attempt(work) if dist.get_rank() == 0 else (None, None)]
+    return _unwrap(*broadcast(_attempt(work) if dist.get_rank() == 0 else (None, None)))
+
+
+def broadcast(value: T) -> T:
+    """The first rank's value, on all ranks."""
+    box = [value]
     with world_errors():
-        dist.broadcast_object_list(result, src=0)
-    return _unwrap(*result[0])
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 def gather_objects(value: T) -> list[T]:
@@ -45,6 +51,14 @@ def gather_objects(value: T) -> list[T]:
         with world_errors():
             dist.all_gather_object(found, value)
     return found
+
+
+def all_reduce(
+    values: Tensor, group: dist.ProcessGroup, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> None:
+    """Reduce values over a group in place; PeerLost if one of its ranks is lost."""
+    with peer_errors(dist.get_process_group_ranks(group)):
+        dist.all_reduce(values, op=operation, group=group)
 
 
 @contextmanager

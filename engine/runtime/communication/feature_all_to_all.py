@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -77,15 +77,14 @@ def exchange_features(
     return ReceivedFeatures(features=dict(zip(names, received, strict=True)), link=link)
 
 
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    """A route's permutation and counts, on a device."""
+class _Exchange(NamedTuple):
+    """A route's permutation and counts, on a device; reversed, that of the gradients."""
 
     send_places: Tensor
     send_counts: list[int]
+    travels: bool
     receive_counts: list[int]
     receive_places: Tensor
-    travels: bool
 
     @classmethod
     def of(cls, route: Route, device: torch.device) -> _Exchange:
@@ -93,20 +92,9 @@ class _Exchange:
         return cls(
             torch.from_numpy(tokens.send_places).to(device),
             tokens.send_counts.tolist(),
+            route.travels,
             tokens.receive_counts.tolist(),
             torch.from_numpy(tokens.receive_places).to(device),
-            route.travels,
-        )
-
-    @property
-    def reversed(self) -> _Exchange:
-        """The exchange of the gradients."""
-        return _Exchange(
-            self.receive_places,
-            self.receive_counts,
-            self.send_counts,
-            self.send_places,
-            self.travels,
         )
 
     def run(self, rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -147,7 +135,7 @@ class _AllToAlls(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         returned = [
-            exchange.reversed.run(gradient, ctx.group) if wanted else None
+            _Exchange(*exchange[::-1]).run(gradient, ctx.group) if wanted else None
             for exchange, wanted, gradient in zip(
                 ctx.exchanges, ctx.trained, gradients[1:], strict=True
             )

@@ -50,15 +50,26 @@ def make_p2p_schedule(schedule: Schedule, sends_grad: tuple[bool, ...], rank: in
     for each other.
     """
     _check(schedule)
-    program = _edges(schedule, sends_grad)
+    zeros = np.zeros((schedule.num_stages, schedule.num_micro_batches), np.int64)
+    stages = StageCosts.of_times(zeros, zeros, zeros, np.array(sends_grad))
+    program = make_program(schedule, stages, Encodings(forward_ns=zeros[0], send_ns=zeros[0]))
     simulate(program)
-    incoming, outgoing = _messages_of_rank(program, rank)
-    return P2PSchedule(
-        program=program,
-        incoming=incoming,
-        outgoing=outgoing,
-        messages=_messages_between_ranks(program),
-    )
+    # what a stage keeps from its own forward pass is no message; features encoded ahead are
+    sources = np.repeat(np.arange(len(schedule)), np.diff(program.edge_offsets))
+    between = schedule.stages[sources] != schedule.stages[program.edge_targets]
+    between |= schedule.kinds[sources] == PassKind.ENCODE
+    made = P2PSchedule(program=program, incoming={}, outgoing={}, messages={})
+    edges = sources[between].tolist(), program.edge_targets[between].tolist()
+    ranks = schedule.ranks.tolist()
+    for source, target in zip(*edges, strict=True):
+        message, sender, receiver = Message(source, target), ranks[source], ranks[target]
+        if receiver == rank:
+            made.incoming.setdefault(target, []).append((message, sender))
+        if sender == rank:
+            made.outgoing.setdefault(source, []).append((message, receiver))
+        if sender != receiver:
+            made.messages.setdefault((sender, receiver), []).append(message)
+    return made
 
 
 def reordered(schedule: Schedule, order: IntArray) -> Schedule:
@@ -75,43 +86,6 @@ def reordered(schedule: Schedule, order: IntArray) -> Schedule:
             " micro-batches once"
         )
     return replace(schedule, micro_batches=order[schedule.micro_batches])
-
-
-def _edges(schedule: Schedule, sends_grad: tuple[bool, ...]) -> Program:
-    zeros = np.zeros((schedule.num_stages, schedule.num_micro_batches), np.int64)
-    stages = StageCosts.of_times(zeros, zeros, zeros, np.array(sends_grad))
-    return make_program(schedule, stages, Encodings(forward_ns=zeros[0], send_ns=zeros[0]))
-
-
-def _messages_between_ranks(program: Program) -> dict[Pair, list[Message]]:
-    ranks = program.schedule.ranks.tolist()
-    offsets, targets = program.edge_offsets.tolist(), program.edge_targets.tolist()
-    found: dict[Pair, list[Message]] = {}
-    for source, rank in enumerate(ranks):
-        for target in targets[offsets[source] : offsets[source + 1]]:
-            if ranks[target] != rank:
-                found.setdefault((rank, ranks[target]), []).append(Message(source, target))
-    return found
-
-
-def _messages_of_rank(
-    program: Program, rank: int
-) -> tuple[_MessagesByOperation, _MessagesByOperation]:
-    schedule, ranks = program.schedule, program.schedule.ranks.tolist()
-    sources = np.repeat(np.arange(len(schedule)), np.diff(program.edge_offsets))
-    # what a stage keeps from its own forward pass is no message; features encoded ahead are
-    between = schedule.stages[sources] != schedule.stages[program.edge_targets]
-    between |= schedule.kinds[sources] == PassKind.ENCODE
-    incoming: _MessagesByOperation = {}
-    outgoing: _MessagesByOperation = {}
-    edges = zip(sources[between].tolist(), program.edge_targets[between].tolist(), strict=True)
-    for source, target in edges:
-        message = Message(source, target)
-        if ranks[target] == rank:
-            incoming.setdefault(target, []).append((message, ranks[source]))
-        if ranks[source] == rank:
-            outgoing.setdefault(source, []).append((message, ranks[target]))
-    return incoming, outgoing
 
 
 def _check(schedule: Schedule) -> None:

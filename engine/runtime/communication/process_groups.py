@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from engine.runtime.communication.collectives import all_reduce
 from engine.runtime.errors import peer_errors
 from engine.runtime.stage_io import LayerStack
 
@@ -46,6 +47,16 @@ class ProcessGroups:
     replica: int
     """Position of this process among the replicas."""
     ties: tuple[TiedWeights, ...]
+
+    def send(self, tensor: Tensor, receiver: int) -> None:
+        """Send to a rank of the pipeline over their link, and wait; PeerLost if it is lost."""
+        with peer_errors(self.ranks, self.ranks[receiver]):
+            dist.send(tensor, self.ranks[receiver], group=self.links[self.rank, receiver])
+
+    def receive(self, tensor: Tensor, sender: int) -> None:
+        """Fill a tensor with what `send` sends; PeerLost if that rank is lost."""
+        with peer_errors(self.ranks, self.ranks[sender]):
+            dist.recv(tensor, self.ranks[sender], group=self.links[sender, self.rank])
 
 
 def make_groups(
@@ -99,19 +110,15 @@ def open_links(groups: ProcessGroups, device: torch.device) -> None:
     ranks use their links in different orders and would wait for each other forever. Opening also
     needs GPU memory, which torch may have taken by then.
     """
-    for (sender, receiver), group in sorted(groups.links.items(), key=lambda link: link[0]):
-        if groups.rank in (sender, receiver):
-            token = torch.zeros(1, device=device)
-            other = groups.ranks[receiver if groups.rank == sender else sender]
-            with peer_errors([other], other):
-                if groups.rank == sender:
-                    dist.send(token, other, group=group)
-                else:
-                    dist.recv(token, other, group=group)
+    token = torch.zeros(1, device=device)
+    for sender, receiver in sorted(groups.links):
+        if groups.rank == sender:
+            groups.send(token, receiver)
+        elif groups.rank == receiver:
+            groups.receive(token, sender)
     for whole in (*(tie.group for tie in groups.ties), groups.pipeline, groups.replicas):
         if whole is not None:
-            with peer_errors(dist.get_process_group_ranks(whole)):
-                dist.all_reduce(torch.zeros(1, device=device), group=whole)
+            all_reduce(token, whole)
 
 
 def directions(num_ranks: int, encoder_ranks: Sequence[int] = ()) -> list[Pair]:
@@ -159,8 +166,7 @@ def sum_gradients(
         if len(bucket) > 1:
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         flat = flat.contiguous()
-        with peer_errors(dist.get_process_group_ranks(group)):
-            dist.all_reduce(flat, group=group)
+        all_reduce(flat, group)
         sums = torch.split(flat.view(-1), [gradient.numel() for gradient in bucket])
         for gradient, summed in zip(bucket, sums, strict=True):
             if flat is not gradient:

@@ -1,28 +1,30 @@
-"""One layer with one micro-batch, isolated: time and memory of its passes.
+"""Layers isolated, with one micro-batch: time and memory of their passes.
 
-Its input is detached, and random numbers serve as the output's gradient, so nothing but the layer
-runs. Times are wall-clock on a rank that does nothing else meanwhile; with a GPU they wait for it.
-Bytes are counted in separate passes, because on a CPU counting is slower than what is counted
-(`engine.runtime.cpu_memory`).
+A layer's input is detached, and random numbers serve as its output's gradient, so nothing but the
+layer runs. Times are wall-clock on a rank that does nothing else meanwhile; with a GPU they wait
+for it. Bytes are counted in separate passes, because on a CPU counting is slower than what is
+counted (`engine.runtime.cpu_memory`).
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from engine.runtime.communication.process_groups import ProcessGroups
 from engine.runtime.cpu_memory import LiveBytes
-from engine.runtime.stage_io import Batch, StageTensors, TensorSpec
+from engine.runtime.stage_executor import RankLayers
+from engine.runtime.stage_io import Batch, StageTensors, TensorSpec, check_tensors, samples_text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerTimes:
+class LayerTimes(NamedTuple):
     """Times of one layer and micro-batch, in nanoseconds; 0 where there is no such gradient."""
 
     forward_ns: int
@@ -34,8 +36,7 @@ class LayerTimes:
     """Gradients of the weights alone, after the input's: a second pass through the layer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerBytes:
+class LayerBytes(NamedTuple):
     """Memory of one layer and micro-batch."""
 
     own_bytes: int
@@ -50,112 +51,130 @@ class LayerBytes:
     """Peak of either pass, input included; without weights and their gradients."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IsolatedLayer:
-    """A layer, a micro-batch, and the output of the layer before."""
+@dataclass(frozen=True, slots=True)
+class _IsolatedLayer:
+    """A layer of this rank, a micro-batch, and the output of the layer before."""
 
-    layer: nn.Module
+    local: RankLayers
+    index: int
     batch: Batch
-    given: Mapping[str, Tensor]
-    specs: Mapping[str, TensorSpec]
-    """Specs of `given`."""
-    has_gradient: bool
-    """Whether a gradient goes to the layer before."""
-    device: torch.device
-    context: Callable[[], AbstractContextManager[object]]
-    """Context of the forward pass."""
+    given: StageTensors
+
+    def __post_init__(self) -> None:
+        where = f"the output of layer {self.index - 1} ({samples_text(self.batch)})"
+        check_tensors(self.given, self.specs, where)
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Specs of `given`."""
+        return self.local.specs(self.index, self.batch) if self.index else {}
 
     @property
     def weights(self) -> list[nn.Parameter]:
         """Trained parameters."""
-        return [weight for weight in self.layer.parameters() if weight.requires_grad]
+        layer = self.local.layers[self.index]
+        return [weight for weight in layer.parameters() if weight.requires_grad]
 
     def leaves(self) -> StageTensors:
         """The input as leaves of the graph, as at the beginning of a stage."""
+        has_gradient = self.local.has_gradient(self.index)
         return {
-            name: self.given[name]
-            .detach()
-            .requires_grad_(self.has_gradient and spec.differentiable)
+            name: self.given[name].detach().requires_grad_(has_gradient and spec.differentiable)
             for name, spec in self.specs.items()
         }
 
     def forward(self, inputs: StageTensors) -> StageTensors:
         """The forward pass."""
-        with self.context():
-            outputs: StageTensors = self.layer(inputs, self.batch)
+        with self.local.context():
+            outputs: StageTensors = self.local.layers[self.index](inputs, self.batch)
         return outputs
 
-
-def layer_times(layer: IsolatedLayer) -> tuple[LayerTimes, StageTensors]:
-    """Run all passes of a layer once; -> their times, and its output. Adds to weight gradients."""
-    leaves, begun = layer.leaves(), _now(layer.device)
-    outputs = layer.forward(leaves)
-    forward_ns = _now(layer.device) - begun
-    inputs = _with_gradient(leaves)
-    backward_ns = input_ns = weight_ns = 0
-    if inputs or layer.weights:
-        backward_ns = _backward_ns(layer, outputs, [*inputs, *layer.weights])
-        input_ns, weight_ns = (backward_ns, 0) if inputs else (0, backward_ns)
-    if inputs and layer.weights:
-        leaves = layer.leaves()
-        again = layer.forward(leaves)
-        input_ns = _backward_ns(layer, again, _with_gradient(leaves), keep=True)
-        weight_ns = _backward_ns(layer, again, layer.weights)
-    found = LayerTimes(
-        forward_ns=forward_ns,
-        backward_ns=backward_ns,
-        input_grad_ns=input_ns,
-        weight_grad_ns=weight_ns,
-    )
-    return found, {name: tensor.detach() for name, tensor in outputs.items()}
+    @torch.no_grad()
+    def output(self) -> StageTensors:
+        """The output, without a graph."""
+        return self.forward(self.leaves())
 
 
-def times_in_passes(
-    layers: Sequence[Callable[[StageTensors], IsolatedLayer]], given: StageTensors
+def stage_inputs(local: RankLayers, groups: ProcessGroups, batch: Batch) -> dict[int, StageTensors]:
+    """Inputs of this rank's stages: a micro-batch passes the whole model, forward only."""
+    inputs: dict[int, StageTensors] = {}
+    tensors: StageTensors = {}
+    for stage in range(len(local.borders) - 1):
+        tensors = _pass_on(local, groups, stage, batch, tensors)
+        if stage % len(groups.ranks) == groups.rank:
+            inputs[stage] = tensors
+            for index in local.stage_layers(stage):
+                tensors = _IsolatedLayer(local, index, batch, tensors).output()
+    return inputs
+
+
+def _pass_on(
+    local: RankLayers, groups: ProcessGroups, stage: int, batch: Batch, made: StageTensors
+) -> StageTensors:
+    """A stage's input, on its rank; the rank of the stage before sends it."""
+    sender, receiver = (stage - 1) % len(groups.ranks), stage % len(groups.ranks)
+    if not stage or sender == receiver or groups.rank not in (sender, receiver):
+        return made
+    tensors: StageTensors = {}
+    for name, spec in sorted(local.specs(local.borders[stage], batch).items()):
+        if groups.rank == receiver:
+            tensors[name] = torch.empty(spec.shape, dtype=spec.dtype, device=local.device)
+        if spec.is_empty:
+            continue
+        if groups.rank == receiver:
+            groups.receive(tensors[name], sender)
+        else:
+            groups.send(made[name].to(spec.dtype).contiguous(), receiver)
+    return tensors
+
+
+def stage_times(
+    local: RankLayers, stage: int, batch: Batch, given: StageTensors, *, together: bool
 ) -> list[LayerTimes]:
-    """`LayerTimes` of successive layers, each pass through all of them before the next begins.
+    """Times of a stage's layers; adds to weight gradients.
 
-    So caches are as cold as in training, which matters on CPUs. The activations of all layers are
-    held meanwhile.
+    `together`: each pass runs through all layers before the next begins, so caches are as cold as
+    in training, which matters on CPUs. The activations of all layers are held meanwhile.
     """
-    # both gradients in one pass
-    done, forward_ns = _forward_through(layers, given)
-    joint_ns = [
-        _backward_ns(layer, outputs, [*inputs, *layer.weights])
-        for layer, inputs, outputs in _popped(done)
-    ]
-    # first those of all inputs, then those of all weights
-    done, _ = _forward_through(layers, given)
-    input_ns = [
-        _backward_ns(layer, outputs, inputs, keep=True) if inputs else 0
-        for layer, inputs, outputs in reversed(done)
-    ]
-    weight_ns = [_backward_ns(layer, outputs, layer.weights) for layer, _, outputs in _popped(done)]
-    backwards = list(zip(joint_ns, input_ns, weight_ns, strict=True))[::-1]
-    return [
-        LayerTimes(
-            forward_ns=forward, backward_ns=joint, input_grad_ns=of_input, weight_grad_ns=of_weights
-        )
-        for forward, (joint, of_input, of_weights) in zip(forward_ns, backwards, strict=True)
-    ]
+    layers, tensors = local.stage_layers(stage), given
+    times: list[LayerTimes] = []
+    for indices in [layers] if together else [range(index, index + 1) for index in layers]:
+        # both gradients in one pass
+        done, forward_ns = _forward_through(local, indices, batch, tensors)
+        joint_ns = [
+            _backward_ns(layer, outputs, [*inputs, *layer.weights])
+            for layer, inputs, outputs in _popped(done)
+        ]
+        # first those of all inputs, then those of all weights
+        done, _ = _forward_through(local, indices, batch, tensors)
+        tensors = {name: tensor.detach() for name, tensor in done[-1][-1].items()}
+        input_ns = [
+            _backward_ns(layer, outputs, inputs, keep=True) if layer.weights else joint
+            for (layer, inputs, outputs), joint in zip(reversed(done), joint_ns, strict=True)
+        ]
+        weight_ns = [
+            _backward_ns(layer, outputs, layer.weights) for layer, _, outputs in _popped(done)
+        ]
+        times += map(LayerTimes, forward_ns, joint_ns[::-1], input_ns[::-1], weight_ns[::-1])
+    return times
 
 
-_Forwarded = tuple[IsolatedLayer, list[Tensor], StageTensors]
+_Forwarded = tuple[_IsolatedLayer, list[Tensor], StageTensors]
 """A layer after its forward pass: its inputs that get a gradient, and its output."""
 
 
 def _forward_through(
-    layers: Sequence[Callable[[StageTensors], IsolatedLayer]], given: StageTensors
+    local: RankLayers, indices: Sequence[int], batch: Batch, given: StageTensors
 ) -> tuple[list[_Forwarded], list[int]]:
     """(layers after their forward passes, times of these)."""
     done: list[_Forwarded] = []
     times: list[int] = []
     tensors = given
-    for make in layers:
-        layer = make(tensors)
-        leaves, begun = layer.leaves(), _now(layer.device)
+    for index in indices:
+        layer = _IsolatedLayer(local, index, batch, tensors)
+        leaves, begun = layer.leaves(), _now(local.device)
         outputs = layer.forward(leaves)
-        times.append(_now(layer.device) - begun)
+        times.append(_now(local.device) - begun)
         done.append((layer, _with_gradient(leaves), outputs))
         tensors = {name: tensor.detach() for name, tensor in outputs.items()}
     return done, times
@@ -167,9 +186,21 @@ def _popped(done: list[_Forwarded]) -> Iterator[_Forwarded]:
         yield done.pop()
 
 
-def layer_bytes(layer: IsolatedLayer) -> LayerBytes:
-    """Count memory during a layer's passes. Its weights must have gradients already."""
-    with _meter(layer.device) as meter:
+def stage_bytes(
+    local: RankLayers, stage: int, batch: Batch, given: StageTensors
+) -> list[LayerBytes]:
+    """Memory of a stage's layers, one after the other. Weights must have gradients already."""
+    found, tensors = [], given
+    for index in local.stage_layers(stage):
+        layer = _IsolatedLayer(local, index, batch, tensors)
+        found.append(_layer_bytes(layer))
+        tensors = layer.output()
+    return found
+
+
+def _layer_bytes(layer: _IsolatedLayer) -> LayerBytes:
+    """Count memory during a layer's passes."""
+    with _meter(layer.local.device) as meter:
         inputs = _copies(layer)
         given = _storages(inputs)
         meter.restart()
@@ -183,7 +214,7 @@ def layer_bytes(layer: IsolatedLayer) -> LayerBytes:
         del made
         live, held_input, held_output = meter.live_bytes, _live_bytes(given), _live_bytes(outputs)
         del nodes
-        if layer.weights or layer.has_gradient:
+        if layer.weights or layer.local.has_gradient(layer.index):
             # here the output lives through the backward pass; in a step only its needed part does
             peak = max(peak, _backward_peak(layer, meter) - (made_bytes - held_output))
     return LayerBytes(
@@ -195,7 +226,7 @@ def layer_bytes(layer: IsolatedLayer) -> LayerBytes:
     )
 
 
-def _backward_peak(layer: IsolatedLayer, meter: _CudaMeter | LiveBytes) -> int:
+def _backward_peak(layer: _IsolatedLayer, meter: _CudaMeter | LiveBytes) -> int:
     inputs = _copies(layer)
     made = layer.forward(inputs)
     inputs.clear()
@@ -207,21 +238,21 @@ def _backward_peak(layer: IsolatedLayer, meter: _CudaMeter | LiveBytes) -> int:
     return meter.peak_bytes
 
 
-def _copies(layer: IsolatedLayer) -> StageTensors:
+def _copies(layer: _IsolatedLayer) -> StageTensors:
     """Copies of the input that are no leaves: so it shows who holds them."""
     return {name: leaf.clone() for name, leaf in layer.leaves().items()}
 
 
 def _backward_ns(
-    layer: IsolatedLayer, made: StageTensors, targets: Sequence[Tensor], *, keep: bool = False
+    layer: _IsolatedLayer, made: StageTensors, targets: Sequence[Tensor], *, keep: bool = False
 ) -> int:
     outputs = _with_gradient(made)
     if not outputs or not targets:
         return 0
     gradients = _output_gradients(outputs)
-    begun = _now(layer.device)
+    begun = _now(layer.local.device)
     torch.autograd.backward(outputs, gradients, inputs=list(targets), retain_graph=keep)
-    return _now(layer.device) - begun
+    return _now(layer.local.device) - begun
 
 
 def _with_gradient(tensors: StageTensors) -> list[Tensor]:

@@ -13,8 +13,7 @@ the joint pass, unless the schedule separates them (zero bubble).
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
-from functools import partial
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,30 +26,29 @@ from balance.types import IntArray
 from engine.cost_model.costs import Costs
 from engine.cost_model.loads import Loads
 from engine.cost_model.profile_table import Profile, make_profile
+from engine.runtime.communication.collectives import all_reduce
 from engine.runtime.communication.process_groups import ProcessGroups
 from engine.runtime.errors import peer_errors
 from engine.runtime.layer_rng import preserve_rng
 from engine.runtime.pipeline import Pipeline
-from engine.runtime.profiling._links import barrier, link_times
-from engine.runtime.profiling._stage_inputs import isolate, stage_inputs
+from engine.runtime.profiling._links import barrier, message_times
 from engine.runtime.profiling.layer_timing import (
     LayerBytes,
     LayerTimes,
-    layer_bytes,
-    layer_times,
-    times_in_passes,
+    stage_bytes,
+    stage_inputs,
+    stage_times,
 )
 from engine.runtime.stage_executor import RankLayers
 from engine.runtime.stage_io import Batch, StageTensors
 
-_TIMES = tuple(f.name for f in fields(LayerTimes))
-_BYTES = tuple(f.name for f in fields(LayerBytes))
+_OF_PASSES = (*LayerTimes._fields, *LayerBytes._fields)
 _OF_LAYERS = ("state_bytes", "param_counts", "is_trained")
 ADAM_MOMENTS = 2
 """Optimizer tensors as large as each trained parameter."""
 
 _Tables = dict[str, IntArray]
-"""`_TIMES` and `_BYTES` (layers, micro_batches), `_OF_LAYERS` (layers,)."""
+"""`_OF_PASSES` (layers, micro_batches), `_OF_LAYERS` (layers,)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +59,6 @@ class MeasureOptions:
     """Runs of each layer; the first warms up, the median of the others counts."""
     apart: bool = False
     """Whether the schedule computes the gradients of weights separately."""
-    together: bool | None = None
-    """Whether ranks measure at once, not one after the other; None: on CPUs."""
 
     def __post_init__(self) -> None:
         if self.repeats < 2:
@@ -106,14 +102,12 @@ def measure_layers(
     _check(local, batches, loads, labels)
     options = options or MeasureOptions()
     # measure
-    together = local.device.type == "cpu" if options.together is None else options.together
     with _preserve_gradients(local.layers.values()), preserve_rng(local.device):
-        tables = _measure(local, groups, batches, options.repeats, together=together)
+        tables = _measure(local, groups, batches, options.repeats)
     layers = range(len(kinds))
     sent = np.array(
         [[_sent_bytes(local, index, batch) for batch in batches] for index in layers], np.int64
     )
-    link = link_times(groups, int(sent.max(initial=0)), local.device)
     # one cost per kind
     parts = _split_kinds(names, kinds, tables, local.first_trained)
     columns = _columns(tables, local.first_trained, apart=options.apart)
@@ -122,7 +116,7 @@ def measure_layers(
         kinds=parts,
         **{name: _equal_per_kind(values, parts, name) for name, values in columns.items()},
         sent_bytes=sent,
-        send_ns=link.message_ns(sent),
+        send_ns=message_times(groups, sent, local.device),
         state_bytes=tables["state_bytes"],
         param_counts=tables["param_counts"],
         sends_grad=np.arange(len(kinds)) >= local.first_trained,
@@ -157,45 +151,36 @@ def _preserve_gradients(layers: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _measure(
-    local: RankLayers,
-    groups: ProcessGroups,
-    batches: Sequence[Batch],
-    repeats: int,
-    *,
-    together: bool,
+    local: RankLayers, groups: ProcessGroups, batches: Sequence[Batch], repeats: int
 ) -> _Tables:
-    """Tables of all ranks' layers."""
-    shape = local.borders[-1], len(batches)
-    tables: _Tables = {name: np.zeros(shape, np.int64) for name in (*_TIMES, *_BYTES)}
-    tables |= {name: np.zeros(shape[0], np.int64) for name in _OF_LAYERS}
+    """Tables of all ranks' layers. Ranks measure at once on CPUs, one after the other on GPUs."""
+    together, num_layers = local.device.type == "cpu", local.borders[-1]
+    of_passes = np.zeros((num_layers, len(batches), len(_OF_PASSES)), np.int64)
+    of_layers = np.zeros((num_layers, len(_OF_LAYERS)), np.int64)
     for index, layer in local.layers.items():
-        _record_weights(tables, index, layer)
+        of_layers[index] = _weights(layer)
     for number, batch in enumerate(batches):
         inputs = stage_inputs(local, groups, batch)
-        for rank in range(len(groups.ranks)):
+        for rank in range(1 if together else len(groups.ranks)):
             barrier(groups, local.device)
             if together or rank == groups.rank:
                 for stage, given in inputs.items():
                     found = [
-                        _stage_times(local, stage, batch, given, together=together)
+                        stage_times(local, stage, batch, given, together=together)
                         for _ in range(repeats)
                     ]
-                    _record_times(local, stage, found, tables, number)
-                    _record_bytes(local, stage, batch, given, tables, number)
-            if together:
-                _compute_until_all_are_done(local, groups, batch, inputs)
-                break
-    return _sum_over_ranks(tables, groups, local.device)
-
-
-def _sum_over_ranks(tables: _Tables, groups: ProcessGroups, device: torch.device) -> _Tables:
-    """Join tables in which each rank has filled in its own layers."""
-    flat = torch.from_numpy(np.concatenate([table.ravel() for table in tables.values()])).to(device)
-    with peer_errors(groups.ranks):
-        dist.all_reduce(flat, group=groups.pipeline)
-    ends = np.cumsum([table.size for table in tables.values()])[:-1]
-    parts = zip(tables.items(), np.split(flat.cpu().numpy(), ends), strict=True)
-    return {name: part.reshape(table.shape) for (name, table), part in parts}
+                    times = np.rint(np.median(found[1:], axis=0))  # (layers, times)
+                    sizes = stage_bytes(local, stage, batch, given)
+                    of_passes[local.stage_layers(stage), number] = np.hstack([times, sizes])
+        if together:
+            _compute_until_all_are_done(local, groups, batch, inputs)
+    # each rank has filled in its own layers
+    for table in (of_passes, of_layers):
+        values = torch.from_numpy(table).to(local.device)
+        all_reduce(values, groups.pipeline)
+        table[:] = values.cpu().numpy()
+    columns = np.moveaxis(of_passes, -1, 0)
+    return dict(zip((*_OF_PASSES, *_OF_LAYERS), (*columns, *of_layers.T), strict=True))
 
 
 def _compute_until_all_are_done(
@@ -208,66 +193,26 @@ def _compute_until_all_are_done(
         assert done is not None
         while not done.is_completed():
             for stage, given in inputs.items():
-                _stage_times(local, stage, batch, given, together=True)
+                stage_times(local, stage, batch, given, together=True)
         done.wait()
 
 
-def _stage_times(
-    local: RankLayers, stage: int, batch: Batch, given: StageTensors, *, together: bool
-) -> list[LayerTimes]:
-    """Times of a stage's layers."""
-    if together:
-        return times_in_passes(
-            [partial(isolate, local, index, batch) for index in local.stage_layers(stage)], given
-        )
-    times, tensors = [], given
-    for index in local.stage_layers(stage):
-        found, tensors = layer_times(isolate(local, index, batch, tensors))
-        times.append(found)
-    return times
-
-
-def _record_weights(tables: _Tables, index: int, layer: nn.Module) -> None:
+def _weights(layer: nn.Module) -> tuple[int, int, bool]:
+    """`_OF_LAYERS` of a layer."""
     weights = list(layer.parameters())
-    trained = [weight for weight in weights if weight.requires_grad]
-    trained_bytes = sum(weight.nbytes for weight in trained)
-    tables["param_counts"][index] = sum(weight.numel() for weight in weights)
-    tables["state_bytes"][index] = (
-        sum(weight.nbytes for weight in weights) + (1 + ADAM_MOMENTS) * trained_bytes
+    trained_bytes = [weight.nbytes for weight in weights if weight.requires_grad]
+    return (
+        sum(weight.nbytes for weight in weights) + (1 + ADAM_MOMENTS) * sum(trained_bytes),
+        sum(weight.numel() for weight in weights),
+        bool(trained_bytes),
     )
-    tables["is_trained"][index] = bool(trained)
-
-
-def _record_times(
-    local: RankLayers, stage: int, found: list[list[LayerTimes]], tables: _Tables, number: int
-) -> None:
-    """Record the medians of all repetitions but the first."""
-    every = np.array([[list(asdict(layer).values()) for layer in repeat] for repeat in found[1:]])
-    middle = np.rint(np.median(every, axis=0)).astype(np.int64)  # (layers, times)
-    indices = slice(local.borders[stage], local.borders[stage + 1])
-    for name, row in zip(_TIMES, middle.T, strict=True):
-        tables[name][indices, number] = row
-
-
-def _record_bytes(
-    local: RankLayers, stage: int, batch: Batch, given: StageTensors, tables: _Tables, number: int
-) -> None:
-    """Record the memory of a stage's layers, one alone after the other."""
-    tensors = given
-    for index in local.stage_layers(stage):
-        layer = isolate(local, index, batch, tensors)
-        for name, value in asdict(layer_bytes(layer)).items():
-            tables[name][index, number] = value
-        with torch.no_grad():
-            tensors = layer.forward(layer.leaves())
 
 
 def _sent_bytes(local: RankLayers, index: int, batch: Batch) -> int:
     """Size of a layer's output for the next one; 0 for the last."""
     if index + 1 == local.borders[-1]:
         return 0
-    specs = local.specs(index + 1, batch).values()
-    return sum(int(np.prod(spec.shape, dtype=np.int64)) * spec.dtype.itemsize for spec in specs)
+    return sum(spec.num_bytes for spec in local.specs(index + 1, batch).values())
 
 
 def _split_kinds(
