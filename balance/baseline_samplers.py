@@ -5,13 +5,12 @@ each is a sampler that is really in use:
 
 - `random`: a permutation, cut (Megatron's random sampler);
 - `length_group`: a permutation, cut into windows of 50 micro-batches, each sorted by length,
-  longest first (transformers' `group_by_length`). Little padding, and a step's ranks are near each
-  other in the sorted order;
-- `device_group`: a permutation, cut into mega-batches of one step, each assigned to the ranks by
-  descending length, always to the lightest rank that is not full (LLaVA's length-grouped sampler).
-  Even ranks, much padding;
-- `sorted`: the whole epoch sorted, micro-batches shuffled (the first version of OmniBal). No
-  padding, uneven ranks.
+  longest first (transformers' `group_by_length`): little padding, a step's ranks are similar;
+- `device_group`: a permutation, cut into steps, each assigned to the ranks by descending length,
+  always to the lightest rank that is not full (LLaVA's length-grouped sampler): even ranks, much
+  padding;
+- `sorted`: the whole epoch sorted, micro-batches shuffled (OmniBal's first version): no padding,
+  uneven ranks.
 
 All return int64 sample indices of shape (steps, dp, batch_size), -1 where there is no sample.
 Seeded. Every sample comes at most once; those that do not fill the last step (fewer than dp *
@@ -35,21 +34,17 @@ Sampler = Callable[[IntArray, int, int, int], IntArray]
 """(lengths, dp, batch_size, seed) -> batches; the signature of every sampler below."""
 
 
-def random_batches(
-    lengths: IntArray, dp: int, batch_size: int = BATCH_SIZE, seed: int = 0
-) -> IntArray:
+def random_batches(lengths: IntArray, dp: int, batch_size: int, seed: int) -> IntArray:
     """Micro-batches of a random permutation; of `lengths` only the number of samples matters.
 
-    >>> batches = random_batches(np.array([5, 9, 7, 3, 6, 8, 2]), dp=3, batch_size=2)
+    >>> batches = random_batches(np.array([5, 9, 7, 3, 6, 8, 2]), dp=3, batch_size=2, seed=0)
     >>> batches.shape, len(set(batches.ravel().tolist()))  # one of the seven does not fill a step
     ((1, 3, 2), 6)
     """
     return _whole_steps(lengths, dp, batch_size, seed).reshape(-1, dp, batch_size)
 
 
-def length_grouped_batches(
-    lengths: IntArray, dp: int, batch_size: int = BATCH_SIZE, seed: int = 0
-) -> IntArray:
+def length_grouped_batches(lengths: IntArray, dp: int, batch_size: int, seed: int) -> IntArray:
     """Micro-batches of like lengths, within random windows of `LENGTH_WINDOW` micro-batches."""
     drawn = _whole_steps(lengths, dp, batch_size, seed)
     window = np.arange(len(drawn)) // (LENGTH_WINDOW * batch_size)
@@ -57,20 +52,15 @@ def length_grouped_batches(
     return drawn[order].reshape(-1, dp, batch_size)
 
 
-def device_grouped_batches(
-    lengths: IntArray, dp: int, batch_size: int = BATCH_SIZE, seed: int = 0
-) -> IntArray:
+def device_grouped_batches(lengths: IntArray, dp: int, batch_size: int, seed: int) -> IntArray:
     """Steps of random samples, assigned to ranks for even sums; O(samples * dp), vectorised."""
     steps = _whole_steps(lengths, dp, batch_size, seed).reshape(-1, dp * batch_size)
     longest_first = np.argsort(-_length_of(steps, lengths), axis=1, kind="stable")
     steps = np.take_along_axis(steps, longest_first, axis=1)
     batches = np.full((len(steps), dp, batch_size), -1, np.int64)
-    load = np.zeros((len(steps), dp), np.int64)
-    taken = np.zeros((len(steps), dp), np.int64)
-    step = np.arange(len(steps))
-    full = np.iinfo(np.int64).max
-    for place in range(dp * batch_size):
-        sample = steps[:, place]
+    load, taken = np.zeros((2, len(steps), dp), np.int64)
+    step, full = np.arange(len(steps)), np.iinfo(np.int64).max
+    for sample in steps.T:
         rank = np.where(taken < batch_size, load, full).argmin(axis=1)  # the lowest rank wins a tie
         batches[step, rank, taken[step, rank]] = sample
         load[step, rank] += _length_of(sample, lengths)
@@ -78,9 +68,7 @@ def device_grouped_batches(
     return batches
 
 
-def sorted_batches(
-    lengths: IntArray, dp: int, batch_size: int = BATCH_SIZE, seed: int = 0
-) -> IntArray:
+def sorted_batches(lengths: IntArray, dp: int, batch_size: int, seed: int) -> IntArray:
     """Micro-batches of neighbours in the whole epoch sorted by length, in random order."""
     drawn = _whole_steps(lengths, dp, batch_size, seed)
     longest_first = np.argsort(-_length_of(drawn, lengths), kind="stable")

@@ -39,13 +39,18 @@ def check_options(config: Any) -> None:
         value = getattr(config, name)
         if get_origin(hint) is Literal and value not in get_args(hint):
             raise ConfigError(f"{name} is {value!r}: use one of {', '.join(get_args(hint))}")
-        if not isinstance(value, int | float) or (option.least, option.most) == (-inf, inf):
-            continue
-        if not option.least <= value <= option.most:
-            allowed = f"in {option.least:,}..{option.most:,}"
-            if option.most == inf:
-                allowed = f"at least {option.least:,}"
+        if isinstance(value, int | float) and not option.least <= value <= option.most:
+            least, most = f"{option.least:,}", f"{option.most:,}"
+            allowed = f"at least {least}" if option.most == inf else f"in {least}..{most}"
             raise ConfigError(f"{name} is {value}; it must be {allowed}")
+
+
+def check_positive(config: Any) -> None:
+    """ConfigError unless every number of a config dataclass is greater than 0."""
+    values = {f.name: getattr(config, f.name) for f in fields(config)}
+    wrong = [f"{k} = {v}" for k, v in values.items() if type(v) in (int, float) and v <= 0]
+    if wrong:
+        raise ConfigError(f"{', '.join(wrong)}: must be greater than 0")
 
 
 def config_root() -> Path:
@@ -65,17 +70,14 @@ def build_config(kind: type[Config], values: dict[str, Any], *, where: str) -> C
     Unknown keys, missing keys and values of the wrong type are errors that name `where`.
     """
     known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
-    unknown = sorted(set(values) - set(known))
-    if unknown:
+    if unknown := sorted(set(values) - set(known)):
         raise ConfigError(
             f"{where}: unknown key {', '.join(unknown)}; known: {', '.join(sorted(known))}"
         )
     required = [f.name for f in known.values() if f.default is f.default_factory is MISSING]
-    missing = [name for name in required if name not in values]
-    if missing:
+    if missing := [name for name in required if name not in values]:
         raise ConfigError(f"{where}: missing key {', '.join(missing)}")
-    frozen = {name: _frozen(value) for name, value in values.items()}
-    hints = get_type_hints(kind)
+    frozen, hints = {name: _frozen(value) for name, value in values.items()}, get_type_hints(kind)
     for name, value in frozen.items():
         if not _fits(value, hints[name]):
             raise ConfigError(f"{where}: {name} is {value!r}, but should be {_text(hints[name])}")
@@ -117,10 +119,11 @@ def read_preset(kind: str, name: str, extended_by: tuple[str, ...] = ()) -> dict
         )
     values = _parse_toml(path, str(path))
     values.setdefault("name", path.stem)
-    base_name = values.pop("extends", None)
-    if base_name is None:
+    if (base_name := values.pop("extends", None)) is None:
         return values
-    return _overlay(read_preset(kind, base_name, (*extended_by, name)), values)
+    base = read_preset(kind, base_name, (*extended_by, name))
+    tables = [k for k, v in values.items() if isinstance(v, dict) and isinstance(base.get(k), dict)]
+    return base | values | {key: {**base[key], **values[key]} for key in tables}
 
 
 def _parse_toml(path: Path, where: str) -> dict[str, Any]:
@@ -128,14 +131,6 @@ def _parse_toml(path: Path, where: str) -> dict[str, Any]:
         return tomllib.loads(path.read_text("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where}: not valid TOML: {error}") from None
-
-
-def _overlay(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in values.items():
-        nested = isinstance(value, dict) and isinstance(base.get(key), dict)
-        merged[key] = {**base[key], **value} if nested else value
-    return merged
 
 
 def _text(hint: Any) -> str:

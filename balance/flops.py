@@ -89,12 +89,7 @@ class FlopsModel:
     @classmethod
     def of(cls, preset: ModelPreset, speed: GpuSpeed | None = None) -> FlopsModel:
         """The FLOPs of a preset's model; ConfigError if it does not give the model's dimensions."""
-        vit, llm = preset.vit, preset.llm
-        if vit is None or llm is None:
-            raise ConfigError(
-                f"model preset {preset.name} has no [vit] and [llm] tables: add the model's"
-                " dimensions"
-            )
+        vit, llm = preset.dimensions
         return cls(
             name=preset.name,
             vision=preset.vision,

@@ -5,11 +5,11 @@ clusters are `engine.cost_model.clusters`.
 """
 
 from collections import Counter
-from dataclasses import asdict, astuple, dataclass, field, fields
+from dataclasses import asdict, astuple, dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from balance.config import build_config, read_preset
+from balance.config import build_config, check_positive, read_preset
 from balance.errors import ConfigError
 from balance.media.audio_tokens import AudioRule
 
@@ -22,15 +22,9 @@ class PixelRule:
     std: tuple[float, float, float]
 
     def __post_init__(self) -> None:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        wrong = [
-            f"{name} = {value}"
-            for name, value in values.items()
-            if isinstance(value, int | float) and value <= 0 and value is not False
-        ]
-        if wrong or min(self.std) <= 0:
-            text = ", ".join(wrong) or f"std = {list(self.std)}"
-            raise ConfigError(f"{text}: must be greater than 0")
+        check_positive(self)
+        if min(self.std) <= 0:
+            raise ConfigError(f"std = {list(self.std)}: must be greater than 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +73,7 @@ class NativeRule(PixelRule):
 
 VisionRule = FixedRule | TilesRule | AnyresRule | NativeRule
 
-VISION_RULES: dict[str, type[FixedRule | TilesRule | AnyresRule | NativeRule]] = {
+VISION_RULES: dict[str, type[PixelRule]] = {
     "fixed": FixedRule,
     "tiles": TilesRule,
     "anyres": AnyresRule,
@@ -102,10 +96,7 @@ class TransformerShape:
     """Three matrices in the feed-forward part (SwiGLU) instead of two."""
 
     def __post_init__(self) -> None:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        wrong = [f"{k} = {v}" for k, v in values.items() if type(v) is int and v < 1]
-        if wrong:
-            raise ConfigError(f"{', '.join(wrong)}: must be greater than 0")
+        check_positive(self)
 
     @property
     def attention_size(self) -> int:
@@ -178,16 +169,6 @@ class MediaMarkup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageMarkup(MediaMarkup):
-    """What an image becomes in the text."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AudioMarkup(MediaMarkup):
-    """What an audio clip becomes in the text."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPreset:
     """Everything about a model that decides what a sample costs."""
 
@@ -195,38 +176,42 @@ class ModelPreset:
     description: str
     context_len: int
     """LLM positions at most; the longest group that `choose_limits` may propose."""
-    image_markup: ImageMarkup
+    image_markup: MediaMarkup
     vision: VisionRule
     vit: VitShape | None = None
     """Dimensions for FLOPs; a preset without them counts and groups, but predicts no time."""
     llm: LlmShape | None = None
     audio: AudioRule | None = None
     """None for a model without an audio encoder, which has no `audio_markup` either."""
-    audio_markup: AudioMarkup | None = None
+    audio_markup: MediaMarkup | None = None
     audio_encoder: AudioEncoderShape | None = None
 
     def __post_init__(self) -> None:
         if (self.audio is None) != (self.audio_markup is None):
-            tables = ("audio_markup", "audio") if self.audio is None else ("audio", "audio_markup")
+            has, lacks = ("audio_markup", "audio")[:: -1 if self.audio else 1]
             raise ConfigError(
-                f"has [{tables[0]}] but no [{tables[1]}]; give both for a model with audio, else"
-                " neither"
+                f"has [{has}] but no [{lacks}]; give both for a model with audio, else neither"
             )
-        markups = [
-            markup for markup in (self.image_markup, self.audio_markup) if markup is not None
-        ]
+        markups = [self.image_markup, *([self.audio_markup] if self.audio_markup else [])]
         strings = Counter(string for markup in markups for string in astuple(markup))
         for markup in markups:
             if strings[markup.token] > 1:
                 raise ConfigError(
-                    f"the token {markup.token!r} has a second place in the markup; give each its"
-                    " own"
+                    f"the token {markup.token!r} has a second place in the markup; use another"
                 )
 
     @property
     def has_dimensions(self) -> bool:
         """Whether `balance.flops.FlopsModel.of` can predict times for this model."""
         return self.vit is not None and self.llm is not None
+
+    @property
+    def dimensions(self) -> tuple[VitShape, LlmShape]:
+        """Shapes of encoder and LLM; ConfigError if the preset does not give them."""
+        if self.vit is None or self.llm is None:
+            where = f"model preset {self.name}"
+            raise ConfigError(f"{where} has no [vit] and [llm] tables: add the model's dimensions")
+        return self.vit, self.llm
 
     @property
     def vision_unit(self) -> str:
@@ -251,11 +236,12 @@ class DatasetPreset:
     """Image folder -> where to get it, for the message that says what is missing."""
 
 
-_OPTIONAL_TABLES: dict[str, type[TransformerShape] | type[AudioRule] | type[AudioMarkup]] = {
+_TABLES: dict[str, type[TransformerShape | AudioRule | MediaMarkup]] = {
+    "image_markup": MediaMarkup,
     "vit": VitShape,
     "llm": LlmShape,
     "audio": AudioRule,
-    "audio_markup": AudioMarkup,
+    "audio_markup": MediaMarkup,
     "audio_encoder": AudioEncoderShape,
 }
 
@@ -279,15 +265,12 @@ def model_from_dict(values: dict[str, Any]) -> ModelPreset:
     rule = vision.pop("rule", None)
     if rule not in VISION_RULES:
         raise ConfigError(f"{where}: vision.rule is {rule!r}; use one of {', '.join(VISION_RULES)}")
-    markup = values.pop("image_markup", {})
-    parts: dict[str, Any] = {
-        "image_markup": build_config(ImageMarkup, markup, where=f"{where}, [image_markup]"),
-        "vision": build_config(VISION_RULES[rule], vision, where=f"{where}, [vision]"),
-    }
-    for name, kind in _OPTIONAL_TABLES.items():
+    values["vision"] = build_config(VISION_RULES[rule], vision, where=f"{where}, [vision]")
+    values.setdefault("image_markup", {})
+    for name, kind in _TABLES.items():
         if values.get(name) is not None:
-            parts[name] = build_config(kind, values[name], where=f"{where}, [{name}]")
-    return build_config(ModelPreset, values | parts, where=where)
+            values[name] = build_config(kind, values[name], where=f"{where}, [{name}]")
+    return build_config(ModelPreset, values, where=where)
 
 
 def model_to_dict(preset: ModelPreset) -> dict[str, Any]:

@@ -49,12 +49,7 @@ class ActivationBudget:
 
         Raises ConfigError when the preset does not give the model's dimensions.
         """
-        vit, llm = preset.vit, preset.llm
-        if vit is None or llm is None:
-            raise ConfigError(
-                f"model preset {preset.name} has no [vit] and [llm] tables: add the model's"
-                " dimensions"
-            )
+        vit, llm = preset.dimensions
         if gpus < 1:
             raise ConfigError(f"{gpus} GPUs share the activations; give 1 or more")
         vision = preset.vision

@@ -5,8 +5,9 @@ numbers are those of the clip alone: because of its convolutions an audio encode
 padding, and what that costs depends on the batch (`balance.steps.post_balancing`). Pure.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
+from balance.config import check_positive
 from balance.errors import ConfigError, MediaRejected
 
 
@@ -30,10 +31,7 @@ class AudioRule:
     """Frames that the encoder takes together: 30 s, Whisper's 1,500 positions."""
 
     def __post_init__(self) -> None:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        wrong = [f"{name} = {value}" for name, value in values.items() if value < 1]
-        if wrong:
-            raise ConfigError(f"{', '.join(wrong)}: must be greater than 0")
+        check_positive(self)
         if self.window_frames % self.frames_per_token:
             raise ConfigError(
                 f"window_frames = {self.window_frames}: must be a multiple of conv_stride *"

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import isqrt
 
-from balance.errors import ConfigError
 from balance.presets import (
     EncoderShape,
     LlmShape,
@@ -56,11 +55,7 @@ def layers_of(model: ModelPreset, parallel: Parallelism) -> tuple[Layer, ...]:
     >>> [layer.kind for layer in layers][:4]
     ['patch_embedding', 'vision_layer', 'vision_layer', 'vision_projector']
     """
-    vit, llm = model.vit, model.llm
-    if vit is None or llm is None:
-        raise ConfigError(
-            f"model preset {model.name} has no [vit] and [llm] tables: add the model's dimensions"
-        )
+    vit, llm = model.dimensions
     layers: list[Layer] = []
     passing: tuple[tuple[TokenStream, float], ...] = ()
     if model.audio_encoder is not None:

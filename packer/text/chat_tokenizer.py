@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 from balance.errors import ConfigError
-from balance.presets import AudioMarkup, ImageMarkup
+from balance.presets import MediaMarkup
 from packer.text._control_tokens import ControlTokens
 from packer.text.chat_template import ChatTemplate, Message, Span, TemplateRefusedError
 from packer.text.media_placeholders import MediaWriter, Medium, add_markup, text_part
@@ -94,8 +94,8 @@ class ChatTokenizer:
         self,
         files: TokenizerFiles,
         template: str,
-        markup: ImageMarkup,
-        audio_markup: AudioMarkup | None,
+        markup: MediaMarkup,
+        audio_markup: MediaMarkup | None,
     ) -> None:
         """Built by `load`."""
         self._backend = build_backend(files)
@@ -129,8 +129,8 @@ class ChatTokenizer:
     def load(
         cls,
         source: str | Path,
-        markup: ImageMarkup,
-        audio_markup: AudioMarkup | None = None,
+        markup: MediaMarkup,
+        audio_markup: MediaMarkup | None = None,
         *,
         chat_template: str | None = None,
     ) -> Self:
@@ -240,7 +240,7 @@ class ChatTokenizer:
         )
 
     def _media_of(
-        self, markup: ImageMarkup, audio_markup: AudioMarkup | None, *, takes_parts: bool
+        self, markup: MediaMarkup, audio_markup: MediaMarkup | None, *, takes_parts: bool
     ) -> tuple[Medium, ...]:
         """Images, and audio if the model has it.
 
@@ -352,8 +352,8 @@ def _hash(
     files: TokenizerFiles,
     backend: Tokenizer,
     template: str,
-    markup: ImageMarkup,
-    audio_markup: AudioMarkup | None,
+    markup: MediaMarkup,
+    audio_markup: MediaMarkup | None,
 ) -> str:
     added = {
         index: repr(token) for index, token in sorted(backend.get_added_tokens_decoder().items())

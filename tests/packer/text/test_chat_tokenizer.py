@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from balance.errors import ConfigError
-from balance.presets import ImageMarkup
+from balance.presets import MediaMarkup
 from balance.types import LABEL_IGNORE
 from packer.demo.dataset import demo_tokenizer_path
 from packer.text.chat_tokenizer import ChatTokenizer, EncodedText, TextRejected, Turn
@@ -24,9 +24,9 @@ from packer.write._expand_placeholders import expand
 from support.cases import for_each
 from support.corpora import BYTE_FALLBACK, BYTE_LEVEL, CORPORA, TOKENIZERS
 
-INTERNVL = ImageMarkup(prefix="<img>", suffix="</img>", token="<IMG_CONTEXT>")
-QWEN_VL = ImageMarkup(prefix="<|vision_start|>", suffix="<|vision_end|>", token="<|image_pad|>")
-LLAVA = ImageMarkup(token="<image>")
+INTERNVL = MediaMarkup(prefix="<img>", suffix="</img>", token="<IMG_CONTEXT>")
+QWEN_VL = MediaMarkup(prefix="<|vision_start|>", suffix="<|vision_end|>", token="<|image_pad|>")
+LLAVA = MediaMarkup(token="<image>")
 FIRST_ADDED = {
     "demo": 2_000,
     "byte_level": 6_006,
@@ -73,12 +73,12 @@ def tokenizer_folder(name: str) -> Path:
 
 
 @cache
-def ours(name: str, markup: ImageMarkup = INTERNVL, template: str | None = None) -> ChatTokenizer:
+def ours(name: str, markup: MediaMarkup = INTERNVL, template: str | None = None) -> ChatTokenizer:
     return ChatTokenizer.load(tokenizer_folder(name), markup, chat_template=template)
 
 
 @cache
-def reference(name: str, markup: ImageMarkup = INTERNVL) -> PreTrainedTokenizerFast:
+def reference(name: str, markup: MediaMarkup = INTERNVL) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder(name))
     tokenizer.add_tokens(
         [t for t in (markup.prefix, markup.suffix, markup.token) if t], special_tokens=True
@@ -86,7 +86,7 @@ def reference(name: str, markup: ImageMarkup = INTERNVL) -> PreTrainedTokenizerF
     return tokenizer
 
 
-def messages(turns: list[Turn], markup: ImageMarkup = INTERNVL) -> list[dict[str, str]]:
+def messages(turns: list[Turn], markup: MediaMarkup = INTERNVL) -> list[dict[str, str]]:
     image = markup.prefix + markup.token + markup.suffix
     return [{"role": turn.role, "content": turn.text.replace("<image>", image)} for turn in turns]
 
@@ -254,7 +254,7 @@ def test_edge_conversations_equal_the_reference(name: str) -> None:
     ],
 )
 def test_unknown_markup_is_added_behind_the_vocabulary_as_transformers_does(
-    name: str, markup: ImageMarkup, added: list[str]
+    name: str, markup: MediaMarkup, added: list[str]
 ) -> None:
     tokenizer, expected = ours(name, markup), reference(name, markup)
     first = FIRST_ADDED[name]

@@ -15,15 +15,15 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from balance.presets import AudioMarkup, ImageMarkup
+from balance.presets import MediaMarkup
 from balance.types import LABEL_IGNORE
 from packer.demo.dataset import demo_tokenizer_path
 from packer.text.chat_tokenizer import DOCUMENT, ChatTokenizer, EncodedText, TextRejected, Turn
 from packer.write._expand_placeholders import expand
 from support.corpora import BYTE_FALLBACK, BYTE_LEVEL, TOKENIZERS
 
-INTERNVL = ImageMarkup(prefix="<img>", suffix="</img>", token="<IMG_CONTEXT>")
-AUDIO = AudioMarkup(prefix="<|audio_bos|>", suffix="<|audio_eos|>", token="<|AUDIO|>")
+INTERNVL = MediaMarkup(prefix="<img>", suffix="</img>", token="<IMG_CONTEXT>")
+AUDIO = MediaMarkup(prefix="<|audio_bos|>", suffix="<|audio_eos|>", token="<|AUDIO|>")
 MARKUP = [INTERNVL.prefix, INTERNVL.suffix, INTERNVL.token, AUDIO.prefix, AUDIO.suffix, AUDIO.token]
 
 # Takes strings, or parts in which it numbers the clips, as Qwen2-Audio's.
@@ -143,7 +143,7 @@ def test_without_audio_the_marker_is_text_and_the_hash_stays_apart() -> None:
     assert encoded.num_audios == 0
     assert "an <audio> tag" in reference("demo").decode(encoded.input_ids)
     assert deaf.hash != ours("demo").hash
-    other = ChatTokenizer.load(demo_tokenizer_path(), INTERNVL, AudioMarkup(token="<audio>"))
+    other = ChatTokenizer.load(demo_tokenizer_path(), INTERNVL, MediaMarkup(token="<audio>"))
     assert other.hash not in (deaf.hash, ours("demo").hash)
     assert encode(other, Turn("user", "an <audio> tag")).num_audios == 1
 
