@@ -298,12 +298,7 @@ class Builder:
                 write_table(table, self.out / GROUPS_NAME)
             index = merge_index(parts, self.out / INDEX_NAME)
             manifest = self.identity.manifest(
-                self.out,
-                dataset,
-                grouping,
-                index,
-                parts,
-                (counts.num_read, counts.num_repeated),
+                self.out, dataset, grouping, index, parts, (counts.num_read, counts.num_repeated)
             )
             write_manifest(self.out, manifest)
             if self.publisher:

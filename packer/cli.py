@@ -155,11 +155,7 @@ def group(
 
 
 @app.command()
-def report(
-    out: BuildPlace,
-    dp: RanksOption = 8,
-    as_json: JsonOption = False,
-) -> None:
+def report(out: BuildPlace, dp: RanksOption = 8, as_json: JsonOption = False) -> None:
     """Print OmniBal's Table 3 for this dataset; report.html shows the distributions too."""
     _report(out, dp, as_json=as_json)
 

@@ -32,8 +32,7 @@ class BuildConfig:
         ),
     ]
     data_root: Annotated[
-        str | None,
-        Option("Folder or URI of the image paths. Default: the annotations' folder."),
+        str | None, Option("Folder or URI of the image paths. Default: the annotations' folder.")
     ] = None
     model: Annotated[
         str, Option(f"Model preset, or a .toml file: {', '.join(preset_names('models'))}.")
@@ -48,8 +47,7 @@ class BuildConfig:
     work_dir: str | None = None
     """Folder where a build to a URI is prepared; by default under the user's cache folder."""
     format: Annotated[
-        ShardFormat,
-        Option("Layout of the shards: arrow, webdataset or refs. Default: arrow."),
+        ShardFormat, Option("Layout of the shards: arrow, webdataset or refs. Default: arrow.")
     ] = "arrow"
     max_seq_len: Annotated[
         int | None,

@@ -109,11 +109,7 @@ def _with_markers(rng: random.Random, num_pictures: int, question: str) -> str:
         return question
     if num_pictures > 1:
         return "".join(f"Picture {k}: <image>\n" for k in range(1, num_pictures + 1)) + question
-    forms = {
-        "<image>\n{}": 80,
-        "{}\n<image>": 15,
-        "This is the picture <image> that I mean. {}": 5,
-    }
+    forms = {"<image>\n{}": 80, "{}\n<image>": 15, "This is the picture <image> that I mean. {}": 5}
     return _weighted(rng, forms).format(question)
 
 

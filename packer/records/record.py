@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from packer.records.media import Media, SampleProblem
-from packer.text.chat_tokenizer import IMAGE_MARKER, Turn
+from packer.records.media import Media
+from packer.text.chat_tokenizer import Turn
 
 Record = Mapping[str, Any]
 
@@ -95,28 +95,3 @@ class Rejected:
     reason: str
     """Key of `REASONS`."""
     detail: str
-
-
-def plain_text(text: str) -> str:
-    """A text without markers: its schema says itself where images are."""
-    if IMAGE_MARKER in text:
-        raise SampleProblem(
-            "marker_without_image",
-            f"the text holds {IMAGE_MARKER}, and its images have places already",
-        )
-    return text
-
-
-def with_markers(turns: tuple[Turn, ...], marker: str, num_files: int) -> tuple[Turn, ...]:
-    """Turns with a marker per file, added before the first user turn; none too many."""
-    missing = num_files - sum(turn.text.count(marker) for turn in turns)
-    if missing < 0:
-        raise SampleProblem(
-            f"marker_without_{marker[1:-1]}",
-            f"{num_files - missing} {marker} markers for {num_files} files",
-        )
-    if missing == 0:
-        return turns
-    first = next((i for i, turn in enumerate(turns) if turn.role == "user"), 0)
-    marked = Turn(turns[first].role, f"{marker}\n" * missing + turns[first].text)
-    return (*turns[:first], marked, *turns[first + 1 :])

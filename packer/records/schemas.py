@@ -1,34 +1,24 @@
 """Raw record -> sample: its keys say which known schema it has. Pure.
 
 Each schema becomes the same: turns with `<image>` and `<audio>` markers, and their files. A plain
-text, a caption and an interleaved document are one turn with the role `document`: every token of it
-is learned.
+text, a caption and an interleaved document (MMC4, OBELICS) are one turn with the role `document`:
+every token of it is learned.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from packer.records._document import (
-    CAPTION_KEYS,
-    PAIR_KEYS,
-    URL_KEYS,
-    read_caption,
-    read_mmc4,
-    read_obelics,
-    read_text,
+from packer.records.media import (
+    FILE_KEYS,
+    Media,
+    SampleProblem,
+    files_of,
+    media_of,
+    media_of_base64,
+    media_of_part,
 )
-from packer.records.media import Media, SampleProblem
-from packer.records.media_fields import FILE_KEYS, files_of, media_of_part
-from packer.records.record import (
-    Content,
-    RawRecord,
-    RawSample,
-    Record,
-    Rejected,
-    plain_text,
-    with_markers,
-)
-from packer.text.chat_tokenizer import AUDIO_MARKER, IMAGE_MARKER, Turn
+from packer.records.record import Content, RawRecord, RawSample, Record, Rejected
+from packer.text.chat_tokenizer import AUDIO_MARKER, DOCUMENT, IMAGE_MARKER, Turn
 
 ROLES: dict[str, str] = {
     "human": "user",
@@ -54,6 +44,10 @@ QUESTIONS_AND_ANSWERS = (
 """Keys of a record with one question and its answer: FLAN's, Alpaca's, Dolly's, and others."""
 INPUT_KEYS = ("input", "context")
 """What an instruction is about, in Alpaca's and in Dolly's words."""
+CAPTION_KEYS = ("caption", "txt", "TEXT")
+PAIR_KEYS = ("width", "image_phash")
+"""Next to `url` and `text`, these tell a pair of COYO or LAION from a web page."""
+URL_KEYS = ("url", "URL", "raw_url")
 CONTENT_KEYS: frozenset[str] = frozenset(
     {"conversations", "messages", "text_list", "texts", "text", *CAPTION_KEYS}
     | {key for keys in QUESTIONS_AND_ANSWERS for key in keys}
@@ -103,33 +97,21 @@ def _text(value: Any, key: str) -> str:
     return given.encode("utf-8", "replace").decode("utf-8") if isinstance(given, str) else ""
 
 
-def _content(record: Record) -> Content:
-    for fits, read in _SCHEMAS:
-        if fits(record):
-            return read(record)
-    known = "`conversations`, `messages`, `text`, a caption, or a question and an answer"
-    has = ", ".join(map(str, record))[:200]
-    raise SampleProblem("no_conversation", f"it has the keys {has}; expected {known}")
-
-
 # --- conversations ---
 
 
 def _conversation(record: Record) -> Content:
     """LLaVA's `conversations` and ShareGPT's, OpenAI's `messages` with text or with parts."""
-    raw = record.get("conversations")
-    raw = _rows(record.get("messages") if raw is None else raw)
+    raw = _rows(_first(record, "conversations", "messages"))
     if not isinstance(raw, Sequence) or isinstance(raw, str) or not raw:
         raise SampleProblem("no_conversation", "`conversations` is missing, empty or not a list")
     parts: dict[str, list[Media]] = {"image": [], "audio": []}
     turns = tuple(_turn(item, number, parts) for number, item in enumerate(raw))
     turns = _with_system(record.get("system"), turns)
-    images, audios = (tuple(parts[kind] or files_of(record, kind)) for kind in ("image", "audio"))
+    images, audios = (parts[kind] or files_of(record, kind) for kind in ("image", "audio"))
     if not any(turn.role == "assistant" for turn in turns):
         raise SampleProblem("no_answer", f"{len(turns)} turns, none by the assistant")
-    turns = with_markers(turns, IMAGE_MARKER, len(images))
-    turns = with_markers(turns, AUDIO_MARKER, len(audios)) if audios else turns
-    return Content(turns, images, audios)
+    return _with_files(turns, images, audios)
 
 
 def _pairs(record: Record) -> Content:
@@ -144,7 +126,7 @@ def _pairs(record: Record) -> Content:
 
 def _question(record: Record) -> Content:
     """One question and its answer, as in FLAN; an `instruction` may have an `input`."""
-    keys = next(keys for keys in QUESTIONS_AND_ANSWERS if _has(record, keys))
+    keys = next(keys for keys in QUESTIONS_AND_ANSWERS if _has(record, *keys))
     question, answer = (record[key] for key in keys)
     if keys[0] == "instruction" and isinstance(question, str):
         inputs = (record.get(key) for key in INPUT_KEYS)
@@ -157,59 +139,13 @@ def _question(record: Record) -> Content:
     return _conversation({**record, "messages": messages, "conversations": None})
 
 
-def _has(record: Record, keys: Sequence[str]) -> bool:
-    return all(record.get(key) is not None for key in keys)
-
-
-def _has_one(record: Record, keys: Sequence[str]) -> bool:
-    return any(record.get(key) is not None for key in keys)
-
-
-def _are_objects(given: Any) -> bool:
-    if not isinstance(given, list) or not given:
-        return False
-    return all(isinstance(item, Mapping) for item in given)
-
-
-def _is_interleaved(record: Record) -> bool:
-    return all(isinstance(record.get(key), list) for key in ("texts", "images"))
-
-
-def _is_linked_pair(record: Record) -> bool:
-    return _has(record, ("url", "text")) and _has_one(record, PAIR_KEYS)
-
-
-_SCHEMAS: tuple[tuple[Callable[[Record], bool], Callable[[Record], Content]], ...] = (
-    (lambda record: _has_one(record, ("conversations", "messages")), _conversation),
-    (lambda record: _has(record, ("text_list",)), read_mmc4),
-    (lambda record: _are_objects(_rows(record.get("texts"))), _pairs),
-    (_is_interleaved, read_obelics),
-    (lambda record: any(_has(record, keys) for keys in QUESTIONS_AND_ANSWERS), _question),
-    (lambda record: _has_one(record, CAPTION_KEYS) or _is_linked_pair(record), read_caption),
-    (lambda record: "text" in record, read_text),
-)
-"""Schemas in the order in which they are tried: the most particular first."""
-
-
-def _rows(raw: Any) -> Any:
-    """A list of objects, also if `datasets` stored it as an object of equally long lists."""
-    if not isinstance(raw, Mapping) or not raw:
-        return raw
-    columns = raw.values()
-    if not all(isinstance(column, list) for column in columns) or len(set(map(len, columns))) > 1:
-        return raw
-    return [dict(zip(raw, row, strict=True)) for row in zip(*columns, strict=True)]
-
-
 # --- turns ---
 
 
 def _turn(item: Any, number: int, parts: dict[str, list[Media]]) -> Turn:
     if not isinstance(item, Mapping):
         raise SampleProblem("bad_turn", f"turn {number} is a {type(item).__name__}, not an object")
-    # in a table, keys that a record does not have are nulls
-    given = item.get("from") if item.get("from") is not None else item.get("role")
-    text = item.get("value") if item.get("value") is not None else item.get("content")
+    given, text = _first(item, "from", "role"), _first(item, "value", "content")
     role = ROLES.get(given) if isinstance(given, str) else None
     if role is None:
         bad = f"turn {number} has the role {str(given)[:80]!r}; known: {', '.join(ROLES)}"
@@ -225,7 +161,7 @@ def _part(part: Any, number: int, parts: dict[str, list[Media]]) -> str:
     """A part of an OpenAI message as text; its file is added to `parts`."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
-        return plain_text(part["text"])
+        return _plain(part["text"])
     for name, marker in (("image", IMAGE_MARKER), ("audio", AUDIO_MARKER)):
         keys = (f"{name}_url", f"input_{name}", name)
         if kind in keys:
@@ -243,3 +179,176 @@ def _with_system(system: Any, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
     if not isinstance(system, str):
         raise SampleProblem("bad_turn", f"`system` is a {type(system).__name__}")
     return (Turn("system", system), *turns)
+
+
+def _plain(text: str) -> str:
+    """A text without markers: its schema says itself where images are."""
+    if IMAGE_MARKER in text:
+        bad = f"the text holds {IMAGE_MARKER}, and its images have places already"
+        raise SampleProblem("marker_without_image", bad)
+    return text
+
+
+def _with_files(
+    turns: tuple[Turn, ...], images: Sequence[Media], audios: Sequence[Media]
+) -> Content:
+    """Turns and their files; markers that are missing are added."""
+    turns = _with_markers(turns, IMAGE_MARKER, len(images))
+    if audios:
+        turns = _with_markers(turns, AUDIO_MARKER, len(audios))
+    return Content(turns, tuple(images), tuple(audios))
+
+
+def _with_markers(turns: tuple[Turn, ...], marker: str, num_files: int) -> tuple[Turn, ...]:
+    """Turns with a marker per file, added before the first user turn; none too many."""
+    missing = num_files - sum(turn.text.count(marker) for turn in turns)
+    if missing < 0:
+        bad = f"{num_files - missing} {marker} markers for {num_files} files"
+        raise SampleProblem(f"marker_without_{marker[1:-1]}", bad)
+    if missing == 0:
+        return turns
+    first = next((i for i, turn in enumerate(turns) if turn.role == "user"), 0)
+    marked = Turn(turns[first].role, f"{marker}\n" * missing + turns[first].text)
+    return (*turns[:first], marked, *turns[first + 1 :])
+
+
+# --- documents ---
+
+
+def _mmc4(record: Record) -> Content:
+    """MMC4: `text_list`, and in `image_info` the sentence that each image precedes."""
+    before: dict[int, list[Media]] = {}
+    sentences, infos = record["text_list"], record.get("image_info") or []
+    if not isinstance(sentences, list) or not all(isinstance(text, str) for text in sentences):
+        raise SampleProblem("bad_turn", "`text_list` is not a list of texts")
+    if not isinstance(infos, list):
+        bad = f"`image_info` is a {type(infos).__name__}, not a list"
+        raise SampleProblem("bad_image_field", bad)
+    for info in infos:
+        place = info.get("matched_text_index") if isinstance(info, Mapping) else None
+        if type(place) is not int or not 0 <= place < len(sentences):  # True is an integer too
+            bad = f"`image_info` puts an image at sentence {str(place)[:80]}"
+            raise SampleProblem("bad_image_field", bad)
+        before.setdefault(place, []).append(_mmc4_image(info))
+    markers = (IMAGE_MARKER * len(before.get(place, ())) for place in range(len(sentences)))
+    texts = [marker + _plain(text) for marker, text in zip(markers, sentences, strict=True)]
+    images = [image for place in sorted(before) for image in before[place]]
+    return _document(" ".join(texts), images)
+
+
+def _mmc4_image(info: Record) -> Media:
+    """By name, as base64 (converters to tars), or by a URL that nobody has downloaded."""
+    if info.get("image_base64") is not None:
+        return media_of_base64(info["image_base64"], "image")
+    return media_of(info.get("image_name") or info.get("raw_url"), "image")
+
+
+def _obelics(record: Record) -> Content:
+    """OBELICS: `images` and `texts` of equal length, at each place one of the two."""
+    images, texts = record["images"], record["texts"]
+    if len(images) != len(texts):
+        bad = f"{len(images)} `images` and {len(texts)} `texts`; one list of places"
+        raise SampleProblem("bad_image_field", bad)
+    for text in texts:
+        if text is not None and not isinstance(text, str):
+            raise SampleProblem("bad_turn", f"`texts` holds a {type(text).__name__}")
+    files = [media_of(image, "image") for image in images if image]
+    pieces = [
+        IMAGE_MARKER * bool(image) + _plain(text or "")
+        for image, text in zip(images, texts, strict=True)
+    ]
+    return _document("\n\n".join(filter(None, pieces)), files)
+
+
+def _caption(record: Record) -> Content:
+    """An image or a clip and its caption: COYO, img2dataset, and pairs in a tar."""
+    text = _first(record, *CAPTION_KEYS, "text")
+    if not isinstance(text, str):
+        raise SampleProblem("bad_turn", f"the caption is a {type(text).__name__}")
+    images, audios = files_of(record, "image"), files_of(record, "audio")
+    if not images and not audios:
+        raise _no_image(record)
+    markers = IMAGE_MARKER * len(images) + AUDIO_MARKER * len(audios)
+    return _document(markers + _plain(text), images, audios)
+
+
+def _no_image(record: Record) -> SampleProblem:
+    """Why a caption has no file: its download failed, or has not been tried."""
+    status, error = record.get("status"), record.get("error_message")
+    if isinstance(status, str) and status != "success":
+        return SampleProblem("missing_image", f"{status}: {error}"[:200] if error else status[:200])
+    url = next((record[key] for key in URL_KEYS if isinstance(record.get(key), str)), None)
+    if status is None and url is not None:
+        what = f"{url[:120]}: download it first, for example with img2dataset"
+        return SampleProblem("image_url", what)
+    return SampleProblem("missing_image", "a caption without an image")
+
+
+def _document_text(record: Record) -> Content:
+    """Plain text; with images, `<image>` marks their places."""
+    text = record["text"]
+    if not isinstance(text, str):
+        raise SampleProblem("bad_turn", f"`text` is a {type(text).__name__}")
+    images, audios = files_of(record, "image"), files_of(record, "audio")
+    if not images:
+        text = _plain(text)
+    (turn,) = _with_files((Turn(DOCUMENT, text),), images, audios).turns
+    return _document(turn.text, images, audios)
+
+
+def _document(text: str, images: Sequence[Media], audios: Sequence[Media] = ()) -> Content:
+    if not text.replace(IMAGE_MARKER, "").replace(AUDIO_MARKER * bool(audios), "").strip():
+        raise SampleProblem("no_conversation", "the text is empty")
+    return Content((Turn(DOCUMENT, text),), tuple(images), tuple(audios))
+
+
+# --- the schema of a record ---
+
+
+def _content(record: Record) -> Content:
+    for fits, read in _SCHEMAS:
+        if fits(record):
+            return read(record)
+    known = "`conversations`, `messages`, `text`, a caption, or a question and an answer"
+    has = ", ".join(map(str, record))[:200]
+    raise SampleProblem("no_conversation", f"it has the keys {has}; expected {known}")
+
+
+def _is_captioned(record: Record) -> bool:
+    is_linked_pair = _has(record, "url", "text") and _first(record, *PAIR_KEYS) is not None
+    return is_linked_pair or _first(record, *CAPTION_KEYS) is not None
+
+
+_SCHEMAS: tuple[tuple[Callable[[Record], bool], Callable[[Record], Content]], ...] = (
+    (lambda record: _first(record, "conversations", "messages") is not None, _conversation),
+    (lambda record: _has(record, "text_list"), _mmc4),
+    (lambda record: _are_objects(_rows(record.get("texts"))), _pairs),
+    (lambda record: all(isinstance(record.get(k), list) for k in ("texts", "images")), _obelics),
+    (lambda record: any(_has(record, *keys) for keys in QUESTIONS_AND_ANSWERS), _question),
+    (_is_captioned, _caption),
+    (lambda record: "text" in record, _document_text),
+)
+"""Schemas in the order in which they are tried: the most particular first."""
+
+
+def _has(record: Record, *keys: str) -> bool:
+    return all(record.get(key) is not None for key in keys)
+
+
+def _first(record: Record, *keys: str) -> Any:
+    """The first of these values; a key that a record does not have may be a null (in tables)."""
+    return next((record[key] for key in keys if record.get(key) is not None), None)
+
+
+def _are_objects(given: Any) -> bool:
+    return isinstance(given, list) and bool(given) and all(isinstance(x, Mapping) for x in given)
+
+
+def _rows(raw: Any) -> Any:
+    """A list of objects, also if `datasets` stored it as an object of equally long lists."""
+    if not isinstance(raw, Mapping) or not raw:
+        return raw
+    columns = raw.values()
+    if not all(isinstance(column, list) for column in columns) or len(set(map(len, columns))) > 1:
+        return raw
+    return [dict(zip(raw, row, strict=True)) for row in zip(*columns, strict=True)]

@@ -9,14 +9,17 @@ Loads are those after padding: the baselines pad LLM sequences to their micro-ba
 groups are packed; both concatenate vision patches (see `balance.metrics`).
 """
 
+import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from balance.baseline_samplers import BASELINES, BATCH_SIZE, as_groups
-from balance.errors import ConfigError
+from balance.config import build_config
+from balance.errors import ConfigError, DataError
 from balance.metrics import (
     autocorrelation,
     dist_ratio,
@@ -27,10 +30,21 @@ from balance.metrics import (
     source_autocorrelation,
     source_entropy,
 )
-from balance.order.block_shuffle import BlockShuffle
-from balance.types import Groups, IntArray, Limits
-from packer.report._build_tables import TABLE_NAMES, BuildTables, read_tables
+from balance.order.block_shuffle import BlockShuffle, OrderConfig, choose_order
+from balance.types import COUNT_COLUMNS, Counts, Groups, IntArray, Limits
+from packer.group_command import LIMITS_NAME
+from packer.table_queries import count_reasons, query_table
 from shards.folders import on_disk
+from shards.manifest import MANIFEST_NAME, Manifest, read_manifest
+from shards.tables import (
+    COUNTS_NAME,
+    GROUPS_NAME,
+    REJECTED_NAME,
+    counts_arrays,
+    read_groups,
+    read_table,
+    source_numbers,
+)
 
 TITLES = {
     "random": "random",
@@ -47,6 +61,9 @@ MICRO_BATCHES = (1, 8)
 
 TABLE_3 = ("random", "length_group", "device_group", "ours")
 """The methods of OmniBal's Table 3; the others explain them."""
+
+TABLE_NAMES = (MANIFEST_NAME, COUNTS_NAME, GROUPS_NAME, REJECTED_NAME)
+"""What a report reads of a finished build."""
 
 MicroBatchLoads = dict[str, IntArray]
 """`vit_tokens` and `llm_tokens` of each micro-batch after padding, in stream order."""
@@ -120,6 +137,24 @@ class Report:
         return {**values, "more_methods": methods}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BuildTables:
+    """The tables of a build: groups hold row numbers of `counts`, in path order."""
+
+    counts: Counts
+    sources: IntArray
+    """Number of each sample's source, from 0, shape (num_samples,)."""
+    groups: Groups
+    rejected: dict[str, int]
+    """Reason -> samples, most frequent first."""
+    num_repeated: int
+    """Copies beyond the first of each sample in a mixture; packed or rejected like the others."""
+    limits: Limits
+    limits_explained: tuple[str, ...]
+    """Lines on how the caps were chosen; none when the build does not say."""
+    order: OrderConfig
+
+
 def make_report(out: Path | str, *, dp: int = 8, seed: int = 0) -> Report:
     """Compare the build at `out`, a folder or URI, with the baselines on `dp` ranks.
 
@@ -129,7 +164,7 @@ def make_report(out: Path | str, *, dp: int = 8, seed: int = 0) -> Report:
     if dp < 1:
         raise ConfigError(f"dp is {dp}; give at least one data-parallel rank")
     with on_disk(str(out), TABLE_NAMES) as folder:
-        tables = read_tables(folder)
+        tables = _read_tables(folder)
     counts, groups, limits = tables.counts, tables.groups, tables.limits
     streams = _streams(tables, dp=dp, seed=seed)
     loads = {name: _loads(name, streams[name], tables) for name in TITLES}
@@ -156,7 +191,7 @@ def make_report(out: Path | str, *, dp: int = 8, seed: int = 0) -> Report:
     )
 
 
-def _streams(tables: BuildTables, *, dp: int, seed: int) -> dict[str, Groups]:
+def _streams(tables: _BuildTables, *, dp: int, seed: int) -> dict[str, Groups]:
     """Every method's micro-batches in stream order, as groups of rows of the counts."""
     groups = tables.groups
     packed = np.sort(groups.samples)
@@ -171,7 +206,7 @@ def _streams(tables: BuildTables, *, dp: int, seed: int) -> dict[str, Groups]:
     return streams
 
 
-def _loads(name: str, stream: Groups, tables: BuildTables) -> MicroBatchLoads:
+def _loads(name: str, stream: Groups, tables: _BuildTables) -> MicroBatchLoads:
     seq_len = tables.counts.seq_len
     return {
         "vit_tokens": stream.sum(tables.counts.num_vit_tokens),
@@ -180,7 +215,7 @@ def _loads(name: str, stream: Groups, tables: BuildTables) -> MicroBatchLoads:
 
 
 def _method(
-    name: str, stream: Groups, loads: MicroBatchLoads, tables: BuildTables, dp: int
+    name: str, stream: Groups, loads: MicroBatchLoads, tables: _BuildTables, dp: int
 ) -> MethodFigures:
     vit_tokens, llm_tokens = loads["vit_tokens"], loads["llm_tokens"]
     return MethodFigures(
@@ -222,3 +257,89 @@ def _notes(num_packed: int, num_groups: int, dp: int) -> tuple[str, ...]:
             " the only step has idle ranks; try --dp 1"
         )
     return tuple(notes)
+
+
+# --- the tables of a build, checked against each other ---
+
+
+def _read_tables(out: Path) -> _BuildTables:
+    """The tables of a build. DataError when one is missing, unreadable or does not add up."""
+    if not out.is_dir():
+        raise DataError(
+            f"{out} is not a folder; give the --out of `packer build` or `packer group`"
+        )
+    columns = ("position", "source", *COUNT_COLUMNS)
+    counts = query_table(out / COUNTS_NAME, lambda table: table.select(columns))
+    groups = read_groups(read_table(out / GROUPS_NAME))
+    rejected = query_table(out / REJECTED_NAME, lambda table: table.select("position"))
+    reasons = query_table(out / REJECTED_NAME, count_reasons)
+
+    positions = counts["position"].to_numpy()
+    _check_samples(out, groups, np.isin(positions, rejected["position"].to_numpy()))
+    if (out / MANIFEST_NAME).exists():
+        manifest = read_manifest(out)
+        limits, order = manifest.limits, manifest.order
+        explained = tuple(map(str, manifest.values.get("limits_explained", ())))
+        found = {
+            "num_packed": len(groups.samples),
+            "num_rejected": len(rejected),
+            "num_groups": len(groups),
+        }
+        _check_totals(manifest, found)
+    else:
+        limits, explained = _read_limits(out)
+        order = choose_order(len(groups))
+
+    table = counts.to_arrow()
+    return _BuildTables(
+        counts=counts_arrays(table),
+        sources=source_numbers(table),
+        groups=groups,
+        num_repeated=len(counts) - counts["position"].n_unique(),
+        rejected=dict(zip(reasons["reason"], reasons["number"], strict=True)),
+        limits=limits,
+        limits_explained=explained,
+        order=order,
+    )
+
+
+def _check_samples(out: Path, groups: Groups, is_rejected: NDArray[np.bool_]) -> None:
+    """Every row of the counts is in exactly one group, or else rejected."""
+    num_samples = len(is_rejected)
+    if groups.samples.max(initial=-1) >= num_samples:
+        raise DataError(
+            f"{out / GROUPS_NAME} names samples that {COUNTS_NAME} does not have; build again"
+        )
+    uses = np.bincount(groups.samples, minlength=num_samples) + is_rejected
+    wrong = np.flatnonzero(uses != 1)
+    if len(wrong):
+        row = int(wrong[0])
+        raise DataError(
+            f"{out}: {len(wrong)} samples are not in exactly one group or else rejected (first: "
+            f"row {row} of {COUNTS_NAME}, {uses[row]} times); build again with --overwrite"
+        )
+
+
+def _check_totals(manifest: Manifest, found: dict[str, int]) -> None:
+    said = {name: manifest.values["totals"][name] for name in found}
+    if said != found:
+        raise DataError(
+            f"{manifest.place}: {MANIFEST_NAME} says {said}, but the tables hold {found}; "
+            "build again with --overwrite"
+        )
+
+
+def _read_limits(out: Path) -> tuple[Limits, tuple[str, ...]]:
+    """The caps that `packer group` chose, and the lines that explain them."""
+    path = out / LIMITS_NAME
+    try:
+        values = json.loads(path.read_text("utf-8"))
+        explained = values.pop("limits_explained", [])
+    except FileNotFoundError:
+        raise DataError(
+            f"{out} has neither {MANIFEST_NAME} nor {LIMITS_NAME}: the build is unfinished; run it "
+            "to its end"
+        ) from None
+    except (ValueError, AttributeError, TypeError) as error:
+        raise DataError(f"{path}: not a JSON object ({error}); run `packer group` again") from None
+    return build_config(Limits, values, where=str(path)), tuple(map(str, explained))

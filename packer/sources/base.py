@@ -13,6 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+import pyarrow as pa
+
 from balance.errors import ConfigError, DataError, first_line
 from packer.records.record import RawRecord
 from packer.records.schemas import CONTENT_KEYS, RECORD_KEYS
@@ -53,7 +55,11 @@ class Source(ABC):
 
     def files(self) -> list[FileInfo]:
         """The files with the records, in order: they identify the data."""
-        return [_info(self.folder, name) for name in self.located.names]
+        infos = []
+        for name in self.located.names:
+            with _named(self.folder, name):
+                infos.append(self.folder.info(name))
+        return infos
 
     def describe(self) -> list[dict[str, Any]]:
         """The files for the manifest; no SHA-256, for that would read a whole dataset."""
@@ -94,17 +100,21 @@ def cut(records: Iterator[RawRecord], num_records: int) -> Iterator[RecordChunk]
 
 @contextmanager
 def opened(folder: Folder, name: str) -> Iterator[IO[bytes]]:
-    """A file for reading; an OSError inside the `with` becomes a DataError that names the file."""
+    """A file for reading; what goes wrong inside the `with` is a DataError that names the file."""
+    with _named(folder, name), folder.open(name) as file:
+        yield file
+
+
+@contextmanager
+def _named(folder: Folder, name: str) -> Iterator[None]:
     try:
-        with folder.open(name) as file:
-            yield file
+        yield
     except OSError as error:
-        raise _unreadable(folder, name, error) from None
-
-
-def damaged(folder: Folder, name: str, error: Exception) -> DataError:
-    """The error for a file that is not what its kind should be."""
-    return DataError(f"{join(folder.uri, name)}: damaged or cut short: {first_line(error)}")
+        reason = error.strerror or first_line(error)
+        raise DataError(f"{join(folder.uri, name)}: cannot be read: {reason}") from None
+    except (pa.ArrowException, EOFError) as error:
+        reason = first_line(error)
+        raise DataError(f"{join(folder.uri, name)}: damaged or cut short: {reason}") from None
 
 
 def known_columns(columns: Iterable[str], where: str) -> tuple[str, ...]:
@@ -131,15 +141,3 @@ def prefix_under(folder: str, data_root: str, what: str) -> str:
             f" {data_root}"
         )
     return folder[len(data_root) :]
-
-
-def _info(folder: Folder, name: str) -> FileInfo:
-    try:
-        return folder.info(name)
-    except OSError as error:
-        raise _unreadable(folder, name, error) from None
-
-
-def _unreadable(folder: Folder, name: str, error: OSError) -> DataError:
-    reason = error.strerror or first_line(error)
-    return DataError(f"{join(folder.uri, name)}: cannot be read: {reason}")

@@ -6,6 +6,7 @@ A dataset is one part or a mixture of several. A part is found by looking at its
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from balance.config import preset_names
 from balance.errors import ConfigError, DataError, first_line
@@ -13,17 +14,12 @@ from balance.presets import DatasetPreset, load_dataset
 from packer.sources.base import Located, Source
 from packer.sources.detect import locate, open_located
 from packer.sources.hub import parse_hub_id
-from packer.sources.mixture import (
-    MixturePart,
-    is_meta,
-    is_mixture,
-    read_meta,
-    read_mixture,
-    require_parts,
-)
+from packer.sources.mixture import is_meta, is_mixture, read_meta, read_mixture, require_parts
 from shards.folders import is_uri, join, open_folder
 
 DEMO = "demo"
+SHARE_KEYS = ("weight", "repeat", "limit")
+"""What a mixture says about how much of a part goes in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +98,8 @@ def _mixture(place: str, data_root: str | None, *, fetch: bool) -> Dataset:
         if data_root is not None:
             root, wanted = root and _under(data_root, root), _under(data_root, wanted)
         found = find_dataset(wanted, root or data_root, fetch=fetch)
-        parts += [_weighted(part, entry) for part in found.parts]
+        share: dict[str, Any] = {key: getattr(entry, key) for key in SHARE_KEYS}
+        parts += [replace(part, name=entry.name or part.name, **share) for part in found.parts]
     names = [part.name for part in parts]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -110,16 +107,6 @@ def _mixture(place: str, data_root: str | None, *, fetch: bool) -> Dataset:
             f"mixture {mixture.name}: two of its datasets are named {twice!r}; give each a `name`"
         )
     return Dataset(name=mixture.name, parts=tuple(parts), num_samples=mixture.num_samples)
-
-
-def _weighted(part: Part, entry: MixturePart) -> Part:
-    return replace(
-        part,
-        name=entry.name or part.name,
-        weight=entry.weight,
-        repeat=entry.repeat,
-        limit=entry.limit,
-    )
 
 
 def _under(data_root: str, place: str) -> str:

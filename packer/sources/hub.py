@@ -46,10 +46,9 @@ def parse_hub_id(place: str) -> HubId | None:
 
 
 def fetch_files(dataset: HubId, choose: Callable[[Sequence[str]], str]) -> Located:
-    """Download the files of a dataset's split; `choose` picks one of the splits.
+    """Download the files of a dataset's split, which `choose` selects.
 
-    ConfigError if the id is not precise enough, DataError if the Hub cannot be reached or has no
-    such dataset.
+    ConfigError if the id is not precise enough, DataError if the Hub gives no such dataset.
     """
     import_datasets(f"{dataset.repo} is no file or folder, and looking for it on the Hub")
     from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415 - comes with datasets

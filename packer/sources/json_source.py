@@ -27,7 +27,7 @@ MAX_RECORD_CHARS = 64 << 20
 """Length of a record at most; what looks longer is a quote that never closes."""
 
 Parsed = tuple[Any, str]
-"""A value, or why it is broken."""
+"""A value, and why it is broken: empty if it is not."""
 
 _SEPARATORS = re.compile(r"[\s,\ufeff]*")
 _NEXT_OBJECT = re.compile(r"(?<=[\n,\[])\s*(?=\{)")
@@ -62,8 +62,7 @@ def read_json_records(
     path = join(folder.uri, name)
     try:
         with folder.open(name) as raw, _unpacked(raw, name) as file:
-            # progress counts the bytes of the file, which are fewer than those that come out of it
-            window = _Window(file, on_bytes if file is raw else _progress_in(raw, on_bytes))
+            window = _Window(file, _progress_in(raw, on_bytes))
             for position, (value, broken) in enumerate(_values(window, path)):
                 yield RawRecord(position, value, broken)
     except (OSError, EOFError, zlib.error) as error:
@@ -75,10 +74,11 @@ def _unpacked(raw: IO[bytes], name: str) -> IO[bytes]:
     return cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if name.endswith(".gz") else raw
 
 
-def _progress_in(raw: IO[bytes], on_bytes: Callable[[int], None]) -> Callable[[int], None]:
+def _progress_in(raw: IO[bytes], on_bytes: Callable[[int], None]) -> Callable[[], None]:
+    """Tells of bytes of the file, which are fewer than those that come out of it if unpacked."""
     last = 0
 
-    def report(_: int) -> None:
+    def report() -> None:
         nonlocal last
         on_bytes(raw.tell() - last)
         last = raw.tell()
@@ -92,9 +92,8 @@ def _values(window: _Window, path: str) -> Iterator[Parsed]:
         window.advance(1)
         return _array_records(window)
     if first == "{":
-        if _is_one_line(window):
-            return _line_records(window)
-        return _array_records(window, in_brackets=False)
+        lines = _is_one_line(window)
+        return _line_records(window) if lines else _array_records(window, in_brackets=False)
     found = f"begins with {first!r}" if first else "is empty"
     raise DataError(f"{path}: {found}; a JSON array or JSON lines of records are expected")
 
@@ -102,11 +101,11 @@ def _values(window: _Window, path: str) -> Iterator[Parsed]:
 class _Window:
     """The undecoded rest of the file: `text[start:]` and what `fill` appends to it."""
 
-    def __init__(self, file: IO[bytes], on_bytes: Callable[[int], None]) -> None:
+    def __init__(self, file: IO[bytes], on_read: Callable[[], None]) -> None:
         # bad bytes become lone surrogates: only the record with them is rejected
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
         self._file = file
-        self._on_bytes = on_bytes
+        self._on_read = on_read
         self.text = ""
         self.start = 0
         self.at_end = False
@@ -120,7 +119,7 @@ class _Window:
         size = len(parts[0])
         while not self.at_end and size < wanted:
             block = self._file.read(BLOCK_BYTES)
-            self._on_bytes(len(block))
+            self._on_read()
             self.at_end = not block
             parts.append(self._decoder.decode(block, self.at_end))
             size += len(parts[-1])
@@ -159,15 +158,13 @@ def _array_records(window: _Window, *, in_brackets: bool = True) -> Iterator[Par
                 yield None, f"line {window.line}: the file ends before the array does"
             return
         value, error = _decode_one(decoder, window)
-        if error is None:
-            yield value, ""
-            continue
-        where = f"line {window.line}: {error}"
-        _resynchronise(decoder, window)
-        yield None, where
+        broken = f"line {window.line}: {error}" if error else ""
+        if broken:
+            _resynchronise(decoder, window)
+        yield value, broken
 
 
-def _decode_one(decoder: json.JSONDecoder, window: _Window) -> tuple[Any, str | None]:
+def _decode_one(decoder: json.JSONDecoder, window: _Window) -> Parsed:
     """Decode the value at the window's start and skip it; reads on while it may be incomplete."""
     while True:
         try:
@@ -181,7 +178,7 @@ def _decode_one(decoder: json.JSONDecoder, window: _Window) -> tuple[Any, str | 
         if end == len(window.text) and window.fill():
             continue
         window.advance(end - window.start)
-        return value, None
+        return value, ""
 
 
 def _may_continue(error: Exception, window: _Window) -> bool:
@@ -233,15 +230,12 @@ def _is_one_line(window: _Window) -> bool:
 def _line_end(window: _Window) -> int:
     """End of the line at the window's start; reads as much as needed, up to MAX_RECORD_CHARS."""
     searched = 0
-    while True:
-        end = window.text.find("\n", window.start + searched)
-        length = len(window.text) - window.start
-        if end >= 0:
-            return end
-        if window.at_end or length > MAX_RECORD_CHARS:
+    while (end := window.text.find("\n", window.start + searched)) < 0:
+        searched = len(window.text) - window.start
+        if window.at_end or searched > MAX_RECORD_CHARS:
             return len(window.text)
-        searched = length
-        window.fill(max(length, BLOCK_BYTES))
+        window.fill(max(searched, BLOCK_BYTES))
+    return end
 
 
 def _line_records(window: _Window) -> Iterator[Parsed]:

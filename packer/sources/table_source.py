@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from packer.records.record import RawRecord
-from packer.sources.base import Chunk, Source, cut, damaged, known_columns, opened
+from packer.sources.base import Chunk, Source, cut, known_columns, opened
 from packer.sources.datasets_source import import_datasets
 from shards.folders import Folder, is_uri, join, open_folder
 
@@ -81,17 +81,14 @@ class _ArrowTable:
 def _open_table(folder: Folder, name: str) -> Iterator[_ParquetTable | _ArrowTable]:
     """A table file; DataError that names it if it is damaged, also inside the `with`."""
     with opened(folder, name) as file:
-        try:
-            if name.endswith(".parquet"):
-                yield _ParquetTable(pq.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False))
-                return
-            file.seek(max(file.seek(0, 2) - len(END_MARK), 0))
-            if file.read() != END_MARK:
-                raise pa.ArrowInvalid("it ends without the end mark of an Arrow stream")
-            datasets = import_datasets(f"{name}, written by `datasets`,")
-            yield _ArrowTable(datasets.Dataset.from_file(join(folder.uri, name)).data.table)
-        except (pa.ArrowException, EOFError) as error:
-            raise damaged(folder, name, error) from None
+        if name.endswith(".parquet"):
+            yield _ParquetTable(pq.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False))
+            return
+        file.seek(max(file.seek(0, 2) - len(END_MARK), 0))
+        if file.read() != END_MARK:
+            raise pa.ArrowInvalid("it ends without the end mark of an Arrow stream")
+        datasets = import_datasets(f"{name}, written by `datasets`,")
+        yield _ArrowTable(datasets.Dataset.from_file(join(folder.uri, name)).data.table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +146,11 @@ class TableSource(Source):
         """The rows of an Arrow stream, from its beginning."""
         row = 0
         with opened(self.folder, name) as file:
-            try:
-                reader = pa.ipc.open_stream(file)
-                columns = known_columns(reader.schema.names, join(self.located.folder, name))
-                for batch in reader:
-                    yield from _records(name, row, batch.select(list(columns)))
-                    row += len(batch)
-            except (pa.ArrowException, EOFError) as error:
-                raise damaged(self.folder, name, error) from None
+            reader = pa.ipc.open_stream(file)
+            columns = known_columns(reader.schema.names, join(self.located.folder, name))
+            for batch in reader:
+                yield from _records(name, row, batch.select(list(columns)))
+                row += len(batch)
 
 
 # --- blocks -> chunks ---
@@ -214,10 +208,9 @@ def _records(name: str, first_row: int, batch: pa.RecordBatch) -> Iterator[RawRe
         if isinstance(value, UnicodeDecodeError):
             broken = f"{name}, row {row}: {value.reason} at byte {value.start} of a text"
             yield RawRecord(row, key, broken)
-        elif value.get("id") is None and value.get("__key__") is None:
-            yield RawRecord(row, value | key)
         else:
-            yield RawRecord(row, value)
+            is_named = value.get("id") is not None or value.get("__key__") is not None
+            yield RawRecord(row, value if is_named else value | key)
 
 
 def _values(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | UnicodeDecodeError]:

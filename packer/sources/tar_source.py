@@ -4,27 +4,72 @@ The webdataset library's rule: the key is a member's path up to the first dot of
 neighbours with one key belong together. Only headers, `.json` and texts are read; images and audio
 files stay where they are, as byte ranges. Compressed tars have no such ranges: webdataset reads
 them, and the files' contents come with the records.
+
+Python's tarfile decodes the headers (GNU and POSIX long names among them). Its own iteration is not
+used, because it takes a damaged header in the middle for the end, and skips a tar that follows
+another tar. In a sample, `.json` is the record, `.txt` and `.caption` its caption. A JSON may name
+its images by their members' names, or by paths from before they were put into the tar.
 """
 
+import gzip
+import json
+import re
+import tarfile
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import IO
+from pathlib import PurePosixPath
+from typing import IO, Any
 
+from packer.records.media import Media
 from packer.records.record import RawRecord
-from packer.sources._tar_records import (
-    BrokenTarError,
-    Member,
-    broken_record,
-    key_of,
-    make_record,
-    read_compressed,
-    read_members,
-)
 from packer.sources.base import Chunk, Located, Source, cut, opened, prefix_under
 from shards.folders import open_folder
 
 WHOLE_TAR_BYTES = 512 << 20
 """Size of a tar that is one chunk at most, so that its headers are read where it is counted."""
+SUFFIXES: dict[str, frozenset[str]] = {
+    "image": frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif"}),
+    "audio": frozenset({"wav", "flac", "mp3", "ogg", "opus", "m4a"}),
+}
+TEXT_SUFFIXES = ("txt", "caption")
+BLOCK = tarfile.BLOCKSIZE
+ZEROS = bytes(BLOCK)
+
+_KEY = re.compile(r"((?:.*/)?[^./]+)\.[^/]*", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A file in a tar."""
+
+    name: str
+    header: int
+    """Offset of its header."""
+    offset: int
+    """Offset of its content."""
+    size: int
+    is_file: bool
+    """False for links and the like, which have no content of their own."""
+    data: bytes | None = None
+    """Content, in a compressed tar."""
+
+
+class BrokenTarError(ValueError):
+    """A tar that is damaged or cut at some place."""
+
+    def __init__(self, what: str, offset: int, *, sample_is_whole: bool = False) -> None:
+        super().__init__(f"{what} at byte {offset}; nothing after it is read")
+        self.offset = offset
+        self.sample_is_whole = sample_is_whole
+        """Whether the members before it look like a whole sample."""
+
+
+@dataclass(slots=True)
+class _Sample:
+    key: str
+    members: list[Member] = field(default_factory=list)
+    broken: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +90,12 @@ class TarChunk:
     def records(self) -> Iterator[RawRecord]:
         """The samples, in order. A damaged place is one broken record, and ends the tar."""
         with opened(open_folder(self.folder, follow_links=True), self.name) as file:
-            compressed = _is_compressed(self.name)
-            members = (
-                read_compressed(file) if compressed else read_members(file, self.start, self.end)
-            )
+            if _is_compressed(self.name):
+                members = read_compressed(file)
+            else:
+                members = read_members(file, self.start, self.end)
             for position, sample in enumerate(_samples(members), self.first):
-                if sample.broken:
-                    yield broken_record(sample.key, sample.broken, self.container, position)
-                else:
-                    yield make_record(sample.key, sample.members, file, self.container, position)
+                yield _record(sample, file, self.container, position)
 
 
 class TarSource(Source):
@@ -91,15 +133,95 @@ class TarSource(Source):
         on_bytes(size - start)
 
 
-@dataclass(slots=True)
-class _Sample:
-    key: str
-    members: list[Member] = field(default_factory=list)
-    broken: str = ""
-
-
 def _is_compressed(name: str) -> bool:
     return name.endswith((".gz", ".tgz"))
+
+
+# --- members ---
+
+
+def read_members(file: IO[bytes], start: int = 0, end: int | None = None) -> Iterator[Member]:
+    """The members whose headers are in [start, end), without folders.
+
+    BrokenTarError where the tar is damaged. Several tars in one file are read as one.
+    """
+    size = file.seek(0, 2)
+    archive = _archive(file)
+    offset, ended = start, False
+    while end is None or offset < end:
+        file.seek(offset)
+        block = file.read(BLOCK)
+        if not block and not ended:
+            # a tar that ends with a whole block may come from a writer that sets no mark
+            raise BrokenTarError(
+                "the tar has no end mark and may be cut", offset, sample_is_whole=offset == size
+            )
+        if not block:
+            return
+        ended = block == ZEROS
+        if ended:
+            offset += BLOCK
+            continue
+        file.seek(offset)
+        member, following = _member(archive, offset)
+        if following <= offset or (member is not None and member.offset + member.size > size):
+            raise BrokenTarError(
+                "the tar ends inside a file" if following > size else "a damaged header", offset
+            )
+        if member is not None:
+            yield member
+        offset = following
+
+
+def read_compressed(file: IO[bytes]) -> Iterator[Member]:
+    """The members of a compressed tar, with their contents. BrokenTarError where it is damaged."""
+    from webdataset.tariterators import tar_file_iterator  # noqa: PLC0415 - imports torch, if any
+
+    unpacked = gzip.GzipFile(fileobj=file)
+    try:
+        for item in tar_file_iterator(unpacked):
+            yield Member(item["fname"], 0, 0, len(item["data"]), True, item["data"])
+        while unpacked.read(1 << 20):
+            pass  # up to the checksum: tarfile takes damage in the middle for the end
+    except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
+        raise BrokenTarError(f"damaged or cut ({error})", file.tell()) from None
+
+
+def _archive(file: IO[bytes]) -> tarfile.TarFile:
+    """Only to decode headers with."""
+    file.seek(0)
+    try:
+        return tarfile.TarFile(fileobj=file)
+    except (tarfile.TarError, ValueError, OverflowError) as error:
+        raise BrokenTarError(f"a damaged or cut header ({error})", 0) from None
+
+
+def _member(archive: tarfile.TarFile, offset: int) -> tuple[Member | None, int]:
+    """The member at the archive's place, None for a folder, and the offset of the next header."""
+    try:
+        info = tarfile.TarInfo.fromtarfile(archive)
+    except (tarfile.TarError, ValueError, OverflowError) as error:
+        raise BrokenTarError(f"a damaged or cut header ({error})", offset) from None
+    # set by `fromtarfile`: after the content, whatever kind of member it is
+    following = int(archive.offset)
+    if info.isdir():
+        return None, following
+    is_file = info.isreg() and not info.issparse()
+    size = info.size if is_file else 0
+    return Member(info.name, offset, info.offset_data, size, is_file), following
+
+
+# --- members -> samples ---
+
+
+def key_of(name: str) -> str | None:
+    """The key of a member, without a leading `./`; None for one that belongs to no sample.
+
+    >>> key_of("./a.b/0001.seg.png"), key_of("a/README"), key_of("a/.hidden")
+    ('a.b/0001', None, None)
+    """
+    match = _KEY.fullmatch(name.removeprefix("./"))
+    return match[1] if match else None
 
 
 def _samples(members: Iterator[Member]) -> Iterator[_Sample]:
@@ -119,20 +241,132 @@ def _samples(members: Iterator[Member]) -> Iterator[_Sample]:
         if sample is not None and error.sample_is_whole:
             yield sample
             sample = None
-        yield _Sample(sample.key if sample else f"byte {error.offset}", broken=str(error))
-        return
+        sample = sample or _Sample(f"byte {error.offset}")
+        sample.broken = str(error)
     if sample is not None:
         yield sample
 
 
 def _borders(file: IO[bytes]) -> Iterator[int]:
-    """Offset of the first header of each sample, up to a damaged place."""
-    last: str | None = None
+    """Offset of the first header of each sample."""
+    samples = _samples(read_members(file))
+    return (sample.members[0].header for sample in samples if sample.members)
+
+
+# --- a sample's members -> its record ---
+
+
+class _BadMemberError(ValueError):
+    """A member that makes its sample unusable."""
+
+
+def _record(sample: _Sample, file: IO[bytes], container: str, position: int) -> RawRecord:
+    """The record of a sample; `container` is the name of the tar `file` under the data root."""
+    key = {"__key__": sample.key}
     try:
-        for member in read_members(file):
-            key = key_of(member.name)
-            if key is not None and key != last:
-                yield member.header
-                last = key
-    except BrokenTarError:
-        return  # the chunk that has it reports it
+        if sample.broken:
+            raise _BadMemberError(sample.broken)
+        files = _by_suffix(sample)
+        record = _texts(files, file)
+        for kind in SUFFIXES:
+            found = {suffix: files[suffix] for suffix in _ordered(files, kind)}
+            _add_media(record, kind, found, container)
+    except _BadMemberError as error:
+        return RawRecord(position, key, f"{container}, {sample.key}: {error}", "broken_member")
+    return RawRecord(position, key | record)
+
+
+def _by_suffix(sample: _Sample) -> dict[str, Member]:
+    """The members by what follows their key, in their order."""
+    files: dict[str, Member] = {}
+    for member in sample.members:
+        suffix = member.name.removeprefix("./")[len(sample.key) + 1 :].lower()
+        if suffix in files:
+            raise _BadMemberError(f"there are two members {suffix}")
+        if not member.is_file:
+            raise _BadMemberError(f"{suffix} is a link or the like, not a file")
+        try:
+            member.name.encode()
+        except UnicodeEncodeError:
+            raise _BadMemberError(f"the name of {suffix} is not valid UTF-8") from None
+        files[suffix] = member
+    return files
+
+
+def _texts(files: dict[str, Member], file: IO[bytes]) -> dict[str, Any]:
+    record: dict[str, Any] = {}
+    for suffix in [suffix for suffix in files if _kind(suffix) == "json"]:
+        try:
+            value = json.loads(_read(file, files[suffix]))
+        except (ValueError, RecursionError) as error:
+            why = str(error).split(": line ", 1)[0]
+            raise _BadMemberError(f"{suffix} is not valid JSON: {why}") from None
+        if not isinstance(value, dict):
+            raise _BadMemberError(f"{suffix} is a {type(value).__name__}, not an object")
+        record |= value
+    has_more = bool(record) or any(_ordered(files, kind) for kind in SUFFIXES)
+    for suffix in [suffix for suffix in files if _kind(suffix) in TEXT_SUFFIXES]:
+        # bad bytes become lone surrogates, and the sample is rejected by name
+        text = _read(file, files[suffix]).decode("utf-8", "surrogateescape")
+        record["caption" if has_more else "text"] = text
+    return record
+
+
+def _read(file: IO[bytes], member: Member) -> bytes:
+    if member.data is not None:
+        return member.data
+    file.seek(member.offset)
+    return file.read(member.size)
+
+
+def _kind(suffix: str) -> str:
+    """What follows the last dot."""
+    return suffix.rpartition(".")[2]
+
+
+def _ordered(files: dict[str, Member], kind: str) -> list[str]:
+    """The suffixes of a kind's files: by number if all have one (`0.jpg`, `10.jpg`), else as is."""
+    found = [suffix for suffix in files if _kind(suffix) in SUFFIXES[kind]]
+    numbers = [suffix.partition(".")[0] for suffix in found]
+    if all(number.isascii() and number.isdecimal() for number in numbers):
+        found.sort(key=lambda suffix: int(suffix.partition(".")[0]))
+    return found
+
+
+def _add_media(record: dict[str, Any], kind: str, files: dict[str, Member], container: str) -> None:
+    """Put a sample's files into its record, in the place of the record's names for them."""
+    media = {suffix: _media(member, container) for suffix, member in files.items()}
+    by_name = {PurePosixPath(one.name).name: one for one in media.values()} | media
+    for info in record.get("image_info") or [] if kind == "image" else []:  # MMC4
+        if isinstance(info, dict) and (found := _find(info.get("image_name"), by_name)) is not None:
+            info["image_name"] = found
+    key = kind if record.get(kind) else f"{kind}s"
+    named = record.get(key)
+    names: list[Any] = named if isinstance(named, list) else [named]
+    if not media or "text_list" in record:
+        return
+    if not named:
+        record[kind] = list(media.values())
+    elif all(isinstance(name, str) for name in names):
+        record[key] = _matched(names, by_name, list(media.values()))
+
+
+def _media(member: Member, container: str) -> Media:
+    if member.data is not None:
+        return Media(member.name, data=member.data)
+    return Media(member.name, container=container, offset=member.offset, size=member.size)
+
+
+def _matched(names: list[str], by_name: dict[str, Media], media: list[Media]) -> list[Media | str]:
+    """The files that names mean; all in their order if none fits and the numbers are equal."""
+    found = [_find(name, by_name) for name in names]
+    if len(names) == len(media) and not any(found):
+        return list(media)
+    # a name that fits none stays a path under the data root, with its own reason if that is missing
+    return [one or name for one, name in zip(found, names, strict=True)]
+
+
+def _find(name: Any, by_name: dict[str, Media]) -> Media | None:
+    if not isinstance(name, str):
+        return None
+    return by_name.get(name) or by_name.get(PurePosixPath(name).name)

@@ -188,10 +188,7 @@ def _read_local(path: Path) -> str | None:
 def _read_hub(repo_id: str, name: str) -> str | None:
     try:
         from huggingface_hub import hf_hub_download  # noqa: PLC0415  (an optional dependency)
-        from huggingface_hub.errors import (  # noqa: PLC0415
-            EntryNotFoundError,
-            LocalEntryNotFoundError,
-        )
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError  # noqa: PLC0415
     except ImportError:
         raise ConfigError(
             f"tokenizer {repo_id}: no such folder here; to fetch it from the Hub:"

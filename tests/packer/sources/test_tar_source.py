@@ -20,8 +20,8 @@ from packer.records.media import open_media
 from packer.records.record import Rejected
 from packer.records.schemas import parse_record
 from packer.sources import tar_source
-from packer.sources._tar_records import BrokenTarError, key_of, read_members
 from packer.sources.detect import locate, open_located
+from packer.sources.tar_source import BrokenTarError, key_of, read_members
 from shards.folders import open_folder
 from support.builds.layouts import FOLDER, LINK, tar_bytes, write_tar
 

@@ -20,7 +20,7 @@ from balance.presets import MediaMarkup
 from balance.types import LABEL_IGNORE
 from packer.demo.dataset import demo_tokenizer_path
 from packer.text.chat_tokenizer import ChatTokenizer, EncodedText, TextRejected, Turn
-from packer.write._expand_placeholders import expand
+from packer.write.pack_samples import expand
 from support.cases import for_each
 from support.corpora import BYTE_FALLBACK, BYTE_LEVEL, CORPORA, TOKENIZERS
 
