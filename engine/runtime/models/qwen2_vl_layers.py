@@ -72,7 +72,7 @@ def qwen2_vl_vision(model: Any) -> list[SpecLayer]:
         NativeVisionLayer(block, visual.rotary_pos_emb, merge, between) for block in visual.blocks
     ]
     row_shape = (config.in_channels * config.temporal_patch_size * config.patch_size**2,)
-    embedding = PatchEmbedding(visual.patch_embed, None, between, row_shape=row_shape)
+    embedding = PatchEmbedding(visual.patch_embed, nn.Identity(), between, row_shape=row_shape)
     return [embedding, *layers, Merger(visual.merger, merged)]
 
 

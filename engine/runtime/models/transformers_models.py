@@ -6,19 +6,14 @@ Micro-batches are packed without padding (`loaders.MicroBatch`, or any object wi
 Imports nothing of transformers.
 """
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from balance.errors import ConfigError, first_line
 from engine.runtime.models.language_layers import Positions, language_layers
-from engine.runtime.models.layer_specs import SpecLayer
 from engine.runtime.models.qwen2_vl_layers import qwen2_vl_vision, rotary_positions
 from engine.runtime.models.vision_layers import internvl_vision, llava_vision
 from engine.runtime.stage_io import Batch, LayerStack, TensorSpec
@@ -27,6 +22,8 @@ TEXT_MODELS = ("llama", "mistral", "qwen2", "qwen3", "qwen2_vl_text")
 """Model types of language models that consist of embedding, decoder layers, norm and head only.
 Others scale between these, add a loss or mask otherwise: they would be computed wrongly, silently.
 """
+_VISION = {"llava": llava_vision, "internvl": internvl_vision, "qwen2_vl": qwen2_vl_vision}
+"""Vision half of a model, by model type."""
 
 
 def from_transformers(model: Any) -> LayerStack:
@@ -37,10 +34,11 @@ def from_transformers(model: Any) -> LayerStack:
     samples' borders, anything else is computed per sample. ConfigError for other models, and if
     something other than the pipeline moves or recomputes its layers.
     """
-    family = _family(model)
+    _check_family(model)
     _check_state(model)
     try:
-        layers = [*family.vision(model), *language_layers(model, family.positions(model))]
+        vision = _VISION[model.config.model_type](model)
+        layers = [*vision, *language_layers(model, _positions(model))]
     except AttributeError as error:
         version = getattr(sys.modules.get("transformers"), "__version__", "(not imported)")
         raise ConfigError(
@@ -56,14 +54,13 @@ def from_transformers(model: Any) -> LayerStack:
     return LayerStack(layers=layers, specs=specs)
 
 
-def _family(model: Any) -> _Family:
-    """Model family. ConfigError if it is not supported."""
+def _check_family(model: Any) -> None:
+    """ConfigError if a model is of no family that is supported."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
-    family = _FAMILIES.get(str(kind))
-    if family is None or not hasattr(model, "lm_head"):
+    if kind not in _VISION or not hasattr(model, "lm_head"):
         raise ConfigError(
             f"{type(model).__name__} (model type {kind!r}): give a ForConditionalGeneration of"
-            f" {', '.join(_FAMILIES)}"
+            f" {', '.join(_VISION)}"
         )
     text = model.config.text_config.model_type
     if text not in TEXT_MODELS:
@@ -71,7 +68,6 @@ def _family(model: Any) -> _Family:
             f"{type(model).__name__} with a text model {text!r}: give one of"
             f" {', '.join(TEXT_MODELS)}"
         )
-    return family
 
 
 def _check_state(model: Any) -> None:
@@ -98,32 +94,12 @@ def _check_state(model: Any) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """Differences between models."""
-
-    vision: Callable[[Any], list[SpecLayer]]
-    positions: Callable[[Any], Positions]
-
-
-def _plain_positions(model: Any) -> Positions:
-    return lambda batch: batch.position_ids[None]
-
-
-def _grid_positions(model: Any) -> Positions:
-    token, merge = model.config.image_token_id, model.config.vision_config.spatial_merge_size
-
-    def positions(batch: Batch) -> Tensor:
-        rows = rotary_positions(
-            batch.input_ids, batch.cu_seqlens, batch.image_grid_thw, int(token), int(merge)
-        )
-        return rows[:, None]
-
-    return positions
-
-
-_FAMILIES = {
-    "llava": _Family(llava_vision, _plain_positions),
-    "internvl": _Family(internvl_vision, _plain_positions),
-    "qwen2_vl": _Family(qwen2_vl_vision, _grid_positions),
-}
+def _positions(model: Any) -> Positions:
+    """Positions as the rotary embedding of a model's family takes them."""
+    config = model.config
+    if config.model_type != "qwen2_vl":
+        return lambda batch: batch.position_ids[None]
+    token, merge = int(config.image_token_id), int(config.vision_config.spatial_merge_size)
+    return lambda batch: rotary_positions(
+        batch.input_ids, batch.cu_seqlens, batch.image_grid_thw, token, merge
+    )[:, None]

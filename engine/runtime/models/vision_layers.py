@@ -26,15 +26,14 @@ class PatchEmbedding(SpecLayer):
     def __init__(
         self,
         embeddings: nn.Module,
-        norm: nn.Module | None,
+        norm: nn.Module,
         output_specs: OutputSpecs,
         *,
         row_shape: tuple[int, ...],
     ) -> None:
         """`row_shape`: shape of a row of `pixel_values`."""
         super().__init__(output_specs)
-        self.embeddings, self._row_shape = embeddings, row_shape
-        self.norm = nn.Identity() if norm is None else norm
+        self.embeddings, self.norm, self._row_shape = embeddings, norm, row_shape
 
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
         """`pixel_values` -> `features` (patches, ViT tokens, width) or (ViT tokens, width)."""
@@ -83,7 +82,7 @@ class Projector(SpecLayer):
     def __init__(
         self,
         projector: nn.Module,
-        norm: nn.Module | None,
+        norm: nn.Module,
         output_specs: OutputSpecs,
         *,
         drop_first: bool,
@@ -91,8 +90,8 @@ class Projector(SpecLayer):
     ) -> None:
         """`drop_first`: leave out the class token; `merge` x `merge` tokens become one."""
         super().__init__(output_specs)
-        self.projector, self._drop_first, self._merge = projector, drop_first, merge
-        self.norm = nn.Identity() if norm is None else norm
+        self.projector, self.norm = projector, norm
+        self._drop_first, self._merge = drop_first, merge
 
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
         """`features` (patches, ViT tokens, width) -> (image tokens, LLM width)."""
@@ -106,12 +105,8 @@ class Projector(SpecLayer):
 
 
 def llava_vision(model: Any) -> list[SpecLayer]:
-    """Vision half of a LlavaForConditionalGeneration with a CLIP or SigLIP encoder.
-
-    Encoder layers after the one that the model reads are left out: they would be computed in vain.
-    """
-    config, vision = model.config, model.config.vision_config
-    kind = vision.model_type
+    """Vision half of a LlavaForConditionalGeneration with a CLIP or SigLIP encoder."""
+    kind = model.config.vision_config.model_type
     if kind not in ("clip_vision_model", "siglip_vision_model"):
         raise ConfigError(
             f"LLaVA with a vision encoder {kind!r}: give one with clip_vision_model,"
@@ -119,47 +114,50 @@ def llava_vision(model: Any) -> list[SpecLayer]:
         )
     # the first versions 5 of transformers have the encoder one level deeper
     tower = getattr(model.model.vision_tower, "vision_model", model.model.vision_tower)
-    # SigLIP has no class token
-    tokens = (vision.image_size // vision.patch_size) ** 2 + (kind == "clip_vision_model")
-    drop_first = config.vision_feature_select_strategy == "default"
-    between = patch_specs(tokens, vision.hidden_size, dtype_of(tower.embeddings))
-    used = _used_layers(config.vision_feature_layer, len(tower.encoder.layers))
-    projector = Projector(
-        model.model.multi_modal_projector,
-        None,
-        _projector_specs(model, tokens - drop_first),
-        drop_first=drop_first,
-        merge=1,
-    )
-    layers = [VisionLayer(layer, (None,), between) for layer in tower.encoder.layers[:used]]
-    row_shape = vision.num_channels, vision.image_size, vision.image_size
-    norm = getattr(tower, "pre_layrnorm", None)
-    embedding = PatchEmbedding(tower.embeddings, norm, between, row_shape=row_shape)
-    return [embedding, *layers, projector]
+    norms = getattr(tower, "pre_layrnorm", nn.Identity()), nn.Identity()
+    return _vision_half(model, tower, tower.encoder.layers, (None,), norms)
 
 
 def internvl_vision(model: Any) -> list[SpecLayer]:
     """Vision half of an InternVLForConditionalGeneration."""
-    config, tower = model.config, model.model.vision_tower
-    vision = config.vision_config
-    (height, width), patch = as_pair(vision.image_size), as_pair(vision.patch_size)
-    tokens = (height // patch[0]) * (width // patch[1]) + 1
-    merge = round(1 / config.downsample_ratio)
-    drop_first = config.vision_feature_select_strategy == "default"
-    between = patch_specs(tokens, vision.hidden_size, dtype_of(tower.embeddings))
-    used = _used_layers(config.vision_feature_layer, len(tower.encoder.layer))
-    projector = Projector(
+    tower = model.model.vision_tower
+    # the norm belongs to the encoder's output, not to an inner layer's
+    is_output = model.config.vision_feature_layer == -1
+    norms = nn.Identity(), tower.layernorm if is_output else nn.Identity()
+    return _vision_half(model, tower, tower.encoder.layer, (), norms)
+
+
+def _vision_half(
+    model: Any,
+    tower: Any,
+    encoder: nn.ModuleList,
+    arguments: tuple[None, ...],
+    norms: tuple[nn.Module, nn.Module],
+) -> list[SpecLayer]:
+    """Embedding, the encoder's layers before the one that the model reads, and projector.
+
+    The others would be computed in vain. `arguments` as in `VisionLayer`; `norms`: after the
+    embedding, and before the projector.
+    """
+    config, vision, projector = (
+        model.config,
+        model.config.vision_config,
         model.model.multi_modal_projector,
-        # the norm belongs to the encoder's output, not to an inner layer's
-        tower.layernorm if config.vision_feature_layer == -1 else None,
-        _projector_specs(model, (tokens - drop_first) // merge**2),
-        drop_first=drop_first,
-        merge=merge,
     )
-    layers = [VisionLayer(layer, (), between) for layer in tower.encoder.layer[:used]]
-    row_shape = vision.num_channels, height, width
-    embedding = PatchEmbedding(tower.embeddings, None, between, row_shape=row_shape)
-    return [embedding, *layers, projector]
+    tokens, merge = patch_tokens(vision), merge_side(config)
+    drop_first = config.vision_feature_select_strategy == "default"
+    per_patch = (tokens - drop_first) // merge**2
+    between = patch_specs(tokens, vision.hidden_size, dtype_of(tower.embeddings))
+    features = row_specs(
+        lambda patches: patches * per_patch, config.text_config.hidden_size, dtype_of(projector)
+    )
+    used = encoder[: _used_layers(config.vision_feature_layer, len(encoder))]
+    row_shape = vision.num_channels, *as_pair(vision.image_size)
+    return [
+        PatchEmbedding(tower.embeddings, norms[0], between, row_shape=row_shape),
+        *(VisionLayer(layer, arguments, between) for layer in used),
+        Projector(projector, norms[1], features, drop_first=drop_first, merge=merge),
+    ]
 
 
 def merge_tokens(features: Tensor, side: int) -> Tensor:
@@ -186,12 +184,16 @@ def as_pair(value: Any) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else (int(value[0]), int(value[1]))
 
 
-def _projector_specs(model: Any, per_patch: int) -> OutputSpecs:
-    return row_specs(
-        lambda patches: patches * per_patch,
-        model.config.text_config.hidden_size,
-        dtype_of(model.model.multi_modal_projector),
-    )
+def patch_tokens(vision: Any) -> int:
+    """Vision-encoder tokens of one patch, the class token included; SigLIP has none."""
+    (height, width), patch = as_pair(vision.image_size), as_pair(vision.patch_size)
+    has_class_token = vision.model_type != "siglip_vision_model"
+    return (height // patch[0]) * (width // patch[1]) + int(has_class_token)
+
+
+def merge_side(config: Any) -> int:
+    """Side of the block of tokens that become one; LLaVA merges none."""
+    return round(1 / getattr(config, "downsample_ratio", 1))
 
 
 def _used_layers(chosen: Any, count: int) -> int:

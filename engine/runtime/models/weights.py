@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from engine.runtime.communication.collectives import gather_objects, world_errors
+
 Prefixes = tuple[Mapping[str, str], ...]
 """Names of each layer's children -> their paths in the model."""
 
@@ -39,31 +41,29 @@ def state_dict_of(layers: Mapping[int, nn.Module], prefixes: Prefixes) -> dict[s
 
 
 def gather_state_dict(
-    model: nn.Module,
-    layers: Mapping[int, nn.Module],
-    prefixes: Prefixes,
-    group: dist.ProcessGroup | None = None,
+    model: nn.Module, layers: Mapping[int, nn.Module], prefixes: Prefixes
 ) -> dict[str, Tensor] | None:
-    """The whole `model.state_dict()` on the CPU of the group's first rank; None on the others.
+    """The whole `model.state_dict()` on the CPU of rank 0; None on the others.
 
-    All ranks of the group, by default of the world, call it with their own layers.
+    All ranks of the world call it with their own layers. PeerLost if one is lost.
     """
-    own = state_dict_of(layers, prefixes)
-    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    described: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{} for _ in range(num_ranks)]
-    dist.all_gather_object(
-        described, {name: (each.shape, each.dtype) for name, each in own.items()}, group=group
-    )
+    own, rank = state_dict_of(layers, prefixes), dist.get_rank()
+    described = gather_objects({name: (each.shape, each.dtype) for name, each in own.items()})
+    # the first rank that has a weight sends it
+    owners: dict[str, int] = {}
+    for owner, names in enumerate(described):
+        owners = dict.fromkeys(names, owner) | owners
     device = next((tensor.device for tensor in own.values()), torch.device("cpu"))
     received: dict[str, Tensor] = {}
-    for name, owner in _owners(described).items():
-        if owner > 0 and rank == owner:
-            dist.send(own[name].detach().contiguous(), group=group, group_dst=0)
-        elif owner > 0 and rank == 0:
-            shape, dtype = described[owner][name]
-            buffer = torch.empty(shape, dtype=dtype, device=device)
-            dist.recv(buffer, group=group, group_src=owner)
-            received[name] = buffer.cpu()
+    with world_errors():
+        for name, owner in owners.items():
+            if owner > 0 and rank == owner:
+                dist.send(own[name].detach().contiguous(), 0)
+            elif owner > 0 and rank == 0:
+                shape, dtype = described[owner][name]
+                buffer = torch.empty(shape, dtype=dtype, device=device)
+                dist.recv(buffer, owner)
+                received[name] = buffer.cpu()
     if rank > 0:
         return None
     # what is neither received nor in a layer here is in no layer, and never changed
@@ -73,16 +73,3 @@ def gather_state_dict(
         else torch.empty_like(tensor, device="cpu").copy_(own.get(name, tensor))
         for name, tensor in model.state_dict().items()
     }
-
-
-def _owners(described: Sequence[Mapping[str, object]]) -> dict[str, int]:
-    """Sender of each weight: the first rank that has it.
-
-    >>> _owners([{"a": 1, "b": 1}, {"b": 1, "c": 1}])
-    {'a': 0, 'b': 0, 'c': 1}
-    """
-    owners: dict[str, int] = {}
-    for rank, names in enumerate(described):
-        for name in names:
-            owners.setdefault(name, rank)
-    return owners

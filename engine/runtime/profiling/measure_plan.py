@@ -30,8 +30,8 @@ from engine.runtime.profiling.partition_trials import (
     TrialOptions,
     TrialStep,
     measure_partitions,
+    temporary_pipelines,
 )
-from engine.runtime.profiling.temporary_pipeline import temporary_pipelines
 from engine.runtime.stage_io import Batch, LayerStack
 
 REPEATS = 5

@@ -8,9 +8,10 @@ stepped, and gradients are dropped.
 
 import json
 import platform
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +19,23 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import nn
 
 from balance.errors import ConfigError, IsobatchError
 from balance.types import IntArray
-from engine.cost_model.costs import Costs
+from engine.cost_model.costs import NS_PER_MS, Costs
 from engine.planning.adaptive_recompute import OutOfMemory
 from engine.planning.bmp import MOST_RUN, RADIUS, BmpResult, PartitionCandidate, search_bmp
 from engine.planning.recompute import InfeasiblePlan
-from engine.runtime.communication.collectives import world_errors
+from engine.runtime.communication.collectives import broadcast, gather_objects
+from engine.runtime.errors import PeerLost
 from engine.runtime.layer_rng import preserve_rng
 from engine.runtime.pipeline import Pipeline, PipelineOptions
-from engine.runtime.profiling.temporary_pipeline import temporary_pipelines
 from engine.runtime.stage_io import Batch, LayerStack
 from engine.simulator.evaluate import evaluate, schedule_for
 
 Recompute = Callable[[IntArray], NDArray[np.bool_]]
 """borders -> which layers are recomputed; may raise InfeasiblePlan."""
-
-NS_PER_MS = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,6 @@ class TrialStep:
 class PartitionTrial:
     """A partition that was run."""
 
-    borders: tuple[int, ...]
     recompute: tuple[int, ...]
     """Indices of the recomputed layers."""
     predicted_ns: int | None
@@ -113,53 +112,45 @@ class _Trials:
     ) -> None:
         self.model, self.costs, self.step, self.options = model, costs, step, options
         self.done: list[PartitionTrial] = []
-        self.device = torch.device(step.options.device)
 
     def lead(self) -> MeasuredPartitions:
         """Search, and tell the others what to run."""
-        pp = len(self.step.pipelines[0])
+        num_stages = len(self.step.pipelines[0]) * self.step.options.stages_per_rank
+        limits = {"radius": self.options.radius, "most_run": self.options.most_run}
         try:
-            found = search_bmp(
-                self.costs,
-                pp * self.step.options.stages_per_rank,
-                self.announce,
-                radius=self.options.radius,
-                most_run=self.options.most_run,
-            )
+            found = search_bmp(self.costs, num_stages, self.announce, **limits)
         except (ConfigError, InfeasiblePlan) as error:
-            _broadcast(error)
+            broadcast(error)
             raise
-        measured = MeasuredPartitions(bmp=found, trials=tuple(self.done))
-        _broadcast(measured)
-        return measured
+        return broadcast(MeasuredPartitions(bmp=found, trials=tuple(self.done)))
 
     def follow(self) -> MeasuredPartitions:
         """Run what the first rank broadcasts."""
         while True:
-            message = _broadcast(None)
+            message: Any = broadcast(None)
             if isinstance(message, MeasuredPartitions):
                 return message
             if isinstance(message, IsobatchError):
                 raise message
-            borders, recompute = message
             with suppress(ConfigError, OutOfMemory):  # raised on the first rank too, which decides
-                self.run(borders, recompute)
+                self.run(*message)
 
     def announce(self, borders: IntArray) -> int:
         """Run a partition on all ranks; -> the median time of its steps."""
-        recompute, predicted = np.zeros(self.costs.num_layers, np.bool_), None
+        step, recompute, predicted = self.step, np.zeros(self.costs.num_layers, np.bool_), None
         times, failure = tuple[int, ...](), None
         try:
-            if self.step.recompute is not None:
-                recompute = np.asarray(self.step.recompute(borders))
-            predicted = self.predicted_ns(borders, recompute)
-            _broadcast((borders, recompute))
+            if step.recompute is not None:
+                recompute = np.asarray(step.recompute(borders))
+            name, per_rank = step.options.schedule, step.options.stages_per_rank
+            schedule = schedule_for(name, borders, self.costs.num_micro_batches, per_rank)
+            predicted = evaluate(self.costs, borders, recompute, schedule).step_ns
+            broadcast((borders, recompute))
             times = self.run(borders, recompute)
         except (OutOfMemory, InfeasiblePlan) as error:
             failure = error
         self.done.append(
             PartitionTrial(
-                borders=tuple(borders.tolist()),
                 recompute=tuple(np.flatnonzero(recompute).tolist()),
                 predicted_ns=predicted,
                 steps_ns=times,
@@ -170,41 +161,70 @@ class _Trials:
             raise InfeasiblePlan(f"partition {borders.tolist()}: {failure}") from failure
         return round(float(np.median(times)))
 
-    def predicted_ns(self, borders: IntArray, recompute: NDArray[np.bool_]) -> int:
-        """Simulated time of a step."""
-        options = self.step.options
-        schedule = schedule_for(
-            options.schedule, borders, self.costs.num_micro_batches, options.stages_per_rank
-        )
-        return evaluate(self.costs, borders, recompute, schedule).step_ns
-
     def run(self, borders: IntArray, recompute: NDArray[np.bool_]) -> tuple[int, ...]:
         """Times of the steps that count, on the slowest rank of the world."""
-        with temporary_pipelines(self.model), preserve_rng(self.device):
+        device = torch.device(self.step.options.device)
+        with temporary_pipelines(self.model), preserve_rng(device):
             pipeline = self.make(borders, recompute)
             times = [self.step_ns(pipeline) for _ in range(1 + self.options.steps)]
         return tuple(times[1:])
 
     def make(self, borders: IntArray, recompute: NDArray[np.bool_]) -> Pipeline:
         """A pipeline with this partition; OutOfMemory on all ranks if it does not fit on one."""
-        made, lacking = None, 0
+        pipelines, made, lacking = self.step.pipelines, None, -1
         try:
-            made = Pipeline(self.model, borders, recompute, self.step.pipelines, self.step.options)
+            made = Pipeline(self.model, borders, recompute, pipelines, self.step.options)
         except torch.OutOfMemoryError:
-            own = next(ranks for ranks in self.step.pipelines if dist.get_rank() in ranks)
-            lacking = 1 + list(own).index(dist.get_rank())
-        lacking = _maximum(lacking, self.device)
-        if made is None or lacking:
-            raise OutOfMemory([lacking - 1])
+            me = dist.get_rank()
+            lacking = next(list(ranks).index(me) for ranks in pipelines if me in ranks)
+        lacking = max(gather_objects(lacking))
+        if made is None or lacking >= 0:
+            raise OutOfMemory([lacking])
         return made
 
     def step_ns(self, pipeline: Pipeline) -> int:
         """Time from when all ranks are ready to the end of the last pass."""
-        _maximum(0, self.device)
+        gather_objects(None)  # waits for all ranks
         result = pipeline.step(self.step.batches, self.step.normalizer)
         for weight in pipeline.parameters():
             weight.grad = None
-        return _maximum(int(result.end_ns.max(initial=0)), self.device)
+        return max(gather_objects(int(result.end_ns.max(initial=0))))
+
+
+@contextmanager
+def temporary_pipelines(model: LayerStack) -> Iterator[None]:
+    """Afterwards layers are on their devices again, without gradients or new process groups.
+
+    Nothing is restored if a rank is lost, which ends the run.
+    """
+    devices = [_device_of(layer) for layer in model.layers]
+    groups = set(dist.distributed_c10d._world.pg_map)
+    try:
+        yield
+    except PeerLost:
+        raise
+    except IsobatchError:
+        _restore(model, devices, groups)
+        raise
+    _restore(model, devices, groups)
+
+
+def _restore(
+    model: LayerStack, devices: list[torch.device | None], groups: set[dist.ProcessGroup]
+) -> None:
+    # in the order in which all ranks made them: NCCL's ranks wait for each other here
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group not in groups]:
+        dist.destroy_process_group(group)
+    for layer, device in zip(model.layers, devices, strict=True):
+        layer.zero_grad(set_to_none=True)
+        if device is not None:
+            layer.to(device)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _device_of(layer: nn.Module) -> torch.device | None:
+    return next((tensor.device for tensor in chain(layer.parameters(), layer.buffers())), None)
 
 
 def write_evidence(measured: MeasuredPartitions, path: Path) -> None:
@@ -245,19 +265,3 @@ def _row(candidate: PartitionCandidate, trial: PartitionTrial) -> dict[str, Any]
 
 def _ms(time_ns: int | None) -> float | None:
     return None if time_ns is None else time_ns / NS_PER_MS
-
-
-def _broadcast(value: Any) -> Any:
-    """The first rank's value, on all ranks."""
-    box = [value]
-    with world_errors():
-        dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
-def _maximum(value: int, device: torch.device) -> int:
-    """The maximum over all ranks; also a barrier."""
-    most = torch.tensor(value, device=device)
-    with world_errors():
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return int(most)

@@ -8,14 +8,12 @@ GPU a run costs what its steps cost; on a CPU, where `LiveBytes` counts memory, 
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -23,9 +21,8 @@ from balance.errors import ConfigError
 from balance.types import IntArray
 from engine.cost_model.costs import Costs
 from engine.planning.adaptive_recompute import AdaptedRecompute, OutOfMemory, adapt_recompute
-from engine.runtime.communication.process_groups import ProcessGroups
+from engine.runtime.communication.collectives import gather_objects
 from engine.runtime.cpu_memory import LiveBytes
-from engine.runtime.errors import peer_errors
 from engine.runtime.layer_rng import preserve_rng
 from engine.runtime.pipeline import Pipeline
 from engine.runtime.stage_io import Batch
@@ -90,7 +87,9 @@ class StepObserver:
         finally:
             self._pipeline.steps_run = steps_run
             self._release()
-        left = _least_left(own, self._groups, self._device)
+        ranks, lefts = zip(*gather_objects((self._groups.rank, own)), strict=True)
+        left = np.full(len(self._groups.ranks), np.iinfo(np.int64).max)
+        np.minimum.at(left, list(ranks), lefts)
         if (left < 0).any():
             raise OutOfMemory(np.flatnonzero(left < 0).tolist())
         return left
@@ -160,7 +159,7 @@ def adapt_running(
     limit_bytes, reserve_bytes = options.limit_bytes, options.reserve_bytes
     observe = StepObserver(pipeline, steps, limit_bytes=limit_bytes, optimizer=optimizer)
     local, groups = pipeline._local, pipeline._groups
-    costs = _agree_on_costs(costs, len(local.recompute), groups, local.device)
+    costs = _agree_on_costs(costs, len(local.recompute))
     schedule = make_schedule(pipeline._options.schedule, len(groups.ranks), max(map(len, steps)))
     chosen = pipeline.recompute
     try:
@@ -171,19 +170,22 @@ def adapt_running(
     finally:
         pipeline.set_recompute(chosen)
     if options.evidence is not None and groups.replica == groups.rank == 0:
-        given = {
+        table = {
+            "format": FORMAT,
             "limit_bytes": limit_bytes,
             "reserve_bytes": reserve_bytes,
             "schedule": schedule.name,
+            "borders": list(local.borders),
+            "kinds": list(costs.kinds),
+            **_as_json(adapted),
         }
-        table = {"format": FORMAT, **given, **_as_json(adapted, costs, local.borders)}
         options.evidence.write_text(f"{json.dumps(table, indent=1)}\n")
     return adapted
 
 
-def _as_json(adapted: AdaptedRecompute, costs: Costs, borders: Sequence[int]) -> dict[str, object]:
+def _as_json(adapted: AdaptedRecompute) -> dict[str, object]:
     """The trials, their results and the choice."""
-    trials: list[Mapping[str, object]] = [
+    trials = [
         {
             "recompute": trial.recompute.tolist(),
             "left_bytes": None if trial.left_bytes is None else trial.left_bytes.tolist(),
@@ -191,55 +193,24 @@ def _as_json(adapted: AdaptedRecompute, costs: Costs, borders: Sequence[int]) ->
         }
         for trial in adapted.trials
     ]
+    recompute, left_bytes = adapted.recompute.tolist(), adapted.left_bytes.tolist()
     return {
-        "borders": list(borders),
-        "kinds": list(costs.kinds),
         "trials": trials,
         "held_bytes": adapted.held_bytes,
-        "chosen": {
-            "recompute": adapted.recompute.tolist(),
-            "left_bytes": adapted.left_bytes.tolist(),
-        },
+        "chosen": {"recompute": recompute, "left_bytes": left_bytes},
     }
 
 
-def _agree_on_costs(
-    costs: Costs, num_layers: int, groups: ProcessGroups, device: torch.device
-) -> Costs:
+def _agree_on_costs(costs: Costs, num_layers: int) -> Costs:
     """Equal costs on all ranks, with the longest recomputation times of whole steps."""
     if costs.num_layers != num_layers:
         raise ConfigError(f"costs are of {costs.num_layers} layers; the model has {num_layers}")
-    mark = int.from_bytes(blake2b(repr(costs.kinds).encode(), digest_size=7).digest(), "little")
-    values = torch.tensor(
-        [mark, -mark, *costs.recompute_ns.sum(axis=1).tolist()], dtype=torch.int64, device=device
-    )
-    _reduce_over_all(values, groups, dist.ReduceOp.MAX)
-    most, least, *times = values.tolist()
-    if most != -least:
+    kinds, times = zip(*gather_objects((costs.kinds, costs.recompute_ns.sum(axis=1))), strict=True)
+    if len(set(kinds)) > 1:
         raise ConfigError("ranks were given costs of other kinds of layers; give each the same")
     recompute_ns = np.zeros_like(costs.recompute_ns)
-    recompute_ns[:, 0] = times
+    recompute_ns[:, 0] = np.max(times, axis=0)
     return replace(costs, recompute_ns=recompute_ns)
-
-
-def _least_left(own: int, groups: ProcessGroups, device: torch.device) -> IntArray:
-    """Least memory left per stage over all replicas, (stages,)."""
-    most, count = np.iinfo(np.int64).max, len(groups.ranks)
-    left = torch.full((count,), most, dtype=torch.int64, device=device)
-    left[groups.rank] = own
-    _reduce_over_all(left, groups, dist.ReduceOp.MIN)
-    return np.asarray(left.cpu().numpy())
-
-
-def _reduce_over_all(
-    values: Tensor, groups: ProcessGroups, operation: dist.ReduceOp.RedOpType
-) -> None:
-    """Reduce over the ranks of this pipeline, and over replicas."""
-    with peer_errors(groups.ranks):
-        dist.all_reduce(values, op=operation, group=groups.pipeline)
-    if groups.replicas is not None:
-        with peer_errors(dist.get_process_group_ranks(groups.replicas)):
-            dist.all_reduce(values, op=operation, group=groups.replicas)
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:
