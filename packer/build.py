@@ -1,8 +1,7 @@
 """`packer build`: counts -> caps and groups -> shards -> index and manifest.
 
-Each stage leaves its artefact, so that a stopped build resumes where it was. Finished parts of the
-count and whole shards are found again and not repeated. The result is equal, byte for byte, to that
-of an undisturbed build.
+Each stage leaves its artefact, so a stopped build resumes where it was: finished parts of the count
+and whole shards are not repeated. The bytes are those of an undisturbed build.
 """
 
 from collections.abc import Iterator
@@ -66,7 +65,6 @@ class _Counts:
     rejected: pa.Table
     num_read: int
     num_repeated: int
-    """Copies beyond the first of each sample."""
 
 
 class Builder:
@@ -188,58 +186,54 @@ class Builder:
         parts = part_numbers(table.column("position").to_numpy(), records_per_part)
         copies = copies_per_sample(dataset, parts, config.seed)
         dropped = reject_rows(table, left_out(dataset, parts, copies))
-        rejected = pa.concat_tables([rejected, dropped])
         counts = _Counts(
             table=copy_rows(table, copies),
             parts=np.repeat(parts, copies),
-            rejected=rejected,
+            rejected=pa.concat_tables([rejected, dropped]),
             num_read=sum(records_per_part),
             num_repeated=int(np.maximum(copies - 1, 0).sum()),
         )
         write_table(counts.table, self.out / COUNTS_NAME)
-        if len(counts.table) == 0:
-            write_table(rejected, self.out / REJECTED_NAME)
-            raise nothing_to_pack(rejected)
-        self._reject(rejected, counts.num_read)
+        self._reject([counts.rejected], counts.num_read, num_left=len(counts.table))
         return counts
 
-    def _reject(self, rejected: pa.Table, num_read: int) -> pa.Table:
-        """Write rejected.parquet and return its rows; DataError if these are too many."""
-        rejected = rejected.sort_by("position")
+    def _reject(self, tables: list[pa.Table], num_read: int, num_left: int = 1) -> pa.Table:
+        """Write rejected.parquet and return its rows; DataError if too many, or no sample left."""
+        rejected = pa.concat_tables(tables).sort_by("position")
         write_table(rejected, self.out / REJECTED_NAME)
+        if num_left == 0:
+            raise nothing_to_pack(rejected)
         require_few(rejected, num_read, self.config.max_rejected, self.out / REJECTED_NAME)
         return rejected
 
     def _group(self, counts: _Counts) -> Grouping:
         with self.progress.stage("group", None) as stage:
-            arrays = counts_arrays(counts.table)
             grouping = group_counts(
-                arrays,
+                counts_arrays(counts.table),
                 self.config.group_options,
                 vision_unit=self.model.vision_unit,
                 context_len=self.model.context_len,
                 flops=FlopsModel.of(self.model) if self.model.has_dimensions else None,
                 sources=source_numbers(counts.table),
             )
-            stage.count(len(arrays))
-        rejected = pa.concat_tables([counts.rejected, reject_rows(counts.table, grouping.over)])
-        if len(grouping.groups) == 0:
-            raise nothing_to_pack(rejected)
-        self._reject(rejected, counts.num_read)
-        write_table(groups_table(grouping.groups, arrays), self.out / GROUPS_NAME)
+            stage.count(len(counts.table))
+        tables = [counts.rejected, reject_rows(counts.table, grouping.over)]
+        self._reject(tables, counts.num_read, num_left=len(grouping.groups))
+        self._write_groups(grouping.groups, counts)
         return grouping
+
+    def _write_groups(self, groups: Groups, counts: _Counts) -> None:
+        table = groups_table(groups, counts_arrays(counts.table))
+        write_table(table, self.out / GROUPS_NAME)
 
     def _write(self, dataset: Dataset, grouping: Grouping, counts: _Counts) -> int:
         """Write the shards and return their number."""
         for folder in (self.out / "shards", self.staging.folder / "index"):
             folder.mkdir(exist_ok=True)
         groups = grouping.groups
-        seq_len = counts.table.column("seq_len").to_numpy()
-        media_bytes = counts.table.column("media_bytes").to_numpy()
-        in_shards = sample_bytes(seq_len, media_bytes * (self.config.format != "refs"))
+        in_shards = sample_bytes(counts.table, with_media=self.config.format != "refs")
         ranges = plan_shards(groups, in_shards, shard_bytes=self.config.shard_mb << 20)
-        in_memory = sample_bytes(seq_len, media_bytes)
-        tasks = self._write_tasks(dataset, groups, counts, ranges, in_memory)
+        tasks = self._write_tasks(dataset, groups, counts, ranges)
         workers = min(self.config.workers, len(ranges))
         with self.progress.stage("write", len(ranges)) as stage:
             for shard in map_ordered(write_shard, tasks, workers=workers):
@@ -249,12 +243,7 @@ class Builder:
         return len(ranges)
 
     def _write_tasks(
-        self,
-        dataset: Dataset,
-        groups: Groups,
-        counts: _Counts,
-        ranges: list[tuple[int, int]],
-        num_bytes: IntArray,
+        self, dataset: Dataset, groups: Groups, counts: _Counts, ranges: list[tuple[int, int]]
     ) -> Iterator[ShardTask]:
         config = WriteConfig(
             out=str(self.out),
@@ -267,6 +256,7 @@ class Builder:
         )
         positions = counts.table.column("position").to_numpy()
         sample_ids = counts.table.column("sample_id")
+        num_bytes = sample_bytes(counts.table)
         for shard, (first, last) in enumerate(ranges):
             start, stop = groups.offsets[first], groups.offsets[last]
             rows = groups.samples[start:stop]
@@ -290,16 +280,13 @@ class Builder:
             parts = [index_part(self.out, shard) for shard in range(num_shards)]
             lost = [row for part in parts for row in read_lost(part)]
             dropped = reject_rows(counts.table, [*grouping.over, *lost])
-            rejected = pa.concat_tables([counts.rejected, dropped])
-            rejected = self._reject(rejected, counts.num_read)
+            rejected = self._reject([counts.rejected, dropped], counts.num_read)
             if lost:
                 groups = _without(grouping.groups, [row for row, _, _ in lost])
-                table = groups_table(groups, counts_arrays(counts.table))
-                write_table(table, self.out / GROUPS_NAME)
+                self._write_groups(groups, counts)
             index = merge_index(parts, self.out / INDEX_NAME)
-            manifest = self.identity.manifest(
-                self.out, dataset, grouping, index, parts, (counts.num_read, counts.num_repeated)
-            )
+            counted = counts.num_read, counts.num_repeated
+            manifest = self.identity.manifest(self.out, dataset, grouping, index, parts, counted)
             write_manifest(self.out, manifest)
             if self.publisher:
                 self.publisher.publish()

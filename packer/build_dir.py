@@ -19,7 +19,7 @@ from balance.presets import ModelPreset, model_to_dict
 from balance.types import COUNT_COLUMNS
 from packer.config import BuildConfig
 from packer.group import Grouping
-from packer.sources.dataset import Dataset, Part
+from packer.sources.dataset import SHARE_KEYS, Dataset, Part
 from packer.text.chat_tokenizer import ChatTokenizer
 from shards.folders import is_uri, open_folder
 from shards.index import INDEX_NAME, read_shard_file
@@ -48,36 +48,29 @@ class BuildIdentity:
 
     def settings(self, dataset: Dataset) -> dict[str, Any]:
         """The settings, without paths of this machine."""
-        shares = ("weight", "repeat", "limit")
+        parts = [
+            {"name": part.name, "layout": part.located.layout}
+            | {key: getattr(part, key) for key in SHARE_KEYS}
+            for part in dataset.parts
+        ]
+        keys = ("limit", "format", "shard_mb", "check_images")
         return {
             "dataset": dataset.name,
-            "parts": [
-                {"name": part.name, "layout": part.located.layout}
-                | {name: getattr(part, name) for name in shares}
-                for part in dataset.parts
-            ],
+            "parts": parts,
             "num_samples": dataset.num_samples,
-            "limit": self.config.limit,
-            "format": self.config.format,
-            "shard_mb": self.config.shard_mb,
-            "check_images": self.config.check_images,
+            **{key: getattr(self.config, key) for key in keys},
             **asdict(self.config.group_options),
         }
 
     def require_same(self, out: str, dataset: Dataset) -> dict[str, Any]:
         """The manifest of a finished build; DataError if it is of other data or settings.
 
-        Compares annotations byte by byte, containers by name and size, and files of their own not
-        at all: a build does not notice new pictures.
+        Compares annotations by content, containers by name and size, other files not at all.
         """
         manifest = read_manifest(out).values
-        same = (
-            manifest["config"] == self.settings(dataset)
-            and manifest["raw_files"] == _describe_raw(dataset)
-            and manifest["model"] == self.model
-            and manifest["tokenizer"]["hash"] == self.tokenizer.hash
-        )
-        if not same:
+        found = [manifest[name] for name in ("config", "raw_files", "model")]
+        wanted = [self.settings(dataset), _describe_raw(dataset), self.model]
+        if found != wanted or manifest["tokenizer"]["hash"] != self.tokenizer.hash:
             raise DataError(
                 f"{out} is a finished build of other data or settings: choose another --out, or "
                 "add --overwrite"
@@ -121,6 +114,7 @@ class BuildIdentity:
         """
         settings, data_root = self.settings(dataset), _absolute(dataset.parts[0].data_root)
         root = open_folder(str(out), follow_links=True)
+        keys = ("hash", "image_token_id", "audio_token_id", "vocab_size", "added_tokens")
         return {
             "isobatch_version": version("isobatch"),
             "format": self.config.format,
@@ -128,13 +122,7 @@ class BuildIdentity:
             "config_hash": hash_json([settings, self.model, self.tokenizer.hash]),
             "raw_files": _describe_raw(dataset),
             "model": self.model,
-            "tokenizer": {
-                "hash": self.tokenizer.hash,
-                "image_token_id": self.tokenizer.image_token_id,
-                "audio_token_id": self.tokenizer.audio_token_id,
-                "vocab_size": self.tokenizer.vocab_size,
-                "added_tokens": self.tokenizer.added_tokens,
-            },
+            "tokenizer": {key: getattr(self.tokenizer, key) for key in keys},
             "limits": asdict(grouping.limits),
             "limits_explained": grouping.limits_explained,
             "seed": self.config.seed,
@@ -230,13 +218,9 @@ def _totals(index: pa.Table, num_read: int, num_repeated: int) -> dict[str, int]
 
 def _describe_shards(parts: list[Path], index: pa.Table) -> list[dict[str, Any]]:
     shard, sizes = (index.column(name).to_numpy() for name in ("shard", "num_samples"))
-    num_groups = np.bincount(shard, minlength=len(parts))
-    num_samples = np.bincount(shard, weights=sizes, minlength=len(parts)).astype(int)
+    num_groups = np.bincount(shard, minlength=len(parts)).tolist()
+    num_samples = np.bincount(shard, weights=sizes, minlength=len(parts)).astype(int).tolist()
     return [
-        {
-            **read_shard_file(part).to_json(),
-            "num_groups": int(num_groups[number]),
-            "num_samples": int(num_samples[number]),
-        }
-        for number, part in enumerate(parts)
+        {**read_shard_file(part).to_json(), "num_groups": groups, "num_samples": samples}
+        for part, groups, samples in zip(parts, num_groups, num_samples, strict=True)
     ]

@@ -23,7 +23,7 @@ from balance.interface.command_line import (
 from balance.presets import load_model
 from packer.build import Builder
 from packer.build_dir import REPORT_NAME
-from packer.config import MOST_TOKENS, BuildConfig
+from packer.config import BuildConfig
 from packer.count.pool import default_workers
 from packer.group_command import group_files
 from packer.inspect.html import write_group_html
@@ -31,10 +31,10 @@ from packer.inspect.terminal import group_title, print_group
 from packer.inspect.view import inspect_group
 from packer.progress import StageProgress
 from packer.records.record import REASONS
-from packer.report.build_summary import Rejection, summarise_rejected
+from packer.report.build_summary import summarise_rejected
 from packer.report.figures import make_report
 from packer.report.terminal import print_build, print_report
-from packer.sources.catalog import print_datasets
+from packer.sources.dataset import print_datasets
 from packer.upload import save_html
 from packer.verify import require_intact, verify_build
 from shards.folders import is_uri, join
@@ -47,19 +47,8 @@ RanksOption = Annotated[
 ]
 
 COUNTING = (
-    "dataset",
-    "data_root",
-    "model",
-    "tokenizer",
-    "chat_template",
-    "out",
-    "executor",
-    "workers",
-    "check_images",
-    "limit",
-    "max_rejected",
-    "follow_links",
-    "fetch_annotations",
+    *("dataset", "data_root", "model", "tokenizer", "chat_template", "out", "executor", "workers"),
+    *("check_images", "limit", "max_rejected", "follow_links", "fetch_annotations"),
 )
 GROUPING = ("max_seq_len", "max_vision", "grouping", "seed")
 """Fields of `BuildConfig` that are options of a command."""
@@ -112,7 +101,11 @@ def count(context: typer.Context, config: ConfigOption = None, as_json: JsonOpti
         f"{len(counts) + len(rejected):,} samples read = {len(counts):,} counted"
         f" + {len(rejected):,} rejected"
     )
-    _print_rejected(reasons, builder.config.out)
+    for reason, entry in reasons.items():
+        words = REASONS.get(reason, reason)
+        print(f"  rejected {entry.number:,}, {reason}: {words}; first: {entry.first}")
+    if reasons:
+        print(f"  all of them: {join(builder.config.out, REJECTED_NAME)}")
 
 
 @app.command()
@@ -143,14 +136,7 @@ def group(
         )
     with TemporaryDirectory() as scratch:
         folder = Path(out or scratch)
-        group_files(
-            files,
-            folder,
-            options,
-            StageProgress(messages),
-            vision_unit=vision_unit,
-            context_len=MOST_TOKENS,
-        )
+        group_files(files, folder, options, StageProgress(messages), vision_unit=vision_unit)
         _report(str(folder), dp, as_json=as_json, kept=out is not None)
 
 
@@ -246,12 +232,3 @@ def _report(out: str, dp: int, *, as_json: bool, kept: bool = True) -> None:
         save_html(result, out)
     if kept and not as_json:
         print(f"details: {join(out, REPORT_NAME)}")
-
-
-def _print_rejected(reasons: dict[str, Rejection], out: str) -> None:
-    """One line per reason, with the first sample that it met."""
-    for reason, entry in reasons.items():
-        words = REASONS.get(reason, reason)
-        print(f"  rejected {entry.number:,}, {reason}: {words}; first: {entry.first}")
-    if reasons:
-        print(f"  all of them: {join(out, REJECTED_NAME)}")

@@ -1,7 +1,6 @@
 """`packer group`: given sample lengths -> groups, without the raw data.
 
-Reads our own counts.parquet, and the length files that the OmniBal authors publish. Several files
-become one dataset.
+Reads our counts.parquet, and the OmniBal authors' length files; several become one dataset.
 """
 
 import json
@@ -17,6 +16,7 @@ from balance.errors import ConfigError, DataError, first_line
 from balance.flops import FlopsModel
 from balance.grouping.caps import GroupOptions
 from balance.presets import load_model
+from packer.config import MOST_TOKENS
 from packer.group import Grouping, group_counts
 from packer.progress import StageProgress
 from shards.manifest import MANIFEST_NAME
@@ -25,7 +25,6 @@ from shards.tables import (
     COUNTS_SCHEMA,
     GROUPS_NAME,
     REJECTED_NAME,
-    REJECTED_SCHEMA,
     counts_arrays,
     groups_table,
     read_table,
@@ -51,7 +50,6 @@ def group_files(
     progress: StageProgress,
     *,
     vision_unit: str,
-    context_len: int,
 ) -> tuple[Grouping, pa.Table]:
     """Group the samples of length files; tables and caps are written to `out`."""
     if (out / MANIFEST_NAME).exists():
@@ -69,14 +67,12 @@ def group_files(
             arrays,
             options,
             vision_unit=vision_unit,
-            context_len=context_len,
+            context_len=MOST_TOKENS,
             flops=_flops_model(files),
             sources=source_numbers(counts),
         )
         stage.count(len(counts))
-    rejected = (
-        reject_rows(counts, grouping.over) if grouping.over else REJECTED_SCHEMA.empty_table()
-    )
+    rejected = reject_rows(counts, grouping.over)
     out.mkdir(parents=True, exist_ok=True)
     write_table(counts, out / COUNTS_NAME)
     write_table(groups_table(grouping.groups, arrays), out / GROUPS_NAME)
@@ -96,9 +92,8 @@ def _flops_model(files: list[Path]) -> FlopsModel | None:
 def read_lengths(path: Path) -> pa.Table:
     """A counts table from counts.parquet, or from an OmniBal length file or meta file.
 
-    A length file lists `{"vit_num", "token_num", "image_flags"}` per sample. A meta file maps the
-    name of each dataset to `{"token_lengths": path}`, a path relative to the working directory or
-    to the meta file.
+    A length file lists `{"vit_num", "token_num", "image_flags"}` per sample. A meta file maps a
+    dataset's name to `{"token_lengths": path}`, relative to the working directory or to itself.
     """
     if path.suffix == ".parquet":
         return _read_counts(path)
@@ -112,8 +107,7 @@ def read_lengths(path: Path) -> pa.Table:
 def _read_counts(path: Path) -> pa.Table:
     hint = "is it a counts.parquet of `packer count`?"
     table = read_table(path)
-    missing = [name for name in COUNTS_SCHEMA.names if name not in table.column_names]
-    if missing:
+    if missing := [name for name in COUNTS_SCHEMA.names if name not in table.column_names]:
         raise DataError(f"{path}: no column {', '.join(missing)}; {hint}")
     try:
         table = table.select(COUNTS_SCHEMA.names).cast(COUNTS_SCHEMA)

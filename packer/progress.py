@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 
 from rich.console import Console
@@ -30,17 +31,12 @@ class RunningStage:
         self.bar.update(self.task, detail=f"{self.done:,} {self.unit}, {rate:,.0f}/s")
 
 
-def _quiet() -> Console:
-    return Console(quiet=True)
-
-
 @dataclass(slots=True)
 class StageProgress:
     """Shows stages one after the other and remembers how long each took."""
 
-    console: Console = field(default_factory=_quiet)
+    console: Console = field(default_factory=partial(Console, quiet=True))
     seconds: dict[str, float] = field(default_factory=dict)
-    """Stage -> time."""
 
     @contextmanager
     def stage(

@@ -1,9 +1,8 @@
 """A build into an object store: prepared on this machine, then uploaded.
 
 The work folder's name comes from the URI, so the same command continues a stopped build. Shards are
-uploaded and removed one by one as they are written; the small files follow at the end, the manifest
-last. While a build is unfinished, `building.json` next to the shards says whose it is, so that two
-machines do not write into one place.
+uploaded and removed one by one as they are written; the small files follow, the manifest last.
+Until then, `building.json` next to the shards says whose build it is, so that there is only one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Copies of each sample in a build, by a mixture's repeats and weights. Pure.
-
-After counting and before grouping; drawn by the seed alone.
-"""
+"""Copies of each sample in a build, by a mixture's repeats, weights and seed. Pure."""
 
 from collections.abc import Sequence
 
@@ -20,9 +17,8 @@ Left = list[tuple[int, str, str]]
 def copies_per_sample(dataset: Dataset, part_of: IntArray, seed: int) -> IntArray:
     """How often each sample goes in, int64, 0 for one that is left out.
 
-    `part_of` is the part of the dataset that each sample comes from. A part's samples go in
-    `repeat` times, or so often that the parts' numbers of samples are proportional to their
-    weights. The samples of a fractional repeat are drawn at random.
+    `part_of`: the part that each sample comes from. Its samples go in `repeat` times, or so often
+    that the parts' sizes are as their weights. Those of a fractional repeat are drawn at random.
     """
     sizes = np.bincount(part_of, minlength=len(dataset.parts))
     wanted = _wanted(dataset, sizes)

@@ -69,9 +69,8 @@ def map_ordered(
 def _uninterrupted() -> Iterator[list[int]]:
     """Delay Ctrl-C and SIGTERM; gives the list of those that came.
 
-    A terminal sends Ctrl-C to all processes. Workers that start in here inherit the mask and never
-    receive it: only this process answers, and stops them. The mask alone is not enough, because
-    other threads receive signals too.
+    A terminal sends Ctrl-C to all processes. Workers that start in here inherit the mask: only this
+    process answers, and stops them. Other threads receive signals too, so a mask is not enough.
     """
     came: list[int] = []
     # multiprocessing would start it with the first worker, and clear the mask then

@@ -1,9 +1,8 @@
 """Counting on Ray Data: the same chunks and bytes as on local processes.
 
 Chunks are sent in windows of a bounded number, and come back as tables in order. Only this process
-writes the staging folder, so the nodes share nothing but the raw data and this package. `ray.init`
-is the user's: an address in RAY_ADDRESS or an earlier call joins a cluster, else Ray starts on this
-machine with `workers` cores.
+writes the staging folder, so the nodes share nothing but the raw data and this package. RAY_ADDRESS
+or an earlier `ray.init` joins a cluster, else Ray starts here with `workers` cores.
 """
 
 import logging
@@ -56,7 +55,6 @@ def _connect(workers: int) -> Any:
 
 
 def _count(ray: Any, jobs: list[CountJob]) -> Iterator[Counted]:
-    """Count jobs, in order, as they are done."""
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order = True
     rows = [{"job": pickle.dumps(job)} for job in jobs]

@@ -66,7 +66,6 @@ class CountSettings:
     """Read images and audio files through links that lead out of the data root."""
     chunk_records: int = 1024
     limit: int | None = None
-    """Records to read at most."""
     executor: str = "local"
     """`local` (processes of this machine) or `ray`."""
     workers: int = 1
@@ -78,9 +77,7 @@ class CountJob:
 
     settings: CountSettings
     number: int
-    """Number of the chunk in the dataset."""
     part: int
-    """Number of its part of the dataset."""
     source: str
     data_root: str
     chunk: Chunk | None
@@ -126,8 +123,6 @@ class SampleCounter:
     def __init__(self, settings: CountSettings) -> None:
         self._settings = settings
         self._model = model = settings.model
-        # a dataset's pictures have few sizes; finding the best grid takes longer than a header
-        self._plan_image = lru_cache(maxsize=1 << 16)(partial(plan_image, model.vision))
         self._tokenizer = ChatTokenizer.load(
             settings.tokenizer,
             model.image_markup,
@@ -168,7 +163,7 @@ class SampleCounter:
         with open_media(root, media, "image") as file:
             header = read_header(file, media.name, decode=self._settings.decode_images)
         try:
-            plan = self._plan_image(header.width, header.height)
+            plan = plan_image(self._model.vision, header.width, header.height)
         except ImageRejected as problem:
             raise SampleProblem(problem.reason, f"{media.name}: {problem.detail}") from None
         numbers = {
@@ -209,7 +204,6 @@ def blob_name(chunk: int) -> str:
 
 @lru_cache(maxsize=1)
 def _process_counter(settings: CountSettings) -> SampleCounter:
-    """The counter of this process, made at its first chunk."""
     if multiprocessing.parent_process() is not None:
         # the processes use every core already, so more threads would gain nothing
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

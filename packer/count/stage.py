@@ -12,7 +12,7 @@ from balance.errors import DataError
 from packer.count.pool import map_ordered
 from packer.count.ray_pool import count_on_ray
 from packer.count.sample_counter import CountJob, CountSettings, count_chunk
-from packer.count.staging import Staging, part_sizes
+from packer.count.staging import Staging, count_staged
 from packer.progress import StageProgress
 from packer.sources.base import Chunk, RecordChunk, cut
 from packer.sources.dataset import Dataset, Part
@@ -31,7 +31,7 @@ def count_dataset(
         jobs = _jobs(dataset, settings, staging, stage.advance)
         for number, part in _run(jobs, settings, staging):
             num_chunks += 1
-            num_records, _ = part_sizes(staging.part(number))
+            num_records = count_staged(staging.part(number))
             records_per_part[part] += num_records
             stage.count(num_records)
     if sum(records_per_part) == 0:
@@ -85,7 +85,6 @@ def _run(
 
 
 def _count_here(task: tuple[CountJob, str]) -> tuple[int, int]:
-    """Count a chunk and stage its rows from this process."""
     job, folder = task
     if job.chunk is not None:
         Staging(Path(folder)).save(job.number, count_chunk(job))

@@ -82,10 +82,9 @@ def _read_part(path: Path) -> pa.RecordBatch:
         return pa.ipc.open_file(source).get_batch(0)
 
 
-def part_sizes(path: Path) -> tuple[int, int]:
-    """(records read, records rejected) of a chunk's part."""
-    reason = _read_part(path).column("reason")
-    return len(reason), len(reason) - reason.null_count
+def count_staged(part: Path) -> int:
+    """Number of records of a chunk, rejected ones included."""
+    return len(_read_part(part))
 
 
 def _one_batch(table: pa.Table) -> pa.RecordBatch:
@@ -100,9 +99,6 @@ class StagedSamples:
         self._reader = pa.ipc.open_file(pa.memory_map(str(path)))
         batches = map(self._reader.get_batch, range(self._reader.num_record_batches))
         self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
 
     def take(self, positions: IntArray) -> pa.RecordBatch:
         """The rows of some samples, in the order of `positions`."""

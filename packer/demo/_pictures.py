@@ -1,7 +1,6 @@
 """Pictures of the demo: icons, shapes, charts, pages and photos, with facts.
 
-Pure, given the generator: the same generator state draws the same pixels (with the same versions of
-Pillow and NumPy).
+Pure: one state of the generator draws the same pixels (with one version of Pillow and NumPy).
 """
 
 import random
@@ -38,7 +37,6 @@ class Picture:
 
     image: Image.Image
     facts: list[tuple[str, str]]
-    """Questions and answers."""
     photo: bool = False
     """Whether it is smooth and noisy like a photo, and so stored as JPEG."""
     sideways: bool = field(default=False, kw_only=True)

@@ -1,7 +1,4 @@
-"""Texts of the demo: made-up passages, and text tasks that have one right answer.
-
-Pure, given the generator.
-"""
+"""Texts of the demo: passages, and tasks with one right answer. Pure."""
 
 # ruff: noqa: SIM905 - a hundred quoted words are harder to read than one text
 

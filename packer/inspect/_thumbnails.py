@@ -11,21 +11,11 @@ from dataclasses import dataclass
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from balance.errors import first_line
+from packer.media.image_header import PILLOW_ERRORS
 
 MOST_PIXELS = 160
 """Longer side of a thumbnail."""
 JPEG_QUALITY = 80
-DECODING_ERRORS = (
-    Image.DecompressionBombError,
-    OSError,
-    ValueError,
-    SyntaxError,
-    KeyError,
-    IndexError,
-    OverflowError,
-    EOFError,
-)
-"""What Pillow's parsers raise for damaged files, SyntaxError for a bad PNG chunk among them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +38,7 @@ def make_thumbnail(data: bytes) -> Thumbnail | str:
             return _decode(data)
     except UnidentifiedImageError:
         return "not an image that Pillow knows" if data else "the file is empty"
-    except DECODING_ERRORS as error:
+    except (Image.DecompressionBombError, *PILLOW_ERRORS) as error:
         return first_line(error)
 
 

@@ -1,7 +1,6 @@
 """A group as a page: loads against the caps, text and thumbnails.
 
-`group.html.j2` holds the text, `group.css` the looks. Pictures are `data:` URIs, so the
-page can be sent to someone as it is.
+`group.html.j2` holds the text, `group.css` the looks; pictures are `data:` URIs inside the page.
 """
 
 from pathlib import Path

@@ -1,14 +1,12 @@
 """Token ids of a stored sample -> pieces of text, labels, image and audio.
 
-A build holds only its tokenizer's hash. The tokenizer is given again and must have that hash: the
-text of a wrong one would look right and be wrong.
+A build holds its tokenizer's hash only. The tokenizer is given again, and is refused without it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,10 +14,10 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from balance.errors import ConfigError
-from balance.presets import ModelPreset
 from balance.types import LABEL_IGNORE
 from packer.text.chat_tokenizer import ChatTokenizer
 from packer.text.tokenizer_files import build_backend, read_tokenizer_files
+from shards.manifest import Manifest
 
 
 class PieceKind(StrEnum):
@@ -55,14 +53,9 @@ class Piece:
         return about | shown
 
 
-def load_decoder(
-    source: str | Path,
-    model: ModelPreset,
-    tokenizer: dict[str, Any],
-    *,
-    chat_template: str | None = None,
-) -> Tokenizer:
-    """The build's tokenizer, of which the manifest says `tokenizer`; else ConfigError."""
+def load_decoder(source: str, manifest: Manifest, chat_template: str | None = None) -> Tokenizer:
+    """The build's tokenizer; ConfigError if `source` is not the one that the manifest tells of."""
+    model, tokenizer = manifest.model, manifest.values["tokenizer"]
     loaded = ChatTokenizer.load(
         source, model.image_markup, model.audio_markup, chat_template=chat_template
     )
@@ -110,10 +103,7 @@ def read_pieces(
 def _file_pieces(
     kind: PieceKind, ids: NDArray[np.int32], left: list[tuple[int, int]]
 ) -> Iterator[Piece]:
-    """One piece per file of adjacent file tokens; takes (number, tokens) from `left`.
-
-    Without markup between them, the tokens of two files are adjacent.
-    """
+    """One piece per file of adjacent file tokens; takes (number, tokens) from `left`."""
     start, number = 0, -1
     while start < len(ids):
         number, tokens = left.pop(0) if left else (number + 1, len(ids))

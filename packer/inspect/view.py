@@ -1,8 +1,7 @@
 """One group of a build, read for a person: `inspect_group` and its views.
 
-Reads the manifest, one row of the index, the tables' rows and the group's bytes, so the build may
-be of any size. Of a build at a URI, the index and the tables are fetched. Terminal, page and JSON
-show the same view.
+Reads the manifest, the group's row of the index, its rows of the tables and its bytes, so the build
+may be of any size (at a URI, index and tables are fetched). Terminal, page and JSON show this view.
 """
 
 from collections.abc import Sequence
@@ -64,7 +63,6 @@ class SampleView:
     pieces: tuple[Piece, ...]
     images: tuple[ImageView, ...]
     audio_seconds: tuple[float, ...]
-    """Length of each clip."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, without thumbnails."""
@@ -94,22 +92,12 @@ class GroupView:
     tokenizer: str
     """The tokenizer that the text comes from; empty if there is none and pieces hold only ids."""
 
-    @property
-    def fill(self) -> float:
-        """Used share of the cap in LLM tokens."""
-        return self.counts["seq_len"] / self.limits.max_seq_len
-
-    @property
-    def vision_fill(self) -> float:
-        """Used share of the vision cap; 0 without one."""
-        return self.vision_load / self.limits.max_vision if self.limits.max_vision else 0.0
-
     def to_json(self) -> dict[str, Any]:
-        """Plain values for `packer inspect --json`, without thumbnails."""
+        """Plain values, without thumbnails; `fill`, `vision_fill`: used shares of the caps."""
         return _plain(self, without=("why", "vision_load")) | {
             "limits": asdict(self.limits),
-            "fill": self.fill,
-            "vision_fill": self.vision_fill,
+            "fill": self.counts["seq_len"] / self.limits.max_seq_len,
+            "vision_fill": self.vision_load / max(self.limits.max_vision, 1),
             "samples": [sample.to_json() for sample in self.samples],
         }
 
@@ -140,7 +128,7 @@ def inspect_group(
     # groups are sorted by vision load: the middle one is as large as most
     number = manifest.num_groups // 2 if group is None else group
     source = tokenizer or _demo_tokenizer(manifest)
-    decoder = _load_decoder(source, manifest, chat_template) if source else None
+    decoder = load_decoder(source, manifest, chat_template) if source else None
 
     with on_disk(manifest.place, (INDEX_NAME, GROUPS_NAME, COUNTS_NAME)) as folder:
         index = GroupIndex(folder / INDEX_NAME, manifest.num_groups)
@@ -172,18 +160,13 @@ def inspect_group(
     )
 
 
-def _load_decoder(source: str, manifest: Manifest, chat_template: str | None = None) -> Tokenizer:
-    about = manifest.values["tokenizer"]
-    return load_decoder(source, manifest.model, about, chat_template=chat_template)
-
-
 def _demo_tokenizer(manifest: Manifest) -> str | None:
     """The tokenizer that a demo build takes when none is given, if this build took it."""
     if manifest.values["config"]["dataset"] != DEMO:
         return None
     path = str(demo_tokenizer_path())
     try:
-        _load_decoder(path, manifest)
+        load_decoder(path, manifest)
     except ConfigError:
         return None
     return path
@@ -236,7 +219,6 @@ def _sample_view(
     manifest: Manifest,
     decoder: Tokenizer | None,
 ) -> SampleView:
-    """A stored sample with what the counts table says `about` it."""
     image_places = np.flatnonzero(stored.image_samples == place).tolist()
     images = tuple(_image_view(stored, image, manifest) for image in image_places)
     image_tokens = [image.num_tokens for image in images]

@@ -26,7 +26,6 @@ class AudioHeader:
     """Samples per second."""
     num_channels: int
     num_bytes: int
-    """Size of the file."""
 
 
 def read_audio_header(file: BinaryIO, name: str) -> AudioHeader:

@@ -27,6 +27,8 @@ XMP_KEYWORD = b"XML:com.adobe.xmp"
 TAIL_BYTES = 64
 MOST_PIXELS = 1 << 26
 """Larger ones are left to Pillow, which knows what is safe to decode."""
+PILLOW_ERRORS = (OSError, ValueError, SyntaxError, LookupError, OverflowError, EOFError)
+"""What Pillow's parsers raise for damaged files, SyntaxError for a bad PNG chunk among them."""
 DRAWN_BY_A_PROGRAM = frozenset({"EPS"})
 """Formats that Pillow gives to another program (Ghostscript), which a machine may not have."""
 
@@ -44,15 +46,13 @@ class ImageHeader:
 def read_header(file: IO[bytes], name: str, *, decode: bool = False) -> ImageHeader:
     """Upright size and length in bytes of an image file; SampleProblem if it is damaged.
 
-    With `decode` the whole image is decoded, ten to fifty times the work: that also finds bits
-    flipped in the middle.
+    `decode`: the whole image, ten to fifty times the work, which also finds flipped bits.
     """
     try:
         return _read(file, decode=decode)
     except Image.DecompressionBombError as error:
         raise SampleProblem("too_many_pixels", f"{name}: {error}") from None
-    # Pillow's parsers leak these for damaged files, SyntaxError for a bad PNG chunk among them
-    except (OSError, ValueError, SyntaxError, LookupError, OverflowError, EOFError) as error:
+    except PILLOW_ERRORS as error:
         # the file system's error, not Pillow's
         if isinstance(error, OSError) and error.errno is not None:
             raise SampleProblem("unreadable_image", f"{name}: {error.strerror}") from None
@@ -95,8 +95,7 @@ def _read(file: IO[bytes], *, decode: bool) -> ImageHeader:
 def _ends_well(file: IO[bytes], head: bytes, num_bytes: int) -> bool:
     """Whether the file ends as its format says (JPEG: end-of-image marker, PNG: IEND).
 
-    False only asks for a closer look: some writers append bytes after the image, and other formats
-    have no such mark.
+    False only asks for a closer look: some writers append bytes, and some formats have no mark.
     """
     file.seek(max(0, num_bytes - TAIL_BYTES))
     tail = file.read(TAIL_BYTES)

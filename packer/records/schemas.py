@@ -1,8 +1,7 @@
 """Raw record -> sample: its keys say which known schema it has. Pure.
 
-Each schema becomes the same: turns with `<image>` and `<audio>` markers, and their files. A plain
-text, a caption and an interleaved document (MMC4, OBELICS) are one turn with the role `document`:
-every token of it is learned.
+Each schema becomes turns with `<image>` and `<audio>` markers, and their files. A plain text, a
+caption and an interleaved document (MMC4, OBELICS) are one turn with the role `document`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,16 +20,9 @@ from packer.records.record import Content, RawRecord, RawSample, Record, Rejecte
 from packer.text.chat_tokenizer import AUDIO_MARKER, DOCUMENT, IMAGE_MARKER, Turn
 
 ROLES: dict[str, str] = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "system": "system",
-    "developer": "system",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bing", "bard"), "assistant"),
+    **dict.fromkeys(("system", "developer"), "system"),
 }
 """Roles of LLaVA, InternVL, ShareGPT, OpenAI and Gemma."""
 QUESTIONS_AND_ANSWERS = (
@@ -62,10 +54,9 @@ RECORD_KEYS: frozenset[str] = frozenset(
 
 
 def parse_record(record: RawRecord, source: str) -> RawSample | Rejected:
-    """The sample in a record of the dataset `source`.
+    """The sample in a record of the dataset `source`, unless it names another `source` itself.
 
-    Reads `id` or `__key__` (without either: the record's place) and `source` (which part of a
-    mixture it comes from; by default the dataset's name).
+    Its id is in `id` or `__key__`; without either, it is the record's place.
     """
     sample_id = _sample_id(record.value, f"{source}:{record.position}")
     source = _text(record.value, "source") or source
@@ -91,7 +82,6 @@ def _sample_id(value: Any, fallback: str) -> str:
 
 
 def _text(value: Any, key: str) -> str:
-    """The string under a key, empty if there is none."""
     given = value.get(key) if isinstance(value, Mapping) else None
     # surrogates would break every writer downstream; the text itself is checked by the tokenizer
     return given.encode("utf-8", "replace").decode("utf-8") if isinstance(given, str) else ""
@@ -192,7 +182,6 @@ def _plain(text: str) -> str:
 def _with_files(
     turns: tuple[Turn, ...], images: Sequence[Media], audios: Sequence[Media]
 ) -> Content:
-    """Turns and their files; markers that are missing are added."""
     turns = _with_markers(turns, IMAGE_MARKER, len(images))
     if audios:
         turns = _with_markers(turns, AUDIO_MARKER, len(audios))

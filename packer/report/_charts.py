@@ -119,7 +119,6 @@ def _y_axis(upper: float, label: Callable[[float], str]) -> str:
 
 
 def _bar(x: float, bottom: float, top: float, width: float) -> str:
-    """The path of a bar."""
     return f"M{x:.1f} {bottom:.1f}V{top:.1f}h{width:.1f}V{bottom:.1f}z"
 
 

@@ -25,17 +25,14 @@ class BuildSummary:
     """What a build did."""
 
     out: str
-    """Folder or URI."""
     already_complete: bool
     totals: dict[str, int]
     rejected: dict[str, Rejection]
-    """Reason -> number of samples and the first of them."""
     limits: Limits
     added_tokens: dict[str, int]
     id_conflicts: dict[str, tuple[int, int]]
     """Token -> (id that the tokenizer's config declares, id that it has)."""
     seconds: dict[str, float]
-    """Stage -> time."""
 
 
 def summarise_rejected(rejected: pa.Table) -> dict[str, Rejection]:
@@ -49,9 +46,8 @@ def summarise_rejected(rejected: pa.Table) -> dict[str, Rejection]:
 
 def require_few(rejected: pa.Table, num_read: int, max_rejected: float, path: Path) -> None:
     """Raise DataError if more of the records than the share `max_rejected` cannot be used."""
-    reasons = {
-        name: entry for name, entry in summarise_rejected(rejected).items() if name not in BY_CHOICE
-    }
+    summary = summarise_rejected(rejected)
+    reasons = {name: entry for name, entry in summary.items() if name not in BY_CHOICE}
     number = sum(entry.number for entry in reasons.values())
     if number > max_rejected * num_read:
         raise DataError(

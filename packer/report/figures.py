@@ -2,11 +2,9 @@
 
 `make_report` reads counts, groups and rejected samples, never shards, so it works on the output of
 `packer group` too. It compares the stored groups, in the loader's own order, with the samplers that
-trainers use, on the packed samples only. `Report.to_json` is for machines, `packer.report.terminal`
-and `packer.report.html` are for people.
-
-Loads are those after padding: the baselines pad LLM sequences to their micro-batch's longest,
-groups are packed; both concatenate vision patches (see `balance.metrics`).
+trainers use, on the packed samples only. Loads are those after padding: the baselines pad LLM
+sequences to their micro-batch's longest, groups are packed; both concatenate vision patches (see
+`balance.metrics`). The tables must add up: every sample is in exactly one group or rejected.
 """
 
 import json
@@ -112,7 +110,6 @@ class Report:
     num_packed: int
     num_rejected: int
     rejected: dict[str, int]
-    """Reason -> samples."""
     num_groups: int
     dp_world_size: int
     fill: float
@@ -148,10 +145,8 @@ class _BuildTables:
     rejected: dict[str, int]
     """Reason -> samples, most frequent first."""
     num_repeated: int
-    """Copies beyond the first of each sample in a mixture; packed or rejected like the others."""
     limits: Limits
     limits_explained: tuple[str, ...]
-    """Lines on how the caps were chosen; none when the build does not say."""
     order: OrderConfig
 
 
@@ -304,7 +299,6 @@ def _read_tables(out: Path) -> _BuildTables:
 
 
 def _check_samples(out: Path, groups: Groups, is_rejected: NDArray[np.bool_]) -> None:
-    """Every row of the counts is in exactly one group, or else rejected."""
     num_samples = len(is_rejected)
     if groups.samples.max(initial=-1) >= num_samples:
         raise DataError(

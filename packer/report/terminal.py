@@ -105,36 +105,27 @@ def shuffle_table(report: Report) -> FigureTable:
 
 
 def _shuffle_cells(method: MethodFigures, shown: int) -> list[str]:
-    cells = []
+    cells: list[str] = []
     for figures in method.shuffle.values():
-        correlations = (
-            figures.autocorrelation_vit,
-            figures.autocorrelation_llm,
-            figures.autocorrelation_source,
-        )
-        cells += [*map(_signed, correlations), f"{figures.source_entropy:.3f}"][:shown]
+        kinds = ("vit", "llm", "source")
+        correlations = [getattr(figures, f"autocorrelation_{kind}") for kind in kinds]
+        # z: no minus sign before a zero
+        texts = [f"{value:+z.2f}" for value in correlations]
+        cells += [*texts, f"{figures.source_entropy:.3f}"][:shown]
     return cells
 
 
 def shuffle_caption(report: Report) -> str:
     """What the shuffle table's columns mean."""
-    figures = report.methods["ours"].shuffle
-    chance = ", ".join(
-        f"{1 / max(1, row.num_steps) ** 0.5:.2f} at k={k}" for k, row in figures.items()
-    )
-    mix = (
-        ", its sources' shares (source); mix: entropy of a step's sources, 1 = random"
-        if report.num_sources > 1
-        else ""
-    )
+    num_steps = {k: max(1, row.num_steps) for k, row in report.methods["ours"].shuffle.items()}
+    chance = ", ".join(f"{steps**-0.5:.2f} at k={k}" for k, steps in num_steps.items())
+    mix = ""
+    if report.num_sources > 1:
+        mix = ", its sources' shares (source); mix: entropy of a step's sources, 1 = random"
     return (
         "how random steps of k micro-batches are. corr: of a step's load with the next one's, 0 ="
         f" random, where chance alone gives about {chance}{mix}."
     )
-
-
-def _signed(value: float) -> str:
-    return f"{round(value, 2) + 0.0:+.2f}"  # adding zero turns -0.00 into +0.00
 
 
 def _print_table(figures: FigureTable, console: Console) -> None:

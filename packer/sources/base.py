@@ -29,9 +29,7 @@ class Located:
     layout: str
     """`annotations`, `parquet`, `arrow`, `tar`, or the name of a builder of `datasets`."""
     folder: str
-    """Folder or URI."""
     names: tuple[str, ...]
-    """Files under the folder, in order."""
     options: tuple[tuple[str, Any], ...] = ()
     """Options of the builder of `datasets`."""
 

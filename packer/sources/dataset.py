@@ -8,6 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
 from balance.config import preset_names
 from balance.errors import ConfigError, DataError, first_line
 from balance.presets import DatasetPreset, load_dataset
@@ -18,6 +22,7 @@ from packer.sources.mixture import is_meta, is_mixture, read_meta, read_mixture,
 from shards.folders import is_uri, join, open_folder
 
 DEMO = "demo"
+OWN_SITE = "its own site"
 SHARE_KEYS = ("weight", "repeat", "limit")
 """What a mixture says about how much of a part goes in."""
 
@@ -35,7 +40,6 @@ class Part:
     repeat: float = 1.0
     """Times that each sample goes in, without weights: 2.5 is twice, and half of them a third."""
     limit: int | None = None
-    """Records to read at most."""
 
     def open(self) -> Source:
         """The source that reads it."""
@@ -56,8 +60,7 @@ def find_dataset(dataset: str, data_root: str | None, *, fetch: bool = False) ->
     """The dataset that `--dataset` and `--data-root` mean.
 
     A preset's name, a mixture (TOML, InternVL's meta JSON), or anything that `locate` knows. With
-    `fetch`, a preset's missing annotation file is downloaded from the Hugging Face Hub. ConfigError
-    or DataError say what is missing and where to get it.
+    `fetch`, a preset's annotation file is downloaded from the Hugging Face Hub if it is missing.
     """
     if dataset in preset_names("datasets") and not Path(dataset).exists():
         if is_mixture(dataset):
@@ -125,16 +128,14 @@ def _preset(preset: DatasetPreset, data_root: str | None, *, fetch: bool) -> Dat
         )
     root = open_folder(data_root)
     there = _is_file(data_root, preset.annotations)
-    problems = []
+    problems = [
+        f"image folder {folder}: from {preset.downloads.get(folder, OWN_SITE)}"
+        for folder in preset.image_folders
+        if not root.has_folder(folder)
+    ]
     if not there and (not fetch or is_uri(data_root)):
-        problems.append(
-            f"annotation file {preset.annotations}: from the Hugging Face dataset"
-            f" {preset.hub_repo}, or add --fetch-annotations"
-        )
-    for folder in preset.image_folders:
-        if not root.has_folder(folder):
-            origin = preset.downloads.get(folder, "its own site")
-            problems.append(f"image folder {folder}: from {origin}")
+        origin = f"from the Hugging Face dataset {preset.hub_repo}, or add --fetch-annotations"
+        problems.insert(0, f"annotation file {preset.annotations}: {origin}")
     if problems:
         listed = "\n  - ".join(["", *problems])
         raise DataError(f"{preset.name} is incomplete under {data_root}; missing:{listed}")
@@ -168,3 +169,46 @@ def _fetch(preset: DatasetPreset, target: Path) -> None:
         raise DataError(
             f"{preset.hub_file} could not be fetched from {preset.hub_repo}: {first_line(error)}"
         ) from None
+
+
+# --- the datasets known by name ---
+
+
+@dataclass(frozen=True, slots=True)
+class KnownDataset:
+    """A dataset that `--dataset` accepts by name."""
+
+    name: str
+    description: str
+    needs: tuple[tuple[str, str], ...]
+    """Files and folders under the data root, and where to get them."""
+
+
+def list_datasets() -> list[KnownDataset]:
+    """The generated demo, then the shipped presets in alphabetic order."""
+    demo = KnownDataset(DEMO, "A small generated dataset with images, to try everything out", ())
+    return [demo, *map(_known, preset_names("datasets"))]
+
+
+def print_datasets(console: Console) -> None:
+    """A table of the known datasets."""
+    heading = "what it is, and what it needs under --data-root"
+    table = Table("name", heading, box=None, pad_edge=False)
+    for dataset in list_datasets():
+        lines = [
+            escape(dataset.description),
+            *(f"  [bold]{escape(place)}[/]: {escape(origin)}" for place, origin in dataset.needs),
+        ]
+        table.add_row(f"[bold]{escape(dataset.name)}[/]", "\n".join(lines))
+    console.print(table, highlight=False)
+
+
+def _known(name: str) -> KnownDataset:
+    if is_mixture(name):
+        mixture = read_mixture(name)
+        needs = [(" and ".join(part.places), part.download) for part in mixture.datasets]
+        return KnownDataset(name, mixture.description, tuple(needs))
+    preset = load_dataset(name)
+    annotations = f"the Hugging Face dataset {preset.hub_repo}" if preset.hub_repo else OWN_SITE
+    folders = ((folder, preset.downloads.get(folder, OWN_SITE)) for folder in preset.image_folders)
+    return KnownDataset(name, preset.description, ((preset.annotations, annotations), *folders))

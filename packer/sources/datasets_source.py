@@ -1,8 +1,7 @@
 """Formats that only the `datasets` library knows: CSV, text, image folders.
 
 `datasets` finds the files of a folder or a Hub repository, their builder and their splits, and
-streams the rows; images and audio stay undecoded. It comes with the extra `hub`. Importing it takes
-a second, so that happens only where it is used.
+streams the rows; images and audio stay undecoded. It is an extra, and takes a second to import.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,8 +1,4 @@
-"""A place of raw data -> its layout and files, by looking at it.
-
-Of several splits (`datasets`, the Hub, clones of it) the train split is meant, unless another is
-named.
-"""
+"""A place of raw data -> its layout and files, by looking at it; its splits."""
 
 import json
 import re
@@ -66,8 +62,8 @@ def locate(place: str, *, known: Sequence[str]) -> Located:
     A folder's JSON is one annotation file, or shards of one that differ in a number only. Parquet
     files and tars count all, also in folders below; so do the files that `datasets.save_to_disk`
     lists. In any other folder, `datasets` finds the files. Of several splits `train` is read, or
-    the one after an `@` at the end of the place. DataError or ConfigError if there is nothing, or
-    more than one possibility; `known` are the names to mention then.
+    the one after an `@` at the end. DataError or ConfigError unless there is exactly one
+    possibility; `known` are the names to mention then.
     """
     if is_uri(place):
         return _locate_uri(place)
@@ -276,10 +272,6 @@ def choose_files(names: Sequence[str], wanted: str | None, where: str) -> tuple[
 
 def open_located(located: Located, name: str, data_root: str) -> Source:
     """The source that reads files of a layout."""
-    kinds: dict[str, type[Source]] = {
-        "annotations": AnnotationSource,
-        "tar": TarSource,
-        "parquet": TableSource,
-        "arrow": TableSource,
-    }
+    kinds: dict[str, type[Source]] = {"annotations": AnnotationSource, "tar": TarSource}
+    kinds |= {"parquet": TableSource, "arrow": TableSource}
     return kinds.get(located.layout, DatasetsSource)(located, name, data_root)

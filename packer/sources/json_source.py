@@ -56,8 +56,7 @@ def read_json_records(
 ) -> Iterator[RawRecord]:
     """Records of a JSON array or of JSON lines (its first character tells), in file order.
 
-    A file whose name ends in `.gz` is decompressed. `on_bytes` is told of every block that is read,
-    for progress. DataError when the file cannot be read or contains neither.
+    A `.gz` is decompressed. `on_bytes` is told of bytes read. DataError for any other file.
     """
     path = join(folder.uri, name)
     try:

@@ -3,11 +3,9 @@
 A file is a row of blocks (row groups, record batches). Small blocks are joined to a chunk, large
 ones are cut by rows, so that a chunk has about `num_records` records and at most about CHUNK_BYTES.
 Reading the middle of a block means decoding what precedes it; a block that would have to be decoded
-more than MAX_REREADS times is read once, in the leading process. Only the columns that
-`packer.records.schemas` knows are read.
-
-Parquet is read by pyarrow. Arrow files are memory-mapped by `datasets`, without a copy; in an
-object store, the leading process streams them.
+more than MAX_REREADS times is read once, in the leading process. Only columns of known schemas are
+read. Parquet is read by pyarrow; Arrow files are memory-mapped by `datasets`, without a copy, and
+those in an object store are streamed by the leading process.
 """
 
 from collections.abc import Callable, Iterator, Sequence

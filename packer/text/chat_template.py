@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -42,14 +42,7 @@ _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 _STAND_IN = re.compile(f"{_NONCHARACTERS[2]}([0-9]+){_NONCHARACTERS[3]}")
 # What a template may raise: its own errors, and those of Python expressions in it.
-_TEMPLATE_ERRORS = (
-    jinja2.TemplateError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    LookupError,
-    ArithmeticError,
-)
+_ERRORS = (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
@@ -89,15 +82,14 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 generation_marks=marks,
             )
-        except _TEMPLATE_ERRORS as error:
+        except _ERRORS as error:
             raise TemplateRefusedError(f"the chat template refuses it: {error}") from None
 
     def render_with_answers(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
         """The whole conversation, and its character spans with labels, in order and disjoint.
 
         These are what `{% generation %}` marks in the template. Without marks: what each assistant
-        message adds after the generation prompt. That needs every shorter conversation to render
-        to a prefix of this one.
+        message adds after the generation prompt, if shorter conversations render to prefixes.
         """
         return self._marked(messages) if self._marks_generation else self._by_prefix(messages)
 
@@ -126,9 +118,9 @@ class ChatTemplate:
     def _outline(self, messages: Sequence[Message]) -> _Outline | None:
         """What the template writes around the texts of such messages; None if that cannot be told.
 
-        Labels take one rendering per turn. But most templates copy the texts unread: then the
-        renderings of stand-ins give the places of the answers for all conversations of that shape,
-        and one rendering of a conversation proves it.
+        Labels take one rendering per turn. But most templates copy the texts unread: then one of
+        stand-ins gives the answers' places for all conversations of that shape, and one rendering
+        of a conversation proves it.
         """
         number = itertools.count()
         stand_ins = [
@@ -264,7 +256,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    raise TemplateError(message)
 
 
 def _to_json(

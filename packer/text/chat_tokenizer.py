@@ -12,7 +12,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -137,8 +137,7 @@ class ChatTokenizer:
         """Load a tokenizer from a folder, from a `tokenizer.json`, or by Hub id.
 
         `chat_template` is the name of one of the tokenizer's templates, a `.jinja` file, or a
-        template itself; by default the tokenizer's default template. Without `audio_markup`,
-        `<audio>` is plain text. ConfigError says what is missing.
+        template itself. Without `audio_markup`, `<audio>` is plain text.
         """
         files = read_tokenizer_files(source)
         try:
@@ -248,17 +247,16 @@ class ChatTokenizer:
         also takes strings, numbers them. Images only if it takes no strings: otherwise the model's
         own markup says what it would write.
         """
-        image = Medium("image", IMAGE_MARKER, markup, self.image_token_id, takes_parts)
-        if audio_markup is None or self.audio_token_id is None:
-            media = [image]
-        else:
-            media = [image, Medium("audio", AUDIO_MARKER, audio_markup, self.audio_token_id, True)]
-        return tuple(replace(medium, by_template=self._writes(medium)) for medium in media)
+        parts = takes_parts and self._writes("image", markup)
+        media = [Medium("image", IMAGE_MARKER, markup, self.image_token_id, parts)]
+        if audio_markup is not None and self.audio_token_id is not None:
+            parts = self._writes("audio", audio_markup)
+            media.append(Medium("audio", AUDIO_MARKER, audio_markup, self.audio_token_id, parts))
+        return tuple(media)
 
-    def _writes(self, medium: Medium) -> bool:
-        """Whether the template writes a medium's markup, given a part, where that is wanted."""
-        content: list[dict[str, str]] = [{"type": medium.kind}, text_part(_PROBE)]
-        return medium.by_template and self._renders(content, medium.markup.token)
+    def _writes(self, kind: str, markup: MediaMarkup) -> bool:
+        """Whether the template writes a medium's markup, given a part."""
+        return self._renders([{"type": kind}, text_part(_PROBE)], markup.token)
 
     def _renders(self, content: str | list[dict[str, str]], expected: str = _PROBE) -> bool:
         """Whether the template writes `expected`, once, for a user message with `content`."""
@@ -320,8 +318,7 @@ def _document_ends(
     """The ids before and after a document: `bos_token` and `eos_token`, or none.
 
     The first only if the post-processor of `tokenizer.json` adds it, which is what decides in
-    transformers (5.x drops `add_bos_token` of the config). The second always, if there is one: it
-    ends a text in training.
+    transformers (5.x drops `add_bos_token` of the config). The second ends a text in training.
     """
     bos, eos = (
         [backend.token_to_id(files.named_tokens[name])] if name in files.named_tokens else []

@@ -1,8 +1,7 @@
 """Markers of images and clips in raw text -> placeholders in tokenised text.
 
-For `packer.text.chat_tokenizer`. A marker becomes the model's markup, written into the text. Where
-the chat template writes the markup itself, perhaps elsewhere or with a number, it becomes a part of
-its own. Pure, except for `add_markup`.
+For `packer.text.chat_tokenizer`. A marker becomes the model's markup, written into the text; or a
+part of its own, where the chat template writes the markup. Pure, except for `add_markup`.
 """
 
 import re
@@ -30,7 +29,6 @@ class Medium:
     """Place of such a file in a raw text."""
     markup: MediaMarkup
     token_id: int
-    """Id of the markup's token."""
     by_template: bool
     """Whether the chat template writes the markup, given a part."""
 

@@ -1,9 +1,8 @@
 """A tokenizer's files, from a folder or the Hub, and the tokenizer itself.
 
-For `packer.text.chat_tokenizer`. Reads files only; no transformers, because packing must not need
-torch. The rules are those of `PreTrainedTokenizerFast.from_pretrained` (transformers 5):
-`tokenizer.json` is the tokenizer, and tokens that only `tokenizer_config.json` knows are added
-after it. InternLM2 ships all of its control tokens that way.
+For `packer.text.chat_tokenizer`; no transformers, because packing must not need torch. The rules
+are those of `PreTrainedTokenizerFast.from_pretrained` (transformers 5): `tokenizer.json` is the
+tokenizer, and tokens that only `tokenizer_config.json` knows (InternLM2's) are added after it.
 """
 
 import json
@@ -17,15 +16,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from balance.errors import ConfigError, first_line
 
-NAMED_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+NAMED_TOKENS = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 """Keys of `tokenizer_config.json` that are variables in chat templates (`special_tokens_map`)."""
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -78,9 +69,8 @@ def build_backend(files: TokenizerFiles) -> Tokenizer:
     try:
         backend = Tokenizer.from_str(files.tokenizer_json)
     except Exception as error:  # the Rust side raises plain Exception
-        raise ConfigError(
-            f"tokenizer {files.where}: tokenizer.json cannot be loaded: {error}"
-        ) from None
+        problem = f"tokenizer.json cannot be loaded: {error}"
+        raise ConfigError(f"tokenizer {files.where}: {problem}") from None
     backend.no_padding()
     backend.no_truncation()
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
@@ -95,10 +85,9 @@ def build_backend(files: TokenizerFiles) -> Tokenizer:
 def id_conflicts(files: TokenizerFiles, backend: Tokenizer) -> dict[str, tuple[int, int]]:
     """Tokens whose id differs from `tokenizer_config.json`: content -> (declared id, id in use).
 
-    Not empty for InternLM2: its config puts `<|im_end|>` on the id of a placeholder in the
-    vocabulary, which only its own Python class honours. transformers' generic class appends it
-    instead, and so do we. A model trained elsewhere would then see an id that it does not know, so
-    the caller should warn.
+    Not empty for InternLM2: its config puts `<|im_end|>` on the id of a placeholder, which only its
+    own Python class honours. transformers' generic class appends it, and so do we. A model trained
+    elsewhere would then see an id that it does not know, so the caller should warn.
     """
     listed = files.config.get("added_tokens_decoder", {})
     declared = {_content(value): int(index) for index, value in listed.items()}
@@ -140,17 +129,20 @@ def _chat_templates(read: ReadFile, config: Mapping[str, Any], where: str) -> di
     if template is None:
         processor = _json_object(read("chat_template.json"), f"{where}/chat_template.json")
         template = processor.get("chat_template")
-    if isinstance(template, list) and all(
-        isinstance(e, dict) and {"name", "template"} <= set(e) for e in template
-    ):
-        return {entry["name"]: entry["template"] for entry in template}
-    if isinstance(template, dict):
-        return template
-    if template is not None and not isinstance(template, str):
-        raise ConfigError(
-            f"tokenizer {where}: chat_template is a {type(template).__name__}; expected Jinja text"
-        )
-    return {} if template is None else {"default": template}
+    match template:
+        case None:
+            return {}
+        case str():
+            return {"default": template}
+        case dict():
+            return template
+        case list() if all(
+            isinstance(e, dict) and {"name", "template"} <= set(e) for e in template
+        ):
+            return {entry["name"]: entry["template"] for entry in template}
+    raise ConfigError(
+        f"tokenizer {where}: chat_template is a {type(template).__name__}; expected Jinja text"
+    )
 
 
 def _json_object(text: str | None, where: str) -> dict[str, Any]:
@@ -165,10 +157,9 @@ def _json_object(text: str | None, where: str) -> dict[str, Any]:
 
 def _locate(source: str | Path) -> tuple[str, ReadFile]:
     path = Path(source).expanduser()
-    if path.is_file():
-        path = path.parent
-    if path.is_dir():
-        return str(path), lambda name: _read_local(path / name)
+    folder = path.parent if path.is_file() else path
+    if folder.is_dir():
+        return str(folder), lambda name: _read_local(folder / name)
     if isinstance(source, str) and _HUB_ID.fullmatch(source):
         return source, lambda name: _read_hub(source, name)
     raise ConfigError(
@@ -187,8 +178,7 @@ def _read_local(path: Path) -> str | None:
 
 def _read_hub(repo_id: str, name: str) -> str | None:
     try:
-        from huggingface_hub import hf_hub_download  # noqa: PLC0415  (an optional dependency)
-        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError  # noqa: PLC0415
+        from huggingface_hub import errors, hf_hub_download  # noqa: PLC0415  (an extra)
     except ImportError:
         raise ConfigError(
             f"tokenizer {repo_id}: no such folder here; to fetch it from the Hub:"
@@ -196,11 +186,11 @@ def _read_hub(repo_id: str, name: str) -> str | None:
         ) from None
     try:
         return Path(hf_hub_download(repo_id, name)).read_text("utf-8")
-    except LocalEntryNotFoundError:  # neither in the cache, nor could the Hub be asked
+    except errors.LocalEntryNotFoundError:  # neither in the cache, nor could the Hub be asked
         if name != "tokenizer.json":
             return None
         problem = "the Hub cannot be reached and its cache here has no copy"
-    except EntryNotFoundError:
+    except errors.EntryNotFoundError:
         return None
     except (OSError, ValueError) as error:  # all of the Hub's errors are one of the two
         problem = first_line(error)

@@ -36,7 +36,6 @@ class WriteConfig:
     """Where the shards go once they are written, if not into the folder."""
     format: ShardFormat
     data_roots: tuple[str, ...]
-    """Data root of each part of the dataset."""
     follow_links: bool
     image_token_id: int
     audio_token_id: int | None
@@ -253,5 +252,4 @@ def _borders(lists: pa.ListArray) -> IntArray:
 
 
 def _numbers(staged: pa.RecordBatch, column: str, name: str) -> IntArray:
-    """A number of each file of a column."""
     return np.asarray(staged.column(column).flatten().field(name).to_numpy().astype(np.int64))

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 from balance.types import Groups, IntArray
 from packer.count.staging import StagedSamples, Staging
@@ -41,9 +42,10 @@ def index_part(out: Path, shard: int) -> Path:
     return out / "staging" / "index" / f"shard-{shard:05d}.arrow"
 
 
-def sample_bytes(seq_len: IntArray, media_bytes: IntArray) -> IntArray:
-    """Bytes of each sample in a shard, about: its tokens, labels and files."""
-    return media_bytes + seq_len * TOKEN_BYTES + SAMPLE_BYTES
+def sample_bytes(counts: pa.Table, *, with_media: bool = True) -> IntArray:
+    """Bytes of each counted sample in a shard, about: its tokens, labels and files."""
+    media, tokens = (counts.column(name).to_numpy() for name in ("media_bytes", "seq_len"))
+    return np.asarray(media * with_media + tokens * TOKEN_BYTES + SAMPLE_BYTES)
 
 
 def plan_shards(groups: Groups, num_bytes: IntArray, *, shard_bytes: int) -> list[tuple[int, int]]:

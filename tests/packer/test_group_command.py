@@ -31,7 +31,6 @@ def group(files, out, **changes):
         GroupOptions(**changes),
         progress,
         vision_unit="image_patches",
-        context_len=1_000_000,
     )
 
 

@@ -129,8 +129,10 @@ def test_loads_are_those_of_the_samples_and_of_the_tables(builds):
             assert sum(image.num_patches for image in sample.images) == row["num_image_patches"]
         for name, total in view.counts.items():
             assert total == sum(sample.counts[name] for sample in view.samples)
-        assert view.fill == view.counts["seq_len"] / view.limits.max_seq_len <= 1
-        assert view.vision_fill == view.counts["num_image_patches"] / view.limits.max_vision <= 1
+        values = view.to_json()
+        assert values["fill"] == view.counts["seq_len"] / view.limits.max_seq_len <= 1
+        patches = view.counts["num_image_patches"]
+        assert values["vision_fill"] == patches / view.limits.max_vision <= 1
 
 
 def test_text_is_the_conversation_and_what_is_learned_is_the_answer(builds, dataset):

@@ -17,8 +17,7 @@ from packer.build import Builder
 from packer.config import BuildConfig
 from packer.progress import StageProgress
 from packer.sources import mixture as mixture_module
-from packer.sources.catalog import list_datasets, print_datasets
-from packer.sources.dataset import find_dataset
+from packer.sources.dataset import find_dataset, list_datasets, print_datasets
 from packer.sources.mixture import is_meta, is_mixture, read_meta, read_mixture, require_parts
 from shards.local_folder import LocalFolder
 from shards.manifest import read_manifest
