@@ -38,7 +38,7 @@ from balance.metrics import dist_ratio, fill
 from balance.order.sort_groups import sort_groups
 from balance.presets import load_model
 from balance.types import Counts, Groups, Limits
-from packer.group_command import read_lengths
+from packer.group import read_lengths
 from shards.tables import counts_arrays
 
 TOKEN_CAPS = (2048, 4096, 8192)

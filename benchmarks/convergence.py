@@ -34,8 +34,13 @@ from balance.metrics import fill
 from balance.order.block_shuffle import OrderConfig, choose_order
 from balance.order.sort_groups import arrange_sources, sort_groups, source_shares
 from balance.types import Counts, Groups, IntArray, Limits
-from packer.group import Grouping, group_counts
-from packer.group_command import LLM_TOKENS_PER_TILE, VIT_TOKENS_PER_TILE, read_lengths
+from packer.group import (
+    LLM_TOKENS_PER_TILE,
+    VIT_TOKENS_PER_TILE,
+    Grouping,
+    group_counts,
+    read_lengths,
+)
 from shards.tables import counts_arrays, source_numbers
 
 ITERATIONS = (*range(1, 11), 15, 20, 50)

@@ -34,7 +34,7 @@ from balance.order.global_shuffle import GlobalShuffle  # noqa: E402
 from balance.order.regroup import regroup  # noqa: E402
 from balance.order.sort_groups import arrange_sources, sort_groups, source_shares  # noqa: E402
 from balance.types import Groups, IntArray, Limits  # noqa: E402
-from packer.group_command import read_lengths  # noqa: E402
+from packer.group import read_lengths  # noqa: E402
 
 WORLD_SIZES = (2, 4, 8, 32, 64, 512)
 LONG = 8

@@ -155,8 +155,7 @@ class Builder:
     def _demo(self) -> Dataset:
         if self.publisher and self.config.format == "refs" and not self.config.data_root:
             raise ConfigError(
-                "--format refs: the demo's pictures need a place that stays:"
-                " give one with --data-root"
+                "--format refs: the demo's pictures need a place that stays: give --data-root"
             )
         folder = Path(self.config.data_root) if self.config.data_root else self.out / DEMO_FOLDER
         if not (folder / "annotations.json").exists():

@@ -201,10 +201,8 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _totals(index: pa.Table, num_read: int, num_repeated: int) -> dict[str, int]:
-    sums = {
-        name: int(np.sum(index.column(name).to_numpy(), dtype=np.int64))
-        for name in ("num_samples", *COUNT_COLUMNS)
-    }
+    names = ("num_samples", *COUNT_COLUMNS)
+    sums = {name: int(np.sum(index.column(name).to_numpy(), dtype=np.int64)) for name in names}
     num_packed = sums.pop("num_samples")
     return {
         "num_read": num_read,

@@ -25,7 +25,7 @@ from packer.build import Builder
 from packer.build_dir import REPORT_NAME
 from packer.config import BuildConfig
 from packer.count.pool import default_workers
-from packer.group_command import group_files
+from packer.group import group_files
 from packer.inspect.html import write_group_html
 from packer.inspect.terminal import group_title, print_group
 from packer.inspect.view import inspect_group
@@ -75,9 +75,8 @@ def build(
     summary = builder.build(overwrite=overwrite)
     report = make_report(summary.out)
     # a build at a URI has written its page itself; one killed after its manifest has none yet
-    if not is_uri(summary.out) and not (
-        summary.already_complete and Path(summary.out, REPORT_NAME).exists()
-    ):
+    has_page = summary.already_complete and Path(summary.out, REPORT_NAME).exists()
+    if not is_uri(summary.out) and not has_page:
         save_html(report, summary.out)
     if as_json:
         print(json.dumps({**asdict(summary), "report": report.to_json()}))
@@ -91,16 +90,12 @@ def count(context: typer.Context, config: ConfigOption = None, as_json: JsonOpti
     """Only count: patches and tokens of every sample, as counts.parquet (and rejected.parquet)."""
     builder = _builder(context)
     counts, rejected = builder.count()
-    reasons = summarise_rejected(rejected)
+    reasons, read = summarise_rejected(rejected), len(counts) + len(rejected)
     if as_json:
         numbers = {reason: entry.number for reason, entry in reasons.items()}
-        read = len(counts) + len(rejected)
         print(json.dumps({"num_read": read, "num_counted": len(counts), "rejected": numbers}))
         return
-    print(
-        f"{len(counts) + len(rejected):,} samples read = {len(counts):,} counted"
-        f" + {len(rejected):,} rejected"
-    )
+    print(f"{read:,} samples read = {len(counts):,} counted + {len(rejected):,} rejected")
     for reason, entry in reasons.items():
         words = REASONS.get(reason, reason)
         print(f"  rejected {entry.number:,}, {reason}: {words}; first: {entry.first}")
@@ -131,9 +126,7 @@ def group(
     given = {name: context.params[name] for name in (*GROUPING, "isf_iterations")}
     options = GroupOptions(**{name: value for name, value in given.items() if value is not None})
     if out is not None and is_uri(out):
-        raise ConfigError(
-            f"--out {out}: groups alone go to a folder; `packer build` writes to URIs"
-        )
+        raise ConfigError(f"--out {out}: groups go to a folder; `packer build` writes to URIs")
     with TemporaryDirectory() as scratch:
         folder = Path(out or scratch)
         group_files(files, folder, options, StageProgress(messages), vision_unit=vision_unit)

@@ -86,7 +86,7 @@ class BuildConfig:
     ] = "fit"
     isf_iterations: Annotated[int, Option("ISF iterations at most.", least=1, most=1000)] = 10
     seed: Annotated[
-        int, Option("Seed of the grouping and the order. Default: 0.", least=0, most=2**63 - 1)
+        int, Option("Seed of the grouping and the order. Default: 0.", 0, 2**63 - 1)
     ] = 0
     executor: Annotated[
         Literal["local", "ray"],
@@ -128,9 +128,7 @@ class BuildConfig:
         hints = {"model": "for example internvl_1_5", "tokenizer": "a folder, or a Hub id"}
         for name, hint in hints.items():
             if not self.is_demo and not getattr(self, name):
-                raise ConfigError(
-                    f"--{name} is missing: name the {name} that will be trained with ({hint})"
-                )
+                raise ConfigError(f"--{name} is missing: name the {name} to train with ({hint})")
 
     @property
     def is_demo(self) -> bool:

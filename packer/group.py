@@ -1,16 +1,51 @@
-"""Counts -> caps -> sorted groups, and the samples that no group can hold. Pure."""
+"""Counts -> caps -> sorted groups, and `packer group`: given lengths -> groups.
 
-from dataclasses import dataclass
+`packer group` reads our counts.parquet, and the OmniBal authors' length files; several become one
+dataset. No raw data is read.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
+from balance.errors import ConfigError, DataError, first_line
 from balance.flops import FlopsModel
 from balance.grouping.best_fit import group_best_fit
 from balance.grouping.caps import GroupOptions, choose_limits, over_limits
 from balance.grouping.isf import group_isf
 from balance.order.block_shuffle import OrderConfig, choose_order
 from balance.order.sort_groups import arrange_sources, sort_groups, source_shares
+from balance.presets import load_model
 from balance.types import Counts, Groups, IntArray, Limits
+from packer.config import MOST_TOKENS
+from packer.progress import StageProgress
+from shards.manifest import MANIFEST_NAME
+from shards.tables import (
+    COUNTS_NAME,
+    COUNTS_SCHEMA,
+    GROUPS_NAME,
+    REJECTED_NAME,
+    counts_arrays,
+    groups_table,
+    read_table,
+    reject_rows,
+    source_numbers,
+    write_table,
+)
+
+MOST_PER_SAMPLE = 1 << 24
+"""Tiles or tokens of one sample; more are a mistake, and sums would not fit the tables."""
+
+LIMITS_NAME = "limits.json"
+
+VIT_TOKENS_PER_TILE, LLM_TOKENS_PER_TILE = 1025, 256
+LENGTHS_MODEL = "internvl_1_5"
+"""InternVL at 448 px, for which OmniBal's length files were made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,3 +101,154 @@ def group_counts(
         over=over,
         limits_explained=choice.lines,
     )
+
+
+# --- `packer group` ---
+
+
+def group_files(
+    files: list[Path],
+    out: Path,
+    options: GroupOptions,
+    progress: StageProgress,
+    *,
+    vision_unit: str,
+) -> tuple[Grouping, pa.Table]:
+    """Group the samples of length files; tables and caps are written to `out`."""
+    if (out / MANIFEST_NAME).exists():
+        raise ConfigError(f"{out} holds a finished build: choose another --out")
+    tables = [read_lengths(path) for path in files]
+    counts = pa.concat_tables(tables).combine_chunks()
+    # positions run through all the files, so that each row of the output has its own
+    positions = pa.array(np.arange(len(counts)))
+    counts = counts.set_column(0, COUNTS_SCHEMA.field("position"), positions)
+    if len(counts) == 0:
+        raise DataError(f"no samples in {', '.join(map(str, files))}")
+    with progress.stage("group", None) as stage:
+        arrays = counts_arrays(counts)
+        grouping = group_counts(
+            arrays,
+            options,
+            vision_unit=vision_unit,
+            context_len=MOST_TOKENS,
+            flops=_flops_model(files),
+            sources=source_numbers(counts),
+        )
+        stage.count(len(counts))
+    rejected = reject_rows(counts, grouping.over)
+    out.mkdir(parents=True, exist_ok=True)
+    write_table(counts, out / COUNTS_NAME)
+    write_table(groups_table(grouping.groups, arrays), out / GROUPS_NAME)
+    write_table(rejected, out / REJECTED_NAME)
+    limits = {**asdict(grouping.limits), "limits_explained": grouping.limits_explained}
+    (out / LIMITS_NAME).write_text(json.dumps(limits, indent=1), "utf-8")
+    return grouping, rejected
+
+
+def _flops_model(files: list[Path]) -> FlopsModel | None:
+    """The model that OmniBal's files are of; counts do not say theirs."""
+    if any(path.suffix == ".parquet" for path in files):
+        return None
+    return FlopsModel.of(load_model(LENGTHS_MODEL))
+
+
+def read_lengths(path: Path) -> pa.Table:
+    """A counts table from counts.parquet, or from an OmniBal length file or meta file.
+
+    A length file lists `{"vit_num", "token_num", "image_flags"}` per sample. A meta file maps a
+    dataset's name to `{"token_lengths": path}`, relative to the working directory or to itself.
+    """
+    if path.suffix == ".parquet":
+        return _read_counts(path)
+    value = _read_json(path)
+    if isinstance(value, dict):
+        named = ((name, *_named_file(path, name, entry)) for name, entry in value.items())
+        return pa.concat_tables([_from_omnibal(*each) for each in named])
+    return _from_omnibal(path.stem, path, value)
+
+
+def _read_counts(path: Path) -> pa.Table:
+    hint = "is it a counts.parquet of `packer count`?"
+    table = read_table(path)
+    if missing := [name for name in COUNTS_SCHEMA.names if name not in table.column_names]:
+        raise DataError(f"{path}: no column {', '.join(missing)}; {hint}")
+    try:
+        table = table.select(COUNTS_SCHEMA.names).cast(COUNTS_SCHEMA)
+    except pa.ArrowInvalid as error:
+        raise DataError(f"{path}: not a counts table: {first_line(error)}") from None
+    for name in COUNTS_SCHEMA.names:
+        column = table.column(name)
+        is_text = name in ("sample_id", "source")
+        least = 0 if is_text or not len(column) else pc.min(column).as_py()
+        if column.null_count or least < 0:
+            raise DataError(f"{path}: column {name} has empty or negative entries; {hint}")
+    return table
+
+
+def _read_json(path: Path) -> object:
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise DataError(f"{path}: not valid JSON: {error}") from None
+
+
+def _named_file(meta: Path, name: str, entry: object) -> tuple[Path, object]:
+    """The length file of one dataset of a meta file, and its content."""
+    given = entry.get("token_lengths") if isinstance(entry, dict) else None
+    if not isinstance(given, str):
+        raise DataError(f"{meta}: dataset {name!r} has no `token_lengths`: its length file")
+    # the authors' files are relative to where their script runs, copies often to the meta file
+    places = [Path(given), meta.parent / given, meta.parent / Path(given).name]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        raise DataError(f"{meta}: dataset {name!r}: no file {given} here or next to the meta file")
+    return found, _read_json(found)
+
+
+def _from_omnibal(source: str, path: Path, rows: object) -> pa.Table:
+    if not isinstance(rows, list):
+        raise DataError(f"{path}: expected a list of samples: vit_num, token_num and image_flags")
+    lengths = [_sample_lengths(path, number, row) for number, row in enumerate(rows)]
+    tiles, tokens = np.array(lengths, dtype=np.int64).reshape(-1, 2).T
+    image_tokens = tiles * LLM_TOKENS_PER_TILE
+    if (image_tokens > tokens).any():
+        number = int(np.argmax(image_tokens > tokens))
+        raise DataError(
+            f"{path}: sample {number}: {tokens[number]} tokens are fewer than the"
+            f" {image_tokens[number]} of its {tiles[number]} tiles;"
+            " OmniBal counts image tokens in token_num"
+        )
+    zeros = np.zeros(len(rows), dtype=np.int64)
+    columns = {
+        "position": np.arange(len(rows)),
+        "sample_id": [f"{source}:{number}" for number in range(len(rows))],
+        "source": [source] * len(rows),
+        "num_image_patches": tiles,
+        "num_vit_tokens": tiles * VIT_TOKENS_PER_TILE,
+        "num_image_tokens": image_tokens,
+        "num_text_tokens": tokens - image_tokens,
+        "num_audio_tokens": zeros,
+        "num_loss_tokens": zeros,  # the files do not say
+        "seq_len": tokens,
+        "media_bytes": zeros,
+    }
+    return pa.table({f.name: pa.array(columns[f.name], f.type) for f in COUNTS_SCHEMA})
+
+
+def _sample_lengths(path: Path, number: int, row: Any) -> tuple[int, int]:
+    """(tiles, LLM tokens) of a sample; OmniBal's dummy tile of text-only samples left out."""
+    if not isinstance(row, dict):
+        raise DataError(
+            f"{path}: sample {number} is {str(row)[:40]};"
+            " expected an object with vit_num and token_num"
+        )
+    lengths: list[Any] = [row.get("image_flags", row.get("vit_num", 0)), row.get("token_num")]
+    for name, value in zip(("image_flags or vit_num", "token_num"), lengths, strict=True):
+        # not isinstance: True is an integer too
+        if type(value) is not int or not 0 <= value <= MOST_PER_SAMPLE:
+            raise DataError(
+                f"{path}: sample {number}: {name} is {value!r}; expected a whole number, 0 or more"
+            )
+    return lengths[0], lengths[1]

@@ -39,11 +39,8 @@ class Publisher:
     def claim(self) -> None:
         """Mark the place as this build's; DataError if another work folder is building there."""
         if not self._claim.exists():
-            token = {
-                "host": socket.gethostname(),
-                "work_folder": str(self.folder),
-                "token": os.urandom(16).hex(),
-            }
+            token = {"host": socket.gethostname(), "work_folder": str(self.folder)}
+            token["token"] = os.urandom(16).hex()
             self._claim.parent.mkdir(parents=True, exist_ok=True)
             temporary = self._claim.with_suffix(".tmp")
             temporary.write_text(json.dumps(token), "utf-8")

@@ -92,10 +92,8 @@ def _check_totals(folder: Path, manifest: Manifest) -> Iterator[str]:
     num_rejected, num_packed = len(read_table(folder / REJECTED_NAME)), totals["num_packed"]
     expected = totals["num_read"] + totals["num_repeated"]
     if num_packed + num_rejected != expected:
-        yield (
-            f"{REJECTED_NAME}: {num_rejected} rows and {num_packed} packed, "
-            f"but {expected} read or repeated"
-        )
+        rows = f"{num_rejected} rows and {num_packed} packed"
+        yield f"{REJECTED_NAME}: {rows}, but {expected} read or repeated"
     if len(read_table(folder / COUNTS_NAME)) < num_packed:
         yield f"{COUNTS_NAME}: fewer samples than were packed"
     yield from _check_ranges(index, manifest)

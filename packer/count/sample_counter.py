@@ -30,20 +30,16 @@ from packer.text.chat_tokenizer import ChatTokenizer, EncodedText, TextRejected
 from shards.folders import Folder, open_folder, readers
 
 _INTS = pa.list_(pa.int32())
-_PLACE = [
-    ("name", pa.string()),
-    ("container", pa.string()),
-    ("offset", pa.int64()),
-    ("size", pa.int64()),
-]
+_TEXT, _LONG = pa.string(), pa.int64()
+_PLACE = [("name", _TEXT), ("container", _TEXT), ("offset", _LONG), ("size", _LONG)]
 _IMAGE = pa.struct([*_PLACE, ("width", pa.int32()), ("height", pa.int32()), ("tokens", pa.int32())])
 _AUDIO = pa.struct([*_PLACE, ("length", pa.int32()), ("tokens", pa.int32())])
 STAGED_SCHEMA = pa.schema(
     [
-        ("sample_id", pa.string()),
-        ("source", pa.string()),
-        ("reason", pa.string()),  # null for a sample that can be used
-        ("detail", pa.string()),
+        ("sample_id", _TEXT),
+        ("source", _TEXT),
+        ("reason", _TEXT),  # null for a sample that can be used
+        ("detail", _TEXT),
         *[(name, pa.int32()) for name in COUNT_COLUMNS],
         ("input_ids", _INTS),  # one token per image or audio file: expanded when written
         ("loss_spans", _INTS),  # start, end, start, end, ... in `input_ids`
@@ -135,9 +131,8 @@ class SampleCounter:
         self, records: Iterable[RawRecord], source: str, data_root: str, blob_name: str
     ) -> Counted:
         """One row per record, in order. `blob_name` is the name of the chunk's future blob."""
-        look = partial(
-            self._look_at_files, open_folder(data_root, follow_links=self._settings.follow_links)
-        )
+        root = open_folder(data_root, follow_links=self._settings.follow_links)
+        look = partial(self._look_at_files, root)
         parsed = [parse_record(record, source) for record in records]
         with readers(data_root) as pool:
             looked_at = list(pool.map(look, parsed) if pool else map(look, parsed))
@@ -216,10 +211,8 @@ def _row(
     sample, images, audios = usable
     if isinstance(text, TextRejected):
         return _reject(sample, text.reason, text.detail)
-    for kind, found, meant in (
-        ("image", text.num_images, len(images)),
-        ("audio", text.num_audios, len(audios)),
-    ):
+    kinds = ("image", text.num_images, len(images)), ("audio", text.num_audios, len(audios))
+    for kind, found, meant in kinds:
         if found > meant:
             return _reject(sample, f"marker_without_{kind}", f"{found} <{kind}> for {meant} files")
         if found < meant:

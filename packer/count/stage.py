@@ -4,7 +4,7 @@ Chunks are numbered through all parts, and each leaves a file of that number. So
 them, and however often it is stopped, the staged samples are the same.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from packer.count.ray_pool import count_on_ray
 from packer.count.sample_counter import CountJob, CountSettings, count_chunk
 from packer.count.staging import Staging, count_staged
 from packer.progress import StageProgress
-from packer.sources.base import Chunk, RecordChunk, cut
+from packer.sources.base import Chunk, OnBytes, RecordChunk, cut
 from packer.sources.dataset import Dataset, Part
 
 
@@ -41,7 +41,7 @@ def count_dataset(
 
 
 def _jobs(
-    dataset: Dataset, settings: CountSettings, staging: Staging, on_bytes: Callable[[int], None]
+    dataset: Dataset, settings: CountSettings, staging: Staging, on_bytes: OnBytes
 ) -> Iterator[CountJob]:
     left = settings.limit
     number = 0
@@ -63,9 +63,7 @@ def _jobs(
             return
 
 
-def _chunks(
-    part: Part, num_records: int, limits: list[int], on_bytes: Callable[[int], None]
-) -> Iterator[Chunk]:
+def _chunks(part: Part, num_records: int, limits: list[int], on_bytes: OnBytes) -> Iterator[Chunk]:
     """The chunks of a part; with a limit they are read here, for only reading counts records."""
     chunks = part.open().chunks(num_records, on_bytes)
     if not limits:

@@ -133,18 +133,12 @@ def split_staged(staged: Path) -> tuple[pa.Table, pa.Table, list[int]]:
             lost = batch.select(REJECTED_SCHEMA.names).filter(pc.invert(usable))
             counts.append(_counts_of(batch.filter(usable)))
             rejected.append(pa.Table.from_batches([lost]))
-    return (
-        pa.concat_tables(counts).combine_chunks(),
-        pa.concat_tables(rejected).combine_chunks(),
-        records_per_part,
-    )
+    tables = [pa.concat_tables(each).combine_chunks() for each in (counts, rejected)]
+    return tables[0], tables[1], records_per_part
 
 
 def _counts_of(batch: pa.RecordBatch) -> pa.Table:
-    parts = [
-        batch.column(name).to_numpy()
-        for name in ("num_image_tokens", "num_text_tokens", "num_audio_tokens")
-    ]
+    parts = [batch.column(f"num_{kind}_tokens").to_numpy() for kind in ("image", "text", "audio")]
     media_bytes = _sizes(batch.column("images")) + _sizes(batch.column("audios"))
     columns = {
         **{name: batch.column(name) for name in COUNTS_SCHEMA.names[:-2]},

@@ -21,11 +21,8 @@ def write_group_html(view: GroupView, path: Path) -> None:
 
 def render_group(view: GroupView) -> str:
     """The page of a group: HTML that a browser shows without network and without scripts."""
-    parts = (
-        [sample.counts["seq_len"] for sample in view.samples],
-        [sample.vision_load for sample in view.samples],
-    )
-    rows = zip(terminal.load_rows(view), parts, strict=True)
+    parts = [(sample.counts["seq_len"], sample.vision_load) for sample in view.samples]
+    rows = zip(terminal.load_rows(view), zip(*parts, strict=True), strict=True)
     return render(
         "inspect/group",
         f"Isobatch group {view.group}",
@@ -33,11 +30,5 @@ def render_group(view: GroupView) -> str:
         view=view,
         loads=[(*row, loads) for row, loads in rows],
         numbered_share=NUMBERED_SHARE,
-        no_tokenizer=terminal.NO_TOKENIZER,
-        group_title=terminal.group_title,
-        group_text=terminal.group_text,
-        sample_text=terminal.sample_text,
-        image_text=terminal.image_text,
-        file_text=terminal.file_text,
-        ids_text=terminal.ids_text,
+        texts=terminal,
     )

@@ -21,16 +21,14 @@ NO_TOKENIZER = "Token ids, because a build holds no tokenizer: give --tokenizer 
 
 def print_group(view: GroupView, console: Console) -> None:
     """Print a group; control characters of the data are printed as escapes."""
-    console.print(
-        f"[bold]{group_title(view)}[/]{f' ({view.why})' if view.why else ''}", highlight=False
-    )
+    why = f" ({view.why})" if view.why else ""
+    console.print(f"[bold]{group_title(view)}[/]{why}", highlight=False)
     console.print(f"{view.shard}, {size_text(view.num_bytes)}", highlight=False)
     for label, used, cap in load_rows(view):
         console.print(f"{label:<15}{used:>9,} of {cap:>9,}  {_bar(used, cap)}", highlight=False)
     console.print(group_text(view), highlight=False)
-    console.print(
-        f"[dim]{LEGEND}{'' if view.tokenizer else f' {NO_TOKENIZER}'}[/]", highlight=False
-    )
+    hint = "" if view.tokenizer else f" {NO_TOKENIZER}"
+    console.print(f"[dim]{LEGEND}{hint}[/]", highlight=False)
     for number, sample in enumerate(view.samples, start=1):
         _print_sample(number, sample, view.limits.unit, console)
 
@@ -51,12 +49,9 @@ def load_rows(view: GroupView) -> list[tuple[str, int, int]]:
 def group_text(view: GroupView) -> str:
     """The loads that no cap counts, in one line."""
     counts = view.counts
-    by_patches = view.limits.vision_unit == "image_patches"
-    other = (
-        f"{counts['num_vit_tokens']:,} ViT tokens"
-        if by_patches
-        else f"{counts['num_image_patches']:,} patches"
-    )
+    other = f"{counts['num_image_patches']:,} patches"
+    if view.limits.vision_unit == "image_patches":
+        other = f"{counts['num_vit_tokens']:,} ViT tokens"
     number = f"{len(view.samples):,} sample{'s' if len(view.samples) != 1 else ''}"
     return f"{number}; {_parts(counts)}, {counts['num_loss_tokens']:,} with a label; {other}"
 
@@ -93,10 +88,8 @@ def ids_text(piece: Piece, at_most: int | None = None) -> str:
 
 def _print_sample(number: int, sample: SampleView, unit: str, console: Console) -> None:
     console.print()
-    title = Text.assemble(
-        (f"{number}  {visible(sample.sample_id)}", "bold"), f"  ({visible(sample.source)})"
-    )
-    console.print(title)
+    title = f"{number}  {visible(sample.sample_id)}", "bold"
+    console.print(Text.assemble(title, f"  ({visible(sample.source)})"))
     _print_indented(Text(sample_text(sample, unit)), console)
     for place, image in enumerate(sample.images, start=1):
         name = f"  {visible(image.name)}" if image.name else ""

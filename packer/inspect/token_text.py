@@ -10,7 +10,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from balance.errors import ConfigError
@@ -18,6 +17,7 @@ from balance.types import LABEL_IGNORE
 from packer.text.chat_tokenizer import ChatTokenizer
 from packer.text.tokenizer_files import build_backend, read_tokenizer_files
 from shards.manifest import Manifest
+from shards.stored_group import Int32Array
 
 
 class PieceKind(StrEnum):
@@ -72,8 +72,8 @@ def load_decoder(source: str, manifest: Manifest, chat_template: str | None = No
 
 
 def read_pieces(
-    input_ids: NDArray[np.int32],
-    labels: NDArray[np.int32],
+    input_ids: Int32Array,
+    labels: Int32Array,
     files: Mapping[PieceKind, tuple[int | None, Sequence[int]]],
     decoder: Tokenizer | None,
 ) -> tuple[Piece, ...]:
@@ -100,9 +100,7 @@ def read_pieces(
     return tuple(pieces)
 
 
-def _file_pieces(
-    kind: PieceKind, ids: NDArray[np.int32], left: list[tuple[int, int]]
-) -> Iterator[Piece]:
+def _file_pieces(kind: PieceKind, ids: Int32Array, left: list[tuple[int, int]]) -> Iterator[Piece]:
     """One piece per file of adjacent file tokens; takes (number, tokens) from `left`."""
     start, number = 0, -1
     while start < len(ids):
@@ -111,7 +109,7 @@ def _file_pieces(
         start += max(tokens, 1)
 
 
-def _decode(decoder: Tokenizer, input_ids: NDArray[np.int32], start: int, end: int) -> str:
+def _decode(decoder: Tokenizer, input_ids: Int32Array, start: int, end: int) -> str:
     """Text of tokens, decoded after the one before: SentencePiece drops leading spaces."""
     before = input_ids[max(0, start - 1) : start].tolist()
     whole = decoder.decode([*before, *input_ids[start:end].tolist()], skip_special_tokens=False)

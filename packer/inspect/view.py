@@ -122,9 +122,7 @@ def inspect_group(
     """
     manifest = read_manifest(out)
     if group is not None and not 0 <= group < manifest.num_groups:
-        raise ConfigError(
-            f"--group {group}: this build has groups 0 to {manifest.num_groups - 1:,}"
-        )
+        raise ConfigError(f"--group {group}: the build has groups 0 to {manifest.num_groups - 1:,}")
     # groups are sorted by vision load: the middle one is as large as most
     number = manifest.num_groups // 2 if group is None else group
     source = tokenizer or _demo_tokenizer(manifest)
@@ -203,10 +201,8 @@ def _read_stored(manifest: Manifest, shard: str, offset: int, length: int) -> St
             raise EOFError("the file ends before")
         if manifest.format == "webdataset":
             return decode_tar(pa.py_buffer(content), where)
-        layout = ArrowLayout(shard_schema(refs=is_refs))
-        return decode_arrow(
-            pa.py_buffer(content), layout, where, _UnreadMedia() if is_refs else None
-        )
+        layout, media = ArrowLayout(shard_schema(refs=is_refs)), _UnreadMedia() if is_refs else None
+        return decode_arrow(pa.py_buffer(content), layout, where, media)
     except DECODE_ERRORS as error:
         problem = getattr(error, "strerror", None) or first_line(error)
         raise DamagedShard(f"{where}: not readable ({problem}); run `packer verify`") from None

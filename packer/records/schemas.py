@@ -242,10 +242,8 @@ def _obelics(record: Record) -> Content:
         if text is not None and not isinstance(text, str):
             raise SampleProblem("bad_turn", f"`texts` holds a {type(text).__name__}")
     files = [media_of(image, "image") for image in images if image]
-    pieces = [
-        IMAGE_MARKER * bool(image) + _plain(text or "")
-        for image, text in zip(images, texts, strict=True)
-    ]
+    pairs = zip(images, texts, strict=True)
+    pieces = [IMAGE_MARKER * bool(image) + _plain(text or "") for image, text in pairs]
     return _document("\n\n".join(filter(None, pieces)), files)
 
 

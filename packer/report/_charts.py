@@ -66,9 +66,8 @@ def rank_bars(
         f'<path class="wait {series}" d="{"".join(wait)}"/>'
     )
     axes = f"{_baseline()}{''.join(names)}{_title(f'{unit} of each rank')}"
-    return _svg(
-        f"{_y_axis(upper, tick_label)}{bars}{axes}", f"{unit} of {ranks} ranks in {num_steps} steps"
-    )
+    label = f"{unit} of {ranks} ranks in {num_steps} steps"
+    return _svg(f"{_y_axis(upper, tick_label)}{bars}{axes}", label)
 
 
 def tick_label(value: float) -> str:
@@ -135,9 +134,8 @@ def _text(x: float, y: int, text: str) -> str:
 
 
 def _svg(body: str, label: str) -> Markup:
-    return Markup(
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">{body}</svg>'
-    )
+    head = f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}"'
+    return Markup(f"<svg {head}>{body}</svg>")
 
 
 def _y(value: float, upper: float) -> float:

@@ -30,7 +30,7 @@ from balance.metrics import (
 )
 from balance.order.block_shuffle import BlockShuffle, OrderConfig, choose_order
 from balance.types import COUNT_COLUMNS, Counts, Groups, IntArray, Limits
-from packer.group_command import LIMITS_NAME
+from packer.group import LIMITS_NAME
 from packer.table_queries import count_reasons, query_table
 from shards.folders import on_disk
 from shards.manifest import MANIFEST_NAME, Manifest, read_manifest
@@ -63,7 +63,7 @@ TABLE_3 = ("random", "length_group", "device_group", "ours")
 TABLE_NAMES = (MANIFEST_NAME, COUNTS_NAME, GROUPS_NAME, REJECTED_NAME)
 """What a report reads of a finished build."""
 
-MicroBatchLoads = dict[str, IntArray]
+Loads = dict[str, IntArray]
 """`vit_tokens` and `llm_tokens` of each micro-batch after padding, in stream order."""
 
 
@@ -122,8 +122,8 @@ class Report:
     """Lines on how the caps were chosen."""
     methods: dict[str, MethodFigures]
     notes: tuple[str, ...]
-    loads: dict[str, MicroBatchLoads] = field(repr=False)
-    samples: MicroBatchLoads = field(repr=False)
+    loads: dict[str, Loads] = field(repr=False)
+    samples: Loads = field(repr=False)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `packer report --json`; `methods` are those of Table 3."""
@@ -135,7 +135,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _BuildTables:
+class _Tables:
     """The tables of a build: groups hold row numbers of `counts`, in path order."""
 
     counts: Counts
@@ -186,7 +186,7 @@ def make_report(out: Path | str, *, dp: int = 8, seed: int = 0) -> Report:
     )
 
 
-def _streams(tables: _BuildTables, *, dp: int, seed: int) -> dict[str, Groups]:
+def _streams(tables: _Tables, *, dp: int, seed: int) -> dict[str, Groups]:
     """Every method's micro-batches in stream order, as groups of rows of the counts."""
     groups = tables.groups
     packed = np.sort(groups.samples)
@@ -201,7 +201,7 @@ def _streams(tables: _BuildTables, *, dp: int, seed: int) -> dict[str, Groups]:
     return streams
 
 
-def _loads(name: str, stream: Groups, tables: _BuildTables) -> MicroBatchLoads:
+def _loads(name: str, stream: Groups, tables: _Tables) -> Loads:
     seq_len = tables.counts.seq_len
     return {
         "vit_tokens": stream.sum(tables.counts.num_vit_tokens),
@@ -209,9 +209,7 @@ def _loads(name: str, stream: Groups, tables: _BuildTables) -> MicroBatchLoads:
     }
 
 
-def _method(
-    name: str, stream: Groups, loads: MicroBatchLoads, tables: _BuildTables, dp: int
-) -> MethodFigures:
+def _method(name: str, stream: Groups, loads: Loads, tables: _Tables, dp: int) -> MethodFigures:
     vit_tokens, llm_tokens = loads["vit_tokens"], loads["llm_tokens"]
     return MethodFigures(
         avg_batch_size=len(stream.samples) / max(int((stream.sizes > 0).sum()), 1),
@@ -227,9 +225,7 @@ def _method(
     )
 
 
-def _shuffle(
-    stream: Groups, loads: MicroBatchLoads, sources: IntArray, step_groups: int
-) -> ShuffleFigures:
+def _shuffle(stream: Groups, loads: Loads, sources: IntArray, step_groups: int) -> ShuffleFigures:
     return ShuffleFigures(
         num_steps=-(-len(stream) // step_groups),
         source_entropy=source_entropy(stream, sources, step_groups),
@@ -257,12 +253,10 @@ def _notes(num_packed: int, num_groups: int, dp: int) -> tuple[str, ...]:
 # --- the tables of a build, checked against each other ---
 
 
-def _read_tables(out: Path) -> _BuildTables:
+def _read_tables(out: Path) -> _Tables:
     """The tables of a build. DataError when one is missing, unreadable or does not add up."""
     if not out.is_dir():
-        raise DataError(
-            f"{out} is not a folder; give the --out of `packer build` or `packer group`"
-        )
+        raise DataError(f"{out} is no folder; give the --out of `packer build` or `packer group`")
     columns = ("position", "source", *COUNT_COLUMNS)
     counts = query_table(out / COUNTS_NAME, lambda table: table.select(columns))
     groups = read_groups(read_table(out / GROUPS_NAME))
@@ -286,7 +280,7 @@ def _read_tables(out: Path) -> _BuildTables:
         order = choose_order(len(groups))
 
     table = counts.to_arrow()
-    return _BuildTables(
+    return _Tables(
         counts=counts_arrays(table),
         sources=source_numbers(table),
         groups=groups,
@@ -301,9 +295,7 @@ def _read_tables(out: Path) -> _BuildTables:
 def _check_samples(out: Path, groups: Groups, is_rejected: NDArray[np.bool_]) -> None:
     num_samples = len(is_rejected)
     if groups.samples.max(initial=-1) >= num_samples:
-        raise DataError(
-            f"{out / GROUPS_NAME} names samples that {COUNTS_NAME} does not have; build again"
-        )
+        raise DataError(f"{out / GROUPS_NAME} names samples missing in {COUNTS_NAME}; build again")
     uses = np.bincount(groups.samples, minlength=num_samples) + is_rejected
     wrong = np.flatnonzero(uses != 1)
     if len(wrong):

@@ -45,10 +45,8 @@ class FigureTable:
 def print_report(report: Report, console: Console) -> None:
     """Print two tables: what the build does to balance, and to randomness."""
     console.print(samples_text(report), highlight=False)
-    needed = max(report.lower_bounds.values())
-    console.print(
-        f"{groups_text(report)} (no grouping needs fewer than {needed:,})", highlight=False
-    )
+    least = f"no grouping needs fewer than {max(report.lower_bounds.values()):,}"
+    console.print(f"{groups_text(report)} ({least})", highlight=False)
     for line in report.limits_explained:
         console.print(f"[dim]{escape(line)}[/]")
     _print_table(balance_table(report), console)

@@ -21,6 +21,9 @@ from packer.records.schemas import CONTENT_KEYS, RECORD_KEYS
 from shards.folders import Folder, is_uri, join, open_folder
 from shards.local_folder import FileInfo
 
+OnBytes = Callable[[int], None]
+"""Is told of bytes read, for progress."""
+
 
 @dataclass(frozen=True, slots=True)
 class Located:
@@ -64,8 +67,8 @@ class Source(ABC):
         return [{"name": info.name, "size": info.size} for info in self.files()]
 
     @abstractmethod
-    def chunks(self, num_records: int, on_bytes: Callable[[int], None]) -> Iterator[Chunk]:
-        """The records in chunks of about `num_records`; `on_bytes` is told of bytes read."""
+    def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
+        """The records in chunks of about `num_records`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,3 +142,9 @@ def prefix_under(folder: str, data_root: str, what: str) -> str:
             f" {data_root}"
         )
     return folder[len(data_root) :]
+
+
+def incomplete(name: str, where: str, missing: list[str]) -> DataError:
+    """The error for a dataset whose files are not all there."""
+    listed = "\n  - ".join(["", *missing])
+    return DataError(f"{name} is incomplete {where}; missing:{listed}")

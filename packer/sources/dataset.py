@@ -15,7 +15,7 @@ from rich.table import Table
 from balance.config import preset_names
 from balance.errors import ConfigError, DataError, first_line
 from balance.presets import DatasetPreset, load_dataset
-from packer.sources.base import Located, Source
+from packer.sources.base import Located, Source, incomplete
 from packer.sources.detect import locate, open_located
 from packer.sources.hub import parse_hub_id
 from packer.sources.mixture import is_meta, is_mixture, read_meta, read_mixture, require_parts
@@ -137,8 +137,7 @@ def _preset(preset: DatasetPreset, data_root: str | None, *, fetch: bool) -> Dat
         origin = f"from the Hugging Face dataset {preset.hub_repo}, or add --fetch-annotations"
         problems.insert(0, f"annotation file {preset.annotations}: {origin}")
     if problems:
-        listed = "\n  - ".join(["", *problems])
-        raise DataError(f"{preset.name} is incomplete under {data_root}; missing:{listed}")
+        raise incomplete(preset.name, f"under {data_root}", problems)
     if not there:
         _fetch(preset, Path(data_root) / preset.annotations)
     located = Located("annotations", data_root, (preset.annotations,))

@@ -4,14 +4,14 @@
 streams the rows; images and audio stay undecoded. It is an extra, and takes a second to import.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from balance.errors import ConfigError, DataError, first_line
 from packer.records.record import RawRecord
-from packer.sources.base import Chunk, Located, Source, cut, known_columns, prefix_under
+from packer.sources.base import Chunk, Located, OnBytes, Source, cut, known_columns, prefix_under
 from shards.folders import join
 
 FOLDER_BUILDERS = frozenset({"imagefolder", "audiofolder"})
@@ -65,7 +65,7 @@ class DatasetsSource(Source):
         what = "image folders"
         self._prefix = prefix_under(located.folder, data_root, what) if self._together else ""
 
-    def chunks(self, num_records: int, on_bytes: Callable[[int], None]) -> Iterator[Chunk]:
+    def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
         """The records, streamed here: only the builder finds where one ends."""
         infos = self.files()
         for group in [infos] if self._together else [[info] for info in infos]:

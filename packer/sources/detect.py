@@ -27,9 +27,7 @@ SUFFIXES = {
 DATASETS_SUFFIXES = (".csv", ".tsv", ".txt")
 """Suffixes of a file that is read through `datasets` when it is named itself."""
 
-ABOUT_DATA = re.compile(
-    r"dataset_infos?\.json|dataset_dict\.json|state\.json|.*_stats\.json|config\.json"
-)
+ABOUT_DATA = re.compile(r"(dataset_(infos?|dict)|state|.*_stats|config)\.json")
 """JSON files that tools leave next to the data: `datasets`, img2dataset."""
 DICT_NAME, STATE_NAME = "dataset_dict.json", "state.json"
 """Files of a folder by `datasets.save_to_disk`: with several splits, and with one."""

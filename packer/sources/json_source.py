@@ -19,7 +19,7 @@ from typing import IO, Any, cast
 from balance.errors import DataError
 from packer.records.record import RawRecord
 from packer.records.schemas import CONTENT_KEYS
-from packer.sources.base import Chunk, Source, cut
+from packer.sources.base import Chunk, OnBytes, Source, cut
 from shards.folders import Folder, join
 
 BLOCK_BYTES = 1 << 20
@@ -36,7 +36,7 @@ _NEXT_OBJECT = re.compile(r"(?<=[\n,\[])\s*(?=\{)")
 class AnnotationSource(Source):
     """Records of JSON files."""
 
-    def chunks(self, num_records: int, on_bytes: Callable[[int], None]) -> Iterator[Chunk]:
+    def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
         """The records, read here: only a parser finds where one ends."""
         for name in self.located.names:
             yield from cut(read_json_records(self.folder, name, on_bytes=on_bytes), num_records)
@@ -52,7 +52,7 @@ class AnnotationSource(Source):
 
 
 def read_json_records(
-    folder: Folder, name: str, *, on_bytes: Callable[[int], None] = lambda _: None
+    folder: Folder, name: str, *, on_bytes: OnBytes = lambda _: None
 ) -> Iterator[RawRecord]:
     """Records of a JSON array or of JSON lines (its first character tells), in file order.
 
@@ -73,7 +73,7 @@ def _unpacked(raw: IO[bytes], name: str) -> IO[bytes]:
     return cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if name.endswith(".gz") else raw
 
 
-def _progress_in(raw: IO[bytes], on_bytes: Callable[[int], None]) -> Callable[[], None]:
+def _progress_in(raw: IO[bytes], on_bytes: OnBytes) -> Callable[[], None]:
     """Tells of bytes of the file, which are fewer than those that come out of it if unpacked."""
     last = 0
 

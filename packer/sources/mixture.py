@@ -8,6 +8,7 @@ from typing import Any
 
 from balance.config import build_config, config_root, preset_names
 from balance.errors import ConfigError, DataError
+from packer.sources.base import incomplete
 from packer.sources.hub import parse_hub_id
 from shards.folders import is_uri, join, open_folder, split
 
@@ -112,17 +113,13 @@ def require_parts(mixture: Mixture, data_root: str | None) -> None:
     """DataError that lists the datasets of a mixture and the data roots that are missing."""
     missing = []
     for part in mixture.datasets:
-        lost = [place for place in part.places if not _is_there(place, data_root)]
-        if _is_known(part.dataset):
-            lost = [place for place in lost if place != part.dataset]
-        if lost:
+        needed = [place for place in part.places if place != part.dataset or not _is_known(place)]
+        if lost := [place for place in needed if not _is_there(place, data_root)]:
             hint = f": from {part.download}" if part.download else ""
             missing.append(" and ".join(lost) + hint)
     if missing:
         hint = "here; --data-root gives the folder that its paths start from"
-        where = f"under {data_root}" if data_root else hint
-        listed = "\n  - ".join(["", *missing])
-        raise DataError(f"{mixture.name} is incomplete {where}; missing:{listed}")
+        raise incomplete(mixture.name, f"under {data_root}" if data_root else hint, missing)
 
 
 def _is_known(dataset: str) -> bool:
@@ -155,9 +152,8 @@ def is_meta(place: str) -> bool:
         values = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError, OSError):
         return False
-    if not isinstance(values, dict) or not values:
-        return False
-    return all(isinstance(entry, dict) and "annotation" in entry for entry in values.values())
+    entries = list(values.values()) if isinstance(values, dict) else []
+    return bool(entries) and all(isinstance(e, dict) and "annotation" in e for e in entries)
 
 
 def read_meta(place: str) -> Mixture:

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from packer.records.record import RawRecord
-from packer.sources.base import Chunk, Source, cut, known_columns, opened
+from packer.sources.base import Chunk, OnBytes, Source, cut, known_columns, opened
 from packer.sources.datasets_source import import_datasets
 from shards.folders import Folder, is_uri, join, open_folder
 
@@ -35,6 +35,8 @@ END_MARK = b"\xff\xff\xff\xff\0\0\0\0"
 
 Block = tuple[int, int]
 """Rows, and decoded bytes."""
+NewChunk = Callable[..., "TableChunk"]
+"""Makes a chunk of a file from (blocks, first row, rows to skip, rows)."""
 
 
 class _ParquetTable:
@@ -119,7 +121,7 @@ class TableChunk:
 class TableSource(Source):
     """Records of Parquet files, or of the Arrow streams of a `datasets.save_to_disk` folder."""
 
-    def chunks(self, num_records: int, on_bytes: Callable[[int], None]) -> Iterator[Chunk]:
+    def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
         """Ranges of rows; only footers and headers are read here, except for very large blocks."""
         for info in self.files():
             if self.located.layout == "arrow" and is_uri(self.located.folder):
@@ -154,10 +156,8 @@ class TableSource(Source):
 # --- blocks -> chunks ---
 
 
-def _chunks(
-    new: Callable[..., TableChunk], blocks: Sequence[Block], num_records: int
-) -> Iterator[Chunk]:
-    """The chunks of a file; `new` makes one of (blocks, first row, rows to skip, rows)."""
+def _chunks(new: NewChunk, blocks: Sequence[Block], num_records: int) -> Iterator[Chunk]:
+    """The chunks of a file."""
     joined: list[int] = []
     row = joined_rows = joined_bytes = 0
     for number, (rows, num_bytes) in enumerate(blocks):
@@ -177,9 +177,7 @@ def _chunks(
         yield new(tuple(joined), row - joined_rows, 0, joined_rows)
 
 
-def _cut_block(
-    new: Callable[..., TableChunk], number: int, row: int, rows: int, at_once: int
-) -> Iterator[Chunk]:
+def _cut_block(new: NewChunk, number: int, row: int, rows: int, at_once: int) -> Iterator[Chunk]:
     if rows > at_once * MAX_REREADS:
         yield from cut(new((number,), row, 0, rows).records(), at_once)
         return

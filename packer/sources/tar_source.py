@@ -16,14 +16,14 @@ import json
 import re
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import IO, Any
 
 from packer.records.media import Media
 from packer.records.record import RawRecord
-from packer.sources.base import Chunk, Located, Source, cut, opened, prefix_under
+from packer.sources.base import Chunk, Located, OnBytes, Source, cut, opened, prefix_under
 from shards.folders import open_folder
 
 WHOLE_TAR_BYTES = 512 << 20
@@ -106,7 +106,7 @@ class TarSource(Source):
         super().__init__(located, name, data_root)
         self._prefix = prefix_under(located.folder, data_root, "tars")
 
-    def chunks(self, num_records: int, on_bytes: Callable[[int], None]) -> Iterator[Chunk]:
+    def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
         """Tars, or `num_records` samples of large ones; compressed tars are read here."""
         for info in self.files():
             whole = TarChunk(self.located.folder, info.name, self._prefix + info.name)
@@ -120,7 +120,7 @@ class TarSource(Source):
                 yield from self._cut(whole, num_records, info.size, on_bytes)
 
     def _cut(
-        self, whole: TarChunk, num_records: int, size: int, on_bytes: Callable[[int], None]
+        self, whole: TarChunk, num_records: int, size: int, on_bytes: OnBytes
     ) -> Iterator[Chunk]:
         start = first = 0
         with opened(self.folder, whole.name) as file:
@@ -153,9 +153,8 @@ def read_members(file: IO[bytes], start: int = 0, end: int | None = None) -> Ite
         block = file.read(BLOCK)
         if not block and not ended:
             # a tar that ends with a whole block may come from a writer that sets no mark
-            raise BrokenTarError(
-                "the tar has no end mark and may be cut", offset, sample_is_whole=offset == size
-            )
+            what = "the tar has no end mark and may be cut"
+            raise BrokenTarError(what, offset, sample_is_whole=offset == size)
         if not block:
             return
         ended = block == ZEROS
@@ -165,9 +164,8 @@ def read_members(file: IO[bytes], start: int = 0, end: int | None = None) -> Ite
         file.seek(offset)
         member, following = _member(archive, offset)
         if following <= offset or (member is not None and member.offset + member.size > size):
-            raise BrokenTarError(
-                "the tar ends inside a file" if following > size else "a damaged header", offset
-            )
+            what = "the tar ends inside a file" if following > size else "a damaged header"
+            raise BrokenTarError(what, offset)
         if member is not None:
             yield member
         offset = following

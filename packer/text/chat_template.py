@@ -97,9 +97,7 @@ class ChatTemplate:
         used = json.dumps(messages, ensure_ascii=False)
         first, last, *_ = [*(char for char in _NONCHARACTERS if char not in used), "", ""]
         if not last:
-            raise TemplateRefusedError(
-                "the texts contain all characters that are reserved for marking the answers"
-            )
+            raise TemplateRefusedError("the texts contain every character that can mark answers")
         # pieces: outside, inside, outside, inside, ..., outside
         pieces = re.split(f"[{first}{last}]", self.render(messages, marks=(first, last)))
         ends = [0, *itertools.accumulate(map(len, pieces))]
@@ -246,9 +244,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationMarks, loopcontrols]
-    )
+    extensions = [_GenerationMarks, loopcontrols]
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
@@ -259,17 +256,9 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
     # Jinja's own filter escapes HTML, which is wrong in a prompt.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
 
 
 def _strftime_now(form: str) -> str:

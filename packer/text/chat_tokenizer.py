@@ -14,10 +14,9 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 from balance.errors import ConfigError
@@ -31,6 +30,7 @@ from packer.text.tokenizer_files import (
     id_conflicts,
     read_tokenizer_files,
 )
+from shards.stored_group import Int32Array
 
 IMAGE_MARKER = "<image>"
 """Place of an image in a raw text (LLaVA's convention)."""
@@ -56,9 +56,9 @@ class Turn:
 class EncodedText:
     """A tokenised conversation or document."""
 
-    input_ids: NDArray[np.int32]
+    input_ids: Int32Array
     """Shape (num_tokens,), with one image token per image and one audio token per clip."""
-    loss_spans: NDArray[np.int32]
+    loss_spans: Int32Array
     """Shape (num_spans, 2): first token with a label, and the one after the last; disjoint."""
     num_images: int
     num_audios: int
@@ -101,10 +101,11 @@ class ChatTokenizer:
         self._backend = build_backend(files)
         self.id_conflicts = id_conflicts(files, self._backend)
         """Tokens declared under another id: content -> (declared id, id in use)."""
-        self.added_tokens = add_markup(self._backend, markup)
+        markups = [markup] if audio_markup is None else [markup, audio_markup]
+        self.added_tokens: dict[str, int] = {}
         """Markup tokens that the tokenizer did not know -> their ids after its vocabulary."""
-        if audio_markup is not None:
-            self.added_tokens |= add_markup(self._backend, audio_markup)
+        for one in markups:
+            self.added_tokens |= add_markup(self._backend, one)
         vocab = self._backend.get_vocab()
         self.image_token_id = vocab[markup.token]
         self.audio_token_id = None if audio_markup is None else vocab[audio_markup.token]
@@ -122,7 +123,7 @@ class ChatTokenizer:
         self._media = self._media_of(markup, audio_markup, takes_parts=takes_parts)
         self._writer = MediaWriter(self._media, takes_parts=takes_parts)
         self._bos, self._eos = _document_ends(files, self._backend)
-        self.hash = _hash(files, self._backend, template, markup, audio_markup)
+        self.hash = _hash(files, self._backend, template, markups)
         """Changes whenever the same text could be tokenised or labelled otherwise."""
 
     @classmethod
@@ -148,11 +149,9 @@ class ChatTokenizer:
                 f"tokenizer {files.where}: its config is not as transformers writes it: {error!r}"
             ) from None
 
-    def encode_batch(
-        self, conversations: Sequence[Sequence[Turn]]
-    ) -> list[EncodedText | TextRejected]:
+    def encode_batch(self, batch: Sequence[Sequence[Turn]]) -> list[EncodedText | TextRejected]:
         """Tokenise conversations and documents, in order, on as many threads as cores."""
-        prepared = [self._prepare(turns) for turns in conversations]
+        prepared = [self._prepare(turns) for turns in batch]
         results: dict[int, EncodedText | TextRejected] = {}
         for protected in (False, True):
             rows: dict[int, _Rendered] = {}
@@ -179,18 +178,17 @@ class ChatTokenizer:
             )
         protected = self._control.occur_in(self._writer.blank(content))
         if protected and not self._control.can_protect(content):
-            return TextRejected(
-                "control_token", "the text has a control token's string and private-use characters"
-            )
+            both = "the text has a control token's string and private-use characters"
+            return TextRejected("control_token", both)
         guard = self._control.protect if protected else str
         is_document = any(turn.role == DOCUMENT for turn in turns)
         try:
             if is_document:
                 text, spans = self._writer.document(_only_turn(turns).text, guard)
             else:
+                write = self._writer.content
                 messages = [
-                    {"role": turn.role, "content": self._writer.content(turn.text, guard)}
-                    for turn in turns
+                    {"role": turn.role, "content": write(turn.text, guard)} for turn in turns
                 ]
                 text, spans = self._template.render_with_answers(messages)
         except TemplateRefusedError as error:
@@ -312,9 +310,7 @@ def _token_at(encoding: Encoding, char: int, num_chars: int) -> int:
 # --- parts of a tokenizer ---
 
 
-def _document_ends(
-    files: TokenizerFiles, backend: Tokenizer
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def _document_ends(files: TokenizerFiles, backend: Tokenizer) -> tuple[Int32Array, Int32Array]:
     """The ids before and after a document: `bos_token` and `eos_token`, or none.
 
     The first only if the post-processor of `tokenizer.json` adds it, which is what decides in
@@ -346,16 +342,9 @@ def _choose_template(files: TokenizerFiles, wanted: str | None) -> str:
 
 
 def _hash(
-    files: TokenizerFiles,
-    backend: Tokenizer,
-    template: str,
-    markup: MediaMarkup,
-    audio_markup: MediaMarkup | None,
+    files: TokenizerFiles, backend: Tokenizer, template: str, markups: Sequence[MediaMarkup]
 ) -> str:
-    added = {
-        index: repr(token) for index, token in sorted(backend.get_added_tokens_decoder().items())
-    }
-    parts: list[Any] = [files.tokenizer_json, added, files.named_tokens, template, asdict(markup)]
-    if audio_markup is not None:
-        parts.append(asdict(audio_markup))
+    listed = sorted(backend.get_added_tokens_decoder().items())
+    added = {index: repr(token) for index, token in listed}
+    parts = [files.tokenizer_json, added, files.named_tokens, template, *map(asdict, markups)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

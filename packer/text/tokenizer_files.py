@@ -140,9 +140,8 @@ def _chat_templates(read: ReadFile, config: Mapping[str, Any], where: str) -> di
             isinstance(e, dict) and {"name", "template"} <= set(e) for e in template
         ):
             return {entry["name"]: entry["template"] for entry in template}
-    raise ConfigError(
-        f"tokenizer {where}: chat_template is a {type(template).__name__}; expected Jinja text"
-    )
+    kind = type(template).__name__
+    raise ConfigError(f"tokenizer {where}: chat_template is a {kind}; expected Jinja text")
 
 
 def _json_object(text: str | None, where: str) -> dict[str, Any]:
@@ -162,9 +161,7 @@ def _locate(source: str | Path) -> tuple[str, ReadFile]:
         return str(folder), lambda name: _read_local(folder / name)
     if isinstance(source, str) and _HUB_ID.fullmatch(source):
         return source, lambda name: _read_hub(source, name)
-    raise ConfigError(
-        f"tokenizer {source}: no such folder or file, and not a Hub id (OWNER/NAME) either"
-    )
+    raise ConfigError(f"tokenizer {source}: no such folder or file, nor a Hub id (OWNER/NAME)")
 
 
 def _read_local(path: Path) -> str | None:

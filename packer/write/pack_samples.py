@@ -21,7 +21,7 @@ from packer.records.media import Media, SampleProblem, read_into
 from shards.folders import Folder, is_uri, open_folder, readers
 from shards.index import LostSample
 from shards.manifest import ShardFormat
-from shards.stored_group import PackedBlock, PackedFiles
+from shards.stored_group import Int32Array, PackedBlock, PackedFiles
 
 PNG_MAGIC = b"\x89PNG"
 
@@ -101,9 +101,7 @@ def pack_groups(
     return block, lost
 
 
-def _expand_tokens(
-    config: WriteConfig, staged: pa.RecordBatch
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def _expand_tokens(config: WriteConfig, staged: pa.RecordBatch) -> tuple[Int32Array, Int32Array]:
     """`input_ids` and `labels` of all samples, one after the other."""
     ids, spans = staged.column("input_ids"), staged.column("loss_spans")
     starts = np.repeat(_borders(ids)[:-1], np.diff(_borders(spans)) // 2)
@@ -118,13 +116,13 @@ def _expand_tokens(
 
 
 def expand(
-    input_ids: NDArray[np.int32],
-    loss_spans: NDArray[np.int32] | IntArray,
+    input_ids: Int32Array,
+    loss_spans: Int32Array | IntArray,
     image_token_id: int,
     tokens_per_image: Sequence[int] | NDArray[np.int64],
     audio_token_id: int | None = None,
     tokens_per_audio: Sequence[int] | NDArray[np.int64] = (),
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+) -> tuple[Int32Array, Int32Array]:
     """`input_ids` with each image or audio token repeated as often as its file has, and labels.
 
     For one sample, or several one after the other. Labels are the ids inside `loss_spans`, and
@@ -142,18 +140,15 @@ def expand(
     np.subtract.at(borders, np.maximum(starts, ends), 1)
     labels = np.where(np.cumsum(borders[:-1]) > 0, input_ids, np.int32(LABEL_IGNORE))
     repeats = np.ones(len(input_ids), dtype=np.int64)
-    media = {
-        "image": (image_token_id, tokens_per_image),
-        "audio": (audio_token_id, tokens_per_audio),
-    }
+    audio_id = -1 if audio_token_id is None else audio_token_id  # no id is negative
+    media = {"image": (image_token_id, tokens_per_image), "audio": (audio_id, tokens_per_audio)}
     places = {}
     for kind, (token_id, tokens) in media.items():
-        # no id is negative
-        places[kind] = np.flatnonzero(input_ids == (-1 if token_id is None else token_id))
+        places[kind] = np.flatnonzero(input_ids == token_id)
         if len(places[kind]) != len(tokens):
-            found = len(places[kind])
             raise ValueError(
-                f"{found} {kind} tokens but tokens for {len(tokens)} {kind}s; give one for each"
+                f"{len(places[kind])} {kind} tokens but tokens for {len(tokens)} {kind}s;"
+                " give one for each"
             )
         repeats[places[kind]] = tokens
     # nearly all of the result is images' tokens: filled first, then overwritten by the others
@@ -161,10 +156,9 @@ def expand(
     total = int(token_ends[-1]) if len(token_ends) else 0
     expanded = np.full(total, image_token_id, dtype=np.int32)
     expanded_labels = np.full(total, LABEL_IGNORE, dtype=np.int32)
-    for end, count in zip(
-        token_ends[places["audio"]].tolist(), repeats[places["audio"]].tolist(), strict=True
-    ):
-        expanded[end - count : end] = -1 if audio_token_id is None else audio_token_id
+    clips = token_ends[places["audio"]].tolist(), repeats[places["audio"]].tolist()
+    for end, count in zip(*clips, strict=True):
+        expanded[end - count : end] = audio_id
     is_text = np.ones(len(input_ids), dtype=np.bool_)
     is_text[np.concatenate(list(places.values()))] = False
     targets = token_ends[is_text] - 1

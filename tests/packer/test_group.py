@@ -7,7 +7,7 @@ from rich.console import Console
 
 from balance.errors import ConfigError, DataError
 from balance.grouping.caps import GroupOptions
-from packer.group_command import group_files, read_lengths
+from packer.group import group_files, read_lengths
 from packer.progress import StageProgress
 from shards.tables import read_groups
 
