@@ -29,9 +29,9 @@ from packer.group import Grouping, group_counts
 from packer.progress import StageProgress
 from packer.report.build_summary import (
     BuildSummary,
+    count_rejected,
     nothing_to_pack,
     require_few,
-    summarise_rejected,
 )
 from packer.sources.dataset import DEMO, Dataset, find_dataset
 from packer.text.chat_tokenizer import ChatTokenizer
@@ -301,7 +301,7 @@ class Builder:
             out=self.config.out,
             already_complete=already_complete,
             totals=manifest["totals"],
-            rejected=summarise_rejected(rejected),
+            rejected=count_rejected(rejected),
             limits=Limits(**manifest["limits"]),
             added_tokens=manifest["tokenizer"]["added_tokens"],
             id_conflicts=self.tokenizer.id_conflicts,

@@ -31,7 +31,7 @@ from packer.inspect.terminal import group_title, print_group
 from packer.inspect.view import inspect_group
 from packer.progress import StageProgress
 from packer.records.record import REASONS
-from packer.report.build_summary import summarise_rejected
+from packer.report.build_summary import count_rejected
 from packer.report.figures import make_report
 from packer.report.terminal import print_build, print_report
 from packer.sources.dataset import print_datasets
@@ -42,8 +42,7 @@ from shards.tables import REJECTED_NAME
 
 BuildPlace = Annotated[str, typer.Argument(help="Folder or URI of a build.", metavar="OUT")]
 RanksOption = Annotated[
-    int,
-    typer.Option(min=1, max=65_536, help="Data-parallel ranks that the ratios are computed for."),
+    int, typer.Option(min=1, max=65_536, help="Data-parallel ranks that the ratios are for.")
 ]
 
 COUNTING = (
@@ -90,7 +89,7 @@ def count(context: typer.Context, config: ConfigOption = None, as_json: JsonOpti
     """Only count: patches and tokens of every sample, as counts.parquet (and rejected.parquet)."""
     builder = _builder(context)
     counts, rejected = builder.count()
-    reasons, read = summarise_rejected(rejected), len(counts) + len(rejected)
+    reasons, read = count_rejected(rejected), len(counts) + len(rejected)
     if as_json:
         numbers = {reason: entry.number for reason, entry in reasons.items()}
         print(json.dumps({"num_read": read, "num_counted": len(counts), "rejected": numbers}))

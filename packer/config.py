@@ -75,28 +75,20 @@ class BuildConfig:
         ),
     ] = None
     memory_gpus: Annotated[
-        int,
-        Option(
-            "GPUs that share a micro-batch's activations (tensor parallelism).", least=1, most=1024
-        ),
+        int, Option("GPUs that share a micro-batch's activations (tensor parallelism).", 1, 1024)
     ] = 1
     grouping: Annotated[
         Literal["fit", "isf"],
         Option("fit: as few groups as can be found; isf: OmniBal's Algorithm 1. Default: fit."),
     ] = "fit"
     isf_iterations: Annotated[int, Option("ISF iterations at most.", least=1, most=1000)] = 10
-    seed: Annotated[
-        int, Option("Seed of the grouping and the order. Default: 0.", 0, 2**63 - 1)
-    ] = 0
+    seed: Annotated[int, Option("Seed of groups and order. Default: 0.", 0, 2**63 - 1)] = 0
     executor: Annotated[
         Literal["local", "ray"],
         Option("local: processes of this machine; ray: a Ray cluster. Default: local."),
     ] = "local"
     workers: Annotated[
-        int,
-        Option(
-            "Processes; the result does not depend on it. Default: all cores.", least=1, most=4096
-        ),
+        int, Option("Processes; the result does not depend on it. Default: all cores.", 1, 4096)
     ] = field(default_factory=default_workers)
     check_images: Annotated[
         Literal["headers", "decode"],
@@ -113,8 +105,7 @@ class BuildConfig:
         int | None, Option("Most records to read, for a quick look.", least=1, most=2**63 - 1)
     ] = None
     max_rejected: Annotated[
-        float,
-        Option("Largest share of unusable samples to accept. Default: 0.05.", least=0, most=1),
+        float, Option("Largest share of unusable samples to accept. Default: 0.05.", 0, 1)
     ] = 0.05
     follow_links: Annotated[
         bool, Option("Read images and audio files through links out of the data root.")

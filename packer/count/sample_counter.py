@@ -127,23 +127,21 @@ class SampleCounter:
         )
 
     @_collecting_later()
-    def count(
-        self, records: Iterable[RawRecord], source: str, data_root: str, blob_name: str
-    ) -> Counted:
-        """One row per record, in order. `blob_name` is the name of the chunk's future blob."""
-        root = open_folder(data_root, follow_links=self._settings.follow_links)
-        look = partial(self._look_at_files, root)
+    def count(self, records: Iterable[RawRecord], source: str, root: str, blob: str) -> Counted:
+        """One row per record, in order. `blob` is the name of the chunk's future blob."""
+        folder = open_folder(root, follow_links=self._settings.follow_links)
+        look = partial(self._look_at_files, folder)
         parsed = [parse_record(record, source) for record in records]
-        with readers(data_root) as pool:
+        with readers(root) as pool:
             looked_at = list(pool.map(look, parsed) if pool else map(look, parsed))
         turns = [one[0].turns for one in looked_at if not isinstance(one, Rejected)]
         texts = iter(self._tokenizer.encode_batch(turns))
-        blob, container = bytearray(), BLOB_SCHEME + blob_name
+        content, container = bytearray(), BLOB_SCHEME + blob
         rows = []
         for one in looked_at:
-            row = one if isinstance(one, Rejected) else _row(one, next(texts), blob, container)
+            row = one if isinstance(one, Rejected) else _row(one, next(texts), content, container)
             rows.append(_rejected_row(row) if isinstance(row, Rejected) else row)
-        return Counted(pa.Table.from_pylist(rows, schema=STAGED_SCHEMA), bytes(blob))
+        return Counted(pa.Table.from_pylist(rows, schema=STAGED_SCHEMA), bytes(content))
 
     def _look_at_files(self, root: Folder, sample: RawSample | Rejected) -> _Usable | Rejected:
         if isinstance(sample, Rejected):

@@ -15,7 +15,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from packer.demo.texts import NUMBER_NAMES, name, sentence
 
-COLOURS = {
+Colour = tuple[int, int, int]
+COLOURS: dict[str, Colour] = {
     "red": (214, 40, 40),
     "blue": (38, 84, 214),
     "green": (32, 150, 66),
@@ -176,11 +177,7 @@ def _sheet(rng: random.Random, width: int, height: int) -> tuple[Image.Image, Im
 
 
 def _draw_shape(
-    pen: ImageDraw.ImageDraw,
-    shape: str,
-    fill: tuple[int, int, int],
-    centre: tuple[float, float],
-    radius: float,
+    pen: ImageDraw.ImageDraw, shape: str, fill: Colour, centre: tuple[float, float], radius: float
 ) -> None:
     x, y = centre
     if shape == "circle":

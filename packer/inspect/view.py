@@ -30,6 +30,9 @@ from shards.stored_group import DECODE_ERRORS, StoredGroup
 from shards.tables import COUNTS_NAME, GROUPS_NAME
 from shards.tar_shards import decode_tar
 
+Row = dict[str, Any]
+"""What the counts table says about a sample."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageView:
@@ -170,15 +173,14 @@ def _demo_tokenizer(manifest: Manifest) -> str | None:
     return path
 
 
-def _counted(out: Path, group: int, sample_ids: tuple[str, ...]) -> list[dict[str, Any]]:
+def _counted(out: Path, group: int, sample_ids: tuple[str, ...]) -> list[Row]:
     """The rows of the counts table that the group holds, in its order."""
     samples = read_rows(out / GROUPS_NAME, [group], ["samples"])[0]["samples"]
     columns = ["sample_id", "source", *COUNT_COLUMNS, "seq_len"]
     rows = read_rows(out / COUNTS_NAME, samples, columns)
     if tuple(about["sample_id"] for about in rows) != sample_ids:
         raise DamagedShard(
-            f"{out}: {GROUPS_NAME} and {INDEX_NAME} hold other samples in group {group};"
-            " build again"
+            f"{out}: {GROUPS_NAME} and {INDEX_NAME} differ in the samples of group {group}; build again"
         )
     return rows
 
@@ -209,11 +211,7 @@ def _read_stored(manifest: Manifest, shard: str, offset: int, length: int) -> St
 
 
 def _sample_view(
-    stored: StoredGroup,
-    place: int,
-    about: dict[str, Any],
-    manifest: Manifest,
-    decoder: Tokenizer | None,
+    stored: StoredGroup, place: int, about: Row, manifest: Manifest, decoder: Tokenizer | None
 ) -> SampleView:
     image_places = np.flatnonzero(stored.image_samples == place).tolist()
     images = tuple(_image_view(stored, image, manifest) for image in image_places)

@@ -35,18 +35,15 @@ class BuildSummary:
     seconds: dict[str, float]
 
 
-def summarise_rejected(rejected: pa.Table) -> dict[str, Rejection]:
+def count_rejected(rejected: pa.Table) -> dict[str, Rejection]:
     """Reason -> rejected samples, most frequent first."""
-    by_reason = count_reasons(as_frame(rejected)).collect()
-    return {
-        reason: Rejection(number, f"{sample_id}: {detail}")
-        for reason, number, sample_id, detail in by_reason.iter_rows()
-    }
+    rows = count_reasons(as_frame(rejected)).collect().iter_rows()
+    return {name: Rejection(number, f"{first}: {detail}") for name, number, first, detail in rows}
 
 
 def require_few(rejected: pa.Table, num_read: int, max_rejected: float, path: Path) -> None:
     """Raise DataError if more of the records than the share `max_rejected` cannot be used."""
-    summary = summarise_rejected(rejected)
+    summary = count_rejected(rejected)
     reasons = {name: entry for name, entry in summary.items() if name not in BY_CHOICE}
     number = sum(entry.number for entry in reasons.values())
     if number > max_rejected * num_read:
@@ -61,7 +58,7 @@ def nothing_to_pack(rejected: pa.Table) -> DataError:
     """The error of a build without a single usable sample."""
     return DataError(
         f"nothing to pack: all {len(rejected)} samples were rejected"
-        f" ({_listed(summarise_rejected(rejected))}); repair the data or change the settings, and"
+        f" ({_listed(count_rejected(rejected))}); repair the data or change the settings, and"
         " add --overwrite"
     )
 

@@ -256,7 +256,7 @@ def _notes(num_packed: int, num_groups: int, dp: int) -> tuple[str, ...]:
 def _read_tables(out: Path) -> _Tables:
     """The tables of a build. DataError when one is missing, unreadable or does not add up."""
     if not out.is_dir():
-        raise DataError(f"{out} is no folder; give the --out of `packer build` or `packer group`")
+        raise DataError(f"{out} is not a folder; give an --out of `packer build` or `packer group`")
     columns = ("position", "source", *COUNT_COLUMNS)
     counts = query_table(out / COUNTS_NAME, lambda table: table.select(columns))
     groups = read_groups(read_table(out / GROUPS_NAME))
@@ -269,12 +269,8 @@ def _read_tables(out: Path) -> _Tables:
         manifest = read_manifest(out)
         limits, order = manifest.limits, manifest.order
         explained = tuple(map(str, manifest.values.get("limits_explained", ())))
-        found = {
-            "num_packed": len(groups.samples),
-            "num_rejected": len(rejected),
-            "num_groups": len(groups),
-        }
-        _check_totals(manifest, found)
+        found = {"num_packed": len(groups.samples), "num_rejected": len(rejected)}
+        _check_totals(manifest, found | {"num_groups": len(groups)})
     else:
         limits, explained = _read_limits(out)
         order = choose_order(len(groups))

@@ -138,8 +138,7 @@ def prefix_under(folder: str, data_root: str, what: str) -> str:
     folder, data_root = folder.rstrip("/") + "/", data_root.rstrip("/") + "/"
     if not folder.startswith(data_root):
         raise ConfigError(
-            f"{folder}: {what} hold their own images, so they must lie under the data root"
-            f" {data_root}"
+            f"{folder}: {what} hold their own images: they must be under the data root {data_root}"
         )
     return folder[len(data_root) :]
 

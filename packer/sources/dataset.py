@@ -77,8 +77,7 @@ def _part(place: str, data_root: str | None) -> Part:
     root = data_root or located.folder
     if not is_uri(root) and not Path(root).is_dir():
         raise DataError(
-            f"no data root {root}: give the folder that the paths of images start from"
-            " with --data-root"
+            f"no data root {root}: give the folder that image paths start from with --data-root"
         )
     return Part(name=_name(place, located), located=located, data_root=root)
 
@@ -194,10 +193,8 @@ def print_datasets(console: Console) -> None:
     heading = "what it is, and what it needs under --data-root"
     table = Table("name", heading, box=None, pad_edge=False)
     for dataset in list_datasets():
-        lines = [
-            escape(dataset.description),
-            *(f"  [bold]{escape(place)}[/]: {escape(origin)}" for place, origin in dataset.needs),
-        ]
+        needs = [f"  [bold]{escape(place)}[/]: {escape(origin)}" for place, origin in dataset.needs]
+        lines = [escape(dataset.description), *needs]
         table.add_row(f"[bold]{escape(dataset.name)}[/]", "\n".join(lines))
     console.print(table, highlight=False)
 

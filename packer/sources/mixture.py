@@ -87,8 +87,7 @@ def read_mixture(place: str) -> Mixture:
     with_weight = sum(part.weight is not None for part in parts)
     if 0 < with_weight < len(parts):
         raise ConfigError(
-            f"{path}: {with_weight} of {len(parts)} datasets have a weight;"
-            " give one to all, or to none"
+            f"{path}: {with_weight} of {len(parts)} datasets have a weight; give one to all or none"
         )
     if mixture.num_samples is not None and not with_weight:
         raise ConfigError(f"{path}: num_samples needs weights")
@@ -124,9 +123,8 @@ def require_parts(mixture: Mixture, data_root: str | None) -> None:
 
 def _is_known(dataset: str) -> bool:
     """Whether a dataset is found by its name: a preset, or perhaps on the Hub."""
-    return dataset in preset_names("datasets") or (
-        PurePosixPath(dataset).suffix == "" and bool(parse_hub_id(dataset))
-    )
+    may_be_hub_id = PurePosixPath(dataset).suffix == "" and bool(parse_hub_id(dataset))
+    return may_be_hub_id or dataset in preset_names("datasets")
 
 
 def _is_there(place: str, data_root: str | None) -> bool:

@@ -91,24 +91,20 @@ class ChatTokenizer:
     """A tokenizer with its chat template and a model's image and audio markup."""
 
     def __init__(
-        self,
-        files: TokenizerFiles,
-        template: str,
-        markup: MediaMarkup,
-        audio_markup: MediaMarkup | None,
+        self, files: TokenizerFiles, template: str, image: MediaMarkup, audio: MediaMarkup | None
     ) -> None:
         """Built by `load`."""
         self._backend = build_backend(files)
         self.id_conflicts = id_conflicts(files, self._backend)
         """Tokens declared under another id: content -> (declared id, id in use)."""
-        markups = [markup] if audio_markup is None else [markup, audio_markup]
+        markups = [image] if audio is None else [image, audio]
         self.added_tokens: dict[str, int] = {}
         """Markup tokens that the tokenizer did not know -> their ids after its vocabulary."""
         for one in markups:
             self.added_tokens |= add_markup(self._backend, one)
         vocab = self._backend.get_vocab()
-        self.image_token_id = vocab[markup.token]
-        self.audio_token_id = None if audio_markup is None else vocab[audio_markup.token]
+        self.image_token_id = vocab[image.token]
+        self.audio_token_id = None if audio is None else vocab[audio.token]
         """None for a model without audio."""
         self.vocab_size = self._backend.get_vocab_size()
         """Number of tokens, added ones included: rows that the model's embedding needs."""
@@ -117,10 +113,9 @@ class ChatTokenizer:
         takes_parts = not self._renders(_PROBE)
         if takes_parts and not self._renders([text_part(_PROBE)]):
             raise ConfigError(
-                f"tokenizer {files.where}: its chat template renders no user message;"
-                " give another one"
+                f"tokenizer {files.where}: its chat template renders no user message; give another"
             )
-        self._media = self._media_of(markup, audio_markup, takes_parts=takes_parts)
+        self._media = self._media_of(image, audio, takes_parts=takes_parts)
         self._writer = MediaWriter(self._media, takes_parts=takes_parts)
         self._bos, self._eos = _document_ends(files, self._backend)
         self.hash = _hash(files, self._backend, template, markups)
@@ -187,9 +182,7 @@ class ChatTokenizer:
                 text, spans = self._writer.document(_only_turn(turns).text, guard)
             else:
                 write = self._writer.content
-                messages = [
-                    {"role": turn.role, "content": write(turn.text, guard)} for turn in turns
-                ]
+                messages = [{"role": one.role, "content": write(one.text, guard)} for one in turns]
                 text, spans = self._template.render_with_answers(messages)
         except TemplateRefusedError as error:
             return TextRejected("chat_template", str(error))
