@@ -153,9 +153,8 @@ def verify(
     require_intact(result)
     if not as_json:
         print(f"intact: {result.num_files} files, {result.num_bytes:,} bytes")
-        print(
-            f"{result.num_groups:,} groups of {result.num_samples:,} samples, as the manifest says"
-        )
+        packed = f"{result.num_groups:,} groups of {result.num_samples:,} samples"
+        print(f"{packed}, as the manifest says")
 
 
 @app.command()
@@ -207,10 +206,8 @@ def _builder(context: typer.Context) -> Builder:
     config = read_config(BuildConfig, context, command="packer build")
     model = load_model(config.model) if config.model else None
     if model and config.max_seq_len and config.max_seq_len > model.context_len:
-        messages.print(
-            f"note: --max-seq-len {config.max_seq_len:,} is cut to the context of {model.name},"
-            f" {model.context_len:,}"
-        )
+        cut = f"is cut to the context of {model.name}, {model.context_len:,}"
+        messages.print(f"note: --max-seq-len {config.max_seq_len:,} {cut}")
     return Builder(config, StageProgress(messages))
 
 

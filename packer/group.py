@@ -240,15 +240,12 @@ def _from_omnibal(source: str, path: Path, rows: object) -> pa.Table:
 def _sample_lengths(path: Path, number: int, row: Any) -> tuple[int, int]:
     """(tiles, LLM tokens) of a sample; OmniBal's dummy tile of text-only samples left out."""
     if not isinstance(row, dict):
-        raise DataError(
-            f"{path}: sample {number} is {str(row)[:40]};"
-            " expected an object with vit_num and token_num"
-        )
+        expected = "expected an object with vit_num and token_num"
+        raise DataError(f"{path}: sample {number} is {str(row)[:40]}; {expected}")
     lengths: list[Any] = [row.get("image_flags", row.get("vit_num", 0)), row.get("token_num")]
     for name, value in zip(("image_flags or vit_num", "token_num"), lengths, strict=True):
         # not isinstance: True is an integer too
         if type(value) is not int or not 0 <= value <= MOST_PER_SAMPLE:
-            raise DataError(
-                f"{path}: sample {number}: {name} is {value!r}; expected a whole number, 0 or more"
-            )
+            found = f"{name} is {value!r}; expected a whole number, 0 or more"
+            raise DataError(f"{path}: sample {number}: {found}")
     return lengths[0], lengths[1]

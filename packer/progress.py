@@ -57,7 +57,5 @@ class StageProgress:
         took = perf_counter() - stage.started
         self.seconds[name] = self.seconds.get(name, 0.0) + took
         rate = f", {stage.done / max(took, 1e-9):,.0f}/s" if stage.done else ""
-        self.console.print(
-            f"[bold]{name:<7}[/] {stage.done:>9,} {stage.unit} in {took:,.1f} s{rate}",
-            highlight=False,
-        )
+        done = f"{stage.done:>9,} {stage.unit} in {took:,.1f} s{rate}"
+        self.console.print(f"[bold]{name:<7}[/] {done}", highlight=False)

@@ -9,9 +9,7 @@ from balance.errors import DataError
 from balance.rng import COPIES, random_permutation
 from balance.types import IntArray
 from packer.sources.dataset import Dataset
-
-Left = list[tuple[int, str, str]]
-"""Rows left out: (row of the counts table, reason, detail)."""
+from shards.index import LostSample
 
 
 def copies_per_sample(dataset: Dataset, part_of: IntArray, seed: int) -> IntArray:
@@ -49,7 +47,7 @@ def _wanted(dataset: Dataset, sizes: IntArray) -> list[int]:
     return [round(total * share) for share in shares.tolist()]
 
 
-def left_out(dataset: Dataset, part_of: IntArray, copies: IntArray) -> Left:
+def left_out(dataset: Dataset, part_of: IntArray, copies: IntArray) -> list[LostSample]:
     """The samples that no copy of goes in, as rejections."""
     names = [part.name for part in dataset.parts]
     return [

@@ -63,7 +63,6 @@ class CountSettings:
     chunk_records: int = 1024
     limit: int | None = None
     executor: str = "local"
-    """`local` (processes of this machine) or `ray`."""
     workers: int = 1
 
 

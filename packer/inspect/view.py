@@ -180,7 +180,7 @@ def _counted(out: Path, group: int, sample_ids: tuple[str, ...]) -> list[Row]:
     rows = read_rows(out / COUNTS_NAME, samples, columns)
     if tuple(about["sample_id"] for about in rows) != sample_ids:
         raise DamagedShard(
-            f"{out}: {GROUPS_NAME} and {INDEX_NAME} differ in the samples of group {group}; build again"
+            f"{out}: {GROUPS_NAME} and {INDEX_NAME} differ about group {group}; build again"
         )
     return rows
 

@@ -88,10 +88,9 @@ class RawSample:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A sample that cannot be used, and why."""
+    """A sample that cannot be used; `reason` is a key of `REASONS`."""
 
     sample_id: str
     source: str
     reason: str
-    """Key of `REASONS`."""
     detail: str

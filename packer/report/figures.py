@@ -236,17 +236,13 @@ def _shuffle(stream: Groups, loads: Loads, sources: IntArray, step_groups: int) 
 
 
 def _notes(num_packed: int, num_groups: int, dp: int) -> tuple[str, ...]:
-    notes = []
+    notes, idle = [], "only step has idle ranks"
     if num_packed < dp * BATCH_SIZE:
-        notes.append(
-            f"{num_packed} samples do not fill one step of {dp} x {BATCH_SIZE}:"
-            " the baselines' only step has idle ranks"
-        )
+        few = f"{num_packed} samples do not fill one step of {dp} x {BATCH_SIZE}"
+        notes.append(f"{few}: the baselines' {idle}")
     if num_groups < dp:
-        notes.append(
-            f"{num_groups} groups do not fill one step of {dp} ranks:"
-            " the only step has idle ranks; try --dp 1"
-        )
+        few = f"{num_groups} groups do not fill one step of {dp} ranks"
+        notes.append(f"{few}: the {idle}; try --dp 1")
     return tuple(notes)
 
 

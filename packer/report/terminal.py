@@ -143,11 +143,8 @@ def _print_table(figures: FigureTable, console: Console) -> None:
 def print_build(summary: BuildSummary, report: Report, console: Console) -> None:
     """Print what a build did; `report` is of the same build."""
     if summary.already_complete:
-        _print(
-            console,
-            f"{escape(summary.out)} is a finished build of these settings; nothing to do"
-            " (--overwrite builds it again)",
-        )
+        hint = "nothing to do (--overwrite builds it again)"
+        _print(console, f"{escape(summary.out)} is a finished build of these settings; {hint}")
     _print(console, samples_text(report))
     _print(console, groups_text(report))
     console.print()
@@ -170,11 +167,8 @@ def _print_ratios(report: Report, console: Console) -> None:
     for name, old, new in rows:
         new_text = f"[bold green]{share_text(new):>10}[/]"
         _print(console, f"{name:<28}{share_text(old):>8}{new_text}")
-    _print(
-        console,
-        f"[dim]before: {BATCH_SIZE} random samples, padded."
-        f" waiting: for the slowest of {report.dp_world_size} ranks.[/]",
-    )
+    waiting = f"waiting: for the slowest of {report.dp_world_size} ranks."
+    _print(console, f"[dim]before: {BATCH_SIZE} random samples, padded. {waiting}[/]")
 
 
 def _lines(summary: BuildSummary, manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -198,11 +192,9 @@ def _lines(summary: BuildSummary, manifest: dict[str, Any]) -> Iterator[tuple[st
 
 def _tokenizer_notes(summary: BuildSummary) -> Iterator[str]:
     for token, (declared, used) in summary.id_conflicts.items():
-        yield (
-            f"the tokenizer's config gives {token} the id {declared}, its tokenizer.json makes it"
-            f" {used}; if your model was trained with the former, first save the tokenizer again"
-            " from its own class"
-        )
+        says = f"the tokenizer's config gives {token} the id {declared}, its tokenizer.json {used}"
+        hint = "if your model was trained with the former, first save it again from its own class"
+        yield f"{says}; {hint}"
     if summary.added_tokens:
         added = ", ".join(f"{token} = {number}" for token, number in summary.added_tokens.items())
         yield f"tokens added to the tokenizer (resize the model's embedding): {added}"

@@ -30,11 +30,10 @@ class Located:
     """Files of one layout."""
 
     layout: str
-    """`annotations`, `parquet`, `arrow`, `tar`, or the name of a builder of `datasets`."""
+    """`annotations`, `parquet`, `arrow`, `tar`, or a builder of `datasets`, with its `options`."""
     folder: str
     names: tuple[str, ...]
     options: tuple[tuple[str, Any], ...] = ()
-    """Options of the builder of `datasets`."""
 
 
 class Chunk(Protocol):

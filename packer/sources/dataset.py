@@ -105,9 +105,8 @@ def _mixture(place: str, data_root: str | None, *, fetch: bool) -> Dataset:
     names = [part.name for part in parts]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(
-            f"mixture {mixture.name}: two of its datasets are named {twice!r}; give each a `name`"
-        )
+        hint = f"two of its datasets are named {twice!r}; give each a `name`"
+        raise ConfigError(f"mixture {mixture.name}: {hint}")
     return Dataset(name=mixture.name, parts=tuple(parts), num_samples=mixture.num_samples)
 
 

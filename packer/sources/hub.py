@@ -5,6 +5,7 @@ of the configuration and the split. They are downloaded into the Hub's cache and
 their own format and without another copy. Network access happens in `fetch_files` only.
 """
 
+import glob
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ def fetch_files(dataset: HubId, choose: Callable[[Sequence[str]], str]) -> Locat
             dataset.repo,
             repo_type="dataset",
             revision=revisions.pop() or None,
-            allow_patterns=[_literal(name) for name in names],
+            allow_patterns=[glob.escape(name) for name in names],
         )
     except Exception as error:
         raise DataError(
@@ -89,8 +90,3 @@ def _find(hub: Any, dataset: HubId) -> BuilderFiles:
             f"no file or folder {dataset.repo}, and the Hugging Face Hub gave no such dataset:"
             f" {first_line(error)}"
         ) from None
-
-
-def _literal(name: str) -> str:
-    """A pattern that matches this name only."""
-    return re.sub(r"([*?\[])", r"[\1]", name)

@@ -41,13 +41,11 @@ _KEY = re.compile(r"((?:.*/)?[^./]+)\.[^/]*", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A file in a tar."""
+    """A file in a tar; `header` and `offset` are where its header and its content begin."""
 
     name: str
     header: int
-    """Offset of its header."""
     offset: int
-    """Offset of its content."""
     size: int
     is_file: bool
     """False for links and the like, which have no content of their own."""

@@ -24,7 +24,6 @@ class Medium:
     """A kind of file that a model takes next to text."""
 
     kind: Literal["image", "audio"]
-    """Type of such a part of a message."""
     marker: str
     """Place of such a file in a raw text."""
     markup: MediaMarkup
