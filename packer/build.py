@@ -79,11 +79,8 @@ class Builder:
         self.staging = Staging(self.out / "staging")
         self.model = load_model(config.model or DEMO_MODEL)
         self.tokenizer_path = config.tokenizer or str(demo_tokenizer_path())
-        self.tokenizer = ChatTokenizer.load(
-            self.tokenizer_path,
-            self.model.image_markup,
-            self.model.audio_markup,
-            chat_template=config.chat_template,
+        self.tokenizer = ChatTokenizer.for_model(
+            self.model, self.tokenizer_path, config.chat_template
         )
         self.identity = BuildIdentity(config, self.model, self.tokenizer)
 

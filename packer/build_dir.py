@@ -31,6 +31,7 @@ DEMO_FOLDER = "source"
 BUILDING_NAME = "building.json"
 """While a build into an object store is unfinished: whose it is."""
 
+ELSEWHERE = "choose another --out, or add --overwrite"
 TABLE_NAMES = (INDEX_NAME, COUNTS_NAME, GROUPS_NAME, REJECTED_NAME)
 """Files that the manifest lists, in its order; the shards have their own list."""
 
@@ -71,10 +72,7 @@ class BuildIdentity:
         found = [manifest[name] for name in ("config", "raw_files", "model")]
         wanted = [self.settings(dataset), _describe_raw(dataset), self.model]
         if found != wanted or manifest["tokenizer"]["hash"] != self.tokenizer.hash:
-            raise DataError(
-                f"{out} is a finished build of other data or settings: choose another --out, or "
-                "add --overwrite"
-            )
+            raise DataError(f"{out} is a finished build of other data or settings: {ELSEWHERE}")
         return manifest
 
     def claim(self, staging: Path, dataset: Dataset) -> None:
@@ -90,10 +88,8 @@ class BuildIdentity:
         is_anothers = marker.exists() and json.loads(marker.read_text("utf-8")) != _plain(identity)
         # a build that failed before it had counted anything blocks nobody
         if is_anothers and any(staging.rglob("*.arrow")):
-            raise DataError(
-                f"{staging.parent} holds an unfinished build of other data or settings: finish "
-                "that one, choose another --out, or add --overwrite"
-            )
+            there = f"{staging.parent} holds an unfinished build of other data or settings"
+            raise DataError(f"{there}: finish that one, {ELSEWHERE}")
         staging.mkdir(parents=True, exist_ok=True)
         temporary = marker.with_suffix(".tmp")
         temporary.write_text(json.dumps(identity, indent=1), "utf-8")

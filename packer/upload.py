@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from balance.errors import DataError
-from packer.build_dir import BUILDING_NAME, REPORT_NAME, TABLE_NAMES, require_ours
+from packer.build_dir import BUILDING_NAME, ELSEWHERE, REPORT_NAME, TABLE_NAMES, require_ours
 from packer.report.figures import Report, make_report
 from packer.report.html import write_html
 from shards.folders import is_uri, naming_full_disk, open_object_folder
@@ -47,10 +47,8 @@ class Publisher:
             temporary.replace(self._claim)
         mine = self._claim.read_bytes()
         if not self._bucket.create(BUILDING_NAME, mine) and (theirs := self._holder()) != mine:
-            raise DataError(
-                f"{self.uri} holds the unfinished build of {_who(theirs)}: let it finish, continue "
-                "it there, choose another --out, or add --overwrite"
-            )
+            there = f"{self.uri} holds the unfinished build of {_who(theirs)}"
+            raise DataError(f"{there}: let it finish, continue it there, {ELSEWHERE}")
 
     def clear(self) -> None:
         """Remove what a build made at the URI; ConfigError if there is anything else."""

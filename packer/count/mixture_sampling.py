@@ -1,4 +1,4 @@
-"""Copies of each sample in a build, by a mixture's repeats, weights and seed. Pure."""
+"""Copies of each sample in a build, by a mixture's repeats and weights. Pure."""
 
 from collections.abc import Sequence
 

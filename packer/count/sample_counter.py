@@ -118,12 +118,7 @@ class SampleCounter:
     def __init__(self, settings: CountSettings) -> None:
         self._settings = settings
         self._model = model = settings.model
-        self._tokenizer = ChatTokenizer.load(
-            settings.tokenizer,
-            model.image_markup,
-            model.audio_markup,
-            chat_template=settings.chat_template,
-        )
+        self._tokenizer = ChatTokenizer.for_model(model, settings.tokenizer, settings.chat_template)
 
     @_collecting_later()
     def count(self, records: Iterable[RawRecord], source: str, root: str, blob: str) -> Counted:

@@ -55,10 +55,8 @@ class Piece:
 
 def load_decoder(source: str, manifest: Manifest, chat_template: str | None = None) -> Tokenizer:
     """The build's tokenizer; ConfigError if `source` is not the one that the manifest tells of."""
-    model, tokenizer = manifest.model, manifest.values["tokenizer"]
-    loaded = ChatTokenizer.load(
-        source, model.image_markup, model.audio_markup, chat_template=chat_template
-    )
+    tokenizer = manifest.values["tokenizer"]
+    loaded = ChatTokenizer.for_model(manifest.model, source, chat_template)
     if loaded.hash != tokenizer["hash"]:
         raise ConfigError(
             f"tokenizer {source}: not the one of this build (hash {loaded.hash[:12]}, the manifest"

@@ -193,7 +193,7 @@ def _lines(summary: BuildSummary, manifest: dict[str, Any]) -> Iterator[tuple[st
 def _tokenizer_notes(summary: BuildSummary) -> Iterator[str]:
     for token, (declared, used) in summary.id_conflicts.items():
         says = f"the tokenizer's config gives {token} the id {declared}, its tokenizer.json {used}"
-        hint = "if your model was trained with the former, first save it again from its own class"
+        hint = "if your model learned the former, first save the tokenizer again from its own class"
         yield f"{says}; {hint}"
     if summary.added_tokens:
         added = ", ".join(f"{token} = {number}" for token, number in summary.added_tokens.items())

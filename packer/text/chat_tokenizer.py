@@ -20,7 +20,7 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer
 
 from balance.errors import ConfigError
-from balance.presets import MediaMarkup
+from balance.presets import MediaMarkup, ModelPreset
 from packer.text._control_tokens import ControlTokens
 from packer.text.chat_template import ChatTemplate, Message, Span, TemplateRefusedError
 from packer.text.media_placeholders import MediaWriter, Medium, add_markup, text_part
@@ -120,6 +120,12 @@ class ChatTokenizer:
         self._bos, self._eos = _document_ends(files, self._backend)
         self.hash = _hash(files, self._backend, template, markups)
         """Changes whenever the same text could be tokenised or labelled otherwise."""
+
+    @classmethod
+    def for_model(cls, model: ModelPreset, source: str, chat_template: str | None = None) -> Self:
+        """Load the tokenizer of a model; see `load`."""
+        markups = model.image_markup, model.audio_markup
+        return cls.load(source, *markups, chat_template=chat_template)
 
     @classmethod
     def load(

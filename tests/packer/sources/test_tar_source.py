@@ -118,7 +118,7 @@ def test_tars_lie_anywhere_under_the_data_root(tmp_path):
         (sample, _) = samples(place, tmp_path)
         assert sample.images[0].container == "coyo/part/00000.tar"
         assert contents(sample, tmp_path) == [b"pixels 0"]
-    with pytest.raises(ConfigError, match="must lie under the data root"):
+    with pytest.raises(ConfigError, match="must be under the data root"):
         read(tmp_path / "coyo", tmp_path / "other")
 
 
