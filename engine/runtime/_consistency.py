@@ -27,8 +27,7 @@ def check_same_step(
 ) -> None:
     """ConfigError on all ranks of a pipeline if any part of a step differs between them.
 
-    Micro-batches are compared by their number, sample ids and shapes at the cuts. Costs one small
-    message.
+    Compares sample ids and shapes at the cuts of all micro-batches. Costs one small message.
     """
     actions = (schedule.kinds, schedule.stages, schedule.micro_batches, schedule.rank_offsets)
     parts = {

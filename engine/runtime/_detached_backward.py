@@ -1,8 +1,7 @@
 """Backward pass of a stage without holding its outputs: `BackwardHandle`.
 
-Autograd needs from an output only the place in the graph where its gradient enters. So a
-micro-batch in flight does not keep its outputs while the later stages run; the sender releases
-them.
+Autograd needs from an output only the place in the graph where its gradient enters. So while later
+stages run, a micro-batch in flight does not keep its outputs; the sender releases them.
 """
 
 from collections.abc import Mapping, Sequence

@@ -15,8 +15,8 @@ from torch import Tensor
 from engine.planning.adaptive_recompute import OutOfMemory
 from engine.runtime.communication.collectives import all_reduce
 from engine.runtime.communication.process_groups import ProcessGroups
+from engine.runtime.cpu_memory import uncounted
 from engine.runtime.errors import LossNotFinite, peer_errors
-from engine.runtime.oom_recovery import uncounted
 from engine.runtime.stage_io import Batch, samples_text
 from engine.simulator.schedule import PassKind, Schedule
 
@@ -59,8 +59,7 @@ class StepStatus:
     def agree(self) -> NDArray[np.float64]:
         """Losses of this replica's micro-batches, (micro_batches,). All ranks call it.
 
-        OutOfMemory if any rank of any replica ran out of memory; else LossNotFinite if any loss is
-        not finite.
+        Errors: OutOfMemory of any rank of any replica; without one, LossNotFinite.
         """
         with uncounted():
             all_reduce(self._values, self._groups.pipeline)

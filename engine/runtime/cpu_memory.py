@@ -11,10 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from balance.errors import IsobatchError
+
+uncounted = no_dispatch
+"""Context without counting or limit: for status messages that must not fail on one rank only."""
 
 
 class CpuMemoryExceeded(IsobatchError):
@@ -24,9 +28,8 @@ class CpuMemoryExceeded(IsobatchError):
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts while it is entered: `live_bytes` now, `peak_bytes` since `restart`.
 
-    Parameters and optimizer states made before it was entered do not count. `limit_bytes`: an
-    operation that exceeds it raises CpuMemoryExceeded, as an allocator would, and its result is
-    dropped.
+    What was made before, such as parameters, does not count. `limit_bytes`: an operation that
+    exceeds it raises CpuMemoryExceeded, as an allocator would, and its result is dropped.
 
     >>> with LiveBytes() as memory:
     ...     kept = torch.zeros(1000) + 1  # one of the two tensors stays

@@ -1,8 +1,8 @@
-"""Errors of a training step: PeerLost, LossNotFinite, SpecMismatch.
+"""Errors of a training step: PeerLost, LossNotFinite, SpecMismatch, out of memory.
 
 A rank that dies closes its connections: whoever waits for it fails at once, and closes its own. So
 all ranks end, one after the other. Through the store at which they met, they tell each other which
-rank went first.
+rank went first. A rank that runs out of memory ends only the step (`StageExecutor`).
 """
 
 import time
@@ -10,9 +10,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from balance.errors import IsobatchError, first_line
+from engine.runtime.cpu_memory import CpuMemoryExceeded
+
+OUT_OF_MEMORY = (torch.OutOfMemoryError, CpuMemoryExceeded)
+"""Errors of torch's allocators, and of `LiveBytes`, which stands in for one on a CPU."""
+_CUDA_MESSAGES = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+"""RuntimeErrors of CUDA, cuBLAS and cuDNN when the GPU has no memory left for their own buffers."""
 
 FIRST_LOST = "isobatch/first_lost"
 ANSWERED = "isobatch/answered"
@@ -30,6 +37,19 @@ class LossNotFinite(IsobatchError, ArithmeticError):
 
 class SpecMismatch(IsobatchError, ValueError):
     """A layer returned something other than the model's specs say."""
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an operation failed for lack of memory.
+
+    >>> is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling x"))
+    True
+    >>> is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    False
+    """
+    if isinstance(error, OUT_OF_MEMORY):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _CUDA_MESSAGES)
 
 
 @contextmanager

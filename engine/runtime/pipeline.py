@@ -2,9 +2,8 @@
 
 A step is a list of micro-batches of any number and lengths; the schedule is made for their number.
 Each rank runs its own operations in order (`engine.simulator.schedule`); the messages between ranks
-are the edges of the same `Program` that the simulator ran. Losses are sums divided by the step's
-labels on all ranks, so gradients are those of the whole step as one batch; they are summed over
-data-parallel replicas once per step.
+are the edges of the `Program` that the simulator runs. Losses are divided by the step's labels on
+all ranks: gradients, summed over replicas once per step, are those of the step as one batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,8 +22,8 @@ from engine.runtime._consistency import check_same_step
 from engine.runtime.communication.collectives import all_reduce
 from engine.runtime.communication.p2p_schedule import make_p2p_schedule, reordered
 from engine.runtime.communication.process_groups import make_groups, open_links, sum_gradients
+from engine.runtime.cpu_memory import uncounted
 from engine.runtime.layer_rng import LayerRng
-from engine.runtime.oom_recovery import uncounted
 from engine.runtime.stage_executor import RankLayers, StageExecutor, StepResult
 from engine.runtime.stage_io import Batch, LayerStack
 from engine.runtime.stopwatch import clock_offsets
@@ -47,9 +46,8 @@ class PipelineOptions:
     """Ranks besides the first that hold a copy of the frozen layers in front: they can encode
     ahead, as schedules of `engine.tuning.precompute` ask."""
     dropout_seed: int | None = None
-    """Seed that makes a layer's random numbers depend on step, replica and micro-batch only, not on
-    partition, schedule or recomputation. None: torch's generators (a recomputed layer gets the same
-    numbers twice)."""
+    """Seed with which random numbers do not depend on partition, schedule and recomputation
+    (`LayerRng`). None: torch's generators; a recomputed layer gets the same numbers twice."""
     check_every_step: bool = False
     """Whether ranks compare their micro-batches in every step, not only in the first."""
     timeout_s: float = 300.0
@@ -67,27 +65,22 @@ class Pipeline:
         pipelines: Sequence[Sequence[int]],
         options: PipelineOptions | None = None,
     ) -> None:
-        """`pipelines`: the world's ranks of each replica, first stage first; equal on every rank.
+        """`pipelines`: the world's ranks of each replica, first stage first.
 
-        Weights must be equal on all ranks. ConfigError if partition, recomputation and ranks do not
-        fit together.
+        Arguments and weights must be equal on all ranks. ConfigError if they do not fit together.
         """
         self._options = options or PipelineOptions()
         cuts = tuple(int(border) for border in borders)
-        _check(model, cuts, recompute, pipelines, self._options)
-        self._groups = make_groups(
-            pipelines,
-            model,
-            cuts,
-            encoder_ranks=self._options.encoder_ranks,
-            timeout_s=self._options.timeout_s,
-        )
+        _check(model, cuts, pipelines, self._options)
+        chosen = _as_tuple(recompute, len(model.layers))
+        ahead = self._options.encoder_ranks
+        self._groups = make_groups(pipelines, model, cuts, ahead, self._options.timeout_s)
         self.steps_run = 0
         """Steps so far, on which dropout depends; set it when training resumes from a state."""
         self._checked = False
         device, rank = torch.device(self._options.device), self._groups.rank
         open_links(self._groups, device)
-        encodes = rank in (0, *self._options.encoder_ranks) and model.first_trained <= cuts[1]
+        encodes = rank in (0, *ahead) and model.first_trained <= cuts[1]
         encoder = model.layers[: model.first_trained] if encodes else []
         self._local = RankLayers(
             layers={
@@ -97,7 +90,7 @@ class Pipeline:
             },
             encoder=[layer.to(device) for layer in encoder],
             borders=cuts,
-            recompute=tuple(bool(chosen) for chosen in recompute),
+            recompute=chosen,
             specs=model.specs,
             first_trained=model.first_trained,
             device=device,
@@ -121,8 +114,7 @@ class Pipeline:
 
     def set_recompute(self, recompute: NDArray[np.bool_] | Sequence[bool]) -> None:
         """Change which layers are recomputed, (layers,), from the next step; equal on all ranks."""
-        _check_recompute(recompute, len(self._local.recompute))
-        self._local = replace(self._local, recompute=tuple(bool(chosen) for chosen in recompute))
+        self._local = replace(self._local, recompute=_as_tuple(recompute, self._local.borders[-1]))
 
     def step(
         self,
@@ -159,10 +151,7 @@ class Pipeline:
         return result
 
     def timeline(self, result: StepResult) -> Timeline:
-        """Measured times of all ranks of this pipeline; all of them call it, all get it.
-
-        For charts and traces, as `engine.simulator.measured_timeline` makes it.
-        """
+        """Measured times of this pipeline's ranks, for charts and traces; all of them call it."""
         groups, schedule = self._groups, result.schedule
         first, last = schedule.rank_offsets[groups.rank : groups.rank + 2].tolist()
         begun = result.begun_ns - int(clock_offsets(groups, self._local.device)[groups.rank])
@@ -192,10 +181,7 @@ class Pipeline:
         sum_gradients(_gradients(self._trained()), self._groups.replicas)
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Scale the model's gradients to a norm of at most `max_norm`; -> the norm before.
-
-        To be called after `reduce_gradients`.
-        """
+        """Scale reduced gradients of the model to a norm of at most `max_norm`; -> that before."""
         # tied parameters count once, on the first rank that has them
         counted_elsewhere = {
             id(weight)
@@ -253,12 +239,10 @@ def _gradients(weights: Sequence[nn.Parameter]) -> list[torch.Tensor]:
 def _check(
     model: LayerStack,
     borders: tuple[int, ...],
-    recompute: NDArray[np.bool_] | Sequence[bool],
     pipelines: Sequence[Sequence[int]],
     options: PipelineOptions,
 ) -> None:
     check_partition(np.array(borders), len(model.layers))
-    _check_recompute(recompute, len(model.layers))
     lengths = {len(pipeline) for pipeline in pipelines}
     num_stages = len(borders) - 1
     if lengths != {num_stages // options.stages_per_rank} or num_stages % options.stages_per_rank:
@@ -280,6 +264,7 @@ def _check(
         )
 
 
-def _check_recompute(recompute: NDArray[np.bool_] | Sequence[bool], num_layers: int) -> None:
+def _as_tuple(recompute: NDArray[np.bool_] | Sequence[bool], num_layers: int) -> tuple[bool, ...]:
     if len(recompute) != num_layers:
         raise ConfigError(f"recompute names {len(recompute)} layers; the model has {num_layers}")
+    return tuple(bool(chosen) for chosen in recompute)

@@ -21,8 +21,9 @@ from engine.runtime._step_status import StepStatus
 from engine.runtime.communication._p2p import P2PQueue
 from engine.runtime.communication.p2p_schedule import Message, make_p2p_schedule
 from engine.runtime.communication.process_groups import ProcessGroups
+from engine.runtime.cpu_memory import uncounted
+from engine.runtime.errors import is_out_of_memory
 from engine.runtime.layer_rng import LayerRng, device_marker, preserve_rng
-from engine.runtime.oom_recovery import is_out_of_memory, uncounted
 from engine.runtime.stage_io import (
     LOSS,
     Batch,
@@ -114,8 +115,7 @@ class StageExecutor:
         normalizer: int,
         rng: LayerRng | None,
     ) -> None:
-        """`normalizer`: labels of the whole step, over all replicas. Without `rng`, layers use
-        torch's generators as they are."""
+        """`normalizer`: labels of all replicas' step. `rng`: None for torch's own generators."""
         if schedule.num_micro_batches != len(batches):
             raise ConfigError(
                 f"the schedule is for {schedule.num_micro_batches} micro-batches, not"
@@ -174,11 +174,15 @@ class StageExecutor:
         return None
 
     def _answer_with_zeros(self, operations: range) -> None:
-        """Release everything that the step holds; send zeros for the results of `operations`."""
+        """Release everything that the step holds; send zeros for the results of `operations`.
+
+        Other ranks wait for this one's messages and send it theirs, whose shapes it knows. So after
+        running out of memory it receives what comes, and sends zeros until its schedule ends.
+        """
         self._forwarded.clear()
         self._kept.clear()
-        # Cycles may hold tensors of the failed operation. Memory is not given back to the GPU:
-        # torch would wait for all messages in flight, which may wait for this rank.
+        # Cycles may hold tensors of the failed operation. Emptying torch's cache as well would wait
+        # for all messages in flight, which may wait for this rank.
         gc.collect()
         with uncounted():
             for operation in operations:

@@ -6,10 +6,10 @@ rank gets the micro-batch itself from its own loader, so only computed tensors a
 knows all shapes beforehand, so no shapes are sent.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,11 +44,8 @@ class TensorSpec:
         return not self.num_bytes
 
 
-class TensorSpecs(Protocol):
-    """Specs of what crosses a cut; known to every rank beforehand."""
-
-    def __call__(self, cut: int, batch: Batch) -> Mapping[str, TensorSpec]:
-        """Tensors between the layers `cut - 1` and `cut` for one micro-batch, by name."""
+TensorSpecs = Callable[[int, Batch], Mapping[str, TensorSpec]]
+"""(cut, micro-batch) -> tensors between the layers `cut - 1` and `cut`, by name; on every rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

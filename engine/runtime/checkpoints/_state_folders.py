@@ -23,7 +23,7 @@ _ADVICE = "the states before it are complete; free some space, or give a folder 
 
 def newest_state(folder: Path) -> Path | None:
     """The newest complete state in a folder, if there is one."""
-    return next(reversed(_states(folder)), None)
+    return next((path for *_, path in reversed(_states(folder))), None)
 
 
 def begin_state(folder: Path, step: int) -> Path:
@@ -50,7 +50,7 @@ def discard_state(unfinished: Path) -> None:
 
 def remove_older(folder: Path, kept: int) -> None:
     """Remove all states but the newest `kept`. DataError if one cannot be removed."""
-    for old in _states(folder)[:-kept]:
+    for *_, old in _states(folder)[:-kept]:
         with _os_errors(old, "removed"):
             shutil.rmtree(old.rename(old.with_name(f"{old.name}.old")))
 
@@ -73,11 +73,7 @@ def read_progress(state: Path) -> dict[str, Any]:
 
 def give_name(unfinished: Path, step: int) -> Path:
     """Rename a complete state, with a number if the step was saved before; overwrites nothing."""
-    repeats = [
-        int(match[2] or 0)
-        for path in _states(unfinished.parent)
-        if (match := _NAME.fullmatch(path.name)) and int(match[1]) == step
-    ]
+    repeats = [repeat for own, repeat, _ in _states(unfinished.parent) if own == step]
     suffix = f"-{max(repeats) + 1}" if repeats else ""
     target = unfinished.with_name(f"step-{step}{suffix}")
     _flush(unfinished)
@@ -98,15 +94,10 @@ def reason_of(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def _states(folder: Path) -> list[Path]:
-    """Complete states, oldest first."""
+def _states(folder: Path) -> list[tuple[int, int, Path]]:
+    """(step, repeat, folder) of complete states, oldest first."""
     matches = ((_NAME.fullmatch(path.name), path) for path in folder.glob("step-*"))
-    return [
-        path
-        for _, path in sorted(
-            ((int(match[1]), int(match[2] or 0)), path) for match, path in matches if match
-        )
-    ]
+    return sorted((int(match[1]), int(match[2] or 0), path) for match, path in matches if match)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

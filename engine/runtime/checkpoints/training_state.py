@@ -128,13 +128,9 @@ def load_state(folder: Path, layers: Layers, optimizer: Optimizer | None) -> Pro
 
 def _to_save(layers: Layers, optimizer: Optimizer | None) -> tuple[dict[str, Tensor], Options]:
     """This rank's tensors by saved name, and its optimizer's options."""
-    tensors = {f"{_WEIGHT}{name}": value for name, value in _weights(layers).items()}
     if optimizer is None:
-        return tensors, []
-    tensors |= {
-        f"{_OPTIMIZER}{name}": value for name, value in tensors_of(layers, optimizer).items()
-    }
-    return tensors, options_of(layers, optimizer)
+        return _join(_weights(layers), {}), []
+    return _join(_weights(layers), tensors_of(layers, optimizer)), options_of(layers, optimizer)
 
 
 def _to_load(state: Path, layers: Layers, optimizer: Optimizer | None) -> dict[str, Tensor]:
@@ -142,8 +138,7 @@ def _to_load(state: Path, layers: Layers, optimizer: Optimizer | None) -> dict[s
 
     DataError if the state's metadata is damaged, ConfigError if it is of another model.
     """
-    saved = _saved(state)
-    weights = _weights(layers)
+    saved, weights = _saved(state), _weights(layers)
     _check(weights, saved, state)
     own = parameters_of(layers) if optimizer is not None else {}
     # the optimizer itself moves them to the right device
@@ -152,6 +147,11 @@ def _to_load(state: Path, layers: Layers, optimizer: Optimizer | None) -> dict[s
         for name, entry in _with_prefix(_OPTIMIZER, saved).items()
         if name.rpartition(".")[0] in own
     }
+    return _join(weights, moments)
+
+
+def _join(weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of layers and optimizer by saved name."""
     tensors = {f"{_WEIGHT}{name}": value for name, value in weights.items()}
     return tensors | {f"{_OPTIMIZER}{name}": value for name, value in moments.items()}
 

@@ -26,8 +26,7 @@ from torch import Tensor
 
 from engine.runtime.communication.p2p_schedule import Message
 from engine.runtime.communication.process_groups import Pair, ProcessGroups
-from engine.runtime.errors import peer_errors
-from engine.runtime.oom_recovery import OUT_OF_MEMORY
+from engine.runtime.errors import OUT_OF_MEMORY, peer_errors
 from engine.runtime.stage_io import StageTensors, TensorSpec
 
 
@@ -105,8 +104,9 @@ class P2PQueue:
         while message not in inbox.posted:
             self._post(sender)
         tensors, works = inbox.posted.pop(message)
-        for work in works:
-            self._wait(work, sender)
+        with self._peer_errors(sender):
+            for work in works:
+                work.wait()
         self._release(
             lambda sent: sent.receiver == sender and sent.message.target <= message.source
         )
@@ -130,7 +130,8 @@ class P2PQueue:
         kept = []
         for sent in self._sent:
             if has_arrived(sent):
-                self._wait(sent.work, sent.receiver)
+                with self._peer_errors(sent.receiver):
+                    sent.work.wait()
             elif not self._on_gpu or not sent.work.is_completed():
                 kept.append(sent)
         self._sent = kept
@@ -176,10 +177,6 @@ class P2PQueue:
             work = operation(tensor, self._groups.ranks[other], group=group)
         assert work is not None  # this process belongs to the group
         return work
-
-    def _wait(self, work: dist.Work, other: int) -> None:
-        with self._peer_errors(other):
-            work.wait()
 
     def _peer_errors(self, other: int) -> AbstractContextManager[None]:
         return peer_errors(self._groups.ranks, self._groups.ranks[other])

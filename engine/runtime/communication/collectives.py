@@ -5,8 +5,8 @@ IsobatchError on one rank is raised on all. A rank that dies is noticed by its c
 (`engine.runtime.errors`). Without torch.distributed, all but `all_reduce` are plain calls.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -61,14 +61,9 @@ def all_reduce(
         dist.all_reduce(values, op=operation, group=group)
 
 
-@contextmanager
-def world_errors() -> Iterator[None]:
+def world_errors() -> AbstractContextManager[None]:
     """PeerLost if a rank is lost while all ranks of the world communicate."""
-    if not dist.is_initialized():
-        yield
-        return
-    with peer_errors(range(dist.get_world_size())):
-        yield
+    return peer_errors(range(dist.get_world_size())) if dist.is_initialized() else nullcontext()
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, IsobatchError | None]:

@@ -12,9 +12,8 @@ encoder, and the backward pass returns their gradients the same way (OrchMLLM, s
         (loss + received.link).backward()
     # then sum the gradients over all ranks, once per step; do not average them
 
-Every rank takes part in every exchange. A rank with nothing to encode gives an empty tensor of the
-usual width. `received.link` is 0 and lets a rank take part in the backward pass though it uses no
-features.
+Every rank takes part in every exchange; with nothing to encode, it gives an empty tensor of the
+usual width. Through `received.link`, which is 0, it takes part in the backward pass in any case.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class ReceivedFeatures:
     features: dict[str, Tensor]
     """By encoder, (features of this rank's micro-batch, ...), in the order of its samples."""
     link: Tensor
-    """0, to be added to the loss: a rank that uses no features then still forwards gradients."""
+    """0, to be added to the loss: a rank that uses no features still takes part in backward."""
 
 
 def exchange_features(
@@ -110,10 +109,7 @@ class _Exchange(NamedTuple):
 
 
 class _AllToAlls(torch.autograd.Function):
-    """All encoders' exchanges of a round as one operation.
-
-    So the backward pass calls the collectives in one order on all ranks.
-    """
+    """A round's exchanges as one operation: backward calls them in one order on all ranks."""
 
     @staticmethod
     def forward(

@@ -46,8 +46,7 @@ class P2PSchedule:
 def make_p2p_schedule(schedule: Schedule, sends_grad: tuple[bool, ...], rank: int) -> P2PSchedule:
     """Messages of a schedule in which gradients return to the stages with `sends_grad`.
 
-    ConfigError if an action is missing or on another rank than its stage; Deadlock if actions wait
-    for each other.
+    ConfigError if an action is missing or not on its stage's rank; Deadlock if they cannot all run.
     """
     _check(schedule)
     zeros = np.zeros((schedule.num_stages, schedule.num_micro_batches), np.int64)

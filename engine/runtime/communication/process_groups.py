@@ -63,9 +63,8 @@ def make_groups(
     pipelines: Sequence[Sequence[int]],
     model: LayerStack,
     borders: Sequence[int],
-    *,
-    encoder_ranks: Sequence[int] = (),
-    timeout_s: float = 300.0,
+    encoder_ranks: Sequence[int],
+    timeout_s: float,
 ) -> ProcessGroups:
     """Groups of this process; `pipelines` are those of all replicas, in one order on every rank.
 
@@ -106,9 +105,8 @@ def make_groups(
 def open_links(groups: ProcessGroups, device: torch.device) -> None:
     """Open every link, then every group, in the order that all ranks share.
 
-    NCCL opens a communicator at its first use, and both sides wait until it is open. Within a step
-    ranks use their links in different orders and would wait for each other forever. Opening also
-    needs GPU memory, which torch may have taken by then.
+    NCCL opens a communicator at its first use, and both sides wait. Within a step, with different
+    orders, they would wait forever. It also needs GPU memory, which torch may have taken by then.
     """
     token = torch.zeros(1, device=device)
     for sender, receiver in sorted(groups.links):
@@ -138,17 +136,15 @@ def _tied_parameters(
     model: LayerStack, borders: Sequence[int], num_ranks: int
 ) -> list[tuple[tuple[int, ...], tuple[nn.Parameter, ...]]]:
     """Parameters that layers of several ranks share, by the ranks that have them."""
-    owners: dict[int, set[int]] = {}
-    weights: dict[int, nn.Parameter] = {}
+    owners: dict[nn.Parameter, set[int]] = {}
     for stage, (start, end) in enumerate(pairwise(borders)):
         for layer in model.layers[start:end]:
             for weight in layer.parameters():
-                owners.setdefault(id(weight), set()).add(stage % num_ranks)
-                weights[id(weight)] = weight
+                owners.setdefault(weight, set()).add(stage % num_ranks)
     shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
-    for key, ranks in owners.items():
+    for weight, ranks in owners.items():
         if len(ranks) > 1:
-            shared.setdefault(tuple(sorted(ranks)), []).append(weights[key])
+            shared.setdefault(tuple(sorted(ranks)), []).append(weight)
     return [(ranks, tuple(tied)) for ranks, tied in sorted(shared.items())]
 
 

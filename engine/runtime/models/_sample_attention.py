@@ -3,8 +3,7 @@
 With flash attention the sample borders go straight to its kernel. With anything else transformers
 would build one mask over the whole micro-batch and compute all of its square. Here each sample is
 computed alone, so time and memory follow the sum of the samples' squared lengths, which is what the
-planner counts. The model's own setting is restored after each call, so outside the pipeline it runs
-as before.
+planner counts. The model's own setting is restored after each call.
 """
 
 import sys
@@ -87,8 +86,7 @@ def sample_attention(  # noqa: PLR0913 - the arguments are transformers'
 ) -> tuple[Tensor, None]:
     """Causal attention per sample: (1, heads, tokens, width) each -> (1, tokens, heads, width).
 
-    `key` and `value` may have fewer heads. A token sees at most the last `sliding_window` tokens,
-    itself included.
+    `key` and `value` may have fewer heads. `sliding_window` counts the token itself.
     """
     if attention_mask is not None or softcap is not None or s_aux is not None:
         raise ConfigError(

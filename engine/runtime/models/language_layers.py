@@ -1,8 +1,7 @@
 """Language half of a model as layers: embedding, decoder layers, head.
 
-The layers hold the model's own modules. Only `hidden` crosses cuts; rotary embeddings and sample
-borders are computed from the micro-batch by the first decoder layer of each stage and handed to the
-next ones.
+The layers hold the model's own modules. Only `hidden` crosses cuts: the first decoder layer of a
+stage computes rotary embeddings and sample borders from the micro-batch, for the next ones too.
 """
 
 from collections.abc import Callable

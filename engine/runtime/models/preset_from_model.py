@@ -16,8 +16,7 @@ from engine.runtime.stage_io import LayerStack
 def preset_from_model(model: Any, stack: LayerStack, preset: ModelPreset) -> ModelPreset:
     """`preset`, the build's, with the sizes of a model whose layers are `stack`.
 
-    Only vision layers whose output is used count: LLaVA-1.5 has 23, not 24. Name and description
-    become the model's.
+    Only vision layers whose output is used count: LLaVA-1.5 has 23, not 24.
     """
     config, vision = model.config, preset.vision
     num_layers = sum(isinstance(layer, VisionLayer | NativeVisionLayer) for layer in stack.layers)

@@ -134,16 +134,12 @@ def _vision_half(
     arguments: tuple[None, ...],
     norms: tuple[nn.Module, nn.Module],
 ) -> list[SpecLayer]:
-    """Embedding, the encoder's layers before the one that the model reads, and projector.
+    """Embedding, encoder layers up to the one that the model reads, and projector.
 
-    The others would be computed in vain. `arguments` as in `VisionLayer`; `norms`: after the
-    embedding, and before the projector.
+    `arguments` as in `VisionLayer`; `norms`: after the embedding, and before the projector.
     """
-    config, vision, projector = (
-        model.config,
-        model.config.vision_config,
-        model.model.multi_modal_projector,
-    )
+    config, vision = model.config, model.config.vision_config
+    projector = model.model.multi_modal_projector
     tokens, merge = patch_tokens(vision), merge_side(config)
     drop_first = config.vision_feature_select_strategy == "default"
     per_patch = (tokens - drop_first) // merge**2

@@ -1,8 +1,7 @@
 """Micro-batches to profile with: a step's, and parts of its largest.
 
 Sizes then differ, so that costs can be fitted. For packed micro-batches with the fields of
-`loaders.MicroBatch`, images decoded or not: ranks after the first have no pixels, and arrive at the
-same parts.
+`loaders.MicroBatch`; ranks after the first, which have no pixels, make the same parts.
 """
 
 import itertools
@@ -18,17 +17,14 @@ SHARES = (0.25, 0.5, 0.75)
 """Shares of a micro-batch's samples in a part."""
 
 
-def probe_batches(
-    batches: Sequence[Batch], loads: Loads, image_token_id: int, shares: Sequence[float] = SHARES
-) -> list[Batch]:
+def probe_batches(batches: Sequence[Batch], loads: Loads, image_token_id: int) -> list[Batch]:
     """Parts of the micro-batches with the most load, then all micro-batches of the step.
 
-    `loads` are those of `batches`. Parts equal to each other or to the whole are left out.
-    ConfigError as `first_samples`.
+    `loads` are those of `batches`. Equal parts are left out. ConfigError as `first_samples`.
     """
     largest, parts = largest_batches(loads), []
     made = {(index, int(batches[index].num_samples)) for index in largest}
-    for share, index in itertools.product(shares, largest):
+    for share, index in itertools.product(SHARES, largest):
         part = index, _num_samples(batches[index], share)
         if part not in made:
             made.add(part)

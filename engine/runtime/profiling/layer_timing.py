@@ -2,8 +2,7 @@
 
 A layer's input is detached, and random numbers serve as its output's gradient, so nothing but the
 layer runs. Times are wall-clock on a rank that does nothing else meanwhile; with a GPU they wait
-for it. Bytes are counted in separate passes, because on a CPU counting is slower than what is
-counted (`engine.runtime.cpu_memory`).
+for it. Bytes are counted in separate passes, because counting is slow on a CPU (`LiveBytes`).
 """
 
 from __future__ import annotations

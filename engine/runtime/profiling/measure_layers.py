@@ -1,10 +1,9 @@
 """Measurement of a running model's layers: a `Profile` to plan from.
 
-Micro-batches pass through the pipeline one at a time, layer by layer, each layer alone on its rank
-while all others wait. So a figure is the layer's own, even if ranks share cores. At most one
-layer's activations are held: whatever can be trained can be measured. A repetition runs each layer
-forward twice and backward twice, once with both gradients and once with one after the other;
-counting bytes runs it about three times more.
+Micro-batches pass through the pipeline one at a time. On a GPU each layer runs alone while all
+other ranks wait, and only its activations are held. On CPUs ranks measure at once, as they compute
+at once in training. A repetition runs each layer forward twice and backward twice, once with both
+gradients and once with one after the other; counting bytes runs it about three times more.
 
 Times are those that schedules run. Both gradients in one pass take less than one after the other,
 because the second pass goes through the layer again. So `weight_grad_ns` is what the weights add to
@@ -90,12 +89,10 @@ def measure_layers(
 
     All ranks of a pipeline call it. `loads` are those of `batches` (`engine.runtime.batch_loads`),
     which should range from small to large, so that costs can be fitted. The median of equal layers
-    counts. A kind is split if some of its layers are trained and others not, or if some have
-    nothing trained before them.
+    counts. A kind is split by whether its layers are trained, and whether any before them is. State
+    is that of this model: parameters, gradients and two moments of the parameters' dtype.
 
-    State is that of this model: parameters, gradients and two moments of the parameters' dtype.
-    Gradients and random generators are left as they were. ConfigError if layers of one kind differ
-    in their parameters.
+    Gradients and random generators are restored. ConfigError if parameters differ within a kind.
     """
     local, groups = pipeline._local, pipeline._groups
     names, kinds, phases = labels.names, labels.kinds, labels.phases

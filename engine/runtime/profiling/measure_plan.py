@@ -1,8 +1,7 @@
 """A plan from measurements: layers profiled, the best partitions run.
 
 The steps of OmniBal 4.2 for a model that every rank holds: `profile_step`, then `choose_plan`. A
-trial recomputes as few layers as fit by the profile if all micro-batches were `request.full`.
-Nothing is trained.
+trial recomputes as few layers as fit if all micro-batches were `request.full`. Trains nothing.
 """
 
 from collections.abc import Sequence
@@ -47,9 +46,8 @@ def profile_step(
 ) -> Profile:
     """Profile of a model's layers, for parts of a step's micro-batches and then for these.
 
-    The same on all ranks of the world, which form one pipeline, cut evenly. The request's loads are
-    those of `batches`, its model's layers those of `model`. ConfigError as `measure_layers` and
-    `first_samples`.
+    The same on all ranks of the world, which form one pipeline, cut evenly. The request is for
+    `batches` and `model`. ConfigError as `measure_layers` and `first_samples`.
     """
     listed = layers_of(request.model, request.parallel)
     ranks = list(range(dist.get_world_size()))

@@ -1,9 +1,8 @@
 """Trials of the best-ranked partitions: BMP (OmniBal 4.2 and 5.2).
 
 For every candidate a `Pipeline` is made from the same model, runs one step to warm up and three
-that count, and is discarded. The first rank searches (`engine.planning.bmp.search_bmp`) and
-broadcasts what to run, and finally the result: so all ranks choose the same. The optimizer is not
-stepped, and gradients are dropped.
+that count, and is discarded with its gradients. The first rank searches (`search_bmp`) and
+broadcasts what to run, and finally the result: so all ranks choose the same.
 """
 
 import json
@@ -95,10 +94,9 @@ def measure_partitions(
 ) -> MeasuredPartitions:
     """The fastest of the best-ranked partitions, by running them; the same on all ranks.
 
-    All ranks of the world call it. `model` is whole on every rank; its layers move to the device
-    where they run and back. `costs`: of the first replica's micro-batches; candidates are ranked by
-    those of rank 0. A partition that runs out of memory does not count; InfeasiblePlan if all do.
-    ConfigError as `Pipeline`.
+    All ranks of the world call it, with the whole `model`; layers move to the device where they run
+    and back. `costs`: of the first replica's micro-batches; those of rank 0 count. A partition that
+    runs out of memory does not count; InfeasiblePlan if all do. ConfigError as `Pipeline`.
     """
     trials = _Trials(model, costs, step, options or TrialOptions())
     return trials.lead() if dist.get_rank() == 0 else trials.follow()

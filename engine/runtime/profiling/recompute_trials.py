@@ -1,10 +1,9 @@
 """Trials of recomputation on the running pipeline (OmniBal 4.3).
 
 `engine.planning.adaptive_recompute` decides; `StepObserver` here is its `Observe`: it runs steps
-with some layers recomputed and returns the memory that each stage had left, or that it ran out,
-which ends a step but no rank. Weights and dropout's random numbers stay as they are; gradients are
-dropped. It takes about 6 runs more than there are kinds of layers, of one or a few steps each. On a
-GPU a run costs what its steps cost; on a CPU, where `LiveBytes` counts memory, a few times as much.
+with some layers recomputed and returns the memory that each stage had left. Weights and dropout's
+random numbers stay as they are; gradients are dropped. It takes about 6 runs more than there are
+kinds of layers. On a CPU, where `LiveBytes` counts memory, a run takes a few times its steps' time.
 """
 
 import json
@@ -49,9 +48,9 @@ class StepObserver:
         """`steps`: this replica's micro-batches of some steps, the heaviest in training.
 
         `limit_bytes`: memory of each rank; None for all that its GPU has free. A CPU needs it, and
-        the `optimizer` whose state takes part of it. An optimizer's state must exist already: run a
-        step of training before. Its temporary memory and that of the gradient reduction are not
-        counted: activations are gone by then. ConfigError for several stages per rank, or no steps.
+        the `optimizer` whose state takes part of it and exists already, after a step of training.
+        Memory of optimizer steps and gradient reduction is not counted: activations are gone by
+        then. ConfigError for several stages per rank, or no steps.
         """
         local, groups = pipeline._local, pipeline._groups
         if len(local.borders) - 1 != len(groups.ranks):
@@ -152,9 +151,8 @@ def adapt_running(
     """Set the least recomputation with which steps like these run and leave the reserve.
 
     All ranks of all replicas call it, with steps of their replica, and choose the same. Only kinds
-    and recomputation times of `costs` count; if ranks measured other times, the longest do. Other
-    arguments as in `StepObserver`. InfeasiblePlan on all ranks if even full recomputation needs too
-    much; the old setting is then restored.
+    and recomputation times of `costs` count, the longest of all ranks'. InfeasiblePlan if even full
+    recomputation needs too much; the old setting is then restored.
     """
     limit_bytes, reserve_bytes = options.limit_bytes, options.reserve_bytes
     observe = StepObserver(pipeline, steps, limit_bytes=limit_bytes, optimizer=optimizer)
