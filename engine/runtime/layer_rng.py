@@ -6,8 +6,7 @@ recomputed layer gets the same ones. Costs about 5 us per layer and pass on a CP
 """
 
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -30,19 +29,9 @@ class LayerRng:
             torch.cuda.default_generators[_index(device)].manual_seed(seed)
 
 
-@contextmanager
-def preserve_rng(device: torch.device) -> Iterator[None]:
+def preserve_rng(device: torch.device) -> AbstractContextManager[None]:
     """Restore the state of torch's generators afterwards."""
-    with torch.random.fork_rng(devices=[_index(device)] if device.type == "cuda" else []):
-        yield
-
-
-def device_marker(device: torch.device) -> torch.Tensor:
-    """Empty tensor that tells `torch.utils.checkpoint` which GPU's generator to restore.
-
-    It looks for GPUs among its arguments only, and the first layer gets none from there.
-    """
-    return torch.empty(0, device=device)
+    return torch.random.fork_rng(devices=[_index(device)] if device.type == "cuda" else [])
 
 
 def _hash(*numbers: int) -> int:

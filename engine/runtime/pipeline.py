@@ -105,7 +105,7 @@ class Pipeline:
     def parameters(self) -> list[nn.Parameter]:
         """Parameters of this rank's layers, each once."""
         every = (weight for layer in self.layers.values() for weight in layer.parameters())
-        return list({id(weight): weight for weight in every}.values())
+        return list(dict.fromkeys(every))
 
     @property
     def recompute(self) -> NDArray[np.bool_]:

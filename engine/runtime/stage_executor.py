@@ -23,7 +23,7 @@ from engine.runtime.communication.p2p_schedule import Message, make_p2p_schedule
 from engine.runtime.communication.process_groups import ProcessGroups
 from engine.runtime.cpu_memory import uncounted
 from engine.runtime.errors import is_out_of_memory
-from engine.runtime.layer_rng import LayerRng, device_marker, preserve_rng
+from engine.runtime.layer_rng import LayerRng, preserve_rng
 from engine.runtime.stage_io import (
     LOSS,
     Batch,
@@ -255,12 +255,10 @@ class StageExecutor:
 
         if not self._local.recompute[index] or not torch.is_grad_enabled():
             return run(inputs)
+        # `checkpoint` restores generators of GPUs among its arguments: a first layer's are on none
+        marker = torch.empty(0, device=self._local.device)
         recomputed: StageTensors = checkpoint(
-            run,
-            inputs,
-            device_marker(self._local.device),
-            use_reentrant=False,
-            preserve_rng_state=rng is None,
+            run, inputs, marker, use_reentrant=False, preserve_rng_state=rng is None
         )
         return recomputed
 

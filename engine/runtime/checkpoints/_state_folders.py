@@ -19,6 +19,7 @@ STATE_VERSION = 1
 PROGRESS_NAME = "progress.json"
 _NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
 _ADVICE = "the states before it are complete; free some space, or give a folder that is writable"
+_ADVICE_TO_READ = "remove it to use the state before it"
 
 
 def newest_state(folder: Path) -> Path | None:
@@ -83,15 +84,12 @@ def give_name(unfinished: Path, step: int) -> Path:
 
 
 def cannot(path: Path, action: str, error: Exception, rank: int = 0) -> DataError:
-    """Error for a state that cannot be made, written or removed."""
-    return DataError(f"{path} cannot be {action}: {reason_of(error)} (rank {rank}); {_ADVICE}")
-
-
-def reason_of(error: Exception) -> str:
-    """Why a file could not be read or written, in one line."""
+    """Error for a state that cannot be made, written, removed or read."""
+    reason = f"{type(error).__name__}: {first_line(error)}"
     if isinstance(error, OSError):
-        return error.strerror or first_line(error)
-    return f"{type(error).__name__}: {first_line(error)}"
+        reason = error.strerror or first_line(error)
+    advice = _ADVICE_TO_READ if action == "read" else _ADVICE
+    return DataError(f"{path} cannot be {action}: {reason} (rank {rank}); {advice}")
 
 
 def _states(folder: Path) -> list[tuple[int, int, Path]]:

@@ -9,7 +9,7 @@ line: DataError, ConfigError; PeerLost if a rank is lost.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +43,6 @@ from engine.runtime.checkpoints._state_folders import (
     finish_state,
     newest_state,
     read_progress,
-    reason_of,
     remove_older,
 )
 from engine.runtime.communication.collectives import (
@@ -91,7 +90,7 @@ def save_state(
         "options": merge_options([options for _, options in ranks]),
     }
     try:
-        with _torch_errors(lambda error, rank: cannot(unfinished, "written", error, rank)) as alone:
+        with _torch_errors(unfinished, "written") as alone:
             save({_ROOT: tensors}, checkpoint_id=unfinished, no_dist=alone)
         target = on_first_rank(lambda: finish_state(unfinished, progress.step, content))
     except DataError:  # raised on all ranks
@@ -119,7 +118,7 @@ def load_state(folder: Path, layers: Layers, optimizer: Optimizer | None) -> Pro
             " give the same model"
         )
     tensors = on_all_ranks(lambda: _to_load(newest, layers, optimizer))
-    with _torch_errors(lambda error, rank: _damaged(newest, error, rank)) as alone:
+    with _torch_errors(newest, "read") as alone:
         load({_ROOT: tensors}, checkpoint_id=newest, no_dist=alone)
     moments = _with_prefix(_OPTIMIZER, tensors)
     on_all_ranks(lambda: load_into(optimizer, layers, moments, content["options"]))
@@ -174,7 +173,8 @@ def _saved(state: Path) -> dict[str, TensorStorageMetadata]:
     try:
         found = FileSystemReader(state).read_metadata().state_dict_metadata.items()
     except Exception as error:  # a damaged pickle may raise anything
-        raise _damaged(state, error, dist.get_rank() if dist.is_initialized() else 0) from error
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        raise cannot(state, "read", error, rank) from error
     return {
         key.removeprefix(f"{_ROOT}."): entry
         for key, entry in found
@@ -202,16 +202,9 @@ def _check(
             )
 
 
-def _damaged(state: Path, error: Exception, rank: int) -> DataError:
-    return DataError(
-        f"{state} cannot be read: {reason_of(error)} (rank {rank});"
-        " remove it to use the state before it"
-    )
-
-
 @contextmanager
-def _torch_errors(describe: Callable[[Exception, int], DataError]) -> Iterator[bool]:
-    """Turn torch's errors of reading or writing a state into `describe(error, rank)`, on all ranks.
+def _torch_errors(path: Path, action: str) -> Iterator[bool]:
+    """Turn torch's errors of reading or writing a state into a DataError, on all ranks.
 
     Yields whether this is the only process, of which torch would warn.
     """
@@ -223,4 +216,4 @@ def _torch_errors(describe: Callable[[Exception, int], DataError]) -> Iterator[b
             rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
             if not isinstance(cause, Exception):
                 raise cause from None  # an interrupt
-            raise describe(cause, rank) from cause
+            raise cannot(path, action, cause, rank) from cause

@@ -101,10 +101,11 @@ def measure_layers(
     # measure
     with _preserve_gradients(local.layers.values()), preserve_rng(local.device):
         tables = _measure(local, groups, batches, options.repeats)
-    layers = range(len(kinds))
-    sent = np.array(
-        [[_sent_bytes(local, index, batch) for batch in batches] for index in layers], np.int64
-    )
+    sizes = [
+        [sum(spec.num_bytes for spec in local.specs(cut, batch).values()) for batch in batches]
+        for cut in range(1, len(kinds))
+    ]
+    sent = np.array([*sizes, [0] * len(batches)], np.int64)  # the last layer sends nothing
     # one cost per kind
     parts = _split_kinds(names, kinds, tables, local.first_trained)
     columns = _columns(tables, local.first_trained, apart=options.apart)
@@ -203,13 +204,6 @@ def _weights(layer: nn.Module) -> tuple[int, int, bool]:
         sum(weight.numel() for weight in weights),
         bool(trained_bytes),
     )
-
-
-def _sent_bytes(local: RankLayers, index: int, batch: Batch) -> int:
-    """Size of a layer's output for the next one; 0 for the last."""
-    if index + 1 == local.borders[-1]:
-        return 0
-    return sum(spec.num_bytes for spec in local.specs(index + 1, batch).values())
 
 
 def _split_kinds(
