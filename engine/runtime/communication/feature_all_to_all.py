@@ -69,15 +69,14 @@ def exchange_features(
         (), requires_grad=any(trained), device=features[names[0]].device if names else None
     )
     exchanges = tuple(_Exchange.of(routes[name], features[name].device) for name in names)
-    tensors = (features[name] for name in names)
     link, *received = _AllToAlls.apply(  # type: ignore[no-untyped-call]
-        anchor, exchanges, trained, group, *tensors
+        anchor, exchanges, trained, group, *(features[name] for name in names)
     )
     return ReceivedFeatures(features=dict(zip(names, received, strict=True)), link=link)
 
 
 class _Exchange(NamedTuple):
-    """A route's permutation and counts, on a device; reversed, that of the gradients."""
+    """A route's permutation and counts, on a device; in reverse order, that of the gradients."""
 
     send_places: Tensor
     send_counts: list[int]
@@ -130,10 +129,9 @@ class _AllToAlls(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        parts = zip(ctx.exchanges, ctx.trained, gradients[1:], strict=True)
         returned = [
             _Exchange(*exchange[::-1]).run(gradient, ctx.group) if wanted else None
-            for exchange, wanted, gradient in zip(
-                ctx.exchanges, ctx.trained, gradients[1:], strict=True
-            )
+            for exchange, wanted, gradient in parts
         ]
         return None, None, None, None, *returned

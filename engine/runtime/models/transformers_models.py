@@ -74,8 +74,7 @@ def _check_state(model: Any) -> None:
     """ConfigError if a model is set up so that a pipeline cannot train it."""
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise ConfigError(
-            "the model recomputes by itself; call gradient_checkpointing_disable(), for the plan"
-            " says what is recomputed"
+            "the model recomputes by itself, not by plan; call gradient_checkpointing_disable()"
         )
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         raise ConfigError(

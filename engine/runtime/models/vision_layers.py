@@ -109,8 +109,7 @@ def llava_vision(model: Any) -> list[SpecLayer]:
     kind = model.config.vision_config.model_type
     if kind not in ("clip_vision_model", "siglip_vision_model"):
         raise ConfigError(
-            f"LLaVA with a vision encoder {kind!r}: give one with clip_vision_model,"
-            " siglip_vision_model"
+            f"LLaVA with a vision encoder {kind!r}: give clip_vision_model or siglip_vision_model"
         )
     # the first versions 5 of transformers have the encoder one level deeper
     tower = getattr(model.model.vision_tower, "vision_model", model.model.vision_tower)

@@ -51,8 +51,7 @@ def first_samples(batch: Batch, share: float, image_token_id: int) -> Batch:
     """
     if getattr(batch, "audio_values", None) is not None:
         raise ConfigError(
-            f"a micro-batch with audio ({samples_text(batch)}) cannot be cut: profile with texts"
-            " and images only"
+            f"a micro-batch with audio ({samples_text(batch)}) cannot be cut: profile without audio"
         )
     count = _num_samples(batch, share)
     borders = batch.cu_seqlens[: count + 1]

@@ -58,15 +58,14 @@ class StepObserver:
                 f"the pipeline has {len(local.borders) - 1} stages on {len(groups.ranks)} ranks;"
                 " recomputation is adapted for one stage per rank"
             )
-        if not steps or not all(map(len, steps)):
+        sizes = list(map(len, steps))
+        if not steps or 0 in sizes:
             raise ConfigError(
-                f"steps have {[len(batches) for batches in steps]} micro-batches; give at least one"
-                " step, and no empty ones"
+                f"steps have {sizes} micro-batches; give at least one step, none empty"
             )
         if limit_bytes is None and local.device.type != "cuda":
             raise ConfigError(
-                "limit_bytes is None; give the memory of a rank in bytes, because there is no GPU"
-                " to ask"
+                "limit_bytes is None; without a GPU, give the memory of a rank in bytes"
             )
         self._pipeline, self._steps, self._optimizer = pipeline, steps, optimizer
         self._limit_bytes, self._device, self._groups = limit_bytes, local.device, groups
