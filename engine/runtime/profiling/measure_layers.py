@@ -30,14 +30,14 @@ from engine.runtime.communication.process_groups import ProcessGroups
 from engine.runtime.errors import peer_errors
 from engine.runtime.layer_rng import preserve_rng
 from engine.runtime.pipeline import Pipeline
-from engine.runtime.profiling._links import barrier, message_times
-from engine.runtime.profiling.layer_timing import (
+from engine.runtime.profiling._layer_timing import (
     LayerBytes,
     LayerTimes,
     stage_bytes,
     stage_inputs,
     stage_times,
 )
+from engine.runtime.profiling._links import barrier, message_times
 from engine.runtime.stage_executor import RankLayers
 from engine.runtime.stage_io import Batch, StageTensors
 
