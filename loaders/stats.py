@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from balance.types import IntArray
 from loaders.plan.steps import StepLoads, StepPlan
 
 _NOT_SUMMED = ("cache_hits", "dist_ratio_vit", "dist_ratio_llm")
@@ -52,8 +51,10 @@ class Meter:
         self._lock = threading.Lock()
         names = (field.name for field in fields(LoaderStats))
         self._sums: dict[str, Any] = {name: 0 for name in names if name not in _NOT_SUMMED}
-        self._vit, self._llm = _MeanDistRatio(), _MeanDistRatio()
-        self._loads: list[StepLoads] = []  # of steps not yet in these two
+        self._loads: list[StepLoads] = []  # of steps that are not in the ratios yet
+        # over complete rounds, or the first round until there is one; of ViT and LLM
+        self._num_rounds, self._ratio_sums = 0, np.zeros(2)
+        self._first_ratios: NDArray[np.float64] | None = None
 
     def add(self, **figures: float) -> None:
         """Add to figures of `LoaderStats`."""
@@ -73,38 +74,26 @@ class Meter:
     def stats(self, cache_hits: int) -> LoaderStats:
         """The figures so far."""
         self._add_loads()
+        ratios = np.zeros(2) if self._first_ratios is None else self._first_ratios
+        if self._num_rounds:
+            ratios = self._ratio_sums / self._num_rounds
+        vit, llm = ratios.tolist()
         with self._lock:
             return LoaderStats(
-                **self._sums,
-                cache_hits=cache_hits,
-                dist_ratio_vit=self._vit.ratio,
-                dist_ratio_llm=self._llm.ratio,
+                **self._sums, cache_hits=cache_hits, dist_ratio_vit=vit, dist_ratio_llm=llm
             )
 
     def _add_loads(self) -> None:
         loads, self._loads = self._loads, []
-        if loads:
-            complete = np.concatenate([each.complete for each in loads])
-            self._vit.add(np.concatenate([each.vit_tokens for each in loads], axis=1), complete)
-            self._llm.add(np.concatenate([each.llm_tokens for each in loads], axis=1), complete)
-
-
-class _MeanDistRatio:
-    """Mean dist ratio of complete rounds; of the first round if none is complete."""
-
-    def __init__(self) -> None:
-        self._sum, self._count, self._incomplete = 0.0, 0, 0.0
-        self._any = False
-
-    def add(self, loads: IntArray, complete: NDArray[np.bool_]) -> None:
-        """Count rounds by their loads, shape (dp, rounds), and `complete`, shape (rounds,)."""
-        most = loads.max(axis=0)
-        shares = (most - loads).mean(axis=0) / np.maximum(most, 1)
-        self._sum += float(shares[complete].sum())
-        self._count += int(complete.sum())
-        if not self._any and len(shares):
-            self._incomplete, self._any = float(shares[0]), True
-
-    @property
-    def ratio(self) -> float:
-        return self._sum / self._count if self._count else self._incomplete
+        if not loads:
+            return
+        # (2, dp, rounds)
+        tokens = np.concatenate([(each.vit_tokens, each.llm_tokens) for each in loads], axis=2)
+        complete = np.concatenate([each.complete for each in loads])
+        # (2, rounds), both
+        most = tokens.max(axis=1)
+        ratios = (most[:, None] - tokens).mean(axis=1) / np.maximum(most, 1)
+        self._ratio_sums += ratios[:, complete].sum(axis=1)
+        self._num_rounds += int(complete.sum())
+        if self._first_ratios is None:
+            self._first_ratios = ratios[:, 0]

@@ -1,7 +1,4 @@
-"""Saved positions of a loader, and which of them it resumes from. Pure.
-
-A state is plain JSON, the same on every rank, and resumes on any number of ranks and micro-batches.
-"""
+"""Saved positions of a loader: which of them it resumes from. Pure."""
 
 from typing import Any
 
@@ -16,14 +13,6 @@ _SAME = {
     "seed": "give the loader the seed of the run that saved it",
     "regroup": "give the loader the regroup and regroup_window of the run that saved it",
 }
-
-
-def make_state(
-    *, order: str, seed: int, epoch: int, stream: dict[str, Any], identity: dict[str, object]
-) -> dict[str, Any]:
-    """The state of a loader; `identity` is what its epochs are made of (`EpochSource.identity`)."""
-    position = {"version": STATE_VERSION, "order": order, "seed": seed, "epoch": epoch}
-    return {**position, "stream": stream, **identity}
 
 
 def check_state(state: dict[str, Any], own: dict[str, Any]) -> None:

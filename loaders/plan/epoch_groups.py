@@ -135,14 +135,11 @@ class MixedGroups:
         ]
         digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
         self.identity: dict[str, object] = {"manifest_hash": digest, "regroup": None}
-        self._made: tuple[int, Epoch] | None = None
 
     def epoch(self, number: int) -> Epoch:
         """Each build's share of its groups, sorted together."""
-        if self._made is None or self._made[0] != number:
-            chosen = [self._chosen(build, number) for build in range(len(self.builds))]
-            self._made = number, _MixedEpoch(self.builds, chosen, self._seed)
-        return self._made[1]
+        chosen = [self._chosen(build, number) for build in range(len(self.builds))]
+        return _MixedEpoch(self.builds, chosen, self._seed)
 
     def prepare(self, number: int) -> None:
         """Sorting takes .1 s per million groups: not worth a thread."""
@@ -206,19 +203,16 @@ class Regrouped:
             "manifest_hash": build.manifest.hash,
             "regroup": {"window_groups": window_groups},
         }
-        self._made: tuple[int, Epoch] | None = None
         # the epoch that is being made, the process that makes it, and the result
         self._pending: tuple[tuple[int, int], Future[Epoch]] | None = None
 
     def epoch(self, number: int) -> Epoch:
         """That epoch's groups, from `prepare` or made now."""
-        if self._made is None or self._made[0] != number:
-            pending, self._pending = self._pending, None
-            # a forked process does not have its parent's thread
-            is_pending = pending is not None and pending[0] == (number, os.getpid())
-            made = pending[1].result() if pending and is_pending else self._make(number)
-            self._made = number, made
-        return self._made[1]
+        pending, self._pending = self._pending, None
+        # a forked process does not have its parent's thread
+        if pending is not None and pending[0] == (number, os.getpid()):
+            return pending[1].result()
+        return self._make(number)
 
     def prepare(self, number: int) -> None:
         """Start to make that epoch's groups in a thread, unless that has been started."""

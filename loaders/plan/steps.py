@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,19 +20,17 @@ from balance.errors import ConfigError
 from balance.order.block_shuffle import BlockShuffle, GroupOrder
 from balance.steps.step_planner import StepAssignment, StepPlanner, StepRequest, check_assignment
 from balance.types import IntArray
-from loaders.plan._state import check_state, make_state
+from loaders.plan._state import STATE_VERSION, check_state
 from loaders.plan.epoch_groups import EpochSource, sample_counts
 from loaders.plan.selection import Selection
 
 Order = Literal["blocks", "random"]
 Remainder = Literal["pad", "drop"]
 
-_TOTALS = ("num_loss_tokens", "num_samples")
 _LLM_TOKENS = ("num_image_tokens", "num_text_tokens", "num_audio_tokens")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTotals:
+class StepTotals(NamedTuple):
     """Sums over all groups of a step, the same on every rank."""
 
     num_loss_tokens: int
@@ -110,6 +108,7 @@ class Steps:
     ) -> None:
         self._source, self._config, self._planner = source, config, planner
         self._vision = f"num_{vision_unit}"
+        self._epoch, self._groups = 0, source.epoch(0)
         self._start(0)
 
     def copy(self) -> Steps:
@@ -158,14 +157,15 @@ class Steps:
         )
 
     def state(self) -> dict[str, Any]:
-        """This position, plain JSON (`loaders.plan._state`)."""
-        return make_state(
-            order=self._config.order,
-            seed=self._config.seed,
-            epoch=self._epoch,
-            stream=self._stream.state(),
-            identity=self._source.identity,
-        )
+        """This position: plain JSON, the same on every rank, for any number of ranks."""
+        return {
+            "version": STATE_VERSION,
+            "order": self._config.order,
+            "seed": self._config.seed,
+            "epoch": self._epoch,
+            "stream": self._stream.state(),
+            **self._source.identity,
+        }
 
     def load(self, state: dict[str, Any]) -> None:
         """Move to `state`. ConfigError, and no move, if it is of other builds, order or seed."""
@@ -179,35 +179,26 @@ class Steps:
         """Start in the background what the next epoch needs, if that takes long."""
         self._source.prepare(self._epoch + 1)
 
-    def next(self) -> StepPlan:
-        """This rank's part of the next step; moves past it. ConfigError if the planner is wrong."""
-        return self.plan(1)[0]
-
     def plan(self, count: int) -> list[StepPlan]:
-        """This rank's part of the next steps of this epoch; faster than one by one."""
-        config, taken, streams = self._config, [], []
+        """This rank's part of the next steps of this epoch, and move past them.
+
+        Several are faster than one by one. ConfigError if the planner is wrong.
+        """
+        taken, streams = [], []
+        step_shape = self._config.dp_world_size, self._config.micro_batches
         for _ in range(min(count, self.remaining)):
             self._stream = self._stream.copy()
-            taken.append(
-                self._stream.take_step(
-                    config.dp_world_size, config.micro_batches, self._stream_loads
-                )
-            )
+            taken.append(self._stream.take_step(*step_shape, self._stream_loads))
             streams.append(self._stream)
         # (steps, dp, micro_batches)
-        steps = np.array(taken).reshape(len(taken), config.dp_world_size, config.micro_batches)
-        # (steps,)
-        loss_tokens, num_samples = (self._spread(steps, name).sum(axis=(1, 2)) for name in _TOTALS)
-        totals = [
-            StepTotals(num_loss_tokens=loss, num_samples=samples)
-            for loss, samples in zip(loss_tokens.tolist(), num_samples.tolist(), strict=True)
-        ]
+        steps = np.array(taken).reshape(len(taken), *step_shape)
+        # each (steps,)
+        sums = (self._spread(steps, name).sum(axis=(1, 2)).tolist() for name in StepTotals._fields)
+        totals = [StepTotals(*each) for each in zip(*sums, strict=True)]
         if self._planner is None:
             return self._stored(steps, totals, streams)
-        return [
-            self._planned(self._planner, step, total, stream)
-            for step, total, stream in zip(steps, totals, streams, strict=True)
-        ]
+        each_step = zip(steps, totals, streams, strict=True)
+        return [self._planned(self._planner, *each) for each in each_step]
 
     def move_past(self, plan: StepPlan) -> None:
         """Move to the position after `plan`, which a copy in the same epoch has made."""
@@ -221,7 +212,9 @@ class Steps:
         return num_samples
 
     def _start(self, epoch: int, state: dict[str, Any] | None = None) -> None:
-        groups, seed, stream = self._source.epoch(epoch), self._config.seed, state or {}
+        # made once, because regrouping takes seconds
+        groups = self._groups if epoch == self._epoch else self._source.epoch(epoch)
+        seed, stream = self._config.seed, state or {}
         if self._config.order == "random":
             from balance.order.global_shuffle import GlobalShuffle  # noqa: PLC0415  (see `loaders`)
 

@@ -105,7 +105,7 @@ def test_every_sample_once_per_epoch_whatever_the_ranks(
             steps.load(json.loads(state))
         assert len({steps.remaining for steps in ranks}) == 1
         for _ in range(min(num_steps, ranks[0].remaining)):
-            plans = [steps.next() for steps in ranks]
+            plans = [steps.plan(1)[0] for steps in ranks]
             given = [sample for plan in plans for sample in samples_of(plan.micro_batches, builds)]
             seen.update(given)
             check_step(plans, given, builds)
@@ -155,7 +155,7 @@ def test_hundreds_of_ranks_share_every_sample(build, world, order):
     for rank in range(world):
         steps = make_steps(source, rank, world, order=order)
         while steps.remaining:
-            seen.update(samples_of(steps.next().micro_batches, [build]))
+            seen.update(samples_of(steps.plan(1)[0].micro_batches, [build]))
     assert len(seen) == NUM_SAMPLES
     assert set(seen.values()) == {1}
 
@@ -164,7 +164,7 @@ def test_hundreds_of_ranks_share_every_sample(build, world, order):
 def test_the_dist_ratios_of_the_steps_are_those_that_the_metrics_predict(build, world):
     steps, meter = make_steps(StoredGroups(build), 0, world, micro_batches=2), Meter()
     while steps.remaining:
-        meter.add_step(steps.next(), 0)
+        meter.add_step(steps.plan(1)[0], 0)
     stream = BlockShuffle(num_groups=len(build.index), order=build.manifest.order, seed=0, epoch=0)
     rounds = []
     while stream.remaining:
@@ -242,7 +242,7 @@ def test_a_planner_that_loses_or_repeats_a_sample_is_refused(build, spoil, messa
         return StepAssignment(micro_batches=(spoil(work.micro_batches[0]), *work.micro_batches[1:]))
 
     with pytest.raises(ConfigError, match=message):
-        make_steps(StoredGroups(build), 0, 2, planner=planner).next()
+        make_steps(StoredGroups(build), 0, 2, planner=planner).plan(1)
 
 
 def test_tables_that_are_missing_or_of_another_build_are_refused(tmp_path):
