@@ -69,7 +69,7 @@ class StreamingLoader:
         )
         self._manifest = builds[0].manifest
         source = _epoch_source(builds, [weight for _, weight in datasets], config)
-        self._steps = Steps(source, config.step_config(), self.model.vision_unit, config.planner)
+        self._steps = Steps(source, config.step_config(), config.planner)
         self._reader, self._meter = SampleReader(builds), Meter()
         self._builder = StepBuilder(self._reader, self.model, config, self._meter)
         self._pid = os.getpid()

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -50,9 +49,6 @@ class StepBatches(list[MicroBatch]):
     ) -> None:
         super().__init__(batches)
         self.encoders, self.note = encoders, note
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StepBatches, (list(self), self.encoders, self.note)
 
 
 def plans_ahead(steps: Steps, reader: SampleReader) -> Iterator[StepPlan]:

@@ -171,10 +171,10 @@ def _audio_values(
         return torch.cat([torch.empty(0), *clips])
     mel_bins = model.audio_encoder.frame_values if model.audio_encoder else MEL_BINS
     if form == "features":
-        empty = torch.empty((0, mel_bins))
-        return torch.cat([empty, *(log_mel_frames(rule, clip, mel_bins) for clip in clips)])
-    empty = torch.empty((0, mel_bins, rule.window_frames))
-    return torch.cat([empty, *(log_mel_windows(rule, clip, mel_bins) for clip in clips)])
+        convert, empty = log_mel_frames, torch.empty((0, mel_bins))
+    else:
+        convert, empty = log_mel_windows, torch.empty((0, mel_bins, rule.window_frames))
+    return torch.cat([empty, *(convert(rule, clip, mel_bins) for clip in clips)])
 
 
 def _decode_clip(raw: StoredGroup, number: int, rule: AudioRule) -> Tensor:

@@ -42,7 +42,8 @@ def model_inputs(batch: MicroBatch, config: Any, *, always_encode: bool = True) 
     layout = _layout(config)
     if not batch.pixel_values.is_floating_point():
         raise ConfigError("pixel_values are raw (torch.uint8); use loaders.normalize first")
-    if (batch.image_grid_thw is not None) != layout.is_native:
+    is_native = "image_grid_thw" in layout.image_fields
+    if (batch.image_grid_thw is not None) != is_native:
         raise ConfigError(
             f"the micro-batch was not made for {config.model_type}; build with that model's preset"
         )
@@ -59,12 +60,11 @@ def model_inputs(batch: MicroBatch, config: Any, *, always_encode: bool = True) 
         # at least 1: a step without a label has the loss 0, not nan
         "num_items_in_batch": max(1, batch.num_loss_tokens),
     }
-    if layout.is_native:
+    if is_native:
         positions = torch.cat([batch.position_ids[None], _mrope(batch, config)])
         inputs["position_ids"] = positions[:, None]
     if len(batch.image_sizes):
-        inputs["pixel_values"] = batch.pixel_values
-        inputs |= layout.about_images(batch)
+        inputs |= {name: getattr(batch, name) for name in ("pixel_values", *layout.image_fields)}
     if "flash" in str(getattr(config, "_attn_implementation", None)):
         # else transformers finds the boundaries in position_ids, waiting for the GPU in every layer
         inputs |= {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
@@ -91,8 +91,8 @@ class _Layout:
     """What differs between models."""
 
     blank: Callable[[Any], _Blank]
-    about_images: Callable[[MicroBatch], dict[str, Tensor]] = lambda batch: {}
-    is_native: bool = False
+    image_fields: tuple[str, ...] = ()
+    """Fields of `MicroBatch` that are passed on with `pixel_values`."""
 
 
 def _layout(config: Any) -> _Layout:
@@ -219,16 +219,10 @@ def _blank_qwen(config: Any) -> _Blank:
     return _Blank(merge**2, 1, (side, side), (1, merge, merge))
 
 
-def _grids(batch: MicroBatch) -> dict[str, Tensor]:
-    return {} if batch.image_grid_thw is None else {"image_grid_thw": batch.image_grid_thw}
-
-
 _LAYOUTS: dict[Any, _Layout] = {
     "llava": _Layout(_blank_llava),
-    "llava_next": _Layout(
-        _blank_llava_next, about_images=lambda batch: {"image_sizes": batch.image_sizes}
-    ),
+    "llava_next": _Layout(_blank_llava_next, ("image_sizes",)),
     "internvl": _Layout(_blank_internvl),
-    "qwen2_vl": _Layout(_blank_qwen, about_images=_grids, is_native=True),
-    "qwen2_5_vl": _Layout(_blank_qwen, about_images=_grids, is_native=True),
+    "qwen2_vl": _Layout(_blank_qwen, ("image_grid_thw",)),
+    "qwen2_5_vl": _Layout(_blank_qwen, ("image_grid_thw",)),
 }

@@ -68,13 +68,13 @@ def _wav_samples(content: memoryview, header: WavHeader, data: memoryview) -> Ch
     num_bytes, rest = divmod(frame_bytes, max(num_channels, 1))
     known = (1, 2, 3, 4) if header.format == PCM else (4, 8)
     if num_channels < 1 or header.sampling_rate < 1 or rest or num_bytes not in known:
-        rate = f"{header.sampling_rate} samples/s"
-        what = f"{num_channels} channels in {frame_bytes} bytes at {rate}"
-        raise _broken(content, f"its header says {what}")
+        frame = f"{num_channels} channels in {frame_bytes} bytes"
+        raise _broken(content, f"its header says {frame} at {header.sampling_rate} samples/s")
     # the packer counts whole frames too
     values = np.frombuffer(data[: len(data) // frame_bytes * frame_bytes], dtype=np.uint8)
-    convert = _from_floats if header.format == FLOAT else _from_integers
-    return convert(values, num_bytes).reshape(-1, num_channels)
+    if header.format == PCM:
+        return _from_integers(values, num_bytes).reshape(-1, num_channels)
+    return values.view(f"<f{num_bytes}").astype(np.float32).reshape(-1, num_channels)
 
 
 def _from_integers(values: NDArray[np.uint8], num_bytes: int) -> NDArray[np.float32]:
@@ -90,10 +90,6 @@ def _from_integers(values: NDArray[np.uint8], num_bytes: int) -> NDArray[np.floa
     return values.view("<i4").astype(np.float32) / np.float32(1 << 31)
 
 
-def _from_floats(values: NDArray[np.uint8], num_bytes: int) -> NDArray[np.float32]:
-    return values.view("<f4" if num_bytes == 4 else "<f8").astype(np.float32)
-
-
 def _read_other(content: memoryview) -> tuple[Channels, int]:
     try:
         import soundfile  # noqa: PLC0415  (an optional dependency)
@@ -104,13 +100,11 @@ def _read_other(content: memoryview) -> tuple[Channels, int]:
     try:
         with soundfile.SoundFile(BytesIO(content)) as file:
             channels: Channels = file.read(dtype="float32", always_2d=True)
-            if file.frames != len(channels):
-                raise _broken(content, f"{len(channels)} of its {file.frames} samples are there")
-            return channels, file.samplerate
     except (soundfile.SoundFileError, RuntimeError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
         raise _broken(content, first_line(error)) from None
+    if file.frames != len(channels):
+        raise _broken(content, f"{len(channels)} of its {file.frames} samples are there")
+    return channels, file.samplerate
 
 
 def _broken(content: memoryview, reason: str) -> DataError:

@@ -55,7 +55,8 @@ def decode_pixels(
         try:
             size = plain_jpeg_size(memoryview(image_bytes).cast("B")) or _upright_size(image_bytes)
             if size is not None and counted in {None, size}:
-                return _decode_jpeg(image_bytes, size[1], size[0], target)
+                pixels = _scratch_pixels(size[1], size[0]) if target is None else target
+                return _decode_jpeg(image_bytes, pixels)
         except _DECODE_ERRORS:
             pass  # Pillow names the error, or can decode it
     pixels = np.array(decode(image_bytes, counted=counted))  # a copy: Pillow has 4 bytes per pixel
@@ -72,11 +73,7 @@ def _upright_size(image_bytes: bytes | memoryview) -> tuple[int, int] | None:
     return image.size if is_plain and image.getexif().get(_ORIENTATION) in _UPRIGHT else None
 
 
-def _decode_jpeg(
-    image_bytes: bytes | memoryview, height: int, width: int, target: Pixels | None
-) -> Pixels:
-    if target is None:
-        target = _scratch_pixels(height, width)
+def _decode_jpeg(image_bytes: bytes | memoryview, target: Pixels) -> Pixels:
     simplejpeg.decode_jpeg(np.frombuffer(image_bytes, np.uint8), "RGB", buffer=target)
     return target
 
@@ -136,13 +133,8 @@ def decode(
 def _reduction(rule: VisionRule, width: int, height: int) -> int:
     """How many times smaller an upright image may be decoded."""
     plan = plan_image(rule, width, height)
+    most = min(width / plan.resized_width, height / plan.resized_height) / _REDUCED_SIDES
     for scale in (8, 4, 2):
-        whole = width % scale == 0 and height % scale == 0
-        needed = _REDUCED_SIDES * scale
-        if (
-            whole
-            and width >= needed * plan.resized_width
-            and height >= needed * plan.resized_height
-        ):
+        if scale <= most and width % scale == height % scale == 0:
             return scale
     return 1

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from balance.media.image_tokens import ImagePlan, plan_image
+from balance.media.image_tokens import ImagePlan
 from balance.presets import AnyresRule, FixedRule, NativeRule, TilesRule, VisionRule
 from loaders.decode._buffer_pool import pixel_pool
 from loaders.decode.resize import Pixels, Resizer, patchify, resizer
@@ -41,21 +41,6 @@ def empty_patches(rule: VisionRule, rows: int) -> torch.Tensor:
     return block.view(rows, height, width, channels).permute(0, 3, 1, 2)
 
 
-def extract_patches(rule: VisionRule, image: Image.Image, *, exact: bool = False) -> torch.Tensor:
-    """The patches of an upright RGB image: uint8, (rows, *patch_shape(rule)).
-
-    Rows are `plan_image(...).num_patches`: tiles row by row and then the thumbnail (tiles), or the
-    whole image and then the tiles (anyres). At native resolution they are `num_vit_tokens` ViT
-    patches, in the order of the merger: the `merge_size` x `merge_size` patches of one LLM token
-    are neighbours. `exact` resizes as Pillow does, bit for bit. Raises ImageRejected as
-    `plan_image` does.
-    """
-    plan = plan_image(rule, image.width, image.height)
-    patches = empty_patches(rule, num_rows(rule, plan))
-    write_patches(patch_memory(rule, patches), rule, image, plan, exact=exact)
-    return patches
-
-
 def patch_memory(rule: VisionRule, patches: torch.Tensor) -> Pixels:
     """Contiguous view: (rows, side, side, 3), or (rows, 3, side, side) at native resolution."""
     array: Pixels = patches.numpy()
@@ -70,9 +55,12 @@ def write_patches(
     *,
     exact: bool = False,
 ) -> None:
-    """Write the patches of `image` into `memory`: `num_rows(rule, plan)` rows of `patch_memory`.
+    """Write the patches of an upright RGB image into `memory`: `num_rows` rows of `patch_memory`.
 
-    `plan` is that of the image in its full size; the image may have been decoded at a reduced one.
+    Tiles row by row, then the thumbnail; with anyres the whole image, then the tiles. At native
+    resolution the `merge_size` x `merge_size` ViT patches of one LLM token are neighbours, as the
+    merger takes them. `plan` is that of the image in its full size; the image may have been decoded
+    at a reduced one. `exact` resizes as Pillow does, bit for bit.
     """
     if isinstance(image, Image.Image) and image.mode != "RGB":
         raise ValueError(f"image of mode {image.mode}; give an RGB image, as `decode` returns it")

@@ -1,15 +1,14 @@
 """Groups of an epoch: stored, of several builds, or grouped again.
 
-For `loaders.plan.steps`. All three number an epoch's groups in sorted order
-(`balance.order.sort_groups`), so the same shuffles (`balance.order.block_shuffle`,
-`balance.order.global_shuffle`) apply to each. They depend on builds, seed and epoch alone, and read
-no shard.
-
-Several builds: their groups are sorted together, so each micro-batch mixes them and is as balanced
-as one build's. Weights are relative: an epoch is one pass over the builds of the largest weight,
-and weight / largest of a pass over the others, which the next epoch continues. So no group comes
-twice in an epoch, and none is ever lost.
+For `loaders.plan.steps`. Each source has `builds`, the `identity` that a state must agree with when
+a run resumes, and `epoch(number)`; `prepare(number)` starts in the background what takes long. An
+epoch numbers its groups in sorted order (`balance.order.sort_groups`), so the same shuffles
+(`balance.order.block_shuffle`, `global_shuffle`) apply to all three. It depends on builds, seed and
+number alone, and reads no shard: `order` is how a `BlockShuffle` cuts the groups, `column` and
+`samples` take some of them, `selection` says what to read for one.
 """
+
+from __future__ import annotations
 
 import hashlib
 import os
@@ -43,43 +42,6 @@ class PlannedBuild(Protocol):
         """Counts of each sample."""
 
 
-class Epoch(Protocol):
-    """The groups of one epoch, numbered from 0 in sorted order."""
-
-    @property
-    def order(self) -> OrderConfig:
-        """How a `BlockShuffle` cuts the sorted groups."""
-
-    def __len__(self) -> int: ...
-
-    def column(self, name: str, groups: IntArray) -> IntArray:
-        """Values of an integer column of the index for `groups`, int64, same shape."""
-
-    def selection(self, group: int) -> Selection:
-        """What to read for one group."""
-
-    def samples(self, groups: IntArray) -> SampleRefs:
-        """The samples of `groups`, group after group."""
-
-
-class EpochSource(Protocol):
-    """Makes each epoch's groups."""
-
-    @property
-    def builds(self) -> Sequence[PlannedBuild]:
-        """The builds that `SampleRefs.builds` counts."""
-
-    @property
-    def identity(self) -> dict[str, object]:
-        """Part of a state that must agree when a run resumes, plain JSON."""
-
-    def epoch(self, number: int) -> Epoch:
-        """The groups of epoch `number`."""
-
-    def prepare(self, number: int) -> None:
-        """Start to make that epoch's groups in the background, if that takes long."""
-
-
 def sample_counts(builds: Sequence[PlannedBuild], refs: SampleRefs) -> Counts:
     """What the samples cost."""
     columns = {name: np.empty(len(refs.places), np.int64) for name in COUNT_COLUMNS}
@@ -102,7 +64,7 @@ class StoredGroups:
     def __len__(self) -> int:
         return self.builds[0].manifest.num_groups
 
-    def epoch(self, number: int) -> Epoch:
+    def epoch(self, number: int) -> StoredGroups:
         """The same in every epoch."""
         return self
 
@@ -110,7 +72,7 @@ class StoredGroups:
         """There is nothing to do."""
 
     def column(self, name: str, groups: IntArray) -> IntArray:
-        """Values of an integer column of the index."""
+        """Values of an integer column of the index for `groups`, int64, same shape."""
         return self.builds[0].index.column(name, groups)
 
     def selection(self, group: int) -> Selection:
@@ -118,12 +80,17 @@ class StoredGroups:
         return (GroupSlice(0, group, None),)
 
     def samples(self, groups: IntArray) -> SampleRefs:
-        """All samples of the groups."""
+        """All samples of the groups, group after group."""
         return whole_groups(np.zeros_like(groups), groups, self.column("num_samples", groups))
 
 
 class MixedGroups:
-    """Groups of several builds, by weight."""
+    """Groups of several builds, sorted together, so that each micro-batch mixes them.
+
+    Weights are relative: an epoch is one pass over the builds of the largest weight, and weight /
+    largest of a pass over the others, which the next epoch continues. So no group comes twice in an
+    epoch, and none is ever lost.
+    """
 
     def __init__(self, builds: Sequence[PlannedBuild], weights: Sequence[float], seed: int) -> None:
         self.builds, self._seed = builds, seed
@@ -136,8 +103,8 @@ class MixedGroups:
         digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
         self.identity: dict[str, object] = {"manifest_hash": digest, "regroup": None}
 
-    def epoch(self, number: int) -> Epoch:
-        """Each build's share of its groups, sorted together."""
+    def epoch(self, number: int) -> _MixedEpoch:
+        """Each build's share of its groups."""
         chosen = [self._chosen(build, number) for build in range(len(self.builds))]
         return _MixedEpoch(self.builds, chosen, self._seed)
 
@@ -204,9 +171,9 @@ class Regrouped:
             "regroup": {"window_groups": window_groups},
         }
         # the epoch that is being made, the process that makes it, and the result
-        self._pending: tuple[tuple[int, int], Future[Epoch]] | None = None
+        self._pending: tuple[tuple[int, int], Future[_RegroupedEpoch]] | None = None
 
-    def epoch(self, number: int) -> Epoch:
+    def epoch(self, number: int) -> _RegroupedEpoch:
         """That epoch's groups, from `prepare` or made now."""
         pending, self._pending = self._pending, None
         # a forked process does not have its parent's thread
@@ -222,7 +189,7 @@ class Regrouped:
             self._pending = key, pool.submit(self._make, number)
             pool.shutdown(wait=False)
 
-    def _make(self, number: int) -> Epoch:
+    def _make(self, number: int) -> _RegroupedEpoch:
         table, unit = self.builds[0].samples, self.builds[0].manifest.model.vision_unit
         stored = table.groups
         from balance.order.regroup import regroup  # noqa: PLC0415  (see `loaders`)
@@ -263,3 +230,7 @@ class _RegroupedEpoch:
         samples = chosen.samples[np.lexsort((chosen.samples, owners))]
         rows = np.searchsorted(self._offsets, samples, side="right") - 1
         return SampleRefs(np.zeros_like(rows), rows, samples - self._offsets[rows])
+
+
+Epoch = StoredGroups | _MixedEpoch | _RegroupedEpoch
+EpochSource = StoredGroups | MixedGroups | Regrouped

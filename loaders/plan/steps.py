@@ -21,7 +21,7 @@ from balance.order.block_shuffle import BlockShuffle, GroupOrder
 from balance.steps.step_planner import StepAssignment, StepPlanner, StepRequest, check_assignment
 from balance.types import IntArray
 from loaders.plan._state import STATE_VERSION, check_state
-from loaders.plan.epoch_groups import EpochSource, sample_counts
+from loaders.plan.epoch_groups import Epoch, EpochSource, sample_counts
 from loaders.plan.selection import Selection
 
 Order = Literal["blocks", "random"]
@@ -94,20 +94,17 @@ class StepConfig:
 
 
 class Steps:
-    """A position in the steps of all epochs, from epoch 0 on; `vision_unit` as in `Limits`."""
+    """A position in the steps of all epochs, from epoch 0 on."""
 
     _stream: GroupOrder
     """Shared with plans and copies, so only a copy of it is moved."""
+    _groups: Epoch
 
     def __init__(
-        self,
-        source: EpochSource,
-        config: StepConfig,
-        vision_unit: str,
-        planner: StepPlanner | None = None,
+        self, source: EpochSource, config: StepConfig, planner: StepPlanner | None = None
     ) -> None:
         self._source, self._config, self._planner = source, config, planner
-        self._vision = f"num_{vision_unit}"
+        self._vision = f"num_{source.builds[0].manifest.model.vision_unit}"
         self._epoch, self._groups = 0, source.epoch(0)
         self._start(0)
 

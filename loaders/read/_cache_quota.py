@@ -7,7 +7,6 @@ All processes that use a folder keep one sum of its bytes, in a file that they c
 import contextlib
 import fcntl
 import os
-import struct
 import tempfile
 import time
 from array import array
@@ -25,7 +24,7 @@ LOCK_WAIT_S = 2.0
 """For a process that was stopped while it held the lock; until then nothing is stored."""
 _TEMPORARY = ".tmp-"
 _LEDGER = "size"
-_NUMBER = struct.Struct("<q")
+_LEDGER_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +192,8 @@ def _on_disk(size: int) -> int:
 
 
 def _get_number(descriptor: int) -> int:
-    content = os.pread(descriptor, _NUMBER.size, 0)
-    return int(_NUMBER.unpack(content)[0]) if len(content) == _NUMBER.size else 0
+    return int.from_bytes(os.pread(descriptor, _LEDGER_BYTES, 0), "little", signed=True)
 
 
 def _put_number(descriptor: int, value: int) -> None:
-    os.pwrite(descriptor, _NUMBER.pack(value), 0)
+    os.pwrite(descriptor, value.to_bytes(_LEDGER_BYTES, "little", signed=True), 0)

@@ -147,10 +147,7 @@ class Build:
         num_samples, *tokens = self.index.row(
             group, "num_samples", "num_image_tokens", "num_text_tokens", "num_audio_tokens"
         )
-        found = (
-            *(len(stored.sample_ids), len(stored.input_ids), len(stored.labels)),
-            len(stored.images),
-        )
+        found = tuple(map(len, (stored.sample_ids, stored.input_ids, stored.labels, stored.images)))
         expected = num_samples, sum(tokens), sum(tokens), len(stored.image_sizes)
         if found != expected:
             raise DamagedShard(

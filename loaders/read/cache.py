@@ -37,33 +37,25 @@ class Cache:
                 self._give_up(error)
 
     def read(self, name: str, size: int | None = None) -> bytes | None:
-        """The file, or None; it counts as used. One of another size than `size` is removed."""
-        if not self._limit:
-            return None
-        path = self._folder / name
+        """Content of the file, if it is there, as `path` gives it."""
+        path = self.path(name, size)
         try:
-            with path.open("rb", buffering=0) as file:
-                content = file.readall()
-            _mark_used(path)
+            return None if path is None else path.read_bytes()
         except OSError:
-            return None  # not there, or removed between the two
-        if size is not None and len(content) != size:
-            self.remove(name)  # or it would stand in the way of the right one
-            return None
-        return content
+            return None  # removed between the two
 
-    def path(self, name: str, size: int) -> Path | None:
+    def path(self, name: str, size: int | None = None) -> Path | None:
         """Path of the file, if it is there; it counts as used. One of another size is removed."""
         if not self._limit:
             return None
         path = self._folder / name
         try:
             _mark_used(path)
-            if path.stat().st_size == size:
+            if size in (None, path.stat().st_size):
                 return path
         except OSError:
             return None
-        self.remove(name)
+        self.remove(name)  # or it would prevent the right one
         return None
 
     def has(self, name: str) -> bool:
@@ -79,9 +71,8 @@ class Cache:
         """Store a file (anything with the buffer protocol), whole or not at all."""
         view = memoryview(content).cast("B")  # type: ignore[arg-type]
         with self.writing(name, len(view)) as descriptor:
-            if descriptor is None:
-                return
-            write_at(descriptor, view, 0)
+            if descriptor is not None:
+                write_at(descriptor, view, 0)
 
     @contextlib.contextmanager
     def writing(self, name: str, size: int) -> Iterator[int | None]:

@@ -154,17 +154,17 @@ class LocalMedia:
 
     def read(self, names: Sequence[str], owners: Sequence[str], where: str) -> list[bytes]:
         """Contents of the files. DataError with the sample and the file if one cannot be read."""
-        return [self._read(name, owner, where) for name, owner in zip(names, owners, strict=True)]
-
-    def _read(self, name: str, owner: str, where: str) -> bytes:
-        path = self._root / name
-        try:
-            return path.read_bytes()
-        except OSError as error:
-            raise DataError(
-                f"sample {owner!r} ({where}): image {path} cannot be read ({error.strerror}); "
-                "restore it"
-            ) from None
+        contents = []
+        for name, owner in zip(names, owners, strict=True):
+            path = self._root / name
+            try:
+                contents.append(path.read_bytes())
+            except OSError as error:
+                raise DataError(
+                    f"sample {owner!r} ({where}): image {path} cannot be read ({error.strerror}); "
+                    "restore it"
+                ) from None
+        return contents
 
 
 def group_place(manifest: Manifest, index: GroupIndex, group: int) -> str:

@@ -95,8 +95,8 @@ class RemoteShards:
 
     def __init__(self, store: RangeReader, manifest: Manifest, cache: Cache) -> None:
         self._store, self._manifest = store, manifest
-        self._files = _RemoteFiles(store, manifest, cache)
-        self.index = GroupIndex(self._files.open(INDEX_NAME), manifest.num_groups)
+        self.open_file = _RemoteFiles(store, manifest, cache).open
+        self.index = GroupIndex(self.open_file(INDEX_NAME), manifest.num_groups)
         self.cache = WriteBehind(cache)
         self.cache_hits = 0
         self._ahead: OrderedDict[int, tuple[Future[Any], Request]] = OrderedDict()
@@ -165,10 +165,6 @@ class RemoteShards:
     def release(self, group: int) -> None:
         """Nothing: its memory is freed with the last view of it."""
 
-    def open_file(self, name: str) -> pa.NativeFile:
-        """The index or a table. DamagedShard if it is not what the manifest says."""
-        return self._files.open(name)
-
     def cancel(self) -> None:
         """Cancel what is under way and forget what was asked for ahead."""
         with self._lock:
@@ -232,7 +228,7 @@ class _RemoteFiles:
         self._store, self._manifest, self._cache = store, manifest, cache
 
     def open(self, name: str) -> pa.NativeFile:
-        """The file. DamagedShard if it is not what the manifest says."""
+        """The index or a table. DamagedShard if it is not what the manifest says."""
         file = self._manifest.file(name)
         # a process that fetches gets the time of a request for all of it
         with self._cache.alone(name, self._store.time_limit_s + file.size / SLOWEST_BYTES_PER_S):

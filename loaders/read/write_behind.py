@@ -36,20 +36,16 @@ class WriteBehind:
 
     def read(self, name: str, size: int | None = None) -> Any:
         """The file's content, bytes or a buffer; None if it is not there."""
-        queue = self._queue
-        content = queue.find(name) if queue is not None else None
+        content = self._waiting(name)
         return self._cache.read(name, size) if content is None else content
 
     def has(self, name: str) -> bool:
         """Whether the file is there now."""
-        queue = self._queue
-        return (queue is not None and queue.find(name) is not None) or self._cache.has(name)
+        return self._waiting(name) is not None or self._cache.has(name)
 
     def write(self, name: str, content: Any) -> None:
         """Store a file (a buffer that must not change), whole or not at all, later."""
-        if not self._cache.is_storing:
-            return
-        if not self._running().put(name, content):
+        if self._cache.is_storing and not self._running().put(name, content):
             self._cache.write(name, content)
 
     def remove(self, name: str) -> None:
@@ -65,6 +61,10 @@ class WriteBehind:
         if queue is not None:
             queue.end()
 
+    def _waiting(self, name: str) -> Any:
+        queue = self._queue
+        return None if queue is None else queue.contents.get(name)
+
     def _running(self) -> _Queue:
         """The queue, and a thread that works it off; new ones in a fork, which has no threads."""
         with self._lock:
@@ -79,7 +79,7 @@ class _Queue:
 
     def __init__(self, cache: Cache, max_bytes: int) -> None:
         self.pid, self._max_bytes = os.getpid(), max_bytes
-        self._contents: OrderedDict[str, Any] = OrderedDict()
+        self.contents: OrderedDict[str, Any] = OrderedDict()
         self._num_bytes = 0
         self._writing = ""
         self._changed = threading.Condition()
@@ -90,28 +90,25 @@ class _Queue:
         )
         self._thread.start()
 
-    def find(self, name: str) -> Any:
-        return self._contents.get(name)
-
     def put(self, name: str, content: Any) -> bool:
         """Whether there was room for it."""
         with self._changed:
-            if name in self._contents:
+            if name in self.contents:
                 return True
             if self._ended or self._num_bytes + len(content) > self._max_bytes:
                 return False
-            self._contents[name] = content
+            self.contents[name] = content
             self._num_bytes += len(content)
             self._last_put = time.monotonic()
-            if len(self._contents) == 1 or self._num_bytes > MUCH * self._max_bytes:
+            if len(self.contents) == 1 or self._num_bytes > MUCH * self._max_bytes:
                 self._changed.notify_all()
             return True
 
     def forget(self, name: str) -> None:
         """Never store it; wait for it if that is under way."""
         with self._changed:
-            if self._writing != name and name in self._contents:
-                self._num_bytes -= len(self._contents.pop(name))
+            if self._writing != name and name in self.contents:
+                self._num_bytes -= len(self.contents.pop(name))
             while self._writing == name:
                 self._changed.wait()
 
@@ -126,7 +123,7 @@ class _Queue:
             if threading.current_thread() is self._thread:  # whose memory was just tidied up
                 self._ended = True
                 return
-            while self._contents and (left := deadline - time.monotonic()) > 0:
+            while self.contents and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
             self._ended = True
             self._changed.notify_all()
@@ -135,10 +132,10 @@ class _Queue:
     def _wait_s(self) -> float | None:
         """How long nothing is to be stored; None: until something comes."""
         if self._ended or (
-            self._contents and (self._hurrying or self._num_bytes > MUCH * self._max_bytes)
+            self.contents and (self._hurrying or self._num_bytes > MUCH * self._max_bytes)
         ):
             return 0
-        return max(0.0, self._last_put + PAUSE_S - time.monotonic()) if self._contents else None
+        return max(0.0, self._last_put + PAUSE_S - time.monotonic()) if self.contents else None
 
     def work(self, cache: Cache) -> None:
         """What the thread does."""
@@ -149,10 +146,10 @@ class _Queue:
                     self._changed.wait(wait_s)
                 if self._ended:
                     return
-                self._writing, content = next(iter(self._contents.items()))
+                self._writing, content = next(iter(self.contents.items()))
             cache.write(self._writing, content)
             with self._changed:
-                self._num_bytes -= len(self._contents.pop(self._writing))
+                self._num_bytes -= len(self.contents.pop(self._writing))
                 self._writing = ""
                 self._changed.notify_all()
             del content

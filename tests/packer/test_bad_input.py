@@ -21,7 +21,6 @@ from balance.errors import DataError
 from balance.media.image_tokens import plan_image
 from balance.presets import load_model
 from loaders import StreamingLoader
-from loaders.decode import pixels
 from packer.build import Builder
 from packer.config import BuildConfig
 from packer.demo.dataset import demo_tokenizer_path
@@ -31,6 +30,7 @@ from packer.report.build_summary import BuildSummary
 from support.builds.bad_pictures import PNG
 from support.builds.bad_samples import BUILDS, CASES, DOCS, LINKS, OUTSIDE, rows_of
 from support.builds.raw_data import options, record
+from support.loading.extract_patches import extract_patches
 
 RULE = load_model("tiny").vision
 NUM_GOOD = 3
@@ -185,7 +185,7 @@ def test_what_is_used_reaches_the_model_as_transformers_loads_it(builds, fed, ca
         assert row["num_image_tokens"] == sum(plan.num_image_tokens for plan in plans)
         ids, cut = samples[row["sample_id"]]
         assert len(ids) == row["seq_len"]
-        expected = [pixels.extract_patches(RULE, image) for image in images]
+        expected = [extract_patches(RULE, image) for image in images]
         assert torch.equal(cut, torch.cat([cut[:0], *expected]))
 
 

@@ -37,7 +37,7 @@ def test_steps_are_those_of_the_loaders(demo_build, dp, micro_batches):
         order="blocks",
     )
     (opened,) = open_builds([demo_build])
-    plans = Steps(StoredGroups(opened), config, opened.manifest.model.vision_unit).plan(num_steps)
+    plans = Steps(StoredGroups(opened), config).plan(num_steps)
     shape = num_steps, dp, micro_batches
     vit, llm = tokens_of(loads)
     np.testing.assert_array_equal(

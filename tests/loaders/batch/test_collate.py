@@ -21,11 +21,11 @@ from balance.presets import load_model
 from loaders.batch.collate import collate
 from loaders.batch.micro_batch import MicroBatch
 from loaders.config import LoaderConfig
-from loaders.decode import pixels
 from loaders.decode.image import decode
 from loaders.decode.log_mel import log_mel_frames, log_mel_windows
 from loaders.plan.steps import StepTotals
 from shards.stored_group import EMPTY_GROUP, StoredGroup
+from support.loading.extract_patches import extract_patches
 
 MODEL = load_model("tiny_audio")
 RULE = MODEL.audio
@@ -142,10 +142,7 @@ def test_clips_are_never_dropped_for_want_of_a_rule(group: StoredGroup) -> None:
 def test_pixels_are_those_of_each_image_in_order(group: StoredGroup) -> None:
     for exact in (False, True):
         batch = _collate(group, exact_resize=exact)
-        each = [
-            pixels.extract_patches(MODEL.vision, decode(image), exact=exact)
-            for image in group.images
-        ]
+        each = [extract_patches(MODEL.vision, decode(image), exact=exact) for image in group.images]
         assert torch.equal(batch.pixel_values, torch.cat(each))
         assert batch.patches_per_image.tolist() == [len(patches) for patches in each]
 

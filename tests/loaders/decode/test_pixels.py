@@ -19,7 +19,6 @@ from balance.presets import AnyresRule, NativeRule, load_model
 from loaders.decode.image import decode
 from loaders.decode.pixels import (
     _normalize_on_device,
-    extract_patches,
     normalize,
     patch_memory,
     patch_shape,
@@ -27,6 +26,7 @@ from loaders.decode.pixels import (
 )
 from loaders.decode.resize import LEVELS
 from support.cases import for_each
+from support.loading.extract_patches import extract_patches
 from support.oracles.reference_processors import random_image, reference_processor
 
 PRESETS = preset_names("models")

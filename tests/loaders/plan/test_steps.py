@@ -62,7 +62,7 @@ def make_steps(
         remainder=remainder,
         order=order,
     )
-    return Steps(source, config, "image_patches", planner)
+    return Steps(source, config, planner)
 
 
 def samples_of(items, builds):
