@@ -28,9 +28,8 @@ class LoaderConfig:
     """How a loader orders, reads and decodes builds. ConfigError names an option that is wrong."""
 
     dp_rank: int | None = None
-    """Data-parallel rank of this process. By default the rank in torch.distributed's default group
-    if that is initialised when the loader is made, else 0. That is right for plain data
-    parallelism; with pipeline or tensor parallelism give both this and `dp_world_size`.
+    """Data-parallel rank of this process; by default the rank in torch.distributed's group if that
+    is initialised, else 0. With pipeline or tensor parallelism give this and `dp_world_size`.
     """
     dp_world_size: int | None = None
     """Number of data-parallel ranks; by default the size of torch.distributed's group, else 1."""
@@ -40,26 +39,20 @@ class LoaderConfig:
     """Seed of the order, the same on all ranks."""
     order: Order = "blocks"
     """"blocks" balances each micro-batch across ranks. "random" draws a step's groups at random and
-    balances each rank's sum over the step: for ranks that synchronise once per step, with eight or
-    more micro-batches.
+    balances ranks' sums: for ranks that synchronise once per step of eight or more micro-batches.
     """
     remainder: Remainder = "pad"
-    """Last step of an epoch that lacks groups: "pad" fills it up with empty micro-batches, so that
-    every sample is seen; "drop" leaves it out and counts its samples in `num_dropped_samples`. An
-    epoch without any step is a ConfigError when it begins.
+    """Last step of an epoch that lacks groups: "pad" fills it up with empty micro-batches; "drop"
+    leaves it out and counts its samples in `num_dropped_samples`. No step at all is a ConfigError.
     """
     regroup: Literal["epoch"] | None = None
     """"epoch" groups the samples again in every epoch, within windows of stored groups."""
     regroup_window: int = 4096
     """Stored groups of a window."""
     planner: StepPlanner | None = None
-    """Planner that packs each step again (`balance.steps.step_planner`); `step.encoders` then holds
-    the batches that this rank encodes.
-    """
+    """Planner that packs each step again (`balance.steps.step_planner`); see `StepBatches`."""
     workers: int | None = None
-    """Threads that read and decode coming steps; by default one per core of this rank, up to 8.
-    With 0 the caller's thread does it.
-    """
+    """Threads that read and decode; by default one per core of this rank, up to 8. 0: none."""
     prefetch_bytes: int = 1 << 30
     """Limit of what the threads make in advance, beyond one step."""
     device: torch.device | str | None = None
@@ -93,8 +86,7 @@ class LoaderConfig:
             raise ConfigError(f"workers is {self.workers}; use 0 for none, or a number of threads")
         if self.pixel_dtype != torch.uint8 and not self.pixel_dtype.is_floating_point:
             raise ConfigError(
-                f"pixel_dtype is {self.pixel_dtype}; use torch.uint8 (raw) or a floating type "
-                "(normalised)"
+                f"pixel_dtype is {self.pixel_dtype}; use torch.uint8 (raw) or a floating type"
             )
 
     def _check_ranks(self) -> None:

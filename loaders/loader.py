@@ -41,10 +41,20 @@ class StreamingLoader:
     the build of the largest, and a share of a pass over others, which the next epoch continues.
     Options are the fields of `LoaderConfig`; those given as keywords replace `config`'s.
 
-    An iterator continues where the last one stopped, also in the middle of an epoch; after a
-    complete pass the next one starts the next epoch. A new iterator, `load_state_dict` and `close`
-    end the one before.
+    An iterator continues where the last one stopped, also in the middle of an epoch; after a whole
+    pass it starts the next epoch. A new iterator, `load_state_dict` and `close` end the one before.
     """
+
+    model: ModelPreset
+    """Model preset that the build was made for."""
+    image_token_id: int
+    """Token in `input_ids` that vision features replace."""
+    audio_token_id: int | None
+    """Token in `input_ids` that audio features replace; None without an audio encoder."""
+    vocab_size: int
+    """Size of the build's vocabulary."""
+    num_dropped_samples: int
+    """Samples left out by `remainder="drop"`, over all epochs that this loader has finished."""
 
     def __init__(
         self,
@@ -57,7 +67,6 @@ class StreamingLoader:
         # fixed now: worker processes, which get a copy, are not in torch.distributed's group
         self._url, self._config = url, replace(config, dp_rank=rank, dp_world_size=size)
         self.num_dropped_samples = 0
-        """Samples left out by `remainder="drop"`, over all epochs that this loader has finished."""
         self._open()
 
     def _open(self) -> None:
@@ -67,7 +76,10 @@ class StreamingLoader:
         builds = open_builds(
             [url for url, _ in datasets], image_root=config.image_root, options=config.storage
         )
-        self._manifest = builds[0].manifest
+        manifest = builds[0].manifest
+        self.model, self.vocab_size = manifest.model, manifest.vocab_size
+        self.image_token_id = manifest.image_token_id
+        self.audio_token_id = manifest.audio_token_id
         source = _epoch_source(builds, [weight for _, weight in datasets], config)
         self._steps = Steps(source, config.step_config(), config.planner)
         self._reader, self._meter = SampleReader(builds), Meter()
@@ -81,26 +93,6 @@ class StreamingLoader:
         return self._steps.epoch
 
     @property
-    def model(self) -> ModelPreset:
-        """Model preset that the build was made for."""
-        return self._manifest.model
-
-    @property
-    def image_token_id(self) -> int:
-        """Token in `input_ids` that vision features replace."""
-        return self._manifest.image_token_id
-
-    @property
-    def audio_token_id(self) -> int | None:
-        """Token in `input_ids` that audio features replace; None without an audio encoder."""
-        return self._manifest.audio_token_id
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the build's vocabulary."""
-        return self._manifest.vocab_size
-
-    @property
     def remaining_steps(self) -> int:
         """Steps until the epoch ends: what the next iterator gives."""
         return self._steps.remaining
@@ -111,8 +103,7 @@ class StreamingLoader:
 
     def __iter__(self) -> Iterator[StepBatches]:
         if os.getpid() != self._pid:
-            # a fork has no copies of the threads, and locks that they held would never be free:
-            # open all again
+            # a fork lacks the threads, and locks that they held are never released: open all again
             self.__setstate__(self.__getstate__())
         self._end_iterator()
         if self._steps.is_after_last:
@@ -158,8 +149,7 @@ class StreamingLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume with the step after the one that `state` was taken after, on any number of ranks.
 
-        Raises ConfigError, and changes nothing, if the state is of another build, order, seed or
-        version.
+        ConfigError, and no change, if it is of another build, order, seed or version.
         """
         self._steps.load(state)
         self._end_iterator()

@@ -1,8 +1,7 @@
 """Prefetching: `Prefetcher` makes coming steps in threads, in order.
 
 For the loader; knows nothing of batches. Threads, not processes: decoding and resizing release the
-GIL, and nothing has to be copied between processes. The threads also ask for the next step, so the
-training thread does not plan either.
+GIL, and nothing is copied. They also ask for the next step, so the training thread plans nothing.
 
 Bounded: at most `max_bytes` of work is done or in progress, but at least one step, and at most
 STEPS_PER_WORKER steps per thread. The first step is given when its own parts are done, whatever

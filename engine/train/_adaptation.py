@@ -56,9 +56,7 @@ class RecomputeAdapter:
         limit_bytes = config.memory_bytes
         if limit_bytes is None and not self._on_gpu:
             if plan is None:
-                raise ConfigError(
-                    "--recompute adapt on a CPU: give the memory of a rank with --memory-gib"
-                )
+                raise ConfigError("--recompute adapt on a CPU needs --memory-gib, a rank's memory")
             limit_bytes = plan.memory_bytes
         self._evidence: Path | None = config.state / "recompute.json" if config.state else None
         self._options = AdaptOptions(
@@ -98,8 +96,7 @@ class RecomputeAdapter:
         """Set as little recomputation as fits, after a step of training. Gradients are dropped.
 
         If not even full recomputation leaves the reserve: InfeasiblePlan after the first step;
-        after a later one, which has just run so, everything stays recomputed. DataError if the
-        evidence cannot be written.
+        after a later one, everything stays recomputed. DataError if evidence cannot be written.
         """
         device = batches[0].input_ids.device
         others = list(self._steps)[1 - MOST_STEPS :]

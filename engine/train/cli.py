@@ -32,12 +32,8 @@ def command(
     def call(**options: Any) -> None:
         run(kind(**options))
 
-    types, signature = get_type_hints(kind, include_extras=True), inspect.signature(kind)
-    parameters = [
-        each.replace(annotation=types[name]) for name, each in signature.parameters.items()
-    ]
-    call.__doc__, call.__annotations__ = text, types
-    call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    call.__doc__, call.__annotations__ = text, get_type_hints(kind, include_extras=True)
+    call.__signature__ = inspect.signature(kind)  # type: ignore[attr-defined]
     return call
 
 

@@ -151,8 +151,7 @@ class TrainConfig(RunConfig):
             raise ConfigError("--reserve-gib is for --recompute adapt: give both, or neither")
         if self.memory_gib is not None and not (adapts or self.tune):
             raise ConfigError(
-                "--memory-gib is for --recompute adapt and --tune: give one of them, or plan with"
-                " this --memory-gib"
+                "--memory-gib is for --recompute adapt and --tune: give either, or plan with it"
             )
 
     @property

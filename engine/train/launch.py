@@ -10,8 +10,7 @@ from engine.train.config import RunConfig
 
 def join_ranks(config: RunConfig) -> torch.device:
     """Meet the other ranks; -> this rank's device. Without torchrun it is the only rank."""
-    # Before CUDA starts: operations that wait for the whole GPU would hang while NCCL's kernels
-    # spin (docs/results/gpu.md).
+    # before CUDA starts: else what waits for the whole GPU hangs in NCCL (docs/results/gpu.md)
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     torch.set_num_threads(config.threads)

@@ -44,9 +44,8 @@ def apply_plan(plan: Plan, model: PipelineModel, num_ranks: int) -> None:
     parallel = plan.parallel
     if parallel.tp != 1 or parallel.pp != num_ranks:
         raise ConfigError(
-            f"the plan is for pipelines of {parallel.pp} ranks, tp {parallel.tp}; here are"
-            f" {num_ranks}: start {parallel.pp} processes per replica, or plan with"
-            f" --pp {num_ranks} --tp 1"
+            f"the plan is for pipelines of {parallel.pp} ranks, tp {parallel.tp}: start"
+            f" {parallel.pp} processes per replica, or plan with --pp {num_ranks} --tp 1"
         )
     if plan.layer_names != model.names or _widths(plan.model) != _widths(model.preset):
         raise ConfigError(

@@ -75,8 +75,7 @@ def first_of_all_phases(source: StepSource, model: ModelPreset) -> list[Batch]:
             return list(batches)
     raise ConfigError(
         f"none of the first {MOST_STEPS} steps has something for each of {' and '.join(phases)}:"
-        " give more --micro-batches-per-step, or a build with images; or plan with"
-        " `python -m engine plan`"
+        " give more --micro-batches-per-step, a build with images, or use `python -m engine plan`"
     )
 
 

@@ -102,6 +102,5 @@ def check_same_step(note: StepNote) -> None:
         dist.all_reduce(both, op=dist.ReduceOp.MAX)
     if int(both.sum()):
         raise ConfigError(
-            "the ranks tuned the step differently: give all of them the same build, plan and"
-            " profile"
+            "the ranks tuned the step differently: give all the same build, plan and profile"
         )

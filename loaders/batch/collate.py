@@ -1,8 +1,7 @@
 """Stored samples to tensors: `collate` makes a `MicroBatch`.
 
-For the loader. The image and audio tokens in `input_ids` were counted at build, and a file that has
-changed since would no longer fill them. So each image's size and each clip's length is compared
-with what was counted.
+For the loader. Image and audio tokens in `input_ids` were counted at build, and a file that changed
+since would no longer fill them. So each image's size and each clip's length is checked.
 """
 
 from collections.abc import Callable, Sequence

@@ -26,20 +26,17 @@ class MicroBatch:
     """int64, (tokens,). The image token is repeated once per LLM token of an image."""
     labels: Tensor
     """int64, (tokens,). Aligned with `input_ids`, -100 = no loss: the model shifts, e.g. with
-    `loaders.shift_labels`. A shift across the whole sequence would train the last token of a sample
-    to predict the first of the next.
+    `loaders.shift_labels`. A plain shift would train each sample to predict the next one's start.
     """
     position_ids: Tensor
     """int64, (tokens,). From 0 in each sample."""
     cu_seqlens: Tensor
     """int32, (num_samples + 1,). Boundaries of the samples, as flash attention takes them."""
     pixel_values: Tensor
-    """(patches, 3, image_size, image_size), in the order of the images in `input_ids`,
-    `channels_last` in memory.
+    """(patches, 3, image_size, image_size), images as in `input_ids`; `channels_last` in memory.
 
     At native resolution one row per ViT token: (ViT tokens, 3 * frames * side * side) normalised,
-    (ViT tokens, 3, side, side) if the loader's `pixel_dtype` is uint8; `loaders.normalize` makes
-    the former of the latter.
+    or raw (`pixel_dtype` is uint8), before `loaders.normalize`, (ViT tokens, 3, side, side).
     """
     patches_per_image: Tensor
     """int64, (images,). Patches of each image; at native resolution always 1."""
@@ -60,8 +57,7 @@ class MicroBatch:
     audio_frames: Tensor | None = None
     """int64, (windows,). Frames of each window; all of a clip's windows but the last are full.
 
-    As a mask, `feature_attention_mask` of Qwen2-Audio: `arange(window_frames) < audio_frames[:,
-    None]`.
+    Qwen2-Audio's `feature_attention_mask` is `arange(window_frames) < audio_frames[:, None]`.
     """
     images: Sequence[bytes | memoryview] = ()
     """Encoded image files with the loader's `decode_images=False`, in the order of `image_sizes`;
@@ -70,8 +66,7 @@ class MicroBatch:
     num_loss_tokens: int
     """Tokens with a label in the whole step, over all ranks and micro-batches.
 
-    The divisor of every loss sum: sums of losses and gradients over ranks and micro-batches then
-    equal those of the step as one batch.
+    The divisor of every loss sum: losses and gradients then add up to those of the whole step.
     """
     num_step_samples: int
     """Samples in the whole step, over all ranks and micro-batches."""

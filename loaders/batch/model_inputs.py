@@ -3,8 +3,7 @@
 For trainers that run LLaVA, LLaVA-NeXT, InternVL, Qwen2-VL or Qwen2.5-VL. Needs only the model's
 config, and imports nothing of transformers. Avoids what transformers accepts and computes wrongly:
 samples would see each other with a key-value cache, with an attention mask, or, in Qwen2-VL, with
-three rows of `position_ids` instead of four. Pure; call it before the tensors move to a GPU,
-because it reads their values.
+three rows of `position_ids` instead of four. Pure; reads tensors' values, so call it on the CPU.
 """
 
 from collections.abc import Callable
@@ -99,17 +98,13 @@ def _layout(config: Any) -> _Layout:
     layout = _LAYOUTS.get(getattr(config, "model_type", None))
     if layout is None:
         name = getattr(config, "model_type", type(config).__name__)
-        raise ConfigError(
-            f"model type {name!r}: give a transformers config of {', '.join(_LAYOUTS)}"
-        )
+        raise ConfigError(f"model type {name!r}: give a config of {', '.join(_LAYOUTS)}")
     return layout
 
 
 def _check_media(batch: MicroBatch, config: Any) -> None:
     if batch.audio_lengths is not None and len(batch.audio_lengths):
-        raise ConfigError(
-            f"the micro-batch has audio clips, but {config.model_type} has no audio encoder"
-        )
+        raise ConfigError(f"there are audio clips, but {config.model_type} has no audio encoder")
     if not len(batch.image_sizes) and bool((batch.input_ids == config.image_token_id).any()):
         raise ConfigError(
             f"image tokens ({config.image_token_id}) without images: a planner gave them to "
@@ -146,9 +141,8 @@ def _labels(batch: MicroBatch) -> Tensor:
 def _mrope(batch: MicroBatch, config: Any) -> Tensor:
     """Qwen2-VL's rotary positions (frame, row, column), (3, tokens), from 0 in each sample.
 
-    Text counts up in all three rows. An image is at the position where the text before it ended,
-    plus row and column of the merged patch; the text after it continues after the larger of its
-    sides (arXiv 2409.12191, section 2.1).
+    Text counts up in all three rows. An image starts where the text before it ended, plus row and
+    column of the merged patch; the text after it, after its larger side (arXiv 2409.12191, 2.1).
     """
     merge = config.vision_config.spatial_merge_size
     thw = batch.image_grid_thw

@@ -1,9 +1,8 @@
 """Memory for pixels that is used again.
 
 Memory that is new to a process costs a tenth to a third of decoding into it: the system zeroes each
-page and enters it into a table at its first use, and allocators give large blocks back as soon as
-they are free. A batch's pixels come back here instead, when the trainer has dropped the last tensor
-that uses them.
+page at its first use, and allocators give large blocks back as soon as they are free. A batch's
+pixels come back here instead, when the trainer has dropped the last tensor that uses them.
 """
 
 import weakref
@@ -26,8 +25,7 @@ Block = NDArray[np.uint8]
 class BufferPool:
     """Gives tensors the memory of earlier ones; for any thread, without a lock.
 
-    Blocks come back from finalizers, which may run at any moment, also in a thread that is just
-    taking one.
+    Blocks come back from finalizers, which may run at any moment, also while one is taken.
     """
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:

@@ -1,7 +1,6 @@
 """ViT patches at native resolution in planes, and their normalisation, compiled.
 
-For `loaders.decode.pixels`. A module of its own, because numba's runtime takes .5 s and 100 MB to
-load, and no other model needs it.
+A module of its own: numba's runtime takes .5 s and 100 MB to load, and no other model needs it.
 """
 
 import numba

@@ -1,8 +1,7 @@
 """Resampling of waveforms, as `scipy.signal.resample_poly`. Pure.
 
 The filter is SciPy's default: a sinc of ten zero crossings on either side under a Kaiser window of
-beta 5, with the lower of the two rates as its bandwidth. A clip of 30 s takes 10 ms from 44.1 kHz
-to 16 kHz on one core.
+beta 5, with the lower rate as its bandwidth. 30 s take 10 ms from 44.1 to 16 kHz on one core.
 """
 
 from functools import lru_cache

@@ -25,8 +25,8 @@ def decode_audio(
 ) -> Tensor:
     """The clip as float32, (samples,) at the rule's rate, full scale 1.
 
-    As many samples as `plan_audio` says. DataError if it cannot be decoded, or has not `counted`
-    samples at the rule's rate.
+    As many samples as `plan_audio` says. DataError if it cannot be decoded, or they are not
+    `counted`.
     """
     content = memoryview(audio_bytes)
     channels, sampling_rate = _read_wav(content) or _read_other(content)
@@ -94,9 +94,7 @@ def _read_other(content: memoryview) -> tuple[Channels, int]:
     try:
         import soundfile  # noqa: PLC0415  (an optional dependency)
     except (ImportError, OSError):  # OSError: the library that it loads is not there
-        raise _broken(
-            content, "it is no WAV file of plain samples; pip install 'isobatch[audio]'"
-        ) from None
+        raise _broken(content, "it is no plain WAV; pip install 'isobatch[audio]'") from None
     try:
         with soundfile.SoundFile(BytesIO(content)) as file:
             channels: Channels = file.read(dtype="float32", always_2d=True)

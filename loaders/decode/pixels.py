@@ -1,11 +1,10 @@
 """Decoded images -> patch tensors, equal to those of transformers' processors.
 
 For the loader; `balance.media.image_tokens` says how an image is cut. Pixels stay uint8 from the
-decoder to the device: a quarter of float32's bytes through collation and transfer. Patches stay as
-they are decoded, the three channels of a pixel side by side in memory (torch's `channels_last`): a
-line of a patch is then copied at once, and GPUs' convolutions are fastest so. How close to the
-processors: bit for bit with `exact=True`, else within `loaders.decode.resize.LEVELS` of 255 of
-Pillow's bicubic filter.
+decoder to the device: a quarter of float32's bytes through collation and transfer. The channels of
+a pixel stay side by side in memory (torch's `channels_last`): a line of a patch is then copied at
+once, and GPUs' convolutions are fastest so. With `exact=True` pixels are the processors' bit for
+bit, else within `loaders.decode.resize.LEVELS` of 255 of Pillow's bicubic filter.
 """
 
 import numpy as np
@@ -96,9 +95,7 @@ def normalize(rule: VisionRule, pixels: torch.Tensor) -> torch.Tensor:
     scale 1/255, mean and std are one multiply and add.
     """
     if pixels.dtype != torch.uint8:
-        raise ValueError(
-            f"pixels are {pixels.dtype}; give raw pixels (torch.uint8), not yet normalised"
-        )
+        raise ValueError(f"pixels are {pixels.dtype}; give raw pixels (torch.uint8)")
     mean, std = (torch.tensor(values, dtype=torch.float64) for values in (rule.mean, rule.std))
     scale, shift = (values.to(torch.float32) for values in (1 / (255 * std), -mean / std))
     if pixels.device.type != "cpu":
@@ -149,8 +146,7 @@ def _centre(image: Image.Image | Pixels, plan: ImagePlan, side: int, *, exact: b
         return resized[top : top + side, left : left + side]
     if not isinstance(image, Image.Image):
         image = Image.fromarray(image)
-    # the same filter at the same places, but Pillow may take the other axis first and round between
-    # the two: a few levels
+    # the same filter, but Pillow may take the other axis first and round in between: a few levels
     scale_x, scale_y = image.width / plan.resized_width, image.height / plan.resized_height
     source = (left * scale_x, top * scale_y, (left + side) * scale_x, (top + side) * scale_y)
     return np.array(image.resize((side, side), Image.Resampling.BICUBIC, box=source))

@@ -1,11 +1,10 @@
 """`StreamingTrainer`: transformers' Trainer on a StreamingLoader.
 
 The one module here that imports transformers. Trainer's own data path does not fit. accelerate
-reads one batch ahead and distributes an iterable's batches over the ranks, so each rank would drop
-what is meant for it. And a resume skips batches by count, which is wrong on another number of
-ranks. Here a step is one item, its micro-batches go through Trainer's gradient accumulation, the
-loss is divided by the step's `num_loss_tokens`, and the loader's state is in `trainer_state.json`
-of every checkpoint.
+distributes an iterable's batches over the ranks, so each rank would drop what is meant for it. And
+a resume skips batches by count, which is wrong on another number of ranks. Here a step is one item,
+its micro-batches go through Trainer's gradient accumulation, the loss is divided by the step's
+`num_loss_tokens`, and the loader's state is in `trainer_state.json` of every checkpoint.
 """
 
 from collections.abc import Callable, Iterator
@@ -54,8 +53,7 @@ class StreamingTrainer(Trainer):
         super().__init__(model=model, args=args, **options)
         if not self.model_accepts_loss_kwargs:
             raise ConfigError(
-                f"{type(model).__name__} ignores num_items_in_batch; its forward must divide the "
-                "loss by it"
+                f"{type(model).__name__} ignores num_items_in_batch; forward must divide by it"
             )
         self.loader = loader
         self._to_inputs: ToInputs = to_inputs or (lambda batch: model_inputs(batch, model.config))
@@ -84,9 +82,8 @@ class StreamingTrainer(Trainer):
     ) -> None:
         """As Trainer does, and then the weights that it warned it had left out.
 
-        `save_pretrained` gives a VLM's weights the names of its published checkpoints, under which
-        Trainer does not find them, and trains on with what the model had before (transformers 4.52
-        to 5.23, issue 43701).
+        `save_pretrained` gives a VLM's weights the names of its published checkpoints. Trainer does
+        not find them, and trains on without (transformers 4.52 to 5.23, issue 43701).
         """
         self._weights_left_out = False
         super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -142,16 +139,12 @@ def _saved_states(state: TrainerState) -> dict[str, Any]:
 
 def _check(args: TrainingArguments) -> None:
     if args.max_steps <= 0:
-        raise ConfigError(
-            "max_steps is not set; give TrainingArguments max_steps, len(loader) for an epoch"
-        )
+        raise ConfigError("max_steps is not set; give TrainingArguments it: len(loader) per epoch")
     if args.n_gpu > 1:
         raise ConfigError(
-            f"one process with {args.n_gpu} GPUs (DataParallel); start one process per GPU with "
-            "torchrun"
+            f"one process has {args.n_gpu} GPUs (DataParallel); start one per GPU with torchrun"
         )
     if args.world_size > 1 and not args.average_tokens_across_devices:
         raise ConfigError(
-            "average_tokens_across_devices is off; gradients would be divided by the number of "
-            "ranks"
+            "average_tokens_across_devices is off; gradients would be divided by the world size"
         )

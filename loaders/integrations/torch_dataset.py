@@ -56,8 +56,7 @@ class StepDataset(IterableDataset[Step]):
         worker = get_worker_info()
         if worker is not None and worker.num_workers > 1:
             raise ConfigError(
-                f"num_workers is {worker.num_workers}; use 0 or 1 for a StepDataset: the loader "
-                "decodes in threads"
+                f"num_workers is {worker.num_workers}; use 0 or 1: the loader decodes in threads"
             )
         while True:
             for micro_batches in self.loader:

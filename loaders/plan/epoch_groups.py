@@ -87,9 +87,8 @@ class StoredGroups:
 class MixedGroups:
     """Groups of several builds, sorted together, so that each micro-batch mixes them.
 
-    Weights are relative: an epoch is one pass over the builds of the largest weight, and weight /
-    largest of a pass over the others, which the next epoch continues. So no group comes twice in an
-    epoch, and none is ever lost.
+    An epoch is one pass over the builds of the largest weight, and weight / largest of a pass over
+    others, which the next epoch continues: no group comes twice in an epoch, and none is ever lost.
     """
 
     def __init__(self, builds: Sequence[PlannedBuild], weights: Sequence[float], seed: int) -> None:

@@ -20,13 +20,21 @@ from balance.errors import ConfigError
 from balance.order.block_shuffle import BlockShuffle, GroupOrder
 from balance.steps.step_planner import StepAssignment, StepPlanner, StepRequest, check_assignment
 from balance.types import IntArray
-from loaders.plan._state import STATE_VERSION, check_state
 from loaders.plan.epoch_groups import Epoch, EpochSource, sample_counts
 from loaders.plan.selection import Selection
 
 Order = Literal["blocks", "random"]
 Remainder = Literal["pad", "drop"]
 
+STATE_VERSION = 2
+_REFUSALS = {
+    "version": "it was saved by another version of Isobatch",
+    "manifest_hash": "it belongs to another build",
+    "order": "give the loader the order of the run that saved it",
+    "seed": "give the loader the seed of the run that saved it",
+    "regroup": "give the loader the regroup and regroup_window of the run that saved it",
+}
+"""Key of a state -> why one with another value is refused."""
 _LLM_TOKENS = ("num_image_tokens", "num_text_tokens", "num_audio_tokens")
 
 
@@ -41,8 +49,7 @@ class StepTotals(NamedTuple):
 class StepLoads:
     """Cost of the micro-batches of all ranks; int64 arrays of shape (dp, rounds).
 
-    A round is what ranks do between two synchronisations: a micro-batch, or the whole step where
-    they synchronise once per step.
+    A round is what ranks do between two synchronisations: a micro-batch, or the whole step.
     """
 
     vit_tokens: IntArray
@@ -143,9 +150,7 @@ class Steps:
         if len(self):
             return
         if not len(self._groups):
-            raise ConfigError(
-                "the build has no groups; its report.html says why samples were rejected"
-            )
+            raise ConfigError("the build has no groups; its report.html says why")
         config = self._config
         raise ConfigError(
             f"the {len(self._groups)} groups of an epoch are less than one step of "
@@ -166,7 +171,7 @@ class Steps:
 
     def load(self, state: dict[str, Any]) -> None:
         """Move to `state`. ConfigError, and no move, if it is of other builds, order or seed."""
-        check_state(state, self.state())
+        _check_state(state, self.state())
         try:
             self._start(state["epoch"], state["stream"])
         except (TypeError, ValueError) as error:
@@ -339,3 +344,16 @@ def _work_loads(work: StepAssignment, request: StepRequest, *, complete: bool) -
         llm_tokens=np.stack(llm_tokens),
         complete=np.full(rounds, complete),
     )
+
+
+def _check_state(state: dict[str, Any], own: dict[str, Any]) -> None:
+    """ConfigError unless a loader with the state `own` can resume from `state`."""
+    for key, reason in _REFUSALS.items():
+        if key in state and state[key] != own[key]:
+            raise ConfigError(f"state has {key} {state[key]!r}, this loader {own[key]!r}: {reason}")
+    if set(state) != set(own):
+        raise ConfigError(
+            f"state has the keys {sorted(state)}; a StreamingLoader's state has {sorted(own)}"
+        )
+    if not isinstance(state["epoch"], int) or state["epoch"] < 0:
+        raise ConfigError(f"state has epoch {state['epoch']!r}; epochs are numbered from 0")

@@ -60,7 +60,7 @@ class StorageOptions:
     def __post_init__(self) -> None:
         if self.cache_bytes < 0:
             raise ConfigError(
-                f"cache_bytes is {self.cache_bytes}; use 0 for no cache, or a number of bytes"
+                f"cache_bytes is {self.cache_bytes}; it must be at least 0 (no cache)"
             )
         if self.timeout_s <= 0:
             raise ConfigError(f"timeout_s is {self.timeout_s}; it must be above 0")
@@ -106,9 +106,8 @@ class Build:
         try:
             stored = self._decode(content, where)
         except DECODE_ERRORS as error:
-            raise DamagedShard(
-                f"{where}: not readable ({first_line(error)}); run `packer verify`"
-            ) from None
+            reason = first_line(error)
+            raise DamagedShard(f"{where}: not readable ({reason}); run `packer verify`") from None
         self._check_counts(stored, group)
         return stored
 

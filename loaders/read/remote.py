@@ -64,25 +64,22 @@ def join_ranges(
     """
     ends = offsets + lengths
     runs: list[list[int]] = []
-    start = 0
     for place in np.lexsort((offsets, shards)).tolist():
-        last = runs[-1][-1] if runs else None
         if (
-            last is not None
-            and shards[place] == shards[last]
-            and offsets[place] - ends[last] <= GAP_BYTES
-            and ends[place] - start <= REQUEST_BYTES
+            runs
+            and shards[place] == shards[runs[-1][0]]
+            and offsets[place] - ends[runs[-1][-1]] <= GAP_BYTES
+            and ends[place] - offsets[runs[-1][0]] <= REQUEST_BYTES
         ):
             runs[-1].append(place)
         else:
             runs.append([place])
-            start = offsets[place]
     return [
         Request(
-            int(shards[run[0]]),
-            int(offsets[run[0]]),
-            int(ends[run].max()),
-            tuple(int(groups[place]) for place in run),
+            shard=int(shards[run[0]]),
+            start=int(offsets[run[0]]),
+            end=int(ends[run].max()),
+            groups=tuple(groups[run].tolist()),
         )
         for run in sorted(runs, key=min)
     ]
@@ -299,9 +296,8 @@ class RemoteMedia:
         try:
             content = bytes(self._store.wait(future, 0))
         except FileNotFoundError:
-            raise DataError(
-                f"{whose}: image {self._store.uri}/{name} is missing; restore it"
-            ) from None
+            uri = f"{self._store.uri}/{name}"
+            raise DataError(f"{whose}: image {uri} is missing; restore it") from None
         except DataError as error:
             raise DataError(f"{whose}: image {error}") from None
         _write_sealed(self._cache, self._cache_name(name), content)

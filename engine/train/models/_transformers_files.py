@@ -1,9 +1,8 @@
 """Models of transformers, read for a build and written.
 
-Without a config, a tiny model is made: its image patches, image token and vocabulary are the
-build's, so any build with a preset of these models trains (`llava_1_5`, `internvl_1_5*`,
-`qwen2_vl`), whatever its tokenizer. transformers is an optional dependency that takes seconds to
-import, so it is imported on demand.
+Without a config, a tiny model is made with the build's image patches, image token and vocabulary.
+So any build with a preset of these models trains (`llava_1_5`, `internvl_1_5*`, `qwen2_vl`).
+transformers is an optional dependency that takes seconds to import: it is imported on demand.
 """
 
 import importlib
@@ -44,8 +43,7 @@ MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10_00
 def read_model(name: str, given: Path | None, source: StepSource) -> Any:
     """The model on the CPU: tiny, from a `config.json`, or from a folder with weights.
 
-    ConfigError if it cannot be read, lacks weights, does not fit the build, or transformers is not
-    installed.
+    ConfigError if it cannot be read, lacks weights or does not fit, or without transformers.
     """
     transformers = _import_transformers(name)
     errors = (OSError, ValueError, RuntimeError, _safetensors_error())
@@ -62,9 +60,8 @@ def read_model(name: str, given: Path | None, source: StepSource) -> Any:
         raise ConfigError(f"{given or name}: {first_line(error)}") from error
     if missing:
         raise ConfigError(
-            f"{given} lacks {len(missing)} weights that its config.json asks for, or has them in"
-            f" another shape, as {missing[0]}: give a folder that has all, or the config.json for"
-            " random ones"
+            f"{given} lacks {len(missing)} weights that its config.json asks for (or their shapes"
+            f" differ), as {missing[0]}: give a folder with all, or config.json for random ones"
         )
     _check_fits(model, name, given, source)
     return model.train()
@@ -75,9 +72,8 @@ def write_model(model: Any, folder: Path, state: Mapping[str, torch.Tensor]) -> 
     try:
         model.save_pretrained(folder, state_dict=state)
     except (OSError, _safetensors_error()) as error:
-        raise DataError(
-            f"{folder}: {getattr(error, 'strerror', None) or first_line(error)}"
-        ) from None
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise DataError(f"{folder}: {reason}") from None
 
 
 def make_config(name: str, source: StepSource) -> Any:
@@ -166,9 +162,8 @@ def _check_fits(model: Any, name: str, given: Path | None, source: StepSource) -
         raise ConfigError(f"{given} is a model of type {config.model_type}, not {name}")
     if config.image_token_id != source.image_token_id or num_tokens < source.vocab_size:
         raise ConfigError(
-            f"{given} has {num_tokens} tokens, image token {config.image_token_id}; the build"
-            f" {source.vocab_size}, image token {source.image_token_id}: build with the model's own"
-            " tokenizer"
+            f"{given} has {num_tokens} tokens, image token {config.image_token_id}; the build has"
+            f" {source.vocab_size} and {source.image_token_id}: use the model's own tokenizer"
         )
     takes = _IMAGES[name](config)
     cut = {key: getattr(source.model.vision, key) for key in takes}
