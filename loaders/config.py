@@ -58,9 +58,7 @@ class LoaderConfig:
     device: torch.device | str | None = None
     """Device of the tensors; to a GPU they are copied from pinned memory, without waiting."""
     pixel_dtype: torch.dtype = torch.float32
-    """Type of `pixel_values`. torch.uint8 gives raw pixels, a quarter of the bytes; normalise them
-    on the device with `loaders.normalize`.
-    """
+    """Type of `pixel_values`; torch.uint8: raw, a quarter of the bytes, for `loaders.normalize`."""
     decode_images: bool = True
     """False leaves images as they are stored, in `MicroBatch.images`: for decoders on the GPU."""
     exact_resize: bool = False

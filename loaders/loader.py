@@ -1,9 +1,8 @@
 """`StreamingLoader`: steps of one or several builds for a data-parallel rank.
 
-Every rank computes the same stream of groups from the build, the seed and the epoch alone, and
-takes its own part of it (`loaders.plan.steps`). So ranks never communicate, all have the same
-number of steps, and each knows the sums of the whole step. The position in the stream is the whole
-state, so a run resumes exactly on another number of ranks.
+Every rank computes the same stream of groups from build, seed and epoch, and takes its own part
+(`loaders.plan.steps`). So ranks never communicate, all have equally many steps, and each knows a
+step's sums. The position in the stream is the state: a run resumes exactly on any number of ranks.
 """
 
 import os

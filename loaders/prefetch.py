@@ -4,9 +4,8 @@ For the loader; knows nothing of batches. Threads, not processes: decoding and r
 GIL, and nothing is copied. They also ask for the next step, so the training thread plans nothing.
 
 Bounded: at most `max_bytes` of work is done or in progress, but at least one step, and at most
-STEPS_PER_WORKER steps per thread. The first step is given when its own parts are done, whatever
-else is in progress. Threads end with `close`, when the prefetcher is garbage-collected, and at
-exit; they never hold a reference to it.
+STEPS_PER_WORKER steps per thread. The first step is given when its own parts are done. Threads end
+with `close`, at exit, and when the prefetcher, to which they hold no reference, is collected.
 """
 
 import os

@@ -1,9 +1,8 @@
 """From plans to steps: `plans_ahead` looks ahead, `StepBuilder` makes tensors.
 
 For the loader. A step's groups are a few hundred kilobytes in several places of a store. Requested
-step by step, each waits for a round trip, and requests are small. Known many steps ahead,
-neighbours are fetched together and all connections are busy. Of builds on disk some steps are
-planned at a time only because that is quicker.
+step by step, each waits for a round trip. Known many steps ahead, neighbours are fetched together
+and all connections are busy. Of builds on disk several steps are planned at a time for speed.
 """
 
 import math
@@ -54,8 +53,7 @@ class StepBatches(list[MicroBatch]):
 def plans_ahead(steps: Steps, reader: SampleReader) -> Iterator[StepPlan]:
     """The rest of the epoch's steps, in order; `reader` is told of each before it is given.
 
-    Windows of 1, 2, 4, ... steps are planned at a time: the first step comes soon, even if planning
-    takes long. At most about AHEAD_BYTES are requested and not yet taken.
+    Windows of 1, 2, 4, ... steps are planned at a time: the first step comes soon.
     """
     planned: deque[tuple[StepPlan, int]] = deque()
     held = 0  # bytes of what is planned

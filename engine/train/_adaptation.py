@@ -1,9 +1,8 @@
 """`train --recompute adapt`: as few recomputed layers as memory allows.
 
-That step trains with every layer recomputed; after it the optimizer's state exists. Then its
-micro-batches run a few more times, which changes neither weights nor dropout's random numbers:
-losses are those of any other choice. A later step that needs more memory is repeated with every
-layer recomputed, and the next choice is made for that step too.
+The first step trains with every layer recomputed. Then, with the optimizer's state, its
+micro-batches run a few more times, which changes neither weights nor dropout's random numbers. A
+later step that needs more memory is repeated so, and the next choice is made for it too.
 """
 
 from collections import deque

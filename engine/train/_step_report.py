@@ -33,9 +33,10 @@ class StepMeasurement:
     after: Any
 
 
-def gather_figures(own: StepMeasurement, num_ranks: int, device: torch.device) -> dict[str, float]:
+def gather_figures(own: StepMeasurement, num_ranks: int) -> dict[str, float]:
     """Figures of a step over all ranks; `num_ranks` per pipeline."""
     result, after, before = own.result, own.after, own.before
+    device = own.batches[0].input_ids.device
     columns = {
         "loss": result.loss,
         "busy_ns": int((result.end_ns - result.start_ns).sum()),

@@ -32,9 +32,8 @@ def make_tuner(
 ) -> TunedSteps:
     """Planner that tunes each step by measured costs, for the memory of a rank.
 
-    Micro-batches grow no larger than costs are trusted for, unless the build's own are; those are
-    tried all the same. ConfigError if nothing can be encoded ahead though --encode asks for it, or
-    if the profile lacks costs of trained layers.
+    Micro-batches grow no larger than costs are trusted for, unless the build's own are. ConfigError
+    if --encode asks for what cannot be encoded ahead, or the profile lacks costs of trained layers.
     """
     memory = config.memory_bytes
     if memory is None and plan is not None:

@@ -1,10 +1,9 @@
 """`python -m engine train`: a model trained as a pipeline, by a plan.
 
 All ranks of one pipeline read the same micro-batches, each from its own source: so only activations
-and gradients are sent, and images are decoded where the first stage is. `--plan auto` cuts the
-layers evenly. With `--tune`, each step is repacked and gets its own schedule
-(`engine.train.step_tuning`). With `--state`, a run resumes after the last saved step, with the same
-or another plan, number of stages and number of replicas.
+and gradients are sent, and images are decoded where the first stage is. With `--tune`, each step is
+repacked and gets its own schedule (`engine.train.step_tuning`). With `--state`, a run resumes after
+the last saved step, also with another plan, number of stages or replicas.
 """
 
 import json
@@ -48,7 +47,6 @@ class TrainingRun:
     source: StepSource
     optimizer: torch.optim.Optimizer | None
     """None if nothing on this rank is trained."""
-    device: torch.device
     num_ranks: int
     """Ranks per pipeline."""
     step: int
@@ -100,7 +98,6 @@ def make_run(config: TrainConfig, open_source: OpenSource, device: torch.device)
         pipeline=pipeline,
         source=source,
         optimizer=optimizer,
-        device=device,
         num_ranks=len(pipelines[0]),
         step=done.step if done else 0,
         adapter=adapter,
@@ -123,7 +120,7 @@ def run_steps(run: TrainingRun, config: TrainConfig) -> None:
             before=before,
             after=after,
         )
-        figures = gather_figures(own, run.num_ranks, run.device)
+        figures = gather_figures(own, run.num_ranks)
         if is_first_rank():
             report_step(figures, config.figures)
         before = after

@@ -34,8 +34,7 @@ def collate(
 ) -> MicroBatch:
     """The micro-batch of a group, or an empty one for None.
 
-    DataError names the sample whose image or audio clip cannot be used; ConfigError says that there
-    are clips, but `model` has no rule for them.
+    DataError names a sample with an unusable file; ConfigError if `model` has no rule for clips.
     """
     rule, raw = model.vision, EMPTY_GROUP if raw is None else raw
     plan_of = _cached_plans(rule)

@@ -51,9 +51,12 @@ def model_inputs(batch: MicroBatch, config: Any, *, always_encode: bool = True) 
         batch = _with_blank_image(batch, layout.blank(config), int(config.image_token_id))
     if not len(batch.input_ids):
         raise ValueError("an empty micro-batch; skip it, or leave always_encode=True")
+    # transformers' shift over the whole sequence then moves no label across a sample boundary
+    labels = batch.labels.clone()
+    labels[batch.cu_seqlens[:-1].long()] = LABEL_IGNORE
     inputs: dict[str, Any] = {
         "input_ids": batch.input_ids[None],
-        "labels": _labels(batch)[None],
+        "labels": labels[None],
         "position_ids": batch.position_ids[None],
         "use_cache": False,
         # at least 1: a step without a label has the loss 0, not nan
@@ -129,13 +132,6 @@ def _with_blank_image(batch: MicroBatch, blank: _Blank, image_token_id: int) -> 
         image_sizes=batch.image_sizes.new_tensor([blank.size]),
         image_grid_thw=None if grid is None else grid.new_tensor([blank.grid]),
     )
-
-
-def _labels(batch: MicroBatch) -> Tensor:
-    """Labels that transformers' shift over the whole sequence moves across no sample boundary."""
-    labels = batch.labels.clone()
-    labels[batch.cu_seqlens[:-1].long()] = LABEL_IGNORE
-    return labels
 
 
 def _mrope(batch: MicroBatch, config: Any) -> Tensor:

@@ -15,8 +15,7 @@ Floats = NDArray[np.float32]
 def patchify_planes(pixels: Pixels, patches: NDArray[np.uint8], merge_size: int) -> None:
     """Write the patches of an image into `patches`, (patches, 3, side, side).
 
-    Blocks of `merge_size` x `merge_size` patches come row by row, and so do the patches of a block.
-    ValueError unless they fill `patches` exactly.
+    By rows of blocks of `merge_size`**2 patches, each by rows. ValueError unless they fit exactly.
     """
     side = patches.shape[-1]
     check_grid(pixels, len(patches), side, side * merge_size)

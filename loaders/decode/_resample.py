@@ -20,8 +20,7 @@ _CROSSINGS, _BETA = 10, 5.0
 def resample(waveform: Waveform, source_rate: int, target_rate: int) -> Waveform:
     """The waveform at `target_rate`: ceil(samples * target_rate / source_rate) samples.
 
-    As many as `plan_audio` counts. Outside of the clip there is silence. Rates are in samples per
-    second; equal ones return `waveform` itself.
+    As many as `plan_audio` counts. Outside of the clip is silence. Rates are in samples per second.
 
     >>> resample(np.ones(9, np.float32), 48_000, 16_000).shape
     (3,)

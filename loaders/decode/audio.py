@@ -1,8 +1,7 @@
 """Audio files -> one channel of float32 at the model's sampling rate.
 
-For the loader. WAV files of integers or floats are read here, everything else by the `soundfile`
-library (the extra `audio`), to the same numbers as `soundfile` would give. Channels are averaged;
-`loaders.decode._resample` changes the rate.
+For the loader. WAV files of integers or floats are read here, to the numbers of `soundfile`;
+everything else by `soundfile` (the extra `audio`). `loaders.decode._resample` changes the rate.
 """
 
 from io import BytesIO
@@ -25,8 +24,7 @@ def decode_audio(
 ) -> Tensor:
     """The clip as float32, (samples,) at the rule's rate, full scale 1.
 
-    As many samples as `plan_audio` says. DataError if it cannot be decoded, or they are not
-    `counted`.
+    Channels are averaged. DataError if it cannot be decoded, or has not `counted` samples.
     """
     content = memoryview(audio_bytes)
     channels, sampling_rate = _read_wav(content) or _read_other(content)

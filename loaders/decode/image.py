@@ -1,8 +1,7 @@
 """Image files -> upright RGB pixels, as transformers loads them.
 
-For the loader. Pillow reads every header and decodes everything but plain JPEGs, for which
-simplejpeg, where it is installed, makes the same pixels in little more than half the time: it calls
-the same libjpeg-turbo once for the whole file, without the GIL.
+For the loader. Pillow decodes everything but plain JPEGs: simplejpeg, if installed, makes the same
+pixels in half the time, with one call of the same libjpeg-turbo for the file, without the GIL.
 """
 
 import struct

@@ -57,9 +57,8 @@ def write_patches(
     """Write the patches of an upright RGB image into `memory`: `num_rows` rows of `patch_memory`.
 
     Tiles row by row, then the thumbnail; with anyres the whole image, then the tiles. At native
-    resolution the `merge_size` x `merge_size` ViT patches of one LLM token are neighbours, as the
-    merger takes them. `plan` is that of the image in its full size; the image may have been decoded
-    at a reduced one. `exact` resizes as Pillow does, bit for bit.
+    resolution the ViT patches of one LLM token are neighbours, as the merger takes them. `plan` is
+    that of the image in full size; the image itself may be reduced. `exact` resizes as Pillow does.
     """
     if isinstance(image, Image.Image) and image.mode != "RGB":
         raise ValueError(f"image of mode {image.mode}; give an RGB image, as `decode` returns it")
@@ -90,9 +89,8 @@ def decode_target(
 def normalize(rule: VisionRule, pixels: torch.Tensor) -> torch.Tensor:
     """What the vision encoder takes: float32 of raw pixels, within 1e-6 of the reference.
 
-    On the device of `pixels`. Same shape; at native resolution (rows, 3 * temporal_patch_size *
-    side * side), each patch repeated for every frame, as Qwen2-VL's patch embedding takes it. The
-    scale 1/255, mean and std are one multiply and add.
+    Same shape and device; at native resolution (rows, 3 * temporal_patch_size * side * side), each
+    patch repeated for every frame. The scale 1/255, mean and std are one multiply and add.
     """
     if pixels.dtype != torch.uint8:
         raise ValueError(f"pixels are {pixels.dtype}; give raw pixels (torch.uint8)")

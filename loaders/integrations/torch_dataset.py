@@ -1,9 +1,8 @@
 """A loader's steps for torch's DataLoader, and for trainers that build on it.
 
 `StreamingLoader.state_dict()` is the loader's position. With a worker process, or a trainer that
-asks for the next batch before it trains on this one, the training's position is another, and a
-checkpoint would skip samples. So here each step has its own state. What is saved is the state of
-the last step trained on, however many were fetched.
+asks for the next batch before it trains on this one, the loader is ahead of the training, and a
+checkpoint would skip samples. So each step has its own state: save that of the last one trained on.
 """
 
 from __future__ import annotations

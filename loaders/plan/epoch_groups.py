@@ -1,11 +1,9 @@
 """Groups of an epoch: stored, of several builds, or grouped again.
 
 For `loaders.plan.steps`. Each source has `builds`, the `identity` that a state must agree with when
-a run resumes, and `epoch(number)`; `prepare(number)` starts in the background what takes long. An
-epoch numbers its groups in sorted order (`balance.order.sort_groups`), so the same shuffles
-(`balance.order.block_shuffle`, `global_shuffle`) apply to all three. It depends on builds, seed and
-number alone, and reads no shard: `order` is how a `BlockShuffle` cuts the groups, `column` and
-`samples` take some of them, `selection` says what to read for one.
+a run resumes, and `epoch(number)`, which depends on builds, seed and number alone, and reads no
+shard. An epoch numbers its groups in sorted order (`balance.order.sort_groups`), so shuffles are
+the same for all. Its `order` is for `BlockShuffle`, `selection` is what to read for a group.
 """
 
 from __future__ import annotations
@@ -68,9 +66,6 @@ class StoredGroups:
         """The same in every epoch."""
         return self
 
-    def prepare(self, number: int) -> None:
-        """There is nothing to do."""
-
     def column(self, name: str, groups: IntArray) -> IntArray:
         """Values of an integer column of the index for `groups`, int64, same shape."""
         return self.builds[0].index.column(name, groups)
@@ -106,9 +101,6 @@ class MixedGroups:
         """Each build's share of its groups."""
         chosen = [self._chosen(build, number) for build in range(len(self.builds))]
         return _MixedEpoch(self.builds, chosen, self._seed)
-
-    def prepare(self, number: int) -> None:
-        """Sorting takes .1 s per million groups: not worth a thread."""
 
     def _chosen(self, build: int, number: int) -> IntArray:
         """A build's groups of an epoch, ascending: the next stretch of an endlessly repeated order.

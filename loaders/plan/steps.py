@@ -1,9 +1,8 @@
 """What each step is: `Steps` gives this rank's `StepPlan` of every step.
 
 For the loader. Every rank computes the same steps from builds, seed and epoch, and keeps its own
-part. So ranks never communicate, all have the same number of steps, and each knows what every other
-one does. No shard is read. A step of 8 ranks costs .1 ms (blocks) or .7 ms (random, 8
-micro-batches), one of 512 ranks .2 or 32 ms.
+part, without communication. No shard is read. A step of 8 ranks costs .1 ms (blocks) or .7 ms
+(random, 8 micro-batches), one of 512 ranks .2 or 32 ms.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from balance.errors import ConfigError
 from balance.order.block_shuffle import BlockShuffle, GroupOrder
 from balance.steps.step_planner import StepAssignment, StepPlanner, StepRequest, check_assignment
 from balance.types import IntArray
-from loaders.plan.epoch_groups import Epoch, EpochSource, sample_counts
+from loaders.plan.epoch_groups import Epoch, EpochSource, Regrouped, sample_counts
 from loaders.plan.selection import Selection
 
 Order = Literal["blocks", "random"]
@@ -179,7 +178,8 @@ class Steps:
 
     def prepare_next_epoch(self) -> None:
         """Start in the background what the next epoch needs, if that takes long."""
-        self._source.prepare(self._epoch + 1)
+        if isinstance(self._source, Regrouped):
+            self._source.prepare(self._epoch + 1)
 
     def plan(self, count: int) -> list[StepPlan]:
         """This rank's part of the next steps of this epoch, and move past them.

@@ -1,9 +1,8 @@
 """Bounded cache on disk, shared by a machine's processes; drops the oldest.
 
 A file gets its name when it is complete, so readers need no lock and a killed writer leaves only a
-temporary file, which the next process removes. Space is reserved before anything is written
-(`loaders.read._cache_quota`), so the limit always holds. A cache that cannot be written (disk full,
-no rights) warns once and stops storing.
+temporary file, which the next process removes. Space is reserved before writing, so the limit holds
+(`loaders.read._cache_quota`). A cache that cannot be written (disk full) warns once and stops.
 """
 
 import contextlib

@@ -57,7 +57,8 @@ class LocalShards:
             raise DamagedShard(
                 f"{self.where(group)}: the index puts it outside of the shard; run `packer verify`"
             )
-        size = mapped.size_now
+        # touching a page after its end would kill the process by SIGBUS
+        size = os.fstat(mapped.file.fileno()).st_size
         if size < mapped.content.size:
             raise DamagedShard(
                 f"{self.where(group)}: the shard was cut to {size} bytes while it was read, the "
@@ -130,14 +131,9 @@ class _MappedFile:
     """A mapped file. The mapping stays for as long as views of it are in use."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("rb", buffering=0)
-        self._map = mmap.mmap(self._file.fileno(), 0, prot=mmap.PROT_READ)
+        self.file = path.open("rb", buffering=0)
+        self._map = mmap.mmap(self.file.fileno(), 0, prot=mmap.PROT_READ)
         self.content: pa.Buffer = pa.py_buffer(self._map)
-
-    @property
-    def size_now(self) -> int:
-        """Bytes of the file now: touching a page after its end would kill the process by SIGBUS."""
-        return os.fstat(self._file.fileno()).st_size
 
     def release(self, start: int, end: int) -> None:
         """Drop the whole pages in `[start, end)` from memory until they are touched again."""

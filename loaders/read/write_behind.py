@@ -1,8 +1,7 @@
 """`WriteBehind`: stores into the cache in a background thread.
 
 A group can be read while it is only in memory, so storing waits until reading pauses or much is
-waiting. The thread is `nice`, so it takes little from decoding; when more than `max_bytes` wait,
-readers store what they read themselves.
+waiting. The thread is `nice`; when more than `max_bytes` wait, readers store what they read.
 """
 
 from __future__ import annotations

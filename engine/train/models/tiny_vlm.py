@@ -1,8 +1,7 @@
 """The model of the preset `tiny` as a layer stack, in plain torch.
 
 A ViT over tiles of 56 px (16 patches of 14 px and a class token), 2x2 patches merged to one LLM
-token, and a causal LLM over packed samples. Attention runs sample by sample along `cu_seqlens`; on
-a GPU, flash attention's varlen functions take the same `cu_seqlens`.
+token, and a causal LLM over packed samples. Attention runs sample by sample along `cu_seqlens`.
 """
 
 import torch
