@@ -17,9 +17,8 @@ from engine.train.config import RunConfig
 class SourceStep(Protocol):
     """Micro-batches of one step for one replica."""
 
-    @property
-    def note(self) -> object:
-        """What a step planner decided about the step; None without one."""
+    note: object
+    """What a step planner decided about the step; None without one."""
 
     def __iter__(self) -> Iterator[Batch]: ...
 
@@ -31,21 +30,14 @@ class SourceStep(Protocol):
 class StepSource(Protocol):
     """Steps of a build, epoch after epoch, for one replica."""
 
-    @property
-    def model(self) -> ModelPreset:
-        """Preset that the build was made for."""
-
-    @property
-    def image_token_id(self) -> int:
-        """Token that stands for an image feature."""
-
-    @property
-    def audio_token_id(self) -> int | None:
-        """Token that stands for an audio feature; None without an audio encoder."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens of the build's tokenizer."""
+    model: ModelPreset
+    """Preset that the build was made for."""
+    image_token_id: int
+    """Token that stands for an image feature."""
+    audio_token_id: int | None
+    """Token that stands for an audio feature; None without an audio encoder."""
+    vocab_size: int
+    """Tokens of the build's tokenizer."""
 
     def __iter__(self) -> Iterator[Any]:
         """The rest of the epoch, as `SourceStep`."""

@@ -105,13 +105,15 @@ class Steps:
     _stream: GroupOrder
     """Shared with plans and copies, so only a copy of it is moved."""
     _groups: Epoch
+    epoch: int
+    """Epoch of the next step; after its last step, the epoch that `finish_epoch` ends."""
 
     def __init__(
         self, source: EpochSource, config: StepConfig, planner: StepPlanner | None = None
     ) -> None:
         self._source, self._config, self._planner = source, config, planner
         self._vision = f"num_{source.builds[0].manifest.model.vision_unit}"
-        self._epoch, self._groups = 0, source.epoch(0)
+        self.epoch, self._groups = 0, source.epoch(0)
         self._start(0)
 
     def copy(self) -> Steps:
@@ -119,11 +121,6 @@ class Steps:
         twin = object.__new__(Steps)
         twin.__dict__.update(self.__dict__)
         return twin
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the next step; after its last step, the epoch that `finish_epoch` ends."""
-        return self._epoch
 
     @property
     def remaining(self) -> int:
@@ -163,7 +160,7 @@ class Steps:
             "version": STATE_VERSION,
             "order": self._config.order,
             "seed": self._config.seed,
-            "epoch": self._epoch,
+            "epoch": self.epoch,
             "stream": self._stream.state(),
             **self._source.identity,
         }
@@ -179,7 +176,7 @@ class Steps:
     def prepare_next_epoch(self) -> None:
         """Start in the background what the next epoch needs, if that takes long."""
         if isinstance(self._source, Regrouped):
-            self._source.prepare(self._epoch + 1)
+            self._source.prepare(self.epoch + 1)
 
     def plan(self, count: int) -> list[StepPlan]:
         """This rank's part of the next steps of this epoch, and move past them.
@@ -210,12 +207,12 @@ class Steps:
         """Move to the next epoch; -> the number of samples left out of this one."""
         left_out = self._stream.copy().take(self._stream.remaining)
         num_samples = int(self._groups.column("num_samples", left_out).sum())
-        self._start(self._epoch + 1)
+        self._start(self.epoch + 1)
         return num_samples
 
     def _start(self, epoch: int, state: dict[str, Any] | None = None) -> None:
         # made once, because regrouping takes seconds
-        groups = self._groups if epoch == self._epoch else self._source.epoch(epoch)
+        groups = self._groups if epoch == self.epoch else self._source.epoch(epoch)
         seed, stream = self._config.seed, state or {}
         if self._config.order == "random":
             from balance.order.global_shuffle import GlobalShuffle  # noqa: PLC0415  (see `loaders`)
@@ -228,7 +225,7 @@ class Steps:
                 num_groups=len(groups), order=groups.order, seed=seed, epoch=epoch, **stream
             )
         # only now: a stream that raised has changed nothing
-        self._epoch, self._groups, self._stream = epoch, groups, started
+        self.epoch, self._groups, self._stream = epoch, groups, started
 
     def _num_steps(self, num_groups: int) -> int:
         step_groups = self._config.dp_world_size * self._config.micro_batches

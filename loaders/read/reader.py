@@ -36,11 +36,8 @@ class SampleReader:
         self._lock = threading.Lock()
         self._cached: OrderedDict[tuple[int, int], StoredGroup] = OrderedDict()
         self._held_bytes = 0
-
-    @property
-    def is_remote(self) -> bool:
+        self.is_remote = any(build.shards.is_remote for build in builds)
         """Whether some of it is in a store, so that it matters what is asked for ahead."""
-        return any(build.shards.is_remote for build in self._builds)
 
     @property
     def cache_hits(self) -> int:

@@ -280,17 +280,13 @@ class RemoteMedia:
 
     def read(self, names: Sequence[str], owners: Sequence[str], where: str) -> list[bytes]:
         """Contents of the files. DataError with the sample and the file if one cannot be read."""
-        found = [_read_sealed(self._cache, self._cache_name(name)) for name in names]
-        futures = [
-            self._store.start_file(name) if content is None else None
-            for name, content in zip(names, found, strict=True)
-        ]
-        return [
-            content  # type: ignore[misc]
-            if future is None
-            else self._wait(future, name, f"sample {owner!r} ({where})")
-            for content, future, name, owner in zip(found, futures, names, owners, strict=True)
-        ]
+        contents = [_read_sealed(self._cache, self._cache_name(name)) for name in names]
+        missing = [place for place, content in enumerate(contents) if content is None]
+        futures = [self._store.start_file(names[place]) for place in missing]
+        for place, future in zip(missing, futures, strict=True):
+            owner = f"sample {owners[place]!r} ({where})"
+            contents[place] = self._wait(future, names[place], owner)
+        return contents  # type: ignore[return-value]
 
     def _wait(self, future: Future[Any], name: str, whose: str) -> bytes:
         try:
