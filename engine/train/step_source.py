@@ -60,10 +60,7 @@ OpenSource = Callable[..., StepSource]
 
 
 def source_options(
-    config: RunConfig,
-    pipelines: Sequence[Sequence[int]],
-    micro_batches: int,
-    device: torch.device,
+    config: RunConfig, pipelines: Sequence[Sequence[int]], micro_batches: int, device: torch.device
 ) -> dict[str, Any]:
     """Keywords for this rank's source; `pipelines` are the ranks of each replica."""
     rank = dist.get_rank()

@@ -120,14 +120,10 @@ class _FromCheckpoint:
             )
         workers = self._trainer.args.dataloader_num_workers
         # not forked: the loader may hold connections, and this process a GPU
-        context = "spawn" if workers else None
+        start = "spawn" if workers else None
+        dataset = StepDataset(loader)
         return iter(
-            DataLoader(
-                StepDataset(loader),
-                batch_size=None,
-                num_workers=workers,
-                multiprocessing_context=context,
-            )
+            DataLoader(dataset, batch_size=None, num_workers=workers, multiprocessing_context=start)
         )
 
 

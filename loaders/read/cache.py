@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from loaders.read._cache_quota import Quota, Reservation, locked
+from loaders.read._cache_quota import Quota, locked
 
 
 class Cache:
@@ -79,7 +79,12 @@ class Cache:
 
         None if there is no space, or nothing is stored. An OSError in the block ends storing.
         """
-        place = self._take(name, size) if self.is_storing else None
+        place = None
+        if self.is_storing:
+            try:
+                place = self._room.take(self._folder / name, size)
+            except OSError as error:
+                self._give_up(error)
         if place is None:
             yield None
             return
@@ -106,13 +111,6 @@ class Cache:
                         locked(self._root / f".{self._folder.name}-{name}.lock", wait_s)
                     )
             yield
-
-    def _take(self, name: str, size: int) -> Reservation | None:
-        try:
-            return self._room.take(self._folder / name, size)
-        except OSError as error:
-            self._give_up(error)
-            return None
 
     def _give_up(self, error: OSError) -> None:
         """Store nothing from now on; what is there can still be read."""
