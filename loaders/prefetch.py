@@ -56,15 +56,14 @@ class Prefetcher(Generic[Subject, Result]):
         max_bytes: int,
         cancel: Callable[[], None] = lambda: None,
     ) -> None:
-        self._tasks, self._num_workers, self._pid = tasks, workers, os.getpid()
+        self._tasks, self._num_workers = tasks, workers
         self._queue = _Queue(tasks, max_bytes, max_steps=STEPS_PER_WORKER * workers)
         self._threads = [
             # daemons: for others the interpreter would wait before `weakref.finalize` stops them
             threading.Thread(target=self._queue.work, name=f"isobatch-{worker}", daemon=True)
             for worker in range(workers)
         ]
-        stopped = self._queue, self._threads, self._pid, cancel
-        self._finalizer = weakref.finalize(self, _stop, *stopped)
+        self._finalizer = weakref.finalize(self, _stop, self._queue, self._threads, cancel)
         for thread in self._threads:
             thread.start()
 
@@ -74,7 +73,7 @@ class Prefetcher(Generic[Subject, Result]):
     def __next__(self) -> tuple[Subject, list[Result]]:
         if not self._finalizer.alive:
             raise StopIteration
-        if os.getpid() != self._pid:
+        if os.getpid() != self._queue.pid:
             raise RuntimeError("this iterator's threads ended with a fork; make a new iterator")
         try:
             if self._num_workers == 0:
@@ -117,6 +116,7 @@ class _Queue(Generic[Subject, Result]):
         self, tasks: Iterator[PrefetchTask[Subject, Result]], max_bytes: int, max_steps: int
     ) -> None:
         self._tasks, self._max_bytes, self._max_steps = tasks, max_bytes, max_steps
+        self.pid = os.getpid()
         # held while a thread takes a part or asks for the next step, never during a part's work
         self._pulling = threading.Lock()
         self._changed = threading.Condition()
@@ -204,12 +204,9 @@ class _Queue(Generic[Subject, Result]):
 
 
 def _stop(
-    queue: _Queue[Any, Any],
-    threads: Sequence[threading.Thread],
-    pid: int,
-    cancel: Callable[[], None],
+    queue: _Queue[Any, Any], threads: Sequence[threading.Thread], cancel: Callable[[], None]
 ) -> None:
-    if os.getpid() != pid:
+    if os.getpid() != queue.pid:
         return  # a forked copy has none of the threads, and a lock that one held is never free
     queue.close()
     cancel()

@@ -1,7 +1,7 @@
 """Figures of a loader so far: `LoaderStats`, and the `Meter` that counts them."""
 
 import threading
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -38,10 +38,6 @@ class LoaderStats:
     dist_ratio_vit: float
     """Share of ranks' time that waits for the slowest vision encoder (`metrics.dist_ratio`)."""
     dist_ratio_llm: float
-
-    def scalars(self, prefix: str = "loader/") -> dict[str, float]:
-        """Name -> value, for `SummaryWriter.add_scalar` and similar."""
-        return {f"{prefix}{name}": float(value) for name, value in asdict(self).items()}
 
 
 class Meter:

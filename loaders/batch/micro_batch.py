@@ -35,8 +35,8 @@ class MicroBatch:
     pixel_values: Tensor
     """(patches, 3, image_size, image_size), images as in `input_ids`; `channels_last` in memory.
 
-    At native resolution one row per ViT token: (ViT tokens, 3 * frames * side * side) normalised,
-    or raw (`pixel_dtype` is uint8), before `loaders.normalize`, (ViT tokens, 3, side, side).
+    At native resolution one row per ViT token: (ViT tokens, 3 * frames * side * side); raw ones
+    (`pixel_dtype` uint8) are (ViT tokens, 3, side, side), which `loaders.normalize` converts.
     """
     patches_per_image: Tensor
     """int64, (images,). Patches of each image; at native resolution always 1."""
