@@ -101,10 +101,7 @@ class _Slot(Generic[Subject, Result]):
 
     @property
     def is_due(self) -> bool:
-        """Whether all results are there, or an error and the results of all parts before it.
-
-        So the error that is raised does not depend on which thread is faster.
-        """
+        """Whether all results are there, or an error and all before it, whichever came first."""
         first_error = min(self.errors, default=len(self.task.parts))
         return all(part in self.results for part in range(first_error))
 

@@ -68,10 +68,7 @@ class RecomputeAdapter:
         """Whether to choose after this step."""
 
     def step(self, pipeline: Pipeline, batches: SourceStep) -> StepResult:
-        """A step of training, repeated with every layer recomputed if it runs out of memory.
-
-        OutOfMemory if that runs out too.
-        """
+        """A training step, repeated with all layers recomputed if memory runs out. OutOfMemory."""
         own, labels = list(batches), batches[0].num_loss_tokens
         rng = torch.get_rng_state(), torch.cuda.get_rng_state() if self._on_gpu else None
         try:

@@ -1,7 +1,4 @@
-"""Options of `python -m engine train` and `measure`, and their checks.
-
-Each field is one option of the command line; its help text documents it.
-"""
+"""Options of `python -m engine train` and `measure`, and their checks."""
 
 from dataclasses import dataclass
 from math import isfinite

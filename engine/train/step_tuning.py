@@ -92,10 +92,7 @@ def read_model_profile(path: Path | None, model: PipelineModel) -> Profile:
 
 
 def check_same_step(note: StepNote) -> None:
-    """ConfigError on all ranks unless all planned the same step.
-
-    Otherwise samples would be trained on twice, or never.
-    """
+    """ConfigError on all ranks unless all planned the same step: samples might be lost."""
     both = torch.tensor([note.fingerprint, -note.fingerprint])
     with world_errors():
         dist.all_reduce(both, op=dist.ReduceOp.MAX)

@@ -60,10 +60,7 @@ def train(config: TrainConfig, open_source: OpenSource, device: torch.device) ->
 
 
 def make_run(config: TrainConfig, open_source: OpenSource, device: torch.device) -> TrainingRun:
-    """This rank's part, once ranks have met.
-
-    ConfigError or DataError if build, plan and ranks do not fit together.
-    """
+    """This rank's part; ConfigError or DataError if build, plan and ranks do not fit together."""
     # plan, model and their layout
     plan = None if config.plan == "auto" else read_plan(Path(config.plan))
     dp = (plan.parallel.dp if plan else 1) if config.dp is None else config.dp

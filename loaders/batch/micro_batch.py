@@ -86,10 +86,7 @@ class MicroBatch:
         return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> MicroBatch:
-        """The same in page-locked memory, from which `to(..., non_blocking=True)` does not wait.
-
-        Needs a GPU. torch's DataLoader calls it too.
-        """
+        """The same in page-locked memory, for `to(..., non_blocking=True)`; needs a GPU."""
         return self._with_tensors(Tensor.pin_memory)
 
     def __reduce__(self) -> tuple[Any, ...]:

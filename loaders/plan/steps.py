@@ -179,10 +179,7 @@ class Steps:
             self._source.prepare(self.epoch + 1)
 
     def plan(self, count: int) -> list[StepPlan]:
-        """This rank's part of the next steps of this epoch, and move past them.
-
-        Several are faster than one by one. ConfigError if the planner is wrong.
-        """
+        """This rank's next steps in the epoch, moving past them. ConfigError of a wrong planner."""
         taken, streams = [], []
         step_shape = self._config.dp_world_size, self._config.micro_batches
         for _ in range(min(count, self.remaining)):

@@ -60,10 +60,7 @@ class Quota:
                 _put_number(ledger, self._free(0))
 
     def take(self, target: Path, size: int) -> Reservation | None:
-        """Space for a file of `size` bytes to be called `target`; others may be removed for it.
-
-        None if there is no space, or the file is there already.
-        """
+        """Space for `target`; others may be removed for it. None if it is there or does not fit."""
         needed = _on_disk(size)
         if needed > self._limit:
             return None

@@ -120,10 +120,7 @@ def _tiny_preset(preset: ModelPreset, vocab_size: int) -> ModelPreset:
 
 
 def _model_name(given: str | None, preset: ModelPreset) -> str:
-    """The given model, else the one for the build. ConfigError if the build's images do not fit.
-
-    Whether a build fits the tiny model is checked by that model.
-    """
+    """The given model, else the build's; ConfigError if images do not fit (tiny checks its own)."""
     fitting = (name for name, rule in RULES.items() if isinstance(preset.vision, rule))
     name = given or (TINY if preset.name == TINY else next(fitting, ""))
     if not name or (name != TINY and not isinstance(preset.vision, RULES[name])):
