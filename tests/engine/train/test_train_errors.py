@@ -89,7 +89,7 @@ def test_a_build_that_is_damaged_while_it_is_read_is_told_in_one_line(tmp_path, 
         (["--dp=0"], "--dp is 0"),
         (["--recompute=plan"], "--recompute plan needs a plan"),
         (["--recompute=adapt"], "so does --recompute adapt"),
-        (["--recompute=adapt", "--profile={profile}"], "give the memory of a rank"),
+        (["--recompute=adapt", "--profile={profile}"], "on a CPU needs --memory-gib"),
         (["--recompute=adapt", "--tune", "--profile={profile}"], "use --tune with --memory-gib"),
         (
             ["--recompute=adapt", "--profile={profile}", "--stages-per-rank=2"],
