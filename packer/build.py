@@ -143,10 +143,8 @@ class Builder:
         dataset = find_dataset(config.dataset, config.data_root, fetch=config.fetch_annotations)
         roots = {part.data_root for part in dataset.parts}
         if config.format == "refs" and len(roots) > 1:
-            raise ConfigError(
-                f"--format refs: the mixture has {len(roots)} data roots,"
-                " and shards can refer to one only"
-            )
+            has = f"the mixture has {len(roots)} data roots"
+            raise ConfigError(f"--format refs: {has}, and shards can refer to one only")
         return dataset
 
     def _demo(self) -> Dataset:

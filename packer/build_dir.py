@@ -166,10 +166,8 @@ def require_ours(place: str, names: Sequence[str]) -> None:
     """Raise ConfigError if a folder or URI holds anything that no build made."""
     strangers = sorted({name for name in names if name.partition("/")[0] not in _MADE_BY_A_BUILD})
     if strangers:
-        raise ConfigError(
-            f"--overwrite: {place} also holds {', '.join(strangers[:5])}, which no build made; "
-            "nothing was removed"
-        )
+        also = f"also holds {', '.join(strangers[:5])}, which no build made"
+        raise ConfigError(f"--overwrite: {place} {also}; nothing was removed")
 
 
 def _describe_raw(dataset: Dataset) -> list[dict[str, Any]]:

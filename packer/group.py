@@ -124,6 +124,8 @@ def group_files(
     counts = counts.set_column(0, COUNTS_SCHEMA.field("position"), positions)
     if len(counts) == 0:
         raise DataError(f"no samples in {', '.join(map(str, files))}")
+    # counts do not say which model they are for
+    with_counts = any(path.suffix == ".parquet" for path in files)
     with progress.stage("group", None) as stage:
         arrays = counts_arrays(counts)
         grouping = group_counts(
@@ -131,7 +133,7 @@ def group_files(
             options,
             vision_unit=vision_unit,
             context_len=MOST_TOKENS,
-            flops=_flops_model(files),
+            flops=None if with_counts else FlopsModel.of(load_model(LENGTHS_MODEL)),
             sources=source_numbers(counts),
         )
         stage.count(len(counts))
@@ -143,13 +145,6 @@ def group_files(
     limits = {**asdict(grouping.limits), "limits_explained": grouping.limits_explained}
     (out / LIMITS_NAME).write_text(json.dumps(limits, indent=1), "utf-8")
     return grouping, rejected
-
-
-def _flops_model(files: list[Path]) -> FlopsModel | None:
-    """The model that OmniBal's files are of; counts do not say theirs."""
-    if any(path.suffix == ".parquet" for path in files):
-        return None
-    return FlopsModel.of(load_model(LENGTHS_MODEL))
 
 
 def read_lengths(path: Path) -> pa.Table:
@@ -215,11 +210,9 @@ def _from_omnibal(source: str, path: Path, rows: object) -> pa.Table:
     image_tokens = tiles * LLM_TOKENS_PER_TILE
     if (image_tokens > tokens).any():
         number = int(np.argmax(image_tokens > tokens))
-        raise DataError(
-            f"{path}: sample {number}: {tokens[number]} tokens are fewer than the"
-            f" {image_tokens[number]} of its {tiles[number]} tiles;"
-            " OmniBal counts image tokens in token_num"
-        )
+        tile_tokens = f"the {image_tokens[number]} of its {tiles[number]} tiles"
+        found = f"sample {number}: {tokens[number]} tokens are fewer than {tile_tokens}"
+        raise DataError(f"{path}: {found}; OmniBal counts image tokens in token_num")
     zeros = np.zeros(len(rows), dtype=np.int64)
     columns = {
         "position": np.arange(len(rows)),

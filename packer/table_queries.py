@@ -26,10 +26,8 @@ def query_table(path: Path, question: Callable[[pl.LazyFrame], pl.LazyFrame]) ->
     try:
         return question(pl.scan_parquet(path, glob=False)).collect()
     except FileNotFoundError:
-        raise DataError(
-            f"no {path.name} in {path.parent}:"
-            " is it the output of `packer build` or `packer group`?"
-        ) from None
+        hint = "is it the output of `packer build` or `packer group`?"
+        raise DataError(f"no {path.name} in {path.parent}: {hint}") from None
     except (pl.exceptions.PolarsError, OSError) as error:
         raise DataError(f"{path}: damaged: {first_line(error)}") from None
 

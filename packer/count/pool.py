@@ -54,10 +54,8 @@ def map_ordered(
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool:
-        raise DataError(
-            "a worker process died (often: out of memory);"
-            " run the same command again with fewer --workers to continue"
-        ) from None
+        hint = "run the same command again with fewer --workers to continue"
+        raise DataError(f"a worker process died (often: out of memory); {hint}") from None
     finally:
         # Python 3.11 would hang if futures were cancelled one by one while a worker dies, or if a
         # second Ctrl-C came in the middle of this.

@@ -63,7 +63,8 @@ def _count(ray: Any, jobs: list[CountJob]) -> Iterator[Counted]:
         for row in done.iter_rows():
             if row["error"]:
                 raise pickle.loads(row["error"])
-            yield _unpack(row)
+            with pa.ipc.open_stream(row["table"]) as reader:
+                yield Counted(reader.read_all(), row["blob"])
     except IsobatchError:
         raise
     except Exception as error:  # Ray wraps whatever happened on a node in types of its own
@@ -80,8 +81,3 @@ def _count_row(row: dict[str, Any]) -> dict[str, Any]:
     with pa.ipc.new_stream(sink, STAGED_SCHEMA) as writer:
         writer.write_table(counted.table)
     return {"error": b"", "table": sink.getvalue().to_pybytes(), "blob": counted.blob}
-
-
-def _unpack(row: dict[str, Any]) -> Counted:
-    with pa.ipc.open_stream(row["table"]) as reader:
-        return Counted(reader.read_all(), row["blob"])

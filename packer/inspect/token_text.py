@@ -58,11 +58,9 @@ def load_decoder(source: str, manifest: Manifest, chat_template: str | None = No
     tokenizer = manifest.values["tokenizer"]
     loaded = ChatTokenizer.for_model(manifest.model, source, chat_template)
     if loaded.hash != tokenizer["hash"]:
-        raise ConfigError(
-            f"tokenizer {source}: not the one of this build (hash {loaded.hash[:12]}, the manifest"
-            f" says {tokenizer['hash'][:12]}); give the build's --tokenizer, and its"
-            " --chat-template if it had one"
-        )
+        hashes = f"hash {loaded.hash[:12]}, the manifest says {tokenizer['hash'][:12]}"
+        hint = "give the build's --tokenizer, and its --chat-template if it had one"
+        raise ConfigError(f"tokenizer {source}: not the one of this build ({hashes}); {hint}")
     decoder = build_backend(read_tokenizer_files(source))
     # in the order of their ids, so that they get the same ones
     decoder.add_special_tokens(list(tokenizer["added_tokens"]))

@@ -140,10 +140,8 @@ def inspect_group(
     name = manifest.shards[shard].name
     stored = _read_stored(manifest, name, offset, length)
     if stored.sample_ids != sample_ids:
-        raise DamagedShard(
-            f"{stored.where}: holds samples {list(stored.sample_ids)[:3]}, not those of the index; "
-            "run `packer verify`"
-        )
+        held = f"holds samples {list(stored.sample_ids)[:3]}, not those of the index"
+        raise DamagedShard(f"{stored.where}: {held}; run `packer verify`")
     samples = tuple(
         _sample_view(stored, place, about, manifest, decoder) for place, about in enumerate(counted)
     )

@@ -301,10 +301,8 @@ def _check_samples(out: Path, groups: Groups, is_rejected: NDArray[np.bool_]) ->
 def _check_totals(manifest: Manifest, found: dict[str, int]) -> None:
     said = {name: manifest.values["totals"][name] for name in found}
     if said != found:
-        raise DataError(
-            f"{manifest.place}: {MANIFEST_NAME} says {said}, but the tables hold {found}; "
-            "build again with --overwrite"
-        )
+        differ = f"{MANIFEST_NAME} says {said}, but the tables hold {found}"
+        raise DataError(f"{manifest.place}: {differ}; build again with --overwrite")
 
 
 def _read_limits(out: Path) -> tuple[Limits, tuple[str, ...]]:
@@ -314,10 +312,8 @@ def _read_limits(out: Path) -> tuple[Limits, tuple[str, ...]]:
         values = json.loads(path.read_text("utf-8"))
         explained = values.pop("limits_explained", [])
     except FileNotFoundError:
-        raise DataError(
-            f"{out} has neither {MANIFEST_NAME} nor {LIMITS_NAME}: the build is unfinished; run it "
-            "to its end"
-        ) from None
+        missing = f"{out} has neither {MANIFEST_NAME} nor {LIMITS_NAME}"
+        raise DataError(f"{missing}: the build is unfinished; run it to its end") from None
     except (ValueError, AttributeError, TypeError) as error:
         raise DataError(f"{path}: not a JSON object ({error}); run `packer group` again") from None
     return build_config(Limits, values, where=str(path)), tuple(map(str, explained))

@@ -120,10 +120,8 @@ def _under(data_root: str, place: str) -> str:
 
 def _preset(preset: DatasetPreset, data_root: str | None, *, fetch: bool) -> Dataset:
     if data_root is None:
-        raise ConfigError(
-            f"--dataset {preset.name} needs --data-root: the folder that holds"
-            f" {preset.annotations} and the images"
-        )
+        needed = f"the folder that holds {preset.annotations} and the images"
+        raise ConfigError(f"--dataset {preset.name} needs --data-root: {needed}")
     root = open_folder(data_root)
     there = _is_file(data_root, preset.annotations)
     problems = [

@@ -188,10 +188,8 @@ def _annotations(folder: Folder, names: Sequence[str]) -> tuple[str, ...]:
         return (named[0],)
     if not _are_shards(found):
         some = ", ".join(found[:5]) + ("..." if len(found) > 5 else "")
-        raise ConfigError(
-            f"{len(found)} annotation files in {folder.uri} ({some}):"
-            f" name the one to pack, and --data-root {folder.uri}"
-        )
+        hint = f"name the one to pack, and --data-root {folder.uri}"
+        raise ConfigError(f"{len(found)} annotation files in {folder.uri} ({some}): {hint}")
     return tuple(sorted(found, key=_by_number))
 
 
@@ -247,10 +245,8 @@ def choose_split(splits: Sequence[str], wanted: str | None, where: str) -> str:
     if len(splits) != 1:
         raise ConfigError(f"{has}; say which one: {where}@SPLIT")
     if splits[0].startswith(PARTIAL):
-        raise ConfigError(
-            f"{where}: the Hub has only the first 5 GB of it as Parquet;"
-            f" {where}@{splits[0]} is that part"
-        )
+        hint = f"{where}@{splits[0]} is that part"
+        raise ConfigError(f"{where}: the Hub has only the first 5 GB of it as Parquet; {hint}")
     return splits[0]
 
 
@@ -260,10 +256,8 @@ def choose_files(names: Sequence[str], wanted: str | None, where: str) -> tuple[
     found = sorted(set(splits.values()))
     if wanted is None and TRAIN in found and "" in found:
         stray = next(name for name in names if not splits[name])
-        raise ConfigError(
-            f"{where}: {stray} belongs to no split, others to {TRAIN};"
-            f" name the files, or {where}@{TRAIN}"
-        )
+        hint = f"name the files, or {where}@{TRAIN}"
+        raise ConfigError(f"{where}: {stray} belongs to no split, others to {TRAIN}; {hint}")
     chosen = choose_split(found, wanted, where)
     return tuple(name for name in names if splits[name] == chosen)
 

@@ -174,13 +174,12 @@ def _read_local(path: Path) -> str | None:
 
 
 def _read_hub(repo_id: str, name: str) -> str | None:
+    missing = f"tokenizer {repo_id}: no such folder here"
     try:
         from huggingface_hub import errors, hf_hub_download  # noqa: PLC0415  (an extra)
     except ImportError:
-        raise ConfigError(
-            f"tokenizer {repo_id}: no such folder here; to fetch it from the Hub:"
-            " pip install 'isobatch[hub]'"
-        ) from None
+        hint = "to fetch it from the Hub: pip install 'isobatch[hub]'"
+        raise ConfigError(f"{missing}; {hint}") from None
     try:
         return Path(hf_hub_download(repo_id, name)).read_text("utf-8")
     except errors.LocalEntryNotFoundError:  # neither in the cache, nor could the Hub be asked
@@ -191,7 +190,4 @@ def _read_hub(repo_id: str, name: str) -> str | None:
         return None
     except (OSError, ValueError) as error:  # all of the Hub's errors are one of the two
         problem = first_line(error)
-    raise ConfigError(
-        f"tokenizer {repo_id}: no such folder here, and not from the Hub: {problem};"
-        " give a local folder"
-    )
+    raise ConfigError(f"{missing}, and not from the Hub: {problem}; give a local folder")

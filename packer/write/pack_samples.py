@@ -146,10 +146,8 @@ def expand(
     for kind, (token_id, tokens) in media.items():
         places[kind] = np.flatnonzero(input_ids == token_id)
         if len(places[kind]) != len(tokens):
-            raise ValueError(
-                f"{len(places[kind])} {kind} tokens but tokens for {len(tokens)} {kind}s;"
-                " give one for each"
-            )
+            found = f"{len(places[kind])} {kind} tokens but tokens for {len(tokens)} {kind}s"
+            raise ValueError(f"{found}; give one for each")
         repeats[places[kind]] = tokens
     # nearly all of the result is images' tokens: filled first, then overwritten by the others
     token_ends = np.cumsum(repeats)
@@ -227,10 +225,8 @@ def _read_sample(
     try:
         for media, view in (*images, *audios):
             if config.format == "refs" and media.container:
-                raise ConfigError(
-                    f"--format refs: {media.name} is no file of its own, so no shard can refer to "
-                    "it; use arrow or webdataset"
-                )
+                refused = f"{media.name} is no file of its own, so no shard can refer to it"
+                raise ConfigError(f"--format refs: {refused}; use arrow or webdataset")
             read_into(root, media, blobs, view)
             if view[:4] == PNG_MAGIC:
                 # found here, and not in the middle of a training run
