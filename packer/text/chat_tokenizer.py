@@ -22,8 +22,8 @@ from tokenizers import Encoding, Tokenizer
 from balance.errors import ConfigError
 from balance.presets import MediaMarkup, ModelPreset
 from packer.text._control_tokens import ControlTokens
+from packer.text._media_placeholders import MediaWriter, Medium, add_markup, text_part
 from packer.text.chat_template import ChatTemplate, Message, Span, TemplateRefusedError
-from packer.text.media_placeholders import MediaWriter, Medium, add_markup, text_part
 from packer.text.tokenizer_files import (
     TokenizerFiles,
     build_backend,
