@@ -9,8 +9,8 @@ from itertools import chain, islice
 from pathlib import Path
 
 from balance.errors import DataError
+from packer.count._ray_pool import count_on_ray
 from packer.count.pool import map_ordered
-from packer.count.ray_pool import count_on_ray
 from packer.count.sample_counter import CountJob, CountSettings, count_chunk
 from packer.count.staging import Staging, count_staged
 from packer.progress import StageProgress
