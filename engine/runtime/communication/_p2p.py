@@ -2,14 +2,12 @@
 
 The messages from one rank to another follow from the schedule alone: the sender's operations in
 order, and who waits for them. Receives are posted in that order, so no tags are needed, which NCCL
-would ignore. Each direction of each pair of ranks has its own communicator: sends in opposite
-directions cannot wait for each other, and whatever the simulator can run does not deadlock. A send
-never blocks the sender.
+would ignore. A send never blocks the sender. Each direction of each pair of ranks has its own
+communicator, so opposite sends do not wait for each other: what can be simulated does not deadlock.
 
 A sent tensor must stay in memory until it has arrived. NCCL says when. Gloo does not, but an answer
 does: a rank that sends a result has received everything its operations before needed. So with gloo
-a rank holds no more than its schedule has in flight; outputs of frozen stages, for which no answer
-comes, stay until the end of the step.
+a rank holds what its schedule has in flight; outputs of frozen stages stay until the step ends.
 
 Running out of memory leaves the queue usable: every message has been sent, received, or not begun.
 Preparing a send for this costs about 7 us.

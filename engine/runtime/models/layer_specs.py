@@ -2,8 +2,7 @@
 
 For the layers of transformers' models (`engine.runtime.models.transformers_models`). A spec depends
 on the micro-batch alone and holds no layer: a rank that drops other ranks' layers still knows what
-they will send. It needs no pixels: ranks after the first leave images undecoded (the loader's
-`decode_images=False`).
+they will send. It needs no pixels: ranks after the first leave images undecoded.
 """
 
 from collections.abc import Callable, Mapping

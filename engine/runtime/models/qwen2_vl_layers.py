@@ -1,8 +1,7 @@
 """Qwen2-VL's vision encoder and positions as pipeline layers.
 
-The layers hold the model's own modules. Grid positions of ViT tokens and rotary positions of LLM
-tokens follow from the images' grids alone, so each rank computes them from the micro-batch (arXiv
-2409.12191, section 2.1).
+The layers hold the model's own modules. Each rank computes grid positions of ViT tokens and rotary
+positions of LLM tokens from the micro-batch's image grids (arXiv 2409.12191, section 2.1).
 """
 
 from typing import Any

@@ -1,9 +1,8 @@
 """Vision-language models of transformers as layer stacks: `from_transformers`.
 
-For LLaVA, InternVL and Qwen2-VL of transformers 5. The layers hold the model's own modules, so no
-weight is copied; `engine.runtime.models.weights` gathers them under transformers' names.
+For LLaVA, InternVL and Qwen2-VL of transformers 5, which is not imported. The layers hold the
+model's own modules: no weight is copied, and `engine.runtime.models.weights` gathers them by name.
 Micro-batches are packed without padding (`loaders.MicroBatch`, or any object with its fields).
-Imports nothing of transformers.
 """
 
 import sys

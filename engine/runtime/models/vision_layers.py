@@ -1,7 +1,6 @@
 """Vision encoders of LLaVA and InternVL as pipeline layers.
 
-The layers hold the model's own modules. A micro-batch without images passes without computation:
-its tensors are empty, and nothing is sent.
+The layers hold the model's own modules. Without images they compute nothing: tensors are empty.
 """
 
 from typing import Any

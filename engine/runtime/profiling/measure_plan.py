@@ -77,8 +77,7 @@ def choose_plan(
 ) -> tuple[MeasuredPartitions, Plan]:
     """Run the partitions that rank best by `profile`; -> the trials, and the fastest as a plan.
 
-    The same on all ranks; arguments as `profile_step`, whose profile it is. ConfigError and
-    InfeasiblePlan as `measure_partitions`.
+    The same on all ranks. Arguments and profile of `profile_step`; errors of `measure_partitions`.
     """
     places = np.arange(len(profile.loads))[-len(batches) :]
     costs = measured_costs(profile, places)
