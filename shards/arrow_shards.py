@@ -4,9 +4,8 @@ So a group is one contiguous range: a slice of a memory map locally, one ranged 
 copy until an image is decoded. With refs, paths replace the bytes of images and audio files.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +38,17 @@ _PATHS = pa.list_(pa.string())
 
 def shard_schema(*, refs: bool) -> pa.Schema:
     """Columns of a shard."""
-    return pa.schema(
-        [
-            ("sample_id", pa.string()),
-            ("input_ids", _INTS),
-            ("labels", _INTS),
-            ("image_paths", _PATHS) if refs else ("images", _BYTES),
-            ("image_widths", _INTS),
-            ("image_heights", _INTS),
-            ("audio_paths", _PATHS) if refs else ("audios", _BYTES),
-            ("audio_lengths", _INTS),
-        ]
-    )
+    columns = [
+        ("sample_id", pa.string()),
+        ("input_ids", _INTS),
+        ("labels", _INTS),
+        ("image_paths", _PATHS) if refs else ("images", _BYTES),
+        ("image_widths", _INTS),
+        ("image_heights", _INTS),
+        ("audio_paths", _PATHS) if refs else ("audios", _BYTES),
+        ("audio_lengths", _INTS),
+    ]
+    return pa.schema(columns)
 
 
 # --- writing ---
@@ -109,15 +107,13 @@ class ArrowShardWriter:
 def _binaries(files: PackedFiles) -> pa.BinaryArray:
     """The content as an array of binaries, which it is already: no copy."""
     offsets = pa.array(files.content_offsets, pa.int32()).buffers()[1]
-    return pa.Array.from_buffers(
-        pa.binary(), len(files.paths), [None, offsets, pa.py_buffer(files.content)]
-    )
+    buffers = [None, offsets, pa.py_buffer(files.content)]
+    return pa.Array.from_buffers(pa.binary(), len(files.paths), buffers)
 
 
 def _int_lists(offsets: IntArray, values: IntArray | Int32Array) -> pa.ListArray:
-    return pa.ListArray.from_arrays(
-        pa.array(offsets, pa.int32()), pa.array(values, pa.int32()), type=_INTS
-    )
+    borders, numbers = (pa.array(array, pa.int32()) for array in (offsets, values))
+    return pa.ListArray.from_arrays(borders, numbers, type=_INTS)
 
 
 # --- reading ---
@@ -137,18 +133,14 @@ class ArrowLayout:
     def __init__(self, schema: pa.Schema) -> None:
         """ValueError if the columns are not of a shard's types."""
         numbers = ("input_ids", "labels", "image_widths", "image_heights")
-        wrong = [name for name in numbers if schema.field(name).type != _INTS]
+        wrong = ", ".join(name for name in numbers if schema.field(name).type != _INTS)
         if wrong or schema.field("sample_id").type != pa.string():
-            raise ValueError(
-                f"columns of other types than a shard's: {', '.join(wrong) or 'sample_id'}"
-            )
+            raise ValueError(f"columns of other types than a shard's: {wrong or 'sample_id'}")
         self.schema = schema
         self.columns = {name: number for number, name in enumerate(schema.names)}
         self.has_audio = "audio_lengths" in self.columns
         # the batch's validity, then the buffers of each column and of what is in it
-        places = [1]
-        for field in schema:
-            places.append(places[-1] + _num_buffers(field.type))
+        places = accumulate((_num_buffers(field.type) for field in schema), initial=1)
         self.buffers = dict(zip(schema.names, places, strict=False))
 
 
@@ -221,13 +213,13 @@ def decode_arrow(
     batch = _Batch(content, layout)
     sample_ids = tuple(batch.column("sample_id").to_pylist())
     cu_seqlens, input_ids = batch.ints("input_ids")
-    read = None if media is None else partial(_read_files, media, sample_ids, where)
-    images, names, image_samples, (widths, heights) = _files(batch, "image", read)
+    source = media, sample_ids, where
+    images, names, image_samples, (widths, heights) = _files(batch, "image", *source)
     image_sizes = np.empty((len(heights), 2), np.int32)
     image_sizes[:, 0], image_sizes[:, 1] = heights, widths
     audio: dict[str, Any] = {}
     if layout.has_audio and len(batch.ints("audio_lengths")[1]):
-        audios, _, audio_samples, (lengths,) = _files(batch, "audio", read)
+        audios, _, audio_samples, (lengths,) = _files(batch, "audio", *source)
         audio = {"audios": audios, "audio_samples": audio_samples, "audio_lengths": lengths}
     return StoredGroup(
         where=where,
@@ -248,13 +240,10 @@ _NUMBERS = {"image": ("image_widths", "image_heights"), "audio": ("audio_lengths
 
 
 def _files(
-    batch: _Batch, kind: str, read: Callable[[list[str], Int32Array], Contents] | None
+    batch: _Batch, kind: str, media: MediaReader | None, sample_ids: tuple[str, ...], where: str
 ) -> tuple[Contents, Sequence[str], Int32Array, list[Int32Array]]:
-    """Images or audio files of a batch, their paths (refs), each one's sample, and their numbers.
-
-    `read` gives the contents for (paths, samples); None if the shard holds them.
-    """
-    name = f"{kind}s" if read is None else f"{kind}_paths"
+    """Images or audio files of a batch, their paths (refs), samples and numbers."""
+    name = f"{kind}s" if media is None else f"{kind}_paths"
     found = [batch.ints(number) for number in _NUMBERS[kind]]
     numbers = [values for _, values in found]
     borders, first = batch.borders(name)
@@ -264,20 +253,11 @@ def _files(
     owners = _owners(borders)
     if not len(owners):
         return (), (), owners, numbers
-    if read is None:
+    if media is None:
         return batch.views(name, first, len(owners)), (), owners, numbers
     paths = batch.column(name).values.slice(first, len(owners)).to_pylist()
-    return read(paths, owners), paths, owners, numbers
-
-
-def _read_files(
-    media: MediaReader,
-    sample_ids: Sequence[str],
-    where: str,
-    paths: list[str],
-    owners: Int32Array,
-) -> Contents:
-    return media.read(paths, [sample_ids[place] for place in owners], where)
+    contents = media.read(paths, [sample_ids[place] for place in owners], where)
+    return contents, paths, owners, numbers
 
 
 def _owners(borders: Int32Array) -> Int32Array:

@@ -4,49 +4,30 @@ They find damage, not forgery: who can change a shard can change the manifest to
 compared whenever a process first reads it; SHA-256 would take ten times as long.
 """
 
-from __future__ import annotations
-
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from xxhash import xxh3_64_intdigest, xxh3_128
 
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
-
 PIECE_BYTES = 1 << 20
 
+group_checksum = xxh3_64_intdigest
+"""XXH3 of 64 bits over the byte range of a group: column `checksum` of the index."""
 
-def group_checksum(content: ReadableBuffer) -> int:
-    """XXH3 of 64 bits over the byte range of a group: column `checksum` of the index."""
-    return xxh3_64_intdigest(content)
-
-
-class FileChecksum:
-    """XXH3 of 128 bits of a file that comes in pieces, as in the manifest and by `xxhsum -H2`.
-
-    >>> checksum = FileChecksum()
-    >>> checksum.add(b"abc")
-    >>> checksum.hex
-    '06b05ab6733a618578af5f94892f3950'
-    """
-
-    def __init__(self) -> None:
-        self._state = xxh3_128()
-
-    def add(self, piece: ReadableBuffer) -> None:
-        """The next bytes."""
-        self._state.update(piece)
-
-    @property
-    def hex(self) -> str:
-        """The checksum of all bytes so far, 32 hexadecimal digits."""
-        return self._state.hexdigest()
+FileChecksum = xxh3_128
+"""XXH3 of 128 bits of a file that comes in pieces: in hexadecimal digits in the manifest and by
+`xxhsum -H2`.
+"""
 
 
 def file_checksum(file: IO[bytes]) -> tuple[str, int]:
-    """(checksum, size) of the rest of a file, which is read in pieces."""
+    """(checksum, size) of the rest of a file, which is read in pieces.
+
+    >>> from io import BytesIO
+    >>> file_checksum(BytesIO(b"abc"))
+    ('06b05ab6733a618578af5f94892f3950', 3)
+    """
     checksum, size = FileChecksum(), 0
     while piece := file.read(PIECE_BYTES):
-        checksum.add(piece)
+        checksum.update(piece)
         size += len(piece)
-    return checksum.hex, size
+    return checksum.hexdigest(), size

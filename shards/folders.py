@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 Folder: TypeAlias = "LocalFolder | ObjectFolder"
 READERS = 16
 """Files of an object store that a process reads at a time."""
-
 URI_SCHEMES = ("s3", "gs", "az")
 """Object stores that data may be in."""
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -75,10 +74,8 @@ def open_object_folder(uri: str) -> ObjectFolder:
     scheme = uri.partition("://")[0]
     if scheme not in URI_SCHEMES:
         kinds = ", ".join(f"{name}://" for name in URI_SCHEMES)
-        raise ConfigError(
-            f"{uri}: {scheme}:// is no object store that packer knows: "
-            f"use a path, or one of {kinds}"
-        )
+        unknown = f"{scheme}:// is no object store that packer knows"
+        raise ConfigError(f"{uri}: {unknown}: use a path, or one of {kinds}")
     try:
         from shards.object_folder import ObjectFolder  # noqa: PLC0415 - an extra, needed only here
     except ImportError:
@@ -114,10 +111,8 @@ def naming_full_disk(folder: Path | str) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _DISK_FULL:
             raise
-        reason = os.strerror(error.errno or 0).lower()
-        raise DataError(
-            f"{folder}: {reason}: make room there, then run the same command again"
-        ) from None
+        reason, advice = os.strerror(error.errno or 0).lower(), "then run the same command again"
+        raise DataError(f"{folder}: {reason}: make room there, {advice}") from None
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """index.arrow, written and read: where every group is and what it costs.
 
-One row per group, columnar. While a build is unfinished, each shard has an `IndexPart`, written
-after the shard, so that its presence means that the shard is complete; `merge_index` joins them.
+One row per group. While a build is unfinished, each shard has an `IndexPart`, written after it, so
+that a part means that its shard is complete; `merge_index` joins them.
 
 Readers map the file (`GroupIndex`): opening costs nothing per group, and the ranks of a machine
 share the pages. So 100 million groups (6 GB of index) need a few megabytes per process.
@@ -28,13 +28,10 @@ from shards.stored_group import ByteRange, PackedBlock
 INDEX_NAME = "index.arrow"
 BATCH_ROWS = 65_536
 """Rows of a record batch of index.arrow, except the last one; docs/design.md."""
+_PLACE = [("shard", pa.int32()), ("offset", pa.int64()), ("length", pa.int64())]
+_LOADS = [(name, pa.int32()) for name in ("num_samples", *COUNT_COLUMNS)]
 INDEX_SCHEMA = pa.schema(
-    [
-        *[("shard", pa.int32()), ("offset", pa.int64()), ("length", pa.int64())],
-        ("checksum", pa.uint64()),
-        *[(name, pa.int32()) for name in ("num_samples", *COUNT_COLUMNS)],
-        ("sample_ids", pa.list_(pa.string())),
-    ]
+    [*_PLACE, ("checksum", pa.uint64()), *_LOADS, ("sample_ids", pa.list_(pa.string()))]
 )
 _CHECKSUM = INDEX_SCHEMA.get_field_index("checksum")
 
@@ -77,28 +74,23 @@ class IndexPart:
         whole, done = FileChecksum(), 0
         for number, table in enumerate(self.rows):
             checksums = []
-            for offset, length in zip(
-                *(table.column(key).to_pylist() for key in ("offset", "length")), strict=True
-            ):
+            for row in table.select(["offset", "length"]).to_pylist():
                 # group by group, so that the bytes come from memory once for both checksums
-                whole.add(content[done : offset + length])
-                checksums.append(group_checksum(content[offset : offset + length]))
-                done = offset + length
+                start, end = row["offset"], row["offset"] + row["length"]
+                whole.update(content[done:end])
+                checksums.append(group_checksum(content[start:end]))
+                done = end
             column = pa.array(checksums, pa.uint64())
             self.rows[number] = table.set_column(_CHECKSUM, INDEX_SCHEMA.field(_CHECKSUM), column)
-        whole.add(content[done:])
-        self.file = BuildFile(name=name, size=len(content), checksum=whole.hex)
+        whole.update(content[done:])
+        self.file = BuildFile(name=name, size=len(content), checksum=whole.hexdigest())
 
     def save(self, path: Path) -> None:
         """Write the rows, whole or not at all; after `finish`, and after the shard is in place."""
         shard = self.file.to_json() if self.file else {}
         metadata = {"rejected": json.dumps(self.lost), "shard": json.dumps(shard)}
         table = pa.concat_tables([INDEX_SCHEMA.empty_table(), *self.rows]).combine_chunks()
-        table = table.replace_schema_metadata(metadata)
-        temporary = path.with_suffix(".tmp")
-        with pa.ipc.new_file(temporary, table.schema) as writer:
-            writer.write_table(table)
-        temporary.replace(path)
+        _write(table.replace_schema_metadata(metadata), path)
 
 
 def read_lost(part: Path) -> list[LostSample]:
@@ -123,11 +115,16 @@ def merge_index(parts: Iterable[Path], target: Path) -> pa.Table:
         with pa.OSFile(str(part), "rb") as source:
             tables.append(pa.ipc.open_file(source).read_all().replace_schema_metadata(None))
     table = pa.concat_tables(tables).combine_chunks()
-    temporary = target.with_suffix(".tmp")
-    with pa.ipc.new_file(temporary, INDEX_SCHEMA) as writer:
-        writer.write_table(table, max_chunksize=BATCH_ROWS)
-    temporary.replace(target)
+    _write(table, target, BATCH_ROWS)
     return table
+
+
+def _write(table: pa.Table, path: Path, batch_rows: int | None = None) -> None:
+    """Write an IPC file, whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    with pa.ipc.new_file(temporary, table.schema) as writer:
+        writer.write_table(table, max_chunksize=batch_rows)
+    temporary.replace(path)
 
 
 class GroupIndex:
@@ -141,9 +138,8 @@ class GroupIndex:
             file = pa.memory_map(str(source)) if isinstance(source, Path) else source
             self._reader = pa.ipc.open_file(file)
         except (OSError, pa.ArrowInvalid) as error:
-            raise DamagedShard(
-                f"{self._path}: cannot be opened ({error}); run `packer verify`, or build again"
-            ) from None
+            advice = "run `packer verify`, or build again"
+            raise DamagedShard(f"{self._path}: cannot be opened ({error}); {advice}") from None
         if self._reader.num_record_batches != -(-num_groups // BATCH_ROWS):
             raise self._damaged(f"{self._reader.num_record_batches} record batches")
         self._batches: dict[int, pa.RecordBatch] = {}
@@ -207,16 +203,13 @@ class GroupIndex:
             try:
                 mapped = self._reader.get_batch(number)
             except (OSError, pa.ArrowException) as error:
-                raise DamagedShard(
-                    f"{self._path}: not readable ({first_line(error)}); run `packer verify`"
-                ) from None
+                reason = f"not readable ({first_line(error)}); run `packer verify`"
+                raise DamagedShard(f"{self._path}: {reason}") from None
             if mapped.num_rows != min(BATCH_ROWS, self._num_groups - number * BATCH_ROWS):
                 raise self._damaged(f"{mapped.num_rows} rows in record batch {number}")
             self._batches[number] = mapped
         return mapped
 
     def _damaged(self, found: str) -> DamagedShard:
-        return DamagedShard(
-            f"{self._path}: {found}, which does not fit the manifest's {self._num_groups} groups; "
-            "run `packer verify`, or build again"
-        )
+        problem = f"{found}, which does not fit the manifest's {self._num_groups} groups"
+        return DamagedShard(f"{self._path}: {problem}; run `packer verify`, or build again")

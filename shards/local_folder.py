@@ -78,20 +78,14 @@ class LocalFolder:
         """All files under a folder, in the order of their names; hidden ones are left out."""
 
         def fail(error: OSError) -> None:
-            raise DataError(
-                f"{error.filename}: cannot be listed: {error.strerror or error}"
-            ) from None
+            reason = error.strerror or error
+            raise DataError(f"{error.filename}: cannot be listed: {reason}") from None
 
-        found = []
-        for parent, folders, names in os.walk(
-            self._path / folder, onerror=fail, followlinks=self._follow_links
-        ):
-            folders[:] = [name for name in folders if not name.startswith(".")]
-            found += [
-                Path(parent, name).relative_to(self._path).as_posix()
-                for name in names
-                if name[0] != "."
-            ]
+        found, top = [], self._path / folder
+        for parent, folders, names in os.walk(top, onerror=fail, followlinks=self._follow_links):
+            folders[:] = [name for name in folders if name[0] != "."]
+            visible = [Path(parent, name) for name in names if name[0] != "."]
+            found += [path.relative_to(self._path).as_posix() for path in visible]
         yield from map(self.info, sorted(found))
 
     def names(self) -> list[str]:
@@ -117,12 +111,9 @@ class LocalFolder:
         """The path of a file; OutsideFolder if it is a link that leads out."""
         path = f"{self.uri}/{name}"
         if not self._follow_links and not self._holds(os.path.dirname(os.path.realpath(path))):
-            raise OutsideFolder(
-                f"{name} is a link out of {self.uri}; add --follow-links if that is meant"
-            )
+            where = f"{name} is a link out of {self.uri}"
+            raise OutsideFolder(f"{where}; add --follow-links if that is meant")
         return path
 
     def _holds(self, folder: str) -> bool:
-        return (
-            folder == self._real or folder.startswith(self._real + os.sep) or self._real == os.sep
-        )
+        return f"{folder}/".startswith(f"{self._real.rstrip('/')}/")

@@ -90,9 +90,8 @@ class Manifest:
 
 def hash_json(value: Any) -> str:
     """SHA-256 of a plain value, independent of the order of its keys."""
-    return hashlib.sha256(
-        json.dumps(value, sort_keys=True, ensure_ascii=False).encode()
-    ).hexdigest()
+    content = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def write_manifest(out: Path, values: dict[str, Any]) -> None:
@@ -133,10 +132,8 @@ def read_manifest(place: str | Path) -> Manifest:
 
 def unfinished(place: str) -> DataError:
     """The error for a folder or URI without a manifest."""
-    return DataError(
-        f"{place}: no {MANIFEST_NAME}, so no finished build; "
-        "run the same `packer build` again to finish it"
-    )
+    advice = "run the same `packer build` again to finish it"
+    return DataError(f"{place}: no {MANIFEST_NAME}, so no finished build; {advice}")
 
 
 def parse_manifest(content: bytes, place: str) -> Manifest:
@@ -148,12 +145,11 @@ def parse_manifest(content: bytes, place: str) -> Manifest:
         if version == FORMAT_VERSION and shard_format in SHARD_FORMATS:
             _check_content(path, values)
             return _from_values(place, hashlib.sha256(content).hexdigest(), values)
+    except ConfigError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise DataError(
-            f"{path}: not a manifest of Isobatch ({type(error).__name__}: {error}); build again"
-        ) from None
+        problem = f"not a manifest of Isobatch ({type(error).__name__}: {error})"
+        raise DataError(f"{path}: {problem}; build again") from None
     raise DataError(
         f"{path}: format_version {version}, format {shard_format!r}, but this version of Isobatch "
         f"reads format_version {FORMAT_VERSION}, {', '.join(SHARD_FORMATS)}; install the version "
@@ -165,9 +161,8 @@ def _check_content(path: str, values: dict[str, Any]) -> None:
     """DamagedShard unless `content_hash`, if it is there, is that of the rest."""
     rest = {name: value for name, value in values.items() if name != "content_hash"}
     if values.get("content_hash", hash_json(rest)) != hash_json(rest):
-        raise DamagedShard(
-            f"{path}: damaged or edited: its content is not what its content_hash says"
-        )
+        what = "its content is not what its content_hash says"
+        raise DamagedShard(f"{path}: damaged or edited: {what}")
 
 
 def _from_values(place: str, digest: str, values: dict[str, Any]) -> Manifest:

@@ -1,8 +1,8 @@
 """`ObjectFolder`: a folder in an object store, read and written.
 
 A small file costs one request, a large one is read in windows that grow while the reader goes
-straight on, so memory stays under 10 MB whatever the size. Requests are retried with growing
-pauses; a body that breaks off in the middle is continued, not repeated.
+straight on, so memory stays under 10 MB. Requests are retried with growing pauses; a body that
+breaks off in the middle is continued, not repeated.
 """
 
 from __future__ import annotations
@@ -13,24 +13,16 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from obstore.exceptions import AlreadyExistsError, BaseError
 
 from balance.errors import first_line
+from shards import store_errors
 from shards.local_folder import FileInfo
 from shards.object_store import open_store, refuse_fork, split_uri
-from shards.store_errors import (
-    PAST_END,
-    denied,
-    is_denied,
-    list_problem,
-    object_problem,
-    place_problem,
-    status_of,
-    write_problem,
-)
 
 if TYPE_CHECKING:
     from obstore import GetOptions, ObjectMeta
@@ -69,9 +61,9 @@ class ObjectFolder:
         try:
             next(iter(self._store(_FIRST_RETRIES).list(self._prefix or None, chunk_size=1)), None)
         except BaseError as error:
-            if is_denied(error):
+            if store_errors.is_denied(error):
                 return False
-            raise list_problem(self.uri, error) from None
+            raise store_errors.list_problem(self.uri, error) from None
         return True
 
     def open(self, name: str) -> IO[bytes]:
@@ -80,30 +72,27 @@ class ObjectFolder:
             try:
                 found = self._get(key, {"range": (0, HEAD_BYTES)})
             except BaseError as error:
-                if status_of(str(error)) != PAST_END:
+                if store_errors.status_of(str(error)) != store_errors.PAST_END:
                     raise
                 return io.BytesIO()
             head = bytes(found.bytes())
         if found.meta["size"] <= len(head):
             return io.BytesIO(head)
-        return cast(
-            "IO[bytes]", io.BufferedReader(_RangedFile(self, name, found.meta, head), LEAST_WINDOW)
-        )
+        file = _RangedFile(self, name, found.meta, head)
+        return cast("IO[bytes]", io.BufferedReader(file, LEAST_WINDOW))
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         """Bytes of a file; fewer than `length` where it ends."""
         if length == 0:
             return b""
-        options: GetOptions = {}
+        options: GetOptions = {"range": {"offset": offset}} if offset else {}
         if length is not None:
             options = {"range": (offset, offset + length)}
-        elif offset:
-            options = {"range": {"offset": offset}}
         with self._reading(name) as key:
             try:
                 return bytes(self._get(key, options).bytes())
             except BaseError as error:
-                if status_of(str(error)) != PAST_END:
+                if store_errors.status_of(str(error)) != store_errors.PAST_END:
                     raise
                 return b""
 
@@ -131,15 +120,10 @@ class ObjectFolder:
         """All files under a folder, in the order of their names; hidden ones are left out."""
         with self._reading(folder) as key:
             # listed whole: stores promise no order
-            found = [
-                self._info(meta)
-                for page in self._store().list(key or None, chunk_size=1000)
-                for meta in page
-            ]
-        visible = (
-            info for info in found if not any(part.startswith(".") for part in info.name.split("/"))
-        )
-        yield from sorted(visible, key=lambda info: info.name)
+            pages = self._store().list(key or None, chunk_size=1000)
+            found = [self._info(meta) for page in pages for meta in page]
+        visible = (info for info in found if "/." not in f"/{info.name}")
+        yield from sorted(visible, key=attrgetter("name"))
 
     def names(self) -> list[str]:
         """Names of the files in the root itself, sorted."""
@@ -175,7 +159,7 @@ class ObjectFolder:
                 try:
                     self._store().delete(key)
                 except FileNotFoundError as error:
-                    if place_problem(self.uri, error):
+                    if store_errors.place_problem(self.uri, error):
                         raise
 
     def _store(self, retries: int = _RETRIES) -> Any:
@@ -211,13 +195,14 @@ class ObjectFolder:
             yield self._key(name)
         except FileNotFoundError as error:
             missing = FileNotFoundError(errno.ENOENT, "no such object", name)
-            raise place_problem(self.uri, error) or missing from None
+            raise store_errors.place_problem(self.uri, error) or missing from None
         except ValueError as error:  # a name that no key can have
             raise OSError(errno.EINVAL, first_line(error), name) from None
         except BaseError as error:
-            if is_denied(error) and not listable:
-                raise denied(self.uri, error) from None
-            raise place_problem(self.uri, error) or object_problem(name, error) from None
+            if store_errors.is_denied(error) and not listable:
+                raise store_errors.denied(self.uri, error) from None
+            problem = store_errors.place_problem(self.uri, error)
+            raise problem or store_errors.object_problem(name, error) from None
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[str]:
@@ -225,20 +210,17 @@ class ObjectFolder:
         try:
             yield self._key(name)
         except (FileNotFoundError, ValueError, BaseError) as error:
-            raise write_problem(self.uri, error) from None
+            raise store_errors.write_problem(self.uri, error) from None
 
 
 class _RangedFile(io.RawIOBase):
     """A large object, read in windows; its beginning, to which readers return, stays in memory."""
 
     def __init__(self, root: ObjectFolder, name: str, meta: ObjectMeta, head: bytes) -> None:
-        self._root = root
-        self._name = name
-        self._size = meta["size"]
-        self._version = meta["e_tag"]
+        self._root, self._name = root, name
+        self._size, self._version = meta["size"], meta["e_tag"]
         self._head = head
-        self._start, self._window = 0, head
-        self._window_bytes = LEAST_WINDOW
+        self._start, self._window, self._window_bytes = 0, head, LEAST_WINDOW
         self._position = 0
 
     def readable(self) -> bool:
@@ -266,8 +248,7 @@ class _RangedFile(io.RawIOBase):
         else:
             self._move(len(buffer))
             start, data = self._start, self._window
-        first = self._position - start
-        piece = memoryview(data)[first : first + len(buffer)]
+        piece = memoryview(data)[self._position - start :][: len(buffer)]
         buffer[: len(piece)] = piece
         self._position += len(piece)
         return len(piece)
@@ -278,9 +259,8 @@ class _RangedFile(io.RawIOBase):
         if self._start <= self._position < end:
             return
         straight_on = self._position == end
-        self._window_bytes = (
-            min(self._window_bytes * 2, MOST_WINDOW) if straight_on else LEAST_WINDOW
-        )
+        grown = min(2 * self._window_bytes, MOST_WINDOW)
+        self._window_bytes = grown if straight_on else LEAST_WINDOW
         stop = min(self._position + max(self._window_bytes, wanted), self._size)
         self._window = self._root.read_window(self._name, self._position, stop, self._version)
         self._start = self._position

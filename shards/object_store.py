@@ -3,9 +3,8 @@
 Credentials and endpoint come from the environment, as the provider's own tools read them. obstore
 is an optional extra (`isobatch[cloud]`), imported when a store is first used.
 
-A `RangeReader` has a thread in which its requests run, several at a time. Each is retried with
-growing pauses, and a body that breaks off is continued, until it succeeds or its time limit is
-over; so nothing waits for ever, and whoever waits can be interrupted.
+The requests of a `RangeReader` run in a thread of its own, several at a time. Each is retried with
+growing pauses, and a body that breaks off is continued, until its time limit is over.
 """
 
 import asyncio
@@ -35,12 +34,7 @@ FIRST_TRIES = 5
 _FIRST_PAUSE_S, _LONGEST_BACKOFF_S = 0.1, 15.0
 """Between obstore's own tries."""
 _CONNECT_S = 5.0
-_HTTP_ENDPOINTS = (
-    "AWS_ENDPOINT_URL_S3",
-    "AWS_ENDPOINT_URL",
-    "AWS_ENDPOINT",
-    "AZURE_STORAGE_ENDPOINT",
-)
+_AWS_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _LONGEST_PAUSE_S = 5.0
 """Between ours, of a `RangeReader`."""
 _RETRIES = 3
@@ -85,14 +79,13 @@ def open_store(
     except ModuleNotFoundError:
         raise no_obstore(uri) from None
     bucket, _ = split_uri(uri)
-    is_http = bucket.startswith("http://") or any(
-        os.environ.get(name, "").startswith("http://") for name in _HTTP_ENDPOINTS
-    )
+    names = (*_AWS_ENDPOINTS, "AZURE_STORAGE_ENDPOINT")
+    endpoints = [bucket, *(os.environ.get(name, "") for name in names)]
     client: ClientConfig = {
         "connect_timeout": timedelta(seconds=_CONNECT_S),
         "read_timeout": timedelta(seconds=read_timeout_s),
         "timeout": timedelta(seconds=request_s),
-        "allow_http": is_http,
+        "allow_http": any(endpoint.startswith("http://") for endpoint in endpoints),
     }
     retry: RetryConfig = {
         "max_retries": retries,
@@ -204,9 +197,8 @@ class RangeReader:
                 async with asyncio.timeout(limit_s):
                     pause_s = _FIRST_PAUSE_S
                     for number in count(1):
-                        content, refusal = await self._try(
-                            name, window, size, patient=tries is None
-                        )
+                        retries = _RETRIES if tries is None else 0
+                        content, refusal = await self._try(name, window, size, retries)
                         if refusal is None:
                             return content
                         if number == tries:
@@ -217,11 +209,11 @@ class RangeReader:
                 raise self._time_over(limit_s, refusal, name) from None
 
     async def _try(
-        self, name: str, window: tuple[int, int] | None, size: int | None, *, patient: bool
+        self, name: str, window: tuple[int, int] | None, size: int | None, retries: int
     ) -> tuple[Any, Refusal | None]:
         """(content, None), or (None, why it may succeed later)."""
         try:
-            return await self._get(name, window, size, _RETRIES if patient else 0), None
+            return await self._get(name, window, size, retries), None
         except (DataError, ConfigError):
             raise
         except Exception as error:  # obstore's own, FileNotFoundError, ValueError, ...
@@ -242,16 +234,12 @@ class RangeReader:
         options = {"range": window} if window else None
         found = await self._store(retries).get_async(key, options=options)
         if size is not None and found.meta["size"] != size:
-            raise DamagedShard(
-                f"{self.uri}/{name}: has {found.meta['size']} bytes, the manifest says {size} "
-                "bytes; copy or build it again"
-            )
+            problem = f"has {found.meta['size']} bytes, the manifest says {size} bytes"
+            raise DamagedShard(f"{self.uri}/{name}: {problem}; copy or build it again")
         content = await found.bytes_async()
         if window is not None and len(content) != window[1] - window[0]:
-            raise DamagedShard(
-                f"{self.uri}/{name}: {len(content)} bytes came of {window[1] - window[0]}; "
-                "run `packer verify`"
-            )
+            problem = f"{len(content)} bytes came of {window[1] - window[0]}"
+            raise DamagedShard(f"{self.uri}/{name}: {problem}; run `packer verify`")
         return content
 
     def _store(self, retries: int) -> Any:
@@ -271,11 +259,8 @@ class RangeReader:
 
     def _time_over(self, limit_s: float, refusal: Refusal | None, name: str = "") -> DataError:
         last = f" (last: {refusal.text})" if refusal else ""
-        place = f"{self.uri}/{name}" if name else self.uri
-        return DataError(
-            f"{place}: not read within {limit_s:.0f} s{last}; "
-            "check the network, or give a longer timeout"
-        )
+        failed = f"{self.uri}/{name}".rstrip("/") + f": not read within {limit_s:.0f} s{last}"
+        return DataError(f"{failed}; check the network, or give a longer timeout")
 
 
 class _Worker:
@@ -283,12 +268,11 @@ class _Worker:
 
     def __init__(self) -> None:
         self._loop, self._pid = asyncio.new_event_loop(), os.getpid()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="isobatch-store", daemon=True
-        )
-        self._thread.start()
+        run = self._loop.run_forever
+        thread = threading.Thread(target=run, name="isobatch-store", daemon=True)
+        thread.start()
         # obstore must not call back into an interpreter that is being taken down
-        self._finalizer = weakref.finalize(self, _stop, self._loop, self._thread, self._pid)
+        self.stop = weakref.finalize(self, _stop, self._loop, thread, self._pid)
 
     def submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -296,9 +280,6 @@ class _Worker:
     def cancel(self) -> None:
         if os.getpid() == self._pid:
             self._loop.call_soon_threadsafe(_cancel_all, self._loop)
-
-    def stop(self) -> None:
-        self._finalizer()
 
 
 def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, owner: int) -> None:
@@ -321,7 +302,6 @@ async def _end(loop: asyncio.AbstractEventLoop) -> None:
     tasks = _cancel_all(loop)
     if tasks:
         await asyncio.wait(tasks, timeout=_CLOSING_S / 2)
-        # obstore's threads notice a moment later, and one that still needs the interpreter at its
-        # end panics
+        # obstore's threads notice a moment later, and panic if the interpreter has ended
         await asyncio.sleep(_RELEASE_S)
     loop.stop()

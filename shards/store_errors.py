@@ -1,7 +1,6 @@
 """Errors of object stores: what a store answers -> one line for the user.
 
-obstore puts status, code and cause into the text of a few exception types, so the text is read
-here. Pure.
+obstore puts status, code and cause into the text of a few exception types: it is read here. Pure.
 """
 
 import errno
@@ -26,6 +25,7 @@ _CREDENTIAL_CODES = (
     *("InvalidToken", "RequestTimeTooSkewed", "SignatureDoesNotMatch", "TokenRefreshRequired"),
 )
 """Codes of S3 and Azure; some stores send them with status 400."""
+_CAUSES = (r'message: \\?"([^"\\]+)', r'(failed to lookup address[^"\\]*)', "(TimedOut)")
 _METADATA_SERVICE = ("169.254.169.254", "metadata.google.internal")
 _BUSY = frozenset({408, 425, 429})
 PAST_END = 416
@@ -56,13 +56,13 @@ def _reason(message: str) -> str:
     return _code_of(message) or str(status_of(message))
 
 
+def _answer(message: str) -> str:
+    return f"{status_of(message)} {_code_of(message)}".rstrip()
+
+
 def _cause_of(message: str) -> str:
     """The operating system's or the resolver's own words, which obstore hides in its debug text."""
-    for pattern in (
-        r'message: \\?"([^"\\]+)',
-        r"(failed to lookup address information[^\"\\]*)",
-        r"(TimedOut)",
-    ):
+    for pattern in _CAUSES:
         if match := re.search(pattern, message):
             return match[1].strip()
     return message.strip().partition("\n")[0].rpartition(" - ")[2]
@@ -111,24 +111,24 @@ def explain(uri: str, error: Exception) -> Refusal:
     if problem := _identity_problem(message, variables):
         return Refusal(problem, is_of_place=True)
     if status == 403:
-        reason = _reason(message)
-        return Refusal(f"access denied ({reason}): check {variables} and their right to read")
+        advice = f"check {variables} and their right to read"
+        return Refusal(f"access denied ({_reason(message)}): {advice}")
     return _explain_server(uri, status, message)
 
 
 def _explain_server(uri: str, status: int, message: str) -> Refusal:
-    answer = f"{status} {_code_of(message)}".rstrip()
     if "range" in message.lower() and "not supported" in message.lower():
         return Refusal("the server ignores byte ranges; serve the build from one that honours them")
     if 300 <= status < 400:
         return Refusal(_WRONG_REGION, is_of_place=True)
     if status >= 500 or status in _BUSY:
-        text = f"the store fails ({answer}): check its health, or try again when it has recovered"
-        return Refusal(text, is_of_place=True, is_passing=True)
-    if status:
-        return Refusal(f"the store answers {answer}")
-    network = f"the network and {_ENDPOINTS.get(_scheme(uri), 'the URL')}"
-    text = f"cannot be reached ({_cause_of(message)}): check {network}"
+        advice = "check its health, or try again when it has recovered"
+        text = f"the store fails ({_answer(message)}): {advice}"
+    elif status:
+        return Refusal(f"the store answers {_answer(message)}")
+    else:
+        endpoint = _ENDPOINTS.get(_scheme(uri), "the URL")
+        text = f"cannot be reached ({_cause_of(message)}): check the network and {endpoint}"
     return Refusal(text, is_of_place=True, is_passing=True)
 
 
@@ -166,13 +166,11 @@ def denied(uri: str, error: Exception) -> DataError:
 def object_problem(name: str, error: Exception) -> OSError:
     """What is wrong with one object."""
     message = str(error)
-    status = status_of(message)
-    if status in {401, 403}:
+    if status_of(message) in {401, 403}:
         return PermissionError(errno.EACCES, f"access denied ({_reason(message)})", name)
-    if status == 412:
+    if status_of(message) == 412:
         return OSError(errno.ESTALE, "was replaced while it was read", name)
-    answer = f"the store answers {status} {_code_of(message)}".rstrip()
-    return OSError(errno.EIO, answer, name)
+    return OSError(errno.EIO, f"the store answers {_answer(message)}", name)
 
 
 def list_problem(uri: str, error: Exception) -> DataError:
@@ -183,8 +181,6 @@ def list_problem(uri: str, error: Exception) -> DataError:
 def write_problem(uri: str, error: Exception) -> DataError:
     """Why something could not be written."""
     if is_denied(error):
-        return DataError(
-            f"{uri}: access denied ({_reason(str(error))}): "
-            "the credentials need the right to write and delete there"
-        )
+        advice = "the credentials need the right to write and delete there"
+        return DataError(f"{uri}: access denied ({_reason(str(error))}): {advice}")
     return place_problem(uri, error) or DataError(f"{uri}: cannot be written: {first_line(error)}")

@@ -44,19 +44,16 @@ def read_table(path: Path) -> pa.Table:
     try:
         return pq.read_table(path)
     except FileNotFoundError:
-        raise DataError(
-            f"no {path.name} in {path.parent}: "
-            "is it the output of `packer build` or `packer group`?"
-        ) from None
+        what = "is it the output of `packer build` or `packer group`?"
+        raise DataError(f"no {path.name} in {path.parent}: {what}") from None
     except pa.ArrowInvalid as error:
         raise DataError(f"{path}: damaged: {first_line(error)}") from None
 
 
 def counts_arrays(table: pa.Table) -> Counts:
     """The counts columns of a table as arrays."""
-    return Counts(
-        **{name: table.column(name).to_numpy().astype(np.int64) for name in COUNT_COLUMNS}
-    )
+    columns = {name: table.column(name).to_numpy().astype(np.int64) for name in COUNT_COLUMNS}
+    return Counts(**columns)
 
 
 def source_numbers(table: pa.Table) -> IntArray:
@@ -68,32 +65,21 @@ def source_numbers(table: pa.Table) -> IntArray:
 
 def reject_rows(counts: pa.Table, rows: Sequence[tuple[int, str, str]]) -> pa.Table:
     """Rejections of counted samples, given as (row of `counts`, reason, detail)."""
-    chosen = counts.select(["position", "sample_id", "source"]).take(
-        pa.array([row for row, _, _ in rows], pa.int64())
-    )
-    reasons, details = (pa.array([row[k] for row in rows], pa.string()) for k in (1, 2))
-    return (
-        chosen.append_column("reason", reasons)
-        .append_column("detail", details)
-        .cast(REJECTED_SCHEMA)
-    )
+    chosen = counts.select([name for name, _ in _SAMPLE])
+    chosen = chosen.take(pa.array([row for row, _, _ in rows], pa.int64()))
+    for place, name in enumerate(("reason", "detail"), start=1):
+        chosen = chosen.append_column(name, pa.array([row[place] for row in rows], pa.string()))
+    return chosen.cast(REJECTED_SCHEMA)
 
 
 def groups_table(groups: Groups, counts: Counts) -> pa.Table:
     """One row per group: its samples (rows of the counts table) and its loads."""
-    loads = {
-        name: pa.array(groups.sum(getattr(counts, name)), pa.int32()) for name in COUNT_COLUMNS
-    }
-    samples = pa.ListArray.from_arrays(
-        pa.array(groups.offsets, pa.int32()), pa.array(groups.samples, pa.int64())
-    )
-    columns = {
-        "samples": samples,
-        "num_samples": pa.array(groups.sizes, pa.int32()),
-        **loads,
-        "seq_len": pa.array(groups.sum(counts.seq_len), pa.int32()),
-    }
-    return pa.table(columns, schema=GROUPS_SCHEMA)
+    loads = {name: groups.sum(getattr(counts, name)) for name, _ in _LOADS}
+    offsets = pa.array(groups.offsets, pa.int32())
+    samples = pa.ListArray.from_arrays(offsets, pa.array(groups.samples, pa.int64()))
+    columns = {"num_samples": groups.sizes, **loads}
+    arrays = {name: pa.array(values, pa.int32()) for name, values in columns.items()}
+    return pa.table({"samples": samples, **arrays}, schema=GROUPS_SCHEMA)
 
 
 def read_groups(table: pa.Table) -> Groups:
@@ -120,13 +106,10 @@ class SampleTable:
         """The stored groups, as numbers of samples."""
         return Groups(np.arange(self.offsets[-1]), self.offsets)
 
-    def column(self, name: str, samples: IntArray) -> IntArray:
-        """Values of a column for `samples`, int64, same shape."""
-        return self.columns[name][samples].astype(np.int64)
-
-    def all(self, name: str) -> IntArray:
-        """Values of a column for all samples, int64."""
-        return self.columns[name].astype(np.int64)
+    def column(self, name: str, samples: IntArray | None = None) -> IntArray:
+        """Values of a column for `samples` (None: all), int64, same shape."""
+        values = self.columns[name]
+        return (values if samples is None else values[samples]).astype(np.int64)
 
     def seq_len(self, samples: IntArray) -> IntArray:
         """LLM tokens of `samples`, int64, same shape."""
@@ -137,9 +120,7 @@ class SampleTable:
 
 
 def read_samples(
-    manifest: Manifest,
-    index: GroupIndex,
-    open_file: Callable[[str], pa.NativeFile] | None = None,
+    manifest: Manifest, index: GroupIndex, open_file: Callable[[str], pa.NativeFile] | None = None
 ) -> SampleTable:
     """The counts of each stored sample, for regrouping and planning; the index has sums only.
 
@@ -155,14 +136,9 @@ def read_samples(
     try:
         groups = read_groups(read(GROUPS_NAME, ["samples", "num_samples"]))
         counts = read(COUNTS_NAME, list(COUNT_COLUMNS))
-        columns = {
-            name: counts.column(name).to_numpy()[groups.samples].astype(np.int32)
-            for name in COUNT_COLUMNS
-        }
-    except (
-        *(OSError, pa.ArrowException, DamagedShard),
-        *(KeyError, TypeError, ValueError, IndexError),
-    ) as error:
+        loads = {name: counts.column(name).to_numpy()[groups.samples] for name in COUNT_COLUMNS}
+        columns = {name: values.astype(np.int32) for name, values in loads.items()}
+    except (OSError, pa.ArrowException, DamagedShard, LookupError, TypeError, ValueError) as error:
         raise DataError(
             f"{manifest.place}: regrouping and planning need {COUNTS_NAME} and {GROUPS_NAME} of "
             f"the build, which cannot be read ({first_line(error)}); copy them next to "
@@ -180,11 +156,8 @@ def _check_fit(
     groups = Groups(np.arange(num_samples), offsets)
     fits = len(groups) == len(index) and offsets[-1] == num_samples
     fits = fits and np.array_equal(groups.sizes, index.column("num_samples"))
-    fits = fits and all(
-        np.array_equal(groups.sum(values.astype(np.int64)), index.column(name))
-        for name, values in columns.items()
-    )
-    if not fits:
+    sums = ((name, groups.sum(values.astype(np.int64))) for name, values in columns.items())
+    if not (fits and all(np.array_equal(found, index.column(name)) for name, found in sums)):
         raise DataError(
             f"{manifest.place}: {COUNTS_NAME} and {GROUPS_NAME} do not fit {INDEX_NAME}; they are "
             "of another build: copy all files of one build, or build again"

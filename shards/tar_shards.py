@@ -8,7 +8,7 @@ import io
 import json
 import tarfile
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -46,9 +46,8 @@ class TarShardWriter:
         """Append groups; a range is from a group's first header to its last member's padding."""
         ends = [self._tar.tarstream.offset]
         with closed_on_error(self._tar.tarstream.fileobj, self._file):
-            for group, (first, last) in zip(
-                block.groups, pairwise(block.group_offsets.tolist()), strict=True
-            ):
+            borders = pairwise(block.group_offsets.tolist())
+            for group, (first, last) in zip(block.groups, borders, strict=True):
                 for row in range(first, last):
                     key = f"g{group:09d}-s{row - first:05d}"
                     for suffix, content in _packed_members(block, row):
@@ -66,18 +65,14 @@ class TarShardWriter:
 
 def _packed_members(block: PackedBlock, row: int) -> Iterator[tuple[str, bytes]]:
     """(suffix after the sample's key, content) of each member of a sample, in order."""
-    tokens = slice(*block.token_offsets[row : row + 2])
-    images, audios = (
-        slice(*files.offsets[row : row + 2]) for files in (block.images, block.audios)
+    tokens, images, audios = (
+        slice(*offsets[row : row + 2])
+        for offsets in (block.token_offsets, block.images.offsets, block.audios.offsets)
     )
-    image_names = [
-        f"{n}.{_suffix(path, _IMAGE_SUFFIXES, 'img')}"
-        for n, path in enumerate(block.images.paths[images])
-    ]
-    audio_names = [
-        f"audio{n}.{_suffix(path, _AUDIO_SUFFIXES, 'snd')}"
-        for n, path in enumerate(block.audios.paths[audios])
-    ]
+    suffixes = [_suffix(path, _IMAGE_SUFFIXES, "img") for path in block.images.paths[images]]
+    image_names = [f"{n}.{suffix}" for n, suffix in enumerate(suffixes)]
+    suffixes = [_suffix(path, _AUDIO_SUFFIXES, "snd") for path in block.audios.paths[audios]]
+    audio_names = [f"audio{n}.{suffix}" for n, suffix in enumerate(suffixes)]
     about = {
         "sample_id": block.sample_ids[row],
         **{name: int(values[row]) for name, values in block.counts.items()},
@@ -121,11 +116,7 @@ def decode_tar(content: pa.Buffer, where: str) -> StoredGroup:
     keys = [name.removesuffix(".json") for name in members if name.endswith(".json")]
     infos: list[dict[str, Any]] = [json.loads(members[f"{key}.json"]) for key in keys]
     input_ids = [_from_npy(members[f"{key}.input_ids.npy"]) for key in keys]
-    sizes = [
-        size
-        for info in infos
-        for size in zip(info["image_heights"], info["image_widths"], strict=True)
-    ]
+    sizes = [zip(info["image_heights"], info["image_widths"], strict=True) for info in infos]
     audio_lengths = [length for info in infos for length in info.get("audio_lengths", ())]
     image_names, image_samples = _full_names(keys, [info["images"] for info in infos])
     audio_names, audio_samples = _full_names(keys, [info.get("audios", ()) for info in infos])
@@ -138,7 +129,7 @@ def decode_tar(content: pa.Buffer, where: str) -> StoredGroup:
         labels=np.concatenate([_from_npy(members[f"{key}.labels.npy"]) for key in keys]),
         cu_seqlens=np.cumsum([0, *map(len, input_ids)]).astype(np.int32),
         images=[members[name] for name in image_names],
-        image_sizes=np.array(sizes, dtype=np.int32).reshape(-1, 2),
+        image_sizes=np.array([*chain(*sizes)], dtype=np.int32).reshape(-1, 2),
         image_samples=image_samples,
         image_names=image_names,
         audios=[members[name] for name in audio_names],

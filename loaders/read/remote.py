@@ -235,8 +235,8 @@ class _RemoteFiles:
         content, checksum = bytearray(file.size), FileChecksum()
         for at, piece in self._pieces(file):
             content[at : at + len(piece)] = piece
-            checksum.add(piece)
-        self._check(file, checksum.hex)
+            checksum.update(piece)
+        self._check(file, checksum.hexdigest())
         return pa.BufferReader(pa.py_buffer(content))
 
     def _fetch_into_cache(self, file: BuildFile) -> Path | None:
