@@ -6,10 +6,9 @@ each is a sampler that is really in use:
 - `random`: a permutation, cut (Megatron's random sampler);
 - `length_group`: a permutation, cut into windows of 50 micro-batches, each sorted by length,
   longest first (transformers' `group_by_length`): little padding, a step's ranks are similar;
-- `device_group`: a permutation, cut into steps, each assigned to the ranks by descending length,
-  always to the lightest rank that is not full (LLaVA's length-grouped sampler): even ranks, much
-  padding;
-- `sorted`: the whole epoch sorted, micro-batches shuffled (OmniBal's first version): no padding,
+- `device_group`: a permutation, cut into steps, each assigned by descending length, always to the
+  lightest rank that is not full (LLaVA's length-grouped sampler): even ranks, much padding;
+- `sorted`: the epoch sorted, micro-batches shuffled (OmniBal's first version): no padding, but
   uneven ranks.
 
 All return int64 sample indices of shape (steps, dp, batch_size), -1 where there is no sample.

@@ -71,9 +71,8 @@ def build_config(kind: type[Config], values: dict[str, Any], *, where: str) -> C
     """
     known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
     if unknown := sorted(set(values) - set(known)):
-        raise ConfigError(
-            f"{where}: unknown key {', '.join(unknown)}; known: {', '.join(sorted(known))}"
-        )
+        keys = ", ".join(sorted(known))
+        raise ConfigError(f"{where}: unknown key {', '.join(unknown)}; known: {keys}")
     required = [f.name for f in known.values() if f.default is f.default_factory is MISSING]
     if missing := [name for name in required if name not in values]:
         raise ConfigError(f"{where}: missing key {', '.join(missing)}")
@@ -91,12 +90,7 @@ def load_config(
     kind: type[Config], file: Path | None, options: dict[str, Any], *, command: str
 ) -> Config:
     """A command's config: `options` that are not None over the keys of the TOML `file`."""
-    values: dict[str, Any] = {}
-    if file is not None:
-        try:
-            values = _parse_toml(file, f"--config {file}")
-        except OSError as error:
-            raise ConfigError(f"--config {file}: {error.strerror}") from None
+    values = {} if file is None else _parse_toml(file, f"--config {file}")
     values |= {name: value for name, value in options.items() if value is not None}
     known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
     return build_config(kind, values, where=str(file) if set(values) - known else command)
@@ -105,18 +99,16 @@ def load_config(
 def read_preset(kind: str, name: str, extended_by: tuple[str, ...] = ()) -> dict[str, Any]:
     """The TOML of a preset of a kind, by name or from a user's file (ends in `.toml`).
 
-    Keys of the preset that it `extends` fill the gaps, one table deep; `extended_by` are the
-    presets that led here.
+    Keys of the preset that it `extends` fill the gaps, one table deep; `extended_by` led here.
     """
     if name in extended_by:
         chain = " -> ".join((*extended_by, name))
         raise ConfigError(f"presets extend each other in a circle: {chain}")
     path = Path(name) if name.endswith(".toml") else config_root() / kind / f"{name}.toml"
     if not path.is_file():
-        raise ConfigError(
-            f"no {kind[:-1]} preset {name!r}; shipped: {', '.join(preset_names(kind))}; or give a"
-            " .toml file of yours"
-        )
+        shipped = ", ".join(preset_names(kind))
+        missing = f"no {kind[:-1]} preset {name!r}; shipped: {shipped}"
+        raise ConfigError(f"{missing}; or give a .toml file of yours")
     values = _parse_toml(path, str(path))
     values.setdefault("name", path.stem)
     if (base_name := values.pop("extends", None)) is None:
@@ -131,6 +123,8 @@ def _parse_toml(path: Path, where: str) -> dict[str, Any]:
         return tomllib.loads(path.read_text("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where}: not valid TOML: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{where}: {error.strerror}") from None
 
 
 def _text(hint: Any) -> str:

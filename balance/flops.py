@@ -6,13 +6,11 @@ activations and softmax are under 1 % of the FLOPs. For one forward pass:
 - a linear layer: 2 FLOPs per weight and token. Per layer Q, K, V (K and V narrower with grouped
   queries), output, and two feed-forward matrices or three (gated); also patch embedding, projector,
   and the LLM's head for all tokens;
-- attention of the vision encoder, inside each tile or image: 4 x tokens^2 x width of all heads, per
-  layer;
+- attention of the encoder, inside each tile or image: 4 x tokens^2 x width of all heads, per layer;
 - attention of the LLM, inside each packed sample: half of that, because it is causal.
 
-So the FLOPs are linear in four sums (`ComputeLoad`): tokens, and squared lengths of what attends
-together, for encoder and LLM. Training takes three forward passes: each product again for the
-gradient of its input and of its weight.
+So the FLOPs are linear in four sums (`ComputeLoad`). Training takes three forward passes: each
+product again for the gradient of its input and of its weight.
 
 Sources: PipeTune A.4 (attention from each sample's length, the rest from the packed length, the
 encoder from the number of images), OrchMLLM eq. 2 (linear and quadratic terms), OmniBal 1 (6B +
@@ -77,7 +75,6 @@ class FlopsModel:
     """FLOPs and time of a `ComputeLoad`: per token and per squared length, for encoder and LLM."""
 
     name: str
-    """Name of the model, for people."""
     vision: VisionRule
     vit_flops_per_token: float
     """Forward, patch embedding and projector included, spread over all ViT tokens."""
@@ -131,11 +128,8 @@ class FlopsModel:
 
     def compute_ms(self, load: ComputeLoad) -> FloatArray:
         """Predicted time of forward and backward pass on one GPU, without overhead."""
-        seconds = (
-            self.vit_flops(load) / self.speed.vit_flops_per_s
-            + self.llm_flops(load) / self.speed.llm_flops_per_s
-        )
-        return 1e3 * TRAIN_FACTOR * seconds
+        vit_s = self.vit_flops(load) / self.speed.vit_flops_per_s
+        return 1e3 * TRAIN_FACTOR * (vit_s + self.llm_flops(load) / self.speed.llm_flops_per_s)
 
     def micro_batch_ms(self, load: ComputeLoad) -> FloatArray:
         """Predicted time of each entry as one micro-batch on one GPU, overhead included."""
@@ -153,8 +147,7 @@ def epoch_ms(micro_batch_ms: FloatArray, dp: int) -> float:
 
 
 def _vit_flops_per_token(vit: VitShape, vision: VisionRule) -> float:
-    # shares of the ViT's tokens: the class token is not embedded from pixels, and merged patches
-    # are projected as one
+    # shares of the ViT's tokens: the class token is not embedded, merged patches are projected as 1
     embedded = 1.0
     if not isinstance(vision, NativeRule):
         embedded = isqrt(vision.vit_tokens_per_patch) ** 2 / vision.vit_tokens_per_patch

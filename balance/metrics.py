@@ -1,18 +1,16 @@
 """Measures of balance of an order of groups, and of its randomness.
 
-Pad ratio, dist ratio, fill, autocorrelation, source entropy. Pure functions of groups in order:
-step s, rank r runs group `s * dp + r`. OmniBal (ICML 2025), equations 1 and 2, with two choices of
-its authors' code that its text does not print: the pad ratio is a ratio of sums over the epoch, the
-dist ratio a mean over steps.
+Pure functions of groups in order: step s, rank r runs group `s * dp + r`. OmniBal (ICML 2025),
+equations 1 and 2, with two choices of its authors' code that its text does not print: the pad ratio
+is a ratio of sums over the epoch, the dist ratio a mean over steps.
 
 What a rank computes: LLM sequences of unequal length are padded to the longest (`padded_loads`)
 unless they are packed; the vision encoder's patches are batch items of one size, so they are
 concatenated and never padded (`Groups.sum`). Only this reading gives the known figures: AI2D +
 ChartQA in random order have a ViT dist ratio of .204, but .009 if padded.
 
-Last step: one without work for every rank says more about the dataset's size than about the
-sampler, so only complete steps count. When there is none, the one incomplete step counts, its
-missing ranks idle (load 0).
+Only complete steps count: a last one without work for every rank says more about the dataset's size
+than about the sampler. When there is none, the incomplete one counts, missing ranks idle (load 0).
 """
 
 import numpy as np
@@ -26,8 +24,7 @@ def longest(groups: Groups, lengths: IntArray) -> IntArray:
     >>> longest(Groups(np.array([0, 1, 2]), np.array([0, 2, 2, 3])), np.array([5, 7, 4])).tolist()
     [7, 0, 4]
     """
-    result = np.zeros(len(groups), np.int64)
-    filled = groups.sizes > 0
+    result, filled = np.zeros(len(groups), np.int64), groups.sizes > 0
     if filled.any():
         # empty groups own no samples, so the other starts are still consecutive ranges
         result[filled] = np.maximum.reduceat(lengths[groups.samples], groups.offsets[:-1][filled])
@@ -35,11 +32,7 @@ def longest(groups: Groups, lengths: IntArray) -> IntArray:
 
 
 def padded_loads(groups: Groups, lengths: IntArray) -> IntArray:
-    """Tokens of each group when every sample is padded to the group's longest, int64.
-
-    >>> padded_loads(Groups(np.array([0, 1, 2]), np.array([0, 2, 3])), np.array([5, 7, 4])).tolist()
-    [14, 4]
-    """
+    """Tokens of each group when every sample is padded to the group's longest, int64."""
     return longest(groups, lengths) * groups.sizes
 
 
@@ -58,10 +51,8 @@ def pad_ratio(groups: Groups, lengths: IntArray) -> float:
 def step_loads(loads: IntArray, dp: int) -> IntArray:
     """Loads per step and rank, shape (num_steps, dp); for the last step see the module's docstring.
 
-    >>> step_loads(np.array([1, 2, 3, 4, 5]), 2).tolist()
-    [[1, 2], [3, 4]]
-    >>> step_loads(np.array([1]), 2).tolist()
-    [[1, 0]]
+    >>> step_loads(np.array([1, 2, 3, 4, 5]), 2).tolist(), step_loads(np.array([1]), 2).tolist()
+    ([[1, 2], [3, 4]], [[1, 0]])
     """
     if dp < 1:
         raise ValueError(f"dp is {dp}; give at least one data-parallel rank")
@@ -83,9 +74,8 @@ def dist_ratio(loads: IntArray, dp: int) -> float:
     steps = step_loads(loads, dp)
     if not len(steps):
         return 0.0
-    most = steps.max(axis=1)
-    idle = most * dp - steps.sum(axis=1)
-    return float(np.mean(idle / np.maximum(most * dp, 1)))
+    paid = steps.max(axis=1) * dp
+    return float(np.mean((paid - steps.sum(axis=1)) / np.maximum(paid, 1)))
 
 
 def fill(groups: Groups, seq_len: IntArray, max_seq_len: int) -> float:
@@ -113,8 +103,7 @@ def lower_bounds(vision: IntArray, seq_len: IntArray, limits: Limits) -> dict[st
 def autocorrelation(loads: IntArray, dp: int) -> float:
     """Correlation of a step's total load with the next step's: 0 if random, near 1 if sorted.
 
-    0.0 when there are fewer than three steps or all weigh the same: nothing to see. Of n steps in a
-    random order it strays from 0 by about 1 / sqrt(n).
+    0.0 for fewer than three steps or equal ones. A random order of n strays by about 1 / sqrt(n).
 
     >>> autocorrelation(np.array([9, 1, 9, 1, 9, 1]), dp=1) < -0.5
     True
@@ -125,8 +114,8 @@ def autocorrelation(loads: IntArray, dp: int) -> float:
 def source_autocorrelation(groups: Groups, sources: IntArray, dp: int) -> float:
     """Correlation of sources' shares of a step with the next step's: near 1 if they take turns.
 
-    `sources` is a per-sample source number from 0, shape (num_samples,). Sources count by how much
-    their share varies. 0.0 when there are fewer than three complete steps or nothing varies.
+    `sources` is a per-sample source number from 0; each counts by how much its share varies. 0.0
+    when there are fewer than three complete steps or nothing varies.
     """
     return _lag_one(_step_shares(groups, sources, dp)[: len(groups) // dp])
 
@@ -134,9 +123,8 @@ def source_autocorrelation(groups: Groups, sources: IntArray, dp: int) -> float:
 def source_entropy(groups: Groups, sources: IntArray, dp: int, *, seed: int = 0) -> float:
     """Entropy of a step's sources relative to the same groups in random order: 1 = as well mixed.
 
-    `sources` is a per-sample source number from 0, shape (num_samples,). The mean over steps of the
-    entropy of samples by source is divided by that of a seeded random permutation. 1.0 with one
-    source, where there is nothing to mix.
+    `sources`: a source number from 0 per sample. The mean entropy of a step's samples by source is
+    divided by that of a seeded random permutation. 1.0 where there is nothing to mix.
     """
     if len(groups) == 0:
         return 1.0
@@ -153,11 +141,10 @@ def _mean_step_entropy(groups: Groups, sources: IntArray, dp: int) -> float:
 
 def _step_shares(groups: Groups, sources: IntArray, dp: int) -> FloatArray:
     """Share of each step's samples by source, (num_steps, num_sources), an incomplete step too."""
-    num_sources = int(sources.max(initial=0)) + 1
-    num_steps = -(-len(groups) // dp)
+    shape = -(-len(groups) // dp), int(sources.max(initial=0)) + 1
     step_of_sample = np.repeat(np.arange(len(groups)) // dp, groups.sizes)
-    cells = step_of_sample * num_sources + sources[groups.samples]
-    counts = np.bincount(cells, minlength=num_steps * num_sources).reshape(num_steps, num_sources)
+    cells = step_of_sample * shape[1] + sources[groups.samples]
+    counts = np.bincount(cells, minlength=shape[0] * shape[1]).reshape(shape)
     return np.asarray(counts / np.maximum(counts.sum(axis=1, keepdims=True), 1), dtype=np.float64)
 
 

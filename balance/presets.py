@@ -154,8 +154,7 @@ class LlmShape(TransformerShape):
 class MediaMarkup:
     """What an image or a clip becomes in the text: `prefix`, `token` once per LLM token, `suffix`.
 
-    Tokens that the tokenizer does not know are added after its vocabulary, in the order prefix,
-    suffix, token; an image's before an audio clip's.
+    Unknown tokens are added to the tokenizer's vocabulary: prefix, suffix, token; images' first.
     """
 
     token: str
@@ -189,16 +188,14 @@ class ModelPreset:
     def __post_init__(self) -> None:
         if (self.audio is None) != (self.audio_markup is None):
             has, lacks = ("audio_markup", "audio")[:: -1 if self.audio else 1]
-            raise ConfigError(
-                f"has [{has}] but no [{lacks}]; give both for a model with audio, else neither"
-            )
+            advice = "give both for a model with audio, else neither"
+            raise ConfigError(f"has [{has}] but no [{lacks}]; {advice}")
         markups = [self.image_markup, *([self.audio_markup] if self.audio_markup else [])]
         strings = Counter(string for markup in markups for string in astuple(markup))
         for markup in markups:
             if strings[markup.token] > 1:
-                raise ConfigError(
-                    f"the token {markup.token!r} has a second place in the markup; use another"
-                )
+                again = f"the token {markup.token!r} has a second place in the markup"
+                raise ConfigError(f"{again}; give each its own")
 
     @property
     def has_dimensions(self) -> bool:
@@ -260,8 +257,7 @@ def load_dataset(name: str) -> DatasetPreset:
 def model_from_dict(values: dict[str, Any]) -> ModelPreset:
     """Model preset from plain values, as a TOML file or a manifest holds them; checks every key."""
     where = f"model preset {values.get('name', '?')}"
-    values = dict(values)
-    vision = dict(values.pop("vision", {}))
+    values, vision = dict(values), dict(values.get("vision", {}))
     rule = vision.pop("rule", None)
     if rule not in VISION_RULES:
         raise ConfigError(f"{where}: vision.rule is {rule!r}; use one of {', '.join(VISION_RULES)}")
@@ -275,10 +271,7 @@ def model_from_dict(values: dict[str, Any]) -> ModelPreset:
 
 def model_to_dict(preset: ModelPreset) -> dict[str, Any]:
     """The inverse of `model_from_dict`; leaves out what a model without audio lacks."""
-    values = {
-        name: value
-        for name, value in asdict(preset).items()
-        if value is not None or name in ("vit", "llm")
-    }
+    kept = ("vit", "llm")
+    values = {k: v for k, v in asdict(preset).items() if v is not None or k in kept}
     rule = next(name for name, kind in VISION_RULES.items() if isinstance(preset.vision, kind))
     return {**values, "vision": {"rule": rule, **values["vision"]}}

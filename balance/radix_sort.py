@@ -1,8 +1,7 @@
 """Radix sort by integer keys with ties in random order, in numba.
 
 For `balance.order.sort_groups`. NumPy's stable argsort takes n log n steps and 8 bytes per number
-in each of two sorts; this takes a pass per digit and 4 bytes while fewer than 2^31 are sorted.
-Pure: the result is that of the plain formula at `shuffle_ties`.
+in each of two sorts; this a pass per digit, and 4 bytes below 2^31 numbers. Pure.
 """
 
 from typing import Any
@@ -69,8 +68,7 @@ def counting_sort(order, keys):  # type: ignore[no-untyped-def]
         starts = np.zeros((1 << DIGIT_BITS) + 1, np.int64)
         for key in keys:  # in input order, which is the fastest to read
             starts[((np.uint64(key) >> shift) & mask) + np.uint64(1)] += 1
-        for value in range(1 << DIGIT_BITS):
-            starts[value + 1] += starts[value]
+        starts = np.cumsum(starts)
         # move the numbers there
         for number in here:
             digit = (np.uint64(keys[number]) >> shift) & mask
@@ -113,8 +111,7 @@ def _in_buckets(numbers, bits):  # type: ignore[no-untyped-def]
     starts = np.zeros((1 << width) + 1, np.int64)
     for number in numbers:
         starts[(bits[number] >> shift) + np.uint64(1)] += 1
-    for value in range(1 << width):
-        starts[value + 1] += starts[value]
+    starts = np.cumsum(starts)
     placed = np.empty_like(numbers)
     for number in numbers:
         bucket = bits[number] >> shift

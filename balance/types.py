@@ -34,9 +34,7 @@ class Counts:
     def __post_init__(self) -> None:
         lengths = {field.name: len(getattr(self, field.name)) for field in fields(self)}
         if len(set(lengths.values())) > 1:
-            raise ValueError(
-                f"columns of different lengths: {lengths}; give one entry per sample in each"
-            )
+            raise ValueError(f"columns of different lengths: {lengths}; give one entry per sample")
 
     def __len__(self) -> int:
         return len(self.num_image_patches)
@@ -76,9 +74,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         if self.vision_unit not in VISION_UNITS:
-            raise ValueError(
-                f"vision_unit is {self.vision_unit!r}; use one of {', '.join(VISION_UNITS)}"
-            )
+            units = ", ".join(VISION_UNITS)
+            raise ValueError(f"vision_unit is {self.vision_unit!r}; use one of {units}")
         if self.max_seq_len < 1 or self.max_vision < 0:
             caps = f"{self.max_seq_len} tokens and {self.max_vision} {self.unit}"
             raise ValueError(f"caps must be positive, not {caps}")

@@ -1,15 +1,12 @@
 """One pass of `balance.grouping.best_fit` over a window of samples.
 
-In numba. Makes groups that end as near to their caps as they can. What makes it fast, whatever the
-number of resources:
+In numba. Makes groups that end as near to their caps as they can. What makes it fast:
 
-- a sample's loads are packed into one uint64, a field with a guard bit per resource, so that one
-  subtraction says whether it fits: a field that would become negative clears its guard bit;
+- a sample's loads are one number (`balance.grouping.resources`): one subtraction says if it fits;
 - a sample's `score` is a weighted sum of its loads. Samples are ranked by descending score, so the
   sample that fills a group best is found in a table of score buckets, and samples that are gone are
   skipped by a union-find;
-- samples are one array of records, because numba counts references to every array of a tuple, at
-  every call.
+- samples are one array of records: numba counts references to every array of a tuple, per call.
 
 Integer arithmetic alone: the same groups on every machine.
 """
@@ -33,12 +30,10 @@ MAX_TRIES = 2
 ADAPT = 4
 """The tolerance moves by 1/16 per group."""
 
-SAMPLE = np.dtype(
-    [("packed", np.uint64), ("score", np.int32), ("after", np.int32), ("next_left", np.int32)],
-    align=True,
-)
-"""A sample in a pool, which holds them by rank. `after`: the rank after all samples equal to it.
-`next_left`: union-find; a sample that is left points to itself, one that is gone to a later rank.
+_RANKS = [("after", np.int32), ("next_left", np.int32)]
+SAMPLE = np.dtype([("packed", np.uint64), ("score", np.int32), *_RANKS], align=True)
+"""A sample in a pool, by rank. `after`: the rank after all samples equal to it. `next_left`:
+union-find; a sample that is left points to itself, one that is gone to a later rank.
 """
 
 
@@ -64,9 +59,8 @@ def run_pass(packed, score, rules, state, tolerance, keep):  # type: ignore[no-u
 
     `packed` (uint64) and `score` (int32) describe the samples, `state` seeds their order. `places`
     (int32) holds all samples, group after group, then those left; `ends` is where each group ends
-    in it, `slacks` how much score each lacks to the caps. `tolerance` is the slack at which a group
-    counts as complete; it follows the data: it falls with every group that was completed within it
-    and rises with every other.
+    in it, `slacks` how much score each lacks to the caps. `tolerance`, the slack at which a group
+    is complete, follows the data: it falls with every group completed within it, else rises.
     """
     # the samples by rank, and a random order in which they come up
     by_rank = np.arange(len(packed)).astype(np.int32)

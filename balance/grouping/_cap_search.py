@@ -1,23 +1,21 @@
 """The search for caps by trial groupings, for `balance.grouping.caps`. Pure.
 
 Coarse to fine: a memory budget's split, the vision cap, the filter's targets. Some thirty trials at
-most on a drawn part of the samples (`Trials.at`, about .05 s each); the best few are compared on
-all samples, 1.2 million at most (`Trials.confirm`, about .5 s). Deterministic; nothing is tried
-twice.
+most on a drawn part of the samples (.05 s each); the best few are compared on all samples, 1.2
+million at most (.5 s). Deterministic; nothing is tried twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import numpy as np
 
 from balance.errors import ConfigError
 from balance.flops import FlopsModel, epoch_ms
 from balance.grouping.activation_memory import ActivationBudget
-from balance.grouping.best_fit import group_best_fit
-from balance.grouping.isf import group_isf
 from balance.order.sort_groups import sort_groups
 from balance.types import Counts, Groups, IntArray, Limits
 
@@ -35,22 +33,21 @@ WORTHWHILE = 0.002
 """Share of groups that other filter targets than OmniBal's must save: two seeds differ as much."""
 SEARCH_SAMPLES, CONFIRM_SAMPLES = 50_000, 1_200_000
 """Samples of a trial at most; larger sets are drawn from, so 100 M samples cost no more."""
-TRIAL_ROUNDS = 6
-"""Effort of the trial groupings: enough to tell caps apart, a tenth of a second each."""
 TRIAL_DP = 8
 """Ranks that predicted times are for; in the stored order their number hardly matters."""
 
 
+Group = Callable[[IntArray, IntArray, Limits], Groups]
+"""(vision loads, tokens, caps) -> groups."""
+
+
 def caps_of(q_t: int, q_v: int, vision_unit: str) -> Limits:
     """These caps with the filter targets of OmniBal, Table 6: Q_v, and 128 tokens below Q_t."""
-    slack = min(FILTER_SLACK_TOKENS, q_t // 8)
-    # a group without images never reaches a vision target: with a cap of 0 the target must be out
-    # of reach, not met by all
     return Limits(
         max_seq_len=q_t,
         max_vision=q_v,
-        min_seq_len=q_t - slack,
-        min_vision=max(q_v, 1),
+        min_seq_len=q_t - min(FILTER_SLACK_TOKENS, q_t // 8),
+        min_vision=max(q_v, 1),  # with a cap of 0, out of reach instead of met by all
         vision_unit=vision_unit,
     )
 
@@ -83,98 +80,70 @@ class CapTrial:
 
 
 def least(found: Iterable[CapTrial]) -> CapTrial:
-    """The caps to take: least predicted time but for chance, fewest groups but for `FREE`, then
-    smallest.
-    """
+    """The best caps: least predicted time (to `CHANCE`), fewest groups (to `FREE`), smallest."""
     trials = list(found)
     times = [trial.ms_per_sample for trial in trials if trial.ms_per_sample is not None]
     if len(times) == len(trials):
         bound = min(times) * (1 + CHANCE)
-        trials = [trial for trial in trials if (trial.ms_per_sample or 0.0) <= bound]
-    fewest = min(trials, key=lambda trial: trial.groups_per_sample)
+        trials = [trial for trial, ms in zip(trials, times, strict=True) if ms <= bound]
+    fewest = min(trials, key=_by_groups)
     close = [trial for trial in trials if trial.extra_groups(fewest) <= FREE]
     return min(close, key=lambda trial: (trial.limits.max_vision, trial.limits.max_seq_len))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Trials:
-    """Samples to try caps on, and what was tried so far."""
+    """Trials of caps by `group`, the build's grouping, on the samples at `rows`."""
 
-    part: Counts
-    """Samples drawn from those that fit Q_t."""
-    whole: Counts
-    flops: FlopsModel | None
-    seed: int
-    isf_iterations: int | None
-    """None: the default grouping."""
-    tried: dict[tuple[Limits, bool], CapTrial] = field(default_factory=dict)
+    def __init__(
+        self, counts: Counts, rows: IntArray, group: Group, *, flops: FlopsModel | None, seed: int
+    ) -> None:
+        self._group, self._flops, self._seed = group, flops, seed
+        self._part = self._whole = counts.take(_draw(rows, CONFIRM_SAMPLES, seed))
+        if len(rows) > SEARCH_SAMPLES:
+            self._part = counts.take(_draw(rows, SEARCH_SAMPLES, seed))
+        self._tried: dict[tuple[Limits, bool], CapTrial] = {}
 
-    @classmethod
-    def of(
-        cls,
-        counts: Counts,
-        rows: IntArray,
-        *,
-        flops: FlopsModel | None,
-        seed: int,
-        isf_iterations: int | None,
-    ) -> Trials:
-        """Trials of the samples at `rows`, by the grouping that the build will use."""
-        whole = counts.take(_draw(rows, CONFIRM_SAMPLES, seed))
-        small = len(rows) <= SEARCH_SAMPLES
-        part = whole if small else counts.take(_draw(rows, SEARCH_SAMPLES, seed))
-        return cls(part=part, whole=whole, flops=flops, seed=seed, isf_iterations=isf_iterations)
-
-    def at(self, limits: Limits) -> CapTrial:
-        """Group the drawn part under these caps."""
-        return self._try(limits, self.part is self.whole)
-
-    def confirm(self, limits: Limits) -> CapTrial:
-        """Group all samples under these caps."""
-        return self._try(limits, True)
+    def at(self, limits: Limits, *, on_all: bool = False) -> CapTrial:
+        """Group the drawn part, or all samples, under these caps."""
+        key = limits, on_all or self._part is self._whole
+        if key not in self._tried:
+            self._tried[key] = self._measured(self._whole if on_all else self._part, limits)
+        return self._tried[key]
 
     def results(self, *, on_all: bool) -> tuple[CapTrial, ...]:
         """Trials on the drawn part, or on all samples, smallest caps first."""
-        on_all = on_all or self.part is self.whole
-        found = [trial for (_, on), trial in self.tried.items() if on == on_all]
+        on_all = on_all or self._part is self._whole
+        found = [trial for (_, on), trial in self._tried.items() if on == on_all]
         return tuple(sorted(found, key=_size))
-
-    def _try(self, limits: Limits, on_all: bool) -> CapTrial:
-        if (limits, on_all) not in self.tried:
-            self.tried[limits, on_all] = self._measured(self.whole if on_all else self.part, limits)
-        return self.tried[limits, on_all]
 
     def _measured(self, counts: Counts, limits: Limits) -> CapTrial:
         vision, tokens = limits.vision_load(counts), counts.seq_len
         rows = np.flatnonzero(vision <= limits.max_vision)  # a given cap may be below the largest
         loads = vision[rows], tokens[rows]
-        if self.isf_iterations is None:
-            groups = group_best_fit(*loads, limits, seed=self.seed, rounds=TRIAL_ROUNDS)
-        else:
-            groups = group_isf(*loads, limits, seed=self.seed, iterations=self.isf_iterations)
+        groups = self._group(*loads, limits)
         groups = Groups(rows[groups.samples], groups.offsets)
-        group_vision, group_tokens = groups.sum(vision), groups.sum(tokens)
-        ms_per_sample, waiting = self._times(groups, counts, group_vision, group_tokens)
+        ms_per_sample, waiting = self._times(groups, counts, limits)
         return CapTrial(
             limits=limits,
             num_samples=len(rows),
             num_groups=len(groups),
-            token_fill=int(group_tokens.sum()) / max(len(groups) * limits.max_seq_len, 1),
-            vision_fill=int(group_vision.sum()) / max(len(groups) * limits.max_vision, 1),
+            token_fill=int(loads[1].sum()) / max(len(groups) * limits.max_seq_len, 1),
+            vision_fill=int(loads[0].sum()) / max(len(groups) * limits.max_vision, 1),
             ms_per_sample=ms_per_sample,
             waiting=waiting,
         )
 
     def _times(
-        self, groups: Groups, counts: Counts, vision: IntArray, tokens: IntArray
+        self, groups: Groups, counts: Counts, limits: Limits
     ) -> tuple[float, float] | tuple[None, None]:
         """(GPU-ms per sample, share that is waiting) of sorted groups, one per rank and step."""
-        if self.flops is None or not len(groups):
+        if self._flops is None or not len(groups):
             return None, None
-        each = self.flops.micro_batch_ms(self.flops.loads(counts).sum(groups))
+        each = self._flops.micro_batch_ms(self._flops.loads(counts).sum(groups))
+        vision, tokens = groups.sum(limits.vision_load(counts)), groups.sum(counts.seq_len)
         dp = min(TRIAL_DP, len(groups))
         # idle ranks cost time too
-        total = dp * epoch_ms(each[sort_groups(vision, tokens, self.seed)], dp)
+        total = dp * epoch_ms(each[sort_groups(vision, tokens, self._seed)], dp)
         return total / len(groups.samples), 1 - float(each.sum()) / total
 
 
@@ -257,9 +226,9 @@ class CapSearch:
         step = max(1, (most - self.largest) // SEARCH_CAPS)
         low, high = min(self.largest, q_v), max(most, q_v)
         near = [self.caps(q_t, q) for q in (q_v - step, q_v, q_v + step) if low <= q <= high]
-        tried = [self.trials.confirm(limits) for limits in [*near, *splits[1:2]]]
+        tried = [self.trials.at(limits, on_all=True) for limits in [*near, *splits[1:2]]]
         if max_vision is not None:
-            return self.trials.confirm(self.caps(q_t, max_vision))
+            return self.trials.at(self.caps(q_t, max_vision), on_all=True)
         # the neighbour below costs groups, and is there to be compared
         return least(c for c in tried if c.limits.max_vision >= q_v or c.limits.max_seq_len != q_t)
 
@@ -287,11 +256,10 @@ def best_targets(trials: Trials, found: CapTrial) -> CapTrial:
     if not tried:
         return found
     best = min(tried, key=_by_groups).limits
-    slack = q_t - best.min_seq_len
-    finer = [slack * eighths // 8 for eighths in (5, 6, 7, 10, 12, 14)]
+    finer = [(q_t - best.min_seq_len) * eighths // 8 for eighths in (5, 6, 7, 10, 12, 14)]
     tried += [trials.at(_targets(best, slack, best.min_vision)) for slack in finer]
-    finalists = [trials.confirm(trial.limits) for trial in sorted(tried, key=_by_groups)[:3]]
-    chosen = min(finalists, key=_by_groups)
+    best_few = sorted(tried, key=_by_groups)[:3]
+    chosen = min((trials.at(t.limits, on_all=True) for t in best_few), key=_by_groups)
     return chosen if chosen.extra_groups(found) < -WORTHWHILE else found
 
 
@@ -299,13 +267,10 @@ def _targets(limits: Limits, slack: int, min_vision: int) -> Limits:
     return replace(limits, min_seq_len=limits.max_seq_len - slack, min_vision=min_vision)
 
 
-def _by_groups(trial: CapTrial) -> float:
-    return trial.groups_per_sample
-
-
-def _size(trial: CapTrial) -> tuple[int, int, int, int]:
-    limits = trial.limits
-    return limits.max_vision, limits.max_seq_len, limits.min_seq_len, limits.min_vision
+_by_groups = attrgetter("groups_per_sample")
+_size = attrgetter(
+    "limits.max_vision", "limits.max_seq_len", "limits.min_seq_len", "limits.min_vision"
+)
 
 
 def _spread(low: int, high: int, most: int) -> list[int]:

@@ -5,9 +5,8 @@ layer, in bytes of bf16, what is kept for the backward pass: the inputs of both 
 key and value matrices, of attention, of its output matrix, and of the feed-forward part's matrices
 and activation; 32 times the hidden size where the feed-forward part is 4 times as wide and not
 gated (34 with masks of dropout: Korthikanti et al., arXiv 2205.05198, section 4.1, without the
-attention scores, which flash attention does not keep). Weights, gradients, optimizer states and
-what recomputation saves are not in it: give what is left of a GPU's memory, or prices that you
-measured.
+attention scores, which flash attention does not keep). Not weights, gradients, optimizer states and
+what recomputation saves: give what is left of a GPU's memory, or prices that you measured.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ LOGIT_BYTES = 6
 class ActivationBudget:
     """Bound of a group: `bytes_per_token * tokens + bytes_per_vision * vision <= num_bytes`.
 
-    To give it in tokens instead: a price of 1 per token, and per unit of vision its tokens in the
-    encoder.
+    To give it in tokens instead: a price of 1 per token, and per unit of vision its ViT tokens.
     """
 
     num_bytes: float
@@ -38,10 +36,8 @@ class ActivationBudget:
 
     def __post_init__(self) -> None:
         if self.num_bytes <= 0 or self.bytes_per_token <= 0 or self.bytes_per_vision < 0:
-            raise ConfigError(
-                f"{self}: give a budget and a price per token above 0, and a price of vision of 0"
-                " or more"
-            )
+            prices = "a budget and a price per token above 0, and a price of vision of 0 or more"
+            raise ConfigError(f"{self}: give {prices}")
 
     @classmethod
     def of(cls, preset: ModelPreset, num_bytes: float, *, gpus: int = 1) -> ActivationBudget:

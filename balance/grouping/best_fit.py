@@ -1,24 +1,25 @@
 """The default grouping: complete each group with the samples that fit best.
 
-OmniBal's ISF fills groups in random order and filters. Here a group is completed by the sample, or
-the pair of samples, that fills it best (`balance.grouping._best_fit_kernel`); then the worst
-groups, and a few others, are dissolved and made again, round after round, wherever that takes no
-more groups (ruin and recreate: Schrimpf et al. 2000). How to weigh the caps against each other, and
-whether large samples come first (`FitStrategy`), is tried on a part of the samples.
+ISF fills groups in random order and filters. Here the sample, or the pair, that fills a group best
+completes it (`balance.grouping._best_fit_kernel`); then the worst groups, and a few others, are
+made again, round after round, wherever that takes no more groups (ruin and recreate: Schrimpf et
+al. 2000). How to weigh the caps, and whether large samples come first (`FitStrategy`), is tried on
+a part of the samples.
 
-AI2D + ChartQA (30,730 samples, 4,096 tokens): at 15 patches 7,967 groups in a tenth of a second,
-where the bound is 7,939 and 50 ISF iterations give 8,064; from 10 to 16 patches within .4 % of the
-bound. Large sets are grouped in windows drawn evenly from all samples; what a window cannot
-complete goes into the next. 1.2 million samples take a quarter of a second, 100 million 22 s and,
-held as uint8 and uint16, 1.4 GB with the result. Pure: the same loads and seed give the same groups
-on every machine.
+AI2D + ChartQA (30,730 samples, 4,096 tokens): at 15 patches 7,967 groups in .1 s, where the bound
+is 7,939 and 50 ISF iterations give 8,064; from 10 to 16 patches within .4 % of the bound. Large
+sets are grouped in windows drawn evenly from all samples; what a window cannot complete goes into
+the next. 1.2 million samples take .25 s, 100 million 22 s and, held as uint8 and uint16, 1.4 GB
+with the result. Pure: the same loads and seed give the same groups on every machine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
+from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +31,7 @@ from balance.rng import GROUPS, random_bits
 from balance.types import Groups, IntArray, Limits
 
 DEFAULT_ROUNDS = 60
-"""AI2D + ChartQA at 15 patches: 7,982 groups after 6 rounds, 7,975 after 20, 7,967 after 60, 7,964
-after 600.
-"""
+"""AI2D + ChartQA, 15 patches: 7,982 groups by 6 rounds, 7,975 by 20, 7,967 by 60, 7,964 by 600."""
 WINDOW_SAMPLES = 1 << 15
 """Enough for exact fits, and few enough for the second-level cache."""
 WINDOW_GROUPS = 512
@@ -84,12 +83,9 @@ class _Made:
 
     def split(self, dissolved: NDArray[np.bool_]) -> tuple[_Made, IntArray]:
         """The groups that stay, and the samples of those that are dissolved."""
-        moves = np.repeat(dissolved, self.sizes)
-        stays = ~dissolved
-        made = _Made(
-            self.samples[~moves], self.sizes[stays], self.slacks[stays], self.left, self.tolerance
-        )
-        return made, self.samples[moves]
+        moves, stays = np.repeat(dissolved, self.sizes), ~dissolved
+        kept = self.samples[~moves], self.sizes[stays], self.slacks[stays]
+        return _Made(*kept, self.left, self.tolerance), self.samples[moves]
 
     def worst(self, count: int) -> NDArray[np.bool_]:
         """Which are the `count` groups with the most slack; fewer, if several tie for the last."""
@@ -108,11 +104,11 @@ def group_best_fit(
 ) -> Groups:
     """Group samples under both caps, and those of `also`, into as few groups as can be found.
 
-    `vision` and `tokens` are the loads of the samples, shape (num_samples,), in the unit of
-    `limits.max_vision` and in LLM tokens; the filter targets of `limits` do not matter. Every
-    sample ends in exactly one group. `rounds` is the effort, shared among the windows of a large
-    set, so that time stays linear; in one window more of them, from 6 on, never need more groups.
-    Raises ValueError for a sample that is over a cap by itself.
+    `vision` and `tokens` are the samples' loads, shape (num_samples,), in the unit of
+    `limits.max_vision` and in LLM tokens; the filter targets do not matter. Every sample ends in
+    exactly one group. `rounds` is the effort, shared among the windows of a large set, so that time
+    stays linear; in one window, from 6 on, more rounds never need more groups. Raises ValueError
+    for a sample that is over a cap by itself.
 
     >>> limits = Limits(max_seq_len=10, max_vision=4, min_seq_len=9, min_vision=4)
     >>> groups = group_best_fit(np.array([1, 3, 0, 1]), np.array([6, 4, 10, 4]), limits, seed=0)
@@ -123,37 +119,24 @@ def group_best_fit(
 
 
 def group_by_strategy(
-    vision: Load,
-    tokens: Load,
-    limits: Limits,
-    strategy: FitStrategy,
-    *,
-    seed: int,
-    rounds: int = DEFAULT_ROUNDS,
+    vision: Load, tokens: Load, limits: Limits, strategy: FitStrategy, *, seed: int, rounds: int
 ) -> Groups:
     """`group_best_fit` by a given strategy: saves most of the time that few samples take."""
     packing = PackedLoads.of(resources_of(vision, tokens, limits))
     return _group(packing, seed, rounds, strategy)
 
 
-def choose_strategy(
-    vision: Load,
-    tokens: Load,
-    limits: Limits,
-    *,
-    seed: int,
-    rounds: int = DEFAULT_ROUNDS,
-    varied: bool = False,
+def choose_varied_strategy(
+    vision: Load, tokens: Load, limits: Limits, *, seed: int, rounds: int
 ) -> FitStrategy:
-    """The strategy of `group_best_fit` for these samples; also serves others like them.
+    """The best strategy that groups samples like these otherwise with every seed.
 
-    `varied` leaves out the strategies that begin groups with the largest samples: they make much
-    the same groups with every seed.
+    So not one that begins groups with the largest samples.
     """
     packing = PackedLoads.of(resources_of(vision, tokens, limits))
     num_windows = _num_windows(packing)
     window = _draw(len(tokens), num_windows, seed)(0)
-    return _best_strategy(packing, window, seed, rounds // num_windows, varied)
+    return _best_strategy(packing, window, seed, rounds // num_windows, varied=True)
 
 
 def _group(
@@ -165,23 +148,21 @@ def _group(
     if num_samples == 0:
         return Groups(np.empty(0, np.int64), np.zeros(1, np.int64))
     num_windows = _num_windows(packing)
-    rounds = rounds // num_windows
-    draw = _draw(num_samples, num_windows, seed)
-    if strategy is None:
-        strategy = _best_strategy(packing, draw(0), seed, rounds)
+    rounds, draw = rounds // num_windows, _draw(num_samples, num_windows, seed)
+    strategy = strategy or _best_strategy(packing, draw(0), seed, rounds)
     samples = np.empty(num_samples, index_dtype(num_samples))
     sizes, done = [np.zeros(1, np.int32)], 0
     left, tolerance = np.empty(0, np.int64), FIRST_TOLERANCE
     for number in range(num_windows):
         window = np.concatenate([left, draw(number)])
-        if number < num_windows - 1:
+        if number == num_windows - 1:
+            made = _make_well(packing, strategy, window, seed, number, rounds)
+        else:
             # the next window gets the samples that are left and those of the worst groups
             keep, bits = len(window) // PASSED_ON, _bits(seed, number)
             made = _make(packing, strategy, window, bits, tolerance, keep)
             made, weak = made.split(made.worst(len(made.sizes) // PASSED_ON))
             left, tolerance = np.concatenate([made.left, weak]), made.tolerance
-        else:
-            made = _make_well(packing, strategy, window, seed, number, rounds)
         samples[done : done + len(made.samples)] = made.samples
         done += len(made.samples)
         sizes.append(made.sizes)
@@ -194,19 +175,20 @@ def _best_strategy(
     """Of the two that make the fewest groups of a part of all samples, the better on a window."""
     num_samples, rounds = len(packing.resources[0].load), min(rounds, TRIAL_ROUNDS)
     trial = _draw(num_samples, -(-num_samples // TRIAL_SAMPLES), seed)(0)
+
+    def num_groups(strategy: FitStrategy, samples: IntArray) -> int:
+        return len(_make_well(packing, strategy, samples, seed, 0, rounds).sizes)
+
     every = [s for s in _all_strategies(packing) if not (varied and s.rules.seed_largest)]
-    every.sort(key=_num_groups(packing, trial, seed, rounds))
-    return min(every[:FINALISTS], key=_num_groups(packing, window, seed, rounds))
+    every.sort(key=partial(num_groups, samples=trial))
+    return min(every[:FINALISTS], key=partial(num_groups, samples=window))
 
 
 def _all_strategies(packing: PackedLoads) -> list[FitStrategy]:
     """Each scarce resource alone or all weighed equally, with three ways to choose samples."""
-    needs = [int(r.load.sum(dtype=np.int64)) / max(r.cap, 1) for r in packing.resources]
-    active = [
-        field
-        for field, r in enumerate(packing.resources)
-        if r.cap and needs[field] >= ACTIVE * max(needs)
-    ]
+    caps = [resource.cap for resource in packing.resources]
+    needs = [total / max(cap, 1) for total, cap in zip(_sums(packing), caps, strict=True)]
+    active = [f for f, need in enumerate(needs) if caps[f] and need >= ACTIVE * max(needs)]
     shares = [{field: 1.0} for field in reversed(active)]
     if len(active) > 1:
         shares.append(dict.fromkeys(active, 1 / len(active)))
@@ -220,8 +202,7 @@ def _strategy(
     full = 1 << SCORE_BITS + FRACTION_BITS
     caps = [resource.cap for resource in packing.resources]
     weights = tuple(int(shares.get(f, 0) * full) // max(cap, 1) for f, cap in enumerate(caps))
-    total = sum(weight * cap for weight, cap in zip(weights, caps, strict=True))
-    cap_score = total >> FRACTION_BITS
+    cap_score = sum(map(mul, weights, caps)) >> FRACTION_BITS
     rules = FillRules(
         cap=np.uint64(packing.cap),
         guard=np.uint64(packing.guard),
@@ -233,13 +214,6 @@ def _strategy(
     return FitStrategy(weights=weights, rules=rules)
 
 
-def _num_groups(
-    packing: PackedLoads, samples: IntArray, seed: int, rounds: int
-) -> Callable[[FitStrategy], int]:
-    """Strategy -> the number of groups that it makes of `samples`."""
-    return lambda strategy: len(_make_well(packing, strategy, samples, seed, 0, rounds).sizes)
-
-
 def _num_windows(packing: PackedLoads) -> int:
     by_samples = len(packing.resources[0].load) // WINDOW_SAMPLES
     return max(1, min(by_samples, _fewest(packing) // WINDOW_GROUPS))
@@ -248,8 +222,7 @@ def _num_windows(packing: PackedLoads) -> int:
 def _draw(num_samples: int, num_windows: int, seed: int) -> Callable[[int], IntArray]:
     """Window number -> its samples, int64: one of each `num_windows` consecutive ones.
 
-    So each window is like the whole, also where samples are sorted by source or length, and each
-    sample is in one window.
+    So each window is like the whole, also where samples are sorted by source or length.
     """
     starts = np.arange(0, num_samples, num_windows)
     shifts = (random_bits(len(starts), seed, GROUPS) % np.uint64(num_windows)).astype(np.int64)
@@ -274,12 +247,9 @@ def _make(
     keep: int = 0,
 ) -> _Made:
     """Groups of the samples of a window, one pass, until at most `keep` samples are left."""
-    packed, score = packing.pack(window), strategy.scores(packing, window)
-    places, ends, slacks, tolerance = run_pass(
-        packed, score, strategy.rules, bits[0], tolerance, keep
-    )
-    grouped = int(ends[-1]) if len(ends) else 0
-    members = window[places]
+    loads = packing.pack(window), strategy.scores(packing, window)
+    places, ends, slacks, tolerance = run_pass(*loads, strategy.rules, bits[0], tolerance, keep)
+    grouped, members = int(ends[-1]) if len(ends) else 0, window[places]
     sizes = np.diff(ends, prepend=np.int32(0))
     return _Made(members[:grouped], sizes, slacks, members[grouped:], int(tolerance))
 
@@ -311,13 +281,10 @@ def _make_well(
         stays, loose = made.split(dissolved)
         again = _make(packing, strategy, loose, bits, made.tolerance)
         if _value(again.slacks) >= _value(made.slacks[dissolved]):
-            made = _Made(
-                np.concatenate([stays.samples, again.samples]),
-                np.concatenate([stays.sizes, again.sizes]),
-                np.concatenate([stays.slacks, again.slacks]),
-                made.left,
-                again.tolerance,
-            )
+            samples = np.concatenate([stays.samples, again.samples])
+            sizes = np.concatenate([stays.sizes, again.sizes])
+            slacks = np.concatenate([stays.slacks, again.slacks])
+            made = _Made(samples, sizes, slacks, made.left, again.tolerance)
     return made
 
 
@@ -328,5 +295,9 @@ def _value(slacks: NDArray[np.int32]) -> tuple[int, int]:
 
 def _fewest(packing: PackedLoads, samples: IntArray | slice = slice(None)) -> int:
     """Least number of groups of `samples` that any grouping can have, by each resource alone."""
-    sums = [int(r.load[samples].sum(dtype=np.int64)) for r in packing.resources]
-    return max(-(-s // max(r.cap, 1)) for s, r in zip(sums, packing.resources, strict=True))
+    sums = zip(_sums(packing, samples), packing.resources, strict=True)
+    return max(-(-total // max(resource.cap, 1)) for total, resource in sums)
+
+
+def _sums(packing: PackedLoads, samples: IntArray | slice = slice(None)) -> list[int]:
+    return [int(r.load[samples].sum(dtype=np.int64)) for r in packing.resources]

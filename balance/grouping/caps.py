@@ -3,28 +3,24 @@
 Pure. Packed without padding, every grouping does the same work. Caps change the number of
 micro-batches (each has an overhead), how unequal these are, and what the largest needs of memory.
 In the stored order (`balance.order.block_shuffle`) ranks get neighbours, so unequal groups cost
-next to nothing and the number of micro-batches decides. Hence these rules:
+next to nothing and the number of micro-batches decides. (In random order they do cost, by
+benchmarks/caps.py 1 % at 15 patches, 15 % at 14, 36 % at 9.) Hence these rules:
 
-1. Q_t is as large as the caller allows: the longest sample, the model's context or the given cap,
-   whichever is least. A memory budget (`balance.grouping.activation_memory`) is shared between both
-   caps where it gives the fewest groups.
-2. Q_v is the smallest cap that costs no groups: no larger one saves micro-batches, no smaller one
-   is as fast.
-3. Q'_t and Q'_v matter to ISF alone: the targets that give the fewest groups, OmniBal's unless
-   others are better.
+1. Q_t is the least of the longest sample, the model's context and the given cap. A memory budget
+   (`balance.grouping.activation_memory`) is shared by both caps where it gives the fewest groups.
+2. Q_v is the smallest cap that costs no groups: no larger one saves any, no smaller one is as fast.
+3. Q'_t and Q'_v matter to ISF alone: OmniBal's targets, unless others give fewer groups.
 
 The best few caps are grouped again with all samples, and one that is predicted to be slower than
 another by more than chance does not win. AI2D + ChartQA at 4,096 tokens: 15 patches; 14 need 19 %
 more groups and 12 need 36 %, because samples of 5 patches leave patches that no sample fills. A
 ratio of means, as in the paper (here 14.9), does not see such steps. 1.2 million samples take
 1.5 s, with a memory budget 2 to 4 s.
-
-In random order unequal groups do cost: by benchmarks/caps.py 1 % at 15 patches, 15 % at 14, 36 % at
-9.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -32,10 +28,13 @@ from balance.errors import ConfigError
 from balance.flops import FlopsModel
 from balance.grouping._cap_search import FREE, CapSearch, CapTrial, Trials, best_targets, caps_of
 from balance.grouping.activation_memory import ActivationBudget
-from balance.grouping.isf import DEFAULT_ITERATIONS
-from balance.types import VISION_UNITS, Counts, IntArray, Limits
+from balance.grouping.best_fit import group_best_fit
+from balance.grouping.isf import DEFAULT_ITERATIONS, group_isf
+from balance.types import Counts, Groups, IntArray, Limits
 
 GROUPINGS = ("fit", "isf")
+TRIAL_ROUNDS = 6
+"""Effort of the trial groupings: enough to tell caps apart, a tenth of a second each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +64,7 @@ class LimitChoice:
 
     limits: Limits
     lines: list[str]
-    """The explanation as a report prints it: the rule of each cap; predicted time with these and
-    with other caps, if the dimensions are known; fill next to that of other caps; the targets.
-    """
+    """The explanation as a report prints it; next to others' groups, fill and predicted time."""
     trials: tuple[CapTrial, ...] = ()
     """Trials on a drawn part, or all of a small set, smallest caps first; none without images."""
 
@@ -82,25 +79,28 @@ def choose_limits(
 ) -> LimitChoice:
     """Caps and filter targets for `counts`: the fewest groups that caps and memory budget allow.
 
-    A given cap is taken as it is, and the explanation says what it costs; with a memory budget
-    `max_seq_len` is only the most that Q_t may be. A cap from the data or the budget never rejects
-    a sample that `max_seq_len` and the context admit. `flops` predicts times. Depends on the
-    arguments alone. Raises ValueError when there is no sample, ConfigError when the budget cannot
-    hold the longest or the largest one.
+    A given cap is taken as it is; with a memory budget `max_seq_len` is only the most that Q_t may
+    be. A cap from the data or the budget never rejects a sample that `max_seq_len` and the context
+    admit. `flops` predicts times. Depends on the arguments alone. Raises ValueError when there is
+    no sample, ConfigError when the budget cannot hold the longest or the largest one.
     """
-    max_seq_len, max_vision, memory = options.max_seq_len, options.max_vision, options.memory
+    max_vision, memory = options.max_vision, options.memory
     paper = choose_limits_omnibal(
         counts,
         vision_unit=vision_unit,
         context_len=context_len,
-        max_seq_len=max_seq_len,
+        max_seq_len=options.max_seq_len,
         max_vision=max_vision,
     )
     fitting = np.flatnonzero(counts.seq_len <= paper.max_seq_len)
-    iterations = options.isf_iterations if options.grouping == "isf" else None
-    trials = Trials.of(counts, fitting, flops=flops, seed=options.seed, isf_iterations=iterations)
-    # a packed group may be longer than any sample, so the budget may go beyond the longest
-    most_tokens = min(context_len, max_seq_len or context_len) if memory else paper.max_seq_len
+    group: Callable[..., Groups] = partial(group_best_fit, seed=options.seed, rounds=TRIAL_ROUNDS)
+    if options.grouping == "isf":
+        group = partial(group_isf, seed=options.seed, iterations=options.isf_iterations)
+    trials = Trials(counts, fitting, group, flops=flops, seed=options.seed)
+    most_tokens = paper.max_seq_len
+    if memory is not None:
+        # a packed group may be longer than any sample, so the budget may go beyond the longest
+        most_tokens = min(context_len, options.max_seq_len or context_len)
     search = CapSearch(
         trials=trials,
         vision=paper.vision_load(counts)[fitting],
@@ -123,9 +123,8 @@ def choose_limits(
     limits, on_part = chosen.limits, trials.results(on_all=False)
     part = trials.at(found.limits)
     why = _why_line(part, free, on_part, search.largest, given=max_vision is not None)
-    reason = f"caps: {limits.max_seq_len:,} tokens ({rule}), {limits.max_vision:,} {limits.unit}"
     lines = [
-        reason + why,
+        f"caps: {limits.max_seq_len:,} tokens ({rule}), {limits.max_vision:,} {limits.unit}{why}",
         _prediction_line(flops, part, on_part),
         _compared_line(found, trials.results(on_all=True)),
         _targets_line(chosen, found, options.grouping),
@@ -143,14 +142,11 @@ def choose_limits_omnibal(
 ) -> Limits:
     """Caps and targets by OmniBal 5.2: an average group reaches both caps; given caps are taken.
 
-    Q_v is raised to the largest sample that Q_t admits where the ratio alone would reject that
-    sample: a cap taken from the data must not reject data. Raises ValueError when there is no
-    sample.
+    Q_v is raised to the largest sample that Q_t admits: a cap taken from the data must not reject
+    data. Raises ValueError when there is no sample.
     """
     if len(counts) == 0:
         raise ValueError("no sample to choose caps from; see the rejected samples for the reasons")
-    if vision_unit not in VISION_UNITS:
-        raise ValueError(f"vision_unit is {vision_unit!r}; use one of {', '.join(VISION_UNITS)}")
     longest = max(int(counts.seq_len.max()), 1)
     q_t = min(context_len, longest if max_seq_len is None else max_seq_len)
     limits = caps_of(q_t, 0, vision_unit)
@@ -202,8 +198,8 @@ def _prediction_line(flops: FlopsModel | None, found: CapTrial, tried: Sequence[
     best = found.ms_per_sample
     if flops is None or best is None:
         return ""
-    same = [c for c in _same(found, tried) if c != found and c.ms_per_sample]
-    others = [(c.ms_per_sample or 0.0) / best - 1 for c in same]
+    same = [c.ms_per_sample for c in _same(found, tried) if c != found]
+    others = [ms / best - 1 for ms in same if ms]
     text = f"predicted for {flops.name} ({flops.speed}): {best:,.4g} GPU-ms per sample"
     if not others:
         return text
@@ -215,7 +211,7 @@ def _compared_line(found: CapTrial, tried: Sequence[CapTrial]) -> str:
     same, cap = _same(found, tried), found.limits.max_vision
     below = [c for c in same if c.limits.max_vision < cap][-1:]
     above = [c for c in same if c.limits.max_vision > cap][:1]
-    return "; ".join(_figures(c) for c in [found, *below, *above])
+    return "; ".join(map(_figures, [found, *below, *above]))
 
 
 def _targets_line(chosen: CapTrial, paper: CapTrial, grouping: str) -> str:
@@ -235,18 +231,15 @@ def _targets_line(chosen: CapTrial, paper: CapTrial, grouping: str) -> str:
 
 def _same(found: CapTrial, tried: Sequence[CapTrial]) -> list[CapTrial]:
     """Trials that differ from `found` in the vision cap alone, smallest first, and `found`."""
-    q_t = found.limits.max_seq_len
-    slack = q_t - found.limits.min_seq_len
-    same = [c for c in tried if c.limits.max_seq_len == q_t and q_t - c.limits.min_seq_len == slack]
+    tokens = found.limits.max_seq_len, found.limits.min_seq_len
+    same = [c for c in tried if (c.limits.max_seq_len, c.limits.min_seq_len) == tokens]
     return [c for c in same if c.limits.min_vision == max(c.limits.max_vision, 1)]
 
 
 def _figures(trial: CapTrial) -> str:
-    limits = trial.limits
-    text = (
-        f"Q_v {limits.max_vision:,}: {trial.num_groups:,} groups of {trial.num_samples:,} samples,"
-        f" vision {trial.vision_fill:.1%} and tokens {trial.token_fill:.1%} full"
-    )
+    groups = f"{trial.num_groups:,} groups of {trial.num_samples:,} samples"
+    full = f"vision {trial.vision_fill:.1%} and tokens {trial.token_fill:.1%} full"
+    text = f"Q_v {trial.limits.max_vision:,}: {groups}, {full}"
     if trial.ms_per_sample is None or trial.waiting is None:
         return text
     ms = f"{trial.ms_per_sample:,.1f} GPU-ms per sample predicted"

@@ -1,17 +1,17 @@
 """ISF, Iterative Sampling and Filtering: OmniBal, Algorithm 1, in numba.
 
 Shuffle the samples, fill groups one after the other up to the caps, keep the groups that come near
-a cap, dissolve the others, and repeat with what is left. Linear in the number of samples: 30,730
-samples, 10 iterations in 2 ms, where plain Python needs 0.3 s; 100 million, held as uint8 and
-uint16, take 1.9 GB in all. Pure: the same counts and seed give the same groups on every machine.
+a cap, dissolve the others, and repeat with what is left. Linear: 30,730 samples, 10 iterations in
+2 ms, where plain Python needs .3 s; 100 million, held as uint8 and uint16, take 1.9 GB in all.
+Pure: the same counts and seed give the same groups on every machine.
 
 Where the paper leaves a gap or its reference code loses samples, the rule here is:
 
 - a group closes when the next sample would *exceed* a cap;
 - the group still open at the end of a pass counts like any other;
 - a sample over a cap is an error, so the caller rejects it first and nothing disappears;
-- the search ends with the pass that gives the fewest groups, not with the last one: more iterations
-  can make the result worse when one cap binds, because the samples left are those that fit nowhere.
+- the pass with the fewest groups is kept, not the last: more iterations can make the result worse
+  when one cap binds, because the samples left are those that fit nowhere.
 """
 
 from collections.abc import Sequence
@@ -84,9 +84,7 @@ def _filter_of(packing: PackedLoads) -> _Filter:
     slack = [-1 if r.target is None else min(r.cap, r.cap - r.target) for r in packing.resources]
     near = packing.guard | packing.packed([max(left, 0) for left in slack])
     reachable = sum(guard for guard, left in zip(packing.guards, slack, strict=True) if left >= 0)
-    return _Filter(
-        np.uint64(packing.cap), np.uint64(packing.guard), np.uint64(near), np.uint64(reachable)
-    )
+    return _Filter(*map(np.uint64, (packing.cap, packing.guard, near, reachable)))
 
 
 @numba.njit(cache=True)
@@ -119,10 +117,9 @@ def _isf(packed, samples, limits, seed, iterations):  # type: ignore[no-untyped-
         num_kept += _passed_first(remaining, offsets[: num_groups + 1], passed)
         for group in range(num_groups):
             if passed[group]:
+                size = offsets[group + 1] - offsets[group]
+                kept_offsets[kept_groups + 1] = kept_offsets[kept_groups] + size
                 kept_groups += 1
-                kept_offsets[kept_groups] = (
-                    kept_offsets[kept_groups - 1] + offsets[group + 1] - offsets[group]
-                )
     # back to the best pass
     samples[best_kept:] = rest[: len(samples) - best_kept]
     for group in range(1, best_rest_groups + 1):

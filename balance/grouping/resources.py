@@ -1,12 +1,11 @@
 """Resources of a group: a load per sample and a cap per group each.
 
-For `balance.grouping.best_fit` and `balance.grouping.isf`. The vision load and the LLM tokens of
-`Limits` always count. Others are added where a model needs them: audio tokens of an audio encoder,
-or tokens with a label where the memory of the loss binds. Pure.
+For `balance.grouping.best_fit` and `isf`. The vision load and the LLM tokens of `Limits` always
+count; others are added where a model needs them: audio tokens of an encoder, or tokens with a label
+where the memory of the loss binds. Pure.
 
 All loads of a sample are packed into one uint64, a field with a guard bit per resource, so that one
-subtraction says whether it fits, whatever the number of resources: a field that would become
-negative clears its guard bit.
+subtraction says whether it fits: a field that would become negative clears its guard bit.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ from balance.types import IntArray, Limits
 WORD_BITS = 64
 
 Load = NDArray[np.integer[Any]]
-"""Non-negative load per sample, of any integer type: 100 million samples as uint8 and uint16 fit
-into 2 GB.
-"""
+"""Non-negative load per sample, any integer type: 100 M samples as uint8 and uint16 take 2 GB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +92,7 @@ class PackedLoads:
         for resource, unit, place in zip(self.resources, self.units, self.places, strict=True):
             load = resource.load[samples]
             if unit:
-                # rounded up, so that no sum exceeds the cap; at most the cap, so that the sample
-                # still fits alone
+                # rounded up, so that no sum exceeds the cap, but a sample still fits alone
                 load = np.minimum(-(-load.astype(np.int64) >> unit), resource.cap >> unit)
             result |= load.astype(np.uint64) << np.uint64(place)
         return result
@@ -123,10 +119,8 @@ def resources_of(
 def _check(resource: Resource, num_samples: int) -> None:
     load, cap, name = resource.load, resource.cap, resource.name
     if len(load) != num_samples:
-        raise ValueError(
-            f"{len(load)} loads of {name} but {num_samples} token counts; give one of each per"
-            " sample"
-        )
+        counted = f"{len(load)} loads of {name} but {num_samples} token counts"
+        raise ValueError(f"{counted}; give one of each per sample")
     if cap < 0:
         raise ValueError(f"the cap of {cap} {name} is negative; give 0 or more")
     if num_samples and load.min() < 0:

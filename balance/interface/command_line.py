@@ -87,10 +87,7 @@ def _annotation(name: str, kind: Any, option: Option) -> Any:
 
 
 def read_config(kind: type[Config], context: typer.Context, *, command: str) -> Config:
-    """Read a call's config: its options over the --config TOML file over defaults.
-
-    Options of the call that are no field of `kind` are left to the command.
-    """
+    """A call's config: options that are fields of `kind`, over the --config file, over defaults."""
     known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     options = {name: _plain(value) for name, value in context.params.items() if name in known}
     return load_config(kind, context.params.get("config"), options, command=command)

@@ -1,7 +1,6 @@
 """Ctrl-C while a program's modules still load: one line instead of a traceback.
 
-Loading takes half a second, and Python's own answer is a traceback from wherever it was. Imports
-nothing that takes long itself.
+Loading takes half a second, and Python's own answer is a traceback from wherever it was.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Length of an audio clip and the model's rule -> encoder and LLM tokens.
 
-The packer counts with `plan_audio` from the headers of audio files, before anything is decoded. The
-numbers are those of the clip alone: because of its convolutions an audio encoder batches clips with
-padding, and what that costs depends on the batch (`balance.steps.post_balancing`). Pure.
+The packer counts with `plan_audio` from the headers of audio files. The numbers are those of the
+clip alone: an audio encoder's convolutions need padded batches, and what that costs depends on the
+batch (`balance.steps.post_balancing`). Pure.
 """
 
 from dataclasses import dataclass
@@ -35,8 +35,7 @@ class AudioRule:
         if self.window_frames % self.frames_per_token:
             raise ConfigError(
                 f"window_frames = {self.window_frames}: must be a multiple of conv_stride *"
-                f" downsample = {self.frames_per_token}, so that long clips can be cut without"
-                " losing tokens"
+                f" downsample = {self.frames_per_token}, so that cutting long clips loses no tokens"
             )
 
     @property
@@ -69,9 +68,8 @@ def plan_audio(rule: AudioRule, num_samples: int, sampling_rate: int) -> AudioPl
     """What a clip of `num_samples` per channel at `sampling_rate` per second becomes under `rule`.
 
     Resampling gives ceil(num_samples * up / down) samples, as `scipy.signal.resample_poly` does;
-    the last frame and the last encoder token may be incomplete, as Whisper's attention mask counts
-    them. Raises AudioRejected (`empty_audio`) for a clip without samples, or too short for one LLM
-    token.
+    the last frame and encoder token may be incomplete, as Whisper's attention mask counts them.
+    Raises AudioRejected (`empty_audio`) for a clip without samples, or too short for one token.
 
     >>> plan = plan_audio(AudioRule(downsample=2), 8_000 * 31, 8_000)
     >>> plan.num_samples, plan.num_windows, plan.num_frames

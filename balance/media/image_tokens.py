@@ -1,9 +1,8 @@
 """Image size and the model's rule -> patches, ViT tokens and LLM tokens.
 
-The packer counts with `plan_image` from image headers; the loaders cut pixels by the same plan, so
-the two cannot disagree. Every rounding and every tie follows the reference (transformers'
-processors), quirks included: a cleaner formula would be wrong. 3 to 9 us for a new size, 0.3 us for
-one seen before. Pure.
+The packer counts with `plan_image` from image headers; the loaders cut pixels by the same plan.
+Every rounding and every tie follows the reference (transformers' processors), quirks included: a
+cleaner formula would be wrong. 3 to 9 us for a new size, .3 us for one seen before. Pure.
 """
 
 import math
@@ -55,9 +54,8 @@ def plan_image(rule: VisionRule, width: int, height: int) -> ImagePlan:
 @lru_cache(maxsize=1 << 14)
 def _plan(rule: VisionRule, width: int, height: int) -> ImagePlan:
     if width < 1 or height < 1:
-        raise ImageRejected(
-            "empty_image", f"image of {width} x {height} pixels: a side has no pixels; remove it"
-        )
+        detail = f"image of {width} x {height} pixels: a side has no pixels; remove it"
+        raise ImageRejected("empty_image", detail)
     match rule:
         case FixedRule():
             return _plan_fixed(rule, width, height)
@@ -103,8 +101,7 @@ def _closest_grid(rule: TilesRule, width: int, height: int) -> tuple[int, int]:
     """Columns and rows of the grid whose aspect ratio is the closest to the image's.
 
     Of equally close grids (2 x 1 and 4 x 2, or one above and one below) a larger one wins while the
-    image has more than half of its pixels. A sole tile need not be 1 x 1: `min_patches` may forbid
-    it.
+    image has more than half of its pixels.
     """
     aspect, num_pixels = width / height, width * height
     half_tile = 0.5 * rule.image_size * rule.image_size
@@ -205,8 +202,7 @@ def _plan_native(rule: NativeRule, width: int, height: int) -> ImagePlan:
 def _native_size(rule: NativeRule, width: int, height: int) -> tuple[int, int]:
     """Both sides as multiples of a merged patch's, the area from `min_pixels` to `max_pixels`."""
     unit = rule.vit_patch_size * rule.merge_size
-    # round() takes halves to the even multiple; a side below half a unit becomes 0 and is enlarged
-    # by min_pixels
+    # round() takes halves to the even multiple; a side below half a unit becomes 0, then enlarged
     near_width, near_height = round(width / unit) * unit, round(height / unit) * unit
     if near_width * near_height > rule.max_pixels:
         shrink = math.sqrt(height * width / rule.max_pixels)

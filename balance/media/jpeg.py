@@ -1,7 +1,7 @@
 """Size of a plain JPEG from its segments; anything unusual is left to Pillow.
 
 For the packer, which counts from a file's first bytes (`jpeg_size`, five times as fast as opening
-it), and the loaders, which decode plain files directly (`plain_jpeg_size`; to open a file and look
+it), and the loaders, which decode plain files directly (`plain_jpeg_size`: opening one and looking
 for its orientation takes Pillow 45 microseconds, a tenth of decoding a small image). Pure.
 """
 

@@ -2,10 +2,9 @@
 
 For when only the sum over a step's micro-batches matters: plain data-parallel training with
 gradient accumulation waits once per step, so a step's `dp * k` groups may be a random set if each
-rank's k groups add up to the same. Not so where ranks meet in every micro-batch (FSDP, ZeRO-3,
-pipelines): there `balance.order.block_shuffle` serves. Pure, and computed by every rank itself:
-integers only, so that machines of different make agree. `choose_step_groups` chooses groups that
-can be shared evenly, `assign_ranks` shares them.
+rank's k groups add up to the same. Where ranks meet in every micro-batch (FSDP, ZeRO-3, pipelines)
+`balance.order.block_shuffle` serves. Pure, and computed by every rank itself: integers only, so
+that all machines agree. `choose_step_groups` chooses groups that `assign_ranks` can share evenly.
 
 Whatever must add up to a multiple of `dp` is rounded up or down at random, in proportion, and what
 waits comes back over several steps. Rounded to the nearest instead, with the rest in the very next
@@ -29,8 +28,7 @@ RETURNING = 8
 """1 / share of the waiting groups that is due in the next step: they return over as many steps."""
 PULL = 10
 """1 / share of the small groups due in the next step, of those beyond a third of the spare ones.
-
-Autocorrelation is at worst half of either share, where rounding is all that makes steps differ.
+Where rounding alone makes steps differ, autocorrelation is at worst half of either share.
 """
 DITHER_BITS = 16
 
@@ -48,6 +46,7 @@ MAX_DOUBLE = 8
 """Most groups per rank for exchanges of two for two: beyond, one for one has choice enough."""
 MAX_TRIES = 6_000_000
 """Exchanges that the sweeps over all ranks may try, about 20 ms."""
+NO_EXCHANGE = (-1, -1, -1, -1)
 
 
 def num_spare_groups(dp: int, micro_batches: int) -> int:
@@ -59,10 +58,10 @@ def choose_step_groups(vision: IntArray, tokens: IntArray, dp: int, micro_batche
     """`dp * micro_batches` of the candidates, ascending, that can be shared evenly among ranks.
 
     Candidates come longest waiting first, then new ones. The new ones are taken, and some that wait
-    in turn, but for two corrections, each of which lets a few wait for a later step. Groups so
-    small that no rank could make up for them come in multiples of `dp`. And vision loads of few
-    values (image patches) add up to a multiple of `dp`, or just below. Depends on the loads alone.
-    int64, shape (min(len(vision), dp * micro_batches),): all if there are not more.
+    in turn, but for two corrections that let a few wait longer: groups so small that no rank could
+    make up for them come in multiples of `dp`, and vision loads of few values (image patches) add
+    up to a multiple of `dp`, or just below. Depends on the loads alone. int64, shape
+    (min(len(vision), dp * micro_batches),): all if there are not more.
 
     >>> vision, tokens = np.array([3, 2, 2, 2, 3]), np.array([9, 9, 9, 9, 9])
     >>> choose_step_groups(vision, tokens, dp=2, micro_batches=2).tolist()
@@ -95,10 +94,9 @@ def assign_ranks(vision: IntArray, tokens: IntArray, dp: int, micro_batches: int
     """Assign at most `dp * micro_batches` groups so that ranks' sums of both loads are even.
 
     Returns int64 of shape (dp, micro_batches): places in `vision` and `tokens`, -1 where groups are
-    lacking. A rank's groups come in descending order of tokens, so that micro-batches of one number
-    are similar too. Assigned in descending load, then exchanged between pairs of ranks, one for one
-    and two for two: first for the least sum of squares, then for the worst rank. Deterministic; dp
-    64 with 8 micro-batches takes 3 ms, dp 512 takes 25.
+    lacking; each rank's in descending order of tokens, so that micro-batches of one number are
+    similar too. Assigned in descending load, then exchanged between pairs of ranks, one for one and
+    two for two: first for the least sum of squares, then for the worst rank. Deterministic.
 
     >>> vision, tokens = np.array([1, 3, 2, 2]), np.array([50, 10, 40, 20])
     >>> assign_ranks(vision, tokens, dp=2, micro_batches=2).tolist()
@@ -108,8 +106,7 @@ def assign_ranks(vision: IntArray, tokens: IntArray, dp: int, micro_batches: int
     if dp < 1 or micro_batches < 1 or len(vision) > places or len(vision) != len(tokens):
         raise ValueError(
             f"{len(vision)} vision loads and {len(tokens)} token counts for {dp} ranks x"
-            f" {micro_batches} micro-batches; give one of each per group, and at most one group per"
-            " place"
+            f" {micro_batches} micro-batches; give one of each per group, a group or none per place"
         )
     loads = np.zeros((places, 2), np.int64)  # groups that are lacking weigh nothing
     loads[: len(vision), 0], loads[: len(vision), 1] = vision, tokens
@@ -122,10 +119,9 @@ def assign_ranks(vision: IntArray, tokens: IntArray, dp: int, micro_batches: int
 
 
 def _too_small(tokens: IntArray, micro_batches: int) -> NDArray[np.bool_]:
-    """Groups so far below the median that a rank's others lack 1/256 of making up for them.
+    """Groups so far below the median that others of the upper half lack 1/256 to make up for them.
 
-    Even others from the upper half. By tokens alone: vision loads of few values have halves without
-    any spread, and follow tokens where it matters.
+    By tokens: vision loads of few values have halves without spread, and follow tokens.
     """
     scaled = tokens.astype(np.int64) << 16
     ascending = np.sort(scaled)
@@ -138,8 +134,8 @@ def _too_small(tokens: IntArray, micro_batches: int) -> NDArray[np.bool_]:
 def _due(num_small: int, num_new: int, num_spare: int) -> int:
     """Small groups due in this step; `num_small` are candidates, `num_new` of them new.
 
-    As many as are new, and a share of what keeps more waiting than a third of the spare groups:
-    enough in stock to round up, and few enough to round down.
+    As many as are new, and a share of those that wait beyond a third of the spare groups: enough
+    wait to round up, and few enough to round down.
     """
     return num_new + (num_small - num_new - num_spare // 3) // PULL
 
@@ -150,8 +146,7 @@ def _even_out(
     """Exchange `chosen` and `spare` until `fixed` and the chosen loads are a multiple of `dp`.
 
     Just below, by a load or two per hundred ranks: a rank that cannot be filled then pushes no
-    other over the mean. Where the multiple that was drawn is out of reach, the one on the other
-    side.
+    other over the mean. Where that multiple is out of reach, the one on the other side.
     """
     values = np.unique(load[np.concatenate([chosen, spare])])
     if not len(chosen) or not len(spare) or len(values) > FEW_VALUES:
@@ -176,12 +171,8 @@ def _rounded(number: int, dp: int, dither: int) -> int:
 @numba.njit(cache=True)
 def _exchange(load, chosen, spare, values, missing):  # type: ignore[no-untyped-def]
     """Exchange in place, largest gains first, while `missing` is lacking; -> what still is."""
-    num_values = len(values)
-    in_chosen, in_spare = np.zeros(num_values, np.int64), np.zeros(num_values, np.int64)
-    for group in chosen:
-        in_chosen[np.searchsorted(values, load[group])] += 1
-    for group in spare:
-        in_spare[np.searchsorted(values, load[group])] += 1
+    in_chosen = np.bincount(np.searchsorted(values, load[chosen]), minlength=len(values))
+    in_spare = np.bincount(np.searchsorted(values, load[spare]), minlength=len(values))
     while missing != 0:
         step, away, back = _largest_step(values, in_chosen, in_spare, missing)
         if step == 0:
@@ -228,10 +219,8 @@ def _search_ranks(loads, dp, best_vision):  # type: ignore[no-untyped-def]
     order = np.arange(dp)
     state = np.uint64(0)
     # effort: one for one between all pairs, then two for two if that is not too much
-    double = k <= MAX_DOUBLE
-    affordable = max(4, MAX_TRIES // max(1, dp // 2 * k * k))
-    single_sweeps = min(SINGLE_SWEEPS, affordable)
-    for sweep in range(single_sweeps + (DOUBLE_SWEEPS if double else 0)):
+    single_sweeps = min(SINGLE_SWEEPS, max(4, MAX_TRIES // max(1, dp // 2 * k * k)))
+    for sweep in range(single_sweeps + (DOUBLE_SWEEPS if k <= MAX_DOUBLE else 0)):
         state = _shuffle(order, state)
         # highest against lowest vision, then tokens, then anyone against anyone
         pairing = order
@@ -239,11 +228,9 @@ def _search_ranks(loads, dp, best_vision):  # type: ignore[no-untyped-def]
             pairing = order[np.argsort(sums[order, sweep % 3], kind="mergesort")]
         for pair in range(dp // 2):
             ranks = (pairing[dp - 1 - pair], pairing[pair])
-            _cost, p, q, p2, q2 = _best_exchange(
-                ranks, groups, best_vision, sweep >= single_sweeps, False
-            )
-            _apply(ranks, p, q, groups)
-            _apply(ranks, p2, q2, groups)
+            double = sweep >= single_sweeps
+            _gain, exchange = _best_exchange(ranks, groups, best_vision, double, False)
+            _apply(ranks, exchange, groups)
     if dp > 1:
         _relieve_worst(groups, best_vision, order)
     return held
@@ -253,8 +240,7 @@ def _search_ranks(loads, dp, best_vision):  # type: ignore[no-untyped-def]
 def _relieve_worst(groups, best_vision, order):  # type: ignore[no-untyped-def]
     """Exchange groups of the worst rank with one of a few others, in place, while it helps."""
     held, _loads, sums = groups
-    state = np.uint64(1)
-    double = held.shape[1] <= MAX_DOUBLE
+    state, double = np.uint64(1), held.shape[1] <= MAX_DOUBLE
     for _round in range(WORST_ROUNDS):
         excess = np.maximum(sums[:, 0] - best_vision, sums[:, 1] - SCALE)
         worst = np.argmax(excess)
@@ -262,16 +248,15 @@ def _relieve_worst(groups, best_vision, order):  # type: ignore[no-untyped-def]
             return
         # the partner that lowers the excess most
         state = _shuffle(order, state)
-        best, best_b, best_p, best_q, best_p2, best_q2 = np.int64(0), -1, -1, -1, -1, -1
+        best, partner, exchange = np.int64(0), -1, NO_EXCHANGE
         for b in order[: PARTNERS + 1]:
             if b != worst:
-                gain, p, q, p2, q2 = _best_exchange((worst, b), groups, best_vision, double, True)
+                gain, found = _best_exchange((worst, b), groups, best_vision, double, True)
                 if gain < best:
-                    best, best_b, best_p, best_q, best_p2, best_q2 = gain, b, p, q, p2, q2
-        if best_b < 0:
+                    best, partner, exchange = gain, b, found
+        if partner < 0:
             return
-        _apply((worst, best_b), best_p, best_q, groups)
-        _apply((worst, best_b), best_p2, best_q2, groups)
+        _apply((worst, partner), exchange, groups)
 
 
 @numba.njit(cache=True)
@@ -291,7 +276,7 @@ def _assign_descending(loads, dp, k):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True)
 def _best_exchange(ranks, groups, best_vision, double, worst):  # type: ignore[no-untyped-def]
-    """(change of cost, p, q, p2, q2): places p, p2 of the first rank for q, q2 of the second.
+    """(change of cost, (p, q, p2, q2)): places p, p2 of the first rank for q, q2 of the second.
 
     -1 for no exchange; `double` also tries two for two, `worst` looks at the worse rank alone.
     """
@@ -300,7 +285,7 @@ def _best_exchange(ranks, groups, best_vision, double, worst):  # type: ignore[n
     k = held.shape[1]
     xa, ya, xb, yb = sums[a, 0], sums[a, 1], sums[b, 0], sums[b, 1]
     start = _cost(xa, ya, xb, yb, best_vision, worst)
-    best, best_p, best_q, best_p2, best_q2 = start, -1, -1, -1, -1
+    best, exchange = start, NO_EXCHANGE
     for p in range(k):
         for q in range(k):
             # one for one
@@ -308,7 +293,7 @@ def _best_exchange(ranks, groups, best_vision, double, worst):  # type: ignore[n
             y = loads[held[a, p], 1] - loads[held[b, q], 1]
             cost = _cost(xa - x, ya - y, xb + x, yb + y, best_vision, worst)
             if cost < best:
-                best, best_p, best_q, best_p2, best_q2 = cost, p, q, -1, -1
+                best, exchange = cost, (p, q, -1, -1)
             if not double:
                 continue
             # two for two
@@ -318,8 +303,8 @@ def _best_exchange(ranks, groups, best_vision, double, worst):  # type: ignore[n
                     y2 = y + loads[held[a, p2], 1] - loads[held[b, q2], 1]
                     cost = _cost(xa - x2, ya - y2, xb + x2, yb + y2, best_vision, worst)
                     if cost < best:
-                        best, best_p, best_q, best_p2, best_q2 = cost, p, q, p2, q2
-    return best - start, best_p, best_q, best_p2, best_q2
+                        best, exchange = cost, (p, q, p2, q2)
+    return best - start, exchange
 
 
 @numba.njit(cache=True, inline="always")
@@ -339,15 +324,16 @@ def _off(load, bearable):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def _apply(ranks, p, q, groups):  # type: ignore[no-untyped-def]
-    """Exchange place p of the first rank and q of the second, if there is one to exchange."""
+def _apply(ranks, exchange, groups):  # type: ignore[no-untyped-def]
+    """Exchange the places that `_best_exchange` gives, if any, in place."""
     a, b = ranks
     held, loads, sums = groups
-    if p >= 0:
-        change = loads[held[b, q]] - loads[held[a, p]]
-        sums[a] += change
-        sums[b] -= change
-        held[a, p], held[b, q] = held[b, q], held[a, p]
+    for p, q in (exchange[:2], exchange[2:]):
+        if p >= 0:
+            change = loads[held[b, q]] - loads[held[a, p]]
+            sums[a] += change
+            sums[b] -= change
+            held[a, p], held[b, q] = held[b, q], held[a, p]
 
 
 @numba.njit(cache=True)

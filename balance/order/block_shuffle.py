@@ -7,17 +7,16 @@ whole state, so it continues exactly with any other number of ranks. Pure; a mic
 
 Blocks in lanes: the sorted groups (`balance.order.sort_groups`) are cut into lanes, so that a
 lane's groups cost about the same, and lanes into blocks. Each micro-batch comes from one lane,
-drawn at random by how much is left in it, so at any time all lanes are being read, and one
-micro-batch says nothing about the next. A lane's blocks come in random order; inside, the groups of
-each window in an order of which any stretch holds the window's sources (Owen 1995). A micro-batch
-that no lane can fill takes neighbouring lanes together, so its groups are neighbours whatever the
-number of ranks.
+drawn by how much is left in it, so all lanes are being read at any time, and one micro-batch says
+nothing about the next. A lane's blocks come in random order; inside, the groups of each window in
+an order of which any stretch holds the window's sources (Owen 1995). A micro-batch that no lane can
+fill takes neighbouring lanes together, so its groups are neighbours for any number of ranks.
 
 What balance costs: 1.2 million samples of 4 sources (benchmarks/order.py), dp 8, one micro-batch
 per step: dist ratio ViT / LLM .013 / .005 in random order, .0001 / .0001 here, with .98 of its
-source entropy. And epochs repeat each other: a micro-batch of a whole window (256 groups; 16 in a
-build of 9,000) holds the same groups in every epoch, one of dp 8 one in 30.
-`balance.order.global_shuffle` and `balance.order.regroup` do not.
+source entropy. And epochs repeat each other, unlike with `balance.order.global_shuffle` and
+`regroup`: a micro-batch of a whole window (256 groups; 16 in a build of 9,000) holds the same
+groups in every epoch, one of dp 8 one in 30.
 """
 
 from __future__ import annotations
@@ -37,9 +36,7 @@ from balance.rng import BLOCKS, INSIDE, TURNS, mix64, random_bits, random_permut
 from balance.types import IntArray
 
 MIN_BLOCK, DP_BLOCK, MAX_BLOCK = 8, 512, 4096
-"""Powers of two, so that usual numbers of ranks divide them; at least 16 blocks up to 512 groups,
-128 beyond.
-"""
+"""Powers of two, as usual numbers of ranks; at least 16 blocks up to 512 groups, 128 beyond."""
 MAX_LANES = 32
 """More would only make the state longer."""
 MIN_WINDOW, MAX_WINDOW, NUM_WINDOWS = 8, 256, 512
@@ -57,19 +54,15 @@ class OrderConfig:
     """Groups of a block; only the very last block may be shorter."""
     num_lanes: int
     window_size: int = 1
-    """Groups of a window, inside which they are sorted by source: a power of two that divides
-    `block_size`.
-    """
+    """Groups of a window, sorted by source inside: a power of two that divides `block_size`."""
 
     def __post_init__(self) -> None:
         block, window = self.block_size, self.window_size
         if block < 1 or self.num_lanes < 1:
-            raise ValueError(
-                f"block_size {block} and num_lanes {self.num_lanes} must be at least 1"
-            )
+            raise ValueError(f"block_size {block}, num_lanes {self.num_lanes}: must be at least 1")
         if window < 1 or window & (window - 1) or block % window:
             raise ValueError(
-                f"window_size is {window}; use a power of two that divides block_size {block}"
+                f"window_size {window}: no power of two that divides block_size {block}"
             )
 
 
@@ -134,10 +127,9 @@ class BlockShuffle:
         self.consumed = [0] * order.num_lanes if consumed is None else list(consumed)
         self._check_state()
         self._draws = int(random_bits(1, seed, TURNS, epoch)[0])
+        # lane -> its blocks in this epoch's order; its open block's place there, and its groups
         self._blocks: dict[int, IntArray] = {}
-        """Lane -> its blocks in this epoch's order."""
         self._opened: dict[int, tuple[int, IntArray]] = {}
-        """Lane -> its open block's place in that order, and its groups."""
 
     @property
     def remaining(self) -> int:
@@ -175,8 +167,8 @@ class BlockShuffle:
     def _draw_lanes(self, count: int) -> range:
         """A lane that can fill `count`, else 2, 4, ... neighbouring lanes that together can.
 
-        Drawn by what is left in each, as from an urn: all lanes come to their ends together, and
-        steps are as independent of each other as in a random order.
+        Drawn by what is left in each, as from an urn: all lanes end together, and steps are as
+        independent of each other as in a random order.
         """
         left = list(map(sub, self.lane_sizes, self.consumed))
         width, sums = 1, left
@@ -232,10 +224,13 @@ class BlockShuffle:
         pairs = zip(self.consumed, self.lane_sizes, strict=False)
         in_range = all(0 <= used <= size for used, size in pairs)
         if len(self.consumed) != len(self.lane_sizes) or not in_range:
-            raise ValueError(
-                f"state does not fit this order: consumed {self.consumed} of {self.lane_sizes}"
-                " groups per lane; give the state of an order of the same build"
-            )
+            raise unfit_state(f"{self.consumed} of {self.lane_sizes} groups per lane")
+
+
+def unfit_state(consumed: str) -> ValueError:
+    """The error for an order's state that is not of its build."""
+    problem = f"state does not fit this order: consumed {consumed}"
+    return ValueError(f"{problem}; give the state of an order of the same build")
 
 
 def _join(parts: list[IntArray]) -> IntArray:
@@ -248,11 +243,8 @@ def _inside_block(size: int, window_size: int, bits: NDArray[np.uint64]) -> IntA
 
     Window after window, from either end. Scrambled (Owen 1995): of any 2^j places in a row, from a
     multiple of 2^j, one is in each of the window's 2^j parts; which one is random. E.g. window_size
-    4 gives 0 2 1 3, 2 0 1 3, 3 0 2 1, ... but never 0 1 2 3.
-
-    A block of 512 takes 18 microseconds, three times what a compiled loop would. But such a loop
-    would be the only one in a loader, and a compiler's runtime takes .3 s and 60 MB to load in
-    every process.
+    4 gives 0 2 1 3, 2 0 1 3, 3 0 2 1, ... but never 0 1 2 3. A block of 512 takes 18 microseconds,
+    three times a compiled loop, whose runtime would take .3 s and 60 MB in every loader's process.
     """
     nodes, digits, mirrored = _window_tree(window_size)
     firsts = np.arange(-(-size // window_size)) * window_size

@@ -14,7 +14,7 @@ import numba
 import numpy as np
 
 from balance.order.assign_ranks import assign_ranks, choose_step_groups, num_spare_groups
-from balance.order.block_shuffle import LoadLookup
+from balance.order.block_shuffle import LoadLookup, unfit_state
 from balance.rng import SHUFFLE, random_bits
 from balance.types import IntArray
 
@@ -25,8 +25,7 @@ ROUNDS = 6
 class GlobalShuffle:
     """A random order; each step exchanges a few groups with later ones to be shared evenly.
 
-    Its state is `consumed`, how far the random order has been read, and `spare`, the groups read
-    but not used yet.
+    Its state is `consumed`, how far the random order has been read, and `spare`, read but not used.
     """
 
     def __init__(
@@ -40,10 +39,7 @@ class GlobalShuffle:
     ) -> None:
         known = all(0 <= group < num_groups for group in spare)
         if not len(spare) <= consumed <= num_groups or not known:
-            raise ValueError(
-                f"state does not fit this order: consumed {consumed} of {num_groups} groups,"
-                f" {len(spare)} spare; give the state of an order of the same build"
-            )
+            raise unfit_state(f"{consumed} of {num_groups} groups, {len(spare)} spare")
         self._num_groups, self.consumed = num_groups, consumed
         self._spare = np.array(spare, dtype=np.int64)
         self._keys = random_bits(ROUNDS, seed, SHUFFLE, epoch)

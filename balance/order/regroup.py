@@ -1,8 +1,8 @@
 """Samples grouped again in each epoch, so that they meet different ones.
 
-For the loaders, inside windows of stored groups: a window is as many neighbouring groups as their
-cache can hold, so regrouping reads no byte twice. Pure: the same loads, seed and epoch give the
-same groups on every rank, so an order's state (`balance.order.block_shuffle`) resumes them exactly.
+For the loaders, inside windows of stored groups: as many neighbouring ones as their cache can hold,
+so regrouping reads no byte twice. Pure: the same loads, seed and epoch give the same groups on
+every rank, so an order's state (`balance.order.block_shuffle`) resumes them exactly.
 
 What it costs is balance, since each window is sorted by itself, and time: 1.2 million samples in
 windows of 4,096 groups need .02 % more groups than globally, 1 in 5,000 pairs of samples meets
@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from balance.grouping.best_fit import choose_strategy, group_by_strategy
+from balance.grouping.best_fit import choose_varied_strategy, group_by_strategy
 from balance.order.block_shuffle import MIN_WINDOW, OrderConfig, choose_order
 from balance.order.sort_groups import sort_groups
 from balance.rng import WINDOWS, random_bits
@@ -24,17 +24,15 @@ ROUNDS = 12
 """Effort of a window's grouping: this is done again in every epoch."""
 STRATEGIES, STRATEGY_ROUNDS = 12, 2
 """Windows share so many strategies. One for each takes three times as long and saves no groups; one
-for all saves .2 s of 1.2 million samples, but takes up to .3 % more groups where the first and the
-last windows need another than those between. All are varied: others save .4 % of the groups at 9
-patches, but bring a fifth of the pairs together again in every epoch.
+for all saves .2 s of 1.2 million samples, but takes up to .3 % more groups. All are varied: others
+save .4 % of the groups at 9 patches, but bring a fifth of the pairs together in every epoch.
 """
 
 
 def window_borders(num_groups: int, window_groups: int, *, seed: int, epoch: int) -> IntArray:
     """Borders of an epoch's windows in stored groups, int64: first 0, last `num_groups`.
 
-    At most `window_groups` apart, and shifted in each epoch, so that no border always keeps the
-    same samples apart.
+    At most `window_groups` apart; each epoch shifts them, so that none always parts the same pairs.
 
     >>> window_borders(10, 4, seed=0, epoch=0).tolist()
     [0, 2, 6, 10]
@@ -59,8 +57,7 @@ def regroup(
 
     `loads` are the samples' vision loads and tokens, each of shape (num_samples,). Every sample is
     in one group. Windows keep their places; inside, groups are sorted, so a `BlockShuffle` reads at
-    most two windows per lane at a time. `window_groups` bounds what a window holds, not how many
-    groups come of it: epochs may differ by a few.
+    most two windows per lane at a time. Epochs may differ by a few groups.
 
     >>> limits = Limits(max_seq_len=10, max_vision=9, min_seq_len=10, min_vision=9)
     >>> stored = Groups(np.array([2, 0, 1, 3]), np.array([0, 2, 4]))
@@ -74,19 +71,14 @@ def regroup(
     seeds = (random_bits(len(borders), seed, WINDOWS, epoch, place=1) >> np.uint64(1)).tolist()
     places = stored.offsets[borders]  # of each window's first sample
     num_windows = len(borders) - 1
-    per_strategy = max(1, -(-num_windows // STRATEGIES))
+    per_strategy = -(-num_windows // STRATEGIES)
     samples, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for window, window_seed in enumerate(seeds[:num_windows]):
         if window % per_strategy == 0:
             end = places[min(window + per_strategy, num_windows)]
             shared = stored.samples[places[window] : end]
-            strategy = choose_strategy(
-                vision[shared],
-                tokens[shared],
-                limits,
-                seed=window_seed,
-                rounds=STRATEGY_ROUNDS,
-                varied=True,
+            strategy = choose_varied_strategy(
+                vision[shared], tokens[shared], limits, seed=window_seed, rounds=STRATEGY_ROUNDS
             )
         members = stored.samples[places[window] : places[window + 1]]
         own = vision[members], tokens[members]

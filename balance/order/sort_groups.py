@@ -22,7 +22,6 @@ SHARE = 255
 """All samples of a group, as a share."""
 NEIGHBOURHOOD = 24
 """Groups that a micro-batch spans beyond its window: three nodes of eight ranks."""
-MAX_UINT32 = 2**32 - 1
 COUNTED_LOADS = 1 << 16
 """Vision loads are counted, not sorted, if they are below this or the number of groups."""
 
@@ -30,15 +29,14 @@ COUNTED_LOADS = 1 << 16
 def sort_groups(vision_load: IntArray, tokens: IntArray, seed: int) -> IntArray:
     """The permutation (int64) that sorts groups by vision load, tokens up and down in turn.
 
-    Where vision loads are nearly all distinct (ViT tokens of native-resolution models), they are
-    first put into bins, else tokens would jump at every step. Ties are in a random order that
-    depends on `seed` alone. Loads are 0 or more.
+    Where vision loads are nearly all distinct (ViT tokens at native resolution), they are first put
+    into bins, else tokens would jump at every step. `seed` orders ties. Loads are 0 or more.
 
     >>> sort_groups(np.array([2, 1, 2, 1]), np.array([50, 60, 90, 70]), seed=0).tolist()
     [1, 3, 2, 0]
     """
     bins, span = _vision_bins(vision_load, tokens), int(tokens.max(initial=0)) + 1
-    narrow = len(bins) * span <= MAX_UINT32
+    narrow = len(bins) * span < 1 << 32
     dtype: type[np.unsignedinteger[Any]] = np.uint32 if narrow else np.uint64
     keys = np.empty(len(tokens), dtype)
     _set_keys(keys, vision_load, tokens, bins, span)
@@ -50,8 +48,7 @@ def sort_groups(vision_load: IntArray, tokens: IntArray, seed: int) -> IntArray:
 def source_shares(groups: Groups, sources: IntArray) -> NDArray[np.uint8]:
     """Share of each group's samples by source, in 255ths, shape (num_groups, at most 16).
 
-    `sources` is a per-sample source number from 0, shape (num_samples,). Beyond 16 sources the
-    smaller ones share the last column.
+    `sources`: a source number from 0 per sample. Beyond 16 the smaller ones share the last column.
 
     >>> groups = Groups(np.array([0, 1, 2]), np.array([0, 2, 3]))
     >>> source_shares(groups, np.array([0, 1, 1])).tolist()
@@ -69,9 +66,9 @@ def arrange_sources(order: IntArray, shares: NDArray[np.uint8], window_size: int
     """The sorted groups, those of each window arranged by their sources; a permutation of `order`.
 
     Halves of a window differ in the source that varies most, halves of a half in the one that
-    varies most there, and so on (a k-d tree). `balance.order.block_shuffle` draws evenly from those
-    halves, so that a micro-batch has the sources of its window although the loader knows no source.
-    Windows are short, so neighbours still cost the same. int64.
+    varies most there, and so on (a k-d tree). `BlockShuffle` draws evenly from those halves, so a
+    micro-batch has its window's sources although the loader knows none. Windows are short, so
+    neighbours still cost the same. int64.
 
     >>> shares = np.array([[255, 0], [0, 255], [255, 0], [0, 255]], dtype=np.uint8)
     >>> arrange_sources(np.array([0, 1, 2, 3]), shares, 4).tolist()
@@ -133,9 +130,7 @@ def _arrange(order, shares, window_size):  # type: ignore[no-untyped-def]
             key = np.empty(len(part), np.int64)
             for place in range(len(part)):
                 key[place] = shares[part[place], source]
-            by_share = np.argsort(key, kind="mergesort")
-            for place in range(len(part)):
-                order[start + place] = part[by_share[place]]
+            order[start:stop] = part[np.argsort(key, kind="mergesort")]
             # a power of two: where the halves of `BlockShuffle` end, also in a shorter last window
             half = 1
             while 2 * half < len(part):
@@ -165,9 +160,8 @@ def _most_varying(groups, shares):  # type: ignore[no-untyped-def]
 def _vision_bins(vision_load: IntArray, tokens: IntArray) -> IntArray:
     """Smallest load of each bin, ascending: the quantile bins that make neighbours most similar.
 
-    More bins mean a narrower range of vision loads in each, but more turns of the tokens' order, so
-    neighbours differ more in tokens. Both spreads are estimated relative to the mean load, for 1,
-    2, 4, ... bins up to one per value.
+    More bins are narrower, but mean more turns of the tokens' order, so neighbours differ more in
+    tokens. Both spreads are estimated relative to the mean load, for 1, 2, 4, ... bins.
     """
     num_groups = len(vision_load)
     values, counts = _distinct(vision_load)

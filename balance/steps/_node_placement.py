@@ -1,18 +1,17 @@
 """Batches to ranks, so that no rank sends much to other nodes.
 
 The problem of OrchMLLM's Algorithm 3, solved without an integer program. Post-balancing says which
-examples form a batch, not which rank runs it; inside a node links are fast, so a node should keep
-the batches that its own ranks hold much of, and what counts is the rank that sends most to other
-nodes. Pure and deterministic: every rank computes it.
+examples form a batch, not which rank runs it. Links inside a node are fast, so a node should keep
+the batches that its own ranks hold much of; what counts is the rank that sends most to other nodes.
+Pure and deterministic: every rank computes it.
 
 In numba: bisect the target, the tokens that a rank may send. For a target, node after node takes
 the batches that its ranks need, always for the rank that sends most: the smallest example that
-covers what is above the target, else the largest. A node whose slots are all taken swaps batches
-(`balance.steps._node_swaps`); one that still sends more goes first in all later attempts. So most
-targets out of reach fail at the first node, and those within reach need no look at the examples of
-the many ranks that hold less. At the end each batch that nobody needed goes to the node of its
-largest example. benchmarks/post_balancing.py has times, and the gap to a proven bound (an integer
-program for one node alone, other nodes ignored).
+covers what is above the target, else the largest. A full node swaps batches
+(`balance.steps._node_swaps`); one that still sends more goes first in all later attempts, so most
+targets out of reach fail at the first node. At the end each batch that nobody needed goes to the
+node of its largest example. benchmarks/post_balancing.py has times, and the gap to a proven bound
+(an integer program for one node alone).
 """
 
 import numba
@@ -46,19 +45,17 @@ def place_batches(
     """Rank of each batch for a small largest inter-node send (OrchMLLM, Algorithm 3).
 
     `lengths` are tokens, `batches` the batch of each example as `balance.steps.post_balancing`
-    gives it, both rank after rank: rank r holds the examples from `source_offsets[r]` to
-    `source_offsets[r + 1]`. There are as many batches as ranks; node p is the ranks from p *
-    ranks_per_node on, the last node may be smaller. Returns int64, shape (num_ranks,), a
-    permutation: batch b moves to rank `result[b]`, so `result[batches]` is the new rank of each
-    example. Inside a node a batch goes to the rank that holds most of it.
+    gives it, both rank after rank: rank r holds the examples `source_offsets[r]` to
+    `source_offsets[r + 1]`. There are as many batches as ranks. A node is `ranks_per_node` ranks in
+    a row, the last may be fewer. Returns a permutation, int64, shape (num_ranks,): batch b moves to
+    rank `result[b]`, in its node the one that holds most of it; examples to `result[batches]`.
 
     >>> lengths, batches = np.array([9, 1, 8, 2]), np.array([2, 0, 1, 3])
     >>> place_batches(lengths, batches, np.array([0, 1, 2, 3, 4]), ranks_per_node=2)
     array([1, 2, 0, 3])
     """
-    lengths, batches, source_offsets = (
-        np.ascontiguousarray(a, np.int64) for a in (lengths, batches, source_offsets)
-    )
+    given = (lengths, batches, source_offsets)
+    lengths, batches, source_offsets = (np.ascontiguousarray(each, np.int64) for each in given)
     num_ranks = len(source_offsets) - 1
     _check(lengths, batches, source_offsets, ranks_per_node)
     if len(lengths) == 0:
@@ -85,12 +82,10 @@ def _check(lengths: IntArray, batches: IntArray, offsets: IntArray, ranks_per_no
     if not equal or offsets[0] != 0 or (np.diff(offsets) < 0).any():
         raise ValueError(
             f"{len(lengths)} lengths, {len(batches)} batches, offsets from {offsets[0]} to"
-            f" {offsets[-1]}; give one length and batch per example, and ascending offsets from 0"
-            " to their number"
+            f" {offsets[-1]}; give one of each per example, and ascending offsets from 0"
         )
-    if not len(batches):
-        return
-    if batches.min() < 0 or batches.max() >= num_ranks or lengths.min() < 0:
+    in_range = not len(batches) or 0 <= batches.min() <= batches.max() < num_ranks
+    if not in_range or lengths.min(initial=0) < 0:
         raise ValueError(
             f"batches {batches.min()} to {batches.max()}, lengths from {lengths.min()}; batches"
             f" must be 0 to {num_ranks - 1}, one per rank, and lengths not negative"
@@ -108,8 +103,7 @@ def _nothing_placed(loads: IntArray, ranks_per_node: int) -> Placement:
 def _least_target(step, loads, nodes, draft, found):  # type: ignore[no-untyped-def]
     """Bisect the target; sets `found` to the placement of the least one that was reached.
 
-    Most of its batches may be free. Targets are tried on `draft`. `nodes` is the order in which
-    nodes take batches at first.
+    Most of its batches may be free. Targets are tried on `draft`, at first in the order `nodes`.
     """
     low, high = np.int64(0), loads.max()
     while high - low > high // PRECISION:

@@ -2,8 +2,7 @@
 
 Used when all places of a node are taken. What counts is the excess, the sum over ranks of what they
 send above the target, and every exchange must lower it: one swap, or two of which the first alone
-may do harm. A batch comes in from another node, or is free, as most are while the placement is
-made. Numba; changes the placement in place.
+may do harm. Batches come in from other nodes, or are free. Numba; changes the placement in place.
 """
 
 from typing import NamedTuple
@@ -91,23 +90,15 @@ def shares(step, batch, first, held):  # type: ignore[no-untyped-def]
 @numba.njit(cache=True)
 def _add_shares(step, batch, first, sign, totals):  # type: ignore[no-untyped-def]
     """Add to `totals`, `sign` times, the tokens of `batch` on each rank from `first` on."""
-    # bisect the batch's examples for the first rank's
-    low, end = step.batch_starts[batch], step.batch_starts[batch + 1]
-    high = end
-    while low < high:
-        middle = (low + high) // 2
-        if step.by_batch[middle] < step.offsets[first]:
-            low = middle + 1
-        else:
-            high = middle
-    # add those up to the last rank's
-    local, stop = 0, step.offsets[first + len(totals)]
-    while low < end and step.by_batch[low] < stop:
-        example = step.by_batch[low]
+    examples = step.by_batch[step.batch_starts[batch] : step.batch_starts[batch + 1]]
+    start, stop = step.offsets[first], step.offsets[first + len(totals)]
+    local = 0
+    for example in examples[np.searchsorted(examples, start) :]:
+        if example >= stop:
+            break
         while example >= step.offsets[first + local + 1]:
             local += 1
         totals[local] += sign * step.lengths[example]
-        low += 1
 
 
 @numba.njit(cache=True)
@@ -147,9 +138,8 @@ def _repair(step, placement, node, target, gain):  # type: ignore[no-untyped-def
 def _best_swaps(step, placement, rank, target, gains):  # type: ignore[no-untyped-def]
     """Best swaps that let `rank` send less and gain more than `gains`; -> (gains, outs, ins).
 
-    A swap's gain is by how much it lowers the sum of what the ranks of both nodes send above
-    `target`; also negative. As many as `gains` is long, best first: batches given and batches
-    taken, -1 where there are fewer.
+    A swap's gain, maybe negative, is by how much it lowers the excess over `target` of both nodes.
+    As many as `gains` is long, best first: batches given and taken, -1 where there are fewer.
     """
     ranks_per_node = placement.members.shape[1]
     node, local = rank // ranks_per_node, rank % ranks_per_node

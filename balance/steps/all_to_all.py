@@ -1,14 +1,12 @@
 """Permutations of a step's examples between ranks: All-to-All and volumes.
 
-A layout numbers a step's examples rank after rank. A `Permutation` leads from one layout to
-another: from where the examples were drawn to where an encoder or the LLM processes them. OrchMLLM,
-sections 5.2 and 6: texts move by Pi_M (to the LLM's batches), encoder inputs by Pi_E, and encoder
-outputs directly by Pi_M o Pi_E^-1 instead of going back first:
+A layout numbers a step's examples rank after rank. A `Permutation` leads from where the examples
+were drawn to where an encoder or the LLM processes them. OrchMLLM, sections 5.2 and 6: texts move
+by Pi_M (to the LLM's batches), encoder inputs by Pi_E, and encoder outputs by Pi_M o Pi_E^-1:
 
     from_assignment(vision_batches, offsets).inverse().then(from_assignment(llm_batches, offsets))
 
-Pure NumPy on arrays of one entry per example. Volumes count sends of the forward pass; the backward
-pass sends gradients the other way.
+Pure NumPy, arrays of one entry per example. Volumes are of the forward pass; gradients go back.
 """
 
 from __future__ import annotations
@@ -95,14 +93,11 @@ class Permutation:
 
     def then(self, after: Permutation) -> Permutation:
         """`after` o self in one move (OrchMLLM, Rearrangement Composition)."""
-        if not np.array_equal(self.target_offsets, after.source_offsets):
-            ends, starts = (
-                np.diff(offsets).tolist()[:8]
-                for offsets in (self.target_offsets, after.source_offsets)
-            )
+        ends, starts = self.target_offsets, after.source_offsets
+        if not np.array_equal(ends, starts):
             raise ValueError(
-                f"the first permutation ends with {ends} examples per rank, the second starts from"
-                f" {starts} (first 8 ranks); they must be equal"
+                f"the first permutation ends with {np.diff(ends)[:8]} examples per rank, the second"
+                f" starts from {np.diff(starts)[:8]} (first 8 ranks); they must be equal"
             )
         return Permutation(self.order[after.order], self.source_offsets, after.target_offsets)
 
@@ -110,8 +105,7 @@ class Permutation:
         """The same permutation of the examples' items: their images, or their tokens.
 
         `counts`: items of each example in source order, shape (num_examples,), none negative. Items
-        of an example stay together and in order. With it an encoder may be balanced image by image,
-        while the LLM moves whole examples.
+        of an example stay together and in order. So an encoder may be balanced image by image.
 
         >>> swap = from_assignment(np.array([1, 0]), np.array([0, 1, 2]))
         >>> swap.expand(np.array([2, 1])).order.tolist()
@@ -119,16 +113,14 @@ class Permutation:
         """
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         items = Groups(np.arange(starts[-1]), starts).take(self.order)
-        return Permutation(
-            items.samples, starts[self.source_offsets], items.offsets[self.target_offsets]
-        )
+        ends = items.offsets[self.target_offsets]
+        return Permutation(items.samples, starts[self.source_offsets], ends)
 
     def exchange(self, rank: int) -> Exchange:
         """What `rank` sends and receives; the result of all ranks' exchanges is `apply`."""
         sent = slice(self.source_offsets[rank], self.source_offsets[rank + 1])
         received = slice(self.target_offsets[rank], self.target_offsets[rank + 1])
-        to_place = self.inverse().order[sent]
-        from_place = self.order[received]
+        to_place, from_place = self.inverse().order[sent], self.order[received]
         return Exchange(
             send_places=np.argsort(to_place, kind="stable"),
             send_counts=_per_rank(to_place, self.target_offsets),
@@ -161,8 +153,7 @@ def from_assignment(target_ranks: IntArray, source_offsets: IntArray) -> Permuta
     >>> from_assignment(np.array([1, 0, 1]), np.array([0, 2, 3])).order.tolist()
     [1, 0, 2]
     """
-    num_ranks = len(source_offsets) - 1
-    target_ranks = np.asarray(target_ranks, dtype=np.int64)
+    num_ranks, target_ranks = len(source_offsets) - 1, np.asarray(target_ranks, dtype=np.int64)
     if len(target_ranks) and not (target_ranks.min() >= 0 and target_ranks.max() < num_ranks):
         found = f"{target_ranks.min()} to {target_ranks.max()}"
         raise ValueError(f"target ranks {found}; must be 0 to {num_ranks - 1}")

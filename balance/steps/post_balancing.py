@@ -1,11 +1,10 @@
 """Post-balancing: a step's examples to batches that all cost the same.
 
-OrchMLLM, algorithms 1, 2, 4 and 5. The ranks draw their mini-batches at random, as ever, and
-exchange examples afterwards, so balance costs no randomness. Every function takes the lengths of
-all examples of a step, rank after rank, shape (num_examples,), and returns the batch of each
-example, int64, same shape; inside a batch examples keep their order, which is how an All-to-All
-delivers them. Pure and deterministic, ties included: every rank computes the same answer by itself
-from the lengths alone.
+OrchMLLM, algorithms 1, 2, 4 and 5. The ranks draw mini-batches at random, then exchange examples,
+so balance costs no randomness. Every function takes the lengths of all examples of a step, rank
+after rank, shape (num_examples,), and returns the batch of each example, int64, same shape; inside
+a batch examples keep their order, which is how an All-to-All delivers them. Pure and deterministic,
+ties included: every rank computes the same answer by itself.
 
 Which one: packed batches `balance_sums` (any costs, not only lengths); batches padded to their
 longest example `balance_padded`; packed batches with even memory *and* even attention
@@ -44,9 +43,7 @@ def balance_sums(loads: LengthsOrCosts, num_batches: int) -> IntArray:
 
     Longest example first, always to the batch of the least sum, of equal ones to the one that has
     had it longest. At most 4/3 of the best largest sum (Graham 1969), in practice within .1 % of
-    the mean. O(n): counting sort, and buckets of batches by sum, because the least sum never falls
-    and a batch above the mean is never the least again. For linear plus quadratic cost give
-    `lengths + weight * lengths**2`: sums of costs are sums.
+    the mean. O(n). For linear plus quadratic cost give `lengths + weight * lengths**2`.
 
     >>> balance_sums(np.array([5, 1, 4, 2, 6]), 3).tolist()
     [1, 1, 2, 2, 0]
@@ -61,10 +58,9 @@ def balance_sums(loads: LengthsOrCosts, num_batches: int) -> IntArray:
 def balance_padded(lengths: IntArray, num_batches: int) -> IntArray:
     """Batch of each example for the least largest (examples x longest) (OrchMLLM, Algorithm 2).
 
-    Exact: bisection on that bound; batches are ranges of the sorted examples, each as long as the
-    bound allows. Repaired against print: the bounds are the longest length and that times ceil(n /
-    d), not the shortest, and the ranges returned are those of the final bound, not of the last one
-    tried. O(n + d log(n) log(n / d)).
+    Exact, O(n + d log(n) log(n / d)): bisection on that bound; batches are ranges of the sorted
+    examples, each as long as the bound allows. Repaired against print: bisects from the longest
+    length, not the shortest, to that times ceil(n / d); the ranges are those of the final bound.
 
     >>> balance_padded(np.array([5, 1, 4, 2, 6]), 3).tolist()
     [1, 0, 1, 0, 2]
@@ -81,10 +77,9 @@ def balance_squares(lengths: IntArray, num_batches: int, *, tolerance: int) -> I
 
     Longest first, to the batch of the least sum of squares (then of the lowest number) among those
     whose sum is the least or less than `tolerance` tokens above it. Repaired against print, whose
-    comparison is not transitive and so defines no queue. With tolerance 0 or 1 it is `balance_sums`
-    but for ties. For the least largest *cost*, `balance_sums` of linear plus squared lengths is
-    better; this one also keeps tokens, thus memory, even. Raises ValueError where the mean sum plus
-    the tolerance exceeds `MAX_SUM`.
+    comparison is not transitive and so defines no queue. Tolerance 0 or 1 is `balance_sums` but for
+    ties. For the least largest *cost*, `balance_sums` of linear plus squared lengths is better;
+    this one also keeps memory even. ValueError for a mean sum plus tolerance over `MAX_SUM`.
 
     >>> balance_squares(np.array([6, 2, 2, 2, 1]), 2, tolerance=2).tolist()
     [0, 1, 1, 1, 1]
@@ -95,10 +90,8 @@ def balance_squares(lengths: IntArray, num_batches: int, *, tolerance: int) -> I
     mean = int(lengths.sum()) // num_batches
     tolerance = max(1, tolerance)
     if mean + tolerance > MAX_SUM:
-        raise ValueError(
-            f"mean sum {mean:,} plus tolerance {tolerance:,} is over {MAX_SUM:,} tokens; divide"
-            " both by a common unit"
-        )
+        total = f"mean sum {mean:,} plus tolerance {tolerance:,}"
+        raise ValueError(f"{total} is over {MAX_SUM:,} tokens; divide both by a common unit")
     batches, sums = np.empty(len(lengths), np.int64), np.zeros(num_batches, np.int64)
     assign_by_squares(lengths, descending(lengths), mean, tolerance, sums, batches)
     return batches
@@ -168,9 +161,7 @@ def _checked(loads: LengthsOrCosts, num_batches: int) -> LengthsOrCosts:
         raise ValueError(f"num_batches is {num_batches}; give at least one batch")
     if len(loads) and not (loads.min() >= 0 and loads.max() < np.inf):
         at = int(np.flatnonzero(~((loads >= 0) & np.isfinite(loads)))[0])
-        raise ValueError(
-            f"load of example {at} is {loads[at]}; loads must be finite and not negative"
-        )
+        raise ValueError(f"load of example {at} is {loads[at]}; must be finite and not negative")
     return loads
 
 
@@ -181,9 +172,8 @@ def _checked_lengths(lengths: IntArray, num_batches: int, power: int = 1) -> Int
     checked = np.asarray(_checked(np.asarray(lengths, dtype=np.int64), num_batches), dtype=np.int64)
     longest = int(checked.max(initial=0))
     if longest**power * len(checked) >= 1 << 62:
-        raise ValueError(
-            f"longest example has {longest:,} tokens, beyond what int64 can sum; divide by a unit"
-        )
+        found = f"longest example has {longest:,} tokens"
+        raise ValueError(f"{found}, beyond what int64 can sum; divide by a unit")
     return checked
 
 

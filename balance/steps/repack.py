@@ -1,13 +1,12 @@
 """PipeTune's packing: micro-batches of a step that cost the same.
 
-For the pipeline planner, with clusters of similar cost for reordering: a step's samples (PipeTune:
-128) are packed into micro-batches of at most `max_len` tokens and even cost, then micro-batches of
-similar cost form at most five clusters, so that a planner can try all orders of the clusters. Pure;
-plain loops in numba, O(samples x micro-batches): 128 samples in 20 us, 1,024 in .2 ms.
+For the pipeline planner: a step's samples (PipeTune: 128) are packed into micro-batches of at most
+`max_len` tokens and even cost, then micro-batches of similar cost form at most five clusters, so
+that a planner can try all orders of the clusters. Pure; plain loops in numba, O(samples x
+micro-batches): 128 samples in 20 us, 1,024 in .2 ms.
 
 `max_len` is PipeTune's L_max, micro-batch size x max_seq_len. A sample's cost is any additive one:
-FLOPs or time, with attention by its own length, so that packing needs only sums (`balance.flops`
-gives them).
+FLOPs or time, with attention by its own length (`balance.flops` gives them).
 """
 
 from collections.abc import Iterator
@@ -32,11 +31,10 @@ def pack_balanced(lengths: IntArray, costs: Costs, *, max_len: int) -> Groups:
     """Micro-batches of at most `max_len` tokens whose costs are even (PipeTune, Algorithm 1).
 
     Most expensive sample first (then longest), to the cheapest micro-batch that can take it; one is
-    added when none can. Repaired against print, which starts from no micro-batch, fills one after
-    the other and never reaches its second choice: start with ceil(sum of lengths / max_len) empty
-    ones. If that was one too few, also start with one more, and keep the evener of both (max / mean
-    cost). Samples keep their order inside a micro-batch. `costs` are additive, per sample. Raises
-    ValueError for a sample over `max_len`.
+    added when none can. Repaired against print, which starts from no micro-batch and so never
+    reaches its second choice: start with ceil(sum of lengths / max_len). If that was too few, also
+    start with one more, and keep the evener of both (max / mean cost). Samples keep their order
+    inside a micro-batch. Raises ValueError for a sample over `max_len`.
 
     >>> groups = pack_balanced(np.array([5, 4, 3, 3]), np.array([25, 16, 9, 9]), max_len=8)
     >>> [groups[g].tolist() for g in range(len(groups))]
@@ -68,10 +66,8 @@ def cluster_costs(
     """
     costs = np.asarray(costs, dtype=np.float64)
     if max_clusters < 1 or not (costs >= 0).all() or not np.isfinite(costs).all():
-        raise ValueError(
-            f"max_clusters is {max_clusters}, lowest cost {costs.min()}; give at least 1, and costs"
-            " >= 0"
-        )
+        found = f"max_clusters is {max_clusters}, lowest cost {costs.min()}"
+        raise ValueError(f"{found}; give at least 1, and costs >= 0")
     values, inverse, counts = np.unique(costs, return_inverse=True, return_counts=True)
     if len(values) < 2:
         return np.zeros(len(costs), np.int64)
@@ -97,13 +93,10 @@ def cluster_orders(clusters: IntArray) -> Iterator[IntArray]:
 
 def _check(lengths: IntArray, costs: FloatArray, max_len: int) -> None:
     if len(lengths) != len(costs):
-        raise ValueError(
-            f"{len(lengths)} lengths but {len(costs)} costs; give one of each per sample"
-        )
+        raise ValueError(f"{len(lengths)} lengths but {len(costs)} costs; give one of each sample")
     if len(lengths) and not (lengths.min() >= 0 and costs.min() >= 0 and np.isfinite(costs).all()):
-        raise ValueError(
-            f"lowest length {lengths.min()}, lowest cost {costs.min()}; give finite ones from 0 on"
-        )
+        lowest = f"lowest length {lengths.min()}, lowest cost {costs.min()}"
+        raise ValueError(f"{lowest}; give finite ones from 0 on")
     if max_len < 1:
         raise ValueError(f"max_len is {max_len} tokens; give at least 1")
     over = np.flatnonzero(lengths > max_len)
@@ -145,8 +138,8 @@ def _split(values, weights, num_clusters):  # type: ignore[no-untyped-def]
     """Cluster of each ascending value: consecutive, with the least sum of squared distances."""
     num_values = len(values)
     # sums of weights, values and squares before each place
-    weight, first = np.zeros(num_values + 1), np.zeros(num_values + 1)
-    second = np.zeros(num_values + 1)
+    sums = np.zeros((3, num_values + 1))
+    weight, first, second = sums[0], sums[1], sums[2]
     for index in range(num_values):
         weight[index + 1] = weight[index] + weights[index]
         first[index + 1] = first[index] + weights[index] * values[index]
@@ -164,8 +157,7 @@ def _split(values, weights, num_clusters):  # type: ignore[no-untyped-def]
                 if reached < best[clusters, end]:
                     best[clusters, end], cut[clusters, end] = reached, start
     # back from the last value
-    labels = np.empty(num_values, np.int64)
-    end = num_values
+    labels, end = np.empty(num_values, np.int64), num_values
     for clusters in range(num_clusters, 0, -1):
         labels[cut[clusters, end] : end] = clusters - 1
         end = cut[clusters, end]

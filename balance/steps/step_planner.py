@@ -1,10 +1,9 @@
 """What a step planner is asked and answers: samples, and who works on which.
 
-For the loaders, which ask, and for whoever balances a step itself: PipeTune's packing
+For the loaders, which ask, and for whoever balances a step: PipeTune's packing
 (`balance.steps.repack`) makes other micro-batches, OrchMLLM's dispatching
-(`balance.steps.post_balancing`) gives each encoder's work to other ranks than the LLM's. The loader
-then reads exactly what was answered, each image only on the rank that encodes it. Pure; every rank
-asks the same planner the same question, so planners must be deterministic.
+(`balance.steps.post_balancing`) gives each encoder's work to other ranks. The loader then reads
+each image only on the rank that encodes it. Pure; every rank asks, so planners are deterministic.
 """
 
 from collections.abc import Mapping
@@ -29,9 +28,7 @@ class StepRequest:
     counts: Counts
     """Counts of each sample, shape (num_samples,)."""
     offsets: IntArray
-    """Shape (dp * micro_batches + 1,): micro-batch m of rank r holds the samples `offsets[r *
-    micro_batches + m]:offsets[r * micro_batches + m + 1]`; none where the epoch has ended.
-    """
+    """Borders of the micro-batches, shape (dp * micro_batches + 1,); empty ones end the epoch."""
     dp: int
     """Data-parallel ranks."""
     micro_batches: int
@@ -46,13 +43,10 @@ class StepAssignment:
     """Who works on which samples of a step; samples are numbered as in `StepRequest`."""
 
     micro_batches: tuple[Groups, ...]
-    """Micro-batches of each rank, each sample in one of them. Ranks may have different numbers of
-    micro-batches, where the trainer can take that.
-    """
+    """Each rank's, each sample in one; numbers may differ by rank, if the trainer can take that."""
     encoders: Mapping[str, tuple[Groups, ...]] = field(default_factory=dict)
-    """By encoder (`vision`, `audio`), the batches that each rank encodes. Each sample that has
-    images (clips) is in one of them; others may be left out. An encoder that is not named works
-    where the sample's micro-batch is.
+    """By encoder (`vision`, `audio`), the batches that each rank encodes: each sample with images
+    (clips) in one, others may be left out. Without it, samples are encoded in their micro-batch.
     """
     notes: tuple[object, ...] = ()
     """A note for the trainer of each rank, which the loader hands on with the step; or nothing."""
@@ -76,17 +70,12 @@ def check_assignment(work: StepAssignment, samples: StepRequest) -> None:
         ...
     balance.errors.ConfigError: the step planner gave sample 0 to 2 micro-batches; give each to one
     """
-    unknown = set(work.encoders) - set(ENCODERS)
-    if unknown:
-        raise ConfigError(
-            f"the step planner names the encoders {sorted(unknown)}; use {', '.join(ENCODERS)}"
-        )
+    if unknown := set(work.encoders) - set(ENCODERS):
+        raise _wrong(f"names the encoders {sorted(unknown)}; use {', '.join(ENCODERS)}")
     counts, ones = samples.counts, np.ones(len(samples), np.int64)
     _check_once(work.micro_batches, samples, least=ones, what="micro-batches")
     if work.notes and len(work.notes) != samples.dp:
-        raise ConfigError(
-            f"the step planner gave notes to {len(work.notes)} ranks; there are {samples.dp}"
-        )
+        raise _wrong(f"gave notes to {len(work.notes)} ranks; there are {samples.dp}")
     for name, ranks in work.encoders.items():
         media = counts.num_vit_tokens if name == "vision" else counts.num_audio_tokens
         what = f"batches of the {name} encoder"
@@ -98,19 +87,16 @@ def _check_once(
 ) -> None:
     """Each sample is in one of the groups, or in none where `least` is 0."""
     if len(ranks) != samples.dp:
-        raise ConfigError(
-            f"the step planner gave {what} to {len(ranks)} ranks; there are {samples.dp}"
-        )
+        raise _wrong(f"gave {what} to {len(ranks)} ranks; there are {samples.dp}")
     given = np.concatenate([np.empty(0, np.int64), *(groups.samples for groups in ranks)])
     outside = given[(given < 0) | (given >= len(samples))]
     if len(outside):
-        raise ConfigError(
-            f"the step planner assigned sample {outside[0]}; there are {len(samples)}, numbered"
-            " from 0"
-        )
+        raise _wrong(f"assigned sample {outside[0]}; there are {len(samples)}, numbered from 0")
     times = np.bincount(given, minlength=len(samples))
     wrong = np.flatnonzero((times < least) | (times > 1))
     if len(wrong):
-        raise ConfigError(
-            f"the step planner gave sample {wrong[0]} to {times[wrong[0]]} {what}; give each to one"
-        )
+        raise _wrong(f"gave sample {wrong[0]} to {times[wrong[0]]} {what}; give each to one")
+
+
+def _wrong(what: str) -> ConfigError:
+    return ConfigError(f"the step planner {what}")

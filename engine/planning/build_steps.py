@@ -132,6 +132,6 @@ def read_build(root: Path) -> PackedBuild:
         model=manifest.model,
         order=manifest.order,
         limits=manifest.limits,
-        counts=Counts(**{name: table.all(name) for name in COUNT_COLUMNS}),
+        counts=Counts(**{name: table.column(name) for name in COUNT_COLUMNS}),
         groups=table.groups,
     )

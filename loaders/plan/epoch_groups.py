@@ -201,7 +201,7 @@ class _RegroupedEpoch:
 
     def __init__(self, table: SampleTable, groups: Groups, order: OrderConfig) -> None:
         self.order, self._groups, self._offsets = order, groups, table.offsets
-        self._sums = {name: groups.sum(table.all(name)) for name in COUNT_COLUMNS}
+        self._sums = {name: groups.sum(table.column(name)) for name in COUNT_COLUMNS}
         self._sums["num_samples"] = groups.sizes
 
     def __len__(self) -> int:

@@ -14,10 +14,16 @@ from hypothesis import strategies as st
 
 from balance.errors import ConfigError
 from balance.flops import FlopsModel
-from balance.grouping._cap_search import FREE, TRIAL_ROUNDS, CapTrial, caps_of, least
+from balance.grouping._cap_search import FREE, CapTrial, caps_of, least
 from balance.grouping.activation_memory import ActivationBudget
 from balance.grouping.best_fit import group_best_fit
-from balance.grouping.caps import GroupOptions, choose_limits, choose_limits_omnibal, over_limits
+from balance.grouping.caps import (
+    TRIAL_ROUNDS,
+    GroupOptions,
+    choose_limits,
+    choose_limits_omnibal,
+    over_limits,
+)
 from balance.grouping.isf import group_isf
 from balance.presets import load_model
 from balance.types import Counts

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.grouping.best_fit import choose_strategy, group_best_fit, group_by_strategy
+from balance.grouping.best_fit import choose_varied_strategy, group_best_fit, group_by_strategy
 from balance.grouping.isf import group_isf
 from balance.metrics import dist_ratio
 from balance.order.block_shuffle import BlockShuffle
@@ -95,12 +95,12 @@ def test_micro_batches_of_regrouped_samples_are_balanced(stored):
 
 def test_a_given_strategy_groups_as_if_it_had_been_chosen(stored):
     vision, tokens, _ = stored
-    strategy = choose_strategy(vision, tokens, LIMITS, seed=4, rounds=9)
+    strategy = choose_varied_strategy(vision, tokens, LIMITS, seed=4, rounds=9)
     given = group_by_strategy(vision, tokens, LIMITS, strategy, seed=4, rounds=9)
     chosen = group_best_fit(vision, tokens, LIMITS, seed=4, rounds=9)
     assert np.array_equal(given.samples, chosen.samples)
     assert np.array_equal(given.offsets, chosen.offsets)
-    by_vision = choose_strategy(vision, tokens // 100, LIMITS, seed=4, rounds=9)
+    by_vision = choose_varied_strategy(vision, tokens // 100, LIMITS, seed=4, rounds=9)
     assert by_vision != strategy
     other = group_by_strategy(vision, tokens, LIMITS, by_vision, seed=4, rounds=9)
     assert len(other) > len(chosen)
