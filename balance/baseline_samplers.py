@@ -8,8 +8,7 @@ each is a sampler that is really in use:
   longest first (transformers' `group_by_length`): little padding, a step's ranks are similar;
 - `device_group`: a permutation, cut into steps, each assigned by descending length, always to the
   lightest rank that is not full (LLaVA's length-grouped sampler): even ranks, much padding;
-- `sorted`: the epoch sorted, micro-batches shuffled (OmniBal's first version): no padding, but
-  uneven ranks.
+- `sorted`: the epoch sorted, micro-batches shuffled (OmniBal's first): no padding, uneven ranks.
 
 All return int64 sample indices of shape (steps, dp, batch_size), -1 where there is no sample.
 Seeded. Every sample comes at most once; those that do not fill the last step (fewer than dp *

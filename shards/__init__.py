@@ -1,7 +1,6 @@
 """The build format, on disk or in an object store; needs no torch.
 
-packer writes builds through it, loaders and engine read them through it. Public names are imported
-when they are first used.
+packer writes builds through it, loaders and engine read. Names are imported when first used.
 """
 
 from balance.lazy_exports import lazy_exports

@@ -30,9 +30,8 @@ BATCH_ROWS = 65_536
 """Rows of a record batch of index.arrow, except the last one; docs/design.md."""
 _PLACE = [("shard", pa.int32()), ("offset", pa.int64()), ("length", pa.int64())]
 _LOADS = [(name, pa.int32()) for name in ("num_samples", *COUNT_COLUMNS)]
-INDEX_SCHEMA = pa.schema(
-    [*_PLACE, ("checksum", pa.uint64()), *_LOADS, ("sample_ids", pa.list_(pa.string()))]
-)
+_IDS = ("sample_ids", pa.list_(pa.string()))
+INDEX_SCHEMA = pa.schema([*_PLACE, ("checksum", pa.uint64()), *_LOADS, _IDS])
 _CHECKSUM = INDEX_SCHEMA.get_field_index("checksum")
 
 LostSample = tuple[int, str, str]

@@ -61,9 +61,8 @@ class OrderConfig:
         if block < 1 or self.num_lanes < 1:
             raise ValueError(f"block_size {block}, num_lanes {self.num_lanes}: must be at least 1")
         if window < 1 or window & (window - 1) or block % window:
-            raise ValueError(
-                f"window_size {window}: no power of two that divides block_size {block}"
-            )
+            advice = f"use a power of two that divides block_size {block}"
+            raise ValueError(f"window_size is {window}; {advice}")
 
 
 def choose_order(num_groups: int) -> OrderConfig:
