@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -92,7 +91,7 @@ class MicroBatch:
     def __reduce__(self) -> tuple[Any, ...]:
         """For other processes, which cannot have views of this one's memory."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return partial(MicroBatch, **values | {"images": tuple(map(bytes, self.images))}), ()
+        return _of_values, (values | {"images": tuple(map(bytes, self.images))},)
 
     def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         changed: dict[str, Any] = {
@@ -101,6 +100,10 @@ class MicroBatch:
             if isinstance(value := getattr(self, field.name), Tensor)
         }
         return replace(self, **changed)
+
+
+def _of_values(values: dict[str, Any]) -> MicroBatch:
+    return MicroBatch(**values)
 
 
 def shift_labels(labels: Tensor, cu_seqlens: Tensor) -> Tensor:

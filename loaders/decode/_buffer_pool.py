@@ -23,10 +23,7 @@ Block = NDArray[np.uint8]
 
 
 class BufferPool:
-    """Gives tensors the memory of earlier ones; for any thread, without a lock.
-
-    Blocks come back from finalizers, which may run at any moment, also while one is taken.
-    """
+    """Memory of earlier tensors. No lock: finalizers give blocks back while others are taken."""
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self._kept_bytes = kept_bytes
