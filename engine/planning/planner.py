@@ -26,8 +26,8 @@ from engine.planning.partition import by_params
 from engine.planning.plan import Plan, Prediction
 from engine.planning.recompute import choose_recompute, fitted_step
 from engine.planning.search.branch_and_bound import search_exact
-from engine.simulator.evaluate import SimulatedStep, evaluate, schedule_for
-from engine.simulator.schedule import Schedule
+from engine.simulator.evaluate import SimulatedStep, evaluate
+from engine.simulator.schedule import Schedule, make_schedule
 
 FREE_LINK: dict[str, Any] = {
     "nvlink_bytes_per_s": 1e30,
@@ -92,16 +92,11 @@ class PlanRequest:
         starts = range(0, costs.num_micro_batches, count)
         return [costs.take(np.arange(first, first + count)) for first in starts]
 
-    def make_schedule(self, num_stages: int) -> Schedule:
-        """The schedule of so many stages."""
-        return schedule_for(
-            self.schedule, np.arange(num_stages + 1), self.num_micro_batches, self.stages_per_rank
+    def make_schedule(self) -> Schedule:
+        """The schedule of the pipeline's stages."""
+        return make_schedule(
+            self.schedule, self.parallel.pp, self.num_micro_batches, self.stages_per_rank
         )
-
-    @property
-    def num_stages(self) -> int:
-        """Stages of the whole pipeline."""
-        return self.parallel.pp * self.stages_per_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -176,7 +171,7 @@ def plan(request: PlanRequest, *, search: str = "exact", random: Loads | None = 
     borders, recompute, gap = _search(replace(typical, **memory), request, search)
 
     # one run per change, from what trainers do to the plan
-    everything, even = np.ones(len(recompute), np.bool_), by_params(typical, request.num_stages)
+    everything, even = np.ones(len(recompute), np.bool_), by_params(typical, len(borders) - 1)
     first = "parameters split evenly, all recomputed"
     runs = []
     if random is not None:
@@ -203,7 +198,7 @@ def simulate_run(
     recompute: NDArray[np.bool_],
 ) -> SimulatedRun:
     """Simulate all steps of one choice."""
-    schedule = request.make_schedule(len(borders) - 1)
+    schedule = request.make_schedule()
     return SimulatedRun(
         name=name,
         borders=np.asarray(borders),
@@ -217,7 +212,7 @@ def simulate_run(
 
 def make_plan(request: PlanRequest, run: SimulatedRun, full: Costs) -> Plan:
     """The plan of a run's partition; `full`: costs of a step of the largest micro-batches."""
-    schedule = request.make_schedule(len(run.borders) - 1)
+    schedule = request.make_schedule()
     at_full = evaluate(full, run.borders, run.recompute, schedule)
     return Plan(
         **{f.name: getattr(request, f.name) for f in fields(PlanRequest)},
@@ -237,7 +232,7 @@ def tensor_parallel_ns(request: PlanRequest, run: SimulatedRun) -> IntArray:
         getattr(every, name) - getattr(without, name)
         for name in ("forward_ns", "input_grad_ns", "weight_grad_ns")
     ) + np.where(run.recompute[:, np.newaxis], every.recompute_ns - without.recompute_ns, 0)
-    return _by_rank(spent.sum(axis=1), run.borders, request.parallel.pp) // len(run.steps)
+    return _by_rank(spent.sum(axis=1), run.borders, request) // len(run.steps)
 
 
 def _predict(request: PlanRequest, run: SimulatedRun, full_peak_bytes: IntArray) -> Prediction:
@@ -260,12 +255,12 @@ def _search(
     costs: Costs, request: PlanRequest, search: str
 ) -> tuple[IntArray, NDArray[np.bool_], float | None]:
     """-> (borders, recompute, gap)."""
-    schedule, memory = request.make_schedule(request.num_stages), request.memory_bytes
+    schedule, memory = request.make_schedule(), request.memory_bytes
     if search == "exact":
         found = search_exact(costs, schedule, memory)
         return found.borders, found.recompute, found.gap
     step_ns = fitted_step(costs, schedule, memory)
-    borders = search_bmp(costs, request.num_stages, step_ns).best.borders
+    borders = search_bmp(costs, schedule.num_stages, step_ns).best.borders
     return borders, choose_recompute(costs, borders, schedule, memory), None
 
 
@@ -280,17 +275,14 @@ def _stage_means(tables: list[IntArray]) -> tuple[int, ...]:
     return tuple(np.rint(np.mean(tables, axis=(0, 2))).astype(int).tolist())
 
 
-def _by_rank(values: IntArray, borders: IntArray, num_ranks: int) -> IntArray:
+def _by_rank(values: IntArray, borders: IntArray, request: PlanRequest) -> IntArray:
     """Values of layers, (layers,), summed over the stages of each pipeline rank."""
-    stages = np.add.reduceat(values, borders[:-1])
-    ranks = np.zeros(num_ranks, np.int64)
-    np.add.at(ranks, np.arange(len(stages)) % num_ranks, stages)
-    return ranks
+    return request.make_schedule().sum_by_rank(np.add.reduceat(values, borders[:-1]))
 
 
 def _reduction_ns(request: PlanRequest, borders: IntArray) -> int:
     trains = request.training.trains
     layers = layers_of(request.model, request.parallel)
     params = np.array([layer.gpu_params if trains(layer.part) else 0 for layer in layers])
-    ranks = _by_rank(params, borders, request.parallel.pp)
+    ranks = _by_rank(params, borders, request)
     return int(reduction_ns(ranks, request.cluster, request.parallel, request.training).max())

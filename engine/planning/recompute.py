@@ -35,33 +35,50 @@ def choose_recompute(
     Exact while kinds of layers are few (`rank_memory.MOST_TRIED`). Of equal layers in a stage the
     first ones. InfeasiblePlan, with what would fit, if even everything recomputed is too much.
     """
-    chosen = np.zeros(costs.num_layers, np.bool_)
-    for rank in range(schedule.num_ranks):
-        choices = rank_choices(costs, borders, schedule, rank, memory_bytes, only_least=True)
-        if not len(choices):
-            raise InfeasiblePlan(what_would_fit(costs, borders, schedule, memory_bytes))
-        chosen |= choices[-1]
+    chosen = RecomputeChooser(costs, schedule, memory_bytes).least(borders)
+    if chosen is None:
+        raise InfeasiblePlan(what_would_fit(costs, borders, schedule, memory_bytes))
     return chosen
 
 
-def rank_choices(
-    costs: Costs,
-    borders: IntArray,
-    schedule: Schedule,
-    rank: int,
-    memory_bytes: int,
-    *,
-    only_least: bool = False,
-) -> NDArray[np.bool_]:
-    """Minimal choices, (choices, layers) bool, with which a rank fits; no rows if it never does.
+class RecomputeChooser:
+    """The recomputation with which ranks fit; remembers the least of each rank's stages."""
 
-    With `only_least` only the one that takes least time.
-    """
-    own = slice(rank, None, schedule.num_ranks)
-    starts, ends = np.asarray(borders)[:-1][own], np.asarray(borders)[1:][own]
-    order = rank_order(schedule, rank)
-    choices, _ = minimal_choices(layer_memory(costs), order, starts, ends, memory_bytes, only_least)
-    return np.asarray(choices)
+    def __init__(self, costs: Costs, schedule: Schedule, memory_bytes: int) -> None:
+        self.costs, self.schedule, self.memory_bytes = costs, schedule, memory_bytes
+        self.layers = layer_memory(costs)
+        self.frees: NDArray[np.bool_] = np.asarray(self.layers.kind >= 0)
+        """(layers,): whether recomputation frees anything."""
+        self.orders = [rank_order(schedule, rank) for rank in range(schedule.num_ranks)]
+        self._least: dict[tuple[int, ...], NDArray[np.bool_] | None] = {}
+
+    def choices(
+        self, rank: int, starts: IntArray, ends: IntArray, *, only_least: bool = False
+    ) -> tuple[NDArray[np.bool_], bool]:
+        """`engine.planning.rank_memory.minimal_choices` of a rank with these stages."""
+        order, memory = self.orders[rank], self.memory_bytes
+        masks, is_all = minimal_choices(self.layers, order, starts, ends, memory, only_least)
+        return masks, bool(is_all)
+
+    def stages_of(self, borders: IntArray, rank: int) -> tuple[IntArray, IntArray]:
+        """Starts and ends of a rank's stages."""
+        own = slice(rank, None, self.schedule.num_ranks)
+        return borders[:-1][own], borders[1:][own]
+
+    def least(self, borders: IntArray) -> NDArray[np.bool_] | None:
+        """As `choose_recompute`; None if the partition never fits."""
+        chosen = np.zeros(self.costs.num_layers, np.bool_)
+        for rank in range(self.schedule.num_ranks):
+            starts, ends = self.stages_of(borders, rank)
+            key = rank, *starts.tolist(), *ends.tolist()
+            if key not in self._least:
+                masks, _ = self.choices(rank, starts, ends, only_least=True)
+                self._least[key] = masks[-1] if len(masks) else None
+            own = self._least[key]
+            if own is None:
+                return None
+            chosen |= own
+        return chosen
 
 
 def fitted_step(costs: Costs, schedule: Schedule, memory_bytes: int) -> Callable[[IntArray], int]:

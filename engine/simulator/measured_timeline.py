@@ -4,7 +4,6 @@
 only where a rank waited for it: then it arrived when the pass began. Other sends take no time.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -28,35 +27,31 @@ def measured_timeline(program: Program, start_ns: IntArray, end_ns: IntArray) ->
     measured = replace(program, duration_ns=end - start, edge_ns=edge_ns)
     ranks, free = program.schedule.ranks.tolist(), dict[tuple[int, int], int]()
     awaited = _awaited(measured, start, end)
-    for source, edge in _edges(program):
-        target = int(program.edge_targets[edge])
+    for edge, source, target in _sends(program):
         link = ranks[source], ranks[target]
-        if link[0] != link[1]:
-            ready = max(int(end[source]), free.get(link, 0))
-            if edge in awaited:
-                edge_ns[edge] = max(0, int(start[target]) - ready)
-            free[link] = ready + int(edge_ns[edge])
+        ready = max(int(end[source]), free.get(link, 0))
+        if edge in awaited:
+            edge_ns[edge] = max(0, int(start[target]) - ready)
+        free[link] = ready + int(edge_ns[edge])
     return Timeline(program=measured, start_ns=start, end_ns=end)
 
 
-def _edges(program: Program) -> Iterator[tuple[int, int]]:
-    """(operation whose result is sent, edge)."""
-    offsets = program.edge_offsets.tolist()
-    for source in range(len(program.schedule)):
-        for edge in range(offsets[source], offsets[source + 1]):
-            yield source, edge
+def _sends(program: Program) -> list[list[int]]:
+    """(edge, source operation, target operation) of the results that go to another rank."""
+    ranks, sources, targets = program.schedule.ranks, program.edge_sources, program.edge_targets
+    edges = np.flatnonzero(ranks[sources] != ranks[targets])
+    rows: list[list[int]] = np.stack([edges, sources[edges], targets[edges]], axis=1).tolist()
+    return rows
 
 
 def _awaited(program: Program, start: IntArray, end: IntArray) -> set[int]:
     """Edges for which an operation's rank waited, the latest one for each."""
-    schedule, ranks = program.schedule, program.schedule.ranks.tolist()
+    schedule = program.schedule
     before = np.concatenate([[0], end[:-1]])
     before[schedule.rank_offsets[:-1][np.diff(schedule.rank_offsets) > 0]] = 0
     last: dict[int, tuple[int, int]] = {}
-    for source, edge in _edges(program):
-        target = int(program.edge_targets[edge])
-        if ranks[source] != ranks[target]:
-            last[target] = max(last.get(target, (0, edge)), (int(end[source]), edge))
+    for edge, source, target in _sends(program):
+        last[target] = max(last.get(target, (0, edge)), (int(end[source]), edge))
     return {
         edge
         for target, (made, edge) in last.items()

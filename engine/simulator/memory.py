@@ -39,8 +39,7 @@ def memory_of(schedule: Schedule, stages: StageCosts) -> Memory:
     kinds, stage, micro_batch = schedule.kinds, schedule.stages, schedule.micro_batches
     left, most = bytes_by_kind(stages)
     change = left[kinds, stage, micro_batch]
-    state = np.zeros(schedule.num_ranks, np.int64)
-    np.add.at(state, np.arange(stages.num_stages) % schedule.num_ranks, stages.state_bytes)
+    state = schedule.sum_by_rank(stages.state_bytes)
     ranks, offsets = schedule.ranks, schedule.rank_offsets
     running = np.concatenate([[0], np.cumsum(change)])
     # changes since the rank's first operation, on top of its state

@@ -38,6 +38,11 @@ class Program:
     edge_ns: IntArray
     """(edges,): time of the send; 0 inside a rank."""
 
+    @property
+    def edge_sources(self) -> IntArray:
+        """(edges,): the operation whose result is sent."""
+        return np.repeat(np.arange(len(self.schedule)), np.diff(self.edge_offsets))
+
 
 def make_program(
     schedule: Schedule, stages: StageCosts, encodings: Encodings | None = None

@@ -13,7 +13,7 @@ Rank r of a pipeline runs the stages r, r + num_ranks, ... A schedule has an ord
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
@@ -66,16 +66,22 @@ class Schedule:
     def of(
         cls, name: str, num_stages: int, num_micro_batches: int, actions: Iterable[Iterable[Action]]
     ) -> Schedule:
-        """The schedule with these actions of each rank."""
+        """The schedule with these actions of each rank. ConfigError without any."""
+        if num_stages < 1 or num_micro_batches < 1:
+            raise ConfigError(
+                f"{num_stages} stages and {num_micro_batches} micro-batches; give at least 1 of "
+                "each"
+            )
         ranks = [list(own) for own in actions]
         table = np.array([action for own in ranks for action in own], np.int64).reshape(-1, 3)
+        kinds, stages, micro_batches = table.T.copy()
         return cls(
             name=name,
             num_stages=num_stages,
             num_micro_batches=num_micro_batches,
-            kinds=table[:, 0].copy(),
-            stages=table[:, 1].copy(),
-            micro_batches=table[:, 2].copy(),
+            kinds=kinds,
+            stages=stages,
+            micro_batches=micro_batches,
             rank_offsets=np.cumsum([0, *map(len, ranks)]),
         )
 
@@ -92,6 +98,10 @@ class Schedule:
         """The rank of each action, (actions,)."""
         return np.repeat(np.arange(self.num_ranks), np.diff(self.rank_offsets))
 
+    def sum_by_rank(self, values: IntArray) -> IntArray:
+        """Values of stages, (stages,), summed over those of each rank, (ranks,)."""
+        return np.asarray(values.reshape(-1, self.num_ranks).sum(axis=0))
+
     def action(self, index: int) -> Action:
         """The action at an index of the list."""
         kind = PassKind(self.kinds[index])
@@ -105,7 +115,6 @@ class Schedule:
 @lru_cache(maxsize=64)
 def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
     """GPipe. The last forward pass goes back first, so that its activations live shortest."""
-    _check(num_stages, num_micro_batches)
     numbers = range(num_micro_batches)
     actions = [
         [Action(PassKind.FORWARD, stage, number) for number in numbers]
@@ -123,19 +132,26 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
     >>> "".join(f"{action.kind.name[0]}{action.micro_batch}" for action in actions)
     'F0F1B0F2B1B2'
     """
-    _check(num_stages, num_micro_batches)
-    stages = range(num_stages)
-    actions = [_alternate(stage, num_stages - stage, num_micro_batches) for stage in stages]
+    actions = _one_f_one_b(num_stages, num_micro_batches)
     return Schedule.of("1f1b", num_stages, num_micro_batches, actions)
 
 
-def _alternate(stage: int, ahead: int, num_micro_batches: int) -> Iterator[Action]:
-    """`ahead` forward passes, then one backward and one forward in turn."""
-    for number in range(num_micro_batches + ahead):
+def _one_f_one_b(num_stages: int, num_micro_batches: int) -> Iterator[Iterator[Action]]:
+    """The actions of each stage."""
+    for stage in range(num_stages):
+        passes = [(stage, number) for number in range(num_micro_batches)]
+        yield _alternate(passes, passes, num_stages - stage)
+
+
+def _alternate(
+    forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]], ahead: int
+) -> Iterator[Action]:
+    """`ahead` forward passes, then one backward and one forward in turn; (stage, micro-batch)."""
+    for number in range(len(forwards) + ahead):
         if number >= ahead:
-            yield Action(PassKind.BACKWARD, stage, number - ahead)
-        if number < num_micro_batches:
-            yield Action(PassKind.FORWARD, stage, number)
+            yield Action(PassKind.BACKWARD, *backwards[number - ahead])
+        if number < len(forwards):
+            yield Action(PassKind.FORWARD, *forwards[number])
 
 
 @lru_cache(maxsize=64)
@@ -146,33 +162,17 @@ def interleaved(num_ranks: int, stages_per_rank: int, num_micro_batches: int) ->
     second, and so on; backward passes go from its last stage to its first. An incomplete last round
     keeps the order of a full one with gaps: closing the gaps would make passes wait in a circle.
     """
-    _check(num_ranks * stages_per_rank, num_micro_batches)
-    forwards, backwards = _rounds(num_ranks, stages_per_rank, num_micro_batches)
-    actions: list[list[Action]] = []
+    num_stages, actions = num_ranks * stages_per_rank, []
+    starts = range(0, num_micro_batches, max(num_ranks, 1))
+    rounds = [range(first, first + num_ranks) for first in starts]
     for rank in range(num_ranks):
-        warmup = 2 * (num_ranks - rank - 1) + (stages_per_rank - 1) * num_ranks + 1
-        ahead = min(len(forwards), warmup)
-        own: list[Action] = []
-        for number in range(len(forwards) + ahead):
-            if number >= ahead:
-                chunk, micro_batch = backwards[number - ahead]
-                own.append(Action(PassKind.BACKWARD, chunk * num_ranks + rank, micro_batch))
-            if number < len(forwards):
-                chunk, micro_batch = forwards[number]
-                own.append(Action(PassKind.FORWARD, chunk * num_ranks + rank, micro_batch))
+        up = range(rank, num_stages, num_ranks)
+        forwards = [(stage, number) for turn in rounds for stage in up for number in turn]
+        backwards = [(stage, number) for turn in rounds for stage in up[::-1] for number in turn]
+        ahead = 2 * (num_ranks - rank - 1) + (stages_per_rank - 1) * num_ranks + 1
+        own = _alternate(forwards, backwards, ahead)
         actions.append([action for action in own if action.micro_batch < num_micro_batches])
-    return Schedule.of("interleaved", num_ranks * stages_per_rank, num_micro_batches, actions)
-
-
-def _rounds(
-    num_ranks: int, chunks: int, count: int
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(chunk, micro-batch) in the order of each rank's forward and backward passes, rounds full."""
-    rounds = [range(first, first + num_ranks) for first in range(0, count, num_ranks)]
-    up, down = range(chunks), range(chunks)[::-1]
-    forwards = [(chunk, number) for turn in rounds for chunk in up for number in turn]
-    backwards = [(chunk, number) for turn in rounds for chunk in down for number in turn]
-    return forwards, backwards
+    return Schedule.of("interleaved", num_stages, num_micro_batches, actions)
 
 
 @lru_cache(maxsize=64)
@@ -186,11 +186,7 @@ def zero_bubble(num_stages: int, num_micro_batches: int) -> Schedule:
     >>> "".join(f"{action.kind.name[0]}{action.micro_batch}" for action in actions)
     'F0I0F1I1W0F2I2W1W2'
     """
-    _check(num_stages, num_micro_batches)
-    actions = [
-        _split(_alternate(stage, num_stages - stage, num_micro_batches), stage)
-        for stage in range(num_stages)
-    ]
+    actions = map(_split, _one_f_one_b(num_stages, num_micro_batches), range(num_stages))
     return Schedule.of("zero_bubble", num_stages, num_micro_batches, actions)
 
 
@@ -225,10 +221,3 @@ def make_schedule(
 
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
-
-
-def _check(num_stages: int, num_micro_batches: int) -> None:
-    if num_stages < 1 or num_micro_batches < 1:
-        raise ConfigError(
-            f"{num_stages} stages and {num_micro_batches} micro-batches; give at least 1 of each"
-        )

@@ -110,7 +110,7 @@ class Transfers:
 def transfers(timeline: Timeline) -> Transfers:
     """The sends of a step."""
     program, schedule = timeline.program, timeline.program.schedule
-    sources = np.repeat(np.arange(len(schedule)), np.diff(program.edge_offsets))
+    sources = program.edge_sources
     arrivals = send(
         schedule.rank_offsets,
         timeline.end_ns,

@@ -8,7 +8,6 @@ they nearly always find the best one.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -29,15 +28,6 @@ class OrderResult:
     """NEVER if no tried order fits into memory."""
     num_simulated: int
     """Number of tried orders."""
-
-
-class _Bounds(NamedTuple):
-    """Limits of a search."""
-
-    goal: int
-    """Lower bound of the step time."""
-    trials: int
-    seed: int
 
 
 def search_clusters(problem: OrderProblem) -> OrderResult:
@@ -63,9 +53,8 @@ def search_swaps(
     the result.
     """
     order = np.array(start, np.int64)
-    bounds = _Bounds(lower_bound(problem), trials, seed)
-    kernel = problem.actions, problem.times, problem.memory, problem.ahead
-    step_ns, num = _climb(kernel, order, problem.scratch(), bounds)
+    limits = lower_bound(problem), trials, seed
+    step_ns, num = _climb(problem.kernel(), order, problem.scratch(), limits)
     return OrderResult(order=order, step_ns=int(step_ns), num_simulated=int(num))
 
 
@@ -96,15 +85,19 @@ def lower_bound(problem: OrderProblem) -> int:
 
 # training continues while a thread that works ahead searches
 @numba.njit(cache=True, nogil=True)
-def _climb(kernel, order, scratch, bounds):  # type: ignore[no-untyped-def]
-    """Improve `order` in place; -> (its step time, orders simulated)."""
+def _climb(kernel, order, scratch, limits):  # type: ignore[no-untyped-def]
+    """Improve `order` in place; -> (its step time, orders simulated).
+
+    `limits`: lower bound of the step time, trials, seed.
+    """
     actions, times, memory, ahead = kernel
-    np.random.seed(bounds.seed)
+    goal, trials, seed = limits
+    np.random.seed(seed)
     count, tried, least = len(order), 0, NEVER
     if fits(actions, memory, order, scratch.now):
         least = run_order(actions, times, ahead, order, scratch)
     changed = order.copy()
-    while tried < bounds.trials and least > bounds.goal and count > 1:
+    while tried < trials and least > goal and count > 1:
         tried += 1
         here, there = np.random.randint(count), np.random.randint(count)
         if here == there:

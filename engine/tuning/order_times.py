@@ -117,6 +117,10 @@ class OrderProblem:
         """Micro-batches of the step."""
         return self.schedule.num_micro_batches
 
+    def kernel(self) -> tuple[SortedActions, PassTimes, MemoryBudget, EncodeAhead]:
+        """What the loop reads."""
+        return self.actions, self.times, self.memory, self.ahead
+
     def scratch(self) -> Scratch:
         """New memory for the loop."""
         ranks, count = self.schedule.num_ranks, self.num_micro_batches
@@ -140,17 +144,16 @@ def order_problem(
 ) -> OrderProblem:
     """The problem of ordering micro-batches; `memory_bytes` None: no limit. May raise Deadlock."""
     left, most = bytes_by_kind(stages)
-    state = np.zeros(schedule.num_ranks, np.int64)
-    np.add.at(state, np.arange(stages.num_stages) % schedule.num_ranks, stages.state_bytes)
     ahead = nothing_ahead(schedule) if ahead is None else ahead
     times = (stages.forward_ns, stages.backward_ns, stages.input_grad_ns, stages.weight_grad_ns)
+    state = schedule.sum_by_rank(stages.state_bytes) + ahead.reserved_bytes
     limit = NEVER if memory_bytes is None else memory_bytes
     return OrderProblem(
         schedule=schedule,
         stages=stages,
         actions=_actions(schedule, tuple(stages.sends_grad.tolist())),
         times=PassTimes(np.stack(times), np.stack([stages.send_ns, stages.send_back_ns])),
-        memory=MemoryBudget(left, most, state + ahead.reserved_bytes, limit),
+        memory=MemoryBudget(left, most, state, limit),
         ahead=ahead,
     )
 
@@ -168,9 +171,7 @@ def times_of_orders(problem: OrderProblem, orders: IntArray) -> IntArray:
     `orders`: (orders, micro_batches), each a permutation in which micro-batches enter.
     """
     orders = np.ascontiguousarray(orders, np.int64)
-    kernel = problem.actions, problem.times, problem.memory, problem.ahead
-    times: IntArray = _times(*kernel, orders, problem.scratch())
-    return times
+    return np.asarray(_times(problem.kernel(), orders, problem.scratch()))
 
 
 @lru_cache(maxsize=64)
@@ -184,7 +185,7 @@ def _actions(schedule: Schedule, sends_grad: tuple[bool, ...]) -> SortedActions:
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     # results that go to another rank
-    made_by = np.repeat(np.arange(len(schedule)), np.diff(program.edge_offsets))
+    made_by = program.edge_sources
     travels = ranks[made_by] != ranks[program.edge_targets]
     made_by, wanted = made_by[travels], program.edge_targets[travels]
     sources, targets = np.full(len(schedule), NONE), ranks.copy()
@@ -202,7 +203,8 @@ def _actions(schedule: Schedule, sends_grad: tuple[bool, ...]) -> SortedActions:
 
 # training continues while a thread that works ahead tunes a step
 @numba.njit(cache=True, nogil=True)
-def _times(actions, times, memory, ahead, orders, scratch):  # type: ignore[no-untyped-def]
+def _times(kernel, orders, scratch):  # type: ignore[no-untyped-def]
+    actions, times, memory, ahead = kernel
     steps = np.empty(len(orders), np.int64)
     for number in range(len(orders)):
         steps[number] = NEVER

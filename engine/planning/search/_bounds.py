@@ -98,13 +98,6 @@ def operations(schedule: Schedule) -> Operations:
     return Operations(schedule.kinds[order], schedule.stages[order], schedule.micro_batches[order])
 
 
-def window_of(schedule: Schedule, first: int, width: int) -> Operations:
-    """The operations of the stages `first:first + width`."""
-    every = operations(schedule)
-    inside = (every.stages >= first) & (every.stages < first + width)
-    return Operations(*(column[inside] for column in every))
-
-
 def window_steps(
     schedule: Schedule,
     sums: LayerSums,
@@ -118,7 +111,9 @@ def window_steps(
     `borders`: (windows, stages + 1). `choices`, (windows, stages), are rows of `extra_ns`,
     (choices, micro_batches): the time of recomputation in a stage's backward passes.
     """
-    inside = window_of(schedule, first, choices.shape[1])
+    every = operations(schedule)
+    is_inside = (every.stages >= first) & (every.stages < first + choices.shape[1])
+    inside = Operations(*(column[is_inside] for column in every))
     span = first, schedule.num_stages, schedule.num_ranks
     cuts = np.ascontiguousarray(borders)
     return np.asarray(run_windows(inside, sums, span, cuts, choices, extra_ns))

@@ -68,7 +68,7 @@ class StageChoices:
             # stages that fit with some of it
             for index in np.flatnonzero((needs > memory) & (least <= memory)):
                 starts, ends = windows.borders[index][:, np.newaxis]
-                masks, is_all = self.evaluator.choices(rank, starts, ends, only_least=False)
+                masks, is_all = self.evaluator.choices(rank, starts, ends)
                 masks, times = self._fastest(masks)
                 left_out = left_out if is_all else min(left_out, int(windows.bound_ns[index]))
                 indices.append(np.full(len(masks), index))
@@ -118,7 +118,7 @@ class StageChoices:
     def _of_ranks(self, borders: IntArray) -> tuple[NDArray[np.bool_], bool]:
         """Combinations of the ranks' choices, (combinations, layers), and whether these are all."""
         own = [
-            self.evaluator.choices(rank, *self.evaluator.stages_of(borders, rank), only_least=False)
+            self.evaluator.choices(rank, *self.evaluator.stages_of(borders, rank))
             for rank in range(self.evaluator.schedule.num_ranks)
         ]
         count = math.prod(len(masks) for masks, _ in own)

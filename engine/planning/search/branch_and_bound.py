@@ -23,7 +23,7 @@ from engine.cost_model.costs import Costs
 from engine.planning.bmp import greedy_anchor
 from engine.planning.partition import METHODS, by_step_time, check_stages, even_partition
 from engine.planning.recompute import InfeasiblePlan, what_would_fit
-from engine.planning.search._bounds import layer_sums, window_steps
+from engine.planning.search._bounds import window_steps
 from engine.planning.search._stage_choices import StageChoices, every_stage
 from engine.planning.search._windows import (
     Windows,
@@ -56,14 +56,9 @@ class SearchResult:
     """(layers,)."""
     step_ns: int
     lower_bound_ns: int
-    """No partition is faster, whatever it recomputes."""
+    """No partition is faster, whatever it recomputes; `step_ns` if this one is proven best."""
     windows: int
     """Number of simulated windows."""
-
-    @property
-    def is_proven(self) -> bool:
-        """Whether no partition is faster."""
-        return self.lower_bound_ns == self.step_ns
 
     @property
     def gap(self) -> float:
@@ -103,10 +98,7 @@ class _Search:
     def __init__(
         self, costs: Costs, schedule: Schedule, memory_bytes: int, most_windows: int
     ) -> None:
-        self.costs, self.schedule = costs, schedule
-        self.evaluator = PartitionEvaluator(
-            costs, schedule, memory_bytes, layer_sums(costs, schedule)
-        )
+        self.evaluator = PartitionEvaluator(costs, schedule, memory_bytes)
         self.most_windows, self.windows = most_windows, 0
         self.best: tuple[IntArray, NDArray[np.bool_]] | None = None
         self.smallest: IntArray | None = None
@@ -119,8 +111,9 @@ class _Search:
         """InfeasiblePlan if nothing was found."""
         if self.best is None:
             assert self.smallest is not None
+            costs, schedule = self.evaluator.costs, self.evaluator.schedule
             memory = self.evaluator.memory_bytes
-            raise InfeasiblePlan(what_would_fit(self.costs, self.smallest, self.schedule, memory))
+            raise InfeasiblePlan(what_would_fit(costs, self.smallest, schedule, memory))
         return SearchResult(
             borders=self.best[0],
             recompute=self.best[1],
@@ -144,7 +137,7 @@ class _Search:
     ) -> None:
         """Keep a partition if it is the best."""
         if step_ns < self.step_ns:
-            recompute = self.evaluator.recompute(borders) if recompute is None else recompute
+            recompute = self.evaluator.least(borders) if recompute is None else recompute
             assert recompute is not None
             self.best, self.step_ns = (borders, recompute), step_ns
 
@@ -173,11 +166,11 @@ class _Search:
 
     def bounded(self, chain: list[Windows]) -> list[Windows]:
         """The windows with their own bounds."""
-        sums, extra_ns = self.evaluator.sums, self.choices.extra_ns
-        made = []
+        schedule, sums = self.evaluator.schedule, self.evaluator.sums
+        extra_ns, made = self.choices.extra_ns, []
         for first, one in enumerate(chain):
             self.windows += len(one)
-            steps = window_steps(self.schedule, sums, first, one.borders, one.choices, extra_ns)
+            steps = window_steps(schedule, sums, first, one.borders, one.choices, extra_ns)
             made.append(replace(one, bound_ns=np.maximum(one.bound_ns, steps)))
         return made
 

@@ -1,8 +1,7 @@
 """Local search over partitions, by the simulated time of a step.
 
 From a partition to the best of those in which one border, or several neighbouring borders, move a
-little, until none is better. 0.1 s for 125 layers in 8 stages. The recomputation of each rank is
-cached by its layers.
+little, until none is better. 0.1 s for 125 layers in 8 stages.
 """
 
 from collections.abc import Callable
@@ -12,8 +11,9 @@ from numpy.typing import NDArray
 
 from balance.types import IntArray
 from engine.cost_model.costs import Costs
-from engine.planning.rank_memory import layer_memory, minimal_choices, peak_bytes, rank_order
-from engine.planning.search._bounds import LayerSums, window_steps
+from engine.planning.rank_memory import peak_bytes
+from engine.planning.recompute import RecomputeChooser
+from engine.planning.search._bounds import layer_sums, window_steps
 from engine.simulator.schedule import Schedule
 
 NEVER = np.iinfo(np.int64).max
@@ -22,47 +22,12 @@ FARTHEST = 3
 """Layers by which a border moves at most."""
 
 
-class PartitionEvaluator:
-    """Step times of partitions with the least recomputation that fits; caches choices of ranks."""
+class PartitionEvaluator(RecomputeChooser):
+    """Step times of partitions with the least recomputation that fits."""
 
-    def __init__(
-        self, costs: Costs, schedule: Schedule, memory_bytes: int, sums: LayerSums
-    ) -> None:
-        self.costs, self.schedule = costs, schedule
-        self.memory_bytes, self.sums = memory_bytes, sums
-        self.layers = layer_memory(costs)
-        self.frees: NDArray[np.bool_] = np.asarray(self.layers.kind >= 0)
-        """(layers,): whether recomputation frees anything."""
-        self.orders = [rank_order(schedule, rank) for rank in range(schedule.num_ranks)]
-        self._chosen: dict[tuple[int, ...], NDArray[np.bool_] | None] = {}
-
-    def choices(
-        self, rank: int, starts: IntArray, ends: IntArray, only_least: bool
-    ) -> tuple[NDArray[np.bool_], bool]:
-        """`engine.planning.rank_memory.minimal_choices` of a rank with these stages."""
-        order, memory = self.orders[rank], self.memory_bytes
-        masks, is_all = minimal_choices(self.layers, order, starts, ends, memory, only_least)
-        return masks, bool(is_all)
-
-    def stages_of(self, borders: IntArray, rank: int) -> tuple[IntArray, IntArray]:
-        """Starts and ends of a rank's stages."""
-        own = slice(rank, None, self.schedule.num_ranks)
-        return borders[:-1][own], borders[1:][own]
-
-    def recompute(self, borders: IntArray) -> NDArray[np.bool_] | None:
-        """Layers to recompute, as `choose_recompute`; None if the partition never fits."""
-        chosen = np.zeros(self.costs.num_layers, np.bool_)
-        for rank in range(self.schedule.num_ranks):
-            starts, ends = self.stages_of(borders, rank)
-            key = rank, *starts.tolist(), *ends.tolist()
-            if key not in self._chosen:
-                masks, _ = self.choices(rank, starts, ends, only_least=True)
-                self._chosen[key] = masks[-1] if len(masks) else None
-            own = self._chosen[key]
-            if own is None:
-                return None
-            chosen |= own
-        return chosen
+    def __init__(self, costs: Costs, schedule: Schedule, memory_bytes: int) -> None:
+        super().__init__(costs, schedule, memory_bytes)
+        self.sums = layer_sums(costs, schedule)
 
     def extra_ns(self, borders: IntArray, recompute: NDArray[np.bool_]) -> IntArray:
         """Time of recomputation by stage, (stages, micro_batches)."""
@@ -72,7 +37,7 @@ class PartitionEvaluator:
     def steps(self, partitions: IntArray) -> IntArray:
         """Step times of `partitions`, (partitions, stages + 1); NEVER where one does not fit."""
         steps = np.full(len(partitions), NEVER)
-        found = [self.recompute(borders) for borders in partitions]
+        found = [self.least(borders) for borders in partitions]
         extra = [
             self.extra_ns(borders, chosen)
             for borders, chosen in zip(partitions, found, strict=True)

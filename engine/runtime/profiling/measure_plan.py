@@ -89,7 +89,7 @@ def choose_plan(
     )
 
     def recompute(borders: IntArray) -> NDArray[np.bool_]:
-        schedule = request.make_schedule(len(borders) - 1)
+        schedule = request.make_schedule()
         return choose_recompute(sized, borders, schedule, request.memory_bytes)
 
     step = TrialStep(

@@ -61,8 +61,7 @@ def test_what_was_measured_is_used_as_it_is():
     borders, recompute = greedy_anchor(exact, 4), np.zeros(exact.num_layers, bool)
     plan = plan_from_profile(asked, profile, borders, recompute, places)
     assert (
-        plan.predicted.step_ns
-        == evaluate(exact, borders, recompute, asked.make_schedule(4)).step_ns
+        plan.predicted.step_ns == evaluate(exact, borders, recompute, asked.make_schedule()).step_ns
     )
 
 

@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 from engine.planning.rank_memory import layer_memory, minimal_choices, peak_bytes, rank_order
-from engine.planning.recompute import InfeasiblePlan, choose_recompute, fitted_step, rank_choices
+from engine.planning.recompute import (
+    InfeasiblePlan,
+    RecomputeChooser,
+    choose_recompute,
+    fitted_step,
+)
 from engine.simulator.evaluate import schedule_for
 from engine.simulator.memory import memory_of
 from engine.simulator.stages import stage_costs
@@ -74,12 +79,12 @@ def test_the_choice_takes_as_little_time_as_the_best_of_all_subsets(seed):
 @for_each("seed", range(120))
 def test_minimal_choices_are_a_part_of_every_subset_that_fits_but_for_equal_layers(seed):
     costs, borders, schedule, memory = instance(seed)
-    layers = layer_memory(costs)
+    chooser, layers = RecomputeChooser(costs, schedule, memory), layer_memory(costs)
     stage_of = np.repeat(np.arange(len(borders) - 1), np.diff(borders))
     keys = np.array([f"{stage}: {kind}" for stage, kind in zip(stage_of, costs.kinds, strict=True)])
     for rank in range(schedule.num_ranks):
         own = stage_of % schedule.num_ranks == rank
-        choices = rank_choices(costs, borders, schedule, rank, memory)
+        choices, _ = chooser.choices(rank, *chooser.stages_of(borders, rank))
         fitting = [
             s
             for s in subsets(costs.num_layers)

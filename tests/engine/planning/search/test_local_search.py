@@ -3,7 +3,6 @@
 import numpy as np
 
 from engine.planning.recompute import choose_recompute
-from engine.planning.search._bounds import layer_sums
 from engine.planning.search.branch_and_bound import anchors
 from engine.planning.search.local_search import (
     NEVER,
@@ -19,14 +18,14 @@ from support.costs.random_costs import instance
 @for_each("seed", range(20))
 def test_small_moves_end_where_no_move_helps(seed):
     costs, schedule, memory = instance(5000 + seed, most_layers=12)
-    evaluator = PartitionEvaluator(costs, schedule, memory, layer_sums(costs, schedule))
+    evaluator = PartitionEvaluator(costs, schedule, memory)
     for anchor in anchors(costs, schedule.num_stages):
         borders, step = improve_partition(evaluator.steps, anchor)
         assert step <= evaluator.steps(anchor[np.newaxis])[0]
         assert (evaluator.steps(neighbours(borders)) >= step).all()
-        if evaluator.recompute(borders) is not None:
+        if evaluator.least(borders) is not None:
             recompute = choose_recompute(costs, borders, schedule, memory)
-            assert recompute.tolist() == evaluator.recompute(borders).tolist()
+            assert recompute.tolist() == evaluator.least(borders).tolist()
             assert evaluate(costs, borders, recompute, schedule).step_ns == step
 
 
@@ -41,7 +40,7 @@ def test_a_neighbour_has_one_border_moved_or_a_run_of_them_and_no_empty_stage():
 
 def test_the_least_peaks_are_those_with_everything_recomputed():
     costs, schedule, _ = instance(12, most_layers=10)
-    evaluator = PartitionEvaluator(costs, schedule, 0, layer_sums(costs, schedule))
+    evaluator = PartitionEvaluator(costs, schedule, 0)
     tried = np.stack(anchors(costs, schedule.num_stages))
     peaks = [
         evaluate(costs, borders, evaluator.frees, schedule).memory.peak_bytes.max()
