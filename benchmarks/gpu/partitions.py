@@ -25,10 +25,9 @@ from balance.presets import ModelPreset, load_model
 from balance.types import IntArray
 from engine.cost_model.costs import NS_PER_MS, Costs
 from engine.cost_model.loads import Loads
-from engine.cost_model.profile_table import Profile
+from engine.cost_model.profile_table import Profile, measured_costs
 from engine.planning.bmp import candidate, search_bmp
 from engine.planning.partition import METHODS
-from engine.planning.plan_from_profile import measured_costs
 from engine.planning.search.branch_and_bound import search_exact
 from engine.simulator.evaluate import evaluate
 from engine.simulator.schedule import one_f_one_b

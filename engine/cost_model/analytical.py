@@ -19,15 +19,13 @@ once: 128 layers with 256 micro-batches take 3 ms.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
-from numpy.typing import NDArray
 
 from balance.presets import ModelPreset
 from balance.types import FloatArray, IntArray
 from engine.cost_model.clusters import NS_PER_S, NS_PER_US, Cluster, Link
-from engine.cost_model.costs import Costs
+from engine.cost_model.costs import COLUMNS, Costs
 from engine.cost_model.layer_list import layers_of
 from engine.cost_model.loads import Loads
 from engine.cost_model.operations import (
@@ -61,15 +59,14 @@ def layer_costs(
     """
     training = training or Training()
     layers = layers_of(model, parallel)
-    device = _Device(cluster=cluster, parallel=parallel, training=training, loads=loads)
+    device = _Device(cluster, parallel, training, loads)
     trained = [training.trains(layer.part) for layer in layers]
     flows = _gradients(layers, trained)
     made: dict[str, dict[str, IntArray]] = {}
     for layer, own, flow in zip(layers, trained, flows, strict=True):
         if layer.kind not in made:
             made[layer.kind] = _layer(layer, device, own, flow)
-    names = made[layers[0].kind]
-    columns = {name: np.stack([made[layer.kind][name] for layer in layers]) for name in names}
+    columns = {name: np.stack([made[layer.kind][name] for layer in layers]) for name in COLUMNS}
     columns["send_ns"][-1] = 0
     state = [
         training.state_bytes(layer.gpu_params, parallel, trained=own)
@@ -81,7 +78,7 @@ def layer_costs(
         **columns,
         state_bytes=np.array(state, np.int64),
         param_counts=np.array([layer.num_params for layer in layers], np.int64),
-        sends_grad=np.array(list(accumulate(trained, lambda before, own: before or own)), np.bool_),
+        sends_grad=np.logical_or.accumulate(trained),
     )
 
 
@@ -118,10 +115,10 @@ class _Times:
 
     forward: FloatArray
     input_grad: FloatArray
-    weight_grad: FloatArray
+    weight_grad: FloatArray | float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Device:
     """A tensor-parallel group of GPUs and its micro-batches."""
 
@@ -165,7 +162,6 @@ class _Device:
         return _Times(
             forward=self._roofline(forward, moved, tokens),
             input_grad=self._roofline(backward, 2 * moved, tokens),
-            weight_grad=np.zeros_like(tokens),
         )
 
     def _traffic(self, traffic: Elementwise) -> _Times:
@@ -175,7 +171,6 @@ class _Device:
         return _Times(
             forward=self._roofline(zeros, moved, tokens, launches),
             input_grad=self._roofline(zeros, TRAFFIC_BACKWARD * moved, tokens, launches),
-            weight_grad=zeros,
         )
 
     def _collective(self, collective: Collective) -> _Times:
@@ -183,7 +178,7 @@ class _Device:
         link = self.parallel.tensor_link(self.cluster)
         once = travel_ns(collective.bytes_per_token * tokens * (tp - 1) / tp, link)
         times = collective.count * once
-        return _Times(forward=times, input_grad=times, weight_grad=np.zeros_like(tokens))
+        return _Times(forward=times, input_grad=times)
 
     def _roofline(
         self, seconds: FloatArray, moved: FloatArray, tokens: FloatArray, launches: int = 1
@@ -227,5 +222,5 @@ def _layer(layer: Layer, device: _Device, trained: bool, flows: bool) -> dict[st
     }
 
 
-def _whole(values: FloatArray | NDArray[np.float64]) -> IntArray:
+def _whole(values: FloatArray) -> IntArray:
     return np.rint(values).astype(np.int64)

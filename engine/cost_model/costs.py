@@ -20,7 +20,9 @@ from balance.types import IntArray
 NS_PER_MS = 1_000_000
 
 _TIMES = ("forward_ns", "input_grad_ns", "weight_grad_ns", "recompute_ns", "send_ns")
-_BYTES = ("saved_bytes", "kept_bytes", "working_bytes", "sent_bytes")
+COLUMNS = (*_TIMES, "saved_bytes", "kept_bytes", "working_bytes", "sent_bytes")
+"""Arrays of `Costs` with a column per micro-batch."""
+ARRAYS = (*COLUMNS, "state_bytes", "param_counts", "sends_grad")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,7 @@ class Costs:
 
     def __post_init__(self) -> None:
         layers, micro_batches = self.forward_ns.shape
-        for name in (*_TIMES, *_BYTES):
+        for name in COLUMNS:
             values = getattr(self, name)
             if values.shape != (layers, micro_batches) or values.dtype != np.int64:
                 raise ValueError(
@@ -95,11 +97,17 @@ class Costs:
 
     def take(self, indices: IntArray) -> Costs:
         """The same layers for some of the micro-batches, in the order of `indices`."""
-        columns: dict[str, Any] = {name: getattr(self, name) for name in (*_TIMES, *_BYTES)}
-        taken: dict[str, Any] = {
-            name: np.ascontiguousarray(own[:, indices]) for name, own in columns.items()
-        }
+        columns = {name: getattr(self, name)[:, indices] for name in COLUMNS}
+        taken: dict[str, Any] = {name: np.ascontiguousarray(own) for name, own in columns.items()}
         return replace(self, **taken)
+
+    def rows(self, indices: Sequence[int]) -> Costs:
+        """Some of the layers, in the order of `indices`; one may be there several times."""
+        return Costs(
+            names=tuple(self.names[row] for row in indices),
+            kinds=tuple(self.kinds[row] for row in indices),
+            **{name: getattr(self, name)[list(indices)] for name in ARRAYS},
+        )
 
 
 def frozen_costs(costs: Costs, trained: Sequence[bool]) -> Costs:

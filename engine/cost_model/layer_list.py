@@ -18,7 +18,7 @@ parallelism. A frozen layer that passes a gradient on needs no inputs of matrix 
 norms and of the activation function are left out.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isqrt
 
@@ -38,11 +38,10 @@ from engine.cost_model.operations import (
     Layer,
     MatMul,
     Operation,
+    Sent,
     TokenStream,
 )
 from engine.cost_model.parallel import Parallelism, Part
-
-LLM_STREAM = TokenStream(phase="llm")
 
 
 def layers_of(model: ModelPreset, parallel: Parallelism) -> tuple[Layer, ...]:
@@ -57,24 +56,22 @@ def layers_of(model: ModelPreset, parallel: Parallelism) -> tuple[Layer, ...]:
     """
     vit, llm = model.dimensions
     layers: list[Layer] = []
-    passing: tuple[tuple[TokenStream, float], ...] = ()
+    passing: Sent = ()
     if model.audio_encoder is not None:
-        sizes = _Sizes(
-            shape=model.audio_encoder, stream=TokenStream(phase="audio"), parallel=parallel
-        )
+        sizes = _Sizes(model.audio_encoder, TokenStream(phase="audio"), parallel)
         frames = TokenStream(phase="audio", per_token=model.audio.conv_stride if model.audio else 2)
         # kernels of three frames
         rows = 3 * model.audio_encoder.frame_values, 3 * model.audio_encoder.hidden_size
         layers += _encoder(sizes, "audio", (frames, sizes.stream), rows, passing, merged_from=1.0)
         passing = layers[-1].sent
-    sizes = _Sizes(shape=vit, stream=TokenStream(phase="vision"), parallel=parallel)
+    sizes = _Sizes(vit, TokenStream(phase="vision"), parallel)
     # the class token is not embedded from pixels, and not passed on
     share = 1.0
     if not isinstance(model.vision, NativeRule):
         share = isqrt(model.vision.vit_tokens_per_patch) ** 2 / model.vision.vit_tokens_per_patch
     patches = TokenStream(phase="vision", per_token=share)
     layers += _encoder(sizes, "vision", (patches,), (vit.patch_values,), passing, merged_from=share)
-    return (*layers, *_language_model(_Sizes(shape=llm, stream=LLM_STREAM, parallel=parallel), llm))
+    return (*layers, *_language_model(_Sizes(llm, TokenStream(phase="llm"), parallel), llm))
 
 
 def phases_of(model: ModelPreset) -> dict[str, str]:
@@ -82,7 +79,7 @@ def phases_of(model: ModelPreset) -> dict[str, str]:
     return {layer.kind: layer.stream.phase for layer in layers_of(model, Parallelism())}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Sizes:
     """A stack of transformer layers as one GPU holds it."""
 
@@ -112,15 +109,15 @@ class _Sizes:
         return BYTES * self.shared
 
     @property
-    def gathers(self) -> tuple[Collective, ...]:
-        """Two around a tensor-parallel pair of products, as sequence parallelism has them."""
-        size = BYTES * self.shape.hidden_size
-        gathers = (Collective(bytes_per_token=size, count=2, stream=self.stream),)
-        return gathers if self.parallel.tp > 1 else ()
-
-    @property
     def norm(self) -> Elementwise:
         return self.elementwise(4 * self.shared, 1)
+
+    def gathers(self, *widths: int, count: int = 1) -> tuple[Collective, ...]:
+        """Gathers among tensor-parallel GPUs of tokens of each width; none on one GPU."""
+        if self.parallel.tp == 1:
+            return ()
+        sizes = (BYTES * width for width in widths)
+        return tuple(Collective(bytes_per_token=s, count=count, stream=self.stream) for s in sizes)
 
     def elementwise(self, bytes_per_token: float, kernels: int) -> Elementwise:
         return Elementwise(bytes_per_token=bytes_per_token, kernels=kernels, stream=self.stream)
@@ -129,9 +126,7 @@ class _Sizes:
         return MatMul(inputs=inputs, outputs=outputs, stream=self.stream)
 
 
-def _transformer_layer(
-    sizes: _Sizes, part: Part, sent: tuple[tuple[TokenStream, float], ...]
-) -> Layer:
+def _transformer_layer(sizes: _Sizes, part: Part, sent: Sent) -> Layer:
     shape, h, a, k, f = sizes.shape, sizes.shape.hidden_size, sizes.query, sizes.key, sizes.ffn
     causal = isinstance(shape, LlmShape)
     scaled = isinstance(shape, VitShape) and shape.layer_scale
@@ -141,10 +136,12 @@ def _transformer_layer(
     # rotary positions, or norms of queries and keys
     turned = (sizes.elementwise(4.0 * (a + k), 2),) if causal or normed else ()
     ups = 2 if shape.gated else 1
+    # around a tensor-parallel pair of products, as sequence parallelism has them
+    gathers = sizes.gathers(h, count=2)
     operations: tuple[Operation, ...] = (
         # attention
         sizes.norm,
-        *sizes.gathers,
+        *gathers,
         sizes.product(h, a + 2 * k),
         *turned,
         Attention(width=a, kv_width=k, causal=causal, stream=sizes.stream),
@@ -152,7 +149,7 @@ def _transformer_layer(
         residual,
         # feed-forward part
         sizes.norm,
-        *sizes.gathers,
+        *gathers,
         sizes.product(h, ups * f),
         sizes.elementwise((2.0 + 2 * ups) * f, 1),
         sizes.product(f, h),
@@ -181,7 +178,7 @@ def _encoder(
     part: Part,
     streams: tuple[TokenStream, ...],
     rows: tuple[int, ...],
-    passing: tuple[tuple[TokenStream, float], ...],
+    passing: Sent,
     *,
     merged_from: float,
 ) -> list[Layer]:
@@ -201,7 +198,6 @@ def _encoder(
         num_params=num_params,
         gpu_params=num_params,
         saved_bytes=float(BYTES * sum(row * s.per_token for row, s in inputs)),
-        saved_for_input_bytes=0.0,
         input_bytes=float(BYTES * rows[0] * streams[0].per_token),
         working_bytes=float(BYTES * h),
         sent=sent,
@@ -209,46 +205,34 @@ def _encoder(
     # merging concatenates: the projector's input is as many widths wide as tokens were merged
     features = TokenStream(phase=sizes.stream.phase, per_token=merged_from * h / shape.projector[0])
     layer = _transformer_layer(sizes, part, sent)
-    projector = _projector(sizes, shape, f"{part}_projector", features, passing)
+    projector = _projector(replace(sizes, stream=features), shape, f"{part}_projector", passing)
     return [embedding, *[layer] * shape.num_layers, projector]
 
 
-def _projector(
-    sizes: _Sizes,
-    shape: EncoderShape,
-    kind: str,
-    stream: TokenStream,
-    passing: tuple[tuple[TokenStream, float], ...],
-) -> Layer:
+def _projector(sizes: _Sizes, shape: EncoderShape, kind: str, passing: Sent) -> Layer:
     """Norm and an MLP, whose products are split in turn by their outputs and by their inputs."""
     parallel, widths = sizes.parallel, shape.projector
     held = [-(-width // parallel.tp) if place % 2 else width for place, width in enumerate(widths)]
     first, last = parallel.token_share(widths[0]), parallel.token_share(widths[-1])
-    operations: list[Operation] = [Elementwise(bytes_per_token=4 * first, kernels=1, stream=stream)]
-    if parallel.tp > 1:
-        operations += [
-            Collective(bytes_per_token=BYTES * size, count=1, stream=stream)
-            for size in (widths[0], widths[-1])
-        ]
-    saved = 4 * first
-    for place, (inputs, outputs) in enumerate(pairwise(held)):
-        operations.append(MatMul(inputs=inputs, outputs=outputs, stream=stream))
-        if place < len(held) - 2:
-            operations.append(Elementwise(bytes_per_token=4.0 * outputs, kernels=1, stream=stream))
-            saved += 4.0 * outputs
+    operations: list[Operation] = [sizes.elementwise(4 * first, 1)]
+    operations += sizes.gathers(widths[0], widths[-1])
+    for inputs, outputs in pairwise(held):
+        operations.append(sizes.product(inputs, outputs))
+        operations.append(sizes.elementwise(4.0 * outputs, 1))
+    operations.pop()  # no activation function after the last product
     weights = sum(inputs * outputs for inputs, outputs in pairwise(held))
     return Layer(
         kind=kind,
         part="projector",
-        stream=stream,
+        stream=sizes.stream,
         operations=tuple(operations),
         num_params=shape.projector_weights + widths[0],
         gpu_params=weights + widths[0],
-        saved_bytes=saved,
+        saved_bytes=4 * first + sum(4.0 * width for width in held[1:-1]),
         saved_for_input_bytes=2 * first + sum(2.0 * width for width in held[1:-1]),
         input_bytes=BYTES * first,
         working_bytes=float(BYTES * widths[0]) + 2.0 * max(held[1:]),
-        sent=((stream, BYTES * last), *passing),
+        sent=((sizes.stream, BYTES * last), *passing),
     )
 
 
@@ -256,21 +240,15 @@ def _language_model(sizes: _Sizes, llm: LlmShape) -> list[Layer]:
     """Token embedding, layers, final norm and head with the loss; GPUs split the vocabulary."""
     h, tp = llm.hidden_size, sizes.parallel.tp
     vocabulary = -(-llm.vocab_size // tp)
-    once = tuple(
-        Collective(bytes_per_token=each.bytes_per_token, count=1, stream=each.stream)
-        for each in sizes.gathers
-    )
+    gather = sizes.gathers(h)
     sent = ((sizes.stream, sizes.output_bytes),)
     embedding = Layer(
         kind="token_embedding",
         part="llm",
         stream=sizes.stream,
-        operations=(sizes.elementwise(4.0 * h, 2), *once),
+        operations=(sizes.elementwise(4.0 * h, 2), *gather),
         num_params=llm.vocab_size * h,
         gpu_params=vocabulary * h,
-        saved_bytes=0.0,
-        saved_for_input_bytes=0.0,
-        input_bytes=0.0,
         working_bytes=2.0 * h,
         sent=sent,
     )
@@ -280,7 +258,7 @@ def _language_model(sizes: _Sizes, llm: LlmShape) -> list[Layer]:
         kind="head",
         part="llm",
         stream=sizes.stream,
-        operations=(sizes.norm, *once, sizes.product(h, vocabulary), loss),
+        operations=(sizes.norm, *gather, sizes.product(h, vocabulary), loss),
         num_params=llm.vocab_size * h + h,
         gpu_params=vocabulary * h + h,
         saved_bytes=4 * sizes.shared + 4.0 * vocabulary,

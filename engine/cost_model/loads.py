@@ -1,8 +1,7 @@
 """Loads of samples and micro-batches: tokens, squared lengths, items. Pure.
 
-Also loads of samples, from the counts table of a build: for `engine.planning.build_steps` and
-`engine.tuning.tune`. Exact but for two things that counts do not tell: at native resolution all
-images of a sample count as equally large, and a sample's audio as one clip. Pure NumPy.
+Loads of samples come from the counts table of a build. Exact but for two things that counts do not
+tell: at native resolution all images of a sample count as equally large, its audio as one clip.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from balance.presets import ModelPreset
 from balance.types import Counts, Groups, IntArray
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PhaseLoads:
     """One phase's part of each micro-batch; int64, (micro_batches,)."""
 
@@ -32,12 +31,12 @@ class PhaseLoads:
 
     def map(self, function: Callable[[IntArray], IntArray]) -> PhaseLoads:
         """The same quantities with a function applied to each column."""
-        return PhaseLoads(**{name: function(getattr(self, name)) for name in QUANTITIES})
+        return PhaseLoads(*(function(getattr(self, name)) for name in QUANTITIES))
 
     @classmethod
     def nothing(cls, count: int) -> PhaseLoads:
         """`count` micro-batches without anything for this phase."""
-        return cls(**{name: np.zeros(count, np.int64) for name in QUANTITIES})
+        return cls(*(np.zeros(count, np.int64) for _ in QUANTITIES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +73,8 @@ class Loads:
     @classmethod
     def of_lists(cls, values: dict[str, dict[str, list[int]]]) -> Loads:
         """The inverse of `to_lists`."""
-        return cls(
-            **{
-                phase: PhaseLoads(
-                    **{name: np.array(values[phase][name], np.int64) for name in QUANTITIES}
-                )
-                for phase in PHASES
-            }
-        )
+        arrays = {p: [np.array(values[p][q], np.int64) for q in QUANTITIES] for p in PHASES}
+        return cls(**{phase: PhaseLoads(*columns) for phase, columns in arrays.items()})
 
     @classmethod
     def constant(
@@ -95,14 +88,10 @@ class Loads:
         >>> loads.vision.tokens.tolist(), loads.llm.squares.tolist()
         ([9225, 9225], [16777216, 16777216])
         """
-        vision = images * vit_tokens_per_image, images * vit_tokens_per_image**2, images
-        llm = seq_len, seq_len**2 // samples, samples
-
-        def constant(values: tuple[int, int, int]) -> PhaseLoads:
-            columns = (np.full(count, value, np.int64) for value in values)
-            return PhaseLoads(**dict(zip(QUANTITIES, columns, strict=True)))
-
-        return cls(vision=constant(vision), audio=PhaseLoads.nothing(count), llm=constant(llm))
+        each, tokens = np.ones(count, np.int64), images * vit_tokens_per_image
+        vision = PhaseLoads(tokens * each, tokens * vit_tokens_per_image * each, images * each)
+        llm = PhaseLoads(seq_len * each, seq_len**2 // samples * each, samples * each)
+        return cls(vision=vision, audio=PhaseLoads.nothing(count), llm=llm)
 
 
 PHASES = tuple(f.name for f in fields(Loads))
@@ -112,13 +101,10 @@ QUANTITIES = tuple(f.name for f in fields(PhaseLoads))
 def sample_loads(counts: Counts, model: ModelPreset) -> Loads:
     """Loads of each sample, (samples,). ConfigError if the preset lacks the model's dimensions."""
     load = FlopsModel.of(model).loads(counts)
-    samples = np.ones(len(counts), np.int64)
     return Loads(
-        vision=PhaseLoads(
-            tokens=load.vit_tokens, squares=load.vit_squares, items=counts.num_image_patches
-        ),
+        vision=PhaseLoads(load.vit_tokens, load.vit_squares, counts.num_image_patches),
         audio=_audio_loads(counts, model),
-        llm=PhaseLoads(tokens=load.llm_tokens, squares=load.llm_squares, items=samples),
+        llm=PhaseLoads(load.llm_tokens, load.llm_squares, np.ones(len(counts), np.int64)),
     )
 
 
@@ -133,9 +119,17 @@ def joined_loads(parts: Sequence[Loads]) -> Loads:
     def joined(phase: str, name: str) -> IntArray:
         return np.concatenate([getattr(getattr(part, phase), name) for part in parts])
 
-    return Loads(
-        **{p: PhaseLoads(**{name: joined(p, name) for name in QUANTITIES}) for p in PHASES}
-    )
+    return Loads(**{p: PhaseLoads(*(joined(p, name) for name in QUANTITIES)) for p in PHASES})
+
+
+def largest_micro_batch(loads: Loads) -> Loads:
+    """One micro-batch with the most of everything that any of them has: a request's `full`.
+
+    >>> loads = Loads.constant(3, images=2, vit_tokens_per_image=5, seq_len=7)
+    >>> largest_micro_batch(loads).vision.tokens.tolist()
+    [10]
+    """
+    return loads.map(lambda column: column.max(keepdims=True, initial=0))
 
 
 def _audio_loads(counts: Counts, model: ModelPreset) -> PhaseLoads:
@@ -145,4 +139,4 @@ def _audio_loads(counts: Counts, model: ModelPreset) -> PhaseLoads:
     tokens = counts.num_audio_tokens * model.audio.downsample
     window = model.audio.window_frames // model.audio.conv_stride
     full, rest = np.divmod(tokens, window)
-    return PhaseLoads(tokens=tokens, squares=full * window**2 + rest**2, items=full + (rest > 0))
+    return PhaseLoads(tokens, full * window**2 + rest**2, full + (rest > 0))

@@ -21,6 +21,10 @@ class TokenStream:
     """Factor: images have fewer tokens in the language model than in the encoder."""
 
 
+Sent = tuple[tuple[TokenStream, float], ...]
+"""Bytes per token of each stream that crosses a cut after a layer."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatMul:
     """A matrix product of every token with weights of `inputs` rows and `outputs` columns."""
@@ -74,13 +78,12 @@ class Layer:
     """Parameters of the whole layer."""
     gpu_params: int
     """Parameters on one tensor-parallel GPU."""
-    saved_bytes: float
+    saved_bytes: float = 0.0
     """Activations for the gradients of input and weights."""
-    saved_for_input_bytes: float
+    saved_for_input_bytes: float = 0.0
     """Activations for the gradient of the input alone."""
-    input_bytes: float
+    input_bytes: float = 0.0
     """The input, which is kept if the layer is recomputed."""
     working_bytes: float
     """Live only while it runs: gathered inputs, gradients of its widest activations, logits."""
-    sent: tuple[tuple[TokenStream, float], ...]
-    """Bytes per token of each stream that crosses a cut after the layer."""
+    sent: Sent

@@ -9,7 +9,7 @@ is the largest error. A fit takes 20 ms once per profile, costs from it 2 ms for
 """
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,11 @@ from numpy.typing import NDArray
 
 from balance.errors import ConfigError, first_line
 from balance.types import FloatArray, IntArray
-from engine.cost_model.costs import Costs
+from engine.cost_model.costs import ARRAYS, COLUMNS, Costs
 from engine.cost_model.loads import Loads, PhaseLoads
 
 VERSION = 1
 PHASES = ("audio", "vision", "llm")
-COLUMNS = tuple(
-    f.name for f in fields(Costs) if f.name.endswith(("_ns", "_bytes")) and f.name != "state_bytes"
-)
-ARRAYS = (*COLUMNS, "state_bytes", "param_counts", "sends_grad")
-"""Columns of `Costs` that a profile holds."""
 BENDS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
 """Shares of the most tokens measured where a fit may become steeper."""
 FARTHEST = 1.25
@@ -75,19 +70,21 @@ def profiled_costs(profile: Profile, loads: Loads, *, farthest: float = FARTHEST
     phase. Below the least measured a fit ends at its constant, or at 0 without any tokens.
     """
     _check_reach(profile.loads, loads, farthest)
-    made = {name: _fitted(profile, name, loads) for name in COLUMNS}
-    rows = np.array(profile.layers)
-    columns = {name: np.rint(values[rows]).astype(np.int64) for name, values in made.items()}
-    columns["send_ns"][-1] = 0
-    costs = profile.costs
-    return Costs(
-        names=profile.names,
-        kinds=tuple(costs.kinds[row] for row in profile.layers),
-        **columns,
-        state_bytes=costs.state_bytes[rows],
-        param_counts=costs.param_counts[rows],
-        sends_grad=costs.sends_grad[rows],
-    )
+    made: dict[str, Any] = {name: _fitted(profile, name, loads) for name in COLUMNS}
+    fitted = {name: np.rint(values).astype(np.int64) for name, values in made.items()}
+    return _of_layers(profile, replace(profile.costs, **fitted))
+
+
+def measured_costs(profile: Profile, indices: IntArray) -> Costs:
+    """Costs of some of the measured micro-batches, as measured: nothing is fitted."""
+    return _of_layers(profile, profile.costs.take(indices))
+
+
+def _of_layers(profile: Profile, kinds: Costs) -> Costs:
+    """Costs of all layers, from those of kinds; the last layer sends nothing."""
+    costs = replace(kinds.rows(profile.layers), names=profile.names)
+    costs.send_ns[-1] = 0
+    return costs
 
 
 def misfit(profile: Profile) -> float:
@@ -108,11 +105,9 @@ def make_profile(costs: Costs, loads: Loads, phases: dict[str, str]) -> Profile:
         wanted = ", ".join(PHASES)
         raise ConfigError(f"no phase is given for the layers {', '.join(missing)}; one of {wanted}")
     kinds = list(dict.fromkeys(costs.kinds))
-    rows = np.array([costs.kinds.index(kind) for kind in kinds])
-    columns = {name: getattr(costs, name)[rows] for name in ARRAYS}
     return Profile(
         loads=loads,
-        costs=Costs(names=tuple(costs.names[row] for row in rows), kinds=tuple(kinds), **columns),
+        costs=costs.rows([costs.kinds.index(kind) for kind in kinds]),
         layers=tuple(kinds.index(kind) for kind in costs.kinds),
         names=costs.names,
         phases=tuple(phases[kind] for kind in kinds),

@@ -4,8 +4,7 @@ Read from the build's tables: the index has sums of groups only, and attention c
 lengths.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,13 @@ from balance.errors import ConfigError, DataError
 from balance.order.block_shuffle import BlockShuffle, OrderConfig
 from balance.presets import ModelPreset, NativeRule
 from balance.types import COUNT_COLUMNS, Counts, Groups, IntArray, Limits
-from engine.cost_model.loads import Loads, PhaseLoads, packed_loads, sample_loads
+from engine.cost_model.loads import (
+    Loads,
+    PhaseLoads,
+    largest_micro_batch,
+    packed_loads,
+    sample_loads,
+)
 from shards.index import INDEX_NAME, GroupIndex
 from shards.manifest import MANIFEST_NAME, read_manifest
 from shards.tables import COUNTS_NAME, GROUPS_NAME, read_samples
@@ -48,22 +53,17 @@ class PackedBuild:
     def random_steps(
         self, *, dp: int, micro_batches: int, steps: int, batch_size: int, seed: int = 0
     ) -> Loads:
-        """The same samples in random micro-batches of `batch_size`, LLM sequences padded to the
-        longest of each.
+        """The same samples in random micro-batches, LLM sequences padded to the longest of each.
 
-        As `stream_steps`. What trainers do without packing (OmniBal, Table 3); vision is not
-        padded.
+        As `stream_steps`. What trainers do without packing (OmniBal, Table 3); vision is unpadded.
         """
         packed = self.groups.samples
-        count = self._num_steps(
-            len(packed) // batch_size, dp * micro_batches, steps, f"batches of {batch_size}"
-        )
-        batches = random_batches(packed, dp * micro_batches, batch_size, seed)[:count]
-        places = as_groups(batches)
+        have, need = len(packed) // batch_size, dp * micro_batches
+        count = self._num_steps(have, need, steps, f"batches of {batch_size}")
+        places = as_groups(random_batches(packed, need, batch_size, seed)[:count])
         groups = Groups(packed[places.samples], places.offsets)
-        return padded(
-            packed_loads(sample_loads(self.counts, self.model), groups), groups, self.counts.seq_len
-        )
+        loads = packed_loads(sample_loads(self.counts, self.model), groups)
+        return padded(loads, groups, self.counts.seq_len)
 
     @property
     def mean_group_size(self) -> int:
@@ -72,24 +72,18 @@ class PackedBuild:
 
     def full_micro_batch(self) -> Loads:
         """One micro-batch as large as the caps allow: memory must suffice for it."""
-        limits, rule = self.limits, self.model.vision
+        rule, tokens, seq_len = self.model.vision, self.limits.max_vision, self.limits.max_seq_len
+        items = tokens
         if isinstance(rule, NativeRule):
-            tokens, items = (
-                limits.max_vision,
-                int(self.counts.num_image_patches[self.groups.samples].max(initial=0)),
-            )
+            items = int(self.counts.num_image_patches[self.groups.samples].max(initial=0))
         else:
-            tokens, items = limits.max_vision * rule.vit_tokens_per_patch, limits.max_vision
+            tokens *= rule.vit_tokens_per_patch
         most = packed_loads(sample_loads(self.counts, self.model), self.groups)
-        audio = {
-            f.name: np.array([getattr(most.audio, f.name).max(initial=0)])
-            for f in fields(PhaseLoads)
-        }
-        seq_len = limits.max_seq_len
+        vision, llm = (tokens, tokens**2 // max(1, items), items), (seq_len, seq_len**2, 1)
         return Loads(
-            vision=_phase([tokens], [tokens**2 // max(1, items)], [items]),
-            audio=PhaseLoads(**audio),
-            llm=_phase([seq_len], [seq_len**2], [1]),
+            vision=PhaseLoads(*(np.array([each]) for each in vision)),
+            audio=largest_micro_batch(most).audio,
+            llm=PhaseLoads(*(np.array([each]) for each in llm)),
         )
 
     def _num_steps(self, have: int, need: int, wanted: int, what: str) -> int:
@@ -104,14 +98,8 @@ class PackedBuild:
 def padded(loads: Loads, groups: Groups, seq_len: IntArray) -> Loads:
     """Loads of groups whose LLM sequences are all padded to the longest one's length."""
     longest = np.maximum.reduceat(seq_len[groups.samples], groups.offsets[:-1])
-    llm = PhaseLoads(
-        tokens=groups.sizes * longest, squares=groups.sizes * longest**2, items=groups.sizes
-    )
-    return Loads(vision=loads.vision, audio=loads.audio, llm=llm)
-
-
-def _phase(tokens: Sequence[int], squares: Sequence[int], items: Sequence[int]) -> PhaseLoads:
-    return PhaseLoads(tokens=np.array(tokens), squares=np.array(squares), items=np.array(items))
+    llm = PhaseLoads(groups.sizes * longest, groups.sizes * longest**2, groups.sizes)
+    return replace(loads, llm=llm)
 
 
 def read_build(root: Path) -> PackedBuild:

@@ -9,20 +9,10 @@ from numpy.typing import NDArray
 
 from balance.errors import ConfigError
 from balance.types import IntArray
-from engine.cost_model.costs import Costs
 from engine.cost_model.layer_list import layers_of
-from engine.cost_model.loads import Loads
-from engine.cost_model.profile_table import ARRAYS, Profile, profiled_costs
+from engine.cost_model.profile_table import Profile, measured_costs, profiled_costs
 from engine.planning.plan import Plan
 from engine.planning.planner import PlanRequest, make_plan, simulate_run
-
-
-def measured_costs(profile: Profile, indices: IntArray) -> Costs:
-    """Costs of some of the measured micro-batches, as measured: nothing is fitted."""
-    rows, measured = np.array(profile.layers), profile.costs.take(indices)
-    columns = {name: getattr(measured, name)[rows] for name in ARRAYS}
-    columns["send_ns"][-1] = 0
-    return Costs(names=profile.names, kinds=tuple(measured.kinds[row] for row in rows), **columns)
 
 
 def plan_from_profile(
@@ -52,13 +42,3 @@ def plan_from_profile(
     run = simulate_run(request, "measured", pipelines, request.loads, borders, recompute)
     repeated = request.full.take(np.zeros(request.num_micro_batches, np.int64))
     return make_plan(request, run, profiled_costs(profile, repeated))
-
-
-def largest_micro_batch(loads: Loads) -> Loads:
-    """One micro-batch with the most of everything that any of them has: a request's `full`.
-
-    >>> loads = Loads.constant(3, images=2, vit_tokens_per_image=5, seq_len=7)
-    >>> largest_micro_batch(loads).vision.tokens.tolist()
-    [10]
-    """
-    return loads.map(lambda column: column.max(keepdims=True))

@@ -17,10 +17,10 @@ from balance.errors import ConfigError, DataError
 from balance.presets import ModelPreset
 from engine.cost_model.clusters import load_cluster
 from engine.cost_model.layer_list import phases_of
+from engine.cost_model.loads import largest_micro_batch
 from engine.cost_model.parallel import Parallelism, Training
 from engine.cost_model.profile_table import Profile, misfit, write_profile
 from engine.planning.plan import Plan, write_plan
-from engine.planning.plan_from_profile import largest_micro_batch
 from engine.planning.planner import PlanRequest
 from engine.runtime.batch_loads import batch_loads
 from engine.runtime.pipeline import PipelineOptions

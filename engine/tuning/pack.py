@@ -72,7 +72,7 @@ def marginal_costs(
     probes = np.repeat(mean[:, :, np.newaxis], 1 + mean.size, axis=2)
     for number, (phase, quantity) in enumerate(np.ndindex(*mean.shape)):
         probes[phase, quantity, 1 + number] *= 2
-    phases = (PhaseLoads(**dict(zip(QUANTITIES, own, strict=True))) for own in probes)
+    phases = (PhaseLoads(*own) for own in probes)
     costs = cost(Loads(**dict(zip(PHASES, phases, strict=True))))
     again = np.where(np.asarray(recompute)[:, np.newaxis], costs.recompute_ns, 0)
     total = (costs.forward_ns + costs.backward_ns + again).sum(axis=0).astype(np.float64)

@@ -10,11 +10,12 @@ from balance.presets import load_model
 from engine.cost_model.analytical import layer_costs
 from engine.cost_model.clusters import load_cluster
 from engine.cost_model.layer_list import phases_of
+from engine.cost_model.loads import largest_micro_batch
 from engine.cost_model.parallel import Parallelism
-from engine.cost_model.profile_table import COLUMNS, make_profile, profiled_costs
+from engine.cost_model.profile_table import COLUMNS, make_profile, measured_costs, profiled_costs
 from engine.planning.bmp import greedy_anchor
 from engine.planning.plan import read_plan, write_plan
-from engine.planning.plan_from_profile import largest_micro_batch, measured_costs, plan_from_profile
+from engine.planning.plan_from_profile import plan_from_profile
 from engine.simulator.evaluate import evaluate
 from support.costs.plan_questions import plan_request, uneven_loads
 
