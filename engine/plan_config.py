@@ -1,8 +1,8 @@
 """Options of `python -m engine plan` and `simulate`, to a `PlanRequest`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 
@@ -12,16 +12,16 @@ from balance.errors import ConfigError
 from balance.presets import AnyresRule, NativeRule, load_model
 from engine.cost_model.clusters import load_cluster
 from engine.cost_model.loads import Loads
-from engine.cost_model.parallel import Parallelism, Training
+from engine.cost_model.parallel import Parallelism, Part, Training
 from engine.planning.build_steps import read_build
 from engine.planning.plan import Plan
 from engine.planning.planner import PlanRequest
 from engine.simulator.schedule import SCHEDULES
 
-PARTS = ("audio", "vision", "projector", "llm")
+PARTS: tuple[Part, ...] = get_args(Part)
 GIB = 2**30
 MOST_GIB = 2**20
-"""Largest memory of a GPU that can be given."""
+"""Largest GPU memory that can be given."""
 MOST_TOKENS = 10**8
 """Largest made-up micro-batch, in tokens and image patches: squares of more overflow 64 bits."""
 
@@ -37,8 +37,7 @@ class PlanConfig:
     build: str | None = None
     """Folder of a packed build; otherwise `model`, `images` and `seq_len` make up micro-batches."""
     model: Annotated[
-        str | None,
-        Option(f"Without a build: model preset, or a .toml file: {_presets('models')}."),
+        str | None, Option(f"Without a build: model preset, or a .toml file: {_presets('models')}.")
     ] = None
     images: Annotated[
         int | None, Option("Without a build: image patches of a micro-batch.", least=0)
@@ -73,8 +72,7 @@ class PlanConfig:
         int, Option("Seed of the epoch's order, as the loaders'. Default: 0.", least=0)
     ] = 0
     frozen: Annotated[
-        tuple[str, ...],
-        Option(f"Part that is not trained, may be repeated: {', '.join(PARTS)}."),
+        tuple[str, ...], Option(f"Part that is not trained, may be repeated: {', '.join(PARTS)}.")
     ] = ()
     search: Annotated[
         Literal["exact", "bmp"],
@@ -137,14 +135,7 @@ class PlanConfig:
     @property
     def parallel(self) -> Parallelism:
         """How the model is spread over GPUs."""
-        return Parallelism(
-            tp=self.tp,
-            pp=self.pp,
-            dp=self.dp,
-            sequence_parallel=self.sequence_parallel,
-            zero_stage=self.zero_stage,
-            innermost=self.innermost,
-        )
+        return Parallelism(**{f.name: getattr(self, f.name) for f in fields(Parallelism)})
 
     @property
     def training(self) -> Training:
@@ -174,12 +165,7 @@ def plan_request(config: PlanConfig) -> tuple[PlanRequest, Loads | None]:
         build = read_build(Path(config.build))
         model, full = build.model, build.full_micro_batch()
         size = config.batch_size or min(BATCH_SIZE, build.mean_group_size)
-        asked = {
-            "dp": config.dp,
-            "micro_batches": config.micro_batches,
-            "steps": config.steps,
-            "seed": config.seed,
-        }
+        asked = {n: getattr(config, n) for n in ("dp", "micro_batches", "steps", "seed")}
         loads, random = build.stream_steps(**asked), build.random_steps(batch_size=size, **asked)
     request = PlanRequest(
         model=model,

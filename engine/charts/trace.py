@@ -30,24 +30,17 @@ COMPUTE_ROW = 0
 Event = dict[str, Any]
 
 
-def make_trace(simulated: SimulatedStep) -> dict[str, Any]:
-    """The trace of a simulated step, plain JSON."""
-    trace = timeline_trace(simulated.timeline)
-    trace["traceEvents"] += _memory(simulated.timeline, simulated.memory)
-    return trace
-
-
-def timeline_trace(timeline: Timeline) -> dict[str, Any]:
-    """The trace of a step without its memory, such as a measured one; plain JSON."""
-    return {
-        "traceEvents": [*_rows(timeline), *_passes(timeline), *_sends(timeline)],
-        "displayTimeUnit": "ms",
-    }
+def make_trace(timeline: Timeline, memory: Memory | None = None) -> dict[str, Any]:
+    """The trace of a step, plain JSON; that of a measured one has no memory."""
+    events = [*_rows(timeline), *_passes(timeline), *_sends(timeline)]
+    events += [] if memory is None else _memory(timeline, memory)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def write_trace(simulated: SimulatedStep, path: Path) -> None:
     """Write the trace of a simulated step: 4 MB per 16,384 operations."""
-    path.write_text(json.dumps(make_trace(simulated), separators=(",", ":")), "utf-8")
+    trace = make_trace(simulated.timeline, simulated.memory)
+    path.write_text(json.dumps(trace, separators=(",", ":")), "utf-8")
 
 
 def _rows(timeline: Timeline) -> Iterator[Event]:

@@ -1,11 +1,10 @@
 """OrchMLLM's plan of a step: ranks of each example, phase by phase. Pure.
 
-For `engine.dispatching.step_planner`. Every rank draws its examples;
-then each phase (vision encoder, audio encoder, LLM) assigns them to ranks so that the phase is
-balanced, with the algorithm for how the phase batches (OrchMLLM, section 5.1). Batches are placed
-on nodes that already hold much of them (5.2), and encoder outputs go directly to the LLM's rank
-(section 6). Options switch each part off, for the paper's ablations. Deterministic; 2,560 ranks of
-60 examples take 50 ms.
+Every rank draws its examples; then each phase (vision encoder, audio encoder, LLM) assigns them to
+ranks so that the phase is balanced, with the algorithm for how it batches (OrchMLLM, section 5.1).
+Batches are placed on nodes that already hold much of them (5.2), and encoder outputs go directly to
+the LLM's rank (section 6). Options switch each part off, for the paper's ablations. Deterministic;
+2,560 ranks of 60 examples take 50 ms.
 """
 
 from __future__ import annotations
@@ -132,17 +131,10 @@ class PhasePlan:
     """Tokens of all ranks without padding."""
 
     @property
-    def imbalance(self) -> tuple[float, float]:
-        """Largest / mean tokens of a rank, as drawn and as planned; 1 without tokens."""
-        loads = self.drawn.tokens, self.balanced.tokens
-        before, after = (float(own.max() / max(own.mean(), 1e-9)) for own in loads)
-        return (before, after) if self.useful_tokens else (1.0, 1.0)
-
-    @property
     def efficiency(self) -> tuple[float, float]:
         """Useful tokens / (ranks x tokens of the slowest rank), as drawn and as planned.
 
-        MFU is proportional to it. Unlike `imbalance` it counts padding as lost.
+        MFU is proportional to it. Padding counts as lost; 1 without tokens.
         """
         slowest = (own.tokens.max() * len(own) for own in (self.drawn, self.balanced))
         before, after = (self.useful_tokens / max(int(most), 1) for most in slowest)
@@ -167,11 +159,9 @@ class DispatchPlan:
 def plan_dispatch(examples: Examples, options: DispatchOptions | None = None) -> DispatchPlan:
     """Balance every phase of a step (OrchMLLM, sections 5 and 6)."""
     options = options or DispatchOptions()
-    drawn_by = np.repeat(np.arange(examples.num_ranks), np.diff(examples.offsets))
     named = [phase for phase in PHASES if phase in options.algorithms]
     batches = {phase: _batches(examples, options, phase) for phase in named}
-    choose = _ranks_of_direct_reads if options.reads_directly else _ranks_of_exchange
-    ranks = choose(examples, options, batches, drawn_by)
+    ranks = _ranks(examples, options, batches)
     phases = {phase: _phase(examples, options, phase, ranks) for phase in PHASES}
     return DispatchPlan(examples=examples, options=options, phases=phases)
 
@@ -204,43 +194,27 @@ def _batches(examples: Examples, options: DispatchOptions, phase: str) -> IntArr
     return balance_padded(lengths, count) if algorithm == "padded" else balance_conv(lengths, count)
 
 
-def _ranks_of_exchange(
-    examples: Examples,
-    options: DispatchOptions,
-    batches: Mapping[str, IntArray],
-    drawn_by: IntArray,
+def _ranks(
+    examples: Examples, options: DispatchOptions, batches: Mapping[str, IntArray]
 ) -> dict[str, IntArray]:
-    """The rank of every example by phase, if inputs travel from where they were drawn."""
-    ranks = {}
+    """The rank of every example by phase; encoders without own batches work on the LLM's rank.
+
+    Inputs travel from where they were drawn. If they are read where they are needed, only features
+    travel, and encoders' batches are placed near the users of features.
+    """
+    drawn_by = np.repeat(np.arange(examples.num_ranks), np.diff(examples.offsets))
+    sources, weights, llm = drawn_by, examples.lengths, batches.get("llm", drawn_by)
+    if options.reads_directly:
+        sources, weights = llm, examples.features
+    elif "llm" in batches:
+        llm = _place(options, examples.lengths["llm"], llm, drawn_by, examples)
+    ranks = dict.fromkeys(PHASES, llm)
     for phase in ENCODERS:
         if phase in batches:
             own = _having(examples, phase)
-            ranks[phase] = drawn_by.copy()
-            lengths = examples.lengths[phase][own]
-            ranks[phase][own] = _place(options, lengths, batches[phase], drawn_by[own], examples)
-    if "llm" not in batches:
-        return {phase: ranks.get(phase, drawn_by) for phase in PHASES}
-    lengths = examples.lengths["llm"]
-    ranks["llm"] = _place(options, lengths, batches["llm"], drawn_by, examples)
-    return {phase: ranks.get(phase, ranks["llm"]) for phase in PHASES}
-
-
-def _ranks_of_direct_reads(
-    examples: Examples,
-    options: DispatchOptions,
-    batches: Mapping[str, IntArray],
-    drawn_by: IntArray,
-) -> dict[str, IntArray]:
-    """The same if inputs are read where needed: encoders' batches near the users of features."""
-    ranks = {"llm": batches.get("llm", drawn_by)}
-    for phase in ENCODERS:
-        ranks[phase] = ranks["llm"].copy()
-        if phase in batches:
-            own = _having(examples, phase)
-            features = examples.features[phase][own]
-            ranks[phase][own] = _place(
-                options, features, batches[phase], ranks["llm"][own], examples
-            )
+            ranks[phase] = sources.copy()
+            near = sources[own]
+            ranks[phase][own] = _place(options, weights[phase][own], batches[phase], near, examples)
     return ranks
 
 
@@ -286,7 +260,5 @@ def _loads(batches: Groups, examples: Examples, phase: str, options: DispatchOpt
     lengths, sizes = examples.lengths[phase], batches.sizes
     if phase in options.padded:
         most = longest(batches, lengths)
-        return PhaseLoads(tokens=sizes * most, squares=sizes * most**2, items=sizes)
-    return PhaseLoads(
-        tokens=batches.sum(lengths), squares=batches.sum(examples.squares[phase]), items=sizes
-    )
+        return PhaseLoads(sizes * most, sizes * most**2, sizes)
+    return PhaseLoads(batches.sum(lengths), batches.sum(examples.squares[phase]), sizes)

@@ -9,9 +9,8 @@ that it may fit. About 6 runs more than kinds of layers.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,11 +37,8 @@ class OutOfMemory(IsobatchError):
         self.stages = tuple(stages)
 
 
-class Observe(Protocol):
-    """A few steps of training."""
-
-    def __call__(self, recompute: NDArray[np.bool_]) -> IntArray:
-        """Bytes left at each stage's peak, (stages,), with these layers recomputed."""
+Observe = Callable[[NDArray[np.bool_]], IntArray]
+"""Steps of training with these layers recomputed -> bytes left at each stage's peak, (stages,)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,9 +140,9 @@ class _Adaptation:
         """Layers of each kind, (kinds,), not recomputed in runs in which the stage ran out."""
         self.trials: list[Trial] = []
 
-    def count(self, recompute: NDArray[np.bool_]) -> IntArray:
+    def count(self, layers: NDArray[np.bool_]) -> IntArray:
         counts = np.zeros((int(self.stage_of[-1]) + 1, len(self.kinds)), np.int64)
-        np.add.at(counts, (self.stage_of, self.kind_of), recompute)
+        np.add.at(counts, (self.stage_of, self.kind_of), layers)
         return counts
 
     def extra_ns(self, trial: Trial) -> int:
@@ -197,18 +193,16 @@ class _Adaptation:
         """Step 3: bytes of a layer, by least squares over all runs and stages."""
         if not self.is_known.any():
             return
-        ran = self.finished()
-        # (runs, stages, kinds): layers that were not recomputed
-        off = np.stack([self.sizes - self.count(recompute) for recompute, _ in ran])
-        less = np.stack([ran[0][1] - left for _, left in ran])
-        known = np.flatnonzero(self.is_known)
+        # (runs, stages, kinds), (runs, stages)
+        off, left = (np.stack(arrays) for arrays in zip(*self.finished(), strict=True))
+        less, known = left[0] - left, np.flatnonzero(self.is_known)
         holds = (off * self.in_flight[:, np.newaxis])[:, :, known].reshape(-1, len(known))
         self.held[known] = np.maximum(np.linalg.lstsq(holds, less.ravel(), rcond=None)[0], 0.0)
 
-    def finished(self) -> list[tuple[NDArray[np.bool_], IntArray]]:
-        """(recompute, left_bytes) of the runs that did not run out of memory."""
-        pairs = ((trial.recompute, trial.left_bytes) for trial in self.trials)
-        return [(recompute, left) for recompute, left in pairs if left is not None]
+    def finished(self) -> list[tuple[IntArray, IntArray]]:
+        """(layers not recomputed, left_bytes) of the runs that did not run out of memory."""
+        pairs = ((self.count(~trial.recompute), trial.left_bytes) for trial in self.trials)
+        return [(off, left) for off, left in pairs if left is not None]
 
     def estimate(self) -> NDArray[np.bool_]:
         """Step 4: the choice of least time that should fit into each stage."""
@@ -241,7 +235,7 @@ class _Adaptation:
         """Layers of each kind, (kinds,), not recomputed in runs that fit a stage, and in others."""
         fitted, failed = [], []
         for trial in self.trials:
-            off = (self.sizes - self.count(trial.recompute))[stage]
+            off = self.count(~trial.recompute)[stage]
             if trial.left_bytes is None:
                 # another stage ran out: this one's free memory is unknown
                 is_good = stage not in trial.ran_out and not self.reserve_bytes
@@ -261,10 +255,7 @@ class _Adaptation:
         two after the second and so on, but at most half the way back to what fitted.
         """
         held = self.held * self.in_flight[stage]
-        ran = [
-            (float((self.sizes - self.count(recompute))[stage] @ held), int(left[stage]))
-            for recompute, left in self.finished()
-        ]
+        ran = [(float(off[stage] @ held), int(left[stage])) for off, left in self.finished()]
         used, left = max(ran)
         free = used + left - self.reserve_bytes
         if not self.too_much[stage]:
@@ -276,9 +267,8 @@ class _Adaptation:
 
     def test(self, recompute: NDArray[np.bool_]) -> None:
         """Step 4: run a choice, and learn from it."""
-        off = self.sizes - self.count(recompute)
         for stage in self.try_out(recompute):
-            self.too_much[stage].append(off[stage])
+            self.too_much[stage].append(self.count(~recompute)[stage])
         self.infer()
 
     def layers(self, off: IntArray) -> NDArray[np.bool_]:

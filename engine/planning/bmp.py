@@ -31,6 +31,10 @@ MOST_RUN = 12
 """Number of candidates that are run: 10 to 15 (OmniBal 5.2)."""
 
 
+_Beginnings = dict[int, list[tuple[float, tuple[int, ...]]]]
+"""By its last border, the best beginnings of a partition: (metric, borders)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionCandidate:
     """A partition, its metric, and the time of its step if it was run."""
@@ -106,7 +110,7 @@ def greedy_anchor(costs: Costs, num_stages: int) -> IntArray:
 
 def candidate(costs: Costs, borders: IntArray) -> PartitionCandidate:
     """A partition with its metric."""
-    ranking = _Ranking.of(costs, len(borders) - 1)
+    ranking = _Ranking(costs, len(borders) - 1)
     stage_ms, cuts = np.diff(ranking.running_ms[borders]), np.asarray(borders[1:-1]) - 1
     comm_ms = float(ranking.comm_ms[cuts].sum())
     return PartitionCandidate(
@@ -130,20 +134,18 @@ def rank_candidates(
             f"radius {radius}, {most} candidates; give a radius of 0 or more and at least 1 "
             "candidate"
         )
-    ranking = _Ranking.of(costs, len(anchor) - 1)
-    begun: dict[int, list[tuple[float, tuple[int, ...]]]] = {0: [(0.0, (0,))]}  # by last border
+    ranking = _Ranking(costs, len(anchor) - 1)
+    begun: _Beginnings = {0: [(0.0, (0,))]}
     for border in anchor[1:-1].tolist():
         begun = _extend(begun, range(border - radius, border + radius + 1), ranking, most)
     ended = _extend(begun, range(costs.num_layers, costs.num_layers + 1), ranking, most)
     return [candidate(costs, np.array(borders)) for _, borders in ended[costs.num_layers]]
 
 
-def _extend(
-    begun: dict[int, list[tuple[float, tuple[int, ...]]]], ends: range, ranking: _Ranking, most: int
-) -> dict[int, list[tuple[float, tuple[int, ...]]]]:
+def _extend(begun: _Beginnings, ends: range, ranking: _Ranking, most: int) -> _Beginnings:
     """The best partitions with one more stage, by its end."""
     longer = {}
-    for end in range(ends.start, min(ends.stop, ranking.last_end + 1)):
+    for end in range(ends.start, min(ends.stop, len(ranking.running_ms))):
         found = [
             (metric + ranking.part(start, end), (*borders, end))
             for start, best in begun.items()
@@ -155,32 +157,20 @@ def _extend(
     return longer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Ranking:
     """The terms of the metric."""
 
-    running_ms: FloatArray
-    """(layers + 1,): forward time of the layers before."""
-    mean_ms: float
-    """Mean forward time of a stage."""
-    comm_ms: FloatArray
-    """(layers,): sends if the partition cuts after the layer."""
-
-    @classmethod
-    def of(cls, costs: Costs, num_stages: int) -> _Ranking:
-        running = np.concatenate([[0.0], np.cumsum(costs.forward_ns.mean(axis=1) / NS_PER_MS)])
-        return cls(
-            running_ms=running,
-            mean_ms=float(running[-1]) / num_stages,
-            comm_ms=costs.send_ns.mean(axis=1) / NS_PER_MS * (1 + costs.sends_grad),
-        )
-
-    @property
-    def last_end(self) -> int:
-        return len(self.comm_ms)
+    def __init__(self, costs: Costs, num_stages: int) -> None:
+        forward_ms = costs.forward_ns.mean(axis=1) / NS_PER_MS
+        self.running_ms: FloatArray = np.concatenate([[0.0], np.cumsum(forward_ms)])
+        """(layers + 1,): forward time of the layers before."""
+        self.mean_ms = float(self.running_ms[-1]) / num_stages
+        """Mean forward time of a stage."""
+        self.comm_ms: FloatArray = costs.send_ns.mean(axis=1) / NS_PER_MS * (1 + costs.sends_grad)
+        """(layers,): sends if the partition cuts after the layer."""
 
     def part(self, start: int, end: int) -> float:
         """Contribution of a stage and the cut after it to the metric."""
         away = float(self.running_ms[end] - self.running_ms[start]) - self.mean_ms
-        comm = float(self.comm_ms[end - 1]) if end < self.last_end else 0.0
+        comm = float(self.comm_ms[end - 1]) if end < len(self.comm_ms) else 0.0
         return (away**2 / self.mean_ms if self.mean_ms else 0.0) + comm

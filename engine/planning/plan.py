@@ -141,7 +141,7 @@ class Plan:
             "layer_names": list(self.layer_names),
             "borders": list(self.borders),
             "recompute": list(self.recompute),
-            "predicted": {name: _plain(value) for name, value in asdict(self.predicted).items()},
+            "predicted": _plain(asdict(self.predicted)),
         }
 
     def _inputs(self) -> dict[str, Any]:
@@ -152,9 +152,8 @@ class Plan:
             "training": asdict(self.training),
             **{name: getattr(self, name) for name in _NUMBERS},
         }
-        # the values that reading the JSON gives: tuples are lists
-        plain: dict[str, Any] = json.loads(json.dumps(settings))
-        return {**plain, "full": self.full.to_lists(), "loads": self.loads.to_lists()}
+        loads = {"full": self.full.to_lists(), "loads": self.loads.to_lists()}
+        return {**_plain(settings), **loads}
 
 
 def plan_from_json(values: dict[str, Any], *, where: str) -> Plan:
@@ -227,5 +226,6 @@ def _require_keys(values: Any, wanted: set[str], where: str) -> dict[str, Any]:
     return values
 
 
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def _plain(values: dict[str, Any]) -> Any:
+    """The values that reading their JSON gives: tuples are lists."""
+    return json.loads(json.dumps(values))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from balance.errors import ConfigError, DataError
-from engine.charts.trace import timeline_trace
+from engine.charts.trace import make_trace
 from engine.planning.plan import Plan, read_plan
 from engine.runtime.checkpoints.training_state import Progress, load_state, save_state
 from engine.runtime.pipeline import Pipeline, PipelineOptions
@@ -196,6 +196,6 @@ def _write_trace(pipeline: Pipeline, result: StepResult, path: Path) -> None:
     timeline = pipeline.timeline(result)
     if is_first_rank():
         try:
-            path.write_text(json.dumps(timeline_trace(timeline)))
+            path.write_text(json.dumps(make_trace(timeline)))
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}") from None

@@ -25,7 +25,11 @@ def outcome(request):
 
 
 def events_of(outcome, phase):
-    return [event for event in make_trace(outcome)["traceEvents"] if event["ph"] == phase]
+    return [
+        event
+        for event in make_trace(outcome.timeline, outcome.memory)["traceEvents"]
+        if event["ph"] == phase
+    ]
 
 
 def test_every_pass_is_in_its_ranks_row_to_the_nanosecond(outcome):
@@ -85,4 +89,6 @@ def test_the_counters_highest_values_are_the_peaks(outcome):
 
 def test_a_written_trace_is_the_made_one(outcome, tmp_path):
     write_trace(outcome, tmp_path / "trace.json")
-    assert json.loads((tmp_path / "trace.json").read_text()) == make_trace(outcome)
+    assert json.loads((tmp_path / "trace.json").read_text()) == make_trace(
+        outcome.timeline, outcome.memory
+    )

@@ -89,7 +89,7 @@ def test_balanced_phases_come_near_to_the_bound_on_heavy_tails(seed):
         own, lengths = plan.phases[phase], examples.lengths[phase]
         bound = max(lengths.sum() / 32, lengths.max())
         assert bound <= own.balanced.tokens.max() <= 1.03 * bound
-        assert own.imbalance[1] < own.imbalance[0]
+        assert own.efficiency[1] > own.efficiency[0]
     audio = plan.phases["audio"]
     assert audio.useful_tokens / 32 <= audio.balanced.tokens.max() < 0.7 * audio.drawn.tokens.max()
     assert audio.efficiency[1] > 1.4 * audio.efficiency[0]
@@ -207,7 +207,7 @@ def test_a_step_without_examples_of_a_phase_is_balanced():
     )
     own = plan_dispatch(silent).phases["audio"]
     assert len(own.examples) == 0
-    assert own.imbalance == own.efficiency == (1.0, 1.0)
+    assert own.efficiency == (1.0, 1.0)
 
 
 def test_the_same_draw_gives_the_same_plan():
