@@ -75,8 +75,7 @@ def plan(
         values = {"plan": result.plan.to_json(), "runs": runs, "gap": result.gap}
         print(json.dumps({**values, "seconds": taken_s}))
     else:
-        spent = planner.tensor_parallel_ns(request, result.best)
-        print_result(result, _console(), tensor_parallel_ns=spent)
+        print_result(result, _console())
         print(f"planned in {taken_s:.1f} s")
         _print_written(out, PLAN_NAME, GANTT_NAME, TRACE_NAME)
 
@@ -122,8 +121,7 @@ def simulate(
             f"planned for {read.predicted.step_ns / 1e6:,.1f} ms"
             + (f" with {was} micro-batches instead of {now}" if was != now else "")
         )
-        spent = planner.tensor_parallel_ns(request, run)
-        print_plan(changed, run, console, tensor_parallel_ns=spent)
+        print_plan(changed, run, console)
         _print_written(out, GANTT_NAME, TRACE_NAME)
 
 

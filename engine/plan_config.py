@@ -14,8 +14,7 @@ from engine.cost_model.clusters import load_cluster
 from engine.cost_model.loads import Loads
 from engine.cost_model.parallel import Parallelism, Part, Training
 from engine.planning.build_steps import read_build
-from engine.planning.plan import Plan
-from engine.planning.planner import PlanRequest
+from engine.planning.plan import Plan, PlanRequest
 from engine.simulator.schedule import SCHEDULES
 
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -193,8 +192,7 @@ def changed_request(
     on = plan.cluster if cluster is None else load_cluster(cluster)
     memory = plan.memory_bytes if cluster is None else on.usable_memory_bytes
     count = micro_batches or plan.num_micro_batches
-    return PlanRequest.of_plan(
-        plan,
+    return plan.changed(
         cluster=on,
         schedule=schedule or plan.schedule,
         num_micro_batches=count,

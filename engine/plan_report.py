@@ -8,17 +8,16 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from balance.types import IntArray
 from engine.charts.format_time import time_text
 from engine.charts.gantt import GanttStep, path_parts
 from engine.planning.plan import Plan
-from engine.planning.planner import PlanResult, SimulatedRun
+from engine.planning.planner import PlanResult, SimulatedRun, tensor_parallel_ns
 from engine.simulator.schedule import PassKind
 
 GIB = 2**30
 
 
-def print_result(result: PlanResult, console: Console, *, tensor_parallel_ns: IntArray) -> None:
+def print_result(result: PlanResult, console: Console) -> None:
     """Print everything that `python -m engine plan` reports."""
     console.print(headline(result.plan))
     if result.gap is not None:
@@ -31,12 +30,10 @@ def print_result(result: PlanResult, console: Console, *, tensor_parallel_ns: In
     console.print()
     columns = ("", "recomputed", "step", "per sample", "speed-up", "waiting", "most memory")
     _print_table(console, columns, comparison(result))
-    print_plan(result.plan, result.best, console, tensor_parallel_ns=tensor_parallel_ns)
+    print_plan(result.plan, result.best, console)
 
 
-def print_plan(
-    plan: Plan, run: SimulatedRun, console: Console, *, tensor_parallel_ns: IntArray
-) -> None:
+def print_plan(plan: Plan, run: SimulatedRun, console: Console) -> None:
     """Print a plan's stages, and how its ranks spend their time."""
     console.print()
     columns = ("stage", "layers", "recomputed", "forward", "backward", "waits", "peak")
@@ -46,8 +43,9 @@ def print_plan(
     # shares of the time
     shares = ", ".join(f"{name} {share:.1%}" for name, share in time_shares(run).items())
     console.print(f"where the ranks' time goes: {shares}")
-    if tensor_parallel_ns.any():
-        share = tensor_parallel_ns.mean() / max(run.step_ns, 1)
+    communication_ns = tensor_parallel_ns(plan, run)
+    if communication_ns.any():
+        share = communication_ns.mean() / max(run.step_ns, 1)
         console.print(f"in passes, tensor-parallel communication: {share:.1%} of the time")
     parts = path_parts(chart_step(plan, run))
     total = max(1, sum(parts.values()))

@@ -1,9 +1,11 @@
-"""Plans and their predictions, to and from plan.json.
+"""Requests, and plans with their predictions, to and from plan.json.
 
 For `python -m engine simulate` and the runtime. A plan holds everything that it was made from
 (dimensions, cluster, loads of the planned steps) and a hash of that, so that anyone can simulate it
 again. Pure, but for `read_plan` and `write_plan`.
 """
+
+from __future__ import annotations
 
 import hashlib
 import json
@@ -18,17 +20,21 @@ from balance.config import build_config
 from balance.errors import ConfigError, DataError
 from balance.presets import ModelPreset, model_from_dict, model_to_dict
 from balance.types import IntArray
+from engine.cost_model.analytical import layer_costs
 from engine.cost_model.clusters import Cluster
+from engine.cost_model.costs import Costs
+from engine.cost_model.layer_list import layers_of
 from engine.cost_model.loads import PHASES, QUANTITIES, Loads
 from engine.cost_model.parallel import Parallelism, Training
-from engine.simulator.schedule import SCHEDULES
+from engine.simulator.schedule import SCHEDULES, Schedule, make_schedule
 from engine.simulator.stages import check_partition
 
 PLAN_VERSION = 1
 _BY_STAGE = ("forward_ns", "backward_ns", "recompute_ns")
 _NUMBERS = ("schedule", "stages_per_rank", "num_micro_batches", "memory_bytes")
 _KEYS = ("version", "inputs", "inputs_hash", "layer_names", "borders", "recompute", "predicted")
-_INPUTS = ("model", "cluster", "parallel", "training", *_NUMBERS, "full", "loads")
+_TABLES: dict[str, type] = {"cluster": Cluster, "parallel": Parallelism, "training": Training}
+_INPUTS = ("model", *_TABLES, *_NUMBERS, "full", "loads")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +62,8 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Plan:
-    """A partition with its schedule and recomputed layers, and what it was made for."""
+class PlanRequest:
+    """What a plan is wanted for."""
 
     model: ModelPreset
     cluster: Cluster
@@ -70,9 +76,59 @@ class Plan:
     memory_bytes: int
     """Memory of a GPU that may be used."""
     full: Loads
-    """One micro-batch, the largest that memory was planned for."""
+    """One micro-batch, the largest that memory is planned for."""
     loads: Loads
     """Loads of the planned steps, (steps * dp * micro_batches,): by step, in it by rank."""
+
+    def __post_init__(self) -> None:
+        parts = {layer.part for layer in layers_of(self.model, self.parallel)}
+        if not any(map(self.training.trains, parts)):
+            raise ConfigError("everything is frozen: there is nothing to train")
+        if self.loads.audio.tokens.any() and self.model.audio_encoder is None:
+            raise ConfigError(
+                f"model preset {self.model.name} has no [audio_encoder] table, so the cost of its "
+                "audio is not known: add the encoder's dimensions"
+            )
+        node, tp = self.cluster.gpus_per_node, self.parallel.tp
+        if node % tp and tp % node:
+            raise ConfigError(
+                f"tp is {tp}, but a node of {self.cluster.name} has {node} GPUs: give a divisor or "
+                f"a multiple of {node}"
+            )
+
+    def changed(self, **changes: Any) -> PlanRequest:
+        """This request, or that of a plan, with some of it changed."""
+        return PlanRequest(**{f.name: getattr(self, f.name) for f in fields(PlanRequest)} | changes)
+
+    def costs(self, loads: Loads) -> Costs:
+        """Costs of the layers for some micro-batches."""
+        return layer_costs(self.model, self.cluster, self.parallel, loads, self.training)
+
+    def full_costs(self) -> Costs:
+        """Costs of a step in which every micro-batch is the largest."""
+        return self.costs(self.full.take(np.zeros(self.num_micro_batches, np.int64)))
+
+    def pipelines(self, loads: Loads) -> list[Costs]:
+        """Costs by step and, in it, data-parallel rank."""
+        return self.split(self.costs(loads))
+
+    def split(self, costs: Costs) -> list[Costs]:
+        """Costs of many micro-batches, by step and data-parallel rank."""
+        count = self.num_micro_batches
+        starts = range(0, costs.num_micro_batches, count)
+        return [costs.take(np.arange(first, first + count)) for first in starts]
+
+    def make_schedule(self) -> Schedule:
+        """The schedule of the pipeline's stages."""
+        return make_schedule(
+            self.schedule, self.parallel.pp, self.num_micro_batches, self.stages_per_rank
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Plan(PlanRequest):
+    """A partition with its recomputed layers, and the request that it was made for."""
+
     layer_names: tuple[str, ...]
     borders: tuple[int, ...]
     """Stage s holds the layers `borders[s]:borders[s + 1]`."""
@@ -147,9 +203,7 @@ class Plan:
     def _inputs(self) -> dict[str, Any]:
         settings = {
             "model": model_to_dict(self.model),
-            "cluster": asdict(self.cluster),
-            "parallel": asdict(self.parallel),
-            "training": asdict(self.training),
+            **{name: asdict(getattr(self, name)) for name in _TABLES},
             **{name: getattr(self, name) for name in _NUMBERS},
         }
         loads = {"full": self.full.to_lists(), "loads": self.loads.to_lists()}
@@ -174,11 +228,11 @@ def plan_from_json(values: dict[str, Any], *, where: str) -> Plan:
     predicted = _require_keys(values["predicted"], names, f"{where}, predicted")
     parts: dict[str, Any] = {
         "model": model_from_dict(inputs["model"]),
-        "cluster": build_config(Cluster, inputs["cluster"], where=f"{where}, cluster"),
-        "parallel": build_config(Parallelism, inputs["parallel"], where=f"{where}, parallel"),
-        "training": build_config(Training, inputs["training"], where=f"{where}, training"),
-        "full": _loads_from_json(inputs["full"], where),
-        "loads": _loads_from_json(inputs["loads"], where),
+        **{
+            name: build_config(kind, inputs[name], where=f"{where}, {name}")
+            for name, kind in _TABLES.items()
+        },
+        **{name: _loads_from_json(inputs[name], where) for name in ("full", "loads")},
         "predicted": build_config(Prediction, predicted, where=f"{where}, predicted"),
     }
     found = {name: values[name] for name in ("layer_names", "borders", "recompute")}

@@ -11,8 +11,8 @@ from balance.errors import ConfigError
 from balance.types import IntArray
 from engine.cost_model.layer_list import layers_of
 from engine.cost_model.profile_table import Profile, measured_costs, profiled_costs
-from engine.planning.plan import Plan
-from engine.planning.planner import PlanRequest, make_plan, simulate_run
+from engine.planning.plan import Plan, PlanRequest
+from engine.planning.planner import make_plan, simulate_run
 
 
 def plan_from_profile(

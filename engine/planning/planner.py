@@ -4,30 +4,23 @@ For `python -m engine plan`. The partition is searched for one step, the median 
 with the memory that the largest micro-batches need; all steps of the answer are simulated.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from balance.errors import ConfigError
-from balance.presets import ModelPreset
 from balance.types import IntArray
-from engine.cost_model.analytical import layer_costs
-from engine.cost_model.clusters import Cluster
 from engine.cost_model.costs import Costs
 from engine.cost_model.layer_list import layers_of
 from engine.cost_model.loads import Loads
-from engine.cost_model.parallel import Parallelism, Training, reduction_ns
+from engine.cost_model.parallel import reduction_ns
 from engine.planning.bmp import search_bmp
 from engine.planning.partition import by_params
-from engine.planning.plan import Plan, Prediction
+from engine.planning.plan import Plan, PlanRequest, Prediction
 from engine.planning.recompute import choose_recompute, fitted_step
 from engine.planning.search.branch_and_bound import search_exact
 from engine.simulator.evaluate import SimulatedStep, evaluate
-from engine.simulator.schedule import Schedule, make_schedule
 
 FREE_LINK: dict[str, Any] = {
     "nvlink_bytes_per_s": 1e30,
@@ -36,67 +29,6 @@ FREE_LINK: dict[str, Any] = {
     "network_latency_us": 1e-9,
 }
 """A cluster's links if communication cost nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PlanRequest:
-    """What a plan is wanted for; the fields of `Plan` of the same names."""
-
-    model: ModelPreset
-    cluster: Cluster
-    parallel: Parallelism
-    training: Training
-    schedule: str
-    stages_per_rank: int
-    num_micro_batches: int
-    memory_bytes: int
-    loads: Loads
-    full: Loads
-
-    def __post_init__(self) -> None:
-        parts = {layer.part for layer in layers_of(self.model, self.parallel)}
-        if not any(map(self.training.trains, parts)):
-            raise ConfigError("everything is frozen: there is nothing to train")
-        if self.loads.audio.tokens.any() and self.model.audio_encoder is None:
-            raise ConfigError(
-                f"model preset {self.model.name} has no [audio_encoder] table, so the cost of its "
-                "audio is not known: add the encoder's dimensions"
-            )
-        node, tp = self.cluster.gpus_per_node, self.parallel.tp
-        if node % tp and tp % node:
-            raise ConfigError(
-                f"tp is {tp}, but a node of {self.cluster.name} has {node} GPUs: give a divisor or "
-                f"a multiple of {node}"
-            )
-
-    @classmethod
-    def of_plan(cls, plan: Plan, **changes: Any) -> PlanRequest:
-        """The request that a plan was made for, with some of it changed."""
-        return cls(**{f.name: getattr(plan, f.name) for f in fields(cls)} | changes)
-
-    def costs(self, loads: Loads) -> Costs:
-        """Costs of the layers for some micro-batches."""
-        return layer_costs(self.model, self.cluster, self.parallel, loads, self.training)
-
-    def full_costs(self) -> Costs:
-        """Costs of a step in which every micro-batch is the largest."""
-        return self.costs(self.full.take(np.zeros(self.num_micro_batches, np.int64)))
-
-    def pipelines(self, loads: Loads) -> list[Costs]:
-        """Costs by step and, in it, data-parallel rank."""
-        return self.split(self.costs(loads))
-
-    def split(self, costs: Costs) -> list[Costs]:
-        """Costs of many micro-batches, by step and data-parallel rank."""
-        count = self.num_micro_batches
-        starts = range(0, costs.num_micro_batches, count)
-        return [costs.take(np.arange(first, first + count)) for first in starts]
-
-    def make_schedule(self) -> Schedule:
-        """The schedule of the pipeline's stages."""
-        return make_schedule(
-            self.schedule, self.parallel.pp, self.num_micro_batches, self.stages_per_rank
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -227,7 +159,7 @@ def tensor_parallel_ns(request: PlanRequest, run: SimulatedRun) -> IntArray:
     """Mean time of tensor-parallel communication in a step's passes, per pipeline rank."""
     every = request.costs(request.loads)
     cluster = replace(request.cluster, **FREE_LINK)
-    without = replace(request, cluster=cluster).costs(request.loads)
+    without = request.changed(cluster=cluster).costs(request.loads)
     spent = sum(
         getattr(every, name) - getattr(without, name)
         for name in ("forward_ns", "input_grad_ns", "weight_grad_ns")

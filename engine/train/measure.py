@@ -20,8 +20,7 @@ from engine.cost_model.layer_list import phases_of
 from engine.cost_model.loads import largest_micro_batch
 from engine.cost_model.parallel import Parallelism, Training
 from engine.cost_model.profile_table import Profile, misfit, write_profile
-from engine.planning.plan import Plan, write_plan
-from engine.planning.planner import PlanRequest
+from engine.planning.plan import Plan, PlanRequest, write_plan
 from engine.runtime.batch_loads import batch_loads
 from engine.runtime.pipeline import PipelineOptions
 from engine.runtime.profiling.measure_plan import choose_plan, profile_step

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from balance.types import IntArray
 from engine.planning.rank_memory import stage_peaks
-from engine.planning.search._bounds import window_steps
 from engine.planning.search._windows import Windows
 from engine.planning.search.local_search import NEVER, PartitionEvaluator
 
@@ -97,23 +96,13 @@ class StageChoices:
         `numbers`: of its stages, where each rank has one; otherwise at most MOST_COMBINED
         combinations of the ranks' choices are tried.
         """
-        evaluator, is_all = self.evaluator, True
+        is_all = True
         if self.are_of_stages:
             masks = np.logical_or.reduce([self.masks[number] for number in numbers])[np.newaxis]
         else:
             masks, is_all = self._of_ranks(borders)
-        # (choices x stages, micro_batches)
-        extra = np.concatenate(
-            [np.zeros((0, evaluator.costs.num_micro_batches), np.int64)]
-            + [evaluator.extra_ns(borders, mask) for mask in masks]
-        )
-        rows = np.arange(len(extra)).reshape(len(masks), len(borders) - 1)
-        every = np.broadcast_to(borders, (len(masks), len(borders)))
-        return (
-            window_steps(evaluator.schedule, evaluator.sums, 0, every, rows, extra),
-            masks,
-            is_all,
-        )
+        same = np.broadcast_to(borders, (len(masks), len(borders)))
+        return self.evaluator.times(same, masks), masks, is_all
 
     def _of_ranks(self, borders: IntArray) -> tuple[NDArray[np.bool_], bool]:
         """Combinations of the ranks' choices, (combinations, layers), and whether these are all."""

@@ -4,7 +4,7 @@ From a partition to the best of those in which one border, or several neighbouri
 little, until none is better. 0.1 s for 125 layers in 8 stages.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,26 +29,28 @@ class PartitionEvaluator(RecomputeChooser):
         super().__init__(costs, schedule, memory_bytes)
         self.sums = layer_sums(costs, schedule)
 
-    def extra_ns(self, borders: IntArray, recompute: NDArray[np.bool_]) -> IntArray:
-        """Time of recomputation by stage, (stages, micro_batches)."""
-        times = self.costs.recompute_ns * recompute[:, np.newaxis]
-        return np.add.reduceat(times, borders[:-1], axis=0)
-
     def steps(self, partitions: IntArray) -> IntArray:
         """Step times of `partitions`, (partitions, stages + 1); NEVER where one does not fit."""
-        steps = np.full(len(partitions), NEVER)
         found = [self.least(borders) for borders in partitions]
-        extra = [
-            self.extra_ns(borders, chosen)
-            for borders, chosen in zip(partitions, found, strict=True)
-            if chosen is not None
-        ]
-        if extra:
-            fitting = partitions[[chosen is not None for chosen in found]]
-            rows = np.arange(fitting[:, 1:].size).reshape(len(fitting), -1)
-            times = window_steps(self.schedule, self.sums, 0, fitting, rows, np.concatenate(extra))
-            steps[[chosen is not None for chosen in found]] = times
+        fits = np.array([chosen is not None for chosen in found], np.bool_)
+        masks = [chosen for chosen in found if chosen is not None]
+        steps = np.full(len(partitions), NEVER)
+        steps[fits] = self.times(partitions[fits], masks)
         return steps
+
+    def times(self, partitions: IntArray, masks: Sequence[NDArray[np.bool_]]) -> IntArray:
+        """Step times of `partitions` where layers are recomputed by the mask of each."""
+        if not len(masks):
+            return np.zeros(0, np.int64)
+        # (partitions x stages, micro_batches)
+        extra_ns = np.concatenate(
+            [
+                np.add.reduceat(self.costs.recompute_ns * mask[:, np.newaxis], borders[:-1])
+                for borders, mask in zip(partitions, masks, strict=True)
+            ]
+        )
+        rows = np.arange(len(extra_ns)).reshape(len(masks), -1)
+        return window_steps(self.schedule, self.sums, 0, partitions, rows, extra_ns)
 
     def least_peaks(self, partitions: IntArray) -> IntArray:
         """Peak of the fullest rank of each partition, (partitions,), everything recomputed."""

@@ -215,7 +215,7 @@ def test_a_plan_that_would_not_fit_if_all_micro_batches_were_full_says_so(result
         predicted=replace(result.plan.predicted, full_peak_bytes=(peak, peak + 2**30, peak, peak)),
     )
     console = Console(file=StringIO(), width=150)
-    print_plan(plan, result.best, console, tensor_parallel_ns=np.zeros(4, np.int64))
+    print_plan(plan, result.best, console)
     assert "may not fit: rank 1 needs " in console.file.getvalue()
 
 
