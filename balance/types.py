@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
 
 CHUNK = 1 << 18
 """Groups that are summed or moved at a time."""

@@ -58,9 +58,8 @@ def plan(
 ) -> None:
     """Choose each stage's layers and which layers are recomputed, and predict the time of a step.
 
-    For a packed build, or for equal micro-batches (--model, --images, --seq-len). The plan is
-    compared with what trainers do without one: random samples, parameters split evenly, every layer
-    recomputed.
+    For a packed build, or for equal micro-batches (--model, --images, --seq-len). Compared with
+    what trainers do without a plan: random samples, parameters split evenly, all recomputed.
     """
     begun = time.perf_counter()
     options = read_config(PlanConfig, context, command="engine plan")

@@ -87,11 +87,10 @@ class Cluster:
         """Share of the peak that a matrix product reaches, by the width of its weights.
 
         Width: the lesser of rows and columns on one GPU. The overhead of a product (casts, copies,
-        bias, gaps) grows with its width, the product with the square: so the share is best x width
-        / (width + half_speed_width). OmniBal's Figure 2 agrees: a layer of InternViT-6B (3,200
-        wide) takes 1.05 to 1.07 times as long as one of InternLM2-20B (6,144 wide) on .70 of its
-        FLOPs. That overhead is limited by memory, so `half_speed_width` of another GPU scales with
-        peak_flops_per_s / hbm_bytes_per_s.
+        bias, gaps) grows with its width, the product with the square. OmniBal's Figure 2 agrees: a
+        layer of InternViT-6B (3,200 wide) takes 1.05 to 1.07 times as long as one of InternLM2-20B
+        (6,144 wide) on .70 of its FLOPs. That overhead is limited by memory, so `half_speed_width`
+        of another GPU scales with peak_flops_per_s / hbm_bytes_per_s.
         """
         return self.product_efficiency * width / (width + self.half_speed_width)
 

@@ -1,8 +1,7 @@
 """Costs: time and memory per layer and micro-batch. Pure NumPy.
 
-From the analytical model (`engine.cost_model.analytical`) or from a profile
-(`engine.cost_model.profile_table`). Times are whole nanoseconds, so that two simulations of one
-plan agree exactly.
+From the analytical model or from a profile. Times are whole nanoseconds, so that two simulations of
+one plan agree exactly.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from balance.errors import ConfigError
-from balance.types import IntArray
+from balance.types import BoolArray, IntArray
 
 NS_PER_MS = 1_000_000
 
@@ -29,8 +27,7 @@ ARRAYS = (*COLUMNS, "state_bytes", "param_counts", "sends_grad")
 class Costs:
     """A row per layer, in the order of the forward pass; a column per micro-batch.
 
-    A tensor-parallel group of GPUs counts as one: times include its communication, bytes are those
-    of one GPU.
+    Times include communication in the tensor-parallel group of GPUs, bytes are those of one GPU.
     """
 
     names: tuple[str, ...]
@@ -59,7 +56,7 @@ class Costs:
     """int64, (layers,): weights, gradients, optimizer state."""
     param_counts: IntArray
     """int64, (layers,): parameters over all tensor-parallel ranks."""
-    sends_grad: NDArray[np.bool_]
+    sends_grad: BoolArray
     """(layers,): whether a gradient comes back to the layer: it or a layer before it is trained."""
 
     def __post_init__(self) -> None:

@@ -109,8 +109,7 @@ def reduction_ns(
 
     `gpu_params`: trained parameters of one GPU, an entry per stage. With a sharded optimizer (ZeRO)
     gradients are reduce-scattered and weights all-gathered; without, gradients are all-reduced.
-    Nothing is taken to overlap with computing; in a pipeline whose stages end at different times a
-    part does.
+    Nothing is taken to overlap with computing, though a part does where stages end apart.
     """
     if parallel.dp == 1:
         return np.zeros_like(gpu_params)

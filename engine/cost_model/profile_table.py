@@ -3,9 +3,9 @@
 The runtime writes a `Profile`, planning reads it. A time or size is fitted as a constant, plus a
 term per squared length and per token; the slope per token may grow at 1/32, 1/16, 1/8, 1/4 and 1/2
 of the most tokens measured. No term is negative. So the fit bends where reading weights no longer
-limits a layer, and more work never looks faster, as it would in a table of noisy
-measurements. Errors are relative, so that small micro-batches count as much as large ones; `misfit`
-is the largest error. A fit takes 20 ms once per profile, costs from it 2 ms for 256 micro-batches.
+limits a layer, and more work never looks faster, as it would in a table of noisy measurements.
+Errors are relative: small micro-batches count as much as large ones. A fit takes 20 ms once per
+profile, costs from it 2 ms for 256 micro-batches.
 """
 
 import json
@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from balance.errors import ConfigError, first_line
-from balance.types import FloatArray, IntArray
+from balance.types import BoolArray, FloatArray, IntArray
 from engine.cost_model.costs import ARRAYS, COLUMNS, Costs
 from engine.cost_model.loads import Loads, PhaseLoads
 
@@ -256,9 +255,7 @@ def nonnegative_least_squares(rows: FloatArray, target: FloatArray) -> FloatArra
     return found
 
 
-def _shrink(
-    rows: FloatArray, target: FloatArray, found: FloatArray, free: NDArray[np.bool_]
-) -> FloatArray:
+def _shrink(rows: FloatArray, target: FloatArray, found: FloatArray, free: BoolArray) -> FloatArray:
     """Move to the optimum in the free entries; entries that become 0 on the way are fixed there."""
     free = free.copy()
     while free.any():

@@ -55,10 +55,7 @@ class DispatchOptions:
     node_wise: bool = True
     """Whether batches are placed on nodes that already hold much of them (5.2.2)."""
     reads_directly: bool = False
-    """Whether inputs are read where they are needed, as our loader does.
-
-    Then only features travel, and encoders' batches are placed near the LLM's ranks.
-    """
+    """Whether inputs are read where they are needed, as our loader does: only features travel."""
 
     def __post_init__(self) -> None:
         for name in (*self.algorithms, *self.padded, *self.square_weights):
@@ -97,9 +94,9 @@ class Examples:
 
     @classmethod
     def of_counts(cls, counts: Counts, offsets: IntArray, *, audio_downsample: int = 1) -> Examples:
-        """From the counts table. `audio_downsample`: encoder tokens per LLM token.
+        """From counts, with equal images in an example, its audio as one clip.
 
-        Images of an example are taken as equally large, and its audio as one clip.
+        `audio_downsample`: encoder tokens per LLM token.
         """
         audio = counts.num_audio_tokens * audio_downsample
         images = np.square(counts.num_vit_tokens) // np.maximum(counts.num_image_patches, 1)
@@ -199,8 +196,7 @@ def _ranks(
 ) -> dict[str, IntArray]:
     """The rank of every example by phase; encoders without own batches work on the LLM's rank.
 
-    Inputs travel from where they were drawn. If they are read where they are needed, only features
-    travel, and encoders' batches are placed near the users of features.
+    Batches are placed near their inputs; of encoders that read directly, near users of features.
     """
     drawn_by = np.repeat(np.arange(examples.num_ranks), np.diff(examples.offsets))
     sources, weights, llm = drawn_by, examples.lengths, batches.get("llm", drawn_by)

@@ -82,10 +82,7 @@ def feature_moves(
 
 
 def planned_routes(work: StepAssignment, counts: Counts) -> tuple[PlannedRoutes, ...]:
-    """The routes of each rank, from a step's counts and assignment.
-
-    Every rank plans the same step from the same counts, so the routes of all ranks match.
-    """
+    """The routes of each rank; they match, as every rank plans from the same counts."""
     features = {"vision": counts.num_image_tokens, "audio": counts.num_audio_tokens}
     moves = feature_moves(work, features)
     rounds = len(work.micro_batches[0])

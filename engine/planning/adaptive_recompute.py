@@ -1,11 +1,10 @@
 """Adaptive recomputation from measured memory (OmniBal 4.3).
 
-`engine.planning.recompute` knows every layer's bytes; a running model only tells how much each
-stage has left, or that it ran out. So: (1) run with everything recomputed; (2) run with some layers
-of one kind at a time not recomputed; (3) fit by least squares the bytes of a layer of each kind per
-micro-batch in flight (the paper's M_v and M_t, whose names its text swaps); (4) run the best choice
-by that estimate, recompute more in stages that ran out and, beyond the paper, less where runs show
-that it may fit. About 6 runs more than kinds of layers.
+A running model only tells how much each stage has left, or that it ran out. So: (1) run with
+everything recomputed; (2) run with some layers of one kind at a time not recomputed; (3) fit by
+least squares the bytes of a layer of each kind per micro-batch in flight (the paper's M_v and M_t,
+whose names its text swaps); (4) run the best choice by that estimate, recompute more in stages that
+ran out and, beyond the paper, less where it may fit. About 6 runs more than kinds of layers.
 """
 
 import itertools
@@ -13,10 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from balance.errors import ConfigError, IsobatchError
-from balance.types import FloatArray, IntArray
+from balance.types import BoolArray, FloatArray, IntArray
 from engine.cost_model.costs import Costs
 from engine.planning.recompute import InfeasiblePlan
 from engine.simulator.schedule import PassKind, Schedule
@@ -37,7 +35,7 @@ class OutOfMemory(IsobatchError):
         self.stages = tuple(stages)
 
 
-Observe = Callable[[NDArray[np.bool_]], IntArray]
+Observe = Callable[[BoolArray], IntArray]
 """Steps of training with these layers recomputed -> bytes left at each stage's peak, (stages,)."""
 
 
@@ -45,7 +43,7 @@ Observe = Callable[[NDArray[np.bool_]], IntArray]
 class Trial:
     """A run with some layers recomputed."""
 
-    recompute: NDArray[np.bool_]
+    recompute: BoolArray
     """(layers,)."""
     left_bytes: IntArray | None
     """(stages,); None if it ran out of memory."""
@@ -57,7 +55,7 @@ class Trial:
 class AdaptedRecompute:
     """The choice, and the runs that led to it."""
 
-    recompute: NDArray[np.bool_]
+    recompute: BoolArray
     """(layers,); it has been run."""
     left_bytes: IntArray
     """(stages,): left in that run."""
@@ -140,7 +138,7 @@ class _Adaptation:
         """Layers of each kind, (kinds,), not recomputed in runs in which the stage ran out."""
         self.trials: list[Trial] = []
 
-    def count(self, layers: NDArray[np.bool_]) -> IntArray:
+    def count(self, layers: BoolArray) -> IntArray:
         counts = np.zeros((int(self.stage_of[-1]) + 1, len(self.kinds)), np.int64)
         np.add.at(counts, (self.stage_of, self.kind_of), layers)
         return counts
@@ -151,10 +149,10 @@ class _Adaptation:
     def is_enough(self, trial: Trial) -> bool:
         return trial.left_bytes is not None and bool((trial.left_bytes >= self.reserve_bytes).all())
 
-    def was_tried(self, recompute: NDArray[np.bool_]) -> bool:
+    def was_tried(self, recompute: BoolArray) -> bool:
         return any(np.array_equal(trial.recompute, recompute) for trial in self.trials)
 
-    def try_out(self, recompute: NDArray[np.bool_]) -> tuple[int, ...]:
+    def try_out(self, recompute: BoolArray) -> tuple[int, ...]:
         """Run; -> stages that ran out of memory."""
         try:
             left = np.asarray(self.observe(recompute))
@@ -204,7 +202,7 @@ class _Adaptation:
         pairs = ((self.count(~trial.recompute), trial.left_bytes) for trial in self.trials)
         return [(off, left) for off, left in pairs if left is not None]
 
-    def estimate(self) -> NDArray[np.bool_]:
+    def estimate(self) -> BoolArray:
         """Step 4: the choice of least time that should fit into each stage."""
         off = np.zeros_like(self.sizes)
         for stage, size in enumerate(self.sizes):
@@ -212,11 +210,11 @@ class _Adaptation:
             off[stage] = _most_saved(able, held, self.each_ns, self.free_bytes(stage))
         return self.layers(off)
 
-    def improve(self) -> NDArray[np.bool_]:
+    def improve(self) -> BoolArray:
         """Beyond the paper, after an estimate was tried: a faster choice than all that fitted.
 
-        For each stage the one that should hold least, unless a choice with fewer layers held ran
-        out of memory. Stages are independent: a stage uses runs in which only others ran out.
+        For each stage the one that should hold least, unless one with fewer layers held ran out of
+        memory. Stages are independent: a stage uses runs in which only others ran out.
         """
         return self.layers(np.stack([self.next_of(stage) for stage in range(len(self.sizes))]))
 
@@ -250,9 +248,9 @@ class _Adaptation:
     def free_bytes(self, stage: int) -> float:
         """Bytes that the layers of a stage may hold that are not recomputed.
 
-        By the run in which they held most: the nearer to the answer, the smaller the error of the
-        estimate. Less than in any run in which the stage ran out: by a layer after the first, by
-        two after the second and so on, but at most half the way back to what fitted.
+        By the run in which they held most, as nearer estimates err less. Less than in any run in
+        which the stage ran out: by a layer after the first, by two after the second and so on, but
+        at most half the way back to what fitted.
         """
         held = self.held * self.in_flight[stage]
         ran = [(float(off[stage] @ held), int(left[stage])) for off, left in self.finished()]
@@ -265,13 +263,13 @@ class _Adaptation:
         layer = held[(self.sizes[stage] > 0) & (held > 0)].min(initial=least)
         return min(free, max(least - len(self.too_much[stage]) * float(layer), (good + least) / 2))
 
-    def test(self, recompute: NDArray[np.bool_]) -> None:
+    def test(self, recompute: BoolArray) -> None:
         """Step 4: run a choice, and learn from it."""
         for stage in self.try_out(recompute):
             self.too_much[stage].append(self.count(~recompute)[stage])
         self.infer()
 
-    def layers(self, off: IntArray) -> NDArray[np.bool_]:
+    def layers(self, off: IntArray) -> BoolArray:
         """The choice that does not recompute the last `off` layers of each stage and kind."""
         recompute = np.ones(len(self.kind_of), np.bool_)
         for stage, kind in np.argwhere(off):

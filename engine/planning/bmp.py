@@ -59,7 +59,7 @@ class BmpResult:
 
     anchor: IntArray
     candidates: tuple[PartitionCandidate, ...]
-    """All that were run, by rank, the anchor included."""
+    """By rank, the anchor included."""
     best: PartitionCandidate
 
 
@@ -73,8 +73,7 @@ def search_bmp(
 ) -> BmpResult:
     """The fastest of the best-ranked partitions near the anchor and the anchor itself.
 
-    `step_ns`: time of a step with these borders, or InfeasiblePlan, which this raises only if all
-    do. Of equally fast partitions the better ranked.
+    `step_ns`: time of a step with these borders. InfeasiblePlan only if it raises that for all.
     """
     anchor = greedy_anchor(costs, num_stages)
     candidates = rank_candidates(costs, anchor, radius=radius, most=most_run)

@@ -42,8 +42,7 @@ class PackedBuild:
     def stream_steps(self, *, dp: int, micro_batches: int, steps: int, seed: int = 0) -> Loads:
         """The first epoch's first steps as `loaders` gives them, (steps * dp * micro_batches,).
 
-        Step by step, in it rank by rank. Whole steps only, at most what the epoch has; ConfigError
-        if it has none.
+        Step by step, in it rank by rank; at most what the epoch has. ConfigError if it has none.
         """
         count = self._num_steps(len(self.groups), dp * micro_batches, steps, "groups")
         stream = BlockShuffle(num_groups=len(self.groups), order=self.order, seed=seed, epoch=0)

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from balance.config import build_config
 from balance.errors import ConfigError, DataError
 from balance.presets import ModelPreset, model_from_dict, model_to_dict
-from balance.types import IntArray
+from balance.types import BoolArray, IntArray
 from engine.cost_model.analytical import layer_costs
 from engine.cost_model.clusters import Cluster
 from engine.cost_model.costs import Costs
@@ -177,7 +176,7 @@ class Plan(PlanRequest):
         return np.array(self.borders)
 
     @property
-    def recompute_mask(self) -> NDArray[np.bool_]:
+    def recompute_mask(self) -> BoolArray:
         """Whether each layer is recomputed, (layers,)."""
         mask = np.zeros(len(self.layer_names), np.bool_)
         mask[list(self.recompute)] = True

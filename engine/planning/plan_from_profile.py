@@ -5,10 +5,9 @@ For a partition that is already chosen: searched over `profiled_costs`, or run
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from balance.errors import ConfigError
-from balance.types import IntArray
+from balance.types import BoolArray, IntArray
 from engine.cost_model.layer_list import layers_of
 from engine.cost_model.profile_table import Profile, measured_costs, profiled_costs
 from engine.planning.plan import Plan, PlanRequest
@@ -19,7 +18,7 @@ def plan_from_profile(
     request: PlanRequest,
     profile: Profile,
     borders: IntArray,
-    recompute: NDArray[np.bool_],
+    recompute: BoolArray,
     indices: IntArray | None = None,
 ) -> Plan:
     """The plan with this partition and these recomputed layers; times and bytes from a profile.

@@ -8,9 +8,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from balance.types import IntArray
+from balance.types import BoolArray, IntArray
 from engine.cost_model.costs import Costs
 from engine.cost_model.layer_list import layers_of
 from engine.cost_model.loads import Loads
@@ -37,7 +36,7 @@ class SimulatedRun:
 
     name: str
     borders: IntArray
-    recompute: NDArray[np.bool_]
+    recompute: BoolArray
     steps: tuple[SimulatedStep, ...]
     """By step and, in it, data-parallel rank."""
     costs: tuple[Costs, ...]
@@ -91,10 +90,9 @@ class PlanResult:
 
 
 def plan(request: PlanRequest, *, search: str = "exact", random: Loads | None = None) -> PlanResult:
-    """Plan, and simulate the plan next to what trainers do.
+    """Plan, and simulate the plan next to what trainers do, also with `random` micro-batches.
 
-    That is `random` micro-batches, parameters split evenly, all recomputed. `search`: `exact` or
-    `bmp`. InfeasiblePlan if nothing fits into memory.
+    `search`: `exact` or `bmp`. InfeasiblePlan if nothing fits into memory.
     """
     pipelines, full = request.pipelines(request.loads), request.full_costs()
     typical = _median(pipelines)
@@ -127,7 +125,7 @@ def simulate_run(
     pipelines: list[Costs],
     loads: Loads,
     borders: IntArray,
-    recompute: NDArray[np.bool_],
+    recompute: BoolArray,
 ) -> SimulatedRun:
     """Simulate all steps of one choice."""
     schedule = request.make_schedule()
@@ -185,7 +183,7 @@ def _predict(request: PlanRequest, run: SimulatedRun, full_peak_bytes: IntArray)
 
 def _search(
     costs: Costs, request: PlanRequest, search: str
-) -> tuple[IntArray, NDArray[np.bool_], float | None]:
+) -> tuple[IntArray, BoolArray, float | None]:
     """-> (borders, recompute, gap)."""
     schedule, memory = request.make_schedule(), request.memory_bytes
     if search == "exact":

@@ -1,8 +1,7 @@
 """Minimal recomputation with which one rank fits into its memory. Numba.
 
-For `engine.planning.recompute` and `engine.planning.search`. The peak is that of
-`engine.simulator.memory`, byte for byte, for one rank and one choice of layers: 3 us for 20 layers
-and 64 micro-batches.
+The peak is that of `engine.simulator.memory`, byte for byte, for one rank and one choice of layers:
+3 us for 20 layers and 64 micro-batches.
 
 Layers of a kind in one stage cost the same, so a choice is a number per kind, and the first layers
 are recomputed: what a recomputed layer needs in its own turn comes on top of what the layers before
@@ -15,9 +14,8 @@ from typing import NamedTuple
 
 import numba
 import numpy as np
-from numpy.typing import NDArray
 
-from balance.types import IntArray
+from balance.types import BoolArray, IntArray
 from engine.cost_model.costs import Costs
 from engine.simulator.schedule import PassKind, Schedule
 
@@ -71,7 +69,7 @@ class RecomputeGroups(NamedTuple):
     """(groups + 1,): first member of each group."""
     counts: IntArray
     """(groups,): recomputed layers, the first ones of the group."""
-    recompute: NDArray[np.bool_]
+    recompute: BoolArray
     """(layers,), of the model."""
 
 
@@ -140,9 +138,8 @@ def peak_bytes(layers, order, starts, ends, recompute):  # type: ignore[no-untyp
 def _add_layer(layers, layer, left, stage):  # type: ignore[no-untyped-def]
     """Add the next layer to a stage's memory of each micro-batch, (micro_batches,) each.
 
-    `live`: left by the forward pass; `held`: the same with recomputed activations. Peaks on top of
-    what was live: `most` in the forward or joint backward pass, `apart` if weight gradients come
-    later.
+    `live`: left by the forward pass; `held`: the same with recomputed activations. Peaks on top:
+    `most` in the forward or joint backward pass, `apart` if weight gradients come later.
     """
     live, held, most, apart = stage
     for number in range(len(live)):
@@ -251,8 +248,7 @@ def minimal_choices(  # type: ignore[no-untyped-def]
 ):
     """Choices of recomputed layers with which a rank fits, and with one layer less would not.
 
-    -> ((choices, layers) bool, whether these are all). No rows if the rank does not fit at all.
-    With `only_least` only the choice that takes least time over all micro-batches.
+    -> ((choices, layers) bool, whether these are all). With `only_least` only the fastest one.
     """
     rank = RankStages(layers, order, starts, ends, memory_bytes)
     members, firsts = _groups(layers.kind, starts, ends)

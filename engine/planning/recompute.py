@@ -2,17 +2,14 @@
 
 The peak of live bytes along each rank's own order must fit (`engine.simulator.memory`), not depth
 times an average. Ranks are independent: no schedule's memory depends on times.
-`engine.planning.rank_memory` chooses a rank's layers; `engine.planning.adaptive_recompute` is for
-memory that can only be measured.
 """
 
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from balance.errors import IsobatchError
-from balance.types import IntArray
+from balance.types import BoolArray, IntArray
 from engine.cost_model.costs import Costs
 from engine.planning.rank_memory import layer_memory, minimal_choices, rank_order
 from engine.simulator.evaluate import evaluate
@@ -29,7 +26,7 @@ class InfeasiblePlan(IsobatchError):
 
 def choose_recompute(
     costs: Costs, borders: IntArray, schedule: Schedule, memory_bytes: int
-) -> NDArray[np.bool_]:
+) -> BoolArray:
     """Layers to recompute, (layers,) bool: the least time with which every rank fits.
 
     Exact while kinds of layers are few (`rank_memory.MOST_TRIED`). Of equal layers in a stage the
@@ -47,14 +44,14 @@ class RecomputeChooser:
     def __init__(self, costs: Costs, schedule: Schedule, memory_bytes: int) -> None:
         self.costs, self.schedule, self.memory_bytes = costs, schedule, memory_bytes
         self.layers = layer_memory(costs)
-        self.frees: NDArray[np.bool_] = np.asarray(self.layers.kind >= 0)
+        self.frees: BoolArray = np.asarray(self.layers.kind >= 0)
         """(layers,): whether recomputation frees anything."""
         self.orders = [rank_order(schedule, rank) for rank in range(schedule.num_ranks)]
-        self._least: dict[tuple[int, ...], NDArray[np.bool_] | None] = {}
+        self._least: dict[tuple[int, ...], BoolArray | None] = {}
 
     def choices(
         self, rank: int, starts: IntArray, ends: IntArray, *, only_least: bool = False
-    ) -> tuple[NDArray[np.bool_], bool]:
+    ) -> tuple[BoolArray, bool]:
         """`engine.planning.rank_memory.minimal_choices` of a rank with these stages."""
         order, memory = self.orders[rank], self.memory_bytes
         masks, is_all = minimal_choices(self.layers, order, starts, ends, memory, only_least)
@@ -65,7 +62,7 @@ class RecomputeChooser:
         own = slice(rank, None, self.schedule.num_ranks)
         return borders[:-1][own], borders[1:][own]
 
-    def least(self, borders: IntArray) -> NDArray[np.bool_] | None:
+    def least(self, borders: IntArray) -> BoolArray | None:
         """As `choose_recompute`; None if the partition never fits."""
         chosen = np.zeros(self.costs.num_layers, np.bool_)
         for rank in range(self.schedule.num_ranks):

@@ -2,10 +2,7 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
-from balance.types import IntArray
+from balance.types import BoolArray, IntArray
 from engine.cost_model.costs import Costs
 from engine.simulator.memory import Memory, memory_of
 from engine.simulator.program import make_program
@@ -41,7 +38,7 @@ def schedule_for(
 
 
 def evaluate(
-    costs: Costs, borders: IntArray, recompute: NDArray[np.bool_], schedule: Schedule
+    costs: Costs, borders: IntArray, recompute: BoolArray, schedule: Schedule
 ) -> SimulatedStep:
     """Simulate a step. ConfigError or ValueError if costs, partition and schedule do not match."""
     stages = stage_costs(costs, borders, recompute)

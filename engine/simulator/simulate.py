@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import numba
 import numpy as np
-from numpy.typing import NDArray
 
 from balance.errors import IsobatchError
-from balance.types import IntArray
+from balance.types import BoolArray, FloatArray, IntArray
 from engine.simulator.program import Program
 
 
@@ -41,7 +40,7 @@ class Timeline:
         return np.diff(np.concatenate([[0], np.cumsum(self.program.duration_ns)])[offsets])
 
     @property
-    def bubble_ratio(self) -> NDArray[np.float64]:
+    def bubble_ratio(self) -> FloatArray:
         """Share of the step that each rank waits, (ranks,)."""
         return 1 - self.busy_ns / max(self.step_ns, 1)
 
@@ -63,9 +62,9 @@ def simulate(program: Program) -> Timeline:
 def critical_path(timeline: Timeline) -> list[int]:
     """Operations, first to last, each of which begins as soon as the previous one allows.
 
-    Between them lie sends: of the result that the next one waits for, and of results that delayed
-    it on the same link. Of several critical paths the one that stays on a rank. In a measured step
-    passes begin a little late: there, the latest of all that each waited for.
+    Between them lie sends: of the result that the next one waits for, and of those that delayed it
+    on the link. Of several paths the one that stays on a rank. Passes of a measured step begin a
+    little late: there, the latest of all that each waited for.
     """
     schedule = timeline.program.schedule
     sent = transfers(timeline)
@@ -103,7 +102,7 @@ class Transfers:
     end_ns: IntArray
     previous: IntArray
     """Edge with the previous send on the same link; -1 for the first, and inside a rank."""
-    crosses: NDArray[np.bool_]
+    crosses: BoolArray
     """Whether it goes to another rank."""
 
 

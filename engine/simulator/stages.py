@@ -11,10 +11,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from balance.errors import ConfigError
-from balance.types import IntArray
+from balance.types import BoolArray, IntArray
 from engine.cost_model.costs import Costs
 
 
@@ -42,7 +41,7 @@ class StageCosts:
     """As `backward_peak_bytes`, for the gradient of the input alone."""
     state_bytes: IntArray
     """(stages,): weights, gradients, optimizer state."""
-    sends_grad: NDArray[np.bool_]
+    sends_grad: BoolArray
     """(stages,): whether a gradient comes back from the next stage; False for the last."""
 
     @classmethod
@@ -51,7 +50,7 @@ class StageCosts:
         forward_ns: IntArray,
         input_grad_ns: IntArray,
         weight_grad_ns: IntArray,
-        sends_grad: NDArray[np.bool_],
+        sends_grad: BoolArray,
     ) -> StageCosts:
         """Stages with these times of passes, without memory and with immediate sends."""
         names, zeros = (f.name for f in fields(cls)), np.zeros_like(forward_ns)
@@ -96,7 +95,7 @@ def check_partition(borders: IntArray, num_layers: int) -> None:
         )
 
 
-def stage_costs(costs: Costs, borders: IntArray, recompute: NDArray[np.bool_]) -> StageCosts:
+def stage_costs(costs: Costs, borders: IntArray, recompute: BoolArray) -> StageCosts:
     """Costs of a partition's stages, where layer l is recomputed if `recompute[l]`.
 
     Memory: the forward pass leaves each layer's activations, or its input alone. The backward pass

@@ -31,10 +31,7 @@ class OrderResult:
 
 
 def search_clusters(problem: OrderProblem) -> OrderResult:
-    """The best of the given order and all orders of at most five clusters (PipeTune, 5.2).
-
-    Of equally fast orders the first.
-    """
+    """The first of the best of the given order and all orders of at most five clusters."""
     stages = problem.stages
     came = np.arange(problem.num_micro_batches)
     clusters = cluster_costs((stages.forward_ns + stages.backward_ns).sum(axis=0))
@@ -49,8 +46,7 @@ def search_swaps(
 ) -> OrderResult:
     """Improve `start` by `trials` random exchanges and moves; ends early at `lower_bound`.
 
-    A change is kept unless the step is slower, so that the search crosses plateaus. The seed fixes
-    the result.
+    A change is kept unless the step is slower, so that the search crosses plateaus.
     """
     order = np.array(start, np.int64)
     limits = lower_bound(problem), trials, seed
@@ -61,8 +57,7 @@ def search_swaps(
 def lower_bound(problem: OrderProblem) -> int:
     """Lower bound of the step time of any order, ns.
 
-    A rank computes all its own passes; before, a micro-batch must pass the earlier stages, and
-    afterwards the last gradient goes back through them.
+    A rank computes its passes after those of earlier stages; then the last gradient goes back.
     """
     stages, num_ranks = problem.stages, problem.schedule.num_ranks
     splits = bool((problem.schedule.kinds == PassKind.WEIGHT_GRAD).any())

@@ -10,15 +10,14 @@ gap. That moves nothing else, so times stay exact, except that features from ano
 not to delay other sends on the same link.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numba
 import numpy as np
-from numpy.typing import NDArray
 
-from balance.types import IntArray
+from balance.types import BoolArray, IntArray
 from engine.simulator.memory import bytes_by_kind
 from engine.simulator.program import make_program
 from engine.simulator.schedule import Schedule
@@ -74,7 +73,7 @@ class EncodeAhead(NamedTuple):
     """(micro_batches,): encoder's part of the first stage's forward pass."""
     send_ns: IntArray
     """(micro_batches,): send of features to the first stage."""
-    allowed: NDArray[np.bool_]
+    allowed: BoolArray
     """(ranks,): whether the rank may encode ahead."""
     window: int
     """Micro-batches whose features may wait at once."""
@@ -116,6 +115,11 @@ class OrderProblem:
     def num_micro_batches(self) -> int:
         """Micro-batches of the step."""
         return self.schedule.num_micro_batches
+
+    def without_ahead(self) -> Self:
+        """The same, nothing encoded ahead."""
+        memory = self.memory._replace(state=self.memory.state - self.ahead.reserved_bytes)
+        return replace(self, memory=memory, ahead=nothing_ahead(self.schedule))
 
     def kernel(self) -> tuple[SortedActions, PassTimes, MemoryBudget, EncodeAhead]:
         """What the loop reads."""

@@ -5,15 +5,13 @@ and even FLOPs, for each micro-batch size that fits into memory. Here a sample's
 marginal time in a mean micro-batch by the cost function: additive, but aware of the hardware.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from balance.steps.repack import pack_balanced
-from balance.types import FloatArray, Groups, IntArray
+from balance.types import BoolArray, FloatArray, Groups, IntArray
 from engine.cost_model.costs import Costs
 from engine.cost_model.loads import PHASES, QUANTITIES, Loads, PhaseLoads
 
@@ -27,15 +25,6 @@ STEP = 1.2
 """Ratio of neighbouring sizes of `any`."""
 MOST_PER_STAGE = 8
 """Micro-batches per stage of the smallest size: a bubble of at most 1/8 is left."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Packing:
-    """Micro-batches that hold all samples of a step."""
-
-    groups: Groups
-    max_len: int
-    """Most tokens of a micro-batch."""
 
 
 def pack_in_order(lengths: IntArray, max_len: int) -> Groups:
@@ -56,12 +45,11 @@ def pack_in_order(lengths: IntArray, max_len: int) -> Groups:
 
 
 def marginal_costs(
-    cost: CostFunction, samples: Loads, recompute: NDArray[np.bool_], num_micro_batches: int
-) -> dict[str, NDArray[np.float64]]:
+    cost: CostFunction, samples: Loads, recompute: BoolArray, num_micro_batches: int
+) -> dict[str, FloatArray]:
     """Marginal forward and backward time of each sample by phase, float64 ns, (samples,).
 
-    From the difference that each quantity makes if the mean of `num_micro_batches` micro-batches
-    had it twice.
+    The difference that each quantity makes if the mean of `num_micro_batches` had it twice.
     """
     # (phases, quantities) of the mean micro-batch
     count = max(1, num_micro_batches)
@@ -109,13 +97,9 @@ def lengths_to_try(
 
 
 def balanced_packings(
-    lengths: IntArray, costs: dict[str, NDArray[np.float64]], max_lens: Sequence[int]
-) -> list[Packing]:
-    """Micro-batches of each size with even LLM cost, as PipeTune, and with even total cost."""
+    lengths: IntArray, costs: dict[str, FloatArray], max_len: int
+) -> list[Groups]:
+    """Micro-batches of one size with even LLM cost, as PipeTune, and with even total cost."""
     encoders = costs["vision"] + costs["audio"]
     weights = (costs["llm"], costs["llm"] + encoders) if encoders.any() else (costs["llm"],)
-    return [
-        Packing(groups=pack_balanced(lengths, weight, max_len=max_len), max_len=max_len)
-        for max_len in max_lens
-        for weight in weights
-    ]
+    return [pack_balanced(lengths, weight, max_len=max_len) for weight in weights]

@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from balance.errors import ConfigError
-from balance.types import IntArray
+from balance.types import BoolArray, IntArray
 from engine.cost_model.costs import Costs
 from engine.simulator.memory import memory_of
 from engine.simulator.program import Encodings, make_program
@@ -98,8 +97,7 @@ def where_to_encode(
 ) -> EncodeAhead:
     """Ranks that may encode ahead, and how many micro-batches' features may wait.
 
-    Within `memory_bytes` per rank, by the peaks of the given order; orders with less free memory do
-    not fit.
+    Within `memory_bytes` by the peaks of the given order; orders with less free memory do not fit.
     """
     if where == "never":
         return nothing_ahead(schedule)
@@ -216,8 +214,6 @@ def _peaks(timeline: Timeline, stages: StageCosts, encoder: Encoder) -> IntArray
     return np.asarray(np.maximum.reduceat(during, schedule.rank_offsets[:-1]))
 
 
-def _overlap(
-    timeline: Timeline, on_rank: NDArray[np.bool_], begin: int, end: int
-) -> NDArray[np.bool_]:
+def _overlap(timeline: Timeline, on_rank: BoolArray, begin: int, end: int) -> BoolArray:
     """A rank's operations that run between two times."""
     return on_rank & (timeline.start_ns < end) & (timeline.end_ns > begin)

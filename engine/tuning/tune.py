@@ -11,23 +11,21 @@ search, 80 with ours, 1,024 samples 60 and 180 (PipeTune: 200 and 1,500;
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from balance.errors import ConfigError
-from balance.types import Groups, IntArray
+from balance.types import BoolArray, Groups, IntArray
 from engine.cost_model.loads import Loads, joined_loads, packed_loads
 from engine.simulator.evaluate import schedule_for
 from engine.simulator.stages import StageCosts, stage_costs
 from engine.tuning._order_search import search_clusters, search_swaps
-from engine.tuning.order_times import OrderProblem, nothing_ahead, order_problem, times_of_orders
+from engine.tuning.order_times import OrderProblem, order_problem, times_of_orders
 from engine.tuning.pack import (
     CostFunction,
     MicroBatchSizes,
-    Packing,
     balanced_packings,
     lengths_to_try,
     marginal_costs,
@@ -51,7 +49,7 @@ class PartitionedModel:
 
     cost: CostFunction
     borders: IntArray
-    recompute: NDArray[np.bool_]
+    recompute: BoolArray
     schedule: str = "1f1b"
     stages_per_rank: int = 1
     memory_bytes: int | None = None
@@ -79,8 +77,7 @@ class TuneOptions:
         if self.max_seq_len < 1 or self.effort < 0 or self.finalists < 1:
             raise ConfigError(
                 f"max_seq_len {self.max_seq_len}, effort {self.effort}, finalists "
-                f"{self.finalists}: give a length and finalists of at least 1, and an effort of 0 "
-                "or more"
+                f"{self.finalists}: give a length and finalists of at least 1, and effort from 0 on"
             )
 
 
@@ -120,18 +117,20 @@ class TuneResult:
         return self.step.timeline.step_ns
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Candidate:
-    """A packing, before its order is searched."""
+    """Micro-batches that hold all samples, before their order is searched."""
 
-    packing: Packing
+    groups: Groups
+    max_len: int
+    """Most tokens that a micro-batch was allowed."""
     problem: OrderProblem
     encoder: Encoder
     given_ns: int
     """Step time in the given order; NEVER where the micro-batches do not fit."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Found:
     """A packing in one order, simulated."""
 
@@ -171,8 +170,8 @@ def tune(
         raise _nothing_fits([untuned, *same_size, *others], pipeline)
     best = min(found, key=lambda one: one.step_ns)
     return TuneResult(
-        groups=best.candidate.packing.groups.take(best.order),
-        max_len=best.candidate.packing.max_len,
+        groups=best.candidate.groups.take(best.order),
+        max_len=best.candidate.max_len,
         step=best.step,
         breakdown=Breakdown(
             untuned_ns=plain.step_ns,
@@ -190,58 +189,51 @@ def _least(found: Sequence[_Found], plain: _Found) -> int:
     return min([one.step_ns for one in found], default=plain.step_ns)
 
 
-def _given_length(given: Groups, lengths: IntArray, max_seq_len: int) -> int:
-    """The least L_max that allows the given micro-batches."""
-    longest = int(given.sum(lengths).max())
-    return max(1, -(-longest // max_seq_len)) * max_seq_len
-
-
 def _candidates(
     samples: Loads, given: Groups, pipeline: PartitionedModel, options: TuneOptions
 ) -> tuple[_Candidate, list[_Candidate], list[_Candidate]]:
     """The given micro-batches, packings of their size, and packings of other sizes."""
-    lengths = samples.llm.tokens
+    lengths, unit = samples.llm.tokens, options.max_seq_len
+    longest = int(given.sum(lengths).max())
     max_lens = lengths_to_try(
         lengths,
-        max_seq_len=options.max_seq_len,
+        max_seq_len=unit,
         sizes=options.sizes,
-        given=_given_length(given, lengths, options.max_seq_len),
+        given=max(1, -(-longest // unit)) * unit,
         num_stages=len(pipeline.borders) - 1,
     )
     if options.largest_len is not None:
-        first = max(int(given.sum(lengths).max()), min(max_lens[0], options.largest_len))
+        first = max(longest, min(max_lens[0], options.largest_len))
         max_lens = [first, *(length for length in max_lens[1:] if length <= options.largest_len)]
     weights = marginal_costs(pipeline.cost, samples, pipeline.recompute, len(given))
-    packings = [Packing(groups=given, max_len=max_lens[0])]
-    packings += balanced_packings(lengths, weights, max_lens)
-    loads = [packed_loads(samples, packing.groups) for packing in packings]
+    packings = [(given, max_lens[0])]
+    for max_len in max_lens:
+        balanced = balanced_packings(lengths, weights, max_len)
+        packings += [(groups, max_len) for groups in balanced]
+    loads = [packed_loads(samples, groups) for groups, _ in packings]
     costs = pipeline.cost(joined_loads(loads))  # one call for all
     stages = stage_costs(costs, pipeline.borders, pipeline.recompute)
     encoder = Encoder.nothing(costs.num_micro_batches)
     if options.encode != "never":
         encoder = frozen_encoder(costs, pipeline.borders)
-    ends = np.cumsum([0, *(len(packing.groups) for packing in packings)])
-    untuned, *rest = [
-        _candidate(packing, stages.take(own), encoder.take(own), pipeline, options.encode)
-        for packing, own in zip(packings, map(np.arange, ends[:-1], ends[1:]), strict=True)
-    ]
-    same_size = [one for one in rest if one.packing.max_len == max_lens[0]]
-    return untuned, same_size, [one for one in rest if one.packing.max_len != max_lens[0]]
+    ends = np.cumsum([0, *(len(groups) for groups, _ in packings)])
+    made = []
+    for (groups, max_len), own in zip(packings, map(np.arange, ends[:-1], ends[1:]), strict=True):
+        problem = _order_problem(stages.take(own), encoder.take(own), pipeline, options.encode)
+        given_ns = int(times_of_orders(problem, np.arange(len(own))[np.newaxis])[0])
+        made.append(_Candidate(groups, max_len, problem, encoder.take(own), given_ns))
+    untuned, *rest = made
+    same_size = [one for one in rest if one.max_len == max_lens[0]]
+    return untuned, same_size, [one for one in rest if one.max_len != max_lens[0]]
 
 
-def _candidate(
-    packing: Packing,
-    stages: StageCosts,
-    encoder: Encoder,
-    pipeline: PartitionedModel,
-    encode: EncodeRanks,
-) -> _Candidate:
-    count, memory = len(packing.groups), pipeline.memory_bytes
+def _order_problem(
+    stages: StageCosts, encoder: Encoder, pipeline: PartitionedModel, encode: EncodeRanks
+) -> OrderProblem:
+    count, memory = stages.num_micro_batches, pipeline.memory_bytes
     schedule = schedule_for(pipeline.schedule, pipeline.borders, count, pipeline.stages_per_rank)
     ahead = where_to_encode(encoder, schedule, stages, where=encode, memory_bytes=memory)
-    problem = order_problem(schedule, stages, memory, ahead)
-    given_ns = int(times_of_orders(problem, np.arange(count)[np.newaxis])[0])
-    return _Candidate(packing=packing, problem=problem, encoder=encoder, given_ns=given_ns)
+    return order_problem(schedule, stages, memory, ahead)
 
 
 def _search(
@@ -256,7 +248,7 @@ def _search(
 
 def _ordered(candidate: _Candidate, options: TuneOptions, *, ahead: bool) -> _Found:
     """The best order of one packing, with or without encoding ahead."""
-    problem = candidate.problem if ahead else _without_ahead(candidate.problem)
+    problem = candidate.problem if ahead else candidate.problem.without_ahead()
     order, num = np.arange(problem.num_micro_batches), 1
     if options.search != "none":
         found = search_clusters(problem)
@@ -265,20 +257,13 @@ def _ordered(candidate: _Candidate, options: TuneOptions, *, ahead: bool) -> _Fo
         trials = options.effort // max(1, len(problem.schedule))
         found = search_swaps(problem, order, trials=trials)
         order, num = found.order, num + found.num_simulated
-    step = encode_ahead(problem, candidate.encoder, order)
-    return _Found(candidate=candidate, order=order, step=step, num_simulated=num)
+    return _Found(candidate, order, encode_ahead(problem, candidate.encoder, order), num)
 
 
 def _as_given(candidate: _Candidate) -> _Found:
     """A packing in its given order, without encoding ahead."""
-    order = np.arange(candidate.problem.num_micro_batches)
-    step = encode_ahead(_without_ahead(candidate.problem), candidate.encoder, order)
-    return _Found(candidate=candidate, order=order, step=step, num_simulated=1)
-
-
-def _without_ahead(problem: OrderProblem) -> OrderProblem:
-    memory = problem.memory._replace(state=problem.memory.state - problem.ahead.reserved_bytes)
-    return replace(problem, memory=memory, ahead=nothing_ahead(problem.schedule))
+    problem, order = candidate.problem.without_ahead(), np.arange(len(candidate.groups))
+    return _Found(candidate, order, encode_ahead(problem, candidate.encoder, order), 1)
 
 
 def _fitting(found: Sequence[_Found], pipeline: PartitionedModel) -> list[_Found]:

@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import numba
 import numpy as np
-from numpy.typing import NDArray
 
-from balance.types import IntArray
+from balance.types import BoolArray, IntArray
 from engine.cost_model.costs import Costs
 from engine.planning.rank_memory import BACKWARD, FORWARD, INPUT_GRAD
 from engine.simulator.program import make_program
@@ -41,7 +40,7 @@ class LayerSums(NamedTuple):
     """Shortest send of a gradient at any cut before."""
     least_after: IntArray
     """Shortest send of both together at any cut after."""
-    sends_grad: NDArray[np.bool_]
+    sends_grad: BoolArray
     """(layers + 1,): whether a gradient crosses the cut."""
     last: IntArray
     """(micro_batches,): least time after the first stage has computed the gradient of its input."""

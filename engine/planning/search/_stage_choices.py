@@ -10,9 +10,8 @@ import math
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from balance.types import IntArray
+from balance.types import BoolArray, IntArray
 from engine.planning.rank_memory import stage_peaks
 from engine.planning.search._windows import Windows
 from engine.planning.search.local_search import NEVER, PartitionEvaluator
@@ -79,7 +78,7 @@ class StageChoices:
         self.extra_ns = np.concatenate(extra)
         return left_out, expanded
 
-    def _fastest(self, masks: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], IntArray]:
+    def _fastest(self, masks: BoolArray) -> tuple[BoolArray, IntArray]:
         """Choices and their added times, without those that another one never exceeds."""
         times = masks.astype(np.int64) @ self.evaluator.costs.recompute_ns
         keep: list[int] = []
@@ -90,11 +89,10 @@ class StageChoices:
 
     def of_partition(
         self, borders: IntArray, numbers: IntArray
-    ) -> tuple[IntArray, NDArray[np.bool_], bool]:
+    ) -> tuple[IntArray, BoolArray, bool]:
         """Choices for a partition that fit: -> (step times, recomputed layers, whether all).
 
-        `numbers`: of its stages, where each rank has one; otherwise at most MOST_COMBINED
-        combinations of the ranks' choices are tried.
+        `numbers`: of its stages, where each rank has one; otherwise combinations are tried.
         """
         is_all = True
         if self.are_of_stages:
@@ -104,7 +102,7 @@ class StageChoices:
         same = np.broadcast_to(borders, (len(masks), len(borders)))
         return self.evaluator.times(same, masks), masks, is_all
 
-    def _of_ranks(self, borders: IntArray) -> tuple[NDArray[np.bool_], bool]:
+    def _of_ranks(self, borders: IntArray) -> tuple[BoolArray, bool]:
         """Combinations of the ranks' choices, (combinations, layers), and whether these are all."""
         own = [
             self.evaluator.choices(rank, *self.evaluator.stages_of(borders, rank))

@@ -16,9 +16,8 @@ where micro-batches differ by 15 %, a gap of .4 % remains (benchmarks/partition_
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from balance.types import IntArray
+from balance.types import BoolArray, IntArray
 from engine.cost_model.costs import Costs
 from engine.planning.bmp import greedy_anchor
 from engine.planning.partition import METHODS, by_step_time, check_stages, even_partition
@@ -52,7 +51,7 @@ class SearchResult:
 
     borders: IntArray
     """(stages + 1,)."""
-    recompute: NDArray[np.bool_]
+    recompute: BoolArray
     """(layers,)."""
     step_ns: int
     lower_bound_ns: int
@@ -100,7 +99,7 @@ class _Search:
     ) -> None:
         self.evaluator = PartitionEvaluator(costs, schedule, memory_bytes)
         self.most_windows, self.windows = most_windows, 0
-        self.best: tuple[IntArray, NDArray[np.bool_]] | None = None
+        self.best: tuple[IntArray, BoolArray] | None = None
         self.smallest: IntArray | None = None
         """The partition of least memory that was tried, if no anchor fits."""
         self.step_ns, self.dropped_ns = NEVER, NEVER
@@ -132,9 +131,7 @@ class _Search:
             if steps[row] < NEVER:
                 self.offer(*improve_partition(self.evaluator.steps, partitions[row]))
 
-    def offer(
-        self, borders: IntArray, step_ns: int, recompute: NDArray[np.bool_] | None = None
-    ) -> None:
+    def offer(self, borders: IntArray, step_ns: int, recompute: BoolArray | None = None) -> None:
         """Keep a partition if it is the best."""
         if step_ns < self.step_ns:
             recompute = self.evaluator.least(borders) if recompute is None else recompute
@@ -194,8 +191,8 @@ class _Search:
     def finish(self, partitions: Windows) -> None:
         """Offer the fastest of the remaining whole partitions.
 
-        Where ranks have one stage, that is the first one. Where they have several, bounds ignore
-        recomputation; at most MOST_WHOLE partitions are tried, the others count with their bounds.
+        Where ranks have one stage, that is the first one. Otherwise bounds ignore recomputation: at
+        most MOST_WHOLE are tried, the others count with their bounds.
         """
         for tried, row in enumerate(np.argsort(partitions.bound_ns, kind="stable").tolist()):
             bound = int(partitions.bound_ns[row])

@@ -7,9 +7,8 @@ little, until none is better. 0.1 s for 125 layers in 8 stages.
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from balance.types import IntArray
+from balance.types import BoolArray, IntArray
 from engine.cost_model.costs import Costs
 from engine.planning.rank_memory import peak_bytes
 from engine.planning.recompute import RecomputeChooser
@@ -38,7 +37,7 @@ class PartitionEvaluator(RecomputeChooser):
         steps[fits] = self.times(partitions[fits], masks)
         return steps
 
-    def times(self, partitions: IntArray, masks: Sequence[NDArray[np.bool_]]) -> IntArray:
+    def times(self, partitions: IntArray, masks: Sequence[BoolArray]) -> IntArray:
         """Step times of `partitions` where layers are recomputed by the mask of each."""
         if not len(masks):
             return np.zeros(0, np.int64)

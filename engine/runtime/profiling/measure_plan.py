@@ -50,7 +50,8 @@ def profile_step(
     """
     listed = layers_of(request.model, request.parallel)
     ranks = list(range(dist.get_world_size()))
-    borders = even_partition(np.ones(len(model.layers), np.int64), request.num_stages)
+    num_stages = request.make_schedule().num_stages
+    borders = even_partition(np.ones(len(model.layers), np.int64), num_stages)
     parts = probe_batches(batches, request.loads, image_token_id)
     with temporary_pipelines(model):
         return measure_layers(

@@ -73,13 +73,11 @@ def test_marginal_costs_of_a_linear_model_are_its_coefficients():
 def test_each_size_is_packed_evenly_by_the_llm_and_by_everything(seed):
     samples = mixed_samples(np.random.default_rng(seed), 128, longest=4096)
     costs = marginal_costs(LinearModel(vit_token_ns=9_000), samples, np.zeros(10, bool), 20)
-    by_llm, by_all = balanced_packings(samples.llm.tokens, costs, [8192])
+    by_llm, by_all = balanced_packings(samples.llm.tokens, costs, 8192)
     both = costs["llm"] + costs["vision"]
 
-    def uneven(packing, weights):
-        totals = np.array(
-            [weights[packing.groups[group]].sum() for group in range(len(packing.groups))]
-        )
+    def uneven(groups, weights):
+        totals = np.array([weights[groups[group]].sum() for group in range(len(groups))])
         return totals.max() / totals.mean()
 
     assert uneven(by_llm, costs["llm"]) < 1.03
