@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from engine.simulator import program, schedule  # noqa: E402
-from engine.simulator.memory import memory_of  # noqa: E402
+from engine.simulator.evaluate import memory_of  # noqa: E402
 from engine.simulator.program import make_program  # noqa: E402
 from engine.simulator.schedule import Schedule, make_schedule  # noqa: E402
 from engine.simulator.simulate import critical_path, simulate  # noqa: E402

@@ -30,8 +30,6 @@ from engine.planning.planner import SimulatedRun
 PLAN_NAME, GANTT_NAME, TRACE_NAME = "plan.json", "gantt.html", "trace.json"
 WIDTH = 150
 """Width of tables where the output is no terminal."""
-
-
 CHANGES = ("schedule", "micro_batches", "cluster", "memory_gib")
 """Fields of `PlanConfig` that a simulation may change."""
 
@@ -105,9 +103,8 @@ def simulate(
         read.border_array,
         read.recompute_mask,
     )
-    changed = replace(
-        planner.make_plan(request, run, request.full_costs()), layer_names=read.layer_names
-    )
+    changed = planner.make_plan(request, run, request.costs(request.full_step))
+    changed = replace(changed, layer_names=read.layer_names)
     if out is not None:
         _draw(changed, (run,), out)
     if as_json:

@@ -60,16 +60,12 @@ class PlanConfig:
         int, Option("Micro-batches per step and replica. Default: 16.", least=1)
     ] = 16
     schedule: Annotated[str, Option(f"{', '.join(SCHEDULES)}. Default: 1f1b.")] = "1f1b"
-    stages_per_rank: Annotated[
-        int, Option("Stages per rank; more than 1 for interleaved.", least=1)
-    ] = 1
+    stages_per_rank: Annotated[int, Option("Stages per rank; over 1 for interleaved.", least=1)] = 1
     memory_gib: Annotated[
         float | None, Option("GiB of a GPU that may be used. Default: by the cluster's preset.")
     ] = None
     steps: Annotated[int, Option("Steps of the epoch to simulate. Default: 4.", least=1)] = 4
-    seed: Annotated[
-        int, Option("Seed of the epoch's order, as the loaders'. Default: 0.", least=0)
-    ] = 0
+    seed: Annotated[int, Option("Seed of the epoch's order, as loaders'. Default: 0.", least=0)] = 0
     frozen: Annotated[
         tuple[str, ...], Option(f"Part that is not trained, may be repeated: {', '.join(PARTS)}.")
     ] = ()
@@ -120,11 +116,9 @@ class PlanConfig:
     def _check_build(self, build: str) -> None:
         made_up = {"model": self.model, "images": self.images, "seq_len": self.seq_len}
         given = [name for name, value in made_up.items() if value is not None]
-        given += ["samples"] * (self.samples != 1)
-        if given:
-            raise ConfigError(
-                f"a build says for itself what its {', '.join(given)} are; leave those out"
-            )
+        names = ", ".join([*given, *["samples"] * (self.samples != 1)])
+        if names:
+            raise ConfigError(f"a build says for itself what its {names} are; leave those out")
         if "://" in build:
             raise ConfigError(
                 f"{build}: planning reads a folder; copy the build's manifest.json, index.arrow, "

@@ -172,7 +172,9 @@ def layers_text(names: Sequence[str]) -> str:
     >>> layers_text(["patches", "layer 0", "layer 1", "layer 2", "head"])
     'patches, layer 0-2, head'
     """
-    return ", ".join(_together(list(group)) for _, group in groupby(names, _without_number))
+    runs = [list(group) for _, group in groupby(names, _without_number)]
+    ends = [f"-{run[-1].rpartition(' ')[2]}" if len(run) > 1 else "" for run in runs]
+    return ", ".join(run[0] + end for run, end in zip(runs, ends, strict=True))
 
 
 def chart_step(plan: Plan, run: SimulatedRun) -> GanttStep:
@@ -200,10 +202,6 @@ def run_to_json(run: SimulatedRun) -> dict[str, Any]:
         "peak_bytes": run.peak_bytes.tolist(),
         "time_shares": time_shares(run),
     }
-
-
-def _together(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]}-{names[-1].rpartition(' ')[2]}"
 
 
 def _without_number(name: str) -> str:

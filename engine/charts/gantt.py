@@ -128,9 +128,8 @@ def _gantt(step: GanttStep, name: str, longest: int, memory_bytes: int | None) -
     schedule = step.simulated.timeline.program.schedule
     bars = "".join(_bars(step, longest))
     height = AXIS + ROW * schedule.num_ranks
-    label = (
-        f"{schedule.num_ranks} ranks, {len(schedule)} passes, {time_text(step.simulated.step_ns)}"
-    )
+    took = time_text(step.simulated.step_ns)
+    label = f"{schedule.num_ranks} ranks, {len(schedule)} passes, {took}"
     return (
         f'{_zoom_buttons(name, _zooms(bars))}<div class="gantt">{_names(step, memory_bytes)}'
         f'<div class="time scroll"><svg class="zoomed" height="{height}" role="img" '
@@ -173,25 +172,23 @@ def _bars(step: GanttStep, longest: int) -> Iterator[str]:
         if start == end:
             continue
         kind, stage, number = schedule.action(index)
-        y = AXIS + rank * ROW + BAR_TOP
-        x, width = _percent(start, longest), _percent(end - start, longest)
+        at = f'x="{_percent(start, longest)}" y="{AXIS + rank * ROW + BAR_TOP}"'
         again = 0
         if step.recompute_ns is not None and kind in (PassKind.BACKWARD, PassKind.INPUT_GRAD):
             again = int(step.recompute_ns[stage, number])
         text = f"{KIND_NAMES[kind]} of micro-batch {number}, stage {stage}: {span_text(start, end)}"
         text += f", of which recomputation {time_text(again)}" if again else ""
         tone = " odd" if stage // schedule.num_ranks % 2 else ""
-        yield (
-            f'<rect class="{CLASSES[kind]}{tone}" x="{x}" y="{y}" width="{width}" height="{BAR}">'
-            f"<title>{text}</title></rect>"
-        )
+        size = f'width="{_percent(end - start, longest)}" height="{BAR}"'
+        yield f'<rect class="{CLASSES[kind]}{tone}" {at} {size}><title>{text}</title></rect>'
         if again:
-            part = f'width="{_percent(again, longest)}" height="{BAR}" pointer-events="none"'
-            yield f'<rect class="again{tone}" x="{x}" y="{y}" {part}/>'
+            size = f'width="{_percent(again, longest)}" height="{BAR}" pointer-events="none"'
+            yield f'<rect class="again{tone}" {at} {size}/>'
         shown = _zoom_class((end - start) / longest, NUMBER_MARGIN_PX + DIGIT_PX * len(str(number)))
         if shown:
             middle = _percent(start + (end - start) / 2, longest)
-            yield f'<text class="number {shown}" x="{middle}" y="{y + 14.5}">{number}</text>'
+            y = AXIS + rank * ROW + BAR_TOP + 14.5
+            yield f'<text class="number {shown}" x="{middle}" y="{y}">{number}</text>'
 
 
 def _strips(step: GanttStep, longest: int) -> str:
@@ -209,10 +206,8 @@ def _strips(step: GanttStep, longest: int) -> str:
         source, target = int(sent.sources[edge]), int(sent.targets[edge])
         at = f'x="{_percent(start, longest)}" y="{AXIS + int(ranks[source]) * ROW + SEND_TOP}"'
         text = f"to rank {ranks[target]}, of {schedule.action(source)}: {span_text(start, end)}"
-        strips.append(
-            f'<rect class="send" {at} width="{_percent(end - start, longest)}" height="{STRIP}">'
-            f"<title>{text}</title></rect>"
-        )
+        size = f'width="{_percent(end - start, longest)}" height="{STRIP}"'
+        strips.append(f'<rect class="send" {at} {size}><title>{text}</title></rect>')
     return "".join(strips)
 
 

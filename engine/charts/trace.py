@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.simulator.evaluate import SimulatedStep
-from engine.simulator.memory import Memory
+from engine.simulator.evaluate import Memory, SimulatedStep
 from engine.simulator.schedule import PassKind
 from engine.simulator.simulate import Timeline, critical_path, transfers
 

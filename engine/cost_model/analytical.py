@@ -1,19 +1,16 @@
 """Analytical costs of a model on a cluster, from presets alone. Pure.
 
-Every operation of `engine.cost_model.layer_list` takes as long as its FLOPs or its bytes, whichever
-is longer, and one launch:
+An operation of a layer takes as long as its FLOPs or its bytes, whichever is longer, and a launch:
 
 - a matrix product runs at peak x `Cluster.efficiency` of its width, operands in bf16;
-- attention has its own efficiency; backward takes 2.5 times as much (FlashAttention-2 recomputes
-  scores);
+- attention has its own efficiency; backward 2.5 times as much (FlashAttention-2 recomputes scores);
 - elementwise operations move bytes; their backward passes one and a half times as many;
 - tensor-parallel GPUs gather and scatter over NVLink, as much backward as forward. The extra gather
   of sequence parallelism for weight gradients is taken to overlap with products, as in Megatron-LM.
-  Nothing else overlaps.
 
 To recompute a layer takes its forward pass, communication included (OmniBal's Table 7: forward,
-recomputation and backward are 1.36 times forward and backward). Each kind of layer is computed
-once: 128 layers with 256 micro-batches take 3 ms.
+recomputation and backward are 1.36 times forward and backward). 128 layers with 256 micro-batches
+take 3 ms, as each kind is computed once.
 """
 
 from collections import Counter

@@ -1,7 +1,7 @@
 """GPUs and their links: `Cluster`, from a preset or a user's TOML file.
 
-Reading a preset is the only I/O. Each preset gives data sheet figures and the efficiency that is
-reached in practice, with sources; put your own measurements into a file that `extends` one.
+Presets give data sheet figures and the efficiency reached in practice, with sources; put your own
+measurements into a file that `extends` one.
 """
 
 from dataclasses import dataclass, fields

@@ -73,9 +73,7 @@ class Costs:
         per_layer = ("names", "kinds", "state_bytes", "param_counts")
         rest = {name: len(getattr(self, name)) for name in per_layer}
         if layers < 1 or set(rest.values()) != {layers}:
-            raise ValueError(
-                f"{layers} layers, but {rest}; give one of each for at least one layer"
-            )
+            raise ValueError(f"{layers} layers, but {rest}; give one of each, for at least 1 layer")
 
     @property
     def num_layers(self) -> int:

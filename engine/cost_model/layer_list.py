@@ -1,8 +1,7 @@
 """A model as a list of layers, each a list of operations. Pure.
 
-Order: audio encoder, vision encoder, language model; each encoder is its embedding, its layers, its
-projector. Sizes are those of one tensor-parallel GPU, which holds whole attention heads:
-InternViT-6B's 25 on two GPUs are 13 on each.
+Audio encoder, vision encoder, language model; an encoder is its embedding, layers, projector. Sizes
+are those of one tensor-parallel GPU with whole attention heads: InternViT-6B's 25 on two are 13.
 
 A transformer layer saves for the backward pass, in bytes per token, bf16, with h the width, a and k
 the width of all query and all key heads, f that of the feed-forward part (FlashAttention, norms and
@@ -46,8 +45,6 @@ from engine.cost_model.parallel import Parallelism, Part
 
 def layers_of(model: ModelPreset, parallel: Parallelism) -> tuple[Layer, ...]:
     """The layers of a model. ConfigError if the preset does not give the model's dimensions.
-
-    Features of an encoder travel with the other encoder's activations to the language model.
 
     >>> from balance.presets import load_model
     >>> layers = layers_of(load_model("tiny"), Parallelism())

@@ -203,31 +203,27 @@ def _ranks(
     if options.reads_directly:
         sources, weights = llm, examples.features
     elif "llm" in batches:
-        llm = _place(options, examples.lengths["llm"], llm, drawn_by, examples)
+        llm = _place(options, examples.lengths["llm"], llm, drawn_by, examples.num_ranks)
     ranks = dict.fromkeys(PHASES, llm)
     for phase in ENCODERS:
         if phase in batches:
             own = _having(examples, phase)
+            sizes, near = weights[phase][own], sources[own]
             ranks[phase] = sources.copy()
-            near = sources[own]
-            ranks[phase][own] = _place(options, weights[phase][own], batches[phase], near, examples)
+            ranks[phase][own] = _place(options, sizes, batches[phase], near, examples.num_ranks)
     return ranks
 
 
 def _place(
-    options: DispatchOptions,
-    weights: IntArray,
-    batches: IntArray,
-    sources: IntArray,
-    examples: Examples,
+    options: DispatchOptions, sizes: IntArray, batches: IntArray, sources: IntArray, num_ranks: int
 ) -> IntArray:
-    """Rank of each example, whose data of some weight is on the rank `sources`, by its batch."""
+    """Rank of each example, whose data of some size is on the rank `sources`, by its batch."""
     if not options.node_wise:
         return batches
     order = np.argsort(sources, kind="stable")
-    offsets = np.searchsorted(sources[order], np.arange(examples.num_ranks + 1))
+    offsets = np.searchsorted(sources[order], np.arange(num_ranks + 1))
     per_node = options.ranks_per_node
-    placed = place_batches(weights[order], batches[order], offsets, ranks_per_node=per_node)
+    placed = place_batches(sizes[order], batches[order], offsets, ranks_per_node=per_node)
     return placed[batches]
 
 

@@ -1,10 +1,9 @@
 """Routes of encoder features: what one rank sends and receives. Pure.
 
-For `engine.runtime.communication.feature_all_to_all`, which gets them as the step's note
-(`PlannedRoutes`). In a round ranks process together every rank's m-th batch of each encoder, then
-its m-th micro-batch. In each round an encoder's features go directly to the LLM's rank, Pi_M o
-Pi_E^-1 (OrchMLLM, section 6). Examples are permuted over all ranks, tokens only of this rank: .4 ms
-for 8 ranks of 60 examples and two encoders, 65 ms for 2,560 ranks.
+They come with the step as its note (`PlannedRoutes`). In a round ranks process together every
+rank's m-th batch of each encoder, then its m-th micro-batch; an encoder's features go directly to
+the LLM's rank, Pi_M o Pi_E^-1 (OrchMLLM, section 6). Examples are permuted over all ranks, tokens
+only of this rank: .4 ms for 8 ranks of 60 examples and two encoders, 65 ms for 2,560 ranks.
 """
 
 from __future__ import annotations
@@ -66,9 +65,8 @@ def feature_moves(
     `features`: LLM tokens of every sample by encoder, (num_samples,). ConfigError unless all ranks
     have equally many batches of everything, and each sample is encoded in the round that uses it.
     """
-    rounds = {
-        len(groups) for ranks in (work.micro_batches, *work.encoders.values()) for groups in ranks
-    }
+    every = (work.micro_batches, *work.encoders.values())
+    rounds = {len(groups) for ranks in every for groups in ranks}
     if len(rounds) > 1:
         raise ConfigError(
             f"ranks and encoders have {sorted(rounds)} batches in one step; features can be "
@@ -97,9 +95,8 @@ def rank_route(move: FeatureMove, rank: int) -> Route:
     examples, features = move.examples, move.features
     own = examples.exchange(rank)
     sent = features[examples.source_offsets[rank] : examples.source_offsets[rank + 1]]
-    received = features[
-        examples.order[examples.target_offsets[rank] : examples.target_offsets[rank + 1]]
-    ]
+    targets = examples.target_offsets
+    received = features[examples.order[targets[rank] : targets[rank + 1]]]
     return Route(
         tokens=Exchange(
             send_places=_tokens(sent, own.send_places),

@@ -115,14 +115,9 @@ class _Adaptation:
     """Knowledge from the runs so far. Layers are counted by stage and kind: (stages, kinds)."""
 
     def __init__(
-        self,
-        costs: Costs,
-        borders: IntArray,
-        schedule: Schedule,
-        observe: Observe,
-        reserve_bytes: int,
+        self, costs: Costs, borders: IntArray, schedule: Schedule, run: Observe, reserve_bytes: int
     ) -> None:
-        self.observe, self.reserve_bytes = observe, reserve_bytes
+        self.run, self.reserve_bytes = run, reserve_bytes
         self.kinds = tuple(dict.fromkeys(costs.kinds))
         self.kind_of = np.array([self.kinds.index(kind) for kind in costs.kinds])
         self.stage_of = np.repeat(np.arange(len(borders) - 1), np.diff(borders))
@@ -155,7 +150,7 @@ class _Adaptation:
     def try_out(self, recompute: BoolArray) -> tuple[int, ...]:
         """Run; -> stages that ran out of memory."""
         try:
-            left = np.asarray(self.observe(recompute))
+            left = np.asarray(self.run(recompute))
         except OutOfMemory as error:
             self.trials.append(Trial(recompute=recompute, left_bytes=None, ran_out=error.stages))
             return error.stages

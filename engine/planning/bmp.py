@@ -5,9 +5,8 @@ border finds the best candidates among (2r + 1)^(N - 1), 7^7 for 8 stages: 3 ms 
 caller gives the time of a step, simulated (`engine.planning.recompute.fitted_step`) or measured.
 
 VAR(fwd_time) + SUM(comm) as printed adds squared times to volumes. Here both are milliseconds of a
-micro-batch: VAR is divided by the stages' mean time, and SUM is the time of all sends at cuts,
-forward and back; the raw figures are kept. It is only a filter: on the paper's own Table 4 it would
-rank the slower of two partitions first.
+micro-batch: VAR is divided by the stages' mean time, and SUM is the time of all sends at cuts. It
+is only a filter: on the paper's own Table 4 it would rank the slower of two partitions first.
 """
 
 from __future__ import annotations

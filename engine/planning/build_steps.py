@@ -1,7 +1,6 @@
 """A packed build's samples as loads of training steps, its own or random.
 
-Read from the build's tables: the index has sums of groups only, and attention costs by squares of
-lengths.
+Read from its tables: the index has only sums of groups, and attention costs by squares of lengths.
 """
 
 from dataclasses import dataclass, replace
@@ -104,9 +103,8 @@ def padded(loads: Loads, groups: Groups, seq_len: IntArray) -> Loads:
 def read_build(root: Path) -> PackedBuild:
     """The build in a folder. DataError if it is none, or not one that this version reads."""
     manifest = read_manifest(root)
-    lacking = [
-        name for name in (INDEX_NAME, COUNTS_NAME, GROUPS_NAME) if not (root / name).is_file()
-    ]
+    needed = INDEX_NAME, COUNTS_NAME, GROUPS_NAME
+    lacking = [name for name in needed if not (root / name).is_file()]
     if lacking:
         raise DataError(
             f"{root}: planning needs {INDEX_NAME}, {COUNTS_NAME} and {GROUPS_NAME} of the build, "

@@ -1,8 +1,7 @@
 """Even partitions by one figure per layer (OmniBal, Table 4). Pure.
 
 Each minimises the largest sum of its figure over stages, then the variance, exactly, by dynamic
-programming in a few ms for 160 layers. None considers memory, communication or the schedule, which
-`engine.planning.bmp` and `engine.planning.search.branch_and_bound` do.
+programming in a few ms for 160 layers. None considers memory, communication or the schedule.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,7 @@
 """Requests, and plans with their predictions, to and from plan.json.
 
-For `python -m engine simulate` and the runtime. A plan holds everything that it was made from
-(dimensions, cluster, loads of the planned steps) and a hash of that, so that anyone can simulate it
-again. Pure, but for `read_plan` and `write_plan`.
+A plan holds everything that it was made from (dimensions, cluster, loads of the planned steps) and
+a hash of that, so that anyone can simulate it again. Pure, but for `read_plan` and `write_plan`.
 """
 
 from __future__ import annotations
@@ -103,9 +102,10 @@ class PlanRequest:
         """Costs of the layers for some micro-batches."""
         return layer_costs(self.model, self.cluster, self.parallel, loads, self.training)
 
-    def full_costs(self) -> Costs:
-        """Costs of a step in which every micro-batch is the largest."""
-        return self.costs(self.full.take(np.zeros(self.num_micro_batches, np.int64)))
+    @property
+    def full_step(self) -> Loads:
+        """A step in which every micro-batch is the largest."""
+        return self.full.take(np.zeros(self.num_micro_batches, np.int64))
 
     def pipelines(self, loads: Loads) -> list[Costs]:
         """Costs by step and, in it, data-parallel rank."""
@@ -119,9 +119,8 @@ class PlanRequest:
 
     def make_schedule(self) -> Schedule:
         """The schedule of the pipeline's stages."""
-        return make_schedule(
-            self.schedule, self.parallel.pp, self.num_micro_batches, self.stages_per_rank
-        )
+        count, per_rank = self.num_micro_batches, self.stages_per_rank
+        return make_schedule(self.schedule, self.parallel.pp, count, per_rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,7 +1,7 @@
 """The planner: a request to a plan, next to what trainers do. Pure.
 
-For `python -m engine plan`. The partition is searched for one step, the median of those planned,
-with the memory that the largest micro-batches need; all steps of the answer are simulated.
+The partition is searched for one step, the median of those planned, with the memory that the
+largest micro-batches need; all steps of the answer are simulated.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from balance.errors import ConfigError
 from balance.types import BoolArray, IntArray
 from engine.cost_model.costs import Costs
 from engine.cost_model.layer_list import layers_of
 from engine.cost_model.loads import Loads
 from engine.cost_model.parallel import reduction_ns
+from engine.cost_model.profile_table import Profile, measured_costs, profiled_costs
 from engine.planning.bmp import search_bmp
 from engine.planning.partition import by_params
 from engine.planning.plan import Plan, PlanRequest, Prediction
@@ -94,7 +96,7 @@ def plan(request: PlanRequest, *, search: str = "exact", random: Loads | None = 
 
     `search`: `exact` or `bmp`. InfeasiblePlan if nothing fits into memory.
     """
-    pipelines, full = request.pipelines(request.loads), request.full_costs()
+    pipelines, full = request.pipelines(request.loads), request.costs(request.full_step)
     typical = _median(pipelines)
     # times of a typical step, memory of the largest
     memory = {name: getattr(full, name) for name in ("saved_bytes", "kept_bytes", "working_bytes")}
@@ -142,15 +144,55 @@ def simulate_run(
 
 def make_plan(request: PlanRequest, run: SimulatedRun, full: Costs) -> Plan:
     """The plan of a run's partition; `full`: costs of a step of the largest micro-batches."""
-    schedule = request.make_schedule()
-    at_full = evaluate(full, run.borders, run.recompute, schedule)
+    at_full = evaluate(full, run.borders, run.recompute, request.make_schedule())
+    stages = [step.stages for step in run.steps]
+    bubbles = np.mean([step.timeline.bubble_ratio for step in run.steps], axis=0)
+    predicted = Prediction(
+        step_ns=run.step_ns,
+        reduction_ns=_reduction_ns(request, run.borders),
+        bubble_ratio=tuple(bubbles.tolist()),
+        forward_ns=_stage_means([each.forward_ns for each in stages]),
+        backward_ns=_stage_means([each.backward_ns for each in stages]),
+        recompute_ns=_stage_means([run.recompute_ns(number) for number in range(len(stages))]),
+        state_bytes=tuple(run.steps[0].memory.state_bytes.tolist()),
+        peak_bytes=tuple(run.peak_bytes.tolist()),
+        full_peak_bytes=tuple(at_full.memory.peak_bytes.tolist()),
+    )
     return Plan(
         **{f.name: getattr(request, f.name) for f in fields(PlanRequest)},
         layer_names=full.names,
         borders=tuple(run.borders.tolist()),
         recompute=tuple(np.flatnonzero(run.recompute).tolist()),
-        predicted=_predict(request, run, at_full.memory.peak_bytes),
+        predicted=predicted,
     )
+
+
+def plan_from_profile(
+    request: PlanRequest,
+    profile: Profile,
+    borders: IntArray,
+    recompute: BoolArray,
+    indices: IntArray | None = None,
+) -> Plan:
+    """The plan with this partition and these recomputed layers; times and bytes from a profile.
+
+    `indices`: the request's micro-batches among the measured ones, if they are; then nothing is
+    fitted. The request's cluster gives the reduction of gradients over replicas alone. ConfigError
+    if the profile has other layers than the request's model, or as `profiled_costs`.
+    """
+    layers = layers_of(request.model, request.parallel)
+    if len(layers) != len(profile.names):
+        raise ConfigError(
+            f"the profile has {len(profile.names)} layers, the model {request.model.name} "
+            f"{len(layers)}: give the preset of the model that was measured"
+        )
+    if indices is None:
+        costs = profiled_costs(profile, request.loads)
+    else:
+        costs = measured_costs(profile, indices)
+    pipelines = request.split(costs)
+    run = simulate_run(request, "measured", pipelines, request.loads, borders, recompute)
+    return make_plan(request, run, profiled_costs(profile, request.full_step))
 
 
 def tensor_parallel_ns(request: PlanRequest, run: SimulatedRun) -> IntArray:
@@ -163,22 +205,6 @@ def tensor_parallel_ns(request: PlanRequest, run: SimulatedRun) -> IntArray:
         for name in ("forward_ns", "input_grad_ns", "weight_grad_ns")
     ) + np.where(run.recompute[:, np.newaxis], every.recompute_ns - without.recompute_ns, 0)
     return _by_rank(spent.sum(axis=1), run.borders, request) // len(run.steps)
-
-
-def _predict(request: PlanRequest, run: SimulatedRun, full_peak_bytes: IntArray) -> Prediction:
-    stages = [step.stages for step in run.steps]
-    bubbles = np.mean([step.timeline.bubble_ratio for step in run.steps], axis=0)
-    return Prediction(
-        step_ns=run.step_ns,
-        reduction_ns=_reduction_ns(request, run.borders),
-        bubble_ratio=tuple(bubbles.tolist()),
-        forward_ns=_stage_means([each.forward_ns for each in stages]),
-        backward_ns=_stage_means([each.backward_ns for each in stages]),
-        recompute_ns=_stage_means([run.recompute_ns(number) for number in range(len(stages))]),
-        state_bytes=tuple(run.steps[0].memory.state_bytes.tolist()),
-        peak_bytes=tuple(run.peak_bytes.tolist()),
-        full_peak_bytes=tuple(full_peak_bytes.tolist()),
-    )
 
 
 def _search(

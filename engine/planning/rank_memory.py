@@ -1,7 +1,7 @@
 """Minimal recomputation with which one rank fits into its memory. Numba.
 
-The peak is that of `engine.simulator.memory`, byte for byte, for one rank and one choice of layers:
-3 us for 20 layers and 64 micro-batches.
+The peak is that of `engine.simulator.evaluate`, byte for byte, for one rank and one choice: 3 us
+for 20 layers and 64 micro-batches.
 
 Layers of a kind in one stage cost the same, so a choice is a number per kind, and the first layers
 are recomputed: what a recomputed layer needs in its own turn comes on top of what the layers before
@@ -80,8 +80,8 @@ def layer_memory(costs: Costs) -> LayerMemory:
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(costs.kinds))}
     kind = np.array([numbers[kind] for kind in costs.kinds])
     return LayerMemory(
-        saved=np.ascontiguousarray(costs.saved_bytes),
-        kept=np.ascontiguousarray(costs.kept_bytes),
+        saved=np.ascontiguousarray(saved),
+        kept=np.ascontiguousarray(kept),
         working=np.ascontiguousarray(costs.working_bytes),
         state=np.ascontiguousarray(costs.state_bytes),
         kind=np.where(frees, kind, -1),
@@ -103,7 +103,7 @@ def rank_order(schedule: Schedule, rank: int) -> RankOrder:
 def peak_bytes(layers, order, starts, ends, recompute):  # type: ignore[no-untyped-def]
     """Peak of a rank whose stages are the layers `starts[i]:ends[i]`; `recompute`: of all layers.
 
-    Equal to `engine.simulator.stages.stage_costs` and `engine.simulator.memory.memory_of`.
+    Equal to `engine.simulator.evaluate.memory_of`.
     """
     # memory of each stage and micro-batch
     shape = len(starts), layers.saved.shape[1]
@@ -262,9 +262,9 @@ def minimal_choices(  # type: ignore[no-untyped-def]
     if not _fits(rank, groups.recompute):
         return np.zeros((0, num_layers), np.bool_), True
     # a good first choice: least of the slowest groups first
-    each_ns = np.array(
-        [layers.extra_ns[members[first]] if len(members) else 0 for first in firsts[:-1]]
-    )
+    each_ns = np.zeros(num_groups, np.int64)
+    if len(members):
+        each_ns[:] = layers.extra_ns[members[firsts[:-1]]]
     found = np.zeros((MOST_FOUND, num_groups), np.int64)
     for group in np.argsort(-each_ns):
         _set_least(groups, rank, group)

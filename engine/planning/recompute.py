@@ -1,6 +1,6 @@
 """Choice of recomputed layers: least time that fits into memory. Pure.
 
-The peak of live bytes along each rank's own order must fit (`engine.simulator.memory`), not depth
+The peak of live bytes along each rank's own order must fit (`engine.simulator.evaluate`), not depth
 times an average. Ranks are independent: no schedule's memory depends on times.
 """
 
@@ -12,8 +12,7 @@ from balance.errors import IsobatchError
 from balance.types import BoolArray, IntArray
 from engine.cost_model.costs import Costs
 from engine.planning.rank_memory import layer_memory, minimal_choices, rank_order
-from engine.simulator.evaluate import evaluate
-from engine.simulator.memory import memory_of
+from engine.simulator.evaluate import evaluate, memory_of
 from engine.simulator.schedule import Schedule
 from engine.simulator.stages import stage_costs
 

@@ -95,9 +95,8 @@ def _edges(schedule: Schedule, sends_grad: tuple[bool, ...]) -> _Edges:
     """The edges of a schedule in which gradients come back to the stages with `sends_grad`."""
     kinds, stages, ranks = schedule.kinds, schedule.stages, schedule.ranks
     # index of each action; -1 if the schedule has none
-    place = np.full(
-        (len(PassKind), schedule.num_stages + 1, schedule.num_micro_batches), -1, np.int64
-    )
+    shape = len(PassKind), schedule.num_stages + 1, schedule.num_micro_batches
+    place = np.full(shape, -1, np.int64)
     place[kinds, stages, schedule.micro_batches] = np.arange(len(schedule))
     back = np.maximum(place[PassKind.BACKWARD], place[PassKind.INPUT_GRAD])
     forward, apart = place[PassKind.FORWARD], place[PassKind.INPUT_GRAD]

@@ -47,13 +47,8 @@ class Timeline:
 
 def simulate(program: Program) -> Timeline:
     """Run a program. Deadlock, with the operations that wait, if it cannot finish."""
-    start, end, done = run(
-        program.schedule.rank_offsets,
-        program.duration_ns,
-        program.edge_offsets,
-        program.edge_targets,
-        program.edge_ns,
-    )
+    edges = program.edge_offsets, program.edge_targets, program.edge_ns
+    start, end, done = run(program.schedule.rank_offsets, program.duration_ns, *edges)
     if done < len(program.duration_ns):
         raise Deadlock(_what_waits(program, end))
     return Timeline(program=program, start_ns=start, end_ns=end)
@@ -110,13 +105,8 @@ def transfers(timeline: Timeline) -> Transfers:
     """The sends of a step."""
     program, schedule = timeline.program, timeline.program.schedule
     sources = program.edge_sources
-    arrivals = send(
-        schedule.rank_offsets,
-        timeline.end_ns,
-        program.edge_offsets,
-        program.edge_targets,
-        program.edge_ns,
-    )
+    edges = program.edge_offsets, program.edge_targets, program.edge_ns
+    arrivals = send(schedule.rank_offsets, timeline.end_ns, *edges)
     ranks = schedule.ranks
     links = ranks[sources] * schedule.num_ranks + ranks[program.edge_targets]
     order = np.argsort(links, kind="stable")

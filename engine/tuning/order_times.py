@@ -18,7 +18,7 @@ import numba
 import numpy as np
 
 from balance.types import BoolArray, IntArray
-from engine.simulator.memory import bytes_by_kind
+from engine.simulator.evaluate import bytes_by_kind
 from engine.simulator.program import make_program
 from engine.simulator.schedule import Schedule
 from engine.simulator.simulate import simulate
@@ -59,7 +59,7 @@ class MemoryBudget(NamedTuple):
     """Memory of actions and its limit, in bytes."""
 
     left: IntArray
-    """With `most`: `engine.simulator.memory.bytes_by_kind`."""
+    """With `most`: `engine.simulator.evaluate.bytes_by_kind`."""
     most: IntArray
     state: IntArray
     """(ranks,)."""
@@ -302,9 +302,7 @@ def _encode(ahead, number, now, num_gaps, num_entered, scratch):  # type: ignore
         if (ready, rank != 0, left) < (least, travels, waste):
             best, least, travels, waste = gap, ready, rank != 0, left
     if best >= 0:
-        scratch.gap_before[number], scratch.begins[number] = (
-            scratch.gaps[3, best],
-            scratch.gaps[0, best],
-        )
+        scratch.gap_before[number] = scratch.gaps[3, best]
+        scratch.begins[number] = scratch.gaps[0, best]
         scratch.gaps[0, best] += encode_ns
     return least

@@ -53,15 +53,14 @@ def marginal_costs(
     """
     # (phases, quantities) of the mean micro-batch
     count = max(1, num_micro_batches)
-    mean = np.array(
-        [[getattr(getattr(samples, p), q).sum() // count for q in QUANTITIES] for p in PHASES]
-    )
+    phases = [getattr(samples, phase) for phase in PHASES]
+    mean = np.array([[getattr(own, q).sum() // count for q in QUANTITIES] for own in phases])
     # the mean micro-batch, and one per quantity with twice as much of it
     probes = np.repeat(mean[:, :, np.newaxis], 1 + mean.size, axis=2)
     for number, (phase, quantity) in enumerate(np.ndindex(*mean.shape)):
         probes[phase, quantity, 1 + number] *= 2
-    phases = (PhaseLoads(*own) for own in probes)
-    costs = cost(Loads(**dict(zip(PHASES, phases, strict=True))))
+    probed = dict(zip(PHASES, (PhaseLoads(*own) for own in probes), strict=True))
+    costs = cost(Loads(**probed))
     again = np.where(np.asarray(recompute)[:, np.newaxis], costs.recompute_ns, 0)
     total = (costs.forward_ns + costs.backward_ns + again).sum(axis=0).astype(np.float64)
     slopes = np.maximum(total[1:] - total[0], 0).reshape(mean.shape) / np.maximum(mean, 1)

@@ -1,11 +1,10 @@
 """Encoder pre-computation (PipeTune): frozen encoders in idle time. Pure.
 
-Features of a frozen encoder never change, so they may be computed at any time before the first
-stage needs them (PipeTune, 3.3). PipeTune does not say where; here in idle time of the first
-stage's rank (`"own"`), or of any rank with memory for a copy of the encoder, which then sends the
-features (`"any"`). `engine.tuning.order_times` finds the gaps of an order; here they become a
-schedule with ENCODE actions, simulated exactly, with its memory: features wait on the first rank
-until their micro-batch enters, and a copy needs memory for its weights.
+Features of a frozen encoder may be computed at any time before the first stage needs them
+(PipeTune, 3.3). PipeTune does not say where; here in idle time of the first stage's rank (`"own"`),
+or of any rank with memory for a copy of the encoder, which then sends the features (`"any"`). The
+gaps of an order (`engine.tuning.order_times`) become a schedule with ENCODE actions, simulated
+exactly, with its memory: features wait on the first rank until their micro-batch enters.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import numpy as np
 from balance.errors import ConfigError
 from balance.types import BoolArray, IntArray
 from engine.cost_model.costs import Costs
-from engine.simulator.memory import memory_of
+from engine.simulator.evaluate import memory_of
 from engine.simulator.program import Encodings, make_program
 from engine.simulator.schedule import PassKind, Schedule
 from engine.simulator.simulate import Timeline, simulate, transfers

@@ -3,8 +3,7 @@
 Samples are assigned to data-parallel ranks by cost, each rank's pipeline is tuned separately, and
 the step is as slow as its slowest pipeline. If a new assignment does not help, each rank tunes its
 given samples, or keeps them. Every rank computes the same result, so planning takes as long as
-tuning all pipelines. The trainer's extra data, above all the schedule, travels with the step as its
-note: so it belongs to that step however early it was planned, also after resuming.
+tuning all pipelines. The schedule travels with the step as its note, also after resuming.
 """
 
 from collections.abc import Callable
@@ -60,15 +59,8 @@ class TunedStep:
         """The note of each rank."""
         schedules = [one.step.schedule if one is not None else None for one in self.tuned]
         fingerprint = _fingerprint(self.groups, schedules)
-        return tuple(
-            StepNote(
-                schedule=own,
-                step_ns=self.step_ns,
-                untuned_ns=self.untuned_ns,
-                fingerprint=fingerprint,
-            )
-            for own in schedules
-        )
+        times = {"step_ns": self.step_ns, "untuned_ns": self.untuned_ns}
+        return tuple(StepNote(schedule=s, fingerprint=fingerprint, **times) for s in schedules)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

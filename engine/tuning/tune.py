@@ -1,13 +1,11 @@
 """PipeTune's tuner: packing, size, order and early encoding. Pure.
 
-`engine.tuning.step_planner` uses it from the loader. All candidates are costed in one call of the
-cost function; each is simulated in the order in which it was packed, and the orders of the best few
-are searched: PipeTune's clusters, then exchanges (`engine.tuning._order_search`), with encoder
-passes in idle time (`engine.tuning.precompute`). The result is simulated exactly, within the
-memory of every rank. The given micro-batches in their order are a candidate, so a tuned step is
-never slower than an untuned one. Deterministic. In 4 stages 128 samples take 15 ms with PipeTune's
-search, 80 with ours, 1,024 samples 60 and 180 (PipeTune: 200 and 1,500;
-`benchmarks/tuner_speed.py`).
+All candidates are costed in one call of the cost function; each is simulated in the order in which
+it was packed, and the orders of the best few are searched: PipeTune's clusters, then exchanges,
+with encoder passes in idle time. The result is simulated exactly, within the memory of every rank.
+The given micro-batches in their order are a candidate, so a tuned step is never slower than an
+untuned one. Deterministic. In 4 stages 128 samples take 15 ms with PipeTune's search, 80 with ours,
+1,024 samples 60 and 180 (PipeTune: 200 and 1,500; `benchmarks/tuner_speed.py`).
 """
 
 from collections.abc import Sequence

@@ -147,9 +147,8 @@ def run_windows(inside, sums, span, borders, choices, extra_ns):  # type: ignore
         _outside(sums, (first, num_stages), cuts, ready[0], turn, tail)
         ready_back[:], now[:], free[:] = 0, 0, 0
         times = (forward, input_grad, weight_grad)
-        steps[window] = _run(
-            inside, sums, first, cuts, times, (ready, ready_back, turn, tail, now, free)
-        )
+        state = (ready, ready_back, turn, tail, now, free)
+        steps[window] = _run(inside, sums, first, cuts, times, state)
     return steps
 
 

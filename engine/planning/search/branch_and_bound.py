@@ -1,10 +1,9 @@
 """Branch and bound: the fastest partition, or a proven gap. Pure.
 
-For `python -m engine plan`, and to judge BMP. It minimises the simulated time of the whole step. A
-local search from several anchors finds a good partition first. Then it is proved or improved: every
-possible stage gets a lower bound (`_bounds`), and stages that no faster partition can contain are
-pruned; then every two remaining neighbouring stages, every three, and so on (`_windows`). Windows
-as long as the pipeline are whole partitions. Brute force agrees to the nanosecond.
+Minimises the simulated time of the whole step. A local search from several anchors finds a good
+partition. Then it is proved or improved: every possible stage gets a lower bound (`_bounds`), and
+stages that no faster partition can contain are pruned; then every two remaining neighbouring
+stages, every three, and so on (`_windows`), up to whole partitions. Brute force agrees to the ns.
 
 Where too many windows remain, only those of the fastest chains continue and the others count with
 their bound, so the result has a proven gap. So too where ranks have several stages and must

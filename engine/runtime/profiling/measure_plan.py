@@ -17,7 +17,7 @@ from engine.cost_model.layer_list import layers_of, phases_of
 from engine.cost_model.profile_table import Profile, measured_costs, profiled_costs
 from engine.planning.partition import even_partition
 from engine.planning.plan import Plan, PlanRequest
-from engine.planning.plan_from_profile import plan_from_profile
+from engine.planning.planner import plan_from_profile
 from engine.planning.recompute import choose_recompute
 from engine.runtime.batch_loads import batch_loads
 from engine.runtime.pipeline import Pipeline, PipelineOptions

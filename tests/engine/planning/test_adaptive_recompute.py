@@ -6,8 +6,7 @@ import pytest
 from balance.errors import ConfigError
 from engine.planning.adaptive_recompute import OutOfMemory, adapt_recompute, in_flight
 from engine.planning.recompute import InfeasiblePlan, choose_recompute
-from engine.simulator.evaluate import schedule_for
-from engine.simulator.memory import memory_of
+from engine.simulator.evaluate import memory_of, schedule_for
 from engine.simulator.stages import stage_costs
 from support.cases import for_each
 from support.costs.random_costs import vlm

@@ -15,7 +15,7 @@ from engine.cost_model.parallel import Parallelism
 from engine.cost_model.profile_table import COLUMNS, make_profile, measured_costs, profiled_costs
 from engine.planning.bmp import greedy_anchor
 from engine.planning.plan import read_plan, write_plan
-from engine.planning.plan_from_profile import plan_from_profile
+from engine.planning.planner import plan_from_profile
 from engine.simulator.evaluate import evaluate
 from support.costs.plan_questions import plan_request, uneven_loads
 

@@ -12,8 +12,7 @@ from engine.planning.recompute import (
     choose_recompute,
     fitted_step,
 )
-from engine.simulator.evaluate import schedule_for
-from engine.simulator.memory import memory_of
+from engine.simulator.evaluate import memory_of, schedule_for
 from engine.simulator.stages import stage_costs
 from support.cases import for_each
 from support.costs.random_costs import random_model, vlm

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from balance.errors import ConfigError
-from engine.simulator.evaluate import evaluate, schedule_for
-from engine.simulator.memory import memory_of
+from engine.simulator.evaluate import evaluate, memory_of, schedule_for
 from engine.simulator.schedule import SCHEDULES
 from engine.simulator.stages import stage_costs
 from support.cases import for_each

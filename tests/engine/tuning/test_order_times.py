@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.simulator.memory import memory_of
+from engine.simulator.evaluate import memory_of
 from engine.simulator.program import make_program
 from engine.simulator.simulate import simulate
 from engine.tuning.order_times import NEVER, EncodeAhead, order_problem, times_of_orders

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from balance.errors import ConfigError
-from engine.simulator.memory import memory_of
+from engine.simulator.evaluate import memory_of
 from engine.simulator.program import Encodings, make_program
 from engine.simulator.schedule import Action, PassKind, Schedule, make_schedule, one_f_one_b
 from engine.simulator.simulate import simulate, transfers

@@ -10,8 +10,7 @@ import pytest
 
 from balance.errors import ConfigError
 from engine.cost_model.loads import packed_loads
-from engine.simulator.evaluate import evaluate, schedule_for
-from engine.simulator.memory import memory_of
+from engine.simulator.evaluate import evaluate, memory_of, schedule_for
 from engine.simulator.program import Encodings, make_program
 from engine.simulator.schedule import PassKind
 from engine.simulator.simulate import simulate

@@ -5,7 +5,7 @@ that differ.
 import numpy as np
 
 from engine.cost_model.costs import Costs
-from engine.simulator.memory import memory_of
+from engine.simulator.evaluate import memory_of
 from engine.simulator.schedule import make_schedule
 from engine.simulator.stages import stage_costs
 
