@@ -125,16 +125,6 @@ class PlanConfig:
                 "counts.parquet and groups.parquet into one"
             )
 
-    @property
-    def parallel(self) -> Parallelism:
-        """How the model is spread over GPUs."""
-        return Parallelism(**{f.name: getattr(self, f.name) for f in fields(Parallelism)})
-
-    @property
-    def training(self) -> Training:
-        """Which parts are trained."""
-        return Training(**{part: part not in self.frozen for part in PARTS})
-
 
 def gib_bytes(memory_gib: float) -> int:
     """Memory of a GPU in bytes. ConfigError for what no GPU can have.
@@ -163,8 +153,8 @@ def plan_request(config: PlanConfig) -> tuple[PlanRequest, Loads | None]:
     request = PlanRequest(
         model=model,
         cluster=cluster,
-        parallel=config.parallel,
-        training=config.training,
+        parallel=Parallelism(**{f.name: getattr(config, f.name) for f in fields(Parallelism)}),
+        training=Training(**{part: part not in config.frozen for part in PARTS}),
         schedule=config.schedule,
         stages_per_rank=config.stages_per_rank,
         num_micro_batches=config.micro_batches,

@@ -1,5 +1,7 @@
 """Times in nanoseconds as text, for charts and tables. Pure."""
 
+from itertools import count
+
 UNITS = ((10**6, "ms"), (10**3, "us"))
 
 
@@ -9,12 +11,8 @@ def round_step(at_least: float) -> int:
     >>> [round_step(value) for value in (0.2, 1.5, 30, 501)]
     [1, 2, 50, 1000]
     """
-    power = 1
-    while True:
-        for factor in (1, 2, 5):
-            if factor * power >= at_least:
-                return factor * power
-        power *= 10
+    steps = (factor * 10**power for power in count() for factor in (1, 2, 5))
+    return next(step for step in steps if step >= at_least)
 
 
 def tick_text(time_ns: int, longest: int) -> str:

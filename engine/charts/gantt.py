@@ -1,9 +1,8 @@
 """Gantt charts of steps as an HTML page, with sends, critical path, memory.
 
-`gantt_page` is pure; `write_gantt` writes its result. The page needs no network and no scripts: its
-colours follow the reader's light or dark mode, positions are shares of a chart's width, and radio
-buttons set that width, so that zooming is CSS. 16 ranks with 256 micro-batches are 8,192 bars:
-4 MB, .2 s. Several steps share one scale.
+The page needs no network and no scripts: its colours follow the reader's light or dark mode,
+positions are shares of a chart's width, and radio buttons set that width, so that zooming is CSS.
+Several steps share one scale. 16 ranks with 256 micro-batches are 8,192 bars: 4 MB, .2 s.
 """
 
 from collections.abc import Iterator, Sequence

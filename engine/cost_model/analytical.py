@@ -195,7 +195,7 @@ def _layer(layer: Layer, device: _Device, trained: bool, flows: bool) -> dict[st
     zeros = np.zeros(len(device.loads))
     forward = sum((each.forward for each in times), zeros)
     through = sum((each.input_grad for each in times), zeros)
-    own = sum((each.weight_grad for each in times), zeros)
+    own = np.asarray(sum((each.weight_grad for each in times), zeros))
     if not flows:
         # no gradient passes the first product; those after it are needed for weight gradients
         is_product = [isinstance(each, MatMul) for each in layer.operations]

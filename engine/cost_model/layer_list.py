@@ -85,18 +85,6 @@ class _Sizes:
     parallel: Parallelism
 
     @property
-    def query(self) -> int:
-        return -(-self.shape.num_heads // self.parallel.tp) * self.shape.head_size
-
-    @property
-    def key(self) -> int:
-        return -(-self.shape.num_kv_heads // self.parallel.tp) * self.shape.head_size
-
-    @property
-    def ffn(self) -> int:
-        return -(-self.shape.ffn_size // self.parallel.tp)
-
-    @property
     def shared(self) -> float:
         """Width of what GPUs split only with sequence parallelism."""
         return self.parallel.token_share(self.shape.hidden_size)
@@ -124,7 +112,10 @@ class _Sizes:
 
 
 def _transformer_layer(sizes: _Sizes, part: Part, sent: Sent) -> Layer:
-    shape, h, a, k, f = sizes.shape, sizes.shape.hidden_size, sizes.query, sizes.key, sizes.ffn
+    shape, h, tp = sizes.shape, sizes.shape.hidden_size, sizes.parallel.tp
+    # widths on one GPU: all query heads, all key heads, feed-forward part
+    a, k = (-(-num // tp) * shape.head_size for num in (shape.num_heads, shape.num_kv_heads))
+    f = -(-shape.ffn_size // tp)
     causal = isinstance(shape, LlmShape)
     scaled = isinstance(shape, VitShape) and shape.layer_scale
     normed = isinstance(shape, VitShape) and shape.query_key_norm

@@ -4,10 +4,9 @@ The peak is that of `engine.simulator.evaluate`, byte for byte, for one rank and
 for 20 layers and 64 micro-batches.
 
 Layers of a kind in one stage cost the same, so a choice is a number per kind, and the first layers
-are recomputed: what a recomputed layer needs in its own turn comes on top of what the layers before
-it left, so early layers should leave little. One more never needs more memory. So for given numbers
-of all other kinds the least number of one kind is found by bisection; and kind by kind the least
-number with which the following kinds can still make it fit, so that no infeasible choice is tried.
+are recomputed: what a recomputed layer needs in its turn comes on top of what those before it left.
+One more never needs more memory: for given numbers of all other kinds the least number of one is
+found by bisection, and kind by kind the least with which the following kinds can still make it fit.
 """
 
 from typing import NamedTuple
@@ -42,12 +41,12 @@ class LayerMemory(NamedTuple):
     """(layers,): time of recomputation, all micro-batches."""
 
 
-class RankOrder(NamedTuple):
-    """The actions of a rank, in order; (actions,)."""
+class ActionOrder(NamedTuple):
+    """Actions in order; (actions,)."""
 
     kinds: IntArray
-    chunks: IntArray
-    """Number of the stage among the rank's."""
+    stages: IntArray
+    """Of one rank: numbers among the rank's stages."""
     micro_batches: IntArray
 
 
@@ -55,7 +54,7 @@ class RankStages(NamedTuple):
     """A rank with its stages, the layers `starts[i]:ends[i]`, and its memory limit."""
 
     layers: LayerMemory
-    order: RankOrder
+    order: ActionOrder
     starts: IntArray
     ends: IntArray
     memory_bytes: int
@@ -89,10 +88,10 @@ def layer_memory(costs: Costs) -> LayerMemory:
     )
 
 
-def rank_order(schedule: Schedule, rank: int) -> RankOrder:
+def rank_order(schedule: Schedule, rank: int) -> ActionOrder:
     """A rank's part of a schedule."""
     own = slice(schedule.rank_offsets[rank], schedule.rank_offsets[rank + 1])
-    return RankOrder(
+    return ActionOrder(
         schedule.kinds[own].copy(),
         schedule.stages[own] // schedule.num_ranks,
         schedule.micro_batches[own],
@@ -118,7 +117,7 @@ def peak_bytes(layers, order, starts, ends, recompute):  # type: ignore[no-untyp
     # live bytes along the rank's order
     peak = now
     for at in range(len(order.kinds)):
-        kind, chunk, number = order.kinds[at], order.chunks[at], order.micro_batches[at]
+        kind, chunk, number = order.kinds[at], order.stages[at], order.micro_batches[at]
         left = live[chunk, number]
         if kind == FORWARD:
             peak = max(peak, now + most[chunk, number])

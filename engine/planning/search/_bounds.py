@@ -15,7 +15,7 @@ import numpy as np
 
 from balance.types import BoolArray, IntArray
 from engine.cost_model.costs import Costs
-from engine.planning.rank_memory import BACKWARD, FORWARD, INPUT_GRAD
+from engine.planning.rank_memory import BACKWARD, FORWARD, INPUT_GRAD, ActionOrder
 from engine.simulator.program import make_program
 from engine.simulator.schedule import PassKind, Schedule
 from engine.simulator.simulate import simulate
@@ -44,14 +44,6 @@ class LayerSums(NamedTuple):
     """(layers + 1,): whether a gradient crosses the cut."""
     last: IntArray
     """(micro_batches,): least time after the first stage has computed the gradient of its input."""
-
-
-class Operations(NamedTuple):
-    """Actions of a schedule, each after all that it waits for; (actions,)."""
-
-    kinds: IntArray
-    stages: IntArray
-    micro_batches: IntArray
 
 
 def layer_sums(costs: Costs, schedule: Schedule) -> LayerSums:
@@ -89,12 +81,12 @@ def _least(sends: IntArray) -> IntArray:
 
 
 @lru_cache(maxsize=64)
-def operations(schedule: Schedule) -> Operations:
+def operations(schedule: Schedule) -> ActionOrder:
     """A schedule's actions in the order in which they begin if all take the same time."""
     ones = np.ones((schedule.num_stages, schedule.num_micro_batches), np.int64)
     stages = StageCosts.of_times(ones, ones, ones, np.arange(len(ones)) < len(ones) - 1)
     order = np.argsort(simulate(make_program(schedule, stages)).start_ns, kind="stable")
-    return Operations(schedule.kinds[order], schedule.stages[order], schedule.micro_batches[order])
+    return ActionOrder(schedule.kinds[order], schedule.stages[order], schedule.micro_batches[order])
 
 
 def window_steps(
@@ -112,7 +104,7 @@ def window_steps(
     """
     every = operations(schedule)
     is_inside = (every.stages >= first) & (every.stages < first + choices.shape[1])
-    inside = Operations(*(column[is_inside] for column in every))
+    inside = ActionOrder(*(column[is_inside] for column in every))
     span = first, schedule.num_stages, schedule.num_ranks
     cuts = np.ascontiguousarray(borders)
     return np.asarray(run_windows(inside, sums, span, cuts, choices, extra_ns))

@@ -1,8 +1,7 @@
 """Candidate stages: their layers, and which of those are recomputed.
 
-Where each rank has one stage, the memory depends on that stage alone: each minimal choice of
-recomputed layers is a window, except those that take at least as long as another for every
-micro-batch. Where ranks have several stages, choices are made for whole partitions.
+Where each rank has one stage, each minimal choice of recomputed layers is a window, unless another
+is as fast for every micro-batch. Where ranks have several, whole partitions are chosen for.
 """
 
 import itertools

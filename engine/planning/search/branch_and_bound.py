@@ -112,11 +112,14 @@ class _Search:
             costs, schedule = self.evaluator.costs, self.evaluator.schedule
             memory = self.evaluator.memory_bytes
             raise InfeasiblePlan(what_would_fit(costs, self.smallest, schedule, memory))
+        # one rank takes at least as long as the mean work of a rank
+        work = int((self.evaluator.costs.forward_ns + self.evaluator.costs.backward_ns).sum())
+        mean_ns = -(-work // self.evaluator.schedule.num_ranks)
         return SearchResult(
             borders=self.best[0],
             recompute=self.best[1],
             step_ns=self.step_ns,
-            lower_bound_ns=min(self.step_ns, max(self.dropped_ns, _mean_work(self.evaluator))),
+            lower_bound_ns=min(self.step_ns, max(self.dropped_ns, mean_ns)),
             windows=self.windows,
         )
 
@@ -124,7 +127,9 @@ class _Search:
         """Local search from the fastest partitions, or from that of least memory if none fits."""
         steps = self.evaluator.steps(np.stack(partitions))
         if steps.min() == NEVER and self.best is None:
-            self.smallest = _smallest(self.evaluator, partitions)
+            peaks = self.evaluator.least_peaks(np.stack(partitions))
+            smallest = partitions[int(peaks.argmin())]
+            self.smallest, _ = improve_partition(self.evaluator.least_peaks, smallest)
             partitions, steps = [self.smallest], self.evaluator.steps(self.smallest[np.newaxis])
         for row in np.argsort(steps, kind="stable")[:STARTS].tolist():
             if steps[row] < NEVER:
@@ -208,15 +213,3 @@ class _Search:
             if len(steps):
                 best = int(steps.argmin())
                 self.offer(borders, int(steps[best]), masks[best])
-
-
-def _mean_work(evaluator: PartitionEvaluator) -> int:
-    """Mean work of a rank: one of them takes at least as long."""
-    costs = evaluator.costs
-    return -(-int((costs.forward_ns + costs.backward_ns).sum()) // evaluator.schedule.num_ranks)
-
-
-def _smallest(evaluator: PartitionEvaluator, partitions: list[IntArray]) -> IntArray:
-    """Local search for least memory, everything recomputed."""
-    peaks = evaluator.least_peaks(np.stack(partitions))
-    return improve_partition(evaluator.least_peaks, partitions[int(peaks.argmin())])[0]
