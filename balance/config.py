@@ -39,12 +39,9 @@ def check_options(config: Any) -> None:
         value = getattr(config, name)
         if get_origin(hint) is Literal and value not in get_args(hint):
             raise ConfigError(f"{name} is {value!r}: use one of {', '.join(get_args(hint))}")
-        is_bounded = (option.least, option.most) != (-inf, inf)  # nan is left to the config
-        if (
-            is_bounded
-            and isinstance(value, int | float)
-            and not option.least <= value <= option.most
-        ):
+        bounds = option.least, option.most
+        is_bounded = isinstance(value, int | float) and bounds != (-inf, inf)  # else nan may pass
+        if is_bounded and not option.least <= value <= option.most:
             least, most = f"{option.least:,}", f"{option.most:,}"
             allowed = f"at least {least}" if option.most == inf else f"in {least}..{most}"
             raise ConfigError(f"{name} is {value}; it must be {allowed}")

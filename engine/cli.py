@@ -98,7 +98,7 @@ def simulate(
     run = planner.simulate_run(
         request,
         "simulated",
-        request.pipelines(request.loads),
+        request.split(request.costs(request.loads)),
         request.loads,
         read.border_array,
         read.recompute_mask,

@@ -11,7 +11,7 @@ def round_step(at_least: float) -> int:
     >>> [round_step(value) for value in (0.2, 1.5, 30, 501)]
     [1, 2, 50, 1000]
     """
-    steps = (factor * 10**power for power in count() for factor in (1, 2, 5))
+    steps = (factor * int(10**power) for power in count() for factor in (1, 2, 5))
     return next(step for step in steps if step >= at_least)
 
 

@@ -6,7 +6,7 @@ measurements into a file that `extends` one.
 
 from dataclasses import dataclass, fields
 
-from balance.config import build_config, read_preset
+from balance.config import build_config, check_positive, read_preset
 from balance.errors import ConfigError
 
 NS_PER_S = 1_000_000_000
@@ -53,13 +53,12 @@ class Cluster:
     attention_backward_efficiency: float
 
     def __post_init__(self) -> None:
+        check_positive(self)
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
-        wrong = [f"{name} = {value}" for name, value in numbers.items() if value <= 0]
-        shares = [name for name in numbers if name.endswith(("_share", "_efficiency"))]
-        wrong += [f"{name} = {numbers[name]}" for name in shares if numbers[name] > 1]
+        shares = {k: v for k, v in values.items() if k.endswith(("_share", "_efficiency"))}
+        wrong = [f"{name} = {share}" for name, share in shares.items() if share > 1]
         if wrong:
-            raise ConfigError(f"{', '.join(wrong)}: must be greater than 0, and a share at most 1")
+            raise ConfigError(f"{', '.join(wrong)}: must be at most 1")
 
     @property
     def usable_memory_bytes(self) -> int:

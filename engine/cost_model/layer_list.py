@@ -55,11 +55,13 @@ def layers_of(model: ModelPreset, parallel: Parallelism) -> tuple[Layer, ...]:
     layers: list[Layer] = []
     passing: Sent = ()
     if model.audio_encoder is not None:
-        sizes = _Sizes(model.audio_encoder, TokenStream(phase="audio"), parallel)
+        shape = model.audio_encoder
+        sizes = _Sizes(shape, TokenStream(phase="audio"), parallel)
         frames = TokenStream(phase="audio", per_token=model.audio.conv_stride if model.audio else 2)
         # kernels of three frames
-        rows = 3 * model.audio_encoder.frame_values, 3 * model.audio_encoder.hidden_size
-        layers += _encoder(sizes, "audio", (frames, sizes.stream), rows, passing, merged_from=1.0)
+        first = MatMul(inputs=3 * shape.frame_values, outputs=shape.hidden_size, stream=frames)
+        products = first, sizes.product(3 * shape.hidden_size, shape.hidden_size)
+        layers += _encoder(sizes, "audio", products, passing, merged_from=1.0)
         passing = layers[-1].sent
     sizes = _Sizes(vit, TokenStream(phase="vision"), parallel)
     # the class token is not embedded from pixels, and not passed on
@@ -67,7 +69,8 @@ def layers_of(model: ModelPreset, parallel: Parallelism) -> tuple[Layer, ...]:
     if not isinstance(model.vision, NativeRule):
         share = isqrt(model.vision.vit_tokens_per_patch) ** 2 / model.vision.vit_tokens_per_patch
     patches = TokenStream(phase="vision", per_token=share)
-    layers += _encoder(sizes, "vision", (patches,), (vit.patch_values,), passing, merged_from=share)
+    product = MatMul(inputs=vit.patch_values, outputs=vit.hidden_size, stream=patches)
+    layers += _encoder(sizes, "vision", (product,), passing, merged_from=share)
     return (*layers, *_language_model(_Sizes(llm, TokenStream(phase="llm"), parallel), llm))
 
 
@@ -162,31 +165,26 @@ def _transformer_layer(sizes: _Sizes, part: Part, sent: Sent) -> Layer:
 
 
 def _encoder(
-    sizes: _Sizes,
-    part: Part,
-    streams: tuple[TokenStream, ...],
-    rows: tuple[int, ...],
-    passing: Sent,
-    *,
-    merged_from: float,
+    sizes: _Sizes, part: Part, products: tuple[MatMul, ...], passing: Sent, *, merged_from: float
 ) -> list[Layer]:
-    """Embedding, layers, projector; `rows`: inputs of the embedding's products, one per stream."""
+    """Embedding, layers, projector; `products`: those of the embedding."""
     shape = sizes.shape
     if not isinstance(shape, EncoderShape):
         raise TypeError(f"{part}: give the shape of an encoder, not {type(shape).__name__}")
     h = shape.hidden_size
     sent = ((sizes.stream, sizes.output_bytes), *passing)
-    num_params, inputs = sum(rows) * h, list(zip(rows, streams, strict=True))
+    num_params = sum(product.inputs for product in products) * h
+    embedded = [product.inputs * product.stream.per_token for product in products]
     embedding = Layer(
         kind="patch_embedding" if part == "vision" else f"{part}_embedding",
         part=part,
-        stream=streams[-1],
+        stream=products[-1].stream,
         # too small to be split: every tensor-parallel GPU computes it all
-        operations=tuple(MatMul(inputs=row, outputs=h, stream=s) for row, s in inputs),
+        operations=products,
         num_params=num_params,
         gpu_params=num_params,
-        saved_bytes=float(BYTES * sum(row * s.per_token for row, s in inputs)),
-        input_bytes=float(BYTES * rows[0] * streams[0].per_token),
+        saved_bytes=float(BYTES * sum(embedded)),
+        input_bytes=float(BYTES * embedded[0]),
         working_bytes=float(BYTES * h),
         sent=sent,
     )

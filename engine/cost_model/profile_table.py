@@ -50,16 +50,12 @@ class Profile:
             measured = self.costs.num_micro_batches
             raise ConfigError(f"{len(self.loads)} micro-batches, but measurements of {measured}")
         if len(self.phases) != kinds or not set(self.phases) <= set(PHASES):
-            raise ConfigError(
-                f"phases are {list(self.phases)}; give one of {', '.join(PHASES)} to each of "
-                f"{kinds} kinds"
-            )
+            names = ", ".join(PHASES)
+            raise ConfigError(f"phases are {list(self.phases)}; give one of {names} to each kind")
         known = bool(self.layers) and set(self.layers) <= set(range(kinds))
         if not known or len(self.names) != len(self.layers):
-            raise ConfigError(
-                f"{len(self.layers)} layers of {kinds} kinds, {len(self.names)} names: they do not "
-                "fit together"
-            )
+            counts = f"{len(self.layers)} layers of {kinds} kinds, {len(self.names)} names"
+            raise ConfigError(f"{counts}: they do not fit together")
 
 
 def profiled_costs(profile: Profile, loads: Loads, *, farthest: float = FARTHEST) -> Costs:

@@ -69,8 +69,7 @@ def feature_moves(
     rounds = {len(groups) for ranks in every for groups in ranks}
     if len(rounds) > 1:
         raise ConfigError(
-            f"ranks and encoders have {sorted(rounds)} batches in one step; features can be "
-            "exchanged if all have equally many"
+            f"ranks and encoders have {sorted(rounds)} batches in one step; give all equally many"
         )
     numbers, users = range(max(rounds)), work.micro_batches
     return {

@@ -41,24 +41,21 @@ Observe = Callable[[BoolArray], IntArray]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A run with some layers recomputed."""
+    """A run with some layers recomputed, (layers,)."""
 
     recompute: BoolArray
-    """(layers,)."""
     left_bytes: IntArray | None
     """(stages,); None if it ran out of memory."""
     ran_out: tuple[int, ...] = ()
-    """Stages that ran out of memory."""
+    """Stages that did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedRecompute:
-    """The choice, and the runs that led to it."""
+    """The choice, (layers,), the bytes left in its run, (stages,), and the runs that led to it."""
 
     recompute: BoolArray
-    """(layers,); it has been run."""
     left_bytes: IntArray
-    """(stages,): left in that run."""
     held_bytes: dict[str, float]
     """Bytes of a layer of each kind per micro-batch in flight, which recomputation frees."""
     trials: tuple[Trial, ...]

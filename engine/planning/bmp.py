@@ -36,10 +36,9 @@ _Beginnings = dict[int, list[tuple[float, tuple[int, ...]]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionCandidate:
-    """A partition, its metric, and the time of its step if it was run."""
+    """A partition, (stages + 1,), its metric, and the time of its step if it was run."""
 
     borders: IntArray
-    """(stages + 1,)."""
     variance_ms2: float
     """VAR(fwd_time), eq. 4, of a mean micro-batch: a sum over stages, not a mean."""
     comm_bytes: int
@@ -129,8 +128,7 @@ def rank_candidates(
     """
     if radius < 0 or most < 1:
         raise ConfigError(
-            f"radius {radius}, {most} candidates; give a radius of 0 or more and at least 1 "
-            "candidate"
+            f"radius {radius}, {most} candidates; give a radius of 0 or more, a candidate or more"
         )
     ranking = _Ranking(costs, len(anchor) - 1)
     begun: _Beginnings = {0: [(0.0, (0,))]}

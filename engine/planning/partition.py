@@ -68,8 +68,7 @@ def check_stages(num_layers: int, num_stages: int) -> None:
     """ConfigError unless each stage can have a layer."""
     if not 1 <= num_stages <= num_layers:
         raise ConfigError(
-            f"{num_stages} stages of {num_layers} layers; give 1 to {num_layers}, each needs a "
-            "layer"
+            f"{num_stages} stages of {num_layers} layers; give 1 to {num_layers}, a layer for each"
         )
 
 

@@ -107,12 +107,8 @@ class PlanRequest:
         """A step in which every micro-batch is the largest."""
         return self.full.take(np.zeros(self.num_micro_batches, np.int64))
 
-    def pipelines(self, loads: Loads) -> list[Costs]:
-        """Costs by step and, in it, data-parallel rank."""
-        return self.split(self.costs(loads))
-
     def split(self, costs: Costs) -> list[Costs]:
-        """Costs of many micro-batches, by step and data-parallel rank."""
+        """Costs of many micro-batches, by step and, in it, data-parallel rank."""
         count = self.num_micro_batches
         starts = range(0, costs.num_micro_batches, count)
         return [costs.take(np.arange(first, first + count)) for first in starts]

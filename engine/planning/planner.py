@@ -96,7 +96,7 @@ def plan(request: PlanRequest, *, search: str = "exact", random: Loads | None = 
 
     `search`: `exact` or `bmp`. InfeasiblePlan if nothing fits into memory.
     """
-    pipelines, full = request.pipelines(request.loads), request.costs(request.full_step)
+    pipelines, full = request.split(request.costs(request.loads)), request.costs(request.full_step)
     typical = _median(pipelines)
     # times of a typical step, memory of the largest
     memory = {name: getattr(full, name) for name in ("saved_bytes", "kept_bytes", "working_bytes")}
@@ -108,7 +108,7 @@ def plan(request: PlanRequest, *, search: str = "exact", random: Loads | None = 
     runs = []
     if random is not None:
         name = f"random samples, {int(random.llm.items.max())} at a time, padded; {first}"
-        costs = request.pipelines(random)
+        costs = request.split(request.costs(random))
         runs.append(simulate_run(request, name, costs, random, even, everything))
         first = "+ packed micro-batches"
     for name, cuts, chosen in (

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 PRELOADED = (
-    "engine.dispatching.step_planner",
+    "engine.dispatching.dispatch",
     "engine.runtime.models.transformers_models",
     "engine.runtime.pipeline",
     "loaders",

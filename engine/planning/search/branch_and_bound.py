@@ -46,12 +46,10 @@ MOST_WHOLE = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The best partition found."""
+    """The best partition found: borders, (stages + 1,), and recomputed layers, (layers,)."""
 
     borders: IntArray
-    """(stages + 1,)."""
     recompute: BoolArray
-    """(layers,)."""
     step_ns: int
     lower_bound_ns: int
     """No partition is faster, whatever it recomputes; `step_ns` if this one is proven best."""

@@ -1,7 +1,7 @@
 """Encoder features to the ranks that train with them (OrchMLLM).
 
 For data-parallel trainers whose loader plans with `DispatchedSteps`
-(`engine.dispatching.step_planner`). Each rank encodes what the plan assigned to it.
+(`engine.dispatching.dispatch`). Each rank encodes what the plan assigned to it.
 `exchange_features` sends the features of a round to their micro-batches in one all-to-all per
 encoder, and the backward pass returns their gradients the same way (OrchMLLM, section 6). A step:
 

@@ -58,7 +58,7 @@ def test_a_file_of_the_users_may_extend_ours(tmp_path):
     [
         (
             "nvlink_efficiency = 1.5",
-            r"cluster preset .*mine.toml: nvlink_efficiency = 1.5: must be greater than 0",
+            r"cluster preset .*mine.toml: nvlink_efficiency = 1.5: must be at most 1",
         ),
         ("gpus_per_node = 0", r"gpus_per_node = 0: must be greater"),
         ("gpu_per_node = 8", r"unknown key gpu_per_node; known: .*gpus_per_node"),

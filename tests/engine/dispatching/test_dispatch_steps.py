@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from balance.steps.step_planner import StepPlanner, StepRequest, check_assignment
-from engine.dispatching.dispatch import DispatchOptions
-from engine.dispatching.step_planner import DispatchedSteps
+from engine.dispatching.dispatch import DispatchedSteps, DispatchOptions
 from support.cases import for_each
 from support.costs.random_examples import random_counts, uneven_offsets
 

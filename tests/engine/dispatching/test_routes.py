@@ -8,8 +8,8 @@ import pytest
 from balance.errors import ConfigError
 from balance.steps.step_planner import StepAssignment, StepRequest
 from balance.types import Groups
+from engine.dispatching.dispatch import DispatchedSteps
 from engine.dispatching.routes import feature_moves
-from engine.dispatching.step_planner import DispatchedSteps
 from support.cases import for_each
 from support.costs.random_examples import random_counts, uneven_offsets
 from support.costs.step_routes import step_routes

@@ -79,7 +79,7 @@ def test_the_searched_partition_is_no_slower_than_other_methods_for_the_searched
     loads = uneven_loads(8, model="internvl_1_5")
     asked = replace(plan_request(), parallel=replace(plan_request().parallel, dp=1), loads=loads)
     best = planner.plan(asked).best
-    (costs,) = asked.pipelines(loads)
+    (costs,) = asked.split(asked.costs(loads))
     full = asked.costs(asked.full.take(np.zeros(8, np.int64)))
     schedule = schedule_for("1f1b", best.borders, 8)
     for method in METHODS.values():
@@ -141,7 +141,7 @@ def test_one_gpu_per_group_has_no_tensor_parallel_communication(result):
     found = simulate_run(
         alone,
         "alone",
-        alone.pipelines(alone.loads),
+        alone.split(alone.costs(alone.loads)),
         alone.loads,
         result.best.borders,
         result.best.recompute,

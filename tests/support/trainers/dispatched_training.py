@@ -7,9 +7,8 @@ import torch.distributed as dist
 from torch import nn
 
 from balance.steps.step_planner import ENCODERS
-from engine.dispatching.dispatch import PHASES, DispatchOptions
+from engine.dispatching.dispatch import PHASES, DispatchedSteps, DispatchOptions
 from engine.dispatching.routes import PlannedRoutes
-from engine.dispatching.step_planner import DispatchedSteps
 from engine.runtime.communication.collectives import world_errors
 from engine.runtime.communication.feature_all_to_all import exchange_features
 from engine.runtime.communication.process_groups import sum_gradients
