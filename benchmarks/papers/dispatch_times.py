@@ -68,7 +68,10 @@ def phase_volumes(plan: DispatchPlan, phase: str) -> PhaseVolumes:
     """The volumes of a phase's exchanges."""
     own, examples = plan.phases[phase], plan.examples
     per_node = plan.options.ranks_per_node
-    lengths = (examples.texts if phase == "llm" else examples.lengths[phase])[own.examples]
+    lengths = examples.lengths[phase]
+    if phase == "llm":  # tokens of text
+        lengths = lengths - sum(examples.features.values())
+    lengths = lengths[own.examples]
     made = np.zeros_like(lengths) if phase == "llm" else examples.features[phase][own.examples]
     stays = _in_place(own.moved.source_offsets) if plan.options.reads_directly else own.moved
     there = own.moved.apply(made)

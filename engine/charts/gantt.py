@@ -130,16 +130,11 @@ def _gantt(step: GanttStep, name: str, longest: int, memory_bytes: int | None) -
     took = time_text(step.simulated.step_ns)
     label = f"{schedule.num_ranks} ranks, {len(schedule)} passes, {took}"
     return (
-        f'{_zoom_buttons(name, _zooms(bars))}<div class="gantt">{_names(step, memory_bytes)}'
+        f'{_zoom_buttons(name, bars)}<div class="gantt">{_names(step, memory_bytes)}'
         f'<div class="time scroll"><svg class="zoomed" height="{height}" role="img" '
         f'aria-label="{label}">'
         f"{_ticks(longest, height)}{bars}{_strips(step, longest)}</svg></div></div>"
     )
-
-
-def _zooms(bars: str) -> list[int]:
-    """1, and every zoom at which numbers appear that did not fit before."""
-    return [zoom for zoom in ZOOMS if zoom == 1 or f'n{zoom}"' in bars]
 
 
 def _names(step: GanttStep, memory_bytes: int | None) -> str:
@@ -290,8 +285,10 @@ def _percent(value: float, whole: int) -> str:
     return f"{100 * value / whole:.4f}%"
 
 
-def _zoom_buttons(chart: str, zooms: Sequence[int]) -> str:
+def _zoom_buttons(chart: str, bars: str) -> str:
     """Radio buttons just before the element of class `gantt` that they zoom; hidden if only one."""
+    # 1, and every zoom at which numbers appear that did not fit before
+    zooms = [zoom for zoom in ZOOMS if zoom == 1 or f'n{zoom}"' in bars]
     buttons, labels = "", ""
     for zoom in zooms:
         name, text = f"{chart}-{zoom}", f"{zoom}x" if zoom > 1 else "whole step"

@@ -93,13 +93,10 @@ class Training:
         >>> Training().state_bytes(1_000, Parallelism(dp=4), trained=True)
         9000
         """
-        sizes = (
-            num_params * WEIGHT_BYTES,
-            num_params * self.gradient_bytes * trained,
-            num_params * OPTIMIZER_BYTES * trained,
-        )
+        # weights, gradients, optimizer state
+        each = WEIGHT_BYTES, self.gradient_bytes * trained, OPTIMIZER_BYTES * trained
         shards = [parallel.dp if parallel.zero_stage >= stage else 1 for stage in (3, 2, 1)]
-        return round(sum(size / count for size, count in zip(sizes, shards, strict=True)))
+        return round(sum(num_params * size / n for size, n in zip(each, shards, strict=True)))
 
 
 def reduction_ns(

@@ -92,11 +92,6 @@ class Examples:
         """Data-parallel ranks."""
         return len(self.offsets) - 1
 
-    @property
-    def texts(self) -> IntArray:
-        """LLM tokens that come from no encoder."""
-        return np.asarray(self.lengths["llm"] - sum(self.features.values()))
-
     @classmethod
     def of_counts(cls, counts: Counts, offsets: IntArray, *, audio_downsample: int = 1) -> Examples:
         """From counts, with equal images in an example, its audio as one clip.
@@ -129,18 +124,6 @@ class PhasePlan:
     """(ranks,): loads as drawn, with padding."""
     balanced: PhaseLoads
     """(ranks,): loads as planned, with padding."""
-    useful_tokens: int
-    """Tokens of all ranks without padding."""
-
-    @property
-    def efficiency(self) -> tuple[float, float]:
-        """Useful tokens / (ranks x tokens of the slowest rank), as drawn and as planned.
-
-        MFU is proportional to it. Padding counts as lost; 1 without tokens.
-        """
-        slowest = (own.tokens.max() * len(own) for own in (self.drawn, self.balanced))
-        before, after = (self.useful_tokens / max(int(most), 1) for most in slowest)
-        return (before, after) if self.useful_tokens else (1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -246,7 +229,6 @@ def _phase(
         features=moved.inverse().then(to_llm),
         drawn=_loads(drawn, examples, phase, options),
         balanced=_loads(Groups(own[planned.samples], planned.offsets), examples, phase, options),
-        useful_tokens=int(examples.lengths[phase].sum()),
     )
 
 

@@ -91,11 +91,8 @@ def layer_memory(costs: Costs) -> LayerMemory:
 def rank_order(schedule: Schedule, rank: int) -> ActionOrder:
     """A rank's part of a schedule."""
     own = slice(schedule.rank_offsets[rank], schedule.rank_offsets[rank + 1])
-    return ActionOrder(
-        schedule.kinds[own].copy(),
-        schedule.stages[own] // schedule.num_ranks,
-        schedule.micro_batches[own],
-    )
+    stages = schedule.stages[own] // schedule.num_ranks
+    return ActionOrder(schedule.kinds[own], stages, schedule.micro_batches[own])
 
 
 @numba.njit(cache=True)

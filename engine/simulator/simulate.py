@@ -1,9 +1,8 @@
 """Simulation of a program: times of operations, critical path, deadlocks.
 
 Exact, in whole nanoseconds, in one pass over the operations (numba): an operation begins when its
-rank has ended the previous one and all results have arrived. 16,384 operations take .2 ms.
-`tests/support/oracles/simulation_oracle.py` is a discrete-event simulation that shares nothing with
-this and agrees to the last nanosecond.
+rank has ended the previous one and all results have arrived. 16,384 operations take .2 ms. The
+discrete-event simulation in `tests/support/oracles` agrees to the last nanosecond.
 """
 
 from dataclasses import dataclass

@@ -54,14 +54,10 @@ class StageCosts:
     ) -> StageCosts:
         """Stages with these times of passes, without memory and with immediate sends."""
         names, zeros = (f.name for f in fields(cls)), np.zeros_like(forward_ns)
-        nothing: dict[str, Any] = dict.fromkeys(names, zeros)
-        times = {
-            "forward_ns": forward_ns,
-            "input_grad_ns": input_grad_ns,
-            "weight_grad_ns": weight_grad_ns,
-        }
-        per_stage = {"state_bytes": np.zeros(len(forward_ns), np.int64), "sends_grad": sends_grad}
-        return cls(**nothing | times | per_stage)
+        values: dict[str, Any] = dict.fromkeys(names, zeros)
+        values |= {"forward_ns": forward_ns, "input_grad_ns": input_grad_ns}
+        values |= {"weight_grad_ns": weight_grad_ns, "sends_grad": sends_grad}
+        return cls(**values | {"state_bytes": np.zeros(len(forward_ns), np.int64)})
 
     @property
     def num_stages(self) -> int:

@@ -4,10 +4,9 @@ A schedule's actions are sorted topologically once (cached); then an order costs
 in numba, about 6 ns per action: under 1 us for 16 micro-batches in 4 stages. Times equal those of
 `engine.simulator.simulate`, of which this is the loop without its queue.
 
-On request the loop also places the encoder's forward passes in idle time (PipeTune's
-pre-computation): when the first stage starts a micro-batch, its encoding is put into an earlier
-gap. That moves nothing else, so times stay exact, except that features from another rank are taken
-not to delay other sends on the same link.
+The loop can also place the encoder's forward passes in idle time (PipeTune's pre-computation): when
+the first stage starts a micro-batch, its encoding is put into an earlier gap. That moves nothing
+else: times stay exact, except that features are taken not to delay other sends on the same link.
 """
 
 from dataclasses import dataclass, replace

@@ -60,8 +60,7 @@ _BY_MICRO_BATCH = ("forward_ns", "send_ns", "feature_bytes", "working_bytes")
 def frozen_encoder(costs: Costs, borders: IntArray) -> Encoder:
     """The frozen layers before everything that is trained.
 
-    ConfigError if none can run ahead: the encoder is trained (its features change with its weights,
-    and its backward pass needs saved activations), or it is not in the first stage alone.
+    ConfigError if none can run ahead: the encoder is trained, or not in the first stage alone.
     """
     frozen = costs.num_layers if not costs.sends_grad.any() else int(np.argmax(costs.sends_grad))
     if frozen == 0:

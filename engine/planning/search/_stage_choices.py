@@ -29,14 +29,9 @@ def every_stage(evaluator: PartitionEvaluator) -> list[Windows]:
         ends = np.arange(stage + 1, num_layers - after + 1) if after else np.array([num_layers])
         borders = np.stack(np.meshgrid(starts, ends, indexing="ij"), axis=-1).reshape(-1, 2)
         borders = borders[borders[:, 0] < borders[:, 1]]
+        none, (left, right) = np.zeros((len(borders), 1), np.int64), borders.T
         chain.append(
-            Windows(
-                borders=borders,
-                choices=np.zeros((len(borders), 1), np.int64),
-                bound_ns=np.zeros(len(borders), np.int64),
-                left=borders[:, 0],
-                right=borders[:, 1],
-            )
+            Windows(borders=borders, choices=none, bound_ns=none[:, 0], left=left, right=right)
         )
     return chain
 

@@ -1,9 +1,8 @@
 """Chains of windows, which join bounds of stages into partitions. Pure.
 
-For `branch_and_bound`. A partition is a chain of windows of w neighbouring stages, each one stage
-further, which agree on shared stages. No partition is faster than the slowest window of its chain:
-so a window whose best chain is no faster than the best known partition is pruned, and two remaining
-neighbours join into a window of w + 1 stages.
+A partition is a chain of windows of w neighbouring stages, each one stage further, which agree on
+shared stages. No partition is faster than the slowest window of its chain: so a window whose best
+chain is no faster than the best known partition is pruned, and two remaining neighbours are joined.
 """
 
 from __future__ import annotations
