@@ -29,9 +29,10 @@ def every_stage(evaluator: PartitionEvaluator) -> list[Windows]:
         ends = np.arange(stage + 1, num_layers - after + 1) if after else np.array([num_layers])
         borders = np.stack(np.meshgrid(starts, ends, indexing="ij"), axis=-1).reshape(-1, 2)
         borders = borders[borders[:, 0] < borders[:, 1]]
-        none, (left, right) = np.zeros((len(borders), 1), np.int64), borders.T
+        zeros = np.zeros((len(borders), 1), np.int64)
+        left, right = borders.T
         chain.append(
-            Windows(borders=borders, choices=none, bound_ns=none[:, 0], left=left, right=right)
+            Windows(borders=borders, choices=zeros, bound_ns=zeros[:, 0], left=left, right=right)
         )
     return chain
 
