@@ -26,7 +26,7 @@ from engine.simulator.evaluate import evaluate
 from engine.simulator.schedule import one_f_one_b
 
 REPEATS = 6
-"""Of each layer's measurement."""
+"""Of each layer's measurement, unless told otherwise."""
 PROFILED = 8
 """Micro-batches that layers are measured on, from the smallest to the largest."""
 AGREE = 1e-4
@@ -42,12 +42,18 @@ class Trainer:
     """
 
     def __init__(
-        self, counts: Counts, num_stages: int, data: Sequence[Data], *, frozen_encoder: bool = False
+        self,
+        counts: Counts,
+        num_stages: int,
+        data: Sequence[Data],
+        *,
+        frozen_encoder: bool = False,
+        repeats: int = REPEATS,
     ) -> None:
         """`data`: of all that will be run, out of which micro-batches to measure layers on are
-        chosen.
+        chosen. `repeats`: of each layer's measurement.
         """
-        self.counts = counts
+        self.counts, self.repeats = counts, repeats
         self.replicas = dist.get_world_size() // num_stages
         self.places = consecutive(dist.get_world_size(), self.replicas)
         self.replica = next(
@@ -81,7 +87,7 @@ class Trainer:
                 kinds=kinds,
                 phases=dict(KINDS.values()),
             ),
-            MeasureOptions(repeats=REPEATS),
+            MeasureOptions(repeats=self.repeats),
         )
 
     def pipeline(self, variant: Variant) -> Pipeline:

@@ -9,7 +9,7 @@ from papers.datasets import internvl_samples
 
 from ablation.data import SHRUNK, loads_of, shrunk
 from ablation.ranks import Row
-from ablation.real import Trainer
+from ablation.real import REPEATS, Trainer
 from ablation.variants import Variant
 from balance.types import Counts, Groups, IntArray
 from engine.cost_model.profile_table import profiled_costs
@@ -31,12 +31,14 @@ INGREDIENTS = {
 """Rows of PipeTune's Table 2, each with those before."""
 
 
-def run(num_steps: int, rounds: int, samples_per_step: int = SAMPLES_PER_STEP) -> list[Row]:
+def run(
+    num_steps: int, rounds: int, samples_per_step: int = SAMPLES_PER_STEP, repeats: int = REPEATS
+) -> list[Row]:
     """All ingredients, on this rank of 2."""
     counts = shrunk(internvl_samples(samples_per_step * num_steps))
     drawn = np.arange(len(counts)).reshape(num_steps, -1)
     steps = tuple((packed(counts, samples),) for samples in drawn)
-    trainer = Trainer(counts, STAGES, [(steps, False)], frozen_encoder=True)
+    trainer = Trainer(counts, STAGES, [(steps, False)], frozen_encoder=True, repeats=repeats)
     nothing = np.zeros(trainer.num_layers, np.bool_)
     borders = behind_encoder(trainer, steps[0][0])
     before = Variant(

@@ -94,7 +94,7 @@ def test_other_losses_of_the_same_samples_end_the_run(counts: Any) -> None:
 
 
 def test_every_ingredient_of_pipetune_runs_with_real_compute_and_the_same_losses() -> None:
-    rows = ranks.on_ranks(2, real_pipetune.run, 1, 1, 12)
+    rows = ranks.on_ranks(2, real_pipetune.run, 1, 1, 8, 2)
     assert [row.name for row in rows] == ["packed in order", *real_pipetune.INGREDIENTS]
     predicted = [row.predicted_s for row in rows]
     assert predicted == sorted(predicted, reverse=True)

@@ -219,7 +219,7 @@ def test_caps_and_split_are_as_good_as_a_full_grid():
     patches, tokens = counts.num_image_patches, counts.seq_len
     fewest = len(counts)
     for q_v, q_t in itertools.product(
-        range(patches.max(), 35), range(int(tokens.max()), 2_001, 20)
+        range(patches.max(), 35), range(int(tokens.max()), 2_001, 40)
     ):
         if memory.bytes_per_token * q_t + memory.bytes_per_vision * q_v <= memory.num_bytes:
             limits = caps_of(q_t, q_v, "image_patches")
