@@ -9,8 +9,8 @@ from support import ROOT
 
 PACKAGES = ("balance", "shards", "packer", "loaders", "engine")
 CODE = (*PACKAGES, "tests", "benchmarks", "examples", "scripts")
-MOST_LINES = 37_250
-"""A ratchet: lower it whenever the product gets shorter. The aim is 35,000."""
+MOST_LINES = 35_000
+"""Of the product. What does not fit makes something else shorter first."""
 MOST_COLUMNS, MOST_FIRST_LINE, MOST_SIBLINGS = 100, 80, 12
 PRAGMA = re.compile(r"  # (noqa|type: ignore).*")
 SINGLE_IMPORTERS = 0.2
