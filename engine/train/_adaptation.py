@@ -30,8 +30,7 @@ from engine.train.step_tuning import costs_of, read_model_profile
 
 MIB = 2**20
 MOST_STEPS = 3
-"""Steps that a choice is made for: the last ones, because a step that ran out of memory was heavier
-than those of the choice before it."""
+"""Steps that a choice is made for: the last, as one that ran out of memory was heavy."""
 
 
 class RecomputeAdapter:

@@ -332,11 +332,10 @@ def _work_loads(work: StepAssignment, request: StepRequest, *, complete: bool) -
         vit_tokens, llm_tokens = (
             [loads.sum(keepdims=True) for loads in ranks] for ranks in (vit_tokens, llm_tokens)
         )
-    rounds = len(llm_tokens[0])
     return StepLoads(
         vit_tokens=np.stack(vit_tokens),
         llm_tokens=np.stack(llm_tokens),
-        complete=np.full(rounds, complete),
+        complete=np.full(len(llm_tokens[0]), complete),
     )
 
 

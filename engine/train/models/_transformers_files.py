@@ -41,10 +41,7 @@ MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10_00
 
 
 def read_model(name: str, given: Path | None, source: StepSource) -> Any:
-    """The model on the CPU: tiny, from a `config.json`, or from a folder with weights.
-
-    ConfigError if it cannot be read, lacks weights or does not fit, or without transformers.
-    """
+    """The model on the CPU: tiny, of a `config.json` or of a folder with weights. ConfigError."""
     transformers = _import_transformers(name)
     errors = (OSError, ValueError, RuntimeError, _safetensors_error())
     missing: list[str] = []
