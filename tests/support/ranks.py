@@ -24,6 +24,7 @@ PRELOADED = (
     "engine.runtime.models.transformers_models",
     "engine.runtime.pipeline",
     "loaders",
+    "packer.cli",
     "torch.distributed.checkpoint",
     "transformers.models.internvl.modeling_internvl",
     "transformers.models.llava.modeling_llava",
