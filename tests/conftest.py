@@ -7,10 +7,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 pytest.register_assert_rewrite("support")
 
 from support.servers import find_weed, s3_server  # noqa: E402
+
+
+# a busy machine is not a failure
+settings.register_profile("isobatch", deadline=None)
+settings.load_profile("isobatch")
 
 
 def pytest_addoption(parser):

@@ -9,7 +9,7 @@ import threading
 from io import BytesIO
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from balance.errors import DataError
 from balance.media.image_tokens import plan_image
@@ -121,8 +121,11 @@ def decode(
             return image.convert("RGB")
         image.load()  # convert would do it, and copy
     except _DECODE_ERRORS as error:
+        # Pillow's own words name the address of a buffer
+        is_unknown = isinstance(error, UnidentifiedImageError)
+        reason = "not an image that Pillow knows" if is_unknown else error
         raise DataError(
-            f"image of {len(image_bytes):,} bytes cannot be decoded: {error}"
+            f"image of {len(image_bytes):,} bytes cannot be decoded: {reason}"
         ) from error
     return image
 

@@ -213,7 +213,7 @@ def packed(num_samples, seed=0):
 
 def test_caps_and_split_are_as_good_as_a_full_grid():
     counts, memory = (
-        packed(400),
+        packed(250),
         ActivationBudget(num_bytes=4_000, bytes_per_token=1, bytes_per_vision=100),
     )
     patches, tokens = counts.num_image_patches, counts.seq_len

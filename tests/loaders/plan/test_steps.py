@@ -80,7 +80,7 @@ shapes = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 @given(
     kind=sources,
     order=st.sampled_from(["blocks", "random"]),
