@@ -13,7 +13,6 @@ pytest.register_assert_rewrite("support")
 
 from support.servers import find_weed, s3_server  # noqa: E402
 
-
 # a busy machine is not a failure
 settings.register_profile("isobatch", deadline=None)
 settings.load_profile("isobatch")
