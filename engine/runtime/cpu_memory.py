@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from balance.errors import IsobatchError
 
@@ -85,4 +84,10 @@ def _key(tensor: Tensor) -> int:
 
 def _tensors(values: Any) -> Iterator[Tensor]:
     """All tensors in nested tuples, lists and dicts."""
-    return (value for value in tree_leaves(values) if isinstance(value, Tensor))
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):  # pytrees take several times as long
+        for value in values:
+            yield from _tensors(value)
+    elif isinstance(values, dict):
+        yield from _tensors(list(values.values()))

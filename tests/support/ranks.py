@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import torch
@@ -29,11 +30,25 @@ PRELOADED = (
     "transformers.models.internvl.modeling_internvl",
     "transformers.models.llava.modeling_llava",
     "transformers.models.qwen2_vl.modeling_qwen2_vl",
+    "support.preloaded",
 )
 """What most ranks import; a module that is not installed is left out."""
 
 context = mp.get_context("forkserver")
 context.set_forkserver_preload(list(PRELOADED))
+
+
+def _start_server():
+    """Ranks are told what is on the path; the process that they are forked from is not."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 def meet(folder, rank, world_size):
@@ -49,6 +64,7 @@ def on_ranks(world_size, folder, work, *arguments):
     """Run `work(*arguments)` on all ranks; the first failure of any is raised. A folder for each
     call.
     """
+    _start_server()
     mp.start_processes(
         _work, (world_size, folder, work, arguments), nprocs=world_size, start_method="forkserver"
     )
@@ -133,6 +149,7 @@ def _launched(folder, command, told):
 
 def _run(ranks, most_s):
     """Until all have ended; who has not by then is killed."""
+    _start_server()
     for process in ranks:
         process.start()
     until = time.monotonic() + most_s

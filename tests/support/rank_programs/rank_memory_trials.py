@@ -91,14 +91,14 @@ def adapt_both(said, dp, shares, folder):
     """
     replica, generator = dist.get_rank() // 2, torch.Generator().manual_seed(3)
     batches = [
-        Rows(values=torch.randn(40 + 8 * replica, WIDTH, generator=generator)) for _ in range(4)
+        Rows(values=torch.randn(40 + 8 * replica, WIDTH, generator=generator)) for _ in range(3)
     ]
     pipelines = [list(range(first, first + 2)) for first in range(0, 2 * dp, 2)]
     for schedule in shares:
         options = PipelineOptions(schedule=schedule)
         pipeline = Pipeline(two_kinds(), BORDERS, np.zeros(len(KINDS), bool), pipelines, options)
         said[schedule] = _adapt_beside_all(
-            pipeline, [batches, batches[:2]], shares[schedule], Path(folder)
+            pipeline, [batches, batches[:1]], shares[schedule], Path(folder)
         )
 
 

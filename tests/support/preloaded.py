@@ -1,0 +1,14 @@
+"""Imported last by the process that ranks are forked from: what each would do again by itself."""
+
+import gc
+
+from engine.simulator.program import make_program
+from engine.simulator.schedule import one_f_one_b
+from engine.simulator.simulate import simulate
+from support.costs.random_steps import constant_stages
+
+# every pipeline simulates a step; a process takes half a second to load what numba compiled
+simulate(make_program(one_f_one_b(2, 2), constant_stages(2, 2)))
+# steps that run out of memory collect garbage: half a second each time, of all these modules
+gc.collect()
+gc.freeze()
