@@ -1,6 +1,7 @@
 """Folders of raw data on disk, what is temporary, and the errors of a place that cannot be used."""
 
 import errno
+import itertools
 import os
 import subprocess
 import sys
@@ -121,9 +122,12 @@ def in_a_small_folder(
     )
 
 
-# the demo's staged samples need more than the first, its 20 MB of shards more than the others
-@pytest.mark.parametrize("size", ["600k", "6m", "16m"])
-@pytest.mark.parametrize("shard_format", ["arrow", "webdataset"])
+# the demo's staged samples, which know no format, need more than the first; its 20 MB of shards
+# more than the others
+@pytest.mark.parametrize(
+    ("shard_format", "size"),
+    [("arrow", "600k"), *itertools.product(["arrow", "webdataset"], ["6m", "16m"])],
+)
 def test_a_full_disk_is_one_line_that_names_the_folder(tmp_path, demo_data, size, shard_format):
     out = tmp_path / "full"
     out.mkdir()
