@@ -115,6 +115,7 @@ def run(ranks: int, chosen: argparse.Namespace) -> bool:
     if chosen.standin:
         even = draw(options, chosen.seed).flops.sum() / ranks
         options = replace(options, rate=float(even / (chosen.step_ms / 1e3)))
+    slowest(options, 0)  # compiles the planner's kernels, which else every rank does for itself
     with tempfile.TemporaryDirectory() as folder:
         results = mp.get_context("spawn").SimpleQueue()
         mp.spawn(run_rank, (folder, options, results), nprocs=ranks)
