@@ -1,5 +1,6 @@
 """Fixtures that several packages' tests share."""
 
+import gc
 import os
 import shutil
 import signal
@@ -35,6 +36,11 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     """Ray's tests first: at the end, one worker would be left alone with them for minutes."""
     items.sort(key=lambda item: item.get_closest_marker("ray") is None)
+
+
+def pytest_collection_finish():
+    """What was imported stays until the end; without this, each collection of garbage walks it."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

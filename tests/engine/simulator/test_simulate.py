@@ -58,7 +58,7 @@ def oracle_times(schedule, stages, encodings=None):
     return pairs[:, 0], pairs[:, 1]
 
 
-@for_each("seed", range(600))
+@for_each("seed", range(250))
 def test_every_operation_runs_when_an_event_by_event_simulation_says(seed):
     schedule, stages, encodings = random_case(seed)
     timeline = simulate(make_program(schedule, stages, encodings))
@@ -224,7 +224,7 @@ def test_interleaving_never_stands_still(ranks, chunks):
         assert timeline.step_ns >= 3 * chunks * micro_batches
 
 
-@for_each("seed", range(300))
+@for_each("seed", range(150))
 def test_a_step_takes_longer_by_whatever_its_critical_path_does(seed):
     schedule, stages, encodings = random_case(seed)
     program = make_program(schedule, stages, encodings)
