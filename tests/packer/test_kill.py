@@ -87,7 +87,7 @@ def ray_cluster():
 
 
 @pytest.mark.parametrize(
-    ("executor", "kills"), [("local", 6), pytest.param("ray", 3, marks=NEEDS_RAY)]
+    ("executor", "kills"), [("local", 10), pytest.param("ray", 3, marks=NEEDS_RAY)]
 )
 def test_a_build_killed_at_random_moments_goes_on_and_ends_as_if_undisturbed(
     dataset, undisturbed, tmp_path, executor, kills
