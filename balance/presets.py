@@ -187,7 +187,7 @@ class ModelPreset:
 
     def __post_init__(self) -> None:
         if (self.audio is None) != (self.audio_markup is None):
-            has, lacks = ("audio_markup", "audio")[:: -1 if self.audio else 1]
+            has, lacks = ("audio", "audio_markup") if self.audio else ("audio_markup", "audio")
             advice = "give both for a model with audio, else neither"
             raise ConfigError(f"has [{has}] but no [{lacks}]; {advice}")
         markups = [self.image_markup, *([self.audio_markup] if self.audio_markup else [])]

@@ -28,7 +28,9 @@ class StepRequest:
     counts: Counts
     """Counts of each sample, shape (num_samples,)."""
     offsets: IntArray
-    """Borders of the micro-batches, shape (dp * micro_batches + 1,); empty ones end the epoch."""
+    """Shape (dp * micro_batches + 1,): micro-batch m of rank r is the samples from `offsets[i]` to
+    `offsets[i + 1]`, i = r * micro_batches + m; none where the epoch has ended.
+    """
     dp: int
     """Data-parallel ranks."""
     micro_batches: int
