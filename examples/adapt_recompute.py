@@ -39,7 +39,7 @@ def main(build: str, measured: str, memory_mib: str) -> list[bool]:
 
     # after one step the optimizer's state exists, which takes its memory
     batches = next(iter(loader))
-    pipeline.step(batches, batches[0].num_loss_tokens)
+    pipeline.step(batches, batches[0].loss_normalizer)
     pipeline.reduce_gradients()
     optimizer.step()
 

@@ -137,20 +137,20 @@ class TinyVLM(nn.Module):
 def token_losses(logits: Tensor, batch: MicroBatch) -> Tensor:
     """Cross entropy of each token, (tokens,); 0 where there is no label.
 
-    The sum, divided by `batch.num_loss_tokens`, is this micro-batch's part of the step's mean loss.
+    `batch.reduce_loss` makes of them this micro-batch's part of the step's loss.
     """
     targets = shift_labels(batch.labels, batch.cu_seqlens)
     return functional.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
 
 
 def accumulate(model: nn.Module, batches: list[MicroBatch]) -> float:
-    """Add the gradients of a rank's micro-batches; -> their part of the step's mean loss.
+    """Add the gradients of a rank's micro-batches; -> their part of the step's loss.
 
-    Divided by the labels of the whole step: parts and gradients of ranks only have to be summed.
+    The divisor is the whole step's, on all ranks: parts and gradients of ranks just add up.
     """
     total = 0.0
     for batch in batches:
-        loss = token_losses(model(batch), batch).sum() / max(1, batch.num_loss_tokens)
+        loss = batch.reduce_loss(token_losses(model(batch), batch))
         loss.backward()
         total += loss.item()
     return total

@@ -29,7 +29,7 @@ def train_step(accelerator, model, config, batches):
         last = number == len(batches)
         with contextlib.nullcontext() if last else accelerator.no_sync(model):
             loss = model(**inputs).loss
-            # the loss is divided by the step's labels over all ranks, but DDP takes the mean
+            # the loss is divided by the divisor of all ranks' step, but DDP takes the mean
             accelerator.backward(loss * accelerator.num_processes)
         total += loss.item()
     return total

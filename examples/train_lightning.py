@@ -16,7 +16,7 @@ from loaders import StepDataset, StreamingLoader
 class Module(lightning.LightningModule):
     def __init__(self, build, **options):
         super().__init__()
-        self.automatic_optimization = False  # the loss is divided once, by the step's labels
+        self.automatic_optimization = False  # the loss is divided once, by the whole step's divisor
         self.build, self.options, self.loader_state = build, options, None
         self.model = make_model(StreamingLoader(build))
 
@@ -31,7 +31,7 @@ class Module(lightning.LightningModule):
         no_sync = getattr(self.trainer.strategy.model, "no_sync", contextlib.nullcontext)
         for batch in step.micro_batches:  # ranks exchange gradients after the last one
             with contextlib.nullcontext() if batch is step.micro_batches[-1] else no_sync():
-                loss = token_losses(self.model(batch), batch).sum() / max(1, batch.num_loss_tokens)
+                loss = batch.reduce_loss(token_losses(self.model(batch), batch))
                 self.manual_backward(loss * self.trainer.world_size)  # DDP takes the ranks' mean
         optimizer.step()
         self.loader_state = step.state  # not the loader's: Lightning has fetched the next step

@@ -45,7 +45,7 @@ def main(build: str, plan_file: str) -> list[float]:
     while len(losses) < STEPS:  # epoch after epoch
         for batches, _ in zip(loader, range(STEPS - len(losses)), strict=False):
             optimizer.zero_grad()
-            losses.append(pipeline.step(batches, batches[0].num_loss_tokens).loss)
+            losses.append(pipeline.step(batches, batches[0].loss_normalizer).loss)
             pipeline.reduce_gradients()  # of tied weights, and over replicas
             pipeline.clip_gradients(1.0)  # by the norm over all stages
             optimizer.step()

@@ -22,7 +22,7 @@ def train_step(model, optimizer, batches):
     """One optimizer step; -> its mean loss per label, over all ranks."""
     optimizer.zero_grad()
     loss = torch.tensor(accumulate(model, batches))
-    if dist.is_initialized():  # sums, not means: losses are divided by the whole step's labels
+    if dist.is_initialized():  # sums, not means: losses have the whole step's divisor
         for tensor in (loss, *(weight.grad for weight in model.parameters())):
             dist.all_reduce(tensor)
     optimizer.step()

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from balance.errors import ConfigError
+from balance.loss_weights import LossNormalizer, LossWeights
 from balance.steps.step_planner import StepPlanner
 from loaders.plan.steps import Order, Remainder, StepConfig
 from loaders.read.build import StorageOptions
@@ -19,6 +20,8 @@ _CHOICES = {
     "order": get_args(Order),
     "regroup": (None, "epoch"),
     "audio": get_args(AudioForm),
+    "loss_normalizer": get_args(LossNormalizer),
+    "loss_weights": get_args(LossWeights),
 }
 _LEAST = {"micro_batches_per_step": 1, "seed": 0, "regroup_window": 1, "prefetch_bytes": 0}
 
@@ -49,6 +52,15 @@ class LoaderConfig:
     """"epoch" groups the samples again in every epoch, within windows of stored groups."""
     regroup_window: int = 4096
     """Stored groups of a window."""
+    loss_normalizer: LossNormalizer = "step"
+    """Divisor of a step's weighted losses, `MicroBatch.loss_normalizer`: the weights of the step's
+    labels ("step"), or those of an average step of the epoch ("epoch"), so that a label counts the
+    same in whichever step it comes.
+    """
+    loss_weights: LossWeights = "token"
+    """Weight of a label whose sample has n: 1 ("token"), 1 / n ("sample": samples count the same,
+    however long) or 1 / sqrt(n) ("square"). All but "token" read each sample's counts at the start.
+    """
     planner: StepPlanner | None = None
     """Planner that packs each step again (`balance.steps.step_planner`); see `StepBatches`."""
     workers: int | None = None
@@ -115,6 +127,8 @@ class LoaderConfig:
             seed=self.seed,
             remainder=self.remainder,
             order=self.order,
+            loss_normalizer=self.loss_normalizer,
+            loss_weights=self.loss_weights,
         )
 
 
@@ -129,6 +143,8 @@ class LoaderOptions(TypedDict, total=False):
     remainder: Remainder
     regroup: Literal["epoch"] | None
     regroup_window: int
+    loss_normalizer: LossNormalizer
+    loss_weights: LossWeights
     planner: StepPlanner | None
     workers: int | None
     prefetch_bytes: int

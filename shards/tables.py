@@ -122,7 +122,7 @@ class SampleTable:
 def read_samples(
     manifest: Manifest, index: GroupIndex, open_file: Callable[[str], pa.NativeFile] | None = None
 ) -> SampleTable:
-    """The counts of each stored sample, for regrouping and planning; the index has sums only.
+    """The counts of each stored sample; the index has sums only.
 
     `open_file` opens a table by its name; without it they are next to the manifest. DataError if
     they are missing, damaged, or of another build than its index. 1.2 million samples take .3 s.
@@ -140,9 +140,9 @@ def read_samples(
         columns = {name: values.astype(np.int32) for name, values in loads.items()}
     except (OSError, pa.ArrowException, DamagedShard, LookupError, TypeError, ValueError) as error:
         raise DataError(
-            f"{manifest.place}: regrouping and planning need {COUNTS_NAME} and {GROUPS_NAME} of "
-            f"the build, which cannot be read ({first_line(error)}); copy them next to "
-            f"{INDEX_NAME}, or build again"
+            f"{manifest.place}: regrouping, planning and loss weights need {COUNTS_NAME} and "
+            f"{GROUPS_NAME} of the build, which cannot be read ({first_line(error)}); copy them "
+            f"next to {INDEX_NAME}, or build again"
         ) from None
     _check_fit(manifest, index, groups.offsets, columns)
     return SampleTable(columns=columns, offsets=groups.offsets)

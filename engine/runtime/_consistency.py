@@ -23,7 +23,7 @@ def check_same_step(
     local: RankLayers,
     schedule: Schedule,
     batches: Sequence[Batch],
-    normalizer: int,
+    normalizer: float,
 ) -> None:
     """ConfigError on all ranks of a pipeline if any part of a step differs between them.
 

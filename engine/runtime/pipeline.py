@@ -119,15 +119,15 @@ class Pipeline:
     def step(
         self,
         batches: Sequence[Batch],
-        normalizer: int,
+        normalizer: float,
         schedule: Schedule | None = None,
         order: IntArray | Sequence[int] | None = None,
     ) -> StepResult:
         """Forward and backward passes of a step; adds to the gradients of `parameters()`.
 
-        `normalizer`: labels of the whole step, over all replicas. `schedule`: one other than the
-        plan's, for as many micro-batches; it may encode ahead. `order`: the schedule's micro-batch
-        i is `batches[order[i]]`. PeerLost if another rank is lost; LossNotFinite and SpecMismatch
+        `normalizer`: divisor of the losses of all replicas. `schedule`: one other than the plan's,
+        for as many micro-batches; it may encode ahead. `order`: the schedule's micro-batch i is
+        `batches[order[i]]`. PeerLost if another rank is lost; LossNotFinite and SpecMismatch
         name the samples. OutOfMemory on all ranks of all replicas if any ran out of memory in a
         pass: the gradients are then invalid, and the next step may be run.
         """

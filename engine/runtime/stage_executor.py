@@ -112,10 +112,10 @@ class StageExecutor:
         groups: ProcessGroups,
         schedule: Schedule,
         batches: Sequence[Batch],
-        normalizer: int,
+        normalizer: float,
         rng: LayerRng | None,
     ) -> None:
-        """`normalizer`: labels of all replicas' step. `rng`: None for torch's own generators."""
+        """`normalizer`: divisor of all replicas' losses. `rng`: None for torch's own generators."""
         if schedule.num_micro_batches != len(batches):
             raise ConfigError(
                 f"the schedule is for {schedule.num_micro_batches} micro-batches, not"
@@ -230,7 +230,7 @@ class StageExecutor:
             for index in range(begin, end):
                 tensors = self._run_layer(index, local.layers[index], tensors, number)
         if action.stage == self._schedule.num_stages - 1:
-            tensors = {LOSS: tensors[LOSS].float() / max(self._normalizer, 1)}
+            tensors = {LOSS: tensors[LOSS].float() / (self._normalizer or 1)}
             self._status.note_loss(number, tensors[LOSS].detach())
             differentiable = [LOSS]
         else:

@@ -68,10 +68,10 @@ class RecomputeAdapter:
 
     def step(self, pipeline: Pipeline, batches: SourceStep) -> StepResult:
         """A training step, repeated with all layers recomputed if memory runs out. OutOfMemory."""
-        own, labels = list(batches), batches[0].num_loss_tokens
+        own, normalizer = list(batches), batches[0].loss_normalizer
         rng = torch.get_rng_state(), torch.cuda.get_rng_state() if self._on_gpu else None
         try:
-            return pipeline.step(own, labels)
+            return pipeline.step(own, normalizer)
         except OutOfMemory as error:
             if pipeline.recompute.all():
                 raise
@@ -83,7 +83,7 @@ class RecomputeAdapter:
             torch.cuda.set_rng_state(rng[1])
         if is_first_rank():
             print(f"{message}; the step is repeated with every layer recomputed", flush=True)
-        return pipeline.step(own, labels)
+        return pipeline.step(own, normalizer)
 
     def adapt(
         self, pipeline: Pipeline, batches: SourceStep, optimizer: torch.optim.Optimizer | None

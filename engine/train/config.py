@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from balance.errors import ConfigError
+from balance.loss_weights import LossNormalizer, LossWeights
 
 GIB = 2**30
 PARTS: tuple[Literal["vision", "projector", "llm"], ...] = ("vision", "projector", "llm")
@@ -97,6 +98,13 @@ class TrainConfig(RunConfig):
     steps: Annotated[int, _help("In all, those before a resume included.", least=1)] = 60
     lr: Annotated[float, _help("For random weights; give less for trained ones.")] = 3e-3
     clip: Annotated[float, _help("Largest norm of the gradients; inf: no limit.")] = 1.0
+    loss_normalizer: Annotated[
+        LossNormalizer,
+        _help("Divisor of a step's losses: of its own labels, or of the epoch's average step."),
+    ] = "step"
+    loss_weights: Annotated[
+        LossWeights, _help("Whether each label counts once, each sample, or between (1/sqrt n).")
+    ] = "token"
     freeze: Annotated[
         list[str] | None, _help(f"Part that is not trained, may be repeated: {', '.join(PARTS)}.")
     ] = None

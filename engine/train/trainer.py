@@ -66,6 +66,7 @@ def make_run(config: TrainConfig, open_source: OpenSource, device: torch.device)
     dp = (plan.parallel.dp if plan else 1) if config.dp is None else config.dp
     pipelines = make_replicas(dist.get_world_size(), dp, plan)
     options = source_options(config, pipelines, num_micro_batches(config, plan), device)
+    options |= {name: getattr(config, name) for name in ("loss_normalizer", "loss_weights")}
     source = open_source(config.build, **options)
     model = _open_model(config, plan, source, len(pipelines[0]))
     layout = make_layout(config, plan, len(model.stack.layers), pipelines)
@@ -140,7 +141,7 @@ def train_step(run: TrainingRun, batches: SourceStep, clip: float) -> StepResult
     if run.optimizer is not None:
         run.optimizer.zero_grad()
     if run.adapter is None:
-        result = run.pipeline.step(list(batches), batches[0].num_loss_tokens, schedule)
+        result = run.pipeline.step(list(batches), batches[0].loss_normalizer, schedule)
     else:
         result = run.adapter.step(run.pipeline, batches)
     run.pipeline.reduce_gradients()  # over replicas, once per step

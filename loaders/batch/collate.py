@@ -15,9 +15,11 @@ from PIL import Image
 from torch import Tensor
 
 from balance.errors import ConfigError, DataError
+from balance.loss_weights import LossWeights, sample_weights
 from balance.media.audio_tokens import AudioRule, plan_audio
 from balance.media.image_tokens import ImagePlan, plan_image
 from balance.presets import ModelPreset, NativeRule, VisionRule
+from balance.types import LABEL_IGNORE
 from loaders.batch.micro_batch import MicroBatch
 from loaders.config import AudioForm, LoaderConfig
 from loaders.decode import pixels
@@ -56,6 +58,8 @@ def collate(
         **_audio_fields(raw, model, config.audio),
         num_loss_tokens=totals.num_loss_tokens,
         num_step_samples=totals.num_samples,
+        loss_normalizer=totals.loss_normalizer,
+        loss_weights=_loss_weights(raw, config.loss_weights),
     )
 
 
@@ -75,6 +79,16 @@ def _tokens(raw: StoredGroup) -> tuple[Tensor, ...]:
         counted = _count(max(lengths))
         np.concatenate([counted[:length] for length in lengths], out=tokens[2])
     return torch.from_numpy(tokens).unbind()
+
+
+def _loss_weights(raw: StoredGroup, weights: LossWeights) -> Tensor | None:
+    """The weight of each token's loss, float32; None if all are 1."""
+    if weights == "token":
+        return None
+    before = np.concatenate([[0], np.cumsum(raw.labels != LABEL_IGNORE)])
+    num_labels = np.diff(before[raw.cu_seqlens])
+    each = sample_weights(num_labels, weights) / np.maximum(num_labels, 1)
+    return torch.from_numpy(np.repeat(each, np.diff(raw.cu_seqlens)).astype(np.float32))
 
 
 def _count(longest: int) -> NDArray[np.int64]:

@@ -63,12 +63,20 @@ class MicroBatch:
     `pixel_values` then has no rows. Not copied: views into the mapped shard of a build on disk.
     """
     num_loss_tokens: int
-    """Tokens with a label in the whole step, over all ranks and micro-batches.
-
-    The divisor of every loss sum: losses and gradients then add up to those of the whole step.
-    """
+    """Tokens with a label in the whole step, over all ranks and micro-batches."""
     num_step_samples: int
     """Samples in the whole step, over all ranks and micro-batches."""
+    loss_normalizer: float
+    """Divisor of every loss sum of the step, by the loader's `loss_normalizer`; never 0.
+
+    Losses and gradients of micro-batches and ranks then only have to be summed. A trainer that
+    averages gradients over ranks multiplies the loss by their number first.
+    """
+    loss_weights: Tensor | None = None
+    """float32, (tokens,). Weight of each token's loss by the loader's `loss_weights`; None: 1.
+
+    The same for all tokens of a sample, so for shifted labels too; 0 in a sample without labels.
+    """
 
     @property
     def num_samples(self) -> int:
@@ -79,6 +87,22 @@ class MicroBatch:
     def max_seqlen(self) -> int:
         """Tokens of the longest sample, or 0; reads values, so call it before moving to a GPU."""
         return int(self.cu_seqlens.diff().max()) if self.num_samples else 0
+
+    def reduce_loss(self, token_losses: Tensor) -> Tensor:
+        """This micro-batch's part of the step's loss: weighted, summed and divided.
+
+        `token_losses`: (tokens,), 0 where there is no label, in the place of the label's token or
+        of the one before it; without weights also their sum. ValueError for another shape.
+        """
+        weights = self.loss_weights
+        if weights is None:
+            return token_losses.sum() / self.loss_normalizer
+        if token_losses.shape != weights.shape:
+            raise ValueError(
+                f"token_losses have the shape {tuple(token_losses.shape)}, the micro-batch's "
+                f"weights {tuple(weights.shape)}; give the loss of each token"
+            )
+        return (token_losses * weights).sum() / self.loss_normalizer
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> MicroBatch:
         """The same micro-batch with all tensors on `device`."""

@@ -21,7 +21,9 @@ from loaders.batch.micro_batch import MicroBatch
 BLANK_SAMPLE_ID = "(blank image)"
 
 
-def model_inputs(batch: MicroBatch, config: Any, *, always_encode: bool = True) -> dict[str, Any]:
+def model_inputs(
+    batch: MicroBatch, config: Any, *, always_encode: bool = True, with_labels: bool = True
+) -> dict[str, Any]:
     """What `model(**inputs)` takes for a model with transformers' `config`; new tensors.
 
     `input_ids` and `labels` (1, tokens), `position_ids` (1, tokens) from 0 in each sample, or for
@@ -35,33 +37,35 @@ def model_inputs(batch: MicroBatch, config: Any, *, always_encode: bool = True) 
     unused parameter, FSDP does not hang, and empty micro-batches work. Otherwise a micro-batch
     without images has no `pixel_values`, and an empty one, which no model accepts, is a ValueError.
 
+    `with_labels=False` leaves out labels and divisor, for a loss of your own: that of the logits'
+    first `len(batch.labels)` rows, by `MicroBatch.reduce_loss`. Losses with weights need that.
+
     Raises ConfigError for another model, another preset's pixels, raw pixels
-    (`pixel_dtype=torch.uint8`), audio, and images that a planner gave to another rank.
+    (`pixel_dtype=torch.uint8`), audio, images that a planner gave to another rank, and labels of
+    unequal weight, which transformers' losses do not know.
     """
     layout = _layout(config)
-    if not batch.pixel_values.is_floating_point():
-        raise ConfigError("pixel_values are raw (torch.uint8); use loaders.normalize first")
     is_native = "image_grid_thw" in layout.image_fields
-    if (batch.image_grid_thw is not None) != is_native:
+    _check_media(batch, config, is_native=is_native)
+    if with_labels and batch.loss_weights is not None:
         raise ConfigError(
-            f"the micro-batch was not made for {config.model_type}; build with that model's preset"
+            "transformers' losses have no weights: use the loader's loss_weights='token', or "
+            "with_labels=False and MicroBatch.reduce_loss"
         )
-    _check_media(batch, config)
     if always_encode and not len(batch.image_sizes):
         batch = _with_blank_image(batch, layout.blank(config), int(config.image_token_id))
     if not len(batch.input_ids):
         raise ValueError("an empty micro-batch; skip it, or leave always_encode=True")
-    # transformers' shift over the whole sequence then moves no label across a sample boundary
-    labels = batch.labels.clone()
-    labels[batch.cu_seqlens[:-1].long()] = LABEL_IGNORE
     inputs: dict[str, Any] = {
         "input_ids": batch.input_ids[None],
-        "labels": labels[None],
         "position_ids": batch.position_ids[None],
         "use_cache": False,
-        # at least 1: a step without a label has the loss 0, not nan
-        "num_items_in_batch": max(1, batch.num_loss_tokens),
     }
+    if with_labels:
+        # transformers' shift over the whole sequence then moves no label across a sample boundary
+        labels = batch.labels.clone()
+        labels[batch.cu_seqlens[:-1].long()] = LABEL_IGNORE
+        inputs |= {"labels": labels[None], "num_items_in_batch": batch.loss_normalizer}
     if is_native:
         positions = torch.cat([batch.position_ids[None], _mrope(batch, config)])
         inputs["position_ids"] = positions[:, None]
@@ -105,7 +109,13 @@ def _layout(config: Any) -> _Layout:
     return layout
 
 
-def _check_media(batch: MicroBatch, config: Any) -> None:
+def _check_media(batch: MicroBatch, config: Any, *, is_native: bool) -> None:
+    if not batch.pixel_values.is_floating_point():
+        raise ConfigError("pixel_values are raw (torch.uint8); use loaders.normalize first")
+    if (batch.image_grid_thw is not None) != is_native:
+        raise ConfigError(
+            f"the micro-batch was not made for {config.model_type}; build with that model's preset"
+        )
     if batch.audio_lengths is not None and len(batch.audio_lengths):
         raise ConfigError(f"there are audio clips, but {config.model_type} has no audio encoder")
     if not len(batch.image_sizes) and bool((batch.input_ids == config.image_token_id).any()):

@@ -4,7 +4,7 @@ The one module here that imports transformers. Trainer's own data path does not 
 distributes an iterable's batches over the ranks, so each rank would drop what is meant for it. And
 a resume skips batches by count, which is wrong on another number of ranks. Here a step is one item,
 its micro-batches go through Trainer's gradient accumulation, the loss is divided by the step's
-`num_loss_tokens`, and the loader's state is in `trainer_state.json` of every checkpoint.
+`loss_normalizer`, and the loader's state is in `trainer_state.json` of every checkpoint.
 """
 
 from collections.abc import Callable, Iterator
@@ -64,8 +64,8 @@ class StreamingTrainer(Trainer):
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Step], num_batches: int, device: torch.device
-    ) -> tuple[list[dict[str, Any]], int]:
-        """The next step's arguments of the model, and its number of labels over all ranks."""
+    ) -> tuple[list[dict[str, Any]], torch.Tensor]:
+        """The next step's arguments of the model, and what its losses are divided by."""
         step = next(epoch_iterator)
         if len(step.micro_batches) != num_batches:
             raise ConfigError(
@@ -75,7 +75,7 @@ class StreamingTrainer(Trainer):
         # Trainer saves only after a whole step, which is then this one
         _saved_states(self.state)[STATE_KEY] = step.state
         inputs = [self._to_inputs(batch) for batch in step.micro_batches]
-        return inputs, max(1, step.micro_batches[0].num_loss_tokens)
+        return inputs, torch.tensor(step.micro_batches[0].loss_normalizer)
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: torch.nn.Module | None = None

@@ -42,13 +42,17 @@ class PlannedBuild(Protocol):
 
 def sample_counts(builds: Sequence[PlannedBuild], refs: SampleRefs) -> Counts:
     """What the samples cost."""
-    columns = {name: np.empty(len(refs.places), np.int64) for name in COUNT_COLUMNS}
+    return Counts(**{name: sample_column(builds, refs, name) for name in COUNT_COLUMNS})
+
+
+def sample_column(builds: Sequence[PlannedBuild], refs: SampleRefs, name: str) -> IntArray:
+    """One column of what the samples cost, int64."""
+    values = np.empty(len(refs.places), np.int64)
     for number, build in enumerate(builds):
         chosen = refs.builds == number
         samples = build.samples.offsets[refs.groups[chosen]] + refs.places[chosen]
-        for name, values in columns.items():
-            values[chosen] = build.samples.column(name, samples)
-    return Counts(**columns)
+        values[chosen] = build.samples.column(name, samples)
+    return values
 
 
 class StoredGroups:
@@ -65,6 +69,11 @@ class StoredGroups:
     def epoch(self, number: int) -> StoredGroups:
         """The same in every epoch."""
         return self
+
+    @property
+    def groups_of_builds(self) -> list[int]:
+        """How many stored groups of each build the epoch has the samples of."""
+        return [len(self)]
 
     def column(self, name: str, groups: IntArray) -> IntArray:
         """Values of an integer column of the index for `groups`, int64, same shape."""
@@ -123,6 +132,7 @@ class _MixedEpoch:
         self._builds = builds
         owners = np.repeat(np.arange(len(builds)), [len(groups) for groups in chosen])
         self._owners, self._rows = owners, np.concatenate(chosen)
+        self.groups_of_builds = list(map(len, chosen))
         everyone = np.arange(len(owners))
         vision = self.column(f"num_{builds[0].manifest.model.vision_unit}", everyone)
         tokens = sum(
@@ -201,6 +211,7 @@ class _RegroupedEpoch:
 
     def __init__(self, table: SampleTable, groups: Groups, order: OrderConfig) -> None:
         self.order, self._groups, self._offsets = order, groups, table.offsets
+        self.groups_of_builds = [len(table.offsets) - 1]
         self._sums = {name: groups.sum(table.column(name)) for name in COUNT_COLUMNS}
         self._sums["num_samples"] = groups.sizes
 

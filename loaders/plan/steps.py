@@ -16,10 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balance.errors import ConfigError
+from balance.loss_weights import LossNormalizer, LossWeights
 from balance.order.block_shuffle import BlockShuffle, GroupOrder
 from balance.steps.step_planner import StepAssignment, StepPlanner, StepRequest, check_assignment
 from balance.types import IntArray
 from loaders.plan.epoch_groups import Epoch, EpochSource, Regrouped, sample_counts
+from loaders.plan.loss_normalizer import StepNormalizer
 from loaders.plan.selection import Selection
 
 Order = Literal["blocks", "random"]
@@ -42,6 +44,8 @@ class StepTotals(NamedTuple):
 
     num_loss_tokens: int
     num_samples: int
+    loss_normalizer: float
+    """What `MicroBatch.loss_normalizer` says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +101,8 @@ class StepConfig:
     seed: int
     remainder: Remainder
     order: Order
+    loss_normalizer: LossNormalizer = "step"
+    loss_weights: LossWeights = "token"
 
 
 class Steps:
@@ -113,6 +119,10 @@ class Steps:
     ) -> None:
         self._source, self._config, self._planner = source, config, planner
         self._vision = f"num_{source.builds[0].manifest.model.vision_unit}"
+        step_groups = config.dp_world_size * config.micro_batches
+        self._normalizer = StepNormalizer(
+            source.builds, config.loss_normalizer, config.loss_weights, step_groups
+        )
         self.epoch, self._groups = 0, source.epoch(0)
         self._start(0)
 
@@ -189,8 +199,12 @@ class Steps:
         # (steps, dp, micro_batches)
         steps = np.array(taken).reshape(len(taken), *step_shape)
         # each (steps,)
-        sums = (self._spread(steps, name).sum(axis=(1, 2)).tolist() for name in StepTotals._fields)
-        totals = [StepTotals(*each) for each in zip(*sums, strict=True)]
+        labels, samples = (
+            self._spread(steps, name).sum(axis=(1, 2)).tolist()
+            for name in ("num_loss_tokens", "num_samples")
+        )
+        divisors = self._normalizer.divisors(self._groups, steps, labels)
+        totals = [StepTotals(*each) for each in zip(labels, samples, divisors, strict=True)]
         if self._planner is None:
             return self._stored(steps, totals, streams)
         each_step = zip(steps, totals, streams, strict=True)

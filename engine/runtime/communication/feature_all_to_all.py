@@ -8,7 +8,7 @@ encoder, and the backward pass returns their gradients the same way (OrchMLLM, s
     for number, (batch, routes) in enumerate(zip(step, step.note.rounds)):
         features = {name: encoders[name](step.encoders[name][number]) for name in routes}
         received = exchange_features(features, routes)
-        loss = language_model(batch, received.features) / batch.num_loss_tokens
+        loss = batch.reduce_loss(language_model(batch, received.features))
         (loss + received.link).backward()
     # then sum the gradients over all ranks, once per step; do not average them
 

@@ -89,11 +89,7 @@ class Head(SpecLayer):
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
         """`hidden` (1, tokens, width) -> `loss`, over all tokens with a label."""
         logits = self.lm_head(self.norm(inputs[HIDDEN][0]))
-        targets = next_labels(batch.labels, batch.cu_seqlens)
-        loss = functional.cross_entropy(
-            logits.float(), targets, ignore_index=LABEL_IGNORE, reduction="sum"
-        )
-        return {LOSS: loss}
+        return {LOSS: loss_sum(logits.float(), batch)}
 
 
 def language_layers(model: Any, positions: Positions) -> list[SpecLayer]:
@@ -106,6 +102,14 @@ def language_layers(model: Any, positions: Positions) -> list[SpecLayer]:
     ]
     embedding = TokenEmbedding(decoder.embed_tokens, image_token_id, specs)
     return [embedding, *layers, Head(decoder.norm, model.lm_head)]
+
+
+def loss_sum(logits: Tensor, batch: Batch) -> Tensor:
+    """Sum of the losses of the labels, each times its weight, from logits (tokens, vocabulary)."""
+    targets = next_labels(batch.labels, batch.cu_seqlens)
+    losses = functional.cross_entropy(logits, targets, ignore_index=LABEL_IGNORE, reduction="none")
+    weights = getattr(batch, "loss_weights", None)
+    return (losses if weights is None else losses * weights).sum()
 
 
 def next_labels(labels: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ def choose_plan(
 
     step = TrialStep(
         batches=batches,
-        normalizer=batches[0].num_loss_tokens,
+        normalizer=batches[0].loss_normalizer,
         pipelines=[list(range(dist.get_world_size()))],
         options=options,
         recompute=recompute,

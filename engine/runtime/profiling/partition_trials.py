@@ -57,8 +57,8 @@ class TrialStep:
 
     batches: Sequence[Batch]
     """Micro-batches of this rank's replica."""
-    normalizer: int
-    """Labels of the whole step."""
+    normalizer: float
+    """Divisor of the step's losses."""
     pipelines: Sequence[Sequence[int]]
     """The world's ranks of each replica, first stage first."""
     options: PipelineOptions = field(default_factory=PipelineOptions)

@@ -10,8 +10,7 @@ from torch.nn import functional
 
 from balance.errors import ConfigError
 from balance.presets import ModelPreset, TilesRule
-from balance.types import LABEL_IGNORE
-from engine.runtime.models.language_layers import next_labels
+from engine.runtime.models.language_layers import loss_sum
 from engine.runtime.stage_io import LOSS, Batch, LayerStack, StageTensors, TensorSpec
 
 TILE_SIDE, PATCH_SIDE, MERGE = 56, 14, 2
@@ -154,11 +153,7 @@ class TinyHead(nn.Module):
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
         """hidden -> loss, a scalar."""
         logits = self.head(self.norm(inputs["hidden"]))
-        targets = next_labels(batch.labels, batch.cu_seqlens)
-        losses = functional.cross_entropy(
-            logits, targets, ignore_index=LABEL_IGNORE, reduction="none"
-        )
-        return {LOSS: losses.sum()}
+        return {LOSS: loss_sum(logits, batch)}
 
 
 def make_tiny_vlm(preset: ModelPreset, vocab_size: int, image_token_id: int) -> LayerStack:

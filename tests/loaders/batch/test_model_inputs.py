@@ -15,6 +15,7 @@ from balance.errors import ConfigError
 from balance.media.image_tokens import plan_image
 from balance.presets import AnyresRule, FixedRule, NativeRule, TilesRule, load_model
 from loaders.batch.collate import collate
+from loaders.batch.micro_batch import shift_labels
 from loaders.batch.model_inputs import BLANK_SAMPLE_ID, model_inputs
 from loaders.config import LoaderConfig
 from loaders.plan.steps import StepTotals
@@ -175,7 +176,11 @@ def pack(name, samples, num_loss_tokens=1, pixel_dtype=torch.float32):
         image_sizes=np.array([image[1][::-1] for image in images], dtype=np.int32).reshape(-1, 2),
         image_samples=np.array([image[2] for image in images], dtype=np.int32),
     )
-    totals = StepTotals(num_loss_tokens=num_loss_tokens, num_samples=len(samples))
+    totals = StepTotals(
+        num_loss_tokens=num_loss_tokens,
+        num_samples=len(samples),
+        loss_normalizer=float(num_loss_tokens),
+    )
     model = dataclasses.replace(load_model("tiny"), vision=RULES[name])
     return collate(raw, model, LoaderConfig(pixel_dtype=pixel_dtype), totals)
 
@@ -234,6 +239,22 @@ def test_loss_and_gradients_equal_those_of_single_samples_over_the_steps_tokens(
     for key, weight in model.named_parameters():
         if weight.grad is not None:
             torch.testing.assert_close(gradients[key], weight.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_weighted_losses_are_the_callers_own(name, model):
+    batch = pack(name, make_samples(name, (0, 0), seed=1))
+    weighted = dataclasses.replace(batch, loss_weights=torch.rand(len(batch.labels)))
+    with pytest.raises(ConfigError, match="with_labels=False"):
+        model_inputs(weighted, model.config)
+    inputs = model_inputs(weighted, model.config, with_labels=False)
+    with torch.no_grad():
+        logits = model(**inputs).logits[0, : len(batch.labels)]  # the blank image comes after
+        whole = model(**model_inputs(batch, model.config)).loss
+    targets = shift_labels(batch.labels, batch.cu_seqlens)
+    losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    assert batch.reduce_loss(losses).item() == pytest.approx(whole.item(), rel=1e-5)
+    expected = (losses * weighted.loss_weights).sum()
+    assert weighted.reduce_loss(losses).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("image_counts", [(), (0, 0)])

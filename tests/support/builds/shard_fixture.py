@@ -141,7 +141,11 @@ def write_build(
         },
         "seed": 0,
         "order": {"block_size": order.block_size, "num_lanes": order.num_lanes},
-        "totals": {"num_groups": len(groups), "num_packed": sum(map(len, groups))},
+        "totals": {
+            "num_groups": len(groups),
+            "num_packed": sum(map(len, groups)),
+            "num_loss_tokens": sum(row["num_loss_tokens"] for row in rows),
+        },
         "shards": shards,
         "files": [_describe(root, "index.arrow")],
         **({"data_root": str(root / "images")} if format == "refs" else {}),

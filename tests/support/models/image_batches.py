@@ -55,6 +55,7 @@ def make_batch(name, image_counts, *, seed=0):
         image_grid_thw=torch.tensor(grids, dtype=torch.long).reshape(-1, 3) if is_native else None,
         num_loss_tokens=1,
         num_step_samples=len(samples),
+        loss_normalizer=1.0,
     )
 
 

@@ -94,6 +94,7 @@ def make_batch(name, image_counts, *, seed=0, num_loss_tokens=1):
         else None,
         num_loss_tokens=num_loss_tokens,
         num_step_samples=len(ids),
+        loss_normalizer=float(num_loss_tokens),
     )
 
 
