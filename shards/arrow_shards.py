@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
 
+from balance.errors import first_line
 from balance.types import IntArray
 from shards.stored_group import (
     NO_NUMBERS,
@@ -122,9 +123,22 @@ def _int_lists(offsets: IntArray, values: IntArray | Int32Array) -> pa.ListArray
 def read_schema(head: bytes | pa.Buffer) -> pa.Schema:
     """Columns of a shard that begins with `head`: all before its first group.
 
-    Raises pa.ArrowException or OSError if it is no Arrow file.
+    Raises pa.ArrowException, OSError or ValueError if it is no Arrow file, or no shard.
     """
-    return pa.ipc.read_schema(pa.BufferReader(head[MAGIC_BYTES:]))
+    schema = pa.ipc.read_schema(pa.BufferReader(head[MAGIC_BYTES:]))
+    known = [*shard_schema(refs=False), *shard_schema(refs=True)]
+    if strangers := [field.name for field in schema if field not in known]:
+        raise ValueError(f"columns that no shard has: {strangers[0]!r}")
+    return schema
+
+
+def schema_problem(head: bytes | pa.Buffer) -> str:
+    """Why `head` is not the beginning of a shard; empty if it is."""
+    try:
+        read_schema(head)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        return f"no Arrow file ({first_line(error)})"
+    return ""
 
 
 class ArrowLayout:

@@ -4,7 +4,7 @@ They find damage, not forgery: who can change a shard can change the manifest to
 compared whenever a process first reads it; SHA-256 would take ten times as long.
 """
 
-from typing import IO
+from typing import IO, Any
 
 from xxhash import xxh3_64_intdigest, xxh3_128
 
@@ -12,6 +12,7 @@ PIECE_BYTES = 1 << 20
 
 group_checksum = xxh3_64_intdigest
 """XXH3 of 64 bits over the byte range of a group: column `checksum` of the index."""
+
 
 FileChecksum = xxh3_128
 """XXH3 of 128 bits of a file that comes in pieces: in hexadecimal digits in the manifest and by
@@ -31,3 +32,14 @@ def file_checksum(file: IO[bytes]) -> tuple[str, int]:
         checksum.update(piece)
         size += len(piece)
     return checksum.hexdigest(), size
+
+
+def wrong_bytes(checksum: int, whose: str, content: Any) -> str:
+    """What is wrong with bytes that should have `checksum`; empty if they have it.
+
+    >>> wrong_bytes(0x78AF5F94892F3950, "the index says", b"abc")
+    ''
+    """
+    if group_checksum(content) == checksum:
+        return ""
+    return f"its bytes have another checksum than {whose}"

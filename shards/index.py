@@ -11,6 +11,7 @@ import json
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,10 @@ from shards.stored_group import ByteRange, PackedBlock
 INDEX_NAME = "index.arrow"
 BATCH_ROWS = 65_536
 """Rows of a record batch of index.arrow, except the last one; docs/design.md."""
+MANY = 8
+"""A column is gathered as a whole for at least a share of 1 / MANY of its rows: 10 million random
+rows take .2 s, by record batch .8 s.
+"""
 _PLACE = [("shard", pa.int32()), ("offset", pa.int64()), ("length", pa.int64())]
 _LOADS = [(name, pa.int32()) for name in ("num_samples", *COUNT_COLUMNS)]
 _IDS = ("sample_ids", pa.list_(pa.string()))
@@ -151,15 +156,20 @@ class GroupIndex:
 
     def column(self, name: str, groups: IntArray | None = None) -> IntArray:
         """Values of an integer column for `groups` (rows; None: all), int64, same shape."""
-        if groups is None:
-            groups = np.arange(self._num_groups)
-        if self._reader.num_record_batches == 1:
-            return self._view(0, name)[groups].astype(np.int64)
+        num_batches = self._reader.num_record_batches
+        if groups is None or num_batches == 1 or len(groups) * MANY >= self._num_groups:
+            views = [self._view(batch, name) for batch in range(num_batches)]
+            whole = views[0] if num_batches == 1 else np.concatenate(views or [np.zeros(0, int)])
+            return (whole if groups is None else whole[groups]).astype(np.int64)
+        # by record batch; NumPy sorts 16 bits by counting, so this is linear
+        batches = (groups // BATCH_ROWS).astype(np.uint16)
+        order = np.argsort(batches, kind="stable")
+        ends = np.flatnonzero(np.diff(batches[order], append=-1)) + 1
         values = np.empty(len(groups), dtype=np.int64)
-        batches, rows = np.divmod(groups, BATCH_ROWS)
-        for batch in np.unique(batches):
-            chosen = batches == batch
-            values[chosen] = self._view(int(batch), name)[rows[chosen]]
+        for start, end in pairwise([0, *ends.tolist()]):
+            places = order[start:end]
+            view = self._view(int(batches[places[0]]), name)
+            values[places] = view[groups[places] % BATCH_ROWS]
         return values
 
     def seq_len(self, groups: IntArray) -> IntArray:

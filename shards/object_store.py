@@ -12,7 +12,7 @@ import os
 import random
 import threading
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from datetime import timedelta
 from itertools import count
@@ -45,7 +45,10 @@ _REQUEST_S = 3600.0
 """obstore's limit of a whole request; ours is lower."""
 _CLOSING_S = 5.0
 _RELEASE_S = 0.05
+COPY_AGAIN = "copy or build it again"
 Result = TypeVar("Result")
+Check = Callable[[Any], str]
+"""Says what is wrong with the bytes of an answer; empty if nothing is."""
 
 _used_by: set[int] = set()
 """The process that has used obstore, whose threads do not survive a fork."""
@@ -134,12 +137,15 @@ class RangeReader:
         work = self._fetch(name, tries=None if patient else FIRST_TRIES)
         return bytes(self.wait(self._submit(work), 0))
 
-    def start(self, name: str, start: int, end: int, size: int | None = None) -> Future[Any]:
+    def start(
+        self, name: str, start: int, end: int, size: int | None = None, check: Check | None = None
+    ) -> Future[Any]:
         """Ask for bytes `[start, end)` of an object of `size` bytes; the result is a buffer.
 
-        Fails with DamagedShard if the object is missing or of another size, else with DataError.
+        Bytes that `check` finds damaged are asked for again. Fails with DamagedShard if they stay
+        so, or if the object is missing or of another size, else with DataError.
         """
-        return self._submit(self._fetch(name, (start, end), size))
+        return self._submit(self._fetch(name, (start, end), size, check=check))
 
     def start_file(self, name: str) -> Future[Any]:
         """Ask for a whole object; like `start`, but FileNotFoundError if it is missing."""
@@ -188,6 +194,7 @@ class RangeReader:
         window: tuple[int, int] | None = None,
         size: int | None = None,
         tries: int | None = None,
+        check: Check | None = None,
     ) -> Any:
         """The bytes of one request, however often it must be made."""
         limit_s = self._limit(window[1] - window[0] if window else 0)
@@ -199,6 +206,9 @@ class RangeReader:
                     for number in count(1):
                         retries = _RETRIES if tries is None else 0
                         content, refusal = await self._try(name, window, size, retries)
+                        problem = check(content) if check and refusal is None else ""
+                        if problem:
+                            refusal = Refusal(problem, is_passing=True, is_damage=True)
                         if refusal is None:
                             return content
                         if number == tries:
@@ -259,7 +269,10 @@ class RangeReader:
 
     def _time_over(self, limit_s: float, refusal: Refusal | None, name: str = "") -> DataError:
         last = f" (last: {refusal.text})" if refusal else ""
-        failed = f"{self.uri}/{name}".rstrip("/") + f": not read within {limit_s:.0f} s{last}"
+        place = f"{self.uri}/{name}".rstrip("/")
+        if refusal and refusal.is_damage:
+            return DamagedShard(f"{place}: {refusal.text}; run `packer verify`, and {COPY_AGAIN}")
+        failed = f"{place}: not read within {limit_s:.0f} s{last}"
         return DataError(f"{failed}; check the network, or give a longer timeout")
 
 

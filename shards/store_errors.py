@@ -94,6 +94,8 @@ class Refusal:
     """Whether the same request may succeed later."""
     is_missing: bool = False
     """Whether there is no such object."""
+    is_damage: bool = False
+    """Whether an answer came, with wrong bytes."""
     is_past_end: bool = False
     """Whether the object is shorter than the range that was asked for."""
 

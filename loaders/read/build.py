@@ -25,7 +25,7 @@ from loaders.read.local import LocalMedia, LocalShards
 from loaders.read.remote import RemoteMedia, RemoteShards
 from loaders.read.write_behind import WriteBehind
 from shards.arrow_shards import ArrowLayout, decode_arrow
-from shards.checksums import group_checksum
+from shards.checksums import wrong_bytes
 from shards.index import INDEX_NAME
 from shards.manifest import MANIFEST_NAME, Manifest, parse_manifest, read_manifest, unfinished
 from shards.object_store import RangeReader
@@ -122,13 +122,11 @@ class Build:
     def _check(self, group: int, content: pa.Buffer, checked: NDArray[np.uint8]) -> pa.Buffer:
         """`content`, or what the origin gives if that has another checksum than the index says."""
         (expected,) = self.index.row(group, "checksum")
-        if group_checksum(content) != expected:
+        if wrong_bytes(expected, "the index says", content):
             content = self.shards.read(group, again=True)
-            if group_checksum(content) != expected:
-                raise DamagedShard(
-                    f"{self.shards.where(group)}: its bytes have another checksum than the index "
-                    "says; run `packer verify`, and copy or build the shard again"
-                )
+            if problem := wrong_bytes(expected, "the index says", content):
+                advice = "run `packer verify`, and copy or build the shard again"
+                raise DamagedShard(f"{self.shards.where(group)}: {problem}; {advice}")
         checked[group >> 3] |= 1 << (group & 7)
         return content
 

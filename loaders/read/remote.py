@@ -13,22 +13,23 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from balance.errors import DamagedShard, DataError
+from balance.errors import DataError
 from balance.types import IntArray
 from loaders.read.cache import Cache, write_at
 from loaders.read.local import group_place, wrong_checksum
 from loaders.read.write_behind import WriteBehind
-from shards.arrow_shards import read_schema
-from shards.checksums import FileChecksum, file_checksum, group_checksum
+from shards.arrow_shards import read_schema, schema_problem
+from shards.checksums import FileChecksum, file_checksum, group_checksum, wrong_bytes
 from shards.index import INDEX_NAME, GroupIndex
 from shards.manifest import BuildFile, Manifest
-from shards.object_store import SLOWEST_BYTES_PER_S, RangeReader
+from shards.object_store import SLOWEST_BYTES_PER_S, Check, RangeReader
 
 REQUEST_BYTES = 4 << 20
 """Largest joined request: SeaweedFS gives 970 to 1,200 MB/s by 4 MB, 340 to 430 by 200 KB."""
@@ -111,20 +112,15 @@ class RemoteShards:
         name = f"{shard:05d}/schema"
         head = _read_sealed(self.cache, name)
         if head is None or len(head) != offset:
-            head = bytes(self._fetch(shard, 0, offset, self.where(0)))
+            head = bytes(self._fetch(shard, 0, offset, self.where(0), schema_problem))
             _write_sealed(self.cache, name, head)
-        try:
-            return read_schema(head)
-        except (pa.ArrowException, OSError) as error:
-            self.cache.remove(name)
-            raise DamagedShard(
-                f"{self._manifest.shards[shard].name}: no Arrow file ({error}); run `packer verify`"
-            ) from None
+        return read_schema(head)
 
     def read(self, group: int, *, again: bool = False) -> pa.Buffer:
         """The group's bytes. DataError or DamagedShard, with the shard and the group.
 
-        `again`: what was given for this group was damaged; get it from the store.
+        `again`: what was given for this group was damaged; get it from the store, more than once
+        if it is damaged on the way.
         """
         shard, offset, length = self.index.row(group, "shard", "offset", "length")
         name = _cache_name(shard, group)
@@ -134,7 +130,10 @@ class RemoteShards:
             content = self._take_ahead(group, offset, length) or self._cached(name, length)
             if content is not None:
                 return content
-        content = pa.py_buffer(self._fetch(shard, offset, offset + length, self.where(group)))
+        (checksum,) = self.index.row(group, "checksum")
+        check = partial(wrong_bytes, checksum, "the index says") if again else None
+        fetched = self._fetch(shard, offset, offset + length, self.where(group), check)
+        content = pa.py_buffer(fetched)
         self.cache.write(name, content)
         return content
 
@@ -207,9 +206,12 @@ class RemoteShards:
             self.cache_hits += 1
         return pa.py_buffer(content)
 
-    def _fetch(self, shard: int, start: int, end: int, where: str) -> Any:
+    def _fetch(
+        self, shard: int, start: int, end: int, where: str, check: Check | None = None
+    ) -> Any:
         file = self._manifest.shards[shard]
-        return self._wait(self._store.start(file.name, start, end, file.size), end - start, where)
+        future = self._store.start(file.name, start, end, file.size, check)
+        return self._wait(future, end - start, where)
 
     def _wait(self, future: Future[Any], number_of_bytes: int, where: str) -> Any:
         try:

@@ -64,7 +64,7 @@ LASTING = {
     "cut": (DataError, NAMED + ".*not read within 1 s"),
     "403": (DataError, NAMED + r".*access denied \(Made403\): check AWS_ACCESS_KEY_ID"),
     "404": (DamagedShard, NAMED + ".*is missing; copy or build it again"),
-    "flip": (DamagedShard, NAMED + "its bytes have another checksum than the index says"),
+    "flip": (DamagedShard, NAMED + ".*its bytes have another checksum than the index says"),
 }
 
 
