@@ -28,7 +28,7 @@ def main(build: str, plan_file: str) -> list[float]:
         dp_rank=0,
         dp_world_size=1,
         micro_batches_per_step=plan.num_micro_batches,
-        decode_images=dist.get_rank() == 0,
+        images="encoded" if dist.get_rank() else "patches",
     )
     torch.manual_seed(0)  # the same weights on all ranks
     # or `from_transformers(model)`, or a `LayerStack` of your own layers

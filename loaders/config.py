@@ -12,8 +12,10 @@ from balance.loss_weights import LossNormalizer, LossWeights
 from balance.steps.step_planner import StepPlanner
 from loaders.plan.steps import Order, Remainder, StepConfig
 from loaders.read.build import StorageOptions
+from loaders.transforms import BatchTransform, ImageTransform
 
 AudioForm = Literal["waveform", "features", "windows"]
+ImageForm = Literal["patches", "resized", "encoded"]
 
 _CHOICES = {
     "remainder": get_args(Remainder),
@@ -22,6 +24,7 @@ _CHOICES = {
     "audio": get_args(AudioForm),
     "loss_normalizer": get_args(LossNormalizer),
     "loss_weights": get_args(LossWeights),
+    "images": get_args(ImageForm),
 }
 _LEAST = {"micro_batches_per_step": 1, "seed": 0, "regroup_window": 1, "prefetch_bytes": 0}
 
@@ -70,9 +73,21 @@ class LoaderConfig:
     device: torch.device | str | None = None
     """Device of the tensors; to a GPU they are copied from pinned memory, without waiting."""
     pixel_dtype: torch.dtype = torch.float32
-    """Type of `pixel_values`; torch.uint8: raw, a quarter of the bytes, for `loaders.normalize`."""
-    decode_images: bool = True
-    """False leaves images as they are stored, in `MicroBatch.images`: for decoders on the GPU."""
+    """Type of pixels; torch.uint8: raw, a quarter of the bytes, for `loaders.normalize`."""
+    images: ImageForm = "patches"
+    """"patches" cuts images into `MicroBatch.pixel_values`. "resized" gives each image whole, in
+    the size that patches are cut from, in `MicroBatch.images`: for models that cut them. "encoded"
+    gives files as they are stored, in `MicroBatch.images`: for decoders on the GPU.
+    """
+    image_transform: ImageTransform | None = None
+    """Function (image, generator) -> image of each decoded image before it is resized: RGB, uint8
+    (height, width, 3), of the same size again. `generator` is a NumPy Generator that depends on the
+    seed, the epoch, the sample and the image alone. Threads call it at the same time.
+    """
+    batch_transform: BatchTransform | None = None
+    """Function (micro-batch, generators) -> micro-batch, after collation, on the CPU; `generators`
+    has one per sample. Also called for micro-batches without samples and for encoders' batches.
+    """
     exact_resize: bool = False
     """Resize with Pillow, bit for bit as transformers; an eighth of the speed."""
     reduced_decode: bool = False
@@ -97,6 +112,18 @@ class LoaderConfig:
         if self.pixel_dtype != torch.uint8 and not self.pixel_dtype.is_floating_point:
             raise ConfigError(
                 f"pixel_dtype is {self.pixel_dtype}; use torch.uint8 (raw) or a floating type"
+            )
+
+        self._check_transforms()
+
+    def _check_transforms(self) -> None:
+        for name in ("image_transform", "batch_transform"):
+            if (value := getattr(self, name)) is not None and not callable(value):
+                raise ConfigError(f"{name} is {value!r}; give a function, or None")
+        if self.image_transform is not None and self.images == "encoded":
+            raise ConfigError(
+                "image_transform needs decoded images, but images='encoded' decodes none; leave "
+                "out one of them"
             )
 
     def _check_ranks(self) -> None:
@@ -150,7 +177,9 @@ class LoaderOptions(TypedDict, total=False):
     prefetch_bytes: int
     device: torch.device | str | None
     pixel_dtype: torch.dtype
-    decode_images: bool
+    images: ImageForm
+    image_transform: ImageTransform | None
+    batch_transform: BatchTransform | None
     exact_resize: bool
     reduced_decode: bool
     audio: AudioForm

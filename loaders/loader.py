@@ -6,15 +6,17 @@ step's sums. The position in the stream is the state: a run resumes exactly on a
 """
 
 import os
+import pickle
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
 from torch.utils.data import get_worker_info
 
-from balance.errors import ConfigError
+from balance.errors import ConfigError, first_line
 from balance.presets import ModelPreset
 from loaders.batch.micro_batch import MicroBatch
 from loaders.config import LoaderConfig, LoaderOptions
@@ -61,6 +63,8 @@ class StreamingLoader:
         config: LoaderConfig | None = None,
         **options: Unpack[LoaderOptions],
     ) -> None:
+        if "decode_images" in options:
+            raise ConfigError("decode_images is now images: write images='encoded' for False")
         config = replace(config or LoaderConfig(), **options)
         rank, size = config.ranks()
         # fixed now: worker processes, which get a copy, are not in torch.distributed's group
@@ -103,13 +107,16 @@ class StreamingLoader:
     def __iter__(self) -> Iterator[StepBatches]:
         if os.getpid() != self._pid:
             # a fork lacks the threads, and locks that they held are never released: open all again
-            self.__setstate__(self.__getstate__())
+            self.__setstate__(self._pickled())
         self._end_iterator()
         if self._steps.is_after_last:
             self._finish_epoch()
         self._steps.check_epoch()
         running = self._running = Prefetcher(
-            map(self._builder.task, plans_ahead(self._steps.copy(), self._reader)),
+            map(
+                partial(self._builder.task, epoch=self._steps.epoch),
+                plans_ahead(self._steps.copy(), self._reader),
+            ),
             workers=_num_workers(self._config.workers),
             max_bytes=self._config.prefetch_bytes,
             cancel=self._reader.cancel,
@@ -165,6 +172,12 @@ class StreamingLoader:
 
     def __getstate__(self) -> dict[str, Any]:
         """For worker processes: they open the build themselves."""
+        for field in fields(self._config):
+            if callable(value := getattr(self._config, field.name)):
+                _require_pickled(field.name, value)
+        return self._pickled()
+
+    def _pickled(self) -> dict[str, Any]:
         return {
             "url": self._url,
             "config": self._config,
@@ -199,6 +212,17 @@ def _datasets(url: str | Path | Datasets, config: LoaderConfig) -> Datasets:
             "regroup='epoch' is for one dataset; build the datasets as one, or leave out regroup"
         )
     return datasets
+
+
+def _require_pickled(name: str, function: object) -> None:
+    """ConfigError for a function that no other process can import, such as a lambda."""
+    try:
+        pickle.dumps(function)
+    except Exception as error:  # whatever an object's own __reduce__ raises
+        raise ConfigError(
+            f"{name} cannot be sent to a worker process ({first_line(error)}); define it with def "
+            "at the top of a module, or leave the loader in this process: it decodes in threads"
+        ) from error
 
 
 def _epoch_source(

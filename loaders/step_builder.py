@@ -23,6 +23,8 @@ from loaders.plan.steps import StepPlan, Steps
 from loaders.prefetch import PrefetchTask
 from loaders.read.reader import SampleReader, only_media, stored_bytes, without_media
 from loaders.stats import Meter
+from loaders.transforms import SampleSeeds, transform_batch
+from shards.stored_group import EMPTY_GROUP, StoredGroup
 
 AHEAD_BYTES = 64 << 20
 """Bytes requested and not yet taken, at least one step: 16 requests of 4 MB."""
@@ -95,11 +97,12 @@ class StepBuilder:
         repeats = 1 if dtype == torch.uint8 else repeats
         self._row_bytes = math.prod(pixels.patch_shape(rule)) * dtype.itemsize * repeats
 
-    def task(self, plan: StepPlan) -> PrefetchTask[StepPlan, MicroBatch]:
+    def task(self, plan: StepPlan, epoch: int) -> PrefetchTask[StepPlan, MicroBatch]:
         """What there is to do for a step: a part per micro-batch and per encoder's batch."""
-        parts = [partial(self._make, plan, selection) for selection in plan.micro_batches]
+        make = partial(self._make, plan, epoch)
+        parts = [partial(make, selection) for selection in plan.micro_batches]
         for name, batches in plan.encoders.items():
-            parts += [partial(self._make, plan, selection, name) for selection in batches]
+            parts += [partial(make, selection, name) for selection in batches]
         return PrefetchTask(
             subject=plan,
             parts=parts,
@@ -117,8 +120,10 @@ class StepBuilder:
         encoders = {name: [next(remaining) for _ in each] for name, each in plan.encoders.items()}
         return StepBatches(own, encoders, plan.note)
 
-    def _make(self, plan: StepPlan, selection: Selection, encoder: str | None = None) -> MicroBatch:
-        """Read and collate one part; in any thread."""
+    def _make(
+        self, plan: StepPlan, epoch: int, selection: Selection, encoder: str | None = None
+    ) -> MicroBatch:
+        """Read, collate and transform one part; in any thread."""
         begun = time.perf_counter()
         raw = self._reader.read(selection)
         read = time.perf_counter()
@@ -127,11 +132,24 @@ class StepBuilder:
         elif raw is not None and plan.encoders:
             raw = without_media(raw, plan.encoders)
         num_bytes = 0 if raw is None else stored_bytes(raw)
-        batch = collate(raw, self._model, self._config, plan.totals)
-        if self._config.decode_images:
+        batch = self._collate(raw, plan, epoch, selection)
+        if self._config.images != "encoded":
             self._reader.release(selection)
         if self._pin:
             batch = batch.pin_memory()
         decoding_s = time.perf_counter() - read
         self._meter.add(reading_s=read - begun, decoding_s=decoding_s, read_bytes=num_bytes)
         return batch
+
+    def _collate(
+        self, raw: StoredGroup | None, plan: StepPlan, epoch: int, selection: Selection
+    ) -> MicroBatch:
+        config, seeds = self._config, None
+        if config.image_transform is not None or config.batch_transform is not None:
+            stored = self._reader.stored_samples(selection)
+            seeds = SampleSeeds(config.seed, epoch, stored)
+        batch = collate(raw, self._model, config, plan.totals, seeds)
+        if seeds is None or config.batch_transform is None:
+            return batch
+        where = EMPTY_GROUP.where if raw is None else raw.where
+        return transform_batch(config.batch_transform, batch, where, seeds)

@@ -29,7 +29,7 @@ def open_loader(task: measure.Task) -> StreamingLoader:
         micro_batches_per_step=measure.BATCH // measure.GROUP,
         workers=task.workers,
         pixel_dtype=torch.uint8,
-        decode_images=task.decoded,
+        images="patches" if task.decoded else "encoded",
         storage=StorageOptions(cache_dir=task.cache),
     )
 

@@ -71,7 +71,8 @@ def source_options(
         "micro_batches_per_step": micro_batches,
         "seed": config.seed,
         "device": device if device.type == "cuda" else None,
-        "decode_images": pipelines[replica][0] == rank,  # only stage 0 needs pixels
+        # only stage 0 needs pixels
+        "images": "patches" if pipelines[replica][0] == rank else "encoded",
     }
 
 

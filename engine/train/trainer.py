@@ -76,8 +76,8 @@ def make_run(config: TrainConfig, open_source: OpenSource, device: torch.device)
     if config.tune:
         source.close()
         options["planner"] = make_tuner(config, plan, layout, model)
-        # ranks that encode ahead need pixels too
-        options["decode_images"] |= config.encode == "any"
+        if config.encode == "any":
+            options["images"] = "patches"  # for ranks that encode ahead too
         source = open_source(config.build, **options)
     # pipeline, optimizer and their state
     pipeline = _make_pipeline(config, layout, model, device)

@@ -28,15 +28,21 @@ from loaders.decode.image import decode, decode_pixels
 from loaders.decode.log_mel import MEL_BINS, log_mel_frames, log_mel_windows
 from loaders.decode.resize import Pixels
 from loaders.plan.steps import StepTotals
+from loaders.transforms import SampleSeeds, transform_image
 from shards.stored_group import EMPTY_GROUP, StoredGroup
 
 
 def collate(
-    raw: StoredGroup | None, model: ModelPreset, config: LoaderConfig, totals: StepTotals
+    raw: StoredGroup | None,
+    model: ModelPreset,
+    config: LoaderConfig,
+    totals: StepTotals,
+    seeds: SampleSeeds | None = None,
 ) -> MicroBatch:
     """The micro-batch of a group, or an empty one for None.
 
-    DataError names a sample with an unusable file; ConfigError if `model` has no rule for clips.
+    `seeds` are for the `image_transform` of `config`, which is not applied without them. DataError
+    names a sample with an unusable file; ConfigError if `model` has no rule for clips.
     """
     rule, raw = model.vision, EMPTY_GROUP if raw is None else raw
     plan_of = _cached_plans(rule)
@@ -44,14 +50,15 @@ def collate(
     is_native = isinstance(rule, NativeRule)
     grids = [(1, plan.rows, plan.columns) for plan in plans] if is_native else []
     input_ids, labels, position_ids = _tokens(raw)
+    pixel_values, images = _image_fields(raw, plans, rule, config, seeds)
     return MicroBatch(
         sample_ids=raw.sample_ids,
         input_ids=input_ids,
         labels=labels,
         position_ids=position_ids,
         cu_seqlens=torch.from_numpy(raw.cu_seqlens.copy()),
-        pixel_values=_pixel_values(raw, plans, rule, config),
-        images=() if config.decode_images else raw.images,
+        pixel_values=pixel_values,
+        images=images,
         patches_per_image=_int64([plan.num_patches for plan in plans]),
         image_sizes=_int64(raw.image_sizes),
         image_grid_thw=_int64(grids).reshape(-1, 3) if is_native else None,
@@ -102,22 +109,45 @@ def _count(longest: int) -> NDArray[np.int64]:
 _counted = np.arange(8192)
 
 
-def _pixel_values(
-    raw: StoredGroup, plans: Sequence[ImagePlan], rule: VisionRule, config: LoaderConfig
-) -> Tensor:
-    """Pixels of all images, in the layout of `MicroBatch.pixel_values`; no rows without images."""
-    # there may be more sizes than images: those of images that are encoded elsewhere
-    num_images, dtype = len(raw.images) if config.decode_images else 0, config.pixel_dtype
-    rows = [pixels.num_rows(rule, plan) for plan in plans[:num_images]]
-    if not rows:
-        return _no_pixels(rule, dtype)
+def _image_fields(
+    raw: StoredGroup,
+    plans: Sequence[ImagePlan],
+    rule: VisionRule,
+    config: LoaderConfig,
+    seeds: SampleSeeds | None,
+) -> tuple[Tensor, Sequence[bytes | memoryview | Tensor]]:
+    """`pixel_values` and `images` of a `MicroBatch`, one of them empty."""
+    dtype = config.pixel_dtype
+    if config.images == "encoded":
+        return _no_pixels(rule, dtype), raw.images
+    if not raw.images:
+        return _no_pixels(rule, dtype), ()
+    decoder = _Decoder(raw, config, seeds)
+    # there may be more plans than images: those of images that are encoded elsewhere
+    pairs = list(enumerate(plans[: len(raw.images)]))
+    if config.images == "resized":
+        images = (
+            pixels.resized_image(rule, decoder(number, rule), plan, exact=config.exact_resize)
+            for number, plan in pairs
+        )
+        return _no_pixels(rule, dtype), tuple(_converted(rule, image, dtype) for image in images)
+    rows = [pixels.num_rows(rule, plan) for _, plan in pairs]
     # one tensor for all, because joining one per image would copy every pixel once more
     patches = pixels.empty_patches(rule, sum(rows))
     memory, start = pixels.patch_memory(rule, patches), 0
-    for image, count in enumerate(rows):
-        _write_image(memory[start : start + count], raw, image, plans[image], rule, config)
+    for (number, plan), count in zip(pairs, rows, strict=True):
+        own = memory[start : start + count]
+        target = pixels.decode_target(own, rule, plan, decoder.size(number))
+        image = decoder(number, rule, target)
+        if image is not target:
+            pixels.write_patches(own, rule, image, plan, exact=config.exact_resize)
         start += count
-    return patches if dtype == torch.uint8 else pixels.normalize(rule, patches).to(dtype)
+    return _converted(rule, patches, dtype), ()
+
+
+def _converted(rule: VisionRule, raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """Raw pixels in the loader's `pixel_dtype`."""
+    return raw if dtype == torch.uint8 else pixels.normalize(rule, raw).to(dtype)
 
 
 @lru_cache
@@ -126,29 +156,43 @@ def _no_pixels(rule: VisionRule, dtype: torch.dtype) -> Tensor:
     return empty if dtype == torch.uint8 else pixels.normalize(rule, empty).to(dtype)
 
 
-def _write_image(
-    memory: Pixels,
-    raw: StoredGroup,
-    number: int,
-    plan: ImagePlan,
-    rule: VisionRule,
-    config: LoaderConfig,
-) -> None:
-    """Write the raw patches of one image into `memory`."""
-    height, width = raw.image_sizes[number].tolist()
-    size, content = (width, height), raw.images[number]
-    try:
-        if config.exact_resize or config.reduced_decode:
-            reduced = rule if config.reduced_decode else None
-            image: Image.Image | Pixels = decode(content, counted=size, rule=reduced)
-        else:
-            target = pixels.decode_target(memory, rule, plan, size)
-            image = decode_pixels(content, counted=size, target=target)
-            if target is not None:
-                return
-    except DataError as error:
-        raise _named(error, raw, raw.image_samples[number]) from error
-    pixels.write_patches(memory, rule, image, plan, exact=config.exact_resize)
+class _Decoder:
+    """Decodes and transforms the images of a group."""
+
+    def __init__(self, raw: StoredGroup, config: LoaderConfig, seeds: SampleSeeds | None) -> None:
+        self._raw, self._config = raw, config
+        self._uses_pillow = config.exact_resize or config.reduced_decode
+        self._transform = None
+        if config.image_transform is not None and seeds is not None:
+            self._transform = partial(transform_image, config.image_transform, raw, seeds)
+
+    def size(self, number: int) -> tuple[int, int]:
+        """(width, height) of an image as counted."""
+        height, width = self._raw.image_sizes[number].tolist()
+        return width, height
+
+    def __call__(
+        self, number: int, rule: VisionRule, target: Pixels | None = None
+    ) -> Image.Image | Pixels:
+        """The image: `target` if it could be decoded there, else valid until the next one.
+
+        DataError names the sample of a file that cannot be decoded, ConfigError that of a failed
+        transform.
+        """
+        raw, size = self._raw, self.size(number)
+        if self._transform is not None:
+            target = np.empty((size[1], size[0], 3), np.uint8)  # the transform may keep it
+        try:
+            if self._uses_pillow:
+                reduced = rule if self._config.reduced_decode else None
+                image: Image.Image | Pixels = decode(raw.images[number], counted=size, rule=reduced)
+            else:
+                image = decode_pixels(raw.images[number], counted=size, target=target)
+        except DataError as error:
+            raise _named(error, raw, raw.image_samples[number]) from error
+        if self._transform is None:
+            return image
+        return self._transform(number, image if isinstance(image, np.ndarray) else np.array(image))
 
 
 def _audio_fields(raw: StoredGroup, model: ModelPreset, form: AudioForm) -> dict[str, Tensor]:

@@ -58,9 +58,12 @@ class MicroBatch:
 
     Qwen2-Audio's `feature_attention_mask` is `arange(window_frames) < audio_frames[:, None]`.
     """
-    images: Sequence[bytes | memoryview] = ()
-    """Encoded image files with the loader's `decode_images=False`, in the order of `image_sizes`;
-    `pixel_values` then has no rows. Not copied: views into the mapped shard of a build on disk.
+    images: Sequence[bytes | memoryview | Tensor] = ()
+    """By the loader's `images`, in the order of `image_sizes`; `pixel_values` then has no rows.
+
+    "encoded": image files, not copied: views into the mapped shard of a build on disk. "resized":
+    tensors of (3, height, width) in the size that patches are cut from, so without the copy in
+    `image_size` that tiles come with; with "anyres" the whole canvas, the image on black.
     """
     num_loss_tokens: int
     """Tokens with a label in the whole step, over all ranks and micro-batches."""
@@ -115,7 +118,8 @@ class MicroBatch:
     def __reduce__(self) -> tuple[Any, ...]:
         """For other processes, which cannot have views of this one's memory."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return _of_values, (values | {"images": tuple(map(bytes, self.images))},)
+        images = (each if isinstance(each, Tensor) else bytes(each) for each in self.images)
+        return _of_values, (values | {"images": tuple(images)},)
 
     def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         changed: dict[str, Any] = {
@@ -123,6 +127,10 @@ class MicroBatch:
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
         }
+        if any(isinstance(image, Tensor) for image in self.images):
+            changed["images"] = tuple(
+                change(image) if isinstance(image, Tensor) else image for image in self.images
+            )
         return replace(self, **changed)
 
 

@@ -77,6 +77,27 @@ def write_patches(
             patchify_planes(resized, memory, rule.merge_size)
 
 
+def resized_image(
+    rule: VisionRule, image: Image.Image | Pixels, plan: ImagePlan, *, exact: bool = False
+) -> torch.Tensor:
+    """What `write_patches` cuts patches from, whole: uint8 (3, height, width), `channels_last`.
+
+    With tiles the grid of all tiles, with anyres also its black borders; without the whole image in
+    the size of one patch that both have too.
+    """
+    match rule:
+        case FixedRule():
+            resized = _centre(image, plan, rule.image_size, exact=exact)
+        case AnyresRule():
+            resized = _on_black(resizer(image, exact=exact), plan, rule.image_size)
+        case _:
+            resized = resizer(image, exact=exact)(plan.resized_width, plan.resized_height)
+    # copied: it may be the memory that the thread decodes into
+    copy = pixel_pool.empty(resized.size).view(resized.shape)
+    np.copyto(copy.numpy(), resized)
+    return copy.permute(2, 0, 1)
+
+
 def decode_target(
     memory: Pixels, rule: VisionRule, plan: ImagePlan, size: tuple[int, int]
 ) -> Pixels | None:
@@ -89,8 +110,9 @@ def decode_target(
 def normalize(rule: VisionRule, pixels: torch.Tensor) -> torch.Tensor:
     """What the vision encoder takes: float32 of raw pixels, within 1e-6 of the reference.
 
-    Same shape and device; at native resolution (rows, 3 * temporal_patch_size * side * side), each
-    patch repeated for every frame. The scale 1/255, mean and std are one multiply and add.
+    Of patches, or of one image (3, height, width). Same shape and device; of patches at native
+    resolution (rows, 3 * temporal_patch_size * side * side), each repeated for every frame. The
+    scale 1/255, mean and std are one multiply and add.
     """
     if pixels.dtype != torch.uint8:
         raise ValueError(f"pixels are {pixels.dtype}; give raw pixels (torch.uint8)")
@@ -98,6 +120,8 @@ def normalize(rule: VisionRule, pixels: torch.Tensor) -> torch.Tensor:
     scale, shift = (values.to(torch.float32) for values in (1 / (255 * std), -mean / std))
     if pixels.device.type != "cpu":
         return _normalize_on_device(rule, pixels, scale.to(pixels.device), shift.to(pixels.device))
+    if pixels.ndim == 3:
+        return _normalize_lines(pixels[None], scale, shift)[0]
     if not isinstance(rule, NativeRule):
         return _normalize_lines(pixels, scale, shift)
     frames = rule.temporal_patch_size
@@ -118,11 +142,11 @@ def _normalize_lines(
     pixels: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
 ) -> torch.Tensor:
     """By lines of pixels: the three channels of one are too few for vector instructions."""
-    side = pixels.shape[-1]
-    # (rows, side, 3 * side), a view if the pixels are `channels_last`
+    rows, _, height, width = pixels.shape
+    # (rows, height, 3 * width), a view if the pixels are `channels_last`
     lines = pixels.permute(0, 2, 3, 1).flatten(2).to(torch.float32)
-    lines.mul_(scale.repeat(side)).add_(shift.repeat(side))
-    return lines.view(len(pixels), side, side, 3).permute(0, 3, 1, 2)
+    lines.mul_(scale.repeat(width)).add_(shift.repeat(width))
+    return lines.view(rows, height, width, 3).permute(0, 3, 1, 2)
 
 
 def _normalize_on_device(
@@ -130,7 +154,7 @@ def _normalize_on_device(
 ) -> torch.Tensor:
     # (rows, 3, side, side)
     normalized = pixels.to(torch.float32).mul_(scale.view(3, 1, 1)).add_(shift.view(3, 1, 1))
-    if not isinstance(rule, NativeRule):
+    if not isinstance(rule, NativeRule) or pixels.ndim == 3:
         return normalized
     # (rows, 3, side, side) -> (rows, 3, frames, side, side) -> (rows, 3 * frames * side * side)
     return normalized.unsqueeze(2).expand(-1, -1, rule.temporal_patch_size, -1, -1).flatten(1)
@@ -161,9 +185,14 @@ def _write_tiles(rows: Pixels, resize: Resizer, plan: ImagePlan, side: int) -> N
 def _write_anyres(rows: Pixels, resize: Resizer, plan: ImagePlan, side: int) -> None:
     """The whole image resized to one patch, then the tiles of the image centred on black."""
     patchify(resize(side, side), rows[:1])
+    patchify(_on_black(resize, plan, side), rows[1:])
+
+
+def _on_black(resize: Resizer, plan: ImagePlan, side: int) -> Pixels:
+    """The resized image in the centre of the black canvas of all tiles."""
     canvas = np.zeros((plan.rows * side, plan.columns * side, 3), dtype=np.uint8)
     left = (canvas.shape[1] - plan.resized_width) // 2
     top = (canvas.shape[0] - plan.resized_height) // 2
     inside = canvas[top : top + plan.resized_height, left : left + plan.resized_width]
     inside[:] = resize(plan.resized_width, plan.resized_height)
-    patchify(canvas, rows[1:])
+    return canvas

@@ -22,6 +22,8 @@ class GroupSlice:
     """Positions of the samples in the group, in the order wanted; None for the whole group."""
 
 
+StoredSample = tuple[int, int, int]
+"""Where a sample is stored: build, row of its index, and position in the group."""
 Selection = tuple[GroupSlice, ...]
 """Content of a micro-batch or an encoder's batch; empty after the end of an epoch."""
 

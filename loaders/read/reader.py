@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from balance.types import IntArray
-from loaders.plan.selection import GroupSlice, Selection
+from loaders.plan.selection import GroupSlice, Selection, StoredSample
 from loaders.read.build import Build
 from shards.stored_group import EMPTY_GROUP, NO_NUMBERS, Int32Array, StoredGroup
 
@@ -64,6 +64,16 @@ class SampleReader:
         if len(selection) == 1 and selection[0].places is None:
             return self._builds[selection[0].build].read(selection[0].group)
         return join([self._cut(part) for part in selection])
+
+    def stored_samples(self, selection: Selection) -> list[StoredSample]:
+        """Where each sample of a selection is stored, in its order."""
+        found = []
+        for part in selection:
+            places: Sequence[int] | None = part.places
+            if places is None:
+                places = range(*self._builds[part.build].index.row(part.group, "num_samples"))
+            found += [(part.build, part.group, place) for place in places]
+        return found
 
     def release(self, selection: Selection) -> None:
         """Say that what was read is out of use, and need not count as this process's memory."""

@@ -45,7 +45,7 @@ class PatchEmbedding(SpecLayer):
             return {FEATURES: self.no_features(batch, pixels)}
         if not len(pixels):
             raise ConfigError(
-                "images without pixel_values: the first stage's loader needs decode_images=True"
+                "images without pixel_values: the first stage's loader needs images='patches'"
             )
         if pixels.shape[1:] != self._row_shape:
             raise ConfigError(

@@ -91,7 +91,7 @@ def assert_same(losses, expected):
 def test_steps_hold_samples_without_images_with_one_and_with_several_of_many_sizes(trained):
     num_images = {sample["id"]: len(image_names(sample)) for sample in choose_samples()}
     counts, sizes, rows, lengths = set(), set(), set(), set()
-    for batches in islice(endless(load(trained.folder / "build", decode_images=False)), STEPS):
+    for batches in islice(endless(load(trained.folder / "build", images="encoded")), STEPS):
         for batch in batches:
             own = [num_images[sample] for sample in batch.sample_ids]
             assert sum(own) == len(batch.image_sizes)

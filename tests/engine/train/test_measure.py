@@ -39,7 +39,8 @@ def texts_and_images(folder, num_texts):
 
 
 def load(build, seed=0, *, decode=True):
-    return StreamingLoader(build, dp_rank=0, dp_world_size=1, seed=seed, decode_images=decode)
+    images = "patches" if decode else "encoded"
+    return StreamingLoader(build, dp_rank=0, dp_world_size=1, seed=seed, images=images)
 
 
 def test_the_first_step_with_images_is_measured_and_outlives_its_loader(tmp_path):

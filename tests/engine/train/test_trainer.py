@@ -130,7 +130,7 @@ def assert_same(found, expected):
 
 
 def test_layers_are_the_whole_model_and_specs_are_what_crosses_each_cut(build):
-    loader, bare = load(build), load(build, decode_images=False)
+    loader, bare = load(build), load(build, images="encoded")
     torch.manual_seed(0)
     model = make_model(loader)
     torch.manual_seed(0)

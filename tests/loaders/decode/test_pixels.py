@@ -16,12 +16,14 @@ from balance.config import preset_names
 from balance.errors import DataError
 from balance.media.image_tokens import ImageRejected, plan_image
 from balance.presets import AnyresRule, NativeRule, load_model
+from loaders.decode._patchify import patchify_planes
 from loaders.decode.image import decode
 from loaders.decode.pixels import (
     _normalize_on_device,
     normalize,
     patch_memory,
     patch_shape,
+    resized_image,
     write_patches,
 )
 from loaders.decode.resize import LEVELS
@@ -139,13 +141,35 @@ def test_normalising_leaves_its_input_as_it_was_and_refuses_its_output() -> None
         normalize(rule, normalized)
 
 
+@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_resized_image_is_what_patches_are_cut_from(name: str, exact: bool) -> None:
+    rule = load_model(name).vision
+    for image in _checked_images()[:3]:
+        patches = extract_patches(rule, image, exact=exact)
+        plan = plan_image(rule, image.width, image.height)
+        whole = resized_image(rule, image, plan, exact=exact)
+        side = patches.shape[-1]
+        if isinstance(rule, NativeRule):
+            cut = torch.empty_like(patches)
+            patchify_planes(whole.permute(1, 2, 0).numpy(), cut.numpy(), rule.merge_size)
+        else:
+            tiles = whole.unfold(1, side, side).unfold(2, side, side).permute(1, 2, 0, 3, 4)
+            cut = tiles.reshape(-1, 3, side, side)
+        first = 1 if isinstance(rule, AnyresRule) else 0  # the image in the size of a patch
+        assert torch.equal(patches[first : first + len(cut)], cut)
+
+
 @pytest.mark.parametrize("name", ["internvl_1_5", "qwen2_vl"])
 def test_normalising_on_a_device_gives_the_same_bits(name: str) -> None:
     rule = load_model(name).vision
     patches = extract_patches(rule, random_image(np.random.default_rng(14), 120, 90))
     mean, std = (torch.tensor(values, dtype=torch.float64) for values in (rule.mean, rule.std))
     scale, shift = (values.to(torch.float32) for values in (1 / (255 * std), -mean / std))
-    assert torch.equal(_normalize_on_device(rule, patches, scale, shift), normalize(rule, patches))
+    for raw in (patches, patches[0]):  # an image has three dimensions
+        on_device = _normalize_on_device(rule, raw, scale, shift)
+        assert torch.equal(on_device, normalize(rule, raw))
+    assert on_device.shape == patches[0].shape
 
 
 def test_no_rows_normalise_to_no_rows() -> None:

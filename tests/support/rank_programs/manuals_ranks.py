@@ -26,7 +26,7 @@ class Run:
     def __init__(self, name, build, borders, *, seed=0, state=None, **options):
         ranks = list(range(dist.get_world_size()))
         # only the first stage sees pixels
-        self.loader = load(build, decode_images=dist.get_rank() == 0)
+        self.loader = load(build, images="encoded" if dist.get_rank() else "patches")
         self.model = make_model(name, self.loader, seed)
         layered = from_transformers(self.model)
         self.prefixes = names_of(self.model, layered.layers)

@@ -238,7 +238,7 @@ def test_what_cannot_be_run_is_refused():
 def test_batches_of_another_model_are_refused():
     layered, batch = from_transformers(make_model("internvl")), make_batch("internvl", (1, 0))
     broken = {
-        "decode_images=True": {"pixel_values": batch.pixel_values[:0]},
+        "images=.patches.": {"pixel_values": batch.pixel_values[:0]},
         "raw": {"pixel_values": batch.pixel_values.to(torch.uint8)},
         r"rows of shape \(3, 14, 14\), the model takes \(3, 28, 28\)": {
             "pixel_values": torch.zeros(1, 3, 14, 14)
