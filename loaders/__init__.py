@@ -29,6 +29,7 @@ from loaders.config import LoaderConfig
 from loaders.decode.pixels import normalize
 from loaders.integrations.torch_dataset import Step, StepDataset
 from loaders.loader import StreamingLoader
+from loaders.plan.sample_choice import SampleColumns
 from loaders.read.build import StorageOptions
 from loaders.stats import LoaderStats
 from loaders.step_builder import StepBatches
@@ -40,6 +41,7 @@ __all__ = [
     "LoaderConfig",
     "LoaderStats",
     "MicroBatch",
+    "SampleColumns",
     "Step",
     "StepBatches",
     "StepDataset",

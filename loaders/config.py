@@ -10,6 +10,7 @@ import torch.distributed as dist
 from balance.errors import ConfigError
 from balance.loss_weights import LossNormalizer, LossWeights
 from balance.steps.step_planner import StepPlanner
+from loaders.plan.sample_choice import SampleChoice, SampleFilter, Split
 from loaders.plan.steps import Order, Remainder, StepConfig
 from loaders.read.build import StorageOptions
 from loaders.transforms import BatchTransform, ImageTransform
@@ -18,8 +19,9 @@ AudioForm = Literal["waveform", "features", "windows"]
 ImageForm = Literal["patches", "resized", "encoded"]
 
 _CHOICES = {
-    "remainder": get_args(Remainder),
+    "remainder": (None, *get_args(Remainder)),
     "order": get_args(Order),
+    "split": (None, *get_args(Split)),
     "regroup": (None, "epoch"),
     "audio": get_args(AudioForm),
     "loss_normalizer": get_args(LossNormalizer),
@@ -47,10 +49,25 @@ class LoaderConfig:
     """"blocks" balances each micro-batch across ranks. "random" draws a step's groups at random and
     balances ranks' sums: for ranks that synchronise once per step of eight or more micro-batches.
     """
-    remainder: Remainder = "pad"
+    shuffle: bool = True
+    """False, for evaluation: every sample once in stored order, the same in every epoch."""
+    remainder: Remainder | None = None
     """Last step of an epoch that lacks groups: "pad" fills it up with empty micro-batches; "drop"
     leaves it out and counts its samples in `num_dropped_samples`. No step at all is a ConfigError.
+    "split", with `shuffle=False` only, gives it fewer micro-batches, equally many to all ranks, and
+    splits groups so that none is empty; only where samples are too few do the last ranks have one
+    less. By default "pad" with shuffling and "split" without.
     """
+    split: Split | None = None
+    """"train" or "validation": the samples whose id has a hash outside or inside of
+    `validation_fraction`, whatever build, group and place they are in. None: all.
+    """
+    validation_fraction: float = 0.01
+    """Share of all ids that is for validation."""
+    filter: SampleFilter | None = None
+    """Function of `loaders.SampleColumns` that gives a bool per sample: whether it is used."""
+    limit: int | None = None
+    """Samples used at most: drawn by the hash of the id, so any ranks have the same."""
     regroup: Literal["epoch"] | None = None
     """"epoch" groups the samples again in every epoch, within windows of stored groups."""
     regroup_window: int = 4096
@@ -107,6 +124,7 @@ class LoaderConfig:
         for name, least in _LEAST.items():
             if (value := getattr(self, name)) < least:
                 raise ConfigError(f"{name} is {value}; it must be at least {least}")
+        self._check_choice()
         if self.workers is not None and self.workers < 0:
             raise ConfigError(f"workers is {self.workers}; use 0 for none, or a number of threads")
         if self.pixel_dtype != torch.uint8 and not self.pixel_dtype.is_floating_point:
@@ -126,6 +144,22 @@ class LoaderConfig:
                 "out one of them"
             )
 
+    def _check_choice(self) -> None:
+        """ConfigError if shuffling and the choice of samples do not fit."""
+        fraction, wrong = self.validation_fraction, ""
+        if not 0 < fraction < 1:
+            wrong = f"validation_fraction is {fraction}; it must be between 0 and 1"
+        elif self.limit is not None and self.limit < 1:
+            wrong = f"limit is {self.limit}; it must be at least 1, or None for all samples"
+        elif not self.shuffle and (self.regroup or self.planner):
+            wrong = "shuffle=False gives stored groups; leave out regroup and planner"
+        elif not self.shuffle and self.remainder == "drop":
+            wrong = "shuffle=False gives every sample once; use remainder='split' or 'pad'"
+        elif self.shuffle and self.remainder == "split":
+            wrong = "remainder='split' is for shuffle=False; use 'pad' or 'drop'"
+        if wrong:
+            raise ConfigError(wrong)
+
     def _check_ranks(self) -> None:
         if (self.dp_rank is None) != (self.dp_world_size is None):
             raise ConfigError(
@@ -144,6 +178,15 @@ class LoaderConfig:
             return dist.get_rank(), dist.get_world_size()
         return 0, 1
 
+    def sample_choice(self) -> SampleChoice:
+        """The part that says which samples are used."""
+        return SampleChoice(
+            split=self.split,
+            validation_fraction=self.validation_fraction,
+            filter=self.filter,
+            limit=self.limit,
+        )
+
     def step_config(self) -> StepConfig:
         """The part that planning takes."""
         rank, size = self.ranks()
@@ -152,7 +195,7 @@ class LoaderConfig:
             dp_world_size=size,
             micro_batches=self.micro_batches_per_step,
             seed=self.seed,
-            remainder=self.remainder,
+            remainder=self.remainder or ("pad" if self.shuffle else "split"),
             order=self.order,
             loss_normalizer=self.loss_normalizer,
             loss_weights=self.loss_weights,
@@ -167,7 +210,12 @@ class LoaderOptions(TypedDict, total=False):
     micro_batches_per_step: int
     seed: int
     order: Order
-    remainder: Remainder
+    shuffle: bool
+    remainder: Remainder | None
+    split: Split | None
+    validation_fraction: float
+    filter: SampleFilter | None
+    limit: int | None
     regroup: Literal["epoch"] | None
     regroup_window: int
     loss_normalizer: LossNormalizer

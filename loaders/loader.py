@@ -18,9 +18,13 @@ from torch.utils.data import get_worker_info
 
 from balance.errors import ConfigError, first_line
 from balance.presets import ModelPreset
+from balance.types import BoolArray
 from loaders.batch.micro_batch import MicroBatch
 from loaders.config import LoaderConfig, LoaderOptions
-from loaders.plan.epoch_groups import EpochSource, MixedGroups, Regrouped, StoredGroups
+from loaders.plan.epoch_groups import ChosenGroups, EpochSource, Regrouped, StoredGroups
+from loaders.plan.in_order import InOrder
+from loaders.plan.mixed_groups import MixedGroups
+from loaders.plan.sample_choice import choose_samples
 from loaders.plan.steps import StepPlan, Steps
 from loaders.prefetch import Prefetcher
 from loaders.read.build import Build, open_builds
@@ -83,9 +87,11 @@ class StreamingLoader:
         self.model, self.vocab_size = manifest.model, manifest.vocab_size
         self.image_token_id = manifest.image_token_id
         self.audio_token_id = manifest.audio_token_id
-        source = _epoch_source(builds, [weight for _, weight in datasets], config)
+        chosen = choose_samples(builds, config.sample_choice())
+        source = _epoch_source(builds, [weight for _, weight in datasets], chosen, config)
         self._steps = Steps(source, config.step_config(), config.planner)
-        self._reader, self._meter = SampleReader(builds), Meter()
+        num_left_out = 0 if chosen is None else sum(int((~mask).sum()) for mask in chosen)
+        self._reader, self._meter = SampleReader(builds), Meter(num_left_out)
         self._builder = StepBuilder(self._reader, self.model, config, self._meter)
         self._pid = os.getpid()
         self._running: Prefetcher[StepPlan, MicroBatch] | None = None
@@ -160,6 +166,18 @@ class StreamingLoader:
         self._steps.load(state)
         self._end_iterator()
 
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iterator begin with epoch `epoch`, as torch's DistributedSampler does.
+
+        Nothing changes if that is the loader's epoch already: one that was resumed continues in its
+        middle, and one at its end goes on to the next. Else the rest of this epoch is not given.
+        """
+        if epoch < 0:
+            raise ConfigError(f"epoch is {epoch}; epochs are numbered from 0")
+        if epoch != self._steps.epoch:
+            self._steps.start_epoch(epoch)
+            self._end_iterator()
+
     def stats(self) -> LoaderStats:
         """What this loader has done so far, in this process."""
         return self._meter.stats(self._reader.cache_hits)
@@ -207,10 +225,8 @@ def _datasets(url: str | Path | Datasets, config: LoaderConfig) -> Datasets:
         raise ConfigError(
             f"datasets are {datasets}; give at least one (url, weight), with weights above 0"
         )
-    if config.regroup is not None and len(datasets) > 1:
-        raise ConfigError(
-            "regroup='epoch' is for one dataset; build the datasets as one, or leave out regroup"
-        )
+    if not config.shuffle and len({weight for _, weight in datasets}) > 1:
+        raise ConfigError("shuffle=False gives every sample once; give all datasets the weight 1")
     return datasets
 
 
@@ -226,13 +242,29 @@ def _require_pickled(name: str, function: object) -> None:
 
 
 def _epoch_source(
-    builds: Sequence[Build], weights: Sequence[float], config: LoaderConfig
+    builds: Sequence[Build],
+    weights: Sequence[float],
+    chosen: Sequence[BoolArray] | None,
+    config: LoaderConfig,
 ) -> EpochSource:
-    if len(builds) > 1:
-        return MixedGroups(builds, weights, config.seed)
+    """The groups of all epochs; `chosen` are masks over the builds' samples."""
+    if not config.shuffle:
+        return InOrder(builds, chosen)
+    parts = [
+        _build_source(build, None if chosen is None else chosen[place], place, config)
+        for place, build in enumerate(builds)
+    ]
+    return MixedGroups(parts, weights, config.seed) if len(parts) > 1 else parts[0]
+
+
+def _build_source(
+    build: Build, chosen: BoolArray | None, place: int, config: LoaderConfig
+) -> EpochSource:
     if config.regroup is not None:
-        return Regrouped(builds[0], config.seed, config.regroup_window)
-    return StoredGroups(builds[0])
+        return Regrouped(build, config.seed, config.regroup_window, chosen, place)
+    if chosen is not None:
+        return ChosenGroups(build, chosen, place)
+    return StoredGroups(build, place)
 
 
 def _num_workers(workers: int | None) -> int:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from loaders.plan.steps import StepLoads, StepPlan
 
-_NOT_SUMMED = ("cache_hits", "dist_ratio_vit", "dist_ratio_llm")
+_NOT_SUMMED = ("cache_hits", "unchosen_samples", "dist_ratio_vit", "dist_ratio_llm")
 _LOADS = 64
 """Steps whose loads are summed at a time: one by one takes ten times as long."""
 
@@ -21,6 +21,8 @@ class LoaderStats:
     steps: int
     samples: int
     """Samples of this rank's micro-batches."""
+    unchosen_samples: int
+    """Samples of the builds that `split`, `filter` and `limit` leave out of every epoch."""
     waiting_s: float
     """Time that the trainer waited for steps."""
     reading_s: float
@@ -43,7 +45,8 @@ class LoaderStats:
 class Meter:
     """Counts the figures of a loader, in any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, unchosen_samples: int = 0) -> None:
+        self._unchosen_samples = unchosen_samples
         self._lock = threading.Lock()
         names = (field.name for field in fields(LoaderStats))
         self._sums: dict[str, Any] = {name: 0 for name in names if name not in _NOT_SUMMED}
@@ -76,7 +79,11 @@ class Meter:
         vit, llm = ratios.tolist()
         with self._lock:
             return LoaderStats(
-                **self._sums, cache_hits=cache_hits, dist_ratio_vit=vit, dist_ratio_llm=llm
+                **self._sums,
+                unchosen_samples=self._unchosen_samples,
+                cache_hits=cache_hits,
+                dist_ratio_vit=vit,
+                dist_ratio_llm=llm,
             )
 
     def _add_loads(self) -> None:

@@ -4,22 +4,31 @@ Rejections come from counting, the caps and writing; `rejected.parquet` holds al
 pyarrow.parquet is imported where it is used: most loaders do not need it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from balance.errors import DamagedShard, DataError, first_line
+from balance.errors import ConfigError, DamagedShard, DataError, first_line
 from balance.types import COUNT_COLUMNS, Counts, Groups, IntArray
 from shards.index import INDEX_NAME, GroupIndex
 from shards.manifest import Manifest
 
+if TYPE_CHECKING:
+    import pyarrow.parquet as pq
+
 COUNTS_NAME = "counts.parquet"
 GROUPS_NAME = "groups.parquet"
 REJECTED_NAME = "rejected.parquet"
+
+OpenFile = Callable[[str], pa.NativeFile]
+"""Opens a table by its name."""
 
 _SAMPLE = [("position", pa.int64()), ("sample_id", pa.string()), ("source", pa.string())]
 _LOADS = [(name, pa.int32()) for name in (*COUNT_COLUMNS, "seq_len")]
@@ -120,32 +129,70 @@ class SampleTable:
 
 
 def read_samples(
-    manifest: Manifest, index: GroupIndex, open_file: Callable[[str], pa.NativeFile] | None = None
+    manifest: Manifest, index: GroupIndex, open_file: OpenFile | None = None
 ) -> SampleTable:
     """The counts of each stored sample; the index has sums only.
 
     `open_file` opens a table by its name; without it they are next to the manifest. DataError if
     they are missing, damaged, or of another build than its index. 1.2 million samples take .3 s.
     """
-    import pyarrow.parquet as pq  # noqa: PLC0415
-
-    def read(name: str, columns: list[str]) -> pa.Table:
-        source = open_file(name) if open_file else Path(manifest.place, name)
-        return pq.read_table(source, columns=columns)
-
     try:
-        groups = read_groups(read(GROUPS_NAME, ["samples", "num_samples"]))
-        counts = read(COUNTS_NAME, list(COUNT_COLUMNS))
+        groups = read_groups(
+            _open(manifest, GROUPS_NAME, open_file).read(["samples", "num_samples"])
+        )
+        counts = _open(manifest, COUNTS_NAME, open_file).read(list(COUNT_COLUMNS))
         loads = {name: counts.column(name).to_numpy()[groups.samples] for name in COUNT_COLUMNS}
         columns = {name: values.astype(np.int32) for name, values in loads.items()}
-    except (OSError, pa.ArrowException, DamagedShard, LookupError, TypeError, ValueError) as error:
-        raise DataError(
-            f"{manifest.place}: regrouping, planning and loss weights need {COUNTS_NAME} and "
-            f"{GROUPS_NAME} of the build, which cannot be read ({first_line(error)}); copy them "
-            f"next to {INDEX_NAME}, or build again"
-        ) from None
+    except _UNREADABLE as error:
+        raise _unreadable(manifest, error) from None
     _check_fit(manifest, index, groups.offsets, columns)
     return SampleTable(columns=columns, offsets=groups.offsets)
+
+
+def read_sample_values(
+    manifest: Manifest, name: str, open_file: OpenFile | None = None
+) -> NDArray[Any]:
+    """A column of counts.parquet for each stored sample: int64, floats, or str objects for texts.
+
+    ConfigError names the columns there are; DataError as `read_samples`.
+    """
+    try:
+        counts = _open(manifest, COUNTS_NAME, open_file)
+        known = counts.schema_arrow.names
+        column = counts.read([name]).column(name) if name in known else None
+        rows = read_groups(_open(manifest, GROUPS_NAME, open_file).read(["samples", "num_samples"]))
+    except _UNREADABLE as error:
+        raise _unreadable(manifest, error) from None
+    if column is None:
+        raise ConfigError(
+            f"{manifest.place}: samples have no column {name!r}; they have {', '.join(known)}"
+        )
+    if pa.types.is_integer(column.type):
+        return np.asarray(column.to_numpy()[rows.samples].astype(np.int64))
+    if pa.types.is_floating(column.type):
+        return np.asarray(column.to_numpy()[rows.samples])
+    # each distinct text once, and not by `to_numpy`, which imports pandas
+    encoded = column.combine_chunks().dictionary_encode()
+    texts = np.array([*encoded.dictionary.to_pylist(), None], object)
+    places = encoded.indices.fill_null(len(texts) - 1).to_numpy()
+    return np.asarray(texts[places[rows.samples]])
+
+
+def _open(manifest: Manifest, name: str, open_file: OpenFile | None) -> pq.ParquetFile:
+    import pyarrow.parquet as pq  # noqa: PLC0415
+
+    return pq.ParquetFile(open_file(name) if open_file else Path(manifest.place, name))
+
+
+_UNREADABLE = (OSError, pa.ArrowException, DamagedShard, LookupError, TypeError, ValueError)
+
+
+def _unreadable(manifest: Manifest, error: Exception) -> DataError:
+    return DataError(
+        f"{manifest.place}: regrouping, planning, loss weights and choosing samples need "
+        f"{COUNTS_NAME} and {GROUPS_NAME} of the build, which cannot be read "
+        f"({first_line(error)}); copy them next to {INDEX_NAME}, or build again"
+    )
 
 
 def _check_fit(

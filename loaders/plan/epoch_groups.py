@@ -1,9 +1,9 @@
-"""Groups of an epoch: stored, of several builds, or grouped again.
+"""Groups of an epoch: stored, of chosen samples, or grouped again.
 
-For `loaders.plan.steps`. Each source has `builds`, the `identity` that a state must agree with when
-a run resumes, and `epoch(number)`, which depends on builds, seed and number alone, and reads no
-shard. An epoch numbers its groups in sorted order (`balance.order.sort_groups`), so shuffles are
-the same for all. Its `order` is for `BlockShuffle`, `selection` is what to read for a group.
+For `loaders.plan.steps`. A source's `epoch(number)` depends on builds, seed and number alone, and
+reads no shard. An epoch numbers its groups in sorted order (`balance.order.sort_groups`), so
+shuffles are the same for all. Its `order` is for `BlockShuffle`, `selection` is what to read for a
+group. Several builds are mixed by `loaders.plan.mixed_groups`.
 """
 
 from __future__ import annotations
@@ -12,21 +12,24 @@ import hashlib
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from fractions import Fraction
 from typing import Protocol
 
 import numpy as np
 
+from balance.loss_weights import LossWeights, sample_weights
 from balance.order.block_shuffle import OrderConfig, choose_order
-from balance.rng import SHUFFLE, random_permutation
-from balance.types import COUNT_COLUMNS, Counts, Groups, IntArray
+from balance.types import COUNT_COLUMNS, BoolArray, Counts, Groups, IntArray
 from loaders.plan.selection import GroupSlice, SampleRefs, Selection, whole_groups
 from shards.index import GroupIndex
 from shards.manifest import Manifest
 from shards.tables import SampleTable
 
-WEIGHT_DENOMINATOR = 10**6
-"""Largest denominator of a weight as a fraction, so that every machine counts the same groups."""
+KEPT_LOAD = 0.9
+"""Share of its tokens and vision load with which a group stays as it is stored. Groups that lose
+more are packed again: together they would cost as many micro-batches as before.
+"""
+WINDOW_GROUPS = 4096
+"""Groups whose remaining samples are packed again together, as `regroup_window`."""
 
 
 class PlannedBuild(Protocol):
@@ -55,13 +58,50 @@ def sample_column(builds: Sequence[PlannedBuild], refs: SampleRefs, name: str) -
     return values
 
 
+class Epoch(Protocol):
+    """The groups of an epoch, numbered in sorted order."""
+
+    order: OrderConfig
+
+    def __len__(self) -> int:
+        """Number of groups."""
+
+    def column(self, name: str, groups: IntArray) -> IntArray:
+        """Sums of `num_samples` or a column of `Counts` over `groups`, int64, same shape."""
+
+    def selection(self, group: int) -> Selection:
+        """What to read for a group."""
+
+    def samples(self, groups: IntArray) -> SampleRefs:
+        """All samples of the groups, group after group."""
+
+    def label_weights(self, weights: LossWeights) -> float:
+        """Weights of all labels of the epoch."""
+
+
+class EpochSource(Protocol):
+    """The epochs of a run."""
+
+    builds: Sequence[PlannedBuild]
+    identity: dict[str, object]
+    """What a state must agree with when a run resumes; plain JSON."""
+
+    def epoch(self, number: int) -> Epoch:
+        """The groups of an epoch."""
+
+    def prepare(self, number: int) -> None:
+        """Start in the background what that epoch needs, if it takes long."""
+
+
 class StoredGroups:
     """The groups of one build as they are stored; the source and every epoch in one."""
 
-    def __init__(self, build: PlannedBuild) -> None:
-        self.builds = [build]
+    def __init__(self, build: PlannedBuild, place: int = 0) -> None:
+        """`place`: the build's place among the loader's builds, as of all classes here."""
+        self.builds: Sequence[PlannedBuild] = [build]
         self.order = build.manifest.order
         self.identity: dict[str, object] = {"manifest_hash": build.manifest.hash, "regroup": None}
+        self._place = place
 
     def __len__(self) -> int:
         return self.builds[0].manifest.num_groups
@@ -70,10 +110,8 @@ class StoredGroups:
         """The same in every epoch."""
         return self
 
-    @property
-    def groups_of_builds(self) -> list[int]:
-        """How many stored groups of each build the epoch has the samples of."""
-        return [len(self)]
+    def prepare(self, number: int) -> None:
+        """Nothing."""
 
     def column(self, name: str, groups: IntArray) -> IntArray:
         """Values of an integer column of the index for `groups`, int64, same shape."""
@@ -81,158 +119,208 @@ class StoredGroups:
 
     def selection(self, group: int) -> Selection:
         """The whole group."""
-        return (GroupSlice(0, group, None),)
+        return (GroupSlice(self._place, group, None),)
 
     def samples(self, groups: IntArray) -> SampleRefs:
         """All samples of the groups, group after group."""
-        return whole_groups(np.zeros_like(groups), groups, self.column("num_samples", groups))
+        sizes = self.column("num_samples", groups)
+        return whole_groups(np.full_like(groups, self._place), groups, sizes)
+
+    def label_weights(self, weights: LossWeights) -> float:
+        """Weights of all labels of the build."""
+        if weights == "token":
+            return float(self.builds[0].manifest.values["totals"]["num_loss_tokens"])
+        return _sum_weights(self.builds[0].samples.column("num_loss_tokens"), weights)
 
 
-class MixedGroups:
-    """Groups of several builds, sorted together, so that each micro-batch mixes them.
-
-    An epoch is one pass over the builds of the largest weight, and weight / largest of a pass over
-    others, which the next epoch continues: no group comes twice in an epoch, and none is ever lost.
-    """
-
-    def __init__(self, builds: Sequence[PlannedBuild], weights: Sequence[float], seed: int) -> None:
-        self.builds, self._seed = builds, seed
-        exact = [Fraction(weight).limit_denominator(WEIGHT_DENOMINATOR) for weight in weights]
-        self._shares = [weight / max(exact) for weight in exact]
-        parts = [
-            f"{build.manifest.hash} {share}"
-            for build, share in zip(builds, self._shares, strict=True)
-        ]
-        digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-        self.identity: dict[str, object] = {"manifest_hash": digest, "regroup": None}
-
-    def epoch(self, number: int) -> _MixedEpoch:
-        """Each build's share of its groups."""
-        chosen = [self._chosen(build, number) for build in range(len(self.builds))]
-        return _MixedEpoch(self.builds, chosen, self._seed)
-
-    def _chosen(self, build: int, number: int) -> IntArray:
-        """A build's groups of an epoch, ascending: the next stretch of an endlessly repeated order.
-
-        E.g. share 2/5 of 10 groups: epoch 0 has places 0 to 3 of the order, epoch 2 has 8, 9, 0, 1.
-        """
-        num_groups = self.builds[build].manifest.num_groups
-        start, stop = (int(self._shares[build] * num_groups * end) for end in (number, number + 1))
-        # place 0 of this purpose is the order of an epoch's groups
-        order = random_permutation(num_groups, self._seed, SHUFFLE, place=build + 1)
-        return np.sort(order[np.arange(start, stop) % num_groups])
-
-
-class _MixedEpoch:
-    """Groups of several builds in one sorted order; `chosen` are rows of each build's index."""
+class SampleGroups:
+    """Any groups of builds' samples, which are numbered in stored order, build after build."""
 
     def __init__(
-        self, builds: Sequence[PlannedBuild], chosen: Sequence[IntArray], seed: int
+        self, tables: Sequence[SampleTable], groups: Groups, order: OrderConfig, place: int = 0
     ) -> None:
-        self._builds = builds
-        owners = np.repeat(np.arange(len(builds)), [len(groups) for groups in chosen])
-        self._owners, self._rows = owners, np.concatenate(chosen)
-        self.groups_of_builds = list(map(len, chosen))
-        everyone = np.arange(len(owners))
-        vision = self.column(f"num_{builds[0].manifest.model.vision_unit}", everyone)
-        tokens = sum(
-            self.column(f"num_{kind}_tokens", everyone) for kind in ("image", "text", "audio")
-        )
-        from balance.order.sort_groups import sort_groups  # noqa: PLC0415  (see `loaders`)
-
-        order = sort_groups(vision, np.asarray(tokens, np.int64), seed)
-        self._owners, self._rows = owners[order].astype(np.int16), self._rows[order]
-        self.order = choose_order(len(order))
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def column(self, name: str, groups: IntArray) -> IntArray:
-        owners, rows = self._owners[groups], self._rows[groups]
-        values = np.empty(len(groups), np.int64)
-        for number, build in enumerate(self._builds):
-            values[owners == number] = build.index.column(name, rows[owners == number])
-        return values
-
-    def selection(self, group: int) -> Selection:
-        return (GroupSlice(int(self._owners[group]), int(self._rows[group]), None),)
-
-    def samples(self, groups: IntArray) -> SampleRefs:
-        owners = self._owners[groups].astype(np.int64)
-        return whole_groups(owners, self._rows[groups], self.column("num_samples", groups))
-
-
-class Regrouped:
-    """One build, regrouped in every epoch: 1.3 s per 1.2 million samples, or in advance."""
-
-    def __init__(self, build: PlannedBuild, seed: int, window_groups: int) -> None:
-        self.builds, self._seed, self._window_groups = [build], seed, window_groups
-        self.identity: dict[str, object] = {
-            "manifest_hash": build.manifest.hash,
-            "regroup": {"window_groups": window_groups},
+        """`place` is that of the first build."""
+        self._tables, self._groups, self.order, self._place = tables, groups, order, place
+        self._firsts = np.cumsum([0, *(int(table.offsets[-1]) for table in tables)])
+        columns = {
+            name: np.concatenate([table.columns[name] for table in tables])
+            for name in COUNT_COLUMNS
         }
-        # the epoch that is being made, the process that makes it, and the result
-        self._pending: tuple[tuple[int, int], Future[_RegroupedEpoch]] | None = None
-
-    def epoch(self, number: int) -> _RegroupedEpoch:
-        """That epoch's groups, from `prepare` or made now."""
-        pending, self._pending = self._pending, None
-        # a forked process does not have its parent's thread
-        if pending is not None and pending[0] == (number, os.getpid()):
-            return pending[1].result()
-        return self._make(number)
-
-    def prepare(self, number: int) -> None:
-        """Start to make that epoch's groups in a thread, unless that has been started."""
-        key = number, os.getpid()
-        if self._pending is None or self._pending[0] != key:
-            pool = ThreadPoolExecutor(1, thread_name_prefix=f"isobatch-epoch-{number}")
-            self._pending = key, pool.submit(self._make, number)
-            pool.shutdown(wait=False)
-
-    def _make(self, number: int) -> _RegroupedEpoch:
-        table, unit = self.builds[0].samples, self.builds[0].manifest.model.vision_unit
-        stored = table.groups
-        from balance.order.regroup import regroup  # noqa: PLC0415  (see `loaders`)
-
-        groups, order = regroup(
-            (table.column(f"num_{unit}", stored.samples), table.seq_len(stored.samples)),
-            stored,
-            self.builds[0].manifest.limits,
-            window_groups=self._window_groups,
-            seed=self._seed,
-            epoch=number,
-        )
-        return _RegroupedEpoch(table, groups, order)
-
-
-class _RegroupedEpoch:
-    """One epoch's new groups; `groups` holds sample numbers in stored order."""
-
-    def __init__(self, table: SampleTable, groups: Groups, order: OrderConfig) -> None:
-        self.order, self._groups, self._offsets = order, groups, table.offsets
-        self.groups_of_builds = [len(table.offsets) - 1]
-        self._sums = {name: groups.sum(table.column(name)) for name in COUNT_COLUMNS}
+        self._sums = {name: groups.sum(values) for name, values in columns.items()}
         self._sums["num_samples"] = groups.sizes
 
     def __len__(self) -> int:
         return len(self._groups)
 
     def column(self, name: str, groups: IntArray) -> IntArray:
+        """Sums over the groups' samples, int64, same shape as `groups`."""
         return self._sums[name][groups]
 
     def selection(self, group: int) -> Selection:
+        """A slice of each stored group that has samples here."""
         refs = self.samples(np.array([group]))
-        return refs.select(np.arange(len(refs.places)))
+        slices = refs.select(np.arange(len(refs.places)))
+        return tuple(self._whole(each) for each in slices)
 
     def samples(self, groups: IntArray) -> SampleRefs:
-        # in stored order in each group, so that neighbours are read together
+        """In stored order in each group, so that neighbours are read together."""
         chosen = self._groups.take(groups)
         owners = np.repeat(np.arange(len(chosen)), chosen.sizes)
-        samples = chosen.samples[np.lexsort((chosen.samples, owners))]
-        rows = np.searchsorted(self._offsets, samples, side="right") - 1
-        return SampleRefs(np.zeros_like(rows), rows, samples - self._offsets[rows])
+        samples = chosen.samples[np.lexsort((chosen.samples, owners))].astype(np.int64)
+        builds = np.searchsorted(self._firsts, samples, side="right") - 1
+        rows, places = np.empty_like(samples), np.empty_like(samples)
+        for build, table in enumerate(self._tables):
+            own = builds == build
+            inside = samples[own] - self._firsts[build]
+            rows[own] = np.searchsorted(table.offsets, inside, side="right") - 1
+            places[own] = inside - table.offsets[rows[own]]
+        return SampleRefs(builds + self._place, rows, places)
+
+    def label_weights(self, weights: LossWeights) -> float:
+        """Weights of all labels of the samples in groups."""
+        labels = np.concatenate([table.columns["num_loss_tokens"] for table in self._tables])
+        return _sum_weights(labels[self._groups.samples].astype(np.int64), weights)
+
+    def _whole(self, part: GroupSlice) -> GroupSlice:
+        """Without places where all of a stored group is meant: it is then read as it is."""
+        offsets = self._tables[part.build - self._place].offsets
+        size = int(offsets[part.group + 1] - offsets[part.group])
+        is_whole = part.places is not None and len(part.places) == size
+        return GroupSlice(part.build, part.group, None) if is_whole else part
 
 
-Epoch = StoredGroups | _MixedEpoch | _RegroupedEpoch
-EpochSource = StoredGroups | MixedGroups | Regrouped
+class ChosenGroups:
+    """One build's groups of chosen samples only, the same in every epoch."""
+
+    def __init__(self, build: PlannedBuild, chosen: BoolArray, place: int = 0) -> None:
+        """`chosen`: whether each sample is, in stored order."""
+        self.builds: Sequence[PlannedBuild] = [build]
+        self.identity: dict[str, object] = {
+            "manifest_hash": build.manifest.hash,
+            "regroup": None,
+            "samples": choice_digest(chosen),
+        }
+        groups = pack_chosen(build, chosen)
+        self._groups = SampleGroups([build.samples], groups, choose_order(len(groups)), place)
+
+    def epoch(self, number: int) -> SampleGroups:
+        """The same in every epoch."""
+        return self._groups
+
+    def prepare(self, number: int) -> None:
+        """Nothing."""
+
+
+class Regrouped:
+    """One build, regrouped in every epoch: 1.3 s per 1.2 million samples, or in advance."""
+
+    def __init__(
+        self,
+        build: PlannedBuild,
+        seed: int,
+        window_groups: int,
+        chosen: BoolArray | None = None,
+        place: int = 0,
+    ) -> None:
+        self.builds: Sequence[PlannedBuild] = [build]
+        self._seed, self._window_groups, self._place = seed, window_groups, place
+        self.identity: dict[str, object] = {
+            "manifest_hash": build.manifest.hash,
+            "regroup": {"window_groups": window_groups},
+        }
+        self._stored = build.samples.groups
+        if chosen is not None:
+            self.identity["samples"] = choice_digest(chosen)
+            self._stored = _restrict(self._stored, chosen)
+        # the last epoch that was asked for, which a mixture may want again
+        self._made: tuple[int, SampleGroups] | None = None
+        # the epoch that is being made, the process that makes it, and the result
+        self._pending: tuple[tuple[int, int], Future[SampleGroups]] | None = None
+
+    def epoch(self, number: int) -> SampleGroups:
+        """That epoch's groups, from `prepare` or made now."""
+        if self._made is None or self._made[0] != number:
+            pending, self._pending = self._pending, None
+            # a forked process does not have its parent's thread
+            is_ready = pending is not None and pending[0] == (number, os.getpid())
+            made = pending[1].result() if pending and is_ready else self._make(number)
+            self._made = number, made
+        return self._made[1]
+
+    def prepare(self, number: int) -> None:
+        """Start to make that epoch's groups in a thread, unless that has been started."""
+        key = number, os.getpid()
+        is_made = self._made is not None and self._made[0] == number
+        if not is_made and (self._pending is None or self._pending[0] != key):
+            pool = ThreadPoolExecutor(1, thread_name_prefix=f"isobatch-epoch-{number}")
+            self._pending = key, pool.submit(self._make, number)
+            pool.shutdown(wait=False)
+
+    def _make(self, number: int) -> SampleGroups:
+        build = self.builds[0]
+        from balance.order.regroup import regroup  # noqa: PLC0415  (see `loaders`)
+
+        groups, order = regroup(
+            _loads(build),
+            self._stored,
+            build.manifest.limits,
+            window_groups=self._window_groups,
+            seed=self._seed,
+            epoch=number,
+        )
+        return SampleGroups([build.samples], groups, order, self._place)
+
+
+def _sum_weights(num_loss_tokens: IntArray, weights: LossWeights) -> float:
+    return float(sample_weights(num_loss_tokens, weights).sum())
+
+
+def choice_digest(chosen: BoolArray) -> str:
+    """Which samples are chosen, for a state: a hash of the mask."""
+    return hashlib.sha256(np.packbits(chosen).tobytes()).hexdigest()
+
+
+def pack_chosen(build: PlannedBuild, chosen: BoolArray | None) -> Groups:
+    """Groups of a build's chosen samples (None: all), in sorted order.
+
+    A stored group that keeps KEPT_LOAD of its load stays, without the samples left out; those of
+    all others are packed again, in windows of stored order. The same on every machine.
+    """
+    stored = build.samples.groups
+    if chosen is None or chosen.all():
+        return stored
+    from balance.order.regroup import regroup  # noqa: PLC0415  (see `loaders`)
+    from balance.order.sort_groups import sort_groups  # noqa: PLC0415
+
+    loads = _loads(build)
+    stays = np.logical_and.reduce(
+        [stored.sum(load * chosen) >= KEPT_LOAD * stored.sum(load) for load in loads]
+    )
+    staying = np.repeat(stays, stored.sizes)
+    kept, rest = _restrict(stored, chosen & staying), _restrict(stored, chosen & ~staying)
+    again, _ = regroup(
+        loads, rest, build.manifest.limits, window_groups=WINDOW_GROUPS, seed=0, epoch=0
+    )
+    groups = join_groups([kept, again])
+    vision, tokens = (groups.sum(load) for load in loads)
+    return groups.take(sort_groups(vision, tokens, 0))
+
+
+def join_groups(parts: Sequence[Groups]) -> Groups:
+    """The groups of all parts, one part after the other."""
+    sizes = np.concatenate([np.empty(0, np.int64), *(part.sizes for part in parts)])
+    samples = np.concatenate([np.empty(0, np.int64), *(part.samples for part in parts)])
+    return Groups(samples, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
+
+
+def _restrict(groups: Groups, chosen: BoolArray) -> Groups:
+    """Stored groups without the samples left out; none is empty."""
+    ends = np.concatenate([[0], np.cumsum(chosen)])[groups.offsets]
+    return Groups(np.flatnonzero(chosen), np.unique(np.concatenate([[0], ends])))
+
+
+def _loads(build: PlannedBuild) -> tuple[IntArray, IntArray]:
+    """Vision loads and tokens of all samples, as `balance.order.regroup` takes them."""
+    table, everyone = build.samples, np.arange(build.samples.offsets[-1])
+    vision = table.column(f"num_{build.manifest.model.vision_unit}", everyone)
+    return vision, table.seq_len(everyone)

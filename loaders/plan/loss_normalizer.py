@@ -27,22 +27,21 @@ class StepNormalizer:
     ) -> None:
         """`step_groups`: groups of a whole step."""
         self._builds, self._weights, self._step_groups = builds, weights, step_groups
-        self._group_means: list[float] | None = None
-        if normalizer == "epoch":
-            self._group_means = [
-                _total(build, weights) / max(1, build.manifest.num_groups) for build in builds
-            ]
+        self._normalizer = normalizer
+        self._total: tuple[Epoch, float] | None = None
 
     def divisors(self, epoch: Epoch, steps: IntArray, num_loss_tokens: list[int]) -> list[float]:
         """Divisors of steps, whose groups are (steps, dp, micro_batches), -1 for none.
 
-        Of "step" the weights of its labels; of "epoch" those of an average step of the epoch, in
-        which each build's groups have the mean of the build. Never 0: 1 where there are no labels.
+        Of "step" the weights of its labels; of "epoch" those of an average step of the epoch.
+        Never 0: 1 where there are no labels.
         """
-        if self._group_means is not None:
-            parts = zip(epoch.groups_of_builds, self._group_means, strict=True)
-            total = sum(count * mean for count, mean in parts)
-            return [total * self._step_groups / max(1, len(epoch)) or 1.0] * len(steps)
+        if self._normalizer == "epoch":
+            total = self._total
+            if total is None or total[0] is not epoch:
+                total = self._total = epoch, epoch.label_weights(self._weights)
+            divisor = total[1] * self._step_groups / max(1, len(epoch)) or 1.0
+            return [divisor] * len(steps)
         if self._weights == "token":
             return [float(max(1, number)) for number in num_loss_tokens]
         flat = steps.reshape(len(steps), -1)
@@ -52,10 +51,3 @@ class StepNormalizer:
         step_of_sample = np.repeat(step_of_group, epoch.column("num_samples", groups))
         sums = np.bincount(step_of_sample, sample_weights(labels, self._weights), len(steps))
         return [each or 1.0 for each in sums.tolist()]
-
-
-def _total(build: PlannedBuild, weights: LossWeights) -> float:
-    """Weights of all labels of a build."""
-    if weights == "token":
-        return float(build.manifest.values["totals"]["num_loss_tokens"])
-    return float(sample_weights(build.samples.column("num_loss_tokens"), weights).sum())

@@ -20,18 +20,20 @@ from balance.loss_weights import LossNormalizer, LossWeights
 from balance.order.block_shuffle import BlockShuffle, GroupOrder
 from balance.steps.step_planner import StepAssignment, StepPlanner, StepRequest, check_assignment
 from balance.types import IntArray
-from loaders.plan.epoch_groups import Epoch, EpochSource, Regrouped, sample_counts
+from loaders.plan.epoch_groups import Epoch, EpochSource, sample_counts
+from loaders.plan.in_order import InOrder
 from loaders.plan.loss_normalizer import StepNormalizer
 from loaders.plan.selection import Selection
 
 Order = Literal["blocks", "random"]
-Remainder = Literal["pad", "drop"]
+Remainder = Literal["pad", "drop", "split"]
 
 STATE_VERSION = 2
 _REFUSALS = {
     "version": "it was saved by another version of Isobatch",
     "manifest_hash": "it belongs to another build",
-    "order": "give the loader the order of the run that saved it",
+    "samples": "give the loader the split, filter and limit of the run that saved it",
+    "order": "give the loader the order of the run that saved it, or its shuffle=False",
     "seed": "give the loader the seed of the run that saved it",
     "regroup": "give the loader the regroup and regroup_window of the run that saved it",
 }
@@ -168,7 +170,7 @@ class Steps:
         """This position: plain JSON, the same on every rank, for any number of ranks."""
         return {
             "version": STATE_VERSION,
-            "order": self._config.order,
+            "order": "stored" if isinstance(self._source, InOrder) else self._config.order,
             "seed": self._config.seed,
             "epoch": self.epoch,
             "stream": self._stream.state(),
@@ -185,8 +187,7 @@ class Steps:
 
     def prepare_next_epoch(self) -> None:
         """Start in the background what the next epoch needs, if that takes long."""
-        if isinstance(self._source, Regrouped):
-            self._source.prepare(self.epoch + 1)
+        self._source.prepare(self.epoch + 1)
 
     def plan(self, count: int) -> list[StepPlan]:
         """This rank's next steps in the epoch, moving past them. ConfigError of a wrong planner."""
@@ -221,16 +222,23 @@ class Steps:
         self._start(self.epoch + 1)
         return num_samples
 
+    def start_epoch(self, epoch: int) -> None:
+        """Move to the beginning of another epoch; the rest of this one is not given."""
+        self._start(epoch)
+
     def _start(self, epoch: int, state: dict[str, Any] | None = None) -> None:
         # made once, because regrouping takes seconds
         groups = self._groups if epoch == self.epoch else self._source.epoch(epoch)
         seed, stream = self._config.seed, state or {}
-        if self._config.order == "random":
+        started: GroupOrder
+        if isinstance(self._source, InOrder):
+            is_split = self._config.remainder == "split"
+            ranks = self._config.dp_world_size if is_split else 1
+            groups, started = self._source.cut(ranks, **stream)
+        elif self._config.order == "random":
             from balance.order.global_shuffle import GlobalShuffle  # noqa: PLC0415  (see `loaders`)
 
-            started: GroupOrder = GlobalShuffle(
-                num_groups=len(groups), seed=seed, epoch=epoch, **stream
-            )
+            started = GlobalShuffle(num_groups=len(groups), seed=seed, epoch=epoch, **stream)
         else:
             started = BlockShuffle(
                 num_groups=len(groups), order=groups.order, seed=seed, epoch=epoch, **stream
@@ -241,7 +249,7 @@ class Steps:
     def _num_steps(self, num_groups: int) -> int:
         step_groups = self._config.dp_world_size * self._config.micro_batches
         whole, rest = divmod(num_groups, step_groups)
-        return whole + (rest > 0 and self._config.remainder == "pad")
+        return whole + (rest > 0 and self._config.remainder != "drop")
 
     def _stream_loads(self, groups: IntArray) -> tuple[IntArray, IntArray]:
         image, text, audio = (self._groups.column(name, groups) for name in _LLM_TOKENS)
@@ -262,10 +270,14 @@ class Steps:
         rows, tokens, audio_tokens = (
             values[:, rank].sum(axis=1).tolist() for values in (vision, llm, audio)
         )
-        selection = self._groups.selection
+        is_padded = self._config.remainder == "pad"
         return [
             StepPlan(
-                micro_batches=tuple(selection(group) if group >= 0 else () for group in groups),
+                micro_batches=tuple(
+                    self._groups.selection(group) if group >= 0 else ()
+                    for group in groups
+                    if group >= 0 or is_padded
+                ),
                 totals=totals[step],
                 loads=self._rounds(
                     StepLoads(vit_tokens=vit[step], llm_tokens=llm[step], complete=complete[step])
@@ -355,6 +367,7 @@ def _work_loads(work: StepAssignment, request: StepRequest, *, complete: bool) -
 
 def _check_state(state: dict[str, Any], own: dict[str, Any]) -> None:
     """ConfigError unless a loader with the state `own` can resume from `state`."""
+    state, own = {"samples": None, **state}, {"samples": None, **own}
     for key, reason in _REFUSALS.items():
         if key in state and state[key] != own[key]:
             raise ConfigError(f"state has {key} {state[key]!r}, this loader {own[key]!r}: {reason}")

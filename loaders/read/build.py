@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -91,6 +91,12 @@ class Build:
         from shards.tables import read_samples  # noqa: PLC0415  (see `loaders`)
 
         return read_samples(self.manifest, self.index, self.shards.open_file)
+
+    def sample_values(self, name: str) -> NDArray[Any]:
+        """A column of counts.parquet for all samples, in stored order."""
+        from shards.tables import read_sample_values  # noqa: PLC0415  (see `loaders`)
+
+        return read_sample_values(self.manifest, name, self.shards.open_file)
 
     def read(self, group: int) -> StoredGroup:
         """One group, by its row in the index. DataError or DamagedShard, with the shard or sample.

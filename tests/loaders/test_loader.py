@@ -318,7 +318,7 @@ def test_a_wrong_state_is_refused_and_changes_nothing(text_build, change, messag
         ({"rank": -1}, "dp_rank is -1"),
         ({"micro_batches_per_step": 0}, "micro_batches_per_step is 0"),
         ({"seed": -1}, "seed is -1"),
-        ({"remainder": "keep"}, "remainder is 'keep'; use one of pad, drop"),
+        ({"remainder": "keep"}, "remainder is 'keep'; use one of None, pad, drop"),
         ({"order": "sorted"}, "order is 'sorted'; use one of blocks, random"),
         ({"pixel_dtype": torch.int64}, "pixel_dtype is torch.int64"),
         ({"regroup": "step"}, "regroup is 'step'; use one of None, epoch"),

@@ -9,6 +9,7 @@ NAMES = [
     "LoaderConfig",
     "LoaderStats",
     "MicroBatch",
+    "SampleColumns",
     "Step",
     "StepBatches",
     "StepDataset",

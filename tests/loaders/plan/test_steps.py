@@ -16,7 +16,8 @@ from balance.order.block_shuffle import BlockShuffle
 from balance.steps.step_planner import StepAssignment
 from balance.types import Groups
 from loaders import StreamingLoader
-from loaders.plan.epoch_groups import MixedGroups, Regrouped, StoredGroups
+from loaders.plan.epoch_groups import Regrouped, StoredGroups, sample_counts
+from loaders.plan.mixed_groups import MixedGroups
 from loaders.plan.steps import StepConfig, Steps
 from loaders.read.build import open_builds
 from loaders.stats import Meter
@@ -120,8 +121,12 @@ def test_every_sample_once_per_epoch_whatever_the_ranks(
 
 def make_source(kind, builds):
     if kind == "mixed":
-        return MixedGroups(builds, [1.0] * len(builds), 0)
+        return mixed(builds, [1.0] * len(builds))
     return Regrouped(builds[0], 0, 16) if kind == "regrouped" else StoredGroups(builds[0])
+
+
+def mixed(builds, weights, part=StoredGroups):
+    return MixedGroups([part(one, place=place) for place, one in enumerate(builds)], weights, 0)
 
 
 def check_step(plans, given, builds):
@@ -198,7 +203,7 @@ def test_regrouped_epochs_differ_keep_the_caps_and_are_the_same_when_made_in_the
 
 
 def test_weights_are_shares_of_passes_and_every_pass_is_whole(others):
-    source = MixedGroups(others, [5.0, 2.0], 0)
+    source = mixed(others, [5.0, 2.0])
     times: Counter[tuple[int, int]] = Counter()
     num_groups = [one.manifest.num_groups for one in others]
     for number in range(5):
@@ -210,11 +215,37 @@ def test_weights_are_shares_of_passes_and_every_pass_is_whole(others):
     assert {times[1, group] for group in range(num_groups[1])} == {2}
 
 
+def test_regrouped_builds_keep_their_weights_and_every_pass_is_whole(others):
+    def regrouped(one, place):
+        return Regrouped(one, 0, 16, place=place)
+
+    source, again = mixed(others, [5.0, 2.0], regrouped), mixed(others, [5.0, 2.0], regrouped)
+    times: Counter[tuple[int, int]] = Counter()
+    groups_of = []
+    for number in range(5):
+        again.prepare(number)
+        epoch, same = source.epoch(number), again.epoch(number)
+        items = [epoch.selection(group) for group in range(len(epoch))]
+        assert items == [same.selection(group) for group in range(len(same))]
+        everyone = np.arange(len(epoch))[::-1]
+        refs = epoch.samples(everyone)
+        assert list(samples_of([refs.select(np.arange(len(refs.places)))], others)) == list(
+            samples_of(reversed(items), others)
+        )
+        num_loss = sum(sample_counts(others, refs).num_loss_tokens)
+        assert epoch.column("num_loss_tokens", everyone).sum() == num_loss
+        groups_of.append({item for item in items if item[0].build == 0})
+        times.update(samples_of(items, others))
+    assert {times[0, sample] for sample in range(300)} == {5}
+    assert {times[1, sample] for sample in range(101)} == {2}
+    assert len(groups_of[0] & groups_of[1]) < len(groups_of[0]) / 4
+
+
 def test_a_state_of_other_weights_is_refused(others):
-    state = make_steps(MixedGroups(others, [5.0, 2.0], 0)).state()
-    make_steps(MixedGroups(others, [10.0, 4.0], 0)).load(state)
+    state = make_steps(mixed(others, [5.0, 2.0])).state()
+    make_steps(mixed(others, [10.0, 4.0])).load(state)
     with pytest.raises(ConfigError, match="belongs to another build"):
-        make_steps(MixedGroups(others, [5.0, 3.0], 0)).load(state)
+        make_steps(mixed(others, [5.0, 3.0])).load(state)
 
 
 @pytest.mark.parametrize(

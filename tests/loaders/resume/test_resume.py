@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
 
 from loaders.read.build import StorageOptions
 from support.builds.remote_builds import upload
@@ -25,19 +26,28 @@ SAMPLES = [
 EXPECTED = {
     (epoch, mark(s.sample_id, s.input_ids, s.labels)) for s in SAMPLES for epoch in range(EPOCHS)
 }
+FRACTION = 0.3
+VALIDATION = {
+    s.sample_id for s in SAMPLES if xxh3_64_intdigest(s.sample_id.encode()) < FRACTION * 2**64
+}
 SMALL_WORLD = 8
 """Ranks at most where groups are made anew: every simulated rank makes those of all, which takes
 the square.
 """
-MOST_DROPPED = 20
-"""Groups of a step where what is less than one is dropped: half an epoch."""
+MOST_DROPPED = 12
+"""Groups of a step where what is less than one is dropped: half an epoch or less."""
 
 
 @pytest.fixture(scope="module")
 def builds(tmp_path_factory):
     root = tmp_path_factory.mktemp("builds")
     groups = path_groups(SAMPLES, max_tokens=40)
-    return {format: write_listed(root / format, groups, format) for format in FORMATS}
+    found = {format: write_listed(root / format, groups, format) for format in FORMATS}
+    for half in range(2):
+        groups = path_groups(SAMPLES[half::2], max_tokens=40)
+        for format in FORMATS:
+            found[format, half] = write_listed(root / f"{format}-{half}", groups, format)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +73,14 @@ modes = st.sampled_from(
         {"regroup": "epoch", "regroup_window": 16},
         {"planner": repack},
         {"regroup": "epoch", "regroup_window": 16, "planner": repack, "order": "random"},
+        {"shuffle": False},
+        {"shuffle": False, "split": "train", "validation_fraction": FRACTION},
+        {"split": "train", "validation_fraction": FRACTION},
+        {"halves": True},
+        {"halves": True, "regroup": "epoch", "regroup_window": 16},
     ]
 )
+"""Options; "halves": the samples as two builds, which are mixed with equal weights."""
 runs = {
     "segments": st.lists(segments, min_size=1, max_size=3),
     "mode": modes,
@@ -75,18 +91,23 @@ runs = {
 def check_run(server, segments, options):
     if "planner" in options or "regroup" in options:
         segments = [replace(segment, world=min(segment.world, SMALL_WORLD)) for segment in segments]
+    if not options.get("shuffle", True):
+        options = options | {"remainder": None}
     if options["remainder"] == "drop":  # an epoch without a step is refused
         segments = [
             replace(segment, world=min(segment.world, MOST_DROPPED // segment.micro_batches))
             for segment in segments
         ]
+    expected = EXPECTED
+    if options.get("split") == "train":
+        expected = {each for each in EXPECTED if each[1].split()[0] not in VALIDATION}
     seen, dropped = Counter(), 0
     for step in run_segments(segments, server, options):
         seen.update((step.epoch, sample) for sample in step.samples)
         dropped += step.num_dropped
     assert set(seen.values()) <= {1}
-    assert set(seen) <= EXPECTED
-    assert len(seen) + dropped == len(EXPECTED)
+    assert set(seen) <= expected
+    assert len(seen) + dropped == len(expected)
     assert dropped == 0 or options["remainder"] == "drop"
 
 
@@ -96,7 +117,13 @@ def check_run(server, segments, options):
 def test_every_sample_comes_once_per_epoch_whatever_happens(
     builds, server, format, segments, mode, remainder
 ):
-    check_run(server, segments, {"url": builds[format], "remainder": remainder, **mode})
+    halves = [(builds[format, half], 1.0) for half in range(2)]
+    url = halves if "halves" in mode else builds[format]
+    check_run(server, segments, {"url": url, "remainder": remainder, **without_halves(mode)})
+
+
+def without_halves(mode):
+    return {name: value for name, value in mode.items() if name != "halves"}
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +146,8 @@ def test_every_sample_comes_once_per_epoch_from_a_bucket(
     bucket, server, tmp_path_factory, format, segments, mode, remainder, cache_bytes
 ):
     storage = StorageOptions(cache_dir=tmp_path_factory.mktemp("cache"), cache_bytes=cache_bytes)
-    options = {"url": bucket[format], "remainder": remainder, "storage": storage, **mode}
+    options = {"url": bucket[format], "remainder": remainder, "storage": storage}
+    options |= without_halves(mode)
     if format == "refs":
         options["image_root"] = f"{bucket[format]}/images"
     check_run(server, segments, options)

@@ -8,6 +8,7 @@ import dataclasses
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -61,10 +62,12 @@ def write_tabled(
     )  # row of counts -> sample in stored order
     rows = np.empty_like(order)
     rows[order] = np.arange(len(order))
-    counts = {
+    counts: dict[str, Any] = {
         name: pa.array([samples[s].counts[name] for s in order], pa.int32())
         for name in COUNT_COLUMNS
     }
+    counts["sample_id"] = [samples[s].sample_id for s in order]
+    counts["source"] = [samples[s].sample_id.partition("-")[0] for s in order]
     pq.write_table(pa.table(counts), root / "counts.parquet")
     borders = np.cumsum([0, *map(len, groups)])
     stored = [rows[start:stop] for start, stop in pairwise(borders.tolist())]

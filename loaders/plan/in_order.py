@@ -1,0 +1,117 @@
+"""`InOrder`: every sample once in stored order, for evaluation.
+
+A last round of fewer groups than ranks would leave ranks without a micro-batch, and FSDP would wait
+for them forever. So as many samples from the end as are missing are given singly: all ranks then
+have equally many micro-batches, and none is empty. Positions count samples, so they fit any ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from balance.order.block_shuffle import LoadLookup, choose_order, unfit_state
+from balance.types import BoolArray, Groups, IntArray
+from loaders.plan.epoch_groups import (
+    EpochSource,
+    PlannedBuild,
+    SampleGroups,
+    choice_digest,
+    join_groups,
+    pack_chosen,
+)
+
+
+class InOrder(EpochSource):
+    """The groups of all builds, build after build, the same in every epoch."""
+
+    def __init__(
+        self, builds: Sequence[PlannedBuild], chosen: Sequence[BoolArray] | None = None
+    ) -> None:
+        """`chosen`: for each build, whether each of its samples is."""
+        self.builds = builds
+        hashes = "\n".join(build.manifest.hash for build in builds)
+        self.identity = {"manifest_hash": hashes, "regroup": None}
+        if chosen is not None:
+            self.identity["samples"] = choice_digest(np.concatenate(chosen))
+        self._tables = [build.samples for build in builds]
+        firsts = np.cumsum([0, *(table.offsets[-1] for table in self._tables)])
+        parts = [
+            pack_chosen(build, None if chosen is None else chosen[place])
+            for place, build in enumerate(builds)
+        ]
+        self._groups = join_groups(
+            [
+                Groups(part.samples + first, part.offsets)
+                for part, first in zip(parts, firsts[:-1], strict=True)
+            ]
+        )
+
+    def epoch(self, number: int) -> SampleGroups:
+        """The same in every epoch."""
+        return self._epoch(self._groups)
+
+    def prepare(self, number: int) -> None:
+        """Nothing."""
+
+    def cut(self, ranks: int, samples: int = 0) -> tuple[SampleGroups, StoredOrder]:
+        """Micro-batches for so many ranks, and their order after `samples` samples."""
+        if not 0 <= samples <= len(self._groups.samples):
+            raise unfit_state(f"{samples} of {len(self._groups.samples)} samples")
+        borders = cut_borders(self._groups.offsets, samples, ranks)
+        return self._epoch(Groups(self._groups.samples, borders)), StoredOrder(borders, samples)
+
+    def _epoch(self, groups: Groups) -> SampleGroups:
+        return SampleGroups(self._tables, groups, choose_order(len(groups)))
+
+
+def cut_borders(borders: IntArray, given: int, ranks: int) -> IntArray:
+    """Borders of groups, one at `given`, and such that those after it are a multiple of `ranks`.
+
+    The samples from the end are parted first; fewer samples than that are parted one by one.
+
+    >>> cut_borders(np.array([0, 3, 6]), 0, 4).tolist()
+    [0, 3, 4, 5, 6]
+    """
+    borders = np.union1d(borders, given)
+    missing = -int(np.sum(borders > given)) % ranks
+    inner = np.setdiff1d(np.arange(given, borders[-1]), borders)
+    return np.union1d(borders, inner[max(0, len(inner) - missing) :])
+
+
+class StoredOrder:
+    """Groups one after the other, dealt to ranks in turn. Its state is the samples given."""
+
+    def __init__(self, borders: IntArray, given: int) -> None:
+        """`borders` of the groups in samples; `given` is one of them."""
+        self._borders, self._next = borders, int(np.searchsorted(borders, given))
+
+    @property
+    def remaining(self) -> int:
+        """Groups of this epoch that are still to come."""
+        return len(self._borders) - 1 - self._next
+
+    def take(self, count: int) -> IntArray:
+        """The next `count` groups, int64; fewer at the end."""
+        first = self._next
+        self._next += min(count, self.remaining)
+        return np.arange(first, self._next)
+
+    def take_step(self, dp: int, micro_batches: int, loads: LoadLookup) -> IntArray:
+        """The next step's groups, int64, (dp, micro_batches); -1 where there are none left."""
+        step = np.full(dp * micro_batches, -1, np.int64)
+        taken = self.take(len(step))
+        step[: len(taken)] = taken
+        return step.reshape(micro_batches, dp).T
+
+    def state(self) -> dict[str, Any]:
+        """Keywords of `InOrder.cut`, plain JSON, with which an order continues exactly here."""
+        return {"samples": int(self._borders[self._next])}
+
+    def copy(self) -> StoredOrder:
+        """An order in the same state that moves independently."""
+        twin = object.__new__(StoredOrder)
+        twin.__dict__.update(self.__dict__)
+        return twin

@@ -1,0 +1,148 @@
+"""Groups of several builds in one stream, by weights.
+
+For `loaders.plan.steps`. Each build is a part with passes of its own: stored, of chosen samples, or
+grouped again in each pass. No group comes twice in a pass, and none is ever lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from balance.loss_weights import LossWeights
+from balance.order.block_shuffle import choose_order
+from balance.rng import SHUFFLE, random_permutation
+from balance.types import IntArray
+from loaders.plan.epoch_groups import Epoch, EpochSource, PlannedBuild
+from loaders.plan.selection import SampleRefs, Selection
+
+WEIGHT_DENOMINATOR = 10**6
+"""Largest denominator of a weight as a fraction, so that every machine counts the same groups."""
+
+
+class MixedGroups:
+    """Groups of several builds, sorted together, so that each micro-batch mixes them.
+
+    An epoch is one pass over the builds of the largest weight, and weight / largest of a pass over
+    others, which the next epoch continues. Each build is regrouped for itself and by its own
+    passes: so its caps hold, weights stay exact, and a pass over several epochs loses nothing.
+    """
+
+    def __init__(self, parts: Sequence[EpochSource], weights: Sequence[float], seed: int) -> None:
+        """`parts`: one source per build."""
+        self.builds: Sequence[PlannedBuild] = [build for part in parts for build in part.builds]
+        self._parts, self._seed = parts, seed
+        exact = [Fraction(weight).limit_denominator(WEIGHT_DENOMINATOR) for weight in weights]
+        self._shares = [weight / max(exact) for weight in exact]
+        self.identity = joint_identity(parts, list(map(str, self._shares)))
+
+    def epoch(self, number: int) -> MixedEpoch:
+        """Each build's share of its groups."""
+        chosen = [piece for part in range(len(self._parts)) for piece in self._pieces(part, number)]
+        return MixedEpoch(self.builds[0], chosen, self._seed)
+
+    def prepare(self, number: int) -> None:
+        """Start to regroup what that epoch needs."""
+        for part, share in zip(self._parts, self._shares, strict=True):
+            # its last pass: those before are of the epoch that is under way
+            part.prepare(int(-(-share * (number + 1) // 1)) - 1)
+
+    def _pieces(self, part: int, number: int) -> list[tuple[Epoch, IntArray]]:
+        """A build's groups of an epoch, ascending: the next stretch of its passes.
+
+        E.g. share 2/5 of 10 groups: epoch 0 has places 0 to 3 of the order, epoch 2 has 8, 9, 0, 1.
+        """
+        start, stop = (self._shares[part] * end for end in (number, number + 1))
+        pieces: list[tuple[Epoch, IntArray]] = []
+        for turn in range(int(start), int(-(-stop // 1))):
+            groups = self._parts[part].epoch(turn)
+            size = len(groups)
+            # place 0 of this purpose is the order of an epoch's groups
+            order = random_permutation(size, self._seed, SHUFFLE, place=part + 1)
+            first = int(max(start - turn, Fraction(0)) * size)
+            end = int(min(stop - turn, Fraction(1)) * size)
+            chosen = order[first:end]
+            if pieces and pieces[0][0] is groups:  # one pass ends and the next has the same groups
+                chosen = np.concatenate([pieces.pop()[1], chosen])
+            pieces.append((groups, np.sort(chosen)))
+        return pieces
+
+
+class MixedEpoch:
+    """Groups of several epochs in one sorted order."""
+
+    def __init__(
+        self, build: PlannedBuild, chosen: Sequence[tuple[Epoch, IntArray]], seed: int
+    ) -> None:
+        """`chosen`: groups of each; `build`: any of the builds."""
+        self._epochs = [epoch for epoch, _ in chosen]
+        self._shares = [len(groups) / max(1, len(epoch)) for epoch, groups in chosen]
+        owners = np.repeat(np.arange(len(chosen)), [len(groups) for _, groups in chosen])
+        self._owners, self._rows = owners, np.concatenate([groups for _, groups in chosen])
+        everyone = np.arange(len(owners))
+        vision = self.column(f"num_{build.manifest.model.vision_unit}", everyone)
+        tokens = sum(
+            self.column(f"num_{kind}_tokens", everyone) for kind in ("image", "text", "audio")
+        )
+        from balance.order.sort_groups import sort_groups  # noqa: PLC0415  (see `loaders`)
+
+        order = sort_groups(vision, np.asarray(tokens, np.int64), seed)
+        self._owners, self._rows = owners[order].astype(np.int16), self._rows[order]
+        self.order = choose_order(len(order))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def column(self, name: str, groups: IntArray) -> IntArray:
+        """Values of an integer column for `groups`, int64, same shape."""
+        owners, rows = self._owners[groups], self._rows[groups]
+        values = np.empty(len(groups), np.int64)
+        for number, epoch in enumerate(self._epochs):
+            values[owners == number] = epoch.column(name, rows[owners == number])
+        return values
+
+    def selection(self, group: int) -> Selection:
+        """What to read for a group."""
+        return self._epochs[int(self._owners[group])].selection(int(self._rows[group]))
+
+    def samples(self, groups: IntArray) -> SampleRefs:
+        """All samples of the groups, group after group."""
+        owners, rows = self._owners[groups], self._rows[groups]
+        chosen = [self._epochs[each].samples(rows[owners == each]) for each in np.unique(owners)]
+        places = np.concatenate([np.flatnonzero(owners == each) for each in np.unique(owners)])
+        sizes = self.column("num_samples", groups)
+        # of each sample, the group that it belongs to
+        order = np.argsort(np.repeat(places, sizes[places]), kind="stable")
+        return SampleRefs(
+            *(
+                np.concatenate([getattr(each, name) for each in chosen])[order]
+                for name in ("builds", "groups", "places")
+            )
+        )
+
+    def label_weights(self, weights: LossWeights) -> float:
+        """Weights of all labels, if each build's groups here have the mean of all its groups."""
+        parts = zip(self._epochs, self._shares, strict=True)
+        return sum(epoch.label_weights(weights) * share for epoch, share in parts)
+
+
+def joint_identity(parts: Sequence[EpochSource], shares: Sequence[str]) -> dict[str, object]:
+    """Identity of several builds with what else makes their mixture, a text for each."""
+    lines = [
+        f"{part.identity['manifest_hash']} {share}"
+        for part, share in zip(parts, shares, strict=True)
+    ]
+    identity: dict[str, object] = {
+        "manifest_hash": _digest(lines),
+        "regroup": parts[0].identity["regroup"],
+    }
+    if any("samples" in part.identity for part in parts):
+        identity["samples"] = _digest([str(part.identity.get("samples")) for part in parts])
+    return identity
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -1,0 +1,176 @@
+"""Evaluation: every sample once in a fixed order, equally many micro-batches on all ranks, none
+empty, resumed on any ranks.
+"""
+
+import json
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from balance.errors import ConfigError
+from loaders import StreamingLoader
+from loaders.plan.in_order import InOrder, cut_borders
+from loaders.plan.steps import StepConfig, Steps
+from loaders.read.build import open_builds
+from support.builds.sample_tables import path_groups, text_samples, write_tabled
+
+SIZES = {"a": 130, "b": 37}
+NUM_SAMPLES = sum(SIZES.values())
+
+
+@pytest.fixture(scope="module")
+def urls(tmp_path_factory):
+    root = tmp_path_factory.mktemp("evaluated")
+    return [
+        write_tabled(root / name, path_groups(text_samples(size, name)))
+        for name, size in SIZES.items()
+    ]
+
+
+def make_ranks(source, world, micro_batches, remainder="split"):
+    return [
+        Steps(
+            source,
+            StepConfig(
+                dp_rank=rank,
+                dp_world_size=world,
+                micro_batches=micro_batches,
+                seed=0,
+                remainder=remainder,
+                order="blocks",
+            ),
+        )
+        for rank in range(world)
+    ]
+
+
+def samples_of(builds, selections):
+    for selection in selections:
+        for part in selection:
+            size = builds[part.build].samples.groups.sizes[part.group]
+            yield from ((part.build, part.group, place) for place in part.places or range(size))
+
+
+def test_every_sample_once_equally_shared_on_any_ranks_and_resumed(urls):
+    builds = open_builds(urls)
+    source = InOrder(builds)
+    for seed in range(25):
+        rng = random.Random(seed)
+        seen, state, ranks = [], None, []
+        while not ranks or ranks[0].remaining:
+            world = rng.choice([1, 2, 3, 5, 8, 13])
+            ranks = make_ranks(source, world, rng.randint(1, 4))
+            for steps in ranks:
+                steps.load(json.loads(state)) if state else None
+            planned = len(ranks[0]) if state is None else ranks[0].remaining
+            for _ in range(count := rng.choice([rng.randint(0, 5), 10**6])):
+                if not ranks[0].remaining:
+                    break
+                plans = [steps.plan(1)[0] for steps in ranks]
+                planned -= 1
+                # the rounds of a step, each of all ranks
+                rounds = list(zip(*(plan.micro_batches for plan in plans), strict=True))
+                assert all(selection for each in rounds for selection in each)
+                for each in rounds:
+                    seen += samples_of(builds, each)
+                num_samples = sum(
+                    len(list(samples_of(builds, plan.micro_batches))) for plan in plans
+                )
+                assert {plan.totals.num_samples for plan in plans} == {num_samples}
+            assert {steps.remaining for steps in ranks} == {planned}
+            assert count < 10**6 or planned == 0
+            (state,) = {json.dumps(steps.state()) for steps in ranks}
+        expected = [
+            (number, group, place)
+            for number, build in enumerate(builds)
+            for group, size in enumerate(build.samples.groups.sizes)
+            for place in range(size)
+        ]
+        assert seen == expected  # in stored order too
+
+
+def test_cut_as_little_as_needed():
+    for seed in range(50):
+        rng = np.random.default_rng(seed)
+        borders = np.concatenate([[0], np.cumsum(rng.integers(1, 6, size=rng.integers(1, 30)))])
+        ranks = int(rng.integers(1, 12))
+        cut = cut_borders(borders, 0, ranks)
+        assert set(borders) <= set(cut)
+        enough = borders[-1] >= -(-(len(borders) - 1) // ranks) * ranks
+        if enough:
+            assert (len(cut) - 1) % ranks == 0
+            assert len(cut) - len(borders) < ranks
+        else:
+            assert len(cut) - 1 == borders[-1]
+        # the same micro-batches when resumed after any round
+        for given in cut[:-1:ranks]:
+            rest = cut[cut >= given]
+            assert cut_borders(borders, int(given), ranks)[-len(rest) :].tolist() == rest.tolist()
+
+
+def test_where_samples_are_too_few_the_last_ranks_have_one_less(tmp_path):
+    url = write_tabled(tmp_path / "few", [[sample] for sample in text_samples(7)])
+    source = InOrder(open_builds([url]))
+    for remainder, sizes in (("split", [2, 2, 2, 1]), ("pad", [2] * 4)):
+        ranks = make_ranks(source, 4, 2, remainder)
+        plans = [steps.plan(1)[0] for steps in ranks]
+        assert [len(plan.micro_batches) for plan in plans] == sizes
+        assert {steps.remaining for steps in ranks} == {0}
+    assert plans[-1].micro_batches[-1] == ()
+
+
+def test_the_loader_gives_the_same_passes_again(urls):
+    loader = StreamingLoader([(url, 1.0) for url in urls], shuffle=False, workers=0)
+    ids = [[i for step in loader for batch in step for i in batch.sample_ids] for _ in range(2)]
+    assert ids[0] == ids[1]
+    assert (len(ids[0]), len(set(ids[0]))) == (NUM_SAMPLES, NUM_SAMPLES)
+    assert loader.epoch == 2
+    other_seed = StreamingLoader([(url, 1.0) for url in urls], shuffle=False, workers=0, seed=7)
+    assert [i for step in other_seed for batch in step for i in batch.sample_ids] == ids[0]
+
+
+def test_a_shuffled_state_and_wrong_options_are_refused(urls):
+    shuffled = StreamingLoader(urls[0], workers=0)
+    loader = StreamingLoader(urls[0], workers=0, shuffle=False)
+    with pytest.raises(ConfigError, match="order 'blocks', this loader 'stored'"):
+        loader.load_state_dict(shuffled.state_dict())
+    with pytest.raises(ConfigError, match="500 of 130 samples"):
+        loader.load_state_dict({**loader.state_dict(), "stream": {"samples": 500}})
+    for options, message in [
+        ({"shuffle": False, "regroup": "epoch"}, "leave out regroup and planner"),
+        ({"shuffle": False, "remainder": "drop"}, "use remainder='split' or 'pad'"),
+        ({"remainder": "split"}, "is for shuffle=False"),
+        ({"limit": 0}, "limit is 0"),
+        ({"split": "test"}, "split is 'test'; use one of None, train, validation"),
+        ({"validation_fraction": 1.0}, "validation_fraction is 1.0"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            StreamingLoader(urls[0], **options)
+    with pytest.raises(ConfigError, match="the weight 1"):
+        StreamingLoader([(urls[0], 1.0), (urls[1], 0.5)], shuffle=False)
+
+
+def test_set_epoch_begins_there_and_leaves_the_epoch_under_way_alone(urls):
+    def ids_of(loader):
+        return [i for step in loader for batch in step for i in batch.sample_ids]
+
+    whole = StreamingLoader(urls[0], workers=0)
+    epochs = [ids_of(whole) for _ in range(4)]
+    loader = StreamingLoader(urls[0], workers=0)
+    loader.set_epoch(2)
+    assert ids_of(loader) == epochs[2]
+    loader.set_epoch(3)  # as trainers call it, after the epoch before
+    first = next(iter(loader))
+    loader.set_epoch(3)  # of the epoch under way: it continues
+    given = [i for batch in first for i in batch.sample_ids] + ids_of(loader)
+    assert given == epochs[3]
+    running = iter(loader)
+    next(running)
+    loader.set_epoch(0)
+    with pytest.raises(RuntimeError, match="this iterator ended"):
+        next(running)
+    assert Counter(ids_of(loader)) == Counter(epochs[0])
+    with pytest.raises(ConfigError, match="epoch is -1"):
+        loader.set_epoch(-1)
