@@ -189,7 +189,7 @@ _UNREADABLE = (OSError, pa.ArrowException, DamagedShard, LookupError, TypeError,
 
 def _unreadable(manifest: Manifest, error: Exception) -> DataError:
     return DataError(
-        f"{manifest.place}: regrouping, planning, loss weights and choosing samples need "
+        f"{manifest.place}: regrouping, planning, choosing samples and loss weights need "
         f"{COUNTS_NAME} and {GROUPS_NAME} of the build, which cannot be read "
         f"({first_line(error)}); copy them next to {INDEX_NAME}, or build again"
     )
