@@ -131,11 +131,10 @@ class LoaderConfig:
             raise ConfigError(
                 f"pixel_dtype is {self.pixel_dtype}; use torch.uint8 (raw) or a floating type"
             )
-
         self._check_transforms()
 
     def _check_transforms(self) -> None:
-        for name in ("image_transform", "batch_transform"):
+        for name in ("image_transform", "batch_transform", "filter"):
             if (value := getattr(self, name)) is not None and not callable(value):
                 raise ConfigError(f"{name} is {value!r}; give a function, or None")
         if self.image_transform is not None and self.images == "encoded":
