@@ -19,8 +19,9 @@ __all__, __getattr__, __dir__ = lazy_exports(
         "balance.grouping.resources": "Resource",
         "balance.media.audio_tokens": "AudioPlan AudioRejected AudioRule plan_audio",
         "balance.media.image_tokens": "ImagePlan ImageRejected plan_image",
-        "balance.metrics": "autocorrelation dist_ratio fill lower_bounds pad_ratio padded_loads"
-        " source_entropy",
+        "balance.loss_weights": "sample_weights",
+        "balance.metrics": "autocorrelation dist_ratio fill gradient_shares lower_bounds pad_ratio"
+        " padded_loads repeated_pairs source_entropy",
         "balance.order.block_shuffle": "BlockShuffle GroupOrder OrderConfig choose_order",
         "balance.order.global_shuffle": "GlobalShuffle",
         "balance.order.regroup": "regroup",

@@ -133,6 +133,54 @@ def source_entropy(groups: Groups, sources: IntArray, dp: int, *, seed: int = 0)
     return _mean_step_entropy(groups, sources, dp) / reference if reference > 0 else 1.0
 
 
+def gradient_shares(
+    groups: Groups, sources: IntArray, weights: FloatArray | IntArray, step_groups: int
+) -> FloatArray:
+    """Share of the gradient of each source when every step weighs the same, (num_sources,).
+
+    `sources` and `weights` are per sample: a number from 0, and the sum of its labels' weights
+    (`balance.loss_weights.sample_weights`). With one step as long as the epoch these are the shares
+    of the weights. Steps without weight do not count; zeros if no step has any.
+
+    >>> groups = Groups(np.array([0, 1, 2]), np.array([0, 1, 3]))
+    >>> gradient_shares(groups, np.array([0, 1, 1]), np.array([1, 4, 5]), 1).tolist()
+    [0.5, 0.5]
+    >>> gradient_shares(groups, np.array([0, 1, 1]), np.array([1, 4, 5]), 2).tolist()
+    [0.1, 0.9]
+    """
+    sums = _step_sums(groups, sources, np.asarray(weights, np.float64), step_groups)
+    totals = sums.sum(axis=1, keepdims=True)
+    counted = totals[:, 0] > 0
+    if not counted.any():
+        return np.zeros(sums.shape[1])
+    return np.asarray((sums[counted] / totals[counted]).mean(axis=0), np.float64)
+
+
+def repeated_pairs(first: IntArray, second: IntArray, step_groups: int) -> float:
+    """How often groups of one step share one in the next epoch too, relative to chance.
+
+    `first` and `second` are epochs' groups in stream order. 1 for random orders, (groups - 1) /
+    (step_groups - 1) for the same steps again; only groups of both count. 1.0 without any pair.
+
+    >>> repeated_pairs(np.array([0, 1, 2, 3]), np.array([1, 0, 3, 2]), 2)
+    3.0
+    """
+    later = np.full(max(first.max(initial=-1), second.max(initial=-1)) + 1, -1)
+    later[second] = np.arange(len(second)) // step_groups
+    steps, later = np.arange(len(first)) // step_groups, later[first]
+    steps, later = steps[later >= 0], later[later >= 0]
+    both = steps * (int(later.max(initial=0)) + 1) + later
+    again, before, after = (_num_pairs(each) for each in (both, steps, later))
+    by_chance = before * after / max(1, len(steps) * (len(steps) - 1) // 2)
+    return again / by_chance if by_chance else 1.0
+
+
+def _num_pairs(places: IntArray) -> int:
+    """Pairs of entries that are equal."""
+    sizes = np.unique(places, return_counts=True)[1]
+    return int((sizes * (sizes - 1)).sum()) // 2
+
+
 def _mean_step_entropy(groups: Groups, sources: IntArray, dp: int) -> float:
     """Mean over steps of the entropy, in nats, of a step's samples by source."""
     share = _step_shares(groups, sources, dp)
@@ -141,11 +189,19 @@ def _mean_step_entropy(groups: Groups, sources: IntArray, dp: int) -> float:
 
 def _step_shares(groups: Groups, sources: IntArray, dp: int) -> FloatArray:
     """Share of each step's samples by source, (num_steps, num_sources), an incomplete step too."""
-    shape = -(-len(groups) // dp), int(sources.max(initial=0)) + 1
-    step_of_sample = np.repeat(np.arange(len(groups)) // dp, groups.sizes)
-    cells = step_of_sample * shape[1] + sources[groups.samples]
-    counts = np.bincount(cells, minlength=shape[0] * shape[1]).reshape(shape)
+    counts = _step_sums(groups, sources, np.ones(len(sources)), dp)
     return np.asarray(counts / np.maximum(counts.sum(axis=1, keepdims=True), 1), dtype=np.float64)
+
+
+def _step_sums(
+    groups: Groups, sources: IntArray, weights: FloatArray, step_groups: int
+) -> FloatArray:
+    """Weights of each step's samples by source, (num_steps, num_sources)."""
+    shape = -(-len(groups) // step_groups), int(sources.max(initial=0)) + 1
+    step_of_sample = np.repeat(np.arange(len(groups)) // step_groups, groups.sizes)
+    cells = step_of_sample * shape[1] + sources[groups.samples]
+    sums = np.bincount(cells, weights[groups.samples], minlength=shape[0] * shape[1])
+    return np.asarray(sums.reshape(shape), np.float64)
 
 
 def _lag_one(steps: FloatArray) -> float:

@@ -116,7 +116,15 @@ class TinyVLM(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab_size, bias=False)
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        """Logits (tokens, vocab_size).
+        """Logits (tokens, vocab_size)."""
+        x = self.inputs(batch)
+        lengths = batch.cu_seqlens.diff().tolist()
+        for block in self.blocks:
+            x = block(x, lengths, batch.position_ids)
+        return self.head(self.norm(x))
+
+    def inputs(self, batch: MicroBatch) -> Tensor:
+        """Embeddings (tokens, width), with vision features in the places of image tokens.
 
         The encoder also runs without images, so that all parameters get a gradient.
         """
@@ -127,11 +135,7 @@ class TinyVLM(nn.Module):
             raise ValueError(
                 f"{len(features)} vision features for {int(is_image.sum())} image tokens"
             )
-        x = x.masked_scatter(is_image[:, None], features)
-        lengths = batch.cu_seqlens.diff().tolist()
-        for block in self.blocks:
-            x = block(x, lengths, batch.position_ids)
-        return self.head(self.norm(x))
+        return x.masked_scatter(is_image[:, None], features)
 
 
 def token_losses(logits: Tensor, batch: MicroBatch) -> Tensor:

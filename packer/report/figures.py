@@ -22,14 +22,16 @@ from balance.metrics import (
     autocorrelation,
     dist_ratio,
     fill,
+    gradient_shares,
     lower_bounds,
     pad_ratio,
     padded_loads,
+    repeated_pairs,
     source_autocorrelation,
     source_entropy,
 )
 from balance.order.block_shuffle import BlockShuffle, OrderConfig, choose_order
-from balance.types import COUNT_COLUMNS, Counts, Groups, IntArray, Limits
+from balance.types import COUNT_COLUMNS, Counts, FloatArray, Groups, IntArray, Limits
 from packer.group import LIMITS_NAME
 from packer.table_queries import count_reasons, query_table
 from shards.folders import on_disk
@@ -100,6 +102,17 @@ class MethodFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFigures:
+    """What a source weighs among all sources, in the loader's order."""
+
+    samples: float
+    labels: float
+    """Its share of the gradient with `loss_normalizer="epoch"`."""
+    gradient: dict[int, float]
+    """With "step", by micro-batches per step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """Figures of a build; `loads` and `samples` feed the charts and stay out of the JSON."""
 
@@ -117,6 +130,11 @@ class Report:
     """Fewest groups that any grouping needs, by tokens and by vision."""
     num_steps: int
     num_sources: int
+    sources: dict[str, SourceFigures]
+    repeated_pairs: dict[int, float]
+    """Micro-batches per step -> how often groups of a step share one in the next epoch too,
+    relative to chance.
+    """
     limits: Limits
     limits_explained: tuple[str, ...]
     """Lines on how the caps were chosen."""
@@ -141,6 +159,7 @@ class _Tables:
     counts: Counts
     sources: IntArray
     """Number of each sample's source, from 0, shape (num_samples,)."""
+    source_names: tuple[str, ...]
     groups: Groups
     rejected: dict[str, int]
     """Reason -> samples, most frequent first."""
@@ -177,6 +196,8 @@ def make_report(out: Path | str, *, dp: int = 8, seed: int = 0) -> Report:
         lower_bounds=lower_bounds(limits.vision_load(packed), packed.seq_len, limits),
         num_steps=-(-len(groups) // dp),
         num_sources=len(np.unique(tables.sources[groups.samples])),
+        sources=_sources(tables, streams["ours"], dp),
+        repeated_pairs=_repeated_pairs(tables, dp=dp, seed=seed),
         limits=limits,
         limits_explained=tables.limits_explained,
         methods={name: _method(name, streams[name], loads[name], tables, dp) for name in TITLES},
@@ -195,10 +216,41 @@ def _streams(tables: _Tables, *, dp: int, seed: int) -> dict[str, Groups]:
         drawn = as_groups(sampler(tables.counts.seq_len[packed], dp, BATCH_SIZE, seed))
         streams[name] = Groups(packed[drawn.samples], drawn.offsets)
     streams["ours_shuffled"] = groups.take(np.random.default_rng(seed).permutation(len(groups)))
-    stream = BlockShuffle(num_groups=len(groups), order=tables.order, seed=seed, epoch=0)
-    taken = [stream.take(dp) for _ in range(-(-len(groups) // dp))]
-    streams["ours"] = groups.take(np.concatenate([np.empty(0, np.int64), *taken]))
+    streams["ours"] = groups.take(_order(tables, dp=dp, seed=seed, epoch=0))
     return streams
+
+
+def _order(tables: _Tables, *, dp: int, seed: int, epoch: int) -> IntArray:
+    """The groups of an epoch in the loader's order."""
+    num_groups = len(tables.groups)
+    stream = BlockShuffle(num_groups=num_groups, order=tables.order, seed=seed, epoch=epoch)
+    taken = [stream.take(dp) for _ in range(-(-num_groups // dp))]
+    return np.concatenate([np.empty(0, np.int64), *taken])
+
+
+def _sources(tables: _Tables, stream: Groups, dp: int) -> dict[str, SourceFigures]:
+    """Shares of the sources that have packed samples, by name."""
+    labels, ones = tables.counts.num_loss_tokens, np.ones_like(tables.sources)
+
+    def shares(weights: IntArray, step_groups: int) -> FloatArray:
+        return gradient_shares(stream, tables.sources, weights, max(1, step_groups))
+
+    gradients = {number: shares(labels, dp * number) for number in MICRO_BATCHES}
+    of_epoch = zip(shares(ones, len(stream)), shares(labels, len(stream)), strict=True)
+    return {
+        tables.source_names[source]: SourceFigures(
+            samples=float(samples),
+            labels=float(own),
+            gradient={number: float(found[source]) for number, found in gradients.items()},
+        )
+        for source, (samples, own) in enumerate(of_epoch)
+        if samples > 0
+    }
+
+
+def _repeated_pairs(tables: _Tables, *, dp: int, seed: int) -> dict[int, float]:
+    first, second = (_order(tables, dp=dp, seed=seed, epoch=epoch) for epoch in (0, 1))
+    return {number: repeated_pairs(first, second, dp * number) for number in MICRO_BATCHES}
 
 
 def _loads(name: str, stream: Groups, tables: _Tables) -> Loads:
@@ -275,6 +327,7 @@ def _read_tables(out: Path) -> _Tables:
     return _Tables(
         counts=counts_arrays(table),
         sources=source_numbers(table),
+        source_names=tuple(counts["source"].cast(str).unique(maintain_order=True)),
         groups=groups,
         num_repeated=len(counts) - counts["position"].n_unique(),
         rejected=dict(zip(reasons["reason"], reasons["number"], strict=True)),

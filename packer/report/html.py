@@ -15,7 +15,13 @@ from packer.format_text import share_text
 from packer.html_page import render
 from packer.report._charts import histogram, rank_bars
 from packer.report.figures import TABLE_3, TITLES, Report
-from packer.report.terminal import balance_table, shuffle_caption, shuffle_table
+from packer.report.terminal import (
+    SOURCE_CAPTION,
+    balance_table,
+    shuffle_caption,
+    shuffle_table,
+    source_table,
+)
 
 SHOWN_STEPS = 6
 SHOWN_RANKS = 8
@@ -56,6 +62,8 @@ def render_html(report: Report) -> str:
         balance=balance_table(report),
         shuffle=shuffle_table(report),
         shuffle_caption=shuffle_caption(report),
+        sources=source_table(report),
+        source_caption=SOURCE_CAPTION,
         titles=TITLES,
         table_3=TABLE_3,
         batch_size=BATCH_SIZE,

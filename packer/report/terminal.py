@@ -27,16 +27,20 @@ CAPTION = (
     "max: tokens of the largest micro-batch, padded. pad: share of LLM tokens that is padding."
     " dist: share of time that ranks wait for the step's largest micro-batch."
 )
+SOURCE_CAPTION = (
+    "labels: share of the gradient with loss_normalizer='epoch'; gradient: with 'step', where each"
+    " step of k micro-batches weighs the same, whatever it holds."
+)
 
 
 @dataclass(frozen=True, slots=True)
 class FigureTable:
-    """A table with one row per method, as text."""
+    """A table with one row per method or source, as text."""
 
     headings: list[str]
     """Headings of the columns after the first, each in several lines."""
     rows: dict[str, list[str]]
-    """Method -> cells."""
+    """Method or source -> cells."""
 
 
 # `packer report`
@@ -53,6 +57,9 @@ def print_report(report: Report, console: Console) -> None:
     console.print(f"[dim]{CAPTION}[/]")
     _print_table(shuffle_table(report), console)
     console.print(f"[dim]{shuffle_caption(report)}[/]")
+    if report.num_sources > 1:
+        _print_table(source_table(report), console, "source")
+        console.print(f"[dim]{SOURCE_CAPTION}[/]")
     for note in report.notes:
         console.print(f"[yellow]note:[/] {note}")
 
@@ -113,27 +120,40 @@ def _shuffle_cells(method: MethodFigures, shown: int) -> list[str]:
     return cells
 
 
+def source_table(report: Report) -> FigureTable:
+    """What each source weighs."""
+    headings = ["samples", "labels", *(f"gradient\nk={number}" for number in MICRO_BATCHES)]
+    rows = {
+        name: [share_text(share) for share in (own.samples, own.labels, *own.gradient.values())]
+        for name, own in report.sources.items()
+    }
+    return FigureTable(headings, rows)
+
+
 def shuffle_caption(report: Report) -> str:
-    """What the shuffle table's columns mean."""
+    """What the shuffle table's columns mean, and how epochs repeat each other."""
     num_steps = {k: max(1, row.num_steps) for k, row in report.methods["ours"].shuffle.items()}
     chance = ", ".join(f"{steps**-0.5:.2f} at k={k}" for k, steps in num_steps.items())
     mix = ""
     if report.num_sources > 1:
         mix = ", its sources' shares (source); mix: entropy of a step's sources, 1 = random"
+    again = ", ".join(f"{times:.1f} at k={k}" for k, times in report.repeated_pairs.items())
     return (
         "how random steps of k micro-batches are. corr: of a step's load with the next one's, 0 ="
-        f" random, where chance alone gives about {chance}{mix}."
+        f" random, where chance alone gives about {chance}{mix}. Two groups of a step share one in"
+        f" the next epoch too, relative to chance: {again}."
     )
 
 
-def _print_table(figures: FigureTable, console: Console) -> None:
+def _print_table(figures: FigureTable, console: Console, first: str = "micro-batches") -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column("micro-batches", no_wrap=True)
+    table.add_column(first, no_wrap=True)
     for heading in figures.headings:
         table.add_column(heading, justify="right")
     for name, cells in figures.rows.items():
-        style = "bold green" if name == "ours" else "dim" if name not in TABLE_3 else None
-        table.add_row(TITLES[name], *cells, style=style)
+        style = "bold green" if name == "ours" else None
+        style = "dim" if name in TITLES and name not in TABLE_3 else style
+        table.add_row(escape(TITLES.get(name, name)), *cells, style=style)
     console.print(table)
 
 

@@ -17,8 +17,10 @@ from balance.metrics import (
     autocorrelation,
     dist_ratio,
     fill,
+    gradient_shares,
     pad_ratio,
     padded_loads,
+    repeated_pairs,
     source_autocorrelation,
     source_entropy,
 )
@@ -171,3 +173,37 @@ def test_source_entropy_equals_its_definition() -> None:
     random_order = np.random.default_rng(9).permutation(32)
     expected = mean_entropy(np.arange(32)) / mean_entropy(random_order)
     assert source_entropy(groups, sources, 4, seed=9) == pytest.approx(expected)
+
+
+def test_gradient_shares_are_means_over_steps_of_shares_of_weights() -> None:
+    rng = np.random.default_rng(5)
+    sizes = rng.integers(0, 4, 41)
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    groups = Groups(rng.permutation(offsets[-1]), offsets)
+    sources, weights = rng.integers(0, 3, offsets[-1]), rng.integers(0, 50, offsets[-1])
+    for step_groups in (1, 4, 41, 100):
+        steps = []
+        for start in range(0, 41, step_groups):
+            own = [s for g in range(start, min(41, start + step_groups)) for s in groups[g]]
+            total = sum(int(weights[s]) for s in own)
+            if total:
+                steps.append(
+                    [sum(int(weights[s]) for s in own if sources[s] == k) / total for k in range(3)]
+                )
+        found = gradient_shares(groups, sources, weights, step_groups)
+        np.testing.assert_allclose(found, np.mean(steps, axis=0))
+    assert gradient_shares(groups, sources, 0 * weights, 4).tolist() == [0, 0, 0]
+
+
+def test_repeated_pairs_are_1_by_chance_and_most_when_steps_come_again() -> None:
+    rng = np.random.default_rng(0)
+    first = rng.permutation(4_000)
+    assert repeated_pairs(first, rng.permutation(4_000), 8) == pytest.approx(1, abs=0.3)
+    again = first.reshape(-1, 8)[rng.permutation(500)].ravel()
+    assert repeated_pairs(first, again, 8) == pytest.approx(3_999 / 7)
+    halves = first.reshape(-1, 2, 4)
+    mixed = np.concatenate([halves[:, 0], halves[rng.permutation(500), 1]], axis=1).ravel()
+    assert repeated_pairs(first, mixed, 8) == pytest.approx(12 / 28 * 3_999 / 7, rel=0.05)
+    # groups of one epoch only do not count, and there may be no pair at all
+    assert repeated_pairs(np.array([5, 6, 0, 1]), np.array([1, 0, 2, 3]), 2) == 1.0
+    assert repeated_pairs(first, again, 1) == repeated_pairs(first[:0], first[:0], 8) == 1.0

@@ -12,9 +12,9 @@ GroupOptions GroupOrder Groups ImagePlan ImageRejected IsobatchError Limits Medi
 ModelPreset OrderConfig Permutation Resource StepAssignment StepPlanner StepRequest arrange_sources
 as_batches as_groups autocorrelation balance_conv balance_padded balance_padded_attention
 balance_squares balance_sums choose_limits choose_limits_omnibal choose_order cluster_costs
-cluster_orders comm_volumes dist_ratio fill from_assignment group_best_fit group_isf load_dataset
-load_model lower_bounds pack_balanced pad_ratio padded_loads place_batches plan_audio plan_image
-regroup sort_groups source_entropy source_shares
+cluster_orders comm_volumes dist_ratio fill from_assignment gradient_shares group_best_fit group_isf
+load_dataset load_model lower_bounds pack_balanced pad_ratio padded_loads place_batches plan_audio
+plan_image regroup repeated_pairs sample_weights sort_groups source_entropy source_shares
 """
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -127,6 +127,33 @@ def test_source_mix_is_reported_when_there_are_several_sources(tmp_path: Path) -
     assert 0.5 < report.methods["ours"].shuffle[1].source_entropy <= 1.1
     assert 0.9 < report.methods["ours"].shuffle[8].source_entropy <= 1.1
     assert "source" in render_html(report)
+
+
+def test_sources_have_their_share_of_labels_and_of_the_gradient(tmp_path: Path) -> None:
+    counts = make_counts(400)
+    rare = np.arange(400) % 4 == 0
+    counts = replace(counts, num_loss_tokens=np.where(rare, 3, counts.num_loss_tokens))
+    groups, _ = write_build(tmp_path, counts, sources=4)
+    report = make_report(tmp_path, dp=2)
+    stream = BlockShuffle(num_groups=len(groups), order=choose_order(len(groups)), seed=0, epoch=0)
+    steps = []
+    while stream.remaining:
+        step = np.concatenate([groups[group] for group in stream.take(2)])
+        labels = counts.num_loss_tokens[step]
+        steps.append(labels[rare[step]].sum() / labels.sum())
+    own = report.sources["set0"]
+    assert own.samples == pytest.approx(0.25)
+    assert own.labels == pytest.approx(300 / counts.num_loss_tokens.sum())
+    assert own.gradient[1] == pytest.approx(np.mean(steps))
+    for share in ("samples", "labels"):
+        assert sum(getattr(each, share) for each in report.sources.values()) == pytest.approx(1)
+    assert 0 < report.repeated_pairs[1] < (len(groups) - 1) / (2 - 1)
+    out = io.StringIO()
+    print_report(report, Console(file=out, width=200))
+    for text in (out.getvalue(), render_html(report)):
+        assert "set3" in text
+        assert "loss_normalizer" in text
+        assert share_text(own.gradient[1]) in text
 
 
 def test_shuffle_figures_stand_beside_every_dist_ratio_for_one_and_eight_micro_batches(
