@@ -11,6 +11,7 @@ from balance.errors import ConfigError
 from balance.loss_weights import LossNormalizer, LossWeights
 from balance.steps.step_planner import StepPlanner
 from loaders.plan.sample_choice import SampleChoice, SampleFilter, Split
+from loaders.plan.scheduled_groups import WeightSchedule
 from loaders.plan.steps import Order, Remainder, StepConfig
 from loaders.read.build import StorageOptions
 from loaders.transforms import BatchTransform, ImageTransform
@@ -68,6 +69,10 @@ class LoaderConfig:
     """Function of `loaders.SampleColumns` that gives a bool per sample: whether it is used."""
     limit: int | None = None
     """Samples used at most: drawn by the hash of the id, so any ranks have the same."""
+    mixing_weights: WeightSchedule | None = None
+    """Weights of several builds that change: [(first step, {build: weight}), ...], or a function of
+    the step, counted over the whole training. Builds by URL or its last part. Every step is full.
+    """
     regroup: Literal["epoch"] | None = None
     """"epoch" groups the samples again in every epoch, within windows of stored groups."""
     regroup_window: int = 4096
@@ -152,6 +157,8 @@ class LoaderConfig:
             wrong = f"limit is {self.limit}; it must be at least 1, or None for all samples"
         elif not self.shuffle and (self.regroup or self.planner):
             wrong = "shuffle=False gives stored groups; leave out regroup and planner"
+        elif not self.shuffle and self.mixing_weights is not None:
+            wrong = "shuffle=False gives every sample once; leave out mixing_weights"
         elif not self.shuffle and self.remainder == "drop":
             wrong = "shuffle=False gives every sample once; use remainder='split' or 'pad'"
         elif self.shuffle and self.remainder == "split":
@@ -189,12 +196,14 @@ class LoaderConfig:
     def step_config(self) -> StepConfig:
         """The part that planning takes."""
         rank, size = self.ranks()
+        # by changing weights every step is full
+        remainder = self.remainder if self.mixing_weights is None else "pad"
         return StepConfig(
             dp_rank=rank,
             dp_world_size=size,
             micro_batches=self.micro_batches_per_step,
             seed=self.seed,
-            remainder=self.remainder or ("pad" if self.shuffle else "split"),
+            remainder=remainder or ("pad" if self.shuffle else "split"),
             order=self.order,
             loss_normalizer=self.loss_normalizer,
             loss_weights=self.loss_weights,
@@ -215,6 +224,7 @@ class LoaderOptions(TypedDict, total=False):
     validation_fraction: float
     filter: SampleFilter | None
     limit: int | None
+    mixing_weights: WeightSchedule | None
     regroup: Literal["epoch"] | None
     regroup_window: int
     loss_normalizer: LossNormalizer

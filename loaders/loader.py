@@ -25,6 +25,7 @@ from loaders.plan.epoch_groups import ChosenGroups, EpochSource, Regrouped, Stor
 from loaders.plan.in_order import InOrder
 from loaders.plan.mixed_groups import MixedGroups
 from loaders.plan.sample_choice import choose_samples
+from loaders.plan.scheduled_groups import MixingSchedule, ScheduledGroups
 from loaders.plan.steps import StepPlan, Steps
 from loaders.prefetch import Prefetcher
 from loaders.read.build import Build, open_builds
@@ -35,7 +36,7 @@ from loaders.step_builder import StepBatches, StepBuilder, plans_ahead
 MAX_WORKERS = 8
 """Largest default number of threads: more wait for the interpreter's lock more than they decode."""
 
-Datasets = Sequence[tuple[str | Path, float]]
+Datasets = Sequence[tuple[str | Path, float] | str | Path]
 
 
 class StreamingLoader:
@@ -88,7 +89,7 @@ class StreamingLoader:
         self.image_token_id = manifest.image_token_id
         self.audio_token_id = manifest.audio_token_id
         chosen = choose_samples(builds, config.sample_choice())
-        source = _epoch_source(builds, [weight for _, weight in datasets], chosen, config)
+        source = _epoch_source(builds, datasets, chosen, config)
         self._steps = Steps(source, config.step_config(), config.planner)
         num_left_out = 0 if chosen is None else sum(int((~mask).sum()) for mask in chosen)
         self._reader, self._meter = SampleReader(builds), Meter(num_left_out)
@@ -174,9 +175,13 @@ class StreamingLoader:
         """
         if epoch < 0:
             raise ConfigError(f"epoch is {epoch}; epochs are numbered from 0")
-        if epoch != self._steps.epoch:
+        if epoch == self._steps.epoch:
+            return
+        if epoch == self._steps.epoch + 1 and self._steps.is_after_last:
+            self._finish_epoch()
+        else:
             self._steps.start_epoch(epoch)
-            self._end_iterator()
+        self._end_iterator()
 
     def stats(self) -> LoaderStats:
         """What this loader has done so far, in this process."""
@@ -218,13 +223,18 @@ class StreamingLoader:
         self.num_dropped_samples += self._steps.finish_epoch()
 
 
-def _datasets(url: str | Path | Datasets, config: LoaderConfig) -> Datasets:
+def _datasets(
+    url: str | Path | Datasets, config: LoaderConfig
+) -> Sequence[tuple[str | Path, float]]:
     """The builds and their weights. ConfigError if they or their use are wrong."""
-    datasets = [(url, 1.0)] if isinstance(url, str | Path) else url
+    given = [url] if isinstance(url, str | Path) else url
+    datasets = [(each, 1.0) if isinstance(each, str | Path) else each for each in given]
     if not datasets or any(not 0 < weight < float("inf") for _, weight in datasets):
         raise ConfigError(
             f"datasets are {datasets}; give at least one (url, weight), with weights above 0"
         )
+    if config.mixing_weights is not None and any(weight != 1 for _, weight in datasets):
+        raise ConfigError("mixing_weights are given; leave out the weights of the datasets")
     if not config.shuffle and len({weight for _, weight in datasets}) > 1:
         raise ConfigError("shuffle=False gives every sample once; give all datasets the weight 1")
     return datasets
@@ -243,7 +253,7 @@ def _require_pickled(name: str, function: object) -> None:
 
 def _epoch_source(
     builds: Sequence[Build],
-    weights: Sequence[float],
+    datasets: Sequence[tuple[str | Path, float]],
     chosen: Sequence[BoolArray] | None,
     config: LoaderConfig,
 ) -> EpochSource:
@@ -254,6 +264,10 @@ def _epoch_source(
         _build_source(build, None if chosen is None else chosen[place], place, config)
         for place, build in enumerate(builds)
     ]
+    if config.mixing_weights is not None:
+        schedule = MixingSchedule(config.mixing_weights, [str(url) for url, _ in datasets])
+        return ScheduledGroups(parts, schedule, config.seed)
+    weights = [weight for _, weight in datasets]
     return MixedGroups(parts, weights, config.seed) if len(parts) > 1 else parts[0]
 
 

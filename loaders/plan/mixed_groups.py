@@ -7,7 +7,7 @@ grouped again in each pass. No group comes twice in a pass, and none is ever los
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -71,7 +71,45 @@ class MixedGroups:
         return pieces
 
 
-class MixedEpoch:
+class JointEpoch:
+    """Groups out of several epochs, whose numbers here `_find` finds there."""
+
+    def _find(self, groups: IntArray) -> Iterator[tuple[Epoch, IntArray, IntArray]]:
+        """(epoch, places in `groups`, its own numbers) of each epoch that has some."""
+        raise NotImplementedError
+
+    def column(self, name: str, groups: IntArray) -> IntArray:
+        """Values of an integer column for `groups`, int64, same shape."""
+        values = np.empty(len(groups), np.int64)
+        for epoch, places, rows in self._find(groups):
+            values[places] = epoch.column(name, rows)
+        return values
+
+    def selection(self, group: int) -> Selection:
+        """What to read for a group."""
+        ((epoch, _, rows),) = self._find(np.array([group]))
+        return epoch.selection(int(rows[0]))
+
+    def samples(self, groups: IntArray) -> SampleRefs:
+        """All samples of the groups, group after group."""
+        found = list(self._find(groups))
+        refs = [epoch.samples(rows) for epoch, _, rows in found]
+        # of each sample, the place of its group in `groups`
+        places = np.concatenate([np.empty(0, np.int64), *(places for _, places, _ in found)])
+        order = np.argsort(
+            np.repeat(places, self.column("num_samples", groups)[places]), kind="stable"
+        )
+        return SampleRefs(
+            *(
+                np.concatenate([np.empty(0, np.int64), *(getattr(each, name) for each in refs)])[
+                    order
+                ]
+                for name in ("builds", "groups", "places")
+            )
+        )
+
+
+class MixedEpoch(JointEpoch):
     """Groups of several epochs in one sorted order."""
 
     def __init__(
@@ -96,37 +134,17 @@ class MixedEpoch:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def column(self, name: str, groups: IntArray) -> IntArray:
-        """Values of an integer column for `groups`, int64, same shape."""
-        owners, rows = self._owners[groups], self._rows[groups]
-        values = np.empty(len(groups), np.int64)
-        for number, epoch in enumerate(self._epochs):
-            values[owners == number] = epoch.column(name, rows[owners == number])
-        return values
-
-    def selection(self, group: int) -> Selection:
-        """What to read for a group."""
-        return self._epochs[int(self._owners[group])].selection(int(self._rows[group]))
-
-    def samples(self, groups: IntArray) -> SampleRefs:
-        """All samples of the groups, group after group."""
-        owners, rows = self._owners[groups], self._rows[groups]
-        chosen = [self._epochs[each].samples(rows[owners == each]) for each in np.unique(owners)]
-        places = np.concatenate([np.flatnonzero(owners == each) for each in np.unique(owners)])
-        sizes = self.column("num_samples", groups)
-        # of each sample, the group that it belongs to
-        order = np.argsort(np.repeat(places, sizes[places]), kind="stable")
-        return SampleRefs(
-            *(
-                np.concatenate([getattr(each, name) for each in chosen])[order]
-                for name in ("builds", "groups", "places")
-            )
-        )
-
     def label_weights(self, weights: LossWeights) -> float:
         """Weights of all labels, if each build's groups here have the mean of all its groups."""
         parts = zip(self._epochs, self._shares, strict=True)
         return sum(epoch.label_weights(weights) * share for epoch, share in parts)
+
+    def _find(self, groups: IntArray) -> Iterator[tuple[Epoch, IntArray, IntArray]]:
+        owners, rows = self._owners[groups], self._rows[groups]
+        for number, epoch in enumerate(self._epochs):
+            places = np.flatnonzero(owners == number)
+            if len(places):
+                yield epoch, places, rows[places]
 
 
 def joint_identity(parts: Sequence[EpochSource], shares: Sequence[str]) -> dict[str, object]:

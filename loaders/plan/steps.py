@@ -23,6 +23,7 @@ from balance.types import IntArray
 from loaders.plan.epoch_groups import Epoch, EpochSource, sample_counts
 from loaders.plan.in_order import InOrder
 from loaders.plan.loss_normalizer import StepNormalizer
+from loaders.plan.scheduled_groups import ScheduledGroups, WeightedOrder
 from loaders.plan.selection import Selection
 
 Order = Literal["blocks", "random"]
@@ -219,32 +220,47 @@ class Steps:
         """Move to the next epoch; -> the number of samples left out of this one."""
         left_out = self._stream.copy().take(self._stream.remaining)
         num_samples = int(self._groups.column("num_samples", left_out).sum())
-        self._start(self.epoch + 1)
+        stream = self._stream
+        self._start(
+            self.epoch + 1, stream.after_epoch() if isinstance(stream, WeightedOrder) else None
+        )
         return num_samples
 
     def start_epoch(self, epoch: int) -> None:
-        """Move to the beginning of another epoch; the rest of this one is not given."""
+        """Move to the beginning of another epoch; the rest of this one is not given.
+
+        ConfigError with `mixing_weights`: a position is then reached by steps alone.
+        """
+        if isinstance(self._source, ScheduledGroups):
+            raise ConfigError(
+                f"epoch is {self.epoch}, and with mixing_weights the next one follows from its "
+                f"steps; load a state instead of setting epoch {epoch}"
+            )
         self._start(epoch)
 
     def _start(self, epoch: int, state: dict[str, Any] | None = None) -> None:
-        # made once, because regrouping takes seconds
-        groups = self._groups if epoch == self.epoch else self._source.epoch(epoch)
-        seed, stream = self._config.seed, state or {}
-        started: GroupOrder
+        groups, started = self._begin(epoch, state or {})
+        # only now: a stream that raised has changed nothing
+        self.epoch, self._groups, self._stream = epoch, groups, started
+
+    def _begin(self, epoch: int, stream: dict[str, Any]) -> tuple[Epoch, GroupOrder]:
+        """The groups of an epoch, and their order after the position `stream`."""
         if isinstance(self._source, InOrder):
             is_split = self._config.remainder == "split"
             ranks = self._config.dp_world_size if is_split else 1
-            groups, started = self._source.cut(ranks, **stream)
-        elif self._config.order == "random":
+            return self._source.cut(ranks, **stream)
+        if isinstance(self._source, ScheduledGroups):
+            return self._source.begin(stream or WeightedOrder(self._source).after_epoch())
+        # made once, because regrouping takes seconds
+        groups = self._groups if epoch == self.epoch else self._source.epoch(epoch)
+        seed = self._config.seed
+        if self._config.order == "random":
             from balance.order.global_shuffle import GlobalShuffle  # noqa: PLC0415  (see `loaders`)
 
-            started = GlobalShuffle(num_groups=len(groups), seed=seed, epoch=epoch, **stream)
-        else:
-            started = BlockShuffle(
-                num_groups=len(groups), order=groups.order, seed=seed, epoch=epoch, **stream
-            )
-        # only now: a stream that raised has changed nothing
-        self.epoch, self._groups, self._stream = epoch, groups, started
+            return groups, GlobalShuffle(num_groups=len(groups), seed=seed, epoch=epoch, **stream)
+        return groups, BlockShuffle(
+            num_groups=len(groups), order=groups.order, seed=seed, epoch=epoch, **stream
+        )
 
     def _num_steps(self, num_groups: int) -> int:
         step_groups = self._config.dp_world_size * self._config.micro_batches

@@ -78,9 +78,13 @@ modes = st.sampled_from(
         {"split": "train", "validation_fraction": FRACTION},
         {"halves": True},
         {"halves": True, "regroup": "epoch", "regroup_window": 16},
+        {"halves": True, "weights": True},
+        {"halves": True, "weights": True, "regroup": "epoch", "regroup_window": 16},
     ]
 )
-"""Options; "halves": the samples as two builds, which are mixed with equal weights."""
+"""Options; "halves": the samples as two builds, which are mixed with equal weights;
+"weights": with ones that change.
+"""
 runs = {
     "segments": st.lists(segments, min_size=1, max_size=3),
     "mode": modes,
@@ -98,6 +102,9 @@ def check_run(server, segments, options):
             replace(segment, world=min(segment.world, MOST_DROPPED // segment.micro_batches))
             for segment in segments
         ]
+    if "mixing_weights" in options:
+        check_passes(run_segments(segments, server, options))
+        return
     expected = EXPECTED
     if options.get("split") == "train":
         expected = {each for each in EXPECTED if each[1].split()[0] not in VALIDATION}
@@ -111,19 +118,35 @@ def check_run(server, segments, options):
     assert dropped == 0 or options["remainder"] == "drop"
 
 
+def check_passes(steps):
+    """Every pass over a half has all of its samples: no sample comes twice before another has once
+    come.
+    """
+    seen = Counter(sample.split()[0] for step in steps for sample in step.samples)
+    for half in range(2):
+        times = [seen[sample.sample_id] for sample in SAMPLES[half::2]]
+        assert max(times) - min(times) <= 1
+        assert max(times) > 0
+
+
 @pytest.mark.parametrize("format", FORMATS)
 @settings(deadline=None, max_examples=6)
 @given(**runs)
 def test_every_sample_comes_once_per_epoch_whatever_happens(
     builds, server, format, segments, mode, remainder
 ):
-    halves = [(builds[format, half], 1.0) for half in range(2)]
-    url = halves if "halves" in mode else builds[format]
-    check_run(server, segments, {"url": url, "remainder": remainder, **without_halves(mode)})
+    options = {"url": builds[format], "remainder": remainder, **plain(mode)}
+    if "halves" in mode:
+        options["url"] = [(builds[format, half], 1.0) for half in range(2)]
+    if "weights" in mode:
+        one, two = (f"{format}-{half}" for half in range(2))
+        options["mixing_weights"] = [(0, {one: 1, two: 0.5}), (3, {two: 1}), (7, {one: 1, two: 1})]
+    check_run(server, segments, options)
 
 
-def without_halves(mode):
-    return {name: value for name, value in mode.items() if name != "halves"}
+def plain(mode):
+    """The options of a mode, on one build."""
+    return {name: value for name, value in mode.items() if name not in {"halves", "weights"}}
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +170,7 @@ def test_every_sample_comes_once_per_epoch_from_a_bucket(
 ):
     storage = StorageOptions(cache_dir=tmp_path_factory.mktemp("cache"), cache_bytes=cache_bytes)
     options = {"url": bucket[format], "remainder": remainder, "storage": storage}
-    options |= without_halves(mode)
+    options |= plain(mode)
     if format == "refs":
         options["image_root"] = f"{bucket[format]}/images"
     check_run(server, segments, options)

@@ -1,0 +1,297 @@
+"""Groups of several builds by weights that change from step to step.
+
+For `loaders.plan.steps`. Each build is read in an endless random order of its own, pass after pass,
+and each step takes as many groups of it as its weight of that step asks for. So a change of weights
+moves no build's position: nothing is lost, no group comes twice in a pass, and a state continues on
+any ranks, also with another schedule.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from balance.errors import ConfigError
+from balance.loss_weights import LossWeights
+from balance.order.block_shuffle import LoadLookup, OrderConfig, choose_order, unfit_state
+from balance.types import IntArray
+from loaders.plan.epoch_groups import Epoch, EpochSource, PlannedBuild
+from loaders.plan.mixed_groups import WEIGHT_DENOMINATOR, JointEpoch, joint_identity
+
+if TYPE_CHECKING:
+    from balance.order.global_shuffle import GlobalShuffle
+
+MixingWeights = Mapping[str, float]
+"""Weight of each build, by its URL or the last part of that; 0 for builds that are not named."""
+WeightSchedule = Sequence[tuple[int, MixingWeights]] | Callable[[int], MixingWeights]
+"""(first step, weights) in ascending order from step 0 on, or a function of the step alone."""
+
+ROW_BITS = 40
+"""Bits of a group's number for its row; those above say which pass of which build it is in."""
+UNIT = 1 << 32
+"""A group, in what is owed to builds: whole numbers, so that all machines agree."""
+KEPT_PASSES = 3
+"""Passes of a build that are kept: the prefetching threads are in a later one than the trainer."""
+
+
+class MixingSchedule:
+    """The builds' weights at each step. ConfigError, in one line, for weights that are none."""
+
+    def __init__(self, schedule: WeightSchedule, urls: Sequence[str]) -> None:
+        self._urls = list(map(str, urls))
+        names = [url.rstrip("/").rpartition("/")[2] for url in self._urls]
+        short = {name: place for place, name in enumerate(names) if names.count(name) == 1}
+        self._places = short | {url: place for place, url in enumerate(self._urls)}
+        self._function = schedule if callable(schedule) else None
+        self._parts: list[tuple[int, list[Fraction]]] = []
+        if not callable(schedule):
+            try:
+                self._parts = [
+                    (int(step), self._shares(weights, step)) for step, weights in schedule
+                ]
+            except (TypeError, ValueError) as error:
+                if isinstance(error, ConfigError):
+                    raise
+                raise ConfigError(
+                    f"mixing_weights are {schedule!r:.100}; give [(step, {{build: weight}}), ...]"
+                ) from None
+            starts = [start for start, _ in self._parts]
+            if starts[:1] != [0] or sorted(set(starts)) != starts:
+                raise ConfigError(
+                    f"mixing_weights change at the steps {starts}; begin with 0, in ascending order"
+                )
+
+    def shares(self, step: int) -> list[Fraction]:
+        """Weights at a step, relative to the largest."""
+        if self._function is not None:
+            return self._shares(self._function(step), step)
+        return next(shares for start, shares in reversed(self._parts) if start <= step)
+
+    def _shares(self, weights: MixingWeights, step: int) -> list[Fraction]:
+        if not isinstance(weights, Mapping):
+            raise ConfigError(f"mixing_weights of step {step} are {weights!r}; give a dict")
+        found = [0.0] * len(self._urls)
+        for name, weight in weights.items():
+            if str(name) not in self._places:
+                known = ", ".join(self._urls)
+                raise ConfigError(f"mixing_weights of step {step} name {name!r}; builds: {known}")
+            is_number = isinstance(weight, Real) and not isinstance(weight, bool)
+            if not is_number or not 0 <= float(weight) < float("inf"):
+                raise ConfigError(
+                    f"mixing_weights of step {step} are {weight!r} for {name!r}; give 0 or more"
+                )
+            found[self._places[str(name)]] = float(weight)
+        if not any(found):
+            raise ConfigError(f"mixing_weights of step {step} are all 0; give one above 0")
+        largest = max(found)
+        return [Fraction(each / largest).limit_denominator(WEIGHT_DENOMINATOR) for each in found]
+
+
+class ScheduledGroups(EpochSource):
+    """Builds, and what each step takes of them.
+
+    An epoch has as many groups as one pass over the builds of the largest weight at its beginning,
+    and weight / largest of a pass over others. Its last step is full: it takes what it lacks from
+    the builds' next groups, with which the next epoch then goes on.
+    """
+
+    def __init__(self, parts: Sequence[EpochSource], schedule: MixingSchedule, seed: int) -> None:
+        """`parts`: one source per build."""
+        self.builds: Sequence[PlannedBuild] = [build for part in parts for build in part.builds]
+        self.identity = joint_identity(parts, ["by step"] * len(parts))
+        self.parts, self.schedule, self.seed = parts, schedule, seed
+        self._passes: dict[tuple[int, int], Epoch] = {}
+        self._lock = threading.Lock()
+
+    def epoch(self, number: int) -> ScheduledEpoch:
+        """The groups of any epoch; `begin` gives how many it has."""
+        return self.begin(WeightedOrder(self).after_epoch())[0]
+
+    def prepare(self, number: int) -> None:
+        """Nothing: a pass prepares the next one when it begins."""
+
+    def begin(self, state: Mapping[str, Any]) -> tuple[ScheduledEpoch, WeightedOrder]:
+        """An epoch, and the order of its groups after the position `state`."""
+        order = WeightedOrder(self, **state)
+        return ScheduledEpoch(self, order), order
+
+    def group_pass(self, part: int, number: int) -> Epoch:
+        """The groups of a build in one of its passes. In any thread."""
+        with self._lock:
+            if (part, number) not in self._passes:
+                self._passes.pop((part, number - KEPT_PASSES), None)
+                self._passes[part, number] = self.parts[part].epoch(number)
+            return self._passes[part, number]
+
+    def prepare_pass(self, part: int, number: int) -> None:
+        """Start in the background what that pass needs."""
+        with self._lock:
+            self.parts[part].prepare(number)
+
+
+class ScheduledEpoch(JointEpoch):
+    """Groups of all passes of all builds, by number."""
+
+    def __init__(self, source: ScheduledGroups, order: WeightedOrder) -> None:
+        self._source, self._length, self._began = source, order.length, order.began
+        self._passes = order.open_passes()
+        self.order: OrderConfig = choose_order(order.length)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def label_weights(self, weights: LossWeights) -> float:
+        """Weights of all labels, if the epoch keeps the weights that it began with."""
+        parts = zip(self._passes, self._source.schedule.shares(self._began), strict=True)
+        return float(sum(groups.label_weights(weights) * share for groups, share in parts))
+
+    def _find(self, groups: IntArray) -> Iterator[tuple[Epoch, IntArray, IntArray]]:
+        keys, rows = groups >> ROW_BITS, groups & ((1 << ROW_BITS) - 1)
+        for key in np.unique(keys).tolist():
+            number, part = divmod(key, len(self._source.parts))
+            places = np.flatnonzero(keys == key)
+            yield self._source.group_pass(part, number), places, rows[places]
+
+
+class WeightedOrder:
+    """Position in all builds; what is owed to a build is at most about a group."""
+
+    def __init__(
+        self,
+        source: ScheduledGroups,
+        *,
+        step: int = 0,
+        began: int = 0,
+        length: int = 0,
+        given: int = 0,
+        builds: Sequence[tuple[int, int, int]] = (),
+    ) -> None:
+        """`began`: step with which the epoch began; `given` of its `length` groups are past.
+
+        `builds`: passes before the current one, groups taken of that, and what is owed, for each.
+        """
+        self._source, self.step, self.began = source, step, began
+        self.length, self._given = length, given
+        builds = builds or [(0, 0, 0)] * len(source.parts)
+        self._passes, taken, self._owed = map(list, zip(*builds, strict=True))
+        is_fit = len(builds) == len(source.parts) and not sum(self._owed)
+        if not is_fit or min(step, began, length, given, *self._passes, *taken) < 0:
+            raise unfit_state(f"{taken} groups of passes {self._passes}")
+        self._orders = [
+            self._order_of(part, number, taken[part]) for part, number in enumerate(self._passes)
+        ]
+
+    @property
+    def remaining(self) -> int:
+        """Groups of this epoch that are still to come."""
+        return max(0, self.length - self._given)
+
+    def take(self, count: int) -> IntArray:
+        """The next `count` groups by the weights of this step, build after build, int64."""
+        counts = self._share(count)
+        taken = [np.empty(0, np.int64), *(self._take(*each) for each in enumerate(counts))]
+        self._given += count
+        return np.concatenate(taken)
+
+    def take_step(self, dp: int, micro_batches: int, loads: LoadLookup) -> IntArray:
+        """The next step's groups, int64, (dp, micro_batches), shared evenly among ranks."""
+        from balance.order.assign_ranks import assign_ranks  # noqa: PLC0415  (see `loaders`)
+
+        groups = self.take(dp * micro_batches)
+        self.step += 1
+        return groups[assign_ranks(*loads(groups), dp, micro_batches)]
+
+    def state(self) -> dict[str, Any]:
+        """Keywords, plain JSON, with which a new order continues exactly here."""
+        return {
+            "step": self.step,
+            "began": self.began,
+            "length": self.length,
+            "given": self._given,
+            "builds": [
+                [number, order.consumed, owed]
+                for number, order, owed in zip(self._passes, self._orders, self._owed, strict=True)
+            ],
+        }
+
+    def after_epoch(self) -> dict[str, Any]:
+        """State at the beginning of the next epoch."""
+        length = sum(map(int, self._loads()))
+        return {**self.state(), "began": self.step, "length": length, "given": 0}
+
+    def copy(self) -> WeightedOrder:
+        """An order in the same state that moves independently."""
+        twin = object.__new__(WeightedOrder)
+        own = {"_passes": list(self._passes), "_owed": list(self._owed)}
+        orders = {"_orders": [order.copy() for order in self._orders]}
+        twin.__dict__.update(self.__dict__ | own | orders)
+        return twin
+
+    def open_passes(self) -> list[Epoch]:
+        """The pass of each build that its next group is in."""
+        return [self._source.group_pass(*each) for each in enumerate(self._passes)]
+
+    def _order_of(self, part: int, number: int, taken: int) -> GlobalShuffle:
+        """The random order of a pass."""
+        from balance.order.global_shuffle import GlobalShuffle  # noqa: PLC0415  (see `loaders`)
+
+        return GlobalShuffle(
+            num_groups=len(self._source.group_pass(part, number)),
+            seed=self._source.seed,
+            epoch=number * len(self._source.parts) + part,
+            consumed=taken,
+        )
+
+    def _loads(self) -> list[Fraction]:
+        """Groups of each build in an epoch of this step's weights; one at least in all."""
+        parts = zip(self._source.schedule.shares(self.step), self.open_passes(), strict=True)
+        loads = [share * len(groups) for share, groups in parts]
+        if sum(loads) < 1:
+            raise ConfigError(
+                f"mixing_weights of step {self.step} are above 0 only for builds without groups"
+            )
+        return loads
+
+    def _share(self, count: int) -> list[int]:
+        """How many of the next `count` groups are each build's; moves what is owed.
+
+        Weights times groups, so that a build of twice the weight has twice the passes. What a step
+        cannot give in whole groups is owed to the next ones, so shares hold over any few steps.
+        """
+        loads = self._loads()
+        total, active = sum(loads), [part for part, load in enumerate(loads) if load]
+        owed = [
+            self._owed[part] + int(count * UNIT * load / total) if load else 0
+            for part, load in enumerate(loads)
+        ]
+        # what was owed to builds that have no weight now, and what rounding lost
+        owed[max(active, key=lambda part: loads[part])] += count * UNIT - sum(owed)
+        counts = [max(0, each // UNIT) for each in owed]
+        while (missing := count - sum(counts)) != 0:
+            sign = 1 if missing > 0 else -1
+            open_to = [part for part in active if sign > 0 or counts[part]]
+            # the one that is furthest from what it is owed
+            part = max(open_to, key=lambda part: sign * (owed[part] - UNIT * counts[part]))
+            counts[part] += sign
+        self._owed = [each - UNIT * taken for each, taken in zip(owed, counts, strict=True)]
+        return counts
+
+    def _take(self, part: int, count: int) -> IntArray:
+        """The next groups of a build, across its passes, as numbers of `ScheduledEpoch`."""
+        parts = [np.empty(0, np.int64)]
+        while count:
+            number, order = self._passes[part], self._orders[part]
+            if not order.consumed:
+                self._source.prepare_pass(part, number + 1)
+            rows = order.take(count)
+            parts.append(((number * len(self._passes) + part) << ROW_BITS) + rows)
+            count -= len(rows)
+            if not order.remaining:
+                self._passes[part] += 1
+                self._orders[part] = self._order_of(part, number + 1, 0)
+        return np.concatenate(parts)
