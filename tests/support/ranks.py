@@ -64,10 +64,13 @@ def on_ranks(world_size, folder, work, *arguments):
     """Run `work(*arguments)` on all ranks; the first failure of any is raised. A folder for each
     call.
     """
+    spawn(_work, (world_size, folder, work, arguments), nprocs=world_size)
+
+
+def spawn(work, args=(), nprocs=1):
+    """As `torch.multiprocessing.spawn`, for code that starts its ranks with that."""
     _start_server()
-    mp.start_processes(
-        _work, (world_size, folder, work, arguments), nprocs=world_size, start_method="forkserver"
-    )
+    mp.start_processes(work, args, nprocs=nprocs, start_method="forkserver")
 
 
 def _work(rank, world_size, folder, work, arguments):
