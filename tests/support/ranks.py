@@ -88,7 +88,7 @@ def run_ranks(folder: Path, world_size: int, work, *arguments, most_s: float = 9
         context.Process(target=_say, args=(str(folder), rank, world_size, work, arguments))
         for rank in range(world_size)
     ]
-    _run(ranks, most_s)
+    _join(_begun(ranks), most_s)
     files = [folder / f"said{rank}" for rank in range(world_size)]
     return [json.loads(file.read_text()) if file.exists() else None for file in files]
 
@@ -110,6 +110,15 @@ def launch(
     Sooner by what torchrun takes to import everything for itself and for each rank. `folder`: for
     what they print.
     """
+    ranks = start(world_size, folder, script, *arguments)
+    _join(ranks, most_s)
+    status = max((process.exitcode for process in ranks), key=abs)
+    printed = ((folder / name).read_text() for name in ("stdout", "stderr"))
+    return subprocess.CompletedProcess([str(script), *map(str, arguments)], status, *printed)
+
+
+def start(world_size: int, folder: Path, script: Path | str, *arguments: object):
+    """Begin what `launch` runs; -> the ranks' processes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -131,10 +140,7 @@ def launch(
         )
         for rank in range(world_size)
     ]
-    _run(ranks, most_s)
-    status = max((process.exitcode for process in ranks), key=abs)
-    printed = ((folder / name).read_text() for name in ("stdout", "stderr"))
-    return subprocess.CompletedProcess(command, status, *printed)
+    return _begun(ranks)
 
 
 def _launched(folder, command, told):
@@ -150,11 +156,15 @@ def _launched(folder, command, told):
     runpy.run_path(command[0], run_name="__main__")
 
 
-def _run(ranks, most_s):
-    """Until all have ended; who has not by then is killed."""
+def _begun(ranks):
     _start_server()
     for process in ranks:
         process.start()
+    return ranks
+
+
+def _join(ranks, most_s):
+    """Until all have ended; who has not by then is killed."""
     until = time.monotonic() + most_s
     for process in ranks:
         process.join(max(0.0, until - time.monotonic()))
