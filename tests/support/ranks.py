@@ -24,6 +24,7 @@ PRELOADED = (
     "engine.dispatching.dispatch",
     "engine.runtime.models.transformers_models",
     "engine.runtime.pipeline",
+    "engine.train.cli",
     "loaders",
     "packer.cli",
     "torch.distributed.checkpoint",
