@@ -5,11 +5,12 @@ so that a typing mistake never silently becomes a default.
 """
 
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields
+from difflib import get_close_matches
 from math import inf
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from balance.errors import ConfigError
@@ -53,6 +54,22 @@ def check_positive(config: Any) -> None:
     wrong = [f"{k} = {v}" for k, v in values.items() if type(v) in (int, float) and v <= 0]
     if wrong:
         raise ConfigError(f"{', '.join(wrong)}: must be greater than 0")
+
+
+def check_types(config: Any) -> None:
+    """ConfigError unless every field of a config dataclass has a value of its type."""
+    for name, hint in get_type_hints(type(config)).items():
+        if not _fits(value := getattr(config, name), hint):
+            raise ConfigError(f"{name} is {value!r}; it must be {_text(hint)}")
+
+
+def check_names(kind: type, names: Iterable[str]) -> None:
+    """ConfigError, with the name that was meant, unless a config dataclass has fields so named."""
+    known = [field.name for field in fields(kind)]
+    for name in names:
+        if name not in known:
+            meant = "".join(f"; did you mean {each}?" for each in get_close_matches(name, known, 1))
+            raise ConfigError(f"there is no option {name}{meant} (options: {', '.join(known)})")
 
 
 def config_root() -> Path:
@@ -131,8 +148,13 @@ def _parse_toml(path: Path, where: str) -> dict[str, Any]:
 
 def _text(hint: Any) -> str:
     """A type as people write it."""
-    if get_origin(hint) is Literal:
-        return f"one of {', '.join(map(str, get_args(hint)))}"
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return " or ".join("None" if each is NoneType else _text(each) for each in arguments)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, arguments))}" if arguments[1:] else repr(arguments[0])
+    if origin is Callable or getattr(hint, "_is_protocol", False):
+        return "a function"
     return hint.__name__ if isinstance(hint, type) else str(hint)
 
 
@@ -146,6 +168,8 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is tuple and isinstance(value, tuple):
         options = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
         return len(value) == len(options) and all(map(_fits, value, options))
+    if getattr(hint, "_is_protocol", False):  # of a function
+        return callable(value)
     if hint in (int, float):
         return isinstance(value, (int, hint)) and not isinstance(value, bool)
     return hint is Any or isinstance(value, origin or hint)

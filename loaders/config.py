@@ -1,35 +1,38 @@
 """Options of a `StreamingLoader`: `LoaderConfig`, and keywords for it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypedDict, get_args
+from typing import Any, Literal, Self, TypedDict
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from balance.errors import ConfigError
+from balance.config import check_names, check_types
+from balance.errors import ConfigError, first_line
 from balance.loss_weights import LossNormalizer, LossWeights
 from balance.steps.step_planner import StepPlanner
 from loaders.plan.sample_choice import SampleChoice, SampleFilter, Split
 from loaders.plan.scheduled_groups import WeightSchedule
 from loaders.plan.steps import Order, Remainder, StepConfig
+from loaders.ranks import mesh_ranks
 from loaders.read.build import StorageOptions
 from loaders.transforms import BatchTransform, ImageTransform
 
 AudioForm = Literal["waveform", "features", "windows"]
 ImageForm = Literal["patches", "resized", "encoded"]
 
-_CHOICES = {
-    "remainder": (None, *get_args(Remainder)),
-    "order": get_args(Order),
-    "split": (None, *get_args(Split)),
-    "regroup": (None, "epoch"),
-    "audio": get_args(AudioForm),
-    "loss_normalizer": get_args(LossNormalizer),
-    "loss_weights": get_args(LossWeights),
-    "images": get_args(ImageForm),
+_LEAST = {
+    "rank_timeout_s": 1,
+    "micro_batches_per_step": 1,
+    "seed": 0,
+    "regroup_window": 1,
+    "prefetch_bytes": 0,
 }
-_LEAST = {"micro_batches_per_step": 1, "seed": 0, "regroup_window": 1, "prefetch_bytes": 0}
+_OWN = {"dp_rank", "process_group", "device_mesh", "check_ranks", "rank_timeout_s"}
+_OWN |= {"workers", "prefetch_bytes", "device", "images", "image_root", "storage"}
+"""Options that may differ between ranks: their steps are the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,21 @@ class LoaderConfig:
     """
     dp_world_size: int | None = None
     """Number of data-parallel ranks; by default the size of torch.distributed's group, else 1."""
+    process_group: dist.ProcessGroup | None = None
+    """Data-parallel group of this process: gives `dp_rank` and `dp_world_size`."""
+    device_mesh: DeviceMesh | None = None
+    """Mesh of all ranks that train together: gives `dp_rank` and `dp_world_size`, by `dp_dims`."""
+    dp_dims: Sequence[str] | None = None
+    """Dimensions of the mesh that are data parallel; ranks that differ only in others get the same
+    data. By default those named "dp", "ddp" or "dp_...", where others are "tp", "cp", "sp", "pp".
+    """
+    check_ranks: bool = True
+    """Compare builds, options and position with the other ranks of the mesh, the group or the
+    world whenever an iterator begins; ranks that disagree are a ConfigError on all of them. Not
+    with `dp_world_size=1`, which one rank may give for an evaluation of its own.
+    """
+    rank_timeout_s: float = 300.0
+    """Longest wait for another rank to begin its epoch; then `RankMissing` names it."""
     micro_batches_per_step: int = 1
     """Micro-batches of each rank per optimizer step."""
     seed: int = 0
@@ -92,7 +110,7 @@ class LoaderConfig:
     """Threads that read and decode; by default one per core of this rank, up to 8. 0: none."""
     prefetch_bytes: int = 1 << 30
     """Limit of what the threads make in advance, beyond one step."""
-    device: torch.device | str | None = None
+    device: torch.device | str | int | None = None
     """Device of the tensors; to a GPU they are copied from pinned memory, without waiting."""
     pixel_dtype: torch.dtype = torch.float32
     """Type of pixels; torch.uint8: raw, a quarter of the bytes, for `loaders.normalize`."""
@@ -121,17 +139,24 @@ class LoaderConfig:
     storage: StorageOptions | None = None
     """Cache, time limit and checksums (`loaders.StorageOptions`)."""
 
+    def __new__(cls, **options: Any) -> Self:
+        """As the constructor; ConfigError for an option that is not there."""
+        check_names(LoaderConfig, options)
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
-        self._check_ranks()
-        for name, choices in _CHOICES.items():
-            if (value := getattr(self, name)) not in choices:
-                raise ConfigError(f"{name} is {value!r}; use one of {', '.join(map(str, choices))}")
+        check_types(self)
         for name, least in _LEAST.items():
             if (value := getattr(self, name)) < least:
                 raise ConfigError(f"{name} is {value}; it must be at least {least}")
+        self._check_ranks()
         self._check_choice()
         if self.workers is not None and self.workers < 0:
             raise ConfigError(f"workers is {self.workers}; use 0 for none, or a number of threads")
+        try:
+            torch.device("cpu" if self.device is None else self.device)
+        except RuntimeError as error:
+            raise ConfigError(f"device is {self.device!r}: {first_line(error)}") from None
         if self.pixel_dtype != torch.uint8 and not self.pixel_dtype.is_floating_point:
             raise ConfigError(
                 f"pixel_dtype is {self.pixel_dtype}; use torch.uint8 (raw) or a floating type"
@@ -139,9 +164,6 @@ class LoaderConfig:
         self._check_transforms()
 
     def _check_transforms(self) -> None:
-        for name in ("image_transform", "batch_transform", "filter"):
-            if (value := getattr(self, name)) is not None and not callable(value):
-                raise ConfigError(f"{name} is {value!r}; give a function, or None")
         if self.image_transform is not None and self.images == "encoded":
             raise ConfigError(
                 "image_transform needs decoded images, but images='encoded' decodes none; leave "
@@ -172,6 +194,12 @@ class LoaderConfig:
                 f"dp_rank is {self.dp_rank} and dp_world_size {self.dp_world_size}; give both, or "
                 "neither to use torch.distributed's"
             )
+        ways = ("dp_rank", "process_group", "device_mesh")
+        given = [name for name in ways if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} are given; each says which rank this is")
+        if self.dp_dims is not None and self.device_mesh is None:
+            raise ConfigError(f"dp_dims is {self.dp_dims!r}; it is for a device_mesh")
         rank, size = self.ranks()
         if not 0 <= rank < size:
             raise ConfigError(f"dp_rank is {rank}; it must be in 0..{size - 1} (dp_world_size - 1)")
@@ -180,8 +208,13 @@ class LoaderConfig:
         """(dp_rank, dp_world_size) as given, else torch.distributed's, else (0, 1)."""
         if self.dp_rank is not None and self.dp_world_size is not None:
             return self.dp_rank, self.dp_world_size
+        if self.device_mesh is not None:
+            return mesh_ranks(self.device_mesh, self.dp_dims)
         if dist.is_available() and dist.is_initialized():
-            return dist.get_rank(), dist.get_world_size()
+            group = self.process_group
+            if (rank := dist.get_rank(group)) < 0:
+                raise ConfigError(f"process_group has no rank {dist.get_rank()}; give this rank's")
+            return rank, dist.get_world_size(group)
         return 0, 1
 
     def sample_choice(self) -> SampleChoice:
@@ -192,6 +225,29 @@ class LoaderConfig:
             filter=self.filter,
             limit=self.limit,
         )
+
+    def peers(self) -> Sequence[int]:
+        """Ranks of torch.distributed that must plan the same steps; none if nobody compares."""
+        if not (self.check_ranks and dist.is_available() and dist.is_initialized()):
+            return ()
+        if self.dp_world_size == 1:  # given: one rank may evaluate while others wait
+            return ()
+        if self.device_mesh is not None:
+            return [int(rank) for rank in self.device_mesh.mesh.flatten()]
+        return dist.get_process_group_ranks(self.process_group)
+
+    def shared(self) -> dict[str, str]:
+        """What all `peers` must have been given, by option."""
+        given = {name: getattr(self, name) for name in self.__slots__ if name not in _OWN}
+        given["dp_world_size"] = self.ranks()[1]
+        if (mesh := self.device_mesh) is not None:
+            given["device_mesh"] = mesh.mesh_dim_names, mesh.mesh.tolist()
+        return {
+            name: getattr(value, "__qualname__", type(value).__name__)
+            if callable(value)
+            else repr(value)
+            for name, value in given.items()
+        }
 
     def step_config(self) -> StepConfig:
         """The part that planning takes."""
@@ -215,6 +271,11 @@ class LoaderOptions(TypedDict, total=False):
 
     dp_rank: int | None
     dp_world_size: int | None
+    process_group: dist.ProcessGroup | None
+    device_mesh: DeviceMesh | None
+    dp_dims: Sequence[str] | None
+    check_ranks: bool
+    rank_timeout_s: float
     micro_batches_per_step: int
     seed: int
     order: Order
@@ -232,7 +293,7 @@ class LoaderOptions(TypedDict, total=False):
     planner: StepPlanner | None
     workers: int | None
     prefetch_bytes: int
-    device: torch.device | str | None
+    device: torch.device | str | int | None
     pixel_dtype: torch.dtype
     images: ImageForm
     image_transform: ImageTransform | None

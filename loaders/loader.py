@@ -1,21 +1,24 @@
 """`StreamingLoader`: steps of one or several builds for a data-parallel rank.
 
 Every rank computes the same stream of groups from build, seed and epoch, and takes its own part
-(`loaders.plan.steps`). So ranks never communicate, all have equally many steps, and each knows a
-step's sums. The position in the stream is the state: a run resumes exactly on any number of ranks.
+(`loaders.plan.steps`). So all have equally many steps and know a step's sums without a message;
+only when an iterator begins, ranks compare what they plan (`loaders.ranks`). The position in the
+stream is the state: a run resumes exactly on any number of ranks.
 """
 
 import os
 import pickle
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from numbers import Real
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, NoReturn, Unpack
 
 from torch.utils.data import get_worker_info
 
+from balance.config import check_names
 from balance.errors import ConfigError, first_line
 from balance.presets import ModelPreset
 from balance.types import BoolArray
@@ -28,6 +31,7 @@ from loaders.plan.sample_choice import choose_samples
 from loaders.plan.scheduled_groups import MixingSchedule, ScheduledGroups
 from loaders.plan.steps import StepPlan, Steps
 from loaders.prefetch import Prefetcher
+from loaders.ranks import RankChecks
 from loaders.read.build import Build, open_builds
 from loaders.read.reader import SampleReader
 from loaders.stats import LoaderStats, Meter
@@ -36,7 +40,8 @@ from loaders.step_builder import StepBatches, StepBuilder, plans_ahead
 MAX_WORKERS = 8
 """Largest default number of threads: more wait for the interpreter's lock more than they decode."""
 
-Datasets = Sequence[tuple[str | Path, float] | str | Path]
+Url = str | Path
+Datasets = Sequence[tuple[Url, float]] | Mapping[Url, float] | Sequence[Url]
 
 
 class StreamingLoader:
@@ -45,6 +50,7 @@ class StreamingLoader:
     `url` is a build, in a folder or at `s3:// gs:// az:// http(s)://`, or several, each with a
     weight: one stream of all, mixed in every step. Weights are relative: an epoch is one pass over
     the build of the largest, and a share of a pass over others, which the next epoch continues.
+    Builds without weights have equal ones: an epoch is one pass over each.
     Options are the fields of `LoaderConfig`; those given as keywords replace `config`'s.
 
     An iterator continues where the last one stopped, also in the middle of an epoch; after a whole
@@ -64,18 +70,25 @@ class StreamingLoader:
 
     def __init__(
         self,
-        url: str | Path | Datasets,
+        url: Url | Datasets,
         config: LoaderConfig | None = None,
         **options: Unpack[LoaderOptions],
     ) -> None:
         if "decode_images" in options:
             raise ConfigError("decode_images is now images: write images='encoded' for False")
+        check_names(LoaderConfig, options)
+        if not isinstance(config, LoaderConfig | None):
+            raise ConfigError(f"config is {config!r}; give a LoaderConfig, or options as keywords")
         config = replace(config or LoaderConfig(), **options)
         rank, size = config.ranks()
         # fixed now: worker processes, which get a copy, are not in torch.distributed's group
-        self._url, self._config = url, replace(config, dp_rank=rank, dp_world_size=size)
+        alone = replace(config, process_group=None, device_mesh=None, dp_dims=None)
+        self._url, self._config = url, replace(alone, dp_rank=rank, dp_world_size=size)
         self.num_dropped_samples = 0
         self._open()
+        peers = config.peers()
+        self._checks = RankChecks(peers, config.rank_timeout_s) if len(peers) > 1 else None
+        self._told |= {"dp_rank": str(rank)} | config.shared()
 
     def _open(self) -> None:
         """Open the builds, at the beginning of the first epoch."""
@@ -88,14 +101,18 @@ class StreamingLoader:
         self.model, self.vocab_size = manifest.model, manifest.vocab_size
         self.image_token_id = manifest.image_token_id
         self.audio_token_id = manifest.audio_token_id
+        weights = [weight for _, weight in datasets]
         chosen = choose_samples(builds, config.sample_choice())
         source = _epoch_source(builds, datasets, chosen, config)
+        hashes = ", ".join(build.manifest.hash[:12] for build in builds)
+        self._told = {"the build's manifest": hashes, "weights": repr(weights)}
         self._steps = Steps(source, config.step_config(), config.planner)
         num_left_out = 0 if chosen is None else sum(int((~mask).sum()) for mask in chosen)
         self._reader, self._meter = SampleReader(builds), Meter(num_left_out)
         self._builder = StepBuilder(self._reader, self.model, config, self._meter)
         self._pid = os.getpid()
         self._running: Prefetcher[StepPlan, MicroBatch] | None = None
+        self._closed = False
 
     @property
     def epoch(self) -> int:
@@ -111,13 +128,21 @@ class StreamingLoader:
         """Steps of a whole epoch (this one, if they vary), the same on every rank."""
         return len(self._steps)
 
+    def __getitem__(self, step: object) -> NoReturn:
+        raise ConfigError(
+            "a StreamingLoader has no items, only steps in order; for a DataLoader write "
+            "DataLoader(StepDataset(loader), batch_size=None)"
+        )
+
     def __iter__(self) -> Iterator[StepBatches]:
+        self._check_open()
         if os.getpid() != self._pid:
             # a fork lacks the threads, and locks that they held are never released: open all again
             self.__setstate__(self._pickled())
         self._end_iterator()
         if self._steps.is_after_last:
             self._finish_epoch()
+        self.check_ranks()
         self._steps.check_epoch()
         running = self._running = Prefetcher(
             map(
@@ -137,10 +162,11 @@ class StreamingLoader:
 
     def _next(self, running: Prefetcher[StepPlan, MicroBatch]) -> StepBatches | None:
         """The next step, None at the epoch's end."""
+        self._check_open()
         if self._running is not running:
             raise RuntimeError(
                 "this iterator ended when another one of the same loader began, or its state was "
-                "loaded, or it was closed; use the newer iterator"
+                "loaded; use the newer iterator"
             )
         begun = time.perf_counter()
         made = next(running, None)
@@ -173,8 +199,8 @@ class StreamingLoader:
         Nothing changes if that is the loader's epoch already: one that was resumed continues in its
         middle, and one at its end goes on to the next. Else the rest of this epoch is not given.
         """
-        if epoch < 0:
-            raise ConfigError(f"epoch is {epoch}; epochs are numbered from 0")
+        if type(epoch) is not int or epoch < 0:
+            raise ConfigError(f"epoch is {epoch!r}; epochs are numbered from 0")
         if epoch == self._steps.epoch:
             return
         if epoch == self._steps.epoch + 1 and self._steps.is_after_last:
@@ -183,6 +209,15 @@ class StreamingLoader:
             self._steps.start_epoch(epoch)
         self._end_iterator()
 
+    def check_ranks(self) -> None:
+        """Compare builds, options and position with the other ranks; ConfigError if any differ.
+
+        All ranks call it. Every iterator begins with it, but not in a DataLoader's worker, which
+        belongs to no group: call it before. `LoaderConfig.check_ranks` says which ranks take part.
+        """
+        if self._checks is not None and get_worker_info() is None:
+            self._checks.compare(self._told | self._steps.agreed())
+
     def stats(self) -> LoaderStats:
         """What this loader has done so far, in this process."""
         return self._meter.stats(self._reader.cache_hits)
@@ -190,6 +225,7 @@ class StreamingLoader:
     def close(self) -> None:
         """End the current iterator's threads; release files and connections. Safe to call twice."""
         self._end_iterator()
+        self._closed = True
         if os.getpid() == self._pid:
             self._reader.close()
 
@@ -213,6 +249,11 @@ class StreamingLoader:
         self.num_dropped_samples = pickled["num_dropped_samples"]
         self._open()
         self._steps.load(pickled["state"])
+        self._checks = None  # a copy may be in a process without a group
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("this StreamingLoader was closed; make another to go on")
 
     def _end_iterator(self) -> None:
         running, self._running = self._running, None
@@ -223,21 +264,38 @@ class StreamingLoader:
         self.num_dropped_samples += self._steps.finish_epoch()
 
 
-def _datasets(
-    url: str | Path | Datasets, config: LoaderConfig
-) -> Sequence[tuple[str | Path, float]]:
+def _datasets(url: object, config: LoaderConfig) -> list[tuple[Url, float]]:
     """The builds and their weights. ConfigError if they or their use are wrong."""
-    given = [url] if isinstance(url, str | Path) else url
-    datasets = [(each, 1.0) if isinstance(each, str | Path) else each for each in given]
-    if not datasets or any(not 0 < weight < float("inf") for _, weight in datasets):
+    given: list[Any] = [url]
+    if isinstance(url, Mapping | list | tuple):
+        given = list(url.items() if isinstance(url, Mapping) else url)
+    if all(_is_url(each) for each in given):
+        given = [(each, 1.0) for each in given]
+    wrong = [each for each in given if not _is_weighted(each)]
+    if wrong or not given:
+        lacks = ", without a weight" * (bool(wrong) and _is_url(wrong[0]))
+        what = f"a dataset is {wrong[0]!r}{lacks}" if wrong else f"datasets are {url!r}"
         raise ConfigError(
-            f"datasets are {datasets}; give at least one (url, weight), with weights above 0"
+            f"{what}; give the folder or URI of a build, or a list of them, or of pairs "
+            "(build, weight) with weights above 0"
         )
-    if config.mixing_weights is not None and any(weight != 1 for _, weight in datasets):
+    if config.mixing_weights is not None and any(weight != 1 for _, weight in given):
         raise ConfigError("mixing_weights are given; leave out the weights of the datasets")
-    if not config.shuffle and len({weight for _, weight in datasets}) > 1:
+    if not config.shuffle and len({weight for _, weight in given}) > 1:
         raise ConfigError("shuffle=False gives every sample once; give all datasets the weight 1")
-    return datasets
+    return [(each, float(weight)) for each, weight in given]
+
+
+def _is_url(value: object) -> bool:
+    return isinstance(value, Url) and value != ""
+
+
+def _is_weighted(dataset: object) -> bool:
+    """Whether this is a build and its weight."""
+    match dataset:
+        case (url, Real() as weight) if not isinstance(weight, bool):
+            return _is_url(url) and 0 < float(weight) < float("inf")
+    return False
 
 
 def _require_pickled(name: str, function: object) -> None:

@@ -118,6 +118,7 @@ class _FromCheckpoint:
             raise ConfigError(
                 f"the checkpoint has no loader state ({STATE_KEY}); it is not a StreamingTrainer's"
             )
+        loader.check_ranks()  # a worker's loader cannot
         workers = self._trainer.args.dataloader_num_workers
         # not forked: the loader may hold connections, and this process a GPU
         start = "spawn" if workers else None

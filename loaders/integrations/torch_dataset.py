@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from balance.errors import ConfigError
 from loaders.batch.micro_batch import MicroBatch
@@ -49,6 +50,8 @@ class StepDataset(IterableDataset[Step]):
     """
 
     def __init__(self, loader: StreamingLoader) -> None:
+        if not isinstance(loader, StreamingLoader):
+            raise ConfigError(f"StepDataset is given {loader!r}; give it a StreamingLoader")
         self.loader = loader
 
     def __iter__(self) -> Iterator[Step]:
@@ -68,3 +71,10 @@ class StepDataset(IterableDataset[Step]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state, as `StreamingLoader.load_state_dict` does."""
         self.loader.load_state_dict(state)
+
+
+def _refuse_to_collate(steps: list[Step], **_: object) -> NoReturn:
+    raise ConfigError("a DataLoader must not collate steps; give it batch_size=None")
+
+
+default_collate_fn_map[Step] = _refuse_to_collate

@@ -7,9 +7,11 @@ part, without communication. No shard is read. A step of 8 ranks costs .1 ms (bl
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -19,7 +21,7 @@ from balance.errors import ConfigError
 from balance.loss_weights import LossNormalizer, LossWeights
 from balance.order.block_shuffle import BlockShuffle, GroupOrder
 from balance.steps.step_planner import StepAssignment, StepPlanner, StepRequest, check_assignment
-from balance.types import IntArray
+from balance.types import COUNT_COLUMNS, IntArray
 from loaders.plan.epoch_groups import Epoch, EpochSource, sample_counts
 from loaders.plan.in_order import InOrder
 from loaders.plan.loss_normalizer import StepNormalizer
@@ -177,6 +179,21 @@ class Steps:
             "stream": self._stream.state(),
             **self._source.identity,
         }
+
+    def agreed(self) -> dict[str, str]:
+        """What must be equal on all ranks at this position, digests where values are long."""
+        fields = {
+            "samples": str(self._source.identity.get("samples")),
+            "epoch": str(self.epoch),
+            "steps left in the epoch": str(self.remaining),
+            "position in the epoch": _digest(json.dumps(self._stream.state()).encode()),
+        }
+        if self.remaining:
+            size = self._config.dp_world_size, self._config.micro_batches
+            step = np.array(self._stream.copy().take_step(*size, self._stream_loads))
+            counts = (self._spread(step, name) for name in ("num_samples", *COUNT_COLUMNS))
+            fields["content of the next step"] = _digest(np.stack([step, *counts]).tobytes())
+        return fields
 
     def load(self, state: dict[str, Any]) -> None:
         """Move to `state`. ConfigError, and no move, if it is of other builds, order or seed."""
@@ -381,8 +398,14 @@ def _work_loads(work: StepAssignment, request: StepRequest, *, complete: bool) -
     )
 
 
+def _digest(content: bytes) -> str:
+    return blake2b(content, digest_size=6).hexdigest()
+
+
 def _check_state(state: dict[str, Any], own: dict[str, Any]) -> None:
     """ConfigError unless a loader with the state `own` can resume from `state`."""
+    if not isinstance(state, dict):
+        raise ConfigError(f"state is {state!r:.100}; give what `state_dict()` returned")
     state, own = {"samples": None, **state}, {"samples": None, **own}
     for key, reason in _REFUSALS.items():
         if key in state and state[key] != own[key]:
@@ -390,6 +413,10 @@ def _check_state(state: dict[str, Any], own: dict[str, Any]) -> None:
     if set(state) != set(own):
         raise ConfigError(
             f"state has the keys {sorted(state)}; a StreamingLoader's state has {sorted(own)}"
+        )
+    if not isinstance(state["stream"], dict):
+        raise ConfigError(
+            f"state has stream {state['stream']!r}; give what `state_dict()` returned"
         )
     if not isinstance(state["epoch"], int) or state["epoch"] < 0:
         raise ConfigError(f"state has epoch {state['epoch']!r}; epochs are numbered from 0")

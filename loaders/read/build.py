@@ -19,12 +19,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from balance.config import check_types
 from balance.errors import ConfigError, DamagedShard, first_line
 from loaders.read.cache import Cache
 from loaders.read.local import LocalMedia, LocalShards
 from loaders.read.remote import RemoteMedia, RemoteShards
 from loaders.read.write_behind import WriteBehind
-from shards.arrow_shards import ArrowLayout, decode_arrow, shard_schema
+from shards.arrow_shards import ArrowLayout, decode_arrow
 from shards.checksums import wrong_bytes
 from shards.index import INDEX_NAME
 from shards.manifest import MANIFEST_NAME, Manifest, parse_manifest, read_manifest, unfinished
@@ -56,14 +57,13 @@ class StorageOptions:
     """Checks of groups' checksums; "never" also skips that of a local build's index."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.cache_bytes < 0:
             raise ConfigError(
                 f"cache_bytes is {self.cache_bytes}; it must be at least 0 (no cache)"
             )
         if self.timeout_s <= 0:
             raise ConfigError(f"timeout_s is {self.timeout_s}; it must be above 0")
-        if self.verify not in {"first", "never"}:
-            raise ConfigError(f"verify is {self.verify!r}; use 'first' or 'never'")
 
 
 class Build:
@@ -140,10 +140,7 @@ class Build:
         if self.manifest.format == "webdataset":
             return decode_tar(content, where)
         if self._layout is None:
-            # shards of version 2 that are older than audio have no columns for it
-            is_refs, has_all = self.manifest.format == "refs", self.manifest.version > 2
-            schema = shard_schema(refs=is_refs) if has_all else self.shards.schema()
-            self._layout = ArrowLayout(schema)
+            self._layout = ArrowLayout(self.shards.schema())
         return decode_arrow(content, self._layout, where, self._media)
 
     def _check_counts(self, stored: StoredGroup, group: int) -> None:

@@ -9,11 +9,10 @@ from packer.progress import StageProgress
 
 
 @pytest.fixture(scope="session")
-def demo_build(shared, demo_data):
+def demo_build(tmp_path_factory):
     """The folder of a packed demo dataset."""
-
-    def build(folder):
-        config = BuildConfig(dataset="demo", data_root=str(demo_data), out=str(folder), workers=1)
-        Builder(config, StageProgress(Console(quiet=True))).build()
-
-    return shared("demo-build", build)
+    out = tmp_path_factory.mktemp("demo") / "packed"
+    Builder(
+        BuildConfig(dataset="demo", out=str(out), workers=1), StageProgress(Console(quiet=True))
+    ).build()
+    return out

@@ -47,7 +47,7 @@ def test_keywords_replace_fields_of_the_config(build):
 def test_a_config_is_frozen_and_knows_its_options():
     with pytest.raises(FrozenInstanceError):
         LoaderConfig().seed = 1  # type: ignore[misc]
-    with pytest.raises(TypeError, match="micro_batches"):
+    with pytest.raises(ConfigError, match="did you mean micro_batches_per_step"):
         LoaderConfig(micro_batches=1)  # type: ignore[call-arg]
 
 

@@ -159,7 +159,7 @@ def test_several_builds_are_one_stream_and_resume_exactly(builds, tmp_path):
 @pytest.mark.parametrize(
     ("datasets", "options", "message"),
     [
-        (lambda a, b: [], {}, "give at least one"),
+        (lambda a, b: [], {}, r"datasets are \[\]"),
         (lambda a, b: [(a, 0.0)], {}, "with weights above 0"),
         (lambda a, b: [(a, 1), (a, 1)], {"regroup": "epoch"}, "is for one dataset"),
         (lambda a, b: [(a, 1), (b, 1)], {}, "was built for another model"),
@@ -214,7 +214,7 @@ def test_a_newer_iterator_a_loaded_state_and_close_end_an_older_one(builds):
     last = iter(loader)
     got.append(next(last)[0].sample_ids)
     loader.close()
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(ConfigError, match="closed"):
         next(last)
     assert got == whole[:4]
 

@@ -123,9 +123,13 @@ def test_a_step_without_labels_has_the_loss_0(tmp_path):
 
 
 def test_unknown_choices_and_missing_counts_get_a_line(builds, tmp_path):
-    with pytest.raises(ConfigError, match="loss_normalizer is 'batch'; use one of step, epoch"):
+    with pytest.raises(
+        ConfigError, match="loss_normalizer is 'batch'; it must be one of step, epoch"
+    ):
         StreamingLoader(builds["first"], loss_normalizer="batch")
-    with pytest.raises(ConfigError, match="loss_weights is 'mean'; use one of token, sample, squ"):
+    with pytest.raises(
+        ConfigError, match="loss_weights is 'mean'; it must be one of token, sample"
+    ):
         StreamingLoader(builds["first"], loss_weights="mean")
     root = write_tabled(tmp_path / "build", path_groups(text_samples(9)))
     (root / "counts.parquet").unlink()

@@ -184,11 +184,11 @@ def test_a_transform_that_fails_is_one_line_with_the_sample(builds, workers):
 
 
 def test_options_that_exclude_each_other_are_refused(builds):
-    with pytest.raises(ConfigError, match="image_transform is 'flip'; give a function"):
+    with pytest.raises(ConfigError, match="image_transform is 'flip'; it must be a function"):
         load(builds["arrow"], image_transform="flip")
     with pytest.raises(ConfigError, match="images='encoded' decodes none"):
         load(builds["arrow"], images="encoded")
-    with pytest.raises(ConfigError, match="images is 'raw'; use one of patches, resized, encoded"):
+    with pytest.raises(ConfigError, match="images is 'raw'; it must be one of patches, resized"):
         load(builds["arrow"], images="raw")
     with pytest.raises(ConfigError, match="decode_images is now images: write images='encoded'"):
         load(builds["arrow"], decode_images=False)

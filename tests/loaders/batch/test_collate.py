@@ -191,7 +191,7 @@ def test_errors_name_the_sample_and_the_group(group: StoredGroup) -> None:
 
 def test_options_that_make_no_sense_are_refused() -> None:
     with pytest.raises(
-        ConfigError, match="audio is 'spectrum'; use one of waveform, features, windows"
+        ConfigError, match="audio is 'spectrum'; it must be one of waveform, features, windows"
     ):
         LoaderConfig(audio="spectrum")
 

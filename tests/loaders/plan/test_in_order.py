@@ -143,7 +143,7 @@ def test_a_shuffled_state_and_wrong_options_are_refused(urls):
         ({"shuffle": False, "remainder": "drop"}, "use remainder='split' or 'pad'"),
         ({"remainder": "split"}, "is for shuffle=False"),
         ({"limit": 0}, "limit is 0"),
-        ({"split": "test"}, "split is 'test'; use one of None, train, validation"),
+        ({"split": "test"}, "split is 'test'; it must be one of train, validation or None"),
         ({"validation_fraction": 1.0}, "validation_fraction is 1.0"),
     ]:
         with pytest.raises(ConfigError, match=message):

@@ -1,0 +1,183 @@
+"""Which data-parallel rank this is, and whether all ranks plan the same steps.
+
+For the loader. Ranks compare when an iterator begins: in the key-value store through which
+torch.distributed was initialised, not by a collective. That needs no device and no backend, cannot
+get between the trainer's collectives, and shows which ranks have not come. The lowest rank reads
+what all have told; every other asks the store for one key.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from itertools import groupby
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed.device_mesh import DeviceMesh
+
+from balance.errors import ConfigError, IsobatchError, first_line
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 1.0
+"""Between two looks at the store: doubled each time, so the wait is at most twice what it must."""
+MOST_VALUES, MOST_LETTERS = 3, 100
+"""What an error shows of a field."""
+_SAME_DATA = {"tp", "cp", "sp", "pp"}
+"""Dimensions of a mesh whose ranks work on the same samples."""
+
+
+class RankMissing(IsobatchError, TimeoutError):
+    """Another rank did not come to the comparison in time."""
+
+
+def mesh_ranks(mesh: DeviceMesh, dp_dims: Sequence[str] | None) -> tuple[int, int]:
+    """(dp_rank, dp_world_size) of this process: its place in the data-parallel dimensions."""
+    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    place, rank, size = mesh.get_coordinate(), 0, 1
+    if place is None:
+        raise ConfigError(f"device_mesh {mesh} is without rank {dist.get_rank()}; give its own")
+    for name in data_dims(names, dp_dims):
+        dim = names.index(name)
+        rank, size = rank * mesh.size(dim) + place[dim], size * mesh.size(dim)
+    return rank, size
+
+
+def data_dims(names: Sequence[str], chosen: Sequence[str] | None = None) -> list[str]:
+    """The data-parallel dimensions of a mesh, in its order. ConfigError if that is not clear.
+
+    "fsdp" and "ep", for example, may hold context parallelism, or not.
+
+    >>> data_dims(["pp", "dp_replicate", "dp_shard", "cp", "tp"]), data_dims(["fsdp"])
+    (['dp_replicate', 'dp_shard'], ['fsdp'])
+    >>> data_dims(["replicate", "tp"], ["replicate"])
+    ['replicate']
+    """
+    known = ", ".join(names)
+    if chosen is not None:
+        chosen = [chosen] if isinstance(chosen, str) else chosen
+        if unknown := [name for name in chosen if name not in names]:
+            raise ConfigError(f"dp_dims has {', '.join(unknown)}; the device_mesh has {known}")
+        return [name for name in names if name in chosen]
+    found = []
+    for name in names:
+        parts = name.split("_")
+        if name in _SAME_DATA:
+            continue
+        if _SAME_DATA & set(parts) or (parts[0] not in {"dp", "ddp"} and len(names) > 1):
+            raise ConfigError(
+                f"device_mesh has the dimensions {known}, and {name} may be data parallel or not; "
+                "name those that are in dp_dims"
+            )
+        found.append(name)
+    return found
+
+
+def find_difference(told: Mapping[int, Mapping[str, str]]) -> str | None:
+    """What is wrong with what ranks told of themselves, in one line; None if they agree.
+
+    All fields must be equal but `dp_rank`, of which each below `dp_world_size` must be there.
+
+    >>> fields = {"dp_world_size": "2", "seed": "0"}
+    >>> find_difference({0: fields | {"dp_rank": "0"}, 1: fields | {"dp_rank": "1", "seed": "7"}})
+    'ranks disagree: seed is 0 on rank 0, 7 on rank 1; give every rank the same'
+    >>> find_difference({0: fields | {"dp_rank": "0"}, 1: fields | {"dp_rank": "0"}})
+    'no rank has dp_rank 1 of dp_world_size 2: its samples would be left out'
+    """
+    fields = {name: None for each in told.values() for name in each if name != "dp_rank"}
+    for name in fields:
+        owners = defaultdict(list)
+        for rank, each in told.items():
+            owners[each.get(name, "not there")].append(rank)
+        if len(owners) > 1:
+            common = sorted(owners.items(), key=lambda item: (-len(item[1]), item[1]))
+            shown = [f"{_short(value)} on {_names(ranks)}" for value, ranks in common[:MOST_VALUES]]
+            if rest := sum(len(ranks) for _, ranks in common[MOST_VALUES:]):
+                shown.append(f"others on {rest} ranks")
+            return f"ranks disagree: {name} is {', '.join(shown)}; give every rank the same"
+    size = int(next(iter(told.values()))["dp_world_size"])
+    lacking = sorted(set(range(size)) - {int(each["dp_rank"]) for each in told.values()})
+    if lacking:
+        which = f"dp_rank {_spans(lacking)} of dp_world_size {size}"
+        return f"no rank has {which}: its samples would be left out"
+    return None
+
+
+class RankChecks:
+    """Comparisons of one loader with those of other ranks, the same number on each.
+
+    `ranks`: all that must agree, as ranks of torch.distributed, one of them this process.
+    """
+
+    def __init__(self, ranks: Sequence[int], timeout_s: float) -> None:
+        self._ranks, self._timeout_s = sorted(ranks), timeout_s
+        digest = blake2b(str(self._ranks).encode(), digest_size=8).hexdigest()
+        self._place, self._loader, self._round = f"isobatch/ranks/{digest}", 0, 0
+
+    def compare(self, fields: Mapping[str, str]) -> None:
+        """Wait for all ranks. ConfigError on all if any tells others' fields; see `RankMissing`."""
+        if not dist.is_initialized():
+            return
+        try:
+            verdict = self._compare(json.dumps(dict(fields)))
+        except RuntimeError as error:
+            reason = f"torch.distributed's store does not answer ({first_line(error)})"
+            raise RankMissing(f"{reason}: the process that holds it has ended") from error
+        if verdict:
+            raise ConfigError(verdict)
+
+    def _compare(self, own: str) -> str:
+        store, me = dist.distributed_c10d._get_default_store(), dist.get_rank()
+        first = self._ranks[0]
+        deadline = time.monotonic() + self._timeout_s
+        # loaders are numbered when they first compare; a rank may have opened others in between
+        self._loader = self._loader or store.add(f"{self._place}/loaders/{me}", 1)
+        self._round += 1
+        place = f"{self._place}/{self._loader}/{self._round}"
+        keys = {rank: f"{place}/{rank}" for rank in self._ranks}
+        store.set(keys[me], own)
+        if me == first and self._wait(store, [*keys.values()], deadline):
+            told = {rank: json.loads(store.get(key)) for rank, key in keys.items()}
+            store.set(place, find_difference(told) or "")
+        if not self._wait(store, [place], deadline):
+            missing = [rank for rank, key in keys.items() if not store.check([key])] or [first]
+            raise RankMissing(
+                f"rank {me} has waited {self._timeout_s:g} s for {_names(missing)} to begin the "
+                "same epoch; iterate on all ranks, or give a longer rank_timeout_s, or "
+                "check_ranks=False where ranks load on their own"
+            )
+        store.delete_key(keys[me])  # read by now; only the verdicts stay
+        return store.get(place).decode()
+
+    def _wait(self, store: Store, keys: list[str], deadline: float) -> bool:
+        """Whether all keys come before the deadline. `Store.wait` would block Ctrl-C."""
+        pause = FIRST_PAUSE_S
+        while not store.check(keys):
+            if (left := deadline - time.monotonic()) <= 0:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+        return True
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= MOST_LETTERS else f"{value[:MOST_LETTERS]}..."
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {_short(_spans(ranks))}"
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """Ascending numbers, neighbours joined.
+
+    >>> _spans([0, 1, 2, 5, 7, 8])
+    '0-2, 5, 7-8'
+    """
+    spans = []
+    for _, run in groupby(enumerate(numbers), lambda item: item[1] - item[0]):
+        values = [number for _, number in run]
+        spans.append(str(values[0]) if len(values) == 1 else f"{values[0]}-{values[-1]}")
+    return ", ".join(spans)

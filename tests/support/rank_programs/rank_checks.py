@@ -1,0 +1,147 @@
+"""Loaders on ranks that agree, disagree, or do not come; each says how its iterator began."""
+
+import shutil
+import time
+from functools import partial
+from itertools import islice
+
+import numpy as np
+import pyarrow as pa
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader
+
+from balance.errors import IsobatchError
+from loaders import StepDataset, StorageOptions, StreamingLoader
+from support.loading.step_planners import dispatch, repack
+
+
+def with_other_index(build, folder):
+    """A copy of a build whose index says of each group that it is longer."""
+    shutil.copytree(build, folder)
+    with pa.ipc.open_file(str(build / "index.arrow")) as file:
+        table = file.read_all()
+    place = table.schema.get_field_index("num_text_tokens")
+    longer = pa.array([count + 1 for count in table["num_text_tokens"].to_pylist()], pa.int32())
+    table = table.set_column(place, table.schema.field(place), longer)
+    with pa.ipc.new_file(str(folder / "index.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    return folder
+
+
+def leave_out(columns, count):
+    """A filter: all but the first samples."""
+    return np.arange(len(columns["num_text_tokens"])) >= count
+
+
+def begin(said, name, loader):
+    """Begin to iterate, and say what came of it."""
+    begun = time.monotonic()
+    try:
+        next(iter(loader))
+        said[name] = ["", "went on", 0.0]
+    except IsobatchError as error:
+        said[name] = [type(error).__name__, str(error), time.monotonic() - begun]
+
+
+def disagree(said, folder):
+    """On two ranks: what each option, build and position that only rank 1 has leads to."""
+    rank = dist.get_rank()
+    build, other = folder / "build", folder / "other"
+    index = folder / "index"
+
+    def load(url=build, **options):
+        return StreamingLoader(url, workers=0, **options)
+
+    own = {
+        "agree": {},
+        "build": {"url": other},
+        "weights": {"url": [(build, 1.0), (other, 0.25)]},
+        "seed": {"seed": 7},
+        "order": {"order": "random"},
+        "remainder": {"remainder": "drop"},
+        "regroup": {"regroup": "epoch"},
+        "regroup_window": {"regroup": "epoch", "regroup_window": 9},
+        "micro_batches_per_step": {"micro_batches_per_step": 2},
+        "loss_normalizer": {"loss_normalizer": "epoch"},
+        "planner": {"planner": repack},
+        "dp_world_size": {"dp_rank": 1, "dp_world_size": 3},
+        "dp_rank": {"dp_rank": 0, "dp_world_size": 2},
+        "index": {"url": index, "storage": StorageOptions(verify="never")},
+        "filter": {"filter": partial(leave_out, count=1)},
+        "evaluation": {"shuffle": False},
+        "may differ": {"images": "encoded", "prefetch_bytes": 5, "device": "cpu"},
+    }
+    others = {
+        "weights": {"url": [(build, 1.0), (other, 0.5)]},
+        "regroup_window": {"regroup": "epoch", "regroup_window": 8},
+        "planner": {"planner": dispatch},
+        "dp_rank": {"dp_rank": 0, "dp_world_size": 2},
+        "index": {"storage": StorageOptions(verify="never")},
+        "evaluation": {"shuffle": False},
+        "filter": {"filter": partial(leave_out, count=2)},
+    }
+    for name, options in own.items():
+        begin(said, name, load(**(options if rank == 1 else others.get(name, {}))))
+
+    # positions: the same on both, or one rank is a step or some epochs ahead
+    loader = load()
+    states = [loader.state_dict()] + [loader.state_dict() for _ in loader]
+    begin(said, "next epoch", loader)
+    for name, at in {"same state": (3, 3), "state": (3, 2), "resumed alone": (0, 1)}.items():
+        loader = load()
+        loader.load_state_dict(states[at[rank]])
+        begin(said, name, loader)
+    loader = load()
+    if rank == 1:
+        loader.load_state_dict(states[-1] | {"epoch": 5})
+    else:
+        loader.load_state_dict(states[-1])
+    begin(said, "epoch", loader)
+
+    # in a worker process nothing is compared, but here
+    loader = load(seed=rank)
+    steps = DataLoader(StepDataset(loader), batch_size=None, num_workers=1)
+    said["worker"] = len(list(islice(steps, 2)))
+    begin(said, "before a worker", Checked(loader))
+    begin(said, "switched off", load(seed=rank, check_ranks=False))
+
+    # nobody waits longer than the limit for a rank that does not come, or is late
+    loader = StreamingLoader(build, workers=0, rank_timeout_s=1)
+    if rank == 0:
+        begin(said, "missing", loader)
+    dist.barrier()
+    if rank == 1:
+        begin(said, "missing", loader)
+
+
+class Checked:
+    """Compares when it is iterated, and gives nothing."""
+
+    def __init__(self, loader):
+        self._loader = loader
+
+    def __iter__(self):
+        self._loader.check_ranks()
+        yield None
+
+
+def mesh_ranks(said, folder):
+    """On four ranks: what dp 2 x tp 2 give each, by a mesh, a group, and meshes that differ."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def ids(**options):
+        loader = StreamingLoader(folder / "build", workers=0, **options)
+        return [i for step in loader for batch in step for i in batch.sample_ids]
+
+    said["mesh"] = ids(device_mesh=mesh)
+    said["group"] = ids(process_group=mesh.get_group("dp"))
+    said["submesh"] = ids(device_mesh=mesh["dp"])
+    said["explicit"] = ids(dp_rank=rank // 2, dp_world_size=2)
+    flat = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+    said["flat"] = ids(device_mesh=flat)
+    said["world"] = ids()
+    turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    loader = StreamingLoader(folder / "build", workers=0, device_mesh=turned if rank == 3 else mesh)
+    begin(said, "other mesh", loader)
