@@ -75,10 +75,12 @@ def cut_borders(borders: IntArray, given: int, ranks: int) -> IntArray:
     >>> cut_borders(np.array([0, 3, 6]), 0, 4).tolist()
     [0, 3, 4, 5, 6]
     """
-    borders = np.union1d(borders, given)
-    missing = -int(np.sum(borders > given)) % ranks
-    inner = np.setdiff1d(np.arange(given, borders[-1]), borders)
-    return np.union1d(borders, inner[max(0, len(inner) - missing) :])
+    is_border = np.zeros(int(borders[-1]) + 1, bool)
+    is_border[borders] = is_border[given] = True
+    missing = -int(is_border[given + 1 :].sum()) % ranks
+    inner = given + np.flatnonzero(~is_border[given:])
+    is_border[inner[max(0, len(inner) - missing) :]] = True
+    return np.flatnonzero(is_border)
 
 
 class StoredOrder:

@@ -128,7 +128,7 @@ class Steps:
         self._normalizer = StepNormalizer(
             source.builds, config.loss_normalizer, config.loss_weights, step_groups
         )
-        self.epoch, self._groups = 0, source.epoch(0)
+        self.epoch = -1
         self._start(0)
 
     def copy(self) -> Steps:

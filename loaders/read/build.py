@@ -98,6 +98,12 @@ class Build:
 
         return read_sample_values(self.manifest, name, self.shards.open_file)
 
+    def id_hashes(self) -> NDArray[np.uint64]:
+        """A hash of each sample's id, in stored order."""
+        from shards.tables import read_id_hashes  # noqa: PLC0415  (see `loaders`)
+
+        return read_id_hashes(self.manifest, self.shards.open_file)
+
     def read(self, group: int) -> StoredGroup:
         """One group, by its row in the index. DataError or DamagedShard, with the shard or sample.
 

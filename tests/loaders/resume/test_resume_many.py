@@ -1,0 +1,176 @@
+"""Stopped, resumed and killed on any ranks, workers and micro-batches, every sample comes once per
+epoch.
+"""
+
+import os
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
+
+from loaders.read.build import StorageOptions
+from support.builds.remote_builds import upload
+from support.builds.sample_tables import LIMITS, path_groups, text_samples
+from support.builds.shard_fixture import FORMATS, make_samples
+from support.loading.consume_steps import EPOCHS, mark
+from support.loading.segments import Segment, killable_runs, run_segments, write_listed
+from support.loading.step_planners import repack
+
+SAMPLES = [
+    *text_samples(50),
+    *(s for s in make_samples(14) if len(s.input_ids) <= LIMITS.max_seq_len),
+]
+EXPECTED = {
+    (epoch, mark(s.sample_id, s.input_ids, s.labels)) for s in SAMPLES for epoch in range(EPOCHS)
+}
+FRACTION = 0.3
+VALIDATION = {
+    s.sample_id for s in SAMPLES if xxh3_64_intdigest(s.sample_id.encode()) < FRACTION * 2**64
+}
+SMALL_WORLD = 8
+"""Ranks at most where groups are made anew: every simulated rank makes those of all, which takes
+the square.
+"""
+MOST_DROPPED = 12
+"""Groups of a step where what is less than one is dropped: half an epoch or less."""
+
+
+@pytest.fixture(scope="module")
+def builds(tmp_path_factory):
+    root = tmp_path_factory.mktemp("builds")
+    groups = path_groups(SAMPLES, max_tokens=40)
+    found = {format: write_listed(root / format, groups, format) for format in FORMATS}
+    for half in range(2):
+        groups = path_groups(SAMPLES[half::2], max_tokens=40)
+        for format in FORMATS:
+            found[format, half] = write_listed(root / f"{format}-{half}", groups, format)
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(builds):
+    with killable_runs(builds["arrow"]) as connection:
+        yield connection
+
+
+segments = st.builds(
+    Segment,
+    world=st.one_of(st.integers(1, 8), st.integers(1, 64)),
+    micro_batches=st.integers(1, 4),
+    workers=st.integers(0, 2),
+    num_steps=st.integers(0, 12),
+    end=st.sampled_from(["stop", "go on", "kill"]),
+    save_every=st.integers(1, 3),
+    delay_s=st.floats(0, 0.02),
+)
+modes = st.sampled_from(
+    [
+        {},
+        {"order": "random"},
+        {"regroup": "epoch", "regroup_window": 16},
+        {"planner": repack},
+        {"regroup": "epoch", "regroup_window": 16, "planner": repack, "order": "random"},
+        {"shuffle": False},
+        {"shuffle": False, "split": "train", "validation_fraction": FRACTION},
+        {"split": "train", "validation_fraction": FRACTION},
+        {"halves": True},
+        {"halves": True, "regroup": "epoch", "regroup_window": 16},
+        {"halves": True, "weights": True},
+        {"halves": True, "weights": True, "regroup": "epoch", "regroup_window": 16},
+    ]
+)
+"""Options; "halves": the samples as two builds, which are mixed with equal weights;
+"weights": with ones that change.
+"""
+runs = {
+    "segments": st.lists(segments, min_size=1, max_size=3),
+    "mode": modes,
+    "remainder": st.sampled_from(["pad", "drop"]),
+}
+
+
+def check_run(server, segments, options):
+    if "planner" in options or "regroup" in options:
+        segments = [replace(segment, world=min(segment.world, SMALL_WORLD)) for segment in segments]
+    if not options.get("shuffle", True):
+        options = options | {"remainder": None}
+    if options["remainder"] == "drop":  # an epoch without a step is refused
+        segments = [
+            replace(segment, world=min(segment.world, MOST_DROPPED // segment.micro_batches))
+            for segment in segments
+        ]
+    if "mixing_weights" in options:
+        check_passes(run_segments(segments, server, options))
+        return
+    expected = EXPECTED
+    if options.get("split") == "train":
+        expected = {each for each in EXPECTED if each[1].split()[0] not in VALIDATION}
+    seen, dropped = Counter(), 0
+    for step in run_segments(segments, server, options):
+        seen.update((step.epoch, sample) for sample in step.samples)
+        dropped += step.num_dropped
+    assert set(seen.values()) <= {1}
+    assert set(seen) <= expected
+    assert len(seen) + dropped == len(expected)
+    assert dropped == 0 or options["remainder"] == "drop"
+
+
+def check_passes(steps):
+    """Every pass over a half has all of its samples: no sample comes twice before another has once
+    come.
+    """
+    seen = Counter(sample.split()[0] for step in steps for sample in step.samples)
+    for half in range(2):
+        times = [seen[sample.sample_id] for sample in SAMPLES[half::2]]
+        assert max(times) - min(times) <= 1
+        assert max(times) > 0
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@settings(deadline=None, max_examples=100)
+@given(**runs)
+def test_every_sample_comes_once_per_epoch_whatever_happens(
+    builds, server, format, segments, mode, remainder
+):
+    options = {"url": builds[format], "remainder": remainder, **plain(mode)}
+    if "halves" in mode:
+        options["url"] = [(builds[format, half], 1.0) for half in range(2)]
+    if "weights" in mode:
+        one, two = (f"{format}-{half}" for half in range(2))
+        options["mixing_weights"] = [(0, {one: 1, two: 0.5}), (3, {two: 1}), (7, {one: 1, two: 1})]
+    check_run(server, segments, options)
+
+
+def plain(mode):
+    """The options of a mode, on one build."""
+    return {name: value for name, value in mode.items() if name not in {"halves", "weights"}}
+
+
+@pytest.fixture(scope="module")
+def bucket(s3, builds, tmp_path_factory):
+    """The builds in a bucket, by format."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in s3.environment.items():
+            patch.setenv(name, value)
+        yield {
+            format: upload(s3, builds[format], f"resume-{os.getpid()}/{format}")
+            for format in FORMATS
+        }
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("format", FORMATS)
+@settings(deadline=None, max_examples=3)
+@given(**runs, cache_bytes=st.sampled_from([0, 200_000, 1 << 30]))
+def test_every_sample_comes_once_per_epoch_from_a_bucket(
+    bucket, server, tmp_path_factory, format, segments, mode, remainder, cache_bytes
+):
+    storage = StorageOptions(cache_dir=tmp_path_factory.mktemp("cache"), cache_bytes=cache_bytes)
+    options = {"url": bucket[format], "remainder": remainder, "storage": storage}
+    options |= plain(mode)
+    if format == "refs":
+        options["image_root"] = f"{bucket[format]}/images"
+    check_run(server, segments, options)
