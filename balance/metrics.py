@@ -170,12 +170,12 @@ def repeated_pairs(first: IntArray, second: IntArray, step_groups: int) -> float
     steps, later = np.arange(len(first)) // step_groups, later[first]
     steps, later = steps[later >= 0], later[later >= 0]
     both = steps * (int(later.max(initial=0)) + 1) + later
-    again, before, after = (_num_pairs(each) for each in (both, steps, later))
+    again, before, after = (num_pairs(each) for each in (both, steps, later))
     by_chance = before * after / max(1, len(steps) * (len(steps) - 1) // 2)
     return again / by_chance if by_chance else 1.0
 
 
-def _num_pairs(places: IntArray) -> int:
+def num_pairs(places: IntArray) -> int:
     """Pairs of entries that are equal."""
     sizes = np.unique(places, return_counts=True)[1]
     return int((sizes * (sizes - 1)).sum()) // 2

@@ -108,7 +108,7 @@ class StreamingLoader:
         self._told = {"the build's manifest": hashes, "weights": repr(weights)}
         self._steps = Steps(source, config.step_config(), config.planner)
         num_left_out = 0 if chosen is None else sum(int((~mask).sum()) for mask in chosen)
-        self._reader, self._meter = SampleReader(builds), Meter(num_left_out)
+        self._reader, self._meter = SampleReader(builds), Meter(num_left_out, len(builds))
         self._builder = StepBuilder(self._reader, self.model, config, self._meter)
         self._pid = os.getpid()
         self._running: Prefetcher[StepPlan, MicroBatch] | None = None

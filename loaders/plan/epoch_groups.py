@@ -75,6 +75,9 @@ class Epoch(Protocol):
     def samples(self, groups: IntArray) -> SampleRefs:
         """All samples of the groups, group after group."""
 
+    def origins(self, groups: IntArray) -> tuple[IntArray, IntArray]:
+        """Build of each group, and a number that it keeps there over epochs; int64, same shape."""
+
     def label_weights(self, weights: LossWeights) -> float:
         """Weights of all labels of the epoch."""
 
@@ -126,6 +129,10 @@ class StoredGroups:
         sizes = self.column("num_samples", groups)
         return whole_groups(np.full_like(groups, self._place), groups, sizes)
 
+    def origins(self, groups: IntArray) -> tuple[IntArray, IntArray]:
+        """This build, and rows of its index."""
+        return np.full_like(groups, self._place), groups
+
     def label_weights(self, weights: LossWeights) -> float:
         """Weights of all labels of the build."""
         if weights == "token":
@@ -175,6 +182,12 @@ class SampleGroups:
             rows[own] = np.searchsorted(table.offsets, inside, side="right") - 1
             places[own] = inside - table.offsets[rows[own]]
         return SampleRefs(builds + self._place, rows, places)
+
+    def origins(self, groups: IntArray) -> tuple[IntArray, IntArray]:
+        """Build and number of each group's first sample: groups may be others in each epoch."""
+        firsts = self._groups.samples[self._groups.offsets[groups]].astype(np.int64)
+        builds = np.searchsorted(self._firsts, firsts, side="right") - 1
+        return builds + self._place, firsts
 
     def label_weights(self, weights: LossWeights) -> float:
         """Weights of all labels of the samples in groups."""

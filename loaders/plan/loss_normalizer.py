@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from balance.loss_weights import LossNormalizer, LossWeights, sample_weights
-from balance.types import IntArray
+from balance.types import FloatArray, IntArray
 from loaders.plan.epoch_groups import Epoch, PlannedBuild, sample_column
 
 
@@ -30,24 +30,23 @@ class StepNormalizer:
         self._normalizer = normalizer
         self._total: tuple[Epoch, float] | None = None
 
-    def divisors(self, epoch: Epoch, steps: IntArray, num_loss_tokens: list[int]) -> list[float]:
-        """Divisors of steps, whose groups are (steps, dp, micro_batches), -1 for none.
-
-        Of "step" the weights of its labels; of "epoch" those of an average step of the epoch.
-        Never 0: 1 where there are no labels.
-        """
-        if self._normalizer == "epoch":
-            total = self._total
-            if total is None or total[0] is not epoch:
-                total = self._total = epoch, epoch.label_weights(self._weights)
-            divisor = total[1] * self._step_groups / max(1, len(epoch)) or 1.0
-            return [divisor] * len(steps)
+    def weights(self, epoch: Epoch, groups: IntArray) -> FloatArray:
+        """Weights of the labels of each group, float64, same shape."""
         if self._weights == "token":
-            return [float(max(1, number)) for number in num_loss_tokens]
-        flat = steps.reshape(len(steps), -1)
-        exists = flat >= 0
-        groups, step_of_group = flat[exists], np.nonzero(exists)[0]
+            return epoch.column("num_loss_tokens", groups).astype(np.float64)
         labels = sample_column(self._builds, epoch.samples(groups), "num_loss_tokens")
-        step_of_sample = np.repeat(step_of_group, epoch.column("num_samples", groups))
-        sums = np.bincount(step_of_sample, sample_weights(labels, self._weights), len(steps))
-        return [each or 1.0 for each in sums.tolist()]
+        owners = np.repeat(np.arange(len(groups)), epoch.column("num_samples", groups))
+        sums = np.bincount(owners, sample_weights(labels, self._weights), len(groups))
+        return np.asarray(sums, np.float64)
+
+    def divisors(self, epoch: Epoch, step_weights: FloatArray) -> list[float]:
+        """Divisors of steps, from the weights of their labels. Never 0: 1 without any label.
+
+        Of "step" those weights; of "epoch" the weights of an average step of the epoch.
+        """
+        if self._normalizer == "step":
+            return [each or 1.0 for each in step_weights.tolist()]
+        total = self._total
+        if total is None or total[0] is not epoch:
+            total = self._total = epoch, epoch.label_weights(self._weights)
+        return [total[1] * self._step_groups / max(1, len(epoch)) or 1.0] * len(step_weights)

@@ -85,6 +85,13 @@ class JointEpoch:
             values[places] = epoch.column(name, rows)
         return values
 
+    def origins(self, groups: IntArray) -> tuple[IntArray, IntArray]:
+        """Build of each group, and its number there."""
+        builds, numbers = np.empty((2, len(groups)), np.int64)
+        for epoch, places, rows in self._find(groups):
+            builds[places], numbers[places] = epoch.origins(rows)
+        return builds, numbers
+
     def selection(self, group: int) -> Selection:
         """What to read for a group."""
         ((epoch, _, rows),) = self._find(np.array([group]))

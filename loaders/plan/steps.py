@@ -21,7 +21,7 @@ from balance.errors import ConfigError
 from balance.loss_weights import LossNormalizer, LossWeights
 from balance.order.block_shuffle import BlockShuffle, GroupOrder
 from balance.steps.step_planner import StepAssignment, StepPlanner, StepRequest, check_assignment
-from balance.types import COUNT_COLUMNS, IntArray
+from balance.types import COUNT_COLUMNS, FloatArray, IntArray
 from loaders.plan.epoch_groups import Epoch, EpochSource, sample_counts
 from loaders.plan.in_order import InOrder
 from loaders.plan.loss_normalizer import StepNormalizer
@@ -44,13 +44,26 @@ _REFUSALS = {
 _LLM_TOKENS = ("num_image_tokens", "num_text_tokens", "num_audio_tokens")
 
 
+class StepGroups(NamedTuple):
+    """The groups of a step, of all ranks; arrays of shape (num_groups,)."""
+
+    epoch: int
+    builds: IntArray
+    numbers: IntArray
+    """Number of each group in its build, the same in every epoch."""
+    weights: FloatArray
+    """Weights of each group's labels (`loss_weights`)."""
+
+
 class StepTotals(NamedTuple):
-    """Sums over all groups of a step, the same on every rank."""
+    """Sums over all groups of a step, and the groups, the same on every rank."""
 
     num_loss_tokens: int
     num_samples: int
     loss_normalizer: float
     """What `MicroBatch.loss_normalizer` says."""
+    groups: StepGroups
+    """For figures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,8 +235,9 @@ class Steps:
             self._spread(steps, name).sum(axis=(1, 2)).tolist()
             for name in ("num_loss_tokens", "num_samples")
         )
-        divisors = self._normalizer.divisors(self._groups, steps, labels)
-        totals = [StepTotals(*each) for each in zip(labels, samples, divisors, strict=True)]
+        divisors, groups = self._weigh(steps)
+        each_total = zip(labels, samples, divisors, groups, strict=True)
+        totals = [StepTotals(*each) for each in each_total]
         if self._planner is None:
             return self._stored(steps, totals, streams)
         each_step = zip(steps, totals, streams, strict=True)
@@ -287,6 +301,21 @@ class Steps:
     def _stream_loads(self, groups: IntArray) -> tuple[IntArray, IntArray]:
         image, text, audio = (self._groups.column(name, groups) for name in _LLM_TOKENS)
         return self._groups.column(self._vision, groups), image + text + audio
+
+    def _weigh(self, steps: IntArray) -> tuple[list[float], list[StepGroups]]:
+        """Divisors and groups of steps, which have shape (steps, dp, micro_batches)."""
+        exists = steps >= 0
+        groups, step_of_group = steps[exists], np.nonzero(exists)[0]
+        weights = self._normalizer.weights(self._groups, groups)
+        sums = np.bincount(step_of_group, weights, len(steps)).astype(np.float64)
+        builds, numbers = self._groups.origins(groups)
+        ends = np.cumsum(np.bincount(step_of_group, minlength=len(steps))).tolist()
+        borders = zip([0, *ends], ends, strict=False)
+        each = [
+            StepGroups(self.epoch, builds[start:end], numbers[start:end], weights[start:end])
+            for start, end in borders
+        ]
+        return self._normalizer.divisors(self._groups, sums), each
 
     def _stored(
         self, steps: IntArray, totals: list[StepTotals], streams: list[GroupOrder]
