@@ -8,6 +8,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 from balance.errors import ConfigError
 from loaders import StreamingLoader
@@ -15,6 +17,7 @@ from loaders.plan.in_order import InOrder, cut_borders
 from loaders.plan.steps import StepConfig, Steps
 from loaders.read.build import open_builds
 from support.builds.sample_tables import path_groups, text_samples, write_tabled
+from support.ranks import on_ranks
 
 SIZES = {"a": 130, "b": 37}
 NUM_SAMPLES = sum(SIZES.values())
@@ -119,6 +122,36 @@ def test_where_samples_are_too_few_the_last_ranks_have_one_less(tmp_path):
         assert [len(plan.micro_batches) for plan in plans] == sizes
         assert {steps.remaining for steps in ranks} == {0}
     assert plans[-1].micro_batches[-1] == ()
+
+
+def test_ranks_that_meet_in_every_forward_pass_all_come(urls, tmp_path):
+    """As FSDP and DDP do; with other numbers of micro-batches a rank would wait forever."""
+    on_ranks(3, tmp_path, evaluate, [(url, 1.0) for url in urls], tmp_path)
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    assert found[0] == found[1] == found[2]
+    assert found[0]["samples"] == NUM_SAMPLES
+
+
+def evaluate(datasets, folder):
+    totals = torch.zeros(2)
+    loader = StreamingLoader(datasets, shuffle=False, micro_batches_per_step=2, workers=0)
+    for step in loader:
+        for batch in step:
+            assert batch.num_samples > 0
+            sums = torch.tensor([batch.num_samples, (batch.labels >= 0).sum()], dtype=torch.float)
+            dist.all_reduce(sums)
+            totals += sums
+    samples, labels = totals.tolist()
+    found = {"samples": samples, "labels": labels, "steps": len(loader)}
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+def test_a_rank_without_a_sample_gets_steps_without_micro_batches(tmp_path):
+    url = write_tabled(tmp_path / "few", [[sample] for sample in text_samples(7)])
+    last = StreamingLoader(url, dp_rank=8, dp_world_size=9, shuffle=False, workers=1)
+    assert [len(step) for step in last] == [0]
+    first = StreamingLoader(url, dp_rank=0, dp_world_size=9, shuffle=False, workers=1)
+    assert [len(step) for step in first] == [1]
 
 
 def test_the_loader_gives_the_same_passes_again(urls):
