@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,9 @@ more are packed again: together they would cost as many micro-batches as before.
 """
 WINDOW_GROUPS = 4096
 """Groups whose remaining samples are packed again together, as `regroup_window`."""
+
+
+MadeEpoch = TypeVar("MadeEpoch")
 
 
 class PlannedBuild(Protocol):
@@ -224,6 +227,37 @@ class ChosenGroups:
         """Nothing."""
 
 
+class PreparedEpochs(Generic[MadeEpoch]):
+    """Epochs that `make` makes, one of them in advance in a thread."""
+
+    def __init__(self, make: Callable[[int], MadeEpoch]) -> None:
+        self._make = make
+        # the last epoch that was asked for, which a mixture may want again
+        self._made: tuple[int, MadeEpoch] | None = None
+        # the epoch that is being made, the process that makes it, and the result
+        self._pending: tuple[tuple[int, int], Future[MadeEpoch]] | None = None
+
+    def get(self, number: int) -> MadeEpoch:
+        """An epoch, from `prepare` or made now."""
+        made, pending = self._made, self._pending
+        if made is not None and made[0] == number:
+            return made[1]
+        self._pending = None
+        # a forked process does not have its parent's thread
+        is_ready = pending is not None and pending[0] == (number, os.getpid())
+        epoch = pending[1].result() if pending and is_ready else self._make(number)
+        self._made = number, epoch
+        return epoch
+
+    def prepare(self, number: int) -> None:
+        """Start to make an epoch in a thread, unless that has been started."""
+        key, made, pending = (number, os.getpid()), self._made, self._pending
+        if (made is None or made[0] != number) and (pending is None or pending[0] != key):
+            pool = ThreadPoolExecutor(1, thread_name_prefix=f"isobatch-epoch-{number}")
+            self._pending = key, pool.submit(self._make, number)
+            pool.shutdown(wait=False)
+
+
 class Regrouped:
     """One build, regrouped in every epoch: 1.3 s per 1.2 million samples, or in advance."""
 
@@ -245,29 +279,15 @@ class Regrouped:
         if chosen is not None:
             self.identity["samples"] = choice_digest(chosen)
             self._stored = _restrict(self._stored, chosen)
-        # the last epoch that was asked for, which a mixture may want again
-        self._made: tuple[int, SampleGroups] | None = None
-        # the epoch that is being made, the process that makes it, and the result
-        self._pending: tuple[tuple[int, int], Future[SampleGroups]] | None = None
+        self._epochs = PreparedEpochs(self._make)
 
     def epoch(self, number: int) -> SampleGroups:
         """That epoch's groups, from `prepare` or made now."""
-        if self._made is None or self._made[0] != number:
-            pending, self._pending = self._pending, None
-            # a forked process does not have its parent's thread
-            is_ready = pending is not None and pending[0] == (number, os.getpid())
-            made = pending[1].result() if pending and is_ready else self._make(number)
-            self._made = number, made
-        return self._made[1]
+        return self._epochs.get(number)
 
     def prepare(self, number: int) -> None:
         """Start to make that epoch's groups in a thread, unless that has been started."""
-        key = number, os.getpid()
-        is_made = self._made is not None and self._made[0] == number
-        if not is_made and (self._pending is None or self._pending[0] != key):
-            pool = ThreadPoolExecutor(1, thread_name_prefix=f"isobatch-epoch-{number}")
-            self._pending = key, pool.submit(self._make, number)
-            pool.shutdown(wait=False)
+        self._epochs.prepare(number)
 
     def _make(self, number: int) -> SampleGroups:
         build = self.builds[0]

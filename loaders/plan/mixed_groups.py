@@ -14,9 +14,9 @@ import numpy as np
 
 from balance.loss_weights import LossWeights
 from balance.order.block_shuffle import choose_order
-from balance.rng import SHUFFLE, random_permutation
+from balance.rng import SHUFFLE, permutation_slice
 from balance.types import IntArray
-from loaders.plan.epoch_groups import Epoch, EpochSource, PlannedBuild
+from loaders.plan.epoch_groups import Epoch, EpochSource, PlannedBuild, PreparedEpochs
 from loaders.plan.selection import SampleRefs, Selection
 
 WEIGHT_DENOMINATOR = 10**6
@@ -38,17 +38,19 @@ class MixedGroups:
         exact = [Fraction(weight).limit_denominator(WEIGHT_DENOMINATOR) for weight in weights]
         self._shares = [weight / max(exact) for weight in exact]
         self.identity = joint_identity(parts, list(map(str, self._shares)))
+        self._epochs = PreparedEpochs(self._make)
 
     def epoch(self, number: int) -> MixedEpoch:
         """Each build's share of its groups."""
-        chosen = [piece for part in range(len(self._parts)) for piece in self._pieces(part, number)]
-        return MixedEpoch(self.builds[0], chosen, self._seed)
+        return self._epochs.get(number)
 
     def prepare(self, number: int) -> None:
-        """Start to regroup what that epoch needs."""
-        for part, share in zip(self._parts, self._shares, strict=True):
-            # its last pass: those before are of the epoch that is under way
-            part.prepare(int(-(-share * (number + 1) // 1)) - 1)
+        """Start to make that epoch in a thread: 11 million groups take a second and more."""
+        self._epochs.prepare(number)
+
+    def _make(self, number: int) -> MixedEpoch:
+        chosen = [piece for part in range(len(self._parts)) for piece in self._pieces(part, number)]
+        return MixedEpoch(self.builds[0], chosen, self._seed)
 
     def _pieces(self, part: int, number: int) -> list[tuple[Epoch, IntArray]]:
         """A build's groups of an epoch, ascending: the next stretch of its passes.
@@ -60,14 +62,13 @@ class MixedGroups:
         for turn in range(int(start), int(-(-stop // 1))):
             groups = self._parts[part].epoch(turn)
             size = len(groups)
-            # place 0 of this purpose is the order of an epoch's groups
-            order = random_permutation(size, self._seed, SHUFFLE, place=part + 1)
             first = int(max(start - turn, Fraction(0)) * size)
             end = int(min(stop - turn, Fraction(1)) * size)
-            chosen = order[first:end]
+            # place 0 of this purpose is the order of an epoch's groups
+            chosen = permutation_slice(size, first, end, self._seed, SHUFFLE, place=part + 1)
             if pieces and pieces[0][0] is groups:  # one pass ends and the next has the same groups
-                chosen = np.concatenate([pieces.pop()[1], chosen])
-            pieces.append((groups, np.sort(chosen)))
+                chosen = np.sort(np.concatenate([pieces.pop()[1], chosen]))
+            pieces.append((groups, chosen))
         return pieces
 
 
@@ -125,17 +126,17 @@ class MixedEpoch(JointEpoch):
         """`chosen`: groups of each; `build`: any of the builds."""
         self._epochs = [epoch for epoch, _ in chosen]
         self._shares = [len(groups) / max(1, len(epoch)) for epoch, groups in chosen]
-        owners = np.repeat(np.arange(len(chosen)), [len(groups) for _, groups in chosen])
-        self._owners, self._rows = owners, np.concatenate([groups for _, groups in chosen])
-        everyone = np.arange(len(owners))
-        vision = self.column(f"num_{build.manifest.model.vision_unit}", everyone)
-        tokens = sum(
-            self.column(f"num_{kind}_tokens", everyone) for kind in ("image", "text", "audio")
-        )
         from balance.order.sort_groups import sort_groups  # noqa: PLC0415  (see `loaders`)
 
-        order = sort_groups(vision, np.asarray(tokens, np.int64), seed)
-        self._owners, self._rows = owners[order].astype(np.int16), self._rows[order]
+        vision = _sums(chosen, f"num_{build.manifest.model.vision_unit}")
+        tokens = _sums(chosen, *(f"num_{kind}_tokens" for kind in ("image", "text", "audio")))
+        order = sort_groups(vision, tokens, seed)
+        del vision, tokens
+        # 6 bytes per group are kept; no build has 2^31 groups
+        rows = [np.empty(0, np.int32), *(groups.astype(np.int32) for _, groups in chosen)]
+        owners = np.arange(len(chosen), dtype=np.int16)
+        self._rows = np.concatenate(rows)[order]
+        self._owners = np.repeat(owners, [len(groups) for _, groups in chosen])[order]
         self.order = choose_order(len(order))
 
     def __len__(self) -> int:
@@ -147,11 +148,22 @@ class MixedEpoch(JointEpoch):
         return sum(epoch.label_weights(weights) * share for epoch, share in parts)
 
     def _find(self, groups: IntArray) -> Iterator[tuple[Epoch, IntArray, IntArray]]:
-        owners, rows = self._owners[groups], self._rows[groups]
+        owners, rows = self._owners[groups], self._rows[groups].astype(np.int64)
         for number, epoch in enumerate(self._epochs):
             places = np.flatnonzero(owners == number)
             if len(places):
                 yield epoch, places, rows[places]
+
+
+def _sums(chosen: Sequence[tuple[Epoch, IntArray]], *names: str) -> IntArray:
+    """The sum of some columns, of all groups one part after the other."""
+    sums = np.zeros(sum(len(groups) for _, groups in chosen), np.int64)
+    end = 0
+    for epoch, groups in chosen:
+        start, end = end, end + len(groups)
+        for name in names:
+            sums[start:end] += epoch.column(name, groups)
+    return sums
 
 
 def joint_identity(parts: Sequence[EpochSource], shares: Sequence[str]) -> dict[str, object]:

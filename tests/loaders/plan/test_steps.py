@@ -129,6 +129,10 @@ def mixed(builds, weights, part=StoredGroups):
     return MixedGroups([part(one, place=place) for place, one in enumerate(builds)], weights, 0)
 
 
+def regrouped(build, place):
+    return Regrouped(build, 0, 16, place=place)
+
+
 def check_step(plans, given, builds):
     """What every rank knows of a step is so, and what planners gave to encoders is all there is to
     encode.
@@ -200,6 +204,18 @@ def test_regrouped_epochs_differ_keep_the_caps_and_are_the_same_when_made_in_the
         assert groups.sum(table.seq_len(np.arange(NUM_SAMPLES))).max() <= LIMITS.max_seq_len
         groups_of.append({tuple(sorted(groups[g].tolist())) for g in range(len(groups))})
     assert len(groups_of[0] & groups_of[1]) < len(groups_of[0]) / 4
+
+
+@pytest.mark.parametrize("part", [StoredGroups, regrouped])
+def test_mixed_epochs_are_the_same_when_made_in_the_background(others, part):
+    source, ahead = (mixed(others, [5.0, 2.0], part) for _ in range(2))
+    for number in (0, 1, 2, 1):
+        ahead.prepare(number)
+        epoch, again = source.epoch(number), ahead.epoch(number)
+        selections = [
+            [each.selection(group) for group in range(len(each))] for each in (epoch, again)
+        ]
+        assert selections[0] == selections[1]
 
 
 def test_weights_are_shares_of_passes_and_every_pass_is_whole(others):
