@@ -39,7 +39,7 @@ from packer.upload import Publisher
 from packer.write.pack_samples import ShardTask, WriteConfig
 from packer.write.write_shards import index_part, plan_shards, sample_bytes, write_shard
 from shards.folders import is_uri, naming_full_disk, on_disk
-from shards.index import INDEX_NAME, merge_index, read_lost
+from shards.index import merge_index, read_lost
 from shards.manifest import is_complete, write_manifest
 from shards.tables import (
     COUNTS_NAME,
@@ -278,7 +278,7 @@ class Builder:
             if lost:
                 groups = _without(grouping.groups, [row for row, _, _ in lost])
                 self._write_groups(groups, counts)
-            index = merge_index(parts, self.out / INDEX_NAME)
+            index = merge_index(parts, self.out)
             counted = counts.num_read, counts.num_repeated
             manifest = self.identity.manifest(self.out, dataset, grouping, index, parts, counted)
             write_manifest(self.out, manifest)

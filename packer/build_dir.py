@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from packer.group import Grouping
 from packer.sources.dataset import SHARE_KEYS, Dataset, Part
 from packer.text.chat_tokenizer import ChatTokenizer
 from shards.folders import is_uri, open_folder
-from shards.index import INDEX_NAME, read_shard_file
+from shards.index import IDS_NAME, INDEX_NAME, find_batches, read_shard_file
 from shards.manifest import MANIFEST_NAME, BuildFile, hash_json, read_manifest
 from shards.tables import COUNTS_NAME, GROUPS_NAME, REJECTED_NAME
 
@@ -32,7 +32,7 @@ BUILDING_NAME = "building.json"
 """While a build into an object store is unfinished: whose it is."""
 
 ELSEWHERE = "choose another --out, or add --overwrite"
-TABLE_NAMES = (INDEX_NAME, COUNTS_NAME, GROUPS_NAME, REJECTED_NAME)
+TABLE_NAMES = (INDEX_NAME, IDS_NAME, COUNTS_NAME, GROUPS_NAME, REJECTED_NAME)
 """Files that the manifest lists, in its order; the shards have their own list."""
 
 _FOLDERS = ("shards", "staging", DEMO_FOLDER)
@@ -109,7 +109,6 @@ class BuildIdentity:
         `counted`: records read, and copies beyond the first of each sample.
         """
         settings, data_root = self.settings(dataset), _absolute(dataset.parts[0].data_root)
-        root = open_folder(str(out), follow_links=True)
         keys = ("hash", "image_token_id", "audio_token_id", "vocab_size", "added_tokens")
         return {
             "isobatch_version": version("isobatch"),
@@ -125,7 +124,7 @@ class BuildIdentity:
             "order": asdict(grouping.order),
             "totals": _totals(index, *counted),
             "shards": _describe_shards(parts, index),
-            "files": [BuildFile.of(root, name).to_json() for name in TABLE_NAMES],
+            "files": [_describe_file(out, name) for name in TABLE_NAMES],
             **({"data_root": data_root} if self.config.format == "refs" else {}),
         }
 
@@ -206,6 +205,12 @@ def _totals(index: pa.Table, num_read: int, num_repeated: int) -> dict[str, int]
         "num_groups": len(index),
         **sums,
     }
+
+
+def _describe_file(out: Path, name: str) -> dict[str, Any]:
+    file = BuildFile.of(open_folder(str(out), follow_links=True), name)
+    has_batches = name in {INDEX_NAME, IDS_NAME}
+    return replace(file, batches=find_batches(out / name) if has_batches else ()).to_json()
 
 
 def _describe_shards(parts: list[Path], index: pa.Table) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from balance.errors import DamagedShard
 from balance.types import COUNT_COLUMNS
 from packer.progress import StageProgress
 from shards.folders import Folder, on_disk, open_folder
-from shards.index import INDEX_NAME, GroupIndex
+from shards.index import IDS_NAME, INDEX_NAME, FolderFiles, GroupIndex, open_index
 from shards.manifest import MANIFEST_NAME, BuildFile, Manifest, read_manifest
 from shards.tables import COUNTS_NAME, REJECTED_NAME, read_table
 
@@ -83,7 +83,15 @@ def _check_file(folder: Folder, expected: BuildFile) -> list[str]:
 
 def _check_totals(folder: Path, manifest: Manifest) -> Iterator[str]:
     totals = manifest.values["totals"]
-    index = GroupIndex(folder / INDEX_NAME, manifest.num_groups)
+    try:
+        index = open_index(manifest, FolderFiles(manifest, folder))
+        has_ids = index.num_ids() == index.column("num_samples")
+    except DamagedShard as error:  # the manifest does not fit it
+        yield str(error)
+        return
+    if not has_ids.all():
+        ids = IDS_NAME if manifest.version > 2 else INDEX_NAME
+        yield f"{ids}: group {np.argmin(has_ids)} has not as many ids as samples"
     for column, total in (("num_samples", "num_packed"), *((name, name) for name in COUNT_COLUMNS)):
         found = int(index.column(column).sum())
         if found != totals[total]:

@@ -5,9 +5,11 @@
 OLD is a checkout of the older version with a virtual environment in `.venv`; the newer one is the
 checkout that this script is in. Both pack the demo in every format, with `--corpus` also that
 folder (LLaVA layout) in every format and as part of a mixture. All files must be equal byte for
-byte; manifests may differ in `isobatch_version` and in the `content_hash` that covers it, and
-report.html is not compared. The newer version then resumes the loader of the older one, continues
-its training run with the same losses, writes the same plan.json and reads the older one's.
+byte, except: manifests may differ in the version and in the `content_hash` that covers it, of the
+index the rows must be equal (from `format_version` 3 on the sample ids are a file of their own),
+and report.html is not compared. The newer version then resumes the loader of the older one,
+continues its training run with the same losses, writes the same plan.json and reads the older
+one's.
 
 Prints a line per comparison; the exit status is 1 if one fails.
 """
@@ -23,11 +25,17 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.ipc
 
 ROOT = Path(__file__).parents[1]
 FORMATS = ("arrow", "webdataset", "refs")
-VERSION_KEYS = ("isobatch_version", "content_hash")
+VERSION_KEYS = ("isobatch_version", "format_version", "content_hash")
 """Fields of a manifest in which two versions may differ."""
+INDEX, SAMPLE_IDS = "index.arrow", "sample_ids.arrow"
+"""Together the index, in two files from `format_version` 3 on."""
 NOT_COMPARED = {"report.html"}
 """Pages for people, which no program reads."""
 
@@ -182,7 +190,10 @@ def build_cases(folder: Path, args: argparse.Namespace) -> dict[str, list[str]]:
 
 def compare_builds(name: str, old: Path, new: Path) -> Comparison:
     """All files of two builds, byte for byte."""
-    files = [{str(path.relative_to(root)) for path in root.rglob("*")} for root in (old, new)]
+    files = [
+        {str(path.relative_to(root)) for path in root.rglob("*")} - {SAMPLE_IDS}
+        for root in (old, new)
+    ]
     differences = [f"only in one: {file}" for file in sorted(files[0] ^ files[1])]
     for file in sorted(files[0] & files[1] - NOT_COMPARED):
         if (old / file).is_file() and content(old / file) != content(new / file):
@@ -190,11 +201,20 @@ def compare_builds(name: str, old: Path, new: Path) -> Comparison:
     return Comparison(name=f"build {name}: {len(files[0])} files", differences=tuple(differences))
 
 
-def content(path: Path) -> bytes | dict[str, object]:
+def content(path: Path) -> bytes | list[Any] | dict[str, Any]:
     """What must be equal of a file."""
+    if path.name == INDEX:
+        parts = [path, *([ids] if (ids := path.with_name(SAMPLE_IDS)).is_file() else [])]
+        tables = [pa.ipc.open_file(str(part)).read_all() for part in parts]
+        return [
+            (name, table.column(name).to_pylist())
+            for table in tables
+            for name in table.schema.names
+        ]
     if path.name != "manifest.json":
         return path.read_bytes()
-    values: dict[str, object] = json.loads(path.read_bytes())
+    values: dict[str, Any] = json.loads(path.read_bytes())
+    values["files"] = [file for file in values["files"] if file["name"] not in {INDEX, SAMPLE_IDS}]
     return {key: value for key, value in values.items() if key not in VERSION_KEYS}
 
 

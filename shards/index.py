@@ -1,19 +1,28 @@
 """index.arrow, written and read: where every group is and what it costs.
 
-One row per group. While a build is unfinished, each shard has an `IndexPart`, written after it, so
-that a part means that its shard is complete; `merge_index` joins them.
+One row per group, in record batches of BATCH_ROWS rows. The ids of the samples are in a file of
+their own, sample_ids.arrow, because training reads none. While a build is unfinished, each shard
+has an `IndexPart`, written after it, so that a part means that its shard is complete; `merge_index`
+joins them.
 
-Readers map the file (`GroupIndex`): opening costs nothing per group, and the ranks of a machine
-share the pages. So 100 million groups (6 GB of index) need a few megabytes per process.
+`GroupIndex` reads a record batch when one of its rows is first asked for, and compares it with the
+manifest's checksum. From a folder it is mapped, so that the processes of a machine share the pages.
+The manifest also says where each record batch is, so the file's own header and footer are not read.
 """
 
+from __future__ import annotations
+
 import json
+import os
+import random
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -22,13 +31,18 @@ from numpy.typing import NDArray
 
 from balance.errors import DamagedShard, first_line
 from balance.types import COUNT_COLUMNS, IntArray
-from shards.checksums import FileChecksum, group_checksum
-from shards.manifest import BuildFile
+from shards.arrow_shards import MAGIC_BYTES
+from shards.checksums import FileChecksum, file_checksum, group_checksum, wrong_bytes
+from shards.folders import join
+from shards.manifest import BatchRange, BuildFile, Manifest
 from shards.stored_group import ByteRange, PackedBlock
 
 INDEX_NAME = "index.arrow"
+IDS_NAME = "sample_ids.arrow"
 BATCH_ROWS = 65_536
-"""Rows of a record batch of index.arrow, except the last one; docs/design.md."""
+"""Rows of a record batch of both, except the last one: 3.7 MB of the index."""
+CHECKED_BYTES = 256 << 20
+"""Largest file whose checksum is compared when it is opened as a whole; XXH3 takes some 40 ms."""
 MANY = 8
 """A column is gathered as a whole for at least a share of 1 / MANY of its rows: 10 million random
 rows take .2 s, by record batch .8 s.
@@ -36,8 +50,12 @@ rows take .2 s, by record batch .8 s.
 _PLACE = [("shard", pa.int32()), ("offset", pa.int64()), ("length", pa.int64())]
 _LOADS = [(name, pa.int32()) for name in ("num_samples", *COUNT_COLUMNS)]
 _IDS = ("sample_ids", pa.list_(pa.string()))
-INDEX_SCHEMA = pa.schema([*_PLACE, ("checksum", pa.uint64()), *_LOADS, _IDS])
-_CHECKSUM = INDEX_SCHEMA.get_field_index("checksum")
+INDEX_SCHEMA = pa.schema([*_PLACE, ("checksum", pa.uint64()), *_LOADS])
+IDS_SCHEMA = pa.schema([_IDS])
+_PART_SCHEMA = pa.schema([*INDEX_SCHEMA, *IDS_SCHEMA])
+_CHECKSUM = _PART_SCHEMA.get_field_index("checksum")
+
+# --- writing ---
 
 LostSample = tuple[int, str, str]
 """A sample that was left out of its shard: row of the counts table, reason, detail."""
@@ -69,7 +87,7 @@ class IndexPart:
                 pa.array(block.group_offsets, pa.int32()), pa.array(block.sample_ids, pa.string())
             ),
         }
-        self.rows.append(pa.table(columns).cast(INDEX_SCHEMA))
+        self.rows.append(pa.table(columns).cast(_PART_SCHEMA))
 
     def finish(self, name: str, written: Path) -> None:
         """Fill in the checksums of the groups and of the shard `name`, which is read once."""
@@ -85,7 +103,7 @@ class IndexPart:
                 checksums.append(group_checksum(content[start:end]))
                 done = end
             column = pa.array(checksums, pa.uint64())
-            self.rows[number] = table.set_column(_CHECKSUM, INDEX_SCHEMA.field(_CHECKSUM), column)
+            self.rows[number] = table.set_column(_CHECKSUM, _PART_SCHEMA.field(_CHECKSUM), column)
         whole.update(content[done:])
         self.file = BuildFile(name=name, size=len(content), checksum=whole.hexdigest())
 
@@ -93,7 +111,7 @@ class IndexPart:
         """Write the rows, whole or not at all; after `finish`, and after the shard is in place."""
         shard = self.file.to_json() if self.file else {}
         metadata = {"rejected": json.dumps(self.lost), "shard": json.dumps(shard)}
-        table = pa.concat_tables([INDEX_SCHEMA.empty_table(), *self.rows]).combine_chunks()
+        table = pa.concat_tables([_PART_SCHEMA.empty_table(), *self.rows]).combine_chunks()
         _write(table.replace_schema_metadata(metadata), path)
 
 
@@ -112,15 +130,39 @@ def _metadata(part: Path, key: bytes) -> Any:
         return json.loads(pa.ipc.open_file(source).schema.metadata[key])
 
 
-def merge_index(parts: Iterable[Path], target: Path) -> pa.Table:
-    """One index of the rows of all parts; returns it. Written whole or not at all."""
-    tables = [INDEX_SCHEMA.empty_table()]
+def merge_index(parts: Iterable[Path], out: Path) -> pa.Table:
+    """Write the rows of all parts as index and sample ids, each file whole or not at all.
+
+    Returns the index.
+    """
+    tables = [_PART_SCHEMA.empty_table()]
     for part in parts:
         with pa.OSFile(str(part), "rb") as source:
             tables.append(pa.ipc.open_file(source).read_all().replace_schema_metadata(None))
     table = pa.concat_tables(tables).combine_chunks()
-    _write(table, target, BATCH_ROWS)
-    return table
+    index = table.select(INDEX_SCHEMA.names)
+    _write(index, out / INDEX_NAME, BATCH_ROWS)
+    _write(table.select(IDS_SCHEMA.names), out / IDS_NAME, BATCH_ROWS)
+    return index
+
+
+def find_batches(path: Path) -> tuple[BatchRange, ...]:
+    """Where the record batches of an Arrow file are, in order; reads it once."""
+    with pa.memory_map(str(path)) as source:
+        content = source.read_buffer()
+    messages = pa.BufferReader(content)
+    messages.seek(MAGIC_BYTES)
+    pa.ipc.read_message(messages)  # the schema
+    batches: list[BatchRange] = []
+    while True:
+        start = messages.tell()
+        try:
+            pa.ipc.read_message(messages)
+        except EOFError:  # before the footer
+            return tuple(batches)
+        length = messages.tell() - start
+        checksum = group_checksum(content.slice(start, length))
+        batches.append(BatchRange(offset=start, length=length, checksum=checksum))
 
 
 def _write(table: pa.Table, path: Path, batch_rows: int | None = None) -> None:
@@ -131,33 +173,176 @@ def _write(table: pa.Table, path: Path, batch_rows: int | None = None) -> None:
     temporary.replace(path)
 
 
-class GroupIndex:
-    """The index of a finished build, mapped: reads only the rows asked for. Thread-safe."""
+# --- reading ---
 
-    def __init__(self, source: Path | pa.NativeFile, num_groups: int) -> None:
-        """`source` is the file's path, or the file, mapped."""
-        self._path = source if isinstance(source, Path) else INDEX_NAME
-        self._num_groups = num_groups
+
+class IndexFiles(Protocol):
+    """Where the index and the tables of a build are: in a folder, or in a store."""
+
+    at_once: int
+    """Record batches to read at a time."""
+
+    def open_file(self, name: str) -> pa.NativeFile:
+        """A whole file. DamagedShard if it is not what the manifest says."""
+
+    def read_batch(self, file: BuildFile, number: int) -> pa.Buffer:
+        """The message of a record batch. DamagedShard if its checksum is not the manifest's."""
+
+
+class FolderFiles:
+    """The index and the tables in a folder, mapped."""
+
+    at_once = 1
+
+    def __init__(
+        self, manifest: Manifest, folder: Path | None = None, *, verify: bool = True
+    ) -> None:
+        """`folder`: where they are, if not next to the manifest. `verify`: compare checksums."""
+        self._manifest, self._verify = manifest, verify
+        self._folder = folder or Path(manifest.place)
+        self._mapped: dict[str, pa.Buffer] = {}
+
+    def open_file(self, name: str) -> pa.NativeFile:
+        """The index or a table. One of more than CHECKED_BYTES is compared by its size only."""
+        path = self._folder / name
+        listed = next((file for file in self._manifest.files if file.name == name), None)
         try:
-            file = pa.memory_map(str(source)) if isinstance(source, Path) else source
-            self._reader = pa.ipc.open_file(file)
-        except (OSError, pa.ArrowInvalid) as error:
-            advice = "run `packer verify`, or build again"
-            raise DamagedShard(f"{self._path}: cannot be opened ({error}); {advice}") from None
-        if self._reader.num_record_batches != -(-num_groups // BATCH_ROWS):
-            raise self._damaged(f"{self._reader.num_record_batches} record batches")
+            opened = pa.memory_map(str(path))
+            if listed is not None:
+                self._check(opened, path, listed)
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else first_line(error)
+            raise DamagedShard(
+                f"{path}: cannot be opened ({reason}); run `packer verify`, or build again"
+            ) from None
+        return opened
+
+    def read_batch(self, file: BuildFile, number: int) -> pa.Buffer:
+        """The message of a record batch, a view into the mapped file."""
+        if file.name not in self._mapped:
+            with self.open_file(file.name) as opened:
+                self._mapped[file.name] = opened.read_buffer()
+        batch = file.batches[number]
+        content = self._mapped[file.name].slice(batch.offset, batch.length)
+        if self._verify and (problem := wrong_bytes(batch.checksum, "the manifest says", content)):
+            raise DamagedShard(
+                f"{self._folder / file.name}: record batch {number}: {problem}; run `packer "
+                "verify`, and copy or build it again"
+            )
+        return content
+
+    def _check(self, opened: pa.NativeFile, path: Path, file: BuildFile) -> None:
+        size = opened.size()
+        if size != file.size:
+            raise file.wrong_size(str(path), f"has {size} bytes")
+        if not self._verify or file.batches or size > CHECKED_BYTES:
+            return
+        if file_checksum(opened)[0] != file.checksum:
+            raise file.wrong_checksum(str(path))
+        opened.seek(0)
+
+
+def open_index(manifest: Manifest, files: IndexFiles | None = None) -> GroupIndex:
+    """The index of a build, in `files` or next to the manifest. DamagedShard if it does not fit.
+
+    Record batches are read later, so most damage is found by the first read of a row in one.
+    """
+    files = files or FolderFiles(manifest)
+    if manifest.version > 2:
+        index = _batches_by_range(manifest, INDEX_NAME, INDEX_SCHEMA, files)
+        return GroupIndex(index, lambda: _batches_by_range(manifest, IDS_NAME, IDS_SCHEMA, files))
+    # version 2: one file with both, by its footer
+    place = join(manifest.place, INDEX_NAME)
+    try:
+        reader = pa.ipc.open_file(files.open_file(INDEX_NAME))
+    except (OSError, pa.ArrowException) as error:
+        advice = "run `packer verify`, or build again"
+        raise DamagedShard(f"{place}: cannot be opened ({first_line(error)}); {advice}") from None
+    both = _Batches(reader.get_batch, reader.num_record_batches, manifest.num_groups, place)
+    return GroupIndex(both, lambda: both)
+
+
+def _batches_by_range(
+    manifest: Manifest, name: str, schema: pa.Schema, files: IndexFiles
+) -> _Batches:
+    file = manifest.file(name)
+
+    def read(number: int) -> pa.RecordBatch:
+        return pa.ipc.read_record_batch(files.read_batch(file, number), schema)
+
+    place = join(manifest.place, name)
+    return _Batches(read, len(file.batches), manifest.num_groups, place, files.at_once)
+
+
+class _Batches:
+    """The record batches of a file, each read when it is first touched. Thread-safe."""
+
+    def __init__(
+        self,
+        read: Callable[[int], pa.RecordBatch],
+        num_batches: int,
+        num_groups: int,
+        place: str,
+        at_once: int = 1,
+    ) -> None:
+        self.num_groups, self.num_batches = num_groups, num_batches
+        self._read, self._place = read, place
         self._batches: dict[int, pa.RecordBatch] = {}
+        self._locks = [threading.Lock() for _ in range(at_once)]
+        if num_batches != -(-num_groups // BATCH_ROWS):
+            raise self._misfit(f"{num_batches} record batches")
+
+    def get(self, number: int) -> pa.RecordBatch:
+        """A record batch. DamagedShard if it is damaged, DataError if a store does not give it."""
+        batch = self._batches.get(number)
+        if batch is None:
+            with self._locks[number % len(self._locks)]:
+                batch = self._batches.get(number)
+                if batch is None:
+                    batch = self._batches[number] = self._checked(number)
+        return batch
+
+    def load(self, numbers: Sequence[int]) -> None:
+        """Read record batches that are not there yet, from a store several at a time."""
+        missing = [number for number in numbers if number not in self._batches]
+        if len(missing) > 1 and len(self._locks) > 1:
+            random.shuffle(missing)  # processes that share a cache begin with different ones
+            with ThreadPoolExecutor(len(self._locks), "isobatch-index") as pool:
+                list(pool.map(self.get, missing))
+
+    def _checked(self, number: int) -> pa.RecordBatch:
+        try:
+            batch = self._read(number)
+        except (OSError, pa.ArrowException) as error:
+            reason = f"not readable ({first_line(error)}); run `packer verify`"
+            raise DamagedShard(f"{self._place}: record batch {number}: {reason}") from None
+        if batch.num_rows != min(BATCH_ROWS, self.num_groups - number * BATCH_ROWS):
+            raise self._misfit(f"{batch.num_rows} rows in record batch {number}")
+        return batch
+
+    def _misfit(self, found: str) -> DamagedShard:
+        problem = f"{found}, which does not fit the manifest's {self.num_groups} groups"
+        return DamagedShard(f"{self._place}: {problem}; run `packer verify`, or build again")
+
+
+class GroupIndex:
+    """The index of a finished build: reads only the record batches asked for. Thread-safe."""
+
+    def __init__(self, batches: _Batches, open_ids: Callable[[], _Batches]) -> None:
+        """`open_index` makes it. `open_ids` opens the sample ids when they are first asked for."""
+        self._batches, self._open_ids = batches, open_ids
+        self._num_groups = batches.num_groups
         self._views: dict[tuple[int, str], NDArray[np.integer[Any]]] = {}
         self._cells: dict[tuple[int, tuple[str, ...]], list[memoryview[int]]] = {}
-        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return self._num_groups
 
     def column(self, name: str, groups: IntArray | None = None) -> IntArray:
         """Values of an integer column for `groups` (rows; None: all), int64, same shape."""
-        num_batches = self._reader.num_record_batches
+        num_batches = self._batches.num_batches
         if groups is None or num_batches == 1 or len(groups) * MANY >= self._num_groups:
+            self._batches.load(range(num_batches))
             views = [self._view(batch, name) for batch in range(num_batches)]
             whole = views[0] if num_batches == 1 else np.concatenate(views or [np.zeros(0, int)])
             return (whole if groups is None else whole[groups]).astype(np.int64)
@@ -165,6 +350,7 @@ class GroupIndex:
         batches = (groups // BATCH_ROWS).astype(np.uint16)
         order = np.argsort(batches, kind="stable")
         ends = np.flatnonzero(np.diff(batches[order], append=-1)) + 1
+        self._batches.load(batches[order[ends - 1]].tolist())
         values = np.empty(len(groups), dtype=np.int64)
         for start, end in pairwise([0, *ends.tolist()]):
             places = order[start:end]
@@ -194,31 +380,23 @@ class GroupIndex:
     def sample_ids(self, group: int) -> tuple[str, ...]:
         """Ids of the samples of one group, in order."""
         batch, row = divmod(group, BATCH_ROWS)
-        with self._lock:
-            return tuple(self._batch(batch).column("sample_ids")[row].as_py())
+        return tuple(self._ids.get(batch).column("sample_ids")[row].as_py())
+
+    def num_ids(self) -> IntArray:
+        """How many sample ids each group has, int64; reads all of them."""
+        batches = map(self._ids.get, range(self._batches.num_batches))
+        lengths = [batch.column("sample_ids").value_lengths() for batch in batches]
+        parts = [np.asarray(part.fill_null(0)) for part in lengths]
+        return np.concatenate([np.zeros(0, np.int64), *parts])
+
+    @cached_property
+    def _ids(self) -> _Batches:
+        return self._open_ids()
 
     def _view(self, batch: int, name: str) -> NDArray[np.integer[Any]]:
         view = self._views.get((batch, name))
         if view is None:
-            with self._lock:
-                # not `to_numpy`, which imports pandas where it is installed: .2 s and 50 MB
-                made: NDArray[Any] = np.from_dlpack(self._batch(batch).column(name))
-                view = self._views[batch, name] = made
+            # not `to_numpy`, which imports pandas where it is installed: .2 s and 50 MB
+            made: NDArray[Any] = np.from_dlpack(self._batches.get(batch).column(name))
+            view = self._views[batch, name] = made
         return view
-
-    def _batch(self, number: int) -> pa.RecordBatch:
-        mapped = self._batches.get(number)
-        if mapped is None:
-            try:
-                mapped = self._reader.get_batch(number)
-            except (OSError, pa.ArrowException) as error:
-                reason = f"not readable ({first_line(error)}); run `packer verify`"
-                raise DamagedShard(f"{self._path}: {reason}") from None
-            if mapped.num_rows != min(BATCH_ROWS, self._num_groups - number * BATCH_ROWS):
-                raise self._damaged(f"{mapped.num_rows} rows in record batch {number}")
-            self._batches[number] = mapped
-        return mapped
-
-    def _damaged(self, found: str) -> DamagedShard:
-        problem = f"{found}, which does not fit the manifest's {self._num_groups} groups"
-        return DamagedShard(f"{self._path}: {problem}; run `packer verify`, or build again")

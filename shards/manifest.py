@@ -20,10 +20,36 @@ from balance.types import Limits
 from shards.checksums import file_checksum
 from shards.folders import Folder, is_uri, join, open_folder
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+READ_VERSIONS = (2, FORMAT_VERSION)
+"""Version 2 has one checksum for the whole index, and the sample ids in it."""
 MANIFEST_NAME = "manifest.json"
 ShardFormat = Literal["arrow", "webdataset", "refs"]
 SHARD_FORMATS: tuple[ShardFormat, ...] = get_args(ShardFormat)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRange:
+    """A record batch of an Arrow file: the byte range of its message."""
+
+    offset: int
+    length: int
+    checksum: int
+    """XXH3 of 64 bits over that range."""
+
+    @classmethod
+    def from_json(cls, entry: dict[str, Any]) -> BatchRange:
+        """The record batch of an entry of the manifest."""
+        checksum = int(entry["xxh3_64"], 16)
+        return cls(offset=entry["offset"], length=entry["length"], checksum=checksum)
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry of the manifest."""
+        return {
+            "offset": self.offset,
+            "length": self.length,
+            "xxh3_64": f"{self.checksum:016x}",
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +62,8 @@ class BuildFile:
     """Bytes."""
     checksum: str
     """XXH3 of 128 bits, in hexadecimal digits."""
+    batches: tuple[BatchRange, ...] = ()
+    """Record batches of the index and of the sample ids, in order; none in version 2."""
 
     @classmethod
     def of(cls, folder: Folder, name: str) -> BuildFile:
@@ -47,11 +75,25 @@ class BuildFile:
     @classmethod
     def from_json(cls, entry: dict[str, Any]) -> BuildFile:
         """The file of an entry of the manifest."""
-        return cls(name=entry["name"], size=entry["size"], checksum=entry["xxh3_128"])
+        batches = tuple(map(BatchRange.from_json, entry.get("batches", ())))
+        name, size, checksum = (entry[key] for key in ("name", "size", "xxh3_128"))
+        return cls(name=name, size=size, checksum=checksum, batches=batches)
 
     def to_json(self) -> dict[str, Any]:
         """The entry of the manifest."""
-        return {"name": self.name, "size": self.size, "xxh3_128": self.checksum}
+        entry = {"name": self.name, "size": self.size, "xxh3_128": self.checksum}
+        batches = [batch.to_json() for batch in self.batches]
+        return entry | ({"batches": batches} if batches else {})
+
+    def wrong_size(self, place: str, found: str) -> DamagedShard:
+        """The error for a file of another size, of which `found` says what it has."""
+        said = f"the manifest says {self.size} bytes"
+        return DamagedShard(f"{place}: {found}, {said}; copy or build it again")
+
+    def wrong_checksum(self, place: str) -> DamagedShard:
+        """The error for a file of another checksum."""
+        advice = "run `packer verify`, and copy or build it again"
+        return DamagedShard(f"{place}: its checksum is not the manifest's; {advice}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +104,8 @@ class Manifest:
     """Folder or URI of the build."""
     hash: str
     """SHA-256 of the file: two builds with the same hash have the same bytes."""
+    version: int
+    """`format_version`, of READ_VERSIONS."""
     format: ShardFormat
     model: ModelPreset
     order: OrderConfig
@@ -148,7 +192,7 @@ def parse_manifest(content: bytes, place: str) -> Manifest:
     try:
         values = json.loads(content)
         version, shard_format = values["format_version"], values.get("format")
-        if version == FORMAT_VERSION and shard_format in SHARD_FORMATS:
+        if version in READ_VERSIONS and shard_format in SHARD_FORMATS:
             _check_content(path, values)
             return _from_values(place, hashlib.sha256(content).hexdigest(), values)
     except ConfigError:
@@ -158,8 +202,8 @@ def parse_manifest(content: bytes, place: str) -> Manifest:
         raise DataError(f"{path}: {problem}; build again") from None
     raise DataError(
         f"{path}: format_version {version}, format {shard_format!r}, but this version of Isobatch "
-        f"reads format_version {FORMAT_VERSION}, {', '.join(SHARD_FORMATS)}; install the version "
-        "that wrote it, or build again"
+        f"reads format_version {' and '.join(map(str, READ_VERSIONS))}, "
+        f"{', '.join(SHARD_FORMATS)}; install the version that wrote it, or build again"
     )
 
 
@@ -176,6 +220,7 @@ def _from_values(place: str, digest: str, values: dict[str, Any]) -> Manifest:
     return Manifest(
         place=place,
         hash=digest,
+        version=values["format_version"],
         format=values["format"],
         model=model_from_dict(values["model"]),
         order=OrderConfig(**values["order"]),

@@ -20,7 +20,7 @@ from engine.cost_model.loads import (
     packed_loads,
     sample_loads,
 )
-from shards.index import INDEX_NAME, GroupIndex
+from shards.index import INDEX_NAME, open_index
 from shards.manifest import MANIFEST_NAME, read_manifest
 from shards.tables import COUNTS_NAME, GROUPS_NAME, read_samples
 
@@ -111,7 +111,7 @@ def read_build(root: Path) -> PackedBuild:
             f"and {', '.join(lacking)} is not there; copy them next to {MANIFEST_NAME}, or build "
             "again"
         )
-    table = read_samples(manifest, GroupIndex(root / INDEX_NAME, manifest.num_groups))
+    table = read_samples(manifest, open_index(manifest))
     return PackedBuild(
         place=manifest.place,
         model=manifest.model,

@@ -49,7 +49,7 @@ class Quota:
     """The bytes that files of all builds under `root` may take. Every method may raise OSError."""
 
     def __init__(self, root: Path, limit_bytes: int, pinned: Path | None) -> None:
-        """`pinned` is a file that does not leave."""
+        """Files whose path begins with `pinned` do not leave."""
         self._root, self._limit, self._pinned = root, limit_bytes, str(pinned)
 
     def open(self) -> None:
@@ -109,7 +109,7 @@ class Quota:
         return used
 
     def _may_leave(self, file: _File) -> bool:
-        return not file.is_temporary and file.path != self._pinned
+        return not file.is_temporary and not file.path.startswith(self._pinned)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from loaders.read.cache import Cache
 from loaders.read.local import LocalMedia, LocalShards
 from loaders.read.remote import RemoteMedia, RemoteShards
 from loaders.read.write_behind import WriteBehind
-from shards.arrow_shards import ArrowLayout, decode_arrow
+from shards.arrow_shards import ArrowLayout, decode_arrow, shard_schema
 from shards.checksums import wrong_bytes
 from shards.index import INDEX_NAME
 from shards.manifest import MANIFEST_NAME, Manifest, parse_manifest, read_manifest, unfinished
@@ -146,7 +146,10 @@ class Build:
         if self.manifest.format == "webdataset":
             return decode_tar(content, where)
         if self._layout is None:
-            self._layout = ArrowLayout(self.shards.schema())
+            # shards of version 2 that are older than audio have no columns for it
+            is_refs, has_all = self.manifest.format == "refs", self.manifest.version > 2
+            schema = shard_schema(refs=is_refs) if has_all else self.shards.schema()
+            self._layout = ArrowLayout(schema)
         return decode_arrow(content, self._layout, where, self._media)
 
     def _check_counts(self, stored: StoredGroup, group: int) -> None:

@@ -23,7 +23,7 @@ class Cache:
     """
 
     def __init__(self, root: Path, build: str, limit_bytes: int, *, pinned: str = "") -> None:
-        """`pinned` is a file of this build that does not leave."""
+        """Files of this build whose name begins with `pinned` do not leave, if that is given."""
         self._root, self._folder, self._limit = root, root / build, limit_bytes
         self._room = Quota(root, limit_bytes, self._folder / pinned if pinned else None)
         self.is_storing = limit_bytes > 0

@@ -1,8 +1,4 @@
-"""Builds on disk: byte ranges of mapped shards, and files of refs builds.
-
-The index and tables of up to CHECKED_BYTES are compared with the manifest's checksum whenever they
-are opened; larger ones only with its size, because opening must not read gigabytes.
-"""
+"""Builds on disk: byte ranges of mapped shards, and files of refs builds."""
 
 from __future__ import annotations
 
@@ -17,14 +13,11 @@ import pyarrow as pa
 
 from balance.errors import DamagedShard, DataError, first_line
 from shards.arrow_shards import read_schema
-from shards.checksums import file_checksum
-from shards.index import INDEX_NAME, GroupIndex
+from shards.index import FolderFiles, GroupIndex, open_index
 from shards.manifest import BuildFile, Manifest
 
 MAX_OPEN = 64
 """Open shards at a time: a block of groups is in one or two, and at most 31 lanes have one open."""
-CHECKED_BYTES = 256 << 20
-"""The index of a million groups of eight samples; XXH3 takes some 40 ms for it."""
 
 
 class LocalShards:
@@ -35,10 +28,11 @@ class LocalShards:
 
     def __init__(self, manifest: Manifest, *, verify: bool = True) -> None:
         """`verify`: compare the checksums of the index and of tables."""
-        self._manifest, self._root, self._verify = manifest, Path(manifest.place), verify
+        self._manifest, self._root = manifest, Path(manifest.place)
         self._opened: OrderedDict[int, _MappedFile] = OrderedDict()
         self._lock = threading.Lock()
-        self.index = GroupIndex(self.open_file(INDEX_NAME), manifest.num_groups)
+        files = FolderFiles(manifest, verify=verify)
+        self.open_file, self.index = files.open_file, open_index(manifest, files)
 
     def where(self, group: int) -> str:
         """The shard and the group, for messages."""
@@ -77,31 +71,6 @@ class LocalShards:
         if mapped is not None:
             mapped.release(offset, offset + length)
 
-    def open_file(self, name: str) -> pa.NativeFile:
-        """The index or a table, mapped. DamagedShard if it is not what the manifest says."""
-        path = self._root / name
-        listed = next((file for file in self._manifest.files if file.name == name), None)
-        try:
-            opened = pa.memory_map(str(path))
-            if listed is not None:
-                self._check(opened, path, listed)
-        except OSError as error:
-            reason = os.strerror(error.errno) if error.errno else str(error)
-            raise DamagedShard(
-                f"{path}: cannot be opened ({reason}); run `packer verify`, or build again"
-            ) from None
-        return opened
-
-    def _check(self, opened: pa.NativeFile, path: Path, file: BuildFile) -> None:
-        size = opened.size()
-        if size != file.size:
-            raise wrong_size(str(path), f"has {size} bytes", file)
-        if not self._verify or size > CHECKED_BYTES:
-            return
-        if file_checksum(opened)[0] != file.checksum:
-            raise wrong_checksum(str(path))
-        opened.seek(0)
-
     def _open(self, shard: int) -> _MappedFile:
         """The mapped shard. DamagedShard if it is missing or has another size than it should."""
         with self._lock:
@@ -118,7 +87,7 @@ class LocalShards:
         size = path.stat().st_size if path.is_file() else None
         if size != file.size:
             found = "is missing" if size is None else f"has {size} bytes"
-            raise wrong_size(str(path), found, file)
+            raise file.wrong_size(str(path), found)
         try:
             return _MappedFile(path)
         except (OSError, ValueError) as error:
@@ -167,18 +136,3 @@ def group_place(manifest: Manifest, index: GroupIndex, group: int) -> str:
     """A group, for messages: `shard-00003.arrow, group 71`."""
     name = manifest.shards[index.row(group, "shard")[0]].name
     return f"{name.rpartition('/')[2]}, group {group}"
-
-
-def wrong_size(place: str, found: str, file: BuildFile) -> DamagedShard:
-    """The error for a file of another size than the manifest says."""
-    return DamagedShard(
-        f"{place}: {found}, the manifest says {file.size} bytes; copy or build it again"
-    )
-
-
-def wrong_checksum(place: str) -> DamagedShard:
-    """The error for a file of another checksum than the manifest says."""
-    return DamagedShard(
-        f"{place}: its checksum is not the manifest's; run `packer verify`, and copy or build it "
-        "again"
-    )

@@ -1,8 +1,9 @@
 """Builds in an object store: ranged requests, joined, with a cache on disk.
 
 A group is looked for among those fetched ahead, then in the cache, then in the store, from which it
-goes into the cache. The first process of a machine that needs the index or a table fetches it into
-the cache and checks it; the others wait and map the same pages. Without a cache it is in memory.
+goes into the cache. The first process of a machine that needs a record batch of the index, or a
+table, fetches it into the cache; the others wait and map the same pages. All check what they map.
+Without a cache it is in memory.
 """
 
 import hashlib
@@ -10,11 +11,11 @@ import os
 import struct
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,11 @@ import pyarrow as pa
 from balance.errors import DataError
 from balance.types import IntArray
 from loaders.read.cache import Cache, write_at
-from loaders.read.local import group_place, wrong_checksum
+from loaders.read.local import group_place
 from loaders.read.write_behind import WriteBehind
 from shards.arrow_shards import read_schema, schema_problem
-from shards.checksums import FileChecksum, file_checksum, group_checksum, wrong_bytes
-from shards.index import INDEX_NAME, GroupIndex
+from shards.checksums import FileChecksum, group_checksum, wrong_bytes
+from shards.index import CHECKED_BYTES, open_index
 from shards.manifest import BuildFile, Manifest
 from shards.object_store import SLOWEST_BYTES_PER_S, Check, RangeReader
 
@@ -38,7 +39,9 @@ GAP_BYTES = 64 << 10
 AHEAD_BYTES = 1 << 30
 """Memory for groups that were fetched ahead and are not read yet; the oldest are dropped."""
 PIECE_BYTES, PIECES_AT_ONCE = 8 << 20, 8
-"""Requests for the index and tables."""
+"""Requests for tables, and for the whole index of version 2."""
+FILE_TRIES = 3
+"""Of a whole file that comes damaged."""
 _CHECKSUM = struct.Struct("<Q")
 
 
@@ -93,8 +96,8 @@ class RemoteShards:
 
     def __init__(self, store: RangeReader, manifest: Manifest, cache: Cache) -> None:
         self._store, self._manifest = store, manifest
-        self.open_file = _RemoteFiles(store, manifest, cache).open
-        self.index = GroupIndex(self.open_file(INDEX_NAME), manifest.num_groups)
+        files = _RemoteFiles(store, manifest, cache)
+        self.open_file, self.index = files.open_file, open_index(manifest, files)
         self.cache = WriteBehind(cache)
         self.cache_hits = 0
         self._ahead: OrderedDict[int, tuple[Future[Any], Request]] = OrderedDict()
@@ -221,38 +224,88 @@ class RemoteShards:
 
 
 class _RemoteFiles:
-    """The index and tables of a build in a store: mapped from the cache, or in memory."""
+    """The index and tables of a build in a store: mapped from the cache, or in memory.
+
+    Record batches are files of their own in the cache, fetched when they are first read. What is
+    damaged in the cache is fetched again.
+    """
+
+    at_once = 8
 
     def __init__(self, store: RangeReader, manifest: Manifest, cache: Cache) -> None:
         self._store, self._manifest, self._cache = store, manifest, cache
 
-    def open(self, name: str) -> pa.NativeFile:
+    def read_batch(self, file: BuildFile, number: int) -> pa.Buffer:
+        """The message of a record batch. DamagedShard if its checksum is not the manifest's."""
+        batch, name = file.batches[number], f"{file.name}-{number:05d}"
+        check = partial(wrong_bytes, batch.checksum, "the manifest says")
+        cached = self._map(name, batch.length, check)
+        if cached is not None:
+            return cached
+        # of all processes of the machine, as many fetch at a time as one alone would
+        with self._alone(f"{file.name}-{number % self.at_once}", batch.length):
+            cached = self._map(name, batch.length, check)
+            if cached is not None:
+                return cached
+            start, end = batch.offset, batch.offset + batch.length
+            future = self._store.start(file.name, start, end, file.size, check)
+            content = pa.py_buffer(self._store.wait(future, batch.length))
+            self._cache.write(name, content)
+            # from now on in memory once for all processes of the machine
+            cached = self._map(name, batch.length, check)
+            return content if cached is None else cached
+
+    def open_file(self, name: str) -> pa.NativeFile:
         """The index or a table. DamagedShard if it is not what the manifest says."""
         file = self._manifest.file(name)
-        # a process that fetches gets the time of a request for all of it
-        with self._cache.alone(name, self._store.time_limit_s + file.size / SLOWEST_BYTES_PER_S):
-            path = self._cache.path(name, file.size) or self._fetch_into_cache(file)
-            if path is not None:
-                return pa.memory_map(str(path))
-        content, checksum = bytearray(file.size), FileChecksum()
-        for at, piece in self._pieces(file):
-            content[at : at + len(piece)] = piece
-            checksum.update(piece)
-        self._check(file, checksum.hexdigest())
-        return pa.BufferReader(pa.py_buffer(content))
+        with self._alone(name, file.size):
+            cached = self._map(name, file.size, partial(_wrong_file, file))
+            if cached is None:
+                self._fetch_into_cache(file)
+                cached = self._map(name, file.size, partial(_wrong_file, file))
+            if cached is None:
+                content = bytearray(file.size)
+                self._fetch(file, memoryview(content).__setitem__)
+                cached = pa.py_buffer(content)
+            return pa.BufferReader(cached)
 
-    def _fetch_into_cache(self, file: BuildFile) -> Path | None:
-        """Fetch a file into the cache; None if that has no room for it."""
+    def _alone(self, name: str, number_of_bytes: int) -> AbstractContextManager[None]:
+        """A process that fetches gets the time of a request for all of it."""
+        limit_s = self._store.time_limit_s + number_of_bytes / SLOWEST_BYTES_PER_S
+        return self._cache.alone(name, limit_s)
+
+    def _map(self, name: str, size: int, check: Check) -> pa.Buffer | None:
+        """A file of the cache, mapped; None if it is not there. A damaged one is removed."""
+        path = self._cache.path(name, size)
+        if path is None:
+            return None
+        try:
+            with pa.memory_map(str(path)) as mapped:
+                content = mapped.read_buffer()
+        except OSError:
+            return None  # removed between the two
+        if check(content):
+            self._cache.remove(name)
+            return None
+        return content
+
+    def _fetch_into_cache(self, file: BuildFile) -> None:
+        """Fetch a file into the cache, if that has room for it."""
         with self._cache.writing(file.name, file.size) as descriptor:
-            if descriptor is None:
-                return None
+            if descriptor is not None:
+                self._fetch(file, partial(_write_slice, descriptor))
+                os.fsync(descriptor)  # a large one is compared by its size only from now on
+
+    def _fetch(self, file: BuildFile, put: Callable[[slice, memoryview], None]) -> None:
+        """Give the whole file to `put`, piece by piece; again if it came damaged."""
+        for _ in range(FILE_TRIES):
+            checksum = FileChecksum()
             for at, piece in self._pieces(file):
-                write_at(descriptor, memoryview(piece), at)
-            with open(os.dup(descriptor), "rb") as written:
-                written.seek(0)
-                self._check(file, file_checksum(written)[0])
-            os.fsync(descriptor)  # it is checked this once
-        return self._cache.path(file.name, file.size)
+                put(slice(at, at + len(piece)), memoryview(piece))
+                checksum.update(piece)
+            if checksum.hexdigest() == file.checksum:
+                return
+        raise file.wrong_checksum(f"{self._store.uri}/{file.name}")
 
     def _pieces(self, file: BuildFile) -> Iterator[tuple[int, Any]]:
         """(offset, bytes) of the whole file, a few requests ahead."""
@@ -269,9 +322,16 @@ class _RemoteFiles:
         start, end, future = waiting.popleft()
         return start, self._store.wait(future, end - start)
 
-    def _check(self, file: BuildFile, checksum: str) -> None:
-        if checksum != file.checksum:
-            raise wrong_checksum(f"{self._store.uri}/{file.name}")
+
+def _wrong_file(file: BuildFile, content: pa.Buffer) -> str:
+    """What is wrong with a file of the cache; a large one is compared by its size only."""
+    if content.size > CHECKED_BYTES or FileChecksum(content).hexdigest() == file.checksum:
+        return ""
+    return "its checksum is not the manifest's"
+
+
+def _write_slice(descriptor: int, place: slice, content: memoryview) -> None:
+    write_at(descriptor, content, place.start)
 
 
 class RemoteMedia:

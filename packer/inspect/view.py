@@ -24,7 +24,7 @@ from packer.sources.dataset import DEMO
 from packer.table_queries import read_rows
 from shards.arrow_shards import ArrowLayout, decode_arrow, shard_schema
 from shards.folders import on_disk, open_folder
-from shards.index import INDEX_NAME, GroupIndex
+from shards.index import IDS_NAME, INDEX_NAME, FolderFiles, open_index
 from shards.manifest import Manifest, read_manifest
 from shards.stored_group import DECODE_ERRORS, StoredGroup
 from shards.tables import COUNTS_NAME, GROUPS_NAME
@@ -131,8 +131,8 @@ def inspect_group(
     source = tokenizer or _demo_tokenizer(manifest)
     decoder = load_decoder(source, manifest, chat_template) if source else None
 
-    with on_disk(manifest.place, (INDEX_NAME, GROUPS_NAME, COUNTS_NAME)) as folder:
-        index = GroupIndex(folder / INDEX_NAME, manifest.num_groups)
+    with on_disk(manifest.place, (INDEX_NAME, IDS_NAME, GROUPS_NAME, COUNTS_NAME)) as folder:
+        index = open_index(manifest, FolderFiles(manifest, folder))
         counted = _counted(folder, number, index.sample_ids(number))
         counts = dict(zip(COUNT_COLUMNS, index.row(number, *COUNT_COLUMNS), strict=True))
         shard, offset, length = index.row(number, "shard", "offset", "length")

@@ -27,7 +27,8 @@ def test_an_intact_build_has_no_problems(built):
 
 
 @pytest.mark.parametrize(
-    "name", ["shards/shard-00000", "index.arrow", "counts.parquet", "rejected.parquet"]
+    "name",
+    ["shards/shard-00000", "index.arrow", "sample_ids.arrow", "counts.parquet", "rejected.parquet"],
 )
 def test_one_flipped_byte_is_found_and_its_file_named(built, name):
     path = next(p for p in built.rglob("*") if str(p.relative_to(built)).startswith(name))

@@ -1,17 +1,21 @@
 """Manifest and index: unfinished, foreign and damaged builds are refused; columns come from the
-right rows.
+right rows, in both versions of the format.
 """
 
 import json
+import random
+import re
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
 from balance.errors import DamagedShard, DataError
-from shards.index import BATCH_ROWS, GroupIndex
+from balance.types import COUNT_COLUMNS
+from shards.index import MANY, open_index
 from shards.manifest import read_manifest
-from support.builds.shard_fixture import INDEX_SCHEMA, group_samples, make_samples, write_build
+from support.builds.shard_fixture import group_samples, make_samples, write_build
 
 
 @pytest.fixture
@@ -35,7 +39,7 @@ def test_a_missing_directory_and_an_unfinished_build_are_told_apart(build, tmp_p
 @pytest.mark.parametrize("changes", [{"format_version": 1}, {"format": "zip"}])
 def test_a_build_of_another_version_is_refused(build, changes):
     rewrite_manifest(build, **changes)
-    with pytest.raises(DataError, match=r"format_version 2, arrow, webdataset, refs"):
+    with pytest.raises(DataError, match=r"format_version 2 and 3, arrow, webdataset, refs"):
         read_manifest(build)
 
 
@@ -55,49 +59,106 @@ def test_the_hash_changes_with_any_byte(build):
     assert read_manifest(build).hash != before
 
 
-def write_big_index(path, num_groups):
-    rows = np.arange(num_groups)
-    columns = {
-        field.name: pa.array(rows % 1_000_003, field.type)
-        if pa.types.is_integer(field.type)
-        else pa.array([[]] * num_groups, field.type)
-        for field in INDEX_SCHEMA
-    }
-    with pa.ipc.new_file(str(path), INDEX_SCHEMA) as writer:
-        writer.write_table(pa.table(columns, schema=INDEX_SCHEMA), max_chunksize=BATCH_ROWS)
+ROWS = 4
+"""Rows of a record batch in these tests."""
+GROUPS = group_samples(make_samples(90))
+NUMBERS = ("shard", "offset", "length", "checksum", "num_samples", *COUNT_COLUMNS)
 
 
-def test_columns_come_from_the_asked_rows_of_all_record_batches(tmp_path):
-    num_groups = 2 * BATCH_ROWS + 10
-    write_big_index(tmp_path / "index.arrow", num_groups)
-    index = GroupIndex(tmp_path / "index.arrow", num_groups)
-    groups = np.array([num_groups - 1, 0, BATCH_ROWS, BATCH_ROWS - 1, 2 * BATCH_ROWS, 7, 7])
-    assert index.column("num_loss_tokens", groups).tolist() == groups.tolist()
-    assert index.column("offset", groups[:0]).tolist() == []
-    assert index.row(BATCH_ROWS + 3, "shard", "length") == (BATCH_ROWS + 3, BATCH_ROWS + 3)
+@pytest.fixture(params=[2, 3], ids=["version 2", "version 3"])
+def batched(request, tmp_path, monkeypatch):
+    """A build whose index has several record batches, the last one shorter."""
+    for module in ("shards.index", "support.builds.shard_fixture"):
+        monkeypatch.setattr(f"{module}.BATCH_ROWS", ROWS)
+    folder = write_build(tmp_path / "batched", GROUPS, version=request.param)
+    assert len(GROUPS) > 4 * ROWS
+    assert len(GROUPS) % ROWS
+    return folder
 
 
-def test_only_the_asked_record_batches_are_mapped(tmp_path):
-    write_big_index(tmp_path / "index.arrow", 3 * BATCH_ROWS)
-    index = GroupIndex(tmp_path / "index.arrow", 3 * BATCH_ROWS)
+def expected(name, groups):
+    sums = [sum(sample.counts.get(name, 1) for sample in GROUPS[group]) for group in groups]
+    return np.array(sums, np.int64)
+
+
+def content(index):
+    """All that can be read of an index."""
+    return [index.column(name).tolist() for name in NUMBERS], [*map(index.sample_ids, range(ROWS))]
+
+
+def test_columns_rows_and_ids_are_those_of_the_groups(batched):
+    index = open_index(read_manifest(batched))
+    last = len(GROUPS) - 1
+    for groups in ([last, 0, ROWS, ROWS - 1, 2 * ROWS], [7, 7], [], [*range(last, -1, -1)]):
+        for name in ("num_samples", "num_loss_tokens"):
+            found = index.column(name, np.array(groups, np.int64))
+            assert found.dtype == np.int64
+            assert found.tolist() == expected(name, groups).tolist()
+    assert index.column("num_samples").tolist() == expected("num_samples", range(last + 1)).tolist()
+    assert index.row(last, "num_samples") == (len(GROUPS[-1]),)
+    ids = [tuple(sample.sample_id for sample in group) for group in GROUPS]
+    assert [index.sample_ids(group) for group in range(last + 1)] == ids
+    assert index.num_ids().tolist() == [len(each) for each in ids]
+
+
+def test_only_the_asked_record_batches_are_read_and_none_is_copied(batched, monkeypatch):
+    monkeypatch.setattr("shards.index.MANY", 1)
+    index = open_index(read_manifest(batched))
     before = pa.total_allocated_bytes()
-    index.column("num_samples", np.array([5, 2 * BATCH_ROWS]))
-    assert sorted(index._batches) == [0, 2]
-    assert pa.total_allocated_bytes() == before  # views into the mapped file, not copies
+    index.column("num_samples", np.array([ROWS + 1, 3 * ROWS]))
+    assert sorted(index._batches._batches) == [1, 3]
+    assert pa.total_allocated_bytes() == before  # views into the mapped file
 
 
-@pytest.mark.parametrize("num_groups", [BATCH_ROWS, 3 * BATCH_ROWS, 2 * BATCH_ROWS - 1])
-def test_an_index_that_does_not_fit_the_manifest_is_refused(tmp_path, num_groups):
-    write_big_index(tmp_path / "index.arrow", 2 * BATCH_ROWS)
-    with pytest.raises(DamagedShard, match="does not fit the manifest"):
-        GroupIndex(tmp_path / "index.arrow", num_groups).row(num_groups - 1, "shard")
+def test_a_flipped_bit_anywhere_is_found_or_changes_nothing(batched):
+    manifest = read_manifest(batched)
+    whole = content(open_index(manifest))
+    paths = sorted(batched.glob("*.arrow"))
+    rng, found = random.Random(0), []
+    for _ in range(100):
+        path = rng.choice(paths)
+        kept = path.read_bytes()
+        damaged = bytearray(kept)
+        damaged[rng.randrange(len(kept))] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            assert content(open_index(manifest)) == whole
+        except DamagedShard as error:
+            found.append(str(error))
+        path.write_bytes(kept)
+    assert len(found) > 30  # others are in padding, header, footer, or in ids not asked for
+    pattern = rf"{batched}/\w+\.arrow: .*checksum.*packer verify"
+    assert all(re.match(pattern, each) and "\n" not in each for each in found), found
 
 
-def test_a_missing_or_cut_index_is_refused(tmp_path):
-    path = tmp_path / "index.arrow"
-    with pytest.raises(DamagedShard, match="cannot be opened"):
-        GroupIndex(path, 10)
-    write_big_index(path, 10)
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(DamagedShard, match="cannot be opened"):
-        GroupIndex(path, 10)
+def test_an_index_that_does_not_fit_the_manifest_is_refused(batched):
+    manifest = read_manifest(batched)
+    for num_groups in (len(GROUPS) + ROWS, len(GROUPS) - 1):
+        with pytest.raises(DamagedShard, match="does not fit the manifest"):
+            open_index(replace(manifest, num_groups=num_groups)).column("shard")
+
+
+def test_a_missing_or_cut_index_is_refused(batched):
+    manifest, path = read_manifest(batched), batched / "index.arrow"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    with pytest.raises(DamagedShard, match=r"index.arrow: has \d+ bytes, the manifest says \d+"):
+        open_index(manifest).column("shard")
+    path.unlink()
+    with pytest.raises(DamagedShard, match=r"index.arrow: cannot be opened"):
+        open_index(manifest).column("shard")
+    path.write_bytes(whole)
+    if manifest.version > 2:
+        (batched / "sample_ids.arrow").unlink()
+        index = open_index(manifest)
+        index.column("shard")  # nobody needs the ids
+        with pytest.raises(DamagedShard, match=r"sample_ids.arrow: cannot be opened"):
+            index.sample_ids(0)
+
+
+def test_many_rows_of_many_record_batches_are_gathered_in_either_way(batched):
+    rng, index = np.random.default_rng(0), open_index(read_manifest(batched))
+    whole = index.column("offset")
+    for count in (1, 2, len(GROUPS) // MANY, len(GROUPS), 10 * len(GROUPS)):
+        groups = rng.integers(0, len(GROUPS), count)
+        assert np.array_equal(index.column("offset", groups), whole[groups])

@@ -148,7 +148,7 @@ def test_wrong_folders_are_named(copied, tmp_path):
         ):
             read_build(copied)
         (copied / name).write_bytes(kept[:100])
-        with pytest.raises(DataError, match=r"cannot be (read|opened)"):
+        with pytest.raises(DataError, match=r"cannot be (read|opened)|has 100 bytes"):
             read_build(copied)
         (copied / name).write_bytes(kept)
     assert len(read_build(copied).groups)

@@ -102,17 +102,14 @@ def test_a_flipped_index_is_refused_before_the_first_step(s3, builds, proxy, loa
     folder = copied(builds["arrow"], tmp_path / "build")
     path = folder / "index.arrow"
     whole = path.read_bytes()
-    for at in random.Random(0).sample(range(len(whole)), 20 if place == "local" else 2):
-        path.write_bytes(flipped(whole, at))
+    for damaged, message in (
+        (flipped(whole), "(record batch 0: )?its bytes have another checksum than the manifest"),
+        (whole[:-100], r"has \d+ bytes, the manifest says"),
+    ):
+        path.write_bytes(damaged)
         url = folder if place == "local" else upload(s3, folder, tmp_path.name)
-        with pytest.raises(
-            DamagedShard, match=r"^\S*index\.arrow: its checksum is not the manifest's"
-        ):
-            load(url)
-    path.write_bytes(whole[:-100])
-    url = folder if place == "local" else upload(s3, folder, tmp_path.name)
-    with pytest.raises(DamagedShard, match=r"^\S*index\.arrow: has \d+ bytes, the manifest says"):
-        load(url)
+        loader = load(url, timeout_s=1.0)
+        fails(loader, loader, [], DamagedShard, rf"^\S*index\.arrow: {message}", 10)
 
 
 def test_a_flipped_manifest_is_refused_or_changes_nothing(builds, load, expected, tmp_path):

@@ -78,5 +78,5 @@ def test_all_bytes_are_right_and_the_limit_holds_through_kills(s3, tmp_path, mon
     assert {path.name for path in cache.iterdir()} == {
         "size",
         build.manifest.hash[:32],
-        f".{build.manifest.hash[:32]}-index.arrow.lock",
+        f".{build.manifest.hash[:32]}-index.arrow-0.lock",
     }

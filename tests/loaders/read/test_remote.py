@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 
+import numpy as np
 import pytest
 
 from balance.errors import ConfigError, DataError
@@ -114,14 +115,43 @@ def test_many_threads_read_at_once(s3, builds, opened, tmp_path):
     )
 
 
-def test_the_index_is_fetched_once_per_machine_and_again_for_another_build(
+def test_the_index_is_fetched_when_it_is_read_and_once_per_machine(
+    s3, opened, tmp_path, monkeypatch
+):
+    for module in ("shards.index", "support.builds.shard_fixture"):
+        monkeypatch.setattr(f"{module}.BATCH_ROWS", 4)
+    url = upload(s3, write_build(tmp_path / "batched", GROUPS), tmp_path.name)
+    sizes = [len(group) for group in GROUPS]
+    with contextlib.closing(FaultyProxy(s3.endpoint)) as proxy:
+        use(monkeypatch, s3, proxy.endpoint)
+
+        def requests():
+            names = [path.rpartition("/")[2] for path, _ in proxy.requests]
+            return names.count("index.arrow"), names.count("sample_ids.arrow")
+
+        build = opened(url)
+        assert requests() == (0, 0)
+        build.index.column("num_samples", np.array([5, 9]))
+        assert requests() == (2, 0)
+        with ThreadPoolExecutor(4) as pool:
+            readers = [*pool.map(lambda _: opened(url).index, range(4))]
+            assert all(
+                column.tolist() == sizes
+                for column in pool.map(lambda index: index.column("num_samples"), readers)
+            )
+        assert requests() == (-(-len(GROUPS) // 4), 0)
+        assert build.index.sample_ids(9) == tuple(sample.sample_id for sample in GROUPS[9])
+        assert requests()[1] == 1
+
+
+def test_another_build_at_the_same_place_has_an_index_of_its_own(
     s3, builds, opened, tmp_path, monkeypatch
 ):
     url = upload(s3, builds["arrow"], tmp_path.name)
     with contextlib.closing(FaultyProxy(s3.endpoint)) as proxy:
         use(monkeypatch, s3, proxy.endpoint)
         with ThreadPoolExecutor(4) as pool:
-            list(pool.map(lambda _: opened(url), range(4)))
+            list(pool.map(lambda _: opened(url).read(0), range(4)))
         assert sum(path.endswith("index.arrow") for path, _ in proxy.requests) == 1
         others = group_samples(make_samples(40, seed=1))
         upload(s3, write_build(tmp_path / "others", others), tmp_path.name)
@@ -282,6 +312,7 @@ def test_cancelling_wakes_readers_and_what_is_asked_afterwards_is_answered(
     with contextlib.closing(FaultyProxy(s3.endpoint)) as proxy:
         use(monkeypatch, s3, proxy.endpoint)
         build = opened(url)
+        build.index.row(0, "length")  # fetched now
         proxy.fault = lambda path: stalled.set() or "stall"
         build.shards.prefetch(range(10))
         with ThreadPoolExecutor(2) as pool:

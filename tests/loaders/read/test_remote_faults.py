@@ -11,8 +11,18 @@ import pytest
 
 from balance.errors import DamagedShard, DataError
 from loaders.read.build import StorageOptions, open_build
+from loaders.read.cache import Cache
+from loaders.read.remote import RemoteShards
+from shards.manifest import read_manifest
+from shards.object_store import RangeReader
 from support.builds.remote_builds import client, is_as_written, upload, use
-from support.builds.shard_fixture import SHARD_GROUPS, group_samples, make_samples, write_build
+from support.builds.shard_fixture import (
+    INDEX_SCHEMA,
+    SHARD_GROUPS,
+    group_samples,
+    make_samples,
+    write_build,
+)
 from support.servers import FaultyProxy
 
 pytestmark = pytest.mark.server
@@ -59,6 +69,11 @@ def of_shards(fault):
     return lambda path: fault(path) if "shard-" in path else ""
 
 
+def of_index(fault):
+    """The fault in requests for the index only."""
+    return lambda path: fault(path) if "index" in path else ""
+
+
 def first_times(fault, times):
     """The fault in the first requests of all."""
     left = [times]
@@ -82,6 +97,7 @@ FAULTS = {
     "200 ms stalls": lambda: first_times("slow", 6),
     "no more bytes in the middle of a body": lambda: of_shards(first_times("stall", 2)),
     "bits flipped on the way, again and again": lambda: of_shards(first_times("flip", 4)),
+    "bits of the index flipped on the way": lambda: of_index(first_times("flip", 2)),
     "too many requests": lambda: first_times("429", 2),
 }
 
@@ -179,10 +195,48 @@ def test_a_damaged_shard_is_named_and_the_others_are_read(
 def test_a_flipped_index_and_a_flipped_manifest_are_refused(s3, url, folder, opened, tmp_path):
     store, name = client(s3), f"{tmp_path.name}/index.arrow"
     store.put(name, damaged((folder / "index.arrow").read_bytes()))
+    message = r"/index.arrow: its bytes have another checksum than the manifest says; run `packer"
     for cache_bytes in (1 << 30, 0):
-        with pytest.raises(DamagedShard, match=r"index.arrow: its checksum is not the manifest's"):
-            opened(url, cache_bytes=cache_bytes)
+        with pytest.raises(DamagedShard, match=message):
+            opened(url, cache_bytes=cache_bytes, timeout_s=1.0).read(0)
     assert not [path for path in (tmp_path / "cache").rglob("*/*") if path.is_file()]
+
+
+@pytest.fixture
+def batched(monkeypatch):
+    """Writes a build whose index has several record batches."""
+    for module in ("shards.index", "support.builds.shard_fixture"):
+        monkeypatch.setattr(f"{module}.BATCH_ROWS", 4)
+    return write_build
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_flipped_bit_in_a_cached_index_is_found_and_fetched_again(
+    s3, batched, tmp_path, monkeypatch, version
+):
+    use(monkeypatch, s3)
+    url = upload(s3, batched(tmp_path / "batched", GROUPS, version=version), tmp_path.name)
+    manifest = read_manifest(tmp_path / "batched")
+    names = [name for name in INDEX_SCHEMA.names if name != "sample_ids"]
+
+    def content():
+        store = RangeReader(url)
+        cache = Cache(tmp_path / "cache", "build", 1 << 30)
+        shards = RemoteShards(store, manifest, cache)
+        index = [shards.index.column(name).tolist() for name in names]
+        shards.close()
+        return index
+
+    whole, rng = content(), random.Random(0)
+    cached = {path: path.read_bytes() for path in (tmp_path / "cache" / "build").iterdir()}
+    assert len(cached) == (1 if version == 2 else -(-len(GROUPS) // 4))
+    for number in range(100):
+        path = rng.choice([*cached])
+        damaged = bytearray(cached[path])
+        damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged if number % 10 else damaged[: len(damaged) // 2])
+        assert content() == whole
+        assert path.read_bytes() == cached[path]
 
 
 def test_a_damaged_file_of_the_cache_is_fetched_again(url, opened, tmp_path):

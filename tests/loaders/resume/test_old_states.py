@@ -21,8 +21,11 @@ WEIGHTS = {"a": 1.0, "b": 0.4}
 @pytest.fixture(scope="module")
 def builds(tmp_path_factory):
     root = tmp_path_factory.mktemp("old")
-    for name, size in SIZES.items():
-        write_tabled(root / name, path_groups(text_samples(size, name)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("support.builds.shard_fixture.VERSION", 2)
+        for name, size in SIZES.items():
+            write_tabled(root / name, path_groups(text_samples(size, name)))
+    for name in SIZES:
         manifest = json.loads((root / name / "manifest.json").read_text())
         del manifest["totals"]["num_loss_tokens"]  # a state knows the manifest's hash
         (root / name / "manifest.json").write_text(json.dumps(manifest))

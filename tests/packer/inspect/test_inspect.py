@@ -29,7 +29,7 @@ from packer.inspect.terminal import print_group
 from packer.inspect.token_text import PieceKind, read_pieces
 from packer.inspect.view import inspect_group
 from packer.progress import StageProgress
-from shards.index import GroupIndex
+from shards.index import open_index
 from shards.manifest import read_manifest
 from support.builds.raw_data import good_records, options, record, write_dataset
 from support.cases import for_each
@@ -263,7 +263,7 @@ def test_a_damaged_group_is_one_line_with_its_shard(builds, name, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(builds[name], out)
     manifest = read_manifest(out)
-    index = GroupIndex(out / "index.arrow", manifest.num_groups)
+    index = open_index(manifest)
     number, offset, length = index.row(0, "shard", "offset", "length")
     shard = out / manifest.shards[number].name
     whole = shard.read_bytes()

@@ -32,8 +32,11 @@ def digests(out):
 
 
 def read_index(out):
-    with pa.memory_map(str(out / "index.arrow")) as source:
-        return pa.ipc.open_file(source).read_all()
+    """The index and, in a column of its own, the sample ids."""
+    tables = [
+        pa.ipc.open_file(str(out / name)).read_all() for name in ("index.arrow", "sample_ids.arrow")
+    ]
+    return tables[0].append_column("sample_ids", tables[1].column("sample_ids"))
 
 
 def read_samples(out):

@@ -25,6 +25,9 @@ IMAGE_TOKEN, VOCAB_SIZE = 3, 64
 SHARD_GROUPS = 25
 PNG = b"\x89PNG"
 LISTS = pa.list_(pa.int32())
+PATHS = pa.list_(pa.string())
+BATCH_ROWS = 65_536
+VERSION = 3
 
 
 @dataclass
@@ -97,11 +100,19 @@ def group_samples(samples: list[Sample], max_tokens: int = 160) -> list[list[Sam
 
 
 def write_build(
-    root: Path, groups: list[list[Sample]], format: str = "arrow", model: str = "tiny"
+    root: Path,
+    groups: list[list[Sample]],
+    format: str = "arrow",
+    model: str = "tiny",
+    version: int | None = None,
 ) -> Path:
     """Write a finished build of `groups`, which stand in path order, into the new directory
     `root`.
+
+    `version`: of the format, VERSION if None. Version 2 is that of builds from before audio: one
+    index with the sample ids, and no columns for clips.
     """
+    version = VERSION if version is None else version
     (root / "shards").mkdir(parents=True)
     writer = {"arrow": _write_arrow, "refs": _write_arrow, "webdataset": _write_tar}[format]
     rows: list[dict[str, Any]] = []
@@ -109,7 +120,8 @@ def write_build(
     for first in range(0, len(groups), SHARD_GROUPS):
         part = groups[first : first + SHARD_GROUPS]
         name = f"shards/shard-{len(shards):05d}.{'tar' if format == 'webdataset' else 'arrow'}"
-        places = writer(root / name, first, part, root / "images" if format == "refs" else None)
+        images = root / "images" if format == "refs" else None
+        places = writer(root / name, first, part, images, has_audio=version > 2)
         content = (root / name).read_bytes()
         rows += [
             _index_row(len(shards), place, content, group)
@@ -118,10 +130,15 @@ def write_build(
         shards.append(
             {**_describe(root, name), "num_groups": len(part), "num_samples": sum(map(len, part))}
         )
-    write_index(root / "index.arrow", rows)
+    files = [write_index(root / "index.arrow", rows, INDEX_SCHEMA, batched=False)]
+    if version > 2:
+        files = [
+            write_index(root / "index.arrow", rows, COLUMNS_SCHEMA),
+            write_index(root / "sample_ids.arrow", rows, IDS_SCHEMA),
+        ]
     order = choose_order(len(groups))
     manifest = {
-        "format_version": 2,
+        "format_version": version,
         "isobatch_version": "0",
         "format": format,
         "config": {},
@@ -147,17 +164,28 @@ def write_build(
             "num_loss_tokens": sum(row["num_loss_tokens"] for row in rows),
         },
         "shards": shards,
-        "files": [_describe(root, "index.arrow")],
+        "files": files,
         **({"data_root": str(root / "images")} if format == "refs" else {}),
     }
     (root / "manifest.json").write_text(json.dumps(manifest))
     return root
 
 
-def write_index(path: Path, rows: list[dict[str, Any]]) -> None:
-    table = pa.Table.from_pylist(rows, schema=INDEX_SCHEMA)
-    with pa.ipc.new_file(str(path), INDEX_SCHEMA) as writer:
-        writer.write_table(table.combine_chunks(), max_chunksize=65_536)
+def write_index(
+    path: Path, rows: list[dict[str, Any]], schema: pa.Schema, *, batched: bool = True
+) -> dict[str, Any]:
+    """Write rows in record batches of BATCH_ROWS; -> the file's entry in the manifest."""
+    table, batches = pa.Table.from_pylist(rows, schema=schema).combine_chunks(), []
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        for batch in table.to_batches(BATCH_ROWS):
+            writer.write_batch(batch)
+            length = pa.ipc.get_record_batch_size(batch)
+            batches.append({"offset": sink.tell() - length, "length": length})
+    content = path.read_bytes()
+    for batch in batches:
+        message = content[batch["offset"] : batch["offset"] + batch["length"]]
+        batch["xxh3_64"] = xxhash.xxh3_64_hexdigest(message)
+    return _describe(path.parent, path.name) | ({"batches": batches} if batched else {})
 
 
 COUNTS = (
@@ -179,6 +207,9 @@ INDEX_SCHEMA = pa.schema(
         ("sample_ids", pa.list_(pa.string())),
     ]
 )
+"""Of version 2; in version 3 the ids are in a file of their own."""
+IDS_SCHEMA = pa.schema([INDEX_SCHEMA.field("sample_ids")])
+COLUMNS_SCHEMA = INDEX_SCHEMA.remove(INDEX_SCHEMA.get_field_index("sample_ids"))
 
 
 def _index_row(
@@ -196,7 +227,12 @@ def _index_row(
 
 
 def _write_arrow(
-    path: Path, first: int, groups: list[list[Sample]], image_root: Path | None
+    path: Path,
+    first: int,
+    groups: list[list[Sample]],
+    image_root: Path | None,
+    *,
+    has_audio: bool,
 ) -> list[tuple[int, int]]:
     images = (
         ("images", pa.list_(pa.binary()))
@@ -211,6 +247,7 @@ def _write_arrow(
             images,
             ("image_widths", LISTS),
             ("image_heights", LISTS),
+            *(_audio_columns(image_root) if has_audio else ()),
         ]
     )
     places = []
@@ -225,6 +262,11 @@ def _write_arrow(
     return places
 
 
+def _audio_columns(image_root: Path | None) -> list[tuple[str, pa.DataType]]:
+    files = ("audios", pa.list_(pa.binary())) if image_root is None else ("audio_paths", PATHS)
+    return [files, ("audio_lengths", LISTS)]
+
+
 def _arrow_row(sample: Sample, image_root: Path | None) -> dict[str, Any]:
     row: dict[str, Any] = {
         "sample_id": sample.sample_id,
@@ -232,6 +274,9 @@ def _arrow_row(sample: Sample, image_root: Path | None) -> dict[str, Any]:
         "labels": sample.labels,
         "image_widths": [width for width, _ in sample.sizes],
         "image_heights": [height for _, height in sample.sizes],
+        "audios": [],
+        "audio_paths": [],
+        "audio_lengths": [],
     }
     if image_root is None:
         return {**row, "images": sample.images}
@@ -244,7 +289,7 @@ def _arrow_row(sample: Sample, image_root: Path | None) -> dict[str, Any]:
 
 
 def _write_tar(
-    path: Path, first: int, groups: list[list[Sample]], image_root: None
+    path: Path, first: int, groups: list[list[Sample]], image_root: None, *, has_audio: bool
 ) -> list[tuple[int, int]]:
     places = []
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as archive:
