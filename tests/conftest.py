@@ -1,5 +1,6 @@
 """Fixtures that several packages' tests share."""
 
+import fcntl
 import gc
 import os
 import shutil
@@ -12,6 +13,7 @@ from hypothesis import settings
 
 pytest.register_assert_rewrite("support")
 
+from packer.demo.dataset import write_demo  # noqa: E402
 from support.servers import find_weed, s3_server  # noqa: E402
 
 # a busy machine is not a failure
@@ -41,6 +43,34 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     """What was imported stays until the end; without this, each collection of garbage walks it."""
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory):
+    """`name`, `make` -> a folder that `make(folder)` filled: once, whichever of the processes that
+    run the tests is the first to ask. To be read only.
+    """
+
+    def made_once(name, make):
+        root = tmp_path_factory.getbasetemp()
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            root = root.parent
+        folder, done = root / "shared" / name, root / "shared" / f"{name}.done"
+        folder.mkdir(parents=True, exist_ok=True)
+        with done.open("a+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.stat().st_size:
+                make(folder)
+                lock.write("done")
+        return folder
+
+    return made_once
+
+
+@pytest.fixture(scope="session")
+def demo_data(shared):
+    """Folder of the demo's raw data."""
+    return shared("demo", write_demo)
 
 
 @pytest.fixture(scope="session")

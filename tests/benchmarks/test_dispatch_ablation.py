@@ -2,8 +2,6 @@
 refuses wrong losses.
 """
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import dispatch_ablation as ablation
@@ -11,33 +9,17 @@ import numpy as np
 import pytest
 from dispatching import runs
 
-from support import BENCHMARKS
 
-BENCHMARK = BENCHMARKS / "dispatch_ablation.py"
-
-TIMEOUT_S = 120
-
-
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     "options", [[], ["--standin", "--step-ms", "20"]], ids=["computed", "stand-ins"]
 )
-def test_every_variant_has_a_row_in_each_table_and_all_losses_agree(options):
-    command = [
-        sys.executable,
-        BENCHMARK,
-        "--tiny",
-        "--steps",
-        "1",
-        "--samples",
-        "5",
-        "--ranks",
-        "2",
-        *options,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stderr
-    assert "…" not in done.stdout  # nothing is cut off
-    lines = done.stdout.splitlines()
+def test_every_variant_has_a_row_in_each_table_and_all_losses_agree(options, capsys):
+    given = ["--tiny", "--steps", "1", "--samples", "5", "--ranks", "2"]
+    assert ablation.main([*given, *options]) == 0
+    printed = capsys.readouterr().out
+    assert "…" not in printed  # nothing is cut off
+    lines = printed.splitlines()
     names = [variant.name for variant in runs.variants(1)]
     for name in names:
         rows = [

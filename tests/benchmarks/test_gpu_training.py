@@ -7,8 +7,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +25,9 @@ from engine.cost_model.layer_list import layers_of
 from engine.cost_model.parallel import Parallelism
 from engine.cost_model.profile_table import profiled_costs, read_profile
 from engine.runtime.cpu_memory import LiveBytes
-from support import BENCHMARKS
+from support import BENCHMARKS, ranks
 
-COMMAND = [sys.executable, BENCHMARKS / "gpu_training.py"]
+COMMAND = BENCHMARKS / "gpu_training.py"
 
 TIMEOUT_S = 120
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -48,13 +46,8 @@ def measured(
     folder: Path, command: str, *options: str, timeout: float = TIMEOUT_S
 ) -> tuple[dict[str, Any], str]:
     """The figures and the text that a run keeps; the text is what it prints."""
-    done = subprocess.run(
-        [*COMMAND, command, "--out", folder, *options],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=timeout,
-    )
+    printed = folder / "printed"
+    done = ranks.launch(1, printed, COMMAND, command, "--out", folder, *options, most_s=timeout)
     assert done.returncode == 0, done.stderr
     assert "…" not in done.stdout  # nothing is cut off
     (kept,) = (
@@ -149,13 +142,7 @@ def test_what_runs_out_of_memory_is_a_row_and_the_next_one_runs(dtype):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_in_one_line(tmp_path):
-    done = subprocess.run(
-        [*COMMAND, "profile", "--out", tmp_path],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT_S,
-    )
+    done = ranks.launch(1, tmp_path / "printed", COMMAND, "profile", "--out", tmp_path)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         "torch sees no GPU; run this where there is one, or give --tiny to see the path run on a"

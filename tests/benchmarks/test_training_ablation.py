@@ -108,7 +108,7 @@ def compiled() -> None:
         pipetune_stand_in.plan_step(samples, given, pipeline, options)
 
 
-@pytest.mark.usefixtures("compiled")
+@pytest.mark.usefixtures("compiled", "forked")
 def test_every_ingredient_of_pipetune_runs_with_real_compute_and_the_same_losses() -> None:
     rows = ranks.on_ranks(2, real_pipetune.run, 1, 1, 8, 2)
     assert [row.name for row in rows] == ["packed in order", *real_pipetune.INGREDIENTS]
@@ -122,7 +122,7 @@ def test_every_ingredient_of_pipetune_runs_with_real_compute_and_the_same_losses
         assert row.peak_gib > 0
 
 
-@pytest.mark.usefixtures("compiled")
+@pytest.mark.usefixtures("compiled", "forked")
 def test_stand_ins_take_no_less_than_they_are_modelled_to() -> None:
     rows = ranks.on_ranks(4, pipetune_stand_in.run, 1, "DataMix2", 16)
     assert [row.name for row in rows] == list(pipetune_stand_in.INGREDIENTS)

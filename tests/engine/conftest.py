@@ -9,10 +9,11 @@ from packer.progress import StageProgress
 
 
 @pytest.fixture(scope="session")
-def demo_build(tmp_path_factory):
+def demo_build(shared, demo_data):
     """The folder of a packed demo dataset."""
-    out = tmp_path_factory.mktemp("demo") / "packed"
-    Builder(
-        BuildConfig(dataset="demo", out=str(out), workers=1), StageProgress(Console(quiet=True))
-    ).build()
-    return out
+
+    def build(folder):
+        config = BuildConfig(dataset="demo", data_root=str(demo_data), out=str(folder), workers=1)
+        Builder(config, StageProgress(Console(quiet=True))).build()
+
+    return shared("demo-build", build)

@@ -2,23 +2,17 @@
 what is left.
 """
 
-import contextlib
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 
 from loaders import StreamingLoader
-from support import TESTS, child_env
+from support import TESTS
 from support.builds.shard_fixture import group_samples, make_samples, write_build
-from support.ranks import launch
+from support.ranks import launch, start
 
 NUM_SAMPLES = 200
 SAVE_EVERY = 2
@@ -53,41 +47,25 @@ def killed(build, tmp_path_factory):
     """
     root = tmp_path_factory.mktemp("killed")
     state, ids = root / "state.pt", root / "ids"
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "4",
-    ]
-    command = [*torchrun, *map(str, train(build, state, ids, 10_000))]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=child_env()) as launcher:
-        deadline = time.monotonic() + DEADLINE_S
-        try:
-            # between two saves, so that some steps are lost with the processes and have to be given
-            # again
-            while len(trained_steps(ids / "000000-rank-0.txt")) < 2 * SAVE_EVERY + 1:
-                assert launcher.poll() is None, "the run ended by itself"
-                assert time.monotonic() < deadline, "no step was trained in time"
-                time.sleep(0.005)
-        finally:
-            processes = [*children(launcher.pid), launcher.pid]
-            for process in processes:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-    assert len(processes) == 5
+    ranks = start(4, root, *train(build, state, ids, 10_000))
+    deadline = time.monotonic() + DEADLINE_S
+    try:
+        # between two saves, so that some steps are lost with the processes and have to be given
+        # again
+        while len(trained_steps(ids / "000000-rank-0.txt")) < 2 * SAVE_EVERY + 1:
+            assert all(rank.is_alive() for rank in ranks), "the run ended by itself"
+            assert time.monotonic() < deadline, "no step was trained in time"
+            time.sleep(0.005)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
     return state, ids
 
 
 def trained_steps(path):
     """The steps that have lines in a file of ids."""
     return {line.split()[0] for line in path.read_text().splitlines()} if path.exists() else set()
-
-
-def children(process):
-    found = Path(f"/proc/{process}/task/{process}/children")
-    return [int(child) for child in found.read_text().split()] if found.exists() else []
 
 
 @pytest.mark.parametrize("processes", [2, 3])

@@ -1,8 +1,6 @@
 """The training example: packing changes no loss, ranks change no gradient, and the model learns."""
 
 import dataclasses
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,6 +9,7 @@ from tiny_vlm import accumulate, make_model, token_losses
 from loaders import StreamingLoader
 from support import EXAMPLES
 from support.builds.shard_fixture import FORMATS, group_samples, make_samples, write_build
+from support.ranks import launch
 from support.trainers.tiny_training import train
 
 NUM_SAMPLES = 60
@@ -97,16 +96,8 @@ def test_loss_falls(build):
     assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
 
 
-def test_two_processes_train_as_one_would(build):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    result = run([*command, str(EXAMPLES / "train_tiny.py"), str(build), *OPTIONS])
+def test_two_processes_train_as_one_would(build, tmp_path):
+    result = launch(2, tmp_path, EXAMPLES / "train_tiny.py", build, *OPTIONS)
     lines = [line.split() for line in result.stdout.splitlines() if line.startswith("step")]
     model = new_model(build)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -121,10 +112,6 @@ def test_two_processes_train_as_one_would(build):
 
 
 def test_a_build_that_cannot_be_used_is_an_error(tmp_path):
-    result = run([sys.executable, str(EXAMPLES / "train_tiny.py"), str(tmp_path)])
+    result = launch(1, tmp_path / "printed", EXAMPLES / "train_tiny.py", tmp_path)
     assert result.returncode == 2
     assert "no finished build" in result.stderr.splitlines()[-1]
-
-
-def run(command):
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)

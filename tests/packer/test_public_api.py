@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -50,7 +51,8 @@ def test_heavy_libraries_are_loaded_only_when_needed(program, heavy):
     assert run.stdout.strip() == "[]"
 
 
-def test_a_build_from_python_needs_a_config_alone(tmp_path, capsys):
+def test_a_build_from_python_needs_a_config_alone(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("packer.build.write_demo", partial(packer.write_demo, num_samples=60))
     config = packer.BuildConfig(dataset="demo", out=str(tmp_path / "out"), limit=50, workers=1)
     summary = packer.Builder(config).build()
     assert summary.totals["num_packed"] == 50

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from balance.errors import ConfigError, DamagedShard, DataError
-from packer.demo.dataset import write_demo
 from shards.folders import (
     join,
     naming_full_disk,
@@ -122,11 +121,11 @@ def in_a_small_folder(
     )
 
 
-# the demo's staged samples, which know no format, need more than the first; its 20 MB of shards
+# the demo's staged samples, which know no format, need more than the first; its 6 MB of shards
 # more than the others
 @pytest.mark.parametrize(
     ("shard_format", "size"),
-    [("arrow", "600k"), *itertools.product(["arrow", "webdataset"], ["6m", "16m"])],
+    [("arrow", "100k"), *itertools.product(["arrow", "webdataset"], ["1800k", "5m"])],
 )
 def test_a_full_disk_is_one_line_that_names_the_folder(tmp_path, demo_data, size, shard_format):
     out = tmp_path / "full"
@@ -142,6 +141,8 @@ def test_a_full_disk_is_one_line_that_names_the_folder(tmp_path, demo_data, size
         str(out),
         "--workers",
         "2",
+        "--limit",
+        "300",
     ]
     command = [sys.executable, "-c", script, *arguments, "--format", shard_format]
     done = in_a_small_folder(out, size, command)
@@ -151,10 +152,3 @@ def test_a_full_disk_is_one_line_that_names_the_folder(tmp_path, demo_data, size
         f"error: {out}: no space left on device: make room there, then run the same command again"
     ]
     assert "Traceback" not in done.stderr
-
-
-@pytest.fixture(scope="module")
-def demo_data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("demo")
-    write_demo(folder)
-    return folder

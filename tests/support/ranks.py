@@ -24,6 +24,7 @@ PRELOADED = (
     "engine.dispatching.dispatch",
     "engine.runtime.models.transformers_models",
     "engine.runtime.pipeline",
+    "engine.train.cli",
     "loaders",
     "packer.cli",
     "torch.distributed.checkpoint",
@@ -64,10 +65,13 @@ def on_ranks(world_size, folder, work, *arguments):
     """Run `work(*arguments)` on all ranks; the first failure of any is raised. A folder for each
     call.
     """
+    spawn(_work, (world_size, folder, work, arguments), nprocs=world_size)
+
+
+def spawn(work, args=(), nprocs=1):
+    """As `torch.multiprocessing.spawn`, for code that starts its ranks with that."""
     _start_server()
-    mp.start_processes(
-        _work, (world_size, folder, work, arguments), nprocs=world_size, start_method="forkserver"
-    )
+    mp.start_processes(work, args, nprocs=nprocs, start_method="forkserver")
 
 
 def _work(rank, world_size, folder, work, arguments):
@@ -85,7 +89,7 @@ def run_ranks(folder: Path, world_size: int, work, *arguments, most_s: float = 9
         context.Process(target=_say, args=(str(folder), rank, world_size, work, arguments))
         for rank in range(world_size)
     ]
-    _run(ranks, most_s)
+    _join(_begun(ranks), most_s)
     files = [folder / f"said{rank}" for rank in range(world_size)]
     return [json.loads(file.read_text()) if file.exists() else None for file in files]
 
@@ -107,6 +111,15 @@ def launch(
     Sooner by what torchrun takes to import everything for itself and for each rank. `folder`: for
     what they print.
     """
+    ranks = start(world_size, folder, script, *arguments)
+    _join(ranks, most_s)
+    status = max((process.exitcode for process in ranks), key=abs)
+    printed = ((folder / name).read_text() for name in ("stdout", "stderr"))
+    return subprocess.CompletedProcess([str(script), *map(str, arguments)], status, *printed)
+
+
+def start(world_size: int, folder: Path, script: Path | str, *arguments: object):
+    """Begin what `launch` runs; -> the ranks' processes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -128,10 +141,7 @@ def launch(
         )
         for rank in range(world_size)
     ]
-    _run(ranks, most_s)
-    status = max((process.exitcode for process in ranks), key=abs)
-    printed = ((folder / name).read_text() for name in ("stdout", "stderr"))
-    return subprocess.CompletedProcess(command, status, *printed)
+    return _begun(ranks)
 
 
 def _launched(folder, command, told):
@@ -147,11 +157,15 @@ def _launched(folder, command, told):
     runpy.run_path(command[0], run_name="__main__")
 
 
-def _run(ranks, most_s):
-    """Until all have ended; who has not by then is killed."""
+def _begun(ranks):
     _start_server()
     for process in ranks:
         process.start()
+    return ranks
+
+
+def _join(ranks, most_s):
+    """Until all have ended; who has not by then is killed."""
     until = time.monotonic() + most_s
     for process in ranks:
         process.join(max(0.0, until - time.monotonic()))

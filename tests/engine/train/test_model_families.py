@@ -3,8 +3,6 @@ fitted into memory.
 """
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -26,7 +24,7 @@ from engine.train.models.open_model import open_model
 from loaders import StreamingLoader
 from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples, write_build
-from support.ranks import run_ranks
+from support.ranks import launch, run_ranks
 from support.trainers.engine_train import main, make, parse, run_steps
 from support.trainers.family_ranks import STEPS, everything
 from support.trainers.stated_ranks import TUNED, state_times, tune_by_stated
@@ -332,12 +330,7 @@ def test_a_plan_or_profile_that_is_not_for_this_run_is_refused_in_one_line(
         "out": tmp_path,
     }
     named = [f"--{name}={value}" for name, value in making.items()]
-    subprocess.run(
-        [sys.executable, "-m", "engine", "plan", *named],
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
+    assert launch(1, tmp_path / "printed", "engine", "plan", *named).returncode == 0
     profile, own = (f"--profile={two / name / 'profile.json'}" for name in ("llava", "internvl"))
     loader = StreamingLoader(builds["internvl"], dp_rank=0, dp_world_size=1)
     wide = make_config("internvl", loader)

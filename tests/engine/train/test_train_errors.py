@@ -2,12 +2,7 @@
 options, status 2.
 """
 
-import contextlib
 import json
-import os
-import socket
-import subprocess
-import sys
 import time
 
 import pytest
@@ -18,6 +13,7 @@ from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples
 from support.cases import for_each
 from support.rank_programs.tuned_ranks import stated_profile
+from support.ranks import start
 from support.trainers.engine_train import main
 
 DEADLINE_S = 60
@@ -177,40 +173,21 @@ def test_memory_that_is_given_binds_the_tuner(build, profile, tmp_path, capsys):
 
 
 def test_a_rank_that_is_lost_ends_the_other_with_one_line(build, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    shared = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-    }
     figures = tmp_path / "figures.jsonl"
     options = ["--plan=auto", "--steps=100000", "--device=cpu", f"--figures={figures}"]
-    command = [sys.executable, "-m", "engine", "train", str(build), *options]
-    with contextlib.ExitStack() as stack:
-        error = stack.enter_context((tmp_path / "error.txt").open("w"))
-        ranks = []
-        for rank in ("0", "1"):
-            environment = (
-                os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank, "GLOO_SOCKET_IFNAME": "lo"}
-            )
-            process = subprocess.Popen(
-                command,
-                env=environment,
-                stdout=subprocess.DEVNULL,
-                stderr=error if rank == "0" else subprocess.DEVNULL,
-            )
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            ranks.append(process)
+    first, second = start(2, tmp_path, "engine", "train", build, *options)
+    try:
         deadline = time.monotonic() + DEADLINE_S
         while not figures.exists() or len(figures.read_text().splitlines()) < 2:
-            assert ranks[0].poll() is None, "the run ended by itself"
+            assert first.is_alive(), "the run ended by itself"
             assert time.monotonic() < deadline, "no step was trained in time"
             time.sleep(0.01)
-        ranks[1].kill()
-        assert ranks[0].wait(DEADLINE_S) == 1
-    (line,) = (tmp_path / "error.txt").read_text().splitlines()
+        second.kill()
+        first.join(DEADLINE_S)
+        assert first.exitcode == 1
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.join()
+    (line,) = (tmp_path / "stderr").read_text().splitlines()
     assert "rank 0 stops: rank 1 does not answer any more" in line

@@ -2,15 +2,12 @@
 killed and continued.
 """
 
-import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +21,7 @@ from engine.train.models.open_model import open_model
 from engine.train.models.tiny_vlm import num_tiles
 from loaders import StreamingLoader
 from support.builds.shard_fixture import group_samples, make_samples, write_build
-from support.ranks import launch
+from support.ranks import launch, start
 from support.trainers.engine_train import main
 from support.trainers.tiny_training import train
 
@@ -58,12 +55,7 @@ def plan(tmp_path_factory):
         "out": out,
     }
     named = [f"--{name}={value}" for name, value in options.items()]
-    subprocess.run(
-        [sys.executable, "-m", "engine", "plan", *named],
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
+    assert launch(1, out / "printed", "engine", "plan", *named).returncode == 0
     return out / "plan.json"
 
 
@@ -203,8 +195,8 @@ def killed(build, plan, tmp_path_factory):
     """The folder that two ranks left when they were killed between two saves."""
     root = tmp_path_factory.mktemp("killed")
     saving = {"state": root / "state", "save_every": SAVE_EVERY, "figures": root / "figures.jsonl"}
-    command = torchrun(2, build, plan=plan, **saving | {"steps": 100_000})
-    kill_after(command, root / "figures.jsonl", 2 * SAVE_EVERY + 1)
+    arguments = given(build, plan=plan, **saving | {"steps": 100_000})
+    kill_after(start(2, root, *COMMAND, *arguments), root / "figures.jsonl", 2 * SAVE_EVERY + 1)
     return root
 
 
@@ -227,23 +219,18 @@ def test_a_killed_run_goes_on_exactly_with_other_stages_and_replicas(
     assert_same(losses(root / "figures.jsonl"), train_alone(build, (1, saved), (dp, STEPS - saved)))
 
 
-def kill_after(command, figures, steps):
-    """Start a run; kill all of its processes when so many steps were trained."""
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=ENVIRONMENT) as launcher:
-        deadline = time.monotonic() + DEADLINE_S
-        try:
-            while len(losses(figures)) < steps:
-                assert launcher.poll() is None, "the run ended by itself"
-                assert time.monotonic() < deadline, "no step was trained in time"
-                time.sleep(0.005)
-        finally:
-            children = (
-                Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-            )
-            for process in [*map(int, children), launcher.pid]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-    assert len(children) == 2
+def kill_after(ranks, figures, steps):
+    """Kill all ranks when so many steps were trained."""
+    deadline = time.monotonic() + DEADLINE_S
+    try:
+        while len(losses(figures)) < steps:
+            assert all(rank.is_alive() for rank in ranks), "the run ended by itself"
+            assert time.monotonic() < deadline, "no step was trained in time"
+            time.sleep(0.005)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
 
 
 @pytest.fixture
