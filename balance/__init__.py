@@ -22,10 +22,9 @@ __all__, __getattr__, __dir__ = lazy_exports(
         "balance.loss_weights": "sample_weights",
         "balance.metrics": "autocorrelation dist_ratio fill gradient_shares lower_bounds pad_ratio"
         " padded_loads repeated_pairs source_entropy",
-        "balance.order.block_shuffle": "BlockShuffle GroupOrder OrderConfig choose_order",
-        "balance.order.global_shuffle": "GlobalShuffle",
+        "balance.grouping.even_out": "even_out group_alike",
+        "balance.order.global_shuffle": "GlobalShuffle GroupOrder epoch_steps",
         "balance.order.regroup": "regroup",
-        "balance.order.sort_groups": "arrange_sources sort_groups source_shares",
         "balance.presets": "DatasetPreset ModelPreset load_dataset load_model",
         "balance.steps.all_to_all": "CommVolumes Permutation comm_volumes from_assignment",
         "balance.steps._node_placement": "place_batches",

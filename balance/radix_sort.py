@@ -1,6 +1,6 @@
 """Radix sort by integer keys with ties in random order, in numba.
 
-For `balance.order.sort_groups`. NumPy's stable argsort takes n log n steps and 8 bytes per number
+For `former_order.sort_groups`. NumPy's stable argsort takes n log n steps and 8 bytes per number
 in each of two sorts; this a pass per digit, and 4 bytes below 2^31 numbers. Pure.
 """
 

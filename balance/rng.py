@@ -7,7 +7,7 @@ from raw bits: NumPy keeps those, but not what its shuffles make of them (NEP 19
 import numpy as np
 from numpy.typing import NDArray
 
-TIES, BLOCKS, INSIDE, TURNS, SHUFFLE, WINDOWS, GROUPS, COPIES, TRANSFORMS = range(9)
+TIES, BLOCKS, INSIDE, TURNS, SHUFFLE, WINDOWS, GROUPS, COPIES, TRANSFORMS, STORED, EVEN = range(11)
 """What random bits are for: each purpose draws from a sequence of its own."""
 
 MASK = 2**64 - 1

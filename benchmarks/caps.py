@@ -30,12 +30,13 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from former_order.sort_groups import sort_groups
+
 from balance.flops import FlopsModel, epoch_ms
 from balance.grouping.best_fit import group_best_fit
 from balance.grouping.caps import GroupOptions, LimitChoice, choose_limits, choose_limits_omnibal
 from balance.grouping.isf import group_isf
 from balance.metrics import dist_ratio, fill
-from balance.order.sort_groups import sort_groups
 from balance.presets import load_model
 from balance.types import Counts, Groups, Limits
 from packer.group import read_lengths

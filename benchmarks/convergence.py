@@ -26,13 +26,13 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+from former_order.block_shuffle import OrderConfig, choose_order
+from former_order.sort_groups import arrange_sources, sort_groups, source_shares
 from tables import DistRatios, as_loaded, console, dist_ratios, new_table, shuffled
 
 from balance.grouping.caps import GroupOptions, over_limits
 from balance.grouping.isf import group_isf
 from balance.metrics import fill
-from balance.order.block_shuffle import OrderConfig, choose_order
-from balance.order.sort_groups import arrange_sources, sort_groups, source_shares
 from balance.types import Counts, Groups, IntArray, Limits
 from packer.group import (
     LLM_TOKENS_PER_TILE,

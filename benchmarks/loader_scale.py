@@ -26,9 +26,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
+from balance.order.block_shuffle import choose_order
 from tables import console, new_table
 
-from balance.order.block_shuffle import choose_order
 from balance.presets import load_model, model_to_dict
 from balance.types import COUNT_COLUMNS, IntArray, Limits
 from loaders.plan.epoch_groups import StoredGroups

@@ -27,12 +27,13 @@ from rich.table import Table
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from former_order.block_shuffle import BlockShuffle, choose_order  # noqa: E402
+from former_order.sort_groups import arrange_sources, sort_groups, source_shares  # noqa: E402
+
 from balance.grouping.best_fit import group_best_fit  # noqa: E402
 from balance.metrics import autocorrelation, dist_ratio, source_autocorrelation, source_entropy  # noqa: E402
-from balance.order.block_shuffle import BlockShuffle, choose_order  # noqa: E402
 from balance.order.global_shuffle import GlobalShuffle  # noqa: E402
 from balance.order.regroup import regroup  # noqa: E402
-from balance.order.sort_groups import arrange_sources, sort_groups, source_shares  # noqa: E402
 from balance.types import Groups, IntArray, Limits  # noqa: E402
 from packer.group import read_lengths  # noqa: E402
 

@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from former_order.sort_groups import sort_groups
 from grouping import generate, read
 from numpy.typing import NDArray
 from rich import box
@@ -33,7 +34,6 @@ from rich.table import Table
 
 from balance.grouping.best_fit import group_best_fit
 from balance.grouping.isf import group_isf
-from balance.order.sort_groups import sort_groups
 from balance.types import Limits
 
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)

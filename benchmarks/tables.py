@@ -17,8 +17,9 @@ from rich.table import Table
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from former_order.block_shuffle import BlockShuffle, OrderConfig  # noqa: E402
+
 from balance.metrics import dist_ratio, pad_ratio, padded_loads  # noqa: E402
-from balance.order.block_shuffle import BlockShuffle, OrderConfig  # noqa: E402
 from balance.types import Counts, Groups, IntArray  # noqa: E402
 
 console = Console(width=100)

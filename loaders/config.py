@@ -12,10 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from balance.config import check_names, check_types
 from balance.errors import ConfigError, first_line
 from balance.loss_weights import LossNormalizer, LossWeights
+from balance.order.global_shuffle import DEFAULT_BALANCE, MAX_BALANCE
 from balance.steps.step_planner import StepPlanner
 from loaders.plan.sample_choice import SampleChoice, SampleFilter, Split
 from loaders.plan.scheduled_groups import WeightSchedule
-from loaders.plan.steps import Order, Remainder, StepConfig
+from loaders.plan.steps import Remainder, StepConfig
 from loaders.ranks import mesh_ranks
 from loaders.read.build import StorageOptions
 from loaders.transforms import BatchTransform, ImageTransform
@@ -64,9 +65,10 @@ class LoaderConfig:
     """Micro-batches of each rank per optimizer step."""
     seed: int = 0
     """Seed of the order, the same on all ranks."""
-    order: Order = "blocks"
-    """"blocks" balances each micro-batch across ranks. "random" draws a step's groups at random and
-    balances ranks' sums: for ranks that synchronise once per step of eight or more micro-batches.
+    balance: float = DEFAULT_BALANCE
+    """How much randomness of the order may be traded for balance, from 0 (plainly random) to .99: a
+    step's groups are the most alike of 1 / (1 - balance) times as many random ones. May change from
+    run to run.
     """
     shuffle: bool = True
     """False, for evaluation: every sample once in stored order, the same in every epoch."""
@@ -151,6 +153,10 @@ class LoaderConfig:
                 raise ConfigError(f"{name} is {value}; it must be at least {least}")
         self._check_ranks()
         self._check_choice()
+        if not 0 <= self.balance <= MAX_BALANCE:
+            raise ConfigError(
+                f"balance is {self.balance}; use 0 (random) to {MAX_BALANCE} (most balanced)"
+            )
         if self.workers is not None and self.workers < 0:
             raise ConfigError(f"workers is {self.workers}; use 0 for none, or a number of threads")
         try:
@@ -260,7 +266,7 @@ class LoaderConfig:
             micro_batches=self.micro_batches_per_step,
             seed=self.seed,
             remainder=remainder or ("pad" if self.shuffle else "split"),
-            order=self.order,
+            balance=self.balance,
             loss_normalizer=self.loss_normalizer,
             loss_weights=self.loss_weights,
         )
@@ -278,7 +284,7 @@ class LoaderOptions(TypedDict, total=False):
     rank_timeout_s: float
     micro_batches_per_step: int
     seed: int
-    order: Order
+    balance: float
     shuffle: bool
     remainder: Remainder | None
     split: Split | None

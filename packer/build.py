@@ -49,7 +49,6 @@ from shards.tables import (
     groups_table,
     read_table,
     reject_rows,
-    source_numbers,
     write_table,
 )
 
@@ -208,7 +207,6 @@ class Builder:
                 vision_unit=self.model.vision_unit,
                 context_len=self.model.context_len,
                 flops=FlopsModel.of(self.model) if self.model.has_dimensions else None,
-                sources=source_numbers(counts.table),
             )
             stage.count(len(counts.table))
         tables = [counts.rejected, reject_rows(counts.table, grouping.over)]

@@ -121,7 +121,6 @@ class BuildIdentity:
             "limits": asdict(grouping.limits),
             "limits_explained": grouping.limits_explained,
             "seed": self.config.seed,
-            "order": asdict(grouping.order),
             "totals": _totals(index, *counted),
             "shards": _describe_shards(parts, index),
             "files": [_describe_file(out, name) for name in TABLE_NAMES],

@@ -15,13 +15,12 @@ import pyarrow.compute as pc
 
 from balance.errors import ConfigError, DataError, first_line
 from balance.flops import FlopsModel
-from balance.grouping.best_fit import group_best_fit
 from balance.grouping.caps import GroupOptions, choose_limits, over_limits
+from balance.grouping.even_out import group_alike
 from balance.grouping.isf import group_isf
-from balance.order.block_shuffle import OrderConfig, choose_order
-from balance.order.sort_groups import arrange_sources, sort_groups, source_shares
 from balance.presets import load_model
-from balance.types import Counts, Groups, IntArray, Limits
+from balance.rng import STORED, random_permutation
+from balance.types import Counts, Groups, Limits
 from packer.config import MOST_TOKENS
 from packer.progress import StageProgress
 from shards.manifest import MANIFEST_NAME
@@ -34,7 +33,6 @@ from shards.tables import (
     groups_table,
     read_table,
     reject_rows,
-    source_numbers,
     write_table,
 )
 
@@ -50,11 +48,10 @@ LENGTHS_MODEL = "internvl_1_5"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grouping:
-    """Groups of rows of the counts table, in stored order: sorted by vision load."""
+    """Groups of rows of the counts table, in stored order: random."""
 
     groups: Groups
     limits: Limits
-    order: OrderConfig
     over: list[tuple[int, str, str]]
     """Rejected samples: (row of the counts table, reason, detail)."""
     limits_explained: list[str]
@@ -68,9 +65,8 @@ def group_counts(
     vision_unit: str,
     context_len: int,
     flops: FlopsModel | None = None,
-    sources: IntArray | None = None,
 ) -> Grouping:
-    """Choose caps, reject what exceeds them, group the rest, sort; `sources` mix neighbours."""
+    """Choose caps, reject what exceeds them, group the rest."""
     choice = choose_limits(
         counts, options, vision_unit=vision_unit, context_len=context_len, flops=flops
     )
@@ -88,16 +84,12 @@ def group_counts(
     if options.grouping == "isf":
         grouped = group_isf(*loads, limits, seed=seed, iterations=options.isf_iterations)
     else:
-        grouped = group_best_fit(*loads, limits, seed=seed)
+        grouped = group_alike(*loads, limits, seed=seed)
     groups = Groups(rows[grouped.samples], grouped.offsets)
-    order = choose_order(len(groups))
-    positions = sort_groups(groups.sum(vision), groups.sum(seq_len), seed)
-    if sources is not None:
-        positions = arrange_sources(positions, source_shares(groups, sources), order.window_size)
     return Grouping(
-        groups=groups.take(positions),
+        # any stretch of the build is like the whole
+        groups=groups.take(random_permutation(len(groups), seed, STORED)),
         limits=limits,
-        order=order,
         over=over,
         limits_explained=choice.lines,
     )
@@ -134,7 +126,6 @@ def group_files(
             vision_unit=vision_unit,
             context_len=MOST_TOKENS,
             flops=None if with_counts else FlopsModel.of(load_model(LENGTHS_MODEL)),
-            sources=source_numbers(counts),
         )
         stage.count(len(counts))
     rejected = reject_rows(counts, grouping.over)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from balance.errors import ConfigError, DamagedShard, DataError
-from balance.order.block_shuffle import OrderConfig
 from balance.presets import ModelPreset, model_from_dict
 from balance.types import Limits
 from shards.checksums import file_checksum
@@ -108,7 +107,6 @@ class Manifest:
     """`format_version`, of READ_VERSIONS."""
     format: ShardFormat
     model: ModelPreset
-    order: OrderConfig
     limits: Limits
     """Caps that the groups keep."""
     num_groups: int
@@ -223,7 +221,6 @@ def _from_values(place: str, digest: str, values: dict[str, Any]) -> Manifest:
         version=values["format_version"],
         format=values["format"],
         model=model_from_dict(values["model"]),
-        order=OrderConfig(**values["order"]),
         limits=Limits(**values["limits"]),
         num_groups=values["totals"]["num_groups"],
         shards=tuple(map(BuildFile.from_json, values["shards"])),

@@ -7,6 +7,7 @@ million at most (.5 s). Deterministic; nothing is tried twice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -16,7 +17,7 @@ import numpy as np
 from balance.errors import ConfigError
 from balance.flops import FlopsModel, epoch_ms
 from balance.grouping.activation_memory import ActivationBudget
-from balance.order.sort_groups import sort_groups
+from balance.rng import STORED, random_permutation
 from balance.types import Counts, Groups, IntArray, Limits
 
 FILTER_SLACK_TOKENS = 128
@@ -34,7 +35,9 @@ WORTHWHILE = 0.002
 SEARCH_SAMPLES, CONFIRM_SAMPLES = 50_000, 1_200_000
 """Samples of a trial at most; larger sets are drawn from, so 100 M samples cost no more."""
 TRIAL_DP = 8
-"""Ranks that predicted times are for; in the stored order their number hardly matters."""
+"""Ranks that predicted times are for."""
+TIGHT = (1.0, 1.005, 1.01, 1.02, 1.04)
+"""Vision caps that are tried, times what the mean group needs: groups that are full are alike."""
 
 
 Group = Callable[[IntArray, IntArray, Limits], Groups]
@@ -65,7 +68,7 @@ class CapTrial:
     vision_fill: float
     """The same of vision; 0.0 for a cap of 0."""
     ms_per_sample: float | None
-    """Predicted time of both passes on one GPU, in the stored order; None without dimensions."""
+    """Predicted time of both passes on one GPU, in random order; None without dimensions."""
     waiting: float | None
     """Share of that time in which a rank waits for the step's slowest."""
 
@@ -140,10 +143,9 @@ class Trials:
         if self._flops is None or not len(groups):
             return None, None
         each = self._flops.micro_batch_ms(self._flops.loads(counts).sum(groups))
-        vision, tokens = groups.sum(limits.vision_load(counts)), groups.sum(counts.seq_len)
         dp = min(TRIAL_DP, len(groups))
         # idle ranks cost time too
-        total = dp * epoch_ms(each[sort_groups(vision, tokens, self._seed)], dp)
+        total = dp * epoch_ms(each[random_permutation(len(groups), self._seed, STORED)], dp)
         return total / len(groups.samples), 1 - float(each.sum()) / total
 
 
@@ -225,12 +227,13 @@ class CapSearch:
         q_v = self._smallest_free(q_t, most) if max_vision is None else max_vision
         step = max(1, (most - self.largest) // SEARCH_CAPS)
         low, high = min(self.largest, q_v), max(most, q_v)
-        near = [self.caps(q_t, q) for q in (q_v - step, q_v, q_v + step) if low <= q <= high]
-        tried = [self.trials.at(limits, on_all=True) for limits in [*near, *splits[1:2]]]
+        mean = int(self.vision.sum()) * q_t / max(1, int(self.tokens.sum()))
+        near = {q_v - step, q_v, q_v + step, *(math.ceil(mean * factor) for factor in TIGHT)}
+        caps = [self.caps(q_t, q) for q in sorted(near) if low <= q <= high]
+        tried = [self.trials.at(limits, on_all=True) for limits in [*caps, *splits[1:2]]]
         if max_vision is not None:
             return self.trials.at(self.caps(q_t, max_vision), on_all=True)
-        # the neighbour below costs groups, and is there to be compared
-        return least(c for c in tried if c.limits.max_vision >= q_v or c.limits.max_seq_len != q_t)
+        return least(tried)
 
     def _smallest_free(self, q_t: int, most: int) -> int:
         """The smallest vision cap that costs no groups, by bisection: larger caps need no more."""

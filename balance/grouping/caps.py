@@ -2,20 +2,20 @@
 
 Pure. Packed without padding, every grouping does the same work. Caps change the number of
 micro-batches (each has an overhead), how unequal these are, and what the largest needs of memory.
-In the stored order (`balance.order.block_shuffle`) ranks get neighbours, so unequal groups cost
-next to nothing and the number of micro-batches decides. (In random order they do cost, by
-benchmarks/caps.py 1 % at 15 patches, 15 % at 14, 36 % at 9.) Hence these rules:
+In a random order the largest of a step is what all wait for, and a vision cap just above what the
+mean group needs makes groups alike. Hence these rules:
 
 1. Q_t is the least of the longest sample, the model's context and the given cap. A memory budget
    (`balance.grouping.activation_memory`) is shared by both caps where it gives the fewest groups.
-2. Q_v is the smallest cap that costs no groups: no larger one saves any, no smaller one is as fast.
+2. Q_v is the fastest in a random order, by prediction, of the smallest cap that costs no groups and
+   those just above the mean group's need; without a model's dimensions the smallest that costs no
+   groups.
 3. Q'_t and Q'_v matter to ISF alone: OmniBal's targets, unless others give fewer groups.
 
-The best few caps are grouped again with all samples, and one that is predicted to be slower than
-another by more than chance does not win. AI2D + ChartQA at 4,096 tokens: 15 patches; 14 need 19 %
-more groups and 12 need 36 %, because samples of 5 patches leave patches that no sample fills. A
-ratio of means, as in the paper (here 14.9), does not see such steps. 1.2 million samples take
-1.5 s, with a memory budget 2 to 4 s.
+The best few caps are grouped again with all samples. AI2D + ChartQA at 4,096 tokens: 15 patches;
+14 need 19 % more groups and 12 need 36 %, because samples of 5 patches leave patches that no sample
+fills. A ratio of means, as in the paper (here 14.9), does not see such steps. 1.2 million samples
+take 1.5 s, with a memory budget 2 to 4 s.
 """
 
 from collections.abc import Callable, Sequence
@@ -185,7 +185,8 @@ def _why_line(
     if given:
         return f" (your max_vision): {_signed(price)} groups against no cap"
     if price > 2 * FREE:
-        return f": what the budget leaves, {_signed(price)} groups against no vision cap"
+        fastest = "predicted to be the fastest that is allowed"
+        return f": {fastest}, {_signed(price)} groups against no vision cap"
     if chosen == largest:
         return ": the largest sample's, and it costs no groups"
     below = [c for c in _same(found, tried) if c.limits.max_vision < chosen]

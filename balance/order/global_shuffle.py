@@ -1,29 +1,68 @@
-"""`GlobalShuffle`: groups in fully random order, in steps that share evenly.
+"""`GlobalShuffle`: groups in random order, each step's as alike as asked.
 
-For the loaders, where only a rank's sum over a step's micro-batches matters
-(`balance.order.assign_ranks`). No randomness is lost: a few groups of each step wait for a later
-one. Pure; holds no order, only a position in it: 250 million groups cost nothing.
+For the loaders, every step. Groups that the packer made alike (`balance.grouping.even_out`) are
+nearly balanced in any order. What is left is traded against randomness by one number, `balance`: a
+step's groups are chosen out of 1 / (1 - balance) times as many, those most like the one that has
+waited longest; the others wait. At 0 the order is plainly random. At 1/2, the default, two groups
+of a step meet again in the next epoch about twice as often as by chance, at 3/4 four times.
+
+A step's groups are sorted, so that those of its micro-batches are neighbours, and each rank gets
+one of every micro-batch: the smaller one, the more it has already. So ranks that meet in every
+micro-batch (FSDP, pipelines) wait least there, and those that meet once per step even less.
+
+Pure, and computed by every rank itself; integers only, so that all machines agree. Holds no order,
+only a position in it: 250 million groups cost nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-import numba
 import numpy as np
+from numpy.typing import NDArray
 
-from balance.order.assign_ranks import assign_ranks, choose_step_groups, num_spare_groups
-from balance.order.block_shuffle import LoadLookup, unfit_state
 from balance.rng import SHUFFLE, random_bits
 from balance.types import IntArray
 
+LoadLookup = Callable[[IntArray], tuple[IntArray, IntArray]]
+"""Groups -> (vision loads, LLM tokens)."""
+DEFAULT_BALANCE = 0.5
+MAX_BALANCE = 0.99
+"""A hundred steps' groups are chosen from; more would only make the state longer."""
 ROUNDS = 6
 """Rounds of the Feistel network; four give a random-looking permutation (Luby, Rackoff 1988)."""
+UNIT = 1 << 12
+"""A mean load, in which loads are compared."""
+FAR = 1 << 19
+"""Loads differ by no more, so that a squared distance and a place fit 63 bits."""
+PLACE_BITS = 22
+CHUNK = 1 << 12
+"""Places of the random order that are computed at a time."""
+
+
+class GroupOrder(Protocol):
+    """One epoch's order of groups: every group exactly once, whatever sizes are taken."""
+
+    @property
+    def remaining(self) -> int:
+        """Groups of this epoch that are still to come."""
+
+    def take(self, count: int) -> IntArray:
+        """The next `count` groups, int64; fewer only when the epoch ends."""
+
+    def take_step(self, dp: int, micro_batches: int, loads: LoadLookup) -> IntArray:
+        """The next step's groups, int64, (dp, micro_batches); -1 where the epoch has ended."""
+
+    def state(self) -> dict[str, Any]:
+        """Keywords, plain JSON, with which a new order continues exactly here."""
+
+    def copy(self) -> GroupOrder:
+        """An order in the same state that moves independently."""
 
 
 class GlobalShuffle:
-    """A random order; each step exchanges a few groups with later ones to be shared evenly.
+    """A random order; a step's groups are like the one that has waited longest.
 
     Its state is `consumed`, how far the random order has been read, and `spare`, read but not used.
     """
@@ -34,15 +73,20 @@ class GlobalShuffle:
         num_groups: int,
         seed: int,
         epoch: int,
+        balance: float = 0.0,
         consumed: int = 0,
         spare: Sequence[int] = (),
     ) -> None:
+        if not 0 <= balance <= MAX_BALANCE:
+            raise ValueError(f"balance is {balance}; give 0 (random) to {MAX_BALANCE}")
         known = all(0 <= group < num_groups for group in spare)
         if not len(spare) <= consumed <= num_groups or not known:
             raise unfit_state(f"{consumed} of {num_groups} groups, {len(spare)} spare")
         self._num_groups, self.consumed = num_groups, consumed
+        self._width = 1 / (1 - balance)
         self._spare = np.array(spare, dtype=np.int64)
         self._keys = random_bits(ROUNDS, seed, SHUFFLE, epoch)
+        self._chunk = -1, self._spare
 
     @property
     def remaining(self) -> int:
@@ -56,13 +100,14 @@ class GlobalShuffle:
         return groups[:count]
 
     def take_step(self, dp: int, micro_batches: int, loads: LoadLookup) -> IntArray:
-        """The next step's groups, int64, (dp, micro_batches): ranks' sums over it are balanced."""
-        candidates = self._read(dp * micro_batches + num_spare_groups(dp, micro_batches))
-        vision, tokens = loads(candidates)
-        chosen = choose_step_groups(vision, tokens, dp, micro_batches)
-        self._spare = np.delete(candidates, chosen)
+        """The next step's groups, int64, (dp, micro_batches); -1 where the epoch has ended."""
+        count = dp * micro_batches
+        groups = self._read(min(int(count * self._width), 1 << PLACE_BITS))
+        vision, tokens = loads(groups)
+        chosen = most_alike(vision, tokens, count)
+        self._spare = np.delete(groups, chosen)
         places = assign_ranks(vision[chosen], tokens[chosen], dp, micro_batches)
-        return np.where(places >= 0, candidates[chosen[places]], -1) if len(chosen) else places
+        return np.append(groups[chosen], -1)[places]
 
     def state(self) -> dict[str, Any]:
         """Keywords, plain JSON, with which a new order continues exactly here."""
@@ -77,34 +122,116 @@ class GlobalShuffle:
     def _read(self, count: int) -> IntArray:
         """The spare groups, and as many new ones as make `count` of them."""
         stop = min(self._num_groups, self.consumed + max(0, count - len(self._spare)))
-        new = _permuted(self.consumed, stop, self._num_groups, self._keys)
-        self.consumed = stop
-        return np.concatenate([self._spare, new])
+        parts = [self._spare]
+        while self.consumed < stop:
+            number, place = divmod(self.consumed, CHUNK)
+            if self._chunk[0] != number:
+                self._chunk = number, self._places(number * CHUNK)
+            parts.append(self._chunk[1][place : place + stop - self.consumed])
+            self.consumed += len(parts[-1])
+        return np.concatenate(parts)
+
+    def _places(self, start: int) -> IntArray:
+        """The groups at a chunk's places of the random order, without holding the order.
+
+        A Feistel network permutes the numbers of an even number of bits; a number too large is
+        permuted again until it is not (Black, Rogaway 2002), 2.5 times on average at most.
+        """
+        half = np.uint64(max(1, -(-(self._num_groups - 1).bit_length() // 2)))
+        numbers = np.arange(start, min(start + CHUNK, self._num_groups), dtype=np.uint64)
+        wrong = np.arange(len(numbers))
+        while len(wrong):
+            numbers[wrong] = _permuted(numbers[wrong], half, self._keys)
+            wrong = wrong[numbers[wrong] >= np.uint64(self._num_groups)]
+        return numbers.astype(np.int64)
 
 
-@numba.njit(cache=True)
-def _permuted(start, stop, num_groups, keys):  # type: ignore[no-untyped-def]
-    """Places `start` to `stop` of a random order of `range(num_groups)`, without holding it.
-
-    A Feistel network permutes the numbers of an even number of bits; a number too large is permuted
-    again until it is not (Black, Rogaway 2002), 2.5 times on average at most.
-    """
-    # half the bits of the network's numbers
-    half = np.uint64(1)
-    while (np.int64(1) << np.int64(2 * half)) < num_groups:
-        half += np.uint64(1)
+def _permuted(
+    numbers: NDArray[np.uint64], half: np.uint64, keys: NDArray[np.uint64]
+) -> NDArray[np.uint64]:
+    """Numbers of 2 * half bits permuted, by a mixing function of one half after the other."""
     mask = (np.uint64(1) << half) - np.uint64(1)
-    groups = np.empty(stop - start, np.int64)
-    for place in range(start, stop):
-        number = np.uint64(place)
-        while True:
-            left, right = number >> half, number & mask
-            for key in keys:
-                bits = (right ^ key) * np.uint64(0xBF58476D1CE4E5B9)
-                bits = (bits ^ (bits >> np.uint64(29))) * np.uint64(0x94D049BB133111EB)
-                left, right = right, left ^ ((bits ^ (bits >> np.uint64(32))) & mask)
-            number = (left << half) | right
-            if number < np.uint64(num_groups):
-                break
-        groups[place - start] = number
-    return groups
+    left, right = numbers >> half, numbers & mask
+    for key in keys:
+        bits = (right ^ key) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(29))) * np.uint64(0x94D049BB133111EB)
+        left, right = right, left ^ ((bits ^ (bits >> np.uint64(32))) & mask)
+    return left << half | right
+
+
+def epoch_steps(
+    loads: tuple[IntArray, IntArray],
+    shape: tuple[int, int],
+    *,
+    seed: int = 0,
+    epoch: int = 0,
+    balance: float = DEFAULT_BALANCE,
+    most: int | None = None,
+) -> IntArray:
+    """All steps of an epoch as the loaders give them, or the first `most`; -1: no group.
+
+    `loads` are the groups' vision loads and tokens, `shape` is (dp, micro_batches); int64, shape
+    (steps, dp, micro_batches).
+    """
+    (vision, tokens), (dp, micro_batches) = loads, shape
+    order = GlobalShuffle(num_groups=len(vision), seed=seed, epoch=epoch, balance=balance)
+    count = -(-len(vision) // (dp * micro_batches))
+    steps = [
+        order.take_step(dp, micro_batches, lambda groups: (vision[groups], tokens[groups]))
+        for _ in range(count if most is None else min(most, count))
+    ]
+    return np.array(steps, np.int64).reshape(len(steps), dp, micro_batches)
+
+
+def unfit_state(consumed: str) -> ValueError:
+    """The error for an order's state that is not of its build."""
+    problem = f"state does not fit this order: consumed {consumed}"
+    return ValueError(f"{problem}; give the state of an order of the same build")
+
+
+def most_alike(vision: IntArray, tokens: IntArray, count: int) -> IntArray:
+    """Places of the first group and of the `count` - 1 most like it, ascending; all if not more.
+
+    Like: the least sum of squares of what both loads differ by, each relative to its mean.
+
+    >>> most_alike(np.array([5, 9, 5, 8]), np.array([10, 10, 10, 10]), 2).tolist()
+    [0, 2]
+    """
+    if len(vision) <= count:
+        return np.arange(len(vision))
+    distance = np.zeros(len(vision), np.int64)
+    for load in (vision, tokens):
+        apart = np.minimum(np.abs(load - load[0]) * UNIT // _mean(load), FAR)
+        distance += apart * apart
+    # the longest waiting first among equally distant ones; no two equal, so the set is certain
+    keys = distance << PLACE_BITS | np.arange(len(vision))
+    nearest = np.partition(keys, count - 1)[:count]
+    return np.sort(nearest & ((1 << PLACE_BITS) - 1))
+
+
+def assign_ranks(vision: IntArray, tokens: IntArray, dp: int, micro_batches: int) -> IntArray:
+    """Places of the groups that each rank gets, int64, (dp, micro_batches); -1: none.
+
+    Micro-batches hold neighbours, the largest groups first; within each, the rank with the largest
+    sum so far gets the smallest. There are at most dp * micro_batches groups.
+
+    >>> vision, tokens = np.array([1, 3, 2, 2]), np.array([10, 50, 40, 20])
+    >>> assign_ranks(vision, tokens, dp=2, micro_batches=2).tolist()
+    [[1, 0], [2, 3]]
+    """
+    # one scale for both loads; groups that are lacking weigh nothing, and come last
+    size = vision * UNIT // _mean(vision) + tokens * UNIT // _mean(tokens)
+    places = np.full(dp * micro_batches, -1)
+    places[: len(size)] = np.argsort(-size, kind="stable")
+    sizes = np.append(size, 0)[places].reshape(micro_batches, dp)
+    rounds = places.reshape(micro_batches, dp)
+    sums = np.zeros(dp, np.int64)
+    for number in range(micro_batches):
+        ranks = np.argsort(sums, kind="stable")
+        rounds[number, ranks] = rounds[number].copy()
+        sums[ranks] += sizes[number]
+    return rounds.T
+
+
+def _mean(load: IntArray) -> int:
+    return max(1, int(load.sum()) // max(1, len(load)))

@@ -2,21 +2,14 @@
 
 For the loaders, inside windows of stored groups: as many neighbouring ones as their cache can hold,
 so regrouping reads no byte twice. Pure: the same loads, seed and epoch give the same groups on
-every rank, so an order's state (`balance.order.block_shuffle`) resumes them exactly.
-
-What it costs is balance, since each window is sorted by itself, and time: 1.2 million samples in
-windows of 4,096 groups need .02 % more groups than globally, 1 in 5,000 pairs of samples meets
-again in the next epoch, the dist ratio ViT / LLM at dp 8 is .0003 / .0003 (stored .0001 / .0001),
-at dp 64 .001 / .001; .9 s per epoch in all.
+every rank, so an order's state (`balance.order.global_shuffle`) resumes them exactly. 1.2 million
+samples in windows of 4,096 groups need .02 % more groups than all at once, 1 in 5,000 pairs of
+samples meets again in the next epoch, and it takes .9 s per epoch in all.
 """
-
-from dataclasses import replace
 
 import numpy as np
 
 from balance.grouping.best_fit import choose_varied_strategy, group_by_strategy
-from balance.order.block_shuffle import MIN_WINDOW, OrderConfig, choose_order
-from balance.order.sort_groups import sort_groups
 from balance.rng import WINDOWS, random_bits
 from balance.types import Groups, IntArray, Limits
 
@@ -52,7 +45,7 @@ def regroup(
     window_groups: int,
     seed: int,
     epoch: int,
-) -> tuple[Groups, OrderConfig]:
+) -> Groups:
     """The epoch's groups of the samples of `stored`, whose groups are sorted, and their order.
 
     `loads` are the samples' vision loads and tokens, each of shape (num_samples,). Every sample is
@@ -62,7 +55,7 @@ def regroup(
     >>> limits = Limits(max_seq_len=10, max_vision=9, min_seq_len=10, min_vision=9)
     >>> stored = Groups(np.array([2, 0, 1, 3]), np.array([0, 2, 4]))
     >>> loads = np.array([1, 1, 1, 1]), np.array([5, 5, 5, 5])
-    >>> groups, order = regroup(loads, stored, limits, window_groups=2, seed=0, epoch=1)
+    >>> groups = regroup(loads, stored, limits, window_groups=2, seed=0, epoch=1)
     >>> sorted(groups.samples.tolist())
     [0, 1, 2, 3]
     """
@@ -83,10 +76,7 @@ def regroup(
         members = stored.samples[places[window] : places[window + 1]]
         own = vision[members], tokens[members]
         groups = group_by_strategy(*own, limits, strategy, seed=window_seed, rounds=ROUNDS)
-        groups = groups.take(sort_groups(groups.sum(own[0]), groups.sum(own[1]), window_seed))
         samples.append(members[groups.samples])
         sizes.append(groups.sizes)
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
-    groups = Groups(np.concatenate(samples), offsets.astype(np.int64))
-    # each window is sorted by itself, so only the nearest neighbours cost about the same
-    return groups, replace(choose_order(len(groups)), window_size=MIN_WINDOW)
+    return Groups(np.concatenate(samples), offsets.astype(np.int64))

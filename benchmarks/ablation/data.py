@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+from former_order.block_shuffle import BlockShuffle, choose_order
+from former_order.sort_groups import sort_groups
 
 from balance.baseline_samplers import BATCH_SIZE, as_groups, random_batches
 from balance.grouping.best_fit import group_best_fit
 from balance.metrics import longest
-from balance.order.block_shuffle import BlockShuffle, choose_order
-from balance.order.sort_groups import sort_groups
 from balance.types import Counts, Groups, IntArray, Limits
 from engine.cost_model.loads import Loads, PhaseLoads
 

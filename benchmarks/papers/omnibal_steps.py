@@ -7,13 +7,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from former_order.block_shuffle import BlockShuffle, choose_order
+from former_order.sort_groups import sort_groups
 from numpy.typing import NDArray
 
 from balance.baseline_samplers import as_groups, random_batches
 from balance.grouping.best_fit import group_best_fit
 from balance.metrics import dist_ratio, longest, pad_ratio
-from balance.order.block_shuffle import BlockShuffle, choose_order
-from balance.order.sort_groups import sort_groups
 from balance.presets import load_model
 from balance.types import Counts, Groups, IntArray, Limits
 from engine.cost_model.analytical import layer_costs

@@ -10,7 +10,7 @@ import numpy as np
 
 from balance.baseline_samplers import as_groups, random_batches
 from balance.errors import ConfigError, DataError
-from balance.order.block_shuffle import BlockShuffle, OrderConfig
+from balance.order.global_shuffle import epoch_steps
 from balance.presets import ModelPreset, NativeRule
 from balance.types import COUNT_COLUMNS, Counts, Groups, IntArray, Limits
 from engine.cost_model.loads import (
@@ -31,7 +31,6 @@ class PackedBuild:
 
     place: str
     model: ModelPreset
-    order: OrderConfig
     limits: Limits
     counts: Counts
     """Counts of every stored sample."""
@@ -44,8 +43,11 @@ class PackedBuild:
         Step by step, in it rank by rank; at most what the epoch has. ConfigError if it has none.
         """
         count = self._num_steps(len(self.groups), dp * micro_batches, steps, "groups")
-        stream = BlockShuffle(num_groups=len(self.groups), order=self.order, seed=seed, epoch=0)
-        taken = np.stack([stream.take_step(dp, micro_batches) for _ in range(count)])
+        loads = (
+            self.groups.sum(self.limits.vision_load(self.counts)),
+            self.groups.sum(self.counts.seq_len),
+        )
+        taken = epoch_steps(loads, (dp, micro_batches), seed=seed, most=count)
         return packed_loads(sample_loads(self.counts, self.model), self.groups.take(taken.ravel()))
 
     def random_steps(
@@ -115,7 +117,6 @@ def read_build(root: Path) -> PackedBuild:
     return PackedBuild(
         place=manifest.place,
         model=manifest.model,
-        order=manifest.order,
         limits=manifest.limits,
         counts=Counts(**{name: table.column(name) for name in COUNT_COLUMNS}),
         groups=table.groups,

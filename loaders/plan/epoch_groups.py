@@ -1,9 +1,7 @@
 """Groups of an epoch: stored, of chosen samples, or grouped again.
 
 For `loaders.plan.steps`. A source's `epoch(number)` depends on builds, seed and number alone, and
-reads no shard. An epoch numbers its groups in sorted order (`balance.order.sort_groups`), so
-shuffles are the same for all. Its `order` is for `BlockShuffle`, `selection` is what to read for a
-group. Several builds are mixed by `loaders.plan.mixed_groups`.
+reads no shard. Several builds are mixed by `loaders.plan.mixed_groups`.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from balance.loss_weights import LossWeights, sample_weights
-from balance.order.block_shuffle import OrderConfig, choose_order
 from balance.types import COUNT_COLUMNS, BoolArray, Counts, Groups, IntArray
 from loaders.plan.selection import GroupSlice, SampleRefs, Selection, whole_groups
 from shards.index import GroupIndex
@@ -62,9 +59,7 @@ def sample_column(builds: Sequence[PlannedBuild], refs: SampleRefs, name: str) -
 
 
 class Epoch(Protocol):
-    """The groups of an epoch, numbered in sorted order."""
-
-    order: OrderConfig
+    """The groups of an epoch."""
 
     def __len__(self) -> int:
         """Number of groups."""
@@ -105,7 +100,6 @@ class StoredGroups:
     def __init__(self, build: PlannedBuild, place: int = 0) -> None:
         """`place`: the build's place among the loader's builds, as of all classes here."""
         self.builds: Sequence[PlannedBuild] = [build]
-        self.order = build.manifest.order
         self.identity: dict[str, object] = {"manifest_hash": build.manifest.hash, "regroup": None}
         self._place = place
 
@@ -146,11 +140,9 @@ class StoredGroups:
 class SampleGroups:
     """Any groups of builds' samples, which are numbered in stored order, build after build."""
 
-    def __init__(
-        self, tables: Sequence[SampleTable], groups: Groups, order: OrderConfig, place: int = 0
-    ) -> None:
+    def __init__(self, tables: Sequence[SampleTable], groups: Groups, place: int = 0) -> None:
         """`place` is that of the first build."""
-        self._tables, self._groups, self.order, self._place = tables, groups, order, place
+        self._tables, self._groups, self._place = tables, groups, place
         self._firsts = np.cumsum([0, *(int(table.offsets[-1]) for table in tables)])
         columns = {
             name: np.concatenate([table.columns[name] for table in tables])
@@ -217,7 +209,7 @@ class ChosenGroups:
             "samples": choice_digest(chosen),
         }
         groups = pack_chosen(build, chosen)
-        self._groups = SampleGroups([build.samples], groups, choose_order(len(groups)), place)
+        self._groups = SampleGroups([build.samples], groups, place)
 
     def epoch(self, number: int) -> SampleGroups:
         """The same in every epoch."""
@@ -293,7 +285,7 @@ class Regrouped:
         build = self.builds[0]
         from balance.order.regroup import regroup  # noqa: PLC0415  (see `loaders`)
 
-        groups, order = regroup(
+        groups = regroup(
             _loads(build),
             self._stored,
             build.manifest.limits,
@@ -301,7 +293,7 @@ class Regrouped:
             seed=self._seed,
             epoch=number,
         )
-        return SampleGroups([build.samples], groups, order, self._place)
+        return SampleGroups([build.samples], groups, self._place)
 
 
 def _sum_weights(num_loss_tokens: IntArray, weights: LossWeights) -> float:
@@ -314,7 +306,7 @@ def choice_digest(chosen: BoolArray) -> str:
 
 
 def pack_chosen(build: PlannedBuild, chosen: BoolArray | None) -> Groups:
-    """Groups of a build's chosen samples (None: all), in sorted order.
+    """Groups of a build's chosen samples (None: all).
 
     A stored group that keeps KEPT_LOAD of its load stays, without the samples left out; those of
     all others are packed again, in windows of stored order. The same on every machine.
@@ -323,7 +315,6 @@ def pack_chosen(build: PlannedBuild, chosen: BoolArray | None) -> Groups:
     if chosen is None or chosen.all():
         return stored
     from balance.order.regroup import regroup  # noqa: PLC0415  (see `loaders`)
-    from balance.order.sort_groups import sort_groups  # noqa: PLC0415
 
     loads = _loads(build)
     stays = np.logical_and.reduce(
@@ -331,12 +322,10 @@ def pack_chosen(build: PlannedBuild, chosen: BoolArray | None) -> Groups:
     )
     staying = np.repeat(stays, stored.sizes)
     kept, rest = _restrict(stored, chosen & staying), _restrict(stored, chosen & ~staying)
-    again, _ = regroup(
+    again = regroup(
         loads, rest, build.manifest.limits, window_groups=WINDOW_GROUPS, seed=0, epoch=0
     )
-    groups = join_groups([kept, again])
-    vision, tokens = (groups.sum(load) for load in loads)
-    return groups.take(sort_groups(vision, tokens, 0))
+    return join_groups([kept, again])
 
 
 def join_groups(parts: Sequence[Groups]) -> Groups:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from balance.order.block_shuffle import LoadLookup, choose_order, unfit_state
+from balance.order.global_shuffle import LoadLookup, unfit_state
 from balance.types import BoolArray, Groups, IntArray
 from loaders.plan.epoch_groups import (
     EpochSource,
@@ -64,7 +64,7 @@ class InOrder(EpochSource):
         return self._epoch(Groups(self._groups.samples, borders)), StoredOrder(borders, samples)
 
     def _epoch(self, groups: Groups) -> SampleGroups:
-        return SampleGroups(self._tables, groups, choose_order(len(groups)))
+        return SampleGroups(self._tables, groups)
 
 
 def cut_borders(borders: IntArray, given: int, ranks: int) -> IntArray:

@@ -13,7 +13,6 @@ from fractions import Fraction
 import numpy as np
 
 from balance.loss_weights import LossWeights
-from balance.order.block_shuffle import choose_order
 from balance.rng import SHUFFLE, permutation_slice
 from balance.types import IntArray
 from loaders.plan.epoch_groups import Epoch, EpochSource, PlannedBuild, PreparedEpochs
@@ -24,7 +23,7 @@ WEIGHT_DENOMINATOR = 10**6
 
 
 class MixedGroups:
-    """Groups of several builds, sorted together, so that each micro-batch mixes them.
+    """Groups of several builds, numbered as one, so that each step mixes them.
 
     An epoch is one pass over the builds of the largest weight, and weight / largest of a pass over
     others, which the next epoch continues. Each build is regrouped for itself and by its own
@@ -50,7 +49,7 @@ class MixedGroups:
 
     def _make(self, number: int) -> MixedEpoch:
         chosen = [piece for part in range(len(self._parts)) for piece in self._pieces(part, number)]
-        return MixedEpoch(self.builds[0], chosen, self._seed)
+        return MixedEpoch(chosen)
 
     def _pieces(self, part: int, number: int) -> list[tuple[Epoch, IntArray]]:
         """A build's groups of an epoch, ascending: the next stretch of its passes.
@@ -118,26 +117,17 @@ class JointEpoch:
 
 
 class MixedEpoch(JointEpoch):
-    """Groups of several epochs in one sorted order."""
+    """Groups of several epochs, numbered as one."""
 
-    def __init__(
-        self, build: PlannedBuild, chosen: Sequence[tuple[Epoch, IntArray]], seed: int
-    ) -> None:
-        """`chosen`: groups of each; `build`: any of the builds."""
+    def __init__(self, chosen: Sequence[tuple[Epoch, IntArray]]) -> None:
+        """`chosen`: groups of each."""
         self._epochs = [epoch for epoch, _ in chosen]
         self._shares = [len(groups) / max(1, len(epoch)) for epoch, groups in chosen]
-        from balance.order.sort_groups import sort_groups  # noqa: PLC0415  (see `loaders`)
-
-        vision = _sums(chosen, f"num_{build.manifest.model.vision_unit}")
-        tokens = _sums(chosen, *(f"num_{kind}_tokens" for kind in ("image", "text", "audio")))
-        order = sort_groups(vision, tokens, seed)
-        del vision, tokens
         # 6 bytes per group are kept; no build has 2^31 groups
         rows = [np.empty(0, np.int32), *(groups.astype(np.int32) for _, groups in chosen)]
         owners = np.arange(len(chosen), dtype=np.int16)
-        self._rows = np.concatenate(rows)[order]
-        self._owners = np.repeat(owners, [len(groups) for _, groups in chosen])[order]
-        self.order = choose_order(len(order))
+        self._rows = np.concatenate(rows)
+        self._owners = np.repeat(owners, [len(groups) for _, groups in chosen])
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -153,17 +143,6 @@ class MixedEpoch(JointEpoch):
             places = np.flatnonzero(owners == number)
             if len(places):
                 yield epoch, places, rows[places]
-
-
-def _sums(chosen: Sequence[tuple[Epoch, IntArray]], *names: str) -> IntArray:
-    """The sum of some columns, of all groups one part after the other."""
-    sums = np.zeros(sum(len(groups) for _, groups in chosen), np.int64)
-    end = 0
-    for epoch, groups in chosen:
-        start, end = end, end + len(groups)
-        for name in names:
-            sums[start:end] += epoch.column(name, groups)
-    return sums
 
 
 def joint_identity(parts: Sequence[EpochSource], shares: Sequence[str]) -> dict[str, object]:

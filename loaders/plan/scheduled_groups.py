@@ -12,19 +12,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from balance.errors import ConfigError
 from balance.loss_weights import LossWeights
-from balance.order.block_shuffle import LoadLookup, OrderConfig, choose_order, unfit_state
+from balance.order.global_shuffle import GlobalShuffle, LoadLookup, assign_ranks, unfit_state
 from balance.types import IntArray
 from loaders.plan.epoch_groups import Epoch, EpochSource, PlannedBuild
 from loaders.plan.mixed_groups import WEIGHT_DENOMINATOR, JointEpoch, joint_identity
-
-if TYPE_CHECKING:
-    from balance.order.global_shuffle import GlobalShuffle
 
 MixingWeights = Mapping[str, float]
 """Weight of each build, by its URL or the last part of that; 0 for builds that are not named."""
@@ -140,7 +137,6 @@ class ScheduledEpoch(JointEpoch):
     def __init__(self, source: ScheduledGroups, order: WeightedOrder) -> None:
         self._source, self._length, self._began = source, order.length, order.began
         self._passes = order.open_passes()
-        self.order: OrderConfig = choose_order(order.length)
 
     def __len__(self) -> int:
         return self._length
@@ -200,8 +196,6 @@ class WeightedOrder:
 
     def take_step(self, dp: int, micro_batches: int, loads: LoadLookup) -> IntArray:
         """The next step's groups, int64, (dp, micro_batches), shared evenly among ranks."""
-        from balance.order.assign_ranks import assign_ranks  # noqa: PLC0415  (see `loaders`)
-
         groups = self.take(dp * micro_batches)
         self.step += 1
         return groups[assign_ranks(*loads(groups), dp, micro_batches)]
@@ -238,12 +232,11 @@ class WeightedOrder:
 
     def _order_of(self, part: int, number: int, taken: int) -> GlobalShuffle:
         """The random order of a pass."""
-        from balance.order.global_shuffle import GlobalShuffle  # noqa: PLC0415  (see `loaders`)
-
         return GlobalShuffle(
             num_groups=len(self._source.group_pass(part, number)),
             seed=self._source.seed,
             epoch=number * len(self._source.parts) + part,
+            balance=0,
             consumed=taken,
         )
 

@@ -1,8 +1,7 @@
 """What each step is: `Steps` gives this rank's `StepPlan` of every step.
 
 For the loader. Every rank computes the same steps from builds, seed and epoch, and keeps its own
-part, without communication. No shard is read. A step of 8 ranks costs .1 ms (blocks) or .7 ms
-(random, 8 micro-batches), one of 512 ranks .2 or 32 ms.
+part, without communication. No shard is read. A step of 8 ranks costs .1 ms.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from balance.errors import ConfigError
 from balance.loss_weights import LossNormalizer, LossWeights
-from balance.order.block_shuffle import BlockShuffle, GroupOrder
+from balance.order.global_shuffle import GlobalShuffle, GroupOrder
 from balance.steps.step_planner import StepAssignment, StepPlanner, StepRequest, check_assignment
 from balance.types import COUNT_COLUMNS, FloatArray, IntArray
 from loaders.plan.epoch_groups import Epoch, EpochSource, sample_counts
@@ -28,15 +27,14 @@ from loaders.plan.loss_normalizer import StepNormalizer
 from loaders.plan.scheduled_groups import ScheduledGroups, WeightedOrder
 from loaders.plan.selection import Selection
 
-Order = Literal["blocks", "random"]
 Remainder = Literal["pad", "drop", "split"]
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 _REFUSALS = {
     "version": "it was saved by another version of Isobatch",
     "manifest_hash": "it belongs to another build",
     "samples": "give the loader the split, filter and limit of the run that saved it",
-    "order": "give the loader the order of the run that saved it, or its shuffle=False",
+    "order": "give the loader the shuffle of the run that saved it, or its shuffle=False",
     "seed": "give the loader the seed of the run that saved it",
     "regroup": "give the loader the regroup and regroup_window of the run that saved it",
 }
@@ -70,7 +68,7 @@ class StepTotals(NamedTuple):
 class StepLoads:
     """Cost of the micro-batches of all ranks; int64 arrays of shape (dp, rounds).
 
-    A round is what ranks do between two synchronisations: a micro-batch, or the whole step.
+    A round is a micro-batch, or the whole step if a planner gives ranks unequally many.
     """
 
     vit_tokens: IntArray
@@ -118,7 +116,7 @@ class StepConfig:
     """Micro-batches per step and rank."""
     seed: int
     remainder: Remainder
-    order: Order
+    balance: float
     loss_normalizer: LossNormalizer = "step"
     loss_weights: LossWeights = "token"
 
@@ -163,7 +161,7 @@ class Steps:
     @property
     def is_quick(self) -> bool:
         """Whether a step takes microseconds to plan, so that many can be planned in advance."""
-        return self._planner is None and self._config.order == "blocks"
+        return self._planner is None
 
     def __len__(self) -> int:
         """Steps of the whole epoch, the same on every rank."""
@@ -186,7 +184,7 @@ class Steps:
         """This position: plain JSON, the same on every rank, for any number of ranks."""
         return {
             "version": STATE_VERSION,
-            "order": "stored" if isinstance(self._source, InOrder) else self._config.order,
+            "order": "stored" if isinstance(self._source, InOrder) else "random",
             "seed": self._config.seed,
             "epoch": self.epoch,
             "stream": self._stream.state(),
@@ -210,6 +208,7 @@ class Steps:
 
     def load(self, state: dict[str, Any]) -> None:
         """Move to `state`. ConfigError, and no move, if it is of other builds, order or seed."""
+        state = _updated(state, self.state())
         _check_state(state, self.state())
         try:
             self._start(state["epoch"], state["stream"])
@@ -284,13 +283,12 @@ class Steps:
             return self._source.begin(stream or WeightedOrder(self._source).after_epoch())
         # made once, because regrouping takes seconds
         groups = self._groups if epoch == self.epoch else self._source.epoch(epoch)
-        seed = self._config.seed
-        if self._config.order == "random":
-            from balance.order.global_shuffle import GlobalShuffle  # noqa: PLC0415  (see `loaders`)
-
-            return groups, GlobalShuffle(num_groups=len(groups), seed=seed, epoch=epoch, **stream)
-        return groups, BlockShuffle(
-            num_groups=len(groups), order=groups.order, seed=seed, epoch=epoch, **stream
+        return groups, GlobalShuffle(
+            num_groups=len(groups),
+            seed=self._config.seed,
+            epoch=epoch,
+            balance=self._config.balance,
+            **stream,
         )
 
     def _num_steps(self, num_groups: int) -> int:
@@ -341,8 +339,8 @@ class Steps:
                     if group >= 0 or is_padded
                 ),
                 totals=totals[step],
-                loads=self._rounds(
-                    StepLoads(vit_tokens=vit[step], llm_tokens=llm[step], complete=complete[step])
+                loads=StepLoads(
+                    vit_tokens=vit[step], llm_tokens=llm[step], complete=complete[step]
                 ),
                 num_pixel_rows=rows[step],
                 num_tokens=tokens[step],
@@ -378,7 +376,7 @@ class Steps:
         return StepPlan(
             micro_batches=refs.select_batches(own),
             totals=totals,
-            loads=self._rounds(_work_loads(work, request, complete=bool((step >= 0).all()))),
+            loads=_work_loads(work, request, complete=bool((step >= 0).all())),
             num_pixel_rows=int(getattr(counts, self._vision)[with_images].sum()),
             num_tokens=int(counts.seq_len[own.samples].sum()),
             num_audio_tokens=int(counts.num_audio_tokens[with_clips].sum()),
@@ -396,16 +394,6 @@ class Steps:
         spread = np.zeros(groups.shape, np.int64)
         spread[exists] = self._groups.column(name, groups[exists])
         return spread
-
-    def _rounds(self, loads: StepLoads) -> StepLoads:
-        """Loads by round: with order="random" ranks wait for each other once per step."""
-        if self._config.order == "blocks":
-            return loads
-        return StepLoads(
-            vit_tokens=loads.vit_tokens.sum(axis=1, keepdims=True),
-            llm_tokens=loads.llm_tokens.sum(axis=1, keepdims=True),
-            complete=np.asarray(loads.complete.all(keepdims=True)),
-        )
 
 
 def _work_loads(work: StepAssignment, request: StepRequest, *, complete: bool) -> StepLoads:
@@ -429,6 +417,20 @@ def _work_loads(work: StepAssignment, request: StepRequest, *, complete: bool) -
 
 def _digest(content: bytes) -> str:
     return blake2b(content, digest_size=6).hexdigest()
+
+
+def _updated(state: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """A state of the previous version as one of this; ConfigError if it is within an epoch."""
+    if state.get("version") != STATE_VERSION - 1:
+        return state
+    if np.sum(state.get("stream", {}).get("consumed", 0)) > 0:
+        raise ConfigError(
+            f"state is from the middle of epoch {state.get('epoch')} in the order of Isobatch 0.1, "
+            "which this version does not have; finish that epoch with 0.1, or start the next one "
+            "(`set_epoch`)"
+        )
+    stream = {"consumed": 0, "spare": []}
+    return {**state, "version": STATE_VERSION, "order": own["order"], "stream": stream}
 
 
 def _check_state(state: dict[str, Any], own: dict[str, Any]) -> None:

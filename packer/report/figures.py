@@ -30,7 +30,7 @@ from balance.metrics import (
     source_autocorrelation,
     source_entropy,
 )
-from balance.order.block_shuffle import BlockShuffle, OrderConfig, choose_order
+from balance.order.global_shuffle import epoch_steps
 from balance.types import COUNT_COLUMNS, Counts, FloatArray, Groups, IntArray, Limits
 from packer.group import LIMITS_NAME
 from packer.table_queries import count_reasons, query_table
@@ -154,7 +154,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tables:
-    """The tables of a build: groups hold row numbers of `counts`, in path order."""
+    """The tables of a build: groups hold row numbers of `counts`, in stored order."""
 
     counts: Counts
     sources: IntArray
@@ -166,7 +166,6 @@ class _Tables:
     num_repeated: int
     limits: Limits
     limits_explained: tuple[str, ...]
-    order: OrderConfig
 
 
 def make_report(out: Path | str, *, dp: int = 8, seed: int = 0) -> Report:
@@ -182,6 +181,13 @@ def make_report(out: Path | str, *, dp: int = 8, seed: int = 0) -> Report:
     counts, groups, limits = tables.counts, tables.groups, tables.limits
     streams = _streams(tables, dp=dp, seed=seed)
     loads = {name: _loads(name, streams[name], tables) for name in TITLES}
+    methods = {name: _method(name, streams[name], loads[name], tables, dp) for name in TITLES}
+    for number in MICRO_BATCHES:
+        # a step of several micro-batches has other groups than as many steps of one
+        stream = groups.take(_in_order(tables, dp, number, seed))
+        methods["ours"].shuffle[number] = _shuffle(
+            stream, _loads("ours", stream, tables), tables.sources, dp * number
+        )
     packed = counts.take(np.sort(groups.samples))
     num_rejected = sum(tables.rejected.values())
     return Report(
@@ -196,11 +202,11 @@ def make_report(out: Path | str, *, dp: int = 8, seed: int = 0) -> Report:
         lower_bounds=lower_bounds(limits.vision_load(packed), packed.seq_len, limits),
         num_steps=-(-len(groups) // dp),
         num_sources=len(np.unique(tables.sources[groups.samples])),
-        sources=_sources(tables, streams["ours"], dp),
+        sources=_sources(tables, dp=dp, seed=seed),
         repeated_pairs=_repeated_pairs(tables, dp=dp, seed=seed),
         limits=limits,
         limits_explained=tables.limits_explained,
-        methods={name: _method(name, streams[name], loads[name], tables, dp) for name in TITLES},
+        methods=methods,
         notes=_notes(len(packed), len(groups), dp),
         loads=loads,
         samples={"vit_tokens": packed.num_vit_tokens, "llm_tokens": packed.seq_len},
@@ -216,27 +222,34 @@ def _streams(tables: _Tables, *, dp: int, seed: int) -> dict[str, Groups]:
         drawn = as_groups(sampler(tables.counts.seq_len[packed], dp, BATCH_SIZE, seed))
         streams[name] = Groups(packed[drawn.samples], drawn.offsets)
     streams["ours_shuffled"] = groups.take(np.random.default_rng(seed).permutation(len(groups)))
-    streams["ours"] = groups.take(_order(tables, dp=dp, seed=seed, epoch=0))
+    streams["ours"] = groups.take(_in_order(tables, dp, 1, seed))
     return streams
 
 
-def _order(tables: _Tables, *, dp: int, seed: int, epoch: int) -> IntArray:
-    """The groups of an epoch in the loader's order."""
-    num_groups = len(tables.groups)
-    stream = BlockShuffle(num_groups=num_groups, order=tables.order, seed=seed, epoch=epoch)
-    taken = [stream.take(dp) for _ in range(-(-num_groups // dp))]
-    return np.concatenate([np.empty(0, np.int64), *taken])
+def _in_order(tables: _Tables, dp: int, micro_batches: int, seed: int, epoch: int = 0) -> IntArray:
+    """The groups of an epoch, micro-batch after micro-batch, in each rank by rank."""
+    groups, vision = tables.groups, tables.limits.vision_load(tables.counts)
+    loads = groups.sum(vision), groups.sum(tables.counts.seq_len)
+    steps = epoch_steps(loads, (dp, micro_batches), seed=seed, epoch=epoch)
+    taken = steps.transpose(0, 2, 1).ravel()
+    return taken[taken >= 0]
 
 
-def _sources(tables: _Tables, stream: Groups, dp: int) -> dict[str, SourceFigures]:
+def _sources(tables: _Tables, *, dp: int, seed: int) -> dict[str, SourceFigures]:
     """Shares of the sources that have packed samples, by name."""
     labels, ones = tables.counts.num_loss_tokens, np.ones_like(tables.sources)
 
-    def shares(weights: IntArray, step_groups: int) -> FloatArray:
+    def shares(stream: Groups, weights: IntArray, step_groups: int) -> FloatArray:
         return gradient_shares(stream, tables.sources, weights, max(1, step_groups))
 
-    gradients = {number: shares(labels, dp * number) for number in MICRO_BATCHES}
-    of_epoch = zip(shares(ones, len(stream)), shares(labels, len(stream)), strict=True)
+    gradients = {
+        number: shares(tables.groups.take(_in_order(tables, dp, number, seed)), labels, dp * number)
+        for number in MICRO_BATCHES
+    }
+    whole = tables.groups, len(tables.groups)
+    of_epoch = zip(
+        *(shares(whole[0], weights, whole[1]) for weights in (ones, labels)), strict=True
+    )
     return {
         tables.source_names[source]: SourceFigures(
             samples=float(samples),
@@ -249,8 +262,11 @@ def _sources(tables: _Tables, stream: Groups, dp: int) -> dict[str, SourceFigure
 
 
 def _repeated_pairs(tables: _Tables, *, dp: int, seed: int) -> dict[int, float]:
-    first, second = (_order(tables, dp=dp, seed=seed, epoch=epoch) for epoch in (0, 1))
-    return {number: repeated_pairs(first, second, dp * number) for number in MICRO_BATCHES}
+    found = {}
+    for number in MICRO_BATCHES:
+        first, second = (_in_order(tables, dp, number, seed, epoch) for epoch in (0, 1))
+        found[number] = repeated_pairs(first, second, dp * number)
+    return found
 
 
 def _loads(name: str, stream: Groups, tables: _Tables) -> Loads:
@@ -315,13 +331,12 @@ def _read_tables(out: Path) -> _Tables:
     _check_samples(out, groups, np.isin(positions, rejected["position"].to_numpy()))
     if (out / MANIFEST_NAME).exists():
         manifest = read_manifest(out)
-        limits, order = manifest.limits, manifest.order
+        limits = manifest.limits
         explained = tuple(map(str, manifest.values.get("limits_explained", ())))
         found = {"num_packed": len(groups.samples), "num_rejected": len(rejected)}
         _check_totals(manifest, found | {"num_groups": len(groups)})
     else:
         limits, explained = _read_limits(out)
-        order = choose_order(len(groups))
 
     table = counts.to_arrow()
     return _Tables(
@@ -333,7 +348,6 @@ def _read_tables(out: Path) -> _Tables:
         rejected=dict(zip(reasons["reason"], reasons["number"], strict=True)),
         limits=limits,
         limits_explained=explained,
-        order=order,
     )
 
 

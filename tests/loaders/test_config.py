@@ -32,8 +32,8 @@ def test_keywords_are_the_fields_of_the_config():
 
 
 def test_a_config_and_keywords_give_the_same_loader(build):
-    config = LoaderConfig(dp_rank=1, dp_world_size=2, seed=3, order="random", workers=0)
-    keywords = StreamingLoader(build, dp_rank=1, dp_world_size=2, seed=3, order="random", workers=0)
+    config = LoaderConfig(dp_rank=1, dp_world_size=2, seed=3, balance=0.75, workers=0)
+    keywords = StreamingLoader(build, dp_rank=1, dp_world_size=2, seed=3, balance=0.75, workers=0)
     assert ids_of(StreamingLoader(build, config)) == ids_of(keywords)
 
 

@@ -34,7 +34,7 @@ def test_steps_are_those_of_the_loaders(demo_build, dp, micro_batches):
         micro_batches=micro_batches,
         seed=5,
         remainder="drop",
-        order="blocks",
+        balance=0.5,
     )
     (opened,) = open_builds([demo_build])
     plans = Steps(StoredGroups(opened), config).plan(num_steps)
@@ -174,7 +174,7 @@ def test_other_manifests_are_refused(copied):
             read_build(copied)
 
 
-@pytest.mark.parametrize("name", ["model", "order", "limits"])
+@pytest.mark.parametrize("name", ["model", "limits"])
 @pytest.mark.parametrize("value", [None, 5, "x", [1], {"speed": 1}])
 def test_a_manifest_whose_parts_are_not_what_they_should_be_is_refused_in_one_line(
     copied, name, value

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from balance.errors import ConfigError, DataError
 from balance.metrics import dist_ratio
-from balance.order.block_shuffle import BlockShuffle
+from balance.order.global_shuffle import epoch_steps
 from balance.steps.step_planner import StepAssignment
 from balance.types import Groups
 from loaders import StreamingLoader
@@ -53,7 +53,7 @@ def with_images(sample, num_patches):
 
 
 def make_steps(
-    source, rank=0, world=1, micro_batches=1, order="blocks", remainder="pad", planner=None, seed=0
+    source, rank=0, world=1, micro_batches=1, balance=0.5, remainder="pad", planner=None, seed=0
 ):
     config = StepConfig(
         dp_rank=rank,
@@ -61,7 +61,7 @@ def make_steps(
         micro_batches=micro_batches,
         seed=seed,
         remainder=remainder,
-        order=order,
+        balance=balance,
     )
     return Steps(source, config, planner)
 
@@ -84,14 +84,14 @@ shapes = st.tuples(
 @settings(deadline=None, max_examples=20)
 @given(
     kind=sources,
-    order=st.sampled_from(["blocks", "random"]),
+    balance=st.sampled_from([0.0, 0.5, 0.9]),
     planner=st.sampled_from([None, repack, dispatch]),
     remainder=st.sampled_from(["pad", "drop"]),
     runs=st.lists(shapes, max_size=3),
     last=st.tuples(st.integers(1, 6), st.integers(1, 3)),
 )
 def test_every_sample_once_per_epoch_whatever_the_ranks(
-    build, others, kind, order, planner, remainder, runs, last
+    build, others, kind, balance, planner, remainder, runs, last
 ):
     builds = others if kind == "mixed" else [build]
     source = make_source(kind, builds)
@@ -99,7 +99,7 @@ def test_every_sample_once_per_epoch_whatever_the_ranks(
     state, left_out = None, 0
     for world, micro_batches, num_steps in [*runs, (*last, 10**6)]:
         ranks = [
-            make_steps(source, rank, world, micro_batches, order, remainder, planner)
+            make_steps(source, rank, world, micro_batches, balance, remainder, planner)
             for rank in range(world)
         ]
         for steps in ranks if state is not None else []:
@@ -157,12 +157,11 @@ def check_step(plans, given, builds):
         )
 
 
-@pytest.mark.parametrize(("world", "order"), [(512, "blocks"), (128, "random")])
-def test_hundreds_of_ranks_share_every_sample(build, world, order):
-    source = StoredGroups(build)
+def test_hundreds_of_ranks_share_every_sample(build):
+    source, world = StoredGroups(build), 512
     seen: Counter[tuple[int, int]] = Counter()
     for rank in range(world):
-        steps = make_steps(source, rank, world, order=order)
+        steps = make_steps(source, rank, world)
         while steps.remaining:
             seen.update(samples_of(steps.plan(1)[0].micro_batches, [build]))
     assert len(seen) == NUM_SAMPLES
@@ -174,11 +173,10 @@ def test_the_dist_ratios_of_the_steps_are_those_that_the_metrics_predict(build, 
     steps, meter = make_steps(StoredGroups(build), 0, world, micro_batches=2), Meter()
     while steps.remaining:
         meter.add_step(steps.plan(1)[0], 0)
-    stream = BlockShuffle(num_groups=len(build.index), order=build.manifest.order, seed=0, epoch=0)
-    rounds = []
-    while stream.remaining:
-        rounds.append(stream.take(world))
-    groups = np.concatenate(rounds)
+    everyone = np.arange(len(build.index))
+    loads = build.index.column("num_image_patches", everyone), build.index.seq_len(everyone)
+    taken = epoch_steps(loads, (world, 2)).transpose(0, 2, 1).ravel()
+    groups = taken[taken >= 0]
     stats = meter.stats(0)
     assert stats.dist_ratio_vit == pytest.approx(
         dist_ratio(build.index.column("num_vit_tokens", groups), world)

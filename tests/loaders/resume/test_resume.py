@@ -69,10 +69,10 @@ segments = st.builds(
 modes = st.sampled_from(
     [
         {},
-        {"order": "random"},
+        {"balance": 0.9},
         {"regroup": "epoch", "regroup_window": 16},
         {"planner": repack},
-        {"regroup": "epoch", "regroup_window": 16, "planner": repack, "order": "random"},
+        {"regroup": "epoch", "regroup_window": 16, "planner": repack, "balance": 0},
         {"shuffle": False},
         {"shuffle": False, "split": "train", "validation_fraction": FRACTION},
         {"split": "train", "validation_fraction": FRACTION},

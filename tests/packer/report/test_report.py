@@ -20,7 +20,7 @@ from rich.console import Console
 from balance.baseline_samplers import BASELINES
 from balance.errors import ConfigError, DataError
 from balance.metrics import autocorrelation, source_autocorrelation, source_entropy
-from balance.order.block_shuffle import BlockShuffle, choose_order
+from balance.order.global_shuffle import epoch_steps
 from balance.presets import load_model, model_to_dict
 from packer.format_text import share_text
 from packer.report._charts import histogram, rank_bars, tick_label, ticks
@@ -81,12 +81,17 @@ def test_baselines_are_padded_to_the_longest_and_equal_the_definitions(
     assert row.dist_ratio_vit == pytest.approx(dist(vision, 4))
 
 
+def in_order(groups, counts, limits, *, dp, micro_batches, seed):
+    loads = groups.sum(limits.vision_load(counts)), groups.sum(counts.seq_len)
+    taken = epoch_steps(loads, (dp, micro_batches), seed=seed).transpose(0, 2, 1).ravel()
+    return taken[taken >= 0]
+
+
 def test_ours_are_the_stored_groups_in_the_loaders_order(tmp_path: Path) -> None:
     counts = make_counts(2_000)
     groups, limits = write_build(tmp_path, counts)
     report = make_report(tmp_path, dp=4, seed=7)
-    stream = BlockShuffle(num_groups=len(groups), order=choose_order(len(groups)), seed=7, epoch=0)
-    order = [group for _ in range(-(-len(groups) // 4)) for group in stream.take(4).tolist()]
+    order = in_order(groups, counts, limits, dp=4, micro_batches=1, seed=7).tolist()
     tokens = [int(counts.seq_len[groups[group]].sum()) for group in order]
     vision = [int(counts.num_vit_tokens[groups[group]].sum()) for group in order]
     row = report.methods["ours"]
@@ -133,12 +138,11 @@ def test_sources_have_their_share_of_labels_and_of_the_gradient(tmp_path: Path) 
     counts = make_counts(400)
     rare = np.arange(400) % 4 == 0
     counts = replace(counts, num_loss_tokens=np.where(rare, 3, counts.num_loss_tokens))
-    groups, _ = write_build(tmp_path, counts, sources=4)
+    groups, limits = write_build(tmp_path, counts, sources=4)
     report = make_report(tmp_path, dp=2)
-    stream = BlockShuffle(num_groups=len(groups), order=choose_order(len(groups)), seed=0, epoch=0)
-    steps = []
-    while stream.remaining:
-        step = np.concatenate([groups[group] for group in stream.take(2)])
+    order, steps = in_order(groups, counts, limits, dp=2, micro_batches=1, seed=0), []
+    for first in range(0, len(groups), 2):
+        step = np.concatenate([groups[group] for group in order[first : first + 2]])
         labels = counts.num_loss_tokens[step]
         steps.append(labels[rare[step]].sum() / labels.sum())
     own = report.sources["set0"]
@@ -160,16 +164,16 @@ def test_shuffle_figures_stand_beside_every_dist_ratio_for_one_and_eight_micro_b
     tmp_path: Path,
 ) -> None:
     counts = make_counts(3_000)
-    groups, _ = write_build(tmp_path, counts, sources=3)
+    groups, limits = write_build(tmp_path, counts, sources=3)
     values = json.loads(json.dumps(make_report(tmp_path, dp=2, seed=5).to_json()))
     sources = np.arange(3_000) % 3
-    stream = BlockShuffle(num_groups=len(groups), order=choose_order(len(groups)), seed=5, epoch=0)
-    taken = groups.take(np.concatenate([stream.take(2) for _ in range(-(-len(groups) // 2))]))
     for row in values["methods"].values():
         assert list(row["shuffle"]) == ["1", "8"]
     for micro_batches in (1, 8):
         figures = values["methods"]["ours"]["shuffle"][str(micro_batches)]
         per_step = 2 * micro_batches
+        shape = {"dp": 2, "micro_batches": micro_batches}
+        taken = groups.take(in_order(groups, counts, limits, **shape, seed=5))
         assert figures == {
             "num_steps": -(-len(groups) // per_step),
             "source_entropy": source_entropy(taken, sources, per_step),
@@ -222,7 +226,6 @@ def test_a_manifest_that_says_otherwise_is_an_error(tmp_path: Path) -> None:
         "tokenizer": {"image_token_id": 1, "vocab_size": 2},
         "totals": totals,
         "limits": asdict(limits),
-        "order": {"block_size": 96, "num_lanes": 1},
         "shards": [],
         "files": [],
     }

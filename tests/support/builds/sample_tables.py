@@ -14,7 +14,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from balance.order.sort_groups import sort_groups
 from balance.types import COUNT_COLUMNS, Limits
 from support.builds.shard_fixture import Sample, write_build
 
@@ -48,7 +47,7 @@ def path_groups(samples: list[Sample], max_tokens: int = 60) -> list[list[Sample
         np.array([sum(s.counts[name] for s in group) for group in groups])
         for name in ("num_image_patches", "num_text_tokens")
     )
-    return [groups[place] for place in sort_groups(patches, tokens, 0)]
+    return [groups[place] for place in np.lexsort((tokens, patches))]
 
 
 def write_tabled(

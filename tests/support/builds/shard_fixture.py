@@ -17,7 +17,6 @@ import xxhash
 from PIL import Image
 
 from balance.media.image_tokens import plan_image
-from balance.order.block_shuffle import choose_order
 from balance.presets import ModelPreset, load_model, model_to_dict
 
 FORMATS = ("arrow", "webdataset", "refs")
@@ -136,7 +135,6 @@ def write_build(
             write_index(root / "index.arrow", rows, COLUMNS_SCHEMA),
             write_index(root / "sample_ids.arrow", rows, IDS_SCHEMA),
         ]
-    order = choose_order(len(groups))
     manifest = {
         "format_version": version,
         "isobatch_version": "0",
@@ -157,7 +155,6 @@ def write_build(
             "min_vision": 0,
         },
         "seed": 0,
-        "order": {"block_size": order.block_size, "num_lanes": order.num_lanes},
         "totals": {
             "num_groups": len(groups),
             "num_packed": sum(map(len, groups)),

@@ -5,7 +5,7 @@ For the loaders, every step, and the packer, which fixes how the sorted groups a
 whole state, so it continues exactly with any other number of ranks. Pure; a micro-batch costs about
 15 microseconds, 250 million groups need half a megabyte.
 
-Blocks in lanes: the sorted groups (`balance.order.sort_groups`) are cut into lanes, so that a
+Blocks in lanes: the sorted groups (`former_order.sort_groups`) are cut into lanes, so that a
 lane's groups cost about the same, and lanes into blocks. Each micro-batch comes from one lane,
 drawn by how much is left in it, so all lanes are being read at any time, and one micro-batch says
 nothing about the next. A lane's blocks come in random order; inside, the groups of each window in

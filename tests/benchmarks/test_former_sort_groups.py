@@ -4,17 +4,17 @@ drawn from.
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from balance.order.block_shuffle import choose_order
-from balance.order.sort_groups import (
+from former_order.block_shuffle import choose_order
+from former_order.sort_groups import (
     COUNTED_LOADS,
     NEIGHBOURHOOD,
     arrange_sources,
     sort_groups,
     source_shares,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from balance.rng import TIES, random_bits
 from balance.types import Groups
 

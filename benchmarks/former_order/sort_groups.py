@@ -2,7 +2,7 @@
 
 For the packer, once per build: `sort_groups`, then `arrange_sources`. Pure, and linear: the 26
 million groups of 100 million samples take 4 s and, next to their loads, 17 bytes each.
-`balance.order.block_shuffle` makes each epoch's order of them.
+`former_order.block_shuffle` makes each epoch's order of them.
 """
 
 from typing import Any
@@ -11,10 +11,10 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from balance.order.block_shuffle import choose_order
 from balance.radix_sort import radix_argsort, shuffle_ties
 from balance.rng import TIES, random_bits
 from balance.types import Groups, IntArray
+from former_order.block_shuffle import choose_order
 
 MAX_COLUMNS = 16
 """Sources told apart, a byte per group each: the 15 with the most samples, and all others."""

@@ -7,13 +7,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from former_order.block_shuffle import BlockShuffle, OrderConfig, choose_order
+from former_order.sort_groups import arrange_sources, sort_groups, source_shares
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balance.metrics import autocorrelation, dist_ratio, source_entropy
-from balance.order.block_shuffle import BlockShuffle, OrderConfig, choose_order
-from balance.order.global_shuffle import GlobalShuffle
-from balance.order.sort_groups import arrange_sources, sort_groups, source_shares
 from balance.types import Groups
 from benchmarks.order import repeated_pairs
 
@@ -32,10 +31,6 @@ orders = st.builds(
 
 def stream_of(num_groups, order, epoch=0, seed=0, **state):
     return BlockShuffle(num_groups=num_groups, order=order, seed=seed, epoch=epoch, **state)
-
-
-def random_of(num_groups, epoch=0, seed=0, **state):
-    return GlobalShuffle(num_groups=num_groups, seed=seed, epoch=epoch, **state)
 
 
 def loads_of(num_groups, kind):
@@ -79,14 +74,14 @@ def test_every_group_once_whatever_is_taken_and_wherever_the_state_is_restored(
     num_groups=st.integers(0, 200),
     runs=steps,
     kind=kinds,
-    order=st.none() | orders,
+    order=orders,
     seed=st.integers(0, 2**40),
 )
 def test_every_group_once_in_steps_of_changing_ranks_and_micro_batches(
     num_groups, runs, kind, order, seed
 ):
     loads = loads_of(num_groups, kind)
-    make = random_of if order is None else lambda n, **state: stream_of(n, order, **state)
+    make = lambda n, **state: stream_of(n, order, **state)  # noqa: E731
     stream, seen = make(num_groups, seed=seed), []
     for dp, micro_batches in [*runs, *[(8, 8)] * (num_groups // 64 + 1)]:
         before = stream.remaining
@@ -100,9 +95,9 @@ def test_every_group_once_in_steps_of_changing_ranks_and_micro_batches(
 
 
 @settings(deadline=None)
-@given(num_groups=st.integers(1, 300), order=st.none() | orders, counts=sizes)
+@given(num_groups=st.integers(1, 300), order=orders, counts=sizes)
 def test_a_restored_stream_goes_on_as_the_one_it_was_saved_from(num_groups, order, counts):
-    make = random_of if order is None else lambda n, **state: stream_of(n, order, **state)
+    make = lambda n, **state: stream_of(n, order, **state)  # noqa: E731
     stream = make(num_groups)
     for count in counts[:-1]:
         stream.take(count)
@@ -160,37 +155,18 @@ def test_streams_are_the_same_everywhere_and_others_in_each_epoch_and_seed():
     first = stream_of(5_000, order).take(5_000)
     # across versions: resume depends on it
     assert first[:8].tolist() == FIRST_BLOCKS
-    assert random_of(5_000).take(8).tolist() == FIRST_RANDOM
-    for make in (
-        lambda **kind: stream_of(5_000, order, **kind),
-        lambda **kind: random_of(5_000, **kind),
-    ):
+    for make in (lambda **kind: stream_of(5_000, order, **kind),):
         assert not np.array_equal(make().take(5_000), make(epoch=1).take(5_000))
         assert not np.array_equal(make().take(5_000), make(seed=1).take(5_000))
 
 
 FIRST_BLOCKS = [255, 251, 252, 248, 254, 250, 253, 249]
-FIRST_RANDOM = [843, 2051, 3524, 4748, 341, 2286, 2498, 760]
 
 
 @pytest.mark.parametrize("state", [{"consumed": [1]}, {"consumed": [-1, 0]}, {"consumed": [99, 0]}])
 def test_a_state_that_does_not_fit_is_refused(state):
     with pytest.raises(ValueError, match="does not fit"):
         stream_of(20, OrderConfig(block_size=5, num_lanes=2), **state)
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        {"consumed": 21},
-        {"consumed": -1},
-        {"consumed": 1, "spare": [1, 2]},
-        {"consumed": 3, "spare": [20]},
-    ],
-)
-def test_a_random_state_that_does_not_fit_is_refused(state):
-    with pytest.raises(ValueError, match="does not fit"):
-        random_of(20, **state)
 
 
 @pytest.mark.parametrize(
@@ -222,24 +198,6 @@ def test_a_stream_of_250_million_groups_costs_its_blocks_alone():
     assert len(np.unique(taken)) == 300 * 64
     opened = sum(part.nbytes for _, part in stream._opened.values())
     assert opened + sum(blocks.nbytes for blocks in stream._blocks.values()) < 2_000_000
-    shuffled = random_of(250_000_000, consumed=123_456_789).take(1_000)
-    assert len(np.unique(shuffled)) == 1_000
-
-
-@settings(deadline=None)
-@given(num_groups=st.integers(1, 3_000), seed=st.integers(0, 2**40))
-def test_the_random_order_is_a_permutation(num_groups, seed):
-    assert sorted(random_of(num_groups, seed=seed).take(num_groups).tolist()) == list(
-        range(num_groups)
-    )
-
-
-def test_the_random_order_looks_random():
-    order = random_of(100_000).take(100_000).astype(float)
-    corner = np.histogram2d(np.arange(100_000), order, bins=10)[0]
-    chi_square = ((corner - 1_000) ** 2 / 1_000).sum()
-    assert 40 < chi_square < 140  # 81 degrees of freedom
-    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.02
 
 
 def packed_loads(num_groups, kind):
@@ -287,63 +245,3 @@ def test_arranged_sources_are_mixed_better_than_by_chance():
     arranged = arrange_sources(path, source_shares(groups, sources), order.window_size)
     assert plain == pytest.approx(1, abs=0.02)
     assert source_entropy(groups.take(arranged[taken]), sources, 8) > plain + 0.1
-
-
-@pytest.mark.parametrize("dp", [2, 8, 64])
-def test_random_steps_of_eight_micro_batches_are_balanced(dp):
-    vision, tokens = packed_loads(20_000, "patches")
-    stream = random_of(20_000)
-    sums = []
-    for _ in range(20_000 // dp // 8 // 2):
-        step = stream.take_step(dp, 8, lambda groups: (vision[groups], tokens[groups]))
-        sums.append((vision[step].sum(axis=1), tokens[step].sum(axis=1)))
-    random = np.random.default_rng(0).permutation(20_000)
-    for number, loads in enumerate((vision, tokens)):
-        ours = dist_ratio(np.concatenate([step[number] for step in sums]), dp)
-        shuffled = loads[random][: 20_000 // (8 * dp) * 8 * dp].reshape(-1, 8).sum(axis=1)
-        assert ours < dist_ratio(shuffled, dp) / 8
-
-
-def steps_of(stream, vision, tokens, dp):
-    """All complete steps of eight micro-batches, shape (num_steps, dp, 8)."""
-    num_steps = stream.remaining // (8 * dp)
-    return np.stack(
-        [
-            stream.take_step(dp, 8, lambda groups: (vision[groups], tokens[groups]))
-            for _ in range(num_steps)
-        ]
-    )
-
-
-SHARES = {
-    "usual": [0, 0, 0.01, 0.19, 0.8],
-    "small": [0.08, 0, 0.07, 0.3, 0.55],
-    "mixed": [0.1, 0.2, 0.2, 0.2, 0.3],
-}
-
-
-@pytest.mark.parametrize("kind", SHARES)
-@pytest.mark.parametrize(("dp", "num_steps"), [(2, 1_000), (8, 800), (64, 300)])
-def test_heavy_and_light_random_steps_do_not_take_turns(kind, dp, num_steps):
-    rng = np.random.default_rng(0)
-    vision = rng.choice([11, 12, 13, 14, 15], num_steps * dp * 8, p=SHARES[kind])
-    tokens = np.where(vision < 12, 2_500, 4_096) - rng.integers(
-        0, 150, len(vision)
-    )  # what no rank can make up for
-    steps = steps_of(random_of(len(vision)), vision, tokens, dp)
-    for loads in (vision, tokens):
-        by_chance = 1 / np.sqrt(len(steps))
-        # at worst 1 / (2 * PULL), and 1 / (2 * RETURNING); both are below 1 / 15
-        assert abs(autocorrelation(loads[steps].ravel(), 8 * dp)) < 1 / 15 + 3 * by_chance
-
-
-def test_no_group_of_a_random_order_waits_for_long():
-    num_groups, dp = 40_000, 8
-    vision, tokens = packed_loads(num_groups, "patches")
-    tokens = tokens.clip(3_900)  # none too small
-    place = np.empty(num_groups, np.int64)
-    place[random_of(num_groups).take(num_groups)] = np.arange(num_groups)
-    steps = steps_of(random_of(num_groups), vision, tokens, dp)
-    waits = np.arange(len(steps)) - place[steps].reshape(len(steps), -1).min(axis=1) // (8 * dp)
-    assert np.median(waits) <= 10
-    assert waits.max() <= 40, "those that are due may be exchanged again, but seldom twice"

@@ -1,0 +1,191 @@
+"""Random order: every group once in steps of any shape, exact resume, and as balanced as asked."""
+
+import json
+from itertools import pairwise, permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from balance.metrics import autocorrelation, dist_ratio, source_entropy
+from balance.order.global_shuffle import GlobalShuffle, assign_ranks, epoch_steps, most_alike
+from balance.types import Groups
+
+shapes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=1, max_size=12)
+balances = st.sampled_from([0.0, 0.3, 0.5, 0.9, 0.99])
+
+
+def order_of(num_groups, epoch=0, seed=0, balance=0.5, **state):
+    return GlobalShuffle(num_groups=num_groups, seed=seed, epoch=epoch, balance=balance, **state)
+
+
+def loads_of(num_groups, kind):
+    vision, tokens = {
+        "uneven": (np.arange(num_groups) * 7 % 16, np.arange(num_groups) * 31 % 4_096),
+        "equal": (np.full(num_groups, 15), np.full(num_groups, 4_000)),
+        "zeros": (np.zeros(num_groups, np.int64), np.zeros(num_groups, np.int64)),
+        "giant": (
+            np.r_[10**6, np.zeros(num_groups, np.int64)],
+            np.r_[10**9, np.ones(num_groups, np.int64)],
+        ),
+    }[kind]
+    return lambda groups: (vision[groups], tokens[groups])
+
+
+def packed_loads(num_groups):
+    """Loads as grouping leaves them where it cannot make groups alike."""
+    rng = np.random.default_rng(1)
+    tokens = np.minimum(4_096, 4_096 - rng.exponential(400, num_groups).astype(int)).clip(500)
+    shares = [0.5, 0.2, 0.1, 0.1, 0.05, 0.05]
+    return rng.choice([14, 13, 12, 9, 5, 1], size=num_groups, p=shares), tokens
+
+
+@settings(deadline=None)
+@given(
+    num_groups=st.integers(0, 200),
+    runs=shapes,
+    kind=st.sampled_from(["uneven", "equal", "zeros", "giant"]),
+    balance=balances,
+    seed=st.integers(0, 2**40),
+)
+def test_every_group_once_in_steps_of_changing_ranks_and_balance(
+    num_groups, runs, kind, balance, seed
+):
+    loads, seen = loads_of(num_groups, kind), []
+    order = order_of(num_groups, seed=seed)
+    for dp, micro_batches in [*runs, *[(8, 8)] * (num_groups // 64 + 1)]:
+        before, twin = order.remaining, order.copy()
+        step = order.take_step(dp, micro_batches, loads)
+        assert step.shape == (dp, micro_batches)
+        assert (step >= 0).sum() == min(dp * micro_batches, before)
+        np.testing.assert_array_equal(twin.take_step(dp, micro_batches, loads), step)
+        seen += step[step >= 0].tolist()
+        # a new process, which knows the state alone
+        state = json.loads(json.dumps(order.state()))
+        order = order_of(num_groups, seed=seed, balance=balance, **state)
+    assert order.remaining == 0
+    assert sorted(seen) == list(range(num_groups))
+
+
+@settings(deadline=None)
+@given(num_groups=st.integers(1, 9_000), seed=st.integers(0, 2**40))
+def test_the_random_order_is_a_permutation_and_another_in_each_epoch(num_groups, seed):
+    first, second = (order_of(num_groups, epoch, seed).take(num_groups) for epoch in (0, 1))
+    assert sorted(first.tolist()) == list(range(num_groups))
+    assert num_groups < 20 or not np.array_equal(first, second)
+
+
+def test_the_random_order_looks_random_and_costs_nothing_to_enter():
+    order = order_of(100_000).take(100_000).astype(float)
+    corner = np.histogram2d(np.arange(100_000), order, bins=10)[0]
+    assert 40 < ((corner - 1_000) ** 2 / 1_000).sum() < 140  # 81 degrees of freedom
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.02
+    late = order_of(250_000_000, consumed=123_456_789).take(1_000)
+    assert len(np.unique(late)) == 1_000
+
+
+def test_orders_are_the_same_everywhere_and_for_ever():
+    """A run may resume on another machine and with another version of NumPy."""
+    assert order_of(50, seed=7).take(6).tolist() == [42, 33, 37, 20, 9, 22]
+    vision, tokens = packed_loads(400)
+    steps = epoch_steps((vision, tokens), (2, 2), seed=3, most=2)
+    assert steps.tolist() == [[[333, 294], [214, 196]], [[377, 152], [172, 183]]]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"consumed": 21},
+        {"consumed": -1},
+        {"consumed": 1, "spare": [1, 2]},
+        {"consumed": 3, "spare": [20]},
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(state):
+    with pytest.raises(ValueError, match="does not fit"):
+        order_of(20, **state)
+
+
+def test_a_balance_out_of_range_is_refused():
+    for balance in (-0.1, 1.0):
+        with pytest.raises(ValueError, match=r"give 0 \(random\) to 0.99"):
+            order_of(20, balance=balance)
+
+
+def test_more_balance_costs_pairs_and_no_more_than_promised():
+    num_groups = 12_000
+    vision, tokens = packed_loads(num_groups)
+    for dp, micro_batches in ((8, 1), (64, 1), (8, 8)):
+        found = []
+        for balance in (0, 0.5, 0.75, 0.95):
+            steps, again = (
+                epoch_steps((vision, tokens), (dp, micro_batches), balance=balance, epoch=epoch)
+                for epoch in (0, 1)
+            )
+            by_round = steps[:-1].transpose(0, 2, 1).ravel()
+            found.append((dist_ratio(vision[by_round], dp), dist_ratio(tokens[by_round], dp)))
+            repeated = repeated_over_chance(steps[:-1], again[:-1], num_groups)
+            assert repeated < 1.35 / (1 - balance), (dp, micro_batches, balance)
+        # every step of balance brings both nearer
+        assert all(a > b for load in zip(*found, strict=True) for a, b in pairwise(load))
+        assert found[3][0] < found[0][0] / 8
+
+
+def repeated_over_chance(steps, again, num_groups):
+    """Pairs of groups of one step that are in one step again, over what chance would give."""
+    step_of = np.full((2, num_groups), -1)
+    for number, each in enumerate((steps, again)):
+        step_of[number, each.ravel()] = np.repeat(np.arange(len(each)), each[0].size)
+    both = (step_of >= 0).all(axis=0)
+    _, counts = np.unique(step_of[:, both], axis=1, return_counts=True)
+    size = steps[0].size
+    pairs = len(steps) * size * (size - 1) / 2
+    return (counts * (counts - 1) / 2).sum() / (pairs * (size - 1) / num_groups)
+
+
+def test_sources_stay_mixed_and_no_group_waits_for_long():
+    num_groups, dp = 16_000, 8
+    vision, tokens = packed_loads(num_groups)
+    steps = epoch_steps((vision, tokens), (dp, 1))
+    groups = Groups(steps.ravel(), np.arange(num_groups + 1))
+    sources = np.random.default_rng(0).integers(0, 4, num_groups)
+    assert source_entropy(groups, sources, dp) > 0.99
+    place = np.empty(num_groups, np.int64)
+    place[order_of(num_groups).take(num_groups)] = np.arange(num_groups)
+    waits = np.arange(len(steps))[:, None] - place[steps[:, :, 0]] // dp
+    assert waits.max() <= 8
+    # a heavy step leaves lighter groups to the next one
+    assert -0.35 < autocorrelation(vision[steps].ravel(), dp) < 0.05
+
+
+def test_the_most_alike_are_those_of_least_squared_distance():
+    rng = np.random.default_rng(0)
+    for case in range(50):
+        vision, tokens = rng.integers(0, 30, 40), rng.integers(1, 4_096, 40)
+        count = int(rng.integers(1, 45))
+        chosen = most_alike(vision, tokens, count).tolist()
+        units = [load * 4_096 / max(1, load.sum() // 40) for load in (vision, tokens)]
+        distance = sum((unit - unit[0]) ** 2 for unit in units)
+        assert chosen[0] == 0
+        assert len(chosen) == min(count, 40), case
+        left_out = np.delete(distance, chosen)
+        assert distance[chosen].max() <= left_out.min(initial=np.inf) * 1.01 + 1e5, case
+
+
+def test_ranks_share_a_step_about_as_well_as_any_order_within_micro_batches():
+    rng = np.random.default_rng(0)
+    for case in range(30):
+        vision, tokens = rng.integers(1, 16, 6), rng.integers(3_000, 4_096, 6)
+        places = assign_ranks(vision, tokens, 3, 2)
+        assert sorted(places.ravel().tolist()) == list(range(6)), case
+        size = vision / vision.mean() + tokens / tokens.mean()
+        # micro-batches hold neighbours
+        assert size[places[:, 0]].min() >= size[places[:, 1]].max() - 0.01, case
+        worst = size[places].sum(axis=1).max()
+        best = min(
+            (size[places[:, 0]] + size[list(order)]).max() for order in permutations(places[:, 1])
+        )
+        assert worst <= best * 1.001, case
+    few = assign_ranks(np.array([5, 9]), np.array([10, 10]), 2, 2)
+    assert few.tolist() == [[1, -1], [0, -1]]
