@@ -1,4 +1,4 @@
-"""Groups made alike: samples exchanged between pairs of groups until all carry about the same.
+"""Groups made alike: pairs of groups exchange samples until all cost the same.
 
 For the packer, after `balance.grouping.best_fit`, which makes few groups, but some of them with
 many images and some with none. Groups that are alike are balanced in any order, so that a random

@@ -42,7 +42,7 @@ def make_ranks(source, world, micro_batches, remainder="split"):
                 micro_batches=micro_batches,
                 seed=0,
                 remainder=remainder,
-                order="blocks",
+                balance=0.5,
             ),
         )
         for rank in range(world)
@@ -167,7 +167,7 @@ def test_the_loader_gives_the_same_passes_again(urls):
 def test_a_shuffled_state_and_wrong_options_are_refused(urls):
     shuffled = StreamingLoader(urls[0], workers=0)
     loader = StreamingLoader(urls[0], workers=0, shuffle=False)
-    with pytest.raises(ConfigError, match="order 'blocks', this loader 'stored'"):
+    with pytest.raises(ConfigError, match="order 'random', this loader 'stored'"):
         loader.load_state_dict(shuffled.state_dict())
     with pytest.raises(ConfigError, match="500 of 130 samples"):
         loader.load_state_dict({**loader.state_dict(), "stream": {"samples": 500}})

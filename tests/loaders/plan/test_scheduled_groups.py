@@ -54,7 +54,7 @@ def make_ranks(source, world, micro_batches, state=None):
                 micro_batches=micro_batches,
                 seed=3,
                 remainder="pad",
-                order="blocks",
+                balance=0.5,
             ),
         )
         for rank in range(world)
