@@ -26,7 +26,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
-from balance.order.block_shuffle import choose_order
 from tables import console, new_table
 
 from balance.presets import load_model, model_to_dict
@@ -112,7 +111,6 @@ def write_build(folder: Path, num_groups: int, seed: int) -> None:
         "model": model_to_dict(load_model("internvl_1_5")),
         "tokenizer": {"image_token_id": 3, "vocab_size": 100, "hash": str(seed)},
         "limits": asdict(LIMITS),
-        "order": asdict(choose_order(num_groups)),
         "totals": {"num_groups": num_groups},
         "shards": [shard.to_json()],
         "files": [{**file, "batches": batches}],
