@@ -28,15 +28,21 @@ from balance.types import IntArray
 LoadLookup = Callable[[IntArray], tuple[IntArray, IntArray]]
 """Groups -> (vision loads, LLM tokens)."""
 DEFAULT_BALANCE = 0.5
-MAX_BALANCE = 0.99
-"""A hundred steps' groups are chosen from; more would only make the state longer."""
+MAX_BALANCE = 0.999
+MOST_GROUPS = 1 << 16
+"""Groups chosen from at most, or those of two steps: those that wait are in the state."""
 ROUNDS = 6
 """Rounds of the Feistel network; four give a random-looking permutation (Luby, Rackoff 1988)."""
-UNIT = 1 << 12
+UNIT = 1 << 16
 """A mean load, in which loads are compared."""
-FAR = 1 << 19
-"""Loads differ by no more, so that a squared distance and a place fit 63 bits."""
-PLACE_BITS = 22
+ALIKE = (UNIT >> 6, UNIT >> 7)
+"""Differences of vision and of tokens that do not matter at the default balance: 1/64 and 1/128 of
+the mean, or one (patch). Else groups that cost nearly the same would be sorted by what little they
+differ in, which often is their source. More balance lets less pass.
+"""
+FAR = 1 << 20
+"""Loads differ by no more, 16 means, so that a squared distance and a place fit 63 bits."""
+PLACE_BITS = 21
 CHUNK = 1 << 12
 """Places of the random order that are computed at a time."""
 
@@ -83,7 +89,7 @@ class GlobalShuffle:
         if not len(spare) <= consumed <= num_groups or not known:
             raise unfit_state(f"{consumed} of {num_groups} groups, {len(spare)} spare")
         self._num_groups, self.consumed = num_groups, consumed
-        self._width = 1 / (1 - balance)
+        self._width, self._tolerance = 1 / (1 - balance), min(1.0, 2 * (1 - balance))
         self._spare = np.array(spare, dtype=np.int64)
         self._keys = random_bits(ROUNDS, seed, SHUFFLE, epoch)
         self._chunk = -1, self._spare
@@ -102,9 +108,9 @@ class GlobalShuffle:
     def take_step(self, dp: int, micro_batches: int, loads: LoadLookup) -> IntArray:
         """The next step's groups, int64, (dp, micro_batches); -1 where the epoch has ended."""
         count = dp * micro_batches
-        groups = self._read(min(int(count * self._width), 1 << PLACE_BITS))
+        groups = self._read(min(int(count * self._width), max(2 * count, MOST_GROUPS)))
         vision, tokens = loads(groups)
-        chosen = most_alike(vision, tokens, count)
+        chosen = most_alike(vision, tokens, count, self._tolerance)
         self._spare = np.delete(groups, chosen)
         places = assign_ranks(vision[chosen], tokens[chosen], dp, micro_batches)
         return np.append(groups[chosen], -1)[places]
@@ -189,10 +195,11 @@ def unfit_state(consumed: str) -> ValueError:
     return ValueError(f"{problem}; give the state of an order of the same build")
 
 
-def most_alike(vision: IntArray, tokens: IntArray, count: int) -> IntArray:
+def most_alike(vision: IntArray, tokens: IntArray, count: int, tolerance: float = 0.0) -> IntArray:
     """Places of the first group and of the `count` - 1 most like it, ascending; all if not more.
 
-    Like: the least sum of squares of what both loads differ by, each relative to its mean.
+    Like: the least sum of squares of what both loads differ by, each relative to its mean, beyond
+    `tolerance` times `ALIKE`.
 
     >>> most_alike(np.array([5, 9, 5, 8]), np.array([10, 10, 10, 10]), 2).tolist()
     [0, 2]
@@ -200,9 +207,10 @@ def most_alike(vision: IntArray, tokens: IntArray, count: int) -> IntArray:
     if len(vision) <= count:
         return np.arange(len(vision))
     distance = np.zeros(len(vision), np.int64)
-    for load in (vision, tokens):
-        apart = np.minimum(np.abs(load - load[0]) * UNIT // _mean(load), FAR)
-        distance += apart * apart
+    for load, alike in zip((vision, tokens), ALIKE, strict=True):
+        mean = _mean(load)
+        apart = np.abs(load - load[0]) * UNIT // mean - int(tolerance * max(alike, UNIT // mean))
+        distance += np.clip(apart, 0, FAR) ** 2
     # the longest waiting first among equally distant ones; no two equal, so the set is certain
     keys = distance << PLACE_BITS | np.arange(len(vision))
     nearest = np.partition(keys, count - 1)[:count]
