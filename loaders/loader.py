@@ -54,7 +54,8 @@ class StreamingLoader:
     Options are the fields of `LoaderConfig`; those given as keywords replace `config`'s.
 
     An iterator continues where the last one stopped, also in the middle of an epoch; after a whole
-    pass it starts the next epoch. A new iterator, `load_state_dict` and `close` end the one before.
+    pass it starts the next epoch. With `shuffle=False` each is a whole pass, but for the first one
+    after `load_state_dict`. A new iterator, `load_state_dict` and `close` end the one before.
     """
 
     model: ModelPreset
@@ -112,7 +113,12 @@ class StreamingLoader:
         self._builder = StepBuilder(self._reader, self.model, config, self._meter)
         self._pid = os.getpid()
         self._running: Prefetcher[StepPlan, MicroBatch] | None = None
-        self._closed = False
+        self._closed, self._resumes = False, False
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether every iterator gives the same whole pass (`shuffle=False`)."""
+        return not self._config.shuffle
 
     @property
     def epoch(self) -> int:
@@ -142,6 +148,9 @@ class StreamingLoader:
         self._end_iterator()
         if self._steps.is_after_last:
             self._finish_epoch()
+        elif self.is_evaluation and not self._resumes and self.remaining_steps < len(self):
+            self._steps.start_epoch(self.epoch)
+        self._resumes = False
         self.check_ranks()
         self._steps.check_epoch()
         running = self._running = Prefetcher(
@@ -191,6 +200,7 @@ class StreamingLoader:
         ConfigError, and no change, if it is of another build, order, seed or version.
         """
         self._steps.load(state)
+        self._resumes = True
         self._end_iterator()
 
     def set_epoch(self, epoch: int) -> None:
@@ -242,6 +252,7 @@ class StreamingLoader:
             "config": self._config,
             "state": self.state_dict(),
             "num_dropped_samples": self.num_dropped_samples,
+            "resumes": self._resumes,
         }
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
@@ -249,6 +260,7 @@ class StreamingLoader:
         self.num_dropped_samples = pickled["num_dropped_samples"]
         self._open()
         self._steps.load(pickled["state"])
+        self._resumes = pickled["resumes"]
         self._checks = None  # a copy may be in a process without a group
 
     def _check_open(self) -> None:

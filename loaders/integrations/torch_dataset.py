@@ -41,7 +41,7 @@ class Step:
 
 
 class StepDataset(IterableDataset[Step]):
-    """The steps of `loader`, epoch after epoch without end.
+    """The steps of `loader`, epoch after epoch without end; for evaluation one whole pass.
 
     For `DataLoader(StepDataset(loader), batch_size=None)`, in this process or in one worker, and
     torchdata's StatefulDataLoader. `step.state["epoch"]` is the epoch's number. Endless, because a
@@ -63,6 +63,8 @@ class StepDataset(IterableDataset[Step]):
         while True:
             for micro_batches in self.loader:
                 yield Step(micro_batches, self.loader.state_dict())
+            if self.loader.is_evaluation:
+                return
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's state after the last step that this process has made."""

@@ -3,6 +3,7 @@ empty, resumed on any ranks.
 """
 
 import json
+import pickle
 import random
 from collections import Counter
 
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from balance.errors import ConfigError
-from loaders import StreamingLoader
+from loaders import StepDataset, StreamingLoader
 from loaders.plan.in_order import InOrder, cut_borders
 from loaders.plan.steps import StepConfig, Steps
 from loaders.read.build import open_builds
@@ -162,6 +164,24 @@ def test_the_loader_gives_the_same_passes_again(urls):
     assert loader.epoch == 2
     other_seed = StreamingLoader([(url, 1.0) for url in urls], shuffle=False, workers=0, seed=7)
     assert [i for step in other_seed for batch in step for i in batch.sample_ids] == ids[0]
+
+
+def test_each_iterator_is_a_whole_pass_but_after_a_state(urls):
+    loader = StreamingLoader(urls[0], shuffle=False, workers=0)
+    whole = [batch.sample_ids for step in loader for batch in step]
+    next(iter(loader))  # as a trainer tries out its validation
+    state = loader.state_dict()
+    assert [batch.sample_ids for step in loader for batch in step] == whole
+    loader.load_state_dict(state)
+    assert [batch.sample_ids for step in loader for batch in step] == whole[1:]
+    assert [batch.sample_ids for step in loader for batch in step] == whole
+    data = DataLoader(StepDataset(loader), batch_size=None)
+    for _ in range(2):
+        next(iter(data))
+        given = [batch.sample_ids for step in data for batch in step.micro_batches]
+        assert given == whole
+    copy = pickle.loads(pickle.dumps(loader))
+    assert [batch.sample_ids for step in copy for batch in step] == whole
 
 
 def test_a_shuffled_state_and_wrong_options_are_refused(urls):

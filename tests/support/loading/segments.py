@@ -92,6 +92,9 @@ def run_segments(
         if segment.end == "kill":
             given = _killed(segment, server, arguments)
         else:
+            if state is not None and not options.get("shuffle", True):
+                for loader in ranks:  # else a new iterator would begin again
+                    loader.load_state_dict(state)
             ranks = ranks or open_ranks(**arguments)
             given = list(islice(steps_of(ranks), segment.num_steps))
         if segment.end == "stop":
