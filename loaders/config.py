@@ -91,7 +91,8 @@ class LoaderConfig:
     """Samples used at most: drawn by the hash of the id, so any ranks have the same."""
     mixing_weights: WeightSchedule | None = None
     """Weights of several builds that change: [(first step, {build: weight}), ...], or a function of
-    the step, counted over the whole training. Builds by URL or its last part. Every step is full.
+    the step, counted over the whole training. Builds by URL or its last part. Every step is full,
+    of groups in plainly random order: `balance` and `remainder` then have no effect.
     """
     regroup: Literal["epoch"] | None = None
     """"epoch" groups the samples again in every epoch, within windows of stored groups."""
