@@ -5,9 +5,10 @@
 A tiny model that sees and hears (examples/tiny_vlm.py with an audio encoder) learns manuals with
 pictures, speech and plain text (`learning_data.py`) with Adam. Methods differ in what a step holds:
 
-- random padded: a fixed number of random samples per micro-batch, as many as groups have;
-- random packed: the build's groups in fully random order, what a careful user would do;
-- the loader's orders (`LOADER`).
+- random padded: random samples, as many per micro-batch as groups have on average;
+- random packed: groups by best fit in fully random order, what a careful user would do;
+- former order: the same groups, each step's of equal cost, as Isobatch did before version 0.2;
+- the loader's order, by default and as balanced as it can be (`LOADER`).
 
 A step is a micro-batch on each of `--dp` ranks, run in one process with the gradient that the ranks
 together would have. Each method runs with each divisor of the loss (docs/load.md); weights and
@@ -32,6 +33,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from former_order.block_shuffle import BlockShuffle, choose_order
+from former_order.sort_groups import arrange_sources, sort_groups, source_shares
 from learning_data import SOURCES, Data, Sample, join, prepare
 from numpy.typing import NDArray
 from rich.console import Console
@@ -39,18 +42,20 @@ from tables import new_table
 from tiny_vlm import TinyVLM, token_losses
 from torch import Tensor, nn
 
-from balance.baseline_samplers import random_batches
 from balance.flops import FlopsModel, GpuSpeed
+from balance.grouping.best_fit import group_best_fit
 from balance.loss_weights import LossWeights, sample_weights
 from balance.metrics import gradient_shares, longest, padded_loads, repeated_pairs
+from balance.order.global_shuffle import MAX_BALANCE
 from balance.presets import load_model
-from balance.types import Groups
+from balance.types import Groups, IntArray
 from loaders import MicroBatch, StreamingLoader
 from loaders.decode.log_mel import MEL_BINS
 
-LOADER: dict[str, dict[str, object]] = {"blocks": {"order": "blocks"}}
+LOADER: dict[str, dict[str, object]] = {"default": {}, "most balanced": {"balance": MAX_BALANCE}}
 """Orders of the loader -> its options."""
-PADDED, PACKED = "random padded", "random packed"
+PADDED, PACKED, FORMER = "random padded", "random packed", "former order"
+METHODS = (PADDED, PACKED, FORMER, *LOADER)
 DIVISORS = ("step", "epoch", "sample")
 """`loss_normalizer` with weights of tokens; the last is "epoch" with `loss_weights="sample"`."""
 RATE, WARM_UP, EVALUATIONS = 3e-3, 0.05, 12
@@ -110,7 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--corpora", type=Path, help="whole corpora: tests/data/README.md")
     parser.add_argument("--dp", type=int, default=8, help="ranks (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=240, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=150, help="0: no training; default: 150")
     parser.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--max-seq-len", type=int, default=256, help="default: %(default)s")
     parser.add_argument("--mixed-by", choices=("packer", "loader"), default="loader", help=MIXED)
@@ -131,6 +136,8 @@ def main(arguments: list[str] | None = None) -> int:
         console = Console(width=150)
         console.print(describe(data, options.dp))
         show_orders(data, options, console)
+        if not options.steps:
+            return 0
         runs = train_all(data, options)
     show_losses(runs, console)
     if options.plot:
@@ -145,7 +152,7 @@ def train_all(data: Data, options: argparse.Namespace) -> dict[tuple[str, str], 
         kept = json.loads(options.runs.read_text("utf-8"))
     setting = [data.num_tokens, options.dp, options.steps, options.max_seq_len, options.mixed_by]
     runs: dict[tuple[str, str], list[Run]] = {}
-    for method in (PADDED, PACKED, *LOADER):
+    for method in METHODS:
         for divisor in ["step"] if method == PADDED else options.divisors.split(","):
             runs[method, divisor] = []
             for seed in range(options.seeds):
@@ -166,7 +173,7 @@ def describe(data: Data, dp: int) -> str:
         tokens = sum(len(sample.input_ids) for sample in own)
         labels = sum(int((sample.labels >= 0).sum()) for sample in own)
         parts.append(f"{name} {len(own):,} samples, {tokens:,} tokens, {labels:,} labels")
-    return f"{'; '.join(parts)}; {len(data.groups):,} groups, {dp} per step"
+    return f"{'; '.join(parts)}; {len(data.stored):,} groups, {dp} per step"
 
 
 def epochs_of(data: Data, method: str, seed: int, dp: int) -> Iterator[list[Step]]:
@@ -189,14 +196,44 @@ def epochs_of(data: Data, method: str, seed: int, dp: int) -> Iterator[list[Step
             parts = zip(*ranks, strict=True)
             yield [[list(batch.sample_ids) for (batch,) in step] for step in parts]
     rng, ids = np.random.default_rng(seed), list(data.samples)
-    size = round(len(ids) / len(data.groups))
+    groups = fit_groups(data)
     for epoch in range(1_000_000):
+        order = rng.permutation(len(groups))
+        drawn = groups
         if method == PADDED:
-            batches = random_batches(np.zeros(len(ids)), dp, size, 1000 * seed + epoch)
-            yield [[[ids[place] for place in rank] for rank in step] for step in batches]
-        else:
-            order = [data.groups[group] for group in rng.permutation(len(data.groups))]
-            yield [order[start : start + dp] for start in range(0, len(order), dp)]
+            borders = np.linspace(0, len(ids), len(groups) + 1).round().astype(np.int64)
+            drawn = Groups(rng.permutation(len(ids)), borders)
+        elif method == FORMER:
+            order = former_order(len(groups), dp, seed, epoch)
+        parts = [[ids[place] for place in drawn[group]] for group in order.tolist()]
+        yield [parts[start : start + dp] for start in range(0, len(parts), dp)]
+
+
+def fit_groups(data: Data) -> Groups:
+    """Groups by best fit with the caps of the builds, sorted as the former packer did."""
+    counts, sources = data.counts(list(data.samples)), data.sources
+    parts = []
+    for number, limits in enumerate(data.limits):
+        own = np.arange(len(counts))
+        if len(data.limits) > 1:
+            own = own[sources == number]
+        part = counts.take(own)
+        found = group_best_fit(part.num_image_patches, part.seq_len, limits, seed=0)
+        parts += [own[found[group]] for group in range(len(found))]
+    sizes = np.array([0, *map(len, parts)])
+    groups = Groups(np.concatenate(parts), np.cumsum(sizes))
+    order = sort_groups(groups.sum(counts.num_image_patches), groups.sum(counts.seq_len), 0)
+    if len(data.limits) == 1:
+        window = choose_order(len(groups)).window_size
+        order = arrange_sources(order, source_shares(groups, sources), window)
+    return groups.take(order)
+
+
+def former_order(num_groups: int, dp: int, seed: int, epoch: int) -> IntArray:
+    """An epoch of sorted groups in the order before version 0.2."""
+    order = choose_order(num_groups)
+    stream = BlockShuffle(num_groups=num_groups, order=order, seed=seed, epoch=epoch)
+    return np.concatenate([stream.take(dp) for _ in range(-(-num_groups // dp))])
 
 
 def train(data: Data, method: str, divisor: str, seed: int, options: argparse.Namespace) -> Run:
@@ -247,7 +284,7 @@ def weigh(batch: MicroBatch, samples: list[Sample]) -> MicroBatch:
 def divisor_of(data: Data, weights: LossWeights, step_groups: int) -> float:
     """Divisor of the loader's `loss_normalizer="epoch"`."""
     labels = data.counts(list(data.samples)).num_loss_tokens
-    return float(sample_weights(labels, weights).sum()) * step_groups / len(data.groups)
+    return float(sample_weights(labels, weights).sum()) * step_groups / len(data.stored)
 
 
 @torch.no_grad()
@@ -296,7 +333,7 @@ def step_time(data: Data, step: Step, *, padded: bool) -> float:
 def average_time(data: Data, dp: int) -> float:
     """FLOPs of a rank in an average step of packed samples."""
     whole = [[list(data.samples)]]
-    steps = len(data.groups) / dp
+    steps = len(data.stored) / dp
     return float(rank_times(data, whole[0], padded=False).sum() / dp / steps)
 
 
@@ -307,12 +344,11 @@ def show_orders(data: Data, options: argparse.Namespace, console: Console) -> No
         "steps of the first epoch, divisor 'step'",
         ["method", "time per step", *names, "pairs again\n/ chance", "labels of a step\np5, p95"],
     )
-    sources = np.array([sample.source for sample in data.samples.values()])
+    sources = data.sources
     num_labels = data.counts(list(data.samples)).num_loss_tokens
     place = {name: number for number, name in enumerate(data.samples)}
-    group_of = {own: group for group, ids in enumerate(data.groups) for own in ids}
     unit = average_time(data, options.dp)
-    for method in (PADDED, PACKED, *LOADER):
+    for method in METHODS:
         epochs = epochs_of(data, method, 0, options.dp)
         first, second = next(epochs), next(epochs)
         groups, ids = groups_of(data, first)
@@ -322,8 +358,11 @@ def show_orders(data: Data, options: argparse.Namespace, console: Console) -> No
         sums = [sum(num_labels[place[n]] for rank in step for n in rank) for step in first]
         again = ""
         if method != PADDED:
+            # a group is known by any of its samples
             orders = [
-                np.array([group_of[rank[0]] for step in epoch for rank in step if rank])
+                np.array(
+                    [min(place[name] for name in rank) for step in epoch for rank in step if rank]
+                )
                 for epoch in (first, second)
             ]
             again = f"{repeated_pairs(*orders, options.dp):.1f}"
@@ -375,26 +414,35 @@ def interval(values: NDArray[np.float64], sign: str = "") -> str:
 
 
 def draw(runs: dict[tuple[str, str], list[Run]], path: Path) -> None:
-    """Loss by steps and by simulated time; lines are means, bands all seeds."""
+    """Loss by steps and by simulated time: means, with all seeds for the default divisor.
+
+    Divided by the epoch's average, lines are solid; by each step's own labels, dashed.
+    """
     import matplotlib.pyplot as plt  # noqa: PLC0415
 
     plt.rcParams.update({"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "isobatch"})
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True)
     for (method, divisor), own in runs.items():
-        if divisor != "step":
+        if divisor == "sample":
             continue
         losses = np.array([[row[0] for row in run.losses] for run in own])
-        for panel, along in zip(
-            panels, (own[0].steps, np.mean([run.times for run in own], axis=0)), strict=True
-        ):
-            (line,) = panel.plot(along, losses.mean(axis=0), label=method)
-            panel.fill_between(
-                along, losses.min(axis=0), losses.max(axis=0), color=line.get_color(), alpha=0.2
-            )
+        times = np.mean([run.times for run in own], axis=0)
+        is_main = divisor == "epoch" or method == PADDED
+        style: dict[str, Any] = {"color": f"C{METHODS.index(method)}", "label": method}
+        if not is_main:
+            style |= {"linestyle": "--", "linewidth": 0.9, "label": "_"}
+        for panel, along in zip(panels, (own[0].steps, times), strict=True):
+            panel.plot(along, losses.mean(axis=0), **style)
+            if is_main:
+                band = losses.min(axis=0), losses.max(axis=0)
+                panel.fill_between(along, *band, color=style["color"], alpha=0.15, linewidth=0)
     panels[0].set(xlabel="optimizer steps", ylabel="held-out loss per label")
     panels[1].set(xlabel="simulated time, average steps without waiting")
-    panels[0].legend(frameon=False)
+    for panel in panels:
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[1].legend(frameon=False)
     figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
 
 

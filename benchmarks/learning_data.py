@@ -24,11 +24,12 @@ from torch import Tensor
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-from balance.types import Counts  # noqa: E402
+from balance.types import Counts, IntArray, Limits  # noqa: E402
 from loaders import MicroBatch, StreamingLoader  # noqa: E402
 from packer.build import Builder  # noqa: E402
 from packer.config import BuildConfig  # noqa: E402
 from packer.progress import StageProgress  # noqa: E402
+from shards.manifest import read_manifest  # noqa: E402
 
 SOURCES = ("manuals", "speech", "text")
 MODEL, VOCABULARY = "tiny_audio", 1024
@@ -58,12 +59,19 @@ class Data:
     builds: list[Path]
     """One of all sources, or one of each."""
     samples: dict[str, Sample]
-    groups: list[list[str]]
+    stored: list[list[str]]
     """Ids of each stored group's samples."""
+    limits: list[Limits]
+    """Caps of each build."""
     held_out: list[Sample]
     vocab_size: int
     image_token_id: int
     audio_token_id: int
+
+    @property
+    def sources(self) -> IntArray:
+        """Number of each sample's source."""
+        return np.array([sample.source for sample in self.samples.values()])
 
     @property
     def num_tokens(self) -> int:
@@ -112,7 +120,8 @@ def prepare(
     return Data(
         builds=builds,
         samples={name: own for group in groups for name, own in group},
-        groups=[[name for name, _ in group] for group in groups],
+        stored=[[name for name, _ in group] for group in groups],
+        limits=[read_manifest(build).limits for build in builds],
         held_out=[own for group in _groups(others, tokens) for _, own in group],
         vocab_size=loader.vocab_size,
         image_token_id=tokens[0],

@@ -98,10 +98,10 @@ class LoaderConfig:
     """"epoch" groups the samples again in every epoch, within windows of stored groups."""
     regroup_window: int = 4096
     """Stored groups of a window."""
-    loss_normalizer: LossNormalizer = "step"
-    """Divisor of a step's weighted losses, `MicroBatch.loss_normalizer`: the weights of the step's
-    labels ("step"), or those of an average step of the epoch ("epoch"), so that a label counts the
-    same in whichever step it comes.
+    loss_normalizer: LossNormalizer = "epoch"
+    """Divisor of a step's weighted losses, `MicroBatch.loss_normalizer`: the weights of an average
+    step of the epoch, so that a label counts the same in whichever step it comes ("epoch"), or the
+    weights of the step's own labels, so that every step counts the same ("step").
     """
     loss_weights: LossWeights = "token"
     """Weight of a label whose sample has n: 1 ("token"), 1 / n ("sample": samples count the same,

@@ -100,8 +100,8 @@ class TrainConfig(RunConfig):
     clip: Annotated[float, _help("Largest norm of the gradients; inf: no limit.")] = 1.0
     loss_normalizer: Annotated[
         LossNormalizer,
-        _help("Divisor of a step's losses: of its own labels, or of the epoch's average step."),
-    ] = "step"
+        _help("Divisor of a step's losses: its own labels, or those of the epoch's average step."),
+    ] = "epoch"
     loss_weights: Annotated[
         LossWeights, _help("Whether each label counts once, each sample, or between (1/sqrt n).")
     ] = "token"

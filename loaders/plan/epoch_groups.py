@@ -133,7 +133,10 @@ class StoredGroups:
     def label_weights(self, weights: LossWeights) -> float:
         """Weights of all labels of the build."""
         if weights == "token":
-            return float(self.builds[0].manifest.values["totals"]["num_loss_tokens"])
+            totals, name = self.builds[0].manifest.values["totals"], "num_loss_tokens"
+            return float(
+                totals[name] if name in totals else self.builds[0].index.column(name).sum()
+            )
         return _sum_weights(self.builds[0].samples.column("num_loss_tokens"), weights)
 
 

@@ -117,7 +117,7 @@ class StepConfig:
     seed: int
     remainder: Remainder
     balance: float
-    loss_normalizer: LossNormalizer = "step"
+    loss_normalizer: LossNormalizer = "epoch"
     loss_weights: LossWeights = "token"
 
 

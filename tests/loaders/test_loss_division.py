@@ -36,7 +36,7 @@ def builds(tmp_path_factory):
 def sources(builds):
     yield builds["first"], {}
     yield builds["first"], {"regroup": "epoch", "regroup_window": 16}
-    yield builds["first"], {"order": "random"}
+    yield builds["first"], {"balance": 0.9}
     yield [(builds["first"], 1.0), (builds["second"], 1.0)], {}
 
 
@@ -70,7 +70,7 @@ def shares(batch):
 
 def test_of_the_step_weights_sum_to_one_in_every_step_and_of_the_epoch_they_are_the_same(builds):
     for (source, options), (weights, power) in product(sources(builds), WEIGHTS.items()):
-        both = options | {"loss_weights": weights}
+        both = options | {"loss_weights": weights, "loss_normalizer": "step"}
         for step in epoch_of(source, both):
             assert len({batch.loss_normalizer for batch in step}) == 1
             found = [share for batch in step for _, own in shares(batch) for share in own]
@@ -92,7 +92,7 @@ def test_of_the_step_weights_sum_to_one_in_every_step_and_of_the_epoch_they_are_
 
 def test_an_epoch_weighs_as_many_steps_as_its_groups_fill(builds):
     for (source, options), weights in product(sources(builds), WEIGHTS):
-        both = options | {"loss_weights": weights, "loss_normalizer": "epoch"}
+        both = options | {"loss_weights": weights}
         steps = epoch_of(source, both)
         total = sum(sum(own) for step in steps for batch in step for _, own in shares(batch))
         groups = sum(bool(batch.num_samples) for step in steps for batch in step)
@@ -100,10 +100,13 @@ def test_an_epoch_weighs_as_many_steps_as_its_groups_fill(builds):
 
 
 def test_micro_batches_that_move_keep_their_weights(builds):
-    (batch,) = next(iter(StreamingLoader(builds["first"], loss_weights="sample")))
+    (batch,) = next(
+        iter(StreamingLoader(builds["first"], loss_weights="sample", loss_normalizer="step"))
+    )
     moved = batch.to("cpu")
     np.testing.assert_array_equal(moved.loss_weights, batch.loss_weights)
-    assert moved.loss_normalizer == batch.loss_normalizer == batch.num_step_samples
+    num_labelled = sum(not name.startswith("mute") for name in batch.sample_ids)
+    assert moved.loss_normalizer == batch.loss_normalizer == max(1, num_labelled)
     with pytest.raises(ValueError, match="give the loss of each token"):
         batch.reduce_loss(torch.tensor(1.0))
 

@@ -17,7 +17,11 @@ def dump(build, file):
     """On every rank; the first one writes."""
     rank = dist.get_rank()
     loader = StreamingLoader(
-        build, dp_rank=rank, dp_world_size=WORLD_SIZE, micro_batches_per_step=2
+        build,
+        dp_rank=rank,
+        dp_world_size=WORLD_SIZE,
+        micro_batches_per_step=2,
+        loss_normalizer="step",
     )
     torch.manual_seed(0)
     model = make_model(loader).double()
