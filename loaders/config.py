@@ -32,7 +32,8 @@ _LEAST = {
     "prefetch_bytes": 0,
 }
 _OWN = {"dp_rank", "process_group", "device_mesh", "check_ranks", "rank_timeout_s"}
-_OWN |= {"workers", "prefetch_bytes", "device", "images", "image_root", "storage"}
+_OWN |= {"workers", "prefetch_bytes", "device", "image_root", "storage"}
+_OWN |= {"images", "image_transform"}
 """Options that may differ between ranks: their steps are the same."""
 
 

@@ -24,7 +24,7 @@ from loaders.prefetch import PrefetchTask
 from loaders.read.reader import SampleReader, only_media, stored_bytes, without_media
 from loaders.stats import Meter
 from loaders.transforms import SampleSeeds, transform_batch
-from shards.stored_group import EMPTY_GROUP, StoredGroup
+from shards.stored_group import StoredGroup
 
 AHEAD_BYTES = 64 << 20
 """Bytes requested and not yet taken, at least one step: 16 requests of 4 MB."""
@@ -127,11 +127,11 @@ class StepBuilder:
         begun = time.perf_counter()
         raw = self._reader.read(selection)
         read = time.perf_counter()
-        if raw is not None and encoder is not None:
+        if encoder is not None:
             raw = only_media(raw, encoder)
-        elif raw is not None and plan.encoders:
+        elif plan.encoders:
             raw = without_media(raw, plan.encoders)
-        num_bytes = 0 if raw is None else stored_bytes(raw)
+        num_bytes = stored_bytes(raw)
         batch = self._collate(raw, plan, epoch, selection)
         if self._config.images != "encoded":
             self._reader.release(selection)
@@ -142,7 +142,7 @@ class StepBuilder:
         return batch
 
     def _collate(
-        self, raw: StoredGroup | None, plan: StepPlan, epoch: int, selection: Selection
+        self, raw: StoredGroup, plan: StepPlan, epoch: int, selection: Selection
     ) -> MicroBatch:
         config, seeds = self._config, None
         if config.image_transform is not None or config.batch_transform is not None:
@@ -151,5 +151,4 @@ class StepBuilder:
         batch = collate(raw, self._model, config, plan.totals, seeds)
         if seeds is None or config.batch_transform is None:
             return batch
-        where = EMPTY_GROUP.where if raw is None else raw.where
-        return transform_batch(config.batch_transform, batch, where, seeds)
+        return transform_batch(config.batch_transform, batch, raw.where, seeds)

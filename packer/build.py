@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from rich.markup import escape
 
 from balance.errors import ConfigError
 from balance.flops import FlopsModel
@@ -23,7 +24,7 @@ from packer.count.mixture_sampling import copies_per_sample, copy_rows, left_out
 from packer.count.pool import map_ordered
 from packer.count.sample_counter import CountSettings
 from packer.count.stage import count_dataset
-from packer.count.staging import Staging, split_staged
+from packer.count.staging import Staging, split_staged, staged_extras
 from packer.demo.dataset import DEMO_SAMPLES, demo_tokenizer_path, write_demo
 from packer.group import Grouping, group_counts
 from packer.progress import StageProgress
@@ -41,6 +42,7 @@ from packer.write.write_shards import index_part, plan_shards, sample_bytes, wri
 from shards.folders import is_uri, naming_full_disk, on_disk
 from shards.index import merge_index, read_lost
 from shards.manifest import is_complete, write_manifest
+from shards.stored_group import EXTRAS, ExtraTypes
 from shards.tables import (
     COUNTS_NAME,
     GROUPS_NAME,
@@ -64,6 +66,8 @@ class _Counts:
     rejected: pa.Table
     num_read: int
     num_repeated: int
+    extras: ExtraTypes
+    """Kept columns and their types."""
 
 
 class Builder:
@@ -144,7 +148,13 @@ class Builder:
         if config.format == "refs" and len(roots) > 1:
             has = f"the mixture has {len(roots)} data roots"
             raise ConfigError(f"--format refs: {has}, and shards can refer to one only")
-        return dataset
+        return self._keeping(dataset)
+
+    def _keeping(self, dataset: Dataset) -> Dataset:
+        """The dataset, of which the kept columns are read too."""
+        keep = self.config.kept_columns
+        parts = (replace(part, located=replace(part.located, keep=keep)) for part in dataset.parts)
+        return replace(dataset, parts=tuple(parts))
 
     def _demo(self) -> Dataset:
         if self.publisher and self.config.format == "refs" and not self.config.data_root:
@@ -157,16 +167,19 @@ class Builder:
                 write_demo(folder)
                 stage.count(DEMO_SAMPLES)
         found = find_dataset(str(folder), None)
-        return replace(found, name=DEMO, parts=(replace(found.parts[0], name=DEMO),))
+        named = replace(found, name=DEMO, parts=(replace(found.parts[0], name=DEMO),))
+        return self._keeping(named)
 
     def _count(self, dataset: Dataset) -> _Counts:
         """Count what is not counted yet; leaves counts.parquet and rejected.parquet."""
         config = self.config
         if not self.staging.samples.exists():
+            self._note_missing(dataset)
             settings = CountSettings(
                 model=self.model,
                 tokenizer=self.tokenizer_path,
                 chat_template=config.chat_template,
+                keep_columns=config.kept_columns,
                 decode_images=config.check_images == "decode",
                 follow_links=config.follow_links,
                 chunk_records=config.chunk_records,
@@ -175,6 +188,7 @@ class Builder:
                 workers=config.workers,
             )
             count_dataset(dataset, settings, self.staging, self.progress)
+        extras = self._extras(dataset)
         table, rejected, records_per_part = split_staged(self.staging.samples)
         parts = part_numbers(table.column("position").to_numpy(), records_per_part)
         copies = copies_per_sample(dataset, parts, config.seed)
@@ -185,10 +199,33 @@ class Builder:
             rejected=pa.concat_tables([rejected, dropped]),
             num_read=sum(records_per_part),
             num_repeated=int(np.maximum(copies - 1, 0).sum()),
+            extras=extras,
         )
         write_table(counts.table, self.out / COUNTS_NAME)
         self._reject([counts.rejected], counts.num_read, num_left=len(counts.table))
         return counts
+
+    def _note_missing(self, dataset: Dataset) -> None:
+        """Say before the work which kept columns the first records do not have."""
+        if not (keep := self.config.kept_columns):
+            return
+        found = _columns(dataset)
+        for name in (name for name in keep if name not in found):
+            note = f"note: no {name!r} (--keep-columns) in the first records, which have"
+            self.progress.console.print(escape(f"{note} {', '.join(sorted(found))}"))
+
+    def _extras(self, dataset: Dataset) -> ExtraTypes:
+        """Types of the kept columns. ConfigError if one has no value in any sample."""
+        if not (keep := self.config.kept_columns):
+            return {}
+        types = staged_extras(self.staging.samples, keep)
+        if missing := [name for name in keep if name not in types]:
+            self.staging.remove()  # it is of no use to a build with other columns
+            raise ConfigError(
+                f"--keep-columns: no usable record has a value in {', '.join(missing)}; the "
+                f"records have {', '.join(sorted(_columns(dataset)))}"
+            )
+        return types
 
     def _reject(self, tables: list[pa.Table], num_read: int, num_left: int = 1) -> pa.Table:
         """Write rejected.parquet and return its rows; DataError if too many, or no sample left."""
@@ -245,6 +282,7 @@ class Builder:
             follow_links=self.config.follow_links,
             image_token_id=self.tokenizer.image_token_id,
             audio_token_id=self.tokenizer.audio_token_id,
+            extras=counts.extras,
         )
         positions = counts.table.column("position").to_numpy()
         sample_ids = counts.table.column("sample_id")
@@ -279,6 +317,7 @@ class Builder:
             index = merge_index(parts, self.out)
             counted = counts.num_read, counts.num_repeated
             manifest = self.identity.manifest(self.out, dataset, grouping, index, parts, counted)
+            manifest |= {EXTRAS: counts.extras} if counts.extras else {}
             write_manifest(self.out, manifest)
             if self.publisher:
                 self.publisher.publish()
@@ -300,6 +339,11 @@ class Builder:
             id_conflicts=self.tokenizer.id_conflicts,
             seconds=dict(self.progress.seconds),
         )
+
+
+def _columns(dataset: Dataset) -> set[str]:
+    """Columns that the first records of any part have."""
+    return {name for part in dataset.parts for name in part.open().columns()}
 
 
 def _without(groups: Groups, lost: list[int]) -> Groups:

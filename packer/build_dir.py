@@ -60,6 +60,7 @@ class BuildIdentity:
             "parts": parts,
             "num_samples": dataset.num_samples,
             **{key: getattr(self.config, key) for key in keys},
+            **({"keep_columns": list(kept)} if (kept := self.config.kept_columns) else {}),
             **asdict(self.config.group_options),
         }
 

@@ -101,6 +101,13 @@ class BuildConfig:
     chunk_records: Annotated[
         int, Option("Records per counting task, which a stopped build keeps.", 1, 1 << 20)
     ] = 1024
+    keep_columns: Annotated[
+        tuple[str, ...],
+        Option(
+            "Columns of the raw records that the loader gives with each sample, as"
+            " MicroBatch.extras: weight,reward,... May be repeated."
+        ),
+    ] = ()
     limit: Annotated[
         int | None, Option("Most records to read, for a quick look.", least=1, most=2**63 - 1)
     ] = None
@@ -120,6 +127,12 @@ class BuildConfig:
         for name, hint in hints.items():
             if not self.is_demo and not getattr(self, name):
                 raise ConfigError(f"--{name} is missing: name the {name} to train with ({hint})")
+
+    @property
+    def kept_columns(self) -> tuple[str, ...]:
+        """The names in `keep_columns`, each once."""
+        names = (name.strip() for given in self.keep_columns for name in given.split(","))
+        return tuple(dict.fromkeys(filter(None, names)))
 
     @property
     def is_demo(self) -> bool:

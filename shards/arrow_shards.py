@@ -4,6 +4,7 @@ So a group is one contiguous range: a slice of a memory map locally, one ranged 
 copy until an image is decoded. With refs, paths replace the bytes of images and audio files.
 """
 
+import json
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -16,9 +17,13 @@ import pyarrow.ipc
 from balance.errors import first_line
 from balance.types import IntArray
 from shards.stored_group import (
+    EXTRAS,
+    NO_EXTRAS,
     NO_NUMBERS,
     ByteRange,
     Contents,
+    ExtraType,
+    ExtraTypes,
     Int32Array,
     MediaReader,
     PackedBlock,
@@ -35,11 +40,20 @@ MAGIC_BYTES = 8
 _INTS = pa.list_(pa.int32())
 _BYTES = pa.list_(pa.binary())
 _PATHS = pa.list_(pa.string())
+_EXTRAS: dict[ExtraType, pa.DataType] = {
+    "bool": pa.bool_(),
+    "int64": pa.int64(),
+    "double": pa.float64(),
+    "string": pa.string(),
+    "list<int64>": pa.list_(pa.int64()),
+    "list<double>": pa.list_(pa.float64()),
+    "json": pa.string(),
+}
 
 
-def shard_schema(*, refs: bool) -> pa.Schema:
+def shard_schema(*, refs: bool, extras: ExtraTypes = NO_EXTRAS) -> pa.Schema:
     """Columns of a shard."""
-    columns = [
+    columns: list[Any] = [
         ("sample_id", pa.string()),
         ("input_ids", _INTS),
         ("labels", _INTS),
@@ -49,6 +63,9 @@ def shard_schema(*, refs: bool) -> pa.Schema:
         ("audio_paths", _PATHS) if refs else ("audios", _BYTES),
         ("audio_lengths", _INTS),
     ]
+    if extras:
+        fields = [(name, _EXTRAS[kind]) for name, kind in extras.items()]
+        columns.append((EXTRAS, pa.struct(fields)))
     return pa.schema(columns)
 
 
@@ -58,9 +75,9 @@ def shard_schema(*, refs: bool) -> pa.Schema:
 class ArrowShardWriter:
     """Writes one Arrow shard."""
 
-    def __init__(self, path: Path, *, refs: bool) -> None:
-        self._refs = refs
-        self._schema = shard_schema(refs=refs)
+    def __init__(self, path: Path, *, refs: bool, extras: ExtraTypes = NO_EXTRAS) -> None:
+        self._refs, self._extras = refs, extras
+        self._schema = shard_schema(refs=refs, extras=extras)
         self._file = pa.output_stream(str(path), compression=None, buffer_size=BUFFER_BYTES)
         self._writer = pa.ipc.new_file(self._file, self._schema)
 
@@ -92,17 +109,32 @@ class ArrowShardWriter:
             self._files(audios),
             _int_lists(audios.offsets, audios.numbers["length"]),
         ]
+        if self._extras:
+            columns.append(self._extra_columns(block))
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
 
     def _files(self, files: PackedFiles) -> pa.ListArray:
         values = pa.array(files.paths, pa.string()) if self._refs else _binaries(files)
         return pa.ListArray.from_arrays(pa.array(files.offsets, pa.int32()), values)
 
+    def _extra_columns(self, block: PackedBlock) -> pa.StructArray:
+        arrays = []
+        for name, kind in self._extras.items():
+            values = block.extras[name]
+            if kind == "json":
+                values = [None if each is None else _to_json(each) for each in values]
+            arrays.append(pa.array(values, _EXTRAS[kind]))
+        return pa.StructArray.from_arrays(arrays, fields=list(self._schema.field(EXTRAS).type))
+
     def close(self) -> None:
         """Write the footer and close the file."""
         with closed_on_error(self._file):
             self._writer.close()
             self._file.close()
+
+
+def _to_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _binaries(files: PackedFiles) -> pa.BinaryArray:
@@ -144,13 +176,13 @@ def schema_problem(head: bytes | pa.Buffer) -> str:
 class ArrowLayout:
     """Where the columns of a build's shards are in a record batch; the same for all its groups."""
 
-    def __init__(self, schema: pa.Schema) -> None:
+    def __init__(self, schema: pa.Schema, extras: ExtraTypes = NO_EXTRAS) -> None:
         """ValueError if the columns are not of a shard's types."""
         numbers = ("input_ids", "labels", "image_widths", "image_heights")
         wrong = ", ".join(name for name in numbers if schema.field(name).type != _INTS)
         if wrong or schema.field("sample_id").type != pa.string():
             raise ValueError(f"columns of other types than a shard's: {wrong or 'sample_id'}")
-        self.schema = schema
+        self.schema, self.extras = schema, extras
         self.columns = {name: number for number, name in enumerate(schema.names)}
         self.has_audio = "audio_lengths" in self.columns
         # the batch's validity, then the buffers of each column and of what is in it
@@ -159,9 +191,11 @@ class ArrowLayout:
 
 
 def _num_buffers(kind: pa.DataType) -> int:
-    """Buffers of a column: validity, offsets, values, and those of the values of a list."""
+    """Buffers of a column: validity, offsets, values, and those of what is in it."""
     if pa.types.is_list(kind):
         return 2 + _num_buffers(kind.value_type)
+    if pa.types.is_struct(kind):
+        return 1 + sum(_num_buffers(field.type) for field in kind)
     return 3 if pa.types.is_string(kind) or pa.types.is_binary(kind) else 2
 
 
@@ -245,8 +279,19 @@ def decode_arrow(
         image_sizes=image_sizes,
         image_samples=image_samples,
         image_names=names,
+        extras=_extras(batch, layout.extras) if layout.extras else NO_EXTRAS,
         **audio,
     )
+
+
+def _extras(batch: _Batch, types: ExtraTypes) -> dict[str, list[Any]]:
+    column, extras = batch.column(EXTRAS), {}
+    for place, (name, kind) in enumerate(types.items()):
+        values = column.field(place).to_pylist()
+        if kind == "json":
+            values = [None if each is None else json.loads(each) for each in values]
+        extras[name] = values
+    return extras
 
 
 _NUMBERS = {"image": ("image_widths", "image_heights"), "audio": ("audio_lengths",)}

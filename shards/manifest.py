@@ -18,6 +18,7 @@ from balance.presets import ModelPreset, model_from_dict
 from balance.types import Limits
 from shards.checksums import file_checksum
 from shards.folders import Folder, is_uri, join, open_folder
+from shards.stored_group import NO_EXTRAS, ExtraTypes
 
 FORMAT_VERSION = 3
 READ_VERSIONS = (2, FORMAT_VERSION)
@@ -119,6 +120,8 @@ class Manifest:
     audio_token_id: int | None
     """None for a model without an audio encoder."""
     vocab_size: int
+    extras: ExtraTypes
+    """Columns of the raw data that each sample has, and their types."""
     values: dict[str, Any] = field(repr=False, compare=False)
     """The whole file."""
 
@@ -229,5 +232,7 @@ def _from_values(place: str, digest: str, values: dict[str, Any]) -> Manifest:
         image_token_id=tokenizer["image_token_id"],
         audio_token_id=tokenizer.get("audio_token_id"),
         vocab_size=tokenizer["vocab_size"],
+        # by name as in the shards, in whatever order JSON has them
+        extras=dict(sorted(values.get("extras", NO_EXTRAS).items())),
         values=values,
     )

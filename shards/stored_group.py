@@ -4,10 +4,10 @@ The same for every format; `shards.arrow_shards` and `shards.tar_shards` write a
 """
 
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +20,14 @@ Contents = Sequence[bytes | memoryview]
 """Encoded files."""
 ByteRange = tuple[int, int]
 """Offset and length of a group in its shard."""
+
+ExtraType = Literal["bool", "int64", "double", "string", "list<int64>", "list<double>", "json"]
+"""Type of a column of the raw data that a build carries along: any JSON value is a `json`."""
+ExtraTypes = Mapping[str, ExtraType]
+"""Column -> type, as the manifest has it."""
+NO_EXTRAS: ExtraTypes = {}
+EXTRAS = "extras"
+"""Name of these columns in manifests, shards and micro-batches."""
 
 NO_NUMBERS: Int32Array = np.zeros(0, np.int32)
 NO_NUMBERS.flags.writeable = False  # it is shared
@@ -60,6 +68,8 @@ class PackedBlock:
     labels: Int32Array
     images: PackedFiles
     audios: PackedFiles
+    extras: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Column of the raw data -> value of each sample."""
 
 
 class ShardWriter(Protocol):
@@ -119,6 +129,8 @@ class StoredGroup:
     """(num_audios,): length of each clip as counted, in samples at the model's rate."""
     audio_samples: Int32Array = field(default_factory=lambda: NO_NUMBERS)
     """(num_audios,): place in the group of each clip's sample."""
+    extras: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Column of the raw data -> value of each sample, None where it has none."""
 
 
 EMPTY_GROUP = StoredGroup(

@@ -17,6 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from shards.stored_group import (
+    EXTRAS,
     ByteRange,
     Int32Array,
     PackedBlock,
@@ -82,6 +83,8 @@ def _packed_members(block: PackedBlock, row: int) -> Iterator[tuple[str, bytes]]
         "audio_lengths": block.audios.numbers["length"][audios].tolist(),
         "audios": audio_names,
     }
+    if block.extras:
+        about[EXTRAS] = {name: values[row] for name, values in block.extras.items()}
     yield "json", json.dumps(about, ensure_ascii=False).encode()
     yield "input_ids.npy", _to_npy(block.input_ids[tokens])
     yield "labels.npy", _to_npy(block.labels[tokens])
@@ -122,6 +125,7 @@ def decode_tar(content: pa.Buffer, where: str) -> StoredGroup:
     audio_names, audio_samples = _full_names(keys, [info.get("audios", ()) for info in infos])
     if len(audio_names) != len(audio_lengths):
         raise ValueError("audio files and their numbers do not belong together")
+    extras = dict.fromkeys(name for info in infos for name in info.get(EXTRAS, ()))
     return StoredGroup(
         where=where,
         sample_ids=tuple(info["sample_id"] for info in infos),
@@ -135,6 +139,7 @@ def decode_tar(content: pa.Buffer, where: str) -> StoredGroup:
         audios=[members[name] for name in audio_names],
         audio_lengths=np.array(audio_lengths, dtype=np.int32),
         audio_samples=audio_samples,
+        extras={name: [info[EXTRAS][name] for info in infos] for name in extras},
     )
 
 

@@ -5,6 +5,7 @@ since would no longer fill them. So each image's size and each clip's length is 
 """
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import lru_cache, partial
 from operator import sub
 
@@ -29,22 +30,22 @@ from loaders.decode.log_mel import MEL_BINS, log_mel_frames, log_mel_windows
 from loaders.decode.resize import Pixels
 from loaders.plan.steps import StepTotals
 from loaders.transforms import SampleSeeds, transform_image
-from shards.stored_group import EMPTY_GROUP, StoredGroup
+from shards.stored_group import StoredGroup
 
 
 def collate(
-    raw: StoredGroup | None,
+    raw: StoredGroup,
     model: ModelPreset,
     config: LoaderConfig,
     totals: StepTotals,
     seeds: SampleSeeds | None = None,
 ) -> MicroBatch:
-    """The micro-batch of a group, or an empty one for None.
+    """The micro-batch of a group.
 
     `seeds` are for the `image_transform` of `config`, which is not applied without them. DataError
     names a sample with an unusable file; ConfigError if `model` has no rule for clips.
     """
-    rule, raw = model.vision, EMPTY_GROUP if raw is None else raw
+    rule = model.vision
     plan_of = _cached_plans(rule)
     plans = [plan_of(width, height) for height, width in raw.image_sizes.tolist()]
     is_native = isinstance(rule, NativeRule)
@@ -59,6 +60,8 @@ def collate(
         cu_seqlens=torch.from_numpy(raw.cu_seqlens.copy()),
         pixel_values=pixel_values,
         images=images,
+        # a copy: samples of a group that is kept in memory may be read again
+        extras=deepcopy(dict(raw.extras)) if raw.extras else {},
         patches_per_image=_int64([plan.num_patches for plan in plans]),
         image_sizes=_int64(raw.image_sizes),
         image_grid_thw=_int64(grids).reshape(-1, 3) if is_native else None,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -64,6 +64,13 @@ class MicroBatch:
     "encoded": image files, not copied: views into the mapped shard of a build on disk. "resized":
     tensors of (3, height, width) in the size that patches are cut from, so without the copy in
     `image_size` that tiles come with; with "anyres" the whole canvas, the image on black.
+    """
+    extras: Mapping[str, Sequence[Any] | Tensor] = field(default_factory=dict)
+    """Columns of the raw data that the build has kept (`packer build --keep-columns`).
+
+    Each is a list of one value per sample: bool, int, float, str, a list of numbers, or any JSON
+    value; None for a sample without it. Of several builds, the columns of all. Tensors that a
+    `batch_transform` puts here are moved with the others.
     """
     num_loss_tokens: int
     """Tokens with a label in the whole step, over all ranks and micro-batches."""
@@ -131,6 +138,11 @@ class MicroBatch:
             changed["images"] = tuple(
                 change(image) if isinstance(image, Tensor) else image for image in self.images
             )
+        if any(isinstance(values, Tensor) for values in self.extras.values()):
+            changed["extras"] = {
+                name: change(values) if isinstance(values, Tensor) else values
+                for name, values in self.extras.items()
+            }
         return replace(self, **changed)
 
 

@@ -148,8 +148,9 @@ class Build:
         if self._layout is None:
             # shards of version 2 that are older than audio have no columns for it
             is_refs, has_all = self.manifest.format == "refs", self.manifest.version > 2
-            schema = shard_schema(refs=is_refs) if has_all else self.shards.schema()
-            self._layout = ArrowLayout(schema)
+            extras = self.manifest.extras
+            known = shard_schema(refs=is_refs, extras=extras)
+            self._layout = ArrowLayout(known if has_all else self.shards.schema(), extras)
         return decode_arrow(content, self._layout, where, self._media)
 
     def _check_counts(self, stored: StoredGroup, group: int) -> None:

@@ -6,7 +6,7 @@ are cut out and joined: tokens are copied, images are not. Safe to call from man
 
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -38,6 +38,7 @@ class SampleReader:
         self._held_bytes = 0
         self.is_remote = any(build.shards.is_remote for build in builds)
         """Whether some of it is in a store, so that it matters what is asked for ahead."""
+        self._extras = tuple({name: None for build in builds for name in build.manifest.extras})
 
     @property
     def cache_hits(self) -> int:
@@ -57,13 +58,18 @@ class SampleReader:
             build.index.row(group, "length")[0] for build, group in parts if build.shards.is_remote
         )
 
-    def read(self, selection: Selection) -> StoredGroup | None:
-        """The samples of a selection, in its order; None if it is empty. Errors as `Build.read`."""
+    def read(self, selection: Selection) -> StoredGroup:
+        """The samples of a selection, in its order, with the extras of all builds.
+
+        Errors as `Build.read`.
+        """
         if not selection:
-            return None
-        if len(selection) == 1 and selection[0].places is None:
-            return self._builds[selection[0].build].read(selection[0].group)
-        return join([self._cut(part) for part in selection])
+            raw = EMPTY_GROUP
+        elif len(selection) == 1 and selection[0].places is None:
+            raw = self._builds[selection[0].build].read(selection[0].group)
+        else:
+            raw = join([self._cut(part) for part in selection])
+        return raw if tuple(raw.extras) == self._extras else with_extras(raw, self._extras)
 
     def stored_samples(self, selection: Selection) -> list[StoredSample]:
         """Where each sample of a selection is stored, in its order."""
@@ -127,6 +133,9 @@ def take_samples(raw: StoredGroup, places: Sequence[int]) -> StoredGroup:
         "labels": raw.labels[tokens],
         "cu_seqlens": _borders(np.diff(raw.cu_seqlens)[chosen]),
         "image_names": (),
+        "extras": {
+            name: [values[place] for place in places] for name, values in raw.extras.items()
+        },
     }
     for files, numbers, owners in MEDIA.values():
         of_sample = getattr(raw, owners)  # ascending
@@ -144,6 +153,8 @@ def join(parts: Sequence[StoredGroup]) -> StoredGroup:
     """The samples of all parts, one part after the other."""
     if len(parts) == 1:
         return parts[0]
+    names = dict.fromkeys(name for part in parts for name in part.extras)
+    parts = [with_extras(part, names) for part in parts]
     joined: dict[str, Any] = {
         "where": "; ".join(dict.fromkeys(part.where for part in parts)),
         "sample_ids": tuple(sample_id for part in parts for sample_id in part.sample_ids),
@@ -151,6 +162,7 @@ def join(parts: Sequence[StoredGroup]) -> StoredGroup:
         "labels": np.concatenate([part.labels for part in parts]),
         "cu_seqlens": _borders(np.concatenate([np.diff(part.cu_seqlens) for part in parts])),
         "image_names": (),
+        "extras": {name: [*chain(*(part.extras[name] for part in parts))] for name in names},
     }
     firsts = np.cumsum([0, *(len(part.sample_ids) for part in parts[:-1])])
     for files, numbers, owners in MEDIA.values():
@@ -159,6 +171,12 @@ def join(parts: Sequence[StoredGroup]) -> StoredGroup:
         shifted = [getattr(part, owners) + first for part, first in zip(parts, firsts, strict=True)]
         joined[owners] = np.concatenate(shifted).astype(np.int32)
     return replace(parts[0], **joined)
+
+
+def with_extras(raw: StoredGroup, names: Iterable[str]) -> StoredGroup:
+    """With these extras: None in those that its build does not have."""
+    nothing = [None] * len(raw.sample_ids)
+    return replace(raw, extras={name: raw.extras.get(name, nothing) for name in names})
 
 
 def without_media(raw: StoredGroup, encoders: Collection[str]) -> StoredGroup:

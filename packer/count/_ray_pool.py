@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from balance.errors import ConfigError, DataError, IsobatchError
-from packer.count.sample_counter import STAGED_SCHEMA, Counted, CountJob, count_chunk
+from packer.count.sample_counter import Counted, CountJob, count_chunk
 from packer.count.staging import Staging
 
 WINDOW_PER_WORKER = 8
@@ -78,6 +78,6 @@ def _count_row(row: dict[str, Any]) -> dict[str, Any]:
     except IsobatchError as error:
         return {"error": pickle.dumps(error), "table": b"", "blob": b""}
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, STAGED_SCHEMA) as writer:
+    with pa.ipc.new_stream(sink, counted.table.schema) as writer:
         writer.write_table(counted.table)
     return {"error": b"", "table": sink.getvalue().to_pybytes(), "blob": counted.blob}

@@ -5,11 +5,12 @@ record that fails becomes a row with a `reason`, so a table has as many rows as 
 """
 
 import gc
+import json
 import multiprocessing
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from typing import BinaryIO, cast
 
@@ -22,12 +23,14 @@ from balance.presets import ModelPreset
 from balance.types import COUNT_COLUMNS
 from packer.media.audio_header import read_audio_header
 from packer.media.image_header import read_header
+from packer.records.extras import Kinds, kinds_in, read_extras
 from packer.records.media import BLOB_SCHEME, Media, SampleProblem, open_media
 from packer.records.record import RawRecord, RawSample, Rejected
 from packer.records.schemas import parse_record
 from packer.sources.base import Chunk
 from packer.text.chat_tokenizer import ChatTokenizer, EncodedText, TextRejected
 from shards.folders import Folder, open_folder, readers
+from shards.stored_group import EXTRAS
 
 _INTS = pa.list_(pa.int32())
 _TEXT, _LONG = pa.string(), pa.int64()
@@ -48,6 +51,14 @@ STAGED_SCHEMA = pa.schema(
     ]
 )
 """One row per record read: the staged form between counting and writing."""
+EXTRA_KINDS = b"extra_kinds"
+"""Key of the kinds of extras in a staged table's metadata."""
+
+
+def staged_schema(kinds: Kinds) -> pa.Schema:
+    """STAGED_SCHEMA with a column `extras` of values of these kinds, as JSON objects."""
+    metadata = {EXTRA_KINDS: json.dumps(kinds)}
+    return STAGED_SCHEMA.append(pa.field(EXTRAS, _TEXT)).with_metadata(metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +68,7 @@ class CountSettings:
     model: ModelPreset
     tokenizer: str
     chat_template: str | None = None
+    keep_columns: tuple[str, ...] = ()
     decode_images: bool = False
     follow_links: bool = False
     """Read images and audio files through links that lead out of the data root."""
@@ -84,7 +96,7 @@ class Counted:
     """A chunk's rows, and the content of the files that came with its records."""
 
     table: pa.Table
-    """STAGED_SCHEMA."""
+    """STAGED_SCHEMA, and `extras` if columns are kept (`staged_schema`)."""
     blob: bytes
 
 
@@ -125,7 +137,7 @@ class SampleCounter:
         """One row per record, in order. `blob` is the name of the chunk's future blob."""
         folder = open_folder(root, follow_links=self._settings.follow_links)
         look = partial(self._look_at_files, folder)
-        parsed = [parse_record(record, source) for record in records]
+        parsed = [self._parse(record, source) for record in records]
         with readers(root) as pool:
             looked_at = list(pool.map(look, parsed) if pool else map(look, parsed))
         turns = [one[0].turns for one in looked_at if not isinstance(one, Rejected)]
@@ -135,7 +147,19 @@ class SampleCounter:
         for one in looked_at:
             row = one if isinstance(one, Rejected) else _row(one, next(texts), content, container)
             rows.append(_rejected_row(row) if isinstance(row, Rejected) else row)
-        return Counted(pa.Table.from_pylist(rows, schema=STAGED_SCHEMA), bytes(content))
+        schema = STAGED_SCHEMA
+        if self._settings.keep_columns:
+            schema = staged_schema(kinds_in(str(row["extras"]) for row in rows if "extras" in row))
+        return Counted(pa.Table.from_pylist(rows, schema=schema), bytes(content))
+
+    def _parse(self, record: RawRecord, source: str) -> RawSample | Rejected:
+        sample, keep = parse_record(record, source), self._settings.keep_columns
+        if isinstance(sample, Rejected) or not keep:
+            return sample
+        try:
+            return replace(sample, extras=read_extras(record.value, keep))
+        except SampleProblem as problem:
+            return _reject(sample, problem.reason, problem.detail)
 
     def _look_at_files(self, root: Folder, sample: RawSample | Rejected) -> _Usable | Rejected:
         if isinstance(sample, Rejected):
@@ -222,6 +246,7 @@ def _row(
         "loss_spans": np.ravel(text.loss_spans),
         "images": [_file_row(image, blob, container) for image in images],
         "audios": [_file_row(audio, blob, container) for audio in audios],
+        **({"extras": sample.extras} if sample.extras else {}),
     }
 
 

@@ -18,7 +18,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from balance.types import IntArray
-from packer.count.sample_counter import STAGED_SCHEMA, Counted, blob_name
+from packer.count.sample_counter import EXTRA_KINDS, Counted, blob_name, staged_schema
+from packer.records.extras import Kinds, joined_kinds, types_of
+from shards.stored_group import EXTRAS, ExtraTypes
 from shards.tables import COUNTS_SCHEMA, REJECTED_SCHEMA
 
 MERGED_PARTS = 32
@@ -58,16 +60,19 @@ class Staging:
             blob.with_suffix(".tmp").replace(blob)
         path = self.part(chunk)
         temporary = path.with_suffix(".tmp")
-        with pa.ipc.new_file(temporary, STAGED_SCHEMA) as writer:
+        with pa.ipc.new_file(temporary, counted.table.schema) as writer:
             writer.write_batch(_one_batch(counted.table))
         temporary.replace(path)
 
     def merge(self, num_chunks: int, records_per_part: Sequence[int]) -> None:
         """One file of all parts, in order; whole or not at all. The parts are then removed."""
-        records = {"records_per_part": json.dumps(list(records_per_part))}
-        schema = STAGED_SCHEMA.with_metadata(records)
         temporary = self.samples.with_suffix(".tmp")
         parts = [self.part(chunk) for chunk in range(num_chunks)]
+        schema = _read_part(parts[0]).schema
+        if EXTRAS in schema.names:
+            schema = staged_schema(joined_kinds(map(_extra_kinds, parts)))
+        records = {"records_per_part": json.dumps(list(records_per_part))}
+        schema = schema.with_metadata((schema.metadata or {}) | records)
         with pa.ipc.new_file(temporary, schema) as writer:
             for first in range(0, num_chunks, MERGED_PARTS):
                 batches = [_read_part(part) for part in parts[first : first + MERGED_PARTS]]
@@ -82,6 +87,11 @@ def _read_part(path: Path) -> pa.RecordBatch:
         return pa.ipc.open_file(source).get_batch(0)
 
 
+def _extra_kinds(path: Path) -> Kinds:
+    kinds: Kinds = json.loads(_read_part(path).schema.metadata[EXTRA_KINDS])
+    return kinds
+
+
 def count_staged(part: Path) -> int:
     """Number of records of a chunk, rejected ones included."""
     return len(_read_part(part))
@@ -89,7 +99,7 @@ def count_staged(part: Path) -> int:
 
 def _one_batch(table: pa.Table) -> pa.RecordBatch:
     batches = table.combine_chunks().to_batches()
-    return batches[0] if batches else pa.RecordBatch.from_pylist([], schema=STAGED_SCHEMA)
+    return batches[0] if batches else pa.RecordBatch.from_pylist([], schema=table.schema)
 
 
 class StagedSamples:
@@ -113,7 +123,7 @@ class StagedSamples:
             self._reader.get_batch(int(batch)).take(pa.array(run - self._starts[batch]))
             for batch, run in zip(batches, runs, strict=True)
         ]
-        table = pa.Table.from_batches(parts, STAGED_SCHEMA).combine_chunks()
+        table = pa.Table.from_batches(parts, self._reader.schema).combine_chunks()
         return _one_batch(table.take(pa.array(inverse)))
 
 
@@ -135,6 +145,13 @@ def split_staged(staged: Path) -> tuple[pa.Table, pa.Table, list[int]]:
             rejected.append(pa.Table.from_batches([lost]))
     tables = [pa.concat_tables(each).combine_chunks() for each in (counts, rejected)]
     return tables[0], tables[1], records_per_part
+
+
+def staged_extras(staged: Path, names: Sequence[str]) -> ExtraTypes:
+    """Types of those of the kept columns that have a value in any sample."""
+    with pa.memory_map(str(staged)) as source:
+        metadata = pa.ipc.open_file(source).schema.metadata
+    return types_of(names, json.loads(metadata[EXTRA_KINDS]))
 
 
 def _counts_of(batch: pa.RecordBatch) -> pa.Table:

@@ -4,6 +4,8 @@ Fits 100 columns. Text with a label is in brackets, which survive a pipe, and gr
 colours. Long texts are cut in the middle, with a note; the page shows all.
 """
 
+import json
+
 from rich.console import Console
 from rich.text import Text
 
@@ -70,6 +72,11 @@ def image_text(image: ImageView) -> str:
     return f"{image.width} x {image.height}{size}: {tokens}"
 
 
+def extra_text(name: str, value: object) -> str:
+    """A kept column of a sample, in one line."""
+    return f"{visible(name)}: {_cut(visible(json.dumps(value, ensure_ascii=False)))}"
+
+
 def file_text(piece: Piece) -> str:
     """The text shown instead of a file's tokens."""
     return f"<{piece.kind} {(piece.file or 0) + 1} x {len(piece.input_ids):,}>"
@@ -91,6 +98,8 @@ def _print_sample(number: int, sample: SampleView, unit: str, console: Console) 
     title = f"{number}  {visible(sample.sample_id)}", "bold"
     console.print(Text.assemble(title, f"  ({visible(sample.source)})"))
     _print_indented(Text(sample_text(sample, unit)), console)
+    for name, value in sample.extras.items():
+        _print_indented(Text(extra_text(name, value)), console)
     for place, image in enumerate(sample.images, start=1):
         name = f"  {visible(image.name)}" if image.name else ""
         _print_indented(Text(f"image {place}: {image_text(image)}{name}"), console)

@@ -66,6 +66,8 @@ class SampleView:
     pieces: tuple[Piece, ...]
     images: tuple[ImageView, ...]
     audio_seconds: tuple[float, ...]
+    extras: dict[str, Any]
+    """Value of each kept column."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, without thumbnails."""
@@ -201,7 +203,8 @@ def _read_stored(manifest: Manifest, shard: str, offset: int, length: int) -> St
             raise EOFError("the file ends before")
         if manifest.format == "webdataset":
             return decode_tar(pa.py_buffer(content), where)
-        layout, media = ArrowLayout(shard_schema(refs=is_refs)), _UnreadMedia() if is_refs else None
+        schema = shard_schema(refs=is_refs, extras=manifest.extras)
+        layout, media = ArrowLayout(schema, manifest.extras), _UnreadMedia() if is_refs else None
         return decode_arrow(pa.py_buffer(content), layout, where, media)
     except DECODE_ERRORS as error:
         problem = getattr(error, "strerror", None) or first_line(error)
@@ -233,6 +236,7 @@ def _sample_view(
         pieces=read_pieces(stored.input_ids[tokens], stored.labels[tokens], files, decoder),
         images=images,
         audio_seconds=audio_seconds,
+        extras={name: values[place] for name, values in stored.extras.items()},
     )
 
 

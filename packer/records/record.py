@@ -23,6 +23,7 @@ REASONS: dict[str, str] = {
     "no_answer": "there is no assistant turn, so nothing to learn from",
     "bad_image_field": "`image` is neither a path nor a list of paths",
     "bad_audio_field": "`audio` is neither a path nor a list of paths",
+    "bad_column": "a column of --keep-columns holds what is not JSON",
     "marker_without_image": "the text has more <image> markers than the sample has images",
     "marker_without_audio": "the text has more <audio> markers than the sample has audio files",
     "chat_template": "the tokenizer's chat template refuses the conversation",
@@ -84,6 +85,8 @@ class RawSample:
     turns: tuple[Turn, ...]
     images: tuple[Media, ...]
     audios: tuple[Media, ...] = ()
+    extras: str = ""
+    """Columns of `--keep-columns` as one JSON object; empty without that."""
 
 
 @dataclass(frozen=True, slots=True)

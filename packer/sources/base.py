@@ -6,7 +6,7 @@ records in the chunk; others a file name and a range. The helpers below are what
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -21,6 +21,8 @@ from packer.records.schemas import CONTENT_KEYS, RECORD_KEYS
 from shards.folders import Folder, is_uri, join, open_folder
 from shards.local_folder import FileInfo
 
+FIRST_RECORDS = 1000
+"""Records that are looked at for the columns of a dataset."""
 OnBytes = Callable[[int], None]
 """Is told of bytes read, for progress."""
 
@@ -34,6 +36,8 @@ class Located:
     folder: str
     names: tuple[str, ...]
     options: tuple[tuple[str, Any], ...] = ()
+    keep: tuple[str, ...] = ()
+    """Columns to read besides those of the known schemas."""
 
 
 class Chunk(Protocol):
@@ -64,6 +68,12 @@ class Source(ABC):
     def describe(self) -> list[dict[str, Any]]:
         """The files for the manifest; no SHA-256, for that would read a whole dataset."""
         return [{"name": info.name, "size": info.size} for info in self.files()]
+
+    def columns(self) -> set[str]:
+        """Columns that the first records have, for messages."""
+        chunks = self.chunks(FIRST_RECORDS, lambda _: None)
+        records = islice((each for chunk in chunks for each in chunk.records()), FIRST_RECORDS)
+        return {key for each in records if isinstance(each.value, Mapping) for key in each.value}
 
     @abstractmethod
     def chunks(self, num_records: int, on_bytes: OnBytes) -> Iterator[Chunk]:
@@ -117,14 +127,19 @@ def _named(folder: Folder, name: str) -> Iterator[None]:
         raise DataError(f"{join(folder.uri, name)}: damaged or cut short: {reason}") from None
 
 
-def known_columns(columns: Iterable[str], where: str) -> tuple[str, ...]:
-    """The columns that records are read from; DataError if none of them has content."""
+def known_columns(
+    columns: Iterable[str], where: str, keep: Collection[str] = ()
+) -> tuple[str, ...]:
+    """The columns that records are read from, and those to `keep`.
+
+    DataError if none of them has content.
+    """
     names = list(columns)
     if not CONTENT_KEYS.intersection(names):
         known = ", ".join(sorted(CONTENT_KEYS))
         has = ", ".join(names)[:200]
         raise DataError(f"{where}: has the columns {has}; expected one of {known}")
-    return tuple(name for name in names if name in RECORD_KEYS)
+    return tuple(name for name in names if name in RECORD_KEYS or name in keep)
 
 
 def prefix_under(folder: str, data_root: str, what: str) -> str:

@@ -72,12 +72,17 @@ class DatasetsSource(Source):
             yield from cut(self._records([info.name for info in group]), num_records)
             on_bytes(sum(info.size for info in group))
 
+    def columns(self) -> set[str]:
+        """Columns of the first row, also those that no record is read from."""
+        names = [info.name for info in self.files()]
+        return set(next(self._rows(names if self._together else names[:1], self.name), ()))
+
     def _records(self, names: list[str]) -> Iterator[RawRecord]:
         where = self.located.folder if len(names) > 1 else join(self.located.folder, names[0])
         rows = self._rows(names, where)
         columns: tuple[str, ...] = ()
         for position, row in enumerate(rows):
-            columns = columns or known_columns(row, where)
+            columns = columns or known_columns(row, where, self.located.keep)
             value = {name: self._media(row[name]) for name in columns}
             if value == {"text": ""}:
                 continue  # a blank line between texts

@@ -129,7 +129,8 @@ class TableSource(Source):
                 on_bytes(info.size)
                 continue
             with _open_table(self.folder, info.name) as table:
-                columns = known_columns(table.columns, join(self.located.folder, info.name))
+                where = join(self.located.folder, info.name)
+                columns = known_columns(table.columns, where, self.located.keep)
                 blocks = table.blocks(columns)
             new = partial(TableChunk, self.located.folder, info.name, columns)
             num_rows = max(sum(rows for rows, _ in blocks), 1)
@@ -142,12 +143,22 @@ class TableSource(Source):
                     told = info.size * end // num_rows
             on_bytes(info.size - told)
 
+    def columns(self) -> set[str]:
+        """Columns of the first file, also those that no record is read from."""
+        name = self.files()[0].name
+        if self.located.layout == "arrow" and is_uri(self.located.folder):
+            with opened(self.folder, name) as file:
+                return set(pa.ipc.open_stream(file).schema.names)
+        with _open_table(self.folder, name) as table:
+            return set(table.columns)
+
     def _streamed(self, name: str) -> Iterator[RawRecord]:
         """The rows of an Arrow stream, from its beginning."""
         row = 0
         with opened(self.folder, name) as file:
             reader = pa.ipc.open_stream(file)
-            columns = known_columns(reader.schema.names, join(self.located.folder, name))
+            where = join(self.located.folder, name)
+            columns = known_columns(reader.schema.names, where, self.located.keep)
             for batch in reader:
                 yield from _records(name, row, batch.select(list(columns)))
                 row += len(batch)

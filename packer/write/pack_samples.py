@@ -4,11 +4,13 @@ A sample whose files changed since they were counted, or whose PNGs fail their o
 left out by name. A block is packed whole: one by one, the arrays' overhead would exceed the disk's.
 """
 
+import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise, starmap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,11 +19,12 @@ from numpy.typing import NDArray
 from balance.errors import ConfigError
 from balance.types import COUNT_COLUMNS, LABEL_IGNORE, IntArray
 from packer.media.image_header import check_png
+from packer.records.extras import typed
 from packer.records.media import Media, SampleProblem, read_into
 from shards.folders import Folder, is_uri, open_folder, readers
 from shards.index import LostSample
 from shards.manifest import ShardFormat
-from shards.stored_group import Int32Array, PackedBlock, PackedFiles
+from shards.stored_group import EXTRAS, ExtraTypes, Int32Array, PackedBlock, PackedFiles
 
 PNG_MAGIC = b"\x89PNG"
 
@@ -39,6 +42,7 @@ class WriteConfig:
     follow_links: bool
     image_token_id: int
     audio_token_id: int | None
+    extras: ExtraTypes = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +101,16 @@ def pack_groups(
         labels=labels,
         images=images,
         audios=audios,
+        extras=_typed_extras(task.config.extras, staged),
     )
     return block, lost
+
+
+def _typed_extras(types: ExtraTypes, staged: pa.RecordBatch) -> dict[str, list[Any]]:
+    if not types:
+        return {}
+    rows = [json.loads(text) for text in staged.column(EXTRAS).to_pylist()]
+    return {name: [typed(row[name], kind) for row in rows] for name, kind in types.items()}
 
 
 def _expand_tokens(config: WriteConfig, staged: pa.RecordBatch) -> tuple[Int32Array, Int32Array]:

@@ -67,7 +67,7 @@ def group() -> StoredGroup:
     )
 
 
-def _collate(group: StoredGroup | None, **options: Any) -> MicroBatch:
+def _collate(group: StoredGroup, **options: Any) -> MicroBatch:
     return collate(group, MODEL, LoaderConfig(pixel_dtype=torch.uint8, **options), TOTALS)
 
 
@@ -111,7 +111,7 @@ def test_frames_of_windows_are_the_planned_ones(group: StoredGroup, audio: str) 
     ("audio", "shape"), [("waveform", (0,)), ("features", (0, 128)), ("windows", (0, 128, 3000))]
 )
 def test_nothing_to_hear_is_no_rows_of_the_usual_shape(audio: str, shape: tuple[int, ...]) -> None:
-    batch = _collate(None, audio=audio)
+    batch = _collate(EMPTY_GROUP, audio=audio)
     for tensor, expected in (
         (batch.audio_values, shape),
         (batch.audio_lengths, (0,)),
@@ -199,6 +199,6 @@ def test_options_that_make_no_sense_are_refused() -> None:
 def test_mel_bins_are_the_encoders() -> None:
     model = load_model("orchmllm_10b")
     assert model.audio_encoder is not None
-    batch = collate(None, model, LoaderConfig(audio="features"), TOTALS)
+    batch = collate(EMPTY_GROUP, model, LoaderConfig(audio="features"), TOTALS)
     assert batch.audio_values is not None
     assert batch.audio_values.shape == (0, model.audio_encoder.frame_values)
