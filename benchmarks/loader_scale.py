@@ -5,9 +5,10 @@
 
 Generates one build of `--groups` groups, and `--builds` that have as many together, in a temporary
 folder: manifest and index alone, because nothing here reads a shard. Each row is measured in a
-process of its own, after the same on small builds, which compiles. "peak" is the largest memory of
-the process alone, less what it had before; "mapped" are pages of the index, which are in memory
-once for all processes of a machine. The index is in the page cache: it was just written.
+process of its own, after the same on small builds, which compiles. "CPU s" is what to compare on a
+machine that does other work as well. "peak" is the largest memory of the process alone, less what
+it had before; "mapped" are pages of the index, which are in memory once for all processes of a
+machine. The index is in the page cache: it was just written.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def main() -> int:
     table = new_table(
         f"{options.groups:,} groups, {options.builds} builds where several, "
         f"{options.dp} ranks x {options.micro_batches} micro-batches",
-        ("", "seconds", "peak MB", "mapped MB"),
+        ("", "seconds", "CPU s", "peak MB", "mapped MB"),
     )
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for label, groups in (("small", SMALL), ("large", options.groups)):
@@ -68,8 +69,9 @@ def main() -> int:
                 done = subprocess.run(
                     [*command, "--folder", folder], check=True, stdout=subprocess.PIPE, text=True
                 )
-                seconds, peak, mapped = json.loads(done.stdout)
-                table.add_row(name, f"{seconds:.3f}", f"{peak:,.0f}", f"{mapped:,.0f}")
+                wall_s, cpu_s, peak, mapped = json.loads(done.stdout)
+                times = f"{wall_s:.3f}", f"{cpu_s:.3f}"
+                table.add_row(name, *times, f"{peak:,.0f}", f"{mapped:,.0f}")
     console.print(table)
     return 0
 
@@ -237,8 +239,8 @@ def steps(builds: Sequence[Build], options: argparse.Namespace) -> Steps:
     return Steps(source_of(builds), config)
 
 
-def measure(options: argparse.Namespace) -> tuple[float, float, float]:
-    """Seconds, peak of the process's own memory in MB, and MB of mapped files."""
+def measure(options: argparse.Namespace) -> tuple[float, float, float, float]:
+    """Seconds, CPU seconds, peak of the process's own memory in MB, and MB of mapped files."""
     case = CASES[options.child]
     case(Path(options.folder, "small"), options)()
     run = case(Path(options.folder, "large"), options)
@@ -246,14 +248,14 @@ def measure(options: argparse.Namespace) -> tuple[float, float, float]:
     peak, done = [before], threading.Event()
     watcher = threading.Thread(target=watch, args=(peak, done))
     watcher.start()
-    begun = time.perf_counter()
+    begun, cpu_begun = time.perf_counter(), time.process_time()
     kept = run()
-    seconds = time.perf_counter() - begun
+    seconds, cpu_s = time.perf_counter() - begun, time.process_time() - cpu_begun
     done.set()
     watcher.join()
     mapped = memory("RssFile") - mapped
     del kept  # not before: it holds what is mapped
-    return seconds, (max(peak) - before) / MB, mapped / MB
+    return seconds, cpu_s, (max(peak) - before) / MB, mapped / MB
 
 
 def watch(peak: list[int], done: threading.Event) -> None:

@@ -1,8 +1,9 @@
 """`Build`: a finished build in a folder or at a URI, opened to be read.
 
-Builds on disk are mapped. Of builds at `s3:// gs:// az:// http(s)://` the index is fetched once per
-machine into the cache and mapped from there, groups as they are read, and the manifest each time:
-it says whether the cache holds this build. Any number of threads may read at once.
+Builds on disk are mapped. Of builds at `s3:// gs:// az:// http(s)://` record batches of the index
+are fetched when they are first read, once per machine, into the cache, and mapped from there;
+groups as they are read; and the manifest each time: it says whether the cache holds this build. Any
+number of threads may read at once.
 """
 
 from __future__ import annotations

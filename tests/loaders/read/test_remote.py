@@ -160,10 +160,12 @@ def test_another_build_at_the_same_place_has_an_index_of_its_own(
 
 def test_a_table_of_the_build_can_be_opened(s3, builds, opened, tmp_path):
     build = opened(upload(s3, builds["arrow"], tmp_path.name))
-    assert (
-        build.shards.open_file("index.arrow").read()
-        == (builds["arrow"] / "index.arrow").read_bytes()
-    )
+    whole = (builds["arrow"] / "index.arrow").read_bytes()
+    assert build.shards.open_file("index.arrow").read() == whole
+    (cached,) = (tmp_path / "cache").glob("*/index.arrow")
+    cached.write_bytes(whole[:-1] + b"x")
+    assert build.shards.open_file("index.arrow").read() == whole
+    assert cached.read_bytes() == whole
     with pytest.raises(DataError, match=r"lists no counts\.parquet"):
         build.shards.open_file("counts.parquet")
 
