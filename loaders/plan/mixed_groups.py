@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 import numpy as np
+from numpy.typing import NDArray
 
 from balance.loss_weights import LossWeights
 from balance.rng import SHUFFLE, permutation_slice
@@ -18,6 +19,8 @@ from balance.types import IntArray
 from loaders.plan.epoch_groups import Epoch, EpochSource, PlannedBuild, PreparedEpochs
 from loaders.plan.selection import SampleRefs, Selection
 
+Piece = tuple[Epoch, NDArray[np.int32] | None]
+"""An epoch, and which of its groups, ascending; None for all. No build has 2^31 groups."""
 WEIGHT_DENOMINATOR = 10**6
 """Largest denominator of a weight as a fraction, so that every machine counts the same groups."""
 
@@ -44,30 +47,33 @@ class MixedGroups:
         return self._epochs.get(number)
 
     def prepare(self, number: int) -> None:
-        """Start to make that epoch in a thread: 11 million groups take a second and more."""
+        """Start to make that epoch in a thread: parts of large builds take a second."""
         self._epochs.prepare(number)
 
     def _make(self, number: int) -> MixedEpoch:
         chosen = [piece for part in range(len(self._parts)) for piece in self._pieces(part, number)]
         return MixedEpoch(chosen)
 
-    def _pieces(self, part: int, number: int) -> list[tuple[Epoch, IntArray]]:
+    def _pieces(self, part: int, number: int) -> list[Piece]:
         """A build's groups of an epoch, ascending: the next stretch of its passes.
 
         E.g. share 2/5 of 10 groups: epoch 0 has places 0 to 3 of the order, epoch 2 has 8, 9, 0, 1.
         """
         start, stop = (self._shares[part] * end for end in (number, number + 1))
-        pieces: list[tuple[Epoch, IntArray]] = []
+        pieces: list[Piece] = []
         for turn in range(int(start), int(-(-stop // 1))):
             groups = self._parts[part].epoch(turn)
             size = len(groups)
             first = int(max(start - turn, Fraction(0)) * size)
             end = int(min(stop - turn, Fraction(1)) * size)
+            if end - first == size:
+                pieces.append((groups, None))
+                continue
             # place 0 of this purpose is the order of an epoch's groups
             chosen = permutation_slice(size, first, end, self._seed, SHUFFLE, place=part + 1)
             if pieces and pieces[0][0] is groups:  # one pass ends and the next has the same groups
-                chosen = np.sort(np.concatenate([pieces.pop()[1], chosen]))
-            pieces.append((groups, chosen))
+                chosen = np.sort(np.concatenate([_numbers(pieces.pop()), chosen]))
+            pieces.append((groups, chosen.astype(np.int32)))
         return pieces
 
 
@@ -117,32 +123,40 @@ class JointEpoch:
 
 
 class MixedEpoch(JointEpoch):
-    """Groups of several epochs, numbered as one."""
+    """Groups of several epochs, numbered as one: those of the first, then those of the second, ...
 
-    def __init__(self, chosen: Sequence[tuple[Epoch, IntArray]]) -> None:
-        """`chosen`: groups of each."""
-        self._epochs = [epoch for epoch, _ in chosen]
-        self._shares = [len(groups) / max(1, len(epoch)) for epoch, groups in chosen]
-        # 6 bytes per group are kept; no build has 2^31 groups
-        rows = [np.empty(0, np.int32), *(groups.astype(np.int32) for _, groups in chosen)]
-        owners = np.arange(len(chosen), dtype=np.int16)
-        self._rows = np.concatenate(rows)
-        self._owners = np.repeat(owners, [len(groups) for _, groups in chosen])
+    Keeps 4 bytes per group of epochs that are here in part, and nothing of those that are whole.
+    """
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._pieces = pieces
+        sizes = [len(epoch) if chosen is None else len(chosen) for epoch, chosen in pieces]
+        self._firsts = np.cumsum([0, *sizes])
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return int(self._firsts[-1])
 
     def label_weights(self, weights: LossWeights) -> float:
         """Weights of all labels, if each build's groups here have the mean of all its groups."""
-        parts = zip(self._epochs, self._shares, strict=True)
-        return sum(epoch.label_weights(weights) * share for epoch, share in parts)
+        sizes = np.diff(self._firsts).tolist()
+        return sum(
+            epoch.label_weights(weights) * size / len(epoch)
+            for (epoch, _), size in zip(self._pieces, sizes, strict=True)
+            if size
+        )
 
     def _find(self, groups: IntArray) -> Iterator[tuple[Epoch, IntArray, IntArray]]:
-        owners, rows = self._owners[groups], self._rows[groups].astype(np.int64)
-        for number, epoch in enumerate(self._epochs):
+        owners = np.searchsorted(self._firsts, groups, side="right") - 1
+        for number, (epoch, chosen) in enumerate(self._pieces):
             places = np.flatnonzero(owners == number)
             if len(places):
-                yield epoch, places, rows[places]
+                rows = groups[places] - self._firsts[number]
+                yield epoch, places, rows if chosen is None else chosen[rows].astype(np.int64)
+
+
+def _numbers(piece: Piece) -> IntArray:
+    epoch, chosen = piece
+    return np.arange(len(epoch)) if chosen is None else chosen.astype(np.int64)
 
 
 def joint_identity(parts: Sequence[EpochSource], shares: Sequence[str]) -> dict[str, object]:
