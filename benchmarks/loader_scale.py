@@ -29,6 +29,7 @@ import pyarrow as pa
 import pyarrow.ipc
 from tables import console, new_table
 
+from balance.order.global_shuffle import DEFAULT_BALANCE
 from balance.presets import load_model, model_to_dict
 from balance.types import COUNT_COLUMNS, IntArray, Limits
 from loaders.plan.epoch_groups import StoredGroups
@@ -234,7 +235,7 @@ def steps(builds: Sequence[Build], options: argparse.Namespace) -> Steps:
         micro_batches=options.micro_batches,
         seed=0,
         remainder="pad",
-        order="blocks",
+        balance=DEFAULT_BALANCE,
     )
     return Steps(source_of(builds), config)
 

@@ -138,12 +138,10 @@ class MixedEpoch(JointEpoch):
 
     def label_weights(self, weights: LossWeights) -> float:
         """Weights of all labels, if each build's groups here have the mean of all its groups."""
-        sizes = np.diff(self._firsts).tolist()
-        return sum(
-            epoch.label_weights(weights) * size / len(epoch)
-            for (epoch, _), size in zip(self._pieces, sizes, strict=True)
-            if size
-        )
+        total = 0.0
+        for (epoch, _), size in zip(self._pieces, np.diff(self._firsts).tolist(), strict=True):
+            total += epoch.label_weights(weights) * (size / max(1, len(epoch)))
+        return total
 
     def _find(self, groups: IntArray) -> Iterator[tuple[Epoch, IntArray, IntArray]]:
         owners = np.searchsorted(self._firsts, groups, side="right") - 1

@@ -13,7 +13,7 @@ import pytest
 
 from balance.errors import DamagedShard, DataError
 from balance.types import COUNT_COLUMNS
-from shards.index import MANY, open_index
+from shards.index import open_index
 from shards.manifest import read_manifest
 from support.builds.shard_fixture import group_samples, make_samples, write_build
 
@@ -101,8 +101,7 @@ def test_columns_rows_and_ids_are_those_of_the_groups(batched):
     assert index.num_ids().tolist() == [len(each) for each in ids]
 
 
-def test_only_the_asked_record_batches_are_read_and_none_is_copied(batched, monkeypatch):
-    monkeypatch.setattr("shards.index.MANY", 1)
+def test_only_the_asked_record_batches_are_read_and_none_is_copied(batched):
     index = open_index(read_manifest(batched))
     before = pa.total_allocated_bytes()
     index.column("num_samples", np.array([ROWS + 1, 3 * ROWS]))
@@ -156,9 +155,12 @@ def test_a_missing_or_cut_index_is_refused(batched):
             index.sample_ids(0)
 
 
-def test_many_rows_of_many_record_batches_are_gathered_in_either_way(batched):
+def test_any_rows_of_many_record_batches_are_gathered_in_their_order(batched):
     rng, index = np.random.default_rng(0), open_index(read_manifest(batched))
     whole = index.column("offset")
-    for count in (1, 2, len(GROUPS) // MANY, len(GROUPS), 10 * len(GROUPS)):
+    for count in (0, 1, 2, len(GROUPS), 10 * len(GROUPS)):
         groups = rng.integers(0, len(GROUPS), count)
         assert np.array_equal(index.column("offset", groups), whole[groups])
+    for wrong in (-1, len(GROUPS)):
+        with pytest.raises(IndexError):
+            index.column("offset", np.array([0, wrong]))
