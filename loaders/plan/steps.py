@@ -32,9 +32,9 @@ Remainder = Literal["pad", "drop", "split"]
 STATE_VERSION = 3
 _REFUSALS = {
     "version": "it was saved by another version of Isobatch",
-    "manifest_hash": "it belongs to another build",
+    "manifest_hash": "it belongs to another build, or to other weights",
     "samples": "give the loader the split, filter and limit of the run that saved it",
-    "order": "give the loader the shuffle of the run that saved it, or its shuffle=False",
+    "order": "give the loader the shuffle of the run that saved it",
     "seed": "give the loader the seed of the run that saved it",
     "regroup": "give the loader the regroup and regroup_window of the run that saved it",
 }
