@@ -43,7 +43,8 @@ class LoaderConfig:
 
     dp_rank: int | None = None
     """Data-parallel rank of this process; by default the rank in torch.distributed's group if that
-    is initialised, else 0. With pipeline or tensor parallelism give this and `dp_world_size`.
+    is initialised, else 0. With pipeline or tensor parallelism give this and `dp_world_size`, or
+    `device_mesh`.
     """
     dp_world_size: int | None = None
     """Number of data-parallel ranks; by default the size of torch.distributed's group, else 1."""
@@ -60,8 +61,10 @@ class LoaderConfig:
     world whenever an iterator begins; ranks that disagree are a ConfigError on all of them. Not
     with `dp_world_size=1`, which one rank may give for an evaluation of its own.
     """
-    rank_timeout_s: float = 300.0
-    """Longest wait for another rank to begin its epoch; then `RankMissing` names it."""
+    rank_timeout_s: float = 600.0
+    """Longest wait for another rank to begin its epoch; then `RankMissing` names it. NCCL waits as
+    long by default.
+    """
     micro_batches_per_step: int = 1
     """Micro-batches of each rank per optimizer step."""
     seed: int = 0

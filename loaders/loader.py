@@ -197,9 +197,15 @@ class StreamingLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume with the step after the one that `state` was taken after, on any number of ranks.
 
-        ConfigError, and no change, if it is of another build, order, seed or version.
+        ConfigError, and no change, if it is of another build, order, seed or version. Ranks that
+        were given states of different positions notice when their next iterators begin.
         """
-        self._steps.load(state)
+        try:
+            self._steps.load(state)
+        except ConfigError as error:
+            if self._checks is not None:
+                self._checks.tell_refusal(str(error))
+            raise
         self._resumes = True
         self._end_iterator()
 

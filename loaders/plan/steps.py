@@ -208,6 +208,8 @@ class Steps:
 
     def load(self, state: dict[str, Any]) -> None:
         """Move to `state`. ConfigError, and no move, if it is of other builds, order or seed."""
+        if not (isinstance(state, dict) and isinstance(state.get("stream", {}), dict)):
+            raise ConfigError(f"state is {state!r:.200}; give what `state_dict()` returned")
         state = _updated(state, self.state())
         _check_state(state, self.state())
         try:
@@ -435,8 +437,6 @@ def _updated(state: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 def _check_state(state: dict[str, Any], own: dict[str, Any]) -> None:
     """ConfigError unless a loader with the state `own` can resume from `state`."""
-    if not isinstance(state, dict):
-        raise ConfigError(f"state is {state!r:.100}; give what `state_dict()` returned")
     state, own = {"samples": None, **state}, {"samples": None, **own}
     for key, reason in _REFUSALS.items():
         if key in state and state[key] != own[key]:
@@ -444,10 +444,6 @@ def _check_state(state: dict[str, Any], own: dict[str, Any]) -> None:
     if set(state) != set(own):
         raise ConfigError(
             f"state has the keys {sorted(state)}; a StreamingLoader's state has {sorted(own)}"
-        )
-    if not isinstance(state["stream"], dict):
-        raise ConfigError(
-            f"state has stream {state['stream']!r}; give what `state_dict()` returned"
         )
     if not isinstance(state["epoch"], int) or state["epoch"] < 0:
         raise ConfigError(f"state has epoch {state['epoch']!r}; epochs are numbered from 0")

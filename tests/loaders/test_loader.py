@@ -283,7 +283,7 @@ def test_a_new_iterator_continues_in_the_middle_of_an_epoch(text_build):
         ({"version": 9}, "another version"),
         ({"stream": {"consumed": 10**6, "spare": []}}, "does not fit"),
         ({"stream": {"consumed": [0], "spare": [1]}}, "another stream"),
-        ({"stream": 7}, "has stream 7"),
+        ({"stream": 7}, "give what .state_dict"),
         ({"order": "stored"}, "shuffle of the run"),
         ({"regroup": {"window_groups": 8}}, "regroup and regroup_window of the run"),
         ({"epoch": -1}, "epoch -1; epochs are numbered from 0"),

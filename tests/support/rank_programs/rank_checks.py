@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
-from balance.errors import IsobatchError
+from balance.errors import ConfigError, IsobatchError
 from loaders import StepDataset, StorageOptions, StreamingLoader
 from support.loading.step_planners import dispatch, repack
 
@@ -73,6 +73,7 @@ def disagree(said, folder):
         "may differ": {"images": "encoded", "prefetch_bytes": 5, "device": "cpu"},
     }
     others = {
+        "balance": {"balance": 0.5},
         "weights": {"url": [(build, 1.0), (other, 0.5)]},
         "regroup_window": {"regroup": "epoch", "regroup_window": 8},
         "planner": {"planner": dispatch},
@@ -83,25 +84,12 @@ def disagree(said, folder):
     }
     for name, options in own.items():
         begin(said, name, load(**(options if rank == 1 else others.get(name, {}))))
-
-    # positions: the same on both, or one rank is a step or some epochs ahead
-    loader = load()
-    states = [loader.state_dict()] + [loader.state_dict() for _ in loader]
-    begin(said, "next epoch", loader)
-    for name, at in {"same state": (3, 3), "state": (3, 2), "resumed alone": (0, 1)}.items():
-        loader = load()
-        loader.load_state_dict(states[at[rank]])
-        begin(said, name, loader)
-    loader = load()
-    if rank == 1:
-        loader.load_state_dict(states[-1] | {"epoch": 5})
-    else:
-        loader.load_state_dict(states[-1])
-    begin(said, "epoch", loader)
+    resume(said, load)
 
     # in a worker process nothing is compared, but here
     loader = load(seed=rank)
-    steps = DataLoader(StepDataset(loader), batch_size=None, num_workers=1)
+    forked = {"num_workers": 1, "multiprocessing_context": "fork"}
+    steps = DataLoader(StepDataset(loader), batch_size=None, **forked)
     said["worker"] = len(list(islice(steps, 2)))
     begin(said, "before a worker", Checked(loader))
     begin(said, "switched off", load(seed=rank, check_ranks=False))
@@ -113,6 +101,41 @@ def disagree(said, folder):
     dist.barrier()
     if rank == 1:
         begin(said, "missing", loader)
+
+
+def resume(said, load):
+    """States: the same on both ranks, of different positions, or refused on one of them."""
+    rank = dist.get_rank()
+    loader = load()
+    states = [loader.state_dict()] + [loader.state_dict() for _ in loader]
+    begin(said, "next epoch", loader)
+    given = {
+        "same state": (states[3], states[3]),
+        "state": (states[3], states[2]),
+        "resumed alone": (states[0], states[1]),
+        "epoch": (states[-1], states[-1] | {"epoch": 5}),
+    }
+    for name, each in given.items():
+        loader = load()
+        loader.load_state_dict(each[rank])
+        begin(said, name, loader)
+    for victim in (0, 1):
+        # one rank has another seed, and gives up
+        loader = load(seed=int(rank == victim))
+        if refused(loader, states[0]) is None:
+            begin(said, f"{victim} refused", loader)
+        # one rank has no state, and begins without
+        loader = load()
+        said[f"{victim} had none"] = refused(loader, {} if rank == victim else states[0])
+        begin(said, f"{victim} begins", loader)
+
+
+def refused(loader, state):
+    """What the loader says of a state."""
+    try:
+        loader.load_state_dict(state)
+    except ConfigError as error:
+        return str(error)
 
 
 class Checked:
