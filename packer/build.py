@@ -212,7 +212,8 @@ class Builder:
         found = _columns(dataset)
         for name in (name for name in keep if name not in found):
             note = f"note: no {name!r} (--keep-columns) in the first records, which have"
-            self.progress.console.print(escape(f"{note} {', '.join(sorted(found))}"))
+            text = escape(f"{note} {', '.join(sorted(found))}")
+            self.progress.console.print(text, highlight=False, soft_wrap=True)
 
     def _extras(self, dataset: Dataset) -> ExtraTypes:
         """Types of the kept columns. ConfigError if one has no value in any sample."""
