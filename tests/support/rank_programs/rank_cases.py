@@ -38,7 +38,7 @@ class Case:
     frozen: tuple[str, ...] = ()
     tied: bool = True
     clip: float | None = None
-    counts: tuple[int, ...] = (5, 3, 7)
+    counts: tuple[int, ...] = (4, 2, 5)
     """Micro-batches of each step and replica."""
     text_only: tuple[int, ...] = (1,)
     """Places of micro-batches without images."""

@@ -32,7 +32,7 @@ def best_of(stage, needs, limit):
 
 
 CASES = [
-    (1, {"1f1b": (0.0, 0.15, 0.45, 0.75, 1.0), "zero_bubble": (0.3, 0.7), "gpipe": (0.6,)}),
+    (1, {"1f1b": (0.0, 0.3, 0.7, 1.0), "zero_bubble": (0.5,), "gpipe": (0.6,)}),
     (2, {"1f1b": (0.4,)}),
 ]
 """Replicas of two ranks, and memory by schedule: a share of what recomputation can free."""
