@@ -84,9 +84,9 @@ def test_groups_index_and_manifest_tell_the_same(built):
 
 @pytest.mark.parametrize("shard_format", ["arrow", "webdataset", "refs"])
 def test_the_number_of_workers_does_not_change_a_byte(dataset, tmp_path, shard_format):
-    for workers in (1, 3):
+    for workers in (1, 2):
         build(dataset, tmp_path / str(workers), workers=workers, format=shard_format)
-    assert digests(tmp_path / "1") == digests(tmp_path / "3")
+    assert digests(tmp_path / "1") == digests(tmp_path / "2")
 
 
 def test_json_lines_give_the_same_shards_as_an_array(dataset, built, tmp_path):
