@@ -4,13 +4,14 @@ import contextlib
 import importlib.util
 import os
 import random
-import signal
+import shutil
 import subprocess
 import sys
 import time
 
 import pytest
 
+from support import ranks
 from support.builds.packed import digests
 from support.builds.raw_data import good_records, options, write_dataset
 
@@ -26,7 +27,13 @@ NEEDS_RAY = [
         reason="Ray is not installed: pip install isobatch[ray]",
     ),
 ]
-SCRIPT = "from packer.cli import main; main()"
+SCRIPT = """
+import os
+if __name__ == "__main__":
+    os.setsid()  # so that it can be told when all its processes have ended
+    from packer.cli import main
+    main()
+"""
 CLUSTER = """
 import ray
 ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
@@ -35,21 +42,27 @@ input()
 """
 
 
-def command(folder, out, executor):
+def begin(folder, out, executor):
+    """A build's process, forked from one that has imported what it needs."""
     settings = options(folder, out, executor=executor, workers=2, chunk_records=8, format="arrow")
     file = out.parent / f"{out.name}.toml"
     file.write_text(
         "\n".join(f"{name} = {value!r}" for name, value in {**settings, "shard_mb": 1}.items())
     )
-    return [sys.executable, "-c", SCRIPT, "build", "--config", str(file)]
+    script, printed = file.with_suffix(".py"), file.with_suffix(".printed")
+    script.write_text(SCRIPT)
+    shutil.rmtree(printed, ignore_errors=True)
+    (process,) = ranks.start(1, printed, script, "build", "--config", file)
+    return process
 
 
 def run(folder, out, executor):
-    done = subprocess.run(
-        command(folder, out, executor), check=False, capture_output=True, text=True, timeout=RUN_S
-    )
-    assert done.returncode == 0, done.stderr
-    return done
+    """-> what it wrote to stderr."""
+    process = begin(folder, out, executor)
+    process.join(RUN_S)
+    said = out.with_name(f"{out.name}.printed").joinpath("stderr").read_text()
+    assert process.exitcode == 0, said
+    return said
 
 
 @pytest.fixture(scope="module")
@@ -101,16 +114,11 @@ def kill_builds(dataset, undisturbed, tmp_path, executor, kills):
     draw = random.Random(f"{executor}{time.time_ns()}")  # other moments in every run
     out, moments = tmp_path / "out", []
     for _ in range(kills):
-        child = subprocess.Popen(
-            command(dataset, out, executor),
-            start_new_session=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        child = begin(dataset, out, executor)
         moments.append(draw.uniform(0.3, 1.1) * seconds * (2 if executor == "ray" else 1))
         time.sleep(moments[-1])
-        os.kill(child.pid, signal.SIGKILL)
-        child.wait()
+        child.kill()
+        child.join()
         if executor == "local":
             wait_for_end(child.pid)
     run(dataset, out, executor)
@@ -136,9 +144,9 @@ def wait_for_end(group, timeout=20):
     reason="Ray is not installed: pip install isobatch[ray]",
 )
 def test_ray_counts_to_the_same_bytes(dataset, undisturbed, tmp_path):
-    done = run(dataset, tmp_path / "out", "ray")
+    said = run(dataset, tmp_path / "out", "ray")
     assert digests(tmp_path / "out") == undisturbed[0]
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in said
 
 
 def test_a_build_killed_behind_its_manifest_is_completed_by_the_next_run(

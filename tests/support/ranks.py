@@ -124,6 +124,7 @@ def start(world_size: int, folder: Path, script: Path | str, *arguments: object)
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     told = {
+        **os.environ,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
         "WORLD_SIZE": world_size,
@@ -147,6 +148,7 @@ def start(world_size: int, folder: Path, script: Path | str, *arguments: object)
 def _launched(folder, command, told):
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
+    os.environ.clear()
     os.environ |= {name: str(value) for name, value in told.items()} | {"GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     sys.argv = command

@@ -2,19 +2,15 @@
 they do.
 """
 
-import os
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
 from loaders.read.build import StorageOptions, open_build
-from support import child_env
 from support.builds.remote_builds import is_as_written, upload, use
 from support.builds.shard_fixture import group_samples, make_samples, write_build
 from support.loading.cache_files import on_disk
+from support.ranks import start
 
 pytestmark = pytest.mark.server
 
@@ -40,35 +36,34 @@ for done in range(int(sys.argv[4])):
 """
 
 
+def printed(folder):
+    file = folder / "stdout"
+    return file.read_text() if file.exists() else ""
+
+
 def test_all_bytes_are_right_and_the_limit_holds_through_kills(s3, tmp_path, monkeypatch):
     use(monkeypatch, s3)
     groups = group_samples(make_samples(SAMPLES))
     url = upload(s3, write_build(tmp_path / "build", groups), tmp_path.name)
     cache = tmp_path / "cache"
+    (tmp_path / "reader.py").write_text(READER)
+    folders = [tmp_path / name for name in ("first", "second", "third")]
     children = [
-        subprocess.Popen(
-            [sys.executable, "-c", READER, url, str(cache), str(seed), str(times)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=child_env(),
-        )
-        for seed, times in enumerate((40, 40, 1_000_000))
+        start(1, folder, tmp_path / "reader.py", url, cache, seed, times)[0]
+        for seed, (folder, times) in enumerate(zip(folders, (40, 40, 1_000_000), strict=True))
     ]
     try:
-        for child in children:
-            assert child.stdout.readline() == "reading\n"
-        deadline = time.monotonic() + 30
-        while any(child.poll() is None for child in children[:2]):
+        deadline = time.monotonic() + 60
+        while [printed(folder) for folder in folders] != ["reading\n"] * 3:
+            assert time.monotonic() < deadline
+        while any(child.is_alive() for child in children[:2]):
             assert on_disk(cache) <= LIMIT
             assert time.monotonic() < deadline
-        assert [child.returncode for child in children] == [0, 0, None]
-        os.kill(children[2].pid, signal.SIGKILL)
-        children[2].wait()
+        assert [child.exitcode for child in children] == [0, 0, None]
     finally:
         for child in children:
             child.kill()
-            child.wait()
-            child.stdout.close()
+            child.join()
     build = open_build(url, options=StorageOptions(cache_dir=cache, cache_bytes=LIMIT))
     assert all(is_as_written(build.read(number), group) for number, group in enumerate(groups))
     build.close()
