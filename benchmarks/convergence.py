@@ -26,8 +26,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from former_order.block_shuffle import OrderConfig, choose_order
-from former_order.sort_groups import arrange_sources, sort_groups, source_shares
 from tables import DistRatios, as_loaded, console, dist_ratios, new_table, shuffled
 
 from balance.grouping.caps import GroupOptions, over_limits
@@ -170,7 +168,6 @@ def measure(data: Data, *, dp: int, seeds: Iterable[int]) -> list[Row]:
             options,
             vision_unit=data.limits.vision_unit,
             context_len=data.limits.max_seq_len,
-            sources=data.sources,
         )
 
     rows.append(_row("default", default, data, dp=dp, seeds=seeds))
@@ -185,13 +182,10 @@ def _row(
         start = time.perf_counter()
         made = group(seed)
         times.append(time.perf_counter() - start)
-        groups, order = (
-            (made.groups, made.order)
-            if isinstance(made, Grouping)
-            else along_path(made, data, seed)
-        )
+        groups = made.groups if isinstance(made, Grouping) else made
         random = dist_ratios(shuffled(groups, seed), data.counts, dp)
-        loaded = dist_ratios(as_loaded(groups, order, dp=dp, seed=seed), data.counts, dp)
+        in_order = as_loaded(groups, data.counts, data.limits, dp=dp, seed=seed)
+        loaded = dist_ratios(in_order, data.counts, dp)
         filled = fill(groups, data.counts.seq_len, data.limits.max_seq_len)
         figures.append((len(groups), filled, *astuple(random), *astuple(loaded)))
     mean = np.mean(figures, axis=0).tolist()
@@ -203,19 +197,6 @@ def _row(
         loader_order=DistRatios(*mean[4:6]),
         milliseconds=1e3 * min(times),
     )
-
-
-def along_path(groups: Groups, data: Data, seed: int) -> tuple[Groups, OrderConfig]:
-    """The groups in path order, sources arranged, and how the path is cut: as `packer build` stores
-    them.
-    """
-    order = choose_order(len(groups))
-    path = sort_groups(
-        groups.sum(data.limits.vision_load(data.counts)), groups.sum(data.counts.seq_len), seed
-    )
-    return groups.take(
-        arrange_sources(path, source_shares(groups, data.sources), order.window_size)
-    ), order
 
 
 def show(rows: list[Row], data: Data, dp: int, num_seeds: int) -> None:

@@ -282,7 +282,7 @@ def measure(
         raise DataError(f"{setting.name}: no sample has {setting.max_seq_len:,} tokens or fewer")
     batches = as_groups(random_batches(counts.seq_len[packed], dp, BATCH_SIZE, seed))
     random = Groups(packed[batches.samples], batches.offsets)
-    isobatch = as_loaded(made.groups, made.order, dp=dp, seed=seed)
+    isobatch = as_loaded(made.groups, counts, made.limits, dp=dp, seed=seed)
     methods = [
         method_of("random", random, counts, dp, padded=True),
         method_of("shuffled", shuffled(made.groups, seed), counts, dp),

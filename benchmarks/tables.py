@@ -17,10 +17,9 @@ from rich.table import Table
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from former_order.block_shuffle import BlockShuffle, OrderConfig  # noqa: E402
-
 from balance.metrics import dist_ratio, pad_ratio, padded_loads  # noqa: E402
-from balance.types import Counts, Groups, IntArray  # noqa: E402
+from balance.order.global_shuffle import epoch_steps  # noqa: E402
+from balance.types import Counts, Groups, Limits  # noqa: E402
 
 console = Console(width=100)
 
@@ -77,13 +76,11 @@ def shuffled(groups: Groups, seed: int) -> Groups:
     return groups.take(np.random.default_rng(seed).permutation(len(groups)))
 
 
-def as_loaded(path_groups: Groups, order: OrderConfig, *, dp: int, seed: int) -> Groups:
-    """Groups that stand in path order, in the order in which the loader's first epoch deals them to
-    `dp` ranks.
-    """
-    stream = BlockShuffle(num_groups=len(path_groups), order=order, seed=seed, epoch=0)
-    taken: list[IntArray] = [stream.take(dp) for _ in range(-(-len(path_groups) // dp))]
-    return path_groups.take(np.concatenate([np.empty(0, np.int64), *taken]))
+def as_loaded(groups: Groups, counts: Counts, limits: Limits, *, dp: int, seed: int) -> Groups:
+    """The groups in the order in which the loader's first epoch gives them to `dp` ranks."""
+    loads = groups.sum(limits.vision_load(counts)), groups.sum(counts.seq_len)
+    taken = epoch_steps(loads, (dp, 1), seed=seed).ravel()
+    return groups.take(taken[taken >= 0])
 
 
 def new_table(title: str, headings: Iterable[str]) -> Table:

@@ -423,16 +423,17 @@ def _digest(content: bytes) -> str:
 
 def _updated(state: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """A state of the previous version as one of this; ConfigError if it is within an epoch."""
-    if state.get("version") != STATE_VERSION - 1:
+    stream = state.get("stream") if isinstance(state, dict) else None
+    if not isinstance(stream, dict) or state.get("version") != STATE_VERSION - 1:
         return state
-    if np.sum(state.get("stream", {}).get("consumed", 0)) > 0:
+    if np.sum(stream.get("consumed", 0)) > 0:
         raise ConfigError(
             f"state is from the middle of epoch {state.get('epoch')} in the order of Isobatch 0.1, "
             "which this version does not have; finish that epoch with 0.1, or start the next one "
             "(`set_epoch`)"
         )
-    stream = {"consumed": 0, "spare": []}
-    return {**state, "version": STATE_VERSION, "order": own["order"], "stream": stream}
+    begun = {"consumed": 0, "spare": []}
+    return {**state, "version": STATE_VERSION, "order": own["order"], "stream": begun}
 
 
 def _check_state(state: dict[str, Any], own: dict[str, Any]) -> None:

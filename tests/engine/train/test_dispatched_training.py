@@ -168,6 +168,7 @@ def _one_process(build):
         "micro_batches_per_step": MICRO_BATCHES,
         "seed": SEED,
         "audio": "features",
+        "check_ranks": False,
     }
     ranks = [StreamingLoader(build, dp_rank=rank, **given) for rank in range(RANKS)]
     torch.manual_seed(SEED)
