@@ -21,10 +21,10 @@ QUICK = {
     "imports": [str(SCRIPTS / "lint-imports")],
 }
 TYPES = [sys.executable, "-m", "mypy"]
-# one process more than cores: a sixth of the time a test waits for a server or another process
+# two processes more than cores: a quarter of the time a test waits for servers or other processes
 TESTS = [
     *(sys.executable, "-m", "pytest", "--dist", "worksteal"),
-    *("-n", str((os.cpu_count() or 1) + 1)),
+    *("-n", str((os.cpu_count() or 1) + 2)),
 ]
 
 
