@@ -55,7 +55,7 @@ def main() -> int:
         "packing",
         3,
         "time waiting for the largest vision load, %",
-        highlight="balanced order",
+        highlight="default order",
     )
     draw_bars("loading", "loading", 4, "decoded samples/s, 2 workers", highlight="Isobatch")
     draw_bars("ablation", "training", 2, "speed-up over the paper's baseline", highlight="+")
