@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from engine.runtime.profiling import measure_plan
 from support.trainers.engine_train import make, measure_here, parse, run_steps
 
 STEPS = 3
@@ -16,7 +15,6 @@ def plan_and_train(said, folder, builds):
     """Of each build: a plan, and steps by it; `NAME` has plan and profile, `NAME.jsonl` the
     losses.
     """
-    measure_plan.REPEATS = 2  # any times do: stages and losses are compared, not speeds
     for name, build in builds.items():
         out = Path(folder) / name
         measuring = [
