@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from balance.metrics import autocorrelation, dist_ratio, source_entropy
 from balance.types import Groups
-from benchmarks.order import repeated_pairs
+from support.sample_pairs import repeated_pairs
 
 sizes = st.lists(st.integers(0, 40), min_size=1, max_size=60)
 steps = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=1, max_size=12)

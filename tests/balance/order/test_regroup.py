@@ -11,7 +11,7 @@ from balance.grouping.best_fit import choose_varied_strategy, group_best_fit, gr
 from balance.grouping.isf import group_isf
 from balance.order.regroup import regroup, window_borders
 from balance.types import Groups, Limits
-from benchmarks.order import repeated_pairs
+from support.sample_pairs import repeated_pairs
 
 LIMITS = Limits(max_seq_len=4_096, max_vision=15, min_seq_len=3_968, min_vision=15)
 
