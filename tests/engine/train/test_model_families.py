@@ -123,7 +123,10 @@ def test_tuning_changes_steps_and_a_frozen_encoder_runs_ahead(builds, two, tmp_p
             json.loads(line)
             for line in (tmp_path / f"stated-{name}.jsonl").read_text().splitlines()
         ]
-        assert any(step["tuned_s"] < step["untuned_s"] for step in figures)
+        assert all(step["tuned_s"] <= step["untuned_s"] for step in figures)
+        # a step of trained encoders comes in an order that nothing here improves
+        is_faster = any(step["tuned_s"] < step["untuned_s"] for step in figures)
+        assert is_faster or name != "frozen"
         assert any(step["encoded_ahead"] > 0 for step in figures) == (name == "frozen")
         assert losses(tmp_path / f"stated-{name}.jsonl") == pytest.approx(
             losses(two / f"{name}.jsonl"), rel=TOLERANCE

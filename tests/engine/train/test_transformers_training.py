@@ -35,7 +35,9 @@ def build(tmp_path_factory):
 
 
 def arguments(build, **options):
-    given = {"device": "cpu", "micro_batches_per_step": 2, "lr": 1e-3, **options}
+    # each step's own mean, so that losses of two steps can be compared
+    own = {"loss_normalizer": "step", "micro_batches_per_step": 2, "lr": 1e-3}
+    given = {"device": "cpu", **own, **options}
     return [str(build), *(f"--{name.replace('_', '-')}={value}" for name, value in given.items())]
 
 
@@ -74,9 +76,7 @@ def exported(build, tmp_path_factory):
 def test_two_ranks_saved_and_continued_by_others_give_losses_and_weights_of_one(
     build, exported, tmp_path, capsys
 ):
-    # a step's own mean, so that losses of two steps can be compared
-    mean = {"loss_normalizer": "step"}
-    assert run_here(build, steps=STEPS, figures=tmp_path / "alone", **mean) == 0
+    assert run_here(build, steps=STEPS, figures=tmp_path / "alone") == 0
     output = capsys.readouterr().out
     assert (
         "stage 0: patch_embedding, vision_layer 0, vision_layer 1, vision_projector, "
@@ -85,7 +85,7 @@ def test_two_ranks_saved_and_continued_by_others_give_losses_and_weights_of_one(
     expected = losses(tmp_path / "alone")
     assert sorted(expected) == list(range(STEPS))
     assert expected[STEPS - 1] < expected[0]
-    saving = {"state": tmp_path / "state", "recompute": "all", **mean}
+    saving = {"state": tmp_path / "state", "recompute": "all"}
     on_two(
         build,
         tmp_path / "on two",

@@ -127,7 +127,7 @@ def test_a_server_that_has_gone_for_good_is_said_in_time(
     door = Door(s3.endpoint)
     use(monkeypatch, s3, door.endpoint)
     monkeypatch.setattr("loaders.step_builder.AHEAD_BYTES", 1)  # else all may be here by then
-    loader = load(urls["arrow"], workers=workers, timeout_s=LIMIT_S, prefetch_bytes=0)
+    loader = load(urls["arrow"], workers=workers, timeout_s=LIMIT_S)
     steps = iter(loader)
     assert content(next(steps)) == expected[0]
     door.shut()

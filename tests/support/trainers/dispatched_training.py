@@ -28,7 +28,7 @@ class Run:
     optimizer: torch.optim.Optimizer
 
 
-def make_run(build, balance, *, seed=0, micro_batches=2):
+def make_run(build, balance, *, seed=0, micro_batches=2, check_ranks=True):
     planner, balanced = None, BALANCED[balance]
     if balanced:
         options = DispatchOptions(
@@ -46,6 +46,7 @@ def make_run(build, balance, *, seed=0, micro_batches=2):
         seed=seed,
         planner=planner,
         audio="features",
+        check_ranks=check_ranks,
     )
     torch.manual_seed(seed)  # the same weights on all ranks
     model = make_three_modalities(loader)
