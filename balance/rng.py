@@ -7,10 +7,11 @@ from raw bits: NumPy keeps those, but not what its shuffles make of them (NEP 19
 import numpy as np
 from numpy.typing import NDArray
 
-TIES, BLOCKS, INSIDE, TURNS, SHUFFLE, WINDOWS, GROUPS, COPIES, TRANSFORMS, STORED, EVEN = range(11)
-"""What random bits are for: each purpose draws from a sequence of its own."""
+SHUFFLE, WINDOWS, GROUPS, COPIES, TRANSFORMS, STORED, EVEN = range(4, 11)
+"""What random bits are for: each purpose draws from a sequence of its own.
 
-MASK = 2**64 - 1
+A number is never used again, or builds and orders would change. 0 to 3 were version 0.1's.
+"""
 
 
 def random_bits(
@@ -26,7 +27,7 @@ def random_permutation(
 ) -> NDArray[np.int64]:
     """A random order of `range(count)`, int64.
 
-    >>> sorted(random_permutation(5, 0, BLOCKS).tolist())
+    >>> sorted(random_permutation(5, 0, SHUFFLE).tolist())
     [0, 1, 2, 3, 4]
     """
     return np.argsort(random_bits(count, seed, purpose, epoch, place), kind="stable")
@@ -55,14 +56,3 @@ def _smallest(bits: NDArray[np.uint64], count: int) -> NDArray[np.bool_]:
     if count == len(bits):
         return np.ones(count, np.bool_)
     return np.asarray(bits < np.partition(bits, count)[count])
-
-
-def mix64(bits: int) -> int:
-    """SplitMix64's finaliser (Steele, Lea, Flood 2014): every bit changes every output bit.
-
-    For one Python int at a time: a microsecond, where making a generator takes twenty.
-    """
-    bits = (bits + 0x9E3779B97F4A7C15) & MASK
-    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 & MASK
-    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB & MASK
-    return bits ^ (bits >> 31)

@@ -22,18 +22,20 @@ groups in every epoch, one of dp 8 one in 30.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from operator import sub
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from balance.rng import BLOCKS, INSIDE, TURNS, mix64, random_bits, random_permutation
+from balance.order.global_shuffle import LoadLookup, unfit_state
+from balance.rng import random_bits, random_permutation
 from balance.types import IntArray
+from former_order.rng import BLOCKS, INSIDE, TURNS, mix64
 
 MIN_BLOCK, DP_BLOCK, MAX_BLOCK = 8, 512, 4096
 """Powers of two, as usual numbers of ranks; at least 16 blocks up to 512 groups, 128 beyond."""
@@ -41,9 +43,6 @@ MAX_LANES = 32
 """More would only make the state longer."""
 MIN_WINDOW, MAX_WINDOW, NUM_WINDOWS = 8, 256, 512
 """A window is up to 1/512 of all groups: wider mixes sources no better and costs balance."""
-
-LoadLookup = Callable[[IntArray], tuple[IntArray, IntArray]]
-"""Groups -> (vision loads, LLM tokens)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,26 +81,6 @@ def choose_order(num_groups: int) -> OrderConfig:
         num_lanes=min(MAX_LANES, max(1, num_groups // block_size)),
         window_size=_power_of_two(num_groups // NUM_WINDOWS, MIN_WINDOW, MAX_WINDOW),
     )
-
-
-class GroupOrder(Protocol):
-    """One epoch's order of groups: every group exactly once, whatever sizes are taken."""
-
-    @property
-    def remaining(self) -> int:
-        """Groups of this epoch that are still to come."""
-
-    def take(self, count: int) -> IntArray:
-        """The next `count` groups, int64; fewer only when the epoch ends."""
-
-    def take_step(self, dp: int, micro_batches: int, loads: LoadLookup) -> IntArray:
-        """The next step's groups, int64, (dp, micro_batches); -1 where the epoch has ended."""
-
-    def state(self) -> dict[str, Any]:
-        """Keywords, plain JSON, with which a new order continues exactly here."""
-
-    def copy(self) -> GroupOrder:
-        """An order in the same state that moves independently."""
 
 
 class BlockShuffle:
@@ -224,12 +203,6 @@ class BlockShuffle:
         in_range = all(0 <= used <= size for used, size in pairs)
         if len(self.consumed) != len(self.lane_sizes) or not in_range:
             raise unfit_state(f"{self.consumed} of {self.lane_sizes} groups per lane")
-
-
-def unfit_state(consumed: str) -> ValueError:
-    """The error for an order's state that is not of its build."""
-    problem = f"state does not fit this order: consumed {consumed}"
-    return ValueError(f"{problem}; give the state of an order of the same build")
 
 
 def _join(parts: list[IntArray]) -> IntArray:

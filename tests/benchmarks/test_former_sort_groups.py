@@ -5,6 +5,8 @@ drawn from.
 import numpy as np
 import pytest
 from former_order.block_shuffle import choose_order
+from former_order.rng import TIES
+from former_order.shuffle_ties import MAX_BUCKET_BITS, shuffle_ties
 from former_order.sort_groups import (
     COUNTED_LOADS,
     NEIGHBOURHOOD,
@@ -15,8 +17,10 @@ from former_order.sort_groups import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from balance.rng import TIES, random_bits
+from balance.rng import random_bits
 from balance.types import Groups
+
+KEYS = st.one_of(st.integers(0, 3), st.integers(0, 5000), st.integers(0, 2**64 - 1))
 
 
 def path_oracle(vision, tokens, seed):
@@ -173,3 +177,24 @@ def test_halves_of_a_window_differ_most_in_what_they_hold(num_sources):
 def test_one_source_leaves_the_path_as_it_is():
     path = np.array([3, 1, 2, 0])
     assert arrange_sources(path, np.full((4, 1), 255, np.uint8), 4).tolist() == path.tolist()
+
+
+@settings(deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 2), KEYS), max_size=100),
+    dtype=st.sampled_from([np.int32, np.int64]),
+)
+def test_ties_are_as_if_all_had_been_shuffled_before(rows, dtype):
+    keys, bits = (np.array([row[column] for row in rows], dtype=np.uint64) for column in range(2))
+    order = np.argsort(keys, kind="stable").astype(dtype)
+    shuffle_ties(order, keys, bits)
+    shuffled = np.argsort(bits, kind="stable")
+    assert order.tolist() == shuffled[np.argsort(keys[shuffled], kind="stable")].tolist()
+
+
+@pytest.mark.parametrize("size", [16, 17, 1_000, 3 << MAX_BUCKET_BITS - 1])
+def test_a_long_run_of_ties_is_sorted_with_fewer_or_more_numbers_than_buckets(size):
+    bits = np.random.default_rng(size).integers(0, 2**64, size, dtype=np.uint64)
+    order = np.arange(size)
+    shuffle_ties(order, np.zeros(size, np.uint32), bits)
+    assert np.array_equal(order, np.argsort(bits, kind="stable"))
