@@ -1,6 +1,5 @@
 """A user's transforms: the same numbers for a sample whoever packs it; one line if they fail."""
 
-import dataclasses
 import pickle
 from itertools import chain, islice
 
@@ -14,6 +13,7 @@ from loaders import MicroBatch, StepDataset, StreamingLoader
 from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples
 from support.loading.step_planners import dispatch, repack
+from support.loading.transforms import marked
 
 torch.set_num_threads(1)
 SAMPLES = make_samples(50)
@@ -31,13 +31,6 @@ def one_colour(image, rng):
     """The whole image in a colour that is drawn."""
     image[:] = rng.integers(0, 256, size=3, dtype=np.uint8)
     return image
-
-
-def marked(batch, rngs):
-    """A drawn number of each sample in all its positions."""
-    numbers = torch.tensor([int(rng.integers(1 << 40)) for rng in rngs], dtype=torch.int64)
-    lengths = batch.cu_seqlens.diff().long()
-    return dataclasses.replace(batch, position_ids=numbers.repeat_interleave(lengths))
 
 
 def load(build, rank=0, world=1, **options):

@@ -1,5 +1,5 @@
 """Stopped, resumed and killed on any ranks, workers and micro-batches, every sample comes once per
-epoch.
+epoch, with the tokens, pixels and positions of a run without a stop.
 """
 
 import os
@@ -15,9 +15,10 @@ from loaders.read.build import StorageOptions
 from support.builds.remote_builds import upload
 from support.builds.sample_tables import LIMITS, path_groups, text_samples
 from support.builds.shard_fixture import FORMATS, make_samples
-from support.loading.consume_steps import EPOCHS, mark
+from support.loading.consume_steps import EPOCHS, mark, open_ranks, steps_of
 from support.loading.segments import Segment, killable_runs, run_segments, write_listed
 from support.loading.step_planners import repack
+from support.loading.transforms import marked, noisy
 
 SAMPLES = [
     *text_samples(50),
@@ -36,6 +37,9 @@ the square.
 """
 MOST_DROPPED = 12
 """Groups of a step where what is less than one is dropped: half an epoch or less."""
+DRAWS = int(os.environ.get("ISOBATCH_TEST_DRAWS", "6"))
+"""Random runs of each of three formats: set 100 for a longer test."""
+HOOKS = {"image_transform": noisy, "batch_transform": marked}
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +58,30 @@ def builds(tmp_path_factory):
 def server(builds):
     with killable_runs(builds["arrow"]) as connection:
         yield connection
+
+
+@pytest.fixture(scope="module")
+def contents(builds):
+    """By (halves, transformed): {(epoch, sample): checksum of its pixels and positions}, of one
+    rank that runs to the end.
+    """
+    found = {}
+    for halves in (False, True):
+        url = [(builds["arrow", half], 1.0) for half in range(2)] if halves else builds["arrow"]
+        for transformed in (False, True):
+            hooks = HOOKS if transformed else {}
+            steps = steps_of(open_ranks(1, url=url, workers=0, **hooks))
+            found[halves, transformed] = {
+                (step.epoch, sample): content
+                for step in steps
+                for sample, content in zip(step.samples, step.contents, strict=True)
+            }
+            assert found[halves, transformed].keys() == EXPECTED
+            # transforms draw anew for each sample and epoch
+            assert not transformed or len(set(found[halves, True].values())) == len(EXPECTED)
+    assert found[False, False] == found[True, False]
+    assert found[False, True] != found[True, True]  # a sample's place is another
+    return found
 
 
 segments = st.builds(
@@ -89,10 +117,11 @@ runs = {
     "segments": st.lists(segments, min_size=1, max_size=3),
     "mode": modes,
     "remainder": st.sampled_from(["pad", "drop"]),
+    "transformed": st.booleans(),
 }
 
 
-def check_run(server, segments, options):
+def check_run(server, segments, options, contents):
     if "planner" in options or "regroup" in options:
         segments = [replace(segment, world=min(segment.world, SMALL_WORLD)) for segment in segments]
     if not options.get("shuffle", True):
@@ -103,19 +132,26 @@ def check_run(server, segments, options):
             for segment in segments
         ]
     if "mixing_weights" in options:
-        check_passes(run_segments(segments, server, options))
+        check_passes([*compared(run_segments(segments, server, options), contents)])
         return
     expected = EXPECTED
     if options.get("split") == "train":
         expected = {each for each in EXPECTED if each[1].split()[0] not in VALIDATION}
     seen, dropped = Counter(), 0
-    for step in run_segments(segments, server, options):
+    for step in compared(run_segments(segments, server, options), contents):
         seen.update((step.epoch, sample) for sample in step.samples)
         dropped += step.num_dropped
     assert set(seen.values()) <= {1}
     assert set(seen) <= expected
     assert len(seen) + dropped == len(expected)
     assert dropped == 0 or options["remainder"] == "drop"
+
+
+def compared(steps, contents):
+    """The steps, each of whose samples has the content of a run without a stop."""
+    for step in steps:
+        assert step.contents == [contents[step.epoch, sample] for sample in step.samples]
+        yield step
 
 
 def check_passes(steps):
@@ -130,23 +166,24 @@ def check_passes(steps):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@settings(deadline=None, max_examples=6)
+@settings(deadline=None, max_examples=DRAWS)
 @given(**runs)
 def test_every_sample_comes_once_per_epoch_whatever_happens(
-    builds, server, format, segments, mode, remainder
+    builds, server, contents, format, segments, mode, remainder, transformed
 ):
-    options = {"url": builds[format], "remainder": remainder, **plain(mode)}
+    options = {"url": builds[format], "remainder": remainder, **plain(mode, transformed)}
     if "halves" in mode:
         options["url"] = [(builds[format, half], 1.0) for half in range(2)]
     if "weights" in mode:
         one, two = (f"{format}-{half}" for half in range(2))
         options["mixing_weights"] = [(0, {one: 1, two: 0.5}), (3, {two: 1}), (7, {one: 1, two: 1})]
-    check_run(server, segments, options)
+    check_run(server, segments, options, contents["halves" in mode, transformed])
 
 
-def plain(mode):
+def plain(mode, transformed):
     """The options of a mode, on one build."""
-    return {name: value for name, value in mode.items() if name not in {"halves", "weights"}}
+    options = {name: value for name, value in mode.items() if name not in {"halves", "weights"}}
+    return options | (HOOKS if transformed else {})
 
 
 @pytest.fixture(scope="module")
@@ -166,11 +203,20 @@ def bucket(s3, builds, tmp_path_factory):
 @settings(deadline=None, max_examples=3)
 @given(**runs, cache_bytes=st.sampled_from([0, 200_000, 1 << 30]))
 def test_every_sample_comes_once_per_epoch_from_a_bucket(
-    bucket, server, tmp_path_factory, format, segments, mode, remainder, cache_bytes
+    bucket,
+    server,
+    contents,
+    tmp_path_factory,
+    format,
+    segments,
+    mode,
+    remainder,
+    transformed,
+    cache_bytes,
 ):
     storage = StorageOptions(cache_dir=tmp_path_factory.mktemp("cache"), cache_bytes=cache_bytes)
     options = {"url": bucket[format], "remainder": remainder, "storage": storage}
-    options |= plain(mode)
+    options |= plain(mode, transformed)
     if format == "refs":
         options["image_root"] = f"{bucket[format]}/images"
-    check_run(server, segments, options)
+    check_run(server, segments, options, contents[False, transformed])

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 
 from loaders import MicroBatch, StreamingLoader
+from support.builds.shard_fixture import IMAGE_TOKEN
 from support.servers import _die_with_parent
 
 EPOCHS = 3
@@ -33,6 +34,8 @@ class Given:
     epoch: int
     samples: list[str]
     """`mark` of each sample, as it arrived."""
+    contents: list[int]
+    """Checksum of each sample's pixels and positions."""
     num_dropped: int
     """Samples that were left out since the record before."""
     state: dict[str, Any]
@@ -83,6 +86,7 @@ def _given(ranks: list[StreamingLoader], batches: list[MicroBatch], dropped: int
     return Given(
         epoch=ranks[0].epoch,
         samples=[*chain(*map(_marks, batches))],
+        contents=[*chain(*map(_contents, batches))],
         num_dropped=dropped_now - dropped,
         state=json.loads(state),
     )
@@ -96,6 +100,18 @@ def _marks(batch: MicroBatch) -> Iterator[str]:
     return (mark(sample_id, ids.tolist(), labels.tolist()) for sample_id, ids, labels in parts)
 
 
+def _contents(batch: MicroBatch) -> Iterator[int]:
+    sizes = batch.cu_seqlens.diff().tolist()
+    patches = [
+        int((ids == IMAGE_TOKEN).sum()) // PATCH_TOKENS for ids in batch.input_ids.split(sizes)
+    ]
+    parts = zip(batch.position_ids.split(sizes), batch.pixel_values.split(patches), strict=True)
+    return (
+        zlib.crc32(pixels.contiguous().numpy().tobytes(), zlib.crc32(positions.numpy().tobytes()))
+        for positions, pixels in parts
+    )
+
+
 def _check(batches: list[MicroBatch]) -> None:
     """The step's sums are global, and every image token has its pixels."""
     num_labels = sum(int((batch.labels >= 0).sum()) for batch in batches)
@@ -103,7 +119,7 @@ def _check(batches: list[MicroBatch]) -> None:
     assert {(batch.num_loss_tokens, batch.num_step_samples) for batch in batches} <= {
         (num_labels, num_samples)
     }
-    num_image_tokens = sum(int((batch.input_ids == 3).sum()) for batch in batches)
+    num_image_tokens = sum(int((batch.input_ids == IMAGE_TOKEN).sum()) for batch in batches)
     assert num_image_tokens == PATCH_TOKENS * sum(len(batch.pixel_values) for batch in batches)
 
 
