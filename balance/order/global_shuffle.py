@@ -1,10 +1,13 @@
-"""`GlobalShuffle`: groups in random order, each step's as alike as asked.
+"""`GlobalShuffle`: groups in random order, each step's loads as equal as asked.
 
-For the loaders, every step. Groups that the packer made alike (`balance.grouping.even_out`) are
+For the loaders, every step. Groups that the packer made equal (`balance.grouping.even_out`) are
 nearly balanced in any order. What is left is traded against randomness by one number, `balance`: a
-step's groups are chosen out of 1 / (1 - balance) times as many, those most like the one that has
-waited longest; the others wait. At 0 the order is plainly random. At 1/2, the default, two groups
-of a step meet again in the next epoch about twice as often as by chance, at 3/4 four times.
+step's groups are chosen out of 1 / (1 - balance) times as many, those nearest in load to the one
+that has waited longest; the others wait. At 0 the order is plainly random. At 1/2, the default, two
+groups of a step meet again in the next epoch about twice as often as by chance, at 3/4 four times.
+
+What is nearest leaves the others to groups still to come. Where all that remain are chosen from
+already, they are sorted and cut into steps instead, so that the last ones are balanced as well.
 
 A step's groups are sorted, so that those of its micro-batches are neighbours, and each rank gets
 one of every micro-batch: the smaller one, the more it has already. So ranks that meet in every
@@ -29,13 +32,15 @@ LoadLookup = Callable[[IntArray], tuple[IntArray, IntArray]]
 """Groups -> (vision loads, LLM tokens)."""
 DEFAULT_BALANCE = 0.5
 MAX_BALANCE = 0.999
+CUT_FROM = 64
+"""Times a step's groups, chosen from, that are enough to be sorted by both loads."""
 MOST_GROUPS = 1 << 16
 """Groups chosen from at most, or those of two steps: those that wait are in the state."""
 ROUNDS = 6
 """Rounds of the Feistel network; four give a random-looking permutation (Luby, Rackoff 1988)."""
 UNIT = 1 << 16
 """A mean load, in which loads are compared."""
-ALIKE = (UNIT >> 6, UNIT >> 7)
+EQUAL = (UNIT >> 6, UNIT >> 7)
 """Differences of vision and of tokens that do not matter at the default balance: 1/64 and 1/128 of
 the mean, or one (patch). Else groups that cost nearly the same would be sorted by what little they
 differ in, which often is their source. More balance lets less pass.
@@ -110,7 +115,10 @@ class GlobalShuffle:
         count = dp * micro_batches
         groups = self._read(min(int(count * self._width), max(2 * count, MOST_GROUPS)))
         vision, tokens = loads(groups)
-        chosen = most_alike(vision, tokens, count, self._tolerance)
+        if self._width >= CUT_FROM and self.consumed == self._num_groups:
+            chosen = cut_sorted(vision, tokens, count)
+        else:
+            chosen = nearest(vision, tokens, count, self._tolerance)
         self._spare = np.delete(groups, chosen)
         places = assign_ranks(vision[chosen], tokens[chosen], dp, micro_batches)
         return np.append(groups[chosen], -1)[places]
@@ -195,26 +203,52 @@ def unfit_state(consumed: str) -> ValueError:
     return ValueError(f"{problem}; give the state of an order of the same build")
 
 
-def most_alike(vision: IntArray, tokens: IntArray, count: int, tolerance: float = 0.0) -> IntArray:
-    """Places of the first group and of the `count` - 1 most like it, ascending; all if not more.
+def nearest(vision: IntArray, tokens: IntArray, count: int, tolerance: float = 0.0) -> IntArray:
+    """Places of the first group and of the `count` - 1 nearest to it, ascending; all if not more.
 
-    Like: the least sum of squares of what both loads differ by, each relative to its mean, beyond
-    `tolerance` times `ALIKE`.
+    Nearest: the least sum of squares of what both loads differ by, each relative to its mean, above
+    `tolerance` times `EQUAL`.
 
-    >>> most_alike(np.array([5, 9, 5, 8]), np.array([10, 10, 10, 10]), 2).tolist()
+    >>> nearest(np.array([5, 9, 5, 8]), np.array([10, 10, 10, 10]), 2).tolist()
     [0, 2]
     """
     if len(vision) <= count:
         return np.arange(len(vision))
     distance = np.zeros(len(vision), np.int64)
-    for load, alike in zip((vision, tokens), ALIKE, strict=True):
+    for load, equal in zip((vision, tokens), EQUAL, strict=True):
         mean = _mean(load)
-        apart = np.abs(load - load[0]) * UNIT // mean - int(tolerance * max(alike, UNIT // mean))
+        apart = np.abs(load - load[0]) * UNIT // mean - int(tolerance * max(equal, UNIT // mean))
         distance += np.clip(apart, 0, FAR) ** 2
     # the longest waiting first among equally distant ones; no two equal, so the set is certain
     keys = distance << PLACE_BITS | np.arange(len(vision))
-    nearest = np.partition(keys, count - 1)[:count]
-    return np.sort(nearest & ((1 << PLACE_BITS) - 1))
+    least = np.partition(keys, count - 1)[:count]
+    return np.sort(least & ((1 << PLACE_BITS) - 1))
+
+
+def cut_sorted(vision: IntArray, tokens: IntArray, count: int) -> IntArray:
+    """Places of the groups of the first one's step, ascending, where all are sorted and cut.
+
+    Sorted by vision, in bins of 1/64 to 1/32 of the mean where loads are larger than that; within
+    a bin by tokens, up or down, as the bin before ends. The next call cuts the others as before.
+    The last groups of the random order, which fill no step, wait.
+
+    >>> cut_sorted(np.array([5, 9, 5, 8]), np.array([10, 30, 10, 20]), 2).tolist()
+    [0, 2]
+    """
+    if len(vision) <= count:
+        return np.arange(len(vision))
+    stop = len(vision) - len(vision) % count
+    bins, tokens = vision[:stop] >> max(0, _mean(vision).bit_length() - 6), tokens[:stop]
+    by_both = np.lexsort((tokens, bins))
+    parts, end = [], 0
+    for part in np.split(by_both, np.flatnonzero(np.diff(bins[by_both])) + 1):
+        low, high = tokens[part[[0, -1]]].tolist()
+        is_down = abs(high - end) < abs(low - end)
+        parts.append(part[::-1] if is_down else part)
+        end = low if is_down else high
+    by_both = np.concatenate(parts)
+    start = int(np.flatnonzero(by_both == 0)[0]) // count * count
+    return np.sort(by_both[start : start + count])
 
 
 def assign_ranks(vision: IntArray, tokens: IntArray, dp: int, micro_batches: int) -> IntArray:
