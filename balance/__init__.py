@@ -22,7 +22,7 @@ __all__, __getattr__, __dir__ = lazy_exports(
         "balance.loss_weights": "sample_weights",
         "balance.metrics": "autocorrelation dist_ratio fill gradient_shares lower_bounds pad_ratio"
         " padded_loads repeated_pairs source_entropy",
-        "balance.grouping.even_out": "even_out group_alike",
+        "balance.grouping.even_out": "even_out group_balanced",
         "balance.order.global_shuffle": "GlobalShuffle GroupOrder epoch_steps",
         "balance.order.regroup": "regroup",
         "balance.presets": "DatasetPreset ModelPreset load_dataset load_model",

@@ -38,7 +38,7 @@ from former_order.sort_groups import arrange_sources, sort_groups, source_shares
 from balance.baseline_samplers import as_groups, random_batches  # noqa: E402
 from balance.grouping.best_fit import group_best_fit  # noqa: E402
 from balance.grouping.caps import GroupOptions, choose_limits  # noqa: E402
-from balance.grouping.even_out import group_alike  # noqa: E402
+from balance.grouping.even_out import group_balanced  # noqa: E402
 from balance.grouping.isf import group_isf  # noqa: E402
 from balance.metrics import (  # noqa: E402
     dist_ratio,
@@ -215,7 +215,7 @@ def methods(data: Data, ranks: list[int]) -> Iterator[Method]:
     packed = group_best_fit(vision, tokens, data.limits, seed=0)
     yield in_random_order("fewest groups, random", packed, ranks)
     yield in_blocks(packed, data, ranks)
-    alike = group_alike(vision, tokens, data.limits, seed=0)
+    alike = group_balanced(vision, tokens, data.limits, seed=0)
     loads = alike.sum(vision), alike.sum(tokens)
     for name, balance in (("alike, balance 0", 0.0), (DEFAULT, 0.5), (MOST, 0.999)):
         orders = {}

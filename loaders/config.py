@@ -70,9 +70,9 @@ class LoaderConfig:
     seed: int = 0
     """Seed of the order, the same on all ranks."""
     balance: float = DEFAULT_BALANCE
-    """How much randomness of the order may be traded for balance, from 0 (plainly random) to .99: a
-    step's groups are the most alike of 1 / (1 - balance) times as many random ones. May change from
-    run to run.
+    """Randomness of the order that may be traded for balance, from 0 (plainly random) to .999:
+    a step's groups are chosen from 1 / (1 - balance) times as many random ones, so that they
+    cost about the same. May change from run to run.
     """
     shuffle: bool = True
     """False, for evaluation: every sample once in stored order, the same in every epoch."""

@@ -213,7 +213,7 @@ class StreamingLoader:
         """Let the next iterator begin with epoch `epoch`, as torch's DistributedSampler does.
 
         Nothing changes if that is the loader's epoch already: one that was resumed continues in its
-        middle, and one at its end goes on to the next. Else the rest of this epoch is not given.
+        middle, and one at its end begins the next. Else the rest of this epoch is not given.
         """
         if type(epoch) is not int or epoch < 0:
             raise ConfigError(f"epoch is {epoch!r}; epochs are numbered from 0")
@@ -271,7 +271,7 @@ class StreamingLoader:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ConfigError("this StreamingLoader was closed; make another to go on")
+            raise ConfigError("this StreamingLoader was closed; make another to continue")
 
     def _end_iterator(self) -> None:
         running, self._running = self._running, None

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from balance.errors import ConfigError, DataError, first_line
 from balance.flops import FlopsModel
 from balance.grouping.caps import GroupOptions, choose_limits, over_limits
-from balance.grouping.even_out import group_alike
+from balance.grouping.even_out import group_balanced
 from balance.grouping.isf import group_isf
 from balance.presets import load_model
 from balance.rng import STORED, random_permutation
@@ -84,7 +84,7 @@ def group_counts(
     if options.grouping == "isf":
         grouped = group_isf(*loads, limits, seed=seed, iterations=options.isf_iterations)
     else:
-        grouped = group_alike(*loads, limits, seed=seed)
+        grouped = group_balanced(*loads, limits, seed=seed)
     groups = Groups(rows[grouped.samples], grouped.offsets)
     return Grouping(
         # any stretch of the build is like the whole

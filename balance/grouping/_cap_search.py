@@ -37,7 +37,7 @@ SEARCH_SAMPLES, CONFIRM_SAMPLES = 50_000, 1_200_000
 TRIAL_DP = 8
 """Ranks that predicted times are for."""
 TIGHT = (1.0, 1.005, 1.01, 1.02, 1.04)
-"""Vision caps that are tried, times what the mean group needs: groups that are full are alike."""
+"""Vision caps that are tried, times what the mean group needs: full groups cost the same."""
 
 
 Group = Callable[[IntArray, IntArray, Limits], Groups]
@@ -139,7 +139,7 @@ class Trials:
     def _times(
         self, groups: Groups, counts: Counts, limits: Limits
     ) -> tuple[float, float] | tuple[None, None]:
-        """(GPU-ms per sample, share that is waiting) of sorted groups, one per rank and step."""
+        """(GPU-ms per sample, share of waiting): in random order, a group per rank and step."""
         if self._flops is None or not len(groups):
             return None, None
         each = self._flops.micro_batch_ms(self._flops.loads(counts).sum(groups))

@@ -3,7 +3,7 @@
 Pure. Packed without padding, every grouping does the same work. Caps change the number of
 micro-batches (each has an overhead), how unequal these are, and what the largest needs of memory.
 In a random order the largest of a step is what all wait for, and a vision cap just above what the
-mean group needs makes groups alike. Hence these rules:
+mean group needs makes groups equal. Hence these rules:
 
 1. Q_t is the least of the longest sample, the model's context and the given cap. A memory budget
    (`balance.grouping.activation_memory`) is shared by both caps where it gives the fewest groups.

@@ -1,15 +1,15 @@
-"""Groups made alike: pairs of groups exchange samples until all cost the same.
+"""Groups of equal cost: pairs of groups exchange samples until all cost about the same.
 
 For the packer, after `balance.grouping.best_fit`, which makes few groups, but some of them with
-many images and some with none. Groups that are alike are balanced in any order, so that a random
-one serves (`balance.order.global_shuffle`).
+many images and some with none. Groups of equal cost are balanced in any order, so a random one
+serves (`balance.order.global_shuffle`).
 
 Each round takes the groups that are furthest from the mean load (a vector: vision, LLM tokens, and
 attention's squared lengths), each with a random partner, and divides the samples of both again:
 single samples and pairs of them change sides while that brings both nearer to the mean; a few
-random changes and the same again find better divisions. A division that breaks a cap is passed
-through, never kept. Groups that are near enough are left alone, so that most of the work is in the
-first rounds. The number of groups stays.
+random changes and the same again find better divisions. A division that breaks a cap may be on the
+way to a better one, but is never kept. Groups that are near enough are left alone, so that most of
+the work is in the first rounds. The number of groups stays.
 
 Two sources of images and one of text, 32,768 tokens: loads' spread from .145 / .022 / .37 of the
 mean (vision / tokens / attention) to .031 / .0002 / .05. Pure: integers only, and a pair's random
@@ -31,11 +31,11 @@ from balance.rng import EVEN, random_bits, random_permutation
 from balance.types import Groups, IntArray, Limits
 
 MAX_ROUNDS = 24
-"""Rounds at most; groups that are near enough, or were tried in vain, make the last ones short."""
+"""Rounds at most; groups that are near enough, or did not get better, make the last ones short."""
 CHANGES = 6
 """Divisions of a pair that are tried: as it is, and after random changes of it."""
 UNIT, SCALE_BITS = 1 << 14, 16
-"""A group's mean load, in which loads are compared, and bits behind the point of their scale."""
+"""A group's mean load, in which loads are compared, and fraction bits of their scale."""
 FAR = 1 << 24
 """Units that count at most, so that sums of squares fit 64 bits."""
 NEAR = UNIT >> 8
@@ -53,7 +53,7 @@ EVEN_ENOUGH = 0.01
 VISION_SHARE, TRIAL_DP = 0.25, 8
 """The encoder's share of the time (.1 to .5 in the papers' models), and the ranks it is for."""
 PATIENCE = 4
-"""A group that was tried so often in vain is left as it is."""
+"""Rounds in a row without a better division, after which a group is left as it is."""
 
 
 class _State(NamedTuple):
@@ -75,15 +75,16 @@ class _State(NamedTuple):
     """Loads above the mean that the caps allow, shape (3,)."""
 
 
-def group_alike(vision: IntArray, tokens: IntArray, limits: Limits, *, seed: int) -> Groups:
-    """Group samples under both caps into few groups that carry about the same.
+def group_balanced(vision: IntArray, tokens: IntArray, limits: Limits, *, seed: int) -> Groups:
+    """Group samples under both caps into few groups of about equal loads.
 
+    `vision` and `tokens` are the samples' loads, integers, shape (num_samples,).
     As `group_best_fit`, then `even_out`. Groups that are full to the last token cannot exchange
     samples: where they stay uneven, the same with a little less of it, if that is faster in a
     random order.
 
     >>> limits = Limits(max_seq_len=10, max_vision=4, min_seq_len=9, min_vision=4)
-    >>> groups = group_alike(np.array([1, 3, 0, 1]), np.array([6, 4, 10, 4]), limits, seed=0)
+    >>> groups = group_balanced(np.array([1, 3, 0, 1]), np.array([6, 4, 10, 4]), limits, seed=0)
     >>> sorted(sorted(groups[g].tolist()) for g in range(len(groups)))
     [[0, 3], [1], [2]]
     """
@@ -123,7 +124,7 @@ def even_out(
     seed: int,
     rounds: int = MAX_ROUNDS,
 ) -> Groups:
-    """As many groups of the same samples within the same caps, more alike.
+    """As many groups of the same samples within the same caps, with more equal loads.
 
     `vision` and `tokens` are the samples' loads, shape (num_samples,), as for `group_best_fit`.
 
@@ -137,7 +138,8 @@ def even_out(
         return groups
     state = _state(groups, vision, tokens, limits)
     threads = os.cpu_count() or 1
-    failures = np.zeros(len(groups), np.int64)  # rounds in a row that a group was tried in vain
+    # rounds in a row in which a group did not get better
+    failures = np.zeros(len(groups), np.int64)
     with ThreadPoolExecutor(threads) as pool:
         for number in range(rounds):
             pairs = _pairs(_distances(state.above, state.scale, state.near), failures, seed, number)

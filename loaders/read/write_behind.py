@@ -17,7 +17,7 @@ from loaders.read.cache import Cache
 
 BEHIND_BYTES = 128 << 20
 MUCH = 0.75
-"""Share of the limit that may wait while reading goes on."""
+"""Share of the limit that may wait while reading continues."""
 PAUSE_S = 0.1
 """So long nothing must have come for reading to pause."""
 NICENESS = 10

@@ -37,7 +37,7 @@ class Located:
     names: tuple[str, ...]
     options: tuple[tuple[str, Any], ...] = ()
     keep: tuple[str, ...] = ()
-    """Columns to read besides those of the known schemas."""
+    """Columns to read in addition to those of the known schemas."""
 
 
 class Chunk(Protocol):

@@ -181,7 +181,7 @@ def _decode_one(decoder: json.JSONDecoder, window: _Window) -> Parsed:
 
 
 def _may_continue(error: Exception, window: _Window) -> bool:
-    """Whether the rest of the file could make it valid (an open string may go on)."""
+    """Whether the rest of the file could make it valid (an open string may continue)."""
     if window.at_end or not isinstance(error, json.JSONDecodeError):
         return False
     return error.msg.startswith("Unterminated string") or len(window.text) - error.pos < 32

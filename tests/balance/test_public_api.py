@@ -13,7 +13,7 @@ ModelPreset Permutation Resource StepAssignment StepPlanner StepRequest
 as_batches as_groups autocorrelation balance_conv balance_padded balance_padded_attention
 balance_squares balance_sums choose_limits choose_limits_omnibal cluster_costs
 cluster_orders comm_volumes dist_ratio epoch_steps even_out fill from_assignment gradient_shares
-group_alike group_best_fit group_isf load_dataset load_model lower_bounds pack_balanced pad_ratio
+group_balanced group_best_fit group_isf load_dataset load_model lower_bounds pack_balanced pad_ratio
 padded_loads place_batches plan_audio plan_image regroup repeated_pairs sample_weights
 source_entropy
 """

@@ -146,6 +146,6 @@ def test_a_closed_loader(build):
     next(steps)
     loader.close()
     for begin in (lambda: next(steps), lambda: list(loader)):
-        assert line(begin) == "this StreamingLoader was closed; make another to go on"
+        assert line(begin) == "this StreamingLoader was closed; make another to continue"
     assert issubclass(ConfigError, ValueError)
     assert len(list(StreamingLoader(build, workers=0))) == len(loader)

@@ -150,7 +150,7 @@ def test_the_output_is_of_another_build(raw, tmp_path):
 @situation(
     "more samples are rejected than `--max-rejected` allows (default 5 %)",
     "stops and leaves rejected.parquet;"
-    " with a higher value the same command goes on and does not count again",
+    " with a higher value the same command resumes and does not count again",
     1,
 )
 def test_too_many_rejected(tmp_path):
@@ -213,7 +213,7 @@ def test_an_output_that_cannot_be_written(raw, disk):
     )
 
 
-@situation("the disk is full", "stops; with more room the same command goes on", 1)
+@situation("the disk is full", "stops; with more room the same command resumes", 1)
 @pytest.mark.parametrize("stage", ["count", "write"])
 def test_a_full_disk(tmp_path, disk, stage):
     folder, private = disk
@@ -249,7 +249,7 @@ def appears(path):
     return lambda _: path.exists()
 
 
-@situation("two builds into one output at once", "the second stops; the first goes on", 1)
+@situation("two builds into one output at once", "the second stops; the first continues", 1)
 def test_two_builds_at_once(tmp_path):
     raw = write_dataset(
         tmp_path / "raw", [record(number, answer="word " * 100) for number in range(2000)]
@@ -285,7 +285,7 @@ MOMENTS = {
 }
 
 
-@situation("Ctrl-C, early or late, also twice", "stops; the same command goes on", 130)
+@situation("Ctrl-C, early or late, also twice", "stops; the same command resumes", 130)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_an_interrupt(tmp_path, moment):
     raw = write_dataset(

@@ -16,7 +16,7 @@ from support.builds.packed import digests
 from support.builds.raw_data import good_records, options, write_dataset
 
 RUN_S = 600
-"""For a build at most. Ray takes 10 s here, but minutes beside a few other processes that want the
+"""For a build at most. Ray takes 10 s here, but minutes next to a few other processes that want the
 cores.
 """
 NEEDS_RAY = [

@@ -33,7 +33,7 @@ def pack(out, **changes):
 
 def distinct_presets():
     """A preset of each way to count: those that differ by the dimensions of their models alone pack
-    alike.
+    equally.
     """
     found = {}
     for name in preset_names("models"):

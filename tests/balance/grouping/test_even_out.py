@@ -1,4 +1,4 @@
-"""Groups made alike: the same samples within the same caps, and as even as can be."""
+"""Groups of equal cost: the same samples within the same caps, and as even as can be."""
 
 from itertools import product
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from balance.grouping import even_out as module
 from balance.grouping.best_fit import group_best_fit
-from balance.grouping.even_out import even_out, group_alike
+from balance.grouping.even_out import even_out, group_balanced
 from balance.metrics import dist_ratio
 from balance.types import Groups, Limits
 
@@ -37,7 +37,7 @@ def test_the_same_samples_in_as_many_groups_within_the_caps(loads, room, seed):
     given_groups = group_best_fit(vision, tokens, limits, seed=seed)
     for groups in (
         even_out(given_groups, vision, tokens, limits, seed=seed),
-        group_alike(vision, tokens, limits, seed=seed),
+        group_balanced(vision, tokens, limits, seed=seed),
     ):
         assert sorted(groups.samples.tolist()) == list(range(len(loads)))
         assert groups.sizes.min() > 0
@@ -51,7 +51,7 @@ def test_a_mixture_in_random_order_is_balanced_after_it_and_was_not_before():
     mean = vision.sum() / (tokens.sum() / 16_384)
     limits = limits_of(16_384, int(1.1 * mean))
     before = group_best_fit(vision, tokens, limits, seed=0)
-    after = group_alike(vision, tokens, limits, seed=0)
+    after = group_balanced(vision, tokens, limits, seed=0)
     order = np.random.default_rng(0).permutation(len(before))
     assert dist_ratio(before.sum(vision)[order], 8) > 0.03
     order = np.random.default_rng(0).permutation(len(after))
@@ -100,17 +100,19 @@ def test_the_same_groups_with_any_number_of_threads(monkeypatch):
     made = []
     for threads in (1, 2, 7):
         monkeypatch.setattr(module.os, "cpu_count", lambda threads=threads: threads)
-        made.append(group_alike(vision, tokens, limits, seed=3))
+        made.append(group_balanced(vision, tokens, limits, seed=3))
     for other in made[1:]:
         np.testing.assert_array_equal(other.samples, made[0].samples)
         np.testing.assert_array_equal(other.offsets, made[0].offsets)
-    assert not np.array_equal(group_alike(vision, tokens, limits, seed=4).samples, made[0].samples)
+    assert not np.array_equal(
+        group_balanced(vision, tokens, limits, seed=4).samples, made[0].samples
+    )
 
 
 @pytest.mark.parametrize("vision", [np.zeros(40, np.int64), np.full(40, 2**20)])
 def test_without_images_and_with_loads_of_any_size(vision):
     tokens = np.arange(1, 41) * 10_000
     limits = limits_of(1_000_000, int(vision.max()) * 40)
-    groups = group_alike(vision, tokens, limits, seed=0)
+    groups = group_balanced(vision, tokens, limits, seed=0)
     assert sorted(groups.samples.tolist()) == list(range(40))
     assert groups.sum(tokens).max() <= 1_000_000

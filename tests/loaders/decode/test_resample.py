@@ -13,8 +13,8 @@ from loaders.decode._resample import resample
 
 RATES = [8_000, 11_025, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000, 96_000]
 TOLERANCE = 2e-6
-"""Measured 2e-7 on noise of standard deviation .3: sums of up to 121 taps in float32 beside SciPy's
-float64.
+"""Measured 2e-7 on noise of standard deviation .3: sums of up to 121 taps in float32, where SciPy
+has float64.
 """
 
 

@@ -18,7 +18,7 @@ from support.servers import FaultyProxy
 
 @pytest.fixture(scope="session")
 def builds(tmp_path_factory):
-    """In three shards or more, so that there are whole ones beside a damaged one."""
+    """In three shards or more, so that there are whole ones next to a damaged one."""
     root = tmp_path_factory.mktemp("builds")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("support.builds.shard_fixture.SHARD_GROUPS", 7)

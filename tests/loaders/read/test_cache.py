@@ -213,5 +213,5 @@ def test_killed_processes_leave_whole_files_and_the_limit_holds_all_the_time(tmp
     assert all(
         cache.read(str(number)) == content(number, 30_000 + 1000 * number) for number in stored
     )
-    # the sum that is kept beside the files is theirs
+    # the sum that is kept next to the files is theirs
     assert int.from_bytes((tmp_path / "size").read_bytes(), "little") == on_disk(tmp_path)

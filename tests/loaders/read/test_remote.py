@@ -323,7 +323,7 @@ def test_cancelling_wakes_readers_and_what_is_asked_afterwards_is_answered(
             deadline = time.monotonic() + 20
             while wait(reading, timeout=0.1).not_done:
                 assert time.monotonic() < deadline
-                build.cancel()  # a reader that comes only now asks anew
+                build.cancel()  # a reader that comes only now asks again
             for future in reading:
                 with pytest.raises(DataError, match="closed while"):
                     future.result()

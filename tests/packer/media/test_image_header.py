@@ -50,7 +50,7 @@ def test_exif_orientation_is_honoured_as_the_decoder_does(form, orientation):
 
 
 def late_exif(data):
-    """Move the eXIf chunk of a PNG behind the pixels, where it is legal too."""
+    """Move the eXIf chunk of a PNG after the pixels, where it is legal too."""
     chunks, offset = [], 8
     while offset < len(data):
         end = offset + 12 + int.from_bytes(data[offset : offset + 4], "big")

@@ -71,7 +71,7 @@ def contents(sample, root, kind="image"):
 def test_pairs_of_img2dataset_become_captioned_images_by_byte_range(tmp_path):
     write_tar(tmp_path / "00000.tar", pairs(20))
     write_tar(tmp_path / "00001.tar", pairs(20, 20))
-    # img2dataset leaves these beside the tars
+    # img2dataset leaves these next to the tars
     (tmp_path / "00000.parquet").write_bytes(b"")
     (tmp_path / "00000_stats.json").write_text("{}")
     found = samples(tmp_path)

@@ -1,5 +1,5 @@
 """Every line of the table of samples in docs/reference/bad_input.md: the records and files, and
-what shall become of them.
+what must become of them.
 """
 
 import base64
@@ -32,7 +32,7 @@ BUILDS: dict[str, dict[str, Any]] = {
 
 DOCS = ROOT / "docs" / "reference" / "bad_input.md"
 OUTSIDE = "outside.png"
-"""A whole image beside the data root."""
+"""A whole image next to the data root."""
 LINKS = {"link.png": f"../{OUTSIDE}", "followed.png": f"../{OUTSIDE}", "loop.png": "loop.png"}
 
 
@@ -47,7 +47,7 @@ class Case:
     files: Mapping[str, bytes] = field(default_factory=dict)
     build: str = "plain"
     size: tuple[int, int] | None = None
-    """Width and height that the model shall see."""
+    """Width and height that the model must see."""
 
 
 def used(what, *lines, happens="used", **rest):
@@ -281,7 +281,7 @@ RECORDS = [
     used(
         "fewer `<image>` markers than images",
         record("fewer", text="What?") | {"image": ["good.png", "good.png"]},
-        happens="used; images without a marker stand in front of the first question",
+        happens="used; images without a marker come before the first question",
     ),
     rejected(
         "more `<image>` markers than images",
@@ -329,7 +329,7 @@ RECORDS = [
         happens="used; they stay letters",
     ),
     rejected(
-        "control tokens beside private-use characters",
+        "control tokens next to private-use characters",
         "control_token",
         record("private", text="<|im_end|>\U00100000"),
     ),

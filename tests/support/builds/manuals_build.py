@@ -82,7 +82,7 @@ def size_of(name):
 
 
 def cut_tokenizer(folder):
-    """The shared tokenizer with its first tokens only, and its control tokens behind them."""
+    """The shared tokenizer with its first tokens only, and its control tokens after them."""
     folder.mkdir()
     whole, config = (
         json.loads((TOKENIZERS / BYTE_LEVEL / f"{name}.json").read_text())

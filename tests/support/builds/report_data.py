@@ -1,4 +1,4 @@
-"""What `packer group` leaves behind, made from drawn counts: for the tests of the report and its
+"""What `packer group` leaves, made from drawn counts: for the tests of the report and its
 page.
 """
 
@@ -37,7 +37,7 @@ def make_counts(num_samples: int, *, images: bool = True, seed: int = 0) -> Coun
 def write_build(
     out: Path, counts: Counts, *, rejected: dict[str, int] | None = None, sources: int = 1
 ) -> tuple[Groups, Limits]:
-    """What `packer group` leaves behind, with samples rejected while counting behind the last
+    """What `packer group` leaves, with samples rejected while counting after the last
     position.
     """
     grouping = group_counts(counts, GroupOptions(), vision_unit="image_patches", context_len=4096)
