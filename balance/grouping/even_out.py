@@ -1,4 +1,4 @@
-"""Groups of equal cost: pairs of groups exchange samples until all cost about the same.
+"""Groups of equal cost: pairs of them exchange samples until all cost the same.
 
 For the packer, after `balance.grouping.best_fit`, which makes few groups, but some of them with
 many images and some with none. Groups of equal cost are balanced in any order, so a random one

@@ -34,7 +34,7 @@ MOST_STEPS = 3
 
 
 class RecomputeAdapter:
-    """Chooses the recomputed layers of a run. All ranks make it and call it alike."""
+    """Chooses the recomputed layers of a run. All ranks make the same calls of it."""
 
     def __init__(
         self,
