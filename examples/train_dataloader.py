@@ -28,7 +28,10 @@ def main(argv=None):
         optimizer.load_state_dict(saved["optimizer"])
         loader.load_state_dict(saved["loader"])
     # batch_size=None: an item is a whole step already
-    steps = DataLoader(StepDataset(loader), batch_size=None, num_workers=1)
+    # forkserver, the default from Python 3.14: a fork of a process with threads may hang
+    steps = DataLoader(
+        StepDataset(loader), batch_size=None, num_workers=1, multiprocessing_context="forkserver"
+    )
     for number, step in enumerate(islice(steps, args.steps), start=1):
         optimizer.zero_grad()
         loss = accumulate(model, step.micro_batches)

@@ -1,5 +1,6 @@
 """Fixtures that several packages' tests share."""
 
+import faulthandler
 import fcntl
 import gc
 import os
@@ -16,9 +17,15 @@ pytest.register_assert_rewrite("support")
 from packer.demo.dataset import write_demo  # noqa: E402
 from support.servers import find_weed, s3_server  # noqa: E402
 
+HANGS_S = 240
+STDERR = os.dup(2)
 # a busy machine is not a failure
 settings.register_profile("isobatch", deadline=None)
 settings.load_profile("isobatch")
+
+
+# a fork that hangs shows where, before the test that waits for it is over its time
+os.register_at_fork(after_in_child=lambda: faulthandler.dump_traceback_later(HANGS_S, file=STDERR))
 
 
 def pytest_addoption(parser):
