@@ -4,48 +4,56 @@
     [--only TEXT] [--folder FOLDER]
 
 Generates one build of `--groups` groups, and `--builds` that have as many together, in a temporary
-folder: manifest and index alone, because nothing here reads a shard. Each row is measured in a
-process of its own, after the same on small builds, which compiles. "CPU s" is what to compare on a
-machine that does other work as well. "peak" is the largest memory of the process alone, less what
-it had before; "mapped" are pages of the index, which are in memory once for all processes of a
-machine. The index is in the page cache: it was just written.
+folder: manifest and index alone, because nothing here reads a shard. For regrouping, one of
+`--regrouped` groups of samples like InternVL-1.2M's. Each row is measured in a process of its own,
+after the same on small builds, which compiles. "CPU s" is what to compare on a machine that does
+other work as well. "peak" is the largest memory of the process alone, less what it had before;
+"mapped" are pages of the index, which are in memory once for all processes of a machine. The index
+is in the page cache: it was just written.
+
+The last row is a node: eight processes, each of which opens the builds and plans steps until nearly
+every page of the columns that it needs is mapped. Its memory is the sum of their proportional set
+sizes, in which a page that they share counts once.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.ipc
+from scale_builds import write_build, write_sampled_build
 from tables import console, new_table
 
-from balance.order.global_shuffle import DEFAULT_BALANCE
-from balance.presets import load_model, model_to_dict
-from balance.types import COUNT_COLUMNS, IntArray, Limits
-from loaders.plan.epoch_groups import StoredGroups
+from balance.order.global_shuffle import DEFAULT_BALANCE, GlobalShuffle
+from balance.types import IntArray
+from loaders.plan.epoch_groups import Regrouped, StoredGroups
 from loaders.plan.mixed_groups import MixedGroups
 from loaders.plan.steps import StepConfig, Steps
 from loaders.read.build import Build, open_builds
-from shards.folders import open_folder
-from shards.index import BATCH_ROWS, INDEX_NAME, INDEX_SCHEMA, find_batches
-from shards.manifest import BuildFile, write_manifest
 
-GROUP_BYTES = 200_000
 SMALL = 5_000
 """Groups of the builds that only compile."""
+LARGE_DP, LARGE_MICRO_BATCHES = 4_096, 8
+"""A step of many ranks."""
+NODE = 8
+"""Processes of a node."""
+NODE_STEPS = 200
+"""Steps that each plans."""
+WINDOW_GROUPS = 4_096
 POLL_S = 0.002
 MB = 1e6
-LIMITS = Limits(max_seq_len=8_192, max_vision=24, min_seq_len=0, min_vision=0)
 
 
 def main() -> int:
@@ -53,26 +61,23 @@ def main() -> int:
     if options.child:
         print(json.dumps(measure(options)))
         return 0
+    chosen = [name for name in ROWS if options.only in name]
     table = new_table(
         f"{options.groups:,} groups, {options.builds} builds where several, "
         f"{options.dp} ranks x {options.micro_batches} micro-batches",
         ("", "seconds", "CPU s", "peak MB", "mapped MB"),
     )
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        for label, groups in (("small", SMALL), ("large", options.groups)):
-            write_build(Path(folder, label, "whole"), groups, seed=0)
-            for number in range(options.builds):
-                part = Path(folder, label, f"part-{number}")
-                write_build(part, groups // options.builds, seed=number + 1)
-        for name in CASES:
-            if options.only in name:
-                command = [sys.executable, __file__, *sys.argv[1:], "--child", name]
-                done = subprocess.run(
-                    [*command, "--folder", folder], check=True, stdout=subprocess.PIPE, text=True
-                )
-                wall_s, cpu_s, peak, mapped = json.loads(done.stdout)
-                times = f"{wall_s:.3f}", f"{cpu_s:.3f}"
-                table.add_row(name, *times, f"{peak:,.0f}", f"{mapped:,.0f}")
+        for label in ("small", "large"):
+            write_builds(Path(folder, label), options, label == "small", chosen)
+        for name in chosen:
+            command = [sys.executable, __file__, *sys.argv[1:], "--child", name]
+            done = subprocess.run(
+                [*command, "--folder", folder], check=True, stdout=subprocess.PIPE, text=True
+            )
+            wall_s, cpu_s, peak, mapped = json.loads(done.stdout)
+            times = f"{wall_s:.3f}", f"{cpu_s:.3f}"
+            table.add_row(name, *times, f"{peak:,.0f}", f"{mapped:,.0f}")
     console.print(table)
     return 0
 
@@ -81,6 +86,7 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--groups", type=int, default=11_000_000)
+    parser.add_argument("--regrouped", type=int, default=1_000_000)
     parser.add_argument("--builds", type=int, default=3)
     parser.add_argument("--dp", type=int, default=64)
     parser.add_argument("--micro-batches", type=int, default=8)
@@ -90,54 +96,19 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-# --- generated builds ---
-
-
-def write_build(folder: Path, num_groups: int, seed: int) -> None:
-    """Index and manifest of a build of groups sorted by vision load, without its shards."""
-    folder.mkdir(parents=True)
-    rng = np.random.default_rng(seed)
-    with (
-        pa.OSFile(str(folder / INDEX_NAME), "wb") as sink,
-        pa.ipc.new_file(sink, INDEX_SCHEMA) as writer,
-    ):
-        for first in range(0, num_groups, BATCH_ROWS):
-            rows = np.arange(first, min(first + BATCH_ROWS, num_groups))
-            columns = make_rows(rows, num_groups, rng)
-            arrays = [pa.array(columns[field.name]).cast(field.type) for field in INDEX_SCHEMA]
-            writer.write_batch(pa.record_batch(arrays, schema=INDEX_SCHEMA))
-    file = BuildFile.of(open_folder(str(folder)), INDEX_NAME).to_json()
-    batches = [batch.to_json() for batch in find_batches(folder / INDEX_NAME)]
-    shard = BuildFile(name="shards/none", size=GROUP_BYTES * num_groups, checksum="")
-    manifest = {
-        "format": "arrow",
-        "model": model_to_dict(load_model("internvl_1_5")),
-        "tokenizer": {"image_token_id": 3, "vocab_size": 100, "hash": str(seed)},
-        "limits": asdict(LIMITS),
-        "totals": {"num_groups": num_groups},
-        "shards": [shard.to_json()],
-        "files": [{**file, "batches": batches}],
-    }
-    write_manifest(folder, manifest)
-
-
-def make_rows(rows: IntArray, num_groups: int, rng: np.random.Generator) -> dict[str, IntArray]:
-    """Columns of the index for some groups."""
-    patches = LIMITS.max_vision * rows // num_groups
-    tokens = rng.integers(LIMITS.max_seq_len // 2, LIMITS.max_seq_len, len(rows))
-    nothing = np.zeros_like(rows)
-    return dict.fromkeys(COUNT_COLUMNS, nothing) | {
-        "shard": nothing,
-        "offset": GROUP_BYTES * rows,
-        "length": np.full_like(rows, GROUP_BYTES),
-        "checksum": nothing,
-        "num_samples": rng.integers(1, 17, len(rows)),
-        "num_image_patches": patches,
-        "num_vit_tokens": 1_025 * patches,
-        "num_image_tokens": 256 * patches,
-        "num_text_tokens": np.maximum(tokens - 256 * patches, 1),
-        "num_loss_tokens": tokens // 4,
-    }
+def write_builds(
+    folder: Path, options: argparse.Namespace, small: bool, rows: Sequence[str]
+) -> None:
+    """The builds that the rows read."""
+    groups, regrouped = (SMALL, SMALL) if small else (options.groups, options.regrouped)
+    needed = {ROWS[name].builds for name in rows}
+    if "whole" in needed:
+        write_build(folder / "whole", groups, seed=0)
+    if "part" in needed:
+        for number in range(options.builds):
+            write_build(folder / f"part-{number}", groups // options.builds, seed=number + 1)
+    if "sampled" in needed:
+        write_sampled_build(folder / "sampled", regrouped, seed=0)
 
 
 # --- what is measured ---
@@ -196,16 +167,63 @@ def prepared_epoch(folder: Path, options: argparse.Namespace) -> Callable[[], ob
     return lambda: source.epoch(1)
 
 
-CASES: dict[str, Case] = {
-    "column, all groups in random order": random_rows(1),
-    "column, a tenth of the groups": random_rows(0.1),
-    "one build: open, first epoch": open_one,
-    "one build: first step": first_step_of_one,
-    "several builds: open, first epoch": open_several,
-    "several builds: first step": first_step_of_several,
-    "several builds: next epoch": next_epoch,
-    "several builds: next epoch, prepared": prepared_epoch,
-    # regrouping and the order's own cases go here
+def regrouped(folder: Path, options: argparse.Namespace) -> Callable[[], object]:
+    """The groups of epoch 1, made when they are asked for."""
+    (build,) = opened([folder / "sampled"])
+    source = Regrouped(build, 0, WINDOW_GROUPS)
+    source.epoch(0)
+    return lambda: source.epoch(1)
+
+
+def order_step(folder: Path, options: argparse.Namespace) -> Callable[[], object]:
+    """Groups of a step of many ranks, after one that reads the index."""
+    source = source_of(opened([folder / "whole"]))
+    index = source.builds[0].index
+    order = GlobalShuffle(num_groups=len(index), seed=0, epoch=0, balance=DEFAULT_BALANCE)
+
+    def loads(groups: IntArray) -> tuple[IntArray, IntArray]:
+        return index.column("num_image_patches", groups), index.seq_len(groups)
+
+    def step() -> object:
+        return order.take_step(LARGE_DP, LARGE_MICRO_BATCHES, loads)
+
+    step()
+    return step
+
+
+def large_step(folder: Path, options: argparse.Namespace) -> Callable[[], object]:
+    """The plan of a rank's step among many, after one that reads the index."""
+    options = argparse.Namespace(dp=LARGE_DP, micro_batches=LARGE_MICRO_BATCHES)
+    begun = steps(opened([folder / "whole"]), options)
+    begun.plan(1)
+    return lambda: begun.plan(1)
+
+
+class Row(NamedTuple):
+    """A row of the table."""
+
+    case: Case | None
+    """None: a node."""
+    builds: str
+    """Which it reads: "whole", "part" or "sampled"."""
+    times: int = 1
+    """Runs, whose mean counts."""
+
+
+LARGE = f"{LARGE_DP:,} ranks x {LARGE_MICRO_BATCHES}"
+ROWS = {
+    "column, all groups in random order": Row(random_rows(1), "whole"),
+    "column, a tenth of the groups": Row(random_rows(0.1), "whole"),
+    "one build: open, first epoch": Row(open_one, "whole"),
+    "one build: first step": Row(first_step_of_one, "whole"),
+    f"one build: order of a step, {LARGE}": Row(order_step, "whole", 20),
+    f"one build: plan of a step, {LARGE}": Row(large_step, "whole", 20),
+    "several builds: open, first epoch": Row(open_several, "part"),
+    "several builds: first step": Row(first_step_of_several, "part"),
+    "several builds: next epoch": Row(next_epoch, "part"),
+    "several builds: next epoch, prepared": Row(prepared_epoch, "part"),
+    "several builds: a node of 8 processes": Row(None, "part"),
+    "regrouping a build of fewer groups": Row(regrouped, "sampled"),
 }
 
 
@@ -228,9 +246,9 @@ def source_of(builds: Sequence[Build]) -> StoredGroups | MixedGroups:
 
 
 def steps(builds: Sequence[Build], options: argparse.Namespace) -> Steps:
-    """Steps as a loader's, of rank 0."""
+    """Steps as a loader's."""
     config = StepConfig(
-        dp_rank=0,
+        dp_rank=getattr(options, "rank", 0),
         dp_world_size=options.dp,
         micro_batches=options.micro_batches,
         seed=0,
@@ -242,7 +260,9 @@ def steps(builds: Sequence[Build], options: argparse.Namespace) -> Steps:
 
 def measure(options: argparse.Namespace) -> tuple[float, float, float, float]:
     """Seconds, CPU seconds, peak of the process's own memory in MB, and MB of mapped files."""
-    case = CASES[options.child]
+    case, _, times = ROWS[options.child]
+    if case is None:
+        return measure_node(options)
     case(Path(options.folder, "small"), options)()
     run = case(Path(options.folder, "large"), options)
     before, mapped = memory("RssAnon"), memory("RssFile")
@@ -250,13 +270,63 @@ def measure(options: argparse.Namespace) -> tuple[float, float, float, float]:
     watcher = threading.Thread(target=watch, args=(peak, done))
     watcher.start()
     begun, cpu_begun = time.perf_counter(), time.process_time()
-    kept = run()
+    kept = [run() for _ in range(times)]
     seconds, cpu_s = time.perf_counter() - begun, time.process_time() - cpu_begun
     done.set()
     watcher.join()
     mapped = memory("RssFile") - mapped
     del kept  # not before: it holds what is mapped
-    return seconds, cpu_s, (max(peak) - before) / MB, mapped / MB
+    return seconds / times, cpu_s / times, (max(peak) - before) / MB, mapped / MB
+
+
+def measure_node(options: argparse.Namespace) -> tuple[float, float, float, float]:
+    """The same of all processes of a node: the slowest's seconds, and sums of the rest."""
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(NODE + 1)
+    processes = [
+        context.Process(target=run_rank, args=(options, rank, barrier)) for rank in range(NODE)
+    ]
+    for process in processes:
+        process.start()
+    barrier.wait()  # the small builds are open
+    pids = [process.pid for process in processes if process.pid is not None]
+    before = [node_memory(pids, kind) for kind in ("Pss_Anon", "Pss_File")]
+    cpu_before = sum(map(cpu_seconds, pids))
+    begun = time.perf_counter()
+    barrier.wait()
+    barrier.wait()  # all steps are planned
+    seconds, cpu_s = time.perf_counter() - begun, sum(map(cpu_seconds, pids)) - cpu_before
+    after = [node_memory(pids, kind) for kind in ("Pss_Anon", "Pss_File")]
+    barrier.wait()
+    for process in processes:
+        process.join()
+    own, mapped = (now - then for now, then in zip(after, before, strict=True))
+    return seconds, cpu_s, own / MB, mapped / MB
+
+
+def run_rank(options: argparse.Namespace, rank: int, barrier: Barrier) -> None:
+    """A process of a node: it opens the builds and plans steps."""
+    ranked = argparse.Namespace(**vars(options), rank=rank)
+    open_several(Path(options.folder, "small"), ranked)()
+    barrier.wait()
+    barrier.wait()
+    begun = steps(opened(parts_of(Path(options.folder, "large"))), ranked)
+    for _ in range(NODE_STEPS):
+        begun.plan(1)
+    barrier.wait()
+    barrier.wait()
+
+
+def node_memory(pids: Sequence[int], kind: str) -> int:
+    """Bytes of a kind of the processes' memory, of which shared pages count once."""
+    texts = [Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii") for pid in pids]
+    return sum(int(text.partition(f"{kind}:")[2].split()[0]) for text in texts) * 1024
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def watch(peak: list[int], done: threading.Event) -> None:

@@ -86,9 +86,14 @@ class StreamingLoader:
         alone = replace(config, process_group=None, device_mesh=None, dp_dims=None)
         self._url, self._config = url, replace(alone, dp_rank=rank, dp_world_size=size)
         self.num_dropped_samples = 0
-        self._open()
         peers = config.peers()
         self._checks = RankChecks(peers, config.rank_timeout_s) if len(peers) > 1 else None
+        try:
+            self._open()
+        except Exception as error:
+            if self._checks is not None:
+                self._checks.tell(f"cannot open its build: {first_line(error)}")
+            raise
         self._told |= {"dp_rank": str(rank)} | config.shared()
 
     def _open(self) -> None:
@@ -204,7 +209,7 @@ class StreamingLoader:
             self._steps.load(state)
         except ConfigError as error:
             if self._checks is not None:
-                self._checks.tell_refusal(str(error))
+                self._checks.tell(f"does not resume: {error}")
             raise
         self._resumes = True
         self._end_iterator()

@@ -134,12 +134,12 @@ class RankChecks:
         if verdict:
             raise ConfigError(verdict)
 
-    def tell_refusal(self, reason: str) -> None:
-        """Let ranks that compare know that this one was refused its state, and may not come."""
+    def tell(self, problem: str) -> None:
+        """Let ranks that compare know why this one may not come: its state, or its build."""
         if dist.is_initialized():
             with suppress(RuntimeError):  # without a store they know by themselves
                 store, me = _store(), dist.get_rank()
-                store.set(self._next(store) + REFUSED, f"rank {me} does not resume: {reason}")
+                store.set(self._next(store) + REFUSED, f"rank {me} {problem}")
                 self._refused = True
 
     def _compare(self, own: str) -> str:

@@ -191,8 +191,11 @@ def _column(
     except _UNREADABLE as error:
         raise _unreadable(manifest, error) from None
     if column is None:
+        # kept columns are read with their groups; for a filter every shard would have to be read
+        where = " (kept columns are in the shards, not here)" if name in manifest.extras else ""
         raise ConfigError(
-            f"{manifest.place}: samples have no column {name!r}; they have {', '.join(known)}"
+            f"{manifest.place}: samples have no column {name!r}{where}; they have "
+            f"{', '.join(known)}"
         )
     return column, rows.samples
 

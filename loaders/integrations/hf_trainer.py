@@ -13,12 +13,15 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput
 
 from balance.errors import ConfigError
+from balance.types import LABEL_IGNORE
 from loaders.batch.micro_batch import MicroBatch
 from loaders.batch.model_inputs import model_inputs
 from loaders.integrations.torch_dataset import Step, StepDataset
 from loaders.loader import StreamingLoader
+from loaders.step_builder import StepBatches
 
 STATE_KEY = "isobatch_loader"
 """Key of the loader's state among the `stateful_callbacks` of `trainer_state.json`."""
@@ -34,6 +37,9 @@ class StreamingTrainer(Trainer):
     epoch after epoch (`len(loader)` steps each). `trainer.train(resume_from_checkpoint=...)`
     continues with the step after the checkpoint's, on any number of ranks. `to_inputs` makes the
     model's arguments of a micro-batch: by default `model_inputs`, for transformers' VLMs.
+
+    `eval_dataset` may be a loader with `shuffle=False`, or a dict of them: `eval_loss` is then the
+    mean over all labels, each sample counted once on any number of ranks.
 
     Raises ConfigError for arguments that would lose samples or make gradients wrong.
     """
@@ -76,6 +82,52 @@ class StreamingTrainer(Trainer):
         _saved_states(self.state)[STATE_KEY] = step.state
         inputs = [self._to_inputs(batch) for batch in step.micro_batches]
         return inputs, torch.tensor(step.micro_batches[0].loss_normalizer)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """A whole pass of an evaluation loader; of other datasets what Trainer gives."""
+        own: Any = self.eval_dataset
+        chosen = own if eval_dataset is None else eval_dataset
+        chosen = own[chosen] if isinstance(chosen, str) else chosen
+        if not isinstance(chosen, StreamingLoader):
+            return super().get_eval_dataloader(eval_dataset)
+        if not chosen.is_evaluation:
+            raise ConfigError("eval_dataset is a loader that shuffles; give it shuffle=False")
+        if self.compute_metrics is not None:
+            raise ConfigError(
+                "compute_metrics needs a row per sample, but samples are packed; leave it out and "
+                "use eval_loss, or iterate over the loader"
+            )
+        return _EvaluationPass(chosen)
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> EvalLoopOutput:
+        """As Trainer's; the loss is per label and not per step, and samples are counted."""
+        output = super().evaluation_loop(dataloader, *args, **options)
+        if not isinstance(dataloader, _EvaluationPass):
+            return output
+        counts = dataloader.num_labels, dataloader.num_samples
+        own = torch.tensor([counts], device=self.args.device)
+        num_labels, num_samples = self.accelerator.gather(own).sum(dim=0).tolist()
+        metrics = dict(output.metrics or {})
+        # of every step and rank the sum of its losses, times the number of ranks
+        metrics[next(name for name in metrics if name.endswith("_loss"))] *= (
+            dataloader.num_steps / max(1, num_labels)
+        )
+        return output._replace(metrics=metrics, num_samples=num_samples)
+
+    def prediction_step(
+        self, model: torch.nn.Module, inputs: Any, *args: Any, **options: Any
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """The sum of a rank's losses in a step of an evaluation loader; no logits."""
+        if not isinstance(inputs, StepBatches):
+            return super().prediction_step(model, inputs, *args, **options)
+        total, whole = torch.tensor([0.0, 1.0], device=self.args.device)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            for batch in inputs:
+                given = self._prepare_inputs(self._to_inputs(batch))
+                # without return_outputs this is the loss alone
+                loss = self.compute_loss(model, given, num_items_in_batch=whole)
+                total += cast(torch.Tensor, loss)
+        return total, None, None
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: torch.nn.Module | None = None
@@ -126,6 +178,21 @@ class _FromCheckpoint:
         return iter(
             DataLoader(dataset, batch_size=None, num_workers=workers, multiprocessing_context=start)
         )
+
+
+class _EvaluationPass:
+    """The steps of an evaluation loader once, and what this rank has had of them."""
+
+    def __init__(self, loader: StreamingLoader) -> None:
+        self._loader = loader
+        self.num_steps, self.num_labels, self.num_samples = 0, 0, 0
+
+    def __iter__(self) -> Iterator[StepBatches]:
+        for step in self._loader:
+            self.num_steps += 1
+            self.num_labels += sum(int((batch.labels != LABEL_IGNORE).sum()) for batch in step)
+            self.num_samples += sum(batch.num_samples for batch in step)
+            yield step
 
 
 def _saved_states(state: TrainerState) -> dict[str, Any]:

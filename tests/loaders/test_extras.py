@@ -269,3 +269,9 @@ def test_inspect_shows_the_values_of_each_sample(builds):
         for text in (shown.getvalue(), render_group(same)):
             assert f"caption_id: {json.dumps(sample.extras['caption_id'])}" in text
     assert same.to_json()["samples"][0]["extras"] == same.samples[0].extras
+
+
+def test_a_filter_by_a_kept_column_gets_one_line(builds):
+    line = r"no column 'weight' \(kept columns are in the shards, not here\); they have position, "
+    with pytest.raises(ConfigError, match=line):
+        StreamingLoader(builds / "arrow", filter=lambda columns: columns["weight"])

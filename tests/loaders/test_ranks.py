@@ -36,7 +36,7 @@ MESSAGES = {
     "before a worker": "seed is 0 on rank 0, 1 on rank 1;",
 }
 GO_ON = {"agree", "evaluation", "may differ", "next epoch", "same state", "switched off"}
-GO_ON |= {"0 begins", "1 begins"}
+GO_ON |= {f"{victim} {name}" for victim in (0, 1) for name in ("begins", "opens another")}
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,13 @@ def test_ranks_that_disagree_end_with_one_line_in_seconds(folder, tmp_path):
         kind, line, seconds = waiting[f"{victim} refused"]
         assert (kind, line) == ("ConfigError", f"rank {victim} does not resume: {reason}")
         assert seconds < SECONDS
+        kind, line, seconds = waiting[f"{victim} has no build"]
+        told = (first, second)[victim][f"{victim} has no build"]
+        assert (kind, line) == ("ConfigError", f"rank {victim} cannot open its build: {told}")
+        assert "nowhere" in told
+        assert seconds < SECONDS
     said = {*MESSAGES, *GO_ON, "worker", "missing", "0 had none", "1 had none"}
+    said |= {"0 has no build", "1 has no build"}
     assert first.keys() == said | {"1 refused"}
     assert second.keys() == said | {"0 refused"}
     for rank, said in enumerate((first, second)):

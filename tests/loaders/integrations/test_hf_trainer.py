@@ -7,7 +7,8 @@ import torch
 
 from balance.errors import ConfigError
 from loaders import StreamingLoader
-from support.builds.shard_fixture import group_samples, make_samples, write_build
+from support.builds.sample_tables import write_tabled
+from support.builds.shard_fixture import group_samples, make_samples
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -20,7 +21,9 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
-    return write_build(tmp_path_factory.mktemp("packed") / "build", group_samples(make_samples(40)))
+    root = tmp_path_factory.mktemp("packed") / "build"
+    write_tabled(root, group_samples(make_samples(40)))
+    return root
 
 
 class TokenModel(torch.nn.Module):
@@ -43,7 +46,7 @@ def to_inputs(batch):
     return {"input_ids": batch.input_ids, "labels": batch.labels}
 
 
-def make_trainer(build, out, micro_batches=2, **options):
+def make_trainer(build, out, micro_batches=2, given=None, **options):
     options = {"max_steps": 4, "save_steps": 2, "gradient_accumulation_steps": 2, **options}
     args = transformers.TrainingArguments(
         output_dir=str(out),
@@ -57,7 +60,9 @@ def make_trainer(build, out, micro_batches=2, **options):
         build, dp_rank=0, dp_world_size=1, micro_batches_per_step=micro_batches
     )
     model = TokenModel(loader.vocab_size)
-    return StreamingTrainer(model=model, args=args, loader=loader, to_inputs=to_inputs)
+    return StreamingTrainer(
+        model=model, args=args, loader=loader, to_inputs=to_inputs, **(given or {})
+    )
 
 
 @pytest.fixture
@@ -130,3 +135,64 @@ def test_ranks_whose_gradients_would_be_averaged_are_refused(build, tmp_path):
     with pytest.raises(ConfigError, match="torchrun"):
         hf_trainer._check(TwoRanks)
     assert args.ignore_data_skip
+
+
+def evaluation(build, **options):
+    return StreamingLoader(
+        build, dp_rank=0, dp_world_size=1, micro_batches_per_step=3, shuffle=False, **options
+    )
+
+
+def mean_loss(model, loader):
+    """Mean over all labels, and the number of samples."""
+    batches = [batch for step in loader for batch in step]
+    with torch.no_grad():
+        total = sum(
+            float(model(**to_inputs(batch), num_items_in_batch=1)["loss"]) for batch in batches
+        )
+    labels = sum(int((batch.labels != -100).sum()) for batch in batches)
+    return total / labels, sum(batch.num_samples for batch in batches)
+
+
+def test_an_evaluation_is_the_mean_over_all_labels_and_leaves_the_training_as_it_is(
+    build, tmp_path, seen
+):
+    loaders = {"all": evaluation(build), "few": evaluation(build, limit=7)}
+    trainer = make_trainer(
+        build,
+        tmp_path / "out",
+        given={"eval_dataset": loaders},
+        eval_strategy="steps",
+        eval_steps=2,
+    )
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "eval_all_loss" in entry]
+    assert [entry["step"] for entry in logged] == [2, 4]
+    assert logged[0]["eval_all_loss"] != logged[1]["eval_all_loss"]
+    metrics = trainer.evaluate()
+    for name, loader in loaders.items():
+        expected, num_samples = mean_loss(trainer.model, loader)
+        assert metrics[f"eval_{name}_loss"] == pytest.approx(expected, rel=1e-5)
+        assert num_samples == {"all": 40, "few": 7}[name]
+        speed, seconds = (
+            metrics[f"eval_{name}_{key}"] for key in ("samples_per_second", "runtime")
+        )
+        assert speed * seconds == pytest.approx(num_samples, rel=0.02, abs=0.01)
+    seen.clear()
+    torch.manual_seed(0)
+    trainer = make_trainer(build, tmp_path / "again")
+    trainer.train()
+    alone = list(seen)
+    seen.clear()
+    given = {"eval_dataset": evaluation(build, limit=1)}
+    make_trainer(build, tmp_path / "more", given=given, eval_strategy="steps", eval_steps=1).train()
+    assert [ids for ids in seen if len(ids) > 1 or ids in alone] == alone
+
+
+def test_an_evaluation_that_could_not_end_or_would_not_be_made_is_refused(build, tmp_path):
+    shuffled = StreamingLoader(build, dp_rank=0, dp_world_size=1)
+    with pytest.raises(ConfigError, match="a loader that shuffles; give it shuffle=False"):
+        make_trainer(build, tmp_path).evaluate(shuffled)
+    given = {"compute_metrics": lambda prediction: {}}
+    with pytest.raises(ConfigError, match="compute_metrics needs a row per sample"):
+        make_trainer(build, tmp_path, given=given).evaluate(evaluation(build))

@@ -85,6 +85,7 @@ def disagree(said, folder):
     for name, options in own.items():
         begin(said, name, load(**(options if rank == 1 else others.get(name, {}))))
     resume(said, load)
+    fail_to_open(said, load, folder)
 
     # in a worker process nothing is compared, but here
     loader = load(seed=rank)
@@ -128,6 +129,26 @@ def resume(said, load):
         loader = load()
         said[f"{victim} had none"] = refused(loader, {} if rank == victim else states[0])
         begin(said, f"{victim} begins", loader)
+
+
+def fail_to_open(said, load, folder):
+    """One rank's build is not there; then all go on to the next."""
+    rank = dist.get_rank()
+    for victim in (0, 1):
+        name = f"{victim} has no build"
+        if rank == victim:
+            said[name] = begin_unopened(partial(load, folder / "nowhere"))
+        else:
+            begin(said, name, load())
+        begin(said, f"{victim} opens another", load())
+
+
+def begin_unopened(opens):
+    """What a loader says that cannot be opened."""
+    try:
+        opens()
+    except IsobatchError as error:
+        return str(error)
 
 
 def refused(loader, state):
