@@ -77,7 +77,7 @@ def _write(
         "model": model_to_dict(load_model("internvl_1_5")),
         "tokenizer": {"image_token_id": 3, "vocab_size": 100, "hash": str(seed)},
         "limits": asdict(limits),
-        "totals": {"num_groups": num_groups},
+        "totals": {"num_groups": num_groups, "num_loss_tokens": 1_536 * num_groups},
         "shards": [shard.to_json()],
         "files": [{**file, "batches": batches}],
     }

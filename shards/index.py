@@ -221,13 +221,21 @@ class FolderFiles:
             with self.open_file(file.name) as opened:
                 self._mapped[file.name] = opened.read_buffer()
         batch = file.batches[number]
-        content = self._mapped[file.name].slice(batch.offset, batch.length)
-        if self._verify and (problem := wrong_bytes(batch.checksum, "the manifest says", content)):
+        if self._verify:
+            self._check_batch(file, number)
+        return self._mapped[file.name].slice(batch.offset, batch.length)
+
+    def _check_batch(self, file: BuildFile, number: int) -> None:
+        """DamagedShard if a record batch is damaged."""
+        batch, path = file.batches[number], self._folder / file.name
+        # read, not mapped: so columns that nobody uses take no memory of this process
+        with pa.OSFile(str(path)) as opened:
+            content = opened.read_at(batch.length, batch.offset)
+        if problem := wrong_bytes(batch.checksum, "the manifest says", content):
             raise DamagedShard(
-                f"{self._folder / file.name}: record batch {number}: {problem}; run `packer "
-                "verify`, and copy or build it again"
+                f"{path}: record batch {number}: {problem}; run `packer verify`, and copy or build "
+                "it again"
             )
-        return content
 
     def _check(self, opened: pa.NativeFile, path: Path, file: BuildFile) -> None:
         size = opened.size()

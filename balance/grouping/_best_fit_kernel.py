@@ -53,7 +53,7 @@ class FillRules(NamedTuple):
     """The next member is the largest that fits; else the oldest, while two more may still fit."""
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def run_pass(packed, score, rules, state, tolerance, keep):  # type: ignore[no-untyped-def]
     """Make groups until at most `keep` samples are left; -> (places, ends, slacks, tolerance).
 
