@@ -8,7 +8,7 @@ pictures, speech and plain text (`learning_data.py`) with Adam. Methods differ i
 - random padded: random samples, as many per micro-batch as groups have on average;
 - random packed: groups by best fit in fully random order, what a careful user would do;
 - former order: the same groups, each step's of equal cost, as Isobatch did before version 0.2;
-- the loader's order, by default and as balanced as it can be (`LOADER`).
+- the loader's order, by default and as balanced as it can be (`learning_orders.LOADER`).
 
 A step is a micro-batch on each of `--dp` ranks, run in one process with the gradient that the ranks
 together would have. Each method runs with each divisor of the loss (docs/load.md); weights and
@@ -26,36 +26,35 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from former_order.block_shuffle import BlockShuffle, choose_order
-from former_order.sort_groups import arrange_sources, sort_groups, source_shares
 from learning_data import SOURCES, Data, Sample, join, prepare
+from learning_orders import (
+    LOADER,
+    METHODS,
+    PACKED,
+    PADDED,
+    average_time,
+    epochs_of,
+    groups_of,
+    step_time,
+)
 from numpy.typing import NDArray
 from rich.console import Console
 from tables import new_table
 from tiny_vlm import TinyVLM, token_losses
 from torch import Tensor, nn
 
-from balance.flops import FlopsModel, GpuSpeed
-from balance.grouping.best_fit import group_best_fit
 from balance.loss_weights import LossWeights, sample_weights
-from balance.metrics import gradient_shares, longest, padded_loads, repeated_pairs
-from balance.order.global_shuffle import MAX_BALANCE
-from balance.presets import load_model
-from balance.types import Groups, IntArray
-from loaders import MicroBatch, StreamingLoader
+from balance.metrics import gradient_shares, repeated_pairs
+from balance.types import Groups
+from loaders import MicroBatch
 from loaders.decode.log_mel import MEL_BINS
 
-LOADER: dict[str, dict[str, object]] = {"default": {}, "most balanced": {"balance": MAX_BALANCE}}
-"""Orders of the loader -> its options."""
-PADDED, PACKED, FORMER = "random padded", "random packed", "former order"
-METHODS = (PADDED, PACKED, FORMER, *LOADER)
 DIVISORS = ("step", "epoch", "sample")
 """`loss_normalizer` with weights of tokens; the last is "epoch" with `loss_weights="sample"`."""
 RATE, WARM_UP, EVALUATIONS = 3e-3, 0.05, 12
@@ -63,9 +62,6 @@ MIXED = "packer: one build of all sources; loader: one of each, mixed by the loa
 STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}
 """97.5 % quantile of Student's t by number of values."""
 FRAMES_PER_TOKEN = 4
-
-Step = list[list[str]]
-"""Ids of the samples of each rank."""
 
 
 class TinyListener(TinyVLM):
@@ -176,66 +172,6 @@ def describe(data: Data, dp: int) -> str:
     return f"{'; '.join(parts)}; {len(data.stored):,} groups, {dp} per step"
 
 
-def epochs_of(data: Data, method: str, seed: int, dp: int) -> Iterator[list[Step]]:
-    """The steps of epoch after epoch."""
-    if method in LOADER:
-        # only ids are taken: every rank of the loader says which samples are its own
-        ranks = [
-            StreamingLoader(
-                [(build, 1.0) for build in data.builds],
-                dp_rank=rank,
-                dp_world_size=dp,
-                seed=seed,
-                workers=0,
-                images="encoded",
-                **LOADER[method],  # type: ignore[arg-type]
-            )
-            for rank in range(dp)
-        ]
-        while True:
-            parts = zip(*ranks, strict=True)
-            yield [[list(batch.sample_ids) for (batch,) in step] for step in parts]
-    rng, ids = np.random.default_rng(seed), list(data.samples)
-    groups = fit_groups(data)
-    for epoch in range(1_000_000):
-        order = rng.permutation(len(groups))
-        drawn = groups
-        if method == PADDED:
-            borders = np.linspace(0, len(ids), len(groups) + 1).round().astype(np.int64)
-            drawn = Groups(rng.permutation(len(ids)), borders)
-        elif method == FORMER:
-            order = former_order(len(groups), dp, seed, epoch)
-        parts = [[ids[place] for place in drawn[group]] for group in order.tolist()]
-        yield [parts[start : start + dp] for start in range(0, len(parts), dp)]
-
-
-def fit_groups(data: Data) -> Groups:
-    """Groups by best fit with the caps of the builds, sorted as the former packer did."""
-    counts, sources = data.counts(list(data.samples)), data.sources
-    parts = []
-    for number, limits in enumerate(data.limits):
-        own = np.arange(len(counts))
-        if len(data.limits) > 1:
-            own = own[sources == number]
-        part = counts.take(own)
-        found = group_best_fit(part.num_image_patches, part.seq_len, limits, seed=0)
-        parts += [own[found[group]] for group in range(len(found))]
-    sizes = np.array([0, *map(len, parts)])
-    groups = Groups(np.concatenate(parts), np.cumsum(sizes))
-    order = sort_groups(groups.sum(counts.num_image_patches), groups.sum(counts.seq_len), 0)
-    if len(data.limits) == 1:
-        window = choose_order(len(groups)).window_size
-        order = arrange_sources(order, source_shares(groups, sources), window)
-    return groups.take(order)
-
-
-def former_order(num_groups: int, dp: int, seed: int, epoch: int) -> IntArray:
-    """An epoch of sorted groups in the order before version 0.2."""
-    order = choose_order(num_groups)
-    stream = BlockShuffle(num_groups=num_groups, order=order, seed=seed, epoch=epoch)
-    return np.concatenate([stream.take(dp) for _ in range(-(-num_groups // dp))])
-
-
 def train(data: Data, method: str, divisor: str, seed: int, options: argparse.Namespace) -> Run:
     """One run, evaluated `EVALUATIONS` times."""
     torch.manual_seed(seed)
@@ -296,45 +232,6 @@ def evaluate(model: TinyListener, held_out: list[Sample]) -> list[float]:
         sums[number] = float(token_losses(model(batch), batch).sum())
         counts[number] = batch.num_loss_tokens
     return [float(sums.sum() / counts.sum()), *(sums / counts).tolist()]
-
-
-# --- time and figures of an order ---
-
-
-def groups_of(data: Data, steps: list[Step]) -> tuple[Groups, list[str]]:
-    """Micro-batches as groups of places in a list of ids."""
-    ids = [name for step in steps for rank in step for name in rank]
-    sizes = [len(rank) for step in steps for rank in step]
-    return Groups(np.arange(len(ids)), np.concatenate([[0], np.cumsum(sizes)])), ids
-
-
-def rank_times(data: Data, step: Step, *, padded: bool) -> NDArray[np.float64]:
-    """FLOPs of each rank."""
-    groups, ids = groups_of(data, [step])
-    model = FlopsModel.of(load_model("tiny_audio"), GpuSpeed(micro_batch_overhead_ms=0))
-    counts = data.counts(ids)
-    load = model.loads(counts).sum(groups)
-    if padded:
-        tokens = padded_loads(groups, counts.seq_len)
-        load = type(load)(
-            vit_tokens=load.vit_tokens,
-            vit_squares=load.vit_squares,
-            llm_tokens=tokens,
-            llm_squares=tokens * longest(groups, counts.seq_len),
-        )
-    return model.train_flops(load)
-
-
-def step_time(data: Data, step: Step, *, padded: bool) -> float:
-    """FLOPs of the slowest rank."""
-    return float(rank_times(data, step, padded=padded).max())
-
-
-def average_time(data: Data, dp: int) -> float:
-    """FLOPs of a rank in an average step of packed samples."""
-    whole = [[list(data.samples)]]
-    steps = len(data.stored) / dp
-    return float(rank_times(data, whole[0], padded=False).sum() / dp / steps)
 
 
 def show_orders(data: Data, options: argparse.Namespace, console: Console) -> None:

@@ -29,7 +29,8 @@ from loaders.plan.in_order import InOrder
 from loaders.plan.mixed_groups import MixedGroups
 from loaders.plan.sample_choice import choose_samples
 from loaders.plan.scheduled_groups import MixingSchedule, ScheduledGroups
-from loaders.plan.steps import StepPlan, Steps
+from loaders.plan.step_plan import StepPlan
+from loaders.plan.steps import Steps
 from loaders.prefetch import Prefetcher
 from loaders.ranks import RankChecks
 from loaders.read.build import Build, open_builds

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loaders._pair_counter import PairCounter
-from loaders.plan.steps import StepLoads, StepPlan, StepTotals
+from loaders.plan.step_plan import StepLoads, StepPlan, StepTotals
 
 _NOT_SUMMED = (
     *("cache_hits", "unchosen_samples", "dist_ratio_vit", "dist_ratio_llm"),

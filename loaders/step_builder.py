@@ -19,7 +19,8 @@ from loaders.batch.micro_batch import MicroBatch
 from loaders.config import LoaderConfig
 from loaders.decode import pixels
 from loaders.plan.selection import Selection
-from loaders.plan.steps import StepPlan, Steps
+from loaders.plan.step_plan import StepPlan
+from loaders.plan.steps import Steps
 from loaders.prefetch import PrefetchTask
 from loaders.read.reader import SampleReader, only_media, stored_bytes, without_media
 from loaders.stats import Meter

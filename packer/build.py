@@ -163,6 +163,7 @@ class Builder:
             )
         folder = Path(self.config.data_root) if self.config.data_root else self.out / DEMO_FOLDER
         if not (folder / "annotations.json").exists():
+            self.identity.require_named(self.config.out, DEMO)
             with self.progress.stage("draw", None, unit="demo samples") as stage:
                 write_demo(folder)
                 stage.count(DEMO_SAMPLES)

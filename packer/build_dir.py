@@ -23,7 +23,7 @@ from packer.sources.dataset import SHARE_KEYS, Dataset, Part
 from packer.text.chat_tokenizer import ChatTokenizer
 from shards.folders import is_uri, open_folder
 from shards.index import IDS_NAME, INDEX_NAME, find_batches, read_shard_file
-from shards.manifest import MANIFEST_NAME, BuildFile, hash_json, read_manifest
+from shards.manifest import MANIFEST_NAME, BuildFile, hash_json, is_complete, read_manifest
 from shards.tables import COUNTS_NAME, GROUPS_NAME, REJECTED_NAME
 
 REPORT_NAME = "report.html"
@@ -73,8 +73,13 @@ class BuildIdentity:
         found = [manifest[name] for name in ("config", "raw_files", "model")]
         wanted = [self.settings(dataset), _describe_raw(dataset), self.model]
         if found != wanted or manifest["tokenizer"]["hash"] != self.tokenizer.hash:
-            raise DataError(f"{out} is a finished build of other data or settings: {ELSEWHERE}")
+            raise _another(out)
         return manifest
+
+    def require_named(self, out: str, name: str) -> None:
+        """DataError if there is a finished build of another dataset: before one is drawn there."""
+        if is_complete(out) and read_manifest(out).values["config"]["dataset"] != name:
+            raise _another(out)
 
     def claim(self, staging: Path, dataset: Dataset) -> None:
         """Mark staged work as this build's; raises DataError if it is another's."""
@@ -127,6 +132,10 @@ class BuildIdentity:
             "files": [_describe_file(out, name) for name in TABLE_NAMES],
             **({"data_root": data_root} if self.config.format == "refs" else {}),
         }
+
+
+def _another(out: str) -> DataError:
+    return DataError(f"{out} is a finished build of other data or settings: {ELSEWHERE}")
 
 
 @contextmanager

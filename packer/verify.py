@@ -11,8 +11,8 @@ from balance.errors import DamagedShard
 from balance.types import COUNT_COLUMNS
 from packer.progress import StageProgress
 from shards.folders import Folder, on_disk, open_folder
-from shards.index import IDS_NAME, INDEX_NAME, FolderFiles, GroupIndex, open_index
-from shards.manifest import MANIFEST_NAME, BuildFile, Manifest, read_manifest
+from shards.index import IDS_NAME, INDEX_NAME, GroupIndex, open_index
+from shards.manifest import MANIFEST_NAME, BuildFile, FolderFiles, Manifest, read_manifest
 from shards.tables import COUNTS_NAME, REJECTED_NAME, read_table
 
 

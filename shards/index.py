@@ -13,7 +13,6 @@ The manifest also says where each record batch is, so the file's own header and 
 from __future__ import annotations
 
 import json
-import os
 import random
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -32,17 +31,15 @@ from numpy.typing import NDArray
 from balance.errors import DamagedShard, first_line
 from balance.types import COUNT_COLUMNS, IntArray
 from shards.arrow_shards import MAGIC_BYTES
-from shards.checksums import FileChecksum, file_checksum, group_checksum, wrong_bytes
+from shards.checksums import FileChecksum, group_checksum
 from shards.folders import join
-from shards.manifest import BatchRange, BuildFile, Manifest
+from shards.manifest import BatchRange, BuildFile, FolderFiles, IndexFiles, Manifest
 from shards.stored_group import ByteRange, PackedBlock
 
 INDEX_NAME = "index.arrow"
 IDS_NAME = "sample_ids.arrow"
 BATCH_ROWS = 65_536
 """Rows of a record batch of both, except the last one: 3.7 MB of the index."""
-CHECKED_BYTES = 256 << 20
-"""Largest file whose checksum is compared when it is opened as a whole; XXH3 takes some 40 ms."""
 CHUNK = 1 << 20
 """Rows that are gathered at a time, so that many need no more memory than their values."""
 _PLACE = [("shard", pa.int32()), ("offset", pa.int64()), ("length", pa.int64())]
@@ -172,80 +169,6 @@ def _write(table: pa.Table, path: Path, batch_rows: int | None = None) -> None:
 
 
 # --- reading ---
-
-
-class IndexFiles(Protocol):
-    """Where the index and the tables of a build are: in a folder, or in a store."""
-
-    at_once: int
-    """Record batches to read at a time."""
-
-    def open_file(self, name: str) -> pa.NativeFile:
-        """A whole file. DamagedShard if it is not what the manifest says."""
-
-    def read_batch(self, file: BuildFile, number: int) -> pa.Buffer:
-        """The message of a record batch. DamagedShard if its checksum is not the manifest's."""
-
-
-class FolderFiles:
-    """The index and the tables in a folder, mapped."""
-
-    at_once = 1
-
-    def __init__(
-        self, manifest: Manifest, folder: Path | None = None, *, verify: bool = True
-    ) -> None:
-        """`folder`: where they are, if not next to the manifest. `verify`: compare checksums."""
-        self._manifest, self._verify = manifest, verify
-        self._folder = folder or Path(manifest.place)
-        self._mapped: dict[str, pa.Buffer] = {}
-
-    def open_file(self, name: str) -> pa.NativeFile:
-        """The index or a table. One of more than CHECKED_BYTES is compared by its size only."""
-        path = self._folder / name
-        listed = next((file for file in self._manifest.files if file.name == name), None)
-        try:
-            opened = pa.memory_map(str(path))
-            if listed is not None:
-                self._check(opened, path, listed)
-        except OSError as error:
-            reason = os.strerror(error.errno) if error.errno else first_line(error)
-            raise DamagedShard(
-                f"{path}: cannot be opened ({reason}); run `packer verify`, or build again"
-            ) from None
-        return opened
-
-    def read_batch(self, file: BuildFile, number: int) -> pa.Buffer:
-        """The message of a record batch, a view into the mapped file."""
-        if file.name not in self._mapped:
-            with self.open_file(file.name) as opened:
-                self._mapped[file.name] = opened.read_buffer()
-        batch = file.batches[number]
-        if self._verify:
-            self._check_batch(file, number)
-        return self._mapped[file.name].slice(batch.offset, batch.length)
-
-    def _check_batch(self, file: BuildFile, number: int) -> None:
-        """DamagedShard if a record batch is damaged."""
-        batch, path = file.batches[number], self._folder / file.name
-        # read, not mapped: so columns that nobody uses take no memory of this process
-        with pa.OSFile(str(path)) as opened:
-            content = opened.read_at(batch.length, batch.offset)
-        if problem := wrong_bytes(batch.checksum, "the manifest says", content):
-            raise DamagedShard(
-                f"{path}: record batch {number}: {problem}; run `packer verify`, and copy or build "
-                "it again"
-            )
-
-    def _check(self, opened: pa.NativeFile, path: Path, file: BuildFile) -> None:
-        size = opened.size()
-        if size != file.size:
-            raise file.wrong_size(str(path), f"has {size} bytes")
-        if not self._verify or file.batches or size > CHECKED_BYTES:
-            return
-        if file_checksum(opened)[0] != file.checksum:
-            raise file.wrong_checksum(str(path))
-        opened.seek(0)
 
 
 def open_index(manifest: Manifest, files: IndexFiles | None = None) -> GroupIndex:

@@ -1,4 +1,4 @@
-"""manifest.json: what a finished build says about itself, written and read.
+"""manifest.json: what a finished build says of itself, and checks of its files.
 
 It is written last and atomically: a build is complete if and only if it exists. It holds no time,
 host or path (except the data root of refs builds): the same inputs and seed give the same bytes.
@@ -11,12 +11,14 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
-from balance.errors import ConfigError, DamagedShard, DataError
+import pyarrow as pa
+
+from balance.errors import ConfigError, DamagedShard, DataError, first_line
 from balance.presets import ModelPreset, model_from_dict
 from balance.types import Limits
-from shards.checksums import file_checksum
+from shards.checksums import file_checksum, wrong_bytes
 from shards.folders import Folder, is_uri, join, open_folder
 from shards.stored_group import NO_EXTRAS, ExtraTypes
 
@@ -24,6 +26,8 @@ FORMAT_VERSION = 3
 READ_VERSIONS = (2, FORMAT_VERSION)
 """Version 2 has one checksum for the whole index, and the sample ids in it."""
 MANIFEST_NAME = "manifest.json"
+CHECKED_BYTES = 256 << 20
+"""Largest file whose checksum is compared when it is opened as a whole; XXH3 takes some 40 ms."""
 ShardFormat = Literal["arrow", "webdataset", "refs"]
 SHARD_FORMATS: tuple[ShardFormat, ...] = get_args(ShardFormat)
 
@@ -236,3 +240,77 @@ def _from_values(place: str, digest: str, values: dict[str, Any]) -> Manifest:
         extras=dict(sorted(values.get("extras", NO_EXTRAS).items())),
         values=values,
     )
+
+
+class IndexFiles(Protocol):
+    """Where the index and the tables of a build are: in a folder, or in a store."""
+
+    at_once: int
+    """Record batches to read at a time."""
+
+    def open_file(self, name: str) -> pa.NativeFile:
+        """A whole file. DamagedShard if it is not what the manifest says."""
+
+    def read_batch(self, file: BuildFile, number: int) -> pa.Buffer:
+        """The message of a record batch. DamagedShard if its checksum is not the manifest's."""
+
+
+class FolderFiles:
+    """The index and the tables in a folder, mapped."""
+
+    at_once = 1
+
+    def __init__(
+        self, manifest: Manifest, folder: Path | None = None, *, verify: bool = True
+    ) -> None:
+        """`folder`: where they are, if not next to the manifest. `verify`: compare checksums."""
+        self._manifest, self._verify = manifest, verify
+        self._folder = folder or Path(manifest.place)
+        self._mapped: dict[str, pa.Buffer] = {}
+
+    def open_file(self, name: str) -> pa.NativeFile:
+        """The index or a table. One of more than CHECKED_BYTES is compared by its size only."""
+        path = self._folder / name
+        listed = next((file for file in self._manifest.files if file.name == name), None)
+        try:
+            opened = pa.memory_map(str(path))
+            if listed is not None:
+                self._check(opened, path, listed)
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else first_line(error)
+            raise DamagedShard(
+                f"{path}: cannot be opened ({reason}); run `packer verify`, or build again"
+            ) from None
+        return opened
+
+    def read_batch(self, file: BuildFile, number: int) -> pa.Buffer:
+        """The message of a record batch, a view into the mapped file."""
+        if file.name not in self._mapped:
+            with self.open_file(file.name) as opened:
+                self._mapped[file.name] = opened.read_buffer()
+        batch = file.batches[number]
+        if self._verify:
+            self._check_batch(file, number)
+        return self._mapped[file.name].slice(batch.offset, batch.length)
+
+    def _check_batch(self, file: BuildFile, number: int) -> None:
+        """DamagedShard if a record batch is damaged."""
+        batch, path = file.batches[number], self._folder / file.name
+        # read, not mapped: so columns that nobody uses take no memory of this process
+        with pa.OSFile(str(path)) as opened:
+            content = opened.read_at(batch.length, batch.offset)
+        if problem := wrong_bytes(batch.checksum, "the manifest says", content):
+            raise DamagedShard(
+                f"{path}: record batch {number}: {problem}; run `packer verify`, and copy or build "
+                "it again"
+            )
+
+    def _check(self, opened: pa.NativeFile, path: Path, file: BuildFile) -> None:
+        size = opened.size()
+        if size != file.size:
+            raise file.wrong_size(str(path), f"has {size} bytes")
+        if not self._verify or file.batches or size > CHECKED_BYTES:
+            return
+        if file_checksum(opened)[0] != file.checksum:
+            raise file.wrong_checksum(str(path))
+        opened.seek(0)

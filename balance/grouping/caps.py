@@ -92,26 +92,10 @@ def choose_limits(
         max_seq_len=options.max_seq_len,
         max_vision=max_vision,
     )
-    fitting = np.flatnonzero(counts.seq_len <= paper.max_seq_len)
-    group: Callable[..., Groups] = partial(group_best_fit, seed=options.seed, rounds=TRIAL_ROUNDS)
-    if options.grouping == "isf":
-        group = partial(group_isf, seed=options.seed, iterations=options.isf_iterations)
-    trials = Trials(counts, fitting, group, flops=flops, seed=options.seed)
-    most_tokens = paper.max_seq_len
-    if memory is not None:
-        # a packed group may be longer than any sample, so the budget may go beyond the longest
-        most_tokens = min(context_len, options.max_seq_len or context_len)
-    search = CapSearch(
-        trials=trials,
-        vision=paper.vision_load(counts)[fitting],
-        tokens=counts.seq_len[fitting],
-        vision_unit=vision_unit,
-        memory=memory,
-        most_tokens=most_tokens,
-    )
+    search = _cap_search(counts, options, paper, context_len, flops)
     splits = search.splits(max_vision)
     rule = _token_rule(counts, options, paper)
-    if memory is not None and splits[0].max_seq_len < most_tokens:
+    if memory is not None and splits[0].max_seq_len < search.most_tokens:
         rule = "your memory budget"
     if search.largest == 0 and not max_vision:
         limits = splits[0] if memory else paper
@@ -119,6 +103,7 @@ def choose_limits(
         return LimitChoice(limits=limits, lines=[reason])
     found = search.best(splits, max_vision)
     free = search.without_cap(found.limits.max_seq_len)  # before the trials are listed
+    trials = search.trials
     chosen = best_targets(trials, found) if options.grouping == "isf" else found
     limits, on_part = chosen.limits, trials.results(on_all=False)
     part = trials.at(found.limits)
@@ -163,6 +148,32 @@ def over_limits(counts: Counts, limits: Limits) -> tuple[IntArray, IntArray]:
     too_long = counts.seq_len > limits.max_seq_len
     too_much_vision = limits.vision_load(counts) > limits.max_vision
     return np.flatnonzero(too_long), np.flatnonzero(too_much_vision & ~too_long)
+
+
+def _cap_search(
+    counts: Counts,
+    options: GroupOptions,
+    paper: Limits,
+    context_len: int,
+    flops: FlopsModel | None,
+) -> CapSearch:
+    """The search among the samples that fit `paper`'s Q_t."""
+    fitting = np.flatnonzero(counts.seq_len <= paper.max_seq_len)
+    group: Callable[..., Groups] = partial(group_best_fit, seed=options.seed, rounds=TRIAL_ROUNDS)
+    if options.grouping == "isf":
+        group = partial(group_isf, seed=options.seed, iterations=options.isf_iterations)
+    most_tokens = paper.max_seq_len
+    if options.memory is not None:
+        # a packed group may be longer than any sample, so the budget may go beyond the longest
+        most_tokens = min(context_len, options.max_seq_len or context_len)
+    return CapSearch(
+        trials=Trials(counts, fitting, group, flops=flops, seed=options.seed),
+        vision=paper.vision_load(counts)[fitting],
+        tokens=counts.seq_len[fitting],
+        vision_unit=paper.vision_unit,
+        memory=options.memory,
+        most_tokens=most_tokens,
+    )
 
 
 def _token_rule(counts: Counts, options: GroupOptions, paper: Limits) -> str:

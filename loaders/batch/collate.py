@@ -28,7 +28,7 @@ from loaders.decode.audio import decode_audio
 from loaders.decode.image import decode, decode_pixels
 from loaders.decode.log_mel import MEL_BINS, log_mel_frames, log_mel_windows
 from loaders.decode.resize import Pixels
-from loaders.plan.steps import StepTotals
+from loaders.plan.step_plan import StepTotals
 from loaders.transforms import SampleSeeds, transform_image
 from shards.stored_group import StoredGroup
 

@@ -7,6 +7,7 @@ pixels come back here instead, when the trainer has dropped the last tensor that
 
 import weakref
 from collections import deque
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -56,8 +57,9 @@ class BufferPool:
 
     def _give(self, block: Block) -> None:
         self._free.append(block)
-        while sum(map(len, tuple(self._free))) > self._kept_bytes:
-            self._free.popleft()
+        with suppress(IndexError):  # another thread took the last one
+            while sum(map(len, tuple(self._free))) > self._kept_bytes:
+                self._free.popleft()
 
 
 pixel_pool = BufferPool()

@@ -7,6 +7,7 @@ grouped again in each pass. No group comes twice in a pass, and none is ever los
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
@@ -77,12 +78,12 @@ class MixedGroups:
         return pieces
 
 
-class JointEpoch:
-    """Groups out of several epochs, whose numbers here `_find` finds there."""
+class JointEpoch(ABC):
+    """Groups out of several epochs, numbered as one; subclasses say how (`_find`)."""
 
+    @abstractmethod
     def _find(self, groups: IntArray) -> Iterator[tuple[Epoch, IntArray, IntArray]]:
         """(epoch, places in `groups`, its own numbers) of each epoch that has some."""
-        raise NotImplementedError
 
     def column(self, name: str, groups: IntArray) -> IntArray:
         """Values of an integer column for `groups`, int64, same shape."""

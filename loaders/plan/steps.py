@@ -8,102 +8,27 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from balance.errors import ConfigError
 from balance.loss_weights import LossNormalizer, LossWeights
 from balance.order.global_shuffle import GlobalShuffle, GroupOrder
 from balance.steps.step_planner import StepAssignment, StepPlanner, StepRequest, check_assignment
-from balance.types import COUNT_COLUMNS, FloatArray, IntArray
+from balance.types import COUNT_COLUMNS, IntArray
+from loaders.plan._saved_state import STATE_VERSION, checked_state
 from loaders.plan.epoch_groups import Epoch, EpochSource, sample_counts
 from loaders.plan.in_order import InOrder
 from loaders.plan.loss_normalizer import StepNormalizer
 from loaders.plan.scheduled_groups import ScheduledGroups, WeightedOrder
-from loaders.plan.selection import Selection
+from loaders.plan.step_plan import StepGroups, StepLoads, StepPlan, StepTotals
 
 Remainder = Literal["pad", "drop", "split"]
 
-STATE_VERSION = 3
-_REFUSALS = {
-    "version": "it was saved by another version of Isobatch",
-    "manifest_hash": "it belongs to another build, or to other weights",
-    "samples": "give the loader the split, filter and limit of the run that saved it",
-    "order": "give the loader the shuffle of the run that saved it",
-    "seed": "give the loader the seed of the run that saved it",
-    "regroup": "give the loader the regroup and regroup_window of the run that saved it",
-}
-"""Key of a state -> why one with another value is refused."""
 _LLM_TOKENS = ("num_image_tokens", "num_text_tokens", "num_audio_tokens")
-
-
-class StepGroups(NamedTuple):
-    """The groups of a step, of all ranks; arrays of shape (num_groups,)."""
-
-    epoch: int
-    builds: IntArray
-    numbers: IntArray
-    """Number of each group in its build, the same in every epoch."""
-    weights: FloatArray
-    """Weights of each group's labels (`loss_weights`)."""
-
-
-class StepTotals(NamedTuple):
-    """Sums over all groups of a step, and the groups, the same on every rank."""
-
-    num_loss_tokens: int
-    num_samples: int
-    loss_normalizer: float
-    """What `MicroBatch.loss_normalizer` says."""
-    groups: StepGroups
-    """For figures."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepLoads:
-    """Cost of the micro-batches of all ranks; int64 arrays of shape (dp, rounds).
-
-    A round is a micro-batch, or the whole step if a planner gives ranks unequally many.
-    """
-
-    vit_tokens: IntArray
-    llm_tokens: IntArray
-    complete: NDArray[np.bool_]
-    """Shape (rounds,): whether every rank had a group; False only at the end of an epoch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
-    """One step for one rank."""
-
-    micro_batches: tuple[Selection, ...]
-    totals: StepTotals
-    loads: StepLoads
-    num_pixel_rows: int
-    """Rows of `pixel_values` on this rank: image patches, or ViT tokens at native resolution."""
-    num_tokens: int
-    """LLM tokens of this rank."""
-    num_audio_tokens: int
-    """LLM tokens of the clips that this rank decodes."""
-    stream: GroupOrder
-    """Position in the epoch's stream after this step."""
-    encoders: Mapping[str, tuple[Selection, ...]] = field(default_factory=dict)
-    """By encoder, this rank's batches; the micro-batches then come without that encoder's input."""
-    note: object = None
-    """What the planner tells this rank's trainer."""
-    planning_s: float | None = None
-    """Time that the planner took; None without one."""
-
-    @property
-    def selections(self) -> list[Selection]:
-        """All that is to be read."""
-        encoded = (selection for batches in self.encoders.values() for selection in batches)
-        return [*self.micro_batches, *encoded]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,10 +133,7 @@ class Steps:
 
     def load(self, state: dict[str, Any]) -> None:
         """Move to `state`. ConfigError, and no move, if it is of other builds, order or seed."""
-        if not (isinstance(state, dict) and isinstance(state.get("stream", {}), dict)):
-            raise ConfigError(f"state is {state!r:.200}; give what `state_dict()` returned")
-        state = _updated(state, self.state())
-        _check_state(state, self.state())
+        state = checked_state(state, self.state())
         try:
             self._start(state["epoch"], state["stream"])
         except (TypeError, ValueError) as error:
@@ -419,32 +341,3 @@ def _work_loads(work: StepAssignment, request: StepRequest, *, complete: bool) -
 
 def _digest(content: bytes) -> str:
     return blake2b(content, digest_size=6).hexdigest()
-
-
-def _updated(state: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """A state of the previous version as one of this; ConfigError if it is within an epoch."""
-    stream = state.get("stream") if isinstance(state, dict) else None
-    if not isinstance(stream, dict) or state.get("version") != STATE_VERSION - 1:
-        return state
-    if np.sum(stream.get("consumed", 0)) > 0:
-        raise ConfigError(
-            f"state is from the middle of epoch {state.get('epoch')} in the order of Isobatch 0.1, "
-            "which this version does not have; finish that epoch with 0.1, or start the next one "
-            "(`set_epoch`)"
-        )
-    begun = {"consumed": 0, "spare": []}
-    return {**state, "version": STATE_VERSION, "order": own["order"], "stream": begun}
-
-
-def _check_state(state: dict[str, Any], own: dict[str, Any]) -> None:
-    """ConfigError unless a loader with the state `own` can resume from `state`."""
-    state, own = {"samples": None, **state}, {"samples": None, **own}
-    for key, reason in _REFUSALS.items():
-        if key in state and state[key] != own[key]:
-            raise ConfigError(f"state has {key} {state[key]!r}, this loader {own[key]!r}: {reason}")
-    if set(state) != set(own):
-        raise ConfigError(
-            f"state has the keys {sorted(state)}; a StreamingLoader's state has {sorted(own)}"
-        )
-    if not isinstance(state["epoch"], int) or state["epoch"] < 0:
-        raise ConfigError(f"state has epoch {state['epoch']!r}; epochs are numbered from 0")

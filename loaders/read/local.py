@@ -13,8 +13,8 @@ import pyarrow as pa
 
 from balance.errors import DamagedShard, DataError, first_line
 from shards.arrow_shards import read_schema
-from shards.index import FolderFiles, GroupIndex, open_index
-from shards.manifest import BuildFile, Manifest
+from shards.index import GroupIndex, open_index
+from shards.manifest import BuildFile, FolderFiles, Manifest
 
 MAX_OPEN = 64
 """Open shards at a time: a block of groups is in one or two, and at most 31 lanes have one open."""

@@ -28,8 +28,8 @@ from loaders.read.local import group_place
 from loaders.read.write_behind import WriteBehind
 from shards.arrow_shards import read_schema, schema_problem
 from shards.checksums import FileChecksum, group_checksum, wrong_bytes
-from shards.index import CHECKED_BYTES, open_index
-from shards.manifest import BuildFile, Manifest
+from shards.index import open_index
+from shards.manifest import CHECKED_BYTES, BuildFile, Manifest
 from shards.object_store import SLOWEST_BYTES_PER_S, Check, RangeReader
 
 REQUEST_BYTES = 4 << 20

@@ -24,8 +24,8 @@ from packer.sources.dataset import DEMO
 from packer.table_queries import read_rows
 from shards.arrow_shards import ArrowLayout, decode_arrow, shard_schema
 from shards.folders import on_disk, open_folder
-from shards.index import IDS_NAME, INDEX_NAME, FolderFiles, open_index
-from shards.manifest import Manifest, read_manifest
+from shards.index import IDS_NAME, INDEX_NAME, open_index
+from shards.manifest import FolderFiles, Manifest, read_manifest
 from shards.stored_group import DECODE_ERRORS, StoredGroup
 from shards.tables import COUNTS_NAME, GROUPS_NAME
 from shards.tar_shards import decode_tar

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import learning
 import learning_data
+import learning_orders
 import numpy as np
 import pytest
 import torch
@@ -34,7 +35,10 @@ def test_it_trains_prints_and_keeps_its_runs(
     drawn = ["--plot", str(plot)] if find_spec("matplotlib") else []  # of the extra `docs`
     assert learning.main([*options, *drawn, "--divisors", "step,sample"]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("±") == 5 * (2 * len(learning.METHODS) - 1) + 2 * len(learning.METHODS) - 3
+    assert (
+        printed.count("±")
+        == 5 * (2 * len(learning_orders.METHODS) - 1) + 2 * len(learning_orders.METHODS) - 3
+    )
     assert "nan" not in printed
     assert not drawn or plot.stat().st_size > 1000
     monkeypatch.setattr(learning, "train", None)  # all runs are in the file
@@ -43,15 +47,15 @@ def test_it_trains_prints_and_keeps_its_runs(
 
 
 def test_every_method_gives_each_sample_once_per_epoch(data: learning_data.Data) -> None:
-    for method in learning.METHODS:
-        for steps in islice(learning.epochs_of(data, method, 3, 2), 2):
+    for method in learning_orders.METHODS:
+        for steps in islice(learning_orders.epochs_of(data, method, 3, 2), 2):
             ids = [name for step in steps for rank in step for name in rank]
             assert len(ids) == len(set(ids))
             assert sorted(ids) == sorted(data.samples)
-            if method == learning.PADDED:
+            if method == learning_orders.PADDED:
                 sizes = {len(rank) for step in steps for rank in step}
                 assert max(sizes) - min(sizes) <= 1
-            if method in learning.LOADER:
+            if method in learning_orders.LOADER:
                 groups = {tuple(group) for group in data.stored}
                 assert {tuple(rank) for step in steps for rank in step if rank} == groups
 
@@ -91,15 +95,15 @@ def test_a_step_takes_as_long_as_its_slowest_rank_and_padding_costs(
 ) -> None:
     names = sorted(data.samples, key=lambda name: len(data.samples[name].input_ids))
     short, long = names[0], names[-1]
-    alone = [learning.step_time(data, [[name]], padded=True) for name in (short, long)]
-    assert learning.step_time(data, [[short], [long]], padded=False) == max(alone)
+    alone = [learning_orders.step_time(data, [[name]], padded=True) for name in (short, long)]
+    assert learning_orders.step_time(data, [[short], [long]], padded=False) == max(alone)
     packed, padded = (
-        learning.step_time(data, [[short, long]], padded=each) for each in (False, True)
+        learning_orders.step_time(data, [[short, long]], padded=each) for each in (False, True)
     )
     assert packed == pytest.approx(sum(alone))
     assert padded > packed
-    ideal = learning.average_time(data, 2) * len(data.stored) / 2
-    every = [learning.step_time(data, [[name]], padded=False) for name in names]
+    ideal = learning_orders.average_time(data, 2) * len(data.stored) / 2
+    every = [learning_orders.step_time(data, [[name]], padded=False) for name in names]
     assert ideal == pytest.approx(sum(every) / 2)
 
 

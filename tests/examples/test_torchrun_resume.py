@@ -3,7 +3,6 @@ what is left.
 """
 
 import shutil
-import time
 from collections import Counter
 
 import pytest
@@ -12,11 +11,10 @@ import torch
 from loaders import StreamingLoader
 from support import TESTS
 from support.builds.shard_fixture import group_samples, make_samples, write_build
-from support.ranks import launch, start
+from support.ranks import kill_once, launch, start
 
 NUM_SAMPLES = 200
 SAVE_EVERY = 2
-DEADLINE_S = 60
 
 pytestmark = pytest.mark.slow
 
@@ -48,18 +46,9 @@ def killed(build, tmp_path_factory):
     root = tmp_path_factory.mktemp("killed")
     state, ids = root / "state.pt", root / "ids"
     ranks = start(4, root, *train(build, state, ids, 10_000))
-    deadline = time.monotonic() + DEADLINE_S
-    try:
-        # between two saves, so that some steps are lost with the processes and have to be given
-        # again
-        while len(trained_steps(ids / "000000-rank-0.txt")) < 2 * SAVE_EVERY + 1:
-            assert all(rank.is_alive() for rank in ranks), "the run ended by itself"
-            assert time.monotonic() < deadline, "no step was trained in time"
-            time.sleep(0.005)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
+    # between two saves, so that some steps are lost with the processes and have to be given again
+    lines = ids / "000000-rank-0.txt"
+    kill_once(ranks, lambda: len(trained_steps(lines)) > 2 * SAVE_EVERY)
     return state, ids
 
 

@@ -145,6 +145,20 @@ def start(world_size: int, folder: Path, script: Path | str, *arguments: object)
     return _begun(ranks)
 
 
+def kill_once(ranks, is_time, most_s: float = 60.0):
+    """Kill all ranks that were started as soon as `is_time()`."""
+    deadline = time.monotonic() + most_s
+    try:
+        while not is_time():
+            assert all(rank.is_alive() for rank in ranks), "the run ended by itself"
+            assert time.monotonic() < deadline, "its time did not come"
+            time.sleep(0.005)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+
+
 def _launched(folder, command, told):
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)

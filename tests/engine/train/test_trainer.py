@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from engine.train.models.open_model import open_model
 from engine.train.models.tiny_vlm import num_tiles
 from loaders import StreamingLoader
 from support.builds.shard_fixture import group_samples, make_samples, write_build
-from support.ranks import launch, start
+from support.ranks import kill_once, launch, start
 from support.trainers.engine_train import main
 from support.trainers.tiny_training import train
 
@@ -30,7 +29,6 @@ TOLERANCE = 1e-5
 """Of losses, relative: replicas add gradients up in another order, and Adam's first steps magnify
 the roundings.
 """
-DEADLINE_S = 60
 COMMAND = ("engine", "train")
 
 torch.set_num_threads(1)
@@ -196,7 +194,8 @@ def killed(build, plan, tmp_path_factory):
     root = tmp_path_factory.mktemp("killed")
     saving = {"state": root / "state", "save_every": SAVE_EVERY, "figures": root / "figures.jsonl"}
     arguments = given(build, plan=plan, **saving | {"steps": 100_000})
-    kill_after(start(2, root, *COMMAND, *arguments), root / "figures.jsonl", 2 * SAVE_EVERY + 1)
+    ranks = start(2, root, *COMMAND, *arguments)
+    kill_once(ranks, lambda: len(losses(root / "figures.jsonl")) > 2 * SAVE_EVERY)
     return root
 
 
@@ -217,20 +216,6 @@ def test_a_killed_run_goes_on_exactly_with_other_stages_and_replicas(
     assert result.returncode == 0, result.stderr[-3000:]
     assert f"resumes after step {saved - 1}" in result.stdout
     assert_same(losses(root / "figures.jsonl"), train_alone(build, (1, saved), (dp, STEPS - saved)))
-
-
-def kill_after(ranks, figures, steps):
-    """Kill all ranks when so many steps were trained."""
-    deadline = time.monotonic() + DEADLINE_S
-    try:
-        while len(losses(figures)) < steps:
-            assert all(rank.is_alive() for rank in ranks), "the run ended by itself"
-            assert time.monotonic() < deadline, "no step was trained in time"
-            time.sleep(0.005)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
 
 
 @pytest.fixture

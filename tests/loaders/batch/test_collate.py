@@ -23,7 +23,7 @@ from loaders.batch.micro_batch import MicroBatch
 from loaders.config import LoaderConfig
 from loaders.decode.image import decode
 from loaders.decode.log_mel import log_mel_frames, log_mel_windows
-from loaders.plan.steps import StepTotals
+from loaders.plan.step_plan import StepTotals
 from shards.stored_group import EMPTY_GROUP, StoredGroup
 from support.loading.extract_patches import extract_patches
 

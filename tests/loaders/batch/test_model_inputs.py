@@ -18,7 +18,7 @@ from loaders.batch.collate import collate
 from loaders.batch.micro_batch import shift_labels
 from loaders.batch.model_inputs import BLANK_SAMPLE_ID, model_inputs
 from loaders.config import LoaderConfig
-from loaders.plan.steps import StepTotals
+from loaders.plan.step_plan import StepTotals
 from shards.stored_group import StoredGroup
 
 transformers = pytest.importorskip("transformers")

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 from balance.errors import ConfigError
 from loaders import StepDataset, StreamingLoader
 from loaders.plan.in_order import InOrder, cut_borders
-from loaders.plan.steps import StepConfig, Steps
 from loaders.read.build import open_builds
-from support.builds.sample_tables import path_groups, text_samples, write_tabled
+from support.builds.sample_tables import text_samples, write_tabled, write_texts
+from support.loading.rank_steps import make_ranks
 from support.ranks import on_ranks
 
 SIZES = {"a": 130, "b": 37}
@@ -28,27 +28,7 @@ NUM_SAMPLES = sum(SIZES.values())
 @pytest.fixture(scope="module")
 def urls(tmp_path_factory):
     root = tmp_path_factory.mktemp("evaluated")
-    return [
-        write_tabled(root / name, path_groups(text_samples(size, name)))
-        for name, size in SIZES.items()
-    ]
-
-
-def make_ranks(source, world, micro_batches, remainder="split"):
-    return [
-        Steps(
-            source,
-            StepConfig(
-                dp_rank=rank,
-                dp_world_size=world,
-                micro_batches=micro_batches,
-                seed=0,
-                remainder=remainder,
-                balance=0.5,
-            ),
-        )
-        for rank in range(world)
-    ]
+    return write_texts(root, SIZES)
 
 
 def samples_of(builds, selections):
@@ -66,7 +46,7 @@ def test_every_sample_once_equally_shared_on_any_ranks_and_resumed(urls):
         seen, state, ranks = [], None, []
         while not ranks or ranks[0].remaining:
             world = rng.choice([1, 2, 3, 5, 8, 13])
-            ranks = make_ranks(source, world, rng.randint(1, 4))
+            ranks = make_ranks(source, world, rng.randint(1, 4), remainder="split")
             for steps in ranks:
                 steps.load(json.loads(state)) if state else None
             planned = len(ranks[0]) if state is None else ranks[0].remaining
@@ -119,7 +99,7 @@ def test_where_samples_are_too_few_the_last_ranks_have_one_less(tmp_path):
     url = write_tabled(tmp_path / "few", [[sample] for sample in text_samples(7)])
     source = InOrder(open_builds([url]))
     for remainder, sizes in (("split", [2, 2, 2, 1]), ("pad", [2] * 4)):
-        ranks = make_ranks(source, 4, 2, remainder)
+        ranks = make_ranks(source, 4, 2, remainder=remainder)
         plans = [steps.plan(1)[0] for steps in ranks]
         assert [len(plan.micro_batches) for plan in plans] == sizes
         assert {steps.remaining for steps in ranks} == {0}

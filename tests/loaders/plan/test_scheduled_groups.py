@@ -10,9 +10,9 @@ from balance.errors import ConfigError
 from loaders import StreamingLoader
 from loaders.plan.epoch_groups import Regrouped, StoredGroups
 from loaders.plan.scheduled_groups import MixingSchedule, ScheduledGroups
-from loaders.plan.steps import StepConfig, Steps
 from loaders.read.build import open_builds
-from support.builds.sample_tables import path_groups, text_samples, write_tabled
+from support.builds.sample_tables import write_texts
+from support.loading.rank_steps import make_ranks
 
 SIZES = {"a": 150, "b": 60, "c": 21}
 SCHEDULES = [
@@ -25,10 +25,7 @@ SCHEDULES = [
 @pytest.fixture(scope="module")
 def urls(tmp_path_factory):
     root = tmp_path_factory.mktemp("scheduled")
-    return [
-        write_tabled(root / name, path_groups(text_samples(size, name)))
-        for name, size in SIZES.items()
-    ]
+    return write_texts(root, SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -44,21 +41,9 @@ def make_source(builds, schedule, regrouped=False):
     return ScheduledGroups(parts, MixingSchedule(schedule, list(SIZES)), seed=3)
 
 
-def make_ranks(source, world, micro_batches, state=None):
-    ranks = [
-        Steps(
-            source,
-            StepConfig(
-                dp_rank=rank,
-                dp_world_size=world,
-                micro_batches=micro_batches,
-                seed=3,
-                remainder="pad",
-                balance=0.5,
-            ),
-        )
-        for rank in range(world)
-    ]
+def resumed(source, world, micro_batches, state=None):
+    """All ranks at `state`, or at the beginning."""
+    ranks = make_ranks(source, world, micro_batches, seed=3)
     for steps in ranks if state is not None else []:
         steps.load(json.loads(state))
     return ranks
@@ -101,7 +86,7 @@ def test_nothing_is_lost_or_repeated_on_any_ranks_and_resumes(builds):
         while num_steps < 30:
             if state is not None and rng.random() < 0.3:  # as another process
                 source = make_source(builds, SCHEDULES[seed % 3], regrouped)
-            ranks = make_ranks(source, rng.choice([1, 2, 3, 7]), rng.randint(1, 3), state)
+            ranks = resumed(source, rng.choice([1, 2, 3, 7]), rng.randint(1, 3), state)
             for step in take(ranks, rng.randint(1, 6)):
                 seen.update(samples_of(builds, [step]))
                 owners = [selection[0].build for rank in step for selection in rank]
@@ -130,10 +115,10 @@ def test_a_resumed_run_gives_the_steps_of_the_uninterrupted_one(builds):
     for seed in (0, 1, 4):
         rng = random.Random(seed)
         schedule, regrouped = SCHEDULES[seed % 3], seed == 4
-        whole = take(make_ranks(make_source(builds, schedule, regrouped), 2, 2), 30)
+        whole = take(resumed(make_source(builds, schedule, regrouped), 2, 2), 30)
         state, given = None, []
         while len(given) < 30:
-            ranks = make_ranks(make_source(builds, schedule, regrouped), 2, 2, state)
+            ranks = resumed(make_source(builds, schedule, regrouped), 2, 2, state)
             given += take(ranks, min(rng.randint(1, 15), 30 - len(given)))
             state = state_of(ranks)
         assert given == whole
@@ -141,7 +126,7 @@ def test_a_resumed_run_gives_the_steps_of_the_uninterrupted_one(builds):
 
 def test_constant_weights_give_epochs_of_whole_passes(builds):
     source = make_source(builds, [(0, {"a": 2, "b": 1})])
-    steps = make_ranks(source, 1, 1)[0]
+    steps = resumed(source, 1, 1)[0]
     num_groups = [build.manifest.num_groups for build in builds]
     assert len(steps) == num_groups[0] + num_groups[1] // 2
     for number in range(1, 5):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -79,3 +80,11 @@ def write_tabled(
     manifest["limits"] = dataclasses.asdict(LIMITS)
     (root / "manifest.json").write_text(json.dumps(manifest))
     return root
+
+
+def write_texts(root: Path, sizes: Mapping[str, int]) -> list[Path]:
+    """A build of texts of each name and number of samples, their ids with that name in front."""
+    return [
+        write_tabled(root / name, path_groups(text_samples(size, name)))
+        for name, size in sizes.items()
+    ]

@@ -1,0 +1,62 @@
+"""States of `loaders.plan.steps`: which can be resumed from, or why not. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from balance.errors import ConfigError
+
+STATE_VERSION = 3
+_REFUSALS = {
+    "version": "it was saved by another version of Isobatch",
+    "manifest_hash": "it belongs to another build, or to other weights",
+    "samples": "give the loader the split, filter and limit of the run that saved it",
+    "order": "give the loader the shuffle of the run that saved it",
+    "seed": "give the loader the seed of the run that saved it",
+    "regroup": "give the loader the regroup and regroup_window of the run that saved it",
+}
+"""Key of a state -> why one with another value is refused."""
+
+
+def checked_state(state: Any, own: dict[str, Any]) -> dict[str, Any]:
+    """`state` in the form of this version, if a loader with the state `own` can resume from it.
+
+    ConfigError if it cannot: other builds, order or seed, the middle of an epoch of version 0.1, or
+    no state at all.
+    """
+    if not (isinstance(state, dict) and isinstance(state.get("stream", {}), dict)):
+        raise ConfigError(f"state is {state!r:.200}; give what `state_dict()` returned")
+    updated = _updated(state, own)
+    _check_state(updated, own)
+    return updated
+
+
+def _updated(state: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """A state of the previous version as one of this; ConfigError if it is within an epoch."""
+    stream = state.get("stream")
+    if not isinstance(stream, dict) or state.get("version") != STATE_VERSION - 1:
+        return state
+    if np.sum(stream.get("consumed", 0)) > 0:
+        raise ConfigError(
+            f"state is from the middle of epoch {state.get('epoch')} in the order of Isobatch 0.1, "
+            "which this version does not have; finish that epoch with 0.1, or start the next one "
+            "(`set_epoch`)"
+        )
+    begun = {"consumed": 0, "spare": []}
+    return {**state, "version": STATE_VERSION, "order": own["order"], "stream": begun}
+
+
+def _check_state(state: dict[str, Any], own: dict[str, Any]) -> None:
+    """ConfigError unless a loader with the state `own` can resume from `state`."""
+    state, own = {"samples": None, **state}, {"samples": None, **own}
+    for key, reason in _REFUSALS.items():
+        if key in state and state[key] != own[key]:
+            raise ConfigError(f"state has {key} {state[key]!r}, this loader {own[key]!r}: {reason}")
+    if set(state) != set(own):
+        raise ConfigError(
+            f"state has the keys {sorted(state)}; a StreamingLoader's state has {sorted(own)}"
+        )
+    if not isinstance(state["epoch"], int) or state["epoch"] < 0:
+        raise ConfigError(f"state has epoch {state['epoch']!r}; epochs are numbered from 0")
