@@ -6,7 +6,7 @@ so that a typing mistake never silently becomes a default.
 
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from difflib import get_close_matches
 from math import inf
 from pathlib import Path
@@ -92,9 +92,8 @@ def build_config(kind: type[Config], values: dict[str, Any], *, where: str) -> C
     if unknown := sorted(set(values) - set(known)):
         keys = ", ".join(sorted(known))
         raise ConfigError(f"{where}: unknown key {', '.join(unknown)}; known: {keys}")
-    required = [f.name for f in known.values() if f.default is f.default_factory is MISSING]
-    if missing := [name for name in required if name not in values]:
-        raise ConfigError(f"{where}: missing key {', '.join(missing)}")
+    if missing := _required(known) - values.keys():
+        raise ConfigError(f"{where}: missing key {', '.join(sorted(missing))}")
     frozen, hints = {name: _frozen(value) for name, value in values.items()}, get_type_hints(kind)
     for name, value in frozen.items():
         if not _fits(value, hints[name]):
@@ -111,8 +110,15 @@ def load_config(
     """A command's config: `options` that are not None over the keys of the TOML `file`."""
     values = {} if file is None else _parse_toml(file, f"--config {file}")
     values |= {name: value for name, value in options.items() if value is not None}
-    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
-    return build_config(kind, values, where=str(file) if set(values) - known else command)
+    known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
+    if missing := [f"--{name.replace('_', '-')}" for name in _required(known) - values.keys()]:
+        raise ConfigError(f"{command}: {' and '.join(sorted(missing))} must be given")
+    return build_config(kind, values, where=command if values.keys() <= known.keys() else str(file))
+
+
+def _required(known: dict[str, Field[Any]]) -> set[str]:
+    """Names of the fields without a default."""
+    return {f.name for f in known.values() if f.default is f.default_factory is MISSING}
 
 
 def read_preset(kind: str, name: str, extended_by: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -99,7 +99,9 @@ class LoaderConfig:
     of groups in plainly random order: `balance` and `remainder` then have no effect.
     """
     regroup: Literal["epoch"] | None = None
-    """"epoch" groups the samples again in every epoch, within windows of stored groups."""
+    """"epoch" groups the samples again in every epoch, within windows of stored groups. These
+    groups are less even (docs/load.md).
+    """
     regroup_window: int = 4096
     """Stored groups of a window."""
     loss_normalizer: LossNormalizer = "epoch"

@@ -69,7 +69,7 @@ def build(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Count, group and write a dataset. Run it again to continue a build that was stopped."""
+    """Count, group and write a dataset. Run it again to resume a build that was stopped."""
     builder = _builder(context)
     summary = builder.build(overwrite=overwrite)
     report = make_report(summary.out)
@@ -86,7 +86,10 @@ def build(
 @app.command()
 @with_options(BuildConfig, *COUNTING)
 def count(context: typer.Context, config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Only count: patches and tokens of every sample, as counts.parquet (and rejected.parquet)."""
+    """Only count patches and tokens of every sample.
+
+    Leaves counts.parquet and rejected.parquet.
+    """
     builder = _builder(context)
     counts, rejected = builder.count()
     reasons, read = count_rejected(rejected), len(counts) + len(rejected)
@@ -121,7 +124,7 @@ def group(
     dp: RanksOption = 8,
     as_json: JsonOption = False,
 ) -> None:
-    """Only group samples whose lengths are known already, and report the ratios."""
+    """Only group samples of known lengths, and report."""
     given = {name: context.params[name] for name in (*GROUPING, "isf_iterations")}
     options = GroupOptions(**{name: value for name, value in given.items() if value is not None})
     if out is not None and is_uri(out):
@@ -134,7 +137,7 @@ def group(
 
 @app.command()
 def report(out: BuildPlace, dp: RanksOption = 8, as_json: JsonOption = False) -> None:
-    """Print OmniBal's Table 3 for this dataset; report.html shows the distributions too."""
+    """Print how balanced a build is, next to other samplers; report.html shows more."""
     _report(out, dp, as_json=as_json)
 
 
@@ -146,7 +149,7 @@ def verify(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check sizes, checksums and totals of a build, and name every file that differs."""
+    """Check every file of a build, and name those that differ."""
     result = verify_build(out, StageProgress(messages), workers=workers or default_workers())
     if as_json:
         print(json.dumps(asdict(result)))

@@ -62,7 +62,7 @@ class BuildConfig:
         int | None,
         Option(
             "Cap of a group in image patches, or in ViT tokens for native-resolution models (Q_v)."
-            " Default: the smallest that costs no groups.",
+            " Default: predicted to be the fastest.",
             least=0,
             most=MOST_TOKENS,
         ),
@@ -79,7 +79,7 @@ class BuildConfig:
     ] = 1
     grouping: Annotated[
         Literal["fit", "isf"],
-        Option("fit: as few groups as can be found; isf: OmniBal's Algorithm 1. Default: fit."),
+        Option("fit: few groups of about equal cost; isf: OmniBal's Algorithm 1. Default: fit."),
     ] = "fit"
     isf_iterations: Annotated[int, Option("ISF iterations at most.", least=1, most=1000)] = 10
     seed: Annotated[int, Option("Seed of groups and order. Default: 0.", 0, 2**63 - 1)] = 0

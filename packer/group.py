@@ -1,4 +1,4 @@
-"""Counts -> caps -> sorted groups, and `packer group`: given lengths -> groups.
+"""Counts -> caps -> groups, and `packer group`: given lengths -> groups.
 
 `packer group` reads our counts.parquet, and the OmniBal authors' length files; several become one
 dataset. No raw data is read.

@@ -1,1 +1,1 @@
-"""Orders of groups: sorted for a build, random per epoch, even among ranks."""
+"""Orders of groups: random in each epoch, shared evenly among ranks; regrouping."""

@@ -1,10 +1,10 @@
 """Samples grouped again in each epoch, so that they meet different ones.
 
-For the loaders, inside windows of stored groups: as many neighbouring ones as their cache can hold,
-so regrouping reads no byte twice. Pure: the same loads, seed and epoch give the same groups on
-every rank, so an order's state (`balance.order.global_shuffle`) resumes them exactly. 1.2 million
-samples in windows of 4,096 groups need .02 % more groups than all at once, 1 in 5,000 pairs of
-samples meets again in the next epoch, and it takes 1.9 s of CPU per epoch in all, on several cores.
+For the loaders, inside windows of stored groups, which cores group at the same time. The new groups
+are few, but not evened out (`balance.grouping.even_out`). Pure: the same loads, seed and epoch give
+the same groups on every rank, so an order's state (`balance.order.global_shuffle`) resumes them
+exactly. 1.2 million samples in windows of 4,096 groups need .02 % more groups than all at once, 1
+in 5,000 pairs of samples meets again in the next epoch, and it takes 1.9 s of CPU per epoch in all.
 """
 
 import os
@@ -51,11 +51,10 @@ def regroup(
     seed: int,
     epoch: int,
 ) -> Groups:
-    """The epoch's groups of the samples of `stored`, whose groups are sorted, and their order.
+    """The epoch's groups of the samples of `stored`, window after window.
 
     `loads` are the samples' vision loads and tokens, each of shape (num_samples,). Every sample is
-    in one group. Windows keep their places; inside, groups are sorted, so a `BlockShuffle` reads at
-    most two windows per lane at a time. Epochs may differ by a few groups.
+    in one group. Windows keep their places. Epochs may differ by a few groups.
 
     >>> limits = Limits(max_seq_len=10, max_vision=9, min_seq_len=10, min_vision=9)
     >>> stored = Groups(np.array([2, 0, 1, 3]), np.array([0, 2, 4]))

@@ -38,7 +38,8 @@ def _updated(state: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     stream = state.get("stream")
     if not isinstance(stream, dict) or state.get("version") != STATE_VERSION - 1:
         return state
-    if np.sum(stream.get("consumed", 0)) > 0:
+    # of the random order a number, of blocks one per lane
+    if np.any(np.asarray(stream.get("consumed", 0), object) != 0):
         raise ConfigError(
             f"state is from the middle of epoch {state.get('epoch')} in the order of Isobatch 0.1, "
             "which this version does not have; finish that epoch with 0.1, or start the next one "
@@ -50,13 +51,13 @@ def _updated(state: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 def _check_state(state: dict[str, Any], own: dict[str, Any]) -> None:
     """ConfigError unless a loader with the state `own` can resume from `state`."""
-    state, own = {"samples": None, **state}, {"samples": None, **own}
+    given, state, own = sorted(state), {"samples": None, **state}, {"samples": None, **own}
     for key, reason in _REFUSALS.items():
         if key in state and state[key] != own[key]:
             raise ConfigError(f"state has {key} {state[key]!r}, this loader {own[key]!r}: {reason}")
     if set(state) != set(own):
         raise ConfigError(
-            f"state has the keys {sorted(state)}; a StreamingLoader's state has {sorted(own)}"
+            f"state has the keys {given}; a StreamingLoader's state has {sorted(own)}"
         )
     if not isinstance(state["epoch"], int) or state["epoch"] < 0:
         raise ConfigError(f"state has epoch {state['epoch']!r}; epochs are numbered from 0")

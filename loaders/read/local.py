@@ -17,7 +17,9 @@ from shards.index import GroupIndex, open_index
 from shards.manifest import BuildFile, FolderFiles, Manifest
 
 MAX_OPEN = 64
-"""Open shards at a time: a block of groups is in one or two, and at most 31 lanes have one open."""
+"""Open shards at a time, each a file descriptor. A random order needs all of them by turns, but to
+map one again takes microseconds.
+"""
 
 
 class LocalShards:

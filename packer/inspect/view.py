@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from balance.errors import ConfigError, DamagedShard, first_line
 from balance.media.audio_tokens import plan_audio
 from balance.media.image_tokens import plan_image
-from balance.types import COUNT_COLUMNS, Limits
+from balance.types import COUNT_COLUMNS, IntArray, Limits
 from packer.demo.dataset import demo_tokenizer_path
 from packer.inspect._thumbnails import Thumbnail, make_thumbnail
 from packer.inspect.token_text import Piece, PieceKind, load_decoder, read_pieces
@@ -119,22 +119,22 @@ def inspect_group(
     tokenizer: str | None = None,
     chat_template: str | None = None,
 ) -> GroupView:
-    """Read a group of the build at `out`, a folder or URI; None: the middle one.
+    """Read a group of the build at `out`, a folder or URI; None: the middle one by vision load.
 
     `tokenizer` must be the build's own; without it only the demo's text can be read, and other
     builds show token ids. DataError for an unfinished or damaged build, ConfigError for a group
     that it does not have or another tokenizer. A missing or damaged image is a problem of its view.
     """
     manifest = read_manifest(out)
+    unit = manifest.limits.vision_unit
     if group is not None and not 0 <= group < manifest.num_groups:
         raise ConfigError(f"--group {group}: the build has groups 0 to {manifest.num_groups - 1:,}")
-    # groups are sorted by vision load: the middle one is as large as most
-    number = manifest.num_groups // 2 if group is None else group
     source = tokenizer or _demo_tokenizer(manifest)
     decoder = load_decoder(source, manifest, chat_template) if source else None
 
     with on_disk(manifest.place, (INDEX_NAME, IDS_NAME, GROUPS_NAME, COUNTS_NAME)) as folder:
         index = open_index(manifest, FolderFiles(manifest, folder))
+        number = _middle(index.column(f"num_{unit}")) if group is None else group
         counted = _counted(folder, number, index.sample_ids(number))
         counts = dict(zip(COUNT_COLUMNS, index.row(number, *COUNT_COLUMNS), strict=True))
         shard, offset, length = index.row(number, "shard", "offset", "length")
@@ -155,10 +155,15 @@ def inspect_group(
         num_bytes=length,
         limits=manifest.limits,
         counts=counts | {"seq_len": sum(sample.counts["seq_len"] for sample in samples)},
-        vision_load=counts[f"num_{manifest.limits.vision_unit}"],
+        vision_load=counts[f"num_{unit}"],
         samples=samples,
         tokenizer=source or "",
     )
+
+
+def _middle(loads: IntArray) -> int:
+    """The group whose load is in the middle, one that is as large as most."""
+    return int(np.argsort(loads, kind="stable")[len(loads) // 2])
 
 
 def _demo_tokenizer(manifest: Manifest) -> str | None:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -14,6 +14,8 @@ from packer.sources.json_source import AnnotationSource
 from packer.sources.table_source import TableSource
 from packer.sources.tar_source import TarSource
 from shards.folders import Folder, is_uri, join, open_folder, split
+from shards.index import INDEX_NAME
+from shards.manifest import MANIFEST_NAME
 
 SUFFIXES = {
     ".json": "annotations",
@@ -97,6 +99,7 @@ def _locate_uri(place: str) -> Located:
 def _locate_folder(place: str, wanted: str | None) -> Located:
     folder = open_folder(place, follow_links=True)
     names = folder.names()
+    _refuse_build(place, names)
     if DICT_NAME in names:
         chosen = choose_split(_listed(folder, DICT_NAME, "splits", str), wanted, place)
         return _saved(join(place, chosen))
@@ -113,6 +116,11 @@ def _locate_folder(place: str, wanted: str | None) -> Located:
     layout = _one_layout(tables, place)
     chosen_files = [name for name in tables if layout_of(name) == layout]
     return Located(layout, place, choose_files(chosen_files, wanted, place))
+
+
+def _refuse_build(place: str, names: Collection[str]) -> None:
+    if MANIFEST_NAME in names and INDEX_NAME in names:
+        raise ConfigError(f"{place} is a finished build, not raw data: name what it was made of")
 
 
 def _one_layout(names: Sequence[str], place: str) -> str:

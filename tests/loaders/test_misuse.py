@@ -111,6 +111,9 @@ def test_states_that_are_none(build, state):
     assert "give what `state_dict()` returned" in line(lambda: loader.load_state_dict(state))
     wrong = before | {"stream": state}
     assert "give what `state_dict()` returned" in line(lambda: loader.load_state_dict(wrong))
+    assert "state has the keys []; a" in line(lambda: loader.load_state_dict({}))
+    old = before | {"version": 2, "stream": {"consumed": "x"}}
+    assert "finish that epoch with 0.1" in line(lambda: loader.load_state_dict(old))
     assert loader.state_dict() == before
 
 

@@ -142,6 +142,8 @@ def test_the_output_is_of_another_build(raw, tmp_path):
     run(build_command(tmp_path / "other", tmp_path / "out", "--max-rejected", 1))
     before = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "out").rglob("*"))
     run(build_command(raw, tmp_path / "out"), 1, "finished build of other data or settings")
+    demo = [*build_command(raw, tmp_path / "out"), "--dataset", "demo"]  # the last one counts
+    run(demo, 1, "finished build of other data or settings")
     assert before == sorted(
         (path, path.stat().st_mtime_ns) for path in (tmp_path / "out").rglob("*")
     )

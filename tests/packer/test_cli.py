@@ -110,7 +110,7 @@ def one_error_line(stderr):
         ({"--dataset": "nowhere"}, 1, "no dataset 'nowhere'"),
         ({"--model": "gpt9"}, 2, "no model preset 'gpt9'"),
         ({"--tokenizer": "no/such/folder"}, 2, "no/such/folder"),
-        ({"--out": None}, 2, "out"),
+        ({"--out": None}, 2, "--out must be given"),
         ({"--model": None}, 2, "--model is missing"),
         ({"--format": "zip"}, 2, "zip"),
         ({"--max-seq-len": "many"}, 2, "'--max-seq-len'"),

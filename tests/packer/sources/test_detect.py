@@ -76,6 +76,11 @@ def test_a_file_is_read_as_what_its_name_says(tmp_path, name):
         (["mix558k.json", "mix665k.json"], ConfigError, "2 annotation files"),
         (["a.parquet", "b.tar"], ConfigError, "several layouts"),
         (
+            ["manifest.json", "index.arrow", "counts.parquet"],
+            ConfigError,
+            "finished build, not raw data",
+        ),
+        (
             ["test.parquet", "validation.parquet"],
             ConfigError,
             "splits test, validation; say which one",
