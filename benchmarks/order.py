@@ -53,7 +53,7 @@ from packer.group import read_lengths  # noqa: E402
 from shards.tables import counts_arrays, source_numbers  # noqa: E402
 
 BATCH_SIZE = 4
-DEFAULT, MOST = "alike, balance .5 (default)", "alike, balance .999"
+DEFAULT, MOST = "balanced, balance .5 (default)", "balanced, balance .999"
 FORMER = "fewest groups, blocks in lanes"
 PADDED = "random, padded"
 ENTROPY, PAIRS = 0.95, 2.2
@@ -215,9 +215,9 @@ def methods(data: Data, ranks: list[int]) -> Iterator[Method]:
     packed = group_best_fit(vision, tokens, data.limits, seed=0)
     yield in_random_order("fewest groups, random", packed, ranks)
     yield in_blocks(packed, data, ranks)
-    alike = group_balanced(vision, tokens, data.limits, seed=0)
-    loads = alike.sum(vision), alike.sum(tokens)
-    for name, balance in (("alike, balance 0", 0.0), (DEFAULT, 0.5), (MOST, 0.999)):
+    even = group_balanced(vision, tokens, data.limits, seed=0)
+    loads = even.sum(vision), even.sum(tokens)
+    for name, balance in (("balanced, balance 0", 0.0), (DEFAULT, 0.5), (MOST, 0.999)):
         orders = {}
         for dp in ranks:
             first, second = (
@@ -225,7 +225,7 @@ def methods(data: Data, ranks: list[int]) -> Iterator[Method]:
                 for epoch in (0, 1)
             )
             orders[dp] = first[first >= 0], second[second >= 0]
-        yield Method(name=name, groups=alike, orders=orders)
+        yield Method(name=name, groups=even, orders=orders)
 
 
 def in_random_order(name: str, groups: Groups, ranks: list[int]) -> Method:
@@ -362,7 +362,7 @@ def cells(found: dict[str, float], ranks: list[int]) -> list[str]:
 
 
 def show_speed(console: Console) -> None:
-    """Time to plan a step, and size of the state, of groups that are nearly alike."""
+    """Time to plan a step, and size of the state, of groups of nearly equal loads."""
     rng = np.random.default_rng(0)
     vision, tokens = rng.integers(55, 62, 1 << 20), rng.integers(16_000, 16_384, 1 << 20)
     for dp, micro_batches in ((8, 1), (64, 8), (512, 8), (4_096, 8)):

@@ -34,26 +34,26 @@ MAX_ROUNDS = 24
 """Rounds at most; groups that are near enough, or did not get better, make the last ones short."""
 CHANGES = 6
 """Divisions of a pair that are tried: as it is, and after random changes of it."""
-UNIT, SCALE_BITS = 1 << 14, 16
+UNIT, SCALE_BITS = 1 << 14, 20
 """A group's mean load, in which loads are compared, and fraction bits of their scale."""
 FAR = 1 << 24
 """Units that count at most, so that sums of squares fit 64 bits."""
-NEAR = UNIT >> 8
-"""Groups nearer to the mean than this, 1/256 of it, are left alone; vision beyond it is costly."""
-ATTENTION_SHIFT = 3
-"""Attention weighs 1/8 of the others: it is a small part of the time, below 64 k tokens."""
+NEAR, NEAR_ENOUGH = UNIT >> 8, UNIT >> 10
+"""Vision above the mean by more than 1/256 is costly; groups nearer than 1/1,024 are left alone."""
+ATTENTION_TOKENS = 1 << 18
+"""Tokens of a group at which attention counts as much as the others: 1/8 of it at 32,768."""
 COSTLY = 64
 """Weight of what a group has beyond `NEAR` or a cap: the slowest rank is what all wait for."""
 MAX_MOVABLE = 48
 """Samples of a group that may change sides; of more, a random part."""
 SLACK = 500
 """1 / share of the tokens that groups do without, so that they can exchange samples: .2 %."""
-EVEN_ENOUGH = 0.01
-"""Spread of vision over the groups, of the mean, that calls for no more."""
 VISION_SHARE, TRIAL_DP = 0.25, 8
 """The encoder's share of the time (.1 to .5 in the papers' models), and the ranks it is for."""
-PATIENCE = 4
-"""Rounds in a row without a better division, after which a group is left as it is."""
+PATIENCE, GAIN = 4, 0.02
+"""Rounds in a row without a better division, after which a group is left as it is; and share of all
+distances that two rounds must bring, or they are the last.
+"""
 
 
 class _State(NamedTuple):
@@ -92,27 +92,32 @@ def group_balanced(vision: IntArray, tokens: IntArray, limits: Limits, *, seed: 
         group_best_fit(vision, tokens, limits, seed=seed), vision, tokens, limits, seed=seed
     )
     spare = limits.max_seq_len - limits.max_seq_len // SLACK
-    if _spread(best, vision) <= EVEN_ENOUGH or spare < int(tokens.max(initial=0)):
+    time, least = (
+        _random_order_time(*loads, seed)
+        for loads in ((best.sum(vision), best.sum(tokens)), _most_even(best, vision, tokens))
+    )
+    if time <= least * (1 + 1 / SLACK) or spare < int(tokens.max(initial=0)):
         return best
     slack = replace(limits, max_seq_len=spare, min_seq_len=min(limits.min_seq_len, spare))
     made = group_best_fit(vision, tokens, slack, seed=seed)
     made = even_out(made, vision, tokens, limits, seed=seed)
-    return min(best, made, key=lambda groups: _random_order_time(groups, vision, tokens, seed))
+    made_time = _random_order_time(made.sum(vision), made.sum(tokens), seed)
+    return made if made_time < time else best
 
 
-def _spread(groups: Groups, load: IntArray) -> float:
-    """Standard deviation over the mean of the groups' loads."""
-    sums = groups.sum(load)
-    return float(sums.std()) / max(1.0, float(sums.mean())) if len(sums) else 0.0
+def _most_even(groups: Groups, vision: IntArray, tokens: IntArray) -> tuple[IntArray, IntArray]:
+    """Vision loads and tokens of as many groups, as even as whole numbers can be."""
+    places = np.arange(max(1, len(groups)))
+    totals = int(vision.sum()), int(tokens.sum())
+    return (totals[0] + places) // len(places), (totals[1] + places) // len(places)
 
 
-def _random_order_time(groups: Groups, vision: IntArray, tokens: IntArray, seed: int) -> float:
-    """Time of an epoch in random order, relative: each step takes as long as its slowest rank."""
-    order = random_permutation(len(groups), seed, EVEN)
-    loads = [groups.sum(load)[order].astype(np.float64) for load in (vision, tokens)]
-    totals = [max(1.0, float(load.sum())) for load in loads]
-    each = VISION_SHARE * loads[0] / totals[0] + (1 - VISION_SHARE) * loads[1] / totals[1]
-    return epoch_ms(each, min(TRIAL_DP, max(1, len(groups))))
+def _random_order_time(vision: IntArray, tokens: IntArray, seed: int) -> float:
+    """Time of an epoch of groups in random order, relative: steps wait for their slowest rank."""
+    order = random_permutation(len(vision), seed, EVEN)
+    shares = [load[order] / max(1, int(load.sum())) for load in (vision, tokens)]
+    each = VISION_SHARE * shares[0] + (1 - VISION_SHARE) * shares[1]
+    return epoch_ms(each, min(TRIAL_DP, max(1, len(vision))))
 
 
 def even_out(
@@ -140,9 +145,14 @@ def even_out(
     threads = os.cpu_count() or 1
     # rounds in a row in which a group did not get better
     failures = np.zeros(len(groups), np.int64)
+    totals: list[int] = []
     with ThreadPoolExecutor(threads) as pool:
         for number in range(rounds):
-            pairs = _pairs(_distances(state.above, state.scale, state.near), failures, seed, number)
+            distances = _distances(state.above, state.scale, state.near)
+            totals.append((int((distances >> 32).sum()) << 32) + int((distances % (1 << 32)).sum()))
+            if number > 1 and totals[-1] > (1 - GAIN) * totals[-3]:
+                break
+            pairs = _pairs(distances, failures, seed, number)
             bits = random_bits(len(pairs), seed, EVEN, epoch=number)
             parts = np.array_split(np.arange(len(pairs)), threads)
             made = [pool.submit(_divide_pairs, pairs[part], bits[part], state) for part in parts]
@@ -164,6 +174,7 @@ def _state(groups: Groups, vision: IntArray, tokens: IntArray, limits: Limits) -
     sums = np.stack([groups.sum(load) for load in loads.T], axis=1)
     means = sums.sum(axis=0) // num_groups
     scale = (UNIT << SCALE_BITS) // np.maximum(means, 1)
+    scale[2] = scale[2] * min(limits.max_seq_len, ATTENTION_TOKENS) // ATTENTION_TOKENS
     # the vision of a group is whole patches: the next number above the mean is as near as can be
     near = np.array([max(NEAR, int(scale[0]) >> SCALE_BITS), FAR, FAR])
     most = np.array([limits.max_vision - means[0], limits.max_seq_len - means[1], FAR])
@@ -177,16 +188,16 @@ def _state(groups: Groups, vision: IntArray, tokens: IntArray, limits: Limits) -
 
 
 def _distances(above: IntArray, scale: IntArray, near: IntArray) -> IntArray:
-    """What `_cost` says of each group, without caps."""
-    units = np.clip(above * scale >> SCALE_BITS, -FAR, FAR)
-    units[:, 2] >>= ATTENTION_SHIFT
+    """What `_cost` says of each group, without caps and the fraction of the mean vision load."""
+    whole = above - (above > 0) * np.array([1, 0, 0])
+    units = np.clip(whole * scale >> SCALE_BITS, -FAR, FAR)
     squares: IntArray = (units**2).sum(axis=1)
     return np.asarray(squares + COSTLY * np.maximum(units[:, 0] - near[0], 0) ** 2)
 
 
 def _pairs(distances: IntArray, failures: IntArray, seed: int, number: int) -> IntArray:
     """(num_pairs, 2): the groups that are far from the mean, each with a random other one."""
-    far = np.flatnonzero((distances > NEAR**2) & (failures < PATIENCE))
+    far = np.flatnonzero((distances > NEAR_ENOUGH**2) & (failures < PATIENCE))
     far = far[np.argsort(-distances[far], kind="stable")][: len(distances) // 2]
     is_far = np.zeros(len(distances), bool)
     is_far[far] = True
@@ -262,7 +273,7 @@ def _best_division(loads, sides, above, bits, state):  # type: ignore[no-untyped
         if cost < least and not _breaks(first, state) and not _breaks(second, state):
             least, better = cost, True
             sides[:] = tried
-        if least <= 2 * NEAR * NEAR:
+        if least <= 2 * NEAR_ENOUGH * NEAR_ENOUGH:
             break
     return better
 
@@ -324,8 +335,6 @@ def _shift(first, second, load, to_second):  # type: ignore[no-untyped-def]
 def _cost_of(kind, above, state):  # type: ignore[no-untyped-def]
     """Squared distance to the mean of one load; more where it is costly, or over a cap."""
     units = min(max(above * state.scale[kind] >> SCALE_BITS, -FAR), FAR)
-    if kind == 2:
-        units >>= ATTENTION_SHIFT
     cost = units * units
     if units > state.near[kind]:
         cost += COSTLY * (units - state.near[kind]) * (units - state.near[kind])
