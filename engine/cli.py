@@ -54,7 +54,7 @@ def plan(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Choose each stage's layers and which layers are recomputed, and predict the time of a step.
+    """Choose stages and recomputation, and predict a step's time.
 
     For a packed build, or for equal micro-batches (--model, --images, --seq-len). Compared with
     what trainers do without a plan: random samples, parameters split evenly, all recomputed.
@@ -89,9 +89,10 @@ def simulate(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Simulate a plan, also with another schedule, number of micro-batches or cluster.
+    """Simulate a plan, also with other settings.
 
-    Its partition and its recomputed layers stay as they are.
+    Its partition and its recomputed layers stay as they are; the schedule, the number of
+    micro-batches and the cluster may be others.
     """
     read = read_plan(plan_file)
     request = changed_request(read, **{name: context.params[name] for name in CHANGES})

@@ -160,6 +160,14 @@ def accumulate(model: nn.Module, batches: list[MicroBatch]) -> float:
     return total
 
 
+def per_label(loss: float, batches: list[MicroBatch]) -> float:
+    """A step's loss as the mean over its labels, for a curve.
+
+    By the epoch's divisor, which trains better, steps of few labels have small losses.
+    """
+    return loss * batches[0].loss_normalizer / max(1, batches[0].num_loss_tokens)
+
+
 def endless(loader: StreamingLoader) -> Iterator[list[MicroBatch]]:
     """The steps of epoch after epoch."""
     while True:

@@ -11,7 +11,7 @@ from itertools import islice
 
 import torch
 from arguments import parse
-from tiny_vlm import accumulate, make_model
+from tiny_vlm import accumulate, make_model, per_label
 from torch.utils.data import DataLoader
 
 from loaders import StepDataset, StreamingLoader
@@ -34,7 +34,7 @@ def main(argv=None):
     )
     for number, step in enumerate(islice(steps, args.steps), start=1):
         optimizer.zero_grad()
-        loss = accumulate(model, step.micro_batches)
+        loss = per_label(accumulate(model, step.micro_batches), step.micro_batches)
         optimizer.step()
         print(f"epoch {step.state['epoch']}  step {number}  loss {loss:.4f}")
         if number % args.save_every == 0 or number == args.steps:

@@ -13,7 +13,7 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 from arguments import parse
-from tiny_vlm import accumulate, endless, make_model
+from tiny_vlm import accumulate, endless, make_model, per_label
 
 from loaders import StreamingLoader
 
@@ -26,7 +26,7 @@ def train_step(model, optimizer, batches):
         for tensor in (loss, *(weight.grad for weight in model.parameters())):
             dist.all_reduce(tensor)
     optimizer.step()
-    return loss.item()
+    return per_label(loss.item(), batches)
 
 
 def main(argv=None):

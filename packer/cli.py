@@ -137,7 +137,10 @@ def group(
 
 @app.command()
 def report(out: BuildPlace, dp: RanksOption = 8, as_json: JsonOption = False) -> None:
-    """Print how balanced a build is, next to other samplers; report.html shows more."""
+    """Print how balanced a build is, next to other samplers.
+
+    report.html shows the distributions too.
+    """
     _report(out, dp, as_json=as_json)
 
 
@@ -181,7 +184,7 @@ def inspect(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show one group of a build: its samples, their text and what has a label, and its images."""
+    """Show one group of a build: texts, labels, images."""
     view = inspect_group(out, group, tokenizer=tokenizer, chat_template=chat_template)
     if html is not None:
         write_group_html(view, html)
@@ -195,7 +198,7 @@ def inspect(
 
 @app.command()
 def datasets() -> None:
-    """List the datasets and mixtures that are known by name, and what each needs."""
+    """List the known datasets and what each needs."""
     print_datasets(Console())
 
 
