@@ -195,14 +195,17 @@ def _why_line(
     price = found.extra_groups(free)
     if given:
         return f" (your max_vision): {_signed(price)} groups against no cap"
-    if price > 2 * FREE:
+    if price > FREE:
         fastest = "predicted to be the fastest that is allowed"
         return f": {fastest}, {_signed(price)} groups against no vision cap"
     if chosen == largest:
         return ": the largest sample's, and it costs no groups"
     below = [c for c in _same(found, tried) if c.limits.max_vision < chosen]
+    if any(c.extra_groups(free) <= FREE for c in below):
+        return ": predicted to be the fastest of those that cost no groups"
     prices = [f"{c.limits.max_vision:,}: {_signed(c.extra_groups(free))}" for c in reversed(below)]
-    return f": the smallest cap that costs no groups ({', '.join(prices[:2])})"
+    listed = f" ({', '.join(prices[:2])})" if prices else ""
+    return f": the smallest cap that was tried and costs no groups{listed}"
 
 
 def _prediction_line(flops: FlopsModel | None, found: CapTrial, tried: Sequence[CapTrial]) -> str:

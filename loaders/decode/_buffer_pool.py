@@ -57,7 +57,7 @@ class BufferPool:
 
     def _give(self, block: Block) -> None:
         self._free.append(block)
-        with suppress(IndexError):  # another thread took the last one
+        with suppress(IndexError, RuntimeError):  # another thread took or gave one meanwhile
             while sum(map(len, tuple(self._free))) > self._kept_bytes:
                 self._free.popleft()
 

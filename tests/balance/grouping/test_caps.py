@@ -140,6 +140,26 @@ def test_a_smaller_cap_is_taken_where_it_costs_nothing():
     assert "the largest sample's" in choice.lines[0]
 
 
+def test_what_is_said_of_a_caps_price_is_true_of_its_trials():
+    said = set()
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        patches = rng.integers(9, 14, 2_000)
+        text = np.exp(rng.normal(7.2, 0.5, 2_000)).astype(np.int64)
+        tokens = np.minimum(256 * patches + text, 8_192)
+        choice = choose(counts_of(patches, tokens), context_len=8_192, flops=COST)
+        line, trials = choice.lines[0], {c.limits.max_vision: c for c in choice.trials}
+        free, chosen = trials[max(trials)], trials[choice.limits.max_vision]
+        assert "()" not in line, seed
+        if "cost no groups" in line or "costs no groups" in line:
+            assert chosen.extra_groups(free) <= FREE, (seed, line)
+        if "the smallest cap" in line:
+            smaller = [c for cap, c in trials.items() if cap < choice.limits.max_vision]
+            assert all(c.extra_groups(free) > FREE for c in smaller), (seed, line)
+        said.add(line.partition(" image patches")[2][:12])
+    assert len(said) > 1, said
+
+
 def test_given_caps_are_taken_and_their_price_is_said():
     counts = counts_of([5] * 200, [500] * 200)
     choice = choose(counts, max_seq_len=1000, max_vision=9)
