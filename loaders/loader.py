@@ -1,6 +1,6 @@
 """`StreamingLoader`: steps of one or several builds for a data-parallel rank.
 
-Every rank computes the same stream of groups from build, seed and epoch, and takes its own part
+Every rank computes the same steps from build, options, seed and epoch, and takes its own part
 (`loaders.plan.steps`). So all have equally many steps and know a step's sums without a message;
 only when an iterator begins, ranks compare what they plan (`loaders.ranks`). The position in the
 stream is the state: a run resumes exactly on any number of ranks.
