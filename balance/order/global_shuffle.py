@@ -113,6 +113,11 @@ class GlobalShuffle:
     def take_step(self, dp: int, micro_batches: int, loads: LoadLookup) -> IntArray:
         """The next step's groups, int64, (dp, micro_batches); -1 where the epoch has ended."""
         count = dp * micro_batches
+        if dp == 1:  # one rank waits for nobody
+            step = np.full((1, count), -1)
+            groups = self.take(count)
+            step[0, : len(groups)] = groups
+            return step
         groups = self._read(min(int(count * self._width), max(2 * count, MOST_GROUPS)))
         if count == 1 and len(groups):  # nothing to choose, which costs more than to read a group
             self._spare = groups[1:]
