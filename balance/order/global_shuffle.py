@@ -119,9 +119,6 @@ class GlobalShuffle:
             step[0, : len(groups)] = groups
             return step
         groups = self._read(min(int(count * self._width), max(2 * count, MOST_GROUPS)))
-        if count == 1 and len(groups):  # nothing to choose, which costs more than to read a group
-            self._spare = groups[1:]
-            return groups[:1].reshape(1, 1)
         vision, tokens = loads(groups)
         if self._width >= CUT_FROM and self.consumed == self._num_groups:
             chosen = cut_sorted(vision, tokens, count)
