@@ -113,11 +113,10 @@ class GlobalShuffle:
     def take_step(self, dp: int, micro_batches: int, loads: LoadLookup) -> IntArray:
         """The next step's groups, int64, (dp, micro_batches); -1 where the epoch has ended."""
         count = dp * micro_batches
-        if dp == 1:  # one rank waits for nobody
-            step = np.full((1, count), -1)
-            groups = self.take(count)
-            step[0, : len(groups)] = groups
-            return step
+        if (
+            count == 1 and self.remaining
+        ):  # nothing to choose, which costs more than to read a group
+            return self.take(1).reshape(1, 1)
         groups = self._read(min(int(count * self._width), max(2 * count, MOST_GROUPS)))
         vision, tokens = loads(groups)
         if self._width >= CUT_FROM and self.consumed == self._num_groups:

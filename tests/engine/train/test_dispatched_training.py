@@ -29,7 +29,7 @@ from support.trainers.dispatched_training import (
     train,
 )
 
-RANKS, MICRO_BATCHES, SEED = 2, 2, 0
+RANKS, MICRO_BATCHES, SEED = 2, 2, 3
 BALANCES = ("none", "encoders", "all")
 TOLERANCE = 1e-6
 """Of losses and of each part's gradients, relative to their size; float32."""
