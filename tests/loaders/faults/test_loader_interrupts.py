@@ -53,6 +53,7 @@ from loaders.read.build import StorageOptions
 from loaders.integrations.torch_dataset import StepDataset
 url, cache, workers, *_ = sys.argv[1:]
 torch.set_num_threads(1)
+print("begins", flush=True)
 loader = StreamingLoader(
     url, dp_rank=0, dp_world_size=1, workers=int(workers),
     storage=StorageOptions(cache_dir=cache, timeout_s=600),
@@ -101,7 +102,9 @@ def test_ctrl_c_during_a_stall_ends_all_at_once(s3, url, tmp_path, monkeypatch, 
     with contextlib.closing(FaultyProxy(s3.endpoint, fault)) as proxy:
         use(monkeypatch, s3, proxy.endpoint)
         with running(url, str(tmp_path / "cache"), *options) as child:
-            # its own: the proxy's port may be one that a loader of another test still asks
+            # the proxy's port may be one that a loader of another test still asks, and an interrupt
+            # during an import may be lost in a library
+            assert child.stdout.readline() == "begins\n"
             while not any(fault(path) and PLACE in path for path, _ in list(proxy.requests)):
                 assert child.poll() is None, child.stderr.read()
                 time.sleep(0.01)
