@@ -24,6 +24,8 @@ STEPS_PER_WORKER = 4
 """Two for each thread to work on, and as many done: steps differ in size."""
 JOIN_S = 30.0
 """Limit of waiting for parts in progress when closing, above storage's own limits."""
+SIGNAL_S = 1.0
+"""Longest wait: a signal that comes just before a wait begins is heard when it ends."""
 CANCEL_AGAIN_S = 0.2
 """Time after which parts that still wait are cancelled again."""
 
@@ -150,7 +152,7 @@ class _Queue(Generic[Subject, Result]):
                     raise self._ended
                 if self._closed:
                     raise StopIteration
-                self._changed.wait()
+                self._changed.wait(SIGNAL_S)
             slot = self._slots.popleft()
             self._num_bytes -= slot.task.num_bytes
             self._changed.notify_all()
