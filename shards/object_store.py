@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
+from concurrent.futures import wait as wait_for
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -158,14 +159,14 @@ class RangeReader:
         """The result of a request for so many bytes; DataError when its time is over."""
         limit_s = self._limit(number_of_bytes) + 1  # the request gives up first, and says more
         end = time.monotonic() + limit_s
-        while (left_s := end - time.monotonic()) > 0:
-            try:
-                return future.result(min(left_s, SIGNAL_S))
-            except TimeoutError:
-                continue
-            except CancelledError:
-                raise DataError(f"{self.uri}: closed while a request was under way") from None
-        raise self._time_over(limit_s, None)
+        while not future.done() and time.monotonic() < end:
+            wait_for([future], SIGNAL_S)
+        try:
+            return future.result(0)
+        except TimeoutError:
+            raise self._time_over(limit_s, None) from None
+        except CancelledError:
+            raise DataError(f"{self.uri}: closed while a request was under way") from None
 
     def cancel(self) -> None:
         """Cancel what is under way: whoever waits gets DataError. New requests work."""

@@ -92,7 +92,7 @@ def choose_limits(
         max_seq_len=options.max_seq_len,
         max_vision=max_vision,
     )
-    search = _cap_search(counts, options, paper, context_len, flops)
+    search = _make_search(counts, options, paper, context_len, flops)
     splits = search.splits(max_vision)
     rule = _token_rule(counts, options, paper)
     if memory is not None and splits[0].max_seq_len < search.most_tokens:
@@ -150,7 +150,7 @@ def over_limits(counts: Counts, limits: Limits) -> tuple[IntArray, IntArray]:
     return np.flatnonzero(too_long), np.flatnonzero(too_much_vision & ~too_long)
 
 
-def _cap_search(
+def _make_search(
     counts: Counts,
     options: GroupOptions,
     paper: Limits,

@@ -68,10 +68,8 @@ def group_balanced(vision: IntArray, tokens: IntArray, limits: Limits, *, seed: 
         group_best_fit(vision, tokens, limits, seed=seed), vision, tokens, limits, seed=seed
     )
     spare = limits.max_seq_len - limits.max_seq_len // SLACK
-    time, least = (
-        _random_order_time(*loads, seed)
-        for loads in ((best.sum(vision), best.sum(tokens)), _most_even(best, vision, tokens))
-    )
+    time = _random_order_time(best.sum(vision), best.sum(tokens), seed)
+    least = _random_order_time(_most_even(vision, len(best)), _most_even(tokens, len(best)), seed)
     if time <= least * (1 + 1 / SLACK) or spare < int(tokens.max(initial=0)):
         return best
     slack = replace(limits, max_seq_len=spare, min_seq_len=min(limits.min_seq_len, spare))
@@ -81,11 +79,9 @@ def group_balanced(vision: IntArray, tokens: IntArray, limits: Limits, *, seed: 
     return made if made_time < time else best
 
 
-def _most_even(groups: Groups, vision: IntArray, tokens: IntArray) -> tuple[IntArray, IntArray]:
-    """Vision loads and tokens of as many groups, as even as whole numbers can be."""
-    places = np.arange(max(1, len(groups)))
-    totals = int(vision.sum()), int(tokens.sum())
-    return (totals[0] + places) // len(places), (totals[1] + places) // len(places)
+def _most_even(load: IntArray, num_groups: int) -> IntArray:
+    """Loads of so many groups that are as even as whole numbers can be, int64, (num_groups,)."""
+    return (int(load.sum()) + np.arange(num_groups)) // max(1, num_groups)
 
 
 def _random_order_time(vision: IntArray, tokens: IntArray, seed: int) -> float:

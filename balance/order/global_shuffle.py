@@ -113,9 +113,7 @@ class GlobalShuffle:
     def take_step(self, dp: int, micro_batches: int, loads: LoadLookup) -> IntArray:
         """The next step's groups, int64, (dp, micro_batches); -1 where the epoch has ended."""
         count = dp * micro_batches
-        if (
-            count == 1 and self.remaining
-        ):  # nothing to choose, which costs more than to read a group
+        if count == 1 and self.remaining:  # to choose would cost more than to read the group
             return self.take(1).reshape(1, 1)
         groups = self._read(min(int(count * self._width), max(2 * count, MOST_GROUPS)))
         vision, tokens = loads(groups)

@@ -3,16 +3,19 @@ spoils the loss.
 """
 
 import importlib
+import json
 from itertools import chain
 
 import pytest
 import torch
 from tiny_vlm import make_model, token_losses
 
+from balance.types import LABEL_IGNORE
 from loaders import StreamingLoader
 from loaders.batch.model_inputs import model_inputs
 from support import TESTS
-from support.builds.shard_fixture import group_samples, make_samples, write_build
+from support.builds.sample_tables import write_tabled
+from support.builds.shard_fixture import group_samples, make_samples
 from support.ranks import launch
 
 for needed in ("accelerate", "lightning", "transformers"):
@@ -30,7 +33,7 @@ def build(tmp_path_factory):
     groups = group_samples(make_samples(40))
     # with and without images
     picked = [*groups[:2], *groups[2 - NUM_GROUPS :]]
-    return write_build(tmp_path_factory.mktemp("packed") / "build", picked)
+    return write_tabled(tmp_path_factory.mktemp("packed") / "build", picked)
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +85,18 @@ def test_two_ranks_take_the_step_that_one_process_takes(build, trained, name):
     assert any(not torch.equal(before[key], expected[key]) for key in before)
     for key, weight in weights.items():
         torch.testing.assert_close(weight, expected[key], rtol=1e-5, atol=2e-6, msg=key)
+
+
+def test_an_evaluation_on_two_ranks_is_the_mean_over_all_labels(build, trained):
+    loader = StreamingLoader(build, dp_rank=0, dp_world_size=1, shuffle=False)
+    batches = [batch for step in loader for batch in step]
+    model = importlib.import_module("tiny_internvl").make_internvl(load(build, 0))
+    model.load_state_dict(torch.load(trained / "hf_trainer.pt"))
+    with torch.no_grad():
+        total = sum(
+            float(model(**model_inputs(batch, model.config) | {"num_items_in_batch": 1}).loss)
+            for batch in batches
+        )
+    labels = sum(int((batch.labels != LABEL_IGNORE).sum()) for batch in batches)
+    found = json.loads((trained / "evaluation.json").read_text())
+    assert found["eval_loss"] == pytest.approx(total / labels, rel=1e-5)

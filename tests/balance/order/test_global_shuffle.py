@@ -17,6 +17,7 @@ from balance.order.global_shuffle import (
     nearest,
 )
 from balance.types import Groups
+from support.group_loads import KINDS, loads_of
 
 shapes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=1, max_size=12)
 balances = st.sampled_from([0.0, 0.3, 0.5, 0.9, 0.99, 0.999])
@@ -24,19 +25,6 @@ balances = st.sampled_from([0.0, 0.3, 0.5, 0.9, 0.99, 0.999])
 
 def order_of(num_groups, epoch=0, seed=0, balance=0.5, **state):
     return GlobalShuffle(num_groups=num_groups, seed=seed, epoch=epoch, balance=balance, **state)
-
-
-def loads_of(num_groups, kind):
-    vision, tokens = {
-        "uneven": (np.arange(num_groups) * 7 % 16, np.arange(num_groups) * 31 % 4_096),
-        "equal": (np.full(num_groups, 15), np.full(num_groups, 4_000)),
-        "zeros": (np.zeros(num_groups, np.int64), np.zeros(num_groups, np.int64)),
-        "giant": (
-            np.r_[10**6, np.zeros(num_groups, np.int64)],
-            np.r_[10**9, np.ones(num_groups, np.int64)],
-        ),
-    }[kind]
-    return lambda groups: (vision[groups], tokens[groups])
 
 
 def packed_loads(num_groups):
@@ -51,7 +39,7 @@ def packed_loads(num_groups):
 @given(
     num_groups=st.integers(0, 200),
     runs=shapes,
-    kind=st.sampled_from(["uneven", "equal", "zeros", "giant"]),
+    kind=st.sampled_from(KINDS),
     balance=balances,
     seed=st.integers(0, 2**40),
 )

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from balance.metrics import autocorrelation, dist_ratio, source_entropy
 from balance.types import Groups
+from support.group_loads import KINDS, loads_of
 from support.sample_pairs import repeated_pairs
 
 sizes = st.lists(st.integers(0, 40), min_size=1, max_size=60)
@@ -33,20 +34,7 @@ def stream_of(num_groups, order, epoch=0, seed=0, **state):
     return BlockShuffle(num_groups=num_groups, order=order, seed=seed, epoch=epoch, **state)
 
 
-def loads_of(num_groups, kind):
-    vision, tokens = {
-        "uneven": (np.arange(num_groups) * 7 % 16, np.arange(num_groups) * 31 % 4_096),
-        "equal": (np.full(num_groups, 15), np.full(num_groups, 4_000)),
-        "zeros": (np.zeros(num_groups, np.int64), np.zeros(num_groups, np.int64)),
-        "giant": (
-            np.r_[10**6, np.zeros(num_groups, np.int64)],
-            np.r_[10**9, np.ones(num_groups, np.int64)],
-        ),
-    }[kind]
-    return lambda groups: (vision[groups], tokens[groups])
-
-
-kinds = st.sampled_from(["uneven", "equal", "zeros", "giant"])
+kinds = st.sampled_from(KINDS)
 
 
 @settings(deadline=None)

@@ -1,9 +1,10 @@
 """On each of two ranks: train with each trainer by plain SGD, and write the weights into
-DIR/NAME.pt.
+DIR/NAME.pt; evaluate with Trainer, and write its loss into DIR/evaluation.json.
 
 python run_two_ranks.py BUILD DIR STEPS LEARNING_RATE
 """
 
+import json
 import os
 import sys
 from itertools import islice
@@ -48,6 +49,9 @@ def hf_trainer(build, out, steps, rate):
         use_cpu=True,
     )
     trainer.train()
+    metrics = trainer.evaluate(StreamingLoader(build, shuffle=False))
+    if os.environ["RANK"] == "0":
+        Path(out).with_name("evaluation.json").write_text(json.dumps(metrics))
     return trainer.model.state_dict()
 
 
