@@ -13,9 +13,10 @@ A command covers the section that it is in, where it is
 - or in a comment:  <!-- figures: packer report packed/ -->
 
 Directly below a heading, a comment or a line that begins with "Made by" covers all of its
-subsections as well; directly above a table or in a paragraph, a comment covers only that. In place
-of a command a comment may have the heading that the figures are quoted from, or the reason why
-nothing measured them:
+subsections as well; directly above a table or in a paragraph, a comment covers only that. Figures
+that are quoted need no command: link the heading under docs/results that they are from, in the same
+table or paragraph. In place of a command a comment may have such a heading, or the reason why
+nothing measured the figures:
 
     <!-- figures: docs/results/packing.md#caps -->
     <!-- figures: given, limits that the formats set -->
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
 import re
 import shlex
 import subprocess
@@ -41,6 +43,7 @@ HEADING = re.compile(r"(#+) (.*)")
 COMMENT = re.compile(r"<!-- figures: (.*?) -->", flags=re.DOTALL)
 CODE = re.compile(r"`([^`]+)`")
 LINK = re.compile(r"\[([^\]]*)\]\([^)\s]*\)")
+QUOTED = re.compile(r"\]\(([^)\s]*results/\w+\.md#[^)\s]+)\)")
 SCRIPT = re.compile(r"python (?:benchmarks|scripts|examples)/\w+\.py\b")
 NUMBER = r"(?<![\w.,-])(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 UNIT = (
@@ -174,7 +177,14 @@ def covered(page: Path) -> Iterator[tuple[str, Block, list[str]]]:
     for section in read_sections(page):
         for block in section.blocks:
             if block.figures:
-                yield f"{name}:{block.line}", block, block.own_sources or section.sources
+                own = block.own_sources + quoted(page, block)
+                yield f"{name}:{block.line}", block, own or section.sources
+
+
+def quoted(page: Path, block: Block) -> list[str]:
+    """Headings of results that a block links to."""
+    links = dict.fromkeys(QUOTED.findall(block.text))
+    return [os.path.relpath(page.parent / link, ROOT) for link in links]
 
 
 def describe(block: Block) -> str:

@@ -87,6 +87,12 @@ def test_a_comment_above_a_table_covers_only_the_table(faults):
     assert len(faults("# Page", "", comment, MEASURED[-1], "", MEASURED[0])) == 1
 
 
+def test_a_link_to_results_covers_the_figures_quoted_next_to_it(figures):
+    readme = ROOT / "README.md"
+    (sources,) = {tuple(sources) for _, block, sources in figures.covered(readme)}
+    assert "docs/results/packing.md#balance" in sources
+
+
 def test_what_a_listing_shows_needs_its_command_in_it(faults):
     assert not faults("# Page", "", "```", "$ packer report packed --dp 8", "it took 3 s", "```")
     (fault,) = faults("# Page", "", "```", "$ packer guess packed", "it took 3 s", "```")
