@@ -1,4 +1,4 @@
-"""Errors of a training step: PeerLost, LossNotFinite, SpecMismatch, out of memory.
+"""Errors of a training step: lost peers, numbers not finite, out of memory.
 
 A rank that dies closes its connections: whoever waits for it fails at once, and closes its own. So
 all ranks end, one after the other. Through the store at which they met, they tell each other which
@@ -33,6 +33,10 @@ class PeerLost(IsobatchError, RuntimeError):
 
 class LossNotFinite(IsobatchError, ArithmeticError):
     """The loss of some micro-batches is NaN or infinite; the step's gradients are invalid."""
+
+
+class GradientNotFinite(IsobatchError, ArithmeticError):
+    """A gradient is NaN or infinite, though the loss is finite; no weight has changed."""
 
 
 class SpecMismatch(IsobatchError, ValueError):

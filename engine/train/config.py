@@ -11,6 +11,8 @@ from balance.errors import ConfigError
 from balance.loss_weights import LossNormalizer, LossWeights
 
 GIB = 2**30
+MOST_LR = 1e37
+"""AdamW divides by 1 - beta, in float32."""
 PARTS: tuple[Literal["vision", "projector", "llm"], ...] = ("vision", "projector", "llm")
 ONE_STAGE = (
     "--recompute adapt is for one stage per rank: use --stages-per-rank 1 with --schedule 1f1b or"
@@ -98,6 +100,10 @@ class TrainConfig(RunConfig):
     steps: Annotated[int, _help("In all, those before a resume included.", least=1)] = 60
     lr: Annotated[float, _help("For random weights; give less for trained ones.")] = 3e-3
     clip: Annotated[float, _help("Largest norm of the gradients; inf: no limit.")] = 1.0
+    not_finite: Annotated[
+        Literal["end", "skip"],
+        _help("For a step whose loss or gradients are NaN or infinite: end, or change no weight."),
+    ] = "end"
     loss_normalizer: Annotated[
         LossNormalizer,
         _help("Divisor of a step's losses: its own labels, or those of the epoch's average step."),
@@ -128,6 +134,10 @@ class TrainConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_gib("--reserve-gib", self.reserve_gib)
+        if not 0 <= self.lr <= MOST_LR:
+            raise ConfigError(f"--lr {self.lr}: give a learning rate from 0 to {MOST_LR:g}")
+        if not self.clip > 0:
+            raise ConfigError(f"--clip {self.clip}: give a norm above 0, or inf for no limit")
         unknown = [part for part in self.freeze or () if part not in PARTS]
         if unknown:
             raise ConfigError(f"--freeze {unknown[0]!r}: give one of {', '.join(PARTS)}")

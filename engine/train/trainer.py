@@ -18,6 +18,7 @@ from balance.errors import ConfigError, DataError
 from engine.charts.trace import make_trace
 from engine.planning.plan import Plan, read_plan
 from engine.runtime.checkpoints.training_state import Progress, load_state, save_state
+from engine.runtime.errors import GradientNotFinite, LossNotFinite
 from engine.runtime.pipeline import Pipeline, PipelineOptions
 from engine.runtime.stage_executor import StepResult
 from engine.train._adaptation import RecomputeAdapter
@@ -52,6 +53,8 @@ class TrainingRun:
     step: int
     """Steps that are done."""
     adapter: RecomputeAdapter | None
+    skipped: int = 0
+    """Steps since the start whose loss or gradients were not finite, which changed no weight."""
 
 
 def train(config: TrainConfig, open_source: OpenSource, device: torch.device) -> None:
@@ -104,51 +107,69 @@ def make_run(config: TrainConfig, open_source: OpenSource, device: torch.device)
 
 def run_steps(run: TrainingRun, config: TrainConfig) -> None:
     """Train until `--steps` are done, with figures and saved states; then trace and export."""
-    begun, before, result = time.perf_counter(), run.source.stats(), None
+    begun, before, last = time.perf_counter(), run.source.stats(), None
+    first = run.step
     for _, batches in zip(range(config.steps - run.step), endless(run.source), strict=False):
         after = run.source.stats()
-        result = train_step(run, batches, config.clip)
+        result = train_step(run, batches, config)
         now = time.perf_counter()
-        own = StepMeasurement(
-            step=run.step,
-            batches=batches,
-            result=result,
-            seconds=now - begun,
-            peak_bytes=run.pipeline.peak_bytes(),
-            before=before,
-            after=after,
-        )
-        figures = gather_figures(own, run.num_ranks)
-        if is_first_rank():
-            report_step(figures, config.figures)
+        if result is not None:
+            last = result
+            own = StepMeasurement(
+                step=run.step,
+                batches=batches,
+                result=result,
+                seconds=now - begun,
+                peak_bytes=run.pipeline.peak_bytes(),
+                before=before,
+                after=after,
+            )
+            figures = gather_figures(own, run.num_ranks)
+            if is_first_rank():
+                report_step(figures, config.figures)
         before = after
         run.step += 1
-        begun = _finish_step(run, batches, config) or now
-    if config.trace and result is not None:
-        _write_trace(run.pipeline, result, config.trace)
+        begun = _finish_step(run, batches, config, adapts=result is not None) or now
+    if config.trace and last is not None:
+        _write_trace(run.pipeline, last, config.trace)
     if config.export and run.model.export(run.pipeline, config.export):
         print(f"wrote {config.export}")
-    if config.state and result is not None and is_first_rank():
+    if config.state and run.step > first and is_first_rank():
         print(f"saved after step {run.step - 1}")
 
 
-def train_step(run: TrainingRun, batches: SourceStep, clip: float) -> StepResult:
-    """One optimizer step."""
+def train_step(run: TrainingRun, batches: SourceStep, config: TrainConfig) -> StepResult | None:
+    """One optimizer step; None if it was skipped, on all ranks, and no weight has changed.
+
+    LossNotFinite, GradientNotFinite on all ranks unless such steps are skipped.
+    """
+    if run.optimizer is not None:
+        run.optimizer.zero_grad()
+    try:
+        result = _run_passes(run, batches)
+        run.pipeline.reduce_gradients()  # over replicas, once per step
+        run.pipeline.clip_gradients(config.clip)
+    except (LossNotFinite, GradientNotFinite) as error:  # on all ranks
+        if config.not_finite == "end":
+            raise
+        run.skipped += 1
+        if is_first_rank():
+            print(f"step {run.step:4d}  skipped, {run.skipped} so far: {error}", flush=True)
+        return None
+    if run.optimizer is not None:
+        run.optimizer.step()
+    return result
+
+
+def _run_passes(run: TrainingRun, batches: SourceStep) -> StepResult:
+    """Forward and backward passes of a step."""
+    if run.adapter is not None:
+        return run.adapter.step(run.pipeline, batches)
     schedule = None
     if isinstance(batches.note, StepNote):
         check_same_step(batches.note)
         schedule = batches.note.schedule
-    if run.optimizer is not None:
-        run.optimizer.zero_grad()
-    if run.adapter is None:
-        result = run.pipeline.step(list(batches), batches[0].loss_normalizer, schedule)
-    else:
-        result = run.adapter.step(run.pipeline, batches)
-    run.pipeline.reduce_gradients()  # over replicas, once per step
-    run.pipeline.clip_gradients(clip)
-    if run.optimizer is not None:
-        run.optimizer.step()
-    return result
+    return run.pipeline.step(list(batches), batches[0].loss_normalizer, schedule)
 
 
 def _open_model(
@@ -180,13 +201,15 @@ def _make_pipeline(
     return Pipeline(model.stack, layout.borders, layout.recompute, layout.pipelines, options)
 
 
-def _finish_step(run: TrainingRun, batches: SourceStep, config: TrainConfig) -> float | None:
+def _finish_step(
+    run: TrainingRun, batches: SourceStep, config: TrainConfig, *, adapts: bool
+) -> float | None:
     """Save, adapt recomputation; -> when that was done, as it belongs to no step. None: nothing."""
     saves = config.state and (run.step % config.save_every == 0 or run.step == config.steps)
     if saves and config.state:
         progress = Progress(step=run.step, loader=run.source.state_dict())
         save_state(config.state, run.pipeline.layers, run.optimizer, progress)
-    adapts = run.adapter is not None and run.adapter.is_due
+    adapts = adapts and run.adapter is not None and run.adapter.is_due
     if run.adapter is not None and adapts:
         run.adapter.adapt(run.pipeline, batches, run.optimizer)
     return time.perf_counter() if saves or adapts else None

@@ -77,8 +77,8 @@ def save_state(
     """Save a new state, then remove all but the newest `kept`; -> its folder. All ranks call it.
 
     Options such as learning rates are saved by parameter. `optimizer`: None on a rank where nothing
-    is trained. On all ranks: ConfigError if it keeps anything but tensors; DataError if the state
-    cannot be written: its remains are removed, and the run may continue.
+    is trained. On all ranks: ConfigError if it keeps anything but tensors; DataError if a number is
+    NaN or infinite, or the state cannot be written: its remains are removed, and those before stay.
     """
     tensors, options = on_all_ranks(lambda: _to_save(layers, optimizer))
     ranks = gather_objects((sorted(layers), options))
@@ -126,10 +126,31 @@ def load_state(folder: Path, layers: Layers, optimizer: Optimizer | None) -> Pro
 
 
 def _to_save(layers: Layers, optimizer: Optimizer | None) -> tuple[dict[str, Tensor], Options]:
-    """This rank's tensors by saved name, and its optimizer's options."""
-    if optimizer is None:
-        return _join(_weights(layers), {}), []
-    return _join(_weights(layers), tensors_of(layers, optimizer)), options_of(layers, optimizer)
+    """This rank's tensors by saved name, and its optimizer's options. DataError if not finite."""
+    moments, options = {}, []
+    if optimizer is not None:
+        moments, options = tensors_of(layers, optimizer), options_of(layers, optimizer)
+    tensors = _join(_weights(layers), moments)
+    masks = {
+        f"{_WEIGHT}{index}.{name}"
+        for index, layer in layers.items()
+        for name, _ in layer.named_buffers()
+    }
+    for name, value in tensors.items():
+        if not _is_finite(value, may_be_infinite=name in masks):
+            raise DataError(
+                f"{name} has numbers that are NaN or infinite, so this state is not saved; resume"
+                " from the one before it, with a smaller learning rate"
+            )
+    return tensors, options
+
+
+def _is_finite(value: Tensor, *, may_be_infinite: bool) -> bool:
+    """Whether no number is NaN, nor infinite, by one pass without copies."""
+    if not value.is_floating_point() or not value.numel():
+        return True
+    ends = torch.stack(torch.aminmax(value.detach()))  # NaN if any number is
+    return not bool(ends.isnan().any() if may_be_infinite else (~ends.isfinite()).any())
 
 
 def _to_load(state: Path, layers: Layers, optimizer: Optimizer | None) -> dict[str, Tensor]:

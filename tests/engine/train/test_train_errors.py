@@ -127,6 +127,11 @@ def test_options_that_do_not_go_together_are_told_in_one_line(
         ("--reserve-gib=-1", "--reserve-gib -1.0 is not a size in GiB"),
         ("--freeze=audio", "--freeze 'audio': give one of vision, projector, llm"),
         ("--borders=0;9", "--borders 0;9: give numbers"),
+        ("--lr=1e39", "--lr 1e+39: give a learning rate from 0 to 1e+37"),
+        ("--lr=-1", "--lr -1.0: give a learning rate"),
+        ("--lr=nan", "--lr nan: give a learning rate"),
+        ("--clip=nan", "--clip nan: give a norm above 0"),
+        ("--clip=-1", "--clip -1.0: give a norm above 0"),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused_with_their_option(option, message, capsys):
