@@ -13,6 +13,7 @@ from balance.presets import AnyresRule, NativeRule, load_model
 from engine.cost_model.clusters import load_cluster
 from engine.cost_model.loads import Loads
 from engine.cost_model.parallel import Parallelism, Part, Training
+from engine.cost_model.training_mode import Precision, TrainingMode
 from engine.planning.build_steps import read_build
 from engine.planning.plan import Plan, PlanRequest
 from engine.simulator.schedule import SCHEDULES
@@ -54,7 +55,16 @@ class PlanConfig:
     pp: Annotated[int, Option("Ranks of the pipeline. Default: 4.", least=1)] = 4
     dp: Annotated[int, Option("Replicas of the pipeline. Default: 1.", least=1)] = 1
     sequence_parallel: bool = True
-    zero_stage: int = 1
+    precision: Annotated[
+        Precision,
+        Option("Weights, activations and messages: bf16 (fp32 masters) or fp32. Default: bf16."),
+    ] = "bf16"
+    zero_stage: Annotated[
+        int,
+        Option(
+            "Shared out over replicas: 0 nothing, 1 the optimizer's state. Default: 1.", least=0
+        ),
+    ] = 1
     innermost: Literal["replicas", "stages"] = "replicas"
     micro_batches: Annotated[
         int, Option("Micro-batches per step and replica. Default: 16.", least=1)
@@ -154,7 +164,10 @@ def plan_request(config: PlanConfig) -> tuple[PlanRequest, Loads | None]:
         model=model,
         cluster=cluster,
         parallel=Parallelism(**{f.name: getattr(config, f.name) for f in fields(Parallelism)}),
-        training=Training(**{part: part not in config.frozen for part in PARTS}),
+        training=Training(
+            **{part: part not in config.frozen for part in PARTS},
+            mode=TrainingMode(precision=config.precision, zero_stage=config.zero_stage),
+        ),
         schedule=config.schedule,
         stages_per_rank=config.stages_per_rank,
         num_micro_batches=config.micro_batches,

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from engine.charts.format_time import time_text
 from engine.charts.gantt import GanttStep, path_parts
+from engine.cost_model.layer_list import layers_of
 from engine.planning.plan import Plan
 from engine.planning.planner import PlanResult, SimulatedRun, tensor_parallel_ns
 from engine.simulator.schedule import PassKind
@@ -57,6 +58,8 @@ def print_plan(plan: Plan, run: SimulatedRun, console: Console) -> None:
         console.print(f"after each step, gradients over replicas: {spent_text}")
 
     # memory
+    console.print(f"{plan.training.mode}")
+    console.print(memory_text(plan))
     has = f"a GPU has {plan.memory_bytes / GIB:.1f} GiB"
     rank, full_rank = int(run.peak_bytes.argmax()), int(np.argmax(predicted.full_peak_bytes))
     most, full_most = int(run.peak_bytes[rank]), predicted.full_peak_bytes[full_rank]
@@ -67,6 +70,32 @@ def print_plan(plan: Plan, run: SimulatedRun, console: Console) -> None:
             f"may not fit: rank {full_rank} needs {full_most / GIB:.1f} GiB if all micro-batches "
             f"are full, {has}"
         )
+
+
+def memory_text(plan: Plan) -> str:
+    """The terms of the memory of the rank that needs most, if all its micro-batches are full."""
+    rank = int(np.argmax(plan.predicted.full_peak_bytes))
+    parts = memory_parts(plan, rank)
+    terms = " + ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
+    return f"memory of rank {rank} if all are full: {terms} = {sum(parts.values()) / GIB:.2f} GiB"
+
+
+def memory_parts(plan: Plan, rank: int) -> dict[str, float]:
+    """Bytes of a rank's weights, gradients, optimizer state, and activations at their peak."""
+    mode, layers = plan.training.mode, layers_of(plan.model, plan.parallel)
+    own = [
+        layers[layer]
+        for stage in range(rank, len(plan.borders) - 1, plan.parallel.pp)
+        for layer in range(plan.borders[stage], plan.borders[stage + 1])
+    ]
+    terms = [
+        mode.state_terms(
+            layer.gpu_params, plan.parallel.dp, trained=plan.training.trains(layer.part)
+        )
+        for layer in own
+    ]
+    state = dict(zip(("weights", "gradients", "optimizer"), np.sum(terms, axis=0), strict=True))
+    return {**state, "activations": plan.predicted.full_peak_bytes[rank] - sum(state.values())}
 
 
 def headline(plan: Plan) -> str:

@@ -23,6 +23,7 @@ from engine.cost_model.clusters import load_cluster
 from engine.cost_model.costs import Costs
 from engine.cost_model.loads import Loads, sample_loads
 from engine.cost_model.parallel import Parallelism, Training
+from engine.cost_model.training_mode import TrainingMode
 from engine.planning.bmp import search_bmp
 from engine.planning.partition import METHODS, by_params
 from engine.planning.recompute import choose_recompute, fitted_step
@@ -36,7 +37,7 @@ from engine.tuning.tune import PartitionedModel, TuneOptions
 
 PRESET, CLUSTER, TP = "internvl_1_5", "a100_80g", 2
 STAGES, REPLICAS, MICRO_BATCHES = 4, 2, 16
-TRAINING = Training(gradient_bytes=2)
+TRAINING = Training(mode=TrainingMode(gradients="bf16"))
 FASTER = 4
 """Stand-ins wait for this part of what the cost model says, so that a step takes seconds."""
 
@@ -147,7 +148,7 @@ def run_data_parallel(num_steps: int, num_samples: int) -> list[Row]:
     OmniBal's Table 2.
     """
     counts, dp = internvl_samples(num_samples), dist.get_world_size()
-    model = Model(Parallelism(dp=dp, zero_stage=3))
+    model = Model(Parallelism(dp=dp))
     costs = model.full
     random = Variant(
         name="nothing balanced",

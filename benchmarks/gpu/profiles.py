@@ -20,8 +20,9 @@ from engine.cost_model.clusters import Cluster
 from engine.cost_model.costs import Costs
 from engine.cost_model.layer_list import phases_of
 from engine.cost_model.loads import Loads, PhaseLoads
-from engine.cost_model.parallel import OPTIMIZER_BYTES, Parallelism, Training
+from engine.cost_model.parallel import Parallelism, Training
 from engine.cost_model.profile_table import Profile
+from engine.cost_model.training_mode import TrainingMode
 from engine.runtime.pipeline import Pipeline, PipelineOptions
 from engine.runtime.profiling.measure_layers import (
     ADAM_MOMENTS,
@@ -34,7 +35,7 @@ from gpu.device import Bench
 from gpu.layers import make_model
 from gpu.presets import gpu_part, one_of_each, rule_of, shapes_of
 
-TRAINING = Training(gradient_bytes=2)
+TRAINING = Training(mode=TrainingMode(gradients="bf16"))
 """bf16 weights and gradients, Adam in float32, as `gpu.optimizer` has it."""
 REPEATS = 7
 
@@ -171,7 +172,7 @@ def state_bytes(measured: Costs) -> IntArray:
     large as weights.
     """
     weights = measured.state_bytes // (2 + ADAM_MOMENTS)
-    return np.asarray(2 * weights + OPTIMIZER_BYTES * measured.param_counts)
+    return np.asarray(2 * weights + TRAINING.mode.optimizer_bytes * measured.param_counts)
 
 
 def with_masters(found: Profile) -> Profile:

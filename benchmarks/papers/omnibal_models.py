@@ -14,12 +14,13 @@ from engine.cost_model.clusters import Cluster, load_cluster
 from engine.cost_model.costs import Costs
 from engine.cost_model.loads import Loads
 from engine.cost_model.parallel import Parallelism, Training
+from engine.cost_model.training_mode import TrainingMode
 
 MICRO_BATCHES = 32
 """Per step and replica; the paper does not say: 128 groups of 4.6 samples on 4 replicas."""
 IMAGES, VIT_TOKENS, SEQ_LEN, SAMPLES = 9, 1025, 4096, 5
 """Of a micro-batch: Q_v and Q_t of InternVL-1.2M, and 4.6 samples on average."""
-TRAINING = Training(gradient_bytes=2)
+TRAINING = Training(mode=TrainingMode(gradients="bf16"))
 """bf16 gradients explain OmniBal's Table 5 better than fp32 ones."""
 ENCODER, LANGUAGE = "vision_layer", "llm_layer"
 

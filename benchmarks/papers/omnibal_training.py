@@ -11,7 +11,7 @@ import numpy as np
 from balance.presets import load_model
 from engine.cost_model.analytical import layer_costs
 from engine.cost_model.clusters import load_cluster
-from engine.cost_model.parallel import Parallelism, Training
+from engine.cost_model.parallel import Parallelism
 from engine.planning.partition import by_params
 from papers.datasets import anyres_samples, caption_samples, internvl_samples
 from papers.omnibal_models import IMAGES, INTERNVL, PAIRS, SEQ_LEN, TRAINING, a100, layers_of
@@ -145,9 +145,7 @@ def table_2() -> Section:
 
 def _rank_ms(preset: str, data: Data) -> float:
     """Time per sample of one rank: each micro-batch lasts as long as the slowest rank's."""
-    costs = layer_costs(
-        load_model(preset), a100(), Parallelism(dp=data.dp, zero_stage=3), data.loads
-    )
+    costs = layer_costs(load_model(preset), a100(), Parallelism(dp=data.dp), data.loads)
     whole = (
         (costs.forward_ns + costs.backward_ns + costs.recompute_ns).sum(axis=0).reshape(-1, data.dp)
     )
@@ -157,10 +155,11 @@ def _rank_ms(preset: str, data: Data) -> float:
 def table_11() -> Section:
     """Parts frozen."""
     counts, rows = caption_samples(NUM_SAMPLES), []
+    projector = replace(TRAINING, vision=False, llm=False)
     for pair, what, frozen, paper in [
-        (INTERNVL, "ViT + MLP", Training(llm=False, gradient_bytes=2), 1.65),
-        (PAIRS[2], "MLP", Training(vision=False, llm=False, gradient_bytes=2), 1.69),
-        (PAIRS[3], "MLP", Training(vision=False, llm=False, gradient_bytes=2), 1.75),
+        (INTERNVL, "ViT + MLP", replace(TRAINING, llm=False), 1.65),
+        (PAIRS[2], "MLP", projector, 1.69),
+        (PAIRS[3], "MLP", projector, 1.75),
     ]:
         start, _, adaptive = trainers(pair, a100(), frozen)
         by_parameters = replace(

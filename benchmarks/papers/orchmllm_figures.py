@@ -13,7 +13,8 @@ from balance.presets import ModelPreset, load_model
 from engine.cost_model.analytical import layer_costs
 from engine.cost_model.clusters import load_cluster
 from engine.cost_model.loads import Loads
-from engine.cost_model.parallel import Parallelism
+from engine.cost_model.parallel import Parallelism, Training
+from engine.cost_model.training_mode import TrainingMode
 from engine.dispatching.dispatch import (
     PHASES,
     DispatchOptions,
@@ -28,6 +29,7 @@ from papers.page import Section, percent, table
 RANKS = 128
 """H100 of the ablations."""
 STEPS = 4
+ZERO_3 = Training(mode=TrainingMode(zero_stage=3))
 MINI_BATCHES = {"orchmllm_10b": 75, "orchmllm_18b": 50, "orchmllm_84b": 25}
 """Examples of each rank."""
 ALL = DispatchOptions()
@@ -113,7 +115,7 @@ def balance() -> Section:
 def run(preset: str, batch: int, options: DispatchOptions, communicator: Communicator) -> Result:
     """Steps of a model."""
     model, cluster = load_model(preset), load_cluster("h100")
-    cost = partial(layer_costs, model, cluster, Parallelism(dp=RANKS, zero_stage=3))
+    cost = partial(layer_costs, model, cluster, Parallelism(dp=RANKS), training=ZERO_3)
     mfu, memory, exchange = [], [], []
     for seed in range(STEPS):
         plan = plan_dispatch(_examples(model, batch, seed), options)

@@ -2,7 +2,8 @@
 
 An operation of a layer takes as long as its FLOPs or its bytes, whichever is longer, and a launch:
 
-- a matrix product runs at peak x `Cluster.efficiency` of its width, operands in bf16;
+- a matrix product runs at peak x `Cluster.efficiency` of its width, operands in bf16; of float32
+  operands, which move twice the bytes, at half of that (TF32);
 - attention has its own efficiency; backward 2.5 times as much (FlashAttention-2 recomputes scores);
 - elementwise operations move bytes; their backward passes one and a half times as many;
 - tensor-parallel GPUs gather and scatter over NVLink, as much backward as forward. The extra gather
@@ -66,7 +67,7 @@ def layer_costs(
     columns = {name: np.stack([made[layer.kind][name] for layer in layers]) for name in COLUMNS}
     columns["send_ns"][-1] = 0
     state = [
-        training.state_bytes(layer.gpu_params, parallel, trained=own)
+        training.mode.state_bytes(layer.gpu_params, parallel.dp, trained=own)
         for layer, own in zip(layers, trained, strict=True)
     ]
     return Costs(
@@ -124,6 +125,16 @@ class _Device:
     training: Training
     loads: Loads
 
+    @property
+    def scale(self) -> float:
+        """Size of an activation over that in bf16."""
+        return self.training.mode.weight_bytes / BYTES
+
+    @property
+    def peak_flops_per_s(self) -> float:
+        """Of products and attention: TF32 has half the speed of bf16."""
+        return self.cluster.peak_flops_per_s / self.scale
+
     def tokens(self, stream: TokenStream) -> FloatArray:
         tokens: IntArray = getattr(self.loads, stream.phase).tokens
         return np.asarray(tokens * stream.per_token, np.float64)
@@ -140,19 +151,21 @@ class _Device:
     def _product(self, product: MatMul) -> _Times:
         tokens, weights = self.tokens(product.stream), product.inputs * product.outputs
         width = min(product.inputs, product.outputs)
-        speed = self.cluster.peak_flops_per_s * self.cluster.efficiency(width)
-        flops, moved = 2.0 * weights * tokens, BYTES * (product.inputs + product.outputs) * tokens
-        forward = self._roofline(flops / speed, moved + BYTES * weights, tokens)
+        speed = self.peak_flops_per_s * self.cluster.efficiency(width)
+        flops, size = 2.0 * weights * tokens, self.training.mode.weight_bytes
+        moved = size * (product.inputs + product.outputs) * tokens
+        forward = self._roofline(flops / speed, moved + size * weights, tokens)
         # the gradient is read and written
-        gradient = 2 * self.training.gradient_bytes * weights
+        gradient = 2 * self.training.mode.gradient_bytes * weights
         added = self._roofline(flops / speed, moved + gradient, tokens)
         return _Times(forward=forward, input_grad=forward, weight_grad=added)
 
     def _attention(self, attention: Attention) -> _Times:
-        tokens, peak = self.tokens(attention.stream), self.cluster.peak_flops_per_s
+        tokens, peak = self.tokens(attention.stream), self.peak_flops_per_s
         squares: IntArray = getattr(self.loads, attention.stream.phase).squares
         flops = (2.0 if attention.causal else 4.0) * attention.width * squares
-        moved = BYTES * 2.0 * (attention.width + attention.kv_width) * tokens
+        size = self.training.mode.weight_bytes
+        moved = size * 2.0 * (attention.width + attention.kv_width) * tokens
         forward = np.asarray(flops / (peak * self.cluster.attention_forward_efficiency))
         added = ATTENTION_BACKWARD * flops
         backward = np.asarray(added / (peak * self.cluster.attention_backward_efficiency))
@@ -163,7 +176,7 @@ class _Device:
 
     def _traffic(self, traffic: Elementwise) -> _Times:
         tokens = self.tokens(traffic.stream)
-        moved, launches = traffic.bytes_per_token * tokens, traffic.kernels
+        moved, launches = self.scale * traffic.bytes_per_token * tokens, traffic.kernels
         zeros = np.zeros_like(tokens)
         return _Times(
             forward=self._roofline(zeros, moved, tokens, launches),
@@ -173,7 +186,8 @@ class _Device:
     def _collective(self, collective: Collective) -> _Times:
         tokens, tp = self.tokens(collective.stream), self.parallel.tp
         link = self.parallel.tensor_link(self.cluster)
-        once = travel_ns(collective.bytes_per_token * tokens * (tp - 1) / tp, link)
+        each = self.scale * collective.bytes_per_token
+        once = travel_ns(each * tokens * (tp - 1) / tp, link)
         times = collective.count * once
         return _Times(forward=times, input_grad=times)
 
@@ -201,9 +215,10 @@ def _layer(layer: Layer, device: _Device, trained: bool, flows: bool) -> dict[st
         is_product = [isinstance(each, MatMul) for each in layer.operations]
         first = is_product.index(True) if any(is_product) else len(times)
         own = own + sum((each.input_grad for each in times[first + 1 :]), zeros)
-    tokens = device.tokens(layer.stream)
-    saved = (layer.saved_bytes if trained else layer.saved_for_input_bytes) * tokens
-    sent = sum((size * device.tokens(stream) for stream, size in layer.sent), zeros)
+    tokens, scale = device.tokens(layer.stream), device.scale
+    each = layer.saved_bytes if trained else layer.saved_for_input_bytes
+    saved = (scale * each + layer.softmax_bytes) * tokens
+    sent = sum((scale * size * device.tokens(stream) for stream, size in layer.sent), zeros)
     link = device.parallel.stage_link(device.cluster)
     goes_back = trained or flows
     return {
@@ -213,8 +228,8 @@ def _layer(layer: Layer, device: _Device, trained: bool, flows: bool) -> dict[st
         "recompute_ns": _whole(forward * goes_back),
         "send_ns": _whole(travel_ns(sent, link)),
         "saved_bytes": _whole(saved * goes_back),
-        "kept_bytes": _whole(np.minimum(layer.input_bytes * tokens, saved) * goes_back),
-        "working_bytes": _whole(layer.working_bytes * tokens),
+        "kept_bytes": _whole(np.minimum(scale * layer.input_bytes * tokens, saved) * goes_back),
+        "working_bytes": _whole(scale * layer.working_bytes * tokens),
         "sent_bytes": _whole(sent),
     }
 

@@ -1,6 +1,6 @@
 """Parallelism, trained parts, and the reduction of gradients. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -8,13 +8,9 @@ import numpy as np
 from balance.errors import ConfigError
 from balance.types import IntArray
 from engine.cost_model.clusters import NS_PER_S, Cluster, Link
+from engine.cost_model.training_mode import TrainingMode
 
 Part = Literal["audio", "vision", "projector", "llm"]
-
-WEIGHT_BYTES = 2
-"""bf16."""
-OPTIMIZER_BYTES = 12
-"""Adam, per trained parameter: weight, first and second moment in fp32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +22,6 @@ class Parallelism:
     dp: int = 1
     sequence_parallel: bool = True
     """Whether tensor-parallel GPUs split norms and residuals by tokens (arXiv 2205.05198)."""
-    zero_stage: int = 1
-    """Sharded over replicas: 0 nothing, 1 optimizer, 2 also gradients, 3 also weights (ZeRO)."""
     innermost: Literal["replicas", "stages"] = "replicas"
     """Neighbours of a tensor-parallel group: a stage's replicas, as in Megatron-LM, or stages."""
 
@@ -36,8 +30,6 @@ class Parallelism:
         wrong = [f"{name} = {size}" for name, size in sizes.items() if size < 1]
         if wrong:
             raise ConfigError(f"{', '.join(wrong)}: must be at least 1")
-        if not 0 <= self.zero_stage <= 3:
-            raise ConfigError(f"zero_stage = {self.zero_stage}: use 0, 1, 2 or 3")
         if self.innermost not in ("replicas", "stages"):
             raise ConfigError(f"innermost = {self.innermost!r}: use 'replicas' or 'stages'")
 
@@ -80,23 +72,11 @@ class Training:
     vision: bool = True
     projector: bool = True
     llm: bool = True
-    gradient_bytes: int = 4
-    """Per trained parameter: fp32 as in Megatron-LM; 2 (bf16) fits OmniBal's Table 5 better."""
+    mode: TrainingMode = field(default_factory=TrainingMode)
 
     def trains(self, part: Part) -> bool:
         """Whether a part is trained."""
         return bool(getattr(self, part))
-
-    def state_bytes(self, num_params: int, parallel: Parallelism, *, trained: bool) -> int:
-        """Weights, gradients and optimizer state of the parameters that one GPU holds.
-
-        >>> Training().state_bytes(1_000, Parallelism(dp=4), trained=True)
-        9000
-        """
-        # weights, gradients, optimizer state
-        each = WEIGHT_BYTES, self.gradient_bytes * trained, OPTIMIZER_BYTES * trained
-        shards = [parallel.dp if parallel.zero_stage >= stage else 1 for stage in (3, 2, 1)]
-        return round(sum(num_params * size / n for size, n in zip(each, shards, strict=True)))
 
 
 def reduction_ns(
@@ -110,7 +90,8 @@ def reduction_ns(
     """
     if parallel.dp == 1:
         return np.zeros_like(gpu_params)
-    gathered = training.gradient_bytes if parallel.zero_stage == 0 else WEIGHT_BYTES
+    mode = training.mode
+    gathered = mode.gradient_bytes if mode.zero_stage == 0 else mode.weight_bytes
     link = parallel.replica_link(cluster)
     # a ring crosses between nodes once per node, over the adapters of all its GPUs there
     stride = parallel.tp * (parallel.pp if parallel.innermost == "stages" else 1)
@@ -118,6 +99,6 @@ def reduction_ns(
     rate = link.bytes_per_s * (per_node if link == cluster.network else 1)
     rate = min(rate, cluster.nvlink.bytes_per_s)
     # every GPU passes on all parts but one
-    sent = gpu_params * (training.gradient_bytes + gathered) * ((parallel.dp - 1) / parallel.dp)
+    sent = gpu_params * (mode.gradient_bytes + gathered) * ((parallel.dp - 1) / parallel.dp)
     taken = sent / rate * NS_PER_S + link.latency_ns * (parallel.dp - 1)
     return np.asarray(np.rint(taken), dtype=np.int64)

@@ -24,10 +24,11 @@ from engine.cost_model.costs import Costs
 from engine.cost_model.layer_list import layers_of
 from engine.cost_model.loads import PHASES, QUANTITIES, Loads
 from engine.cost_model.parallel import Parallelism, Training
+from engine.cost_model.training_mode import TrainingMode
 from engine.simulator.schedule import SCHEDULES, Schedule, make_schedule
 from engine.simulator.stages import check_partition
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 _BY_STAGE = ("forward_ns", "backward_ns", "recompute_ns")
 _NUMBERS = ("schedule", "stages_per_rank", "num_micro_batches", "memory_bytes")
 _KEYS = ("version", "inputs", "inputs_hash", "layer_names", "borders", "recompute", "predicted")
@@ -205,8 +206,11 @@ class Plan(PlanRequest):
 
 
 def plan_from_json(values: dict[str, Any], *, where: str) -> Plan:
-    """The inverse of `Plan.to_json`. ConfigError: other version or keys, edited inputs."""
-    if not isinstance(values, dict) or values.get("version") != PLAN_VERSION:
+    """The inverse of `Plan.to_json`. ConfigError: other version or keys, edited inputs.
+
+    Version 1 had no mode: its plans are of what they assumed, bf16 weights and float32 masters.
+    """
+    if not isinstance(values, dict) or values.get("version") not in (1, PLAN_VERSION):
         found = values.get("version") if isinstance(values, dict) else None
         raise ConfigError(
             f"{where}: plan version {found}; this isobatch reads version {PLAN_VERSION}: plan again"
@@ -218,6 +222,7 @@ def plan_from_json(values: dict[str, Any], *, where: str) -> Plan:
             f"{where}: its inputs are not those that its predictions were made from: plan again"
         )
     inputs = dict(_require_keys(values["inputs"], set(_INPUTS), f"{where}, inputs"))
+    inputs |= _with_mode(inputs, values["version"], where)
     names = {f.name for f in fields(Prediction)}
     predicted = _require_keys(values["predicted"], names, f"{where}, predicted")
     parts: dict[str, Any] = {
@@ -260,6 +265,23 @@ def _loads_from_json(values: dict[str, Any], where: str) -> Loads:
             if not isinstance(column, list) or any(type(value) is not int for value in column):
                 raise ConfigError(f"{where}: loads are not lists of integers")
     return Loads.of_lists(values)
+
+
+def _with_mode(inputs: dict[str, Any], version: int, where: str) -> dict[str, Any]:
+    """Two tables with the mode as `TrainingMode`; version 1 had its parts in both."""
+    parallel, training = dict(inputs["parallel"]), inputs["training"]
+    if version == 1:
+        training = dict(training)
+        training["mode"] = {
+            "precision": "bf16",
+            "gradients": "fp32" if training.pop("gradient_bytes") == 4 else "bf16",
+            "zero_stage": parallel.pop("zero_stage"),
+        }
+    _require_keys(training, {f.name for f in fields(Training)}, f"{where}, training")
+    names = {f.name for f in fields(TrainingMode)}
+    mode = _require_keys(training["mode"], names, f"{where}, mode")
+    made = build_config(TrainingMode, mode, where=f"{where}, mode")
+    return {"parallel": parallel, "training": {**training, "mode": made}}
 
 
 def _hash(inputs: Any) -> str:

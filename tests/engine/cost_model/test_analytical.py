@@ -15,12 +15,13 @@ from engine.cost_model.layer_list import layers_of
 from engine.cost_model.loads import Loads, PhaseLoads
 from engine.cost_model.operations import Attention, MatMul
 from engine.cost_model.parallel import Parallelism, Training
+from engine.cost_model.training_mode import TrainingMode
 from engine.simulator.evaluate import evaluate, schedule_for
 from support.cases import for_each
 
 INTERNVL, A100 = load_model("internvl_1_5"), load_cluster("a100_80g")
 OMNIBAL = Parallelism(tp=2, pp=4, dp=4)
-BF16_GRADIENTS = Training(gradient_bytes=2)
+BF16_GRADIENTS = Training(mode=TrainingMode(gradients="bf16"))
 GB, MIB = 1e9, 2**20
 PAPERS_PARTITION = np.array([0, 23, 47, 72, 97])
 """Table 9's [22, 23, 24, 24]: embeddings and projector stand with the layers next to them, the head

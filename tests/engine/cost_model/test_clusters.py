@@ -7,7 +7,7 @@ import pytest
 from balance.config import preset_names
 from balance.errors import ConfigError
 from engine.cost_model.clusters import load_cluster
-from engine.cost_model.parallel import Parallelism, Training
+from engine.cost_model.parallel import Parallelism
 from support.cases import for_each
 
 PROMISED = ["a100_80g", "a100_80g_4gpu", "a100_80g_half_network", "gh200", "h100", "h200"]
@@ -100,25 +100,7 @@ def test_tensor_parallelism_beyond_a_node_goes_over_the_network():
     assert Parallelism(tp=8).tensor_link(cluster) == cluster.network
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"tp": 0}, {"dp": -1}, {"zero_stage": 4}, {"innermost": "stage"}]
-)
+@pytest.mark.parametrize("wrong", [{"tp": 0}, {"dp": -1}, {"innermost": "stage"}])
 def test_an_impossible_parallelism_is_an_error(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Parallelism(**wrong)
-
-
-@for_each(
-    ("zero_stage", "trained", "per_param"),
-    [
-        (0, True, 18),
-        (1, True, 2 + 4 + 12 / 4),
-        (2, True, 2 + 4 / 4 + 12 / 4),
-        (3, True, 18 / 4),
-        (1, False, 2),
-        (3, False, 0.5),
-    ],
-)
-def test_replicas_share_out_what_the_zero_stage_says(zero_stage, trained, per_param):
-    parallel = Parallelism(dp=4, zero_stage=zero_stage)
-    assert Training().state_bytes(1_000_000, parallel, trained=trained) == 1_000_000 * per_param

@@ -5,6 +5,7 @@ import pytest
 
 from engine.cost_model.clusters import load_cluster
 from engine.cost_model.parallel import Parallelism, Training, reduction_ns
+from engine.cost_model.training_mode import TrainingMode
 
 A100 = load_cluster("a100_80g")
 BILLION = np.array([1_000_000_000])
@@ -17,7 +18,8 @@ def test_one_replica_exchanges_nothing():
 def test_replicas_of_a_node_scatter_gradients_and_gather_weights_over_nvlink():
     ns = reduction_ns(BILLION, A100, Parallelism(tp=2, dp=4), Training())[0]
     assert ns * 1e-9 == pytest.approx(1e9 * (4 + 2) * 3 / 4 / 240e9, rel=0.01)
-    everything = reduction_ns(BILLION, A100, Parallelism(tp=2, dp=4, zero_stage=0), Training())[0]
+    unsharded = Training(mode=TrainingMode(zero_stage=0))
+    everything = reduction_ns(BILLION, A100, Parallelism(tp=2, dp=4), unsharded)[0]
     assert everything / ns == pytest.approx(8 / 6, rel=0.01)
 
 

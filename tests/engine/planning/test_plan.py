@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from balance.errors import ConfigError, DataError
+from engine.cost_model.training_mode import TrainingMode
 from engine.planning import planner
 from engine.planning.plan import plan_from_json, read_plan, write_plan
+from support import ROOT
 from support.cases import for_each
 from support.costs.plan_questions import plan_request, uneven_loads
 
@@ -32,6 +34,15 @@ def test_a_plan_survives_its_file(plan, tmp_path):
     np.testing.assert_array_equal(read.loads.llm.squares, plan.loads.llm.squares)
     np.testing.assert_array_equal(read.recompute_mask, plan.recompute_mask)
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_plan_of_version_1_is_read_with_the_mode_that_it_assumed():
+    plan = read_plan(ROOT / "tests" / "data" / "plan_version_1.json")
+    assert plan.training.mode == TrainingMode(precision="bf16", gradients="fp32", zero_stage=1)
+    assert (plan.parallel.pp, plan.parallel.dp, plan.training.llm) == (2, 2, True)
+    again = planner.plan(plan.changed()).plan
+    assert again.predicted == plan.predicted
+    assert plan_from_json(plan.to_json(), where="here").to_json() == plan.to_json()
 
 
 def test_the_hash_is_that_of_the_question(plan):
@@ -61,7 +72,10 @@ def with_own_hash(values):
 @for_each(
     ("path", "value", "message"),
     [
-        (("version",), 2, "here: plan version 2; this isobatch reads version 1: plan again"),
+        (("version",), 3, "here: plan version 3; this isobatch reads version 2: plan again"),
+        (("inputs", "training", "mode"), {}, "here, mode: has"),
+        (("inputs", "training", "mode", "speed"), 1, "here, mode: has .*'speed'"),
+        (("inputs", "training", "mode"), 1, "here, mode: has int"),
         (("speed",), 1, "here: has .*'speed'.*; it must have"),
         (("inputs", "speed"), 1, "here, inputs: has .*'speed'.*; it must have"),
         (("inputs", "cluster", "speed"), 1, "here, cluster: unknown key speed; known: "),
