@@ -65,16 +65,19 @@ class RecomputeChooser:
         """As `choose_recompute`; None if the partition never fits."""
         chosen = np.zeros(self.costs.num_layers, np.bool_)
         for rank in range(self.schedule.num_ranks):
-            starts, ends = self.stages_of(borders, rank)
-            key = rank, *starts.tolist(), *ends.tolist()
-            if key not in self._least:
-                masks, _ = self.choices(rank, starts, ends, only_least=True)
-                self._least[key] = masks[-1] if len(masks) else None
-            own = self._least[key]
+            own = self.least_of_rank(rank, *self.stages_of(borders, rank))
             if own is None:
                 return None
             chosen |= own
         return chosen
+
+    def least_of_rank(self, rank: int, starts: IntArray, ends: IntArray) -> BoolArray | None:
+        """Layers that a rank with these stages recomputes, (layers,); None if it never fits."""
+        key = rank, *starts.tolist(), *ends.tolist()
+        if key not in self._least:
+            masks, _ = self.choices(rank, starts, ends, only_least=True)
+            self._least[key] = masks[-1] if len(masks) else None
+        return self._least[key]
 
 
 def fitted_step(costs: Costs, schedule: Schedule, memory_bytes: int) -> Callable[[IntArray], int]:

@@ -48,7 +48,7 @@ class LayerSums(NamedTuple):
 
 def layer_sums(costs: Costs, schedule: Schedule) -> LayerSums:
     """Sums for the windows of a schedule."""
-    is_apart = bool((schedule.kinds == PassKind.INPUT_GRAD).any())
+    is_apart = _is_apart(schedule)
     nothing = np.zeros((1, costs.num_micro_batches), np.int64)
     forward, input_grad, weight_grad = (
         np.concatenate([nothing, np.cumsum(times, axis=0)])
@@ -71,6 +71,39 @@ def layer_sums(costs: Costs, schedule: Schedule) -> LayerSums:
         sends_grad=sends_grad,
         last=costs.weight_grad_ns[0] * is_apart,
     )
+
+
+def range_bounds(sums: LayerSums, schedule: Schedule, stage: int) -> IntArray:
+    """Least times of a step with the layers a:b in a stage, (layers + 1, layers + 1).
+
+    Never above the bound of `window_steps`, for ranges by the million: sends take no time here.
+    Entries with b <= a mean nothing.
+    """
+    order = operations(schedule)
+    own = order.stages == stage
+    kinds, numbers = order.kinds[own], order.micro_batches[own]
+    turn = int(np.argmax(np.isin(kinds, (BACKWARD, INPUT_GRAD))))
+    returning = numbers[turn]
+    early = sums.forward[:, numbers[:turn]].sum(axis=1)
+    work = (sums.forward + sums.input_grad + sums.weight_grad).sum(axis=1)
+    # the shortest way back; gradients of weights may follow when nothing waits for the stage
+    back = sums.backward.min(axis=1) * (sums.sends_grad & (not _is_apart(schedule)))
+    # the shortest way to the stage, its work, and the way back
+    bounds = (sums.forward.min(axis=1) - work + back)[:, np.newaxis] + work
+    # the way of the first micro-batch that returns, what the stage has left then, and the way back
+    way = sums.forward[:, returning] + sums.sends_grad * (
+        sums.forward[-1, returning]
+        - sums.forward[:, returning]
+        + sums.backward[-1, returning]
+        - sums.backward[:, returning]
+    )
+    left = work - early
+    return np.asarray(np.maximum(bounds, (back - left)[:, np.newaxis] + (way + left)))
+
+
+def _is_apart(schedule: Schedule) -> bool:
+    """Whether gradients of weights are computed in passes of their own."""
+    return bool((schedule.kinds == PassKind.INPUT_GRAD).any())
 
 
 def _least(sends: IntArray) -> IntArray:
@@ -175,7 +208,9 @@ def _run(inside, sums, first, cuts, durations, state):  # type: ignore[no-untype
     width, num_ranks, step = len(forward), len(now), np.int64(0)
     for at in range(len(inside.kinds)):
         kind, stage, number = inside.kinds[at], inside.stages[at] - first, inside.micro_batches[at]
-        rank = (first + stage) % num_ranks
+        # no division where each rank has one stage: it takes as long as all the rest
+        rank = first + stage
+        rank = rank if rank < num_ranks else rank % num_ranks
         if kind == FORWARD:
             # the output goes to the next stage, or out of the window and back
             end = max(now[rank], ready[stage, number]) + forward[stage, number]
@@ -183,7 +218,7 @@ def _run(inside, sums, first, cuts, durations, state):  # type: ignore[no-untype
             if stage + 1 == width:
                 ready_back[stage, number] = end + turn[number]
             else:
-                other = (rank + 1) % num_ranks
+                other = rank + 1 if rank + 1 < num_ranks else 0
                 free[rank, other] = max(end, free[rank, other]) + sums.send[cut, number]
                 ready[stage + 1, number] = free[rank, other] if num_ranks > 1 else end
         elif kind in (BACKWARD, INPUT_GRAD):
@@ -195,7 +230,7 @@ def _run(inside, sums, first, cuts, durations, state):  # type: ignore[no-untype
             if stage == 0:
                 step = max(step, end + tail[number])
             elif sums.sends_grad[cut]:
-                other = (rank - 1) % num_ranks
+                other = rank - 1 if rank else num_ranks - 1
                 free[rank, other] = max(end, free[rank, other]) + sums.send_back[cut, number]
                 ready_back[stage - 1, number] = free[rank, other] if num_ranks > 1 else end
         else:

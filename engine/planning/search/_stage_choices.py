@@ -12,27 +12,41 @@ import numpy as np
 
 from balance.types import BoolArray, IntArray
 from engine.planning.rank_memory import stage_peaks
+from engine.planning.search._bounds import range_bounds
 from engine.planning.search._windows import Windows
+from engine.planning.search.limits import SearchLimits
 from engine.planning.search.local_search import NEVER, PartitionEvaluator
 
 MOST_COMBINED = 1_000
 """Combinations of the ranks' choices that are simulated per partition."""
 
 
-def every_stage(evaluator: PartitionEvaluator) -> list[Windows]:
-    """All possible ranges of layers of each stage, without bounds; nothing is recomputed."""
+def every_stage(evaluator: PartitionEvaluator, limit_ns: int) -> list[Windows]:
+    """Ranges of layers that each stage of a step under `limit_ns` can have; nothing recomputed.
+
+    Those that `range_bounds` and the memory of their weights do not rule out.
+    """
     num_layers, num_stages = evaluator.costs.num_layers, evaluator.schedule.num_stages
+    state = np.concatenate([[0], np.cumsum(evaluator.layers.state)])
+    places = np.arange(num_layers + 1)
+    fits = state - state[:, np.newaxis] <= evaluator.memory_bytes
+    fits &= places > places[:, np.newaxis]
     chain = []
     for stage in range(num_stages):
         after = num_stages - 1 - stage
-        starts = np.arange(stage, num_layers - after) if stage else np.arange(1)
-        ends = np.arange(stage + 1, num_layers - after + 1) if after else np.array([num_layers])
-        borders = np.stack(np.meshgrid(starts, ends, indexing="ij"), axis=-1).reshape(-1, 2)
-        borders = borders[borders[:, 0] < borders[:, 1]]
-        zeros = np.zeros((len(borders), 1), np.int64)
-        left, right = borders.T
+        # the first stage begins with the first layer, the last one ends with the last
+        starts = (places >= stage) if stage else (places == 0)
+        ends = (places <= num_layers - after) if after else (places == num_layers)
+        bounds = range_bounds(evaluator.sums, evaluator.schedule, stage)
+        left, right = np.nonzero(fits & (bounds < limit_ns) & starts[:, np.newaxis] & ends)
         chain.append(
-            Windows(borders=borders, choices=zeros, bound_ns=zeros[:, 0], left=left, right=right)
+            Windows(
+                borders=np.stack([left, right], axis=1),
+                choices=np.zeros((len(left), 1), np.int64),
+                bound_ns=bounds[left, right],
+                left=left,
+                right=right,
+            )
         )
     return chain
 
@@ -47,31 +61,50 @@ class StageChoices:
         self.extra_ns: IntArray = np.zeros((1, evaluator.costs.num_micro_batches), np.int64)
         """(choices, micro_batches): recomputation in the stage's backward passes."""
 
-    def expand(self, chain: list[Windows]) -> tuple[int, list[Windows]]:
-        """Windows of one stage -> one per fitting choice, and the least bound of untried ones."""
-        extra, left_out, expanded = [self.extra_ns], NEVER, []
-        memory, layers = self.evaluator.memory_bytes, self.evaluator.layers
-        for rank, windows in enumerate(chain):
-            order = self.evaluator.orders[rank]
-            needs = stage_peaks(layers, order, windows.borders, self.masks[0])
-            least = stage_peaks(layers, order, windows.borders, self.evaluator.frees)
-            # stages that fit without recomputation
-            indices = [np.flatnonzero(needs <= memory)]
-            numbers = [np.zeros(len(indices[0]), np.int64)]
-            # stages that fit with some of it
-            for index in np.flatnonzero((needs > memory) & (least <= memory)):
-                starts, ends = windows.borders[index][:, np.newaxis]
-                masks, is_all = self.evaluator.choices(rank, starts, ends)
-                masks, times = self._fastest(masks)
-                left_out = left_out if is_all else min(left_out, int(windows.bound_ns[index]))
-                indices.append(np.full(len(masks), index))
-                numbers.append(len(self.masks) + np.arange(len(masks)))
-                self.masks.extend(masks)
-                extra.append(times)
-            chosen = windows.take(np.concatenate(indices))
-            expanded.append(replace(chosen, choices=np.concatenate(numbers)[:, np.newaxis]))
+    def expand(
+        self, chain: list[Windows], bounds: list[IntArray], limits: SearchLimits
+    ) -> tuple[int, list[Windows]]:
+        """Windows of one stage -> one per fitting choice, and the least bound of untried ones.
+
+        `bounds`: as `chain_bounds`; those of least bound are tried first.
+        """
+        nothing = np.zeros(self.evaluator.costs.num_layers, np.bool_)
+        most, least = (self._peaks(chain, mask) for mask in (nothing, self.evaluator.frees))
+        memory = self.evaluator.memory_bytes
+        # stages that fit without recomputation
+        indices = [[np.flatnonzero(needs <= memory)] for needs in most]
+        numbers = [[np.zeros(len(own), np.int64)] for (own,) in indices]
+        # stages that fit with some of it
+        tight = [
+            np.flatnonzero((a > memory) & (b <= memory)) for a, b in zip(most, least, strict=True)
+        ]
+        extra, left_out = [self.extra_ns], NEVER
+        for bound, rank, index in _by_bound(bounds, tight):
+            if limits.is_over():
+                left_out = min(left_out, bound)
+                break
+            starts, ends = chain[rank].borders[index][:, np.newaxis]
+            masks, is_all = self.evaluator.choices(rank, starts, ends)
+            masks, times = self._fastest(masks)
+            left_out = left_out if is_all else min(left_out, bound)
+            indices[rank].append(np.full(len(masks), index))
+            numbers[rank].append(len(self.masks) + np.arange(len(masks)))
+            self.masks.extend(masks)
+            extra.append(times)
         self.extra_ns = np.concatenate(extra)
+        expanded = [
+            replace(one.take(np.concatenate(own)), choices=np.concatenate(chosen)[:, np.newaxis])
+            for one, own, chosen in zip(chain, indices, numbers, strict=True)
+        ]
         return left_out, expanded
+
+    def _peaks(self, chain: list[Windows], mask: BoolArray) -> list[IntArray]:
+        """Peaks of the windows of each stage with these layers recomputed."""
+        orders, layers = self.evaluator.orders, self.evaluator.layers
+        return [
+            np.asarray(stage_peaks(layers, order, one.borders, mask))
+            for order, one in zip(orders, chain, strict=True)
+        ]
 
     def _fastest(self, masks: BoolArray) -> tuple[BoolArray, IntArray]:
         """Choices and their added times, without those that another one never exceeds."""
@@ -109,3 +142,13 @@ class StageChoices:
         for row, combination in enumerate(some):
             masks[row] = np.logical_or.reduce(combination)
         return masks, count <= MOST_COMBINED and all(is_all for _, is_all in own)
+
+
+def _by_bound(bounds: list[IntArray], tight: list[IntArray]) -> list[tuple[int, int, int]]:
+    """(bound, rank, window) of these windows of each rank, by bound."""
+    every = [
+        (int(bounds[rank][index]), rank, int(index))
+        for rank, own in enumerate(tight)
+        for index in own
+    ]
+    return sorted(every)

@@ -73,13 +73,14 @@ def prune(chain: list[Windows], bounds: list[IntArray], limit_ns: int) -> list[W
     return [one.take(np.flatnonzero(own < limit_ns)) for one, own in pairs]
 
 
-def count_joined(chain: list[Windows]) -> int:
-    """Number of windows that `join` makes."""
+def count_joined(chain: list[Windows], bounds: list[IntArray], limit_ns: int) -> int:
+    """Number of windows that `join` makes of those of chains with a bound below `limit_ns`."""
     total = 0
-    for one, after in pairwise(chain):
-        size = max(one.right.max(initial=-1), after.left.max(initial=-1)) + 1
-        counts = (np.bincount(shared, minlength=size) for shared in (one.right, after.left))
-        total += int(np.dot(*counts))
+    pairs = zip(chain, bounds, strict=True)
+    kept = [(one.left[own < limit_ns], one.right[own < limit_ns]) for one, own in pairs]
+    for (_, right), (left, _) in pairwise(kept):
+        size = max(right.max(initial=-1), left.max(initial=-1)) + 1
+        total += int(np.dot(*(np.bincount(shared, minlength=size) for shared in (right, left))))
     return total
 
 

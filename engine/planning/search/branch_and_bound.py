@@ -1,4 +1,4 @@
-"""Branch and bound: the fastest partition, or a proven gap. Pure.
+"""Branch and bound: the fastest partition, or a proven gap. Reads a clock only.
 
 Minimises the simulated time of the whole step. A local search from several anchors finds a good
 partition. Then it is proved or improved: every possible stage gets a lower bound (`_bounds`), and
@@ -6,12 +6,14 @@ stages that no faster partition can contain are pruned; then every two remaining
 stages, every three, and so on (`_windows`), up to whole partitions. Brute force agrees to the ns.
 
 Where too many windows remain, only those of the fastest chains continue and the others count with
-their bound, so the result has a proven gap. So too where ranks have several stages and must
-recompute, which bounds ignore (10 to 30 %, and half a minute for 3 stages per rank). For 64
-micro-batches 93 layers in 4 stages take .05 s, 125 in 8 some .2 s, 160 in 16 from .5 to 4 s and,
-where micro-batches differ by 15 %, a gap of .4 % remains (benchmarks/partition_speed.py).
+their bound, so the result has a proven gap. So too when the time is up (`limits`), and where ranks
+have several stages and must recompute, which bounds ignore (10 to 30 %, and half a minute for 3
+stages per rank). For 64 micro-batches 93 layers in 4 stages take .02 s, 125 in 8 some .2 s, 160 in
+16 from .5 to 4 s and, where micro-batches differ by 15 %, a gap of .4 % remains
+(benchmarks/partition_speed.py).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,17 +33,26 @@ from engine.planning.search._windows import (
     join,
     prune,
 )
-from engine.planning.search.local_search import NEVER, PartitionEvaluator, improve_partition
+from engine.planning.search.limits import CHUNK_ACTIONS, SearchLimits, SearchProgress
+from engine.planning.search.local_search import (
+    NEVER,
+    UNLIMITED,
+    PartitionEvaluator,
+    improve_partition,
+)
 from engine.simulator.schedule import Schedule
 
-MOST_WINDOWS = 600_000
-"""Windows that are simulated at most: 1 to 15 us each for 64 micro-batches."""
 SHARE = 3
 """The next length gets 1 / SHARE of the windows that may still be simulated."""
 STARTS = 3
 """Anchors from which the local search starts."""
+DESCENT_SHARE = 0.25
+"""Of the time that is left, what one local search may take."""
+CHOICES_SHARE = 0.5
+"""Of the time that is left, what finding the stages' choices of recomputed layers may take."""
 MOST_WHOLE = 300
 """Partitions that are tried at the end with several stages per rank: 1 to 100 ms each."""
+UNFINISHED = "; the search did not try every partition, so one may fit: give it more time"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +74,15 @@ class SearchResult:
 
 
 def search_exact(
-    costs: Costs, schedule: Schedule, memory_bytes: int, *, most_windows: int = MOST_WINDOWS
+    costs: Costs, schedule: Schedule, memory_bytes: int, limits: SearchLimits = UNLIMITED
 ) -> SearchResult:
     """The partition and recomputed layers of the fastest step in which every rank fits.
 
-    Deterministic. InfeasiblePlan if none fits, with what would make the best anchor fit.
+    Deterministic, but for what a deadline leaves out. Never slower than the fastest anchor.
+    InfeasiblePlan if none was found that fits, with what would make the best anchor fit.
     """
     check_stages(costs.num_layers, schedule.num_stages)
-    search = _Search(costs, schedule, memory_bytes, most_windows)
+    search = _Search(costs, schedule, memory_bytes, limits)
     search.improve_from(anchors(costs, schedule.num_stages))
     search.run()
     return search.result()
@@ -92,10 +104,10 @@ class _Search:
     """The best partition so far and its bound."""
 
     def __init__(
-        self, costs: Costs, schedule: Schedule, memory_bytes: int, most_windows: int
+        self, costs: Costs, schedule: Schedule, memory_bytes: int, limits: SearchLimits
     ) -> None:
         self.evaluator = PartitionEvaluator(costs, schedule, memory_bytes)
-        self.most_windows, self.windows = most_windows, 0
+        self.limits, self.windows = limits, 0
         self.best: tuple[IntArray, BoolArray] | None = None
         self.smallest: IntArray | None = None
         """The partition of least memory that was tried, if no anchor fits."""
@@ -108,8 +120,9 @@ class _Search:
         if self.best is None:
             assert self.smallest is not None
             costs, schedule = self.evaluator.costs, self.evaluator.schedule
-            memory = self.evaluator.memory_bytes
-            raise InfeasiblePlan(what_would_fit(costs, self.smallest, schedule, memory))
+            lacks = what_would_fit(costs, self.smallest, schedule, self.evaluator.memory_bytes)
+            hint = "" if self.dropped_ns == NEVER else UNFINISHED
+            raise InfeasiblePlan(lacks + hint)
         # one rank takes at least as long as the mean work of a rank
         work = int((self.evaluator.costs.forward_ns + self.evaluator.costs.backward_ns).sum())
         mean_ns = -(-work // self.evaluator.schedule.num_ranks)
@@ -129,9 +142,13 @@ class _Search:
             smallest = partitions[int(peaks.argmin())]
             self.smallest, _ = improve_partition(self.evaluator.least_peaks, smallest)
             partitions, steps = [self.smallest], self.evaluator.steps(self.smallest[np.newaxis])
-        for row in np.argsort(steps, kind="stable")[:STARTS].tolist():
+        order = np.argsort(steps, kind="stable")[:STARTS].tolist()
+        for row in order:
             if steps[row] < NEVER:
-                self.offer(*improve_partition(self.evaluator.steps, partitions[row]))
+                self.offer(partitions[row], int(steps[row]))
+                chunk, limits = self.evaluator.chunk, self.limits.part(DESCENT_SHARE)
+                begun = self.evaluator.steps, partitions[row]
+                self.offer(*improve_partition(*begun, chunk=chunk, limits=limits))
 
     def offer(self, borders: IntArray, step_ns: int, recompute: BoolArray | None = None) -> None:
         """Keep a partition if it is the best."""
@@ -145,49 +162,85 @@ class _Search:
         chain = self.stages()
         while all(len(one) for one in chain):
             bounds = chain_bounds(chain)
+            self.tell(chain, int(bounds[0].min()))
+            if self.limits.is_over():
+                self.drop_from(int(bounds[0].min()))
+                return
             if len(chain) > 1:
                 self.improve_from([best_chain(chain, bounds)[0]])
             chain = prune(chain, bounds, min(self.step_ns, self.dropped_ns))
             if len(chain) == 1:
                 self.finish(chain[0])
                 return
-            chain = self.bounded(join(self.affordable(chain)))
+            chain = self.bounded(join(self.affordable(chain, count_joined)))
 
     def stages(self) -> list[Windows]:
         """Windows of one stage."""
-        chain = self.bounded(every_stage(self.evaluator))
-        chain = prune(chain, chain_bounds(chain), self.step_ns)
+        chain = every_stage(self.evaluator, self.step_ns)
+        chain = self.bounded(self.affordable(chain, _count))
+        chain = prune(chain, chain_bounds(chain), min(self.step_ns, self.dropped_ns))
         if self.choices.are_of_stages:
-            left_out, chain = self.choices.expand(chain)
-            self.dropped_ns = min(self.dropped_ns, left_out)
-            chain = self.bounded(chain)
+            limits = self.limits.part(CHOICES_SHARE)
+            left_out, chain = self.choices.expand(chain, chain_bounds(chain), limits)
+            self.drop_from(left_out)
+            chain = self.bounded(self.affordable(chain, _count))
         return chain
 
+    def drop_from(self, bound_ns: int) -> None:
+        """Leave out all windows with at least this bound."""
+        self.dropped_ns = min(self.dropped_ns, bound_ns)
+
+    def tell(self, chain: list[Windows], bound_ns: int) -> None:
+        """Report where the search is."""
+        least = min(self.step_ns, self.dropped_ns, bound_ns)
+        self.limits.report(
+            SearchProgress(
+                width=chain[0].choices.shape[1],
+                num_stages=self.evaluator.schedule.num_stages,
+                step_ns=None if self.best is None else self.step_ns,
+                gap=(self.step_ns - least) / max(self.step_ns, 1),
+            )
+        )
+
     def bounded(self, chain: list[Windows]) -> list[Windows]:
-        """The windows with their own bounds."""
+        """The windows with their own bounds; what time does not suffice for keeps what it has."""
         schedule, sums = self.evaluator.schedule, self.evaluator.sums
         extra_ns, made = self.choices.extra_ns, []
+        actions = len(schedule.kinds) // schedule.num_stages * chain[0].choices.shape[1]
+        chunk = max(1, CHUNK_ACTIONS // actions)
         for first, one in enumerate(chain):
-            self.windows += len(one)
-            steps = window_steps(schedule, sums, first, one.borders, one.choices, extra_ns)
-            made.append(replace(one, bound_ns=np.maximum(one.bound_ns, steps)))
+            bounds = one.bound_ns.copy()
+            for begin in range(0, len(one), chunk):
+                if self.limits.is_over():
+                    break
+                own = slice(begin, begin + chunk)
+                borders, choices = one.borders[own], one.choices[own]
+                steps = window_steps(schedule, sums, first, borders, choices, extra_ns)
+                bounds[own] = np.maximum(bounds[own], steps)
+                self.windows += len(steps)
+            made.append(replace(one, bound_ns=bounds))
         return made
 
-    def affordable(self, chain: list[Windows]) -> list[Windows]:
-        """The windows of the fastest chains, as many as the rest of the search can join."""
-        most = max(0, self.most_windows - self.windows) // SHARE
-        if count_joined(chain) <= most:
-            return chain
+    def affordable(
+        self, chain: list[Windows], count: Callable[[list[Windows], list[IntArray], int], int]
+    ) -> list[Windows]:
+        """The windows of the fastest chains, as many as the rest of the search can simulate.
+
+        `count`: number of simulated windows if those of chains with a bound below a limit remain.
+        """
+        most = max(0, self.limits.most_windows - self.windows) // SHARE
         bounds = chain_bounds(chain)
+        if count(chain, bounds, NEVER) <= most:
+            return prune(chain, bounds, NEVER)
         limits = np.unique(np.concatenate(bounds))
         low, high = 0, len(limits) - 1
         while low < high:  # the highest limit that is affordable; the least one leaves nothing
             middle = (low + high + 1) // 2
-            if count_joined(prune(chain, bounds, int(limits[middle]))) <= most:
+            if count(chain, bounds, int(limits[middle])) <= most:
                 low = middle
             else:
                 high = middle - 1
-        self.dropped_ns = min(self.dropped_ns, int(limits[low]))
+        self.drop_from(int(limits[low]))
         return prune(chain, bounds, self.dropped_ns)
 
     def finish(self, partitions: Windows) -> None:
@@ -200,14 +253,19 @@ class _Search:
             bound = int(partitions.bound_ns[row])
             if bound >= self.step_ns:
                 break
-            if tried == MOST_WHOLE:
-                self.dropped_ns = min(self.dropped_ns, bound)
+            if tried == MOST_WHOLE or self.limits.is_over():
+                self.drop_from(bound)
                 break
             borders, numbers = partitions.borders[row], partitions.choices[row]
             steps, masks, is_all = self.choices.of_partition(borders, numbers)
             self.windows += len(steps)
             if not is_all:
-                self.dropped_ns = min(self.dropped_ns, bound)
+                self.drop_from(bound)
             if len(steps):
                 best = int(steps.argmin())
                 self.offer(borders, int(steps[best]), masks[best])
+
+
+def _count(chain: list[Windows], bounds: list[IntArray], limit_ns: int) -> int:
+    """Number of windows of chains with a bound below `limit_ns`."""
+    return sum(int((own < limit_ns).sum()) for own in bounds)

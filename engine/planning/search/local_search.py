@@ -4,7 +4,7 @@ From a partition to the best of those in which one border, or several neighbouri
 little, until none is better. 0.1 s for 125 layers in 8 stages.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -13,12 +13,14 @@ from engine.cost_model.costs import Costs
 from engine.planning.rank_memory import peak_bytes
 from engine.planning.recompute import RecomputeChooser
 from engine.planning.search._bounds import layer_sums, window_steps
+from engine.planning.search.limits import CHUNK_ACTIONS, SearchLimits
 from engine.simulator.schedule import Schedule
 
 NEVER = np.iinfo(np.int64).max
 """Time of a partition that does not fit."""
 FARTHEST = 3
 """Layers by which a border moves at most."""
+UNLIMITED = SearchLimits()
 
 
 class PartitionEvaluator(RecomputeChooser):
@@ -27,15 +29,73 @@ class PartitionEvaluator(RecomputeChooser):
     def __init__(self, costs: Costs, schedule: Schedule, memory_bytes: int) -> None:
         super().__init__(costs, schedule, memory_bytes)
         self.sums = layer_sums(costs, schedule)
+        self.chunk = max(1, CHUNK_ACTIONS // len(schedule.kinds))
+        """Partitions that are simulated at a time."""
+        self._peaks: dict[tuple[int, ...], int] = {}
+        self._bounds: dict[tuple[int, ...], int] = {}
 
-    def steps(self, partitions: IntArray) -> IntArray:
-        """Step times of `partitions`, (partitions, stages + 1); NEVER where one does not fit."""
-        found = [self.least(borders) for borders in partitions]
-        fits = np.array([chosen is not None for chosen in found], np.bool_)
-        masks = [chosen for chosen in found if chosen is not None]
+    def steps(self, partitions: IntArray, limit_ns: int = NEVER) -> IntArray:
+        """Step times of `partitions`, (partitions, stages + 1); NEVER where one does not fit.
+
+        NEVER also where a stage alone says that the step is not below `limit_ns`.
+        """
+        extra, num_rows = [np.zeros((1, self.costs.num_micro_batches), np.int64)], 1
+        rows = np.zeros((len(partitions), self.schedule.num_stages), np.int64)
+        fits = np.ones(len(partitions), np.bool_)
+        # row 0: nothing is recomputed
+        for rank, indices, starts, ends in self._distinct(partitions):
+            own = self.least_of_rank(rank, starts, ends)
+            if own is None or self._bound(rank, starts, ends, own) >= limit_ns:
+                fits[indices] = False
+            elif own.any():
+                made = self._extra_ns(starts, ends, own)
+                stages = np.arange(rank, rows.shape[1], self.schedule.num_ranks)
+                rows[np.ix_(indices, stages)] = num_rows + np.arange(len(made))
+                extra.append(made)
+                num_rows += len(made)
         steps = np.full(len(partitions), NEVER)
-        steps[fits] = self.times(partitions[fits], masks)
+        steps[fits] = window_steps(
+            self.schedule, self.sums, 0, partitions[fits], rows[fits], np.concatenate(extra)
+        )
         return steps
+
+    def _bound(self, rank: int, starts: IntArray, ends: IntArray, own: BoolArray) -> int:
+        """Least time of a step in which a rank has these stages and recomputes these layers."""
+        key = rank, *starts.tolist(), *ends.tolist()
+        if key not in self._bounds:
+            extra_ns = self._extra_ns(starts, ends, own)
+            steps = [
+                window_steps(
+                    self.schedule,
+                    self.sums,
+                    rank + place * self.schedule.num_ranks,
+                    np.array([[start, end]]),
+                    np.array([[place]]),
+                    extra_ns,
+                )
+                for place, (start, end) in enumerate(zip(starts, ends, strict=True))
+            ]
+            self._bounds[key] = int(np.max(steps))
+        return self._bounds[key]
+
+    def _extra_ns(self, starts: IntArray, ends: IntArray, own: BoolArray) -> IntArray:
+        """Recomputation in the backward passes of these stages, (stages, micro_batches)."""
+        times = self.costs.recompute_ns * own[:, np.newaxis]
+        return np.stack([times[a:b].sum(axis=0) for a, b in zip(starts, ends, strict=True)])
+
+    def _distinct(self, partitions: IntArray) -> Iterator[tuple[int, IntArray, IntArray, IntArray]]:
+        """(rank, partitions, starts, ends) of all different stages of a rank."""
+        for rank in range(self.schedule.num_ranks):
+            starts, ends = self.stages_of(partitions.T, rank)
+            codes = np.zeros(len(partitions), np.int64)
+            for column in (*starts, *ends):
+                codes = codes * (self.costs.num_layers + 1) + column
+                _, codes = np.unique(codes, return_inverse=True)
+            order = np.argsort(codes, kind="stable")
+            for own in np.split(order, np.flatnonzero(np.diff(codes[order])) + 1):
+                if not len(own):
+                    return  # there are no partitions
+                yield rank, own, starts[:, own[0]], ends[:, own[0]]
 
     def times(self, partitions: IntArray, masks: Sequence[BoolArray]) -> IntArray:
         """Step times of `partitions` where layers are recomputed by the mask of each."""
@@ -51,33 +111,43 @@ class PartitionEvaluator(RecomputeChooser):
         rows = np.arange(len(extra_ns)).reshape(len(masks), -1)
         return window_steps(self.schedule, self.sums, 0, partitions, rows, extra_ns)
 
-    def least_peaks(self, partitions: IntArray) -> IntArray:
+    def least_peaks(self, partitions: IntArray, limit_bytes: int = NEVER) -> IntArray:
         """Peak of the fullest rank of each partition, (partitions,), everything recomputed."""
-
-        def least_peak(borders: IntArray) -> int:
-            peaks = (
-                peak_bytes(self.layers, order, *self.stages_of(borders, rank), self.frees)
-                for rank, order in enumerate(self.orders)
-            )
-            return int(max(peaks))
-
-        return np.array([least_peak(borders) for borders in partitions])
+        del limit_bytes  # as the limit of `steps`; there is nothing to save here
+        peaks = np.zeros(len(partitions), np.int64)
+        for rank, indices, starts, ends in self._distinct(partitions):
+            key = rank, *starts.tolist(), *ends.tolist()
+            if key not in self._peaks:
+                order = self.orders[rank]
+                self._peaks[key] = int(peak_bytes(self.layers, order, starts, ends, self.frees))
+            peaks[indices] = np.maximum(peaks[indices], self._peaks[key])
+        return peaks
 
 
 def improve_partition(
-    value: Callable[[IntArray], IntArray], borders: IntArray
+    value: Callable[[IntArray, int], IntArray],
+    borders: IntArray,
+    *,
+    chunk: int = CHUNK_ACTIONS,
+    limits: SearchLimits = UNLIMITED,
 ) -> tuple[IntArray, int]:
     """-> (borders, value) of the local minimum that small moves from `borders` lead to.
 
-    `value`: a function of (partitions, stages + 1) borders: `steps` or `least_peaks`.
+    `value`: a function of (partitions, stages + 1) borders and a limit below which values must be
+    right: `steps` or `least_peaks`. Of `chunk` neighbours at a time the best is taken; when the
+    time is up, the best so far.
     """
-    least = int(value(borders[np.newaxis])[0])
-    while True:
-        near = neighbours(borders)
-        values = value(near)
-        if not len(values) or values.min() >= least:
-            return borders, least
-        borders, least = near[int(values.argmin())], int(values.min())
+    least, first, unchanged = int(value(borders[np.newaxis], NEVER)[0]), 0, 0
+    near = neighbours(borders)
+    while unchanged < len(near) and not limits.is_over():
+        # the next ones, in a circle
+        some = near[(first + np.arange(min(chunk, len(near)))) % len(near)]
+        values = value(some, least)
+        first, unchanged = (first + len(some)) % len(near), unchanged + len(some)
+        if values.min() < least:
+            borders, least, unchanged = some[int(values.argmin())], int(values.min()), 0
+            near = neighbours(borders)
+    return borders, least
 
 
 def neighbours(borders: IntArray) -> IntArray:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from engine.planning.search._bounds import layer_sums, window_steps
+from engine.planning.search._bounds import layer_sums, range_bounds, window_steps
 from engine.simulator.evaluate import evaluate
 from support.cases import for_each
 from support.costs.random_costs import instance, random_borders
@@ -32,6 +32,12 @@ def test_bounds_rise_with_the_window_and_end_at_the_simulated_step(seed):
             ]
         )
         assert (bounds >= np.maximum(below[:-1], below[1:])).all()
+        if width == 1:
+            quick = [
+                range_bounds(sums, schedule, stage)[borders[stage], borders[stage + 1]]
+                for stage in range(num_stages)
+            ]
+            assert (bounds >= quick).all()
         below = bounds
     assert below.tolist() == [evaluate(costs, borders, recompute, schedule).step_ns]
 

@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 
 from engine.cost_model.costs import Costs
+from engine.planning.partition import by_step_time
 from engine.planning.recompute import InfeasiblePlan, RecomputeChooser
+from engine.planning.search import branch_and_bound, local_search
 from engine.planning.search._stage_choices import MOST_COMBINED
-from engine.planning.search.branch_and_bound import MOST_WHOLE, MOST_WINDOWS, search_exact
+from engine.planning.search.branch_and_bound import MOST_WHOLE, anchors, search_exact
+from engine.planning.search.limits import MOST_WINDOWS, SearchLimits
+from engine.planning.search.local_search import PartitionEvaluator
 from engine.simulator.evaluate import evaluate, schedule_for
 from engine.simulator.schedule import make_schedule
 from support.cases import for_each
@@ -84,14 +88,19 @@ def test_nothing_beats_it_of_all_partitions_of_up_to_12_layers_where_all_fits(se
 
 
 @pytest.mark.parametrize(("name", "chunks"), SHAPES)
-@pytest.mark.parametrize("most_windows", [0, 2_000, 6_000])
-def test_a_search_that_is_cut_short_still_knows_a_bound(name, chunks, most_windows):
+@pytest.mark.parametrize(
+    ("most_windows", "gap"), [(0, 0.25), (500, 0.2), (2_000, 0.2), (6_000, 0.2)]
+)
+def test_a_search_of_few_windows_keeps_to_them_and_still_knows_a_bound(
+    name, chunks, most_windows, gap
+):
     costs = vlm(np.random.default_rng(1), 14, 14, 16, spread=0.2)
     schedule = make_schedule(name, 4 // chunks * 2, 16, chunks)
-    short = search_exact(costs, schedule, PLENTY, most_windows=most_windows)
-    whole = search_exact(costs, schedule, PLENTY, most_windows=3_000_000)
+    short = search_exact(costs, schedule, PLENTY, SearchLimits(most_windows=most_windows))
+    whole = search_exact(costs, schedule, PLENTY, SearchLimits(most_windows=3_000_000))
     assert short.lower_bound_ns <= whole.step_ns <= short.step_ns
-    assert 0 <= short.gap < 0.2
+    assert 0 <= short.gap < gap
+    assert short.windows <= most_windows
     assert evaluate(costs, short.borders, short.recompute, schedule).step_ns == short.step_ns
 
 
@@ -186,7 +195,9 @@ def test_after_a_change_of_a_percent_the_old_plan_is_at_most_two_percent_slower_
 def test_the_same_costs_give_the_same_plan(seed):
     costs = models(seed)
     schedule = schedule_for("1f1b", np.arange(5), costs.num_micro_batches)
-    one, other = (search_exact(costs, schedule, PLENTY, most_windows=5_000) for _ in range(2))
+    one, other = (
+        search_exact(costs, schedule, PLENTY, SearchLimits(most_windows=5_000)) for _ in range(2)
+    )
     assert one.borders.tolist() == other.borders.tolist()
     assert one.recompute.tolist() == other.recompute.tolist()
     assert (one.step_ns, one.lower_bound_ns) == (other.step_ns, other.lower_bound_ns)
@@ -201,3 +212,90 @@ def test_more_kinds_of_layers_than_can_be_tried_leave_a_gap_and_a_plan_that_fits
     found = search_exact(costs, schedule, memory)
     assert evaluate(costs, found.borders, found.recompute, schedule).fits(memory)
     assert 0 < found.lower_bound_ns < found.step_ns
+
+
+def ticking(deadline_s):
+    """Limits with a clock that moves by a second whenever somebody looks at it, and its looks."""
+    looks = itertools.count()
+    return SearchLimits(deadline_s=deadline_s, clock=lambda: float(next(looks))), looks
+
+
+@for_each("seed", range(40))
+def test_whenever_the_time_is_up_the_plan_is_no_slower_than_an_anchor_and_the_bound_holds(seed):
+    costs, schedule, memory = instance(6000 + seed, most_layers=12)
+    try:
+        best = search_exact(costs, schedule, memory)
+    except InfeasiblePlan:
+        return
+    evaluator = PartitionEvaluator(costs, schedule, memory)
+    start_ns = evaluator.steps(np.stack(anchors(costs, schedule.num_stages))).min()
+    for deadline_s in (0, 1, 2, 3, 5, 8, 13, 21, 34, 10**6):
+        limits, _ = ticking(deadline_s)
+        found = search_exact(costs, schedule, memory, limits)
+        assert found.lower_bound_ns <= best.step_ns <= found.step_ns <= start_ns
+        outcome = evaluate(costs, found.borders, found.recompute, schedule)
+        assert outcome.step_ns == found.step_ns
+        assert outcome.fits(memory)
+    assert (found.step_ns, found.gap) == (best.step_ns, 0.0)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_a_time_limit_is_kept_to_a_chunk_of_simulations(monkeypatch, share):
+    """By a clock that only simulated actions move, 1 ns each."""
+    costs = vlm(np.random.default_rng(3), 30, 30, 16, spread=0.15)
+    schedule = make_schedule("1f1b", 12, 16)
+    even = by_step_time(costs, 12)
+    memory = int(share * peak(costs, even, schedule, np.zeros(costs.num_layers, bool)))
+    chunk, spent = 20_000, [0]
+    for module in (branch_and_bound, local_search):
+        monkeypatch.setattr(module, "CHUNK_ACTIONS", chunk)
+
+        def counted(schedule, sums, first, borders, choices, extra_ns, real=module.window_steps):
+            spent[0] += choices.size * 2 * schedule.num_micro_batches
+            return real(schedule, sums, first, borders, choices, extra_ns)
+
+        monkeypatch.setattr(module, "window_steps", counted)
+
+    def search(deadline_s):
+        spent[0] = 0
+        limits = SearchLimits(deadline_s=deadline_s, clock=lambda: spent[0] / 1e9)
+        return search_exact(costs, schedule, memory, limits), spent[0]
+
+    whole, most = search(1.0)
+    for actions in range(0, most, most // 9):
+        found, used = search(actions / 1e9)
+        # the anchors, and what a chunk of them needs to know of single stages
+        assert used <= actions + 3 * chunk
+        assert found.lower_bound_ns <= whole.step_ns <= found.step_ns
+    assert most > 20 * chunk
+
+
+def test_what_a_search_finds_does_not_depend_on_the_clock_while_there_is_time():
+    costs, schedule, memory = instance(7, most_layers=12)
+    limits, looks = ticking(10**6)
+    slow, fast = (search_exact(costs, schedule, memory, *own) for own in ([limits], []))
+    assert slow.borders.tolist() == fast.borders.tolist()
+    assert (slow.step_ns, slow.windows) == (fast.step_ns, fast.windows)
+    assert next(looks) > 0
+
+
+def test_a_search_without_time_says_that_something_may_fit_that_it_did_not_try():
+    """Small moves from no anchor lead to what fits here, but joining windows does."""
+    costs, schedule, memory = instance(5567, most_layers=12)
+    limits, _ = ticking(0)
+    with pytest.raises(InfeasiblePlan, match="the search did not try every partition"):
+        search_exact(costs, schedule, memory, limits)
+    found = search_exact(costs, schedule, memory)
+    assert evaluate(costs, found.borders, found.recompute, schedule).fits(memory)
+
+
+def test_a_search_tells_where_it_is():
+    costs = vlm(np.random.default_rng(3), 14, 14, 16, spread=0.15)
+    told = []
+    found = search_exact(
+        costs, make_schedule("1f1b", 6, 16), PLENTY, SearchLimits(report=told.append)
+    )
+    assert [each.width for each in told] == list(range(1, len(told) + 1))
+    assert told[0].num_stages == 6
+    assert told[0].gap >= told[-1].gap >= found.gap
+    assert told[-1].step_ns >= found.step_ns
