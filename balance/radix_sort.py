@@ -4,22 +4,11 @@ For the kernels of `balance.grouping`. NumPy's stable argsort takes n log n step
 number; this a pass per digit, and 4 bytes below 2^31 numbers. Pure.
 """
 
-from typing import Any
-
 import numba
 import numpy as np
 
 DIGIT_BITS = 11
 """Bits of one pass: 2,048 places to write to stay in the first-level cache."""
-
-
-def index_dtype(count: int) -> type[np.signedinteger[Any]]:
-    """The narrower of int32 and int64 that holds `count` and all numbers below it.
-
-    >>> [np.dtype(index_dtype(count)).name for count in (100, 2**31 - 1, 2**31)]
-    ['int32', 'int32', 'int64']
-    """
-    return np.int32 if count <= np.iinfo(np.int32).max else np.int64
 
 
 @numba.njit(cache=True)

@@ -6,6 +6,7 @@ Arrays only, one entry per sample or per group, so that a billion samples stay a
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,15 @@ CHUNK = 1 << 18
 
 LABEL_IGNORE = -100
 """Label of a token without loss: the default `ignore_index` of torch's cross entropy."""
+
+
+def index_dtype(count: int) -> type[np.signedinteger[Any]]:
+    """The narrower of int32 and int64 that holds `count` and all numbers below it.
+
+    >>> [np.dtype(index_dtype(count)).name for count in (100, 2**31 - 1, 2**31)]
+    ['int32', 'int32', 'int64']
+    """
+    return np.int32 if count <= np.iinfo(np.int32).max else np.int64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +122,7 @@ class Groups:
         """Number of samples of each group."""
         return np.diff(self.offsets)
 
-    def sum(self, column: IntArray) -> IntArray:
+    def sum(self, column: NDArray[np.integer[Any]]) -> IntArray:
         """Sum of a per-sample column over each group, int64, shape (num_groups,).
 
         >>> groups = Groups(np.array([2, 0, 1]), np.array([0, 2, 3]))

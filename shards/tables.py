@@ -16,7 +16,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from balance.errors import ConfigError, DamagedShard, DataError, first_line
-from balance.types import COUNT_COLUMNS, Counts, Groups, IntArray
+from balance.types import COUNT_COLUMNS, Counts, Groups, IntArray, index_dtype
 from shards.checksums import group_checksum
 from shards.index import INDEX_NAME, GroupIndex
 from shards.manifest import Manifest
@@ -114,7 +114,8 @@ class SampleTable:
     @property
     def groups(self) -> Groups:
         """The stored groups, as numbers of samples."""
-        return Groups(np.arange(self.offsets[-1]), self.offsets)
+        num_samples = int(self.offsets[-1])
+        return Groups(np.arange(num_samples, dtype=index_dtype(num_samples)), self.offsets)
 
     def column(self, name: str, samples: IntArray | None = None) -> IntArray:
         """Values of a column for `samples` (None: all), int64, same shape."""

@@ -25,9 +25,8 @@ from numpy.typing import NDArray
 
 from balance.grouping._best_fit_kernel import FillRules, run_pass
 from balance.grouping.resources import Load, PackedLoads, Resource, resources_of
-from balance.radix_sort import index_dtype
 from balance.rng import GROUPS, random_bits
-from balance.types import Groups, IntArray, Limits
+from balance.types import Groups, IntArray, Limits, index_dtype
 
 DEFAULT_ROUNDS = 60
 """AI2D + ChartQA, 15 patches: 7,982 groups by 6 rounds, 7,975 by 20, 7,967 by 60, 7,964 by 600."""
@@ -117,30 +116,7 @@ def group_best_fit(
     return _group(PackedLoads.of(resources_of(vision, tokens, limits, also)), seed, rounds)
 
 
-def group_by_strategy(
-    vision: Load, tokens: Load, limits: Limits, strategy: FitStrategy, *, seed: int, rounds: int
-) -> Groups:
-    """`group_best_fit` by a given strategy: saves most of the time that few samples take."""
-    packing = PackedLoads.of(resources_of(vision, tokens, limits))
-    return _group(packing, seed, rounds, strategy)
-
-
-def choose_varied_strategy(
-    vision: Load, tokens: Load, limits: Limits, *, seed: int, rounds: int
-) -> FitStrategy:
-    """The best strategy that groups samples like these otherwise with every seed.
-
-    So not one that begins groups with the largest samples.
-    """
-    packing = PackedLoads.of(resources_of(vision, tokens, limits))
-    num_windows = _num_windows(packing)
-    window = _draw(len(tokens), num_windows, seed)(0)
-    return _best_strategy(packing, window, seed, rounds // num_windows, varied=True)
-
-
-def _group(
-    packing: PackedLoads, seed: int, rounds: int, strategy: FitStrategy | None = None
-) -> Groups:
+def _group(packing: PackedLoads, seed: int, rounds: int) -> Groups:
     if rounds < 0:
         raise ValueError(f"rounds is {rounds}; give 0 or more")
     num_samples = len(packing.resources[0].load)
@@ -148,7 +124,7 @@ def _group(
         return Groups(np.empty(0, np.int64), np.zeros(1, np.int64))
     num_windows = _num_windows(packing)
     rounds, draw = rounds // num_windows, _draw(num_samples, num_windows, seed)
-    strategy = strategy or _best_strategy(packing, draw(0), seed, rounds)
+    strategy = _best_strategy(packing, draw(0), seed, rounds)
     samples = np.empty(num_samples, index_dtype(num_samples))
     sizes, done = [np.zeros(1, np.int32)], 0
     left, tolerance = np.empty(0, np.int64), FIRST_TOLERANCE
@@ -168,9 +144,7 @@ def _group(
     return Groups(samples, np.cumsum(np.concatenate(sizes), dtype=np.int64))
 
 
-def _best_strategy(
-    packing: PackedLoads, window: IntArray, seed: int, rounds: int, varied: bool = False
-) -> FitStrategy:
+def _best_strategy(packing: PackedLoads, window: IntArray, seed: int, rounds: int) -> FitStrategy:
     """Of the two that make the fewest groups of a part of all samples, the better on a window."""
     num_samples, rounds = len(packing.resources[0].load), min(rounds, TRIAL_ROUNDS)
     trial = _draw(num_samples, -(-num_samples // TRIAL_SAMPLES), seed)(0)
@@ -178,8 +152,7 @@ def _best_strategy(
     def num_groups(strategy: FitStrategy, samples: IntArray) -> int:
         return len(_make_well(packing, strategy, samples, seed, 0, rounds).sizes)
 
-    every = [s for s in _all_strategies(packing) if not (varied and s.rules.seed_largest)]
-    every.sort(key=partial(num_groups, samples=trial))
+    every = sorted(_all_strategies(packing), key=partial(num_groups, samples=trial))
     return min(every[:FINALISTS], key=partial(num_groups, samples=window))
 
 

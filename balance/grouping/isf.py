@@ -22,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balance.grouping.resources import Load, PackedLoads, Resource, resources_of
-from balance.radix_sort import index_dtype
-from balance.types import Groups, Limits
+from balance.types import Groups, Limits, index_dtype
 
 DEFAULT_ITERATIONS = 10
 """OmniBal, appendix G: stable after five iterations, ten in practice."""
