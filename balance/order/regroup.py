@@ -6,9 +6,9 @@ packer evened out (`balance.grouping.even_out`) stay as even. Samples are ranked
 tokens; a sweep offers each one a random other one within a reach of ranks, first far away and then
 ever nearer. They trade places where no group goes over its caps or becomes more uneven.
 
-To group the samples again by best fit took 18 times as long per sample, needed up to .7 % more
-groups, and left them uneven. Pairs of samples meet again in the next epoch rarely (.1 % of them in
-most builds); those of sizes that few others have, more often: 3 % of long documents' pairs.
+Grouping the samples again by best fit would take 5 to 20 times as long, need up to .9 % more groups
+and leave them uneven. Pairs of samples meet again in the next epoch rarely (.1 % of them in most
+builds); those of sizes that few others have, more often: 3 % of long documents' pairs.
 
 Pure, and integers only: the same loads, seed and epoch give the same groups on every machine with
 any number of threads, so an order's state (`balance.order.global_shuffle`) resumes them exactly.

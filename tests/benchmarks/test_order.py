@@ -5,8 +5,11 @@ from itertools import product
 import numpy as np
 import order
 import pytest
+import regrouping
 
 from balance.metrics import dist_ratio
+from balance.types import Groups
+from support.sample_pairs import repeated_pairs
 
 
 def test_the_bound_is_majorized_by_every_grouping():
@@ -37,3 +40,16 @@ def test_it_prints_a_row_per_method_and_says_what_is_missed(capsys, monkeypatch)
     assert shown.count("bound, random order") == 4
     assert shown.count(order.DEFAULT) == 4
     assert "x chance at dp 8" in shown
+
+
+def test_regrouping_prints_a_row_per_window_and_counts_pairs_right(capsys, monkeypatch):
+    few = [order.long_documents(1_500, np.random.default_rng(0))]
+    monkeypatch.setattr(regrouping, "datasets", lambda options: iter(few))
+    monkeypatch.setattr("sys.argv", ["regrouping.py", "--dp", "8", "--windows", "64", "256"])
+    assert regrouping.main() == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line[:1] == " "]
+    assert [row[0] for row in rows if row and row[0].isdigit()] == ["0", "64", "256"] * 2
+    rng = np.random.default_rng(0)
+    one, other = (Groups(rng.permutation(90), np.arange(0, 91, 6)) for _ in range(2))
+    assert regrouping.shared_pairs(one, other) == pytest.approx(repeated_pairs(one, other))
+    assert regrouping.shared_pairs(one, one) == 1
