@@ -174,17 +174,28 @@ def open_builds(
     image_root: str | Path | None = None,
     options: StorageOptions | None = None,
 ) -> list[Build]:
-    """Open all; ConfigError unless they were made for the same model and tokens."""
-    builds = [open_build(url, image_root=image_root, options=options) for url in urls]
-    first = builds[0].manifest
-    for url, build in zip(urls, builds, strict=True):
-        for name in ("model", "image_token_id", "audio_token_id", "vocab_size"):
-            if getattr(build.manifest, name) != getattr(first, name):
-                raise ConfigError(
-                    f"{url} was built for another {name} than {urls[0]}; "
-                    "give builds of one model and tokenizer"
-                )
+    """Open all, or none; ConfigError unless they were made for the same model and tokens."""
+    builds: list[Build] = []
+    try:
+        for url in urls:
+            builds.append(open_build(url, image_root=image_root, options=options))
+            _check_alike(urls, builds)
+    except BaseException:
+        for build in builds:
+            build.close()
+        raise
     return builds
+
+
+def _check_alike(urls: Sequence[str | Path], builds: Sequence[Build]) -> None:
+    """ConfigError if the last build was made for another model or tokens than the first."""
+    first, last = builds[0].manifest, builds[-1].manifest
+    for name in ("model", "image_token_id", "audio_token_id", "vocab_size"):
+        if getattr(last, name) != getattr(first, name):
+            raise ConfigError(
+                f"{urls[len(builds) - 1]} was built for another {name} than {urls[0]}; "
+                "give builds of one model and tokenizer"
+            )
 
 
 def open_build(

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from balance.errors import ConfigError, DataError
-from loaders.read.build import StorageOptions, open_build
+from loaders.read import build as read_build
+from loaders.read.build import StorageOptions, open_build, open_builds
 from support import child_env
 from support.builds.remote_builds import client, is_as_written, upload, use
 from support.builds.shard_fixture import FORMATS, group_samples, make_samples, write_build
@@ -272,7 +273,8 @@ def test_a_forked_process_is_told_what_to_do(s3, builds, opened, tmp_path):
 
 PROGRAM = """
 import sys, threading
-from loaders.read.build import StorageOptions, open_build
+from loaders.read import build as read_build
+from loaders.read.build import StorageOptions, open_build, open_builds
 build = open_build(sys.argv[1], options=StorageOptions(cache_dir=sys.argv[2]))
 build.shards.prefetch(range(1, len(build.index)))
 print("ready", flush=True)
@@ -350,3 +352,23 @@ def test_closing_does_not_wait_for_a_stalled_request_and_wakes_its_reader(
             assert time.monotonic() - started < 15
     with pytest.raises(ConfigError, match="is closed"):
         build.read(4)
+
+
+@pytest.mark.parametrize("mistake", ["missing", "another model"])
+def test_builds_are_closed_when_a_later_one_cannot_be_used(
+    s3, builds, environment, tmp_path, monkeypatch, mistake
+):
+    url, other = upload(s3, builds["arrow"], f"{tmp_path.name}/first"), f"{s3.bucket}/nowhere"
+    if mistake == "another model":
+        folder = write_build(tmp_path / "other", GROUPS, model="llava_1_5")
+        other = upload(s3, folder, f"{tmp_path.name}/other").removeprefix("s3://")
+    opened, plain = [], read_build.open_build
+    monkeypatch.setattr(
+        read_build, "open_build", lambda *args, **kw: opened.append(plain(*args, **kw)) or opened[-1]
+    )
+    with pytest.raises((ConfigError, DataError), match="nowhere|another model"):
+        open_builds([url, f"s3://{other}"], options=StorageOptions(cache_bytes=0))
+    assert len(opened) == (1 if mistake == "missing" else 2)
+    for build in opened:
+        with pytest.raises(ConfigError, match="is closed"):
+            build.read(0)
