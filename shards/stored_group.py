@@ -103,7 +103,7 @@ DECODE_ERRORS = (
 """What decoding a group raises if its bytes are damaged."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StoredGroup:
     """The samples of a group as they are stored: tokens packed, images and audio still encoded."""
 

@@ -364,9 +364,11 @@ def test_builds_are_closed_when_a_later_one_cannot_be_used(
         other = upload(s3, folder, f"{tmp_path.name}/other").removeprefix("s3://")
     opened, plain = [], read_build.open_build
     monkeypatch.setattr(
-        read_build, "open_build", lambda *args, **kw: opened.append(plain(*args, **kw)) or opened[-1]
+        read_build,
+        "open_build",
+        lambda *args, **kw: opened.append(plain(*args, **kw)) or opened[-1],
     )
-    with pytest.raises((ConfigError, DataError), match="nowhere|another model"):
+    with pytest.raises((ConfigError, DataError), match=r"nowhere|another model"):
         open_builds([url, f"s3://{other}"], options=StorageOptions(cache_bytes=0))
     assert len(opened) == (1 if mistake == "missing" else 2)
     for build in opened:
