@@ -126,9 +126,9 @@ def _forward(name: str, text: str) -> None:
     """Register a command of `engine.train.cli`, which is imported only when it is called."""
 
     def command(context: typer.Context) -> None:
-        from engine.train.cli import make_app  # noqa: PLC0415 - torch takes seconds to import
+        from engine.train.cli import run_command  # noqa: PLC0415 - torch takes seconds to import
 
-        make_app()([name, *context.args], prog_name="python -m engine", standalone_mode=False)
+        run_command([name, *context.args])
 
     settings = {"ignore_unknown_options": True, "allow_extra_args": True}
     app.command(name, help=text, add_help_option=False, context_settings=settings)(command)

@@ -15,13 +15,13 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from arguments import parse
 from tiny_internvl import make_internvl
-from tiny_vlm import endless
+from tiny_vlm import endless, per_label
 
 from loaders import StreamingLoader, model_inputs
 
 
 def train_step(accelerator, model, config, batches):
-    """Add the gradients of one step's micro-batches; -> this rank's part of the step's loss."""
+    """Add the gradients of one step's micro-batches; -> its mean loss per label, over all ranks."""
     total = 0.0
     for number, batch in enumerate(batches, start=1):
         inputs = send_to_device(model_inputs(batch, config), accelerator.device)
@@ -32,7 +32,7 @@ def train_step(accelerator, model, config, batches):
             # the loss is divided by the divisor of all ranks' step, but DDP takes the mean
             accelerator.backward(loss * accelerator.num_processes)
         total += loss.item()
-    return total
+    return per_label(accelerator.reduce(torch.tensor(total)).item(), batches)
 
 
 def main(argv=None):

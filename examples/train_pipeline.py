@@ -17,7 +17,7 @@ STEPS = 20
 
 
 def main(build: str, plan_file: str) -> list[float]:
-    """Train for some steps; -> their losses, the same on all ranks."""
+    """Train for some steps; -> their mean losses per label, the same on all ranks."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)  # tensors this small lose more to threads than they gain
     plan = read_plan(plan_file)
@@ -45,7 +45,8 @@ def main(build: str, plan_file: str) -> list[float]:
     while len(losses) < STEPS:  # epoch after epoch
         for batches, _ in zip(loader, range(STEPS - len(losses)), strict=False):
             optimizer.zero_grad()
-            losses.append(pipeline.step(batches, batches[0].loss_normalizer).loss)
+            normalizer, labels = batches[0].loss_normalizer, batches[0].num_loss_tokens
+            losses.append(pipeline.step(batches, normalizer).loss * normalizer / max(1, labels))
             pipeline.reduce_gradients()  # of tied weights, and over replicas
             pipeline.clip_gradients(1.0)  # by the norm over all stages
             optimizer.step()

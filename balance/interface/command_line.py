@@ -21,8 +21,8 @@ from rich.markup import escape
 from balance.config import Option, load_config, options_of
 from balance.errors import ConfigError, IsobatchError
 
-INTERRUPTED = 130
-"""Exit status of a command that Ctrl-C or SIGTERM stopped, by the shells' convention."""
+FAILED, WRONG_CALL, INTERRUPTED = 1, 2, 130
+"""Exit statuses; the last, by the shells' convention, of what Ctrl-C or SIGTERM stopped."""
 
 UsageError: Any = typer.BadParameter.__base__
 """What typer raises for a wrong call; it has no public name there."""
@@ -104,19 +104,19 @@ def run_app(app: typer.Typer, program: str, *, stopped: str = "stopped") -> None
         if app(standalone_mode=False) == INTERRUPTED:
             raise KeyboardInterrupt
     except UsageError as error:
-        fail(f"{error.format_message()} ({program} --help, {program} COMMAND --help)", 2)
+        fail(f"{error.format_message()} ({program} --help, {program} COMMAND --help)", WRONG_CALL)
     except (typer.Abort, KeyboardInterrupt):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing may come before the line below
         print_error(stopped)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the cleaning up at once
         sys.exit(INTERRUPTED)
     except ConfigError as error:
-        fail(str(error), 2)
+        fail(str(error), WRONG_CALL)
     except IsobatchError as error:
-        fail(str(error), 1)
+        fail(str(error), FAILED)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        fail(f"{where}{error.strerror or error}", 1)
+        fail(f"{where}{error.strerror or error}", FAILED)
 
 
 def fail(message: str, status: int) -> NoReturn:

@@ -26,5 +26,6 @@ def quit_on_interrupt() -> Iterator[None]:
 
 def _quit(_number: int, _frame: FrameType | None) -> None:
     # an exception would come out of the middle of an import, perhaps as another one
-    os.write(2, b"error: stopped\n")
+    if os.environ.get("RANK", "0") == "0":  # one line, not one of each rank of torchrun's
+        os.write(2, b"error: stopped\n")
     os._exit(_INTERRUPTED)

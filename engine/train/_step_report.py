@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 
 from balance.errors import DataError
+from balance.types import LABEL_IGNORE
 from engine.runtime.communication.collectives import world_errors
 from engine.runtime.stage_executor import StepResult
+from engine.runtime.stage_io import Batch
 from engine.simulator.schedule import PassKind
 from engine.train.step_source import SourceStep
 from engine.tuning.step_planner import StepNote
@@ -39,6 +41,7 @@ def gather_figures(own: StepMeasurement, num_ranks: int) -> dict[str, float]:
     device = own.batches[0].input_ids.device
     columns = {
         "loss": result.loss,
+        "labels": sum(_label_weights(batch) for batch in own.batches),
         "busy_ns": int((result.end_ns - result.start_ns).sum()),
         "span_ns": int(result.end_ns.max(initial=0)),
         "tokens": sum(len(batch.input_ids) for batch in own.batches),
@@ -55,7 +58,9 @@ def gather_figures(own: StepMeasurement, num_ranks: int) -> dict[str, float]:
     all_of = dict(zip(columns, torch.stack(ranks).cpu().numpy().T, strict=True))
     found = {
         "step": own.step,
-        "loss": float(all_of["loss"].sum()) / num_ranks,
+        # mean over the step's labels, whatever its losses were divided by
+        "loss": own.batches[0].loss_normalizer
+        * float(all_of["loss"].sum() / max(1.0, all_of["labels"].sum())),
         "seconds": own.seconds,
         "tokens": int(all_of["tokens"].sum()) // num_ranks,
         "micro_batches": int(all_of["micro_batches"].sum()) // num_ranks,
@@ -76,6 +81,12 @@ def gather_figures(own: StepMeasurement, num_ranks: int) -> dict[str, float]:
             "encoded_ahead": int((result.schedule.kinds == PassKind.ENCODE).sum()),
         }
     return found
+
+
+def _label_weights(batch: Batch) -> float:
+    """Sum of the weights of a micro-batch's labels; without weights, their number."""
+    is_label = batch.labels != LABEL_IGNORE
+    return float((is_label if batch.loss_weights is None else batch.loss_weights[is_label]).sum())
 
 
 def report_step(figures: dict[str, float], log: Path | None) -> None:

@@ -5,6 +5,7 @@ trainer. `engine.cli` loads it only when one of its commands is called, because 
 """
 
 import inspect
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar, get_type_hints
@@ -13,10 +14,19 @@ import torch
 import torch.distributed as dist
 import typer
 
-from balance.interface.command_line import new_app
+from balance.errors import ConfigError
+from balance.interface.command_line import (
+    FAILED,
+    INTERRUPTED,
+    WRONG_CALL,
+    UsageError,
+    new_app,
+    print_error,
+)
 from engine.train.config import MeasureConfig, RunConfig, TrainConfig
-from engine.train.launch import join_ranks
+from engine.train.launch import is_first_process, join_ranks
 from engine.train.measure import measure
+from engine.train.shutdown import StoppedBySignal, is_mine_to_print
 from engine.train.step_source import OpenSource
 from engine.train.trainer import train
 from loaders import StreamingLoader
@@ -47,6 +57,27 @@ def make_app() -> typer.Typer:
     return app
 
 
+def run_command(arguments: list[str]) -> None:
+    """Run a call of `train` or `measure`, given without the program's name."""
+    try:
+        make_app()(arguments, prog_name="python -m engine", standalone_mode=False)
+    except (UsageError, ConfigError):
+        if is_first_process() or dist.is_initialized():
+            raise
+        sys.exit(WRONG_CALL)  # all ranks have the same command line: the first says what is wrong
+
+
 def _run(work: Callable[[Any, OpenSource, torch.device], None], config: RunConfig) -> None:
-    work(config, StreamingLoader, join_ranks(config))
+    try:
+        work(config, StreamingLoader, join_ranks(config))
+    except StoppedBySignal as error:
+        if is_first_process():
+            print_error(str(error))
+        sys.exit(INTERRUPTED)
+    except (Exception, KeyboardInterrupt) as error:
+        if is_mine_to_print(error):
+            raise
+        if isinstance(error, KeyboardInterrupt):
+            sys.exit(INTERRUPTED)
+        sys.exit(WRONG_CALL if isinstance(error, ConfigError) else FAILED)
     dist.destroy_process_group()

@@ -141,8 +141,6 @@ class TrainConfig(RunConfig):
         unknown = [part for part in self.freeze or () if part not in PARTS]
         if unknown:
             raise ConfigError(f"--freeze {unknown[0]!r}: give one of {', '.join(PARTS)}")
-        if self.export and self.export.exists() and not self.export.is_dir():
-            raise ConfigError(f"--export {self.export}: this is a file; give a folder")
         if self.borders is not None:
             _numbers("--borders", self.borders)
         self._check_adapt_and_tune()

@@ -18,6 +18,7 @@ from balance.errors import ConfigError, DataError
 from engine.charts.trace import make_trace
 from engine.planning.plan import Plan, read_plan
 from engine.runtime.checkpoints.training_state import Progress, load_state, save_state
+from engine.runtime.communication.collectives import any_rank
 from engine.runtime.errors import GradientNotFinite, LossNotFinite
 from engine.runtime.pipeline import Pipeline, PipelineOptions
 from engine.runtime.stage_executor import StepResult
@@ -34,6 +35,7 @@ from engine.train.layout import (
     num_micro_batches,
 )
 from engine.train.models.open_model import TINY, PipelineModel, open_model
+from engine.train.shutdown import StoppedBySignal, StopSignal
 from engine.train.step_source import OpenSource, SourceStep, StepSource, endless, source_options
 from engine.train.step_tuning import check_same_step, make_tuner
 from engine.tuning.step_planner import StepNote
@@ -106,9 +108,24 @@ def make_run(config: TrainConfig, open_source: OpenSource, device: torch.device)
 
 
 def run_steps(run: TrainingRun, config: TrainConfig) -> None:
-    """Train until `--steps` are done, with figures and saved states; then trace and export."""
+    """Train until `--steps` are done, with figures and saved states; then trace and export.
+
+    StoppedBySignal on all ranks if any of them got SIGTERM: the step is finished and saved.
+    """
+    first, stop = run.step, StopSignal()
+    with stop.noting():
+        last = _run_steps(run, config, stop)
+    if config.trace and last is not None:
+        _write_trace(run.pipeline, last, config.trace)
+    if config.export and run.model.export(run.pipeline, config.export):
+        print(f"wrote {config.export}")
+    if config.state and run.step > first and is_first_rank():
+        print(f"saved after step {run.step - 1}")
+
+
+def _run_steps(run: TrainingRun, config: TrainConfig, stop: StopSignal) -> StepResult | None:
+    """The loop; -> the last step that was not skipped."""
     begun, before, last = time.perf_counter(), run.source.stats(), None
-    first = run.step
     for _, batches in zip(range(config.steps - run.step), endless(run.source), strict=False):
         after = run.source.stats()
         result = train_step(run, batches, config)
@@ -129,13 +146,19 @@ def run_steps(run: TrainingRun, config: TrainConfig) -> None:
                 report_step(figures, config.figures)
         before = after
         run.step += 1
-        begun = _finish_step(run, batches, config, adapts=result is not None) or now
-    if config.trace and last is not None:
-        _write_trace(run.pipeline, last, config.trace)
-    if config.export and run.model.export(run.pipeline, config.export):
-        print(f"wrote {config.export}")
-    if config.state and run.step > first and is_first_rank():
-        print(f"saved after step {run.step - 1}")
+        stops = any_rank(stop.is_noted)
+        adapts = result is not None and not stops
+        begun = _finish_step(run, batches, config, saves=stops, adapts=adapts) or now
+        if stops:
+            raise _stopped(run.step - 1, config.state)
+    return last
+
+
+def _stopped(step: int, state: Path | None) -> StoppedBySignal:
+    saved = "nothing is saved without --state"
+    if state is not None:
+        saved = f"saved in {state}; the same command continues there"
+    return StoppedBySignal(f"stopped by SIGTERM after step {step}: {saved}")
 
 
 def train_step(run: TrainingRun, batches: SourceStep, config: TrainConfig) -> StepResult | None:
@@ -178,6 +201,8 @@ def _open_model(
     """The model with its frozen parts. ConfigError if build, plan or options do not fit it."""
     torch.manual_seed(config.seed)  # the same weights on all ranks
     model = open_model(config.model, config.config, source)
+    if config.export and config.export.exists() and not config.export.is_dir():
+        raise ConfigError(f"--export {config.export}: this is a file; give a folder")
     if config.export and model.whole is None:
         raise ConfigError(f"--export writes models of transformers; the model is {TINY}")
     if plan:
@@ -202,17 +227,17 @@ def _make_pipeline(
 
 
 def _finish_step(
-    run: TrainingRun, batches: SourceStep, config: TrainConfig, *, adapts: bool
+    run: TrainingRun, batches: SourceStep, config: TrainConfig, *, saves: bool, adapts: bool
 ) -> float | None:
     """Save, adapt recomputation; -> when that was done, as it belongs to no step. None: nothing."""
-    saves = config.state and (run.step % config.save_every == 0 or run.step == config.steps)
+    saves = saves or run.step % config.save_every == 0 or run.step == config.steps
     if saves and config.state:
         progress = Progress(step=run.step, loader=run.source.state_dict())
         save_state(config.state, run.pipeline.layers, run.optimizer, progress)
     adapts = adapts and run.adapter is not None and run.adapter.is_due
     if run.adapter is not None and adapts:
         run.adapter.adapt(run.pipeline, batches, run.optimizer)
-    return time.perf_counter() if saves or adapts else None
+    return time.perf_counter() if (saves and config.state) or adapts else None
 
 
 def _write_trace(pipeline: Pipeline, result: StepResult, path: Path) -> None:

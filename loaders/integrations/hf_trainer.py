@@ -80,8 +80,14 @@ class StreamingTrainer(Trainer):
             )
         # Trainer saves only after a whole step, which is then this one
         _saved_states(self.state)[STATE_KEY] = step.state
+        first = step.micro_batches[0]
+        self._per_label = first.loss_normalizer / max(1, first.num_loss_tokens)
         inputs = [self._to_inputs(batch) for batch in step.micro_batches]
-        return inputs, torch.tensor(step.micro_batches[0].loss_normalizer)
+        return inputs, torch.tensor(first.loss_normalizer)
+
+    def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
+        """As Trainer's; -> its part of the step's mean loss per label, which is what is logged."""
+        return super().training_step(*args, **options) * self._per_label
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """A whole pass of an evaluation loader; of other datasets what Trainer gives."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -51,6 +52,15 @@ def gather_objects(value: T) -> list[T]:
         with world_errors():
             dist.all_gather_object(found, value)
     return found
+
+
+def any_rank(value: bool) -> bool:
+    """Whether it is so on any rank. One small message over the CPU's backend."""
+    found = torch.tensor(int(value))
+    if dist.is_initialized():
+        with world_errors():
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found)
 
 
 def all_reduce(

@@ -1,0 +1,211 @@
+"""SIGTERM saves and ends on all ranks, a second one ends at once, a kill in a save loses nothing
+but steps, and an error is one line of one rank.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from engine.runtime.checkpoints.training_state import PROGRESS_NAME, newest_state
+from engine.train import shutdown
+from support.builds.sample_tables import write_tabled
+from support.builds.shard_fixture import group_samples, make_samples
+from support.ranks import context, kill_once, launch, start
+
+INTERRUPTED, MORE, DEADLINE_S = 130, 4, 60
+"""MORE: steps after a resume that are compared."""
+COMMAND = ("engine", "train")
+ENVIRONMENT = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    groups = group_samples(make_samples(100))
+    return write_tabled(tmp_path_factory.mktemp("packed") / "build", groups)
+
+
+def given(build, folder, name, **options):
+    """A call's arguments, with its figures in `NAME.jsonl`."""
+    every = {"plan": "auto", "device": "cpu", "figures": folder / f"{name}.jsonl", **options}
+    return [build, *(f"--{key.replace('_', '-')}={value}" for key, value in every.items())]
+
+
+def losses(folder, name):
+    path = folder / f"{name}.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {line["step"]: line["loss"] for line in map(json.loads, lines)}
+
+
+def wait_until(is_time):
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_time():
+        assert time.monotonic() < deadline, "its time did not come"
+        time.sleep(0.005)
+
+
+def ended(ranks):
+    """Exit statuses of ranks that end by themselves."""
+    try:
+        for rank in ranks:
+            rank.join(DEADLINE_S)
+        return [rank.exitcode for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def assert_resumes_to_the_same_losses(build, folder, **options):
+    """The newest state, against a run that nobody stopped; -> its steps."""
+    newest = newest_state(folder / "state")
+    saved = json.loads((newest / PROGRESS_NAME).read_text())["step"]
+    steps = {"steps": saved + MORE, **options}
+    for name, more in (("resumed", {"state": folder / "state"}), ("whole", {})):
+        arguments = given(build, folder, name, **steps, **more)
+        result = launch(2, folder / f"printed {name}", *COMMAND, *arguments)
+        assert result.returncode == 0, result.stderr
+    resumed, whole = losses(folder, "resumed"), losses(folder, "whole")
+    assert sorted(resumed) == list(range(saved, saved + MORE))
+    assert resumed == {step: whole[step] for step in resumed}
+    stopped = losses(folder, "stopped")
+    assert all(stopped[step] == whole[step] for step in range(saved))
+    return saved
+
+
+@pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_sigterm_to_any_rank_saves_on_all_and_ends(build, tmp_path, victims, dp):
+    options = {"dp": dp, "state": tmp_path / "state", "steps": 100_000, "save_every": 100_000}
+    ranks = start(2, tmp_path, *COMMAND, *given(build, tmp_path, "stopped", **options))
+    wait_until(lambda: len(losses(tmp_path, "stopped")) > 2)
+    for victim in victims:
+        os.kill(ranks[victim].pid, signal.SIGTERM)
+    assert ended(ranks) == [INTERRUPTED] * 2
+    last = max(losses(tmp_path, "stopped"))
+    (line,) = (tmp_path / "stderr").read_text().splitlines()
+    assert line == (
+        f"error: stopped by SIGTERM after step {last}: saved in {tmp_path / 'state'}; the same"
+        " command continues there"
+    )
+    assert assert_resumes_to_the_same_losses(build, tmp_path, dp=dp) == last + 1
+
+
+def test_without_a_state_it_ends_after_the_step_and_says_that_nothing_is_saved(build, tmp_path):
+    ranks = start(2, tmp_path, *COMMAND, *given(build, tmp_path, "stopped", steps=100_000))
+    wait_until(lambda: losses(tmp_path, "stopped"))
+    os.kill(ranks[1].pid, signal.SIGTERM)
+    assert ended(ranks) == [INTERRUPTED] * 2
+    (line,) = (tmp_path / "stderr").read_text().splitlines()
+    assert line.endswith("nothing is saved without --state")
+
+
+@pytest.mark.slow
+def test_torchrun_passes_sigterm_on_and_the_run_resumes(build, tmp_path):
+    options = {"state": tmp_path / "state", "steps": 100_000, "save_every": 100_000}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = map(str, given(build, tmp_path, "stopped", **options))
+    process = subprocess.Popen(
+        [sys.executable, *torchrun, "-m", *COMMAND, *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    try:
+        wait_until(lambda: len(losses(tmp_path, "stopped")) > 2)
+        process.terminate()
+        _, said = process.communicate(timeout=DEADLINE_S)
+    finally:
+        process.kill()
+    assert said.count("error: stopped by SIGTERM after step") == 1
+    assert said.count("error:") == 1
+    assert_resumes_to_the_same_losses(build, tmp_path)
+
+
+def test_a_kill_in_a_save_leaves_a_state_that_resumes_to_the_same_losses(build, tmp_path):
+    state = tmp_path / "state"
+    options = {"state": state, "steps": 100_000, "save_every": 1}
+    ranks = start(2, tmp_path, *COMMAND, *given(build, tmp_path, "stopped", **options))
+    kill_once(ranks, lambda: len(losses(tmp_path, "stopped")) > 3 and list(state.glob("*.new/*")))
+    assert assert_resumes_to_the_same_losses(build, tmp_path) >= 3
+
+
+def note_signals(folder):
+    """Train forever, as far as signals are concerned."""
+    stop = shutdown.StopSignal()
+    with stop.noting():
+        (folder / "ready").touch()
+        while True:
+            time.sleep(0.01)
+            if stop.is_noted:
+                (folder / "noted").touch()
+
+
+def test_a_second_signal_ends_at_once_unless_it_is_the_same_one_twice(tmp_path):
+    process = context.Process(target=note_signals, args=(tmp_path,))
+    process.start()
+    try:
+        wait_until((tmp_path / "ready").exists)
+        os.kill(process.pid, signal.SIGTERM)
+        wait_until((tmp_path / "noted").exists)
+        begun = time.monotonic()
+        os.kill(process.pid, signal.SIGTERM)  # torchrun's, after the scheduler's
+        while process.is_alive():
+            assert time.monotonic() < begun + DEADLINE_S
+            process.join(0.05)
+            if time.monotonic() > begun + shutdown.TOGETHER_S:
+                process.terminate()
+        assert time.monotonic() > begun + shutdown.TOGETHER_S / 2
+        assert process.exitcode == INTERRUPTED
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "message"),
+    [
+        ({"plan": "none.json"}, 1, "none.json: No such file"),
+        ({"dp": 2}, 2, "--dp is 2; 3 processes"),
+        ({"borders": "0;9"}, 2, "--borders 0;9: give numbers"),
+        ({"steps": "few"}, 2, "'--steps'"),
+        ({"lr": 1e37, "steps": 3, "micro_batches_per_step": 3}, 1, "the loss is not finite"),
+    ],
+)
+def test_what_is_wrong_on_all_ranks_is_one_line(build, tmp_path, options, status, message):
+    result = launch(3, tmp_path, *COMMAND, *given(build, tmp_path, "figures", **options))
+    (line,) = result.stderr.splitlines()
+    assert message in line
+    assert result.returncode == status
+
+
+def test_a_lost_rank_is_told_once_by_those_that_are_left(build, tmp_path):
+    ranks = start(3, tmp_path, *COMMAND, *given(build, tmp_path, "figures", steps=100_000))
+    wait_until(lambda: losses(tmp_path, "figures"))
+    ranks[1].kill()
+    assert ended(ranks) == [1, -signal.SIGKILL, 1]
+    (line,) = (tmp_path / "stderr").read_text().splitlines()
+    assert "rank 1 does not answer any more" in line
+
+
+@pytest.mark.slow
+def test_the_fault_of_one_rank_is_told_by_that_rank_alone(build, tmp_path):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = [str(build), "--plan=auto", "--device=cpu", "--figures=/dev/full"]  # of the first
+    result = subprocess.run(
+        [sys.executable, *torchrun, "-m", *COMMAND, *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env=ENVIRONMENT,
+    )
+    lines = [line for line in result.stderr.splitlines() if "error: " in line]
+    assert [line for line in lines if "/dev/full: No space left" in line] == lines[:1]
+    assert "does not answer" not in result.stderr
