@@ -14,6 +14,7 @@ from balance.config import options_of
 from balance.interface.command_line import (
     ConfigOption,
     JsonOption,
+    messages,
     new_app,
     read_config,
     run_app,
@@ -22,10 +23,17 @@ from balance.interface.command_line import (
 from engine.charts.gantt import write_gantt
 from engine.charts.trace import write_trace
 from engine.plan_config import PlanConfig, changed_request, plan_request
-from engine.plan_report import chart_step, print_plan, print_result, run_to_json
+from engine.plan_report import (
+    chart_step,
+    print_plan,
+    print_result,
+    progress_text,
+    run_to_json,
+)
 from engine.planning import planner
 from engine.planning.plan import Plan, read_plan, write_plan
 from engine.planning.planner import SimulatedRun
+from engine.planning.search.limits import SearchLimits
 
 PLAN_NAME, GANTT_NAME, TRACE_NAME = "plan.json", "gantt.html", "trace.json"
 WIDTH = 150
@@ -57,20 +65,25 @@ def plan(
     """Choose stages and recomputation, and predict a step's time.
 
     For a packed build, or for equal micro-batches (--model, --images, --seq-len). Compared with
-    what trainers do without a plan: random samples, parameters split evenly, all recomputed.
+    what careful users do without a plan: even layers, as little recomputed as fits.
     """
-    begun = time.perf_counter()
+    begun = time.monotonic()
     options = read_config(PlanConfig, context, command="engine plan")
-    request, random = plan_request(options)
-    result = planner.plan(request, search=options.search, random=random)
-    taken_s = time.perf_counter() - begun
+    with messages.status("reading") as status:
+        request, random = plan_request(options)
+        status.update("planning")
+        limits = SearchLimits(
+            deadline_s=begun + options.time_limit,
+            report=lambda progress: status.update(progress_text(progress)),
+        )
+        result = planner.plan(request, search=options.search, random=random, limits=limits)
+    taken_s = time.monotonic() - begun
     if out is not None:
-        _draw(result.plan, (result.runs[0], result.best), out)
+        _draw(result.plan, (result.careful, result.best), out)
         write_plan(result.plan, out / PLAN_NAME)
     if as_json:
         runs = [run_to_json(run) for run in result.runs]
-        values = {"plan": result.plan.to_json(), "runs": runs, "gap": result.gap}
-        print(json.dumps({**values, "seconds": taken_s}))
+        print(json.dumps({"plan": result.plan.to_json(), "runs": runs, "seconds": taken_s}))
     else:
         print_result(result, _console())
         print(f"planned in {taken_s:.1f} s")
@@ -105,7 +118,8 @@ def simulate(
         read.recompute_mask,
     )
     changed = planner.make_plan(request, run, request.costs(request.full_step))
-    changed = replace(changed, layer_names=read.layer_names)
+    same = changed.inputs_hash == read.inputs_hash
+    changed = replace(changed, layer_names=read.layer_names, gap=read.gap if same else None)
     if out is not None:
         _draw(changed, (run,), out)
     if as_json:

@@ -83,6 +83,10 @@ class PlanConfig:
         Literal["exact", "bmp"],
         Option("exact: the fastest partition; bmp: OmniBal's search. Default: exact."),
     ] = "exact"
+    time_limit: Annotated[
+        float,
+        Option("Seconds after which the exact search ends with its best. Default: 30.", least=0),
+    ] = 30.0
     batch_size: Annotated[
         int | None,
         Option(

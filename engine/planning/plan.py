@@ -31,7 +31,8 @@ from engine.simulator.stages import check_partition
 PLAN_VERSION = 2
 _BY_STAGE = ("forward_ns", "backward_ns", "recompute_ns")
 _NUMBERS = ("schedule", "stages_per_rank", "num_micro_batches", "memory_bytes")
-_KEYS = ("version", "inputs", "inputs_hash", "layer_names", "borders", "recompute", "predicted")
+_FOUND = ("layer_names", "borders", "recompute", "gap")
+_KEYS = ("version", "inputs", "inputs_hash", *_FOUND, "predicted")
 _TABLES: dict[str, type] = {"cluster": Cluster, "parallel": Parallelism, "training": Training}
 _INPUTS = ("model", *_TABLES, *_NUMBERS, "full", "loads")
 
@@ -130,6 +131,8 @@ class Plan(PlanRequest):
     recompute: tuple[int, ...]
     """Layers that are recomputed, ascending."""
     predicted: Prediction
+    gap: float | None = None
+    """Share by which another partition of the searched step could be faster; None: not known."""
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -192,6 +195,7 @@ class Plan(PlanRequest):
             "layer_names": list(self.layer_names),
             "borders": list(self.borders),
             "recompute": list(self.recompute),
+            "gap": self.gap,
             "predicted": _plain(asdict(self.predicted)),
         }
 
@@ -208,13 +212,16 @@ class Plan(PlanRequest):
 def plan_from_json(values: dict[str, Any], *, where: str) -> Plan:
     """The inverse of `Plan.to_json`. ConfigError: other version or keys, edited inputs.
 
-    Version 1 had no mode: its plans are of what they assumed, bf16 weights and float32 masters.
+    Version 1 had no mode: its plans are of what they assumed, bf16 weights and float32 masters. It
+    had no gap.
     """
     if not isinstance(values, dict) or values.get("version") not in (1, PLAN_VERSION):
         found = values.get("version") if isinstance(values, dict) else None
         raise ConfigError(
             f"{where}: plan version {found}; this isobatch reads version {PLAN_VERSION}: plan again"
         )
+    if values["version"] == 1:
+        values = {"gap": None, **values}
     _require_keys(values, set(_KEYS), where)
     # first, so that what follows only meets what a planner wrote
     if _hash(values["inputs"]) != values["inputs_hash"]:
@@ -234,7 +241,7 @@ def plan_from_json(values: dict[str, Any], *, where: str) -> Plan:
         **{name: _loads_from_json(inputs[name], where) for name in ("full", "loads")},
         "predicted": build_config(Prediction, predicted, where=f"{where}, predicted"),
     }
-    found = {name: values[name] for name in ("layer_names", "borders", "recompute")}
+    found = {name: values[name] for name in _FOUND}
     return build_config(Plan, {**inputs, **parts, **found}, where=where)
 
 

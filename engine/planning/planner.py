@@ -17,10 +17,11 @@ from engine.cost_model.loads import Loads
 from engine.cost_model.parallel import reduction_ns
 from engine.cost_model.profile_table import Profile, measured_costs, profiled_costs
 from engine.planning.bmp import search_bmp
-from engine.planning.partition import by_params
+from engine.planning.partition import by_layers, by_params
 from engine.planning.plan import Plan, PlanRequest, Prediction
-from engine.planning.recompute import choose_recompute, fitted_step
+from engine.planning.recompute import RecomputeChooser, choose_recompute, fitted_step
 from engine.planning.search.branch_and_bound import search_exact
+from engine.planning.search.limits import UNLIMITED, SearchLimits
 from engine.simulator.evaluate import SimulatedStep, evaluate
 
 FREE_LINK: dict[str, Any] = {
@@ -81,44 +82,91 @@ class PlanResult:
 
     plan: Plan
     runs: tuple[SimulatedRun, ...]
-    """From what trainers do today to the plan, one change at a time; the plan is the last one."""
-    gap: float | None
-    """Share by which another partition of the searched step could be faster; None: not known."""
+    """From what trainers do today to the plan, which is the last one; `careful` is before it."""
 
     @property
     def best(self) -> SimulatedRun:
         """The plan's steps."""
         return self.runs[-1]
 
+    @property
+    def careful(self) -> SimulatedRun:
+        """What a careful user does: even layers, and as little recomputed as fits."""
+        return self.runs[-2]
 
-def plan(request: PlanRequest, *, search: str = "exact", random: Loads | None = None) -> PlanResult:
+
+def plan(
+    request: PlanRequest,
+    *,
+    search: str = "exact",
+    random: Loads | None = None,
+    limits: SearchLimits = UNLIMITED,
+) -> PlanResult:
     """Plan, and simulate the plan next to what trainers do, also with `random` micro-batches.
 
-    `search`: `exact` or `bmp`. InfeasiblePlan if nothing fits into memory.
+    `search`: `exact` or `bmp`. `limits`: of the exact search. InfeasiblePlan if nothing fits into
+    memory.
     """
     pipelines, full = request.split(request.costs(request.loads)), request.costs(request.full_step)
-    typical = _median(pipelines)
     # times of a typical step, memory of the largest
-    memory = {name: getattr(full, name) for name in ("saved_bytes", "kept_bytes", "working_bytes")}
-    borders, recompute, gap = _search(replace(typical, **memory), request, search)
+    typical = _with_memory(_median(pipelines), full)
+    runs = _baselines(request, pipelines, typical, random)
+    borders, recompute, bound_ns = _search(typical, request, search, limits)
+    name = "the plan: searched partition, as little recomputed as fits"
+    best = simulate_run(request, name, pipelines, request.loads, borders, recompute)
+    # the search is for one step: over all of them, the simpler partition may be faster
+    schedule, careful = request.make_schedule(), runs[-1]
+    at_full = evaluate(typical, careful.borders, careful.recompute, schedule)
+    if careful.step_ns < best.step_ns and at_full.fits(request.memory_bytes):
+        best = replace(careful, name="the plan: even layers, as little recomputed as fits")
+    step_ns = evaluate(typical, best.borders, best.recompute, schedule).step_ns
+    gap = None if bound_ns is None else (step_ns - bound_ns) / max(step_ns, 1)
+    made = replace(make_plan(request, best, full), gap=gap)
+    return PlanResult(plan=made, runs=(*runs, best))
 
-    # one run per change, from what trainers do to the plan
-    everything, even = np.ones(len(recompute), np.bool_), by_params(typical, len(borders) - 1)
-    first = "parameters split evenly, all recomputed"
-    runs = []
-    if random is not None:
-        name = f"random samples, {int(random.llm.items.max())} at a time, padded; {first}"
-        costs = request.split(request.costs(random))
-        runs.append(simulate_run(request, name, costs, random, even, everything))
-        first = "+ packed micro-batches"
-    for name, cuts, chosen in (
-        (first, even, everything),
-        ("+ searched partition", borders, everything),
-        ("+ recomputed as little as fits: the plan", borders, recompute),
-    ):
-        runs.append(simulate_run(request, name, pipelines, request.loads, cuts, chosen))
-    made = make_plan(request, runs[-1], full)
-    return PlanResult(plan=made, runs=tuple(runs), gap=gap)
+
+def _baselines(
+    request: PlanRequest, pipelines: list[Costs], typical: Costs, random: Loads | None
+) -> list[SimulatedRun]:
+    """The papers' baseline, then a careful user's, also with packed micro-batches."""
+    num_stages = request.parallel.pp * request.stages_per_rank
+    by_size, by_count = by_params(typical, num_stages), by_layers(typical, num_stages)
+    everything = np.ones(typical.num_layers, np.bool_)
+    papers, careful = "even parameters, all recomputed", "even layers, as little recomputed as fits"
+    least = _least(request, typical, by_count)
+    packed = request, careful, pipelines, request.loads, by_count, least
+    if random is None:
+        first = request, papers, pipelines, request.loads, by_size, everything
+        return [simulate_run(*first), simulate_run(*packed)]
+    every = request.costs(random)
+    drawn = request.split(every)
+    name = f"random samples, {int(random.llm.items.max())} at a time, padded"
+    # memory for the largest of them
+    largest = _with_memory(drawn[0], every)
+    least = _least(request, largest, by_count)
+    return [
+        simulate_run(request, f"{name}; {papers}", drawn, random, by_size, everything),
+        simulate_run(request, f"the same; {careful}", drawn, random, by_count, least),
+        simulate_run(request, f"packed micro-batches; {careful}", *packed[2:]),
+    ]
+
+
+def _with_memory(costs: Costs, full: Costs) -> Costs:
+    """These times, with the bytes of each layer's largest micro-batch in `full`."""
+    names = ("saved_bytes", "kept_bytes", "working_bytes")
+    shape = costs.saved_bytes.shape
+    most = (getattr(full, name).max(axis=1, keepdims=True) for name in names)
+    changes: dict[str, Any] = {
+        name: np.broadcast_to(own, shape) for name, own in zip(names, most, strict=True)
+    }
+    return replace(costs, **changes)
+
+
+def _least(request: PlanRequest, costs: Costs, borders: IntArray) -> BoolArray:
+    """As little recomputed as fits; everything if nothing does."""
+    chooser = RecomputeChooser(costs, request.make_schedule(), request.memory_bytes)
+    least = chooser.least(borders)
+    return np.ones(costs.num_layers, np.bool_) if least is None else least
 
 
 def simulate_run(
@@ -208,13 +256,13 @@ def tensor_parallel_ns(request: PlanRequest, run: SimulatedRun) -> IntArray:
 
 
 def _search(
-    costs: Costs, request: PlanRequest, search: str
-) -> tuple[IntArray, BoolArray, float | None]:
-    """-> (borders, recompute, gap)."""
+    costs: Costs, request: PlanRequest, search: str, limits: SearchLimits
+) -> tuple[IntArray, BoolArray, int | None]:
+    """-> (borders, recompute, lower bound of a step's time if it is known)."""
     schedule, memory = request.make_schedule(), request.memory_bytes
     if search == "exact":
-        found = search_exact(costs, schedule, memory)
-        return found.borders, found.recompute, found.gap
+        found = search_exact(costs, schedule, memory, limits)
+        return found.borders, found.recompute, found.lower_bound_ns
     step_ns = fitted_step(costs, schedule, memory)
     borders = search_bmp(costs, schedule.num_stages, step_ns).best.borders
     return borders, choose_recompute(costs, borders, schedule, memory), None

@@ -128,7 +128,16 @@ def test_json_holds_the_plan_and_what_it_is_compared_with(call):
     values = json.loads(shown)
     assert [run["step_ns"] for run in values["runs"]][-1] == values["plan"]["predicted"]["step_ns"]
     assert len(values["runs"]) == 3  # no data, so no random samples
-    assert values["gap"] >= 0
+    assert values["plan"]["gap"] == 0
+
+
+def test_without_time_the_best_start_is_printed_with_its_gap(call, tmp_path):
+    status, shown, errors = call("plan", *EQUAL, "--time-limit", 0, "--out", tmp_path)
+    assert (status, errors) == (0, "")
+    gap = read_plan(tmp_path / "plan.json").gap
+    assert 0 < gap < 0.5
+    found = f"another one may be faster for the searched step, by at most {gap:.2%}"
+    assert found in shown
 
 
 def test_a_file_gives_what_options_do_not(call, tmp_path):
@@ -206,6 +215,7 @@ def test_a_file_gives_what_options_do_not(call, tmp_path):
             2,
             "memory_gib is nan; give more than 0 and at most 1,048,576",
         ),
+        (("plan", *EQUAL, "--time-limit", "nan"), 2, "--time-limit"),
         (("plan", *EQUAL, "--memory-gib", "inf"), 2, "memory_gib is inf; give more than 0"),
         (("plan", *EQUAL, "--memory-gib", "-1"), 2, "memory_gib is -1.0; give more than 0"),
         (

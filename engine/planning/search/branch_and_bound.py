@@ -33,10 +33,9 @@ from engine.planning.search._windows import (
     join,
     prune,
 )
-from engine.planning.search.limits import CHUNK_ACTIONS, SearchLimits, SearchProgress
+from engine.planning.search.limits import CHUNK_ACTIONS, UNLIMITED, SearchLimits, SearchProgress
 from engine.planning.search.local_search import (
     NEVER,
-    UNLIMITED,
     PartitionEvaluator,
     improve_partition,
 )

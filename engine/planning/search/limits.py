@@ -56,3 +56,7 @@ class SearchLimits:
             return self
         now = self.clock()
         return replace(self, deadline_s=now + share * max(0.0, self.deadline_s - now))
+
+
+UNLIMITED = SearchLimits()
+"""By time; windows are always counted."""

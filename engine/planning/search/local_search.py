@@ -13,14 +13,13 @@ from engine.cost_model.costs import Costs
 from engine.planning.rank_memory import peak_bytes
 from engine.planning.recompute import RecomputeChooser
 from engine.planning.search._bounds import layer_sums, window_steps
-from engine.planning.search.limits import CHUNK_ACTIONS, SearchLimits
+from engine.planning.search.limits import CHUNK_ACTIONS, UNLIMITED, SearchLimits
 from engine.simulator.schedule import Schedule
 
 NEVER = np.iinfo(np.int64).max
 """Time of a partition that does not fit."""
 FARTHEST = 3
 """Layers by which a border moves at most."""
-UNLIMITED = SearchLimits()
 
 
 class PartitionEvaluator(RecomputeChooser):

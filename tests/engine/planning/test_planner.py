@@ -2,6 +2,7 @@
 largest ones.
 """
 
+import itertools
 from dataclasses import replace
 from io import StringIO
 
@@ -13,6 +14,7 @@ from balance.errors import ConfigError
 from engine.cost_model.parallel import Training, reduction_ns
 from engine.plan_report import (
     comparison,
+    gain_text,
     layers_text,
     print_plan,
     stage_names,
@@ -20,10 +22,12 @@ from engine.plan_report import (
     time_shares,
 )
 from engine.planning import planner
-from engine.planning.partition import METHODS
+from engine.planning.partition import METHODS, by_layers, by_params
+from engine.planning.plan import plan_from_json
 from engine.planning.planner import simulate_run, tensor_parallel_ns
 from engine.planning.recompute import InfeasiblePlan, choose_recompute
 from engine.planning.search.branch_and_bound import search_exact
+from engine.planning.search.limits import SearchLimits
 from engine.simulator.evaluate import evaluate, schedule_for
 from support.cases import for_each
 from support.costs.plan_questions import plan_request, uneven_loads
@@ -32,6 +36,13 @@ from support.costs.plan_questions import plan_request, uneven_loads
 @pytest.fixture(scope="module")
 def result():
     return planner.plan(plan_request(), random=uneven_loads(32, seed=1, model="internvl_1_5"))
+
+
+def one_step():
+    """A request for one step of one replica: what is planned is what is searched."""
+    asked = plan_request()
+    loads = uneven_loads(8, model="internvl_1_5")
+    return replace(asked, parallel=replace(asked.parallel, dp=1), loads=loads)
 
 
 def test_the_plan_is_what_is_simulated(result):
@@ -52,10 +63,58 @@ def test_a_step_takes_as_long_as_its_slowest_replica(result):
     assert result.best.sample_ns == pytest.approx(2 * result.best.step_ns / samples)
 
 
-def test_each_change_makes_steps_faster(result):
-    _, packed, partition, plan = result.runs
-    assert packed.step_ns > partition.step_ns > plan.step_ns
-    assert plan.recompute.sum() < partition.recompute.sum() == len(plan.recompute)
+def test_the_plan_is_compared_with_the_papers_baseline_and_with_a_careful_users(result):
+    asked = plan_request()
+    papers, drawn, careful, plan = result.runs
+    assert (result.careful, result.best) == (careful, plan)
+    assert papers.sample_ns > drawn.sample_ns > careful.sample_ns >= plan.sample_ns
+    assert papers.recompute.all()
+    costs = careful.costs[0]
+    assert papers.borders.tolist() == by_params(costs, 4).tolist()
+    assert drawn.borders.tolist() == careful.borders.tolist() == by_layers(costs, 4).tolist()
+    # as little recomputed as fits if all micro-batches are the largest, of the drawn ones too
+    full = asked.costs(asked.full_step)
+    schedule = schedule_for("1f1b", careful.borders, 8)
+    expected = choose_recompute(full, careful.borders, schedule, asked.memory_bytes)
+    assert careful.recompute.tolist() == expected.tolist()
+    assert drawn.peak_bytes.max() <= asked.memory_bytes
+    gain = careful.sample_ns / plan.sample_ns
+    assert gain_text(result).startswith(f"the plan is {gain:.2f}x as fast as even layers")
+    assert [row[4] for row in comparison(result)][2:] == ["1.00x", f"{gain:.2f}x"]
+
+
+def test_even_layers_that_do_not_fit_say_so():
+    asked = plan_request(memory_bytes=20 * 2**30)
+    result = planner.plan(asked)
+    assert result.careful.recompute.all()
+    assert "does not fit" in comparison(result)[-2][-1]
+    assert gain_text(result) == "the plan fits; even layers do not, with everything recomputed"
+
+
+def test_over_all_steps_no_plan_is_slower_than_even_layers_and_its_gap_is_its_own():
+    """The search is for one step; of these, even layers are faster over all."""
+    result = planner.plan(plan_request(memory_bytes=60 * 2**30))
+    assert result.best.borders.tolist() == result.careful.borders.tolist()
+    assert result.best.step_ns == result.careful.step_ns
+    assert "the plan: even layers" in result.best.name
+    found = result.best
+    typical = sorted(found.costs, key=lambda costs: costs.forward_ns.sum())[2]
+    schedule = schedule_for("1f1b", found.borders, 8)
+    step_ns = evaluate(typical, found.borders, found.recompute, schedule).step_ns
+    best_ns = search_exact(typical, schedule, 60 * 2**30).step_ns
+    assert result.plan.gap == pytest.approx(1 - best_ns / step_ns)
+    assert result.plan.gap > 0
+
+
+def test_a_plan_keeps_the_gap_of_its_search_whose_time_was_up():
+    looks = itertools.count()
+    limits = SearchLimits(deadline_s=2, clock=lambda: next(looks))
+    asked = one_step()
+    short, whole = planner.plan(asked, limits=limits), planner.plan(asked)
+    assert whole.plan.gap == 0
+    assert 0 < short.plan.gap < 1
+    assert short.plan.predicted.step_ns >= whole.plan.predicted.step_ns
+    assert plan_from_json(short.plan.to_json(), where="here").gap == short.plan.gap
 
 
 def test_the_largest_micro_batches_fit_and_with_less_recomputed_they_would_not():
@@ -76,10 +135,9 @@ def test_the_largest_micro_batches_fit_and_with_less_recomputed_they_would_not()
 
 
 def test_the_searched_partition_is_no_slower_than_other_methods_for_the_searched_step():
-    loads = uneven_loads(8, model="internvl_1_5")
-    asked = replace(plan_request(), parallel=replace(plan_request().parallel, dp=1), loads=loads)
+    asked = one_step()
     best = planner.plan(asked).best
-    (costs,) = asked.split(asked.costs(loads))
+    (costs,) = asked.split(asked.costs(asked.loads))
     full = asked.costs(asked.full.take(np.zeros(8, np.int64)))
     schedule = schedule_for("1f1b", best.borders, 8)
     for method in METHODS.values():
@@ -92,15 +150,11 @@ def test_the_searched_partition_is_no_slower_than_other_methods_for_the_searched
 
 
 def test_both_searches_find_a_plan_and_the_exact_one_is_no_slower():
-    asked = replace(
-        plan_request(),
-        parallel=replace(plan_request().parallel, dp=1),
-        loads=uneven_loads(8, model="internvl_1_5"),
-    )
+    asked = one_step()
     exact, bmp = planner.plan(asked), planner.plan(asked, search="bmp")
     assert exact.best.step_ns <= bmp.best.step_ns
-    assert exact.gap is not None
-    assert bmp.gap is None
+    assert exact.plan.gap is not None
+    assert bmp.plan.gap is None
 
 
 def test_what_does_not_fit_says_so():
@@ -186,16 +240,14 @@ def test_what_cannot_be_trained_or_costed_is_refused():
 
 
 @for_each("seed", range(3))
-def test_a_plan_is_at_most_2_percent_slower_than_a_new_one_after_a_change_of_1_percent(
-    result, seed
-):
+def test_a_plan_is_at_most_2_percent_slower_than_a_new_one_after_a_change_of_1_percent(seed):
     rng = np.random.default_rng(seed)
-    asked = plan_request()
+    asked = one_step()
+    result = planner.plan(asked)
     full = asked.costs(asked.full.take(np.zeros(8, np.int64)))
     # memory as the plan was made for: of full micro-batches
     sizes = {name: getattr(full, name) for name in ("saved_bytes", "kept_bytes", "working_bytes")}
-    searched = np.argsort([costs.forward_ns.sum() for costs in result.best.costs], kind="stable")[2]
-    costs = replace(result.best.costs[searched], **sizes)
+    costs = replace(result.best.costs[0], **sizes)
     factors = rng.choice([0.99, 1.01], (costs.num_layers, 1))
     times = ("forward_ns", "input_grad_ns", "weight_grad_ns", "recompute_ns")
     changed = replace(
