@@ -8,8 +8,8 @@ all ranks: gradients, summed over replicas once per step, are those of the step 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,8 +17,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
-from balance.errors import ConfigError
+from balance.errors import ConfigError, IsobatchError
 from balance.types import IntArray
+from engine.cost_model.training_mode import TrainingMode
 from engine.runtime._consistency import check_same_step
 from engine.runtime.communication.collectives import all_reduce
 from engine.runtime.communication.p2p_schedule import make_p2p_schedule, reordered
@@ -26,6 +27,13 @@ from engine.runtime.communication.process_groups import make_groups, open_links,
 from engine.runtime.cpu_memory import uncounted
 from engine.runtime.errors import GradientNotFinite
 from engine.runtime.layer_rng import LayerRng
+from engine.runtime.optimizer.main_weights import (
+    MainWeights,
+    gradient_of,
+    local_part,
+    main_param,
+    message_specs,
+)
 from engine.runtime.stage_executor import RankLayers, StageExecutor, StepResult
 from engine.runtime.stage_io import Batch, LayerStack
 from engine.runtime.stopwatch import clock_offsets
@@ -45,8 +53,9 @@ class PipelineOptions:
     schedule: str = "1f1b"
     stages_per_rank: int = 1
     device: torch.device | str = "cpu"
-    autocast: torch.dtype | None = None
-    """torch.bfloat16 for mixed precision; None for the parameters' own dtype."""
+    mode: TrainingMode | None = None
+    """Dtypes and sharding of weights and optimizer, as a plan has it (`Plan.training.mode`). None:
+    the model's own dtypes, and every replica has all of the optimizer's state."""
     encoder_ranks: Sequence[int] = ()
     """Ranks besides the first that hold a copy of the frozen layers in front: they can encode
     ahead, as schedules of `engine.tuning.precompute` ask."""
@@ -87,19 +96,23 @@ class Pipeline:
         open_links(self._groups, device)
         encodes = rank in (0, *ahead) and model.first_trained <= cuts[1]
         encoder = model.layers[: model.first_trained] if encodes else []
+        encoder = [layer.to(device) for layer in encoder]
+        layers = {
+            index: model.layers[index].to(device)
+            for stage in range(rank, len(cuts) - 1, len(self._groups.ranks))
+            for index in range(cuts[stage], cuts[stage + 1])
+        }
+        mode = self._options.mode
+        own = (weight for layer in [*layers.values(), *encoder] for weight in layer.parameters())
+        self._weights = MainWeights(dict.fromkeys(own), mode, self._groups.replicas)
         self._local = RankLayers(
-            layers={
-                index: model.layers[index].to(device)
-                for stage in range(rank, len(cuts) - 1, len(self._groups.ranks))
-                for index in range(cuts[stage], cuts[stage + 1])
-            },
-            encoder=[layer.to(device) for layer in encoder],
+            layers=layers,
+            encoder=encoder,
             borders=cuts,
             recompute=chosen,
-            specs=model.specs,
+            specs=model.specs if mode is None else partial(message_specs, model.specs, mode),
             first_trained=model.first_trained,
             device=device,
-            context=self._context,
         )
 
     @property
@@ -108,9 +121,21 @@ class Pipeline:
         return self._local.layers
 
     def parameters(self) -> list[nn.Parameter]:
-        """Parameters of this rank's layers, each once."""
+        """Parameters of this rank's layers for an optimizer, each once: in a training mode these
+        may be float32 masters, or rows of them (`engine.runtime.optimizer.main_weights`)."""
         every = (weight for layer in self.layers.values() for weight in layer.parameters())
-        return list(dict.fromkeys(every))
+        return [main_param(weight) for weight in dict.fromkeys(every)]
+
+    def gather_weights(self) -> None:
+        """Set the layers' weights to what the optimizer made of `parameters()`; `step` does too.
+
+        All ranks call it.
+        """
+        self._weights.gather()
+
+    def drop_gradients(self) -> None:
+        """Leave no gradients, neither reduced ones nor those of a step that was not reduced."""
+        self._weights.drop_gradients()
 
     @property
     def recompute(self) -> NDArray[np.bool_]:
@@ -151,7 +176,12 @@ class Pipeline:
         rng = None
         if options.dropout_seed is not None:
             rng = LayerRng(seed=options.dropout_seed, step=self.steps_run, replica=groups.replica)
-        result = StageExecutor(self._local, groups, schedule, batches, normalizer, rng).run()
+        self.gather_weights()
+        try:
+            result = StageExecutor(self._local, groups, schedule, batches, normalizer, rng).run()
+        except IsobatchError:
+            self._weights.drop_invalid()
+            raise
         self.steps_run += 1
         return result
 
@@ -178,12 +208,10 @@ class Pipeline:
 
     def reduce_gradients(self) -> None:
         """Sum gradients over replicas, those of tied parameters over their ranks; once per step."""
-        for weight in self._trained():
-            if weight.grad is None:  # no micro-batch used it; those of other ranks may have
-                weight.grad = torch.zeros_like(weight)
         for tie in self._groups.ties:
-            sum_gradients(_gradients(tie.weights), tie.group)
-        sum_gradients(_gradients(self._trained()), self._groups.replicas)
+            trained = [weight for weight in tie.weights if weight.requires_grad]
+            sum_gradients([gradient_of(weight) for weight in trained], tie.group)
+        self._weights.reduce_gradients()
 
     def clip_gradients(self, max_norm: float) -> float:
         """Scale reduced gradients of the model to a norm of at most `max_norm`; -> that before.
@@ -200,8 +228,10 @@ class Pipeline:
                 " changed"
             )
         if norm > max_norm:
-            for gradient in _gradients(self._trained()):
-                gradient.mul_(max_norm / (norm + 1e-6))
+            for weight in self._trained():
+                gradient = main_param(weight).grad
+                if gradient is not None:
+                    gradient.mul_(max_norm / (norm + 1e-6))
         return norm
 
     def _square_sum(self, squares: Callable[[torch.Tensor], torch.Tensor]) -> float:
@@ -215,17 +245,19 @@ class Pipeline:
         }
         total = torch.zeros((), dtype=torch.float64, device=self._local.device)
         for weight in self._trained():
-            if weight.grad is not None and id(weight) not in counted_elsewhere:
-                total += squares(weight.grad.reshape(-1))
+            gradient = main_param(weight).grad
+            if gradient is not None and id(weight) not in counted_elsewhere:
+                share = self._weights.share_of(weight)
+                total += share * squares(local_part(gradient).reshape(-1))
         all_reduce(total, self._groups.pipeline)
         if self._groups.replicas is None:
             return float(total)
         # equal already, unless memory is damaged: a rank must not skip a step that others take
         all_reduce(total, self._groups.replicas)
-        return float(total) / dist.get_world_size(self._groups.replicas)
+        return float(total)
 
     def _trained(self) -> list[nn.Parameter]:
-        return [weight for weight in self.parameters() if weight.requires_grad]
+        return [weight for weight in self._weights.weights if weight.requires_grad]
 
     def _check_schedule(self, schedule: Schedule) -> None:
         """ConfigError if this pipeline cannot run a schedule; the same on all ranks."""
@@ -250,11 +282,6 @@ class Pipeline:
                 " encoder_ranks"
             )
 
-    def _context(self) -> AbstractContextManager[object]:
-        if self._options.autocast is None:
-            return nullcontext()
-        return torch.autocast(self._local.device.type, dtype=self._options.autocast)
-
 
 def _squares(flat: torch.Tensor) -> torch.Tensor:
     """Sum of squares, float64, from rows that float32 sums up exactly enough: one pass, no copy.
@@ -275,10 +302,6 @@ def _exact_squares(flat: torch.Tensor) -> torch.Tensor:
         torch.linalg.vector_norm(part, dtype=torch.float64) for part in torch.split(flat, PART)
     ]
     return torch.stack(norms).square().sum()
-
-
-def _gradients(weights: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    return [weight.grad for weight in weights if weight.grad is not None]
 
 
 def _check(

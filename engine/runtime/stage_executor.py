@@ -4,8 +4,8 @@ Also here: `RankLayers`, a rank's part of the model, and `StepResult`, what a ra
 """
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -69,8 +69,6 @@ class RankLayers:
     specs: TensorSpecs
     first_trained: int
     device: torch.device
-    context: Callable[[], AbstractContextManager[object]]
-    """Context of the passes: autocast, or nothing."""
 
     def stage_layers(self, stage: int) -> range:
         """Indices of a stage's layers."""
@@ -208,7 +206,7 @@ class StageExecutor:
     def _encode(self, number: int) -> StageTensors:
         """Output of the frozen layers in front for a micro-batch."""
         tensors: StageTensors = {}
-        with torch.no_grad(), self._local.context():
+        with torch.no_grad():
             for index, layer in enumerate(self._local.encoder):
                 tensors = self._run_layer(index, layer, tensors, number)
         self._check(tensors, self._local.first_trained, number)
@@ -226,9 +224,8 @@ class StageExecutor:
             for name, tensor in received.items()
         }
         tensors: StageTensors = dict(inputs)
-        with local.context():
-            for index in range(begin, end):
-                tensors = self._run_layer(index, local.layers[index], tensors, number)
+        for index in range(begin, end):
+            tensors = self._run_layer(index, local.layers[index], tensors, number)
         if action.stage == self._schedule.num_stages - 1:
             tensors = {LOSS: tensors[LOSS].float() / (self._normalizer or 1)}
             self._status.note_loss(number, tensors[LOSS].detach())

@@ -68,7 +68,7 @@ class LayerStack:
 def check_tensors(
     tensors: Mapping[str, Tensor], specs: Mapping[str, TensorSpec], where: str
 ) -> None:
-    """SpecMismatch unless `tensors` match the specs; dtypes may differ because of autocast.
+    """SpecMismatch unless `tensors` match the specs; a message casts to their dtypes.
 
     `where` says in messages which tensors these are.
     """

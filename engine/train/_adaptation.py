@@ -110,8 +110,7 @@ class RecomputeAdapter:
             print(text, flush=True)
 
     def _recompute_all(self, pipeline: Pipeline) -> None:
-        for weight in pipeline.parameters():
-            weight.grad = None
+        pipeline.drop_gradients()
         if self._on_gpu:
             torch.cuda.empty_cache()
         pipeline.set_recompute(np.ones_like(pipeline.recompute))

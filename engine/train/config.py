@@ -9,6 +9,7 @@ import typer
 
 from balance.errors import ConfigError
 from balance.loss_weights import LossNormalizer, LossWeights
+from engine.cost_model.training_mode import Precision, TrainingMode
 
 GIB = 2**30
 MOST_LR = 1e37
@@ -41,7 +42,21 @@ class RunConfig:
         _help("config.json of transformers, or a folder with weights. Default: a tiny model."),
     ] = None
     seed: int = 0
-    bf16: Annotated[bool, _help("Autocast to bfloat16.", "--bf16")] = False
+    precision: Annotated[
+        Precision | None,
+        _help(
+            "Weights, activations and messages: fp32, or bf16 with fp32 masters. Default: the"
+            " plan's; without a plan: fp32."
+        ),
+    ] = None
+    zero_stage: Annotated[
+        int | None,
+        _help(
+            "Shared out over replicas: 0 nothing, 1 the optimizer's state. Default: the plan's;"
+            " without a plan: 0.",
+            least=0,
+        ),
+    ] = None
     device: Annotated[Literal["cpu", "cuda"] | None, _help("Default: cuda if there is one.")] = None
     # tensors of tiny models lose more to threads than they gain
     threads: Annotated[int, _help("CPU threads of each rank.", least=1)] = 1
@@ -55,6 +70,22 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _check_gib("--memory-gib", self.memory_gib)
+
+    def training_mode(self, planned: TrainingMode | None = None) -> TrainingMode:
+        """The plan's mode, or by options. ConfigError where they contradict each other."""
+        given: dict[str, Any] = {"precision": self.precision, "zero_stage": self.zero_stage}
+        chosen = {name: value for name, value in given.items() if value is not None}
+        if planned is None:
+            return TrainingMode(**{"precision": "fp32", "zero_stage": 0, **chosen})
+        for name, value in chosen.items():
+            own = getattr(planned, name)
+            if value != own:
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(
+                    f"{option} is {value}, but the plan is for {own} ({planned}): plan with"
+                    f" {option} {value}, or leave the option out"
+                )
+        return planned
 
     @property
     def memory_bytes(self) -> int | None:

@@ -52,7 +52,7 @@ def measure(config: MeasureConfig, open_source: OpenSource, device: torch.device
         schedule=config.schedule,
         stages_per_rank=config.stages_per_rank,
         device=device,
-        autocast=torch.bfloat16 if config.bf16 else None,
+        mode=config.training_mode(),
     )
     batches = first_of_all_phases(source, model.preset)
     source.close()
@@ -87,7 +87,7 @@ def _plan_request(
         model=model,
         cluster=cluster,
         parallel=Parallelism(pp=dist.get_world_size()),
-        training=Training(),
+        training=Training(mode=config.training_mode()),
         schedule=config.schedule,
         stages_per_rank=config.stages_per_rank,
         num_micro_batches=len(batches),

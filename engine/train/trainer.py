@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from balance.errors import ConfigError, DataError
 from engine.charts.trace import make_trace
+from engine.cost_model.training_mode import TrainingMode
 from engine.planning.plan import Plan, read_plan
 from engine.runtime.checkpoints.training_state import Progress, load_state, save_state
 from engine.runtime.communication.collectives import any_rank
@@ -68,6 +69,7 @@ def make_run(config: TrainConfig, open_source: OpenSource, device: torch.device)
     """This rank's part; ConfigError or DataError if build, plan and ranks do not fit together."""
     # plan, model and their layout
     plan = None if config.plan == "auto" else read_plan(Path(config.plan))
+    mode = config.training_mode(plan.training.mode if plan else None)
     dp = (plan.parallel.dp if plan else 1) if config.dp is None else config.dp
     pipelines = make_replicas(dist.get_world_size(), dp, plan)
     options = source_options(config, pipelines, num_micro_batches(config, plan), device)
@@ -85,9 +87,10 @@ def make_run(config: TrainConfig, open_source: OpenSource, device: torch.device)
             options["images"] = "patches"  # for ranks that encode ahead too
         source = open_source(config.build, **options)
     # pipeline, optimizer and their state
-    pipeline = _make_pipeline(config, layout, model, device)
+    pipeline = _make_pipeline(config, mode, layout, model, device)
     trained = [weight for weight in pipeline.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=config.lr) if trained else None
+    # fused: torch's default for GPUs makes a copy of all moments in each step
+    optimizer = torch.optim.AdamW(trained, lr=config.lr, fused=True) if trained else None
     done = load_state(config.state, pipeline.layers, optimizer) if config.state else None
     if done:
         source.load_state_dict(done.loader)
@@ -95,7 +98,7 @@ def make_run(config: TrainConfig, open_source: OpenSource, device: torch.device)
     if is_first_rank():
         resumes = f"; resumes after step {done.step - 1}" if done else ""
         tuning = f"; each step tuned by {config.profile}" if config.tune else ""
-        print(f"{layout_text(layout, model.names)}{tuning}{resumes}", flush=True)
+        print(f"{layout_text(layout, model.names)}{tuning}{resumes}\n{mode}", flush=True)
     return TrainingRun(
         model=model,
         pipeline=pipeline,
@@ -166,8 +169,7 @@ def train_step(run: TrainingRun, batches: SourceStep, config: TrainConfig) -> St
 
     LossNotFinite, GradientNotFinite on all ranks unless such steps are skipped.
     """
-    if run.optimizer is not None:
-        run.optimizer.zero_grad()
+    run.pipeline.drop_gradients()
     try:
         result = _run_passes(run, batches)
         run.pipeline.reduce_gradients()  # over replicas, once per step
@@ -212,7 +214,11 @@ def _open_model(
 
 
 def _make_pipeline(
-    config: TrainConfig, layout: Layout, model: PipelineModel, device: torch.device
+    config: TrainConfig,
+    mode: TrainingMode,
+    layout: Layout,
+    model: PipelineModel,
+    device: torch.device,
 ) -> Pipeline:
     """This rank's stages."""
     encodes = config.encode == "any"
@@ -220,7 +226,7 @@ def _make_pipeline(
         schedule=layout.schedule,
         stages_per_rank=layout.stages_per_rank,
         device=device,
-        autocast=torch.bfloat16 if config.bf16 else None,
+        mode=mode,
         encoder_ranks=range(1, len(layout.pipelines[0])) if encodes else (),
     )
     return Pipeline(model.stack, layout.borders, layout.recompute, layout.pipelines, options)

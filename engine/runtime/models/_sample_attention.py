@@ -50,11 +50,10 @@ def packed_attention(attention: Any, borders: Tensor, hidden: Tensor) -> Iterato
 
 def _check_precision(implementation: str, hidden: Tensor) -> None:
     is_half = hidden.dtype in (torch.bfloat16, torch.float16)
-    is_half = is_half or torch.is_autocast_enabled(hidden.device.type)
     if implementation.startswith("flash_attention") and not is_half:
         raise ConfigError(
             f"{implementation} computes in bfloat16 only, but the tokens are {hidden.dtype}; give"
-            " PipelineOptions(autocast=torch.bfloat16), or load the model with"
+            " PipelineOptions(mode=TrainingMode()), or load the model with"
             " attn_implementation='sdpa'"
         )
 

@@ -28,8 +28,9 @@ class SpecLayer(nn.Module):
 
     def no_features(self, batch: Batch, like: Tensor) -> Tensor:
         """Empty features for a micro-batch without images, on the device of `like`."""
-        spec = self.output_specs(batch)[FEATURES]
-        return torch.zeros(spec.shape, dtype=spec.dtype, device=like.device)
+        dtype = next(self.parameters()).dtype  # the spec has that of before a training mode
+        shape = self.output_specs(batch)[FEATURES].shape
+        return torch.zeros(shape, dtype=dtype, device=like.device)
 
 
 def hidden_specs(width: int, dtype: torch.dtype) -> OutputSpecs:

@@ -87,7 +87,7 @@ def _check_state(model: Any) -> None:
         if weight.requires_grad and weight.dtype == torch.float16:
             raise ConfigError(
                 f"{name} is trained in float16, where gradients underflow; load the model with"
-                " dtype=torch.float32 and give PipelineOptions(autocast=torch.bfloat16), or"
+                " dtype=torch.float32 and give PipelineOptions(mode=TrainingMode()), or"
                 " freeze it"
             )
 

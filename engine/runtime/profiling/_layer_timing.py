@@ -84,8 +84,7 @@ class _IsolatedLayer:
 
     def forward(self, inputs: StageTensors) -> StageTensors:
         """The forward pass."""
-        with self.local.context():
-            outputs: StageTensors = self.local.layers[self.index](inputs, self.batch)
+        outputs: StageTensors = self.local.layers[self.index](inputs, self.batch)
         return outputs
 
     @torch.no_grad()

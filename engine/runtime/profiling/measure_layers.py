@@ -25,6 +25,7 @@ from balance.types import IntArray
 from engine.cost_model.costs import Costs
 from engine.cost_model.loads import Loads
 from engine.cost_model.profile_table import Profile, make_profile
+from engine.cost_model.training_mode import TrainingMode
 from engine.runtime.communication.collectives import all_reduce
 from engine.runtime.communication.process_groups import ProcessGroups
 from engine.runtime.errors import peer_errors
@@ -90,7 +91,8 @@ def measure_layers(
     All ranks of a pipeline call it. `loads` are those of `batches` (`engine.runtime.batch_loads`),
     which should range from small to large, so that costs can be fitted. The median of equal layers
     counts. A kind is split by whether its layers are trained, and whether any before them is. State
-    is that of this model: parameters, gradients and two moments of the parameters' dtype.
+    is that of the pipeline's mode for one replica; without a mode, parameters, gradients and two
+    moments of the parameters' dtype.
 
     Gradients and random generators are restored. ConfigError if parameters differ within a kind.
     """
@@ -100,7 +102,7 @@ def measure_layers(
     options = options or MeasureOptions()
     # measure
     with _preserve_gradients(local.layers.values()), preserve_rng(local.device):
-        tables = _measure(local, groups, batches, options.repeats)
+        tables = _measure(pipeline, batches, options.repeats)
     sizes = [
         [sum(spec.num_bytes for spec in local.specs(cut, batch).values()) for batch in batches]
         for cut in range(1, len(kinds))
@@ -148,15 +150,14 @@ def _preserve_gradients(layers: Iterable[nn.Module]) -> Iterator[None]:
             weight.grad = gradient
 
 
-def _measure(
-    local: RankLayers, groups: ProcessGroups, batches: Sequence[Batch], repeats: int
-) -> _Tables:
+def _measure(pipeline: Pipeline, batches: Sequence[Batch], repeats: int) -> _Tables:
     """Tables of all ranks' layers. Ranks measure at once on CPUs, one after the other on GPUs."""
+    local, groups, mode = pipeline._local, pipeline._groups, pipeline._options.mode
     together, num_layers = local.device.type == "cpu", local.borders[-1]
     of_passes = np.zeros((num_layers, len(batches), len(_OF_PASSES)), np.int64)
     of_layers = np.zeros((num_layers, len(_OF_LAYERS)), np.int64)
     for index, layer in local.layers.items():
-        of_layers[index] = _weights(layer)
+        of_layers[index] = _weights(layer, mode)
     for number, batch in enumerate(batches):
         inputs = stage_inputs(local, groups, batch)
         for rank in range(1 if together else len(groups.ranks)):
@@ -195,15 +196,17 @@ def _compute_until_all_are_done(
         done.wait()
 
 
-def _weights(layer: nn.Module) -> tuple[int, int, bool]:
+def _weights(layer: nn.Module, mode: TrainingMode | None) -> tuple[int, int, bool]:
     """`_OF_LAYERS` of a layer."""
     weights = list(layer.parameters())
-    trained_bytes = [weight.nbytes for weight in weights if weight.requires_grad]
-    return (
-        sum(weight.nbytes for weight in weights) + (1 + ADAM_MOMENTS) * sum(trained_bytes),
-        sum(weight.numel() for weight in weights),
-        bool(trained_bytes),
-    )
+    trained = [weight for weight in weights if weight.requires_grad]
+    state = sum(weight.nbytes for weight in weights)
+    state += (1 + ADAM_MOMENTS) * sum(weight.nbytes for weight in trained)
+    if mode is not None:
+        state = sum(
+            mode.state_bytes(weight.numel(), 1, trained=weight.requires_grad) for weight in weights
+        )
+    return state, sum(weight.numel() for weight in weights), bool(trained)
 
 
 def _split_kinds(

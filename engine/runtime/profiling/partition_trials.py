@@ -184,8 +184,7 @@ class _Trials:
         """Time from when all ranks are ready to the end of the last pass."""
         gather_objects(None)  # waits for all ranks
         result = pipeline.step(self.step.batches, self.step.normalizer)
-        for weight in pipeline.parameters():
-            weight.grad = None
+        pipeline.drop_gradients()
         return max(gather_objects(int(result.end_ns.max(initial=0))))
 
 

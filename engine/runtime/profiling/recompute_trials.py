@@ -23,6 +23,7 @@ from engine.planning.adaptive_recompute import AdaptedRecompute, OutOfMemory, ad
 from engine.runtime.communication.collectives import gather_objects
 from engine.runtime.cpu_memory import LiveBytes
 from engine.runtime.layer_rng import preserve_rng
+from engine.runtime.optimizer.main_weights import local_part
 from engine.runtime.pipeline import Pipeline
 from engine.runtime.stage_io import Batch
 from engine.simulator.schedule import make_schedule
@@ -104,8 +105,10 @@ class StepObserver:
     def _left_on_cpu(self) -> int:
         states = self._optimizer.state.values() if self._optimizer else ()
         kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        kept = [local_part(value) for value in kept]
         for layer in self._layers:
             kept += [*layer.parameters(), *layer.buffers()]
+        kept += [local_part(weight) for weight in self._pipeline.parameters()]
         limit = (self._limit_bytes or 0) - _storage_bytes(kept)
         memory = LiveBytes(limit)
         with memory:
@@ -124,8 +127,7 @@ class StepObserver:
             torch.cuda.empty_cache()
 
     def _drop_gradients(self) -> None:
-        for weight in self._pipeline.parameters():
-            weight.grad = None
+        self._pipeline.drop_gradients()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,6 +72,7 @@ class PipelineModel:
 
     def export(self, pipeline: Pipeline, folder: Path) -> bool:
         """Write it for transformers; -> whether this rank wrote. All ranks call it. DataError."""
+        pipeline.gather_weights()
         prefixes = names_of(self.whole, self.stack.layers)
         # replicas are equal, so the first one's weights are enough
         state = gather_state_dict(self.whole, pipeline.layers, prefixes)

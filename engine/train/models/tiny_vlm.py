@@ -61,10 +61,9 @@ def _rotate(x: Tensor, positions: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     frequencies = 10_000.0 ** (-torch.arange(half, device=x.device) / half)
     angles = positions[:, None] * frequencies  # (tokens, half)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     a, b = x[..., :half], x[..., half:]
-    return torch.cat(
-        [a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1
-    )
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
 class TinyPatchEmbedding(nn.Module):
@@ -79,7 +78,8 @@ class TinyPatchEmbedding(nn.Module):
 
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
         """{} -> features (tiles * 17, ViT width)."""
-        patches = self.squares(batch.pixel_values).flatten(2).transpose(1, 2)
+        pixels = batch.pixel_values.to(self.squares.weight.dtype)
+        patches = self.squares(pixels).flatten(2).transpose(1, 2)
         class_tokens = self.class_token.expand(len(patches), -1, -1)
         tokens = torch.cat([class_tokens, patches], dim=1) + self.positions
         return {"features": tokens.flatten(0, 1)}
@@ -153,7 +153,7 @@ class TinyHead(nn.Module):
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
         """hidden -> loss, a scalar."""
         logits = self.head(self.norm(inputs["hidden"]))
-        return {LOSS: loss_sum(logits, batch)}
+        return {LOSS: loss_sum(logits.float(), batch)}
 
 
 def make_tiny_vlm(preset: ModelPreset, vocab_size: int, image_token_id: int) -> LayerStack:

@@ -4,8 +4,11 @@ and length.
 
 import pytest
 
+from engine.cost_model.training_mode import TrainingMode
 from support.rank_programs.rank_cases import Case, run_cases
 
+BF16, BF16_SHARDED = TrainingMode(zero_stage=0), TrainingMode()
+FP32_SHARDED = TrainingMode(precision="fp32")
 TWO = [
     Case(name="1f1b", pp=2),
     Case(name="gpipe", pp=2, schedule="gpipe"),
@@ -34,6 +37,11 @@ TWO = [
     Case(name="text only", pp=2, text_only=tuple(range(10)), counts=(4, 2)),
     Case(name="fewer micro-batches than stages", pp=2, counts=(1, 2, 1)),
     Case(name="replicas", pp=1, dp=2),
+    Case(name="sharded optimizer", pp=1, dp=2, mode=FP32_SHARDED, clip=0.05),
+    Case(name="bf16 weights, masters", pp=2, mode=BF16, clip=0.05),
+    Case(name="bf16, zero bubble", pp=2, mode=BF16, schedule="zero_bubble", recompute="some"),
+    Case(name="bf16, sharded masters", pp=1, dp=2, mode=BF16_SHARDED, clip=0.05),
+    Case(name="bf16, sharded masters, frozen", pp=1, dp=2, mode=BF16_SHARDED, frozen=("vision",)),
 ]
 FOUR = [
     Case(name="1f1b", pp=4),
@@ -41,6 +49,16 @@ FOUR = [
     Case(name="zero bubble", pp=4, schedule="zero_bubble", counts=(6, 2, 9)),
     Case(name="interleaved", pp=4, schedule="interleaved", stages_per_rank=2, counts=(5, 3, 8)),
     Case(name="two by two", pp=2, dp=2, counts=(4, 3), clip=0.05),
+    Case(name="two by two, sharded", pp=2, dp=2, clip=0.05, mode=FP32_SHARDED),
+    Case(name="two by two, bf16", pp=2, dp=2, clip=0.05, mode=BF16, recompute="some"),
+    Case(
+        name="two by two, bf16, sharded, interleaved",
+        pp=2,
+        dp=2,
+        schedule="interleaved",
+        stages_per_rank=2,
+        mode=BF16_SHARDED,
+    ),
     Case(
         name="two by two, interleaved, frozen",
         pp=2,

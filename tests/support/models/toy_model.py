@@ -50,7 +50,7 @@ class PatchEmbedding(nn.Module):
         self.map = nn.Linear(PATCH_VALUES, VISION)
 
     def forward(self, carry, batch):
-        return {"features": self.map(batch.pixel_values)}
+        return {"features": self.map(batch.pixel_values.to(self.map.weight.dtype))}
 
 
 class VisionLayer(nn.Module):
@@ -138,7 +138,7 @@ class Head(nn.Module):
         logits = self.norm(carry["hidden"]) @ self.table.weight.T
         return {
             "loss": functional.cross_entropy(
-                logits, batch.labels, ignore_index=-100, reduction="sum"
+                logits.float(), batch.labels, ignore_index=-100, reduction="sum"
             )
         }
 

@@ -2,15 +2,18 @@
 compared.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from engine.cost_model.costs import Costs
+from engine.cost_model.training_mode import TrainingMode
 from engine.runtime.communication.p2p_schedule import make_p2p_schedule
 from engine.runtime.layer_rng import LayerRng
+from engine.runtime.optimizer.main_weights import MainWeights, main_param
 from engine.runtime.pipeline import Pipeline, PipelineOptions
 from engine.simulator.schedule import Action, PassKind, Schedule, make_schedule
 from engine.simulator.simulate import Deadlock
@@ -43,6 +46,7 @@ class Case:
     text_only: tuple[int, ...] = (1,)
     """Places of micro-batches without images."""
     borders: tuple[int, ...] = field(default=())
+    mode: TrainingMode | None = None
     dropout: float = 0.0
     """Drawn by (step, micro-batch, layer), here and in one process."""
     reorder: bool = False
@@ -93,10 +97,14 @@ def run_case(case: Case) -> None:
         stages_per_rank=case.stages_per_rank,
         encoder_ranks=case.encode_on,
         dropout_seed=SEED if case.dropout else None,
+        mode=case.mode,
     )
     pipeline = Pipeline(piped, borders, recompute.astype(bool), pipelines, options)
     replica = dist.get_rank() // case.pp
-    optimizers = [_optimizer(pipeline.parameters()), _optimizer(_weights(alone))]
+    # the same dtypes in one process
+    whole = MainWeights(_weights(alone), case.mode and replace(case.mode, zero_stage=0), None)
+    mains = [main_param(weight) for weight in whole.weights]
+    optimizers = [_optimizer(pipeline.parameters()), _optimizer(mains)]
     for step, count in enumerate(case.counts):
         generator = torch.Generator().manual_seed(100 + step)
         batches = [_batch(generator, place, step, case) for place in range(count * case.dp)]
@@ -118,16 +126,18 @@ def run_case(case: Case) -> None:
             f"step {step}: loss {float(loss)}, not {expected}"
         )
         pipeline.reduce_gradients()
+        whole.reduce_gradients()
         if case.clip is not None:
-            _clip_both(pipeline, alone, case.clip)
+            _clip_both(pipeline, mains, case.clip)
         _compare(pipeline, alone, step)
         for optimizer in optimizers:
             if optimizer is not None:
                 optimizer.step()
                 optimizer.zero_grad()
         # so that roundings of one step do not grow in the next
+        whole.gather()
         for place, layer in pipeline.layers.items():
-            layer.load_state_dict(alone.layers[place].state_dict())
+            copy_weights(layer, alone.layers[place])
 
 
 def _drawing(step, count):
@@ -211,8 +221,27 @@ def _batch(generator, place, step, case):
     return make_batch(generator, lengths, patches)
 
 
-def _clip_both(pipeline, alone, most):
-    own = [weight for weight in _weights(alone) if weight.grad is not None]
+@torch.no_grad()
+def copy_weights(layer, other):
+    """All weights of another layer, and what the optimizer has of them."""
+    layer.load_state_dict(other.state_dict())
+    for weight, given in zip(layer.parameters(), other.parameters(), strict=True):
+        main = main_param(weight)
+        if isinstance(main, DTensor):
+            mesh, placements = main.device_mesh, main.placements
+            main.copy_(distribute_tensor(main_param(given).detach().clone(), mesh, placements))
+        else:
+            main.copy_(main_param(given))
+
+
+def reduced_gradient(weight):
+    """A weight's gradient as the optimizer gets it, gathered; None without one."""
+    gradient = main_param(weight).grad
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def _clip_both(pipeline, mains, most):
+    own = [weight for weight in mains if weight.grad is not None]
     expected = float(torch.nn.utils.clip_grad_norm_(own, most))
     found = pipeline.clip_gradients(most)
     assert abs(found - expected) <= 1e-5 * expected, f"norm {found}, not {expected}"
@@ -223,11 +252,13 @@ def _compare(pipeline, alone, step):
     for place, layer in pipeline.layers.items():
         own, wanted = [], []
         for weight, other in zip(layer.parameters(), alone.layers[place].parameters(), strict=True):
+            found, expected = reduced_gradient(weight), reduced_gradient(other)
             if not weight.requires_grad:
-                assert weight.grad is None
+                assert found is None
                 continue
-            own.append(weight.grad.flatten())
-            wanted.append((torch.zeros_like(other) if other.grad is None else other.grad).flatten())
+            own.append(found.flatten())
+            expected = torch.zeros_like(found) if expected is None else expected
+            wanted.append(expected.flatten())
         if own:
             difference = (torch.cat(own) - torch.cat(wanted)).norm()
             off = float(difference / torch.cat(wanted).norm().clamp(min=1e-6))

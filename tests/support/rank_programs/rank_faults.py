@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from engine.charts.trace import KIND_NAMES
+from engine.cost_model.training_mode import TrainingMode
 from engine.runtime.communication._p2p import P2PQueue
 from engine.runtime.errors import IsobatchError, LossNotFinite
 from engine.runtime.pipeline import Pipeline, PipelineOptions
@@ -164,7 +165,7 @@ def _gradient(batches, recompute):
 
 def _bf16(batches):
     """Losses of some steps in bf16 and in float32, alone."""
-    pipeline, alone = make_pipeline(2, autocast=torch.bfloat16), make_model()
+    pipeline, alone = make_pipeline(2, mode=TrainingMode(zero_stage=0)), make_model()
     weights = list(
         {id(weight): weight for layer in alone.layers for weight in layer.parameters()}.values()
     )

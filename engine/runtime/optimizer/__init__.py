@@ -1,0 +1,1 @@
+"""Parameters as an optimizer gets them, in a run's training mode."""
