@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from balance.errors import ConfigError
+from engine.runtime.optimizer.main_weights import main_param
 
 Layers = Mapping[int, nn.Module]
 """A rank's layers by index in the model: `Pipeline.layers`."""
@@ -20,9 +21,9 @@ Options = list[dict[str, Any]]
 
 
 def parameters_of(layers: Layers) -> dict[str, nn.Parameter]:
-    """Parameters by name, `index.name in the layer`; a tied one has several."""
+    """The optimizer's parameters by name, `index.name in the layer`; a tied one has several."""
     return {
-        f"{index}.{name}": weight
+        f"{index}.{name}": main_param(weight)
         for index, layer in layers.items()
         for name, weight in layer.named_parameters(remove_duplicate=False)
     }

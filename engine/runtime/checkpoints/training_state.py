@@ -2,10 +2,11 @@
 
 Every tensor is named after its layer's index in the model and its parameter, never after a rank or
 a stage. So a run resumes with another partition, or other numbers of stages and replicas: each rank
-reads what it holds, whoever wrote it. torch.distributed.checkpoint writes the tensors; replicas
-divide the writing of equal ones between them. A state is a folder that gets its name when it is
-complete, so after a kill the newest state is usable. A failure on one rank is raised on all, in one
-line: DataError, ConfigError; PeerLost if a rank is lost.
+reads what it holds, whoever wrote it. Weights are saved as the optimizer has them: float32 masters
+where there are any. torch.distributed.checkpoint writes the tensors: of equal ones each replica a
+part, of shared out ones each its rows. A state is a folder that gets its name when it is complete,
+so after a kill the newest state is usable. A failure on one rank is raised on all, in one line:
+DataError, ConfigError; PeerLost if a rank is lost.
 """
 
 import warnings
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from balance.errors import ConfigError, DataError
@@ -51,6 +53,7 @@ from engine.runtime.communication.collectives import (
     on_first_rank,
     world_errors,
 )
+from engine.runtime.optimizer.main_weights import gather_weight, local_part, main_param
 
 __all__ = ["PROGRESS_NAME", "Progress", "load_state", "newest_state", "save_state"]
 
@@ -120,6 +123,10 @@ def load_state(folder: Path, layers: Layers, optimizer: Optimizer | None) -> Pro
     tensors = on_all_ranks(lambda: _to_load(newest, layers, optimizer))
     with _torch_errors(newest, "read") as alone:
         load({_ROOT: tensors}, checkpoint_id=newest, no_dist=alone)
+    with world_errors():
+        for layer in layers.values():
+            for weight in layer.parameters():
+                gather_weight(weight)
     moments = _with_prefix(_OPTIMIZER, tensors)
     on_all_ranks(lambda: load_into(optimizer, layers, moments, content["options"]))
     return Progress(step=content["step"], loader=content["loader"])
@@ -137,7 +144,7 @@ def _to_save(layers: Layers, optimizer: Optimizer | None) -> tuple[dict[str, Ten
         for name, _ in layer.named_buffers()
     }
     for name, value in tensors.items():
-        if not _is_finite(value, may_be_infinite=name in masks):
+        if not _is_finite(local_part(value.detach()), may_be_infinite=name in masks):
             raise DataError(
                 f"{name} has numbers that are NaN or infinite, so this state is not saved; resume"
                 " from the one before it, with a smaller learning rate"
@@ -149,7 +156,7 @@ def _is_finite(value: Tensor, *, may_be_infinite: bool) -> bool:
     """Whether no number is NaN, nor infinite, by one pass without copies."""
     if not value.is_floating_point() or not value.numel():
         return True
-    ends = torch.stack(torch.aminmax(value.detach()))  # NaN if any number is
+    ends = torch.stack(torch.aminmax(value))  # NaN if any number is
     return not bool(ends.isnan().any() if may_be_infinite else (~ends.isfinite()).any())
 
 
@@ -161,13 +168,20 @@ def _to_load(state: Path, layers: Layers, optimizer: Optimizer | None) -> dict[s
     saved, weights = _saved(state), _weights(layers)
     _check(weights, saved, state)
     own = parameters_of(layers) if optimizer is not None else {}
-    # the optimizer itself moves them to the right device
     moments = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        name: _empty(entry, own[name.rpartition(".")[0]])
         for name, entry in _with_prefix(_OPTIMIZER, saved).items()
         if name.rpartition(".")[0] in own
     }
     return _join(weights, moments)
+
+
+def _empty(entry: TensorStorageMetadata, weight: Tensor) -> Tensor:
+    """Room for an optimizer's tensor, shared out as its parameter is if it has as many numbers."""
+    if isinstance(weight, DTensor) and entry.size == weight.shape:
+        return torch.empty_like(weight.detach(), dtype=entry.properties.dtype)
+    # the optimizer itself moves it to the right device
+    return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 
 def _join(weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -177,10 +191,14 @@ def _join(weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> dict[
 
 
 def _weights(layers: Layers) -> dict[str, Tensor]:
-    """Parameters and buffers by name: the layers' own memory."""
+    """Parameters, as the optimizer has them, and buffers by name: their own memory."""
     found: dict[str, Tensor] = {}
     for index, layer in layers.items():
-        for name, value in layer.state_dict().items():
+        mains = {
+            name: main_param(weight).detach()
+            for name, weight in layer.named_parameters(remove_duplicate=False)
+        }
+        for name, value in (layer.state_dict() | mains).items():
             if not isinstance(value, Tensor):
                 raise ConfigError(
                     f"layer {index} keeps {name}, a {type(value).__name__}; only tensors are saved"
