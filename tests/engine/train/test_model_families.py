@@ -329,6 +329,7 @@ def test_a_plan_or_profile_that_is_not_for_this_run_is_refused_in_one_line(
         "images": 4,
         "seq-len": 160,
         "pp": 1,
+        "precision": "fp32",
         "micro-batches": 3,
         "out": tmp_path,
     }

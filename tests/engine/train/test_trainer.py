@@ -49,6 +49,7 @@ def plan(tmp_path_factory):
         "images": 4,
         "seq-len": 160,
         "pp": 2,
+        "precision": "fp32",
         "micro-batches": MICRO_BATCHES,
         "out": out,
     }
@@ -257,6 +258,9 @@ def test_gradients_are_clipped(build, expected, tmp_path, alone):
     ("options", "status", "message"),
     [
         ({"plan": "plan"}, 2, "the plan is for pipelines of 2 ranks"),
+        ({"plan": "plan", "precision": "bf16"}, 2, "--precision is bf16, but the plan is for fp32"),
+        ({"plan": "plan", "zero-stage": 0}, 2, "--zero-stage is 0, but the plan is for 1"),
+        ({"plan": "auto", "zero-stage": 2}, 2, "zero_stage 0 or 1, not fp32 and 2: plan for"),
         ({"plan": "auto", "dp": 3}, 2, "--dp is 3; 1 processes"),
         ({"plan": "none.json"}, 1, "none.json: No such file"),
     ],
