@@ -1,4 +1,4 @@
-"""Weights as the optimizer has them: `MainWeights` makes masters and shares them out.
+"""Weights as the optimizer has them: `MainWeights` makes masters and shards.
 
 In a `TrainingMode` the weights of passes and the parameters of the optimizer may differ: bf16
 weights have float32 masters, and with ZeRO-1 each replica updates some rows of every parameter. The
