@@ -6,7 +6,7 @@ Also here: `RankLayers`, a rank's part of the model, and `StepResult`, what a ra
 import gc
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from balance.errors import ConfigError
 from balance.types import IntArray
-from engine.runtime._detached_backward import BackwardHandle
 from engine.runtime._step_status import StepStatus
+from engine.runtime.backward._detached_backward import BackwardHandle
+from engine.runtime.backward.deferred_weights import DeferredWeights
 from engine.runtime.communication._p2p import P2PQueue
 from engine.runtime.communication.p2p_schedule import Message, make_p2p_schedule
 from engine.runtime.communication.process_groups import ProcessGroups
@@ -74,12 +75,6 @@ class RankLayers:
         """Indices of a stage's layers."""
         return range(self.borders[stage], self.borders[stage + 1])
 
-    def trained(self, stage: int) -> list[nn.Parameter]:
-        """Parameters of a stage that have a gradient."""
-        layers = (self.layers[index] for index in self.stage_layers(stage))
-        weights = (weight for layer in layers for weight in layer.parameters())
-        return [weight for weight in weights if weight.requires_grad]
-
     def has_gradient(self, cut: int) -> bool:
         """Whether a gradient crosses a cut: whether any layer before it is trained."""
         return self.first_trained < cut
@@ -90,15 +85,13 @@ class RankLayers:
         return (*(self.has_gradient(cut) for cut in self.borders[1:-1]), False)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _ForwardState:
     """What a forward pass leaves for the backward pass."""
 
     inputs: StageTensors
     handle: BackwardHandle | None
     """None if no output has a gradient."""
-    gradients: StageTensors = field(default_factory=dict)
-    """Gradients of the outputs, kept if those of the weights are computed later."""
 
 
 class StageExecutor:
@@ -124,7 +117,11 @@ class StageExecutor:
         self._p2p = make_p2p_schedule(schedule, local.sends_grad, groups.rank)
         is_ahead = schedule.kinds == PassKind.ENCODE
         self._encoded = frozenset(schedule.micro_batches[is_ahead].tolist())
-        self._forwarded: dict[tuple[int, int], _ForwardState] = {}  # by stage and micro-batch
+        # by stage and micro-batch
+        self._forwarded: dict[tuple[int, int], _ForwardState] = {}
+        is_apart = schedule.kinds == PassKind.WEIGHT_GRAD
+        apart = schedule.stages[is_apart].tolist(), schedule.micro_batches[is_apart].tolist()
+        self._deferred = {key: DeferredWeights() for key in zip(*apart, strict=True)}
         self._kept: dict[Message, StageTensors] = {}  # between operations of this rank
         self._status = StepStatus(groups, schedule, batches, local.device)
 
@@ -178,11 +175,14 @@ class StageExecutor:
         running out of memory it receives what comes, and sends zeros until its schedule ends.
         """
         self._forwarded.clear()
+        self._deferred.clear()
         self._kept.clear()
         # Cycles may hold tensors of the failed operation. Emptying torch's cache as well would wait
         # for all messages in flight, which may wait for this rank.
         gc.collect()
         with uncounted():
+            # autograd's queue keeps what a failed pass left in it until the next pass
+            torch.autograd.backward(torch.zeros((), requires_grad=True).clone())
             for operation in operations:
                 for message, sender in self._p2p.incoming.get(operation, ()):
                     if sender != self._groups.rank:
@@ -196,12 +196,10 @@ class StageExecutor:
             return self._encode(action.micro_batch)
         if action.kind == PassKind.FORWARD:
             return self._forward(action, inputs)
-        return self._backward(
-            action,
-            inputs,
-            of_inputs=action.kind != PassKind.WEIGHT_GRAD,
-            of_weights=action.kind != PassKind.INPUT_GRAD,
-        )
+        if action.kind == PassKind.WEIGHT_GRAD:
+            self._deferred.pop((action.stage, action.micro_batch)).add_gradients()
+            return {}
+        return self._backward(action, inputs)
 
     def _encode(self, number: int) -> StageTensors:
         """Output of the frozen layers in front for a micro-batch."""
@@ -224,8 +222,9 @@ class StageExecutor:
             for name, tensor in received.items()
         }
         tensors: StageTensors = dict(inputs)
+        defer = self._deferred.get((action.stage, number))
         for index in range(begin, end):
-            tensors = self._run_layer(index, local.layers[index], tensors, number)
+            tensors = self._run_layer(index, local.layers[index], tensors, number, defer)
         if action.stage == self._schedule.num_stages - 1:
             tensors = {LOSS: tensors[LOSS].float() / (self._normalizer or 1)}
             self._status.note_loss(number, tensors[LOSS].detach())
@@ -239,15 +238,24 @@ class StageExecutor:
         return tensors
 
     def _run_layer(
-        self, index: int, layer: nn.Module, inputs: StageTensors, number: int
+        self,
+        index: int,
+        layer: nn.Module,
+        inputs: StageTensors,
+        number: int,
+        defer: DeferredWeights | None = None,
     ) -> StageTensors:
-        """Forward pass of a layer, checkpointed if the layer is recomputed."""
+        """Forward pass of a layer, checkpointed if the layer is recomputed.
+
+        `defer`: leaves weight gradients for later, of recomputed layers too.
+        """
         rng, batch = self._rng, self._batches[number]
 
         def run(tensors: StageTensors, _: Tensor | None = None) -> StageTensors:
             if rng is not None:
                 rng.seed_layer(index, number, self._local.device)
-            outputs: StageTensors = layer(tensors, batch)
+            with nullcontext() if defer is None else defer:
+                outputs: StageTensors = layer(tensors, batch)
             return outputs
 
         if not self._local.recompute[index] or not torch.is_grad_enabled():
@@ -267,23 +275,14 @@ class StageExecutor:
         check_tensors(tensors, specs, where)
         return specs
 
-    def _backward(
-        self, action: Action, received: StageTensors, *, of_inputs: bool, of_weights: bool
-    ) -> StageTensors:
-        """Compute gradients of a stage's inputs, weights, or both; -> those of the inputs."""
-        key = action.stage, action.micro_batch
-        state = self._forwarded.pop(key) if of_weights else self._forwarded[key]
+    def _backward(self, action: Action, received: StageTensors) -> StageTensors:
+        """Add to gradients of a stage's weights, but for deferred ones; -> those of its inputs."""
+        state = self._forwarded.pop((action.stage, action.micro_batch))
         if action.stage == self._schedule.num_stages - 1:
             received = {LOSS: torch.ones((), device=self._local.device)}
-        if of_inputs:
-            state.gradients = received
         leaves = {name: tensor for name, tensor in state.inputs.items() if tensor.requires_grad}
-        targets: list[Tensor] = [
-            *(leaves.values() if of_inputs else ()),
-            *(self._local.trained(action.stage) if of_weights else ()),
-        ]
-        if state.handle is not None and targets:
-            state.handle.backward(state.gradients, targets, keep=not of_weights)
+        if state.handle is not None:
+            state.handle.backward(received)
         return {
             name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             for name, tensor in leaves.items()

@@ -10,13 +10,14 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from engine.runtime.backward.deferred_weights import DeferredWeights
 from engine.runtime.communication.process_groups import ProcessGroups
 from engine.runtime.cpu_memory import LiveBytes
 from engine.runtime.stage_executor import RankLayers
@@ -30,9 +31,9 @@ class LayerTimes(NamedTuple):
     backward_ns: int
     """Both gradients in one pass, as in most schedules."""
     input_grad_ns: int
-    """Gradient of the input alone."""
+    """The same without the weight gradients that can be deferred (`DeferredWeights`)."""
     weight_grad_ns: int
-    """Gradients of the weights alone, after the input's: a second pass through the layer."""
+    """Those weight gradients."""
 
 
 class LayerBytes(NamedTuple):
@@ -46,6 +47,8 @@ class LayerBytes(NamedTuple):
     """The part of the input that the backward pass needs."""
     held_output_bytes: int
     """The part of the output that the layer's own backward pass needs; the next may need more."""
+    deferred_bytes: int
+    """Tensors that deferred weight gradients need after the backward pass."""
     peak_bytes: int
     """Peak of either pass, input included; without weights and their gradients."""
 
@@ -138,42 +141,41 @@ def stage_times(
     times: list[LayerTimes] = []
     for indices in [layers] if together else [range(index, index + 1) for index in layers]:
         # both gradients in one pass
-        done, forward_ns = _forward_through(local, indices, batch, tensors)
-        joint_ns = [
-            _backward_ns(layer, outputs, [*inputs, *layer.weights])
-            for layer, inputs, outputs in _popped(done)
-        ]
-        # first those of all inputs, then those of all weights
-        done, _ = _forward_through(local, indices, batch, tensors)
+        joint = [nullcontext() for _ in indices]
+        done, forward_ns = _forward_through(local, indices, batch, tensors, joint)
+        joint_ns = [_backward_ns(*each) for each in _popped(done)]
+        # weight gradients of products after all others
+        defer = [DeferredWeights() for _ in indices]
+        done, _ = _forward_through(local, indices, batch, tensors, defer)
         tensors = {name: tensor.detach() for name, tensor in done[-1][-1].items()}
-        input_ns = [
-            _backward_ns(layer, outputs, inputs, keep=True) if layer.weights else joint
-            for (layer, inputs, outputs), joint in zip(reversed(done), joint_ns, strict=True)
-        ]
-        weight_ns = [
-            _backward_ns(layer, outputs, layer.weights) for layer, _, outputs in _popped(done)
-        ]
+        input_ns = [_backward_ns(*each) for each in _popped(done)]
+        weight_ns = [_deferred_ns(local.device, own) for own in reversed(defer)]
         times += map(LayerTimes, forward_ns, joint_ns[::-1], input_ns[::-1], weight_ns[::-1])
     return times
 
 
-_Forwarded = tuple[_IsolatedLayer, list[Tensor], StageTensors]
-"""A layer after its forward pass: its inputs that get a gradient, and its output."""
+_Forwarded = tuple[_IsolatedLayer, StageTensors]
+"""A layer after its forward pass, and its output."""
 
 
 def _forward_through(
-    local: RankLayers, indices: Sequence[int], batch: Batch, given: StageTensors
+    local: RankLayers,
+    indices: Sequence[int],
+    batch: Batch,
+    given: StageTensors,
+    contexts: Sequence[AbstractContextManager[object]],
 ) -> tuple[list[_Forwarded], list[int]]:
-    """(layers after their forward passes, times of these)."""
+    """(layers after their forward passes, times of these). `contexts`: of each layer."""
     done: list[_Forwarded] = []
     times: list[int] = []
     tensors = given
-    for index in indices:
+    for index, context in zip(indices, contexts, strict=True):
         layer = _IsolatedLayer(local, index, batch, tensors)
         leaves, begun = layer.leaves(), _now(local.device)
-        outputs = layer.forward(leaves)
+        with context:
+            outputs = layer.forward(leaves)
         times.append(_now(local.device) - begun)
-        done.append((layer, _with_gradient(leaves), outputs))
+        done.append((layer, outputs))
         tensors = {name: tensor.detach() for name, tensor in outputs.items()}
     return done, times
 
@@ -203,7 +205,7 @@ def _layer_bytes(layer: _IsolatedLayer) -> LayerBytes:
         given = _storages(inputs)
         meter.restart()
         made = layer.forward(inputs)
-        peak = meter.peak_bytes
+        peak, deferred_bytes = meter.peak_bytes, 0
         outputs = {key: own for key, own in _storages(made).items() if key not in given}
         nodes = [tensor.grad_fn for tensor in made.values()]
         made_bytes, given_bytes = _live_bytes(outputs), _live_bytes(given)
@@ -215,11 +217,13 @@ def _layer_bytes(layer: _IsolatedLayer) -> LayerBytes:
         if layer.weights or layer.local.has_gradient(layer.index):
             # here the output lives through the backward pass; in a step only its needed part does
             peak = max(peak, _backward_peak(layer, meter) - (made_bytes - held_output))
+            deferred_bytes = _deferred_bytes(layer, meter)
     return LayerBytes(
         own_bytes=max(0, live - held_input - held_output),
         given_bytes=given_bytes,
         held_input_bytes=held_input,
         held_output_bytes=held_output,
+        deferred_bytes=deferred_bytes,
         peak_bytes=peak,
     )
 
@@ -236,21 +240,39 @@ def _backward_peak(layer: _IsolatedLayer, meter: _CudaMeter | LiveBytes) -> int:
     return meter.peak_bytes
 
 
+def _deferred_bytes(layer: _IsolatedLayer, meter: _CudaMeter | LiveBytes) -> int:
+    """Bytes that are live between the two passes, because of deferred weight gradients."""
+    before, defer = meter.live_bytes, DeferredWeights()
+    inputs = _copies(layer)
+    with defer:
+        outputs = _with_gradient(layer.forward(inputs))
+    inputs.clear()
+    torch.autograd.backward(outputs, _output_gradients(outputs))
+    outputs.clear()
+    live = meter.live_bytes
+    defer.add_gradients()
+    return live - before
+
+
 def _copies(layer: _IsolatedLayer) -> StageTensors:
     """Copies of the input that are no leaves: so it shows who holds them."""
     return {name: leaf.clone() for name, leaf in layer.leaves().items()}
 
 
-def _backward_ns(
-    layer: _IsolatedLayer, made: StageTensors, targets: Sequence[Tensor], *, keep: bool = False
-) -> int:
+def _backward_ns(layer: _IsolatedLayer, made: StageTensors) -> int:
     outputs = _with_gradient(made)
-    if not outputs or not targets:
+    if not outputs:
         return 0
     gradients = _output_gradients(outputs)
     begun = _now(layer.local.device)
-    torch.autograd.backward(outputs, gradients, inputs=list(targets), retain_graph=keep)
+    torch.autograd.backward(outputs, gradients)
     return _now(layer.local.device) - begun
+
+
+def _deferred_ns(device: torch.device, deferred: DeferredWeights) -> int:
+    begun = _now(device)
+    deferred.add_gradients()
+    return _now(device) - begun
 
 
 def _with_gradient(tensors: StageTensors) -> list[Tensor]:

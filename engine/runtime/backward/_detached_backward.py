@@ -29,7 +29,7 @@ class _JoinOutputs(torch.autograd.Function):
 
 
 class BackwardHandle:
-    """Starts the backward pass through a stage, as often as wanted."""
+    """Starts the backward pass through a stage, once."""
 
     def __init__(self, outputs: Mapping[str, Tensor]) -> None:
         """`outputs`: at least one, all with a gradient."""
@@ -39,15 +39,8 @@ class BackwardHandle:
             self._gradients, tuple(outputs), *outputs.values()
         )
 
-    def backward(
-        self, gradients: Mapping[str, Tensor], leaves: Sequence[Tensor], *, keep: bool
-    ) -> None:
-        """Add to the gradients of `leaves`, given those of the outputs.
-
-        `keep`: another backward pass will follow.
-        """
+    def backward(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add to the gradients of all leaves, given those of the outputs; frees the graph."""
         self._gradients.update(gradients)
-        torch.autograd.backward(
-            self._end, torch.zeros_like(self._end), inputs=leaves, retain_graph=keep
-        )
+        torch.autograd.backward(self._end, torch.zeros_like(self._end))
         self._gradients.clear()

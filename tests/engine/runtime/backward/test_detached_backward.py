@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.runtime._detached_backward import BackwardHandle
+from engine.runtime.backward._detached_backward import BackwardHandle
 from engine.runtime.pipeline import Pipeline
 from support.models.toy_model import make_model
 from support.rank_programs.rank_faults import batches_of
@@ -43,7 +43,7 @@ def expected(layer, given, outputs, came):
 def test_backward_is_that_of_the_outputs_themselves(stage):
     layer, given, outputs = stage
     wanted = expected(*stage, gradients())
-    BackwardHandle(outputs).backward(gradients(), [given, *layer.parameters()], keep=False)
+    BackwardHandle(outputs).backward(gradients())
     for tensor, gradient in zip([given, *layer.parameters()], wanted, strict=True):
         torch.testing.assert_close(tensor.grad, gradient, rtol=0, atol=0)
 
@@ -51,18 +51,8 @@ def test_backward_is_that_of_the_outputs_themselves(stage):
 def test_outputs_without_a_gradient_add_nothing(stage):
     _, given, outputs = stage
     came = {"passed_on": gradients()["passed_on"]}
-    BackwardHandle(outputs).backward(came, [given], keep=False)
+    BackwardHandle(outputs).backward(came)
     torch.testing.assert_close(given.grad, 2 * came["passed_on"], rtol=0, atol=0)
-
-
-def test_inputs_first_and_weights_later_give_the_same(stage):
-    layer, given, outputs = stage
-    wanted = expected(*stage, gradients())
-    root = BackwardHandle(outputs)
-    root.backward(gradients(), [given], keep=True)
-    root.backward(gradients(), list(layer.parameters()), keep=False)
-    for tensor, gradient in zip([given, *layer.parameters()], wanted, strict=True):
-        torch.testing.assert_close(tensor.grad, gradient, rtol=0, atol=0)
 
 
 class Saved:
@@ -72,7 +62,8 @@ class Saved:
         self.tensor = tensor
 
 
-def test_outputs_are_freed_while_the_root_lives_and_the_graph_with_the_root():
+@pytest.mark.parametrize("goes_back", [True, False])
+def test_outputs_are_freed_while_the_handle_lives_and_the_graph_in_its_pass_or_with_it(goes_back):
     layer = nn.Linear(3, 3)
     given = torch.randn(2, 3, requires_grad=True)
     saved = weakref.WeakSet()
@@ -87,12 +78,14 @@ def test_outputs_are_freed_while_the_root_lives_and_the_graph_with_the_root():
     freed = weakref.ref(output)
     gc.disable()  # what only circles hold would not be let go of in time
     try:
-        root = BackwardHandle({"output": output})
+        handle = BackwardHandle({"output": output})
         del output
         assert freed() is None
-        root.backward({"output": torch.ones(2, 3)}, [given], keep=True)
         assert saved
-        del root
+        if goes_back:
+            handle.backward({"output": torch.ones(2, 3)})
+        else:
+            del handle
         assert not saved
     finally:
         gc.enable()

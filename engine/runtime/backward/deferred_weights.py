@@ -1,0 +1,204 @@
+"""Weight gradients of products, computed in a pass of their own: `DeferredWeights`.
+
+A zero-bubble schedule first computes the gradient of a stage's input, which the previous stage
+waits for, and the gradients of the weights later. Autograd computes both in one pass, and a second
+pass would repeat the chain of gradients and every recomputation. Here a product (linear map or
+convolution) only notes in the backward pass what its weight gradient needs: its input and the
+gradient of its output. The rest of the graph is freed by that pass; the noted products follow when
+the schedule says. So the FLOPs are those of one pass, whatever is recomputed.
+
+Weights of other operations (norms, embeddings, `x @ w`) get their gradients in the first pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+
+@dataclass(slots=True)
+class _Product:
+    """A linear map or a convolution in a graph, and what its weight gradient needs."""
+
+    call: Callable[..., Tensor]
+    weight: Tensor
+    bias: Tensor | None
+    options: Mapping[str, Any]
+    """Of a convolution: stride, padding, dilation, groups."""
+    given: Tensor | None = None
+    gradient: Tensor | None = None
+    """That of the output; both are known after the backward pass."""
+
+    def forward(self, given: Tensor) -> Tensor:
+        # autocast would keep the cast weights, and without a gradient
+        with torch.autocast(given.device.type, enabled=False):
+            bias = None if self.bias is None else self.bias.to(given.dtype)
+            return self.call(given, self.weight.to(given.dtype), bias, **self.options)
+
+    def input_gradient(self, gradient: Tensor, shape: torch.Size) -> Tensor:
+        weight = self.weight.to(gradient.dtype)
+        if not self.options:
+            return gradient @ weight
+        given = gradient.new_empty(1).expand(shape)  # its values do not matter
+        return self._convolution_backward(gradient, given, weight, of_input=True)
+
+    def add_weight_gradients(self) -> None:
+        """Add them through autograd, so that hooks on weights see them."""
+        given, gradient = self.given, self.gradient
+        assert given is not None
+        assert gradient is not None
+        weights, made = [self.weight], []
+        with torch.no_grad():
+            made.append(self._weight_gradient(gradient, given).to(self.weight.dtype))
+            if self.bias is not None and self.bias.requires_grad:
+                channels = 1 if self.options else gradient.dim() - 1
+                others = [dim for dim in range(gradient.dim()) if dim != channels]
+                weights.append(self.bias)
+                made.append((gradient.sum(others) if others else gradient).to(self.bias.dtype))
+        torch.autograd.backward(weights, made)
+
+    def _weight_gradient(self, gradient: Tensor, given: Tensor) -> Tensor:
+        if not self.options:
+            return gradient.reshape(-1, gradient.shape[-1]).t() @ given.reshape(-1, given.shape[-1])
+        weight = self.weight.to(gradient.dtype)
+        return self._convolution_backward(gradient, given, weight, of_input=False)
+
+    def _convolution_backward(
+        self, gradient: Tensor, given: Tensor, weight: Tensor, *, of_input: bool
+    ) -> Tensor:
+        options, masks = self.options, [of_input, not of_input, False]
+        sizes = options["stride"], options["padding"], options["dilation"]
+        no_output_padding = [0] * len(options["stride"])
+        made = torch.ops.aten.convolution_backward(
+            gradient,
+            given,
+            weight,
+            None,
+            *sizes,
+            False,
+            no_output_padding,
+            options["groups"],
+            masks,
+        )
+        result: Tensor = made[0 if of_input else 1]
+        return result
+
+
+class _KeepInput(torch.autograd.Function):
+    """Keeps a product's input, from before the product on: a recomputation ends with the last
+    tensor that is kept, and must not run the last product.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, start: Tensor, noted: list[_Product], product: _Product, given: Tensor
+    ) -> Tensor:
+        ctx.noted, ctx.product = noted, product
+        ctx.save_for_backward(given)
+        return start.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[None, ...]:
+        (given,) = ctx.saved_tensors
+        ctx.product.given = given.detach()
+        ctx.noted.append(ctx.product)
+        return None, None, None, None
+
+
+class _RunProduct(torch.autograd.Function):
+    """A product whose backward pass computes the gradient of its input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, kept: Tensor, product: _Product, given: Tensor) -> Tensor:
+        ctx.product, ctx.shape, ctx.kept = product, given.shape, kept.shape
+        return product.forward(given)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.product.gradient = gradient
+        back = None
+        if ctx.needs_input_grad[2]:
+            back = ctx.product.input_gradient(gradient, ctx.shape)
+        return gradient.new_empty(ctx.kept), None, back
+
+
+class DeferredWeights(TorchFunctionMode):
+    """Defers weight gradients of what runs while it is entered, for a stage and micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # the graph holds this list, not this object; the list holds no graph
+        self._noted: list[_Product] = []
+
+    def add_gradients(self) -> None:
+        """Add the weight gradients that the backward pass left, releasing what each one needs."""
+        while self._noted:
+            self._noted.pop().add_weight_gradients()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation; a product with a trained weight defers that weight's gradient."""
+        kwargs = dict(kwargs or {})
+        names = _ARGUMENTS.get(func)
+        if names is None or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        given, dtype = arguments.pop("input"), _autocast_dtype(arguments["weight"])
+        product = _product(func, given, arguments)
+        if product is None or (dtype is None and given.dtype != product.weight.dtype):
+            return func(*args, **kwargs)
+        given = given if dtype is None else given.to(dtype)
+        # so a first layer has a gradient, of a leaf that nobody asks for it
+        start = torch.empty(0, device=given.device, requires_grad=True)
+        kept = _KeepInput.apply(start, self._noted, product, given)  # type: ignore[no-untyped-call]
+        return _RunProduct.apply(kept, product, given)  # type: ignore[no-untyped-call]
+
+
+_OPTIONS = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+_CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
+_ARGUMENTS: dict[Callable[..., Any], tuple[str, ...]] = {
+    functional.linear: ("input", "weight", "bias"),
+    **dict.fromkeys(_CONVOLUTIONS, ("input", "weight", "bias", *_OPTIONS)),
+}
+"""Names of a product's arguments, in order."""
+
+
+def _product(
+    call: Callable[..., Tensor], given: Tensor, arguments: Mapping[str, Any]
+) -> _Product | None:
+    """The product if it can be deferred, of plain parameters.
+
+    Not a convolution without a batch, or with a padding that is a word.
+    """
+    weight, bias = arguments["weight"], arguments.get("bias")
+    is_plain = type(weight) is nn.Parameter and (bias is None or type(bias) is nn.Parameter)
+    if not is_plain or not weight.requires_grad:
+        return None
+    if call not in _CONVOLUTIONS:
+        return _Product(call, weight, bias, {})
+    options = {name: arguments.get(name, value) for name, value in _OPTIONS.items()}
+    if given.dim() != weight.dim() or isinstance(options["padding"], str):
+        return None
+    for name in ("stride", "padding", "dilation"):
+        if isinstance(options[name], int):
+            options[name] = [options[name]] * (weight.dim() - 2)
+    return _Product(call, weight, bias, options)
+
+
+def _autocast_dtype(weight: Tensor) -> torch.dtype | None:
+    """Dtype that autocast gives a product; None without it, and for float64, which it leaves."""
+    device = weight.device.type
+    if not torch.is_autocast_enabled(device) or weight.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(device)
