@@ -37,9 +37,9 @@ class Costs:
     forward_ns: IntArray
     """int64, (layers, micro_batches), as the other times."""
     input_grad_ns: IntArray
-    """Gradient of the layer's input; 0 where nothing before it is trained."""
+    """Backward pass without the weight gradients of products, which can be deferred."""
     weight_grad_ns: IntArray
-    """0 for a frozen layer."""
+    """Those weight gradients; 0 for a frozen layer."""
     recompute_ns: IntArray
     """Time that recomputation of the layer adds to the backward pass."""
     send_ns: IntArray

@@ -32,8 +32,9 @@ class PassKind(IntEnum):
     BACKWARD = 1
     """The gradients of input and weights."""
     INPUT_GRAD = 2
-    """The gradient of the input alone; includes recomputation."""
+    """Without the weight gradients of products; includes recomputation."""
     WEIGHT_GRAD = 3
+    """Those weight gradients."""
     ENCODE = 4
     """The vision encoder's forward pass ahead of the first stage's: PipeTune's pre-computation."""
 

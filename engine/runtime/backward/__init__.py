@@ -1,1 +1,1 @@
-"""Backward passes through a stage: both gradients at once, or those of weights later."""
+"""Backward passes through a stage: both gradients at once, or weights' later."""

@@ -5,9 +5,9 @@ other ranks wait, and only its activations are held. On CPUs ranks measure at on
 at once in training. A repetition runs each layer forward twice and backward twice, once with both
 gradients and once with one after the other; counting bytes runs it about three times more.
 
-Times are those that schedules run. Both gradients in one pass take less than one after the other,
-because the second pass goes through the layer again. So `weight_grad_ns` is what the weights add to
-the joint pass, unless the schedule separates them (zero bubble).
+Times are those that schedules run. Deferring weight gradients costs a little by itself, so
+`weight_grad_ns` is what the weights add to the joint pass, unless the schedule defers them (zero
+bubble).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

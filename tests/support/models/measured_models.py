@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 
 from engine.cost_model.costs import NS_PER_MS
 from engine.cost_model.loads import Loads, PhaseLoads
@@ -87,24 +88,31 @@ class TimedLayer(nn.Module):
     """Takes a known time; with `only_on`, runs out of memory on other ranks."""
 
     def __init__(
-        self, durations: Durations, clock: WorkClock, *, is_last: bool, only_on: int | None = None
+        self,
+        durations: Durations,
+        clock: WorkClock,
+        width: int,
+        *,
+        is_last: bool,
+        only_on: int | None = None,
     ):
         super().__init__()
         self.durations, self.clock, self.is_last, self.only_on = durations, clock, is_last, only_on
-        self.weight = nn.Parameter(torch.ones(3))
+        self.weight, self.rows = nn.Parameter(torch.ones(width, width)), 0
+        self.weight.register_hook(self._work_for_weight)
+
+    def _work_for_weight(self, _):
+        self.clock.work(self.durations.weight_grad * self.rows)
 
     def forward(self, carry, batch):
         if self.only_on is not None and dist.get_rank() != self.only_on:
             raise torch.OutOfMemoryError("too much")
-        each = len(batch.values)
+        each = self.rows = len(batch.values)
         self.clock.work(self.durations.forward * each)
         given = _WorksBack.apply(
             carry.get("x", batch.values), self.clock, self.durations.input_grad * each
         )
-        made = (
-            given
-            + _WorksBack.apply(self.weight, self.clock, self.durations.weight_grad * each).sum()
-        )
+        made = given + functional.linear(given, self.weight)
         return {"loss": made.sum()} if self.is_last else {"x": made}
 
 
@@ -112,7 +120,9 @@ def timed_model(durations, clock, width=2, only_on=None):
     """`only_on`: by layer, the rank that has memory for it."""
     only_on = only_on or {}
     layers = [
-        TimedLayer(own, clock, is_last=place == len(durations) - 1, only_on=only_on.get(place))
+        TimedLayer(
+            own, clock, width, is_last=place == len(durations) - 1, only_on=only_on.get(place)
+        )
         for place, own in enumerate(durations)
     ]
     return LayerStack(layers=layers, specs=_Rows([width] * len(durations)))

@@ -101,8 +101,8 @@ def test_a_frozen_layer_in_front_only_runs_forward(chains):
     for name in ("input_grad_ns", "weight_grad_ns", "recompute_ns", "saved_bytes", "kept_bytes"):
         assert (column(frozen, name)[0] == 0).all(), name
     assert [kind["sends_grad"] for kind in frozen["kinds"]] == [False, True, True, True, True]
-    assert (column(frozen, "input_grad_ns")[1] == 0).all()
-    assert (column(frozen, "input_grad_ns")[2] > 0).all()
+    # the first trained layer goes back to its map, whose weights then follow apart
+    assert (column(frozen, "input_grad_ns")[1:] > 0).all()
     assert column(frozen, "state_bytes")[0] * 4 == column(trained, "state_bytes")[0]
     # how a model is cut while it is measured does not matter
     assert (column(frozen, "saved_bytes")[2:] == column(trained, "saved_bytes")[2:]).all()
