@@ -1,4 +1,4 @@
-"""Weight gradients of products, computed in a pass of their own: `DeferredWeights`.
+"""Weight gradients of products, computed in a later pass: `DeferredWeights`.
 
 A zero-bubble schedule first computes the gradient of a stage's input, which the previous stage
 waits for, and the gradients of the weights later. Autograd computes both in one pass, and a second
@@ -36,17 +36,13 @@ class _Product:
     """That of the output; both are known after the backward pass."""
 
     def forward(self, given: Tensor) -> Tensor:
-        # autocast would keep the cast weights, and without a gradient
-        with torch.autocast(given.device.type, enabled=False):
-            bias = None if self.bias is None else self.bias.to(given.dtype)
-            return self.call(given, self.weight.to(given.dtype), bias, **self.options)
+        return self.call(given, self.weight, self.bias, **self.options)
 
     def input_gradient(self, gradient: Tensor, shape: torch.Size) -> Tensor:
-        weight = self.weight.to(gradient.dtype)
         if not self.options:
-            return gradient @ weight
+            return gradient @ self.weight
         given = gradient.new_empty(1).expand(shape)  # its values do not matter
-        return self._convolution_backward(gradient, given, weight, of_input=True)
+        return self._convolution_backward(gradient, given, of_input=True)
 
     def add_weight_gradients(self) -> None:
         """Add them through autograd, so that hooks on weights see them."""
@@ -55,36 +51,26 @@ class _Product:
         assert gradient is not None
         weights, made = [self.weight], []
         with torch.no_grad():
-            made.append(self._weight_gradient(gradient, given).to(self.weight.dtype))
+            made.append(self._weight_gradient(gradient, given))
             if self.bias is not None and self.bias.requires_grad:
                 channels = 1 if self.options else gradient.dim() - 1
                 others = [dim for dim in range(gradient.dim()) if dim != channels]
                 weights.append(self.bias)
-                made.append((gradient.sum(others) if others else gradient).to(self.bias.dtype))
+                made.append(gradient.sum(others) if others else gradient)
         torch.autograd.backward(weights, made)
 
     def _weight_gradient(self, gradient: Tensor, given: Tensor) -> Tensor:
         if not self.options:
             return gradient.reshape(-1, gradient.shape[-1]).t() @ given.reshape(-1, given.shape[-1])
-        weight = self.weight.to(gradient.dtype)
-        return self._convolution_backward(gradient, given, weight, of_input=False)
+        return self._convolution_backward(gradient, given, of_input=False)
 
-    def _convolution_backward(
-        self, gradient: Tensor, given: Tensor, weight: Tensor, *, of_input: bool
-    ) -> Tensor:
+    def _convolution_backward(self, gradient: Tensor, given: Tensor, *, of_input: bool) -> Tensor:
         options, masks = self.options, [of_input, not of_input, False]
         sizes = options["stride"], options["padding"], options["dilation"]
         no_output_padding = [0] * len(options["stride"])
+        tensors = gradient, given, self.weight
         made = torch.ops.aten.convolution_backward(
-            gradient,
-            given,
-            weight,
-            None,
-            *sizes,
-            False,
-            no_output_padding,
-            options["groups"],
-            masks,
+            *tensors, None, *sizes, False, no_output_padding, options["groups"], masks
         )
         result: Tensor = made[0 if of_input else 1]
         return result
@@ -154,11 +140,10 @@ class DeferredWeights(TorchFunctionMode):
         if names is None or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         arguments = dict(zip(names, args, strict=False)) | kwargs
-        given, dtype = arguments.pop("input"), _autocast_dtype(arguments["weight"])
+        given = arguments.pop("input")
         product = _product(func, given, arguments)
-        if product is None or (dtype is None and given.dtype != product.weight.dtype):
+        if product is None:
             return func(*args, **kwargs)
-        given = given if dtype is None else given.to(dtype)
         # so a first layer has a gradient, of a leaf that nobody asks for it
         start = torch.empty(0, device=given.device, requires_grad=True)
         kept = _KeepInput.apply(start, self._noted, product, given)  # type: ignore[no-untyped-call]
@@ -177,13 +162,14 @@ _ARGUMENTS: dict[Callable[..., Any], tuple[str, ...]] = {
 def _product(
     call: Callable[..., Tensor], given: Tensor, arguments: Mapping[str, Any]
 ) -> _Product | None:
-    """The product if it can be deferred, of plain parameters.
+    """The product if it can be deferred: of plain parameters, in their own dtype.
 
     Not a convolution without a batch, or with a padding that is a word.
     """
     weight, bias = arguments["weight"], arguments.get("bias")
     is_plain = type(weight) is nn.Parameter and (bias is None or type(bias) is nn.Parameter)
-    if not is_plain or not weight.requires_grad:
+    is_cast = given.dtype != weight.dtype or torch.is_autocast_enabled(given.device.type)
+    if not is_plain or not weight.requires_grad or is_cast:
         return None
     if call not in _CONVOLUTIONS:
         return _Product(call, weight, bias, {})
@@ -194,11 +180,3 @@ def _product(
         if isinstance(options[name], int):
             options[name] = [options[name]] * (weight.dim() - 2)
     return _Product(call, weight, bias, options)
-
-
-def _autocast_dtype(weight: Tensor) -> torch.dtype | None:
-    """Dtype that autocast gives a product; None without it, and for float64, which it leaves."""
-    device = weight.device.type
-    if not torch.is_autocast_enabled(device) or weight.dtype == torch.float64:
-        return None
-    return torch.get_autocast_dtype(device)
