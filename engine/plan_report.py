@@ -11,6 +11,7 @@ from rich.table import Table
 from engine.charts.format_time import time_text
 from engine.charts.gantt import GanttStep, path_parts
 from engine.cost_model.layer_list import layers_of
+from engine.cost_model.parallel import head_notes
 from engine.planning.plan import Plan
 from engine.planning.planner import PlanResult, SimulatedRun, tensor_parallel_ns
 from engine.planning.search.limits import SearchProgress
@@ -22,6 +23,8 @@ GIB = 2**30
 def print_result(result: PlanResult, console: Console) -> None:
     """Print everything that `python -m engine plan` reports."""
     console.print(headline(result.plan))
+    for note in head_notes(result.plan.model, result.plan.parallel.tp):
+        console.print(f"note: {note}")
     console.print(gain_text(result))
     gap = result.plan.gap
     if gap is not None:

@@ -1,11 +1,13 @@
 """Parallelism, trained parts, and the reduction of gradients. Pure."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
 from balance.errors import ConfigError
+from balance.presets import ModelPreset
 from balance.types import IntArray
 from engine.cost_model.clusters import NS_PER_S, Cluster, Link
 from engine.cost_model.training_mode import TrainingMode
@@ -102,3 +104,29 @@ def reduction_ns(
     sent = gpu_params * (mode.gradient_bytes + gathered) * ((parallel.dp - 1) / parallel.dp)
     taken = sent / rate * NS_PER_S + link.latency_ns * (parallel.dp - 1)
     return np.asarray(np.rint(taken), dtype=np.int64)
+
+
+def head_notes(model: ModelPreset, tp: int) -> list[str]:
+    """What a tensor-parallel split does to attention heads that it does not divide.
+
+    ConfigError for a split of the LLM that no trainer runs: its query heads must be divisible, and
+    its key heads too, or each copied to equally many GPUs.
+    """
+    notes = []
+    for name, encoder in (("vision", model.vit), ("audio", model.audio_encoder)):
+        if encoder is not None and encoder.num_heads % tp:
+            most = -(-encoder.num_heads // tp)
+            notes.append(
+                f"tp {tp} does not divide the {encoder.num_heads} heads of the {name} encoder: "
+                f"planned with {most} on each GPU, for trainers that pad or split unevenly"
+            )
+    heads, kv_heads = (0, 0) if model.llm is None else (model.llm.num_heads, model.llm.num_kv_heads)
+    if heads % tp or (kv_heads % tp and tp % kv_heads):
+        raise ConfigError(
+            f"tp is {tp}, but the LLM of {model.name} has {heads} query and {kv_heads} key heads, "
+            f"and no trainer splits a head: give a divisor of {math.gcd(heads, kv_heads)}"
+        )
+    if kv_heads % tp:
+        copies = tp // kv_heads
+        notes.append(f"tp {tp} holds each of the LLM's {kv_heads} key heads on {copies} GPUs")
+    return notes

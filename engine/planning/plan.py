@@ -23,7 +23,7 @@ from engine.cost_model.clusters import Cluster
 from engine.cost_model.costs import Costs
 from engine.cost_model.layer_list import layers_of
 from engine.cost_model.loads import PHASES, QUANTITIES, Loads
-from engine.cost_model.parallel import Parallelism, Training
+from engine.cost_model.parallel import Parallelism, Training, head_notes
 from engine.cost_model.training_mode import TrainingMode
 from engine.simulator.schedule import SCHEDULES, Schedule, make_schedule
 from engine.simulator.stages import check_partition
@@ -95,6 +95,7 @@ class PlanRequest:
                 f"tp is {tp}, but a node of {self.cluster.name} has {node} GPUs: give a divisor or "
                 f"a multiple of {node}"
             )
+        head_notes(self.model, tp)
 
     def changed(self, **changes: Any) -> PlanRequest:
         """This request, or that of a plan, with some of it changed."""

@@ -136,6 +136,7 @@ def test_without_time_the_best_start_is_printed_with_its_gap(call, tmp_path):
     assert (status, errors) == (0, "")
     gap = read_plan(tmp_path / "plan.json").gap
     assert 0 < gap < 0.5
+    assert "note: tp 4 does not divide the 25 heads of the vision encoder" in shown
     found = f"another one may be faster for the searched step, by at most {gap:.2%}"
     assert found in shown
 
@@ -231,6 +232,11 @@ def test_a_file_gives_what_options_do_not(call, tmp_path):
             ("plan", *EQUAL, "--tp", "3"),
             2,
             "tp is 3, but a node of a100_80g has 8 GPUs: give a divisor or a multiple of 8",
+        ),
+        (
+            ("plan", *EQUAL, "--tp", "32"),
+            2,
+            "the LLM of internvl_1_5 has 48 query and 8 key heads, and no trainer splits a head",
         ),
         (
             ("plan", "nowhere", "--samples", "2"),
