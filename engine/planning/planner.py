@@ -16,10 +16,10 @@ from engine.cost_model.layer_list import layers_of
 from engine.cost_model.loads import Loads
 from engine.cost_model.parallel import reduction_ns
 from engine.cost_model.profile_table import Profile, measured_costs, profiled_costs
-from engine.planning.bmp import search_bmp
+from engine.planning.bmp import search_bmp_within
 from engine.planning.partition import by_layers, by_params
 from engine.planning.plan import Plan, PlanRequest, Prediction
-from engine.planning.recompute import RecomputeChooser, choose_recompute, fitted_step
+from engine.planning.recompute import RecomputeChooser, choose_recompute
 from engine.planning.search.branch_and_bound import search_exact
 from engine.planning.search.limits import UNLIMITED, SearchLimits
 from engine.simulator.evaluate import SimulatedStep, evaluate
@@ -263,8 +263,7 @@ def _search(
     if search == "exact":
         found = search_exact(costs, schedule, memory, limits)
         return found.borders, found.recompute, found.lower_bound_ns
-    step_ns = fitted_step(costs, schedule, memory)
-    borders = search_bmp(costs, schedule.num_stages, step_ns).best.borders
+    borders = search_bmp_within(costs, schedule, memory).best.borders
     return borders, choose_recompute(costs, borders, schedule, memory), None
 
 

@@ -114,9 +114,11 @@ class _Trials:
     def lead(self) -> MeasuredPartitions:
         """Search, and tell the others what to run."""
         num_stages = len(self.step.pipelines[0]) * self.step.options.stages_per_rank
-        limits = {"radius": self.options.radius, "most_run": self.options.most_run}
+        radius, most_run = self.options.radius, self.options.most_run
         try:
-            found = search_bmp(self.costs, num_stages, self.announce, **limits)
+            found = search_bmp(
+                self.costs, num_stages, self.announce, radius=radius, most_run=most_run
+            )
         except (ConfigError, InfeasiblePlan) as error:
             broadcast(error)
             raise

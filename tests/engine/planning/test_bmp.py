@@ -7,12 +7,20 @@ import pytest
 
 from balance.errors import ConfigError
 from engine.cost_model.costs import NS_PER_MS
-from engine.planning.bmp import candidate, greedy_anchor, rank_candidates, search_bmp
-from engine.planning.recompute import InfeasiblePlan, fitted_step
+from engine.planning.bmp import (
+    candidate,
+    greedy_anchor,
+    rank_candidates,
+    search_bmp,
+    search_bmp_within,
+)
+from engine.planning.partition import by_step_time
+from engine.planning.recompute import InfeasiblePlan, choose_recompute, fitted_step
 from engine.planning.search.branch_and_bound import search_exact
-from engine.simulator.evaluate import schedule_for
+from engine.simulator.evaluate import evaluate, schedule_for
+from engine.simulator.schedule import make_schedule
 from support.cases import for_each
-from support.costs.random_costs import random_model, vlm
+from support.costs.random_costs import peak, random_model, vlm
 
 PLENTY = 10**15
 
@@ -134,6 +142,61 @@ def test_candidates_that_do_not_fit_are_kept_as_evidence_and_none_fitting_is_an_
     assert {one.step_ns is None for one in found.candidates} == {True, False}
     with pytest.raises(InfeasiblePlan, match="rank 0 needs more"):
         search_bmp(costs, 2, lambda borders: step(borders + 20))
+
+
+@for_each("seed", range(40))
+def test_a_ranking_with_recomputation_is_that_of_all_candidates(seed):
+    rng = np.random.default_rng(seed)
+    costs = random_model(rng, int(rng.integers(4, 12)), 2, most=10**7)
+    num_stages, radius = int(rng.integers(1, 5)), int(rng.integers(0, 4))
+    shape = num_stages, costs.num_layers + 1, costs.num_layers + 1
+    table = np.where(rng.random(shape) < 0.2, np.inf, rng.random(shape) * 10)
+    anchor = greedy_anchor(costs, num_stages)
+    windows = [range(border - radius, border + radius + 1) for border in anchor[1:-1].tolist()]
+    every = [[0, *inner, costs.num_layers] for inner in itertools.product(*windows)]
+    share = costs.forward_ns.sum() / max(1, (costs.forward_ns + costs.backward_ns).sum())
+    forward = costs.forward_ns.mean(axis=1) / NS_PER_MS
+    mean = forward.sum() / num_stages
+    metrics = []
+    for borders in every:
+        if (np.diff(borders) <= 0).any():
+            continue
+        pairs = list(enumerate(itertools.pairwise(borders)))
+        away = [forward[a:b].sum() - mean + share * table[stage, a, b] for stage, (a, b) in pairs]
+        metric = sum(each**2 for each in away) / mean + by_hand(costs, borders)[2]
+        metrics += [metric] if np.isfinite(metric) else []
+    found = rank_candidates(
+        costs, anchor, radius=radius, most=9, extra=lambda *where: float(table[where])
+    )
+    assert [one.metric_ms for one in found] == pytest.approx(sorted(metrics)[:9])
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("share", [0.75, 0.6])
+def test_where_memory_is_tight_it_is_within_a_percent_of_the_exact_search(name, share):
+    """A ranking that ignores recomputation is up to 7 % slower here, or finds nothing that fits."""
+    costs = vlm(np.random.default_rng(125), 61, 61, 16, spread=0.05)
+    schedule = make_schedule(name, 8, 16)
+    even = by_step_time(costs, 8)
+    memory = int(share * peak(costs, even, schedule, np.zeros(costs.num_layers, bool)))
+    found, exact = search_bmp_within(costs, schedule, memory), search_exact(costs, schedule, memory)
+    assert exact.step_ns <= found.best.step_ns <= 1.01 * exact.step_ns
+    recompute = choose_recompute(costs, found.best.borders, schedule, memory)
+    outcome = evaluate(costs, found.best.borders, recompute, schedule)
+    assert outcome.fits(memory)
+    assert outcome.step_ns == found.best.step_ns
+
+
+def test_where_nothing_is_recomputed_it_is_the_papers_search():
+    costs = vlm(np.random.default_rng(5), 20, 20, 8)
+    schedule = make_schedule("1f1b", 4, 8)
+    plain = search_bmp(costs, 4, fitted_step(costs, schedule, PLENTY))
+    within = search_bmp_within(costs, schedule, PLENTY)
+    assert [one.borders.tolist() for one in within.candidates] == [
+        one.borders.tolist() for one in plain.candidates
+    ]
+    with pytest.raises(InfeasiblePlan):
+        search_bmp_within(costs, schedule, 10**9)
 
 
 def test_a_negative_radius_is_refused():
