@@ -167,8 +167,11 @@ def make_model(num_vision=3, num_language=4, *, tied=True, dropout=0.0, seed=0) 
     return LayerStack(layers=[*vision, *language], specs=specs)
 
 
-def freeze(model: LayerStack, part: str) -> None:
-    """`vision` (without the projector) or `language`."""
+def freeze(model: LayerStack, part: str | int) -> None:
+    """`vision` (without the projector), `language`, or the layer at a place."""
+    if isinstance(part, int):
+        model.layers[part].requires_grad_(False)
+        return
     place = next(
         number for number, layer in enumerate(model.layers) if isinstance(layer, Projector)
     )

@@ -38,7 +38,8 @@ class Case:
     schedule: str = "1f1b"
     stages_per_rank: int = 1
     recompute: str = "none"
-    frozen: tuple[str, ...] = ()
+    frozen: tuple[str | int, ...] = ()
+    """Parts of the model, or places of layers."""
     tied: bool = True
     clip: float | None = None
     counts: tuple[int, ...] = (4, 2, 5)
@@ -52,6 +53,8 @@ class Case:
     reorder: bool = False
     encode_on: tuple[int, ...] = ()
     """Ranks that encode some micro-batches ahead."""
+    seed: int = 0
+    """Of what is drawn; 0 for the length of the name."""
     planned: bool = False
     """Whether the planner says which are encoded ahead and in which order micro-batches enter;
     otherwise, by chance.
@@ -79,7 +82,10 @@ def run_case(case: Case) -> None:
     for part in case.frozen:
         freeze(piped, part)
         freeze(alone, part)
-    num_stages, rng = case.pp * case.stages_per_rank, np.random.default_rng(len(case.name))
+    num_stages, rng = (
+        case.pp * case.stages_per_rank,
+        np.random.default_rng(case.seed or len(case.name)),
+    )
     num_layers = len(piped.layers)
     borders = case.borders or (
         0,
@@ -106,7 +112,7 @@ def run_case(case: Case) -> None:
     mains = [main_param(weight) for weight in whole.weights]
     optimizers = [_optimizer(pipeline.parameters()), _optimizer(mains)]
     for step, count in enumerate(case.counts):
-        generator = torch.Generator().manual_seed(100 + step)
+        generator = torch.Generator().manual_seed(100 + step + 1000 * case.seed)
         batches = [_batch(generator, place, step, case) for place in range(count * case.dp)]
         normalizer = max(1, sum(batch.num_loss_tokens for batch in batches))
         expected = run_alone(
