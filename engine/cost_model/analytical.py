@@ -214,7 +214,7 @@ def _layer(layer: Layer, device: _Device, trained: bool, flows: bool) -> dict[st
         # no gradient passes the first product; those after it are needed for weight gradients
         is_product = [isinstance(each, MatMul) for each in layer.operations]
         first = is_product.index(True) if any(is_product) else len(times)
-        own = own + sum((each.input_grad for each in times[first + 1 :]), zeros)
+        through = sum((each.input_grad for each in times[first + 1 :]), zeros)
     tokens, scale = device.tokens(layer.stream), device.scale
     each = layer.saved_bytes if trained else layer.saved_for_input_bytes
     saved = (scale * each + layer.softmax_bytes) * tokens
@@ -223,13 +223,14 @@ def _layer(layer: Layer, device: _Device, trained: bool, flows: bool) -> dict[st
     goes_back = trained or flows
     return {
         "forward_ns": _whole(forward),
-        "input_grad_ns": _whole(through * flows),
+        "input_grad_ns": _whole(through * (trained or flows)),
         "weight_grad_ns": _whole(own * trained),
         "recompute_ns": _whole(forward * goes_back),
         "send_ns": _whole(travel_ns(sent, link)),
         "saved_bytes": _whole(saved * goes_back),
         "kept_bytes": _whole(np.minimum(scale * layer.input_bytes * tokens, saved) * goes_back),
         "working_bytes": _whole(scale * layer.working_bytes * tokens),
+        "deferred_bytes": _whole(scale * layer.deferred_bytes * tokens * trained),
         "sent_bytes": _whole(sent),
     }
 

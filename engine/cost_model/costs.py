@@ -18,7 +18,9 @@ from balance.types import BoolArray, IntArray
 NS_PER_MS = 1_000_000
 
 _TIMES = ("forward_ns", "input_grad_ns", "weight_grad_ns", "recompute_ns", "send_ns")
-COLUMNS = (*_TIMES, "saved_bytes", "kept_bytes", "working_bytes", "sent_bytes")
+MEMORY = ("saved_bytes", "kept_bytes", "working_bytes", "deferred_bytes")
+"""Arrays of `Costs` that decide its memory, beside `state_bytes`."""
+COLUMNS = (*_TIMES, *MEMORY, "sent_bytes")
 """Arrays of `Costs` with a column per micro-batch."""
 ARRAYS = (*COLUMNS, "state_bytes", "param_counts", "sends_grad")
 
@@ -50,6 +52,9 @@ class Costs:
     """The same if the layer is recomputed: its input."""
     working_bytes: IntArray
     """Live only while the layer's own pass runs: mostly logits."""
+    deferred_bytes: IntArray
+    """Live from the backward pass to deferred weight gradients: products' inputs, and gradients of
+    their outputs."""
     sent_bytes: IntArray
     """Size of the layer's output, and of its gradient."""
     state_bytes: IntArray
@@ -131,5 +136,6 @@ def frozen_costs(costs: Costs, trained: Sequence[bool]) -> Costs:
         recompute_ns=costs.recompute_ns * goes_back,
         saved_bytes=costs.saved_bytes * goes_back,
         kept_bytes=costs.kept_bytes * goes_back,
+        deferred_bytes=costs.deferred_bytes * (learns & goes_back),
         sends_grad=goes_back[:, 0],
     )

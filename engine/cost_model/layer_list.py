@@ -11,6 +11,9 @@ activation functions fused):
     2a + into and out of the activation function 4f, or 6f if gated + with normalised queries and
     keys 2(a + k) + with layer scale 4h
 
+Weight gradients that are deferred need the inputs of products, 4h + 2a + 2f, and the gradients of
+their outputs, 4h + 2(a + 2k) + 2f, or 4f if gated.
+
 That is 40h for InternViT-6B and 28.7h for InternLM2-20B; 32h for a plain encoder, which is the 34h
 of arXiv 2205.05198 less two dropout masks. The parts in h are split among GPUs only with sequence
 parallelism. A frozen layer that passes a gradient on needs no inputs of matrix products: outputs of
@@ -158,6 +161,7 @@ def _transformer_layer(sizes: _Sizes, part: Part, sent: Sent) -> Layer:
         gpu_params=weights + 2 * h,
         saved_bytes=8 * sizes.shared + heads + scales + (2 + 2 * ups) * f,
         saved_for_input_bytes=4 * sizes.shared + heads + 2 * ups * f,
+        deferred_bytes=8 * sizes.shared + 2.0 * (a + 2 * k) + 2 * a + (2 + 2 * ups) * f,
         input_bytes=sizes.output_bytes,
         working_bytes=2.0 * h + sizes.output_bytes + 2 * ups * f,
         sent=sent,
@@ -184,6 +188,7 @@ def _encoder(
         num_params=num_params,
         gpu_params=num_params,
         saved_bytes=float(BYTES * sum(embedded)),
+        deferred_bytes=float(BYTES * (sum(embedded) + h * len(products))),
         input_bytes=float(BYTES * embedded[0]),
         working_bytes=float(BYTES * h),
         sent=sent,
@@ -216,6 +221,7 @@ def _projector(sizes: _Sizes, shape: EncoderShape, kind: str, passing: Sent) -> 
         gpu_params=weights + widths[0],
         saved_bytes=4 * first + sum(4.0 * width for width in held[1:-1]),
         saved_for_input_bytes=2 * first + sum(2.0 * width for width in held[1:-1]),
+        deferred_bytes=2 * first + sum(4.0 * width for width in held[1:-1]) + 2 * last,
         input_bytes=BYTES * first,
         working_bytes=float(BYTES * widths[0]) + 2.0 * max(held[1:]),
         sent=((sizes.stream, BYTES * last), *passing),
@@ -249,6 +255,7 @@ def _language_model(sizes: _Sizes, llm: LlmShape) -> list[Layer]:
         gpu_params=vocabulary * h + h,
         saved_bytes=4 * sizes.shared,
         saved_for_input_bytes=2 * sizes.shared,
+        deferred_bytes=2 * sizes.shared + 2.0 * vocabulary,
         softmax_bytes=4.0 * vocabulary,
         input_bytes=sizes.output_bytes,
         working_bytes=2.0 * h + 2.0 * vocabulary,

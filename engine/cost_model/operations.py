@@ -82,6 +82,8 @@ class Layer:
     """Activations for the gradients of input and weights."""
     saved_for_input_bytes: float = 0.0
     """Activations for the gradient of the input alone."""
+    deferred_bytes: float = 0.0
+    """Products' inputs and gradients of their outputs, for weight gradients that come later."""
     input_bytes: float = 0.0
     """The input, which is kept if the layer is recomputed."""
     working_bytes: float

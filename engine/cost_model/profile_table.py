@@ -21,7 +21,7 @@ from balance.types import BoolArray, FloatArray, IntArray
 from engine.cost_model.costs import ARRAYS, COLUMNS, Costs
 from engine.cost_model.loads import Loads, PhaseLoads
 
-VERSION = 1
+VERSION = 2
 PHASES = ("audio", "vision", "llm")
 BENDS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
 """Shares of the most tokens measured where a fit may become steeper."""

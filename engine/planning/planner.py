@@ -11,7 +11,7 @@ import numpy as np
 
 from balance.errors import ConfigError
 from balance.types import BoolArray, IntArray
-from engine.cost_model.costs import Costs
+from engine.cost_model.costs import MEMORY, Costs
 from engine.cost_model.layer_list import layers_of
 from engine.cost_model.loads import Loads
 from engine.cost_model.parallel import reduction_ns
@@ -153,11 +153,10 @@ def _baselines(
 
 def _with_memory(costs: Costs, full: Costs) -> Costs:
     """These times, with the bytes of each layer's largest micro-batch in `full`."""
-    names = ("saved_bytes", "kept_bytes", "working_bytes")
     shape = costs.saved_bytes.shape
-    most = (getattr(full, name).max(axis=1, keepdims=True) for name in names)
+    most = (getattr(full, name).max(axis=1, keepdims=True) for name in MEMORY)
     changes: dict[str, Any] = {
-        name: np.broadcast_to(own, shape) for name, own in zip(names, most, strict=True)
+        name: np.broadcast_to(own, shape) for name, own in zip(MEMORY, most, strict=True)
     }
     return replace(costs, **changes)
 

@@ -30,9 +30,10 @@ class LayerMemory(NamedTuple):
     """Memory of layers and time of their recomputation, from `Costs`."""
 
     saved: IntArray
-    """(layers, micro_batches), as the next two."""
+    """(layers, micro_batches), as the next three."""
     kept: IntArray
     working: IntArray
+    deferred: IntArray
     state: IntArray
     """(layers,)."""
     kind: IntArray
@@ -82,6 +83,7 @@ def layer_memory(costs: Costs) -> LayerMemory:
         saved=np.ascontiguousarray(saved),
         kept=np.ascontiguousarray(kept),
         working=np.ascontiguousarray(costs.working_bytes),
+        deferred=np.ascontiguousarray(costs.deferred_bytes),
         state=np.ascontiguousarray(costs.state_bytes),
         kind=np.where(frees, kind, -1),
         extra_ns=costs.recompute_ns.sum(axis=1),
@@ -134,18 +136,19 @@ def peak_bytes(layers, order, starts, ends, recompute):  # type: ignore[no-untyp
 def _add_layer(layers, layer, left, stage):  # type: ignore[no-untyped-def]
     """Add the next layer to a stage's memory of each micro-batch, (micro_batches,) each.
 
-    `live`: left by the forward pass; `held`: the same with recomputed activations. Peaks on top:
-    `most` in the forward or joint backward pass, `apart` if weight gradients come later.
+    `live`: left by the forward pass; `held`: for deferred weight gradients. Peaks on top: `most` in
+    the forward or joint backward pass, `apart` if weight gradients come later.
     """
     live, held, most, apart = stage
     for number in range(len(live)):
         whole = max(layers.saved[layer, number], left[number])
         turn = live[number] + whole + layers.working[layer, number]
         most[number] = max(most[number], turn)
-        # the layers after a layer are complete when its backward pass runs
-        apart[number] = max(apart[number] + whole, turn)
+        # the layers after a layer have left what they defer when its backward pass runs
+        deferred = layers.deferred[layer, number]
+        apart[number] = max(apart[number] + deferred, turn + max(deferred - whole, 0))
         live[number] += left[number]
-        held[number] += whole
+        held[number] += deferred
 
 
 @numba.njit(cache=True)

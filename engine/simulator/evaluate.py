@@ -71,9 +71,9 @@ def evaluate(
 def memory_of(schedule: Schedule, stages: StageCosts) -> Memory:
     """Memory of each rank under a schedule.
 
-    A backward pass of both gradients frees what the forward pass left. Where they run apart, the
-    input's frees nothing and leaves what was recomputed; the weights' frees it all. Memory of
-    encodings ahead (ENCODE) depends on times: `engine.tuning.precompute` adds it.
+    A backward pass frees what the forward pass left; where weight gradients are deferred, it leaves
+    what they need. Memory of encodings ahead (ENCODE) depends on times: `engine.tuning.precompute`
+    adds it.
     """
     kinds, stage, micro_batch = schedule.kinds, schedule.stages, schedule.micro_batches
     left, most = bytes_by_kind(stages)

@@ -36,9 +36,9 @@ class StageCosts:
     backward_peak_bytes: IntArray
     """Peak of the backward pass on top of everything else live; includes its `live_bytes`."""
     held_bytes: IntArray
-    """Live from the input's gradient to the weights', if they run apart; recomputed ones too."""
+    """Live from the backward pass to deferred weight gradients."""
     apart_peak_bytes: IntArray
-    """As `backward_peak_bytes`, for the gradient of the input alone."""
+    """As `backward_peak_bytes`, if weight gradients are deferred."""
     state_bytes: IntArray
     """(stages,): weights, gradients, optimizer state."""
     sends_grad: BoolArray
@@ -96,7 +96,7 @@ def stage_costs(costs: Costs, borders: IntArray, recompute: BoolArray) -> StageC
 
     Memory: the forward pass leaves each layer's activations, or its input alone. The backward pass
     goes from the last layer to the first; all activations of a recomputed layer are live during its
-    turn, or until its weights' gradient if that comes later.
+    turn. What a deferred weight gradient needs stays.
     """
     check_partition(borders, costs.num_layers)
     if len(recompute) != costs.num_layers:
@@ -109,6 +109,8 @@ def stage_costs(costs: Costs, borders: IntArray, recompute: BoolArray) -> StageC
     # everything up to a layer, and the rest of that layer during its turn, forward or back
     running = np.cumsum(live, axis=0)
     turn = running + (whole - live) + costs.working_bytes
+    deferred = costs.deferred_bytes
+    apart = running - live + np.maximum(whole, deferred) + costs.working_bytes
     starts, last = np.asarray(borders[:-1]), np.asarray(borders[1:]) - 1
     before = np.concatenate([np.zeros_like(running[:1]), running])[starts]
     send, back = np.zeros_like(before), np.zeros_like(before)
@@ -123,8 +125,9 @@ def stage_costs(costs: Costs, borders: IntArray, recompute: BoolArray) -> StageC
         live_bytes=_sums(live, starts),
         forward_peak_bytes=np.maximum.reduceat(turn, starts, axis=0) - before,
         backward_peak_bytes=np.maximum.reduceat(turn, starts, axis=0) - before,
-        held_bytes=_sums(whole, starts),
-        apart_peak_bytes=np.maximum.reduceat(turn + _after(whole, last), starts, axis=0) - before,
+        held_bytes=_sums(deferred, starts),
+        apart_peak_bytes=np.maximum.reduceat(apart + _after(deferred, last), starts, axis=0)
+        - before,
         state_bytes=np.add.reduceat(costs.state_bytes, starts),
         sends_grad=np.append(costs.sends_grad[last[:-1]], False),
     )

@@ -256,6 +256,7 @@ def _columns(tables: _Tables, first_trained: int, *, apart: bool) -> _Tables:
         "saved_bytes": saved,
         "kept_bytes": tables["given_bytes"] * goes_back,
         "working_bytes": np.maximum(tables["peak_bytes"] - saved, 0),
+        "deferred_bytes": tables["deferred_bytes"],
     }
 
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from balance.types import IntArray
 from engine.cost_model.analytical import layer_names
+from engine.cost_model.costs import MEMORY
 from engine.cost_model.layer_list import layers_of, phases_of
 from engine.cost_model.profile_table import Profile, measured_costs, profiled_costs
 from engine.planning.partition import even_partition
@@ -83,9 +84,8 @@ def choose_plan(
     costs = measured_costs(profile, places)
     full = profiled_costs(profile, request.full.take(np.zeros(len(batches), np.int64)))
     # times of this step; memory of the largest micro-batches, but at least what was measured
-    sizes = ("saved_bytes", "kept_bytes", "working_bytes")
     sized = replace(
-        costs, **{name: np.maximum(getattr(full, name), getattr(costs, name)) for name in sizes}
+        costs, **{name: np.maximum(getattr(full, name), getattr(costs, name)) for name in MEMORY}
     )
 
     def recompute(borders: IntArray) -> NDArray[np.bool_]:

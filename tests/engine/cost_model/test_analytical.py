@@ -280,6 +280,7 @@ def test_a_phase_with_nothing_to_do_costs_nothing():
         "send_ns",
         "saved_bytes",
         "working_bytes",
+        "deferred_bytes",
     ):
         assert not getattr(costs, column)[vision].any()
     assert costs.forward_ns.sum() > 0
@@ -327,8 +328,9 @@ def test_with_the_projector_alone_trained_the_vision_encoder_only_runs_forward()
         assert not getattr(costs, column)[:projector].any()
     assert costs.forward_ns[:projector].all()
     # its input needs no gradient, but what lies between its two products does
-    assert costs.input_grad_ns[projector] == 0
-    assert costs.weight_grad_ns[projector, 0] > internvl().weight_grad_ns[projector, 0]
+    everything = internvl()
+    assert 0 < costs.input_grad_ns[projector, 0] < everything.input_grad_ns[projector, 0]
+    assert (costs.weight_grad_ns[projector] == everything.weight_grad_ns[projector]).all()
     assert (costs.input_grad_ns[projector + 1 :] > 0).all()
     assert costs.sends_grad.tolist() == [False] * projector + [True] * (
         costs.num_layers - projector

@@ -8,7 +8,7 @@ from engine.cost_model.costs import Costs, frozen_costs
 
 LAYERS, COUNT = 5, 3
 TIMES = ("forward_ns", "input_grad_ns", "weight_grad_ns", "recompute_ns", "send_ns")
-BYTES = ("saved_bytes", "kept_bytes", "working_bytes", "sent_bytes")
+BYTES = ("saved_bytes", "kept_bytes", "working_bytes", "deferred_bytes", "sent_bytes")
 
 
 def costs(first_trained=0):
@@ -36,6 +36,7 @@ def test_each_layer_runs_backward_what_its_place_needs(trained):
             "recompute_ns": any_to_here,
             "saved_bytes": any_to_here,
             "kept_bytes": any_to_here,
+            "deferred_bytes": bool(own),
         }
         for name in (*TIMES, *BYTES):
             values = getattr(whole, name)[place] * expected.get(name, True)

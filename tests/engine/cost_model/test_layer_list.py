@@ -91,6 +91,16 @@ def test_a_frozen_layer_that_hands_a_gradient_on_saves_no_inputs_of_products():
     assert layer.saved_bytes - layer.saved_for_input_bytes == 4 * 6144 + 2 * 16384
 
 
+def test_deferred_weight_gradients_need_what_products_take_and_the_gradients_of_what_they_make():
+    layers = layers_of(load_model("internvl_1_5"), ONE)
+    # norms' outputs, attention's and GELU's; gradients of query-key-value, two residuals, GELU
+    h, f = 3200, 12800
+    assert only(layers, "vision_layer").deferred_bytes == 2 * (3 * h + f + 3 * h + 2 * h + f)
+    embedding, head = only(layers, "token_embedding"), only(layers, "head")
+    assert embedding.deferred_bytes == 0
+    assert head.deferred_bytes == 2 * (6144 + load_model("internvl_1_5").dimensions[1].vocab_size)
+
+
 def test_features_of_the_audio_encoder_travel_along_through_the_vision_encoder():
     model = load_model("orchmllm_84b")
     layers = layers_of(model, ONE)

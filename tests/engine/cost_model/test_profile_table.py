@@ -13,6 +13,7 @@ from balance.errors import ConfigError
 from balance.presets import load_model
 from engine.cost_model.analytical import layer_costs
 from engine.cost_model.clusters import load_cluster
+from engine.cost_model.costs import MEMORY
 from engine.cost_model.layer_list import phases_of
 from engine.cost_model.loads import Loads, PhaseLoads
 from engine.cost_model.parallel import Parallelism
@@ -85,7 +86,7 @@ def test_a_profile_of_the_analytical_model_gives_its_costs_back(name):
     profile, model = measured(name)
     loads = random_loads(np.random.default_rng(3), 100)
     expected, made = layer_costs(model, A100, PARALLEL, loads), profiled_costs(profile, loads)
-    for column in ("saved_bytes", "kept_bytes", "working_bytes", "sent_bytes"):
+    for column in (*MEMORY, "sent_bytes"):
         # sizes are linear in tokens: but for rounding
         assert np.abs(getattr(made, column) - getattr(expected, column)).max() <= 2
     times, true_times = (each.forward_ns + each.backward_ns for each in (made, expected))
@@ -170,8 +171,8 @@ def test_many_tokens_in_longer_samples_than_measured_are_refused_by_their_square
     [
         ("{", "not a profile"),
         ("[]", "not a profile"),
-        ('{"version": 2}', "version is 2; this release reads profiles of version 1"),
-        ('{"version": 1}', "not a profile: KeyError: 'kinds'"),
+        ('{"version": 1}', "version is 1; this release reads profiles of version 2"),
+        ('{"version": 2}', "not a profile: KeyError: 'kinds'"),
     ],
 )
 def test_a_file_that_is_no_profile_is_an_error_that_names_it(tmp_path, text, message):

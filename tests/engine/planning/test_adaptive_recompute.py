@@ -175,7 +175,7 @@ def test_nothing_is_recomputed_where_all_fits():
 def test_micro_batches_under_way_are_what_memory_counts(name):
     schedule = schedule_for(name, np.arange(4), 6)
     costs = vlm(np.random.default_rng(0), 0, 0, 6, spread=0.0)
-    for names in ("saved_bytes", "kept_bytes"):
+    for names in ("saved_bytes", "kept_bytes", "deferred_bytes"):
         getattr(costs, names)[:] = 1
     costs.working_bytes[:], costs.state_bytes[:] = 0, 0
     peaks = memory_of(schedule, stage_costs(costs, np.arange(4), np.zeros(3, bool))).peak_bytes

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from balance.errors import ConfigError
+from engine.cost_model.costs import MEMORY
 from engine.cost_model.parallel import Training, reduction_ns
 from engine.plan_report import (
     comparison,
@@ -246,7 +247,7 @@ def test_a_plan_is_at_most_2_percent_slower_than_a_new_one_after_a_change_of_1_p
     result = planner.plan(asked)
     full = asked.costs(asked.full.take(np.zeros(8, np.int64)))
     # memory as the plan was made for: of full micro-batches
-    sizes = {name: getattr(full, name) for name in ("saved_bytes", "kept_bytes", "working_bytes")}
+    sizes = {name: getattr(full, name) for name in MEMORY}
     costs = replace(result.best.costs[0], **sizes)
     factors = rng.choice([0.99, 1.01], (costs.num_layers, 1))
     times = ("forward_ns", "input_grad_ns", "weight_grad_ns", "recompute_ns")

@@ -45,9 +45,7 @@ def test_peaks_are_those_of_allocating_and_freeing_layer_by_layer(name, seed):
         state = sum(
             int(costs.state_bytes[borders[stage] : borders[stage + 1]].sum()) for stage in stages
         )
-        oracle = RankMemory(
-            state, costs.saved_bytes, costs.kept_bytes, costs.working_bytes, recompute
-        )
+        oracle = RankMemory(state, costs, recompute)
         assert memory.state_bytes[rank] == state
         for place in own:
             kind, stage, number = schedule.action(place)

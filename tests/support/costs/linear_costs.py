@@ -52,6 +52,7 @@ class LinearModel:
             send_ns=np.where(np.arange(count)[:, np.newaxis] < count - 1, sent * self.send_ns, 0),
             saved_bytes=saved,
             kept_bytes=saved // 8,
+            deferred_bytes=saved // 2,
             working_bytes=np.where(
                 np.arange(count)[:, np.newaxis] == count - 1, tokens * self.token_bytes, 0
             ),

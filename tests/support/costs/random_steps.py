@@ -158,7 +158,7 @@ def random_costs(rng, num_layers, num_micro_batches, *, most=100):
     }
     columns |= {
         name: rng.integers(0, most, shape)
-        for name in ("saved_bytes", "kept_bytes", "working_bytes")
+        for name in ("saved_bytes", "kept_bytes", "working_bytes", "deferred_bytes")
     }
     frozen = int(rng.integers(num_layers)) if rng.random() < 0.4 else 0
     is_trained = np.arange(num_layers) >= frozen

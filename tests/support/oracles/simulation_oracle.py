@@ -127,8 +127,9 @@ class RankMemory:
     micro-batch.
     """
 
-    def __init__(self, state, saved, kept, working, recompute):
-        self.saved, self.kept, self.working, self.recompute = saved, kept, working, recompute
+    def __init__(self, state, costs, recompute):
+        self.saved, self.kept, self.recompute = costs.saved_bytes, costs.kept_bytes, recompute
+        self.working, self.deferred = costs.working_bytes, costs.deferred_bytes
         self.state, self.held = state, {}
         self.peak = state
 
@@ -158,9 +159,13 @@ class RankMemory:
                 )
         if kind in "BI":
             for layer in reversed(layers):
-                self.hold(layer, number, self.whole(layer, number), self.working[layer][number])
+                working, later = self.working[layer][number], self.deferred[layer][number]
                 if kind == "B":
+                    self.hold(layer, number, self.whole(layer, number), working)
                     del self.held[layer, number]
+                else:
+                    self.hold(layer, number, max(self.whole(layer, number), later), working)
+                    self.hold(layer, number, later)
         if kind == "W":
             for layer in layers:
                 del self.held[layer, number]

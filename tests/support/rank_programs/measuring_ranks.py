@@ -145,6 +145,7 @@ def costs_of(durations, batches):
         saved_bytes=nothing,
         kept_bytes=nothing,
         working_bytes=nothing,
+        deferred_bytes=nothing,
         sent_bytes=nothing,
         state_bytes=nothing[:, 0],
         param_counts=nothing[:, 0],

@@ -192,7 +192,7 @@ def _planned(case, borders, order, rng):
                 strict=True,
             )
         ),
-        **{f"{name}_bytes": nothing for name in ("saved", "kept", "working", "sent")},
+        **{f"{name}_bytes": nothing for name in ("saved", "kept", "working", "deferred", "sent")},
         state_bytes=nothing[:, 0],
         param_counts=nothing[:, 0],
         sends_grad=np.arange(layers) >= frozen,

@@ -78,7 +78,7 @@ def costs_of_kinds(kinds=KINDS):
         kinds=kinds,
         **dict.fromkeys(("forward_ns", "input_grad_ns", "weight_grad_ns", "send_ns"), ones),
         recompute_ns=times * (1 + dist.get_rank()),  # as if each rank had measured other times
-        **{f"{name}_bytes": nothing for name in ("saved", "kept", "working", "sent")},
+        **{f"{name}_bytes": nothing for name in ("saved", "kept", "working", "deferred", "sent")},
         state_bytes=nothing[:, 0],
         param_counts=nothing[:, 0],
         sends_grad=np.ones(len(kinds), bool),

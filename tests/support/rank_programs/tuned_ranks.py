@@ -74,7 +74,7 @@ def stated_profile(path, vision_us=900):
         weight_grad_ns=forward // 2,
         recompute_ns=forward,
         send_ns=nothing,
-        **{f"{name}_bytes": nothing for name in ("saved", "kept", "working", "sent")},
+        **{f"{name}_bytes": nothing for name in ("saved", "kept", "working", "deferred", "sent")},
         state_bytes=nothing[:, 0],
         param_counts=nothing[:, 0],
         sends_grad=np.ones(len(kinds), np.bool_),

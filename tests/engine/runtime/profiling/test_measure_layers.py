@@ -72,6 +72,9 @@ def test_bytes_of_a_linear_gelu_chain_equal_the_hand_count(chains):
     saved = given + np.outer([*outputs, 0], COUNTS) * FLOAT
     assert column(profile, "saved_bytes").tolist() == saved.tolist()
     assert column(profile, "kept_bytes").tolist() == given.tolist()
+    # a deferred weight gradient needs the map's input and the gradient of its output
+    later = saved * np.array([1, 1, 1, 1, 0])[:, np.newaxis]
+    assert column(profile, "deferred_bytes").tolist() == later.tolist()
     assert (
         column(profile, "sent_bytes").tolist() == (np.outer([*outputs, 0], COUNTS) * FLOAT).tolist()
     )
