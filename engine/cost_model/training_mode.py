@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from balance.errors import ConfigError
+from balance.types import IntArray
 
 Precision = Literal["bf16", "fp32"]
 BYTES_OF: dict[Precision, int] = {"bf16": 2, "fp32": 4}
@@ -71,6 +74,18 @@ class TrainingMode:
     def state_bytes(self, num_params: int, dp: int, *, trained: bool) -> int:
         """The sum of `state_terms`."""
         return round(sum(self.state_terms(num_params, dp, trained=trained)))
+
+    def shared_out(self, state_bytes: IntArray, num_params: IntArray, dp: int) -> IntArray:
+        """State of one of `dp` replicas, from that of a single one; int64, (layers,).
+
+        >>> TrainingMode().shared_out(np.array([18_000]), np.array([1_000]), 4).tolist()
+        [9000]
+        """
+        weights = num_params * self.weight_bytes
+        trained = (state_bytes - weights) / (self.gradient_bytes + self.optimizer_bytes)
+        frozen = num_params - trained
+        sizes = self.state_terms(1, dp, trained=True)
+        return np.asarray(np.rint(trained * sum(sizes) + frozen * sizes[0]), np.int64)
 
     def __str__(self) -> str:
         masters = "masters and moments" if self.has_masters else "moments"

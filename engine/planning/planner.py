@@ -237,9 +237,15 @@ def plan_from_profile(
         costs = profiled_costs(profile, request.loads)
     else:
         costs = measured_costs(profile, indices)
-    pipelines = request.split(costs)
+    pipelines = request.split(_shared_out(costs, request))
     run = simulate_run(request, "measured", pipelines, request.loads, borders, recompute)
-    return make_plan(request, run, profiled_costs(profile, request.full_step))
+    return make_plan(request, run, _shared_out(profiled_costs(profile, request.full_step), request))
+
+
+def _shared_out(costs: Costs, request: PlanRequest) -> Costs:
+    """A profile's costs, which are those of a single replica, with the state of one of many."""
+    mode, dp = request.training.mode, request.parallel.dp
+    return replace(costs, state_bytes=mode.shared_out(costs.state_bytes, costs.param_counts, dp))
 
 
 def tensor_parallel_ns(request: PlanRequest, run: SimulatedRun) -> IntArray:

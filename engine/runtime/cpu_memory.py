@@ -83,9 +83,9 @@ def _key(tensor: Tensor) -> int:
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists and dicts."""
+    """All tensors in nested tuples, lists and dicts; of a DTensor, what this process holds."""
     if isinstance(values, Tensor):
-        yield values
+        yield getattr(values, "_local_tensor", values)
     elif isinstance(values, (list, tuple)):  # pytrees take several times as long
         for value in values:
             yield from _tensors(value)

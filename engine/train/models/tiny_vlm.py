@@ -172,10 +172,12 @@ def make_tiny_vlm(preset: ModelPreset, vocab_size: int, image_token_id: int) -> 
         TinyHead(vocab_size),
     ]
 
+    num_vision = len(vision)  # a rank must not keep other ranks' layers for their specs
+
     def specs(cut: int, batch: Batch) -> dict[str, TensorSpec]:
-        if cut < len(vision):
+        if cut < num_vision:
             return {"features": _rows(num_tiles(batch) * VIT_TOKENS, VIT_WIDTH)}
-        if cut == len(vision):
+        if cut == num_vision:
             return {"features": _rows(num_tiles(batch) * LLM_TOKENS, WIDTH)}
         return {"hidden": _rows(len(batch.input_ids), WIDTH)}
 

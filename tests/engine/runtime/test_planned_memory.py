@@ -1,0 +1,47 @@
+"""Memory of running pipelines, every byte counted, next to that of their plans in each mode."""
+
+import numpy as np
+import pytest
+
+from engine.cost_model.profile_table import profile_from_dict
+from engine.cost_model.training_mode import TrainingMode
+from engine.planning.planner import plan_from_profile
+from support.cases import for_each
+from support.rank_programs.rank_memory import (
+    BORDERS,
+    PP,
+    profile_mode,
+    request_for,
+    train_counted,
+)
+from support.ranks import run_ranks
+
+DP, CLOSE = 2, 0.05
+MODES = [
+    TrainingMode(precision=precision, zero_stage=stage)
+    for precision in ("fp32", "bf16")
+    for stage in (0, 1)
+]
+NOTHING, SOME = np.zeros(8, np.bool_), np.arange(8) % 2 == 0
+
+
+@pytest.fixture(scope="module", params=MODES, ids=str)
+def measured(request, tmp_path_factory):
+    """A mode, and the profile that was measured in it."""
+    said = run_ranks(tmp_path_factory.mktemp("profile"), PP, profile_mode, request.param)
+    return request.param, profile_from_dict(said[0]["profile"])
+
+
+@for_each(("schedule", "recompute"), [("1f1b", NOTHING), ("1f1b", SOME), ("gpipe", NOTHING)])
+def test_what_is_live_at_most_is_what_was_planned(measured, tmp_path_factory, schedule, recompute):
+    mode, profile = measured
+    plan = plan_from_profile(request_for(mode, DP, schedule), profile, BORDERS, recompute)
+    counted = run_ranks(
+        tmp_path_factory.mktemp("trained"), PP * DP, train_counted, mode, DP, schedule, recompute
+    )
+    for rank, own in enumerate(counted):
+        peak = plan.predicted.full_peak_bytes[rank % PP]
+        assert own["peak"] == pytest.approx(peak, rel=CLOSE), f"rank {rank}"
+        # between steps, when there are no gradients
+        kept = plan.predicted.state_bytes[rank % PP] - own["gradients"]
+        assert own["kept"] == pytest.approx(kept, rel=0.01), f"rank {rank}"

@@ -1,0 +1,120 @@
+"""What ranks run in the tests of planned memory: training steps in a mode, every byte counted."""
+
+import gc
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from balance.presets import load_model
+from engine.cost_model.analytical import layer_names
+from engine.cost_model.clusters import load_cluster
+from engine.cost_model.layer_list import layers_of, phases_of
+from engine.cost_model.loads import largest_micro_batch
+from engine.cost_model.parallel import Parallelism, Training
+from engine.cost_model.profile_table import profile_to_dict
+from engine.planning.plan import PlanRequest
+from engine.runtime.batch_loads import batch_loads
+from engine.runtime.cpu_memory import LiveBytes
+from engine.runtime.pipeline import Pipeline, PipelineOptions
+from engine.runtime.profiling.measure_layers import LayerLabels, MeasureOptions, measure_layers
+from engine.train.models.tiny_vlm import make_tiny_vlm
+
+IMAGE, VOCAB, MICRO_BATCHES, PP = 1, 3_000, 4, 2
+BORDERS = np.array([0, 5, 8])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """Fields of `loaders.MicroBatch` that the tiny model needs."""
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    pixel_values: Tensor
+    patches_per_image: Tensor
+    sample_ids: tuple[str, ...]
+    loss_weights: Tensor | None = None
+
+
+def packed(seed, length=160, tiles=6):
+    """One sample; equally large ones for all seeds."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(2, VOCAB, (length,), generator=generator)
+    ids[: 4 * tiles] = IMAGE
+    return Packed(
+        input_ids=ids,
+        labels=ids,
+        position_ids=torch.arange(length),
+        cu_seqlens=torch.tensor([0, length]),
+        pixel_values=torch.randn(tiles, 3, 56, 56, generator=generator),
+        patches_per_image=torch.tensor([tiles]),
+        sample_ids=(f"sample-{seed}",),
+    )
+
+
+def request_for(mode, dp, schedule):
+    """What these tests train: all micro-batches are equally large."""
+    loads = batch_loads([packed(seed) for seed in range(MICRO_BATCHES)], tiny())
+    cluster = load_cluster("a100_80g")
+    return PlanRequest(
+        model=tiny(),
+        cluster=cluster,
+        parallel=Parallelism(pp=PP, dp=dp),
+        training=Training(mode=mode),
+        schedule=schedule,
+        stages_per_rank=1,
+        num_micro_batches=MICRO_BATCHES,
+        memory_bytes=cluster.usable_memory_bytes,
+        loads=loads.take(np.tile(np.arange(len(loads)), dp)),
+        full=largest_micro_batch(loads),
+    )
+
+
+def tiny():
+    preset = load_model("tiny")
+    return replace(preset, llm=replace(preset.llm, vocab_size=VOCAB))
+
+
+def profile_mode(said, mode):
+    """On the ranks of one pipeline: the profile of the model in a mode."""
+    preset, sizes = tiny(), ((160, 6), (120, 4), (80, 2))
+    batches = [packed(seed, length, tiles) for seed, (length, tiles) in enumerate(sizes)]
+    torch.manual_seed(0)
+    model = make_tiny_vlm(preset, VOCAB, IMAGE)
+    pipeline = Pipeline(model, BORDERS, [False] * 8, [list(range(PP))], PipelineOptions(mode=mode))
+    listed = layers_of(preset, Parallelism())
+    labels = LayerLabels(
+        names=layer_names(listed),
+        kinds=[layer.kind for layer in listed],
+        phases=phases_of(preset),
+    )
+    loads, options = batch_loads(batches, preset), MeasureOptions(repeats=2)
+    said["profile"] = profile_to_dict(measure_layers(pipeline, batches, loads, labels, options))
+
+
+def train_counted(said, mode, dp, schedule, recompute):
+    """Two steps of training: bytes that are live before the second one, and at most in it."""
+    batches = [packed(seed) for seed in range(MICRO_BATCHES)]
+    pipelines = [list(range(first, first + PP)) for first in range(0, PP * dp, PP)]
+    options = PipelineOptions(mode=mode, schedule=schedule)
+    with LiveBytes() as memory:
+        torch.manual_seed(0)
+        model = make_tiny_vlm(tiny(), VOCAB, IMAGE)
+        pipeline = Pipeline(model, BORDERS, recompute, pipelines, options)
+        del model  # with the other ranks' layers
+        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3, fused=True)
+        for _ in range(2):
+            optimizer.zero_grad()
+            gc.collect()
+            memory.restart()
+            said["kept"] = memory.live_bytes
+            pipeline.step(batches, 100)
+            weights = [each for layer in pipeline.layers.values() for each in layer.parameters()]
+            said["gradients"] = sum(weight.grad.nbytes for weight in weights)
+            pipeline.reduce_gradients()
+            pipeline.clip_gradients(1.0)
+            optimizer.step()
+            said["peak"] = memory.peak_bytes
