@@ -41,7 +41,9 @@ def test_what_is_live_at_most_is_what_was_planned(measured, tmp_path_factory, sc
     )
     for rank, own in enumerate(counted):
         peak = plan.predicted.full_peak_bytes[rank % PP]
-        assert own["peak"] == pytest.approx(peak, rel=CLOSE), f"rank {rank}"
+        # plans have gradients from the beginning; in GPipe they come after all forward passes
+        least = peak - own["gradients"] if schedule == "gpipe" else peak
+        assert (1 - CLOSE) * least <= own["peak"] <= (1 + CLOSE) * peak, f"rank {rank}"
         # between steps, when there are no gradients
         kept = plan.predicted.state_bytes[rank % PP] - own["gradients"]
         assert own["kept"] == pytest.approx(kept, rel=0.01), f"rank {rank}"
