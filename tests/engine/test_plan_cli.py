@@ -8,6 +8,7 @@ import pytest
 
 from engine.cli import main
 from engine.planning.plan import read_plan
+from support import ROOT
 from support.cases import for_each
 
 EQUAL = (
@@ -268,3 +269,26 @@ def test_help_teaches(call):
     _, shown, _ = call("plan", "--help")
     assert "Folder of a build" in shown
     assert "internlm2_20b" in shown
+
+
+def test_the_memory_of_llava_is_that_of_the_docs_which_is_by_hand(call):
+    """Rank 0: patch embedding, 23 vision layers, projector, token embedding, 15 LLM layers."""
+    shape = ("--images", 2, "--seq-len", 2048, "--pp", 2, "--dp", 8)
+    status, shown, _ = call("plan", "--model", "llava_1_5", *shape)
+    assert status == 0
+    vision = 4 * 1024**2 + 2 * 1024 * 4096 + 2 * 1024
+    llm = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
+    projector = 1024 * 4096 + 4096**2 + 1024
+    params = 588 * 1024 + 23 * vision + projector + 32_000 * 4096 + 15 * llm
+    held = 2 * 588 * 1152 + 23 * 32 * 1024 * 1154 + (4 * 1024 + 4 * 4096) * 1152
+    held += 15 * (16 * 4096 + 6 * 11008) * 2048
+    # two micro-batches in flight, and the last layer's turn
+    activations = 2 * held + (4 * 4096 + 4 * 11008) * 2048
+    terms = [size / 2**30 for size in (2 * params, 4 * params, 12 * params / 8, activations)]
+    expected = (
+        "memory of rank 0 if all are full: weights {:.2f} + gradients {:.2f} + optimizer {:.2f}"
+        " + activations {:.2f} = {:.2f} GiB"
+    ).format(*terms, sum(terms))
+    assert expected in shown
+    page = (ROOT / "docs" / "plan.md").read_text("utf-8")
+    assert expected in " ".join(page.split())
