@@ -1,6 +1,6 @@
 """Memory and time of training modes, on two gloo ranks as replicas of one stage.
 
-    torchrun --nproc-per-node 2 benchmarks/training_modes.py
+    python benchmarks/training_modes.py
 
 First, bytes that are live at most while more and more micro-batches are in flight (GPipe), beyond
 weights: with autocast, as the runtime had it, each micro-batch holds bf16 copies of all weights.
@@ -9,6 +9,7 @@ by `ZeroRedundancyOptimizer` and by FSDP2's `fully_shard`, in a plain loop over 
 """
 
 import gc
+import tempfile
 import time
 from statistics import median
 
@@ -138,9 +139,9 @@ def row(name: str, made) -> str:
     return f"| {name} | {median(times[1:]):.0f} | {held / count:.2f} |"
 
 
-def main() -> None:
-    """Print both tables."""
-    dist.init_process_group("gloo")
+def run(rank: int, meeting: str) -> None:
+    """Both tables, on one of the ranks; the first one prints them."""
+    dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=2)
     torch.set_num_threads(1)
     lines = ["| mode | 1 | 2 | 4 | 8 in flight, MiB |", "|---|--:|--:|--:|--:|"]
     for name, mode, options in (
@@ -163,4 +164,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(run, (f"{folder}/meeting",), nprocs=2)
