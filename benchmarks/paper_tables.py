@@ -54,6 +54,7 @@ SECTIONS: dict[str, Callable[[], Section]] = {
     "omnibal-16": omnibal_training.table_16,
     "pipetune-2": pipetune_tables.table_2,
     "pipetune-8": pipetune_tables.figure_8,
+    "orchmllm-2": orchmllm_figures.overhead,
     "orchmllm-10": orchmllm_figures.balance,
     "orchmllm-13": orchmllm_figures.volumes,
 }

@@ -82,7 +82,7 @@ def checks() -> Section:
             "56.3, 48.0, 27.0",
         ),
         (
-            "seconds per group, MFU",
+            "seconds per group, MFU (fitted to these)",
             f"{seconds:.3f}, {percent(mfu[0], 0)}",
             f"{papers_seconds:.3f}, {percent(mfu[1], 0)}",
         ),

@@ -4,7 +4,7 @@ For the loader; `balance.media.image_tokens` says how an image is cut. Pixels st
 decoder to the device: a quarter of float32's bytes through collation and transfer. The channels of
 a pixel stay side by side in memory (torch's `channels_last`): a line of a patch is then copied at
 once, and GPUs' convolutions are fastest so. With `exact=True` pixels are the processors' bit for
-bit, else within `loaders.decode.resize.LEVELS` of 255 of Pillow's bicubic filter.
+bit, else near Pillow's bicubic filter (`loaders.decode.resize` says how near).
 """
 
 import numpy as np
