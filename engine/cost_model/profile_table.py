@@ -20,6 +20,7 @@ from balance.errors import ConfigError, first_line
 from balance.types import BoolArray, FloatArray, IntArray
 from engine.cost_model.costs import ARRAYS, COLUMNS, Costs
 from engine.cost_model.loads import Loads, PhaseLoads
+from engine.cost_model.training_mode import BYTES_OF, Precision
 
 VERSION = 2
 PHASES = ("audio", "vision", "llm")
@@ -43,6 +44,8 @@ class Profile:
     """Names of the layers, for people."""
     phases: tuple[str, ...]
     """Phase whose tokens decide each kind's costs; `sent_bytes` and `send_ns` depend on all."""
+    precision: Precision | None = None
+    """Dtype of the weights when it was measured; None: not known, as before there was one."""
 
     def __post_init__(self) -> None:
         kinds = self.costs.num_layers
@@ -90,7 +93,9 @@ def misfit(profile: Profile) -> float:
     return float(np.abs(made / np.maximum(measured, 1) - 1)[measured > 0].max(initial=0.0))
 
 
-def make_profile(costs: Costs, loads: Loads, phases: dict[str, str]) -> Profile:
+def make_profile(
+    costs: Costs, loads: Loads, phases: dict[str, str], precision: Precision | None = None
+) -> Profile:
     """The profile of all measured layers: of each kind the first one counts. `phases`: by kind.
 
     The last layer sends nothing; the `send_ns` of its kind is 0 unless another one was measured.
@@ -106,6 +111,7 @@ def make_profile(costs: Costs, loads: Loads, phases: dict[str, str]) -> Profile:
         layers=tuple(kinds.index(kind) for kind in costs.kinds),
         names=costs.names,
         phases=tuple(phases[kind] for kind in kinds),
+        precision=precision,
     )
 
 
@@ -135,6 +141,7 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
     loads = profile.loads.to_lists()
     return {
         "version": VERSION,
+        "precision": profile.precision,
         "layers": [{"name": name, "kind": row} for name, row in layers],
         "loads": {phase: loads[phase] for phase in PHASES},
         "kinds": [
@@ -150,6 +157,9 @@ def profile_from_dict(values: dict[str, Any]) -> Profile:
     if values.get("version") != VERSION:
         found = values.get("version")
         raise ConfigError(f"version is {found!r}; this release reads profiles of version {VERSION}")
+    precision = values.get("precision")
+    if precision not in (None, *BYTES_OF):
+        raise ConfigError(f"precision is {precision!r}; use one of {', '.join(BYTES_OF)}")
     kinds = values["kinds"]
     types = {name: np.bool_ if name == "sends_grad" else np.int64 for name in ARRAYS}
     columns: dict[str, Any] = {
@@ -162,6 +172,7 @@ def profile_from_dict(values: dict[str, Any]) -> Profile:
         layers=tuple(int(layer["kind"]) for layer in values["layers"]),
         names=tuple(str(layer["name"]) for layer in values["layers"]),
         phases=tuple(str(kind["phase"]) for kind in kinds),
+        precision=precision,
     )
 
 

@@ -48,7 +48,7 @@ class RecomputeAdapter:
         if layout.stages_per_rank > 1:
             raise ConfigError(ONE_STAGE)
         self._model = model
-        self._profile = read_model_profile(config.profile, model)
+        self._profile = read_model_profile(config, plan, model)
         costs_of(self._profile, model.trained, self._profile.loads)  # checks what is trained
         self._on_gpu = device.type == "cuda"
         limit_bytes = config.memory_bytes

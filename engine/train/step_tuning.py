@@ -7,7 +7,6 @@ than planning them. Its choice comes with the step, as the note of `SourceStep`:
 
 from functools import partial
 from math import inf
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -38,7 +37,7 @@ def make_tuner(
     memory = config.memory_bytes
     if memory is None and plan is not None:
         memory = plan.memory_bytes
-    profile = read_model_profile(config.profile, model)
+    profile = read_model_profile(config, plan, model)
     cost, borders = partial(costs_of, profile, model.trained), np.array(layout.borders)
     measured = cost(profile.loads)
     encode = config.encode
@@ -68,12 +67,18 @@ def costs_of(profile: Profile, trained: tuple[bool, ...], loads: Loads) -> Costs
     return frozen_costs(profiled_costs(profile, loads, farthest=inf), trained)
 
 
-def read_model_profile(path: Path | None, model: PipelineModel) -> Profile:
-    """The profile of a model's layers. ConfigError if it is of others, by names or sizes."""
+def read_model_profile(config: TrainConfig, plan: Plan | None, model: PipelineModel) -> Profile:
+    """The profile of a model's layers. ConfigError if it is of others, by names, sizes or dtype."""
+    path, mode = config.profile, config.training_mode(plan.training.mode if plan else None)
     if path is None:
         raise ConfigError("no --profile: give profile.json of `python -m engine measure`")
     profile = read_profile(path)
     advice = "profile it by `python -m engine measure` with the same --model and --config"
+    if profile.precision not in (None, mode.precision):
+        raise ConfigError(
+            f"{path} was measured in {profile.precision}, the run is in {mode.precision}: measure"
+            f" with --precision {mode.precision}"
+        )
     if profile.names != model.names:
         raise ConfigError(
             f"{path} is a profile of {kinds_text(profile.names)}; the model has"

@@ -122,9 +122,9 @@ def measure_layers(
         sends_grad=np.arange(len(kinds)) >= local.first_trained,
     )
     pairs = zip(parts, kinds, strict=True)
-    return make_profile(
-        costs, loads, {part: phases[kind] for part, kind in pairs if kind in phases}
-    )
+    own = {part: phases[kind] for part, kind in pairs if kind in phases}
+    mode = pipeline._options.mode
+    return make_profile(costs, loads, own, mode.precision if mode else None)
 
 
 def _check(local: RankLayers, batches: Sequence[Batch], loads: Loads, labels: LayerLabels) -> None:

@@ -30,10 +30,11 @@ def build(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory):
-    """Beside `less.json`, of a model whose first layer was frozen."""
+    """Beside `less.json`, of a model whose first layer was frozen, and `half.json` in bf16."""
     path = tmp_path_factory.mktemp("profile") / "profile.json"
     stated_profile(path)
     values = json.loads(path.read_text())
+    (path.parent / "half.json").write_text(json.dumps({**values, "precision": "bf16"}))
     values["kinds"][0]["sends_grad"] = False
     (path.parent / "less.json").write_text(json.dumps(values))
     return path
@@ -82,6 +83,7 @@ def test_a_build_that_is_damaged_while_it_is_read_is_told_in_one_line(tmp_path, 
             "the first layer (patch_embedding) is trained",
         ),
         (["--tune", "--profile={profile}", "--effort=-1"], "effort -1"),
+        (["--tune", "--profile={half}"], "half.json was measured in bf16, the run is in fp32"),
         (["--dp=0"], "--dp is 0"),
         (["--recompute=plan"], "--recompute plan needs a plan"),
         (["--recompute=adapt"], "so does --recompute adapt"),
@@ -107,7 +109,12 @@ def test_options_that_do_not_go_together_are_told_in_one_line(
     build, profile, options, message, capsys, alone
 ):
     named = [
-        option.format(profile=profile, less=profile.parent / "less.json") for option in options
+        option.format(
+            profile=profile,
+            less=profile.parent / "less.json",
+            half=profile.parent / "half.json",
+        )
+        for option in options
     ]
     assert main([str(build), "--plan=auto", "--device=cpu", *named]) == 2
     said = capsys.readouterr()
