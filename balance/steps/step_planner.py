@@ -3,7 +3,8 @@
 For the loaders, which ask, and for whoever balances a step: PipeTune's packing
 (`balance.steps.repack`) makes other micro-batches, OrchMLLM's dispatching
 (`balance.steps.post_balancing`) gives each encoder's work to other ranks. The loader then reads
-each image only on the rank that encodes it. Pure; every rank asks, so planners are deterministic.
+each image only on the rank that encodes it. Pure; every rank asks, so planners are deterministic:
+who works on a sample must not depend on who asks.
 """
 
 from collections.abc import Mapping
@@ -35,6 +36,9 @@ class StepRequest:
     """Data-parallel ranks."""
     micro_batches: int
     """Micro-batches per rank, as the loader was told."""
+    rank: int | None = None
+    """Rank that asks, of whose micro-batches alone the packing matters: a planner may save the time
+    for that of others. None: that of all."""
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -45,7 +49,8 @@ class StepAssignment:
     """Who works on which samples of a step; samples are numbered as in `StepRequest`."""
 
     micro_batches: tuple[Groups, ...]
-    """Each rank's, each sample in one; numbers may differ by rank, if the trainer can take that."""
+    """Each rank's, each sample in one; numbers may differ by rank, if the trainer can take that. Of
+    ranks that do not ask, all samples may be in one."""
     encoders: Mapping[str, tuple[Groups, ...]] = field(default_factory=dict)
     """By encoder (`vision`, `audio`), the batches that each rank encodes: each sample with images
     (clips) in one, others may be left out. Without it, samples are encoded in their micro-batch.
@@ -55,7 +60,7 @@ class StepAssignment:
 
 
 class StepPlanner(Protocol):
-    """Makes other micro-batches of a step's samples, the same on all ranks."""
+    """Makes other micro-batches of a step's samples. Ranks that ask agree on each sample's rank."""
 
     def __call__(self, samples: StepRequest) -> StepAssignment:
         """The work of all ranks for one step."""

@@ -37,7 +37,7 @@ class StepMeasurement:
 
 def gather_figures(own: StepMeasurement, num_ranks: int) -> dict[str, float]:
     """Figures of a step over all ranks; `num_ranks` per pipeline."""
-    result, after, before = own.result, own.after, own.before
+    result, after, before, note = own.result, own.after, own.before, own.batches.note
     device = own.batches[0].input_ids.device
     columns = {
         "loss": result.loss,
@@ -48,6 +48,7 @@ def gather_figures(own: StepMeasurement, num_ranks: int) -> dict[str, float]:
         "micro_batches": len(own.batches),
         "data_s": after.waiting_s - before.waiting_s,
         "tuning_s": after.planning_s - before.planning_s,
+        "tuned_ns": note.step_ns if isinstance(note, StepNote) else 0,
         "peak_bytes": own.peak_bytes or 0,
     }
     mine = torch.tensor(list(columns.values()), dtype=torch.float64, device=device)
@@ -72,12 +73,11 @@ def gather_figures(own: StepMeasurement, num_ranks: int) -> dict[str, float]:
         "dist_ratio_llm": after.dist_ratio_llm,
         "peak_mib": float(all_of["peak_bytes"].max()) / MIB,
     }
-    note = own.batches.note
     if isinstance(note, StepNote):
         found |= {
             "tuning_s": float(all_of["tuning_s"].max()),
             "untuned_s": note.untuned_ns / 1e9,
-            "tuned_s": note.step_ns / 1e9,
+            "tuned_s": float(all_of["tuned_ns"].max()) / 1e9,
             "encoded_ahead": int((result.schedule.kinds == PassKind.ENCODE).sum()),
         }
     return found

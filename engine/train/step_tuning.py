@@ -97,11 +97,16 @@ def read_model_profile(config: TrainConfig, plan: Plan | None, model: PipelineMo
 
 
 def check_same_step(note: StepNote) -> None:
-    """ConfigError on all ranks unless all planned the same step: samples might be lost."""
-    both = torch.tensor([note.fingerprint, -note.fingerprint])
+    """ConfigError on all ranks unless all planned the same step: samples might be lost.
+
+    All agree on the samples of each replica, and the ranks of a replica on its micro-batches.
+    """
+    told = torch.tensor([note.rank, note.fingerprint, note.own_fingerprint])
+    ranks = [torch.empty_like(told) for _ in range(dist.get_world_size())]
     with world_errors():
-        dist.all_reduce(both, op=dist.ReduceOp.MAX)
-    if int(both.sum()):
+        dist.all_gather(ranks, told)
+    replicas, steps, own = torch.stack(ranks).T.tolist()
+    if len(set(steps)) > 1 or len(set(zip(replicas, own, strict=True))) > len(set(replicas)):
         raise ConfigError(
             "the ranks tuned the step differently: give all the same build, plan and profile"
         )

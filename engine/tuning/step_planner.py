@@ -1,23 +1,30 @@
 """PipeTune as a loader's step planner. Pure.
 
 Samples are assigned to data-parallel ranks by cost, each rank's pipeline is tuned separately, and
-the step is as slow as its slowest pipeline. If a new assignment does not help, each rank tunes its
-given samples, or keeps them. Every rank computes the same result, so planning takes as long as
-tuning all pipelines. The schedule travels with the step as its note, also after resuming.
+the step is as slow as its slowest pipeline. The assignment stays as given unless another one is
+simulated to be no slower before it is tuned: all ranks simulate that for all, and each tunes its
+own pipeline. So without a message they agree, also after resuming. 64 ranks take about .1 s of CPU
+time each; all of them on each took 5 (`benchmarks/tuner_speed.py`). The schedule travels with the
+step as its note.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import pairwise
 
 import numpy as np
 
 from balance.steps.post_balancing import as_batches, balance_sums
+from balance.steps.repack import pack_balanced
 from balance.steps.step_planner import StepAssignment, StepRequest
-from balance.types import Counts, Groups
-from engine.cost_model.loads import Loads
+from balance.types import Counts, Groups, IntArray
+from engine.cost_model.loads import Loads, joined_loads, packed_loads
+from engine.simulator.evaluate import schedule_for
 from engine.simulator.schedule import Schedule
-from engine.tuning.pack import marginal_costs, pack_in_order
+from engine.simulator.stages import stage_costs
+from engine.tuning.order_times import order_problem, times_of_orders
+from engine.tuning.pack import marginal_costs
 from engine.tuning.tune import PartitionedModel, TuneOptions, TuneResult, tune
 
 FINGERPRINT_BYTES = 6
@@ -28,39 +35,54 @@ FINGERPRINT_BYTES = 6
 class StepNote:
     """A rank's data of a tuned step besides its micro-batches; `loaders.StepBatches.note`."""
 
+    rank: int
+    """Data-parallel rank that it is for."""
     schedule: Schedule | None
     """Schedule of the rank's micro-batches, with encodings; None for a rank without samples."""
     step_ns: int
-    """Predicted time of the slowest rank."""
+    """Predicted time of this rank's pipeline; 0 without samples. The slowest rank's counts."""
     untuned_ns: int
-    """The same for the step as given."""
+    """Time of the slowest rank for the step as given."""
     fingerprint: int
-    """Hash of all ranks' micro-batches and schedules: equal on ranks that planned one step."""
+    """Hash of the samples of each rank: equal on all ranks that planned one step."""
+    own_fingerprint: int
+    """Hash of this rank's micro-batches and schedule: equal on all ranks of its pipeline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TunedStep:
-    """A step of all data-parallel ranks; None for a rank without samples."""
+    """A step of all data-parallel ranks."""
 
     groups: tuple[Groups, ...]
-    """Micro-batches of each rank, of the step's samples, in the order in which they enter."""
+    """Micro-batches of each rank, of the step's samples, in the order in which they enter; all in
+    one for a rank that is not tuned here."""
     tuned: tuple[TuneResult | None, ...]
-    """Result of each rank, in numbers of the rank's own samples."""
+    """Result of each rank, in numbers of the rank's own samples; None for one that is not tuned
+    here or has no samples."""
     untuned_ns: int
     """Time of the slowest rank for the step as given."""
+    fingerprint: int
+    """Hash of the samples of each rank."""
 
     @property
     def step_ns(self) -> int:
-        """Time of the slowest rank, without the reduction of gradients."""
+        """Time of the slowest rank that is tuned here, without the reduction of gradients."""
         return max((one.step_ns for one in self.tuned if one is not None), default=0)
 
     @property
     def notes(self) -> tuple[StepNote, ...]:
         """The note of each rank."""
-        schedules = [one.step.schedule if one is not None else None for one in self.tuned]
-        fingerprint = _fingerprint(self.groups, schedules)
-        times = {"step_ns": self.step_ns, "untuned_ns": self.untuned_ns}
-        return tuple(StepNote(schedule=s, fingerprint=fingerprint, **times) for s in schedules)
+        return tuple(
+            StepNote(
+                rank=rank,
+                schedule=one.step.schedule if one is not None else None,
+                step_ns=one.step_ns if one is not None else 0,
+                untuned_ns=self.untuned_ns,
+                fingerprint=self.fingerprint,
+                own_fingerprint=_own_fingerprint(groups, one),
+            )
+            for rank, (groups, one) in enumerate(zip(self.groups, self.tuned, strict=True))
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,25 +95,32 @@ class TunedSteps:
     """A column per sample: `engine.cost_model.loads.sample_loads` of a model preset."""
 
     def __call__(self, samples: StepRequest) -> StepAssignment:
-        """The micro-batches of every rank, with a `StepNote` for each."""
+        """The samples of every rank, and micro-batches and `StepNote` of the one that asks."""
         plan = self.plan(samples)
         return StepAssignment(micro_batches=plan.groups, notes=plan.notes)
 
     def plan(self, samples: StepRequest) -> TunedStep:
-        """The same with predicted times."""
+        """The same with predicted times; of all ranks if none of them asks."""
         loads = self.loads(samples.counts)
         given = [self._given(samples, rank) for rank in range(samples.dp)]
-        choices = [(given, self._tune(loads, given))]
-        before = (one.breakdown.untuned_ns for one in choices[0][1] if one is not None)
-        untuned_ns = max(before, default=0)
+        untuned_ns = self._slowest_ns(loads, given, memory_bytes=None)
+        chosen = given
         if samples.dp > 1 and len(samples):
             assigned = self._assign(loads, given)
-            choices.append((assigned, self._tune(loads, assigned)))
-        plans = [
-            TunedStep(groups=_numbered(tuned, own), tuned=tuple(tuned), untuned_ns=untuned_ns)
-            for own, tuned in choices
+            memory_bytes = self.pipeline.memory_bytes
+            if self._slowest_ns(loads, assigned, memory_bytes=memory_bytes) <= untuned_ns:
+                chosen = assigned
+        asked = range(samples.dp) if samples.rank is None else [samples.rank]
+        tuned = [
+            self._tune(loads, own) if rank in asked and len(own.samples) else None
+            for rank, own in enumerate(chosen)
         ]
-        return min(plans, key=lambda plan: plan.step_ns)
+        return TunedStep(
+            groups=tuple(map(_numbered, tuned, chosen)),
+            tuned=tuple(tuned),
+            untuned_ns=untuned_ns,
+            fingerprint=_digest([np.sort(own.samples) for own in chosen]),
+        )
 
     def _given(self, samples: StepRequest, rank: int) -> Groups:
         """A rank's micro-batches that hold samples."""
@@ -100,7 +129,7 @@ class TunedSteps:
         return Groups(np.arange(offsets[0], offsets[-1]), offsets - offsets[0])
 
     def _assign(self, loads: Loads, given: list[Groups]) -> list[Groups]:
-        """All samples assigned to ranks by cost, packed in their order."""
+        """All samples assigned to ranks by cost, in micro-batches of even cost."""
         lengths, count = loads.llm.tokens, sum(map(len, given))
         costs = marginal_costs(self.pipeline.cost, loads, self.pipeline.recompute, count)
         largest = max(int(own.sum(lengths).max(initial=1)) for own in given)
@@ -109,42 +138,56 @@ class TunedSteps:
         assigned = []
         for rank in range(len(given)):
             own = parts[rank]
-            packed = pack_in_order(lengths[own], largest) if len(own) else _no_micro_batches(0)
+            packed = pack_balanced(lengths[own], weights[own], max_len=largest)
             assigned.append(Groups(own[packed.samples], packed.offsets))
         return assigned
 
-    def _tune(self, loads: Loads, given: list[Groups]) -> list[TuneResult | None]:
-        """Each rank's pipeline, tuned separately; None without samples."""
+    def _slowest_ns(
+        self, loads: Loads, ranks: Sequence[Groups], *, memory_bytes: int | None
+    ) -> int:
+        """Simulated time of the slowest rank, its micro-batches in order; 0 without samples.
 
-        def tuned(own: Groups) -> TuneResult:
-            groups = Groups(np.arange(len(own.samples)), own.offsets)
-            return tune(loads.take(own.samples), groups, self.pipeline, self.options)
+        NEVER if one needs more memory.
+        """
+        pipeline, filled = self.pipeline, [own for own in ranks if len(own.samples)]
+        if not filled:
+            return 0
+        costs = pipeline.cost(joined_loads([packed_loads(loads, own) for own in filled]))
+        stages = stage_costs(costs, pipeline.borders, pipeline.recompute)
+        ends, slowest_ns = np.cumsum([0, *map(len, filled)]), 0
+        for first, end in pairwise(ends.tolist()):
+            schedule = schedule_for(
+                pipeline.schedule, pipeline.borders, end - first, pipeline.stages_per_rank
+            )
+            own = stages.take(np.arange(first, end))
+            problem = order_problem(schedule, own, memory_bytes)
+            order = np.arange(end - first)
+            slowest_ns = max(slowest_ns, int(times_of_orders(problem, order[np.newaxis])[0]))
+        return slowest_ns
 
-        return [tuned(own) if len(own.samples) else None for own in given]
+    def _tune(self, loads: Loads, own: Groups) -> TuneResult:
+        """A rank's pipeline, tuned."""
+        groups = Groups(np.arange(len(own.samples)), own.offsets)
+        return tune(loads.take(own.samples), groups, self.pipeline, self.options)
 
 
-def _numbered(tuned: list[TuneResult | None], given: list[Groups]) -> tuple[Groups, ...]:
-    """Tuned micro-batches in the step's numbers of samples; an empty one for a rank without."""
-    return tuple(
-        _no_micro_batches(1)
-        if one is None
-        else Groups(own.samples[one.groups.samples], one.groups.offsets)
-        for one, own in zip(tuned, given, strict=True)
-    )
+def _numbered(tuned: TuneResult | None, given: Groups) -> Groups:
+    """Tuned micro-batches in the step's numbers of samples; untuned, one with all."""
+    if tuned is None:
+        return Groups(given.samples, np.array([0, len(given.samples)]))
+    return Groups(given.samples[tuned.groups.samples], tuned.groups.offsets)
 
 
-def _fingerprint(groups: tuple[Groups, ...], schedules: list[Schedule | None]) -> int:
+def _own_fingerprint(groups: Groups, tuned: TuneResult | None) -> int:
+    parts = [groups.samples, groups.offsets]
+    if tuned is not None:
+        schedule = tuned.step.schedule
+        parts += [schedule.kinds, schedule.stages, schedule.micro_batches, schedule.rank_offsets]
+    return _digest(parts)
+
+
+def _digest(parts: Sequence[IntArray]) -> int:
     digest = blake2b(digest_size=FINGERPRINT_BYTES)
-    for own, schedule in zip(groups, schedules, strict=True):
-        parts = [own.samples, own.offsets]
-        if schedule is not None:
-            parts += [schedule.kinds, schedule.stages, schedule.micro_batches]
-            parts.append(schedule.rank_offsets)
-        for part in parts:
-            digest.update(len(part).to_bytes(8, "little") + part.astype("<i8").tobytes())
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part.astype("<i8").tobytes())
     return int.from_bytes(digest.digest(), "little")
-
-
-def _no_micro_batches(empty: int) -> Groups:
-    """Groups without samples: so many empty micro-batches."""
-    return Groups(np.zeros(0, np.int64), np.zeros(empty + 1, np.int64))

@@ -287,6 +287,7 @@ class Steps:
             offsets=np.concatenate([[0], np.cumsum(sizes.ravel())]).astype(np.int64),
             dp=self._config.dp_world_size,
             micro_batches=self._config.micro_batches,
+            rank=rank,
         )
         # Ask the planner
         begun = time.perf_counter()

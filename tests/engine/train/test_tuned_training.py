@@ -98,9 +98,7 @@ def test_every_sample_comes_once_and_steps_run_as_they_were_tuned(request, world
     assert len(set(counts)) > 1
     assert any(step["step_ns"] < step["untuned_ns"] for step in ranks[0])
     for steps in zip(*(first for first, _ in pipelines), strict=True):
-        assert (
-            len({(step["fingerprint"], step["step_ns"], step["untuned_ns"]) for step in steps}) == 1
-        )
+        assert len({(step["fingerprint"], step["untuned_ns"]) for step in steps}) == 1
 
 
 def test_a_frozen_encoder_runs_ahead_where_it_may(two):

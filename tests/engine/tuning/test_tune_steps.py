@@ -106,15 +106,62 @@ def test_every_rank_is_told_its_own_schedule_and_all_the_same_of_the_step(seed):
     samples = samples_of(seed, 2, 6)
     work, plan = planner_of()(samples), planner_of().plan(samples)
     assert len(work.notes) == 2
-    for note, own, groups in zip(work.notes, plan.tuned, work.micro_batches, strict=True):
+    for rank, note in enumerate(work.notes):
+        own, groups = plan.tuned[rank], work.micro_batches[rank]
+        assert note.rank == rank
         assert note.schedule.num_micro_batches == len(groups)
         assert note.schedule.micro_batches.tolist() == own.step.schedule.micro_batches.tolist()
-        assert (note.step_ns, note.untuned_ns) == (plan.step_ns, plan.untuned_ns)
+        assert (note.step_ns, note.untuned_ns) == (own.step_ns, plan.untuned_ns)
     (fingerprint,) = {note.fingerprint for note in work.notes}
     assert {note.fingerprint for note in planner_of()(samples).notes} == {fingerprint}
     assert planner_of()(samples_of(seed + 10, 2, 6)).notes[0].fingerprint != fingerprint
     # the same micro-batches, of which a rank does not run its own
-    assert replace(plan, tuned=(None, plan.tuned[1])).notes[0].fingerprint != fingerprint
+    idle = replace(plan, tuned=(None, plan.tuned[1])).notes
+    assert idle[0].own_fingerprint != plan.notes[0].own_fingerprint
+    assert idle[1].own_fingerprint == plan.notes[1].own_fingerprint
+
+
+@pytest.mark.parametrize("empty", [False, True])
+@for_each("seed", range(4))
+def test_ranks_that_tune_their_own_pipeline_plan_the_step_that_one_would_plan_for_all(seed, empty):
+    samples = samples_of(seed, 4, 4, empty=empty)
+    plan, tuned = planner_of().plan(samples), []
+    for rank, (groups, note) in enumerate(zip(plan.groups, plan.notes, strict=True)):
+        asked = replace(samples, rank=rank)
+        work = planner_of()(asked)  # a planner of its own: ranks share nothing
+        check_assignment(work, asked)
+        own = work.micro_batches[rank]
+        assert own.samples.tolist() == groups.samples.tolist()
+        assert own.offsets.tolist() == groups.offsets.tolist()
+        found = work.notes[rank]
+        assert (found.fingerprint, found.own_fingerprint) == (
+            note.fingerprint,
+            note.own_fingerprint,
+        )
+        assert (found.step_ns, found.untuned_ns) == (note.step_ns, plan.untuned_ns)
+        for other, theirs in enumerate(work.micro_batches):
+            assert set(theirs.samples) == set(plan.groups[other].samples)
+            assert other == rank or len(theirs) == 1
+        tuned.append(sum(one is not None for one in planner_of().plan(asked).tuned))
+    assert max(tuned) == 1
+
+
+@for_each("seed", range(3))
+def test_an_assignment_that_would_be_slower_is_not_taken(seed):
+    samples = samples_of(seed, 2, 6)
+    planner = planner_of()
+    loads = planner.loads(samples.counts)
+    given = [planner._given(samples, rank) for rank in range(2)]
+    # both ranks as one of them: even already
+    twice = np.concatenate([given[0].samples, given[0].samples])
+    offsets = np.concatenate([given[0].offsets, given[0].offsets[-1] + given[0].offsets[1:]])
+    even = StepRequest(
+        counts=samples.counts.take(twice), offsets=offsets, dp=2, micro_batches=len(given[0])
+    )
+    plan = planner.plan(even)
+    assert plan.step_ns <= plan.untuned_ns
+    alone = planner._tune(loads, given[0]).step_ns
+    assert plan.step_ns <= 1.02 * alone
 
 
 def test_micro_batches_stay_as_small_as_costs_are_known_for_unless_they_were_larger():
