@@ -1,16 +1,20 @@
-"""The tuner's time per step by global batch, and what each ingredient saves; orders simulated per
-second.
+"""The tuner's time per step by global batch, and what each ingredient saves; its CPU time per rank
+by replicas; orders simulated per second.
 
     python benchmarks/tuner_speed.py [--batches 128 256 512 1024] [--mix DataMix3] [--steps 8]
-    [--rounds 3]
+    [--rounds 3] [--replicas 8 64]
 
 PipeTune's 13B model, TP 4, PP 4 on nodes of four A100s, and its mixtures (`papers/`). Searches:
 PipeTune's (sizes in multiples of max_seq_len, 120 orders of clusters, pre-computation on the first
 stage's rank), the same without pre-computation, and ours (sizes between, exchanges, every rank's
 idle time). Times are of one core: of each step the least of several rounds, after one that
 compiles; shown are the median and the longest step. Savings are of the sum of all steps, simulated.
+By replicas: eight micro-batches each, of full groups in random order, or of groups of equal cost as
+`packer build` makes them. "before": each rank tuned all replicas, as given and with samples assigned
+by cost, and took the better; now all agree which it is, and each tunes its own.
 "to bound": how far the best of the random orders is above `tune_order.lower_bound`. Exit status 1
-when a step takes longer than PipeTune's search (0.2 s at 128 samples, 1.5 s at 1,024; figure 8).
+when a step takes longer than PipeTune's search (0.2 s at 128 samples, 1.5 s at 1,024; figure 8), or
+a rank of many more than .2 s of CPU time.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +36,10 @@ sys.path[:0] = [str(ROOT)]
 from papers.datasets import PIPETUNE_MIXES, pipetune_samples  # noqa: E402
 from papers.pipetune_tables import MAX_SEQ_LEN, OURS, PIPETUNES, make_pipeline, most_that_fits  # noqa: E402
 
+from balance.grouping.even_out import group_balanced  # noqa: E402
 from balance.presets import load_model  # noqa: E402
+from balance.steps.step_planner import StepRequest  # noqa: E402
+from balance.types import Limits  # noqa: E402
 from engine.cost_model.loads import (  # noqa: E402
     Loads,
     packed_loads,
@@ -45,6 +53,7 @@ from engine.tuning._order_search import lower_bound  # noqa: E402
 from engine.tuning.order_times import EncodeAhead, order_problem, times_of_orders  # noqa: E402
 from engine.tuning.pack import pack_in_order  # noqa: E402
 from engine.tuning.precompute import frozen_encoder, where_to_encode  # noqa: E402
+from engine.tuning.step_planner import TunedSteps  # noqa: E402
 from engine.tuning.tune import PartitionedModel, TuneOptions, TuneResult, tune  # noqa: E402
 
 PAPER_S = {128: 0.2, 1024: 1.5}
@@ -57,6 +66,8 @@ SEARCHES = {
     "ours": OURS,
 }
 MANY_ORDERS = 2_000
+MOST_CPU_S, MICRO_BATCHES, EFFORT = 0.2, 8, 20_000
+"""Of a rank and step; of a replica; `--effort` of training."""
 
 
 def main() -> int:
@@ -64,10 +75,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--batches", type=int, nargs="+", default=[128, 256, 512, 1024])
+    parser.add_argument("--batches", type=int, nargs="*", default=[128, 256, 512, 1024])
     parser.add_argument("--mix", choices=list(PIPETUNE_MIXES), default="DataMix3")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--replicas", type=int, nargs="*", default=[8, 64])
     options = parser.parse_args()
     pipeline = make_pipeline()
     limit = most_that_fits(pipeline) * MAX_SEQ_LEN
@@ -80,6 +92,7 @@ def main() -> int:
         for batch in options.batches
     }
     fast = show_tuner(steps, limit, pipeline, options)
+    fast &= show_replicas(limit, pipeline, options)
     show_orders(steps, limit, pipeline)
     return 0 if fast else 1
 
@@ -155,6 +168,71 @@ def savings(tuned: list[TuneResult]) -> list[float]:
     return [float(share) for share in 1 - parts[1:] / parts[0]]
 
 
+def show_replicas(limit: int, pipeline: PartitionedModel, options: argparse.Namespace) -> bool:
+    """A row per number of replicas and kind of groups; -> whether a rank is fast enough."""
+    heads = ("replicas", "groups", "CPU s of a rank", "before", "less time", "before")
+    title = f"{options.mix}, {options.steps} steps each; less time than untuned"
+    table, fast, model = new_table(title, heads), True, load_model("pipetune_13b")
+    tuning = replace(OURS, encode="own", effort=EFFORT)
+    planner = TunedSteps(
+        pipeline=pipeline, options=tuning, loads=lambda counts: sample_loads(counts, model)
+    )
+    for replicas in options.replicas:
+        for kind in ("full", "of equal cost"):
+            times, untuned_ns = [], 0
+            tuned_ns = np.zeros(2, np.int64)  # as planned, and before
+            for seed in range(options.steps):
+                step = drawn_step(options.mix, replicas, limit, seed, even=kind != "full")
+                planner(replace(step, rank=0))  # compiles
+                begun = time.process_time()
+                planner(replace(step, rank=seed % replicas))
+                planned = time.process_time()
+                before_ns = tuned_by_all(planner, step)
+                times.append((planned - begun, time.process_time() - planned))
+                plan = planner.plan(step)  # what all ranks together plan
+                untuned_ns += plan.untuned_ns
+                tuned_ns += plan.step_ns, before_ns
+            own_s, before_s = np.median(times, axis=0).tolist()
+            fast &= own_s <= MOST_CPU_S
+            saved = (f"{share:.2%}" for share in 1 - tuned_ns / untuned_ns)
+            table.add_row(str(replicas), kind, f"{own_s:.3f}", f"{before_s:.2f}", *saved)
+    Console(width=150).print(table)
+    return fast
+
+
+def drawn_step(mix: str, replicas: int, limit: int, seed: int, *, even: bool) -> StepRequest:
+    """A step of many replicas."""
+    wanted = replicas * MICRO_BATCHES
+    count = 32 * wanted
+    while True:
+        counts = pipetune_samples(mix, count, MAX_SEQ_LEN, seed)
+        groups = pack_in_order(counts.seq_len, limit)
+        if even:
+            vision = counts.num_vit_tokens
+            caps = Limits(
+                max_seq_len=limit, max_vision=int(vision.sum()), min_seq_len=0, min_vision=0
+            )
+            groups = group_balanced(vision, counts.seq_len, caps, seed=seed)
+        if len(groups) > wanted:
+            break
+        count *= 2
+    chosen = groups.take(np.random.default_rng(seed).permutation(len(groups) - 1)[:wanted])
+    return StepRequest(
+        counts=counts.take(chosen.samples),
+        offsets=chosen.offsets,
+        dp=replicas,
+        micro_batches=MICRO_BATCHES,
+    )
+
+
+def tuned_by_all(planner: TunedSteps, step: StepRequest) -> int:
+    """Time of the slowest rank, ns, by the better of both assignments after tuning."""
+    loads = planner.loads(step.counts)
+    given = [planner._given(step, rank) for rank in range(step.dp)]
+    both = (given, planner._assign(loads, given))
+    return min(max(planner._tune(loads, own).step_ns for own in ranks) for ranks in both)
+
+
 def show_orders(steps: dict[int, list[Loads]], limit: int, pipeline: PartitionedModel) -> None:
     """Orders simulated per second, beside the general simulator on the same step."""
     heads = (
@@ -222,7 +300,8 @@ def new_table(title: str, heads: tuple[str, ...]) -> Table:
     """Numbers to the right."""
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
     for head in heads:
-        table.add_column(head, justify="left" if head == "search" else "right", no_wrap=True)
+        left = head in ("search", "groups")
+        table.add_column(head, justify="left" if left else "right", no_wrap=True)
     return table
 
 
