@@ -9,9 +9,9 @@ PipeTune's (sizes in multiples of max_seq_len, 120 orders of clusters, pre-compu
 stage's rank), the same without pre-computation, and ours (sizes between, exchanges, every rank's
 idle time). Times are of one core: of each step the least of several rounds, after one that
 compiles; shown are the median and the longest step. Savings are of the sum of all steps, simulated.
-By replicas: eight micro-batches each, of full groups in random order, or of groups of equal cost as
-`packer build` makes them. "before": each rank tuned all replicas, as given and with samples assigned
-by cost, and took the better; now all agree which it is, and each tunes its own.
+By replicas: eight micro-batches each, of full groups in random order, or of groups of equal cost
+as `packer build` makes them. "before": each rank tuned all replicas, as given and with samples
+assigned by cost, and took the better; now all agree which it is, and each tunes its own.
 "to bound": how far the best of the random orders is above `tune_order.lower_bound`. Exit status 1
 when a step takes longer than PipeTune's search (0.2 s at 128 samples, 1.5 s at 1,024; figure 8), or
 a rank of many more than .2 s of CPU time.
