@@ -66,6 +66,9 @@ def plan(
 
     For a packed build, or for equal micro-batches (--model, --images, --seq-len). Compared with
     what careful users do without a plan: even layers, as little recomputed as fits.
+
+    Assumed: AdamW with float32 moments; float32 gradients; of bf16 weights also float32 masters;
+    optimizer state shared out over replicas. Change it by --precision and --zero-stage.
     """
     begun = time.monotonic()
     options = read_config(PlanConfig, context, command="engine plan")

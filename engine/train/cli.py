@@ -50,7 +50,11 @@ def command(
 def make_app() -> typer.Typer:
     """The program with both commands."""
     app = new_app("engine", "Commands that train, under torchrun.")
-    text = "Train a vision-language model as a pipeline, by a plan."
+    text = (
+        "Train a vision-language model as a pipeline, by a plan.\n\nAssumed: AdamW with float32"
+        " moments, in the plan's training mode; without a plan float32 weights and gradients, and"
+        " nothing shared out over replicas. SIGTERM saves and ends after the step."
+    )
     app.command("train")(command(TrainConfig, partial(_run, train), text))
     text = "Plan from measurements: profile the layers, run partitions, take the fastest."
     app.command("measure")(command(MeasureConfig, partial(_run, measure), text))

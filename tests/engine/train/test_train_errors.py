@@ -8,6 +8,9 @@ import time
 import pytest
 import torch
 
+import engine.cli
+from engine.cost_model.training_mode import TrainingMode
+from engine.train.config import TrainConfig
 from support.builds.audio_build import build_heard
 from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples
@@ -145,6 +148,22 @@ def test_numbers_that_make_no_sense_are_refused_with_their_option(option, messag
     assert main(["build", option]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+def test_the_help_says_what_is_assumed_without_a_plan_and_for_one(capsys, monkeypatch):
+    assert main(["--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "without a plan float32 weights and gradients, and nothing shared out" in said
+    assert "SIGTERM saves and ends" in said
+    mode = TrainConfig(build="build").training_mode()
+    assert (mode.precision, mode.gradients, mode.zero_stage) == ("fp32", "fp32", 0)
+    monkeypatch.setattr("sys.argv", ["engine", "plan", "--help"])
+    engine.cli.main()
+    said = " ".join(capsys.readouterr().out.split())
+    assert "AdamW with float32 moments; float32 gradients" in said
+    assert "optimizer state shared out over replicas" in said
+    planned = TrainingMode()
+    assert (planned.precision, planned.gradients, planned.zero_stage) == ("bf16", "fp32", 1)
 
 
 def test_a_build_with_sound_is_refused_in_one_line(tmp_path, capsys, alone):
