@@ -67,7 +67,14 @@ def test_gradients_whose_squares_are_above_float32_are_clipped_to_the_norm(ranks
         assert replica == pytest.approx(1, abs=0.02)  # tied weights are on two ranks
 
 
-@pytest.mark.parametrize("options", [("--dp=1",), ("--dp=2", "--schedule=zero_bubble")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--dp=1",),
+        ("--dp=2", "--schedule=zero_bubble"),
+        ("--dp=2", "--precision=bf16", "--zero-stage=1"),
+    ],
+)
 def test_a_step_is_skipped_by_all_ranks_and_a_resume_repeats_the_losses(build, tmp_path, options):
     for own in run_ranks(tmp_path, 2, skipping_runs, str(build), str(tmp_path), *options):
         assert (own["whole"], own["begun"], own["resumed"]) == (1, 1, 0)
