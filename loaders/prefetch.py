@@ -2,6 +2,8 @@
 
 For the loader; knows nothing of batches. Threads, not processes: decoding and resizing release the
 GIL, and nothing is copied. They also ask for the next step, so the training thread plans nothing.
+Quick steps are left to the training thread: Python threads that never wait halve one another's
+speed.
 
 Bounded: at most `max_bytes` of work is done or in progress, but at least one step, and at most
 STEPS_PER_WORKER steps per thread. The first step is given when its own parts are done. Threads end
@@ -40,6 +42,8 @@ class PrefetchTask(Generic[Subject, Result]):
     """Functions to run in any order, each once, in any thread."""
     num_bytes: int
     """Approximate size of the results."""
+    is_quick: bool = False
+    """Whether its parts neither wait nor decode: the consumer's thread makes it when it is due."""
 
 
 class Prefetcher(Generic[Subject, Result]):
@@ -79,8 +83,7 @@ class Prefetcher(Generic[Subject, Result]):
             raise RuntimeError("this iterator's threads ended with a fork; make a new iterator")
         try:
             if self._num_workers == 0:
-                task = next(self._tasks)
-                return task.subject, [part() for part in task.parts]
+                return _run(next(self._tasks))
             return self._queue.get()
         except BaseException:
             self.close()
@@ -103,7 +106,11 @@ class _Slot(Generic[Subject, Result]):
 
     @property
     def is_due(self) -> bool:
-        """Whether all results are there, or an error and all before it, whichever came first."""
+        """Whether all results are there, or an error and all before it, whichever came first; or
+        whether it is quick.
+        """
+        if self.task.is_quick:
+            return True
         first_error = min(self.errors, default=len(self.task.parts))
         return all(part in self.results for part in range(first_error))
 
@@ -123,6 +130,8 @@ class _Queue(Generic[Subject, Result]):
         self._num_bytes = 0  # of all slots
         self._ended: BaseException | None = None  # why no step follows those in the slots
         self._closed = False
+        # whether a quick step was next: then threads wait, and the consumer asks for the next ones
+        self._is_paused = False
 
     def work(self) -> None:
         """What each thread does: one part after another."""
@@ -148,6 +157,9 @@ class _Queue(Generic[Subject, Result]):
         """The oldest step's results when they are there; or its first error, or StopIteration."""
         with self._changed:
             while not (self._slots and self._slots[0].is_due):
+                if self._is_paused and not self._slots:
+                    self._add(next(self._tasks))
+                    continue
                 if not self._slots and self._ended is not None:
                     raise self._ended
                 if self._closed:
@@ -155,7 +167,10 @@ class _Queue(Generic[Subject, Result]):
                 self._changed.wait(SIGNAL_S)
             slot = self._slots.popleft()
             self._num_bytes -= slot.task.num_bytes
-            self._changed.notify_all()
+            if not self._is_paused:
+                self._changed.notify_all()
+        if slot.task.is_quick:
+            return _run(slot.task)
         if slot.errors:
             raise slot.errors[min(slot.errors)]
         return slot.task.subject, [slot.results[part] for part in range(len(slot.task.parts))]
@@ -169,7 +184,7 @@ class _Queue(Generic[Subject, Result]):
         """A part of the newest step, or of the next one within the limits; None at the end."""
         with self._changed:
             slot = self._slots[-1] if self._slots else None
-        while slot is None or slot.taken == len(slot.task.parts):
+        while slot is None or slot.taken == len(slot.task.parts) or slot.task.is_quick:
             slot = self._pull()
             if slot is None:
                 return None
@@ -192,14 +207,27 @@ class _Queue(Generic[Subject, Result]):
                 self._changed.wait()
             if self._closed:
                 return None
-            slot = _Slot(task)
-            self._slots.append(slot)
-            self._num_bytes += task.num_bytes
+            slot = self._add(task)
+            while self._is_paused and not self._closed:
+                self._changed.wait()
+            # of several steps the consumer has added one that is not quick
+            return None if self._closed else self._slots[-1] if self._slots else slot
+
+    def _add(self, task: PrefetchTask[Subject, Result]) -> _Slot[Subject, Result]:
+        slot = _Slot(task)
+        self._slots.append(slot)
+        self._num_bytes += task.num_bytes
+        was_paused, self._is_paused = self._is_paused, task.is_quick
+        if not (was_paused and self._is_paused):
             self._changed.notify_all()  # a step without any part is done already
-            return slot
+        return slot
 
     def _is_full(self, num_bytes: int) -> bool:
         return len(self._slots) >= self._max_steps or self._num_bytes + num_bytes > self._max_bytes
+
+
+def _run(task: PrefetchTask[Subject, Result]) -> tuple[Subject, list[Result]]:
+    return task.subject, [part() for part in task.parts]
 
 
 def _stop(

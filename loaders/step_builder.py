@@ -93,6 +93,7 @@ class StepBuilder:
         self._device = None if config.device is None else torch.device(config.device)
         is_cuda = self._device is not None and self._device.type == "cuda"
         self._pin = is_cuda and torch.cuda.is_available()
+        self._decodes = config.images != "encoded" or config.batch_transform is not None
         rule, dtype = model.vision, config.pixel_dtype
         repeats = rule.temporal_patch_size if isinstance(rule, NativeRule) else 1
         repeats = 1 if dtype == torch.uint8 else repeats
@@ -110,6 +111,8 @@ class StepBuilder:
             num_bytes=plan.num_pixel_rows * self._row_bytes
             + plan.num_tokens * TOKEN_BYTES
             + plan.num_audio_tokens * AUDIO_TOKEN_BYTES,
+            is_quick=not (self._decodes or self._pin or plan.num_audio_tokens)
+            and self._reader.is_quick(plan.selections),
         )
 
     def step(self, plan: StepPlan, batches: list[MicroBatch]) -> StepBatches:

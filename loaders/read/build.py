@@ -80,6 +80,7 @@ class Build:
         self.manifest, self.shards, self.index = manifest, shards, shards.index
         self._media = media
         self._remote = [s for s in (shards, media) if isinstance(s, RemoteShards | RemoteMedia)]
+        self._is_mapped = manifest.format == "arrow" and not shards.is_remote
         self._layout: ArrowLayout | None = None
         # one bit per group: whether its checksum was compared
         self._checked: NDArray[np.uint8] | None = None
@@ -121,6 +122,12 @@ class Build:
             raise DamagedShard(f"{where}: not readable ({reason}); run `packer verify`") from None
         self._check_counts(stored, group)
         return stored
+
+    def is_quick(self, group: int) -> bool:
+        """Whether reading a group only makes views of mapped bytes that have been checked."""
+        return self._is_mapped and (
+            self._checked is None or bool(self._checked[group >> 3] >> (group & 7) & 1)
+        )
 
     def cancel(self) -> None:
         """Wake the threads that wait for a store with DataError; later reads work again."""

@@ -18,7 +18,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from balance.errors import ConfigError, DataError
-from loaders import StreamingLoader
+from loaders import StreamingLoader, step_builder
+from loaders.read.build import StorageOptions
 from support import TESTS
 from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import IMAGE_TOKEN, group_samples, make_samples
@@ -245,6 +246,38 @@ class Passes(IterableDataset):
 
     def __iter__(self):
         return iter(self.loader)
+
+
+@pytest.mark.parametrize(
+    ("format", "options", "expected"),
+    [
+        ("arrow", {"images": "encoded"}, [{"isobatch"}, {"consumer"}]),
+        ("arrow", {"images": "encoded", "verify": "never"}, [{"consumer"}, {"consumer"}]),
+        ("arrow", {"images": "patches"}, [{"isobatch"}, {"isobatch"}]),
+        ("webdataset", {"images": "encoded"}, [{"isobatch"}, {"isobatch"}]),
+    ],
+)
+def test_steps_that_only_make_views_are_made_by_the_consumer(
+    builds, monkeypatch, format, options, expected
+):
+    makers, plain = [], step_builder.collate
+
+    def collate(*given):
+        is_own = threading.current_thread() is threading.main_thread()
+        makers.append("consumer" if is_own else threading.current_thread().name[:8])
+        return plain(*given)
+
+    monkeypatch.setattr(step_builder, "collate", collate)
+    storage = StorageOptions(verify=options.pop("verify", "first"))
+    loader = load(builds[format], workers=2, storage=storage, **options)
+    contents, found = [], []
+    for _ in range(2):
+        contents.append(sorted(name for step in loader for b in step for name in b.sample_ids))
+        found.append(set(makers))
+        makers.clear()
+    assert found == expected
+    assert contents[0] == contents[1]
+    loader.close()
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

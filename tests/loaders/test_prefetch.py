@@ -16,11 +16,11 @@ from loaders.prefetch import STEPS_PER_WORKER, Prefetcher, PrefetchTask
 WAIT_S = 20.0
 
 
-def works(steps, num_bytes=1):
+def works(steps, num_bytes=1, *, is_quick=False):
     """Steps of callables, numbered."""
     return iter(
         [
-            PrefetchTask(subject=number, parts=parts, num_bytes=num_bytes)
+            PrefetchTask(subject=number, parts=parts, num_bytes=num_bytes, is_quick=is_quick)
             for number, parts in enumerate(steps)
         ]
     )
@@ -53,6 +53,36 @@ def test_all_steps_come_in_order_with_their_results_in_order(counts, workers, ma
     assert got == [
         (step, [(step, part) for part in range(count)]) for step, count in enumerate(counts)
     ]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    kinds=st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=30),
+    workers=st.integers(0, 4),
+    max_bytes=st.integers(0, 5),
+)
+def test_quick_steps_are_made_by_the_consumer_and_others_by_threads(kinds, workers, max_bytes):
+    tasks = [
+        PrefetchTask(step, [threading.current_thread] * count, num_bytes=1, is_quick=is_quick)
+        for step, (count, is_quick) in enumerate(kinds)
+    ]
+    got = list(Prefetcher(iter(tasks), workers=workers, max_bytes=max_bytes))
+    assert [step for step, _ in got] == [*range(len(kinds))]
+    for (_, makers), (count, is_quick) in zip(got, kinds, strict=True):
+        own = [maker is threading.current_thread() for maker in makers]
+        assert own == [is_quick or not workers] * count
+
+
+def test_nothing_is_planned_ahead_of_quick_steps():
+    planned = []
+
+    def planning():
+        for step in range(50):
+            planned.append(step)
+            yield PrefetchTask(step, [lambda: len(planned)], 1, is_quick=True)
+
+    prefetcher = Prefetcher(planning(), workers=3, max_bytes=99)
+    assert list(prefetcher) == [(step, [step + 1]) for step in range(50)]
 
 
 def test_order_is_kept_when_later_steps_finish_first():
@@ -114,10 +144,12 @@ def test_no_more_is_made_ahead_than_allowed_but_always_one_step(num_bytes, max_b
     assert max(ahead) <= most
 
 
+@pytest.mark.parametrize("is_quick", [False, True])
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_an_error_is_raised_where_its_step_was_due_and_ends_the_work(workers):
+def test_an_error_is_raised_where_its_step_was_due_and_ends_the_work(workers, is_quick):
     steps = [[lambda: 1], [lambda: 2, lambda: int("x"), lambda: 1 // 0], [lambda: 3]]
-    prefetcher = Prefetcher(works(steps), workers=workers, max_bytes=99)
+    tasks = works(steps, is_quick=is_quick)
+    prefetcher = Prefetcher(tasks, workers=workers, max_bytes=99)
     assert next(prefetcher) == (0, [1])
     with pytest.raises(ValueError, match="'x'"):
         next(prefetcher)
@@ -146,10 +178,11 @@ def test_of_several_errors_the_first_parts_is_raised_whoever_is_faster():
         next(Prefetcher(works(steps), workers=2, max_bytes=99))
 
 
+@pytest.mark.parametrize("is_quick", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_error_of_planning_comes_behind_the_steps_before_it(workers):
+def test_an_error_of_planning_comes_behind_the_steps_before_it(workers, is_quick):
     def planning():
-        yield PrefetchTask(subject=0, parts=[lambda: 1], num_bytes=1)
+        yield PrefetchTask(subject=0, parts=[lambda: 1], num_bytes=1, is_quick=is_quick)
         raise ValueError("no plan")
 
     prefetcher = Prefetcher(planning(), workers=workers, max_bytes=99)
@@ -168,10 +201,14 @@ def test_without_workers_everything_runs_in_the_callers_thread_when_asked_for():
     assert ran == [threading.current_thread()]
 
 
+@pytest.mark.parametrize("is_quick", [False, True])
 @pytest.mark.parametrize("how", ["close", "forget", "twice"])
-def test_threads_end_while_they_wait_for_room(how):
+def test_threads_end_while_they_wait_for_room_or_the_consumer(how, is_quick):
     started = threading.Semaphore(0)
-    prefetcher = Prefetcher(works([[started.release]] * 99, num_bytes=10), workers=3, max_bytes=10)
+    tasks = works([[started.release]] * 99, num_bytes=10, is_quick=is_quick)
+    prefetcher = Prefetcher(tasks, workers=3, max_bytes=10)
+    if is_quick:
+        next(prefetcher)
     assert started.acquire(timeout=WAIT_S)
     assert threads()
     if how != "forget":
