@@ -185,14 +185,15 @@ class StreamingLoader:
             )
         begun = time.perf_counter()
         made = next(running, None)
-        self._meter.add(waiting_s=time.perf_counter() - begun)
+        waiting_s = time.perf_counter() - begun
         if made is None:
             return None
         plan, batches = made
         step = self._builder.step(plan, batches)
         # only now: a state taken after a step that raised still has that step before it
         self._steps.move_past(plan)
-        self._meter.add_step(plan, sum(batch.num_samples for batch in step))
+        num_samples = sum([batch.num_samples for batch in step])
+        self._meter.add_step(plan, num_samples, waiting_s)
         self._steps.prepare_next_epoch()
         return step
 

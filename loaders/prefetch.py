@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 Subject = TypeVar("Subject")
 Result = TypeVar("Result")
@@ -32,8 +32,7 @@ CANCEL_AGAIN_S = 0.2
 """Time after which parts that still wait are cancelled again."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefetchTask(Generic[Subject, Result]):
+class PrefetchTask(NamedTuple, Generic[Subject, Result]):
     """The work of one step."""
 
     subject: Subject

@@ -83,9 +83,9 @@ class Meter:
             for name, value in figures.items():
                 self._sums[name] += value
 
-    def add_step(self, plan: StepPlan, num_samples: int) -> None:
-        """Count a step that the consumer got, with `num_samples` of this rank."""
-        self.add(steps=1, samples=num_samples)
+    def add_step(self, plan: StepPlan, num_samples: int, waiting_s: float) -> None:
+        """Count a step that the consumer waited for, with `num_samples` of this rank."""
+        self.add(steps=1, samples=num_samples, waiting_s=waiting_s)
         if plan.planning_s is not None:
             self.add(planned_steps=1, planning_s=plan.planning_s)
         self._loads.append(plan.loads)
@@ -121,7 +121,8 @@ class Meter:
             return
         self._add_groups()
         # (2, dp, rounds)
-        tokens = np.concatenate([(each.vit_tokens, each.llm_tokens) for each in loads], axis=2)
+        vit = np.concatenate([each.vit_tokens for each in loads], axis=1)
+        tokens = np.stack([vit, np.concatenate([each.llm_tokens for each in loads], axis=1)])
         complete = np.concatenate([each.complete for each in loads])
         # (2, rounds), both
         most = tokens.max(axis=1)

@@ -93,7 +93,9 @@ class StepBuilder:
         self._device = None if config.device is None else torch.device(config.device)
         is_cuda = self._device is not None and self._device.type == "cuda"
         self._pin = is_cuda and torch.cuda.is_available()
-        self._decodes = config.images != "encoded" or config.batch_transform is not None
+        self._may_be_quick = config.images == "encoded" and not (
+            config.batch_transform or self._pin
+        )
         rule, dtype = model.vision, config.pixel_dtype
         repeats = rule.temporal_patch_size if isinstance(rule, NativeRule) else 1
         repeats = 1 if dtype == torch.uint8 else repeats
@@ -101,24 +103,27 @@ class StepBuilder:
 
     def task(self, plan: StepPlan, epoch: int) -> PrefetchTask[StepPlan, MicroBatch]:
         """What there is to do for a step: a part per micro-batch and per encoder's batch."""
-        make = partial(self._make, plan, epoch)
-        parts = [partial(make, selection) for selection in plan.micro_batches]
+        make = self._make
+        parts = [partial(make, plan, epoch, selection) for selection in plan.micro_batches]
         for name, batches in plan.encoders.items():
-            parts += [partial(make, selection, name) for selection in batches]
+            parts += [partial(make, plan, epoch, selection, name) for selection in batches]
         return PrefetchTask(
             subject=plan,
             parts=parts,
             num_bytes=plan.num_pixel_rows * self._row_bytes
             + plan.num_tokens * TOKEN_BYTES
             + plan.num_audio_tokens * AUDIO_TOKEN_BYTES,
-            is_quick=not (self._decodes or self._pin or plan.num_audio_tokens)
-            and self._reader.is_quick(plan.selections),
+            is_quick=self._may_be_quick
+            and not (plan.num_audio_tokens or plan.encoders)
+            and self._reader.is_quick(plan.micro_batches),
         )
 
     def step(self, plan: StepPlan, batches: list[MicroBatch]) -> StepBatches:
         """The step of a task's results, moved to the device on the caller's current stream."""
         if self._device is not None:
             batches = [batch.to(self._device, non_blocking=self._pin) for batch in batches]
+        if not plan.encoders:
+            return StepBatches(batches, {}, plan.note)
         remaining = iter(batches)
         own = [next(remaining) for _ in plan.micro_batches]
         encoders = {name: [next(remaining) for _ in each] for name, each in plan.encoders.items()}

@@ -138,14 +138,14 @@ class GlobalShuffle:
     def _read(self, count: int) -> IntArray:
         """The spare groups, and as many new ones as make `count` of them."""
         stop = min(self._num_groups, self.consumed + max(0, count - len(self._spare)))
-        parts = [self._spare]
+        parts = [self._spare] if len(self._spare) else []
         while self.consumed < stop:
             number, place = divmod(self.consumed, CHUNK)
             if self._chunk[0] != number:
                 self._chunk = number, self._places(number * CHUNK)
             parts.append(self._chunk[1][place : place + stop - self.consumed])
             self.consumed += len(parts[-1])
-        return np.concatenate(parts)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts or [self._spare])
 
     def _places(self, start: int) -> IntArray:
         """The groups at a chunk's places of the random order, without holding the order.

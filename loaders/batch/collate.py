@@ -46,12 +46,12 @@ def collate(
     names a sample with an unusable file; ConfigError if `model` has no rule for clips.
     """
     rule = model.vision
-    plan_of = _cached_plans(rule)
+    plan_of, no_pixels = _prepared(rule, config.pixel_dtype)
     plans = [plan_of(width, height) for height, width in raw.image_sizes.tolist()]
     is_native = isinstance(rule, NativeRule)
     grids = [(1, plan.rows, plan.columns) for plan in plans] if is_native else []
     input_ids, labels, position_ids = _tokens(raw)
-    pixel_values, images = _image_fields(raw, plans, rule, config, seeds)
+    pixel_values, images = _image_fields(raw, plans, rule, config, seeds, no_pixels)
     return MicroBatch(
         sample_ids=raw.sample_ids,
         input_ids=input_ids,
@@ -74,12 +74,15 @@ def collate(
 
 
 @lru_cache
-def _cached_plans(rule: VisionRule) -> Callable[[int, int], ImagePlan]:
-    """`plan_image` of a rule, cached: images have few sizes, and tile grids take time."""
-    return lru_cache(maxsize=1 << 14)(partial(plan_image, rule))
+def _prepared(
+    rule: VisionRule, dtype: torch.dtype
+) -> tuple[Callable[[int, int], ImagePlan], Tensor]:
+    """`plan_image` of a rule, cached, since images have few sizes; and `pixel_values` of none."""
+    empty = _converted(rule, pixels.empty_patches(rule, 0), dtype)
+    return lru_cache(maxsize=1 << 14)(partial(plan_image, rule)), empty
 
 
-def _tokens(raw: StoredGroup) -> tuple[Tensor, ...]:
+def _tokens(raw: StoredGroup) -> list[Tensor]:
     """Input ids, labels and each token's position in its sample, int64; rows of one tensor."""
     tokens = np.empty((3, len(raw.input_ids)), np.int64)
     tokens[0], tokens[1] = raw.input_ids, raw.labels
@@ -88,7 +91,7 @@ def _tokens(raw: StoredGroup) -> tuple[Tensor, ...]:
         lengths = list(map(sub, borders[1:], borders))
         counted = _count(max(lengths))
         np.concatenate([counted[:length] for length in lengths], out=tokens[2])
-    return torch.from_numpy(tokens).unbind()
+    return [torch.from_numpy(row) for row in tokens]
 
 
 def _loss_weights(raw: StoredGroup, weights: LossWeights) -> Tensor | None:
@@ -118,14 +121,14 @@ def _image_fields(
     rule: VisionRule,
     config: LoaderConfig,
     seeds: SampleSeeds | None,
+    no_pixels: Tensor,
 ) -> tuple[Tensor, Sequence[bytes | memoryview | Tensor]]:
     """`pixel_values` and `images` of a `MicroBatch`, one of them empty."""
-    dtype = config.pixel_dtype
     if config.images == "encoded":
-        return _no_pixels(rule, dtype), raw.images
+        return no_pixels, raw.images
     if not raw.images:
-        return _no_pixels(rule, dtype), ()
-    decoder = _Decoder(raw, config, seeds)
+        return no_pixels, ()
+    decoder, dtype = _Decoder(raw, config, seeds), config.pixel_dtype
     # there may be more plans than images: those of images that are encoded elsewhere
     pairs = list(enumerate(plans[: len(raw.images)]))
     if config.images == "resized":
@@ -133,7 +136,7 @@ def _image_fields(
             pixels.resized_image(rule, decoder(number, rule), plan, exact=config.exact_resize)
             for number, plan in pairs
         )
-        return _no_pixels(rule, dtype), tuple(_converted(rule, image, dtype) for image in images)
+        return no_pixels, tuple(_converted(rule, image, dtype) for image in images)
     rows = [pixels.num_rows(rule, plan) for _, plan in pairs]
     # one tensor for all, because joining one per image would copy every pixel once more
     patches = pixels.empty_patches(rule, sum(rows))
@@ -151,12 +154,6 @@ def _image_fields(
 def _converted(rule: VisionRule, raw: Tensor, dtype: torch.dtype) -> Tensor:
     """Raw pixels in the loader's `pixel_dtype`."""
     return raw if dtype == torch.uint8 else pixels.normalize(rule, raw).to(dtype)
-
-
-@lru_cache
-def _no_pixels(rule: VisionRule, dtype: torch.dtype) -> Tensor:
-    empty = pixels.empty_patches(rule, 0)
-    return empty if dtype == torch.uint8 else pixels.normalize(rule, empty).to(dtype)
 
 
 class _Decoder:

@@ -4,14 +4,14 @@ For planning, which makes selections, and for the reader. Pure.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from balance.types import Groups, IntArray
 
 
-@dataclass(frozen=True, slots=True)
-class GroupSlice:
+class GroupSlice(NamedTuple):
     """Samples of one stored group."""
 
     build: int

@@ -6,7 +6,7 @@ For the loader, which reads it, and for figures. `loaders.plan.steps` makes it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -39,8 +39,7 @@ class StepTotals(NamedTuple):
     """For figures."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepLoads:
+class StepLoads(NamedTuple):
     """Cost of the micro-batches of all ranks; int64 arrays of shape (dp, rounds).
 
     A round is a micro-batch, or the whole step if a planner gives ranks unequally many.
@@ -52,8 +51,7 @@ class StepLoads:
     """Shape (rounds,): whether every rank had a group; False only at the end of an epoch."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """One step for one rank."""
 
     micro_batches: tuple[Selection, ...]
@@ -67,7 +65,7 @@ class StepPlan:
     """LLM tokens of the clips that this rank decodes."""
     stream: GroupOrder
     """Position in the epoch's stream after this step."""
-    encoders: Mapping[str, tuple[Selection, ...]] = field(default_factory=dict)
+    encoders: Mapping[str, tuple[Selection, ...]] = MappingProxyType({})
     """By encoder, this rank's batches; the micro-batches then come without that encoder's input."""
     note: object = None
     """What the planner tells this rank's trainer."""

@@ -172,7 +172,7 @@ def test_hundreds_of_ranks_share_every_sample(build):
 def test_the_dist_ratios_of_the_steps_are_those_that_the_metrics_predict(build, world):
     steps, meter = make_steps(StoredGroups(build), 0, world, micro_batches=2), Meter()
     while steps.remaining:
-        meter.add_step(steps.plan(1)[0], 0)
+        meter.add_step(steps.plan(1)[0], 0, 0.0)
     everyone = np.arange(len(build.index))
     loads = build.index.column("num_image_patches", everyone), build.index.seq_len(everyone)
     taken = epoch_steps(loads, (world, 2)).transpose(0, 2, 1).ravel()
