@@ -15,7 +15,7 @@ _NOT_SUMMED = (
     *("cache_hits", "unchosen_samples", "dist_ratio_vit", "dist_ratio_llm"),
     *("label_shares", "gradient_shares", "repeated_pairs"),
 )
-_LOADS, _GROUPS = 64, 1 << 16
+_LOADS, _GROUPS = 256, 1 << 16
 """Steps whose figures are summed at a time, one by one takes ten times as long; fewer of more than
 so many groups together.
 """

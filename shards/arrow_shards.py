@@ -25,6 +25,7 @@ from shards.stored_group import (
     Contents,
     ExtraType,
     ExtraTypes,
+    GroupBytes,
     Int32Array,
     MediaReader,
     PackedBlock,
@@ -149,7 +150,7 @@ def _int_lists(offsets: IntArray, values: IntArray | Int32Array) -> pa.ListArray
 # --- reading ---
 
 
-def read_schema(head: bytes | pa.Buffer) -> pa.Schema:
+def read_schema(head: bytes | GroupBytes) -> pa.Schema:
     """Columns of a shard that begins with `head`: all before its first group.
 
     Raises pa.ArrowException, OSError or ValueError if it is no Arrow file, or no shard.
@@ -198,7 +199,7 @@ class _Message:
     Whatever its bytes are, no others are read. DECODE_ERRORS if they are damaged.
     """
 
-    def __init__(self, content: pa.Buffer, layout: ArrowLayout) -> None:
+    def __init__(self, content: GroupBytes, layout: ArrowLayout) -> None:
         self._bytes = memoryview(content).cast("B")
         self._words = self._bytes[: len(self._bytes) & -4].cast("i")
         if self._words[0] != -1:
@@ -226,9 +227,8 @@ class _Message:
         borders = self.borders[name]
         if borders[0] == borders[-1]:
             return NO_NUMBERS
-        return np.frombuffer(
-            self._int32(self._offsets[name] + 2, borders[0], borders[-1]), np.int32
-        )
+        values = self._int32(self._offsets[name] + 2, borders[0], borders[-1])
+        return np.frombuffer(values, np.int32)
 
     def texts(self, name: str) -> list[str]:
         """The values of a column of texts."""
@@ -311,7 +311,7 @@ def _long_pairs(metadata: memoryview, place: int, count: int) -> list[int]:
 
 
 def decode_arrow(
-    content: pa.Buffer, layout: ArrowLayout, where: str, media: MediaReader | None
+    content: GroupBytes, layout: ArrowLayout, where: str, media: MediaReader | None
 ) -> StoredGroup:
     """The samples of a record batch (an encapsulated IPC message); `media` reads the files of refs.
 
@@ -346,7 +346,7 @@ def decode_arrow(
     )
 
 
-def _extras(content: pa.Buffer, layout: ArrowLayout) -> dict[str, list[Any]]:
+def _extras(content: GroupBytes, layout: ArrowLayout) -> dict[str, list[Any]]:
     column = pa.ipc.read_record_batch(content, layout.schema).column(EXTRAS)
     # damaged offsets would otherwise be followed outside of the buffer
     column.validate(full=True)

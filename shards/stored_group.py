@@ -18,6 +18,8 @@ from balance.types import IntArray
 Int32Array = NDArray[np.int32]
 Contents = Sequence[bytes | memoryview]
 """Encoded files."""
+GroupBytes = pa.Buffer | memoryview
+"""Bytes of a group as they are stored."""
 ByteRange = tuple[int, int]
 """Offset and length of a group in its shard."""
 

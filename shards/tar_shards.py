@@ -13,12 +13,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from shards.stored_group import (
     EXTRAS,
     ByteRange,
+    GroupBytes,
     Int32Array,
     PackedBlock,
     PackedFiles,
@@ -113,7 +113,7 @@ def _to_npy(array: Int32Array) -> bytes:
     return buffer.getvalue()
 
 
-def decode_tar(content: pa.Buffer, where: str) -> StoredGroup:
+def decode_tar(content: GroupBytes, where: str) -> StoredGroup:
     """The samples in a byte range of whole tar members; DECODE_ERRORS if it is damaged."""
     members = _stored_members(content)
     keys = [name.removesuffix(".json") for name in members if name.endswith(".json")]
@@ -143,7 +143,7 @@ def decode_tar(content: pa.Buffer, where: str) -> StoredGroup:
     )
 
 
-def _stored_members(content: pa.Buffer) -> dict[str, bytes]:
+def _stored_members(content: GroupBytes) -> dict[str, bytes]:
     """Name -> content of the members, in order."""
     members = {}
     with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from balance.config import check_types
@@ -31,7 +30,7 @@ from shards.checksums import wrong_bytes
 from shards.index import INDEX_NAME
 from shards.manifest import MANIFEST_NAME, Manifest, parse_manifest, read_manifest, unfinished
 from shards.object_store import RangeReader
-from shards.stored_group import DECODE_ERRORS, StoredGroup
+from shards.stored_group import DECODE_ERRORS, GroupBytes, StoredGroup
 from shards.tar_shards import decode_tar
 
 if TYPE_CHECKING:
@@ -111,7 +110,7 @@ class Build:
 
         A group of an Arrow shard is views into its bytes, valid as long as they are referenced.
         """
-        content = self.shards.read(group)
+        content: GroupBytes = self.shards.read(group)
         if self._checked is not None and not self._checked[group >> 3] >> (group & 7) & 1:
             content = self._check(group, content, self._checked)
         where = self.shards.where(group)
@@ -139,7 +138,7 @@ class Build:
         for source in self._remote:
             source.close()
 
-    def _check(self, group: int, content: pa.Buffer, checked: NDArray[np.uint8]) -> pa.Buffer:
+    def _check(self, group: int, content: GroupBytes, checked: NDArray[np.uint8]) -> GroupBytes:
         """`content`, or what the origin gives if that has another checksum than the index says."""
         (expected,) = self.index.row(group, "checksum")
         if wrong_bytes(expected, "the index says", content):
@@ -150,7 +149,7 @@ class Build:
         checked[group >> 3] |= 1 << (group & 7)
         return content
 
-    def _decode(self, content: pa.Buffer, where: str) -> StoredGroup:
+    def _decode(self, content: GroupBytes, where: str) -> StoredGroup:
         if self.manifest.format == "webdataset":
             return decode_tar(content, where)
         if self._layout is None:

@@ -43,24 +43,25 @@ class LocalShards:
     def schema(self) -> pa.Schema:
         """Columns of the shards, which all have the same; Arrow shards only."""
         shard, offset = self.index.row(0, "shard", "offset")
-        return read_schema(self._open(shard).content.slice(0, offset))
+        return read_schema(self._open(shard).content[:offset])
 
-    def read(self, group: int, *, again: bool = False) -> pa.Buffer:
+    def read(self, group: int, *, again: bool = False) -> memoryview:
         """A view into the mapped shard. DamagedShard if the shard was cut since it was opened."""
         shard, offset, length = self.index.row(group, "shard", "offset", "length")
         mapped = self._open(shard)
-        if offset < 0 or length < 0 or offset + length > mapped.content.size:
+        content, end = mapped.content, offset + length
+        if offset < 0 or length < 0 or end > len(content):
             raise DamagedShard(
                 f"{self.where(group)}: the index puts it outside of the shard; run `packer verify`"
             )
         # touching a page after its end would kill the process by SIGBUS
-        size = os.fstat(mapped.file.fileno()).st_size
-        if size < mapped.content.size:
+        size = os.fstat(mapped.descriptor).st_size
+        if size < len(content):
             raise DamagedShard(
                 f"{self.where(group)}: the shard was cut to {size} bytes while it was read, the "
-                f"manifest says {mapped.content.size} bytes; copy or build it again"
+                f"manifest says {len(content)} bytes; copy or build it again"
             )
-        return mapped.content.slice(offset, length)
+        return content[offset:end]
 
     def prefetch(self, groups: Sequence[int]) -> None:
         """Nothing: the operating system reads ahead."""
@@ -102,9 +103,10 @@ class _MappedFile:
     """A mapped file. The mapping stays for as long as views of it are in use."""
 
     def __init__(self, path: Path) -> None:
-        self.file = path.open("rb", buffering=0)
-        self._map = mmap.mmap(self.file.fileno(), 0, prot=mmap.PROT_READ)
-        self.content: pa.Buffer = pa.py_buffer(self._map)
+        self._file = path.open("rb", buffering=0)
+        self.descriptor = self._file.fileno()
+        self._map = mmap.mmap(self.descriptor, 0, prot=mmap.PROT_READ)
+        self.content = memoryview(self._map)
 
     def release(self, start: int, end: int) -> None:
         """Drop the whole pages in `[start, end)` from memory until they are touched again."""
