@@ -15,6 +15,7 @@ __all__, __getattr__, __dir__ = lazy_exports(
         "engine.cost_model.loads": "Loads PhaseLoads sample_loads",
         "engine.cost_model.parallel": "Parallelism Training",
         "engine.cost_model.profile_table": "Profile profiled_costs read_profile write_profile",
+        "engine.cost_model.training_mode": "TrainingMode",
         "engine.dispatching.dispatch": "DispatchOptions DispatchedSteps plan_dispatch",
         "engine.planning.plan": "Plan PlanRequest read_plan write_plan",
         "engine.planning.planner": "PlanResult plan",

@@ -49,6 +49,7 @@ NAMES = [
     "sample_loads",
     "save_state",
     "Training",
+    "TrainingMode",
     "tune",
     "write_gantt",
     "write_plan",

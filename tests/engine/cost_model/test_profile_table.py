@@ -173,6 +173,7 @@ def test_many_tokens_in_longer_samples_than_measured_are_refused_by_their_square
         ("[]", "not a profile"),
         ('{"version": 1}', "version is 1; this release reads profiles of version 2"),
         ('{"version": 2}', "not a profile: KeyError: 'kinds'"),
+        ('{"version": 2, "precision": "fp16"}', "precision is 'fp16'; use one of bf16, fp32"),
     ],
 )
 def test_a_file_that_is_no_profile_is_an_error_that_names_it(tmp_path, text, message):
