@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from balance.grouping.best_fit import group_best_fit
 from balance.presets import load_model, model_to_dict
 from balance.types import COUNT_COLUMNS, Counts, Groups, IntArray, Limits
 from shards.folders import open_folder
-from shards.index import BATCH_ROWS, INDEX_NAME, INDEX_SCHEMA, find_batches
+from shards.index import BATCH_ROWS, INDEX_COLUMNS, INDEX_NAME, find_batches, index_schema
 from shards.manifest import BuildFile, write_manifest
 from shards.tables import COUNTS_NAME, GROUPS_NAME, groups_table
 
@@ -29,11 +29,13 @@ SAMPLES_PER_GROUP = 4.6
 
 def write_build(folder: Path, num_groups: int, seed: int) -> None:
     """Index and manifest of a build of groups sorted by vision load, without its shards."""
-    rng = np.random.default_rng(seed)
-    blocks = (
-        make_rows(np.arange(first, min(first + BATCH_ROWS, num_groups)), num_groups, rng)
-        for first in range(0, num_groups, BATCH_ROWS)
-    )
+
+    def blocks() -> Iterator[dict[str, IntArray]]:
+        rng = np.random.default_rng(seed)
+        for first in range(0, num_groups, BATCH_ROWS):
+            rows = np.arange(first, min(first + BATCH_ROWS, num_groups))
+            yield make_rows(rows, num_groups, rng)
+
     _write(folder, blocks, num_groups, LIMITS, seed)
 
 
@@ -42,7 +44,7 @@ def write_sampled_build(folder: Path, num_groups: int, seed: int) -> None:
     counts = internvl_samples(int(num_groups * SAMPLES_PER_GROUP), seed)
     loads = SAMPLE_LIMITS.vision_load(counts), counts.seq_len
     groups = group_best_fit(*loads, SAMPLE_LIMITS, seed=seed)
-    _write(folder, group_rows(groups, counts), len(groups), SAMPLE_LIMITS, seed)
+    _write(folder, lambda: group_rows(groups, counts), len(groups), SAMPLE_LIMITS, seed)
     columns = {name: getattr(counts, name).astype(np.int32) for name in COUNT_COLUMNS}
     pq.write_table(pa.table(columns), folder / COUNTS_NAME)
     pq.write_table(groups_table(groups, counts), folder / GROUPS_NAME)
@@ -58,19 +60,28 @@ def group_rows(groups: Groups, counts: Counts) -> Iterator[dict[str, IntArray]]:
 
 
 def _write(
-    folder: Path, blocks: Iterator[dict[str, IntArray]], num_groups: int, limits: Limits, seed: int
+    folder: Path,
+    blocks: Callable[[], Iterator[dict[str, IntArray]]],
+    num_groups: int,
+    limits: Limits,
+    seed: int,
 ) -> None:
-    """The index of `blocks`, and the manifest."""
+    """The index of `blocks`, which are made twice, and the manifest."""
     folder.mkdir(parents=True)
+    largest = dict.fromkeys(INDEX_COLUMNS, 0)
+    for columns in blocks():
+        largest = {name: max(most, int(columns[name].max())) for name, most in largest.items()}
+    schema = index_schema(largest)
     with (
         pa.OSFile(str(folder / INDEX_NAME), "wb") as sink,
-        pa.ipc.new_file(sink, INDEX_SCHEMA) as writer,
+        pa.ipc.new_file(sink, schema) as writer,
     ):
-        for columns in blocks:
-            arrays = [pa.array(columns[field.name]).cast(field.type) for field in INDEX_SCHEMA]
-            writer.write_batch(pa.record_batch(arrays, schema=INDEX_SCHEMA))
+        for columns in blocks():
+            arrays = [pa.array(columns[field.name]).cast(field.type) for field in schema]
+            writer.write_batch(pa.record_batch(arrays, schema=schema))
     file = BuildFile.of(open_folder(str(folder)), INDEX_NAME).to_json()
     batches = [batch.to_json() for batch in find_batches(folder / INDEX_NAME)]
+    types = {field.name: str(field.type) for field in schema}
     shard = BuildFile(name="shards/none", size=GROUP_BYTES * num_groups, checksum="")
     manifest = {
         "format": "arrow",
@@ -79,7 +90,7 @@ def _write(
         "limits": asdict(limits),
         "totals": {"num_groups": num_groups, "num_loss_tokens": 1_536 * num_groups},
         "shards": [shard.to_json()],
-        "files": [{**file, "batches": batches}],
+        "files": [{**file, "batches": batches, "types": types}],
     }
     write_manifest(folder, manifest)
 

@@ -218,8 +218,12 @@ def _totals(index: pa.Table, num_read: int, num_repeated: int) -> dict[str, int]
 
 def _describe_file(out: Path, name: str) -> dict[str, Any]:
     file = BuildFile.of(open_folder(str(out), follow_links=True), name)
-    has_batches = name in {INDEX_NAME, IDS_NAME}
-    return replace(file, batches=find_batches(out / name) if has_batches else ()).to_json()
+    if name in {INDEX_NAME, IDS_NAME}:
+        file = replace(file, batches=find_batches(out / name))
+    if name == INDEX_NAME:
+        with pa.ipc.open_file(out / name) as index:
+            file = replace(file, types={each.name: str(each.type) for each in index.schema})
+    return file.to_json()
 
 
 def _describe_shards(parts: list[Path], index: pa.Table) -> list[dict[str, Any]]:

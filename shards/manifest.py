@@ -68,6 +68,8 @@ class BuildFile:
     """XXH3 of 128 bits, in hexadecimal digits."""
     batches: tuple[BatchRange, ...] = ()
     """Record batches of the index and of the sample ids, in order; none in version 2."""
+    types: dict[str, str] = field(default_factory=dict, hash=False)
+    """Type of each column of the index, as Arrow names it; none in version 2."""
 
     @classmethod
     def of(cls, folder: Folder, name: str) -> BuildFile:
@@ -81,13 +83,15 @@ class BuildFile:
         """The file of an entry of the manifest."""
         batches = tuple(map(BatchRange.from_json, entry.get("batches", ())))
         name, size, checksum = (entry[key] for key in ("name", "size", "xxh3_128"))
-        return cls(name=name, size=size, checksum=checksum, batches=batches)
+        types = entry.get("types", {})
+        return cls(name=name, size=size, checksum=checksum, batches=batches, types=types)
 
     def to_json(self) -> dict[str, Any]:
         """The entry of the manifest."""
         entry = {"name": self.name, "size": self.size, "xxh3_128": self.checksum}
         batches = [batch.to_json() for batch in self.batches]
-        return entry | ({"batches": batches} if batches else {})
+        types = {"types": dict(self.types)} if self.types else {}
+        return entry | types | ({"batches": batches} if batches else {})
 
     def wrong_size(self, place: str, found: str) -> DamagedShard:
         """The error for a file of another size, of which `found` says what it has."""

@@ -132,7 +132,8 @@ def write_build(
     files = [write_index(root / "index.arrow", rows, INDEX_SCHEMA, batched=False)]
     if version > 2:
         files = [
-            write_index(root / "index.arrow", rows, COLUMNS_SCHEMA),
+            write_index(root / "index.arrow", rows, narrow_schema(rows))
+            | {"types": {column.name: str(column.type) for column in narrow_schema(rows)}},
             write_index(root / "sample_ids.arrow", rows, IDS_SCHEMA),
         ]
     manifest = {
@@ -206,7 +207,16 @@ INDEX_SCHEMA = pa.schema(
 )
 """Of version 2; in version 3 the ids are in a file of their own."""
 IDS_SCHEMA = pa.schema([INDEX_SCHEMA.field("sample_ids")])
-COLUMNS_SCHEMA = INDEX_SCHEMA.remove(INDEX_SCHEMA.get_field_index("sample_ids"))
+
+
+def narrow_schema(rows: list[dict[str, Any]]) -> pa.Schema:
+    """Of version 3: each column in the narrowest unsigned type that holds its values."""
+    types = []
+    for name in INDEX_SCHEMA.names[:-1]:
+        largest = max((row[name] for row in rows), default=0)
+        bits = next(bits for bits in (8, 16, 32, 64) if largest < 2**bits)
+        types.append((name, getattr(pa, f"uint{bits}")()))
+    return pa.schema(types)
 
 
 def _index_row(
