@@ -12,16 +12,16 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 import numpy as np
-from numpy.typing import NDArray
 
 from balance.loss_weights import LossWeights
-from balance.rng import SHUFFLE, permutation_slice
-from balance.types import IntArray
+from balance.rng import SHUFFLE, permutation_mask
+from balance.types import BoolArray, IntArray
 from loaders.plan.epoch_groups import Epoch, EpochSource, PlannedBuild, PreparedEpochs
 from loaders.plan.selection import SampleRefs, Selection
 
-Piece = tuple[Epoch, NDArray[np.int32] | None]
-"""An epoch, and which of its groups, ascending; None for all. No build has 2^31 groups."""
+Piece = tuple[Epoch, BoolArray | None]
+"""An epoch, and whether each of its groups is in; None for all."""
+BLOCK = 1 << 16
 WEIGHT_DENOMINATOR = 10**6
 """Largest denominator of a weight as a fraction, so that every machine counts the same groups."""
 
@@ -71,10 +71,10 @@ class MixedGroups:
                 pieces.append((groups, None))
                 continue
             # place 0 of this purpose is the order of an epoch's groups
-            chosen = permutation_slice(size, first, end, self._seed, SHUFFLE, place=part + 1)
+            chosen = permutation_mask(size, first, end, self._seed, SHUFFLE, place=part + 1)
             if pieces and pieces[0][0] is groups:  # one pass ends and the next has the same groups
-                chosen = np.sort(np.concatenate([_numbers(pieces.pop()), chosen]))
-            pieces.append((groups, chosen.astype(np.int32)))
+                chosen |= _mask(pieces.pop())
+            pieces.append((groups, chosen))
         return pieces
 
 
@@ -126,12 +126,14 @@ class JointEpoch(ABC):
 class MixedEpoch(JointEpoch):
     """Groups of several epochs, numbered as one: those of the first, then those of the second, ...
 
-    Keeps 4 bytes per group of epochs that are here in part, and nothing of those that are whole.
+    Keeps 2 bytes per group of epochs that are here in part, and nothing of those that are whole.
     """
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._pieces = pieces
-        sizes = [len(epoch) if chosen is None else len(chosen) for epoch, chosen in pieces]
+        self._pieces = [
+            (epoch, None if chosen is None else _ChosenRows(chosen)) for epoch, chosen in pieces
+        ]
+        sizes = [len(epoch) if rows is None else len(rows) for epoch, rows in self._pieces]
         self._firsts = np.cumsum([0, *sizes])
 
     def __len__(self) -> int:
@@ -150,12 +152,36 @@ class MixedEpoch(JointEpoch):
             places = np.flatnonzero(owners == number)
             if len(places):
                 rows = groups[places] - self._firsts[number]
-                yield epoch, places, rows if chosen is None else chosen[rows].astype(np.int64)
+                yield epoch, places, rows if chosen is None else chosen.take(rows)
 
 
-def _numbers(piece: Piece) -> IntArray:
+class _ChosenRows:
+    """Numbers of chosen groups, ascending, in 2 bytes each: the place within a block of 65,536.
+
+    Every process of a machine holds millions of them, several times.
+    """
+
+    def __init__(self, chosen: BoolArray) -> None:
+        blocks = [chosen[start : start + BLOCK] for start in range(0, len(chosen), BLOCK)]
+        # of each block, how many are chosen before it
+        self._firsts = np.cumsum([0, *map(np.count_nonzero, blocks)])
+        self._places = np.empty(self._firsts[-1], np.uint16)
+        for first, block in zip(self._firsts.tolist(), blocks, strict=False):
+            places = np.flatnonzero(block)
+            self._places[first : first + len(places)] = places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def take(self, rows: IntArray) -> IntArray:
+        """The numbers of the chosen groups `rows`, int64, same shape."""
+        blocks = np.searchsorted(self._firsts, rows, side="right") - 1
+        return blocks * BLOCK + self._places[rows]
+
+
+def _mask(piece: Piece) -> BoolArray:
     epoch, chosen = piece
-    return np.arange(len(epoch)) if chosen is None else chosen.astype(np.int64)
+    return np.ones(len(epoch), np.bool_) if chosen is None else chosen
 
 
 def joint_identity(parts: Sequence[EpochSource], shares: Sequence[str]) -> dict[str, object]:

@@ -3,15 +3,21 @@
 import numpy as np
 import pytest
 
-from balance.rng import SHUFFLE, permutation_slice, random_permutation
+from balance import rng as module
+from balance.rng import SHUFFLE, permutation_mask, random_permutation
 
 
 @pytest.mark.parametrize("distinct", [2**64 - 1, 3], ids=["any bits", "few distinct bits"])
 def test_a_slice_of_an_order_has_the_numbers_of_the_whole(monkeypatch, distinct):
-    def few_bits(count, seed, purpose, epoch=0, place=0):
-        return np.random.default_rng([seed, place]).integers(0, distinct, count, np.uint64)
+    class FewBits:
+        def __init__(self, seed, purpose, epoch, place):
+            self.generator = np.random.default_rng([seed, place])
 
-    monkeypatch.setattr("balance.rng.random_bits", few_bits)
+        def random_raw(self, count):
+            return self.generator.integers(0, distinct, count, np.uint64)
+
+    monkeypatch.setattr(module, "_generator", FewBits)
+    monkeypatch.setattr(module, "CHUNK", 64)
     rng = np.random.default_rng(0)
     for count in (0, 1, 2, 17, 200):
         for seed in range(4):
@@ -19,5 +25,6 @@ def test_a_slice_of_an_order_has_the_numbers_of_the_whole(monkeypatch, distinct)
             ends = [0, count, *rng.integers(0, count + 1, 6).tolist()]
             for first in ends:
                 for end in (each for each in ends if each >= first):
-                    found = permutation_slice(count, first, end, seed, SHUFFLE, place=1)
-                    assert found.tolist() == sorted(order[first:end].tolist())
+                    found = permutation_mask(count, first, end, seed, SHUFFLE, place=1)
+                    assert found.dtype == bool
+                    assert np.flatnonzero(found).tolist() == sorted(order[first:end].tolist())

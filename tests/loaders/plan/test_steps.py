@@ -17,7 +17,7 @@ from balance.steps.step_planner import StepAssignment
 from balance.types import Groups
 from loaders import StreamingLoader
 from loaders.plan.epoch_groups import Regrouped, StoredGroups, sample_counts
-from loaders.plan.mixed_groups import MixedGroups
+from loaders.plan.mixed_groups import MixedEpoch, MixedGroups
 from loaders.plan.steps import StepConfig, Steps
 from loaders.read.build import open_builds
 from loaders.stats import Meter
@@ -227,6 +227,30 @@ def test_weights_are_shares_of_passes_and_every_pass_is_whole(others):
         assert all(times[0, group] == number + 1 for group in range(num_groups[0]))
         assert len(epoch) == len(set(items))  # none twice
     assert {times[1, group] for group in range(num_groups[1])} == {2}
+
+
+def test_groups_of_a_large_build_in_part_are_those_that_were_chosen():
+    class Numbers:
+        """An epoch whose groups' origins are their own numbers."""
+
+        def __init__(self, size):
+            self.size = size
+
+        def __len__(self):
+            return self.size
+
+        def origins(self, groups):
+            return np.zeros_like(groups), groups
+
+    rng = np.random.default_rng(0)
+    masks = [rng.random(size) < share for size, share in ((150_000, 0.4), (300_000, 1e-4))]
+    masks[0][65_536:131_072] = False  # a block of which none is chosen
+    pieces = [(Numbers(len(masks[0])), masks[0]), (Numbers(7), None), (Numbers(300_000), masks[1])]
+    epoch = MixedEpoch(pieces)
+    expected = np.concatenate([np.flatnonzero(masks[0]), np.arange(7), np.flatnonzero(masks[1])])
+    assert len(epoch) == len(expected)
+    groups = rng.permutation(len(expected))
+    assert np.array_equal(epoch.origins(groups)[1], expected[groups])
 
 
 def test_regrouped_builds_keep_their_weights_and_every_pass_is_whole(others):
