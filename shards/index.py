@@ -40,7 +40,7 @@ from shards.stored_group import ByteRange, PackedBlock
 INDEX_NAME = "index.arrow"
 IDS_NAME = "sample_ids.arrow"
 BATCH_ROWS = 65_536
-"""Rows of a record batch of both, except the last one: 1.3 to 3.7 MB of the index."""
+"""Rows of a record batch of both, except the last one: about 2 MB of the index."""
 CHUNK = 1 << 20
 """Rows that are gathered at a time, so that many need no more memory than their values."""
 _PLACE = [("shard", pa.int32()), ("offset", pa.int64()), ("length", pa.int64())]

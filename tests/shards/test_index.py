@@ -13,9 +13,9 @@ import pytest
 
 from balance.errors import DamagedShard, DataError
 from balance.types import COUNT_COLUMNS
-from shards.index import open_index
+from shards.index import INDEX_COLUMNS, IndexPart, index_schema, merge_index, open_index
 from shards.manifest import read_manifest
-from support.builds.shard_fixture import group_samples, make_samples, write_build
+from support.builds.shard_fixture import INDEX_SCHEMA, group_samples, make_samples, write_build
 
 
 @pytest.fixture
@@ -164,3 +164,41 @@ def test_any_rows_of_many_record_batches_are_gathered_in_their_order(batched):
     for wrong in (-1, len(GROUPS)):
         with pytest.raises(IndexError):
             index.column("offset", np.array([0, wrong]))
+
+
+def test_each_column_of_the_index_is_as_wide_as_its_largest_value(tmp_path):
+    widths = {0: 8, 255: 8, 256: 16, 65_535: 16, 65_536: 32, 2**32 - 1: 32, 2**32: 64}
+    for largest, bits in widths.items():
+        assert {str(each.type) for each in index_schema(dict.fromkeys(INDEX_COLUMNS, largest))} == {
+            f"uint{bits}"
+        }
+    values = {name: [0, 7, 200] for name in INDEX_COLUMNS}
+    values |= {
+        "offset": [0, 5_000, 2**33],
+        "length": [5_000, 70_000, 65_536],
+        "checksum": [1, 2**64 - 1, 5],
+        "num_vit_tokens": [0, 256, 65_535],
+    }
+    part = IndexPart(shard=0)
+    part.rows = [pa.table({**values, "sample_ids": [["a"], ["b"], ["c"]]}, schema=INDEX_SCHEMA)]
+    part.save(tmp_path / "part.arrow")
+    merge_index([tmp_path / "part.arrow"], tmp_path)
+    with pa.ipc.open_file(tmp_path / "index.arrow") as written:
+        table = written.read_all()
+    types = {"offset": "uint64", "length": "uint32", "checksum": "uint64"}
+    types |= {"num_vit_tokens": "uint16"}
+    for name in INDEX_COLUMNS:
+        assert str(table.schema.field(name).type) == types.get(name, "uint8")
+        assert table.column(name).to_pylist() == values[name]
+
+
+def test_a_manifest_without_the_types_of_the_columns_is_refused(batched):
+    content = json.loads((batched / "manifest.json").read_text())
+    if content["format_version"] == 2:
+        assert "types" not in content["files"][0]
+        return
+    for types in ({}, {"shard": "uint8"}, {**content["files"][0]["types"], "length": "string"}):
+        content["files"][0]["types"] = types
+        (batched / "manifest.json").write_text(json.dumps(content))
+        with pytest.raises(DamagedShard, match=r"index.arrow: .*types .*; build again"):
+            open_index(read_manifest(batched))
