@@ -156,6 +156,7 @@ class StageExecutor:
         try:
             for operation in operations:
                 inputs = self._receive(operation)
+                self._queue.post_ahead(self._p2p.ahead.get(operation, ()))
                 watch.note()
                 outputs = self._compute(self._schedule.action(operation), inputs)
                 watch.note()

@@ -14,7 +14,7 @@ Preparing a send for this costs about 7 us.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 
@@ -46,6 +46,11 @@ class _Inbox:
     posted: dict[Message, tuple[StageTensors, list[dist.Work]]] = field(default_factory=dict)
 
 
+def is_cuda(device: torch.device) -> bool:
+    """Whether messages travel by NCCL."""
+    return device.type == "cuda"
+
+
 class P2PQueue:
     """Sends and receives of one rank in one step."""
 
@@ -63,10 +68,10 @@ class P2PQueue:
         }
         self._sent: list[_Sent] = []
         self._zeros: Tensor | None = None
-        # NCCL receives with a kernel that spins until data comes. It takes part of the GPU from the
-        # passes. Whatever waits for the whole GPU meanwhile (freeing memory, loading a kernel)
-        # would hang if this rank itself had to send first. So on a GPU nothing is posted early.
-        self._on_gpu = device.type == "cuda"
+        # NCCL receives with a kernel that spins until data comes. Whatever waits for the whole GPU
+        # meanwhile (freeing memory, loading a kernel) would hang if this rank itself had to send
+        # first. So on a GPU only `post_ahead` posts early.
+        self._on_gpu = is_cuda(device)
         if not self._on_gpu:
             for sender in self._inboxes:
                 self._post_early(sender)
@@ -111,6 +116,17 @@ class P2PQueue:
         if not self._on_gpu:
             self._post_early(sender)  # the next one may arrive while this one is worked on
         return tensors
+
+    def post_ahead(self, messages: Iterable[tuple[Message, int]]) -> None:
+        """Post the receives of messages, each with its sender, and those that were made before.
+
+        On a GPU, where a receive begins after all passes that were launched before it is posted.
+        """
+        for message, sender in messages if self._on_gpu else ():
+            inbox = self._inboxes[sender]
+            with suppress(*OUT_OF_MEMORY):
+                while message in inbox.waiting:
+                    self._post(sender)
 
     def drop(self, message: Message, sender: int) -> None:
         """Receive a message that nobody needs, unless it has been received."""

@@ -14,7 +14,7 @@ from balance.types import IntArray
 from engine.runtime.communication.process_groups import Pair
 from engine.simulator.program import Encodings, Program, make_program
 from engine.simulator.schedule import PassKind, Schedule
-from engine.simulator.simulate import simulate
+from engine.simulator.simulate import Timeline, simulate
 from engine.simulator.stages import StageCosts
 
 
@@ -33,11 +33,14 @@ class P2PSchedule:
     """Messages of a schedule as one rank needs them."""
 
     program: Program
-    """Edges only; its times are 0."""
+    """Its edges; all passes take equally long, and sends no time."""
     incoming: _MessagesByOperation
     """Inputs from other stages by operation of this rank, each with its sender."""
     outgoing: _MessagesByOperation
     """Results for other stages by operation of this rank, each with its receiver."""
+    ahead: _MessagesByOperation
+    """Inputs of the next operation that can be received from before an operation of this rank on,
+    even if that operation waits for whatever was posted."""
     messages: dict[Pair, list[Message]]
     """All messages from rank to rank, in the order in which they are made."""
 
@@ -49,15 +52,16 @@ def make_p2p_schedule(schedule: Schedule, sends_grad: tuple[bool, ...], rank: in
     ConfigError if an action is missing or not on its stage's rank; Deadlock if they cannot all run.
     """
     _check(schedule)
-    zeros = np.zeros((schedule.num_stages, schedule.num_micro_batches), np.int64)
-    stages = StageCosts.of_times(zeros, zeros, zeros, np.array(sends_grad))
-    program = make_program(schedule, stages, Encodings(forward_ns=zeros[0], send_ns=zeros[0]))
-    simulate(program)
+    ones = np.ones((schedule.num_stages, schedule.num_micro_batches), np.int64)
+    stages = StageCosts.of_times(ones, ones, ones, np.array(sends_grad))
+    encodings = Encodings(forward_ns=ones[0], send_ns=np.zeros_like(ones[0]))
+    program = make_program(schedule, stages, encodings)
+    timeline = simulate(program)
     # what a stage keeps from its own forward pass is no message; features encoded ahead are
     sources = np.repeat(np.arange(len(schedule)), np.diff(program.edge_offsets))
     between = schedule.stages[sources] != schedule.stages[program.edge_targets]
     between |= schedule.kinds[sources] == PassKind.ENCODE
-    made = P2PSchedule(program=program, incoming={}, outgoing={}, messages={})
+    made = P2PSchedule(program=program, incoming={}, outgoing={}, ahead={}, messages={})
     edges = sources[between].tolist(), program.edge_targets[between].tolist()
     ranks = schedule.ranks.tolist()
     for source, target in zip(*edges, strict=True):
@@ -68,7 +72,30 @@ def make_p2p_schedule(schedule: Schedule, sends_grad: tuple[bool, ...], rank: in
             made.outgoing.setdefault(source, []).append((message, receiver))
         if sender != receiver:
             made.messages.setdefault((sender, receiver), []).append(message)
+    _find_ahead(made, timeline, rank)
     return made
+
+
+def _find_ahead(made: P2PSchedule, timeline: Timeline, rank: int) -> None:
+    """Fill `ahead` of a rank.
+
+    Operations have an order in which each comes after all that it needs: by their end if all passes
+    take equally long, then forward passes down the ranks, then the others up. A receive is posted
+    before an operation only if its source is earlier in this order. So if every operation waited
+    for all receives posted until then, each would still wait for earlier ones alone: no circle.
+    """
+    schedule = made.program.schedule
+    is_back = (schedule.kinds != PassKind.FORWARD).astype(np.int64)
+    by = np.where(is_back, -schedule.ranks, schedule.ranks), is_back, timeline.end_ns
+    places = np.empty(len(schedule), np.int64)
+    places[np.lexsort(by)] = np.arange(len(schedule))
+    first, last = schedule.rank_offsets[rank : rank + 2].tolist()
+    for operation in range(first, last - 1):
+        made.ahead[operation] = [
+            (message, sender)
+            for message, sender in made.incoming.get(operation + 1, ())
+            if sender != rank and places[message.source] < places[operation]
+        ]
 
 
 def reordered(schedule: Schedule, order: IntArray) -> Schedule:
