@@ -24,10 +24,11 @@ from itertools import combinations
 
 import numpy as np
 import torch.distributed as dist
-from ablation.data import INTERNVL, SHRUNK, balanced_steps, every, shrunk
+from ablation.data import INTERNVL, balanced_steps, every
 from ablation.internvl_stand_in import FASTER, Model, make_stand_ins, partitions
 from ablation.ranks import Step, measure, on_ranks
 from ablation.real import Trainer
+from ablation.shapes import SHAPES
 from ablation.variants import Variant
 from papers.datasets import internvl_samples
 from tables import console, new_table
@@ -92,9 +93,10 @@ def show(title: str, rows: Sequence[Row]) -> None:
 
 def real(num_steps: int, rounds: int) -> list[Row]:
     """All partitions near the anchor, on this rank of 2."""
-    counts = shrunk(internvl_samples(SAMPLES))
-    steps = balanced_steps(counts, SHRUNK, 1, MICRO_BATCHES, num_steps)
-    trainer = Trainer(counts, 2, [(steps, False)])
+    shape = SHAPES["internvl"]
+    counts = shape.samples(SAMPLES)
+    steps = balanced_steps(counts, shape.sizes, 1, MICRO_BATCHES, num_steps)
+    trainer = Trainer(shape, counts, 2, [(steps, False)])
     costs = trainer.costs(steps[0][0], padded=False)
     anchor = greedy_anchor(costs, 2)
     near = rank_candidates(costs, anchor, radius=RADIUS, most=2 * RADIUS + 1)

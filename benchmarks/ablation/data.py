@@ -1,6 +1,6 @@
-"""Steps of the ablations: samples like InternVL's, padded at random or in balanced groups.
+"""Samples and steps of the ablations: padded or packed at random, or in even groups.
 
-Samples of the full size are for layers that wait; `shrunk` ones, an eighth as long, for a model
+Samples of the full size are for layers that wait; `shrunk` ones, an eighth as long, for models
 that CPUs can train.
 """
 
@@ -10,14 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-from former_order.block_shuffle import BlockShuffle, choose_order
-from former_order.sort_groups import sort_groups
+from papers.datasets import counts_of
 
 from balance.baseline_samplers import BATCH_SIZE, as_groups, random_batches
-from balance.grouping.best_fit import group_best_fit
+from balance.grouping.even_out import group_balanced
 from balance.metrics import longest
+from balance.order.global_shuffle import epoch_steps
 from balance.types import Counts, Groups, IntArray, Limits
 from engine.cost_model.loads import Loads, PhaseLoads
+from engine.tuning.pack import pack_in_order
 
 Steps = tuple[tuple[Groups, ...], ...]
 """[step][replica]: micro-batches of samples, in the order in which they enter."""
@@ -36,16 +37,43 @@ class Sizes:
 
 
 INTERNVL = Sizes(vit_tokens=1025, image_tokens=256, seq_len=4096, tiles=9)
+QWEN = Sizes(vit_tokens=64, image_tokens=16, seq_len=4096, tiles=200)
 SHRUNK = Sizes(vit_tokens=128, image_tokens=32, seq_len=512, tiles=9)
+WINDOWS = Sizes(vit_tokens=64, image_tokens=16, seq_len=512, tiles=25)
+"""A window of Qwen2.5-VL's encoder, 112 x 112 px: what its attention sees in most layers."""
 
 
-def shrunk(counts: Counts) -> Counts:
-    """The same samples in a model whose tiles and texts are an eighth as long."""
+def qwen_samples(count: int, seed: int = 0) -> Counts:
+    """Samples at native resolution for Qwen2.5-VL; an image patch is a window of 16 LLM tokens.
+
+    Drawn, since nobody publishes lengths: a fifth has no image and a tenth has two to four, of a
+    log-normal size (median 400 LLM tokens, sigma .7, at most 1,280); texts as InternVL's.
+    """
+    rng = np.random.default_rng(seed)
+    images = rng.choice([0, 1, 2, 3, 4], count, p=[0.2, 0.7, 0.06, 0.02, 0.02])
+    sizes = np.clip(rng.lognormal(np.log(400 / 16), 0.7, (count, 4)), 1, 80).astype(np.int64)
+    windows = np.where(np.arange(4) < images[:, np.newaxis], sizes, 0).sum(axis=1)
+    text = np.clip(rng.lognormal(np.log(330), 0.6, count), 20, 2_800).astype(np.int64)
+    # together at most 4,096 tokens
+    windows = np.minimum(windows, np.minimum(200, (4_096 - text) // 16))
+    return counts_of(
+        patches=windows, vit_tokens=64 * windows, image_tokens=16 * windows, text_tokens=text
+    )
+
+
+def shrunk(counts: Counts, sizes: Sizes = SHRUNK) -> Counts:
+    """The same samples in a model whose images and texts are an eighth as long.
+
+    InternVL's tiles become shorter, Qwen2.5-VL's windows fewer.
+    """
     tiles, text = counts.num_image_patches, np.maximum(counts.num_text_tokens // 8, 3)
+    if sizes is WINDOWS:
+        tiles = np.where(tiles > 0, np.maximum(tiles // 8, 1), 0)
     return replace(
         counts,
-        num_vit_tokens=SHRUNK.vit_tokens * tiles,
-        num_image_tokens=SHRUNK.image_tokens * tiles,
+        num_image_patches=tiles,
+        num_vit_tokens=sizes.vit_tokens * tiles,
+        num_image_tokens=sizes.image_tokens * tiles,
         num_text_tokens=text,
         num_loss_tokens=text - 1,
     )
@@ -64,10 +92,22 @@ def random_steps(
     )
 
 
+def packed_steps(
+    counts: Counts, seq_len: int, replicas: int, micro_batches: int, steps: int, seed: int = 1
+) -> Steps:
+    """Samples in random order, packed to the token limit one after the other, as trainers do."""
+    order = np.random.default_rng(seed).permutation(len(counts))
+    packed = pack_in_order(counts.seq_len[order], seq_len)
+    groups = Groups(order[packed.samples], packed.offsets)
+    count = min(steps, len(groups) // (replicas * micro_batches))
+    places = np.arange(count * replicas * micro_batches).reshape(count, replicas, micro_batches)
+    return tuple(tuple(groups.take(own) for own in step) for step in places)
+
+
 def balanced_steps(
     counts: Counts, sizes: Sizes, replicas: int, micro_batches: int, steps: int
 ) -> Steps:
-    """Groups within the caps, as a build holds them, in the loaders' order."""
+    """Even groups within the caps, as a build holds them, in the loaders' order."""
     limits = Limits(
         max_seq_len=sizes.seq_len,
         max_vision=sizes.tiles,
@@ -75,12 +115,12 @@ def balanced_steps(
         min_vision=sizes.tiles,
     )
     vision, tokens = counts.num_image_patches, counts.seq_len
-    groups = group_best_fit(vision, tokens, limits, seed=0)
-    groups = groups.take(sort_groups(groups.sum(vision), groups.sum(tokens), seed=0))
-    stream = BlockShuffle(num_groups=len(groups), order=choose_order(len(groups)), seed=0, epoch=0)
-    # each (replicas, micro_batches)
-    taken = [stream.take_step(replicas, micro_batches) for _ in range(steps)]
-    return tuple(tuple(groups.take(own) for own in step) for step in taken)
+    groups = group_balanced(vision, tokens, limits, seed=0)
+    loads = groups.sum(vision), groups.sum(tokens)
+    taken = epoch_steps(loads, (replicas, micro_batches), seed=0, most=steps)
+    # the end of an epoch is filled with nothing
+    whole = [step for step in taken if (step >= 0).all()]
+    return tuple(tuple(groups.take(own) for own in step) for step in whole)
 
 
 def loads_of(groups: Groups, counts: Counts, sizes: Sizes, *, padded: bool) -> Loads:

@@ -26,8 +26,8 @@ from engine.tuning.tune import PartitionedModel, TuneOptions, tune
 PRESET = "pipetune_13b"
 FASTER = 4
 """Stand-ins wait for this part of what the cost model says."""
+BASELINES = ("papers' baseline", "careful baseline: best size")
 INGREDIENTS = {
-    "packed in order": None,
     "+ balance": TuneOptions(max_seq_len=MAX_SEQ_LEN, sizes="given", search="none"),
     "+ order, pre-computation": TuneOptions(max_seq_len=MAX_SEQ_LEN, sizes="given", encode="any"),
     "+ sizes": TuneOptions(max_seq_len=MAX_SEQ_LEN, sizes="any", encode="any"),
@@ -45,6 +45,12 @@ class PlannedStep:
     predicted_ns: int
     peak_bytes: int
 
+    @property
+    def work_ns(self) -> int:
+        """Passes of all ranks."""
+        stages = self.stages.forward_ns + self.stages.backward_ns
+        return int(stages.sum()) + int(self.encoder_ns.sum())
+
 
 def run(num_steps: int, mix: str, batch: int = 128) -> list[Row]:
     """All ingredients on a mixture, on this rank of 4."""
@@ -55,9 +61,11 @@ def run(num_steps: int, mix: str, batch: int = 128) -> list[Row]:
         for seed in range(num_steps)
     ]
     rows = []
-    for name, options in INGREDIENTS.items():
+    for name in (*BASELINES, *INGREDIENTS):
+        options = INGREDIENTS.get(name)
+        chosen = size if name != BASELINES[1] else best_size(steps, pipeline, size)
         planned = [
-            plan_step(step, pack_in_order(step.llm.tokens, size), pipeline, options)
+            plan_step(step, pack_in_order(step.llm.tokens, chosen), pipeline, options)
             for step in steps
         ]
         measured_s, waiting = run_steps(planned)
@@ -67,12 +75,22 @@ def run(num_steps: int, mix: str, batch: int = 128) -> list[Row]:
                 tokens=sum(int(step.llm.tokens.sum()) for step in steps),
                 predicted_s=sum(step.predicted_ns for step in planned) / 1e9,
                 measured_s=measured_s,
-                mfu=None,
                 waiting=waiting,
                 peak_gib=max(step.peak_bytes for step in planned) / GIB,
+                work_s=sum(step.work_ns for step in planned) / 1e9,
             )
         )
     return rows
+
+
+def best_size(steps: Sequence[Loads], pipeline: PartitionedModel, most: int) -> int:
+    """The fixed size of micro-batches with which the steps are fastest; quarters of samples'."""
+
+    def predicted_ns(size: int) -> int:
+        packed = [(step, pack_in_order(step.llm.tokens, size)) for step in steps]
+        return sum(plan_step(*one, pipeline, None).predicted_ns for one in packed)
+
+    return min(range(MAX_SEQ_LEN, most + 1, MAX_SEQ_LEN // 4), key=predicted_ns)
 
 
 def plan_step(

@@ -1,4 +1,10 @@
-"""Ranks of an ablation on this machine, and their common measurements."""
+"""Ranks of an ablation on this machine, and their common measurements.
+
+Two clocks. *Wall*: seconds pass for all ranks; each needs a core of its own. *CPU*: every pass
+really runs and takes what its thread computed, however many ranks share the cores; a step takes
+what these passes take together if every rank has a core of its own and messages take no time
+(`engine.simulator.simulate` of the measured passes, in the order in which they ran).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,9 +23,12 @@ import torch.multiprocessing as mp
 
 from balance.types import IntArray
 from engine.planning.adaptive_recompute import FloatArray
+from engine.runtime import stopwatch
 from engine.runtime.pipeline import Pipeline
+from engine.runtime.profiling import _layer_timing
 from engine.runtime.stage_io import Batch
 from engine.simulator.schedule import Schedule
+from engine.simulator.simulate import simulate
 
 GIB = 1 << 30
 
@@ -33,14 +42,16 @@ class Row:
     """Of the LLM, of all samples, without padding."""
     predicted_s: float
     measured_s: float
-    mfu: float | None
-    """Operations that the samples need, of what the hardware could do meanwhile; None if that is
-    not known.
-    """
     waiting: float
     """Share of the ranks' time."""
     peak_gib: float
     """Of any rank."""
+    work_s: float | None = None
+    """Seconds in passes, of all ranks, nothing recomputed; None if that is not known."""
+    replayed_s: float | None = None
+    """What the same passes take without messages and all between them."""
+    recomputed: str = ""
+    """Layers, of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +70,19 @@ class Step:
 class Measured:
     """Steps as they ran; the same on all ranks."""
 
-    seconds: FloatArray
+    wall_s: FloatArray
     """(steps,), from the first pass of any rank until all gradients are summed on all."""
-    waiting: float
-    """Share of all ranks' time in which they ran no pass."""
+    replayed_s: FloatArray
+    """(steps,), of the slowest replica: its passes, without messages and all between them."""
+    busy_s: float
+    """Passes of all ranks and steps."""
     losses: FloatArray
     """(steps,)."""
+
+    @property
+    def seconds(self) -> FloatArray:
+        """(steps,), by the clock of this process."""
+        return self.replayed_s if _cpu_clock else self.wall_s
 
 
 MEMORY_KEPT = {
@@ -77,18 +95,31 @@ for every pass.
 """
 
 
-def on_ranks(count: int, run: Callable[..., Any], *arguments: Any, apart: bool = False) -> Any:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """How ranks use the cores."""
+
+    apart: bool = False
+    """Whether each rank stays on one core; ranks take turns to get one."""
+    busy: bool = False
+    """Whether something idle computes on those cores whenever no rank does."""
+    cpu_clock: bool = False
+
+
+def on_ranks(
+    count: int, run: Callable[..., Any], *arguments: Any, machine: Machine | None = None
+) -> Any:
     """What `run(*arguments)` returns on rank 0 of `count` processes with one thread each, that have
     met (gloo).
-
-    `apart`: each has a core of its own, which gets no faster while the others wait.
     """
     os.environ |= MEMORY_KEPT  # read when a process begins
+    machine = machine or Machine()
     with tempfile.TemporaryDirectory() as folder:
         results = mp.get_context("spawn").SimpleQueue()
-        cores = sorted(os.sched_getaffinity(0))[:count] if apart else []
-        with _kept_busy(cores):
-            mp.spawn(_rank, (folder, count, results, (run, arguments), cores), nprocs=count)
+        cores = sorted(os.sched_getaffinity(0))[:count] if machine.apart else []
+        with _kept_busy(cores if machine.busy else ()):
+            given = folder, count, results, (run, arguments), cores, machine.cpu_clock
+            mp.spawn(_rank, given, nprocs=count)
         return results.get()
 
 
@@ -131,10 +162,13 @@ def _rank(
     results: Any,
     work: tuple[Callable[..., Any], Any],
     cores: Sequence[int],
+    cpu_clock: bool,
 ) -> None:
     run, arguments = work
     if cores:
-        os.sched_setaffinity(0, {cores[rank]})
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    if cpu_clock:
+        _measure_cpu_time()
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
@@ -147,6 +181,28 @@ def _rank(
     dist.destroy_process_group()
 
 
+_cpu_clock = False
+
+
+class _CpuTime:
+    """What passes and layers are timed with in place of `time`."""
+
+    perf_counter_ns = staticmethod(time.thread_time_ns)
+
+
+def _measure_cpu_time() -> None:
+    """From now on passes take what this thread computes, not what the clock on the wall says."""
+    global _cpu_clock
+    _cpu_clock = True
+    for module in (stopwatch, _layer_timing):
+        vars(module)["time"] = _CpuTime
+
+
+def cpu_clock() -> bool:
+    """Whether this process measures by the CPU's clock."""
+    return _cpu_clock
+
+
 def measure(pipeline: Pipeline, steps: Sequence[Step], replicas: int = 1) -> Measured:
     """Run steps, forward, backward and the sum of gradients, of so many replicas. All ranks call
     it.
@@ -155,17 +211,19 @@ def measure(pipeline: Pipeline, steps: Sequence[Step], replicas: int = 1) -> Mea
     own = torch.tensor(rows, dtype=torch.float64)  # (steps, figures)
     ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(ranks, own)
-    seconds, busy, losses = torch.stack(ranks).numpy().transpose(2, 0, 1)  # each (ranks, steps)
+    # each (ranks, steps)
+    wall, replayed, busy, losses = torch.stack(ranks).numpy().transpose(2, 0, 1)
     return Measured(
-        seconds=seconds.max(axis=0),
-        waiting=1 - float(busy.sum() / (len(ranks) * seconds.max(axis=0).sum())),
+        wall_s=wall.max(axis=0),
+        replayed_s=replayed.max(axis=0),
+        busy_s=float(busy.sum()),
         # each replica's loss stands on all its ranks
         losses=losses.mean(axis=0) * replicas,
     )
 
 
-def _one(pipeline: Pipeline, step: Step) -> tuple[float, float, float]:
-    """(seconds, of them in passes, this replica's part of the loss) of one step."""
+def _one(pipeline: Pipeline, step: Step) -> tuple[float, float, float, float]:
+    """(wall, replayed, of it in passes, this replica's part of the loss) of one step."""
     for weight in pipeline.parameters():
         weight.grad = None
     dist.barrier()
@@ -173,27 +231,11 @@ def _one(pipeline: Pipeline, step: Step) -> tuple[float, float, float]:
     result = pipeline.step(step.batches, step.num_labels, step.schedule)
     pipeline.reduce_gradients()
     dist.barrier()
-    return (
-        time.perf_counter() - begun,
-        float((result.end_ns - result.start_ns).sum()) / 1e9,
-        result.loss,
-    )
-
-
-def matmul_flops(seconds: float = 1.0, side: int = 1024) -> float:
-    """What this rank's core multiplies per second in large float32 products while all ranks do: the
-    limit of MFU.
-    """
-    a, b = torch.randn(side, side), torch.randn(side, side)
-    a @ b
-    dist.barrier()
-    begun, times = time.perf_counter(), 0
-    while time.perf_counter() - begun < seconds:
-        a @ b
-        times += 1
-    own = torch.tensor(2 * side**3 * times / (time.perf_counter() - begun), dtype=torch.float64)
-    dist.all_reduce(own)
-    return float(own) / dist.get_world_size()
+    wall = time.perf_counter() - begun
+    passes = pipeline.timeline(result).program
+    alone = simulate(replace(passes, edge_ns=np.zeros_like(passes.edge_ns)))
+    busy = float((result.end_ns - result.start_ns).sum()) / 1e9
+    return wall, alone.step_ns / 1e9, busy, result.loss
 
 
 def consecutive(world_size: int, replicas: int) -> list[list[int]]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from ablation.data import SHRUNK, Steps, every, loads_of, samples_of, true_tokens
-from ablation.model import KINDS, Batch, kinds_of, make_batch, make_model, train_flops
-from ablation.ranks import GIB, Measured, Row, Step, consecutive, matmul_flops, measure
+from ablation.data import Steps, every, loads_of, samples_of, true_tokens
+from ablation.model import KINDS, Batch, kinds_of, make_batch, make_model
+from ablation.ranks import GIB, Measured, Row, Step, consecutive, cpu_clock, measure
+from ablation.shapes import Shape
 from ablation.variants import Variant
-from balance.steps.step_planner import StepPlanner, StepRequest
 from balance.types import Counts, Groups, IntArray
 from engine.cost_model.costs import Costs
 from engine.cost_model.loads import Loads, joined_loads
@@ -22,12 +23,10 @@ from engine.planning.partition import even_partition
 from engine.runtime.cpu_memory import LiveBytes
 from engine.runtime.pipeline import Pipeline, PipelineOptions
 from engine.runtime.profiling.measure_layers import LayerLabels, MeasureOptions, measure_layers
-from engine.simulator.evaluate import evaluate
-from engine.simulator.schedule import one_f_one_b
 
-REPEATS = 6
+REPEATS = 4
 """Of each layer's measurement, unless told otherwise."""
-PROFILED = 8
+PROFILED = 6
 """Micro-batches that layers are measured on, from the smallest to the largest."""
 AGREE = 1e-4
 """Relative: losses of the same samples, whose float32 sums come in other orders."""
@@ -43,6 +42,7 @@ class Trainer:
 
     def __init__(
         self,
+        shape: Shape,
         counts: Counts,
         num_stages: int,
         data: Sequence[Data],
@@ -53,15 +53,14 @@ class Trainer:
         """`data`: of all that will be run, out of which micro-batches to measure layers on are
         chosen. `repeats`: of each layer's measurement.
         """
-        self.counts, self.repeats = counts, repeats
+        self.shape, self.counts, self.repeats = shape, counts, repeats
         self.replicas = dist.get_world_size() // num_stages
         self.places = consecutive(dist.get_world_size(), self.replicas)
         self.replica = next(
             place for place, ranks in enumerate(self.places) if dist.get_rank() in ranks
         )
-        self.model = make_model(frozen_encoder=frozen_encoder)
+        self.model = make_model(shape, frozen_encoder=frozen_encoder)
         self.num_layers = len(self.model.layers)
-        self.peak_flops = matmul_flops() * dist.get_world_size()
         self.num_stages, self._data = num_stages, data
         self.profile = self.measure_layers()
 
@@ -70,15 +69,15 @@ class Trainer:
         data, num_stages, kinds = self._data, self.num_stages, kinds_of(self.model)
         groups = [(own, padded) for steps, padded in data for own in every(steps)]
         loads = joined_loads(
-            [loads_of(own, self.counts, SHRUNK, padded=padded) for own, padded in groups]
+            [loads_of(own, self.counts, self.shape.sizes, padded=padded) for own, padded in groups]
         )
         batches = [(samples, padded) for own, padded in groups for samples in samples_of(own)]
         chosen = spread(loads.vision.tokens, loads.llm.tokens)
         borders = even_partition(np.ones(self.num_layers, np.int64), num_stages)
-        return measure_layers(
+        profile = measure_layers(
             Pipeline(self.model, borders, np.zeros(self.num_layers, np.bool_), self.places),
             [
-                make_batch(batches[place][0], self.counts, padded=batches[place][1])
+                make_batch(batches[place][0], self.counts, self.shape, padded=batches[place][1])
                 for place in chosen.tolist()
             ],
             loads.take(chosen),
@@ -89,6 +88,11 @@ class Trainer:
             ),
             MeasureOptions(repeats=self.repeats),
         )
+        if not cpu_clock():
+            return profile
+        # on this clock messages take no time
+        free = np.zeros_like(profile.costs.send_ns)
+        return replace(profile, costs=replace(profile.costs, send_ns=free))
 
     def pipeline(self, variant: Variant) -> Pipeline:
         """This rank's part."""
@@ -98,7 +102,11 @@ class Trainer:
             variant.borders,
             variant.recompute,
             self.places,
-            PipelineOptions(encoder_ranks=ahead),
+            PipelineOptions(
+                schedule=variant.schedule,
+                stages_per_rank=variant.stages_per_rank,
+                encoder_ranks=ahead,
+            ),
         )
 
     def steps(self, variant: Variant) -> list[Step]:
@@ -107,63 +115,45 @@ class Trainer:
             Step(
                 batches=self.batches(step[self.replica], padded=variant.padded),
                 num_labels=int(sum(self.counts.num_loss_tokens[own.samples].sum() for own in step)),
-                schedule=variant.tuned[number].schedule if variant.tuned else None,
+                schedule=variant.schedule_of(number, self.replica),
             )
             for number, step in enumerate(variant.steps)
         ]
 
     def batches(self, groups: Groups, *, padded: bool) -> list[Batch]:
         """Micro-batches of samples."""
-        return [make_batch(samples, self.counts, padded=padded) for samples in samples_of(groups)]
+        return [
+            make_batch(samples, self.counts, self.shape, padded=padded)
+            for samples in samples_of(groups)
+        ]
+
+    def cost(self, loads: Loads) -> Costs:
+        """By the profile; micro-batches may become larger than any that was measured."""
+        return profiled_costs(self.profile, loads, farthest=np.inf)
 
     def costs(self, groups: Groups, *, padded: bool) -> Costs:
-        """By the profile."""
-        return profiled_costs(
-            self.profile, loads_of(groups, self.counts, SHRUNK, padded=padded), farthest=np.inf
-        )
+        """Of micro-batches."""
+        return self.cost(loads_of(groups, self.counts, self.shape.sizes, padded=padded))
 
     def sample_loads(self, counts: Counts) -> Loads:
         """Of samples by themselves."""
         alone = Groups(np.arange(len(counts)), np.arange(len(counts) + 1))
-        return loads_of(alone, counts, SHRUNK, padded=False)
-
-    def planned(self, steps: Steps, planner: StepPlanner) -> Steps:
-        """What a planner makes of each step's samples, as it would behind a loader's hook."""
-        made = []
-        for step in steps:
-            samples = np.concatenate([own.samples for own in step])
-            offsets = np.concatenate([[0], np.cumsum(np.concatenate([own.sizes for own in step]))])
-            told = StepRequest(
-                counts=self.counts.take(samples),
-                offsets=offsets,
-                dp=len(step),
-                micro_batches=len(step[0]),
-            )
-            made.append(
-                tuple(
-                    Groups(samples[own.samples], own.offsets) for own in planner(told).micro_batches
-                )
-            )
-        return tuple(made)
+        return loads_of(alone, counts, self.shape.sizes, padded=False)
 
     def heaviest(self, variant: Variant) -> list[Step]:
-        """The steps with the largest micro-batch of each phase."""
+        """The step with the largest micro-batch, by tokens of both phases."""
         loads = [
-            loads_of(own, self.counts, SHRUNK, padded=variant.padded)
+            loads_of(own, self.counts, self.shape.sizes, padded=variant.padded)
             for own in every(variant.steps)
         ]
-        most = {
-            int(np.argmax([getattr(own, phase).tokens.max() for own in loads])) // self.replicas
-            for phase in ("vision", "llm")
-        }
-        steps = self.steps(variant)
-        return [steps[place] for place in sorted(most)]
+        most = [int((own.vision.tokens + own.llm.tokens * self.shape.merge).max()) for own in loads]
+        place = int(np.argmax(most)) // self.replicas
+        return [self.steps(variant)[place]]
 
-    def peak_bytes(self, variant: Variant) -> int:
+    def peak_bytes(self, variant: Variant, pipeline: Pipeline) -> int:
         """Weights, gradients, Adam's moments and activations of the rank that holds most, in the
         heaviest steps.
         """
-        pipeline = self.pipeline(variant)
         moments = adam(pipeline).state.values()
         held = [*pipeline.parameters(), *(value for own in moments for value in own.values())]
         with LiveBytes() as memory:
@@ -171,13 +161,12 @@ class Trainer:
         return most_of_ranks(memory.peak_bytes + sum(tensor.nbytes for tensor in held))
 
     def rows(self, variants: Sequence[Variant], rounds: int) -> list[Row]:
-        """All variants, taking turns; the first turn only warms up. Losses of equal samples must be
-        equal.
+        """All variants, taking turns; memory is counted first, which warms up. Losses of equal
+        samples must be equal.
         """
         pipelines = [self.pipeline(variant) for variant in variants]
         steps = [self.steps(variant) for variant in variants]
-        for pipeline, own in zip(pipelines, steps, strict=True):
-            measure(pipeline, own[:1], self.replicas)
+        peaks = [self.peak_bytes(*pair) for pair in zip(variants, pipelines, strict=True)]
         turns = [
             [
                 measure(pipeline, own, self.replicas)
@@ -187,45 +176,43 @@ class Trainer:
         ]
         check_losses(variants, turns[0])
         return [
-            self._row(variant, list(own))
-            for variant, own in zip(variants, zip(*turns, strict=True), strict=True)
+            self._row(variant, peak, list(own))
+            for variant, peak, own in zip(variants, peaks, zip(*turns, strict=True), strict=True)
         ]
 
-    def _row(self, variant: Variant, turns: Sequence[Measured]) -> Row:
+    def _row(self, variant: Variant, peak_bytes: int, turns: Sequence[Measured]) -> Row:
         seconds = float(np.median([turn.seconds for turn in turns], axis=0).sum())
-        frozen = self.model.first_trained > 0
-        flops = sum(
-            train_flops(own.samples, self.counts, frozen_encoder=frozen)
-            for own in every(variant.steps)
-        )
+        busy = float(np.median([turn.busy_s for turn in turns]))
+        # what recomputation is of the passes, by the profile
+        passes = recomputed = 0
+        for own in every(variant.steps):
+            costs = self.costs(own, padded=variant.padded)
+            passes += int((costs.forward_ns + costs.backward_ns).sum())
+            recomputed += int(costs.recompute_ns[variant.recompute].sum())
         return Row(
             name=variant.name,
             tokens=true_tokens(variant.steps, self.counts),
             predicted_s=self.predicted_s(variant),
             measured_s=seconds,
-            mfu=flops / (seconds * self.peak_flops),
-            waiting=float(np.median([turn.waiting for turn in turns])),
-            peak_gib=self.peak_bytes(variant) / GIB,
+            replayed_s=float(np.median([turn.replayed_s for turn in turns], axis=0).sum()),
+            waiting=1 - busy / (dist.get_world_size() * seconds),
+            peak_gib=peak_bytes / GIB,
+            work_s=busy * passes / (passes + recomputed),
+            recomputed=f"{int(variant.recompute.sum())} of {len(variant.recompute)}",
         )
 
     def predicted_s(self, variant: Variant) -> float:
         """What the simulator makes of the profile, all steps."""
         if variant.tuned:
-            return sum(step.timeline.step_ns for step in variant.tuned) / 1e9
-        times = [
-            evaluate(
-                self.costs(own, padded=variant.padded),
-                variant.borders,
-                variant.recompute,
-                one_f_one_b(len(variant.borders) - 1, len(own)),
-            ).step_ns
-            for own in every(variant.steps)
-        ]
-        return float(np.reshape(times, (-1, self.replicas)).max(axis=1).sum()) / 1e9
+            steps = [[one.timeline.step_ns for one in step] for step in variant.tuned]
+        else:
+            simulated = variant.simulated(lambda own, padded: self.costs(own, padded=padded))
+            steps = [[one.step_ns for one in step] for step in simulated]
+        return sum(map(max, steps)) / 1e9
 
 
 def adam(pipeline: Pipeline) -> torch.optim.Optimizer:
-    """An optimizer with its state, as in the midst of training; weights stay as they are."""
+    """An optimizer with its state, in the middle of training; weights stay as they are."""
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.0)
     for weight in pipeline.parameters():
         weight.grad = torch.zeros_like(weight) if weight.requires_grad else None

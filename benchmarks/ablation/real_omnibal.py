@@ -1,121 +1,94 @@
-"""OmniBal's ablation with real compute on 2 ranks: profiled, partitioned, recomputed."""
+"""OmniBal's ablations with real compute: a scaled-down model, profiled, planned, tuned and run."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
-from papers.datasets import internvl_samples
+import torch.distributed as dist
 
-from ablation.data import SHRUNK, Steps, balanced_steps, random_steps, shrunk
+from ablation.data import balanced_steps, loads_of, packed_steps, random_steps
+from ablation.plans import EPOCH, Setting, memory_limit, memory_share, ways_to_train
 from ablation.ranks import Row
-from ablation.real import Trainer, adam
+from ablation.real import Trainer
+from ablation.shapes import SHAPES, Shape
 from ablation.variants import Variant
-from balance.baseline_samplers import BATCH_SIZE
-from balance.types import Counts, IntArray
-from engine.cost_model.profile_table import profiled_costs
-from engine.planning.partition import by_params
-from engine.runtime.profiling.partition_trials import TrialStep, measure_partitions
-from engine.runtime.profiling.recompute_trials import AdaptOptions, adapt_running
-from engine.tuning.step_planner import TunedSteps
-from engine.tuning.tune import PartitionedModel, TuneOptions
+from balance.presets import load_model
+from balance.types import Counts, Groups
+from engine.cost_model.analytical import layer_costs
+from engine.cost_model.clusters import load_cluster
+from engine.cost_model.costs import Costs
+from engine.cost_model.loads import Loads
+from engine.cost_model.parallel import Parallelism, Training
 
 SAMPLES, MICRO_BATCHES = 3_000, 8
-STAGES = 2
-MEMORY = 0.8
-"""Of a rank, in what the worst random micro-batches need without recomputation."""
+CLUSTER, DP = "a100_80g", 8
+"""Where the real model is trained, with its optimizer sharded: its share of memory counts."""
 
 
-def run(num_steps: int, rounds: int) -> dict[str, list[Row]]:
-    """Table 7 in a pipeline of 2 stages, and Table 2, data balance alone, data parallel; on this
-    rank of 2.
-    """
-    counts = shrunk(internvl_samples(SAMPLES))
-    return {
-        "2 stages, real compute (OmniBal: 2.9)": pipelined(counts, num_steps, rounds),
-        "Data parallel on 2 ranks, real compute (OmniBal: 1.3 to 1.5)": data_parallel(
-            counts, 4 * num_steps, rounds
-        ),
-    }
-
-
-def pipelined(counts: Counts, num_steps: int, rounds: int) -> list[Row]:
-    """From nothing balanced to everything, one kind of balance after the other."""
-    random = random_steps(counts, 1, MICRO_BATCHES, num_steps)
-    balanced = balanced_steps(counts, SHRUNK, 1, MICRO_BATCHES, num_steps)
-    trainer = Trainer(counts, STAGES, [(random, True), (balanced, False)])
-    everything = np.ones(trainer.num_layers, np.bool_)
-    borders = by_params(trainer.costs(balanced[0][0], padded=False), STAGES)
-    nothing = Variant(
-        name="nothing balanced", steps=random, padded=True, borders=borders, recompute=everything
+def run(shape_name: str, num_steps: int, rounds: int) -> list[Row]:
+    """Table 7: all ways to train in one pipeline of as many stages as ranks; on this rank."""
+    shape, stages = SHAPES[shape_name], dist.get_world_size()
+    counts = shape.samples(SAMPLES)
+    padded = random_steps(counts, 1, MICRO_BATCHES, num_steps)
+    packed = packed_steps(counts, shape.sizes.seq_len, 1, MICRO_BATCHES, EPOCH)
+    trainer = Trainer(shape, counts, stages, [(padded, True), (packed, False)])
+    setting = Setting(
+        counts=counts,
+        sizes=shape.sizes,
+        stages=stages,
+        micro_batches=MICRO_BATCHES,
+        num_steps=num_steps,
+        cost=trainer.cost,
+        sample_loads=trainer.sample_loads,
     )
-    data = replace(nothing, name="+ data", steps=balanced, padded=False)
-    model = replace(data, name="+ model (BMP)", borders=tried_partition(trainer, data))
-    # so little memory that without balance everything must be recomputed, if an epoch's worst
-    # micro-batches shall fit
-    epoch = random_steps(counts, 1, MICRO_BATCHES, len(counts) // (BATCH_SIZE * MICRO_BATCHES))
-    worst = replace(nothing, steps=epoch, recompute=~everything)
-    limit = round(MEMORY * trainer.peak_bytes(worst))
-    adaptive = replace(model, name="+ adaptive recompute", recompute=adapted(trainer, model, limit))
-    tuned = replace(
-        adaptive, name="+ tuning of each step", steps=tuned_steps(trainer, adaptive, limit)
-    )
-    return trainer.rows([nothing, data, model, adaptive, tuned], rounds)
+    planned: list[list[Variant]] = [[]]
+    if dist.get_rank() == 0:
+        usable = load_cluster(CLUSTER).usable_memory_bytes
+        share = memory_share(real_setting(shape, stages), usable)
+        planned = [ways_to_train(setting, memory_limit(setting, share))]
+    dist.broadcast_object_list(planned)
+    return trainer.rows(planned[0], rounds)
 
 
-def data_parallel(counts: Counts, num_steps: int, rounds: int) -> list[Row]:
-    """A micro-batch per rank and step, nothing recomputed."""
-    random = random_steps(counts, 2, 1, num_steps)
-    balanced = balanced_steps(counts, SHRUNK, 2, 1, num_steps)
-    trainer = Trainer(counts, 1, [(random, True), (balanced, False)])
-    borders, nothing = np.array([0, trainer.num_layers]), np.zeros(trainer.num_layers, np.bool_)
-    before = Variant(
-        name="nothing balanced", steps=random, padded=True, borders=borders, recompute=nothing
+def run_data_parallel(shape_name: str, num_steps: int, rounds: int) -> list[Row]:
+    """Table 2: data balance alone, a micro-batch per rank and step, nothing recomputed."""
+    shape, dp = SHAPES[shape_name], dist.get_world_size()
+    counts = shape.samples(SAMPLES)
+    padded = random_steps(counts, dp, 1, num_steps)
+    packed = packed_steps(counts, shape.sizes.seq_len, dp, 1, num_steps)
+    even = balanced_steps(counts, shape.sizes, dp, 1, num_steps)
+    trainer = Trainer(shape, counts, 1, [(padded, True), (packed, False)])
+    first = Variant(
+        name="papers' baseline",
+        steps=padded,
+        padded=True,
+        borders=np.array([0, trainer.num_layers]),
+        recompute=np.zeros(trainer.num_layers, np.bool_),
     )
+    careful = replace(first, name="careful baseline", steps=packed, padded=False)
     return trainer.rows(
-        [before, replace(before, name="+ data", steps=balanced, padded=False)], rounds
+        [first, careful, replace(careful, name="+ even groups", steps=even)], rounds
     )
 
 
-def tried_partition(trainer: Trainer, variant: Variant) -> IntArray:
-    """BMP's best, really run."""
-    step = trainer.steps(variant)[0]
-    trial = TrialStep(
-        batches=step.batches,
-        normalizer=step.num_labels,
-        pipelines=trainer.places,
-        recompute=lambda borders: variant.recompute,
-    )
-    costs = trainer.costs(variant.steps[0][0], padded=variant.padded)
-    return measure_partitions(trainer.model, costs, trial).bmp.best.borders
+def real_setting(shape: Shape, stages: int) -> Setting:
+    """The real model on as many stages, by the cost model."""
+    model, cluster = load_model(shape.preset), load_cluster(CLUSTER)
+    parallel = Parallelism(tp=shape.tp, pp=stages, dp=DP, zero_stage=1)
 
+    def cost(loads: Loads) -> Costs:
+        return layer_costs(model, cluster, parallel, loads, Training(gradient_bytes=2))
 
-def adapted(trainer: Trainer, variant: Variant, limit_bytes: int) -> NDArray[np.bool_]:
-    """The least recomputation that the running model bears in so much memory."""
-    pipeline, costs = (
-        trainer.pipeline(variant),
-        trainer.costs(variant.steps[0][0], padded=variant.padded),
-    )
-    heaviest = [step.batches for step in trainer.heaviest(variant)]
-    found = adapt_running(
-        pipeline, costs, heaviest, AdaptOptions(limit_bytes=limit_bytes), adam(pipeline)
-    )
-    return found.recompute
+    def sample_loads(counts: Counts) -> Loads:
+        alone = Groups(np.arange(len(counts)), np.arange(len(counts) + 1))
+        return loads_of(alone, counts, shape.real_sizes, padded=False)
 
-
-def tuned_steps(trainer: Trainer, variant: Variant, memory_bytes: int) -> Steps:
-    """The same samples step by step, packed and ordered anew by the tuner."""
-    steps = TunedSteps(
-        pipeline=PartitionedModel(
-            # micro-batches may become larger than any that was measured
-            cost=partial(profiled_costs, trainer.profile, farthest=np.inf),
-            borders=variant.borders,
-            recompute=variant.recompute,
-            memory_bytes=memory_bytes,
-        ),
-        options=TuneOptions(max_seq_len=SHRUNK.seq_len),
-        loads=trainer.sample_loads,
+    return Setting(
+        counts=shape.real_samples(SAMPLES),
+        sizes=shape.real_sizes,
+        stages=stages,
+        micro_batches=MICRO_BATCHES,
+        cost=cost,
+        sample_loads=sample_loads,
     )
-    return trainer.planned(variant.steps, steps)

@@ -1,18 +1,17 @@
-"""PipeTune's ablation with real compute: a frozen encoder on 2 ranks, steps tuned."""
+"""PipeTune's ablation with real compute: a frozen encoder in front, steps tuned."""
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 
 import numpy as np
-from papers.datasets import internvl_samples
 
-from ablation.data import SHRUNK, loads_of, shrunk
+from ablation.data import loads_of
 from ablation.ranks import Row
 from ablation.real import REPEATS, Trainer
+from ablation.shapes import SHAPES
 from ablation.variants import Variant
 from balance.types import Counts, Groups, IntArray
-from engine.cost_model.profile_table import profiled_costs
 from engine.simulator.evaluate import evaluate
 from engine.simulator.schedule import one_f_one_b
 from engine.tuning.pack import pack_in_order
@@ -21,12 +20,16 @@ from engine.tuning.tune import PartitionedModel, TuneOptions, tune
 
 SAMPLES_PER_STEP = 40
 STAGES = 2
+SHAPE = SHAPES["qwen"]
+SEQ_LEN = SHAPE.sizes.seq_len
+SIZES = (1.0, 1.25, 1.5, 2.0, 3.0)
+"""Fixed micro-batch sizes that a careful user tries, relative to `SEQ_LEN`."""
 INGREDIENTS = {
-    "+ balance": TuneOptions(max_seq_len=SHRUNK.seq_len, sizes="given", search="none"),
+    "+ balance": TuneOptions(max_seq_len=SEQ_LEN, sizes="given", search="none"),
     "+ order, pre-computation": TuneOptions(
-        max_seq_len=SHRUNK.seq_len, sizes="given", encode="any"
+        max_seq_len=SEQ_LEN, sizes="given", encode="any"
     ),
-    "+ sizes": TuneOptions(max_seq_len=SHRUNK.seq_len, sizes="any", encode="any"),
+    "+ sizes": TuneOptions(max_seq_len=SEQ_LEN, sizes="any", encode="any"),
 }
 """Rows of PipeTune's Table 2, each with those before."""
 
@@ -35,29 +38,30 @@ def run(
     num_steps: int, rounds: int, samples_per_step: int = SAMPLES_PER_STEP, repeats: int = REPEATS
 ) -> list[Row]:
     """All ingredients, on this rank of 2."""
-    counts = shrunk(internvl_samples(samples_per_step * num_steps))
+    counts = SHAPE.samples(samples_per_step * num_steps)
     drawn = np.arange(len(counts)).reshape(num_steps, -1)
-    steps = tuple((packed(counts, samples),) for samples in drawn)
-    trainer = Trainer(counts, STAGES, [(steps, False)], frozen_encoder=True, repeats=repeats)
+    steps = tuple((packed(counts, samples, SEQ_LEN),) for samples in drawn)
+    trainer = Trainer(
+        SHAPE, counts, STAGES, [(steps, False)], frozen_encoder=True, repeats=repeats
+    )
     nothing = np.zeros(trainer.num_layers, np.bool_)
     borders = behind_encoder(trainer, steps[0][0])
     before = Variant(
-        name="packed in order", steps=steps, padded=False, borders=borders, recompute=nothing
+        name="papers' baseline", steps=steps, padded=False, borders=borders, recompute=nothing
     )
-    pipeline = PartitionedModel(
-        # micro-batches may become larger than any that was measured
-        cost=partial(profiled_costs, trainer.profile, farthest=np.inf),
-        borders=borders,
-        recompute=nothing,
-    )
-    return trainer.rows(
-        [before, *(tuned(before, counts, pipeline, name) for name in INGREDIENTS)], rounds
-    )
+    sized = [
+        replace(before, steps=tuple((packed(counts, own, round(size * SEQ_LEN)),) for own in drawn))
+        for size in SIZES
+    ]
+    careful = replace(min(sized, key=trainer.predicted_s), name="careful baseline: best size")
+    pipeline = PartitionedModel(cost=trainer.cost, borders=borders, recompute=nothing)
+    rows = [tuned(before, counts, pipeline, name) for name in INGREDIENTS]
+    return trainer.rows([before, careful, *rows], rounds)
 
 
-def packed(counts: Counts, samples: IntArray) -> Groups:
+def packed(counts: Counts, samples: IntArray, seq_len: int) -> Groups:
     """Micro-batches filled one after the other."""
-    own = pack_in_order(counts.seq_len[samples], SHRUNK.seq_len)
+    own = pack_in_order(counts.seq_len[samples], seq_len)
     return Groups(samples[own.samples], own.offsets)
 
 
@@ -73,18 +77,18 @@ def behind_encoder(trainer: Trainer, groups: Groups) -> IntArray:
 def tuned(before: Variant, counts: Counts, pipeline: PartitionedModel, name: str) -> Variant:
     """The same samples, step by step."""
     steps: list[tuple[Groups]] = []
-    plans: list[EncodedStep] = []
+    plans: list[tuple[EncodedStep]] = []
     for (given,) in before.steps:
         order = np.arange(len(given.samples))
         alone = Groups(given.samples, np.arange(len(order) + 1))
         found = tune(
-            loads_of(alone, counts, SHRUNK, padded=False),
+            loads_of(alone, counts, SHAPE.sizes, padded=False),
             Groups(order, given.offsets),
             pipeline,
             INGREDIENTS[name],
         )
         steps.append((Groups(given.samples[found.groups.samples], found.groups.offsets),))
-        plans.append(found.step)
+        plans.append((found.step,))
     return Variant(
         name=name,
         steps=tuple(steps),

@@ -2,24 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ablation.data import Steps
-from balance.types import IntArray
+from balance.types import Groups, IntArray
+from engine.cost_model.costs import Costs
+from engine.simulator.evaluate import SimulatedStep, evaluate, schedule_for
+from engine.simulator.schedule import Schedule
 from engine.tuning.precompute import EncodedStep
+
+CostsOf = Callable[[Groups, bool], Costs]
+"""(micro-batches, whether they are padded) -> costs of the layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A way to train: which micro-batches, cut and recomputed how."""
+    """A way to train: which micro-batches, cut and recomputed how, in which order."""
 
     name: str
     steps: Steps
     padded: bool
     borders: IntArray
     recompute: NDArray[np.bool_]
-    tuned: tuple[EncodedStep, ...] = ()
-    """Of each step, where it has a schedule of its own."""
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+    tuned: tuple[tuple[EncodedStep, ...], ...] = ()
+    """Of each step and replica, where it has a schedule of its own."""
+
+    def schedule_of(self, step: int, replica: int) -> Schedule:
+        """What a replica runs in a step."""
+        if self.tuned:
+            return self.tuned[step][replica].schedule
+        count = len(self.steps[step][replica])
+        return schedule_for(self.schedule, self.borders, count, self.stages_per_rank)
+
+    def simulated(self, costs_of: CostsOf) -> list[list[SimulatedStep]]:
+        """Every step and replica, simulated; of schedules that encode nothing ahead."""
+        return [
+            [
+                evaluate(
+                    costs_of(own, self.padded),
+                    self.borders,
+                    self.recompute,
+                    self.schedule_of(number, replica),
+                )
+                for replica, own in enumerate(step)
+            ]
+            for number, step in enumerate(self.steps)
+        ]
