@@ -93,7 +93,7 @@ def show(title: str, rows: Sequence[Row]) -> None:
 
 def real(num_steps: int, rounds: int) -> list[Row]:
     """All partitions near the anchor, on this rank of 2."""
-    shape = SHAPES["internvl"]
+    shape = SHAPES["small"]
     counts = shape.samples(SAMPLES)
     steps = balanced_steps(counts, shape.sizes, 1, MICRO_BATCHES, num_steps)
     trainer = Trainer(shape, counts, 2, [(steps, False)])

@@ -10,13 +10,12 @@ import numpy as np
 import torch.distributed as dist
 from papers.datasets import internvl_samples
 
-from ablation.data import INTERNVL, balanced_steps, every, loads_of, random_steps, true_tokens
+from ablation.data import INTERNVL, loads_of, true_tokens
+from ablation.plans import CAREFUL, PAPERS, Setting, papers_way, ways_to_train
 from ablation.ranks import GIB, Measured, Row, Step, consecutive, measure
 from ablation.stand_in import stand_ins
 from ablation.variants import Variant
-from balance.flops import FlopsModel
 from balance.presets import load_model
-from balance.steps.step_planner import StepRequest
 from balance.types import Counts, Groups, IntArray
 from engine.cost_model.analytical import layer_costs
 from engine.cost_model.clusters import load_cluster
@@ -25,18 +24,15 @@ from engine.cost_model.loads import Loads, sample_loads
 from engine.cost_model.parallel import Parallelism, Training
 from engine.cost_model.training_mode import TrainingMode
 from engine.planning.bmp import search_bmp
-from engine.planning.partition import METHODS, by_params
-from engine.planning.recompute import choose_recompute, fitted_step
+from engine.planning.partition import METHODS
 from engine.planning.search.branch_and_bound import search_exact
-from engine.runtime.pipeline import Pipeline
+from engine.runtime.pipeline import Pipeline, PipelineOptions
 from engine.simulator.evaluate import evaluate
-from engine.simulator.schedule import one_f_one_b
-from engine.simulator.stages import StageCosts, stage_costs
-from engine.tuning.step_planner import TunedSteps
-from engine.tuning.tune import PartitionedModel, TuneOptions
+from engine.simulator.schedule import Schedule, one_f_one_b
+from engine.simulator.stages import StageCosts
 
 PRESET, CLUSTER, TP = "internvl_1_5", "a100_80g", 2
-STAGES, REPLICAS, MICRO_BATCHES = 4, 2, 16
+STAGES, REPLICAS, MICRO_BATCHES = 4, 2, 8
 TRAINING = Training(mode=TrainingMode(gradients="bf16"))
 FASTER = 4
 """Stand-ins wait for this part of what the cost model says, so that a step takes seconds."""
@@ -60,6 +56,18 @@ class Model:
         """Of a replica's micro-batches."""
         return self.costs(loads_of(groups, counts, INTERNVL, padded=padded))
 
+    def setting(self, counts: Counts, stages: int, replicas: int, micro_batches: int) -> Setting:
+        """What ways to train this model have in common."""
+        return Setting(
+            counts=counts,
+            sizes=INTERNVL,
+            stages=stages,
+            replicas=replicas,
+            micro_batches=micro_batches,
+            cost=self.costs,
+            sample_loads=lambda some: sample_loads(some, self.preset),
+        )
+
     @property
     def full(self) -> Costs:
         """Of micro-batches at the caps: what a plan is made for."""
@@ -74,143 +82,80 @@ class Model:
         return self.costs(loads)
 
 
-def variants(model: Model, counts: Counts, num_steps: int) -> list[Variant]:
-    """From nothing balanced to everything, one kind of balance after the other."""
-    random = random_steps(counts, REPLICAS, MICRO_BATCHES, num_steps)
-    balanced = balanced_steps(counts, INTERNVL, REPLICAS, MICRO_BATCHES, num_steps)
-    costs, schedule = model.full, one_f_one_b(STAGES, MICRO_BATCHES)
-    everything, memory = np.ones(costs.num_layers, np.bool_), model.cluster.usable_memory_bytes
-    nothing = Variant(
-        name="nothing balanced",
-        steps=random,
-        padded=True,
-        borders=by_params(costs, STAGES),
-        recompute=everything,
-    )
-    data = replace(nothing, name="+ data", steps=balanced, padded=False)
-
-    def all_recomputed(borders: IntArray) -> int:
-        return evaluate(costs, borders, everything, schedule).step_ns
-
-    bmp = replace(
-        data, name="+ model (BMP)", borders=search_bmp(costs, STAGES, all_recomputed).best.borders
-    )
-    borders = search_bmp(costs, STAGES, fitted_step(costs, schedule, memory)).best.borders
-    adaptive = replace(
-        data,
-        name="+ adaptive recompute",
-        borders=borders,
-        recompute=choose_recompute(costs, borders, schedule, memory),
-    )
-    return [nothing, data, bmp, adaptive, tuned(adaptive, model, counts)]
-
-
-def tuned(variant: Variant, model: Model, counts: Counts) -> Variant:
-    """The same samples step by step, packed and ordered anew by the tuner."""
-    steps = TunedSteps(
-        pipeline=PartitionedModel(
-            cost=model.costs,
-            borders=variant.borders,
-            recompute=variant.recompute,
-            memory_bytes=model.cluster.usable_memory_bytes,
-        ),
-        options=TuneOptions(max_seq_len=INTERNVL.seq_len),
-        loads=lambda some: sample_loads(some, model.preset),
-    )
-    made = []
-    for step in variant.steps:
-        samples = np.concatenate([own.samples for own in step])
-        offsets = np.concatenate([[0], np.cumsum(np.concatenate([own.sizes for own in step]))])
-        work = steps(
-            StepRequest(
-                counts=counts.take(samples),
-                offsets=offsets,
-                dp=len(step),
-                micro_batches=len(step[0]),
-            )
-        )
-        made.append(tuple(Groups(samples[own.samples], own.offsets) for own in work.micro_batches))
-    return replace(variant, name="+ tuning of each step", steps=tuple(made))
-
-
 def run(num_steps: int, num_samples: int) -> list[Row]:
-    """All variants, on this rank of 8; OmniBal's Table 7."""
-    counts = internvl_samples(num_samples)
+    """All ways to train, on this rank of 8; OmniBal's Table 7."""
     model = Model(Parallelism(tp=TP, pp=STAGES, dp=REPLICAS))
-    return [
-        run_variant(variant, model, counts, REPLICAS)
-        for variant in variants(model, counts, num_steps)
-    ]
+    setting = model.setting(internvl_samples(num_samples), STAGES, REPLICAS, MICRO_BATCHES)
+    setting = replace(setting, num_steps=num_steps)
+    planned: list[list[Variant]] = [[]]
+    if dist.get_rank() == 0:
+        planned = [ways_to_train(setting, model.cluster.usable_memory_bytes)]
+    dist.broadcast_object_list(planned)
+    return [run_variant(variant, setting) for variant in planned[0]]
 
 
 def run_data_parallel(num_steps: int, num_samples: int) -> list[Row]:
     """Data balance alone, each rank with the whole model, one micro-batch per rank and step;
     OmniBal's Table 2.
     """
-    counts, dp = internvl_samples(num_samples), dist.get_world_size()
+    dp = dist.get_world_size()
     model = Model(Parallelism(dp=dp))
-    costs = model.full
-    random = Variant(
-        name="nothing balanced",
-        steps=random_steps(counts, dp, 1, num_steps),
-        padded=True,
-        borders=np.array([0, costs.num_layers]),
-        recompute=np.ones(costs.num_layers, np.bool_),
-    )
-    data = replace(
-        random,
-        name="+ data",
-        steps=balanced_steps(counts, INTERNVL, dp, 1, num_steps),
-        padded=False,
-    )
-    return [run_variant(variant, model, counts, dp) for variant in (random, data)]
+    setting = model.setting(internvl_samples(num_samples), 1, dp, 1)
+    random = replace(papers_way(replace(setting, num_steps=num_steps)), name=PAPERS)
+    packed = setting.packed(INTERNVL.seq_len, 1, num_steps)
+    careful = replace(random, name=CAREFUL, steps=packed, padded=False)
+    even = replace(careful, name="+ even groups", steps=setting.balanced(num_steps))
+    return [run_variant(variant, setting) for variant in (random, careful, even)]
 
 
-def run_variant(variant: Variant, model: Model, counts: Counts, replicas: int) -> Row:
-    """Run by stand-ins, beside what the simulator says."""
-    costs = [model.costs_of(own, counts, padded=variant.padded) for own in every(variant.steps)]
-    measured = run_stand_ins(
-        [stage_costs(own, variant.borders, variant.recompute) for own in costs], replicas
-    )
-    outcomes = [
-        evaluate(
-            own,
-            variant.borders,
-            variant.recompute,
-            one_f_one_b(len(variant.borders) - 1, own.num_micro_batches),
-        )
-        for own in costs
+def run_variant(variant: Variant, setting: Setting) -> Row:
+    """Run by stand-ins, next to what the simulator says."""
+    outcomes = [one for step in variant.simulated(setting.costs_of) for one in step]
+    schedules = [
+        variant.schedule_of(step, replica)
+        for step in range(len(variant.steps))
+        for replica in range(setting.replicas)
     ]
-    slowest = np.array([one.step_ns for one in outcomes]).reshape(-1, replicas).max(axis=1)
-    measured_s = float(measured.seconds.sum()) * FASTER
-    samples = np.concatenate([own.samples for own in every(variant.steps)])
-    model_flops = FlopsModel.of(model.preset)
-    flops = float(model_flops.train_flops(model_flops.loads(counts.take(samples))).sum())
+    measured = run_stand_ins(
+        [one.stages for one in outcomes], schedules, setting.replicas, variant.stages_per_rank
+    )
+    measured_s = float(measured.wall_s.sum()) * FASTER
     return Row(
         name=variant.name,
-        tokens=true_tokens(variant.steps, counts),
-        predicted_s=float(slowest.sum()) / 1e9,
+        tokens=true_tokens(variant.steps, setting.counts),
+        predicted_s=setting.predicted_s(variant),
         measured_s=measured_s,
-        mfu=flops / (measured_s * model.parallel.num_gpus * model.cluster.peak_flops_per_s),
-        waiting=measured.waiting,
+        waiting=1 - measured.busy_s * FASTER / (measured_s * setting.stages * setting.replicas),
         peak_gib=max(int(one.memory.peak_bytes.max()) for one in outcomes) / GIB,
+        work_s=setting.work_s(variant)[0],
+        recomputed=f"{int(variant.recompute.sum())} of {len(variant.recompute)}",
     )
 
 
-def run_stand_ins(stages: list[StageCosts], replicas: int) -> Measured:
+def run_stand_ins(
+    stages: list[StageCosts], schedules: list[Schedule], replicas: int, stages_per_rank: int
+) -> Measured:
     """Steps of several replicas; `stages` by step and replica, at the model's own speed."""
     places = consecutive(dist.get_world_size(), replicas)
-    mine = stages[
-        next(place for place, ranks in enumerate(places) if dist.get_rank() in ranks) :: replicas
+    mine = slice(
+        next(place for place, ranks in enumerate(places) if dist.get_rank() in ranks),
+        None,
+        replicas,
+    )
+    own = stages[mine]
+    ends = np.cumsum([0, *(each.num_micro_batches for each in own)]).tolist()
+    pipeline = make_stand_ins(own, places, stages_per_rank)
+    steps = [
+        Step(batches=range(first, end), num_labels=1, schedule=schedule)
+        for (first, end), schedule in zip(pairwise(ends), schedules[mine], strict=True)
     ]
-    ends = np.cumsum([0, *(each.num_micro_batches for each in mine)]).tolist()
-    pipeline = make_stand_ins(mine, places)
-    steps = [Step(batches=range(first, end), num_labels=1) for first, end in pairwise(ends)]
     measure(pipeline, steps[:1], replicas)
     return measure(pipeline, steps, replicas)
 
 
-def make_stand_ins(steps: Sequence[StageCosts], places: Sequence[Sequence[int]]) -> Pipeline:
+def make_stand_ins(
+    steps: Sequence[StageCosts], places: Sequence[Sequence[int]], stages_per_rank: int = 1
+) -> Pipeline:
     """A pipeline of stand-ins; its micro-batches are numbers, those of the first step first."""
     times = (
         np.concatenate([getattr(each, name) for each in steps], axis=1) // FASTER
@@ -219,7 +164,14 @@ def make_stand_ins(steps: Sequence[StageCosts], places: Sequence[Sequence[int]])
     joined = StageCosts.of_times(*times, steps[0].sends_grad)
     num_stages = joined.num_stages
     return Pipeline(
-        stand_ins(joined), np.arange(num_stages + 1), np.zeros(num_stages, np.bool_), places
+        stand_ins(joined),
+        np.arange(num_stages + 1),
+        np.zeros(num_stages, np.bool_),
+        places,
+        PipelineOptions(
+            schedule="1f1b" if stages_per_rank == 1 else "interleaved",
+            stages_per_rank=stages_per_rank,
+        ),
     )
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from papers.datasets import pipetune_samples
 from papers.pipetune_tables import MAX_SEQ_LEN, make_pipeline, most_that_fits
 
+from ablation.plans import CAREFUL, PAPERS
 from ablation.ranks import GIB, Row, Step, measure
 from ablation.stand_in import stand_ins
 from balance.presets import load_model
@@ -26,7 +27,7 @@ from engine.tuning.tune import PartitionedModel, TuneOptions, tune
 PRESET = "pipetune_13b"
 FASTER = 4
 """Stand-ins wait for this part of what the cost model says."""
-BASELINES = ("papers' baseline", "careful baseline: best size")
+BASELINES = (PAPERS, f"{CAREFUL}: best size")
 INGREDIENTS = {
     "+ balance": TuneOptions(max_seq_len=MAX_SEQ_LEN, sizes="given", search="none"),
     "+ order, pre-computation": TuneOptions(max_seq_len=MAX_SEQ_LEN, sizes="given", encode="any"),
@@ -144,4 +145,6 @@ def run_steps(steps: Sequence[PlannedStep]) -> tuple[float, float]:
     )
     measure(pipeline, given[:1])
     measured = measure(pipeline, given)
-    return float(measured.seconds.sum()) * FASTER, measured.waiting
+    seconds = float(measured.wall_s.sum())
+    waiting = 1 - measured.busy_s / (seconds * num_stages)
+    return seconds * FASTER, waiting

@@ -25,23 +25,24 @@ from ablation.data import (
 )
 from ablation.variants import Variant
 from balance.steps.step_planner import StepRequest
-from balance.types import Counts, Groups, IntArray
+from balance.types import Counts, Groups
 from engine.cost_model.costs import Costs
 from engine.cost_model.loads import Loads
 from engine.planning.partition import by_layers, by_params
 from engine.planning.recompute import InfeasiblePlan, choose_recompute
 from engine.planning.search.branch_and_bound import search_exact
 from engine.simulator.evaluate import evaluate
-from engine.simulator.schedule import Schedule, make_schedule, one_f_one_b
+from engine.simulator.schedule import make_schedule, one_f_one_b
 from engine.tuning.step_planner import TunedSteps
 from engine.tuning.tune import PartitionedModel, TuneOptions
 
 SIZES = (0.75, 1.0, 2.0)
 """Token limits that the careful user tries, relative to the usual one; steps stay as large."""
-SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 3))
+SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("interleaved", 4))
 """Schedules that the planner compares, with stages per rank."""
 EPOCH = 1 << 30
 """Steps: all that the samples make."""
+PAPERS, CAREFUL = "papers' baseline", "careful baseline"
 MEMORY = ("saved_bytes", "kept_bytes", "working_bytes")
 
 
@@ -131,10 +132,7 @@ def ways_to_train(setting: Setting, memory_bytes: int) -> list[Variant]:
         _searched(setting, data, largest, memory_bytes, name, stages) for name, stages in SCHEDULES
     ]
     rows.append(replace(found[0], name="+ partition, recomputation"))
-    best = max(found, key=setting.speed)
-    if best is not found[0]:
-        best = replace(best, name=f"+ {best.stages_per_rank} stages per rank")
-        rows.append(best)
+    rows.append(replace(max(found, key=setting.speed), name="+ schedule"))
     tuned = [_tuned(setting, one, memory_bytes) for one in found]
     tuned += [
         _tuned(setting, _replanned(setting, one, memory_bytes), memory_bytes) for one in tuned
@@ -145,12 +143,10 @@ def ways_to_train(setting: Setting, memory_bytes: int) -> list[Variant]:
 
 def papers_way(setting: Setting) -> Variant:
     """The papers' baseline."""
-    steps = random_steps(
-        setting.counts, setting.replicas, setting.micro_batches, setting.num_steps
-    )
+    steps = random_steps(setting.counts, setting.replicas, setting.micro_batches, setting.num_steps)
     costs = setting.costs_of(steps[0][0], padded=True)
     return Variant(
-        name="papers' baseline",
+        name=PAPERS,
         steps=steps,
         padded=True,
         borders=by_params(costs, setting.stages),
@@ -177,7 +173,7 @@ def careful_way(setting: Setting, memory_bytes: int) -> Variant:
         except InfeasiblePlan:
             continue
         steps = setting.packed(seq_len, count, setting.num_steps)
-        name = f"careful baseline, {seq_len} tokens"
+        name = f"{CAREFUL}: {seq_len} tokens"
         found.append(
             Variant(name=name, steps=steps, padded=False, borders=borders, recompute=recompute)
         )
@@ -255,16 +251,4 @@ def _replanned(setting: Setting, tuned: Variant, memory_bytes: int) -> Variant:
     """Partition and recomputation for the micro-batches that the tuner made; not yet tuned."""
     largest = _largest(setting, tuned.steps)
     plain = replace(tuned, tuned=())
-    return _searched(
-        setting, plain, largest, memory_bytes, tuned.schedule, tuned.stages_per_rank
-    )
-
-
-def schedules_of(variant: Variant, replica: int) -> list[Schedule]:
-    """What a replica runs in each step."""
-    return [variant.schedule_of(step, replica) for step in range(len(variant.steps))]
-
-
-def all_samples(steps: Steps) -> IntArray:
-    """Samples of all steps."""
-    return np.concatenate([own.samples for own in every(steps)])
+    return _searched(setting, plain, largest, memory_bytes, tuned.schedule, tuned.stages_per_rank)

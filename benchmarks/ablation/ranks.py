@@ -79,10 +79,20 @@ class Measured:
     losses: FloatArray
     """(steps,)."""
 
+    @classmethod
+    def joined(cls, parts: Sequence[Measured]) -> Measured:
+        """The steps of all parts."""
+        return cls(
+            wall_s=np.concatenate([own.wall_s for own in parts]),
+            replayed_s=np.concatenate([own.replayed_s for own in parts]),
+            busy_s=sum(own.busy_s for own in parts),
+            losses=np.concatenate([own.losses for own in parts]),
+        )
+
     @property
     def seconds(self) -> FloatArray:
         """(steps,), by the clock of this process."""
-        return self.replayed_s if _cpu_clock else self.wall_s
+        return self.replayed_s if cpu_clock() else self.wall_s
 
 
 MEMORY_KEPT = {
@@ -118,7 +128,7 @@ def on_ranks(
         results = mp.get_context("spawn").SimpleQueue()
         cores = sorted(os.sched_getaffinity(0))[:count] if machine.apart else []
         with _kept_busy(cores if machine.busy else ()):
-            given = folder, count, results, (run, arguments), cores, machine.cpu_clock
+            given = folder, count, results, (run, arguments), (cores, machine.cpu_clock)
             mp.spawn(_rank, given, nprocs=count)
         return results.get()
 
@@ -161,13 +171,12 @@ def _rank(
     count: int,
     results: Any,
     work: tuple[Callable[..., Any], Any],
-    cores: Sequence[int],
-    cpu_clock: bool,
+    places: tuple[Sequence[int], bool],
 ) -> None:
-    run, arguments = work
+    (run, arguments), (cores, by_cpu) = work, places
     if cores:
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    if cpu_clock:
+    if by_cpu:
         _measure_cpu_time()
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -181,9 +190,6 @@ def _rank(
     dist.destroy_process_group()
 
 
-_cpu_clock = False
-
-
 class _CpuTime:
     """What passes and layers are timed with in place of `time`."""
 
@@ -192,15 +198,13 @@ class _CpuTime:
 
 def _measure_cpu_time() -> None:
     """From now on passes take what this thread computes, not what the clock on the wall says."""
-    global _cpu_clock
-    _cpu_clock = True
     for module in (stopwatch, _layer_timing):
         vars(module)["time"] = _CpuTime
 
 
 def cpu_clock() -> bool:
     """Whether this process measures by the CPU's clock."""
-    return _cpu_clock
+    return vars(stopwatch)["time"] is _CpuTime
 
 
 def measure(pipeline: Pipeline, steps: Sequence[Step], replicas: int = 1) -> Measured:

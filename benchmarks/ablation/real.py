@@ -160,29 +160,27 @@ class Trainer:
             measure(pipeline, self.heaviest(variant), self.replicas)
         return most_of_ranks(memory.peak_bytes + sum(tensor.nbytes for tensor in held))
 
-    def rows(self, variants: Sequence[Variant], rounds: int) -> list[Row]:
-        """All variants, taking turns; memory is counted first, which warms up. Losses of equal
-        samples must be equal.
+    def rows(self, variants: Sequence[Variant]) -> list[Row]:
+        """All variants; memory is counted first, which warms up. Losses of equal samples must be
+        equal.
         """
         pipelines = [self.pipeline(variant) for variant in variants]
-        steps = [self.steps(variant) for variant in variants]
         peaks = [self.peak_bytes(*pair) for pair in zip(variants, pipelines, strict=True)]
+        # in turns, step by step: the machine is not always as fast
+        steps = [self.steps(variant) for variant in variants]
         turns = [
             [
-                measure(pipeline, own, self.replicas)
+                measure(pipeline, own[number : number + 1], self.replicas)
                 for pipeline, own in zip(pipelines, steps, strict=True)
             ]
-            for _ in range(rounds)
+            for number in range(len(steps[0]))
         ]
-        check_losses(variants, turns[0])
-        return [
-            self._row(variant, peak, list(own))
-            for variant, peak, own in zip(variants, peaks, zip(*turns, strict=True), strict=True)
-        ]
+        measured = [Measured.joined(own) for own in zip(*turns, strict=True)]
+        check_losses(variants, measured)
+        return [self._row(*found) for found in zip(variants, peaks, measured, strict=True)]
 
-    def _row(self, variant: Variant, peak_bytes: int, turns: Sequence[Measured]) -> Row:
-        seconds = float(np.median([turn.seconds for turn in turns], axis=0).sum())
-        busy = float(np.median([turn.busy_s for turn in turns]))
+    def _row(self, variant: Variant, peak_bytes: int, measured: Measured) -> Row:
+        seconds = float(measured.seconds.sum())
         # what recomputation is of the passes, by the profile
         passes = recomputed = 0
         for own in every(variant.steps):
@@ -194,10 +192,10 @@ class Trainer:
             tokens=true_tokens(variant.steps, self.counts),
             predicted_s=self.predicted_s(variant),
             measured_s=seconds,
-            replayed_s=float(np.median([turn.replayed_s for turn in turns], axis=0).sum()),
-            waiting=1 - busy / (dist.get_world_size() * seconds),
+            replayed_s=float(measured.replayed_s.sum()),
+            waiting=1 - measured.busy_s / (dist.get_world_size() * seconds),
             peak_gib=peak_bytes / GIB,
-            work_s=busy * passes / (passes + recomputed),
+            work_s=measured.busy_s * passes / (passes + recomputed),
             recomputed=f"{int(variant.recompute.sum())} of {len(variant.recompute)}",
         )
 

@@ -8,7 +8,15 @@ import numpy as np
 import torch.distributed as dist
 
 from ablation.data import balanced_steps, loads_of, packed_steps, random_steps
-from ablation.plans import EPOCH, Setting, memory_limit, memory_share, ways_to_train
+from ablation.plans import (
+    CAREFUL,
+    EPOCH,
+    PAPERS,
+    Setting,
+    memory_limit,
+    memory_share,
+    ways_to_train,
+)
 from ablation.ranks import Row
 from ablation.real import Trainer
 from ablation.shapes import SHAPES, Shape
@@ -26,7 +34,7 @@ CLUSTER, DP = "a100_80g", 8
 """Where the real model is trained, with its optimizer sharded: its share of memory counts."""
 
 
-def run(shape_name: str, num_steps: int, rounds: int) -> list[Row]:
+def run(shape_name: str, num_steps: int) -> list[Row]:
     """Table 7: all ways to train in one pipeline of as many stages as ranks; on this rank."""
     shape, stages = SHAPES[shape_name], dist.get_world_size()
     counts = shape.samples(SAMPLES)
@@ -48,10 +56,10 @@ def run(shape_name: str, num_steps: int, rounds: int) -> list[Row]:
         share = memory_share(real_setting(shape, stages), usable)
         planned = [ways_to_train(setting, memory_limit(setting, share))]
     dist.broadcast_object_list(planned)
-    return trainer.rows(planned[0], rounds)
+    return trainer.rows(planned[0])
 
 
-def run_data_parallel(shape_name: str, num_steps: int, rounds: int) -> list[Row]:
+def run_data_parallel(shape_name: str, num_steps: int) -> list[Row]:
     """Table 2: data balance alone, a micro-batch per rank and step, nothing recomputed."""
     shape, dp = SHAPES[shape_name], dist.get_world_size()
     counts = shape.samples(SAMPLES)
@@ -60,25 +68,23 @@ def run_data_parallel(shape_name: str, num_steps: int, rounds: int) -> list[Row]
     even = balanced_steps(counts, shape.sizes, dp, 1, num_steps)
     trainer = Trainer(shape, counts, 1, [(padded, True), (packed, False)])
     first = Variant(
-        name="papers' baseline",
+        name=PAPERS,
         steps=padded,
         padded=True,
         borders=np.array([0, trainer.num_layers]),
         recompute=np.zeros(trainer.num_layers, np.bool_),
     )
-    careful = replace(first, name="careful baseline", steps=packed, padded=False)
-    return trainer.rows(
-        [first, careful, replace(careful, name="+ even groups", steps=even)], rounds
-    )
+    careful = replace(first, name=CAREFUL, steps=packed, padded=False)
+    return trainer.rows([first, careful, replace(careful, name="+ even groups", steps=even)])
 
 
 def real_setting(shape: Shape, stages: int) -> Setting:
     """The real model on as many stages, by the cost model."""
     model, cluster = load_model(shape.preset), load_cluster(CLUSTER)
-    parallel = Parallelism(tp=shape.tp, pp=stages, dp=DP, zero_stage=1)
+    parallel = Parallelism(tp=shape.tp, pp=stages, dp=DP)
 
     def cost(loads: Loads) -> Costs:
-        return layer_costs(model, cluster, parallel, loads, Training(gradient_bytes=2))
+        return layer_costs(model, cluster, parallel, loads, Training())
 
     def sample_loads(counts: Counts) -> Loads:
         alone = Groups(np.arange(len(counts)), np.arange(len(counts) + 1))

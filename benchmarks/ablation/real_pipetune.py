@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from ablation.data import loads_of
+from ablation.plans import CAREFUL, PAPERS
 from ablation.ranks import Row
 from ablation.real import REPEATS, Trainer
 from ablation.shapes import SHAPES
@@ -26,37 +27,31 @@ SIZES = (1.0, 1.25, 1.5, 2.0, 3.0)
 """Fixed micro-batch sizes that a careful user tries, relative to `SEQ_LEN`."""
 INGREDIENTS = {
     "+ balance": TuneOptions(max_seq_len=SEQ_LEN, sizes="given", search="none"),
-    "+ order, pre-computation": TuneOptions(
-        max_seq_len=SEQ_LEN, sizes="given", encode="any"
-    ),
+    "+ order, pre-computation": TuneOptions(max_seq_len=SEQ_LEN, sizes="given", encode="any"),
     "+ sizes": TuneOptions(max_seq_len=SEQ_LEN, sizes="any", encode="any"),
 }
 """Rows of PipeTune's Table 2, each with those before."""
 
 
 def run(
-    num_steps: int, rounds: int, samples_per_step: int = SAMPLES_PER_STEP, repeats: int = REPEATS
+    num_steps: int, samples_per_step: int = SAMPLES_PER_STEP, repeats: int = REPEATS
 ) -> list[Row]:
     """All ingredients, on this rank of 2."""
     counts = SHAPE.samples(samples_per_step * num_steps)
     drawn = np.arange(len(counts)).reshape(num_steps, -1)
     steps = tuple((packed(counts, samples, SEQ_LEN),) for samples in drawn)
-    trainer = Trainer(
-        SHAPE, counts, STAGES, [(steps, False)], frozen_encoder=True, repeats=repeats
-    )
+    trainer = Trainer(SHAPE, counts, STAGES, [(steps, False)], frozen_encoder=True, repeats=repeats)
     nothing = np.zeros(trainer.num_layers, np.bool_)
     borders = behind_encoder(trainer, steps[0][0])
-    before = Variant(
-        name="papers' baseline", steps=steps, padded=False, borders=borders, recompute=nothing
-    )
+    before = Variant(name=PAPERS, steps=steps, padded=False, borders=borders, recompute=nothing)
     sized = [
         replace(before, steps=tuple((packed(counts, own, round(size * SEQ_LEN)),) for own in drawn))
         for size in SIZES
     ]
-    careful = replace(min(sized, key=trainer.predicted_s), name="careful baseline: best size")
+    careful = replace(min(sized, key=trainer.predicted_s), name=f"{CAREFUL}: best size")
     pipeline = PartitionedModel(cost=trainer.cost, borders=borders, recompute=nothing)
     rows = [tuned(before, counts, pipeline, name) for name in INGREDIENTS]
-    return trainer.rows([before, careful, *rows], rounds)
+    return trainer.rows([before, careful, *rows])
 
 
 def packed(counts: Counts, samples: IntArray, seq_len: int) -> Groups:

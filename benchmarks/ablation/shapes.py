@@ -1,9 +1,9 @@
 """Shapes of the ablation's models: real ones, scaled down so that CPUs can train them.
 
-Lengths are an eighth, and a layer stands for four (InternVL) or two (Qwen2.5-VL) real ones. Widths
+Lengths are an eighth, and a layer stands for three (InternVL) or two (Qwen2.5-VL) real ones. Widths
 and vocabulary are chosen so that layers take about as long relative to each other, on one core in
 float32, as the cost model says of the real ones on an A100 (forward and backward, micro-batches of
-mean size). The head keeps its share of the LLM, so it is a quarter or half of a real one:
+mean size). The head keeps its share of the LLM, so it is a third or half of a real one:
 
 | | real layers | ViT layer / LLM layer | head / LLM layer |
 |---|---|---|---|
@@ -59,12 +59,12 @@ class Shape:
 
 SHAPES = {
     "internvl": Shape(
-        name="InternVL 6B + 20B, a quarter of the layers",
-        vit_width=152,
-        vit_depth=11,
-        llm_width=256,
-        llm_depth=12,
-        vocabulary=1024,
+        name="InternVL 6B + 20B, a third of the layers",
+        vit_width=120,
+        vit_depth=15,
+        llm_width=192,
+        llm_depth=16,
+        vocabulary=1280,
         sizes=SHRUNK,
         real_sizes=INTERNVL,
         real_samples=internvl_samples,
@@ -84,4 +84,18 @@ SHAPES = {
         preset="qwen2_vl",
         tp=1,
     ),
+    "small": Shape(
+        name="small, of no real model's shape",
+        vit_width=96,
+        vit_depth=16,
+        llm_width=256,
+        llm_depth=4,
+        vocabulary=1024,
+        sizes=SHRUNK,
+        real_sizes=INTERNVL,
+        real_samples=internvl_samples,
+        preset="internvl_1_5",
+        tp=2,
+    ),
 }
+"""`small` is for predictions alone: its even parameters take uneven times."""
