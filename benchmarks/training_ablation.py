@@ -12,6 +12,7 @@ Each table is made by one command, `--only` and its name:
 - internvl-stand-ins, data-stand-ins, pipetune-stand-ins: the real InternVL 6B + 20B and PipeTune's
   13B on 8 and 4 ranks, whose stages only wait for as long as the cost model says
   (`ablation/stand_in.py`): what is measured is the runtime, at the model's own speed;
+- simulated: the real InternVL and Qwen2.5-VL on A100-80G, by the cost model; nothing runs;
 - orchmllm: `dispatch_ablation.py`.
 
 While a rank waits, something idle computes on its core, so that the others do not get faster
@@ -30,14 +31,21 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 
 import dispatch_ablation
 from ablation import internvl_stand_in, pipetune_stand_in, real_omnibal, real_pipetune
-from ablation.ranks import Machine, Row, on_ranks
+from ablation.data import true_tokens
+from ablation.plans import ways_to_train
+from ablation.ranks import GIB, Machine, Row, on_ranks
+from ablation.shapes import SHAPES
 from papers.datasets import PIPETUNE_MIXES
 from rich.console import Console
 from tables import new_table
+
+from balance.presets import load_model
+from engine.cost_model.clusters import load_cluster
 
 STAND_IN_SAMPLES = 12_000
 STAGES = 4
@@ -101,7 +109,7 @@ def real(shape: str, stages: int, options: argparse.Namespace, *, cpu_clock: boo
     ]
     clock = "CPU clock" if cpu_clock else "clock on the wall"
     load = "waiting cores idle" if options.idle else "waiting cores busy"
-    title = f"{real_omnibal.SHAPES[shape].name}: {stages} stages, real compute, {clock}, {load}"
+    title = f"{SHAPES[shape].name}: {stages} stages, real compute, {clock}, {load}"
     show(title, runs, stages)
     if not cpu_clock:
         shares = [row.replayed_s / row.measured_s for own in runs for row in own]
@@ -154,6 +162,33 @@ def pipetune_stand_ins(options: argparse.Namespace) -> None:
         show(f"PipeTune 13B on {mix}, 4 stages, stand-ins", runs, 4)
 
 
+def simulated(options: argparse.Namespace) -> None:
+    """The same ways to train the real models."""
+    for shape in ("internvl", "qwen"):
+        setting = real_omnibal.real_setting(SHAPES[shape], STAGES)
+        setting = replace(setting, num_steps=options.steps)
+        usable = load_cluster(real_omnibal.CLUSTER).usable_memory_bytes
+        rows = []
+        for way in ways_to_train(setting, usable):
+            steps = [one for step in way.simulated(setting.costs_of) for one in step]
+            predicted = setting.predicted_s(way)
+            busy = sum(setting.work_s(way))
+            rows.append(
+                Row(
+                    name=way.name,
+                    tokens=true_tokens(way.steps, setting.counts),
+                    predicted_s=predicted,
+                    measured_s=predicted,
+                    waiting=1 - busy / (predicted * STAGES),
+                    peak_gib=max(int(one.memory.peak_bytes.max()) for one in steps) / GIB,
+                    work_s=setting.work_s(way)[0],
+                    recomputed=f"{int(way.recompute.sum())} of {len(way.recompute)}",
+                )
+            )
+        name = load_model(SHAPES[shape].preset).name
+        show(f"{name}, {STAGES} stages, simulated, not measured", [rows], STAGES)
+
+
 def orchmllm(options: argparse.Namespace) -> None:
     """OrchMLLM's phases."""
     own = ["--steps", str(2 * options.steps)]
@@ -170,6 +205,7 @@ TABLES: dict[str, Callable[[argparse.Namespace], None]] = {
     "data-stand-ins": data_stand_ins,
     "pipetune": pipetune,
     "pipetune-stand-ins": pipetune_stand_ins,
+    "simulated": simulated,
     "orchmllm": orchmllm,
 }
 
