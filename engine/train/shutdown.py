@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from balance.errors import IsobatchError
 from balance.interface.command_line import INTERRUPTED
-from engine.runtime.errors import PeerLost
+from engine.runtime.errors import ROLL_CALL_S, PeerLost
 from engine.train.launch import is_first_process
 
 TOGETHER_S = 2.0
@@ -94,8 +94,11 @@ def _is_mine(error: BaseException, store: Any, rank: int) -> bool:
         mine = _is_first_of_its_kind(error, store, rank)
     store.add(asked, 1)
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        # the store ends with this rank
-        _wait(lambda: store.add(asked, 0) == dist.get_world_size())
+        # the store ends with this rank; others may notice later that one is lost
+        is_lost = isinstance(error, PeerLost)
+        expected = dist.get_world_size() - is_lost
+        most_s = FIRST_RANK_S + 2 * ROLL_CALL_S * is_lost
+        _wait(lambda: store.add(asked, 0) >= expected, most_s)
     return mine
 
 
@@ -111,7 +114,7 @@ def _is_first_of_its_kind(error: BaseException, store: Any, rank: int) -> bool:
     return is_first
 
 
-def _wait(is_done: Callable[[], bool]) -> None:
-    until = time.monotonic() + FIRST_RANK_S
+def _wait(is_done: Callable[[], bool], most_s: float = FIRST_RANK_S) -> None:
+    until = time.monotonic() + most_s
     while not is_done() and time.monotonic() < until:
         time.sleep(0.01)

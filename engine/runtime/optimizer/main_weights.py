@@ -64,7 +64,7 @@ class MainWeights:
 
         `mode`: None leaves weights and their dtypes as they are.
         """
-        self._mode, self._replicas = mode, replicas
+        self._replicas = replicas
         self._mesh: DeviceMesh | None = None
         self.weights = list(weights)
         for weight in self.weights:  # of an earlier pipeline
@@ -75,6 +75,11 @@ class MainWeights:
             raise ConfigError(
                 f"a run has float32 gradients and zero_stage 0 or 1, not {mode.gradients} and"
                 f" {mode.zero_stage}: plan for one of these"
+            )
+        if mode.has_masters and not hasattr(torch.Tensor, "grad_dtype"):
+            raise ConfigError(
+                "float32 gradients of bf16 weights need torch 2.10 or newer, not"
+                f" {torch.__version__}: install it, or train in fp32"
             )
         if mode.zero_stage and replicas is not None and self.weights:
             self._mesh = DeviceMesh.from_group(replicas, self.weights[0].device.type)
@@ -126,8 +131,8 @@ class MainWeights:
         weight.data = whole if mode.precision == "fp32" else whole.to(DTYPE_OF[mode.precision])
         if not weight.requires_grad:
             return
-        # what passes add up is float32 from the first micro-batch on
-        weight.grad_dtype = torch.float32
+        if mode.has_masters:  # what passes add up is float32 from the first micro-batch on
+            weight.grad_dtype = torch.float32
         if self._mesh is not None and weight.dim():
             main = self._shard(whole, copies=mode.has_masters)
         else:
@@ -159,7 +164,8 @@ class MainWeights:
 def gradient_of(weight: nn.Parameter) -> Tensor:
     """A weight's gradient; zeros if no micro-batch used it, as those of other ranks may have."""
     if weight.grad is None:
-        weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype)
+        dtype = getattr(weight, "grad_dtype", None)  # torch has it from 2.10 on
+        weight.grad = torch.zeros_like(weight, dtype=dtype)
     return weight.grad
 
 

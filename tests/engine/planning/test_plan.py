@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -41,7 +42,11 @@ def test_a_plan_of_version_1_is_read_with_the_mode_that_it_assumed():
     assert plan.training.mode == TrainingMode(precision="bf16", gradients="fp32", zero_stage=1)
     assert (plan.parallel.pp, plan.parallel.dp, plan.training.llm) == (2, 2, True)
     again = planner.plan(plan.changed()).plan
-    assert again.predicted == plan.predicted
+    # what a patch embedding keeps was counted too low then
+    found = {name: getattr(again.predicted, name) for name in ("peak_bytes", "full_peak_bytes")}
+    assert again.predicted == replace(plan.predicted, **found)
+    for name, peaks in found.items():
+        assert peaks == pytest.approx(getattr(plan.predicted, name), rel=0.005)
     assert plan_from_json(plan.to_json(), where="here").to_json() == plan.to_json()
 
 

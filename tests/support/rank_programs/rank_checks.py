@@ -17,13 +17,14 @@ from support.loading.step_planners import dispatch, repack
 
 
 def with_other_index(build, folder):
-    """A copy of a build whose index says of each group that it is longer."""
+    """A copy of a build whose index says of each group that it is shorter."""
     shutil.copytree(build, folder)
     with pa.ipc.open_file(str(build / "index.arrow")) as file:
         table = file.read_all()
     place = table.schema.get_field_index("num_text_tokens")
-    longer = pa.array([count + 1 for count in table["num_text_tokens"].to_pylist()], pa.int32())
-    table = table.set_column(place, table.schema.field(place), longer)
+    field = table.schema.field(place)
+    shorter = [count - 1 for count in table[field.name].to_pylist()]
+    table = table.set_column(place, field, pa.array(shorter, field.type))
     with pa.ipc.new_file(str(folder / "index.arrow"), table.schema) as writer:
         writer.write_table(table)
     return folder

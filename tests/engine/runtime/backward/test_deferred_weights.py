@@ -1,6 +1,7 @@
 """Weight gradients computed later are those of one pass, and hold no more than they need."""
 
 import gc
+from itertools import product
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from engine.runtime.backward.deferred_weights import DeferredWeights
 from engine.runtime.cpu_memory import LiveBytes
+from support.cases import for_each
 
 
 class ByHand(nn.Module):
@@ -61,9 +63,10 @@ def passes(module, given, gradient, *, autocast, defer):
     return at_once, [leaf.grad for leaf in leaves]
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("trained_before", [False, True])
-@pytest.mark.parametrize("name", [*DEFERRED, *AT_ONCE])
+@for_each(
+    ("name", "trained_before", "autocast"),
+    product([*DEFERRED, *AT_ONCE], [False, True], [False, True]),
+)
 def test_gradients_are_those_of_one_pass(name, trained_before, autocast):
     torch.manual_seed(0)
     make, shape = (DEFERRED | AT_ONCE)[name]
