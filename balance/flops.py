@@ -26,7 +26,8 @@ from math import isqrt
 import numpy as np
 
 from balance.errors import ConfigError
-from balance.presets import LlmShape, ModelPreset, NativeRule, VisionRule, VitShape
+from balance.media.rules import NativeRule, VisionRule
+from balance.presets import LlmShape, ModelPreset, VitShape
 from balance.types import Counts, FloatArray, Groups, IntArray
 
 TRAIN_FACTOR = 3

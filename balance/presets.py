@@ -12,73 +12,7 @@ from typing import Any
 from balance.config import build_config, check_positive, read_preset
 from balance.errors import ConfigError
 from balance.media.audio_tokens import AudioRule
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PixelRule:
-    """How pixels become a tensor, for every vision rule; every number of a rule is positive."""
-
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-
-    def __post_init__(self) -> None:
-        check_positive(self)
-        if min(self.std) <= 0:
-            raise ConfigError(f"std = {list(self.std)}: must be greater than 0")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FixedRule(PixelRule):
-    """LLaVA-1.5: the shorter edge to `image_size`, centre crop, one patch per image."""
-
-    image_size: int
-    vit_tokens_per_patch: int
-    llm_tokens_per_patch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TilesRule(PixelRule):
-    """InternVL: the grid of tiles closest in aspect ratio, and a thumbnail if several."""
-
-    image_size: int
-    vit_tokens_per_patch: int
-    llm_tokens_per_patch: int
-    min_patches: int = 1
-    max_patches: int
-    thumbnail: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnyresRule(PixelRule):
-    """LLaVA-NeXT: tiles of the best of `grid_pinpoints` and the whole image; padding removed."""
-
-    image_size: int
-    vit_patch_size: int
-    vit_tokens_per_patch: int
-    grid_pinpoints: tuple[tuple[int, int], ...]
-    """(height, width) in pixels, as the reference lists them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NativeRule(PixelRule):
-    """Qwen2-VL: native resolution, ViT patches merged `merge_size` x `merge_size`."""
-
-    vit_patch_size: int
-    merge_size: int
-    temporal_patch_size: int
-    min_pixels: int
-    max_pixels: int
-    max_aspect_ratio: float
-
-
-VisionRule = FixedRule | TilesRule | AnyresRule | NativeRule
-
-VISION_RULES: dict[str, type[PixelRule]] = {
-    "fixed": FixedRule,
-    "tiles": TilesRule,
-    "anyres": AnyresRule,
-    "native": NativeRule,
-}
+from balance.media.rules import VISION_RULES, NativeRule, VisionRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,8 @@ from balance.baseline_samplers import BATCH_SIZE, as_groups, random_batches
 from balance.errors import DataError, IsobatchError
 from balance.grouping.caps import GroupOptions
 from balance.media.image_tokens import ImageRejected, plan_image
-from balance.presets import TilesRule, VisionRule, load_model
+from balance.media.rules import TilesRule, VisionRule
+from balance.presets import load_model
 from balance.types import Counts, Groups, IntArray
 from packer.count.sample_counter import CountSettings, SampleCounter
 from packer.demo.dataset import DEMO_SAMPLES, demo_tokenizer_path, write_demo

@@ -9,7 +9,8 @@ import numpy as np
 from balance.baseline_samplers import BATCH_SIZE
 from balance.config import Option, check_options, preset_names
 from balance.errors import ConfigError
-from balance.presets import AnyresRule, NativeRule, load_model
+from balance.media.rules import AnyresRule, NativeRule
+from balance.presets import load_model
 from engine.cost_model.clusters import load_cluster
 from engine.cost_model.loads import Loads
 from engine.cost_model.parallel import Parallelism, Part, Training

@@ -13,7 +13,8 @@ from functools import partial
 
 import torch
 
-from balance.presets import ModelPreset, NativeRule
+from balance.media.rules import NativeRule
+from balance.presets import ModelPreset
 from loaders.batch.collate import collate
 from loaders.batch.micro_batch import MicroBatch
 from loaders.config import LoaderConfig

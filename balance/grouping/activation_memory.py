@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from balance.errors import ConfigError
-from balance.presets import ModelPreset, NativeRule, TransformerShape
+from balance.media.rules import NativeRule
+from balance.presets import ModelPreset, TransformerShape
 
 BYTES = 2
 """Bytes of a bf16 number."""

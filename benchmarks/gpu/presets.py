@@ -8,7 +8,8 @@ from math import isqrt
 import numpy as np
 from ablation.data import Sizes
 
-from balance.presets import LlmShape, ModelPreset, TilesRule, VitShape, load_model
+from balance.media.rules import TilesRule
+from balance.presets import LlmShape, ModelPreset, VitShape, load_model
 from balance.types import Counts
 
 INTERNVL = "internvl_1_5"

@@ -24,14 +24,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isqrt
 
-from balance.presets import (
-    EncoderShape,
-    LlmShape,
-    ModelPreset,
-    NativeRule,
-    TransformerShape,
-    VitShape,
-)
+from balance.media.rules import NativeRule
+from balance.presets import EncoderShape, LlmShape, ModelPreset, TransformerShape, VitShape
 from engine.cost_model.operations import (
     BYTES,
     Attention,

@@ -10,8 +10,9 @@ import numpy as np
 
 from balance.baseline_samplers import as_groups, random_batches
 from balance.errors import ConfigError, DataError
+from balance.media.rules import NativeRule
 from balance.order.global_shuffle import epoch_steps
-from balance.presets import ModelPreset, NativeRule
+from balance.presets import ModelPreset
 from balance.types import COUNT_COLUMNS, Counts, Groups, IntArray, Limits
 from engine.cost_model.loads import (
     Loads,

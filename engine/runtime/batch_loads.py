@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from balance.errors import ConfigError
-from balance.presets import ModelPreset, NativeRule
+from balance.media.rules import NativeRule
+from balance.presets import ModelPreset
 from balance.types import IntArray
 from engine.cost_model.loads import Loads, PhaseLoads
 from engine.runtime.stage_io import Batch, samples_text

@@ -19,7 +19,8 @@ from balance.errors import ConfigError, DataError
 from balance.loss_weights import LossWeights, sample_weights
 from balance.media.audio_tokens import AudioRule, plan_audio
 from balance.media.image_tokens import ImagePlan, plan_image
-from balance.presets import ModelPreset, NativeRule, VisionRule
+from balance.media.rules import NativeRule, VisionRule
+from balance.presets import ModelPreset
 from balance.types import LABEL_IGNORE
 from loaders.batch.micro_batch import MicroBatch
 from loaders.config import AudioForm, LoaderConfig

@@ -14,7 +14,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from balance.errors import DataError
 from balance.media.image_tokens import plan_image
 from balance.media.jpeg import plain_jpeg_size
-from balance.presets import VisionRule
+from balance.media.rules import VisionRule
 from loaders.decode.resize import Pixels
 
 try:

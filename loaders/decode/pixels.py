@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from balance.media.image_tokens import ImagePlan
-from balance.presets import AnyresRule, FixedRule, NativeRule, TilesRule, VisionRule
+from balance.media.rules import AnyresRule, FixedRule, NativeRule, TilesRule, VisionRule
 from loaders.decode._buffer_pool import pixel_pool
 from loaders.decode.resize import Pixels, Resizer, patchify, resizer
 

@@ -14,16 +14,8 @@ from balance.config import config_root, preset_names
 from balance.errors import ConfigError
 from balance.media.audio_tokens import AudioRule
 from balance.media.image_tokens import plan_image
-from balance.presets import (
-    AnyresRule,
-    FixedRule,
-    NativeRule,
-    TilesRule,
-    load_dataset,
-    load_model,
-    model_from_dict,
-    model_to_dict,
-)
+from balance.media.rules import AnyresRule, FixedRule, NativeRule, TilesRule
+from balance.presets import load_dataset, load_model, model_from_dict, model_to_dict
 from support.cases import for_each
 
 TINY = {

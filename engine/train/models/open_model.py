@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from balance.errors import ConfigError
-from balance.presets import FixedRule, ModelPreset, NativeRule, TilesRule, load_model
+from balance.media.rules import FixedRule, NativeRule, TilesRule
+from balance.presets import ModelPreset, load_model
 from engine.cost_model.analytical import layer_names
 from engine.cost_model.layer_list import layers_of
 from engine.cost_model.operations import Layer

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from balance.errors import ConfigError
-from balance.presets import ModelPreset, TilesRule
+from balance.media.rules import TilesRule
+from balance.presets import ModelPreset
 from engine.runtime.models.language_layers import loss_sum
 from engine.runtime.stage_io import LOSS, Batch, LayerStack, StageTensors, TensorSpec
 

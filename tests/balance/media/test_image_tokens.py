@@ -29,7 +29,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from balance.config import preset_names
 from balance.errors import DataError
 from balance.media.image_tokens import ImagePlan, ImageRejected, plan_image
-from balance.presets import AnyresRule, FixedRule, NativeRule, TilesRule, load_model
+from balance.media.rules import AnyresRule, FixedRule, NativeRule, TilesRule
+from balance.presets import load_model
 from support.cases import for_each
 from support.oracles.reference_processors import random_image, reference_processor
 

@@ -13,7 +13,8 @@ from PIL import Image
 
 from balance.errors import ConfigError
 from balance.media.image_tokens import plan_image
-from balance.presets import AnyresRule, FixedRule, NativeRule, TilesRule, load_model
+from balance.media.rules import AnyresRule, FixedRule, NativeRule, TilesRule
+from balance.presets import load_model
 from loaders.batch.collate import collate
 from loaders.batch.micro_batch import shift_labels
 from loaders.batch.model_inputs import BLANK_SAMPLE_ID, model_inputs

@@ -15,7 +15,8 @@ from transformers.image_utils import load_image
 from balance.config import preset_names
 from balance.errors import DataError
 from balance.media.image_tokens import ImageRejected, plan_image
-from balance.presets import AnyresRule, NativeRule, load_model
+from balance.media.rules import AnyresRule, NativeRule
+from balance.presets import load_model
 from loaders.decode._patchify import patchify_planes
 from loaders.decode.image import decode
 from loaders.decode.pixels import (

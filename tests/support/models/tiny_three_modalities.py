@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from balance.errors import ConfigError
 from balance.media.audio_tokens import AudioRule
-from balance.presets import TilesRule
+from balance.media.rules import TilesRule
 from engine.runtime.stage_io import LOSS, Batch, StageTensors
 from engine.train.models.tiny_vlm import (
     DEPTH,
