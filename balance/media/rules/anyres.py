@@ -1,4 +1,4 @@
-"""Tiles of the best of some canvases and the whole image, padding removed (LLaVA-NeXT)."""
+"""Tiles of the best canvas and the whole image, padding removed (LLaVA-NeXT)."""
 
 import math
 from dataclasses import dataclass
