@@ -1,4 +1,4 @@
-"""What every vision rule has: its dataclass, the plan of an image, and why one is refused.
+"""What vision rules share: the plan of an image, and why one is refused.
 
 A rule is a frozen dataclass that reads from TOML. Its module holds, side by side, how an image's
 size becomes counts and how its pixels are cut.
