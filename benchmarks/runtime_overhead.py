@@ -37,7 +37,13 @@ from engine.simulator.schedule import make_schedule  # noqa: E402
 from engine.simulator.simulate import simulate  # noqa: E402
 from engine.simulator.stages import StageCosts  # noqa: E402
 
-SCHEDULES = {"1f1b": 1, "gpipe": 1, "zero_bubble": 1, "interleaved": 2}
+SCHEDULES = {
+    "1f1b": 1,
+    "gpipe": 1,
+    "zero_bubble": 1,
+    "interleaved": 2,
+    "interleaved_zero_bubble": 2,
+}
 """Stages per rank."""
 WARM_UP = 2
 

@@ -35,7 +35,13 @@ from engine.simulator.simulate import critical_path, simulate  # noqa: E402
 from support.costs.random_steps import as_oracle, random_stages  # noqa: E402
 from support.oracles.simulation_oracle import Pipeline  # noqa: E402
 
-SCHEDULES = {"1f1b": 1, "gpipe": 1, "interleaved": 4, "zero_bubble": 1}
+SCHEDULES = {
+    "1f1b": 1,
+    "gpipe": 1,
+    "interleaved": 4,
+    "zero_bubble": 1,
+    "interleaved_zero_bubble": 4,
+}
 """Stages per rank."""
 JUDGED_OPERATIONS, MOST_MS = 16_384, 90.0
 LARGEST_ORACLE = 20_000
@@ -87,7 +93,7 @@ def main() -> int:
 
 def measure(name: str, operations: int, ranks: int, rounds: int) -> dict[str, Any]:
     """Least times in ms of one schedule at one size."""
-    per_rank, kinds = SCHEDULES[name], 3 if name == "zero_bubble" else 2
+    per_rank, kinds = SCHEDULES[name], 3 if "zero_bubble" in name else 2
     micro_batches = max(1, operations // (ranks * per_rank * kinds))
     made: Schedule = make_schedule(name, ranks, micro_batches, per_rank)
     stages = random_stages(np.random.default_rng(0), made.num_stages, micro_batches, most=10**7)
@@ -126,6 +132,7 @@ def forget() -> None:
         schedule.one_f_one_b,
         schedule.interleaved,
         schedule.zero_bubble,
+        schedule.interleaved_zero_bubble,
         program._edges,
     ):
         cached.cache_clear()

@@ -71,7 +71,9 @@ class PlanConfig:
         int, Option("Micro-batches per step and replica. Default: 16.", least=1)
     ] = 16
     schedule: Annotated[str, Option(f"{', '.join(SCHEDULES)}. Default: 1f1b.")] = "1f1b"
-    stages_per_rank: Annotated[int, Option("Stages per rank; over 1 for interleaved.", least=1)] = 1
+    stages_per_rank: Annotated[
+        int, Option("Stages per rank; over 1 for interleaved ones.", least=1)
+    ] = 1
     memory_gib: Annotated[
         float | None, Option("GiB of a GPU that may be used. Default: by the cluster's preset.")
     ] = None

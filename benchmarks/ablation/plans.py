@@ -38,7 +38,11 @@ from engine.tuning.tune import PartitionedModel, TuneOptions
 
 SIZES = (0.75, 1.0, 2.0)
 """Token limits that the careful user tries, relative to the usual one; steps stay as large."""
-SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("interleaved", 4))
+SCHEDULES = (
+    ("1f1b", 1),
+    ("zero_bubble", 1),
+    *((name, count) for name in ("interleaved", "interleaved_zero_bubble") for count in (2, 3, 4)),
+)
 """Schedules that the planner compares, with stages per rank."""
 EPOCH = 1 << 30
 """Steps: all that the samples make."""

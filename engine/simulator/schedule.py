@@ -7,7 +7,8 @@ Rank r of a pipeline runs the stages r, r + num_ranks, ... A schedule has an ord
 - `one_f_one_b`: stage s has at most num_stages - s micro-batches in flight (PipeDream-flush,
   arXiv 2006.09503);
 - `interleaved`: several stages per rank (Megatron-LM, arXiv 2104.04473);
-- `zero_bubble`: 1F1B, but gradients of weights wait and fill the bubbles (ZB-H1, arXiv 2401.10241).
+- `zero_bubble`: 1F1B, but gradients of weights wait and fill the bubbles (ZB-H1, arXiv 2401.10241);
+- `interleaved_zero_bubble`: the same in the interleaved order.
 """
 
 from __future__ import annotations
@@ -95,6 +96,11 @@ class Schedule:
         return len(self.rank_offsets) - 1
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are passes of their own."""
+        return bool((self.kinds == PassKind.WEIGHT_GRAD).any())
+
+    @property
     def ranks(self) -> IntArray:
         """The rank of each action, (actions,)."""
         return np.repeat(np.arange(self.num_ranks), np.diff(self.rank_offsets))
@@ -163,7 +169,15 @@ def interleaved(num_ranks: int, stages_per_rank: int, num_micro_batches: int) ->
     second, and so on; backward passes go from its last stage to its first. An incomplete last round
     keeps the order of a full one with gaps: closing the gaps would make passes wait in a circle.
     """
-    num_stages, actions = num_ranks * stages_per_rank, []
+    actions = _interleaved(num_ranks, stages_per_rank, num_micro_batches)
+    return Schedule.of("interleaved", num_ranks * stages_per_rank, num_micro_batches, actions)
+
+
+def _interleaved(
+    num_ranks: int, stages_per_rank: int, num_micro_batches: int
+) -> Iterator[Iterator[Action]]:
+    """The actions of each rank."""
+    num_stages = num_ranks * stages_per_rank
     starts = range(0, num_micro_batches, max(num_ranks, 1))
     rounds = [range(first, first + num_ranks) for first in starts]
     for rank in range(num_ranks):
@@ -172,8 +186,7 @@ def interleaved(num_ranks: int, stages_per_rank: int, num_micro_batches: int) ->
         backwards = [(stage, number) for turn in rounds for stage in up[::-1] for number in turn]
         ahead = 2 * (num_ranks - rank - 1) + (stages_per_rank - 1) * num_ranks + 1
         own = _alternate(forwards, backwards, ahead)
-        actions.append([action for action in own if action.micro_batch < num_micro_batches])
-    return Schedule.of("interleaved", num_stages, num_micro_batches, actions)
+        yield (action for action in own if action.micro_batch < num_micro_batches)
 
 
 @lru_cache(maxsize=64)
@@ -189,6 +202,24 @@ def zero_bubble(num_stages: int, num_micro_batches: int) -> Schedule:
     """
     actions = map(_split, _one_f_one_b(num_stages, num_micro_batches), range(num_stages))
     return Schedule.of("zero_bubble", num_stages, num_micro_batches, actions)
+
+
+@lru_cache(maxsize=64)
+def interleaved_zero_bubble(
+    num_ranks: int, stages_per_rank: int, num_micro_batches: int
+) -> Schedule:
+    """The interleaved order, in which rank r defers up to 2 r weight gradients.
+
+    A rank's last input gradients wait for r later ones of other ranks. Those take longer than
+    weight gradients do (attention and recomputation are in them), so r of these would not fill the
+    time: with 4 ranks of 3 stages, 8 micro-batches, and passes in the ratio 1 : 1.3 : .7, ranks
+    wait 4.0 % of the step, 6.2 % with r, and 11.1 % in the interleaved schedule.
+    """
+    own = _interleaved(num_ranks, stages_per_rank, num_micro_batches)
+    actions = map(_split, own, range(0, 2 * num_ranks, 2))
+    return Schedule.of(
+        "interleaved_zero_bubble", num_ranks * stages_per_rank, num_micro_batches, actions
+    )
 
 
 def _split(actions: Iterator[Action], most_waiting: int) -> Iterator[Action]:
@@ -211,14 +242,19 @@ def make_schedule(
     """A schedule by its name. ConfigError if it is unknown or cannot run these stages."""
     if name not in SCHEDULES:
         raise ConfigError(f"schedule is {name!r}; use one of {', '.join(SCHEDULES)}")
-    if name == "interleaved":
-        return interleaved(num_ranks, stages_per_rank, num_micro_batches)
+    if name in _OF_SEVERAL_STAGES:
+        return _OF_SEVERAL_STAGES[name](num_ranks, stages_per_rank, num_micro_batches)
     if stages_per_rank != 1:
+        several = " or ".join(repr(each) for each in _OF_SEVERAL_STAGES)
         raise ConfigError(
-            f"{name} runs one stage per rank, not {stages_per_rank}; use schedule 'interleaved'"
+            f"{name} runs one stage per rank, not {stages_per_rank}; use schedule {several}"
         )
-    made = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble}
-    return made[name](num_ranks, num_micro_batches)
+    return _OF_ONE_STAGE[name](num_ranks, num_micro_batches)
 
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
+_OF_ONE_STAGE = {"1f1b": one_f_one_b, "gpipe": gpipe, "zero_bubble": zero_bubble}
+_OF_SEVERAL_STAGES = {
+    "interleaved": interleaved,
+    "interleaved_zero_bubble": interleaved_zero_bubble,
+}
+SCHEDULES = (*_OF_ONE_STAGE, *_OF_SEVERAL_STAGES)

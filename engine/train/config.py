@@ -10,6 +10,7 @@ import typer
 from balance.errors import ConfigError
 from balance.loss_weights import LossNormalizer, LossWeights
 from engine.cost_model.training_mode import Precision, TrainingMode
+from engine.simulator.schedule import SCHEDULES
 
 GIB = 2**30
 MOST_LR = 1e37
@@ -19,7 +20,7 @@ ONE_STAGE = (
     "--recompute adapt is for one stage per rank: use --stages-per-rank 1 with --schedule 1f1b or"
     " zero_bubble, or --recompute plan, all or none"
 )
-_SCHEDULES = "1f1b, gpipe, interleaved, zero_bubble."
+_SCHEDULES = f"{', '.join(SCHEDULES)}."
 
 ModelName = Literal["tiny", "llava", "internvl", "qwen2_vl"]
 
@@ -99,7 +100,7 @@ class MeasureConfig(RunConfig):
 
     out: Annotated[Path, _help("Folder for profile.json, evidence.json and plan.json.")]
     schedule: Annotated[str, _help(_SCHEDULES)] = "1f1b"
-    stages_per_rank: Annotated[int, _help("For interleaved.", least=1)] = 1
+    stages_per_rank: Annotated[int, _help("For interleaved ones.", least=1)] = 1
     micro_batches_per_step: Annotated[int, _help("Of the measured step.", least=1)] = 4
     most_run: Annotated[int, _help("Partitions to run.", least=1)] = 12
     cluster: Annotated[str, _help("Preset that the plan names for what was not measured.")] = "h100"
@@ -114,7 +115,7 @@ class TrainConfig(RunConfig):
     dp: Annotated[int | None, _help("Replicas. Default: the plan's; auto: 1.")] = None
     schedule: Annotated[str | None, _help(f"{_SCHEDULES} Default: the plan's; auto: 1f1b.")] = None
     stages_per_rank: Annotated[
-        int | None, _help("For interleaved. Default: the plan's; auto: 1.", least=1)
+        int | None, _help("For interleaved ones. Default: the plan's; auto: 1.", least=1)
     ] = None
     micro_batches_per_step: Annotated[
         int | None, _help("Per replica. Default: the plan's; auto: 4.", least=1)

@@ -51,8 +51,8 @@ def profile_step(
     """
     listed = layers_of(request.model, request.parallel)
     ranks = list(range(dist.get_world_size()))
-    num_stages = request.make_schedule().num_stages
-    borders = even_partition(np.ones(len(model.layers), np.int64), num_stages)
+    schedule = request.make_schedule()
+    borders = even_partition(np.ones(len(model.layers), np.int64), schedule.num_stages)
     parts = probe_batches(batches, request.loads, image_token_id)
     with temporary_pipelines(model):
         return measure_layers(
@@ -64,7 +64,7 @@ def profile_step(
                 kinds=[layer.kind for layer in listed],
                 phases=phases_of(request.model),
             ),
-            MeasureOptions(repeats=REPEATS, apart=request.schedule == "zero_bubble"),
+            MeasureOptions(repeats=REPEATS, apart=schedule.splits_backward),
         )
 
 

@@ -170,7 +170,8 @@ def test_the_same_request_has_the_same_result(result):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stages_per_rank"), [("zero_bubble", 1), ("gpipe", 1), ("interleaved", 2)]
+    ("schedule", "stages_per_rank"),
+    [("zero_bubble", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved_zero_bubble", 2)],
 )
 def test_every_schedule_can_be_planned(schedule, stages_per_rank):
     asked = plan_request(schedule=schedule, stages_per_rank=stages_per_rank)

@@ -15,9 +15,7 @@ from engine.planning.recompute import (
 from engine.simulator.evaluate import memory_of, schedule_for
 from engine.simulator.stages import stage_costs
 from support.cases import for_each
-from support.costs.random_costs import random_model, vlm
-
-SHAPES = [("1f1b", 1), ("gpipe", 1), ("zero_bubble", 1), ("interleaved", 2)]
+from support.costs.random_costs import SHAPES, random_model, vlm
 
 
 def instance(seed, *, most_layers=9):

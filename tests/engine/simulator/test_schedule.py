@@ -11,6 +11,7 @@ from engine.simulator.schedule import (
     PassKind,
     gpipe,
     interleaved,
+    interleaved_zero_bubble,
     make_schedule,
     one_f_one_b,
     zero_bubble,
@@ -44,12 +45,13 @@ def under_way(actions):
 @for_each(("stages", "micro_batches"), SIZES)
 @for_each("name", SCHEDULES)
 def test_every_stage_runs_every_micro_batch_once_each_way(name, stages, micro_batches):
-    schedule = make_schedule(name, stages, micro_batches, 3 if name == "interleaved" else 1)
+    schedule = make_schedule(name, stages, micro_batches, 3 if "interleaved" in name else 1)
     kinds = (
         [PassKind.FORWARD, PassKind.INPUT_GRAD, PassKind.WEIGHT_GRAD]
-        if name == "zero_bubble"
+        if schedule.splits_backward
         else [PassKind.FORWARD, PassKind.BACKWARD]
     )
+    assert schedule.splits_backward == ("zero_bubble" in name)
     wanted = Counter(
         Action(kind, stage, number)
         for kind in kinds
@@ -63,7 +65,9 @@ def test_every_stage_runs_every_micro_batch_once_each_way(name, stages, micro_ba
 @for_each(("ranks", "micro_batches"), SIZES)
 @for_each("chunks", [1, 2, 4])
 def test_rank_r_runs_every_stage_that_leaves_the_rest_r(ranks, chunks, micro_batches):
-    for rank, own in enumerate(all_of(interleaved(ranks, chunks, micro_batches))):
+    made = interleaved, interleaved_zero_bubble
+    orders = [all_of(one(ranks, chunks, micro_batches)) for one in made]
+    for rank, own in [pair for each in orders for pair in enumerate(each)]:
         assert {action.stage for action in own} == {rank + chunk * ranks for chunk in range(chunks)}
 
 
@@ -104,6 +108,22 @@ def test_zero_bubble_leaves_weight_gradients_for_the_end():
     ]
 
 
+@for_each(("ranks", "micro_batches"), SIZES)
+@for_each("chunks", [1, 2, 4])
+def test_zero_bubble_keeps_the_interleaved_order_and_defers_two_weight_gradients_per_rank_before(
+    ranks, chunks, micro_batches
+):
+    plain, split = (
+        all_of(made(ranks, chunks, micro_batches))
+        for made in (interleaved, interleaved_zero_bubble)
+    )
+    for rank, (whole, own) in enumerate(zip(plain, split, strict=True)):
+        rest = [action for action in own if action.kind is not PassKind.WEIGHT_GRAD]
+        assert [action[1:] for action in rest] == [action[1:] for action in whole]
+        waiting = Counter(action.kind for action in own[: own.index(rest[-1])])
+        assert waiting[PassKind.INPUT_GRAD] - waiting[PassKind.WEIGHT_GRAD] <= 2 * rank
+
+
 @for_each(("stages", "micro_batches"), SIZES)
 def test_interleaving_one_stage_per_rank_runs_in_1f1b_order_but_for_its_warm_up(
     stages, micro_batches
@@ -137,8 +157,12 @@ def test_schedules_are_made_once():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("2f2b", 2, 3), "schedule is '2f2b'; use one of 1f1b, gpipe, interleaved, zero_bubble"),
-        (("1f1b", 2, 3, 2), "1f1b runs one stage per rank, not 2; use schedule 'interleaved'"),
+        (("2f2b", 2, 3), f"schedule is '2f2b'; use one of {', '.join(SCHEDULES)}"),
+        (
+            ("1f1b", 2, 3, 2),
+            "1f1b runs one stage per rank, not 2; use schedule 'interleaved' or "
+            "'interleaved_zero_bubble'",
+        ),
         (("1f1b", 0, 3), "0 stages and 3 micro-batches; give at least 1 of each"),
         (
             ("interleaved", 2, 0, 2),

@@ -12,6 +12,7 @@ from engine.simulator.schedule import (
     Schedule,
     gpipe,
     interleaved,
+    interleaved_zero_bubble,
     one_f_one_b,
     zero_bubble,
 )
@@ -219,9 +220,44 @@ def test_zero_bubble_waits_as_its_paper_says(stages, forward, input_grad, weight
 @for_each("chunks", [1, 2, 3, 5])
 def test_interleaving_never_stands_still(ranks, chunks):
     for micro_batches in range(1, 3 * ranks + 3):
-        schedule = interleaved(ranks, chunks, micro_batches)
-        timeline = simulate(make_program(schedule, constant_stages(ranks * chunks, micro_batches)))
-        assert timeline.step_ns >= 3 * chunks * micro_batches
+        for made in (interleaved, interleaved_zero_bubble):
+            schedule = made(ranks, chunks, micro_batches)
+            costs = constant_stages(ranks * chunks, micro_batches)
+            timeline = simulate(make_program(schedule, costs))
+            assert timeline.step_ns >= 3 * chunks * micro_batches
+
+
+@for_each(
+    ("forward", "input_grad", "weight_grad"), [(10, 10, 10), (10, 13, 7), (10, 23, 7), (10, 8, 12)]
+)
+@for_each("ranks", [2, 4, 8])
+@for_each("chunks", [2, 3, 4])
+def test_deferred_weight_gradients_fill_the_interleaved_bubbles(
+    ranks, chunks, forward, input_grad, weight_grad
+):
+    for micro_batches in (ranks, 2 * ranks - 1, 3 * ranks):
+        costs = constant_stages(
+            ranks * chunks,
+            micro_batches,
+            forward=forward,
+            input_grad=input_grad,
+            weight_grad=weight_grad,
+        )
+        plain, split = (
+            simulate(make_program(made(ranks, chunks, micro_batches), costs)).step_ns
+            for made in (interleaved, interleaved_zero_bubble)
+        )
+        assert split < plain
+
+
+def test_interleaved_zero_bubble_waits_as_its_docstring_says():
+    costs = constant_stages(12, 8, forward=10, input_grad=13, weight_grad=7)
+    waiting = [
+        simulate(make_program(made(4, 3, 8), costs)).bubble_ratio
+        for made in (interleaved, interleaved_zero_bubble)
+    ]
+    np.testing.assert_allclose(waiting[0], 0.111, atol=5e-4)
+    np.testing.assert_allclose(waiting[1], 0.040, atol=5e-4)
 
 
 @for_each("seed", range(150))

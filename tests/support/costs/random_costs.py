@@ -9,7 +9,13 @@ from engine.simulator.evaluate import memory_of
 from engine.simulator.schedule import make_schedule
 from engine.simulator.stages import stage_costs
 
-SHAPES = [("1f1b", 1), ("gpipe", 1), ("zero_bubble", 1), ("interleaved", 2)]
+SHAPES = [
+    ("1f1b", 1),
+    ("gpipe", 1),
+    ("zero_bubble", 1),
+    ("interleaved", 2),
+    ("interleaved_zero_bubble", 2),
+]
 """Schedules, and stages per rank."""
 
 

@@ -10,6 +10,7 @@ from engine.simulator.schedule import (
     Schedule,
     gpipe,
     interleaved,
+    interleaved_zero_bubble,
     one_f_one_b,
     zero_bubble,
 )
@@ -26,15 +27,16 @@ NAMES = {kind: letter for letter, kind in LETTERS.items()}
 
 
 def random_schedule(rng):
-    """One of the four, of random size."""
+    """One of the five, of random size."""
     ranks, micro_batches = int(rng.integers(1, 7)), int(rng.integers(1, 13))
     made = [
         gpipe(ranks, micro_batches),
         one_f_one_b(ranks, micro_batches),
         zero_bubble(ranks, micro_batches),
         interleaved(ranks, int(rng.integers(1, 5)), micro_batches),
+        interleaved_zero_bubble(ranks, int(rng.integers(1, 5)), micro_batches),
     ]
-    return made[rng.integers(4)]
+    return made[rng.integers(len(made))]
 
 
 def permuted(schedule, rng, ahead=()):

@@ -19,6 +19,7 @@ CASES = [
     Case(name="gpipe", pp=2, schedule="gpipe", reorder=True),
     Case(name="zero bubble, some recomputed", pp=2, schedule="zero_bubble", recompute="some"),
     Case(name="interleaved", pp=2, schedule="interleaved", stages_per_rank=3),
+    Case(name="both", pp=2, schedule="interleaved_zero_bubble", stages_per_rank=2),
 ]
 
 
