@@ -217,7 +217,7 @@ def _layer(layer: Layer, device: _Device, trained: bool, flows: bool) -> dict[st
         through = sum((each.input_grad for each in times[first + 1 :]), zeros)
     tokens, scale = device.tokens(layer.stream), device.scale
     each = layer.saved_bytes if trained else layer.saved_for_input_bytes
-    saved = (scale * each + layer.softmax_bytes) * tokens
+    saved = scale * each * tokens
     sent = sum((scale * size * device.tokens(stream) for stream, size in layer.sent), zeros)
     link = device.parallel.stage_link(device.cluster)
     goes_back = trained or flows

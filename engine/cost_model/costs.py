@@ -51,7 +51,7 @@ class Costs:
     kept_bytes: IntArray
     """The same if the layer is recomputed: its input."""
     working_bytes: IntArray
-    """Live only while the layer's own pass runs: mostly logits."""
+    """Live only while the layer's own pass runs."""
     deferred_bytes: IntArray
     """Live from the backward pass to deferred weight gradients: products' inputs, and gradients of
     their outputs."""

@@ -239,7 +239,7 @@ def _language_model(sizes: _Sizes, llm: LlmShape) -> list[Layer]:
         working_bytes=2.0 * h,
         sent=sent,
     )
-    # logits in bf16 become fp32; the softmax over them stays for the backward pass
+    # logits wait for their gradient, which takes their place (`engine.runtime.models.token_loss`)
     loss = sizes.elementwise(12.0 * vocabulary, 3)
     head = Layer(
         kind="head",
@@ -248,12 +248,11 @@ def _language_model(sizes: _Sizes, llm: LlmShape) -> list[Layer]:
         operations=(sizes.norm, *gather, sizes.product(h, vocabulary), loss),
         num_params=llm.vocab_size * h + h,
         gpu_params=vocabulary * h + h,
-        saved_bytes=4 * sizes.shared,
-        saved_for_input_bytes=2 * sizes.shared,
+        saved_bytes=4 * sizes.shared + 2.0 * vocabulary,
+        saved_for_input_bytes=2 * sizes.shared + 2.0 * vocabulary,
         deferred_bytes=2 * sizes.shared + 2.0 * vocabulary,
-        softmax_bytes=4.0 * vocabulary,
         input_bytes=sizes.output_bytes,
-        working_bytes=2.0 * h + 2.0 * vocabulary,
+        working_bytes=2.0 * h,
         sent=sent,
     )
     return [embedding, *[_transformer_layer(sizes, "llm", sent)] * llm.num_layers, head]

@@ -1,6 +1,6 @@
 """Layers and their operations as data, timed by `analytical`. Pure.
 
-Sizes are those of one tensor-parallel GPU; bytes are those of bf16, but for `Layer.softmax_bytes`.
+Sizes are those of one tensor-parallel GPU; bytes are those of bf16.
 """
 
 from dataclasses import dataclass
@@ -87,7 +87,5 @@ class Layer:
     input_bytes: float = 0.0
     """The input, which is kept if the layer is recomputed."""
     working_bytes: float
-    """Live only while it runs: gathered inputs, gradients of its widest activations, logits."""
+    """Live only while it runs: gathered inputs, gradients of its widest activations."""
     sent: Sent
-    softmax_bytes: float = 0.0
-    """Probabilities for the gradient of the loss: float32 whatever the weights are."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from balance.errors import ConfigError, DataError
-from engine.runtime.models.language_layers import loss_sum
+from engine.runtime.models.token_loss import loss_sum
 from loaders import StreamingLoader, shift_labels
 from support.builds.sample_tables import path_groups, text_samples, write_tabled
 from support.builds.shard_fixture import Sample

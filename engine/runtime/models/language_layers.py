@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from balance.errors import ConfigError
-from balance.types import LABEL_IGNORE
 from engine.runtime.models._sample_attention import packed_attention
 from engine.runtime.models.layer_specs import FEATURES, HIDDEN, OutputSpecs, SpecLayer, hidden_specs
+from engine.runtime.models.token_loss import loss_sum
 from engine.runtime.stage_io import LOSS, Batch, StageTensors, TensorSpec, samples_text
 
 _COS, _SIN, _BORDERS = "cos", "sin", "borders"
@@ -89,7 +88,7 @@ class Head(SpecLayer):
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
         """`hidden` (1, tokens, width) -> `loss`, over all tokens with a label."""
         logits = self.lm_head(self.norm(inputs[HIDDEN][0]))
-        return {LOSS: loss_sum(logits.float(), batch)}
+        return {LOSS: loss_sum(logits, batch)}
 
 
 def language_layers(model: Any, positions: Positions) -> list[SpecLayer]:
@@ -102,22 +101,3 @@ def language_layers(model: Any, positions: Positions) -> list[SpecLayer]:
     ]
     embedding = TokenEmbedding(decoder.embed_tokens, image_token_id, specs)
     return [embedding, *layers, Head(decoder.norm, model.lm_head)]
-
-
-def loss_sum(logits: Tensor, batch: Batch) -> Tensor:
-    """Sum of the losses of the labels, each times its weight, from logits (tokens, vocabulary)."""
-    targets = next_labels(batch.labels, batch.cu_seqlens)
-    losses = functional.cross_entropy(logits, targets, ignore_index=LABEL_IGNORE, reduction="none")
-    weights = getattr(batch, "loss_weights", None)
-    return (losses if weights is None else losses * weights).sum()
-
-
-def next_labels(labels: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Label that each position must predict: the next one in its sample; none at a sample's end.
-
-    >>> next_labels(torch.tensor([-100, 3, 4, 7, 9]), torch.tensor([0, 3, 5])).tolist()
-    [3, 4, -100, 9, -100]
-    """
-    targets = labels.roll(-1)
-    targets[cu_seqlens[1:].long() - 1] = LABEL_IGNORE
-    return targets

@@ -11,7 +11,7 @@ from torch.nn import functional
 from balance.errors import ConfigError
 from balance.media.rules import TilesRule
 from balance.presets import ModelPreset
-from engine.runtime.models.language_layers import loss_sum
+from engine.runtime.models.token_loss import loss_sum
 from engine.runtime.stage_io import LOSS, Batch, LayerStack, StageTensors, TensorSpec
 
 TILE_SIDE, PATCH_SIDE, MERGE = 56, 14, 2
@@ -154,7 +154,7 @@ class TinyHead(nn.Module):
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
         """hidden -> loss, a scalar."""
         logits = self.head(self.norm(inputs["hidden"]))
-        return {LOSS: loss_sum(logits.float(), batch)}
+        return {LOSS: loss_sum(logits, batch)}
 
 
 def make_tiny_vlm(preset: ModelPreset, vocab_size: int, image_token_id: int) -> LayerStack:

@@ -55,9 +55,6 @@ def test_fp32_doubles_activations_and_messages_but_for_the_probabilities_of_the_
         )
         for precision in ("bf16", "fp32")
     )
-    for name in ("kept_bytes", "working_bytes", "sent_bytes"):
+    for name in ("saved_bytes", "kept_bytes", "working_bytes", "sent_bytes"):
         assert np.abs(getattr(whole, name) - 2 * getattr(half, name)).max() <= 1  # rounded
-    assert np.abs(whole.saved_bytes - 2 * half.saved_bytes)[:-1].max() <= 1
-    probabilities = 4 * 100 * model.llm.vocab_size
-    assert whole.saved_bytes[-1, 0] - probabilities == 2 * (half.saved_bytes[-1, 0] - probabilities)
     assert (whole.forward_ns >= half.forward_ns).all()
