@@ -20,8 +20,8 @@ from balance.presets import ModelPreset, TransformerShape
 BYTES = 2
 """Bytes of a bf16 number."""
 LOGIT_BYTES = 14
-"""Bytes of one logit at the peak of transformers' loss (measured, 5.23): bf16, its copy in fp32, the
-logarithm of the softmax, and gradients. Fused losses, as the engine's, take 2."""
+"""Bytes of one logit at the peak of transformers' loss (5.23, measured): bf16, a copy in fp32, the
+logarithm of the softmax, gradients. Fused losses, as the engine's, take 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,8 @@ def loss_sum(logits: Tensor, batch: Batch) -> Tensor:
     labelled = targets != LABEL_IGNORE
     weights = getattr(batch, "loss_weights", None)
     scale = labelled.float() if weights is None else labelled * weights
-    total: Tensor = _LossSum.apply(logits, targets.where(labelled, 0), scale)
+    chosen = targets.where(labelled, 0)
+    total: Tensor = _LossSum.apply(logits, chosen, scale)  # type: ignore[no-untyped-call]
     return total
 
 
@@ -69,4 +70,4 @@ class _LossSum(torch.autograd.Function):
 
 def _chunks(logits: Tensor) -> tuple[Tensor, ...]:
     """Views of a few rows each."""
-    return logits.split(max(1, _CHUNK // max(1, logits.shape[1])))
+    return torch.split(logits, max(1, _CHUNK // max(1, logits.shape[1])))
