@@ -1,0 +1,203 @@
+"""Files of a tokenizer or a model: from a folder, or from the Hugging Face Hub.
+
+The edge of `balance.model_folder`, which is pure otherwise; `packer.text.tokenizer_files` reads
+through it too. Downloads are huggingface_hub's (an extra): cached, and read from the cache offline.
+"""
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from balance.config import config_root
+from balance.errors import ConfigError, first_line
+from balance.model_folder.json_table import Json, JsonTable
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+"""OWNER/NAME; a tokenizer's may be a single word."""
+
+CONFIG_NAME = "config.json"
+PROCESSOR_NAME = "processor_config.json"
+IMAGE_PROCESSOR_NAME = "preprocessor_config.json"
+TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class FileSource:
+    """A folder or a Hub repository, to read small text files from."""
+
+    kind: str
+    """What is looked for, for messages: `tokenizer` or `model`."""
+    where: str
+    """Folder or Hub id."""
+    folder: Path | None
+    """None: on the Hub."""
+
+    @classmethod
+    def find(cls, source: str | Path, kind: str, *, hub_id: re.Pattern[str] = HUB_ID) -> FileSource:
+        """The folder, that of a file, or a Hub repository. ConfigError for anything else."""
+        path = Path(source).expanduser()
+        folder = path.parent if path.is_file() else path
+        if folder.is_dir():
+            return cls(kind, str(folder), folder)
+        if isinstance(source, str) and hub_id.fullmatch(source):
+            return cls(kind, source, None)
+        raise ConfigError(f"{kind} {source}: no such folder or file, nor a Hub id (OWNER/NAME)")
+
+    def read(self, name: str, *, required: bool = False) -> str | None:
+        """A file's text, or None if there is no such file; ConfigError if it cannot be read.
+
+        `required`: the file that must be there, so that a Hub out of reach is an error.
+        """
+        if self.folder is None:
+            return self._read_hub(name, required=required)
+        try:
+            return (self.folder / name).read_text("utf-8")
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{self.folder / name}: cannot be read: {error}") from None
+
+    def read_object(self, name: str, *, required: bool = False) -> Json:
+        """A file's JSON object; empty if there is no such file."""
+        return parse_object(self.read(name, required=required), f"{self.where}/{name}")
+
+    def _read_hub(self, name: str, *, required: bool) -> str | None:
+        missing = f"{self.kind} {self.where}: no such folder here"
+        try:
+            from huggingface_hub import errors, hf_hub_download  # noqa: PLC0415  (an extra)
+        except ImportError:
+            hint = "to fetch it from the Hub: pip install 'isobatch[hub]'"
+            raise ConfigError(f"{missing}; {hint}") from None
+        try:
+            return Path(hf_hub_download(self.where, name)).read_text("utf-8")
+        except errors.LocalEntryNotFoundError:  # neither in the cache, nor could the Hub be asked
+            if not required:
+                return None
+            problem = "the Hub cannot be reached and its cache here has no copy"
+        except errors.EntryNotFoundError:
+            return None
+        except (OSError, ValueError) as error:  # all of the Hub's errors are one of the two
+            problem = first_line(error)
+        raise ConfigError(f"{missing}, and not from the Hub: {problem}; give a local folder")
+
+
+def parse_object(text: str | None, where: str) -> Json:
+    """A JSON object; empty for no text. ConfigError for anything else."""
+    try:
+        values = json.loads(text or "{}")
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"{where}: not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}: contains a {type(values).__name__}, not a JSON object")
+    return values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    """What `save_pretrained` of a model and its processor wrote, as plain JSON."""
+
+    where: str
+    """Folder or Hub id, for messages."""
+    config: Json
+    processor: Json = field(default_factory=dict)
+    """`processor_config.json`, with the settings of its parts if transformers 5 wrote it."""
+    image_processor: Json = field(default_factory=dict)
+    """`preprocessor_config.json` of older versions."""
+    tokenizer: Json = field(default_factory=dict)
+    """`tokenizer_config.json`."""
+
+    @property
+    def model_type(self) -> str:
+        """The family's name in transformers."""
+        return str(self.config.get("model_type", ""))
+
+    def config_table(self) -> JsonTable:
+        """The model's config, with the values that transformers assumes for its family."""
+        where = f"{self.where}/{CONFIG_NAME}"
+        return JsonTable(self.config, where, config_defaults(self.model_type))
+
+    def processor_table(self) -> JsonTable:
+        """The processor's own settings, without those of its parts."""
+        parts = ("image_processor", "video_processor", "feature_extractor", "audio_processor")
+        own = {key: value for key, value in self.processor.items() if key not in parts}
+        return JsonTable(own, f"{self.where}/{PROCESSOR_NAME}")
+
+    def image_table(self, *classes: str) -> JsonTable:
+        """The image processor's settings; `classes`: those that the family may use.
+
+        ConfigError if there are none, or if they are of another class. The first class is assumed
+        where the file names none.
+        """
+        values, name = self.image_processor, IMAGE_PROCESSOR_NAME
+        nested = self.processor.get("image_processor")
+        if isinstance(nested, dict):  # transformers 5, which prefers it too
+            values, name = nested, f"{PROCESSOR_NAME}, image_processor"
+        if not values:
+            raise ConfigError(
+                f"model {self.where}: has neither {IMAGE_PROCESSOR_NAME} nor image_processor in"
+                f" {PROCESSOR_NAME}; save both with transformers' AutoProcessor"
+                ".from_pretrained(...).save_pretrained(FOLDER)"
+            )
+        table = JsonTable(values, f"{self.where}/{name}")
+        kind = _plain_class(table.value("image_processor_type"), table)
+        if kind is not None and kind not in classes:
+            raise ConfigError(
+                f"{table.where}: image processor {kind} is not supported for {self.model_type}; "
+                f"known: {', '.join(classes)}"
+            )
+        defaults = _defaults()["image_processor"][kind or classes[0]]
+        found = JsonTable(values, table.where, {"image_processor_type": classes[0], **defaults})
+        return found
+
+    def named_token(self, key: str, otherwise: str) -> str:
+        """A token that the tokenizer names (`image_token`), or the processor's own default."""
+        extra = self.tokenizer.get("extra_special_tokens")
+        value = self.tokenizer.get(key) or (extra.get(key) if isinstance(extra, dict) else None)
+        if isinstance(value, Mapping):
+            value = value.get("content")
+        return value if isinstance(value, str) and value else otherwise
+
+
+def read_model_files(source: str | Path) -> ModelFiles:
+    """Read a model's folder or Hub repository. ConfigError if it has no `config.json`."""
+    files = FileSource.find(source, "model")
+    config = files.read_object(CONFIG_NAME, required=True)
+    if not config:
+        raise ConfigError(
+            f"model {files.where}: no {CONFIG_NAME}; give a folder as transformers' "
+            "save_pretrained(FOLDER) of model and processor write it"
+        )
+    return ModelFiles(
+        where=files.where,
+        config=config,
+        processor=files.read_object(PROCESSOR_NAME),
+        image_processor=files.read_object(IMAGE_PROCESSOR_NAME),
+        tokenizer=files.read_object(TOKENIZER_CONFIG_NAME),
+    )
+
+
+def config_defaults(model_type: str) -> Json:
+    """What transformers assumes where a `config.json` of this type, or a part, says nothing."""
+    found: Json = _defaults()["config"].get(model_type, {})
+    return found
+
+
+@cache
+def _defaults() -> dict[str, dict[str, Any]]:
+    path = config_root() / "transformers_defaults.toml"
+    return tomllib.loads(path.read_text("utf-8"))
+
+
+def _plain_class(name: Any, table: JsonTable) -> str | None:
+    """An image processor's class without its backend; CLIPFeatureExtractor is CLIP's old name."""
+    if name is None:
+        old = table.value("feature_extractor_type")
+        name = old.replace("FeatureExtractor", "ImageProcessor") if isinstance(old, str) else None
+    if not isinstance(name, str):
+        return None
+    return name.removesuffix("Pil").removesuffix("Fast")

@@ -1,0 +1,146 @@
+"""Write configs/transformers_defaults.toml from the installed transformers.
+
+    python scripts/write_transformers_defaults.py
+
+What transformers assumes where the files of a model say nothing. The readers of folders
+(balance/model_folder) need it, and packing needs no transformers. A test compares both.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import transformers
+from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+TARGET = Path(__file__).resolve().parent.parent / "configs" / "transformers_defaults.toml"
+
+MODELS = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v"),
+    *("glm4v_moe", "llava", "llava_next", "llava_onevision", "internvl", "gemma3", "paligemma"),
+    *("idefics3", "smolvlm", "mistral3", "gemma4", "minicpmv4_6"),
+)
+"""Families, with the types of their parts."""
+TEXTS = ("llama", "mistral", "ministral3", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2")
+VISIONS = ("clip_vision_model", "siglip_vision_model", "pixtral")
+
+KEYS = frozenset(
+    "depth embed_dim first_k_dense_replace fullatt_block_indexes deepstack_visual_indexes head_dim"
+    " downsample_ratio hidden_size image_seq_length image_size in_channels intermediate_size"
+    " linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim"
+    " max_position_embeddings mlp_ratio mm_tokens_per_image model_type moe_intermediate_size"
+    " n_routed_experts n_shared_experts num_attention_heads num_channels num_experts"
+    " num_experts_per_tok num_local_experts num_heads num_hidden_layers num_key_value_heads out_hidden_size"
+    " patch_size scale_factor shared_expert_intermediate_size sliding_window spatial_merge_size"
+    " temporal_patch_size use_qk_norm vision_aspect_ratio vision_feature_layer"
+    " vision_feature_select_strategy vocab_size window_size".split()
+)
+"""Keys of `config.json` that a reader looks at."""
+
+IMAGE_PROCESSORS = {
+    "Qwen2VLImageProcessor": "qwen2_vl",
+    "Glm4vImageProcessor": "glm4v",
+    "Glm46VImageProcessor": "glm46v",
+    "CLIPImageProcessor": "clip",
+    "LlavaImageProcessor": "llava",
+    "LlavaNextImageProcessor": "llava_next",
+    "LlavaOnevisionImageProcessor": "llava_onevision",
+    "GotOcr2ImageProcessor": "got_ocr2",
+    "Gemma3ImageProcessor": "gemma3",
+    "SiglipImageProcessor": "siglip",
+    "Idefics3ImageProcessor": "idefics3",
+    "SmolVLMImageProcessor": "smolvlm",
+    "PixtralImageProcessor": "pixtral",
+    "Gemma4ImageProcessor": "gemma4",
+    "MiniCPMV4_6ImageProcessor": "minicpmv4_6",
+}
+"""Class -> its module in transformers."""
+
+
+def config_defaults() -> dict[str, Any]:
+    """By model type: the values of a config that was given nothing."""
+    found: dict[str, Any] = {}
+    for name in MODELS:
+        values = AutoConfig.for_model(name).to_dict()
+        found[name] = _kept(values)
+        for part in ("text_config", "vision_config"):
+            if (own := _kept(values[part] or {})) == {}:
+                continue
+            kind = own["model_type"]
+            found[kind] = _of_type(kind)
+            # a whole part that is absent may have other values than its type
+            other = {key: value for key, value in own.items() if found[kind].get(key) != value}
+            found[name][part] = {**other, "model_type": kind}
+    for name in (*TEXTS, *VISIONS):
+        found[name] = _of_type(name)
+    return found
+
+
+def _of_type(name: str) -> dict[str, Any]:
+    """Not what transformers derives from other keys, such as a head's size."""
+    kind = CONFIG_MAPPING[name]
+    derived = [
+        key for key in ("head_dim", "num_key_value_heads") if getattr(kind, key, None) is None
+    ]
+    values = _kept(kind().to_dict())
+    return {key: value for key, value in values.items() if key not in derived}
+
+
+def _kept(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key in KEYS and value is not None}
+
+
+def image_processor_defaults() -> dict[str, Any]:
+    """By class: the settings of an image processor that was given nothing."""
+    found = {}
+    for name, module in IMAGE_PROCESSORS.items():
+        path = f"transformers.models.{module}.image_processing_pil_{module}"
+        kind = getattr(sys.modules.get(path) or __import__(path, fromlist=["x"]), f"{name}Pil")
+        values = json.loads(kind().to_json_string())
+        square = bool(getattr(kind, "default_to_square", True))
+        del values["image_processor_type"]
+        found[name] = {**values, "default_to_square": square}
+        if hasattr(kind, "image_seq_length"):
+            found[name]["image_seq_length"] = kind.image_seq_length
+    return found
+
+
+def toml_text() -> str:
+    """The whole file."""
+    lines = [
+        f"# Written by scripts/write_transformers_defaults.py from transformers {transformers.__version__}:",
+        "# what it assumes where a model's files say nothing.",
+    ]
+    tables = {
+        **{f"config.{name}": table for name, table in sorted(config_defaults().items())},
+        **{f"image_processor.{k}": v for k, v in sorted(image_processor_defaults().items())},
+    }
+    for name, table in tables.items():
+        _write(name, table, lines)
+    return "\n".join(lines) + "\n"
+
+
+def _write(name: str, table: dict[str, Any], lines: list[str]) -> None:
+    parts = {key: value for key, value in table.items() if key.endswith("_config")}
+    lines += ["", f"[{name}]"]
+    lines += [f"{k} = {_toml(v)}" for k, v in sorted(table.items()) if k not in parts]
+    for key, value in parts.items():
+        _write(f"{name}.{key}", value, lines)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        inner = ", ".join(f"{key} = {_toml(each)}" for key, each in value.items())
+        return f"{{ {inner} }}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return json.dumps(value)
+
+
+if __name__ == "__main__":
+    TARGET.write_text(toml_text(), "utf-8")
