@@ -7,7 +7,10 @@ activations and softmax are under 1 % of the FLOPs. For one forward pass:
   queries), output, and two feed-forward matrices or three (gated); also patch embedding, projector,
   and the LLM's head for all tokens;
 - attention of the encoder, inside each tile or image: 4 x tokens^2 x width of all heads, per layer;
-- attention of the LLM, inside each packed sample: half of that, because it is causal.
+- attention of the LLM, inside each packed sample: half of that, because it is causal. Two-way
+  attention inside images (Gemma 3, PaliGemma) is not counted twice;
+- layers with a window (Qwen2.5-VL's encoder, Gemma 3's LLM) attend to that much only, and linear
+  attention (Qwen3.5) costs its matrices alone; its recurrence is under 3 % of them.
 
 So the FLOPs are linear in four sums (`ComputeLoad`). Training takes three forward passes: each
 product again for the gradient of its input and of its weight.
@@ -61,7 +64,10 @@ class ComputeLoad:
 
     vit_tokens: IntArray
     vit_squares: IntArray
-    """Sum over tiles (images, at native resolution) of their ViT tokens squared."""
+    """Sum over tiles (images, at native resolution) of their ViT tokens squared.
+
+    With windows less, mean over layers (`TransformerShape.mean_squares`); so the LLM's.
+    """
     llm_tokens: IntArray
     llm_squares: IntArray
     """Sum over samples of `seq_len` squared."""
@@ -77,6 +83,8 @@ class FlopsModel:
 
     name: str
     vision: VisionRule
+    vit: VitShape
+    llm: LlmShape
     vit_flops_per_token: float
     """Forward, patch embedding and projector included, spread over all ViT tokens."""
     vit_flops_per_square: int
@@ -91,6 +99,8 @@ class FlopsModel:
         return cls(
             name=preset.name,
             vision=preset.vision,
+            vit=vit,
+            llm=llm,
             vit_flops_per_token=_vit_flops_per_token(vit, preset.vision),
             vit_flops_per_square=4 * vit.num_layers * vit.attention_size,
             llm_flops_per_token=_llm_flops_per_token(llm),
@@ -106,9 +116,11 @@ class FlopsModel:
         """
         return ComputeLoad(
             vit_tokens=counts.num_vit_tokens,
-            vit_squares=_vit_squares(counts, self.vision),
+            vit_squares=self.vit.mean_squares(
+                counts.num_vit_tokens, _vit_squares(counts, self.vision)
+            ),
             llm_tokens=counts.seq_len,
-            llm_squares=np.square(counts.seq_len),
+            llm_squares=self.llm.mean_squares(counts.seq_len, np.square(counts.seq_len)),
         )
 
     def vit_flops(self, load: ComputeLoad) -> FloatArray:
@@ -153,7 +165,7 @@ def _vit_flops_per_token(vit: VitShape, vision: VisionRule) -> float:
     if not isinstance(vision, NativeRule):
         embedded = isqrt(vision.vit_tokens_per_patch) ** 2 / vision.vit_tokens_per_patch
     # merging concatenates: the projector's input is as many ViT widths wide as patches were merged
-    projected = embedded * vit.hidden_size / vit.projector[0]
+    projected = embedded * vit.hidden_size / vit.projector[0] / vit.pooled
     weights = vit.num_layers * vit.layer_weights + embedded * vit.patch_values * vit.hidden_size
     return 2 * (weights + projected * vit.projector_weights)
 

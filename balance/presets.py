@@ -9,10 +9,13 @@ from dataclasses import asdict, astuple, dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from balance.config import build_config, check_positive, read_preset
 from balance.errors import ConfigError
 from balance.media.audio_tokens import AudioRule
 from balance.media.rules import VISION_RULES, NativeRule, VisionRule
+from balance.types import IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +31,16 @@ class TransformerShape:
     ffn_size: int
     gated: bool
     """Three matrices in the feed-forward part (SwiGLU) instead of two."""
+    num_full_layers: int | None = None
+    """Layers that attend over a whole image or sample; None: all of them."""
+    window: int | None = None
+    """Tokens that the other layers attend to; None: their attention is linear."""
 
     def __post_init__(self) -> None:
         check_positive(self)
+        if (self.num_full_layers or 0) > self.num_layers:
+            found = f"num_full_layers = {self.num_full_layers}"
+            raise ConfigError(f"{found}: there are {self.num_layers} layers")
 
     @property
     def attention_size(self) -> int:
@@ -38,10 +48,37 @@ class TransformerShape:
         return self.num_heads * self.head_size
 
     @property
+    def attention_weights(self) -> int:
+        """Entries of the matrices of one layer's attention."""
+        return self.hidden_size * self.head_size * 2 * (self.num_heads + self.num_kv_heads)
+
+    @property
+    def ffn_weights(self) -> int:
+        """Entries of the matrices of one layer's feed-forward part that a token goes through."""
+        return (3 if self.gated else 2) * self.hidden_size * self.ffn_size
+
+    @property
     def layer_weights(self) -> int:
         """Entries of one layer's matrices; biases and norms need no matrix product."""
-        attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.num_kv_heads)
-        return attention + (3 if self.gated else 2) * self.hidden_size * self.ffn_size
+        return self.attention_weights + self.ffn_weights
+
+    def mean_squares(self, lengths: IntArray, squares: IntArray) -> IntArray:
+        """Squared lengths that attention costs, int64, mean over layers.
+
+        `squares`: as if all layers attended over everything; `lengths`: tokens. For an encoder
+        several images, for a language model one sample per entry; its window is causal.
+        """
+        if self.num_full_layers is None:
+            return squares
+        windowed = np.zeros_like(squares)
+        if self.window is not None:
+            windowed = self._windowed(lengths, squares, self.window)
+        others = self.num_layers - self.num_full_layers
+        return (self.num_full_layers * squares + others * windowed) // self.num_layers
+
+    def _windowed(self, lengths: IntArray, squares: IntArray, window: int) -> IntArray:
+        """Squared lengths in layers with windows: an image's windows do not overlap."""
+        return np.minimum(squares, window * lengths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +87,16 @@ class EncoderShape(TransformerShape):
 
     projector: tuple[int, ...]
     """Widths of the MLP that makes every token for the LLM, first input to last output."""
+    num_projectors: int = 1
+    """Projectors of these widths: deepstack (Qwen3-VL) has one per level that the LLM gets."""
+    pooled: int = 1
+    """Tokens that are averaged to one before the projector (Gemma 3: 16)."""
 
     @property
     def projector_weights(self) -> int:
-        """Entries of the projector's matrices."""
-        return sum(first * second for first, second in pairwise(self.projector))
+        """Entries of the matrices of all projectors."""
+        one = sum(first * second for first, second in pairwise(self.projector))
+        return self.num_projectors * one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +121,40 @@ class AudioEncoderShape(EncoderShape):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlmShape(TransformerShape):
-    """A language model with its output head."""
+    """A language model with its output head.
+
+    Of a mixture of experts, `ffn_size` is the width of the experts that a token goes to, together.
+    """
 
     vocab_size: int
+    all_experts_size: int | None = None
+    """Width of all experts together: what is held in memory."""
+    gated_attention: bool = False
+    """Attention's output is multiplied by a gate as wide as the queries (Qwen3.5)."""
+    linear_weights: int | None = None
+    """Entries of the matrices of attention in a layer where it is linear (no `window`)."""
+
+    @property
+    def attention_weights(self) -> int:
+        """Entries of the matrices of one layer's attention, mean over layers."""
+        gate = self.hidden_size * self.attention_size * self.gated_attention
+        full = super(LlmShape, self).attention_weights + gate
+        if self.num_full_layers is None or self.linear_weights is None:
+            return full
+        others = self.num_layers - self.num_full_layers
+        total = self.num_full_layers * full + others * self.linear_weights
+        return total // self.num_layers
+
+    @property
+    def held_weights(self) -> int:
+        """Entries of one layer's matrices, those of all experts."""
+        experts = 3 if self.gated else 2
+        width = self.ffn_size if self.all_experts_size is None else self.all_experts_size
+        return self.attention_weights + experts * self.hidden_size * width
+
+    def _windowed(self, lengths: IntArray, squares: IntArray, window: int) -> IntArray:
+        """A causal window: the first tokens attend to fewer."""
+        return squares - np.square(np.maximum(lengths - window, 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,5 +280,8 @@ def model_to_dict(preset: ModelPreset) -> dict[str, Any]:
     """The inverse of `model_from_dict`; leaves out what a model without audio lacks."""
     kept = ("vit", "llm")
     values = {k: v for k, v in asdict(preset).items() if v is not None or k in kept}
+    for name in _TABLES:
+        if isinstance(values.get(name), dict):
+            values[name] = {k: v for k, v in values[name].items() if v is not None}
     rule = next(name for name, kind in VISION_RULES.items() if isinstance(preset.vision, kind))
     return {**values, "vision": {"rule": rule, **values["vision"]}}

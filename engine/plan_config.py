@@ -10,7 +10,7 @@ from balance.baseline_samplers import BATCH_SIZE
 from balance.config import Option, check_options, preset_names
 from balance.errors import ConfigError
 from balance.media.rules import AnyresRule, NativeRule
-from balance.presets import load_model
+from balance.model_folder.find_model import find_model
 from engine.cost_model.clusters import load_cluster
 from engine.cost_model.loads import Loads
 from engine.cost_model.parallel import Parallelism, Part, Training
@@ -38,7 +38,11 @@ class PlanConfig:
     build: str | None = None
     """Folder of a packed build; otherwise `model`, `images` and `seq_len` make up micro-batches."""
     model: Annotated[
-        str | None, Option(f"Without a build: model preset, or a .toml file: {_presets('models')}.")
+        str | None,
+        Option(
+            "Without a build: folder with the model's config.json and its processor's files, or a"
+            f" Hub id; a .toml file; or a preset: {_presets('models')}."
+        ),
     ] = None
     images: Annotated[
         int | None, Option("Without a build: image patches of a micro-batch.", least=0)
@@ -159,7 +163,7 @@ def plan_request(config: PlanConfig) -> tuple[PlanRequest, Loads | None]:
     cluster, memory_gib = load_cluster(config.cluster), config.memory_gib
     random = None
     if config.build is None:
-        model, loads = load_model(config.model or ""), _equal_loads(config)
+        model, loads = find_model(config.model or ""), _equal_loads(config)
         full = loads.take(np.zeros(1, np.int64))
     else:
         build = read_build(Path(config.build))
@@ -207,7 +211,7 @@ def changed_request(
 
 def _equal_loads(config: PlanConfig) -> Loads:
     """One step of equal micro-batches."""
-    rule = load_model(config.model or "").vision
+    rule = find_model(config.model or "").vision
     images, seq_len = config.images or 0, config.seq_len or 0
     if isinstance(rule, NativeRule):
         raise ConfigError(

@@ -16,7 +16,7 @@ from rich.markup import escape
 
 from balance.errors import ConfigError
 from balance.flops import FlopsModel
-from balance.presets import load_model
+from balance.model_folder.find_model import find_model
 from balance.types import Groups, IntArray, Limits
 from packer.build_dir import DEMO_FOLDER, BuildIdentity, clear, locked
 from packer.config import DEMO_MODEL, BuildConfig
@@ -80,8 +80,8 @@ class Builder:
         self.out = self.publisher.folder if self.publisher else Path(config.out)
         """Folder where the build works."""
         self.staging = Staging(self.out / "staging")
-        self.model = load_model(config.model or DEMO_MODEL)
-        self.tokenizer_path = config.tokenizer or str(demo_tokenizer_path())
+        self.model = find_model(config.model or DEMO_MODEL)
+        self.tokenizer_path = config.tokenizer_source or str(demo_tokenizer_path())
         self.tokenizer = ChatTokenizer.for_model(
             self.model, self.tokenizer_path, config.chat_template
         )

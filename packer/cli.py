@@ -20,7 +20,7 @@ from balance.interface.command_line import (
     run_app,
     with_options,
 )
-from balance.presets import load_model
+from balance.model_folder.find_model import find_model
 from packer.build import Builder
 from packer.build_dir import REPORT_NAME
 from packer.config import BuildConfig
@@ -210,7 +210,7 @@ def main() -> None:
 def _builder(context: typer.Context) -> Builder:
     """The build that the command line and its --config ask for."""
     config = read_config(BuildConfig, context, command="packer build")
-    model = load_model(config.model) if config.model else None
+    model = find_model(config.model) if config.model else None
     if model and config.max_seq_len and config.max_seq_len > model.context_len:
         cut = f"is cut to the context of {model.name}, {model.context_len:,}"
         messages.print(f"note: --max-seq-len {config.max_seq_len:,} {cut}")

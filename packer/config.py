@@ -7,7 +7,7 @@ from balance.config import Option, check_options, preset_names
 from balance.errors import ConfigError
 from balance.grouping.activation_memory import ActivationBudget
 from balance.grouping.caps import GroupOptions
-from balance.presets import load_model
+from balance.model_folder.find_model import find_model, is_folder
 from packer.count.pool import default_workers
 from packer.sources.dataset import DEMO
 from shards.manifest import ShardFormat
@@ -35,10 +35,18 @@ class BuildConfig:
         str | None, Option("Folder or URI of the image paths. Default: the annotations' folder.")
     ] = None
     model: Annotated[
-        str, Option(f"Model preset, or a .toml file: {', '.join(preset_names('models'))}.")
+        str,
+        Option(
+            "Folder that save_pretrained of model and processor wrote, or a Hub id (OWNER/NAME);"
+            f" a .toml file; or a preset: {', '.join(preset_names('models'))}."
+        ),
     ] = ""
     tokenizer: Annotated[
-        str, Option("Folder with tokenizer.json and tokenizer_config.json, or a Hub id.")
+        str,
+        Option(
+            "Folder with tokenizer.json and tokenizer_config.json, or a Hub id. Default: the"
+            " model's, where --model is a folder or a Hub id."
+        ),
     ] = ""
     chat_template: Annotated[
         str | None, Option("Chat template: a .jinja file, or the name of one of the tokenizer's.")
@@ -123,9 +131,12 @@ class BuildConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        hints = {"model": "for example internvl_1_5", "tokenizer": "a folder, or a Hub id"}
-        for name, hint in hints.items():
-            if not self.is_demo and not getattr(self, name):
+        hints = {
+            "model": (self.model, "a folder, a Hub id, or for example internvl_1_5"),
+            "tokenizer": (self.tokenizer_source, "a folder, or a Hub id"),
+        }
+        for name, (value, hint) in hints.items():
+            if not self.is_demo and not value:
                 raise ConfigError(f"--{name} is missing: name the {name} to train with ({hint})")
 
     @property
@@ -133,6 +144,11 @@ class BuildConfig:
         """The names in `keep_columns`, each once."""
         names = (name.strip() for given in self.keep_columns for name in given.split(","))
         return tuple(dict.fromkeys(filter(None, names)))
+
+    @property
+    def tokenizer_source(self) -> str:
+        """The tokenizer's folder or Hub id: by default the model's; empty if there is none."""
+        return self.tokenizer or (self.model if is_folder(self.model) else "")
 
     @property
     def is_demo(self) -> bool:
@@ -146,7 +162,7 @@ class BuildConfig:
         if max_seq_len is None and self.is_demo:
             max_seq_len = DEMO_MAX_SEQ_LEN
         if self.memory_gib is not None:
-            model = load_model(self.model or DEMO_MODEL)
+            model = find_model(self.model or DEMO_MODEL)
             memory = ActivationBudget.of(model, self.memory_gib * 2**30, gpus=self.memory_gpus)
         return GroupOptions(
             seed=self.seed,

@@ -29,17 +29,18 @@ MODELS = (
 TEXTS = ("llama", "mistral", "ministral3", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2")
 VISIONS = ("clip_vision_model", "siglip_vision_model", "pixtral")
 
-KEYS = frozenset(
-    "depth embed_dim first_k_dense_replace fullatt_block_indexes deepstack_visual_indexes head_dim"
-    " downsample_ratio hidden_size image_seq_length image_size in_channels intermediate_size"
-    " linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim"
-    " max_position_embeddings mlp_ratio mm_tokens_per_image model_type moe_intermediate_size"
-    " n_routed_experts n_shared_experts num_attention_heads num_channels num_experts"
-    " num_experts_per_tok num_local_experts num_heads num_hidden_layers num_key_value_heads out_hidden_size"
-    " patch_size scale_factor shared_expert_intermediate_size sliding_window spatial_merge_size"
-    " temporal_patch_size use_qk_norm vision_aspect_ratio vision_feature_layer"
-    " vision_feature_select_strategy vocab_size window_size".split()
-)
+_READ = """
+depth embed_dim first_k_dense_replace fullatt_block_indexes deepstack_visual_indexes head_dim
+downsample_ratio hidden_size image_seq_length image_size in_channels intermediate_size
+linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim
+max_position_embeddings mlp_ratio mm_tokens_per_image model_type moe_intermediate_size
+n_routed_experts n_shared_experts num_attention_heads num_channels num_experts
+num_experts_per_tok num_local_experts num_heads num_hidden_layers num_key_value_heads
+out_hidden_size patch_size scale_factor shared_expert_intermediate_size sliding_window
+spatial_merge_size temporal_patch_size use_qk_norm vision_aspect_ratio vision_feature_layer
+vision_feature_select_strategy vocab_size window_size
+"""
+KEYS = frozenset(_READ.split())
 """Keys of `config.json` that a reader looks at."""
 
 IMAGE_PROCESSORS = {
@@ -113,8 +114,8 @@ def image_processor_defaults() -> dict[str, Any]:
 def toml_text() -> str:
     """The whole file."""
     lines = [
-        f"# Written by scripts/write_transformers_defaults.py from transformers {transformers.__version__}:",
-        "# what it assumes where a model's files say nothing.",
+        "# Written by scripts/write_transformers_defaults.py: what transformers"
+        f" {transformers.__version__} assumes where a model's files say nothing.",
     ]
     tables = {
         **{f"config.{name}": table for name, table in sorted(config_defaults().items())},

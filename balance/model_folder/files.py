@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from balance.config import config_root
 from balance.errors import ConfigError, first_line
@@ -38,7 +38,7 @@ class FileSource:
     """None: on the Hub."""
 
     @classmethod
-    def find(cls, source: str | Path, kind: str, *, hub_id: re.Pattern[str] = HUB_ID) -> FileSource:
+    def find(cls, source: str | Path, kind: str, *, hub_id: re.Pattern[str] = HUB_ID) -> Self:
         """The folder, that of a file, or a Hub repository. ConfigError for anything else."""
         path = Path(source).expanduser()
         folder = path.parent if path.is_file() else path
@@ -151,8 +151,7 @@ class ModelFiles:
                 f"known: {', '.join(classes)}"
             )
         defaults = _defaults()["image_processor"][kind or classes[0]]
-        found = JsonTable(values, table.where, {"image_processor_type": classes[0], **defaults})
-        return found
+        return JsonTable(values, table.where, defaults)
 
     def named_token(self, key: str, otherwise: str) -> str:
         """A token that the tokenizer names (`image_token`), or the processor's own default."""

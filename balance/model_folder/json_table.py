@@ -25,6 +25,11 @@ class JsonTable:
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
+    @property
+    def given(self) -> Json:
+        """What the file itself says, without nulls."""
+        return dict(self._given)
+
     def value(self, key: str) -> Any:
         """A value of any type; None if neither the file nor transformers has one."""
         self._read.add(key)

@@ -145,13 +145,16 @@ def _transformer_layer(sizes: _Sizes, part: Part, sent: Sent) -> Layer:
     )
     heads = 2.0 * (a + 2 * k) + 2 * a + (2.0 * (a + k) if normed else 0)
     scales = 4 * sizes.shared * scaled
-    weights = h * (a + 2 * k) + a * h + (ups + 1) * h * f
+    # all experts are held, of which a token goes to some
+    experts = (shape.all_experts_size if isinstance(shape, LlmShape) else None) or shape.ffn_size
+    held = shape.held_weights if isinstance(shape, LlmShape) else shape.layer_weights
+    weights = h * (a + 2 * k) + a * h + (ups + 1) * h * -(-experts // tp)
     return Layer(
         kind=f"{part}_layer",
         part=part,
         stream=sizes.stream,
         operations=operations,
-        num_params=shape.layer_weights + 2 * h,
+        num_params=held + 2 * h,
         gpu_params=weights + 2 * h,
         saved_bytes=8 * sizes.shared + heads + scales + (2 + 2 * ups) * f,
         saved_for_input_bytes=4 * sizes.shared + heads + 2 * ups * f,
@@ -189,7 +192,8 @@ def _encoder(
         sent=sent,
     )
     # merging concatenates: the projector's input is as many widths wide as tokens were merged
-    features = TokenStream(phase=sizes.stream.phase, per_token=merged_from * h / shape.projector[0])
+    merged = merged_from * h / shape.projector[0] / shape.pooled
+    features = TokenStream(phase=sizes.stream.phase, per_token=merged)
     layer = _transformer_layer(sizes, part, sent)
     projector = _projector(replace(sizes, stream=features), shape, f"{part}_projector", passing)
     return [embedding, *[layer] * shape.num_layers, projector]
@@ -206,7 +210,8 @@ def _projector(sizes: _Sizes, shape: EncoderShape, kind: str, passing: Sent) -> 
         operations.append(sizes.product(inputs, outputs))
         operations.append(sizes.elementwise(4.0 * outputs, 1))
     operations.pop()  # no activation function after the last product
-    weights = sum(inputs * outputs for inputs, outputs in pairwise(held))
+    operations *= shape.num_projectors
+    weights = shape.num_projectors * sum(inputs * outputs for inputs, outputs in pairwise(held))
     return Layer(
         kind=kind,
         part="projector",

@@ -11,7 +11,7 @@ import numpy as np
 
 from balance.errors import ConfigError
 from balance.media.rules import NativeRule
-from balance.presets import ModelPreset
+from balance.presets import ModelPreset, TransformerShape
 from balance.types import IntArray
 from engine.cost_model.loads import Loads, PhaseLoads
 from engine.runtime.stage_io import Batch, samples_text
@@ -24,17 +24,20 @@ def batch_loads(batches: Sequence[Batch], model: ModelPreset) -> Loads:
     `audio_frames`. ConfigError if a field is missing.
     """
     return Loads(
-        vision=_phase([_vision_lengths(batch, model) for batch in batches]),
-        audio=_phase([_audio_lengths(batch, model) for batch in batches]),
-        llm=_phase([np.diff(_integers(batch, "cu_seqlens")) for batch in batches]),
+        vision=_phase([_vision_lengths(batch, model) for batch in batches], model.vit),
+        audio=_phase([_audio_lengths(batch, model) for batch in batches], None),
+        llm=_phase([np.diff(_integers(batch, "cu_seqlens")) for batch in batches], model.llm),
     )
 
 
-def _phase(lengths: Sequence[IntArray]) -> PhaseLoads:
+def _phase(lengths: Sequence[IntArray], shape: TransformerShape | None) -> PhaseLoads:
     """Loads from the lengths of attention sequences, one array per micro-batch."""
+    squares = [np.square(each) for each in lengths]
+    if shape is not None:
+        squares = [shape.mean_squares(*each) for each in zip(lengths, squares, strict=True)]
     return PhaseLoads(
         tokens=np.array([each.sum() for each in lengths], np.int64),
-        squares=np.array([np.square(each).sum() for each in lengths], np.int64),
+        squares=np.array([each.sum() for each in squares], np.int64),
         items=np.array([len(each) for each in lengths], np.int64),
     )
 

@@ -5,24 +5,21 @@ are those of `PreTrainedTokenizerFast.from_pretrained` (transformers 5): `tokeni
 tokenizer, and tokens that only `tokenizer_config.json` knows (InternLM2's) are added after it.
 """
 
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from balance.errors import ConfigError, first_line
+from balance.errors import ConfigError
+from balance.model_folder.files import FileSource
 
 NAMED_TOKENS = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 """Keys of `tokenizer_config.json` that are variables in chat templates (`special_tokens_map`)."""
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-
-ReadFile = Callable[[str], str | None]
-"""File name -> its text, or None if the tokenizer has no such file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,21 +43,21 @@ class TokenizerFiles:
 
 def read_tokenizer_files(source: str | Path) -> TokenizerFiles:
     """Read a tokenizer folder, that of a `tokenizer.json`, or a Hub repository."""
-    where, read = _locate(source)
-    tokenizer_json = read("tokenizer.json")
+    files = FileSource.find(source, "tokenizer", hub_id=_HUB_ID)
+    tokenizer_json = files.read("tokenizer.json", required=True)
     if tokenizer_json is None:
         raise ConfigError(
-            f"tokenizer {where}: no tokenizer.json; save it with transformers' "
+            f"tokenizer {files.where}: no tokenizer.json; save it with transformers' "
             "AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER) and give that folder"
         )
-    config = _json_object(read("tokenizer_config.json"), f"{where}/tokenizer_config.json")
+    config = files.read_object("tokenizer_config.json")
     if "added_tokens_decoder" not in config:
-        config |= _json_object(read("special_tokens_map.json"), f"{where}/special_tokens_map.json")
+        config |= files.read_object("special_tokens_map.json")
     return TokenizerFiles(
-        where=where,
+        where=files.where,
         tokenizer_json=tokenizer_json,
         config=config,
-        chat_templates=_chat_templates(read, config, where),
+        chat_templates=_chat_templates(files, config),
     )
 
 
@@ -123,12 +120,13 @@ def _content(value: str | dict[str, Any]) -> str:
     return value if isinstance(value, str) else str(value["content"])
 
 
-def _chat_templates(read: ReadFile, config: Mapping[str, Any], where: str) -> dict[str, str]:
-    """The templates by name: from a file of its own, else the config, else the processor's file."""
-    template = read("chat_template.jinja") or config.get("chat_template")
-    if template is None:
-        processor = _json_object(read("chat_template.json"), f"{where}/chat_template.json")
-        template = processor.get("chat_template")
+def _chat_templates(files: FileSource, config: Mapping[str, Any]) -> dict[str, str]:
+    """The templates by name: from a file of its own, else the processor's, else the config."""
+    template = (
+        files.read("chat_template.jinja")
+        or files.read_object("chat_template.json").get("chat_template")
+        or config.get("chat_template")
+    )
     match template:
         case None:
             return {}
@@ -141,53 +139,4 @@ def _chat_templates(read: ReadFile, config: Mapping[str, Any], where: str) -> di
         ):
             return {entry["name"]: entry["template"] for entry in template}
     kind = type(template).__name__
-    raise ConfigError(f"tokenizer {where}: chat_template is a {kind}; expected Jinja text")
-
-
-def _json_object(text: str | None, where: str) -> dict[str, Any]:
-    try:
-        values = json.loads(text or "{}")
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{where}: contains a {type(values).__name__}, not a JSON object")
-    return values
-
-
-def _locate(source: str | Path) -> tuple[str, ReadFile]:
-    path = Path(source).expanduser()
-    folder = path.parent if path.is_file() else path
-    if folder.is_dir():
-        return str(folder), lambda name: _read_local(folder / name)
-    if isinstance(source, str) and _HUB_ID.fullmatch(source):
-        return source, lambda name: _read_hub(source, name)
-    raise ConfigError(f"tokenizer {source}: no such folder or file, nor a Hub id (OWNER/NAME)")
-
-
-def _read_local(path: Path) -> str | None:
-    try:
-        return path.read_text("utf-8")
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
-
-
-def _read_hub(repo_id: str, name: str) -> str | None:
-    missing = f"tokenizer {repo_id}: no such folder here"
-    try:
-        from huggingface_hub import errors, hf_hub_download  # noqa: PLC0415  (an extra)
-    except ImportError:
-        hint = "to fetch it from the Hub: pip install 'isobatch[hub]'"
-        raise ConfigError(f"{missing}; {hint}") from None
-    try:
-        return Path(hf_hub_download(repo_id, name)).read_text("utf-8")
-    except errors.LocalEntryNotFoundError:  # neither in the cache, nor could the Hub be asked
-        if name != "tokenizer.json":
-            return None
-        problem = "the Hub cannot be reached and its cache here has no copy"
-    except errors.EntryNotFoundError:
-        return None
-    except (OSError, ValueError) as error:  # all of the Hub's errors are one of the two
-        problem = first_line(error)
-    raise ConfigError(f"{missing}, and not from the Hub: {problem}; give a local folder")
+    raise ConfigError(f"tokenizer {files.where}: chat_template is a {kind}; expected Jinja text")

@@ -1,0 +1,73 @@
+"""The model that `--model` names: a preset, a TOML file, a folder, or a Hub id.
+
+A folder is read by the reader of its family, `model_type` in `config.json`; each gives the rule,
+the markup and the dimensions that a preset would hold. Files are read in `balance.model_folder
+.files`; the readers are pure.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from balance.config import preset_names
+from balance.errors import ConfigError
+from balance.model_folder.files import HUB_ID, ModelFiles, read_model_files
+from balance.model_folder.internvl import read_internvl
+from balance.model_folder.llava import read_llava, read_llava_next
+from balance.model_folder.native import read_glm4v, read_qwen_vl
+from balance.presets import ModelPreset, load_model
+
+Reader = Callable[[ModelFiles], ModelPreset]
+
+READERS: dict[str, Reader] = {
+    "glm4v": read_glm4v,
+    "glm4v_moe": read_glm4v,
+    "internvl": read_internvl,
+    "llava": read_llava,
+    "llava_next": read_llava_next,
+    "qwen2_5_vl": read_qwen_vl,
+    "qwen2_vl": read_qwen_vl,
+    "qwen3_5": read_qwen_vl,
+    "qwen3_5_moe": read_qwen_vl,
+    "qwen3_vl": read_qwen_vl,
+    "qwen3_vl_moe": read_qwen_vl,
+}
+"""`model_type` of a `config.json` -> its reader."""
+
+_CROSS_ATTENTION = ("mllama", "idefics", "flamingo", "blip-2")
+"""Images that are not in the sequence of the language model."""
+
+
+def find_model(source: str) -> ModelPreset:
+    """The model of a preset's name, a TOML file (`.toml`), a folder, or a Hub id (OWNER/NAME).
+
+    ConfigError for a family that is not known, and for settings that would change what an image
+    becomes and that this version does not know.
+    """
+    return model_from_files(read_model_files(source)) if is_folder(source) else load_model(source)
+
+
+def is_folder(source: str) -> bool:
+    """Whether `--model` is a folder or a Hub id, which has a tokenizer too.
+
+    >>> [is_folder(source) for source in ("qwen2_vl", "mine.toml", "Qwen/Qwen2-VL-7B-Instruct")]
+    [False, False, True]
+    """
+    if source.endswith(".toml") or source in preset_names("models"):
+        return False
+    return Path(source).expanduser().is_dir() or HUB_ID.fullmatch(source) is not None
+
+
+def model_from_files(files: ModelFiles) -> ModelPreset:
+    """The model that `save_pretrained` wrote."""
+    family = files.model_type
+    if family in _CROSS_ATTENTION:
+        raise ConfigError(
+            f"model {files.where}: {family} looks at images by cross attention, so they take no"
+            " tokens of the sequence, and packing by tokens does not apply to it"
+        )
+    if family not in READERS:
+        raise ConfigError(
+            f"model {files.where}: family {family or '(no model_type)'} is not supported; known: "
+            f"{', '.join(READERS)}; for another describe it in a preset (.toml)"
+        )
+    return READERS[family](files)

@@ -1,0 +1,114 @@
+"""LLaVA families: one square (1.5), tiles of the best grid (NeXT). Pure."""
+
+from balance.media.rules import AnyresRule, FixedRule
+from balance.model_folder.files import ModelFiles
+from balance.model_folder.json_table import JsonTable
+from balance.model_folder.pixels import HARMLESS, edges, pixels_of, square_side
+from balance.model_folder.shapes import llm_shape, part_of, vit_shape
+from balance.presets import MediaMarkup, ModelPreset, VitShape
+
+_PROCESSOR_HARMLESS = ("processor_class", "image_token", "auto_map", "video_token")
+
+
+def read_llava(files: ModelFiles) -> ModelPreset:
+    """LLaVA-1.5: the shorter edge resized, centre crop, one patch."""
+    images = files.image_table("CLIPImageProcessor", "LlavaImageProcessor")
+    side = _crop_side(images)
+    images.require("do_pad", False)
+    pixels = pixels_of(images)
+    images.require_read((*HARMLESS, "default_to_square"))
+    tokens, vit_tokens = _tokens_per_patch(files, side)
+    rule = FixedRule(
+        **pixels, image_size=side, vit_tokens_per_patch=vit_tokens, llm_tokens_per_patch=tokens
+    )
+    text = part_of(files, "text_config")
+    return ModelPreset(
+        name=files.model_type,
+        description=f"{files.model_type}: one square per image, from the model's own files",
+        context_len=text.count("max_position_embeddings"),
+        image_markup=MediaMarkup(token=_image_token(files)),
+        vision=rule,
+        vit=_vit(files, text),
+        llm=llm_shape(text),
+    )
+
+
+def read_llava_next(files: ModelFiles) -> ModelPreset:
+    """LLaVA-NeXT: tiles of the best grid, the whole image, newlines."""
+    images = files.image_table("LlavaNextImageProcessor")
+    side = _crop_side(images)
+    pixels = pixels_of(images)
+    pinpoints = images.value("image_grid_pinpoints")
+    images.require_read((*HARMLESS, "default_to_square", "do_pad"))
+    tokens, vit_tokens = _tokens_per_patch(files, side)
+    patch = _patch_size(files)
+    if tokens != (side // patch) ** 2:
+        raise files.processor_table().wrong(
+            "vision_feature_select_strategy", "LLaVA-NeXT keeps no class token"
+        )
+    if not isinstance(pinpoints, list) or any(
+        not isinstance(pair, list) or len(pair) != 2 or any(type(p) is not int for p in pair)
+        for pair in pinpoints
+    ):
+        raise images.wrong("image_grid_pinpoints", "give a list of [height, width]")
+    text = part_of(files, "text_config")
+    return ModelPreset(
+        name=files.model_type,
+        description=f"{files.model_type}: anyres tiles, from the model's own files",
+        context_len=text.count("max_position_embeddings"),
+        image_markup=MediaMarkup(token=_image_token(files)),
+        vision=AnyresRule(
+            **pixels,
+            image_size=side,
+            vit_patch_size=patch,
+            vit_tokens_per_patch=vit_tokens,
+            grid_pinpoints=tuple((height, width) for height, width in pinpoints),
+        ),
+        vit=_vit(files, text),
+        llm=llm_shape(text),
+    )
+
+
+def _crop_side(images: JsonTable) -> int:
+    """The side of the centre crop, which must be what the shorter edge is resized to."""
+    images.require("do_center_crop", True)
+    side = square_side(images, "crop_size")
+    if edges(images) != {"shortest_edge": side}:
+        raise images.wrong("size", f"only a shortest_edge of crop_size, {side}, is supported")
+    return side
+
+
+def _patch_size(files: ModelFiles) -> int:
+    """Pixels of a ViT patch: the processor's, else the encoder's."""
+    processor = files.processor_table()
+    if "patch_size" in processor:
+        return processor.count("patch_size")
+    return part_of(files, "vision_config").count("patch_size")
+
+
+def _tokens_per_patch(files: ModelFiles, side: int) -> tuple[int, int]:
+    """LLM tokens and ViT tokens of a square, as the processor counts them."""
+    processor = files.processor_table()
+    processor.value("patch_size")
+    strategy = processor.value("vision_feature_select_strategy")
+    extra = processor.value("num_additional_image_tokens") or 0
+    processor.require_read(_PROCESSOR_HARMLESS)
+    vision = part_of(files, "vision_config")
+    has_class_token = vision.text("model_type") == "clip_vision_model"
+    if strategy is None:  # processors of 2024 left it to the model, as they do the patches
+        strategy = files.config_table().text("vision_feature_select_strategy")
+        extra = int(has_class_token)
+    patches = (side // _patch_size(files)) ** 2
+    return patches + extra - (strategy == "default"), patches + has_class_token
+
+
+def _image_token(files: ModelFiles) -> str:
+    given = files.processor_table().value("image_token")
+    return files.named_token("image_token", given if isinstance(given, str) else "<image>")
+
+
+def _vit(files: ModelFiles, text: JsonTable) -> VitShape:
+    vision, width = part_of(files, "vision_config"), text.count("hidden_size")
+    layers = files.config_table().value("vision_feature_layer")
+    features = vision.count("hidden_size") * (len(layers) if isinstance(layers, list) else 1)
+    return vit_shape(vision, (features, width, width))

@@ -1,0 +1,121 @@
+"""Families at native resolution: Qwen2-VL to Qwen3.5, GLM-4V. Pure."""
+
+from balance.media.rules import NativeRule
+from balance.model_folder.files import ModelFiles
+from balance.model_folder.json_table import JsonTable
+from balance.model_folder.pixels import HARMLESS, edges, pixels_of
+from balance.model_folder.shapes import llm_shape, part_of
+from balance.presets import MediaMarkup, ModelPreset, VitShape
+
+_QWEN = "Qwen2VLImageProcessor"
+_GLM = ("Glm4vImageProcessor", "Glm46VImageProcessor")
+_MAX_ASPECT_RATIO = 200.0
+"""`smart_resize` of transformers raises above it."""
+
+
+def read_qwen_vl(files: ModelFiles) -> ModelPreset:
+    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, dense and with experts."""
+    text = part_of(files, "text_config", flat=True)
+    return ModelPreset(
+        name=files.model_type,
+        description=f"{files.model_type}: native resolution, from the model's own files",
+        context_len=text.count("max_position_embeddings"),
+        image_markup=MediaMarkup(
+            token=files.named_token("image_token", "<|image_pad|>"),
+            prefix="<|vision_start|>",
+            suffix="<|vision_end|>",
+        ),
+        vision=_native_rule(files.image_table(_QWEN)),
+        vit=_qwen_vit(part_of(files, "vision_config"), text),
+        llm=llm_shape(text),
+    )
+
+
+def read_glm4v(files: ModelFiles) -> ModelPreset:
+    """GLM-4.1V, GLM-4.5V and GLM-4.6V: an image is two frames when its area is tested."""
+    text = part_of(files, "text_config")
+    return ModelPreset(
+        name=files.model_type,
+        description=f"{files.model_type}: native resolution, from the model's own files",
+        context_len=text.count("max_position_embeddings"),
+        image_markup=MediaMarkup(
+            token=files.named_token("image_token", "<|image|>"),
+            prefix="<|begin_of_image|>",
+            suffix="<|end_of_image|>",
+        ),
+        vision=_native_rule(files.image_table(*_GLM)),
+        vit=_glm_vit(part_of(files, "vision_config")),
+        llm=llm_shape(text),
+    )
+
+
+def _native_rule(images: JsonTable) -> NativeRule:
+    size = edges(images)
+    for key, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+        if images.value(key) is not None:  # of old files, which win
+            size[edge] = images.count(key)
+            size.pop(key, None)
+    if set(size) != {"shortest_edge", "longest_edge"}:
+        raise images.wrong("size", "give shortest_edge and longest_edge, in pixels of area")
+    rule = NativeRule(
+        **pixels_of(images),
+        vit_patch_size=images.count("patch_size"),
+        merge_size=images.count("merge_size"),
+        temporal_patch_size=images.count("temporal_patch_size"),
+        min_pixels=size["shortest_edge"],
+        max_pixels=size["longest_edge"],
+        max_aspect_ratio=_MAX_ASPECT_RATIO,
+    )
+    images.require_read((*HARMLESS, "default_to_square"))
+    return rule
+
+
+def _qwen_vit(vision: JsonTable, text: JsonTable) -> VitShape:
+    # Qwen2-VL calls the encoder's width embed_dim, and the language model's hidden_size
+    is_first = "embed_dim" in vision
+    width = vision.count("embed_dim" if is_first else "hidden_size")
+    ffn = width * vision.count("mlp_ratio") if is_first else vision.count("intermediate_size")
+    merged = width * vision.count("spatial_merge_size") ** 2
+    output = text.count("hidden_size") if is_first else vision.count("out_hidden_size")
+    patch, frames = vision.count("patch_size"), vision.count("temporal_patch_size")
+    full, window = None, None
+    if "window_size" in vision:
+        full = len(vision.integers("fullatt_block_indexes"))
+        window = (vision.count("window_size") // patch) ** 2
+    return VitShape(
+        num_layers=vision.count("depth"),
+        hidden_size=width,
+        num_heads=vision.count("num_heads"),
+        num_kv_heads=vision.count("num_heads"),
+        head_size=width // vision.count("num_heads"),
+        ffn_size=ffn,
+        gated=window is not None,
+        num_full_layers=full,
+        window=window,
+        projector=(merged, merged, output),
+        num_projectors=1 + len(vision.integers("deepstack_visual_indexes")),
+        patch_values=_channels(vision) * frames * patch**2,
+    )
+
+
+def _glm_vit(vision: JsonTable) -> VitShape:
+    width, output = vision.count("hidden_size"), vision.count("out_hidden_size")
+    merged = width * vision.count("spatial_merge_size") ** 2
+    # three matrices of a gated MLP, as two of half as much more
+    gated = vision.count("intermediate_size") * 3 // 2
+    frames = vision.count("temporal_patch_size")
+    return VitShape(
+        num_layers=vision.count("depth"),
+        hidden_size=width,
+        num_heads=vision.count("num_heads"),
+        num_kv_heads=vision.count("num_heads"),
+        head_size=width // vision.count("num_heads"),
+        ffn_size=output,
+        gated=True,
+        projector=(merged, output, output, gated, output),
+        patch_values=_channels(vision) * frames * vision.count("patch_size") ** 2,
+    )
+
+
+def _channels(vision: JsonTable) -> int:
+    return vision.count("in_channels", "in_chans")

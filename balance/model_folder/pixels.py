@@ -1,0 +1,54 @@
+"""What all image processors of transformers have in common: values of pixels, sizes. Pure."""
+
+from typing import Any
+
+from balance.model_folder.json_table import JsonTable
+
+HARMLESS = (
+    *("auto_map", "data_format", "device", "disable_grouping", "do_convert_rgb", "do_normalize"),
+    *("feature_extractor_type", "image_processor_type", "image_token", "input_data_format"),
+    *("processor_class", "resample", "return_tensors", "_valid_processor_keys"),
+)
+"""Keys of image processors that change neither counts nor pixels, or that `pixels_of` looks at."""
+
+_BICUBIC = 3
+
+
+def pixels_of(images: JsonTable, *, resample: int = _BICUBIC) -> dict[str, Any]:
+    """Mean and std of a rule; ConfigError for what the loader does not do.
+
+    `resample`: the family's filter, by Pillow's number.
+    """
+    images.require("do_resize", True)
+    images.require("do_rescale", True)
+    images.require("resample", resample)
+    if abs(images.number("rescale_factor") * 255 - 1) > 1e-6:
+        raise images.wrong("rescale_factor", "only 1/255 is supported")
+    if images.value("do_normalize") is False:
+        return {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+    return {"mean": images.triple("image_mean"), "std": images.triple("image_std")}
+
+
+def edges(images: JsonTable, key: str = "size") -> dict[str, int]:
+    """A size as transformers understands it: by edge, or height and width; ints are old style."""
+    value = images.value(key)
+    if type(value) is int:
+        square = key != "size" or bool(images.value("default_to_square"))
+        value = {"height": value, "width": value} if square else {"shortest_edge": value}
+    if isinstance(value, list) and len(value) == 2:
+        value = {"height": value[0], "width": value[1]}
+    is_table = isinstance(value, dict) and all(
+        type(each) is int and each > 0 for each in value.values() if each is not None
+    )
+    if not is_table:
+        raise images.wrong(key, "give sizes of edges in pixels, all greater than 0")
+    return {name: each for name, each in value.items() if each is not None}
+
+
+def square_side(images: JsonTable, key: str = "size") -> int:
+    """The side of a square size; ConfigError if it is none."""
+    size = edges(images, key)
+    sides = {size.get("height"), size.get("width")}
+    if set(size) != {"height", "width"} or len(sides) > 1:
+        raise images.wrong(key, "only a square, {height, width}, is supported")
+    return size["height"]

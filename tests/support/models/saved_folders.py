@@ -1,0 +1,245 @@
+"""Folders as `save_pretrained` of transformers writes them, with the real sizes of each family.
+
+A case is a config, the settings of its image processor as the family's repository has them, and the
+processor. The tokenizer is the small one of tests/data with the family's tokens; weights are not
+needed. The video processor, which needs torchvision, is replaced by its settings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import PreTrainedTokenizerFast
+from transformers.utils import PushToHubMixin
+
+from support import ROOT
+
+TOKENIZER = ROOT / "tests" / "data" / "tokenizers" / "byte_level"
+HALF = [0.5, 0.5, 0.5]
+IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+CLIP_PROCESSOR = {
+    "patch_size": 14,
+    "vision_feature_select_strategy": "default",
+    "num_additional_image_tokens": 1,
+}
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% else %}IMAGE{% endif %}"
+    "{% endfor %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""Writes strings and parts; IMAGE is what the family's own template writes for an image."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family's folder is made."""
+
+    config: dict[str, Any]
+    """Of `AutoConfig.for_model`."""
+    processor: str
+    """Class in transformers."""
+    images: str
+    """Class of the image processor, without its backend."""
+    image_settings: dict[str, Any]
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of the processor itself."""
+    tokens: dict[str, str] = field(default_factory=dict)
+    """What the tokenizer names."""
+    markup: str = "<image>"
+    """An image in the text, before its token is repeated."""
+
+
+def text(hidden: int, ffn: int, layers: int, heads: int, kv: int, **more: Any) -> dict[str, Any]:
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = dict(zip(names, (hidden, ffn, layers, heads), strict=True))
+    return {**sizes, "num_key_value_heads": kv, **more}
+
+
+def clip(**more: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24}
+    shape = {"num_attention_heads": 16, "image_size": 336, "patch_size": 14}
+    return {"model_type": "clip_vision_model", **sizes, **shape, **more}
+
+
+QWEN = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+QWEN_MARKUP = "<|vision_start|><|image_pad|><|vision_end|>"
+QWEN3_VISION = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "patch_size": 16}
+QWEN3_PIXELS = {
+    **{"size": {"longest_edge": 16777216, "shortest_edge": 65536}, "patch_size": 16},
+    **{"image_mean": HALF, "image_std": HALF},
+}
+VICUNA = {"model_type": "llama", "max_position_embeddings": 4096}
+
+FAMILIES: dict[str, Family] = {
+    "qwen2_vl": Family(
+        config={
+            "text_config": text(3584, 18944, 28, 28, 4, vocab_size=152064),
+            "vision_config": {"depth": 32, "embed_dim": 1280, "hidden_size": 3584},
+        },
+        processor="Qwen2VLProcessor",
+        images="Qwen2VLImageProcessor",
+        image_settings={"min_pixels": 3136, "max_pixels": 12845056},
+        tokens=QWEN,
+        markup=QWEN_MARKUP,
+    ),
+    "qwen2_5_vl": Family(
+        config={
+            "text_config": text(
+                2048, 11008, 36, 16, 2, vocab_size=151936, max_position_embeddings=128000
+            ),
+            "vision_config": {"hidden_size": 1280, "out_hidden_size": 2048},
+        },
+        processor="Qwen2_5_VLProcessor",
+        images="Qwen2VLImageProcessor",
+        image_settings={"min_pixels": 3136, "max_pixels": 12845056},
+        tokens=QWEN,
+        markup=QWEN_MARKUP,
+    ),
+    "qwen3_vl": Family(
+        config={
+            "text_config": text(4096, 12288, 36, 32, 8, max_position_embeddings=262144),
+            "vision_config": {**QWEN3_VISION, "out_hidden_size": 4096},
+        },
+        processor="Qwen3VLProcessor",
+        images="Qwen2VLImageProcessor",
+        image_settings=QWEN3_PIXELS,
+        tokens=QWEN,
+        markup=QWEN_MARKUP,
+    ),
+    "qwen3_vl_moe": Family(
+        config={
+            "text_config": {
+                **text(2048, 6144, 48, 32, 4, head_dim=128, max_position_embeddings=262144),
+                **{"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
+            },
+            "vision_config": {**QWEN3_VISION, "out_hidden_size": 2048},
+        },
+        processor="Qwen3VLProcessor",
+        images="Qwen2VLImageProcessor",
+        image_settings=QWEN3_PIXELS,
+        tokens=QWEN,
+        markup=QWEN_MARKUP,
+    ),
+    "qwen3_5": Family(
+        config={
+            "text_config": {"max_position_embeddings": 262144},
+            "vision_config": {**QWEN3_VISION, "out_hidden_size": 4096},
+        },
+        processor="Qwen3VLProcessor",
+        images="Qwen2VLImageProcessor",
+        image_settings=QWEN3_PIXELS,
+        tokens=QWEN,
+        markup=QWEN_MARKUP,
+    ),
+    "qwen3_5_moe": Family(
+        config={
+            "text_config": {"max_position_embeddings": 262144},
+            "vision_config": {**QWEN3_VISION, "out_hidden_size": 2048},
+        },
+        processor="Qwen3VLProcessor",
+        images="Qwen2VLImageProcessor",
+        image_settings=QWEN3_PIXELS,
+        tokens=QWEN,
+        markup=QWEN_MARKUP,
+    ),
+    "internvl": Family(
+        config={
+            "text_config": {"model_type": "qwen2", **text(3584, 18944, 28, 28, 4)},
+            "vision_config": {},
+        },
+        processor="InternVLProcessor",
+        images="GotOcr2ImageProcessor",
+        image_settings={"size": {"height": 448, "width": 448}, **IMAGENET},
+        settings={"image_seq_length": 256},
+        tokens={
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+        markup="<IMG_CONTEXT>",
+    ),
+    "llava": Family(
+        config={"text_config": VICUNA, "vision_config": clip()},
+        processor="LlavaProcessor",
+        images="CLIPImageProcessor",
+        image_settings={"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}},
+        settings=CLIP_PROCESSOR,
+    ),
+    "llava_next": Family(
+        config={"text_config": VICUNA, "vision_config": clip()},
+        processor="LlavaNextProcessor",
+        images="LlavaNextImageProcessor",
+        image_settings={"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}},
+        settings=CLIP_PROCESSOR,
+    ),
+}
+
+
+class _VideoSettings(PushToHubMixin):
+    """The video processor, as far as it is saved."""
+
+    _auto_class = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"video_processor_type": "VideoProcessor", "size": {"longest_edge": 1}}
+
+
+class _WithoutVideo:
+    """No video processor (it needs torchvision, even for the check of its type)."""
+
+    def check_argument_for_proper_class(self, *_: Any) -> None: ...
+
+
+def make_processor(name: str) -> Any:
+    """The processor of a family."""
+    family = FAMILIES[name]
+    kind = getattr(transformers, family.processor)
+    own = type(family.processor, (_WithoutVideo, kind), {})
+    parts = {
+        "image_processor": _image_class(family.images)(**family.image_settings),
+        "tokenizer": make_tokenizer(family),
+    }
+    if "video_processor" in kind.get_attributes():
+        parts["video_processor"] = _VideoSettings()
+    return own(**parts, **family.settings, chat_template=TEMPLATE.replace("IMAGE", family.markup))
+
+
+def make_tokenizer(family: Family) -> Any:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(
+        TOKENIZER, extra_special_tokens=family.tokens
+    )
+    tokenizer.chat_template = None  # a processor's own is saved
+    return tokenizer
+
+
+def _image_class(name: str) -> Callable[..., Any]:
+    kind: Callable[..., Any] = getattr(transformers, f"{name}Pil")
+    return kind
+
+
+def make_config(name: str) -> Any:
+    return transformers.AutoConfig.for_model(name, **FAMILIES[name].config)
+
+
+def save_folder(name: str, folder: Path, *, old: bool = False) -> Any:
+    """Save a family's config and processor; returns the processor.
+
+    `old`: as transformers 4 did, with the image processor in `preprocessor_config.json`.
+    """
+    processor = make_processor(name)
+    make_config(name).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    if old:
+        path = folder / "processor_config.json"
+        values = json.loads(path.read_text())
+        images = values.pop("image_processor")
+        values.pop("video_processor", None)
+        path.write_text(json.dumps(values))
+        (folder / "preprocessor_config.json").write_text(json.dumps(images))
+    return processor
