@@ -1,6 +1,7 @@
 """Balancing samples: pure functions on NumPy arrays, shared by all packages.
 
-Nothing here imports torch or knows what a shard is; `balance.config` alone reads files (presets).
+Nothing here imports torch or knows what a shard is. `balance.config` reads presets, and
+`balance.model_folder.files` the folders of models; nothing else reads files.
 Public names are imported when they are first used: numba's runtime takes .5 s and 100 MB.
 """
 

@@ -170,6 +170,7 @@ FAMILIES: dict[str, Family] = {
         images="CLIPImageProcessor",
         image_settings={"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}},
         settings=CLIP_PROCESSOR,
+        tokens={"image_token": "<image>"},
     ),
     "llava_next": Family(
         config={"text_config": VICUNA, "vision_config": clip()},
@@ -177,6 +178,7 @@ FAMILIES: dict[str, Family] = {
         images="LlavaNextImageProcessor",
         image_settings={"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}},
         settings=CLIP_PROCESSOR,
+        tokens={"image_token": "<image>"},
     ),
 }
 

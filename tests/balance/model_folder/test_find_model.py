@@ -1,0 +1,220 @@
+"""A model's folder gives what its processor and its config say, or one line that says why not."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from balance.errors import ConfigError
+from balance.media.image_tokens import ImageRejected, plan_image
+from balance.model_folder.files import ModelFiles
+from balance.model_folder.find_model import READERS, find_model, model_from_files
+from balance.model_folder.json_table import JsonTable
+from support.cases import for_each
+from support.models.saved_folders import FAMILIES, make_processor, save_folder
+
+DRAWS = int(os.environ.get("ISOBATCH_TEST_DRAWS", "60"))
+
+
+@for_each("name", FAMILIES)
+def test_a_saved_folder_counts_as_its_processor_does(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    processor = save_folder(name, folder)
+    model = find_model(str(folder))
+    assert model.name == name
+    sizes = random.Random(name)
+    for _ in range(DRAWS):
+        width, height = (int(10 ** sizes.uniform(0.5, 3.6)) for _ in range(2))
+        try:
+            plan = plan_image(model.vision, width, height)
+        except ImageRejected:
+            with pytest.raises(ValueError, match="aspect ratio"):
+                processor._get_num_multimodal_tokens([(height, width)])
+            continue
+        (counted,) = processor._get_num_multimodal_tokens([(height, width)]).num_image_tokens
+        # InternVL's counts the tokens around an image too
+        assert plan.num_image_tokens == counted - 2 * (name == "internvl"), (width, height)
+
+
+@for_each("name", FAMILIES)
+def test_files_of_transformers_4_and_of_5_are_the_same_model(name: str, tmp_path: Path) -> None:
+    save_folder(name, tmp_path / name / "new")
+    save_folder(name, tmp_path / name / "old", old=True)
+    new, old = (find_model(str(tmp_path / name / age)) for age in ("new", "old"))
+    assert new == old
+
+
+def files_of(name: str, tmp_path: Path) -> ModelFiles:
+    folder = tmp_path / f"files of {name}"
+    save_folder(name, folder, old=True)
+    names = ("config.json", "processor_config.json", "preprocessor_config.json")
+    names += ("tokenizer_config.json",)
+    config, processor, images, tokenizer = (json.loads((folder / n).read_text()) for n in names)
+    return ModelFiles(
+        where=name, config=config, processor=processor, image_processor=images, tokenizer=tokenizer
+    )
+
+
+def changed(files: ModelFiles, part: str, changes: dict[str, Any]) -> ModelFiles:
+    parts = {key: dict(getattr(files, key)) for key in ModelFiles.__slots__ if key != "where"}
+    for key, value in changes.items():
+        parts[part][key] = value
+        if value is ...:
+            del parts[part][key]
+    return ModelFiles(where=files.where, **parts)
+
+
+def test_what_transformers_assumes_is_assumed(tmp_path: Path) -> None:
+    """Nulls and absent keys are the class's own; so are whole parts of a config."""
+    files = files_of("qwen2_5_vl", tmp_path)
+    model = model_from_files(files)
+    for key in ("merge_size", "patch_size", "temporal_patch_size", "image_mean", "do_resize"):
+        for absent in (..., None):
+            assert model_from_files(changed(files, "image_processor", {key: absent})) == model
+    bare = model_from_files(changed(files, "image_processor", {"size": ...}))
+    assert bare.vision.max_pixels == 28 * 28 * 1280  # type: ignore[union-attr]
+    assert bare.vision.min_pixels == model.vision.min_pixels  # type: ignore[union-attr]
+    empty = model_from_files(
+        ModelFiles(
+            where="x",
+            config={"model_type": "llava"},
+            image_processor={
+                "feature_extractor_type": "CLIPFeatureExtractor",
+                "size": 336,
+                "crop_size": 336,
+            },
+        )
+    )
+    saved = model_from_files(files_of("llava", tmp_path))
+    assert empty.vision == saved.vision
+    assert empty.vit == saved.vit
+
+
+def test_old_styles_of_sizes_are_understood(tmp_path: Path) -> None:
+    files = files_of("qwen2_vl", tmp_path)
+    model = model_from_files(files)
+    both = {"min_pixels": 3136, "max_pixels": 12845056}
+    for style in ({"size": ..., **both}, {"size": both, **both}, {"size": {}, **both}):
+        assert model_from_files(changed(files, "image_processor", style)) == model, style
+    # early files have the language model's keys in the config itself
+    text = files.config["text_config"]
+    flat = changed(files, "config", {**text, "model_type": "qwen2_vl", "text_config": ...})
+    assert model_from_files(flat) == model
+
+
+CLIP = "CLIPImageProcessor"
+
+
+@for_each(
+    ("name", "part", "changes", "message"),
+    [
+        (
+            "llava",
+            "image_processor",
+            {"crop_pct": 0.9},
+            "preprocessor_config.json: unknown key crop_pct",
+        ),
+        ("llava", "image_processor", {"do_pad": True}, "do_pad is True; only False is supported"),
+        ("llava", "image_processor", {"resample": 2}, "resample is 2; only 3 is supported"),
+        ("llava", "image_processor", {"do_resize": False}, "do_resize is False"),
+        ("llava", "image_processor", {"rescale_factor": 1.0}, "rescale_factor is 1.0; only 1/255"),
+        ("llava", "image_processor", {"crop_size": 224}, "size is {'shortest_edge': 336}; only a"),
+        ("llava", "image_processor", {"image_mean": "half"}, "image_mean is 'half'; give three"),
+        ("llava", "processor", {"slices": 3}, "processor_config.json: unknown key slices"),
+        ("llava", "processor", {"patch_size": "14"}, "patch_size is '14'; give a positive integer"),
+        (
+            "llava_next",
+            "image_processor",
+            {"image_grid_pinpoints": [336]},
+            "list of [height, width]",
+        ),
+        (
+            "qwen2_vl",
+            "image_processor",
+            {"size": {"height": 8, "width": 8}},
+            "shortest_edge and long",
+        ),
+        ("qwen2_vl", "image_processor", {"merge_size": 0}, "merge_size is 0; give a positive"),
+        ("qwen3_vl", "image_processor", {"image_processor_type": CLIP}, f"{CLIP} is not supported"),
+        ("internvl", "image_processor", {"size": {"height": 448, "width": 336}}, "only a square"),
+        ("internvl", "config", {"text_config": [1]}, "text_config is [1]; give a JSON object"),
+        (
+            "internvl",
+            "config",
+            {"model_type": "mllama"},
+            "mllama looks at images by cross attention",
+        ),
+        ("internvl", "config", {"model_type": "bark"}, "family bark is not supported; known: "),
+    ],
+)
+def test_what_would_change_counts_is_one_line_that_names_file_and_key(
+    name: str, part: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    files = changed(files_of(name, tmp_path), part, changes)
+    with pytest.raises(ConfigError) as error:
+        model_from_files(files)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_that_is_no_models_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json; give a folder as transformers'"):
+        find_model(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "llava"}')
+    with pytest.raises(ConfigError, match=r"has neither preprocessor_config\.json nor image_proc"):
+        find_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match=r"config\.json: contains a list, not a JSON object"):
+        find_model(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"no model preset 'qwen9'; shipped: "):
+        find_model("qwen9")
+
+
+def test_a_hub_id_is_fetched_file_by_file(tmp_path: Path, monkeypatch: Any) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    save_folder("qwen3_vl", tmp_path)
+
+    def fetch(repo_id: str, name: str) -> str:
+        assert repo_id == "Qwen/Qwen3-VL-8B-Instruct"
+        if not (tmp_path / name).exists():
+            raise hub.errors.EntryNotFoundError(name)
+        return str(tmp_path / name)
+
+    monkeypatch.setattr(hub, "hf_hub_download", fetch)
+    assert find_model("Qwen/Qwen3-VL-8B-Instruct") == find_model(str(tmp_path))
+
+    def offline(repo_id: str, name: str) -> str:
+        raise hub.errors.LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr(hub, "hf_hub_download", offline)
+    with pytest.raises(ConfigError, match="the Hub cannot be reached and its cache here has no"):
+        find_model("Qwen/Qwen3-VL-8B-Instruct")
+
+
+def test_every_family_has_a_folder_that_is_tested() -> None:
+    assert set(READERS) == set(FAMILIES)
+
+
+def test_a_tokenizers_own_names_are_the_markup(tmp_path: Path) -> None:
+    model = model_from_files(
+        changed(files_of("internvl", tmp_path), "tokenizer", {"context_image_token": "<PATCH>"})
+    )
+    assert model.image_markup.token == "<PATCH>"
+    assert make_processor("internvl").image_token == "<IMG_CONTEXT>"
+
+
+def test_a_table_keeps_track_of_what_was_read() -> None:
+    table = JsonTable({"a": 1, "b": None, "c": [3, 3]}, "file", {"d": 4})
+    assert table.count("a") == 1
+    with pytest.raises(ConfigError, match=r"file: unknown key c, which may change"):
+        table.require_read(())
+    assert table.count("c") == 3  # a square
+    table.require_read(())
+    assert table.count("d") == 4
+    with pytest.raises(ConfigError, match=r"file: has no e; give a positive integer"):
+        table.count("e")

@@ -1,0 +1,86 @@
+"""`packer build --model FOLDER` needs nothing but data and output, and packs what transformers
+would feed the model.
+"""
+
+import json
+import random
+import subprocess
+import sys
+
+import pytest
+from PIL import Image
+
+from balance.errors import ConfigError
+from packer.build import Builder
+from packer.config import BuildConfig
+from shards.manifest import read_manifest
+from support.builds.packed import quiet, read_samples
+from support.builds.raw_data import record, write_dataset, write_image
+from support.cases import for_each
+from support.models.saved_folders import FAMILIES, save_folder
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder, sizes = tmp_path_factory.mktemp("raw"), random.Random(3)
+    rows = []
+    for number in range(12):
+        images = [f"images/{number}-{k}.jpg" for k in range(number % 3)]
+        for k, image in enumerate(images):
+            width, height = (int(10 ** sizes.uniform(1.5, 2.9)) for _ in range(2))
+            write_image(folder / image, width, height, seed=10 * number + k)
+        rows.append(record(number, images))
+    return write_dataset(folder, rows)
+
+
+def build(dataset, out, model, **more):
+    options = {"dataset": str(dataset), "out": str(out), "model": str(model), "workers": 1}
+    return Builder(BuildConfig(**options, max_seq_len=100_000, **more), quiet()).build()
+
+
+@for_each("name", FAMILIES)
+def test_a_folder_is_enough_and_ids_equal_its_processors(tmp_path, dataset, name):
+    folder, out = tmp_path / name / "model", tmp_path / name / "out"
+    processor = save_folder(name, folder)
+    totals = build(dataset, out, folder).totals
+    assert totals["num_packed"] == 12
+    raw = {row["id"]: row for row in json.loads((dataset / "annotations.json").read_text())}
+    for sample in read_samples(out):
+        row = raw[sample["sample_id"]]
+        paths = row.get("image", [])
+        paths = [paths] if isinstance(paths, str) else paths
+        images = [Image.open(dataset / path).convert("RGB") for path in paths]
+        messages = [
+            {
+                "role": {"human": "user", "gpt": "assistant"}[turn["from"]],
+                "content": turn["value"].replace("<image>", FAMILIES[name].markup),
+            }
+            for turn in row["conversations"]
+        ]
+        text = processor.apply_chat_template(messages)
+        expected = processor(images=images or None, text=[text]).input_ids[0]
+        assert sample["input_ids"] == list(expected), text
+
+
+def test_the_command_takes_a_folder_and_one_line_says_what_a_wrong_one_lacks(tmp_path, dataset):
+    save_folder("llava", tmp_path / "model")
+    command = [sys.executable, "-m", "packer", "build", "--dataset", str(dataset), "--json"]
+    command += ["--model", str(tmp_path / "model"), "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["totals"]["num_packed"] == 12
+    model = read_manifest(tmp_path / "out").values["model"]
+    assert model["name"] == "llava"
+    assert str(tmp_path) not in json.dumps(model)
+    path = tmp_path / "model" / "processor_config.json"
+    values = json.loads(path.read_text())
+    values["image_processor"]["crop_pct"] = 0.9
+    path.write_text(json.dumps(values))
+    failed = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert failed.returncode == 2
+    assert "unknown key crop_pct" in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
+def test_a_preset_still_needs_a_tokenizer(dataset, tmp_path):
+    with pytest.raises(ConfigError, match="--tokenizer is missing: name the tokenizer to train"):
+        build(dataset, tmp_path / "out", "llava_1_5")
