@@ -1,7 +1,7 @@
 """TOML into frozen dataclasses: presets by name, and configs of commands.
 
-With `balance.model_folder.files` all of `balance` that reads files. An unknown key is an error that lists the known ones,
-so that a typing mistake never silently becomes a default.
+With `balance.model_folder.files` all of `balance` that reads files. An unknown key is an error that
+lists the known ones, so that a typing mistake never silently becomes a default.
 """
 
 import tomllib

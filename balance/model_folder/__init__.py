@@ -1,1 +1,1 @@
-"""A model's folder, as transformers saves it, to a `ModelPreset`: one reader per family."""
+"""A model's folder, as transformers saves it, to a `ModelPreset`."""

@@ -1,4 +1,4 @@
-"""What all image processors of transformers have in common: values of pixels, sizes. Pure."""
+"""Settings that all image processors of transformers share: pixels, sizes. Pure."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A model's folder gives what its processor and its config say, or one line that says why not."""
+"""A model's folder gives what its files say, or one line that says why not."""
 
 from __future__ import annotations
 

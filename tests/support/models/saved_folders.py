@@ -1,4 +1,4 @@
-"""Folders as `save_pretrained` of transformers writes them, with the real sizes of each family.
+"""Folders as transformers' `save_pretrained` writes them, of each family's sizes.
 
 A case is a config, the settings of its image processor as the family's repository has them, and the
 processor. The tokenizer is the small one of tests/data with the family's tokens; weights are not
