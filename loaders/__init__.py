@@ -24,7 +24,7 @@ except ModuleNotFoundError as _error:
     raise ImportError("`loaders` needs torch: pip install 'isobatch[train]'") from _error
 
 from loaders.batch.micro_batch import MicroBatch, shift_labels
-from loaders.batch.model_inputs import model_inputs
+from loaders.batch.model_inputs.inputs import model_inputs
 from loaders.config import LoaderConfig
 from loaders.decode.pixels import normalize
 from loaders.integrations.torch_dataset import Step, StepDataset

@@ -18,7 +18,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from balance.errors import ConfigError
 from balance.types import LABEL_IGNORE
 from loaders.batch.micro_batch import MicroBatch
-from loaders.batch.model_inputs import model_inputs
+from loaders.batch.model_inputs.inputs import model_inputs
 from loaders.integrations.torch_dataset import Step, StepDataset
 from loaders.loader import StreamingLoader
 from loaders.step_builder import StepBatches

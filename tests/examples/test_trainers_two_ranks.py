@@ -12,7 +12,7 @@ from tiny_vlm import make_model, token_losses
 
 from balance.types import LABEL_IGNORE
 from loaders import StreamingLoader
-from loaders.batch.model_inputs import model_inputs
+from loaders.batch.model_inputs.inputs import model_inputs
 from support import TESTS
 from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples

@@ -17,7 +17,7 @@ from balance.media.rules import AnyresRule, FixedRule, NativeRule, TilesRule
 from balance.presets import load_model
 from loaders.batch.collate import collate
 from loaders.batch.micro_batch import shift_labels
-from loaders.batch.model_inputs import BLANK_SAMPLE_ID, model_inputs
+from loaders.batch.model_inputs.inputs import BLANK_SAMPLE_ID, model_inputs
 from loaders.config import LoaderConfig
 from loaders.plan.step_plan import StepTotals
 from shards.stored_group import StoredGroup

@@ -1,0 +1,1 @@
+"""`MicroBatch` as keyword arguments of transformers' models."""

@@ -1,0 +1,86 @@
+"""What differs between families of models, `ModelFamily`, and what most share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from balance.errors import ConfigError
+from loaders.batch.micro_batch import MicroBatch
+
+Arguments = dict[str, Any]
+"""Keyword arguments of a model."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlankImage:
+    """The smallest image of a model."""
+
+    rows: int
+    """Rows of `pixel_values`."""
+    tokens: int
+    """LLM tokens."""
+    size: tuple[int, int]
+    """Height and width in pixels."""
+    grid: tuple[int, int, int] | None = None
+    """Frames, rows and columns of ViT patches, at native resolution."""
+
+
+def pixel_arguments(*fields: str) -> Callable[[MicroBatch, Any], Arguments]:
+    """`ModelFamily.images` of a model that takes these fields of `MicroBatch` as they are."""
+    names = "pixel_values", *fields
+    return lambda batch, config: {name: getattr(batch, name) for name in names}
+
+
+def pixels_alone(batch: MicroBatch, config: Any) -> Arguments:
+    """`pixel_values` as they are, and nothing else."""
+    return {"pixel_values": batch.pixel_values}
+
+
+def text_positions(batch: MicroBatch, config: Any) -> Tensor:
+    """Positions from 0 in each sample: (1, tokens)."""
+    return batch.position_ids[None]
+
+
+def causal(batch: MicroBatch, config: Any) -> Arguments:
+    """No mask: with positions that begin again, transformers' models keep samples apart."""
+    return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFamily:
+    """What differs between models; each rule takes the model's config."""
+
+    blank: Callable[[Any], BlankImage]
+    images: Callable[[MicroBatch, Any], Arguments] = pixels_alone
+    """Arguments made of a micro-batch's images, of which there is at least one."""
+    positions: Callable[[MicroBatch, Any], Tensor] = text_positions
+    """`position_ids`."""
+    masks: Callable[[MicroBatch, Any], Arguments] = causal
+    """Arguments that say which tokens see which."""
+    is_native: bool = False
+    """Whether `pixel_values` have a row per ViT token, and images a grid (`image_grid_thw`)."""
+
+
+def image_grids(batch: MicroBatch) -> Tensor:
+    """`image_grid_thw` of a micro-batch at native resolution."""
+    if batch.image_grid_thw is None:
+        raise ConfigError("the micro-batch has no image_grid_thw; build with this model's preset")
+    return batch.image_grid_thw
+
+
+def config_of_text(config: Any) -> Any:
+    """The config of a model's language model."""
+    return getattr(config, "text_config", config)
+
+
+def square_side(config: Any) -> tuple[int, int]:
+    """Side of an image patch in pixels and in ViT patches."""
+    vision = config.vision_config
+    # some configs give sides as (height, width)
+    pixels, vit_patch = (
+        value if isinstance(value, int) else value[0]
+        for value in (vision.image_size, vision.patch_size)
+    )
+    return pixels, pixels // vit_patch

@@ -1,0 +1,147 @@
+"""`model_inputs`: a `MicroBatch` as keyword arguments of transformers' models, without padding.
+
+For trainers that run transformers' vision-language models. Needs only the model's config, and
+imports nothing of transformers. Avoids what transformers accepts and computes wrongly: samples
+would see each other with a key-value cache, with an attention mask, in Qwen-VL with three rows of
+`position_ids` instead of four, and in linear attention without the samples' borders. Pure; reads
+tensors' values, so call it on the CPU.
+"""
+
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from balance.errors import ConfigError
+from balance.types import LABEL_IGNORE
+from loaders.batch.micro_batch import MicroBatch
+from loaders.batch.model_inputs.family import Arguments, BlankImage, config_of_text
+from loaders.batch.model_inputs.registry import family_of
+
+BLANK_SAMPLE_ID = "(blank image)"
+
+
+def model_inputs(
+    batch: MicroBatch, config: Any, *, always_encode: bool = True, with_labels: bool = True
+) -> dict[str, Any]:
+    """What `model(**inputs)` takes for a model with transformers' `config`; new tensors.
+
+    `input_ids` and `labels` (1, tokens), `position_ids` (1, tokens) from 0 in each sample, or for
+    models with M-RoPE (4, 1, tokens): those and its three. `pixel_values` and their sizes, grids or
+    places as the model takes them, masks where tokens see later ones. With flash attention and with
+    linear attention also the borders of the samples. No loss crosses a border, and the model's
+    `loss` is this micro-batch's part of the step's mean: parts of all micro-batches and ranks are
+    summed.
+
+    `always_encode`: a micro-batch without images gets a sample of one small blank image at its end,
+    without labels. The vision encoder then runs on every rank in every micro-batch: DDP finds no
+    unused parameter, FSDP does not hang, and empty micro-batches work. Otherwise a micro-batch
+    without images has no `pixel_values`, and an empty one, which no model accepts, is a ValueError.
+
+    `with_labels=False` leaves out labels and divisor, for a loss of your own: that of the logits'
+    first `len(batch.labels)` rows, by `MicroBatch.reduce_loss`. Losses with weights need that.
+
+    Raises ConfigError for another model, another preset's pixels, raw pixels
+    (`pixel_dtype=torch.uint8`), audio, images that a planner gave to another rank, labels of
+    unequal weight, which transformers' losses do not know, and attention that cannot keep packed
+    samples apart.
+    """
+    family = family_of(config)
+    _check_media(batch, config, is_native=family.is_native)
+    if with_labels and batch.loss_weights is not None:
+        raise ConfigError(
+            "transformers' losses have no weights: use the loader's loss_weights='token', or "
+            "with_labels=False and MicroBatch.reduce_loss"
+        )
+    if always_encode and not len(batch.image_sizes):
+        batch = _with_blank_image(batch, family.blank(config), int(config.image_token_id))
+    if not len(batch.input_ids):
+        raise ValueError("an empty micro-batch; skip it, or leave always_encode=True")
+    inputs: dict[str, Any] = {
+        "input_ids": batch.input_ids[None],
+        "position_ids": family.positions(batch, config),
+        "use_cache": False,
+        **family.masks(batch, config),
+        **_borders(batch, config),
+    }
+    if with_labels:
+        # transformers' shift over the whole sequence then moves no label across a sample border
+        labels = batch.labels.clone()
+        labels[batch.cu_seqlens[:-1].long()] = LABEL_IGNORE
+        inputs |= {"labels": labels[None], "num_items_in_batch": batch.loss_normalizer}
+    if len(batch.image_sizes):
+        inputs |= family.images(batch, config)
+    return inputs
+
+
+def _borders(batch: MicroBatch, config: Any) -> Arguments:
+    """Borders of samples for flash attention and for linear attention."""
+    text = config_of_text(config)
+    layer_types = getattr(text, "layer_types", None) or ()
+    is_linear = "linear_attention" in layer_types and batch.num_samples > 1
+    if is_linear:
+        _check_kernels(config)
+    if not is_linear and "flash" not in str(getattr(config, "_attn_implementation", None)):
+        return {}
+    # else transformers finds the borders in position_ids, waiting for the GPU in every layer, and
+    # linear attention knows of none
+    longest, borders = batch.max_seqlen, batch.cu_seqlens
+    arguments: Arguments = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
+    arguments |= {"max_length_q": longest, "max_length_k": longest}
+    if is_linear:
+        numbers = torch.arange(batch.num_samples, dtype=torch.int32, device=borders.device)
+        arguments["seq_idx"] = numbers.repeat_interleave(borders.diff().long())[None]
+    return arguments
+
+
+def _check_kernels(config: Any) -> None:
+    """ConfigError if linear attention would carry its state from one sample into the next."""
+    missing = [name for name in ("fla", "causal_conv1d") if find_spec(name) is None]
+    # hub kernels do it too, if the model is loaded with them; transformers checks that
+    if missing and find_spec("kernels") is None:
+        raise ConfigError(
+            f"{config.model_type} has linear attention, which keeps packed samples apart only with"
+            " its kernels: pip install flash-linear-attention causal-conv1d"
+        )
+
+
+def _check_media(batch: MicroBatch, config: Any, *, is_native: bool) -> None:
+    if not batch.pixel_values.is_floating_point():
+        raise ConfigError("pixel_values are raw (torch.uint8); use loaders.normalize first")
+    if (batch.image_grid_thw is not None) != is_native:
+        raise ConfigError(
+            f"the micro-batch was not made for {config.model_type}; build with that model's preset"
+        )
+    if batch.audio_lengths is not None and len(batch.audio_lengths):
+        raise ConfigError(
+            f"there are audio clips, but {config.model_type} has no audio encoder that model_inputs"
+            " knows"
+        )
+    if not len(batch.image_sizes) and bool((batch.input_ids == config.image_token_id).any()):
+        raise ConfigError(
+            f"image tokens ({config.image_token_id}) without images: a planner gave them to "
+            "another rank's encoder, or the model's image_token_id is not the build's"
+        )
+
+
+def _with_blank_image(batch: MicroBatch, blank: BlankImage, image_token_id: int) -> MicroBatch:
+    """`batch`, which has no images, followed by a sample of nothing but the image.
+
+    Its pixels are not zeros: Idefics3 takes such images for padding.
+    """
+    ids, grid = batch.input_ids, batch.image_grid_thw
+    tokens = torch.arange(blank.tokens, device=ids.device)
+    end = batch.cu_seqlens.new_tensor([len(ids) + blank.tokens])
+    return replace(
+        batch,
+        sample_ids=(*batch.sample_ids, BLANK_SAMPLE_ID),
+        input_ids=torch.cat([ids, torch.full_like(tokens, image_token_id)]),
+        labels=torch.cat([batch.labels, torch.full_like(tokens, LABEL_IGNORE)]),
+        position_ids=torch.cat([batch.position_ids, tokens]),
+        cu_seqlens=torch.cat([batch.cu_seqlens, end]),
+        pixel_values=batch.pixel_values.new_ones(blank.rows, *batch.pixel_values.shape[1:]),
+        patches_per_image=batch.patches_per_image.new_tensor([1 if blank.grid else blank.rows]),
+        image_sizes=batch.image_sizes.new_tensor([blank.size]),
+        image_grid_thw=None if grid is None else grid.new_tensor([blank.grid]),
+    )

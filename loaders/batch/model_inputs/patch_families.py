@@ -1,0 +1,84 @@
+"""Models whose images are patches of one size: LLaVA, InternVL, SmolVLM and their relatives.
+
+`MicroBatch.pixel_values` are (patches, 3, side, side).
+"""
+
+from itertools import groupby
+from typing import Any
+
+from balance.errors import ConfigError
+from loaders.batch.micro_batch import MicroBatch
+from loaders.batch.model_inputs.family import (
+    Arguments,
+    BlankImage,
+    ModelFamily,
+    pixel_arguments,
+    square_side,
+)
+
+
+def _blank_llava(config: Any) -> BlankImage:
+    pixels, side = square_side(config)
+    keeps_class_token = config.vision_feature_select_strategy == "full"
+    # SigLIP has no class token
+    has_class_token = config.vision_config.model_type != "siglip_vision_model"
+    tokens = side**2 + (keeps_class_token and has_class_token)
+    return BlankImage(1, tokens, (pixels, pixels))
+
+
+def _blank_anyres(config: Any) -> BlankImage:
+    pixels, side = square_side(config)
+    # an image that fills the smallest canvas: no padding; each row ends in a newline feature
+    height, width = min(config.image_grid_pinpoints, key=lambda size: size[0] * size[1])
+    rows, columns = height // pixels, width // pixels
+    tokens = side**2 + rows * side * (columns * side + 1)
+    return BlankImage(1 + rows * columns, tokens, (height, width))
+
+
+def _blank_internvl(config: Any) -> BlankImage:
+    pixels, side = square_side(config)
+    return BlankImage(1, round(side * config.downsample_ratio) ** 2, (pixels, pixels))
+
+
+def _blank_idefics(config: Any) -> BlankImage:
+    pixels, side = square_side(config)
+    return BlankImage(1, side**2 // config.scale_factor**2, (pixels, pixels))
+
+
+def _onevision_images(batch: MicroBatch, config: Any) -> Arguments:
+    """With `batch_num_images`: an image that is alone in its sample has tiles, others have none.
+
+    transformers asks for images per sample and needs nothing else of them. So neighbouring images
+    of one patch count as one sample here, whichever samples they belong to.
+    """
+    counts: list[int] = []
+    for has_tiles, images in groupby(batch.patches_per_image.tolist(), key=lambda rows: rows > 1):
+        number = len(list(images))
+        if number == 1 and not has_tiles:
+            raise ConfigError(
+                f"an image without tiles that is alone in its sample: {config.model_type} cuts"
+                " such images; build with that model's preset"
+            )
+        counts += [1] * number if has_tiles else [number]
+    num_images = batch.patches_per_image.new_tensor(counts)
+    return {
+        "pixel_values": batch.pixel_values,
+        "image_sizes": batch.image_sizes,
+        "batch_num_images": num_images,
+    }
+
+
+def _idefics_images(batch: MicroBatch, config: Any) -> Arguments:
+    """All patches as images of one row; none has padding, so there is no `pixel_attention_mask`."""
+    return {"pixel_values": batch.pixel_values[None]}
+
+
+_IDEFICS = ModelFamily(blank=_blank_idefics, images=_idefics_images)
+PATCH_FAMILIES = {
+    "llava": ModelFamily(blank=_blank_llava),
+    "llava_next": ModelFamily(blank=_blank_anyres, images=pixel_arguments("image_sizes")),
+    "llava_onevision": ModelFamily(blank=_blank_anyres, images=_onevision_images),
+    "internvl": ModelFamily(blank=_blank_internvl),
+    "idefics3": _IDEFICS,
+    "smolvlm": _IDEFICS,
+}

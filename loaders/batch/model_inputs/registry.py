@@ -1,0 +1,25 @@
+"""Families of models by `config.model_type`: `family_of`."""
+
+from typing import Any
+
+from balance.errors import ConfigError
+from loaders.batch.model_inputs.family import ModelFamily
+from loaders.batch.model_inputs.gemma_families import GEMMA_FAMILIES
+from loaders.batch.model_inputs.native_families import NATIVE_FAMILIES
+from loaders.batch.model_inputs.patch_families import PATCH_FAMILIES
+
+FAMILIES: dict[Any, ModelFamily] = {**PATCH_FAMILIES, **NATIVE_FAMILIES, **GEMMA_FAMILIES}
+"""`model_type` -> what is particular about its inputs."""
+
+
+def family_of(config: Any) -> ModelFamily:
+    """The family of a model with transformers' `config`; ConfigError for another model."""
+    name = getattr(config, "model_type", None)
+    vision = getattr(getattr(config, "vision_config", None), "model_type", None)
+    if (name, vision) == ("llava", "pixtral"):  # the first Pixtral is a LLaVA
+        name = "pixtral"
+    family = FAMILIES.get(name)
+    if family is None:
+        name = name or type(config).__name__
+        raise ConfigError(f"model type {name!r}: give a config of {', '.join(FAMILIES)}")
+    return family
