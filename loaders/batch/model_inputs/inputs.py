@@ -16,8 +16,8 @@ import torch
 from balance.errors import ConfigError
 from balance.types import LABEL_IGNORE
 from loaders.batch.micro_batch import MicroBatch
+from loaders.batch.model_inputs._registry import family_of
 from loaders.batch.model_inputs.family import Arguments, BlankImage, config_of_text
-from loaders.batch.model_inputs.registry import family_of
 
 BLANK_SAMPLE_ID = "(blank image)"
 

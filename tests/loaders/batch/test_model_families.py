@@ -14,8 +14,8 @@ from PIL import Image
 
 from balance.errors import ConfigError
 from loaders.batch.model_inputs import inputs as inputs_module
+from loaders.batch.model_inputs._registry import FAMILIES as KNOWN
 from loaders.batch.model_inputs.inputs import model_inputs
-from loaders.batch.model_inputs.registry import FAMILIES as KNOWN
 
 transformers = pytest.importorskip("transformers")
 from support.models.family_models import (  # noqa: E402

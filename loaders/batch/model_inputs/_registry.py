@@ -3,10 +3,10 @@
 from typing import Any
 
 from balance.errors import ConfigError
+from loaders.batch.model_inputs._gemma_families import GEMMA_FAMILIES
+from loaders.batch.model_inputs._native_families import NATIVE_FAMILIES
+from loaders.batch.model_inputs._patch_families import PATCH_FAMILIES
 from loaders.batch.model_inputs.family import ModelFamily
-from loaders.batch.model_inputs.gemma_families import GEMMA_FAMILIES
-from loaders.batch.model_inputs.native_families import NATIVE_FAMILIES
-from loaders.batch.model_inputs.patch_families import PATCH_FAMILIES
 
 FAMILIES: dict[Any, ModelFamily] = {**PATCH_FAMILIES, **NATIVE_FAMILIES, **GEMMA_FAMILIES}
 """`model_type` -> what is particular about its inputs."""

@@ -1,4 +1,4 @@
-"""Models whose images are patches of one size: LLaVA, InternVL, SmolVLM and their relatives.
+"""Models with patches of one size: LLaVA, InternVL, SmolVLM and others.
 
 `MicroBatch.pixel_values` are (patches, 3, side, side).
 """
