@@ -1,4 +1,4 @@
-"""`model_inputs`: a `MicroBatch` as keyword arguments of transformers' models, without padding.
+"""`model_inputs`: a `MicroBatch` as arguments of transformers' models, unpadded.
 
 For trainers that run transformers' vision-language models. Needs only the model's config, and
 imports nothing of transformers. Avoids what transformers accepts and computes wrongly: samples
