@@ -29,7 +29,7 @@ from math import isqrt
 import numpy as np
 
 from balance.errors import ConfigError
-from balance.media.rules import NativeRule, VisionRule
+from balance.media.rules import NativeSizeRule, VisionRule
 from balance.presets import LlmShape, ModelPreset, VitShape
 from balance.types import Counts, FloatArray, Groups, IntArray
 
@@ -162,7 +162,7 @@ def epoch_ms(micro_batch_ms: FloatArray, dp: int) -> float:
 def _vit_flops_per_token(vit: VitShape, vision: VisionRule) -> float:
     # shares of the ViT's tokens: the class token is not embedded, merged patches are projected as 1
     embedded = 1.0
-    if not isinstance(vision, NativeRule):
+    if not isinstance(vision, NativeSizeRule):
         embedded = isqrt(vision.vit_tokens_per_patch) ** 2 / vision.vit_tokens_per_patch
     # merging concatenates: the projector's input is as many ViT widths wide as patches were merged
     projected = embedded * vit.hidden_size / vit.projector[0] / vit.pooled
@@ -175,7 +175,7 @@ def _llm_flops_per_token(llm: LlmShape) -> int:
 
 
 def _vit_squares(counts: Counts, vision: VisionRule) -> IntArray:
-    if not isinstance(vision, NativeRule):
+    if not isinstance(vision, NativeSizeRule):
         return counts.num_image_patches * vision.vit_tokens_per_patch**2
     # at native resolution an image is one patch
     return np.square(counts.num_vit_tokens) // np.maximum(counts.num_image_patches, 1)

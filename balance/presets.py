@@ -5,7 +5,7 @@ clusters are `engine.cost_model.clusters`.
 """
 
 from collections import Counter
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from balance.config import build_config, check_positive, read_preset
 from balance.errors import ConfigError
 from balance.media.audio_tokens import AudioRule
-from balance.media.rules import VISION_RULES, NativeRule, VisionRule
+from balance.media.rules import VISION_RULES, NativeSizeRule, VisionRule
 from balance.types import IntArray
 
 
@@ -220,7 +220,7 @@ class ModelPreset:
     @property
     def vision_unit(self) -> str:
         """What the vision cap counts: ViT tokens at native resolution, else image patches."""
-        return "vit_tokens" if isinstance(self.vision, NativeRule) else "image_patches"
+        return "vit_tokens" if isinstance(self.vision, NativeSizeRule) else "image_patches"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,11 +277,32 @@ def model_from_dict(values: dict[str, Any]) -> ModelPreset:
 
 
 def model_to_dict(preset: ModelPreset) -> dict[str, Any]:
-    """The inverse of `model_from_dict`; leaves out what a model without audio lacks."""
+    """The inverse of `model_from_dict`; leaves out what a model without audio lacks.
+
+    Options newer than version 0.1 are left out where they have their defaults, so that manifests
+    of models that do not need them stay what they were.
+    """
     kept = ("vit", "llm")
     values = {k: v for k, v in asdict(preset).items() if v is not None or k in kept}
     for name in _TABLES:
         if isinstance(values.get(name), dict):
             values[name] = {k: v for k, v in values[name].items() if v is not None}
+    for name in ("vision", "image_markup", "audio_markup"):
+        if (part := getattr(preset, name)) is not None:
+            values[name] = _given(part)
     rule = next(name for name, kind in VISION_RULES.items() if isinstance(preset.vision, kind))
     return {**values, "vision": {"rule": rule, **values["vision"]}}
+
+
+_ALWAYS_WRITTEN = ("min_patches", "thumbnail", "prefix", "suffix")
+"""Options with a default that version 0.1 wrote."""
+
+
+def _given(part: VisionRule | MediaMarkup) -> dict[str, Any]:
+    """Options of a rule or a markup, without newer ones that have their defaults."""
+    values = asdict(part)
+    return {
+        option.name: values[option.name]
+        for option in fields(part)
+        if option.name in _ALWAYS_WRITTEN or values[option.name] != option.default
+    }

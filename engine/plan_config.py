@@ -9,7 +9,7 @@ import numpy as np
 from balance.baseline_samplers import BATCH_SIZE
 from balance.config import Option, check_options, preset_names
 from balance.errors import ConfigError
-from balance.media.rules import AnyresRule, NativeRule
+from balance.media.rules import NativeSizeRule
 from balance.model_folder.find_model import find_model
 from engine.cost_model.clusters import load_cluster
 from engine.cost_model.loads import Loads
@@ -213,14 +213,15 @@ def _equal_loads(config: PlanConfig) -> Loads:
     """One step of equal micro-batches."""
     rule = find_model(config.model or "").vision
     images, seq_len = config.images or 0, config.seq_len or 0
-    if isinstance(rule, NativeRule):
+    if isinstance(rule, NativeSizeRule):
         raise ConfigError(
             f"model {config.model} takes images of any size, so the cost of --images is not known; "
             "give a build"
         )
-    if not isinstance(rule, AnyresRule) and images * rule.llm_tokens_per_patch > seq_len:
+    tokens = images * getattr(rule, "llm_tokens_per_patch", 0)  # anyres: not known
+    if tokens > seq_len:
         raise ConfigError(
-            f"{images} image patches are {images * rule.llm_tokens_per_patch:,} LLM tokens, "
+            f"{images} image patches are {tokens:,} LLM tokens, "
             f"--seq-len is {seq_len:,}; give fewer images or a longer sequence"
         )
     return Loads.constant(

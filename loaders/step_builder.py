@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from balance.media.rules import NativeRule
+from balance.media.rules import NativeSizeRule
 from balance.presets import ModelPreset
 from loaders.batch.collate import collate
 from loaders.batch.micro_batch import MicroBatch
@@ -98,7 +98,7 @@ class StepBuilder:
             config.batch_transform or self._pin
         )
         rule, dtype = model.vision, config.pixel_dtype
-        repeats = rule.temporal_patch_size if isinstance(rule, NativeRule) else 1
+        repeats = rule.num_frames if isinstance(rule, NativeSizeRule) else 1
         repeats = 1 if dtype == torch.uint8 else repeats
         self._row_bytes = math.prod(pixels.patch_shape(rule)) * dtype.itemsize * repeats
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from balance.errors import ConfigError
-from balance.media.rules import NativeRule
+from balance.media.rules import NativeSizeRule
 from balance.presets import ModelPreset, TransformerShape
 
 BYTES = 2
@@ -51,7 +51,7 @@ class ActivationBudget:
         if gpus < 1:
             raise ConfigError(f"{gpus} GPUs share the activations; give 1 or more")
         vision = preset.vision
-        tokens_per_unit = 1 if isinstance(vision, NativeRule) else vision.vit_tokens_per_patch
+        tokens_per_unit = 1 if isinstance(vision, NativeSizeRule) else vision.vit_tokens_per_patch
         token_bytes = _layer_bytes(llm) * llm.num_layers + LOGIT_BYTES * llm.vocab_size
         return cls(
             num_bytes=num_bytes,

@@ -12,8 +12,10 @@ from balance.media.rules.base import ImagePlan, ImageRejected
 __all__ = ["ImagePlan", "ImageRejected", "plan_image"]
 
 
-def plan_image(rule: VisionRule, width: int, height: int) -> ImagePlan:
+def plan_image(rule: VisionRule, width: int, height: int, images_in_sample: int = 1) -> ImagePlan:
     """What an image of `width` x `height` pixels (upright, after EXIF rotation) becomes.
+
+    It is one of `images_in_sample`, which decides with LLaVA-OneVision's rule only.
 
     Raises ImageRejected where the model's processor would refuse the image: a side without pixels
     (`empty_image`), or an aspect ratio above the rule's (`aspect_ratio`, native resolution only).
@@ -23,13 +25,13 @@ def plan_image(rule: VisionRule, width: int, height: int) -> ImagePlan:
     >>> plan.columns, plan.rows, plan.num_patches, plan.num_image_tokens
     (4, 2, 9, 2304)
     """
-    return _plan(rule, width, height)
+    return _plan(rule, width, height, images_in_sample if rule.looks_at_sample else 1)
 
 
 # Sizes repeat (COCO: mostly 640 x 480), so most images need one lookup; 16,384 plans are 10 MB.
 @lru_cache(maxsize=1 << 14)
-def _plan(rule: VisionRule, width: int, height: int) -> ImagePlan:
+def _plan(rule: VisionRule, width: int, height: int, images: int) -> ImagePlan:
     if width < 1 or height < 1:
         detail = f"image of {width} x {height} pixels: a side has no pixels; remove it"
         raise ImageRejected("empty_image", detail)
-    return rule.plan(width, height)
+    return rule.plan_one_of(images, width, height)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isqrt
 
-from balance.media.rules import NativeRule
+from balance.media.rules import NativeSizeRule
 from balance.presets import EncoderShape, LlmShape, ModelPreset, TransformerShape, VitShape
 from engine.cost_model.operations import (
     BYTES,
@@ -63,7 +63,7 @@ def layers_of(model: ModelPreset, parallel: Parallelism) -> tuple[Layer, ...]:
     sizes = _Sizes(vit, TokenStream(phase="vision"), parallel)
     # the class token is not embedded from pixels, and not passed on
     share = 1.0
-    if not isinstance(model.vision, NativeRule):
+    if not isinstance(model.vision, NativeSizeRule):
         share = isqrt(model.vision.vit_tokens_per_patch) ** 2 / model.vision.vit_tokens_per_patch
     patches = TokenStream(phase="vision", per_token=share)
     product = MatMul(inputs=vit.patch_values, outputs=vit.hidden_size, stream=patches)

@@ -10,7 +10,7 @@ import numpy as np
 
 from balance.baseline_samplers import as_groups, random_batches
 from balance.errors import ConfigError, DataError
-from balance.media.rules import NativeRule
+from balance.media.rules import NativeSizeRule
 from balance.order.global_shuffle import epoch_steps
 from balance.presets import ModelPreset
 from balance.types import COUNT_COLUMNS, Counts, Groups, IntArray, Limits
@@ -75,7 +75,7 @@ class PackedBuild:
         """One micro-batch as large as the caps allow: memory must suffice for it."""
         rule, tokens, seq_len = self.model.vision, self.limits.max_vision, self.limits.max_seq_len
         items = tokens
-        if isinstance(rule, NativeRule):
+        if isinstance(rule, NativeSizeRule):
             items = int(self.counts.num_image_patches[self.groups.samples].max(initial=0))
         else:
             tokens *= rule.vit_tokens_per_patch

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from balance.errors import ConfigError
-from balance.media.rules import NativeRule
+from balance.media.rules import NativeSizeRule
 from balance.presets import ModelPreset, TransformerShape
 from balance.types import IntArray
 from engine.cost_model.loads import Loads, PhaseLoads
@@ -44,7 +44,7 @@ def _phase(lengths: Sequence[IntArray], shape: TransformerShape | None) -> Phase
 
 def _vision_lengths(batch: Batch, model: ModelPreset) -> IntArray:
     rule = model.vision
-    if isinstance(rule, NativeRule):
+    if isinstance(rule, NativeSizeRule):
         frames, rows, columns = _integers(batch, "image_grid_thw").reshape(-1, 3).T
         return np.repeat(rows * columns, frames)
     count = int(_integers(batch, "patches_per_image").sum())

@@ -19,7 +19,7 @@ from balance.errors import ConfigError, DataError
 from balance.loss_weights import LossWeights, sample_weights
 from balance.media.audio_tokens import AudioRule, plan_audio
 from balance.media.image_tokens import ImagePlan, plan_image
-from balance.media.rules import NativeRule, VisionRule
+from balance.media.rules import NativeSizeRule, VisionRule
 from balance.presets import ModelPreset
 from balance.types import LABEL_IGNORE
 from loaders.batch.micro_batch import MicroBatch
@@ -48,9 +48,14 @@ def collate(
     """
     rule = model.vision
     plan_of, no_pixels = _prepared(rule, config.pixel_dtype)
-    plans = [plan_of(width, height) for height, width in raw.image_sizes.tolist()]
-    is_native = isinstance(rule, NativeRule)
-    grids = [(1, plan.rows, plan.columns) for plan in plans] if is_native else []
+    counts = _images_in_samples(raw, rule)
+    plans = [
+        plan_of(width, height, count)
+        for (height, width), count in zip(raw.image_sizes.tolist(), counts, strict=True)
+    ]
+    grids = None
+    if isinstance(rule, NativeSizeRule):
+        grids = _int64([grid for plan in plans for grid in rule.grids(plan)]).reshape(-1, 3)
     input_ids, labels, position_ids = _tokens(raw)
     pixel_values, images = _image_fields(raw, plans, rule, config, seeds, no_pixels)
     return MicroBatch(
@@ -65,7 +70,7 @@ def collate(
         extras=deepcopy(dict(raw.extras)) if raw.extras else {},
         patches_per_image=_int64([plan.num_patches for plan in plans]),
         image_sizes=_int64(raw.image_sizes),
-        image_grid_thw=_int64(grids).reshape(-1, 3) if is_native else None,
+        image_grid_thw=grids,
         **_audio_fields(raw, model, config.audio),
         num_loss_tokens=totals.num_loss_tokens,
         num_step_samples=totals.num_samples,
@@ -77,10 +82,17 @@ def collate(
 @lru_cache
 def _prepared(
     rule: VisionRule, dtype: torch.dtype
-) -> tuple[Callable[[int, int], ImagePlan], Tensor]:
+) -> tuple[Callable[[int, int, int], ImagePlan], Tensor]:
     """`plan_image` of a rule, cached, since images have few sizes; and `pixel_values` of none."""
     empty = _converted(rule, pixels.empty_patches(rule, 0), dtype)
     return lru_cache(maxsize=1 << 14)(partial(plan_image, rule)), empty
+
+
+def _images_in_samples(raw: StoredGroup, rule: VisionRule) -> list[int]:
+    """For each image, how many its sample has, if that decides what becomes of it; else 1."""
+    if not rule.looks_at_sample:
+        return [1] * len(raw.image_sizes)
+    return np.bincount(raw.image_samples)[raw.image_samples].tolist()  # type: ignore[no-any-return]
 
 
 def _tokens(raw: StoredGroup) -> list[Tensor]:

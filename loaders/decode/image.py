@@ -15,6 +15,7 @@ from balance.errors import DataError
 from balance.media.image_tokens import plan_image
 from balance.media.jpeg import plain_jpeg_size
 from balance.media.rules import VisionRule
+from balance.media.rules.base import ResizeTo
 from loaders.decode.resize import Pixels
 
 try:
@@ -133,6 +134,8 @@ def decode(
 def _reduction(rule: VisionRule, width: int, height: int) -> int:
     """How many times smaller an upright image may be decoded."""
     plan = plan_image(rule, width, height)
+    if rule.looks_at_sample or not isinstance(plan.main.steps[0], ResizeTo):
+        return 1  # places are those of the full size
     most = min(width / plan.resized_width, height / plan.resized_height) / _REDUCED_SIDES
     for scale in (8, 4, 2):
         if scale <= most and width % scale == height % scale == 0:

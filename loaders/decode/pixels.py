@@ -1,41 +1,45 @@
 """Decoded images -> patch tensors, equal to those of transformers' processors.
 
-For the loader; `balance.media.image_tokens` says how an image is cut. Pixels stay uint8 from the
-decoder to the device: a quarter of float32's bytes through collation and transfer. The channels of
-a pixel stay side by side in memory (torch's `channels_last`): a line of a patch is then copied at
-once, and GPUs' convolutions are fastest so. With `exact=True` pixels are the processors' bit for
-bit, else near Pillow's bicubic filter (`loaders.decode.resize` says how near).
+For the loader; the rules of `balance.media.rules` say how an image is cut, as steps that are
+executed here for any rule. Pixels stay uint8 from the decoder to the device: a quarter of float32's
+bytes through collation and transfer. The channels of a pixel stay side by side in memory (torch's
+`channels_last`): a line of a patch is then copied at once, and GPUs' convolutions are fastest so.
+With `exact=True` pixels are the processors' bit for bit, else near Pillow's filter
+(`loaders.decode.resize` says how near, and which reference that equals).
 """
+
+from functools import cached_property
 
 import numpy as np
 import torch
 from PIL import Image
 
 from balance.media.image_tokens import ImagePlan
-from balance.media.rules import AnyresRule, FixedRule, NativeRule, TilesRule, VisionRule
+from balance.media.rules import NativeSizeRule, VisionRule
+from balance.media.rules.base import PicturePlan, PlaceOn, ResizeTo
 from loaders.decode._buffer_pool import pixel_pool
-from loaders.decode.resize import Pixels, Resizer, patchify, resizer
+from loaders.decode.resize import FILTERS, Pixels, Resizer, patchify, resizer
 
 _LONGEST_STRIP = 200
 """Ratio of sides above which only the centre is resized: 1 x 100,000 px would take 45 GB."""
+_Steps = tuple[ResizeTo | PlaceOn, ...]
 
 
 def patch_shape(rule: VisionRule) -> tuple[int, int, int]:
     """(channels, height, width) of a row of pixels: an image patch, or a ViT patch if native."""
-    side = rule.vit_patch_size if isinstance(rule, NativeRule) else rule.image_size
-    return 3, side, side
+    return 3, rule.patch_side, rule.patch_side
 
 
 def num_rows(rule: VisionRule, plan: ImagePlan) -> int:
     """Rows of an image: its patches, or its ViT patches at native resolution."""
-    return plan.num_vit_tokens if isinstance(rule, NativeRule) else plan.num_patches
+    return plan.num_vit_tokens if isinstance(rule, NativeSizeRule) else plan.num_patches
 
 
 def empty_patches(rule: VisionRule, rows: int) -> torch.Tensor:
     """Memory for rows of patches: uint8; `channels_last` except at native resolution."""
     channels, height, width = patch_shape(rule)
     block = pixel_pool.empty(rows * channels * height * width)
-    if isinstance(rule, NativeRule):
+    if isinstance(rule, NativeSizeRule):
         return block.view(rows, channels, height, width)
     return block.view(rows, height, width, channels).permute(0, 3, 1, 2)
 
@@ -43,7 +47,7 @@ def empty_patches(rule: VisionRule, rows: int) -> torch.Tensor:
 def patch_memory(rule: VisionRule, patches: torch.Tensor) -> Pixels:
     """Contiguous view: (rows, side, side, 3), or (rows, 3, side, side) at native resolution."""
     array: Pixels = patches.numpy()
-    return array if isinstance(rule, NativeRule) else array.transpose(0, 2, 3, 1)
+    return array if isinstance(rule, NativeSizeRule) else array.transpose(0, 2, 3, 1)
 
 
 def write_patches(
@@ -56,42 +60,48 @@ def write_patches(
 ) -> None:
     """Write the patches of an upright RGB image into `memory`: `num_rows` rows of `patch_memory`.
 
-    Tiles row by row, then the thumbnail; with anyres the whole image, then the tiles. At native
-    resolution the ViT patches of one LLM token are neighbours, as the merger takes them. `plan` is
-    that of the image in full size; the image itself may be reduced. `exact` resizes as Pillow does.
+    Those of the plan's pictures, one after the other. At native resolution the ViT patches of one
+    LLM token are neighbours, where the merger takes them so. `plan` is that of the image in full
+    size; the image itself may be reduced. `exact` resizes as Pillow does.
     """
     if isinstance(image, Image.Image) and image.mode != "RGB":
         raise ValueError(f"image of mode {image.mode}; give an RGB image, as `decode` returns it")
-    # every function below fills all rows or fails, so counts and pixels cannot disagree
-    match rule:
-        case FixedRule():
-            patchify(_centre(image, plan, rule.image_size, exact=exact), memory)
-        case TilesRule():
-            _write_tiles(memory, resizer(image, exact=exact), plan, rule.image_size)
-        case AnyresRule():
-            _write_anyres(memory, resizer(image, exact=exact), plan, rule.image_size)
-        case NativeRule():
-            from loaders.decode._patchify import patchify_planes  # noqa: PLC0415  (see there)
+    cutter, start = _Cutter(rule, image, exact=exact), 0
+    # every row is filled or something fails, so counts and pixels cannot disagree
+    for picture in plan.pictures:
+        start += _write_picture(memory[start:], rule, cutter(picture.steps), picture)
+    if start != len(memory):
+        raise ValueError(f"{start} patches in pictures that were planned as {len(memory)}")
 
-            resized = resizer(image, exact=exact)(plan.resized_width, plan.resized_height)
-            patchify_planes(resized, memory, rule.merge_size)
+
+def _write_picture(memory: Pixels, rule: VisionRule, pixels: Pixels, picture: PicturePlan) -> int:
+    """Write a picture's patches into the first rows of `memory`; -> how many."""
+    side, (width, height) = rule.patch_side, picture.size
+    if not isinstance(rule, NativeSizeRule):
+        count = width // side * (height // side)
+        patchify(pixels, memory[:count])
+        return count
+    from loaders.decode._patchify import patchify_planes  # noqa: PLC0415  (see there)
+
+    across, down = picture.cell or picture.size
+    start, count = 0, across // side * (down // side)
+    for top in range(0, height, down):
+        for left in range(0, width, across):
+            cell = pixels[top : top + down, left : left + across]
+            patchify_planes(cell, memory[start : start + count], rule.block_size)
+            start += count
+    return start
 
 
 def resized_image(
     rule: VisionRule, image: Image.Image | Pixels, plan: ImagePlan, *, exact: bool = False
 ) -> torch.Tensor:
-    """What `write_patches` cuts patches from, whole: uint8 (3, height, width), `channels_last`.
+    """What `write_patches` cuts most patches from: uint8 (3, height, width), `channels_last`.
 
-    With tiles the grid of all tiles, with anyres also its black borders; without the whole image in
-    the size of one patch that both have too.
+    With tiles the grid of all tiles, with anyres also its black borders; without the whole image
+    that both, and slices, have too.
     """
-    match rule:
-        case FixedRule():
-            resized = _centre(image, plan, rule.image_size, exact=exact)
-        case AnyresRule():
-            resized = _on_black(resizer(image, exact=exact), plan, rule.image_size)
-        case _:
-            resized = resizer(image, exact=exact)(plan.resized_width, plan.resized_height)
+    resized = _Cutter(rule, image, exact=exact)(plan.main.steps)
     # copied: it may be the memory that the thread decodes into
     copy = pixel_pool.empty(resized.size).view(resized.shape)
     np.copyto(copy.numpy(), resized)
@@ -102,16 +112,71 @@ def decode_target(
     memory: Pixels, rule: VisionRule, plan: ImagePlan, size: tuple[int, int]
 ) -> Pixels | None:
     """Where to decode an image of (width, height) to, if its only patch is the image; else None."""
-    side = 0 if isinstance(rule, NativeRule) else rule.image_size
-    is_patch = size == (side, side) == (plan.resized_width, plan.resized_height)
-    return memory[0] if is_patch and len(memory) == 1 else None
+    if isinstance(rule, NativeSizeRule) or len(memory) != 1 or size != (rule.patch_side,) * 2:
+        return None
+    return memory[0] if all(step[:2] == size for step in plan.pictures[0].steps) else None
+
+
+class _Cutter:
+    """Takes the steps of a rule's pictures, each once."""
+
+    def __init__(self, rule: VisionRule, image: Image.Image | Pixels, *, exact: bool) -> None:
+        self._filter, self._exact, self._image = rule.resample, exact, image
+        self._done: dict[_Steps, Pixels] = {}
+
+    def __call__(self, steps: _Steps) -> Pixels:
+        """The picture after these steps."""
+        if steps not in self._done:
+            self._done[steps] = self._taken(steps)
+        return self._done[steps]
+
+    def _taken(self, steps: _Steps) -> Pixels:
+        before, last = steps[:-1], steps[-1]
+        if isinstance(last, ResizeTo):
+            if before:
+                return resizer(self(before), self._filter, exact=self._exact)(*last)
+            return self._from_image(*last)
+        if before and max(before[-1][:2]) > _LONGEST_STRIP * max(last[:2]):
+            return self._strip(before[-1], last)
+        return _placed(self(before) if before else np.asarray(self._image), last)
+
+    @cached_property
+    def _from_image(self) -> Resizer:
+        """Made once: it may have to convert the image."""
+        return resizer(self._image, self._filter, exact=self._exact)
+
+    def _strip(self, resized: ResizeTo | PlaceOn, canvas: PlaceOn) -> Pixels:
+        """The part of a very long resized image that stays on a canvas inside of it."""
+        image = self._image
+        if not isinstance(image, Image.Image):
+            image = Image.fromarray(image)
+        # the same filter, but Pillow may take the other axis first and round in between: few levels
+        scale_x, scale_y = image.width / resized.width, image.height / resized.height
+        left, top = -canvas.left, -canvas.top
+        right, bottom = left + canvas.width, top + canvas.height
+        source = (left * scale_x, top * scale_y, right * scale_x, bottom * scale_y)
+        return np.array(image.resize(canvas[:2], FILTERS[self._filter], box=source))
+
+
+def _placed(pixels: Pixels, step: PlaceOn) -> Pixels:
+    """The picture on its canvas; a view if it only loses pixels."""
+    left, top = max(step.left, 0), max(step.top, 0)
+    cut_left, cut_top = max(-step.left, 0), max(-step.top, 0)
+    inside = pixels[cut_top : cut_top + step.height - top, cut_left : cut_left + step.width - left]
+    if inside.shape[:2] == (step.height, step.width):
+        return inside
+    canvas = np.zeros((step.height, step.width, 3), dtype=np.uint8)
+    if any(step.fill):
+        canvas[:] = step.fill
+    canvas[top : top + inside.shape[0], left : left + inside.shape[1]] = inside
+    return canvas
 
 
 def normalize(rule: VisionRule, pixels: torch.Tensor) -> torch.Tensor:
     """What the vision encoder takes: float32 of raw pixels, within 1e-6 of the reference.
 
     Of patches, or of one image (3, height, width). Same shape and device; of patches at native
-    resolution (rows, 3 * temporal_patch_size * side * side), each repeated for every frame. The
+    resolution (rows, 3 * num_frames * side * side), each repeated for every frame. The
     scale 1/255, mean and std are one multiply and add.
     """
     if pixels.dtype != torch.uint8:
@@ -122,9 +187,9 @@ def normalize(rule: VisionRule, pixels: torch.Tensor) -> torch.Tensor:
         return _normalize_on_device(rule, pixels, scale.to(pixels.device), shift.to(pixels.device))
     if pixels.ndim == 3:
         return _normalize_lines(pixels[None], scale, shift)[0]
-    if not isinstance(rule, NativeRule):
+    if not isinstance(rule, NativeSizeRule):
         return _normalize_lines(pixels, scale, shift)
-    frames = rule.temporal_patch_size
+    frames = rule.num_frames
     # (rows, 3, frames, pixels)
     normalized = torch.empty(
         (len(pixels), 3, frames, pixels.shape[-2] * pixels.shape[-1]), dtype=torch.float32
@@ -154,45 +219,7 @@ def _normalize_on_device(
 ) -> torch.Tensor:
     # (rows, 3, side, side)
     normalized = pixels.to(torch.float32).mul_(scale.view(3, 1, 1)).add_(shift.view(3, 1, 1))
-    if not isinstance(rule, NativeRule) or pixels.ndim == 3:
+    if not isinstance(rule, NativeSizeRule) or pixels.ndim == 3:
         return normalized
     # (rows, 3, side, side) -> (rows, 3, frames, side, side) -> (rows, 3 * frames * side * side)
-    return normalized.unsqueeze(2).expand(-1, -1, rule.temporal_patch_size, -1, -1).flatten(1)
-
-
-def _centre(image: Image.Image | Pixels, plan: ImagePlan, side: int, *, exact: bool) -> Pixels:
-    """The `side` x `side` centre of the image resized to the plan's size."""
-    left, top = (plan.resized_width - side) // 2, (plan.resized_height - side) // 2
-    if max(plan.resized_width, plan.resized_height) <= _LONGEST_STRIP * side:
-        resized = resizer(image, exact=exact)(plan.resized_width, plan.resized_height)
-        return resized[top : top + side, left : left + side]
-    if not isinstance(image, Image.Image):
-        image = Image.fromarray(image)
-    # the same filter, but Pillow may take the other axis first and round in between: a few levels
-    scale_x, scale_y = image.width / plan.resized_width, image.height / plan.resized_height
-    source = (left * scale_x, top * scale_y, (left + side) * scale_x, (top + side) * scale_y)
-    return np.array(image.resize((side, side), Image.Resampling.BICUBIC, box=source))
-
-
-def _write_tiles(rows: Pixels, resize: Resizer, plan: ImagePlan, side: int) -> None:
-    """Tiles, then the thumbnail."""
-    num_tiles = plan.columns * plan.rows
-    patchify(resize(plan.resized_width, plan.resized_height), rows[:num_tiles])
-    if plan.whole_image:
-        patchify(resize(side, side), rows[num_tiles:])
-
-
-def _write_anyres(rows: Pixels, resize: Resizer, plan: ImagePlan, side: int) -> None:
-    """The whole image resized to one patch, then the tiles of the image centred on black."""
-    patchify(resize(side, side), rows[:1])
-    patchify(_on_black(resize, plan, side), rows[1:])
-
-
-def _on_black(resize: Resizer, plan: ImagePlan, side: int) -> Pixels:
-    """The resized image in the centre of the black canvas of all tiles."""
-    canvas = np.zeros((plan.rows * side, plan.columns * side, 3), dtype=np.uint8)
-    left = (canvas.shape[1] - plan.resized_width) // 2
-    top = (canvas.shape[0] - plan.resized_height) // 2
-    inside = canvas[top : top + plan.resized_height, left : left + plan.resized_width]
-    inside[:] = resize(plan.resized_width, plan.resized_height)
-    return canvas
+    return normalized.unsqueeze(2).expand(-1, -1, rule.num_frames, -1, -1).flatten(1)

@@ -1,4 +1,4 @@
-"""Bicubic resizing of decoded images, and cutting them into patches. Pure.
+"""Resizing of decoded images, and cutting them into patches. Pure.
 
 Pixels stay as decoders give them, three bytes side by side, so that cutting copies whole lines. Two
 kernels resize. torch's uses vector instructions, is 5 to 8 times as fast as Pillow's, and is what
@@ -9,11 +9,14 @@ far more height than width. Where that leaves a hard edge, the order makes up to
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+
+from balance.media.rules.base import Resample
 
 Pixels = NDArray[np.uint8]
 """An image: (height, width, 3), contiguous."""
@@ -25,26 +28,45 @@ Resizer = Callable[[int, int], Pixels]
 """(width, height) -> the image in this size."""
 
 
-def resizer(image: Image.Image | Pixels, *, exact: bool) -> Resizer:
+FILTERS: dict[Resample, Image.Resampling] = {
+    "bicubic": Image.Resampling.BICUBIC,
+    "bilinear": Image.Resampling.BILINEAR,
+    "lanczos": Image.Resampling.LANCZOS,
+}
+
+
+def resizer(image: Image.Image | Pixels, resample: Resample = "bicubic", *, exact: bool) -> Resizer:
     """The function that resizes an RGB image: `exact` as Pillow does, else within LEVELS."""
-    if exact or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        # without vector instructions torch has only a kernel that is slower than Pillow's
+    if exact or not _has_kernel(resample):
         whole = Image.fromarray(image) if isinstance(image, np.ndarray) else image
-        return lambda width, height: np.array(
-            whole.resize((width, height), Image.Resampling.BICUBIC)
-        )
+        return lambda width, height: np.array(whole.resize((width, height), FILTERS[resample]))
     pixels = image if isinstance(image, np.ndarray) else np.array(image)
-    return lambda width, height: _resize(pixels, width, height)
+    return lambda width, height: _resize(pixels, resample, width, height)
 
 
-def _resize(pixels: Pixels, width: int, height: int) -> Pixels:
+def _has_kernel(resample: Resample) -> bool:
+    """Whether torch resizes with vector instructions; without them it is slower than Pillow."""
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and _has_filter(resample)
+
+
+@lru_cache
+def _has_filter(resample: Resample) -> bool:
+    """Whether torch knows the filter."""
+    try:
+        _resize(np.zeros((2, 2, 3), np.uint8), resample, 1, 1)
+    except (NotImplementedError, RuntimeError, ValueError):
+        return False  # lanczos, before torch 2.13
+    return True
+
+
+def _resize(pixels: Pixels, resample: Resample, width: int, height: int) -> Pixels:
     if pixels.shape[:2] == (height, width):
         return pixels
     # (1, 3, height, width), the channels last in memory: reshaped so, because torch also looks at
     # the stride of the 1 and would otherwise return, and make, planes: 2.5 times slower
     channels = torch.from_numpy(pixels.reshape(1, *pixels.shape)).permute(0, 3, 1, 2)
     resized = torch.nn.functional.interpolate(
-        channels, (height, width), mode="bicubic", antialias=True
+        channels, (height, width), mode=resample, antialias=True
     )
     return np.ascontiguousarray(resized[0].permute(1, 2, 0).numpy())
 

@@ -165,16 +165,17 @@ class SampleCounter:
         if isinstance(sample, Rejected):
             return sample
         try:
-            images = [self._count_image(root, media) for media in sample.images]
+            several = len(sample.images)
+            images = [self._count_image(root, media, several) for media in sample.images]
             return sample, images, [self._count_audio(root, media) for media in sample.audios]
         except SampleProblem as problem:
             return _reject(sample, problem.reason, problem.detail)
 
-    def _count_image(self, root: Folder, media: Media) -> _CountedFile:
+    def _count_image(self, root: Folder, media: Media, images_in_sample: int) -> _CountedFile:
         with open_media(root, media, "image") as file:
             header = read_header(file, media.name, decode=self._settings.decode_images)
         try:
-            plan = plan_image(self._model.vision, header.width, header.height)
+            plan = plan_image(self._model.vision, header.width, header.height, images_in_sample)
         except ImageRejected as problem:
             raise SampleProblem(problem.reason, f"{media.name}: {problem.detail}") from None
         numbers = {

@@ -260,7 +260,8 @@ def _image_view(stored: StoredGroup, number: int, manifest: Manifest) -> ImageVi
     except OSError as error:
         reason = error.strerror or error
         thumbnail = f"cannot be read under {manifest.data_root} ({reason}); restore it"
-    plan = plan_image(manifest.model.vision, width, height)
+    several = int((stored.image_samples == stored.image_samples[number]).sum())
+    plan = plan_image(manifest.model.vision, width, height, several)
     return ImageView(
         name=name,
         width=width,

@@ -1,28 +1,37 @@
-"""One patch per image, of fixed size (LLaVA-1.5)."""
+"""One patch per image, of fixed size (LLaVA-1.5, Gemma 3, PaliGemma)."""
 
 from dataclasses import dataclass
 
-from balance.media.rules.base import ImagePlan, PixelRule
+from balance.media.rules.base import CropsRule, ImagePlan, PicturePlan, PlaceOn, ResizeTo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FixedRule(PixelRule):
-    """LLaVA-1.5: the shorter edge to `image_size`, centre crop, one patch per image."""
+class FixedRule(CropsRule):
+    """One patch per image: the shorter edge to `image_size` and its centre, or squashed to it."""
 
     image_size: int
     vit_tokens_per_patch: int
     llm_tokens_per_patch: int
+    crop: bool = True
+    """LLaVA-1.5: the centre, sides in proportion. False (Gemma 3, PaliGemma): the whole image."""
 
     def plan(self, width: int, height: int) -> ImagePlan:
-        """The resized size of the shorter edge, and the same counts for every image."""
-        # the longer edge is cut off to a whole pixel, not rounded
-        longer = int(self.image_size * max(width, height) / min(width, height))
+        """The same counts for every image."""
         return ImagePlan(
             num_patches=1,
             num_vit_tokens=self.vit_tokens_per_patch,
             num_image_tokens=self.llm_tokens_per_patch,
-            resized_width=self.image_size if width <= height else longer,
-            resized_height=longer if width <= height else self.image_size,
+            pictures=(self._picture(width, height),),
             columns=1,
             rows=1,
         )
+
+    def _picture(self, width: int, height: int) -> PicturePlan:
+        side = self.image_size
+        if not self.crop or width == height:
+            return PicturePlan((ResizeTo(side, side),))
+        # the longer edge is cut off to a whole pixel, not rounded
+        longer = int(side * max(width, height) / min(width, height))
+        resized = ResizeTo(side, longer) if width <= height else ResizeTo(longer, side)
+        left, top = (resized.width - side) // 2, (resized.height - side) // 2
+        return PicturePlan((resized, PlaceOn(side, side, -left, -top)))

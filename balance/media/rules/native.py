@@ -1,13 +1,21 @@
-"""Native resolution within limits of the area, ViT patches merged (Qwen2-VL)."""
+"""Native resolution within limits of the area (Qwen2-VL, GLM-4V)."""
 
 import math
 from dataclasses import dataclass
 
-from balance.media.rules.base import ImagePlan, ImageRejected, PixelRule
+from balance.media.rules.base import (
+    ImagePlan,
+    ImageRejected,
+    NativeSizeRule,
+    PicturePlan,
+    ResizeTo,
+    Size,
+    native_plan,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NativeRule(PixelRule):
+class NativeRule(NativeSizeRule):
     """Qwen2-VL: native resolution, ViT patches merged `merge_size` x `merge_size`."""
 
     vit_patch_size: int
@@ -16,42 +24,56 @@ class NativeRule(PixelRule):
     min_pixels: int
     max_pixels: int
     max_aspect_ratio: float
+    frames_in_area: int = 1
+    """GLM-4V: 2, its limits are of the area times frames."""
+    scales_up: bool = False
+    """GLM-4V: an image with a side below a merged patch is first scaled up to it."""
 
     def plan(self, width: int, height: int) -> ImagePlan:
         """The nearest size of whole merged patches; ImageRejected above the aspect ratio."""
-        aspect = max(width, height) / min(width, height)
+        size = self._scaled_up(width, height) if self.scales_up else (width, height)
+        aspect = max(size) / min(size)
         if aspect > self.max_aspect_ratio:
             raise ImageRejected(
                 "aspect_ratio",
                 f"image of {width} x {height} pixels: aspect ratio {aspect:.1f} is above the"
                 f" model's limit of {self.max_aspect_ratio:g}; crop it or remove it",
             )
-        resized_width, resized_height = _native_size(self, width, height)
-        columns, rows = resized_width // self.vit_patch_size, resized_height // self.vit_patch_size
-        return ImagePlan(
-            num_patches=1,
-            num_vit_tokens=columns * rows,
-            num_image_tokens=columns * rows // self.merge_size**2,
-            resized_width=resized_width,
-            resized_height=resized_height,
-            columns=columns,
-            rows=rows,
-        )
+        resized = ResizeTo(*self._nearest(*size))
+        tokens = resized.width * resized.height // (self.vit_patch_size * self.merge_size) ** 2
+        return native_plan(self, PicturePlan((resized,)), tokens=tokens)
 
+    @property
+    def block_size(self) -> int:
+        """The ViT patches of one LLM token are neighbours."""
+        return self.merge_size
 
-def _native_size(rule: NativeRule, width: int, height: int) -> tuple[int, int]:
-    """Both sides as multiples of a merged patch's, the area from `min_pixels` to `max_pixels`."""
-    unit = rule.vit_patch_size * rule.merge_size
-    # round() takes halves to the even multiple; a side below half a unit becomes 0, then enlarged
-    near_width, near_height = round(width / unit) * unit, round(height / unit) * unit
-    if near_width * near_height > rule.max_pixels:
-        shrink = math.sqrt(height * width / rule.max_pixels)
-        # at least one unit, which may bring a long image above max_pixels again
-        return (
-            max(unit, math.floor(width / shrink / unit) * unit),
-            max(unit, math.floor(height / shrink / unit) * unit),
-        )
-    if near_width * near_height < rule.min_pixels:
-        enlarge = math.sqrt(rule.min_pixels / (height * width))
-        return math.ceil(width * enlarge / unit) * unit, math.ceil(height * enlarge / unit) * unit
-    return near_width, near_height
+    @property
+    def num_frames(self) -> int:
+        """An image is a film of equal frames."""
+        return self.temporal_patch_size
+
+    def _scaled_up(self, width: int, height: int) -> Size:
+        unit = self.vit_patch_size * self.merge_size
+        if min(width, height) >= unit:
+            return width, height
+        scale = max(unit / height, unit / width)
+        return int(width * scale), int(height * scale)
+
+    def _nearest(self, width: int, height: int) -> Size:
+        """Both sides as multiples of a merged patch's, the area within the limits."""
+        unit, frames = self.vit_patch_size * self.merge_size, self.frames_in_area
+        # round() takes halves to the even multiple; a side below half a unit becomes 0, is enlarged
+        near_width, near_height = round(width / unit) * unit, round(height / unit) * unit
+        if frames * near_width * near_height > self.max_pixels:
+            shrink = math.sqrt((frames * height * width) / self.max_pixels)
+            # at least one unit, which may bring a long image above max_pixels again
+            return (
+                max(unit, math.floor(width / shrink / unit) * unit),
+                max(unit, math.floor(height / shrink / unit) * unit),
+            )
+        if frames * near_width * near_height < self.min_pixels:
+            enlarge = math.sqrt(self.min_pixels / (frames * height * width))
+            near_width = math.ceil(width * enlarge / unit) * unit
+            near_height = math.ceil(height * enlarge / unit) * unit
+        return near_width, near_height

@@ -4,11 +4,11 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from balance.media.rules.base import ImagePlan, PixelRule
+from balance.media.rules.base import CropsRule, ImagePlan, PicturePlan, ResizeTo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TilesRule(PixelRule):
+class TilesRule(CropsRule):
     """InternVL: the grid of tiles closest in aspect ratio, and a thumbnail if several."""
 
     image_size: int
@@ -23,12 +23,13 @@ class TilesRule(PixelRule):
         columns, rows = _closest_grid(self, width, height)
         thumbnail = self.thumbnail and columns * rows > 1
         num_patches = columns * rows + thumbnail
+        side = self.image_size
+        tiles = PicturePlan((ResizeTo(columns * side, rows * side),))
         return ImagePlan(
             num_patches=num_patches,
             num_vit_tokens=num_patches * self.vit_tokens_per_patch,
             num_image_tokens=num_patches * self.llm_tokens_per_patch,
-            resized_width=columns * self.image_size,
-            resized_height=rows * self.image_size,
+            pictures=(tiles, PicturePlan((ResizeTo(side, side),))) if thumbnail else (tiles,),
             columns=columns,
             rows=rows,
             whole_image=thumbnail,

@@ -7,7 +7,8 @@ model's layers one by one: what planning calls each of them, and which part it b
 from dataclasses import replace
 from typing import Any
 
-from balance.media.rules import FixedRule, TilesRule
+from balance.media.rules.fixed import FixedRule
+from balance.media.rules.tiles import TilesRule
 from balance.presets import LlmShape, ModelPreset, VitShape
 from engine.runtime.models.qwen2_vl_layers import NativeVisionLayer
 from engine.runtime.models.vision_layers import VisionLayer, as_pair, merge_side, patch_tokens

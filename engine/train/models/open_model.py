@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from balance.errors import ConfigError
-from balance.media.rules import FixedRule, NativeRule, TilesRule
+from balance.media.rules.fixed import FixedRule
+from balance.media.rules.native import NativeRule
+from balance.media.rules.tiles import TilesRule
 from balance.presets import ModelPreset, load_model
 from engine.cost_model.analytical import layer_names
 from engine.cost_model.layer_list import layers_of

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from balance.errors import ConfigError
-from balance.media.rules import TilesRule
+from balance.media.rules.tiles import TilesRule
 from balance.presets import ModelPreset
 from engine.runtime.models.token_loss import loss_sum
 from engine.runtime.stage_io import LOSS, Batch, LayerStack, StageTensors, TensorSpec

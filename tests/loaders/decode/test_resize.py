@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from loaders.decode._patchify import patchify_planes
-from loaders.decode.resize import LEVELS, patchify, resizer
+from loaders.decode.resize import FILTERS, LEVELS, patchify, resizer
 
 sides = st.integers(1, 150)
 
@@ -22,22 +22,18 @@ def _noise(width: int, height: int, seed: int = 0) -> Image.Image:
 
 
 @settings(max_examples=150, deadline=None)
-@given(sides, sides, sides, sides, st.integers(0, 1 << 16))
+@given(sides, sides, sides, sides, st.integers(0, 1 << 16), st.sampled_from(sorted(FILTERS)))
 def test_every_resize_is_within_the_stated_levels_of_pillows(
-    width, height, new_width, new_height, seed
+    width, height, new_width, new_height, seed, name
 ):
     image = _noise(width, height, seed)
-    exact = np.asarray(image.resize((new_width, new_height), Image.Resampling.BICUBIC))
-    assert np.array_equal(resizer(image, exact=True)(new_width, new_height), exact)
+    exact = np.asarray(image.resize((new_width, new_height), FILTERS[name]))
+    assert np.array_equal(resizer(image, name, exact=True)(new_width, new_height), exact)
     # along lines first, whatever the version of Pillow
-    narrowed = image.resize((new_width, height), Image.Resampling.BICUBIC)
-    expected = np.asarray(
-        narrowed.resize((new_width, new_height), Image.Resampling.BICUBIC)
-    ).astype(np.int64)
-    assert (
-        np.abs(resizer(image, exact=False)(new_width, new_height).astype(np.int64) - expected).max()
-        <= LEVELS
-    )
+    narrowed = image.resize((new_width, height), FILTERS[name])
+    expected = np.asarray(narrowed.resize((new_width, new_height), FILTERS[name])).astype(np.int64)
+    fast = resizer(image, name, exact=False)(new_width, new_height).astype(np.int64)
+    assert np.abs(fast - expected).max() <= LEVELS
 
 
 @pytest.mark.parametrize("capability", ["NO AVX", "DEFAULT"])
