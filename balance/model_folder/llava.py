@@ -1,6 +1,7 @@
 """LLaVA families: one square (1.5), tiles of the best grid (NeXT). Pure."""
 
-from balance.media.rules import AnyresRule, FixedRule
+from balance.media.rules.anyres import AnyresRule
+from balance.media.rules.fixed import FixedRule
 from balance.model_folder.files import ModelFiles
 from balance.model_folder.json_table import JsonTable
 from balance.model_folder.pixels import HARMLESS, edges, pixels_of, square_side

@@ -2,7 +2,8 @@
 
 Pixels stay as decoders give them, three bytes side by side, so that cutting copies whole lines. Two
 kernels resize. torch's uses vector instructions, is 5 to 8 times as fast as Pillow's, and is what
-transformers' image processors run with torchvision. Its weights have 15 bits instead of 22: one
+transformers' image processors run with torchvision 0.28: the same bits, for all filters. Pillow's
+is what they run without. torch's weights have 15 bits instead of 22: one
 value in 200 is off by one level of 255, hardly ever one by two (`LEVELS`). It always resizes along
 lines first. So does Pillow up to version 12; version 13 takes columns first where an image loses
 far more height than width. Where that leaves a hard edge, the order makes up to 31 levels.
