@@ -1,0 +1,185 @@
+"""Dimensions from a folder are those of the model, and cost what torch counts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from balance.flops import FlopsModel
+from balance.model_folder.files import ModelFiles
+from balance.model_folder.find_model import find_model, model_from_files
+from balance.presets import LlmShape, ModelPreset, VitShape
+from balance.types import Counts
+from support.cases import for_each
+from support.models.saved_folders import FAMILIES, make_config, save_folder
+
+NO_PRODUCT = r"embed_tokens|pos_embed|position_embedding|cls_token|conv1d|mlp\.gate\.|expert_gate"
+"""Tables, and what the cost model leaves out: routers, and the convolution of linear attention."""
+
+
+def matrices(module: Any, *parts: str) -> int:
+    """Entries of the matrices of some parts of a model."""
+    return sum(
+        prod(weight.shape)
+        for name, weight in module.named_parameters()
+        if weight.ndim > 1 and name.startswith(parts) and not re.search(NO_PRODUCT, name)
+    )
+
+
+@for_each("name", list(FAMILIES))
+def test_the_weights_are_those_of_the_model(name: str, tmp_path: Path) -> None:
+    save_folder(name, tmp_path / name)
+    vit, llm = find_model(str(tmp_path / name)).dimensions
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(make_config(name)).model
+    held = llm.num_layers * llm.held_weights
+    assert held == pytest.approx(matrices(model, "language_model"), rel=1e-8)
+    encoder = vit.num_layers * vit.layer_weights + vit.patch_values * vit.hidden_size
+    parts = ("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector")
+    assert encoder + vit.projector_weights == matrices(model, *parts)
+
+
+TEXT = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 64},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+    "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
+}
+ENCODER = {"depth": 3, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4}
+TINY = {
+    "qwen2_5_vl": {
+        "text_config": TEXT,
+        "vision_config": {
+            **ENCODER,
+            **{"intermediate_size": 40, "window_size": 32, "fullatt_block_indexes": [1]},
+        },
+    },
+    "qwen3_vl": {
+        "text_config": TEXT,
+        "vision_config": {
+            **ENCODER,
+            **{"intermediate_size": 40, "deepstack_visual_indexes": [0, 1]},
+        },
+    },
+    "qwen3_vl_moe": {
+        "text_config": {
+            **TEXT,
+            **{"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2},
+        },
+        "vision_config": {
+            **ENCODER,
+            **{"intermediate_size": 40, "deepstack_visual_indexes": [0]},
+        },
+    },
+}
+
+
+def tiny(name: str) -> tuple[Any, ModelPreset]:
+    config = transformers.AutoConfig.for_model(name, **TINY[name])
+    images = {"patch_size": 4, "image_processor_type": "Qwen2VLImageProcessor"}
+    files = ModelFiles(where=name, config=config.to_dict(), image_processor=images)
+    torch.manual_seed(0)
+    # experts one by one: torch does not count grouped products
+    kind = transformers.AutoModelForImageTextToText
+    model = kind.from_config(config, experts_implementation="eager").eval()
+    return model, model_from_files(files)
+
+
+def counted(run: Any) -> int:
+    with (
+        torch.no_grad(),
+        FlopCounterMode(display=False) as counter,
+        sdpa_kernel(SDPBackend.MATH),
+    ):  # torch counts no other on CPUs
+        run()
+    return counter.get_total_flops()
+
+
+@for_each("name", list(TINY))
+def test_an_image_costs_what_torch_counts(name: str) -> None:
+    """16 x 16 ViT patches: four whole windows of Qwen2.5-VL's."""
+    model, preset = tiny(name)
+    grid = torch.tensor([[1, 16, 16]])
+    pixels = torch.zeros(256, 3 * 2 * 4 * 4)
+    flops = counted(lambda: model.model.visual(pixels, grid_thw=grid))
+    counts = counts_of(vit_tokens=256, seq_len=64)
+    cost = FlopsModel.of(preset)
+    assert cost.vit_flops(cost.loads(counts)).tolist() == [flops]
+
+
+@for_each("name", list(TINY))
+def test_text_costs_what_torch_counts(name: str) -> None:
+    model, preset = tiny(name)
+    ids = torch.ones(1, 40, dtype=torch.long)
+    flops = counted(lambda: model(input_ids=ids))
+    cost = FlopsModel.of(preset)
+    # torch counts causal attention as if it were not: twice ours
+    dense = replace(cost, llm_flops_per_square=2 * cost.llm_flops_per_square)
+    ours = dense.llm_flops(cost.loads(counts_of(vit_tokens=0, seq_len=40)))[0]
+    routers = 2 * 40 * 3 * 32 * 8 if name == "qwen3_vl_moe" else 0
+    assert ours + routers == flops
+
+
+def counts_of(*, vit_tokens: int, seq_len: int) -> Any:
+    values = {"num_image_patches": min(vit_tokens, 1), "num_vit_tokens": vit_tokens}
+    values |= {"num_text_tokens": seq_len, "num_image_tokens": 0}
+    values |= {"num_audio_tokens": 0, "num_loss_tokens": 0}
+    return Counts(**{name: np.array([value]) for name, value in values.items()})
+
+
+def test_windows_cost_at_most_what_all_layers_over_everything_cost() -> None:
+    vit = VitShape(
+        num_layers=4,
+        hidden_size=8,
+        num_heads=2,
+        num_kv_heads=2,
+        head_size=4,
+        ffn_size=8,
+        gated=False,
+        projector=(8, 8),
+        patch_values=12,
+        num_full_layers=1,
+        window=10,
+    )
+    tokens = np.array([5, 10, 100, 0])
+    # three of four layers: each token attends to the ten of its window
+    assert vit.mean_squares(tokens, tokens**2).tolist() == [25, 100, (10_000 + 3 * 1_000) // 4, 0]
+    llm = LlmShape(
+        num_layers=4,
+        hidden_size=8,
+        num_heads=2,
+        num_kv_heads=2,
+        head_size=4,
+        ffn_size=8,
+        gated=False,
+        vocab_size=9,
+        num_full_layers=1,
+        window=10,
+    )
+    # causal: the square without that of the first 90 tokens, which the last ones do not see
+    squares = llm.mean_squares(tokens, tokens**2)
+    assert squares.tolist() == [25, 100, (10_000 + 3 * (10_000 - 90**2)) // 4, 0]
+    seen = sum(min(token, 10) for token in range(1, 101))
+    assert pytest.approx(2 * seen, rel=0.01) == 10_000 - 90**2
+
+
+def test_linear_attention_costs_no_squares() -> None:
+    model = model_from_files(
+        ModelFiles(
+            where="x",
+            config={"model_type": "qwen3_5"},
+            image_processor={"image_processor_type": "Qwen2VLImageProcessor"},
+        )
+    )
+    cost = FlopsModel.of(model)
+    short, long = (cost.loads(counts_of(vit_tokens=0, seq_len=n)).llm_squares[0] for n in (1, 100))
+    assert (short, long) == (0, 100**2 * 8 // 32)
