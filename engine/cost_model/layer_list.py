@@ -116,6 +116,10 @@ def _transformer_layer(sizes: _Sizes, part: Part, sent: Sent) -> Layer:
     # widths on one GPU: all query heads, all key heads, feed-forward part
     a, k = (-(-num // tp) * shape.head_size for num in (shape.num_heads, shape.num_kv_heads))
     f = -(-shape.ffn_size // tp)
+    attention = a + 2 * k
+    if isinstance(shape, LlmShape) and (shape.gated_attention or shape.linear_weights):
+        # a mean layer: with a gate, or with other matrices where attention is linear
+        attention = shape.attention_weights // h // tp - a
     causal = isinstance(shape, LlmShape)
     scaled = isinstance(shape, VitShape) and shape.layer_scale
     normed = isinstance(shape, VitShape) and shape.query_key_norm
@@ -130,7 +134,7 @@ def _transformer_layer(sizes: _Sizes, part: Part, sent: Sent) -> Layer:
         # attention
         sizes.norm,
         *gathers,
-        sizes.product(h, a + 2 * k),
+        sizes.product(h, attention),
         *turned,
         Attention(width=a, kv_width=k, causal=causal, stream=sizes.stream),
         sizes.product(a, h),
@@ -148,7 +152,7 @@ def _transformer_layer(sizes: _Sizes, part: Part, sent: Sent) -> Layer:
     # all experts are held, of which a token goes to some
     experts = (shape.all_experts_size if isinstance(shape, LlmShape) else None) or shape.ffn_size
     held = shape.held_weights if isinstance(shape, LlmShape) else shape.layer_weights
-    weights = h * (a + 2 * k) + a * h + (ups + 1) * h * -(-experts // tp)
+    weights = h * attention + a * h + (ups + 1) * h * -(-experts // tp)
     return Layer(
         kind=f"{part}_layer",
         part=part,

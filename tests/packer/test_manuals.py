@@ -32,15 +32,13 @@ def pack(out, **changes):
 
 
 def distinct_presets():
-    """A preset of each way to count: those that differ by the dimensions of their models alone pack
+    """A preset of each way to count: those that differ by dimensions and context alone pack
     equally.
     """
     found = {}
     for name in preset_names("models"):
         preset = load_model(name)
-        found.setdefault(
-            (preset.vision, preset.image_markup, preset.context_len, preset.audio), name
-        )
+        found.setdefault((preset.vision, preset.image_markup, preset.audio), name)
     return sorted(found.values())
 
 
