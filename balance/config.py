@@ -83,6 +83,14 @@ def preset_names(kind: str) -> list[str]:
     return sorted(path.stem for path in (config_root() / kind).glob("*.toml"))
 
 
+def preset_groups(kind: str) -> list[str]:
+    """Names for people: a preset that others are named after, as `qwen3_vl, qwen3_vl_*`."""
+    names = preset_names(kind)
+    bases = {name for name in names if any(each.startswith(f"{name}_") for each in names)}
+    own = [name for name in names if not any(name.startswith(f"{base}_") for base in bases)]
+    return [f"{name}, {name}_*" if name in bases else name for name in own]
+
+
 def build_config(kind: type[Config], values: dict[str, Any], *, where: str) -> Config:
     """A config dataclass from plain values; lists become tuples.
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 import numpy as np
 
 from balance.baseline_samplers import BATCH_SIZE
-from balance.config import Option, check_options, preset_names
+from balance.config import Option, check_options, preset_groups, preset_names
 from balance.errors import ConfigError
 from balance.media.rules import NativeSizeRule
 from balance.model_folder.find_model import find_model
@@ -41,7 +41,7 @@ class PlanConfig:
         str | None,
         Option(
             "Without a build: folder with the model's config.json and its processor's files, or a"
-            f" Hub id; a .toml file; or a preset: {_presets('models')}."
+            f" Hub id; a .toml file; or a preset: {', '.join(preset_groups('models'))}."
         ),
     ] = None
     images: Annotated[

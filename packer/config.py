@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from balance.config import Option, check_options, preset_names
+from balance.config import Option, check_options, preset_groups
 from balance.errors import ConfigError
 from balance.grouping.activation_memory import ActivationBudget
 from balance.grouping.caps import GroupOptions
@@ -38,7 +38,7 @@ class BuildConfig:
         str,
         Option(
             "Folder that save_pretrained of model and processor wrote, or a Hub id (OWNER/NAME);"
-            f" a .toml file; or a preset: {', '.join(preset_names('models'))}."
+            f" a .toml file; or a preset: {', '.join(preset_groups('models'))}."
         ),
     ] = ""
     tokenizer: Annotated[

@@ -12,16 +12,19 @@ from balance.config import preset_names
 from balance.errors import ConfigError
 from balance.model_folder.files import HUB_ID, ModelFiles, read_model_files
 from balance.model_folder.internvl import read_internvl
-from balance.model_folder.llava import read_llava, read_llava_next
-from balance.model_folder.native import read_qwen_vl
+from balance.model_folder.llava import read_llava, read_llava_next, read_llava_onevision
+from balance.model_folder.native import read_glm4v, read_qwen_vl
 from balance.presets import ModelPreset, load_model
 
 Reader = Callable[[ModelFiles], ModelPreset]
 
 READERS: dict[str, Reader] = {
+    "glm4v": read_glm4v,
+    "glm4v_moe": read_glm4v,
     "internvl": read_internvl,
     "llava": read_llava,
     "llava_next": read_llava_next,
+    "llava_onevision": read_llava_onevision,
     "qwen2_5_vl": read_qwen_vl,
     "qwen2_vl": read_qwen_vl,
     "qwen3_5": read_qwen_vl,

@@ -1,4 +1,4 @@
-"""LLaVA families: one square (1.5), tiles of the best grid (NeXT). Pure."""
+"""LLaVA families: one square (1.5), tiles of a grid (NeXT, OneVision). Pure."""
 
 from balance.media.rules.anyres import AnyresRule
 from balance.media.rules.fixed import FixedRule
@@ -39,7 +39,7 @@ def read_llava_next(files: ModelFiles) -> ModelPreset:
     images = files.image_table("LlavaNextImageProcessor")
     side = _crop_side(images)
     pixels = pixels_of(images)
-    pinpoints = images.value("image_grid_pinpoints")
+    pinpoints = _pinpoints(images)
     images.require_read((*HARMLESS, "default_to_square", "do_pad"))
     tokens, vit_tokens = _tokens_per_patch(files, side)
     patch = _patch_size(files)
@@ -47,11 +47,6 @@ def read_llava_next(files: ModelFiles) -> ModelPreset:
         raise files.processor_table().wrong(
             "vision_feature_select_strategy", "LLaVA-NeXT keeps no class token"
         )
-    if not isinstance(pinpoints, list) or any(
-        not isinstance(pair, list) or len(pair) != 2 or any(type(p) is not int for p in pair)
-        for pair in pinpoints
-    ):
-        raise images.wrong("image_grid_pinpoints", "give a list of [height, width]")
     text = part_of(files, "text_config")
     return ModelPreset(
         name=files.model_type,
@@ -63,11 +58,57 @@ def read_llava_next(files: ModelFiles) -> ModelPreset:
             image_size=side,
             vit_patch_size=patch,
             vit_tokens_per_patch=vit_tokens,
-            grid_pinpoints=tuple((height, width) for height, width in pinpoints),
+            grid_pinpoints=pinpoints,
         ),
         vit=_vit(files, text),
         llm=llm_shape(text),
     )
+
+
+def read_llava_onevision(files: ModelFiles) -> ModelPreset:
+    """LLaVA-OneVision: as NeXT, fewer features above nine crops' worth; SigLIP."""
+    images = files.image_table("LlavaOnevisionImageProcessor")
+    side = square_side(images)
+    pixels, pinpoints = pixels_of(images), _pinpoints(images)
+    images.require_read((*HARMLESS, "default_to_square", "do_pad"))
+    vision, text = part_of(files, "vision_config"), part_of(files, "text_config")
+    patch = vision.count("patch_size")
+    tokens = (side // patch) ** 2
+    processor = files.processor_table()
+    processor.require("num_image_tokens", tokens)
+    processor.require("vision_feature_select_strategy", "full")
+    aspect = processor.value("vision_aspect_ratio") or "anyres_max_9"
+    most = str(aspect).removeprefix("anyres_max_")
+    if not most.isdigit():
+        raise processor.wrong("vision_aspect_ratio", "only anyres_max_N is supported")
+    processor.require_read(_PROCESSOR_HARMLESS)
+    return ModelPreset(
+        name=files.model_type,
+        description=f"{files.model_type}: anyres tiles, from the model's own files",
+        context_len=text.count("max_position_embeddings"),
+        image_markup=MediaMarkup(token=_image_token(files)),
+        vision=AnyresRule(
+            **pixels,
+            image_size=side,
+            vit_patch_size=patch,
+            vit_tokens_per_patch=tokens,
+            grid_pinpoints=pinpoints,
+            anyres_max=int(most),
+        ),
+        vit=_vit(files, text),
+        llm=llm_shape(text),
+    )
+
+
+def _pinpoints(images: JsonTable) -> tuple[tuple[int, int], ...]:
+    """(height, width) of the grids, in the file's order, which breaks ties."""
+    pairs = images.value("image_grid_pinpoints")
+    if not isinstance(pairs, list) or any(
+        not isinstance(pair, list) or len(pair) != 2 or any(type(each) is not int for each in pair)
+        for pair in pairs
+    ):
+        raise images.wrong("image_grid_pinpoints", "give a list of [height, width]")
+    return tuple((height, width) for height, width in pairs)
 
 
 def _crop_side(images: JsonTable) -> int:

@@ -1,5 +1,7 @@
 """Families at native resolution: Qwen2-VL to Qwen3.5, GLM-4V. Pure."""
 
+from dataclasses import replace
+
 from balance.media.rules import NativeRule
 from balance.model_folder.files import ModelFiles
 from balance.model_folder.json_table import JsonTable
@@ -34,6 +36,7 @@ def read_qwen_vl(files: ModelFiles) -> ModelPreset:
 def read_glm4v(files: ModelFiles) -> ModelPreset:
     """GLM-4.1V, GLM-4.5V and GLM-4.6V: an image is two frames when its area is tested."""
     text = part_of(files, "text_config")
+    rule = _native_rule(files.image_table(*_GLM))
     return ModelPreset(
         name=files.model_type,
         description=f"{files.model_type}: native resolution, from the model's own files",
@@ -43,7 +46,7 @@ def read_glm4v(files: ModelFiles) -> ModelPreset:
             prefix="<|begin_of_image|>",
             suffix="<|end_of_image|>",
         ),
-        vision=_native_rule(files.image_table(*_GLM)),
+        vision=replace(rule, frames_in_area=rule.temporal_patch_size, scales_up=True),
         vit=_glm_vit(part_of(files, "vision_config")),
         llm=llm_shape(text),
     )

@@ -11,22 +11,22 @@ HARMLESS = (
 )
 """Keys of image processors that change neither counts nor pixels, or that `pixels_of` looks at."""
 
-_BICUBIC = 3
+_FILTERS = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
+"""Pillow's number of a filter -> its name in a rule."""
 
 
-def pixels_of(images: JsonTable, *, resample: int = _BICUBIC) -> dict[str, Any]:
-    """Mean and std of a rule; ConfigError for what the loader does not do.
-
-    `resample`: the family's filter, by Pillow's number.
-    """
+def pixels_of(images: JsonTable) -> dict[str, Any]:
+    """Mean, std and filter of a rule; ConfigError for what the loader does not do."""
     images.require("do_resize", True)
     images.require("do_rescale", True)
-    images.require("resample", resample)
+    images.require("resample", *_FILTERS)
     if abs(images.number("rescale_factor") * 255 - 1) > 1e-6:
         raise images.wrong("rescale_factor", "only 1/255 is supported")
+    resample = _FILTERS[images.count("resample")]
     if images.value("do_normalize") is False:
-        return {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
-    return {"mean": images.triple("image_mean"), "std": images.triple("image_std")}
+        return {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0), "resample": resample}
+    mean, std = images.triple("image_mean"), images.triple("image_std")
+    return {"mean": mean, "std": std, "resample": resample}
 
 
 def edges(images: JsonTable, key: str = "size") -> dict[str, int]:

@@ -57,32 +57,18 @@ def test_a_shipped_dataset_loads_under_its_name(name: str) -> None:
 
 
 def test_the_promised_models_are_shipped_with_their_rules() -> None:
-    rules = {name: type(load_model(name).vision) for name in preset_names("models")}
-    assert rules == {
-        "eva_clip_18b_internlm2_20b": TilesRule,
-        "eva_clip_1b_internlm2_20b": TilesRule,
-        "eva_clip_4b_internlm2_20b": TilesRule,
-        "eva_clip_8b_internlm2_20b": TilesRule,
-        "internvit_6b_llama3_70b": TilesRule,
-        "internvit_6b_llama3_8b": TilesRule,
-        "internvit_6b_qwen1_5_110b": TilesRule,
-        "internvit_6b_yi_34b": TilesRule,
-        "internvl_1_5": TilesRule,
-        "internvl_1_5_max1": TilesRule,
-        "internvl_1_5_max4": TilesRule,
-        "internvl_1_5_max6": TilesRule,
-        "llava_1_5": FixedRule,
-        "llava_next": AnyresRule,
-        "orchmllm_10b": NativeRule,
-        "orchmllm_18b": NativeRule,
-        "orchmllm_84b": NativeRule,
-        "pipetune_13b": FixedRule,
-        "pipetune_3b": FixedRule,
-        "pipetune_7b": FixedRule,
-        "qwen2_vl": NativeRule,
-        "tiny": TilesRule,
-        "tiny_audio": TilesRule,
+    rules = {
+        FixedRule: "llava_1_5 pipetune_3b pipetune_7b pipetune_13b",
+        AnyresRule: "llava_next",
+        NativeRule: "qwen2_vl qwen2_5_vl qwen3_vl qwen3_5 orchmllm_10b orchmllm_18b orchmllm_84b",
+        TilesRule: "internvl_1_5 internvl2_5 internvl3 internvl3_5 eva_clip_18b_internlm2_20b"
+        " internvit_6b_llama3_70b internvit_6b_yi_34b tiny tiny_audio",
     }
+    for rule, names in rules.items():
+        for name in names.split():
+            sizes = [each for each in preset_names("models") if each.startswith(name)]
+            assert name in sizes
+            assert {type(load_model(each).vision) for each in sizes} == {rule}
     assert [load_model(name).vision_unit for name in ("internvl_1_5", "qwen2_vl")] == [
         "image_patches",
         "vit_tokens",

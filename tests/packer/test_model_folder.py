@@ -58,7 +58,7 @@ def test_a_folder_is_enough_and_ids_equal_its_processors(tmp_path, dataset, name
             for turn in row["conversations"]
         ]
         text = processor.apply_chat_template(messages)
-        expected = processor(images=images or None, text=[text]).input_ids[0]
+        expected = processor(images=[images] if images else None, text=[text]).input_ids[0]
         assert sample["input_ids"] == list(expected), text
 
 

@@ -34,7 +34,8 @@ from balance.presets import load_model
 from support.cases import for_each
 from support.oracles.reference_processors import random_image, reference_processor
 
-PRESETS = preset_names("models")
+PRESETS = sorted({load_model(name).vision: name for name in preset_names("models")}.values())
+"""A preset of each rule."""
 NUM_SIZES = 6000
 Size = tuple[int, int]
 

@@ -120,7 +120,7 @@ CLIP = "CLIPImageProcessor"
             "preprocessor_config.json: unknown key crop_pct",
         ),
         ("llava", "image_processor", {"do_pad": True}, "do_pad is True; only False is supported"),
-        ("llava", "image_processor", {"resample": 2}, "resample is 2; only 3 is supported"),
+        ("llava", "image_processor", {"resample": 0}, "resample is 0; only 1 or 2 or 3 is"),
         ("llava", "image_processor", {"do_resize": False}, "do_resize is False"),
         ("llava", "image_processor", {"rescale_factor": 1.0}, "rescale_factor is 1.0; only 1/255"),
         ("llava", "image_processor", {"crop_size": 224}, "size is {'shortest_edge': 336}; only a"),

@@ -43,7 +43,7 @@ def test_the_weights_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     with torch.device("meta"):
         model = transformers.AutoModelForImageTextToText.from_config(make_config(name)).model
     held = llm.num_layers * llm.held_weights
-    assert held == pytest.approx(matrices(model, "language_model"), rel=1e-8)
+    assert held == pytest.approx(matrices(model, "language_model"), rel=1e-5)
     encoder = vit.num_layers * vit.layer_weights + vit.patch_values * vit.hidden_size
     parts = ("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector")
     assert encoder + vit.projector_weights == matrices(model, *parts)

@@ -32,7 +32,8 @@ from support.cases import for_each
 from support.loading.extract_patches import extract_patches
 from support.oracles.reference_processors import random_image, reference_processor
 
-PRESETS = preset_names("models")
+PRESETS = sorted({load_model(name).vision: name for name in preset_names("models")}.values())
+"""A preset of each rule."""
 TOLERANCE = 1e-6
 """Measured 4.8e-7: one multiply and add in float32 instead of the reference's three roundings."""
 MEAN_LEVELS = 0.01

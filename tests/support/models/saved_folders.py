@@ -183,6 +183,50 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+GLM = {
+    **{"image_token": "<|image|>", "video_token": "<|video|>"},
+    **{"start_token": "<|begin_of_image|>", "end_token": "<|end_of_image|>"},
+}
+FAMILIES |= {
+    "glm4v": Family(
+        config={
+            "text_config": {"max_position_embeddings": 65536},
+            "vision_config": {},
+        },
+        processor="Glm4vProcessor",
+        images="Glm4vImageProcessor",
+        image_settings={},
+        tokens=GLM,
+        markup="<|begin_of_image|><|image|><|end_of_image|>",
+    ),
+    "glm4v_moe": Family(
+        config={"text_config": {"head_dim": 128}, "vision_config": {}},
+        processor="Glm4vProcessor",
+        images="Glm4vImageProcessor",
+        image_settings={},
+        tokens=GLM,
+        markup="<|begin_of_image|><|image|><|end_of_image|>",
+    ),
+    "llava_onevision": Family(
+        config={
+            "text_config": {
+                "model_type": "qwen2",
+                **text(3584, 18944, 28, 28, 4, vocab_size=152000),
+            },
+        },
+        processor="LlavaOnevisionProcessor",
+        images="LlavaOnevisionImageProcessor",
+        image_settings={"image_mean": HALF, "image_std": HALF},
+        settings={
+            "num_image_tokens": 729,
+            "vision_feature_select_strategy": "full",
+            "vision_aspect_ratio": "anyres_max_9",
+        },
+        tokens={"image_token": "<image>", "video_token": "<video>"},
+    ),
+}
+
+
 class _VideoSettings(PushToHubMixin):
     """The video processor, as far as it is saved."""
 
