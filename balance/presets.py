@@ -5,7 +5,8 @@ clusters are `engine.cost_model.clusters`.
 """
 
 from collections import Counter
-from dataclasses import asdict, astuple, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ from balance.config import build_config, check_positive, read_preset
 from balance.errors import ConfigError
 from balance.media.audio_tokens import AudioRule
 from balance.media.rules import VISION_RULES, NativeSizeRule, VisionRule
+from balance.media.rules.base import ImagePlan, MarkupPart
 from balance.types import IntArray
 
 
@@ -167,11 +169,43 @@ class MediaMarkup:
     token: str
     prefix: str = ""
     suffix: str = ""
+    placeholder: str = ""
+    """What the chat template writes for one, if the processor then puts the markup, as text, in its
+    place; empty if the template writes the markup itself."""
+    parts: tuple[tuple[str, str], ...] = ()
+    """Texts of a rule's `part_names`, for an image that has several. `token` in them stands for all
+    of the part; {row} and {column}, from 1, are numbers, as in `prefix` {number}, from 0, is."""
+
+    def __post_init__(self) -> None:
+        if self.parts and not self.placeholder:
+            raise ConfigError("parts are put in place of a placeholder; give that too")
+        for name, text in self.parts:
+            if text.count(self.token) > 1:
+                raise ConfigError(f"part {name!r} has the token {self.token!r} more than once")
 
     @property
     def text(self) -> str:
         """The markup with one token, as it is tokenised before tokens are repeated."""
         return self.prefix + self.token + self.suffix
+
+    @property
+    def template_text(self) -> str:
+        """What a chat template writes, or is given, for one."""
+        return self.placeholder or self.text
+
+    def written(self, plan: ImagePlan, number: int) -> str:
+        """The markup of a sample's image `number`, from 0, with one token for each of its runs."""
+        return _written(self, plan.parts, number if "{number}" in self.prefix else 0)
+
+
+@lru_cache(maxsize=1 << 12)
+def _written(markup: MediaMarkup, parts: tuple[MarkupPart, ...], number: int) -> str:
+    texts, pieces = dict(markup.parts), []
+    for part in parts:
+        text = texts[part.name].replace("{row}", str(part.row))
+        pieces.append(text.replace("{column}", str(part.column)))
+    body = "".join(pieces) if parts else markup.token
+    return markup.prefix.replace("{number}", str(number)) + body + markup.suffix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,11 +232,18 @@ class ModelPreset:
             advice = "give both for a model with audio, else neither"
             raise ConfigError(f"has [{has}] but no [{lacks}]; {advice}")
         markups = [self.image_markup, *([self.audio_markup] if self.audio_markup else [])]
-        strings = Counter(string for markup in markups for string in astuple(markup))
+        strings = Counter(
+            string for one in markups for string in (one.token, one.prefix, one.suffix)
+        )
         for markup in markups:
             if strings[markup.token] > 1:
                 again = f"the token {markup.token!r} has a second place in the markup"
                 raise ConfigError(f"{again}; give each its own")
+
+        texts = dict(self.image_markup.parts)
+        if set(texts) != set(self.vision.part_names):
+            wanted = ", ".join(self.vision.part_names) or "none"
+            raise ConfigError(f"image_markup.parts are {', '.join(texts) or 'none'}; give {wanted}")
 
     @property
     def has_dimensions(self) -> bool:
@@ -289,7 +330,7 @@ def model_to_dict(preset: ModelPreset) -> dict[str, Any]:
             values[name] = {k: v for k, v in values[name].items() if v is not None}
     for name in ("vision", "image_markup", "audio_markup"):
         if (part := getattr(preset, name)) is not None:
-            values[name] = _given(part)
+            values[name] = given_options(part)
     rule = next(name for name, kind in VISION_RULES.items() if isinstance(preset.vision, kind))
     return {**values, "vision": {"rule": rule, **values["vision"]}}
 
@@ -298,7 +339,7 @@ _ALWAYS_WRITTEN = ("min_patches", "thumbnail", "prefix", "suffix")
 """Options with a default that version 0.1 wrote."""
 
 
-def _given(part: VisionRule | MediaMarkup) -> dict[str, Any]:
+def given_options(part: VisionRule | MediaMarkup) -> dict[str, Any]:
     """Options of a rule or a markup, without newer ones that have their defaults."""
     values = asdict(part)
     return {

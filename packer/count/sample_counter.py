@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from balance.media.audio_tokens import AudioRejected, plan_audio
-from balance.media.image_tokens import ImageRejected, plan_image
+from balance.media.image_tokens import ImagePlan, ImageRejected, plan_image
 from balance.presets import ModelPreset
 from balance.types import COUNT_COLUMNS
 from packer.media.audio_header import read_audio_header
@@ -44,7 +44,8 @@ STAGED_SCHEMA = pa.schema(
         ("reason", _TEXT),  # null for a sample that can be used
         ("detail", _TEXT),
         *[(name, pa.int32()) for name in COUNT_COLUMNS],
-        ("input_ids", _INTS),  # one token per image or audio file: expanded when written
+        ("input_ids", _INTS),  # one token per run of an image or clip: expanded when written
+        ("image_runs", _INTS),  # image tokens of each run; null if each image has one
         ("loss_spans", _INTS),  # start, end, start, end, ... in `input_ids`
         ("images", pa.list_(_IMAGE)),
         ("audios", pa.list_(_AUDIO)),
@@ -106,6 +107,8 @@ class _CountedFile:
     num_bytes: int
     numbers: dict[str, int]
     """Columns of its row, and what its sample adds up."""
+    plan: ImagePlan | None = None
+    """Of an image."""
 
 
 _Usable = tuple[RawSample, list[_CountedFile], list[_CountedFile]]
@@ -141,7 +144,15 @@ class SampleCounter:
         with readers(root) as pool:
             looked_at = list(pool.map(look, parsed) if pool else map(look, parsed))
         turns = [one[0].turns for one in looked_at if not isinstance(one, Rejected)]
-        texts = iter(self._tokenizer.encode_batch(turns))
+        markups = None
+        if self._tokenizer.takes_markups:
+            write = self._model.image_markup.written
+            markups = [
+                [write(image.plan, number) for number, image in enumerate(one[1]) if image.plan]
+                for one in looked_at
+                if not isinstance(one, Rejected)
+            ]
+        texts = iter(self._tokenizer.encode_batch(turns, markups))
         content, container = bytearray(), BLOB_SCHEME + blob
         rows = []
         for one in looked_at:
@@ -185,7 +196,7 @@ class SampleCounter:
             "num_patches": plan.num_patches,
             "num_vit_tokens": plan.num_vit_tokens,
         }
-        return _CountedFile(media, header.num_bytes, numbers)
+        return _CountedFile(media, header.num_bytes, numbers, plan)
 
     def _count_audio(self, root: Folder, media: Media) -> _CountedFile:
         if self._model.audio is None:
@@ -234,16 +245,18 @@ def _row(
             return _reject(sample, f"marker_without_{kind}", f"{found} <{kind}> for {meant} files")
         if found < meant:
             return _reject(sample, "chat_template", f"it renders {found} of {meant} {kind} files")
+    runs = [run for image in images if image.plan for run in image.plan.runs]
     return {
         "sample_id": sample.sample_id,
         "source": sample.source,
         "num_image_patches": sum(image.numbers["num_patches"] for image in images),
         "num_vit_tokens": sum(image.numbers["num_vit_tokens"] for image in images),
         "num_image_tokens": sum(image.numbers["tokens"] for image in images),
-        "num_text_tokens": len(text.input_ids) - len(images) - len(audios),
+        "num_text_tokens": len(text.input_ids) - len(runs) - len(audios),
         "num_audio_tokens": sum(audio.numbers["tokens"] for audio in audios),
         "num_loss_tokens": text.num_loss_tokens,
         "input_ids": text.input_ids,
+        "image_runs": runs if any(image.plan and image.plan.parts for image in images) else None,
         "loss_spans": np.ravel(text.loss_spans),
         "images": [_file_row(image, blob, container) for image in images],
         "audios": [_file_row(audio, blob, container) for audio in audios],

@@ -35,7 +35,7 @@ _KINDS = tuple(PieceKind)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Adjacent tokens of one kind; those of one file for an image or a clip."""
+    """Adjacent tokens of one kind; those of one run of a file for an image or a clip."""
 
     kind: PieceKind
     input_ids: tuple[int, ...]
@@ -70,10 +70,13 @@ def load_decoder(source: str, manifest: Manifest, chat_template: str | None = No
 def read_pieces(
     input_ids: Int32Array,
     labels: Int32Array,
-    files: Mapping[PieceKind, tuple[int | None, Sequence[int]]],
+    files: Mapping[PieceKind, tuple[int | None, Sequence[tuple[int, int]]]],
     decoder: Tokenizer | None,
 ) -> tuple[Piece, ...]:
-    """A sample's pieces in order; `files` has token ids and lengths of images and audio."""
+    """A sample's pieces in order.
+
+    `files` has the token id of images and audio, and (number of the file, tokens) of each run.
+    """
     text, label = _KINDS.index(PieceKind.text), _KINDS.index(PieceKind.label)
     kinds = np.where(labels == LABEL_IGNORE, text, label)
     for kind, (token_id, _) in files.items():
@@ -81,7 +84,7 @@ def read_pieces(
             kinds[input_ids == token_id] = _KINDS.index(kind)
     # a piece begins where the kind changes
     borders = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(input_ids)]
-    left = {kind: list(enumerate(tokens)) for kind, (_, tokens) in files.items()}
+    left = {kind: list(runs) for kind, (_, runs) in files.items()}
     pieces: list[Piece] = []
     for start, end in pairwise(borders):
         if start == end:
@@ -97,7 +100,7 @@ def read_pieces(
 
 
 def _file_pieces(kind: PieceKind, ids: Int32Array, left: list[tuple[int, int]]) -> Iterator[Piece]:
-    """One piece per file of adjacent file tokens; takes (number, tokens) from `left`."""
+    """One piece per run of adjacent file tokens; takes (number, tokens) from `left`."""
     start, number = 0, -1
     while start < len(ids):
         number, tokens = left.pop(0) if left else (number + 1, len(ids))

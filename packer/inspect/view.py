@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from balance.errors import ConfigError, DamagedShard, first_line
 from balance.media.audio_tokens import plan_audio
-from balance.media.image_tokens import plan_image
+from balance.media.image_tokens import ImagePlan, plan_image
 from balance.types import COUNT_COLUMNS, IntArray, Limits
 from packer.demo.dataset import demo_tokenizer_path
 from packer.inspect._thumbnails import Thumbnail, make_thumbnail
@@ -221,16 +221,17 @@ def _sample_view(
 ) -> SampleView:
     image_places = np.flatnonzero(stored.image_samples == place).tolist()
     images = tuple(_image_view(stored, image, manifest) for image in image_places)
-    image_tokens = [image.num_tokens for image in images]
-    files: dict[PieceKind, tuple[int | None, list[int]]] = {
-        PieceKind.image: (manifest.image_token_id, image_tokens)
+    plans = [_plan_of(stored, image, manifest) for image in image_places]
+    image_runs = [(number, run) for number, plan in enumerate(plans) for run in plan.runs]
+    files: dict[PieceKind, tuple[int | None, list[tuple[int, int]]]] = {
+        PieceKind.image: (manifest.image_token_id, image_runs)
     }
     audio_seconds: tuple[float, ...] = ()
     if rule := manifest.model.audio:
         lengths = stored.audio_lengths[stored.audio_samples == place].tolist()
         clips = [plan_audio(rule, length, rule.sampling_rate) for length in lengths]
         clip_tokens = [clip.num_audio_tokens for clip in clips]
-        files[PieceKind.audio] = manifest.audio_token_id, clip_tokens
+        files[PieceKind.audio] = manifest.audio_token_id, list(enumerate(clip_tokens))
         audio_seconds = tuple(clip.num_samples / rule.sampling_rate for clip in clips)
     tokens = slice(*stored.cu_seqlens[place : place + 2])
     return SampleView(
@@ -260,8 +261,7 @@ def _image_view(stored: StoredGroup, number: int, manifest: Manifest) -> ImageVi
     except OSError as error:
         reason = error.strerror or error
         thumbnail = f"cannot be read under {manifest.data_root} ({reason}); restore it"
-    several = int((stored.image_samples == stored.image_samples[number]).sum())
-    plan = plan_image(manifest.model.vision, width, height, several)
+    plan = _plan_of(stored, number, manifest)
     return ImageView(
         name=name,
         width=width,
@@ -272,6 +272,12 @@ def _image_view(stored: StoredGroup, number: int, manifest: Manifest) -> ImageVi
         problem=thumbnail if isinstance(thumbnail, str) else _change(thumbnail, width, height),
         thumbnail=None if isinstance(thumbnail, str) else thumbnail,
     )
+
+
+def _plan_of(stored: StoredGroup, number: int, manifest: Manifest) -> ImagePlan:
+    height, width = stored.image_sizes[number].tolist()
+    several = int((stored.image_samples == stored.image_samples[number]).sum())
+    return plan_image(manifest.model.vision, width, height, several)
 
 
 def _change(thumbnail: Thumbnail, width: int, height: int) -> str:

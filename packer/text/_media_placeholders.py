@@ -5,8 +5,10 @@ part of its own, where the chat template writes the markup. Pure, except for `ad
 """
 
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 from tokenizers import Tokenizer
@@ -62,7 +64,7 @@ class MediaWriter:
         for marker, piece in zip(rest[::2], rest[1::2], strict=True):
             medium = self._media[marker]
             if not medium.by_template:
-                run += medium.markup.text + guard(piece)
+                run += medium.markup.template_text + guard(piece)
                 continue
             parts += [text_part(run)] if run else []
             parts.append({"type": medium.kind})
@@ -77,7 +79,7 @@ class MediaWriter:
         written = guard(first)
         spans = []
         for marker, piece in zip(rest[::2], rest[1::2], strict=True):
-            markup = self._media[marker].markup.text
+            markup = self._media[marker].markup.template_text
             spans.append((len(written), len(written) + len(markup)))
             written += markup + guard(piece)
         return written, spans
@@ -88,9 +90,41 @@ def text_part(text: str) -> Part:
     return {"type": "text", "text": text}
 
 
+def write_markups(
+    text: str, spans: Sequence[Span], placeholder: str, markups: Sequence[str]
+) -> tuple[str, list[Span]]:
+    """A rendered text with `markups` in place of its placeholders, and its spans moved with it.
+
+    A span that begins or ends at a placeholder has all of the markup. ValueError unless there are
+    as many placeholders.
+    """
+    pieces = text.split(placeholder)
+    if len(pieces) != len(markups) + 1:
+        raise ValueError(f"{len(pieces) - 1} {placeholder} for {len(markups)} images")
+    old = new = 0
+    # (a place in the old text, how far all behind it moves)
+    moves = [(0, 0)]
+    for piece, markup in zip(pieces, markups, strict=False):
+        old, new = old + len(piece) + len(placeholder), new + len(piece) + len(markup)
+        moves.append((old, new - old))
+    places = [place for place, _ in moves]
+    written = "".join(chain.from_iterable(zip(pieces, [*markups, ""], strict=True)))
+
+    def moved(place: int) -> int:
+        return place + moves[bisect_right(places, place) - 1][1]
+
+    return written, [(moved(start), moved(end)) for start, end in spans]
+
+
 def add_markup(backend: Tokenizer, markup: MediaMarkup) -> dict[str, int]:
-    """Make the markup's strings special tokens of `backend`; returns those that are new to it."""
-    tokens = [token for token in (markup.prefix, markup.suffix, markup.token) if token]
+    """Make the markup's strings special tokens of `backend`; returns those that are new to it.
+
+    Of markup that is put in place of a placeholder only these two are: the rest is text.
+    """
+    strings = (markup.prefix, markup.suffix, markup.token)
+    if markup.placeholder:
+        strings = (markup.placeholder, markup.token, "")
+    tokens = [token for token in dict.fromkeys(strings) if token]
     known = backend.get_vocab()
     backend.add_special_tokens(tokens)
     vocab = backend.get_vocab()

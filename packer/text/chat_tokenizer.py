@@ -12,7 +12,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -20,9 +20,15 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer
 
 from balance.errors import ConfigError
-from balance.presets import MediaMarkup, ModelPreset
+from balance.presets import MediaMarkup, ModelPreset, given_options
 from packer.text._control_tokens import ControlTokens
-from packer.text._media_placeholders import MediaWriter, Medium, add_markup, text_part
+from packer.text._media_placeholders import (
+    MediaWriter,
+    Medium,
+    add_markup,
+    text_part,
+    write_markups,
+)
 from packer.text.chat_template import ChatTemplate, Message, Span, TemplateRefusedError
 from packer.text.tokenizer_files import (
     TokenizerFiles,
@@ -57,7 +63,7 @@ class EncodedText:
     """A tokenised conversation or document."""
 
     input_ids: Int32Array
-    """Shape (num_tokens,), with one image token per image and one audio token per clip."""
+    """Shape (num_tokens,), with one image token per run of an image, one audio token per clip."""
     loss_spans: Int32Array
     """Shape (num_spans, 2): first token with a label, and the one after the last; disjoint."""
     num_images: int
@@ -83,6 +89,8 @@ class _Rendered:
     is_document: bool
     num_files: tuple[int, ...]
     """Images and, for a model with audio, clips."""
+    num_tokens: tuple[int, ...]
+    """Image tokens and audio tokens: more than images where their markup has several runs."""
     protected: bool
     """Whether `text` is aliased, because the content holds control strings."""
 
@@ -150,9 +158,22 @@ class ChatTokenizer:
                 f"tokenizer {files.where}: its config is not as transformers writes it: {error!r}"
             ) from None
 
-    def encode_batch(self, batch: Sequence[Sequence[Turn]]) -> list[EncodedText | TextRejected]:
-        """Tokenise conversations and documents, in order, on as many threads as cores."""
-        prepared = [self._prepare(turns) for turns in batch]
+    @property
+    def takes_markups(self) -> bool:
+        """Whether an image's markup depends on the image, so that `encode_batch` is given it."""
+        return bool(self._media[0].markup.placeholder)
+
+    def encode_batch(
+        self, batch: Sequence[Sequence[Turn]], markups: Sequence[Sequence[str]] | None = None
+    ) -> list[EncodedText | TextRejected]:
+        """Tokenise conversations and documents, in order, on as many threads as cores.
+
+        `markups`, if `takes_markups`: each sample's images' (`MediaMarkup.written`).
+        """
+        if markups is None:
+            prepared = [self._prepare(turns, ()) for turns in batch]
+        else:
+            prepared = [self._prepare(*sample) for sample in zip(batch, markups, strict=True)]
         results: dict[int, EncodedText | TextRejected] = {}
         for protected in (False, True):
             rows: dict[int, _Rendered] = {}
@@ -168,7 +189,9 @@ class ChatTokenizer:
                 results[i] = self._finish(row, encoding)
         return [results[i] for i in range(len(prepared))]
 
-    def _prepare(self, turns: Sequence[Turn]) -> _Rendered | TextRejected:
+    def _prepare(
+        self, turns: Sequence[Turn], markups: Sequence[str]
+    ) -> _Rendered | TextRejected:
         content = "\0".join(turn.text for turn in turns)
         try:
             content.encode()
@@ -190,6 +213,10 @@ class ChatTokenizer:
                 write = self._writer.content
                 messages = [{"role": one.role, "content": write(one.text, guard)} for one in turns]
                 text, spans = self._template.render_with_answers(messages)
+            num_files = num_tokens = self._writer.count(content)
+            if self.takes_markups:
+                text, spans, num_images = self._write_images(text, spans, num_files[0], markups)
+                num_tokens = num_images, *num_files[1:]
         except TemplateRefusedError as error:
             return TextRejected("chat_template", str(error))
         if protected:
@@ -200,9 +227,23 @@ class ChatTokenizer:
             text=text,
             spans=spans,
             is_document=is_document,
-            num_files=self._writer.count(content),
+            num_files=num_files,
+            num_tokens=num_tokens,
             protected=protected,
         )
+
+    def _write_images(
+        self, text: str, spans: list[Span], num_images: int, markups: Sequence[str]
+    ) -> tuple[str, list[Span], int]:
+        """The text with the images' markup in place of placeholders, and its image tokens."""
+        markup = self._media[0].markup
+        if len(markups) != num_images:  # not given, or a sample that is refused for it later
+            markups = [markup.text] * num_images
+        try:
+            text, spans = write_markups(text, spans, markup.placeholder, markups)
+        except ValueError as error:
+            raise TemplateRefusedError(f"the chat template makes {error}") from None
+        return text, spans, sum(each.count(markup.token) for each in markups)
 
     def _finish(self, rendered: _Rendered, encoding: Encoding) -> EncodedText | TextRejected:
         # a third of the time of np.array
@@ -219,11 +260,11 @@ class ChatTokenizer:
             shifted = [(bos + start, bos + end) for start, end in spans]
             spans = _spans_between(shifted, bos, len(input_ids))
         places: list[int] = []
-        for medium, num_files in zip(self._media, rendered.num_files, strict=True):
+        for medium, num_tokens in zip(self._media, rendered.num_tokens, strict=True):
             written = np.flatnonzero(input_ids == medium.token_id).tolist()
-            if len(written) != num_files:
+            if len(written) != num_tokens:
                 made = f"{len(written)} {medium.kind} tokens in the text"
-                meant = f"{num_files} {medium.marker} markers"
+                meant = f"{num_tokens} {medium.marker} markers"
                 return TextRejected("chat_template", f"the chat template makes {made} for {meant}")
             places += written
         num_media = sum(start <= place < end for place in places for start, end in spans)
@@ -253,7 +294,8 @@ class ChatTokenizer:
 
     def _writes(self, kind: str, markup: MediaMarkup) -> bool:
         """Whether the template writes a medium's markup, given a part."""
-        return self._renders([{"type": kind}, text_part(_PROBE)], markup.token)
+        expected = markup.placeholder or markup.token
+        return self._renders([{"type": kind}, text_part(_PROBE)], expected)
 
     def _renders(self, content: str | list[dict[str, str]], expected: str = _PROBE) -> bool:
         """Whether the template writes `expected`, once, for a user message with `content`."""
@@ -345,5 +387,5 @@ def _hash(
 ) -> str:
     listed = sorted(backend.get_added_tokens_decoder().items())
     added = {index: repr(token) for index, token in listed}
-    parts = [files.tokenizer_json, added, files.named_tokens, template, *map(asdict, markups)]
+    parts = [files.tokenizer_json, added, files.named_tokens, template, *map(given_options, markups)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -117,11 +117,13 @@ def _expand_tokens(config: WriteConfig, staged: pa.RecordBatch) -> tuple[Int32Ar
     """`input_ids` and `labels` of all samples, one after the other."""
     ids, spans = staged.column("input_ids"), staged.column("loss_spans")
     starts = np.repeat(_borders(ids)[:-1], np.diff(_borders(spans)) // 2)
+    runs = staged.column("image_runs")  # of all samples with images, or of none
+    has_runs = runs.null_count < len(runs)
     return expand(
         ids.flatten().to_numpy(),
         spans.flatten().to_numpy().reshape(-1, 2) + starts[:, None],
         config.image_token_id,
-        _numbers(staged, "images", "tokens"),
+        runs.flatten().to_numpy() if has_runs else _numbers(staged, "images", "tokens"),
         config.audio_token_id,
         _numbers(staged, "audios", "tokens"),
     )
@@ -131,11 +133,11 @@ def expand(
     input_ids: Int32Array,
     loss_spans: Int32Array | IntArray,
     image_token_id: int,
-    tokens_per_image: Sequence[int] | NDArray[np.int64],
+    tokens_per_image: Sequence[int] | NDArray[np.int32] | IntArray,
     audio_token_id: int | None = None,
     tokens_per_audio: Sequence[int] | NDArray[np.int64] = (),
 ) -> tuple[Int32Array, Int32Array]:
-    """`input_ids` with each image or audio token repeated as often as its file has, and labels.
+    """`input_ids` with each image or audio token repeated as often as its run has, and labels.
 
     For one sample, or several one after the other. Labels are the ids inside `loss_spans`, and
     LABEL_IGNORE elsewhere and on image and audio tokens. ValueError unless there are as many

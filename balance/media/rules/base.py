@@ -6,7 +6,7 @@ executes for any rule. Two kinds: encoders of crops of one size, and of ViT patc
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from balance.config import check_positive
 from balance.errors import ConfigError, MediaRejected
@@ -85,6 +85,11 @@ class ImagePlan:
     """The image in the text, for markup that depends on its size; else empty."""
 
     @property
+    def runs(self) -> tuple[int, ...]:
+        """Image tokens that stand next to each other in the text, in order."""
+        return tuple(part.tokens for part in self.parts if part.tokens) or (self.num_image_tokens,)
+
+    @property
     def main(self) -> PicturePlan:
         """The largest picture, of such the last: the one with the image's details."""
         if len(self.pictures) == 1:
@@ -109,6 +114,9 @@ class PixelRule:
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     resample: Resample = "bicubic"
+
+    part_names: ClassVar[tuple[str, ...]] = ()
+    """Names of `ImagePlan.parts`, which the model's markup has texts for."""
 
     def __post_init__(self) -> None:
         check_positive(self)

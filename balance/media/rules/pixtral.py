@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from balance.media.rules.base import (
     ImagePlan,
@@ -22,6 +23,8 @@ class PixtralRule(NativeSizeRule):
     merge_size: int
     """Side of the square of ViT patches that becomes one LLM token; 1 for Pixtral 12B."""
     longest_side: int
+
+    part_names: ClassVar[tuple[str, ...]] = ("row", "last_row")
 
     def plan(self, width: int, height: int) -> ImagePlan:
         """Parts in the text: a `row` of tokens for each row, the last one called `last_row`."""

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from balance.media.rules.base import (
     ImagePlan,
@@ -25,6 +26,8 @@ class SlicesRule(NativeSizeRule):
     max_slices: int
     merge_size: int = _MERGED
     """Side of the square of ViT patches that becomes one LLM token; 2 in the mode "4x"."""
+
+    part_names: ClassVar[tuple[str, ...]] = ("whole", "slice", "row_break")
 
     def plan(self, width: int, height: int) -> ImagePlan:
         """Parts in the text: `whole`, then `slice`s row by row, with `row_break` between rows."""

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from balance.media.rules.base import (
     CropsRule,
@@ -27,6 +28,8 @@ class SplitsRule(CropsRule):
     longest_side: int
     split: bool = True
     """False: the whole image only."""
+
+    part_names: ClassVar[tuple[str, ...]] = ("tile", "row", "whole", "single")
 
     def plan(self, width: int, height: int) -> ImagePlan:
         """Parts in the text: `tile`s, `row` after each row of them, `whole`; or just `single`.
