@@ -189,9 +189,7 @@ class ChatTokenizer:
                 results[i] = self._finish(row, encoding)
         return [results[i] for i in range(len(prepared))]
 
-    def _prepare(
-        self, turns: Sequence[Turn], markups: Sequence[str]
-    ) -> _Rendered | TextRejected:
+    def _prepare(self, turns: Sequence[Turn], markups: Sequence[str]) -> _Rendered | TextRejected:
         content = "\0".join(turn.text for turn in turns)
         try:
             content.encode()
@@ -387,5 +385,11 @@ def _hash(
 ) -> str:
     listed = sorted(backend.get_added_tokens_decoder().items())
     added = {index: repr(token) for index, token in listed}
-    parts = [files.tokenizer_json, added, files.named_tokens, template, *map(given_options, markups)]
+    parts = [
+        files.tokenizer_json,
+        added,
+        files.named_tokens,
+        template,
+        *map(given_options, markups),
+    ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

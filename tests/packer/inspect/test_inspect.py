@@ -156,7 +156,7 @@ def test_text_is_the_conversation_and_what_is_learned_is_the_answer(builds, data
 
 
 def test_images_and_clips_without_markup_between_them_are_told_apart():
-    files = {PieceKind.image: (9, [3, 2]), PieceKind.audio: (8, [1, 2])}
+    files = {PieceKind.image: (9, [(0, 3), (1, 2)]), PieceKind.audio: (8, [(0, 1), (1, 2)])}
     ids = np.array([1, 9, 9, 9, 9, 9, 8, 8, 8, 5], np.int32)
     pieces = read_pieces(ids, np.full(10, -100, np.int32), files, None)
     assert [(str(piece.kind), piece.file, len(piece.input_ids)) for piece in pieces] == [
@@ -167,7 +167,7 @@ def test_images_and_clips_without_markup_between_them_are_told_apart():
 
 
 def test_a_model_without_audio_and_tokens_of_no_file_lose_no_token():
-    files = {PieceKind.image: (9, [2]), PieceKind.audio: (None, [])}
+    files = {PieceKind.image: (9, [(0, 2)]), PieceKind.audio: (None, [])}
     ids = np.array([9, 9, 9, 9, 7], np.int32)
     pieces = read_pieces(ids, np.array([-100, -100, -100, -100, 7], np.int32), files, None)
     assert [token for piece in pieces for token in piece.input_ids] == ids.tolist()
