@@ -15,7 +15,7 @@ from transformers.image_utils import load_image
 from balance.config import preset_names
 from balance.errors import DataError
 from balance.media.image_tokens import ImageRejected, plan_image
-from balance.media.rules import AnyresRule, NativeRule
+from balance.media.rules import AnyresRule, NativeRule, NativeSizeRule
 from balance.presets import load_model
 from loaders.decode._patchify import patchify_planes
 from loaders.decode.image import decode
@@ -115,10 +115,11 @@ def test_rows_of_pixels_are_the_planned_patches(name: str) -> None:
     for width, height in [(1, 1), (3, 500), (500, 3), (199, 1), (57, 55), (640, 480), (1000, 999)]:
         plan = plan_image(rule, width, height)
         pixels = extract_patches(rule, Image.new("RGB", (width, height)))
-        rows = plan.num_vit_tokens if isinstance(rule, NativeRule) else plan.num_patches
+        rows = plan.num_vit_tokens if isinstance(rule, NativeSizeRule) else plan.num_patches
         assert pixels.shape == (rows, *patch_shape(rule))
         assert pixels.dtype == torch.uint8
-        layout = torch.contiguous_format if isinstance(rule, NativeRule) else torch.channels_last
+        is_native = isinstance(rule, NativeSizeRule)
+        layout = torch.contiguous_format if is_native else torch.channels_last
         assert pixels.is_contiguous(memory_format=layout)
 
 

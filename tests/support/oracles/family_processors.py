@@ -50,6 +50,7 @@ from balance.media.rules import (
     SplitsRule,
     VisionRule,
 )
+from balance.presets import load_model
 
 Size = tuple[int, int]
 """(width, height)"""
@@ -307,9 +308,6 @@ def glm(rule: NativeRule) -> Family:
     return Family(rule, tokens, pixels)
 
 
-ONEVISION_GRIDS = tuple(
-    (384 * rows, 384 * columns) for rows in range(1, 7) for columns in range(1, 7)
-)
 _IDEFICS: dict[str, Any] = {"vit_tokens_per_patch": 676, "resample": "lanczos", **HALF}
 _GLM: dict[str, Any] = {
     "merge_size": 2,
@@ -326,24 +324,18 @@ _SIGLIP: dict[str, Any] = {"vit_tokens_per_patch": 4096, "crop": False, **HALF}
 
 def families() -> dict[str, Family]:
     """Each family with its released settings, and some with others."""
-    onevision_rule = {"image_size": 384, "vit_patch_size": 14, "vit_tokens_per_patch": 729, **HALF}
+    shipped = {
+        name: load_model(name).vision
+        for name in ("gemma3", "llava_onevision", "smolvlm2", "idefics3", "pixtral", "mistral3")
+    }
     return {
-        "gemma3": fixed(
-            FixedRule(image_size=896, llm_tokens_per_patch=256, resample="bilinear", **_SIGLIP),
-            Gemma3ImageProcessorPil,
-        ),
+        "gemma3": fixed(shipped["gemma3"], Gemma3ImageProcessorPil),
         "paligemma2": fixed(
             FixedRule(image_size=224, llm_tokens_per_patch=256, **_SIGLIP), SiglipImageProcessorPil
         ),
-        "llava_onevision": onevision(
-            AnyresRule(grid_pinpoints=ONEVISION_GRIDS, anyres_max=9, **onevision_rule)
-        ),
-        "smolvlm2": splits(
-            SplitsRule(image_size=512, llm_tokens_per_patch=64, longest_side=2048, **_IDEFICS)
-        ),
-        "idefics3": splits(
-            SplitsRule(image_size=364, llm_tokens_per_patch=169, longest_side=1456, **_IDEFICS)
-        ),
+        "llava_onevision": onevision(shipped["llava_onevision"]),
+        "smolvlm2": splits(shipped["smolvlm2"]),
+        "idefics3": splits(shipped["idefics3"]),
         "idefics3 of odd sides": splits(
             SplitsRule(image_size=224, llm_tokens_per_patch=3, longest_side=5000, **_IDEFICS)
         ),
@@ -363,8 +355,6 @@ def families() -> dict[str, Family]:
         "kimi_vl of 1024": kimi(
             NavitRule(vit_patch_size=14, merge_size=2, max_patches=1024, max_side=40, **HALF)
         ),
-        "pixtral": pixtral(PixtralRule(vit_patch_size=16, merge_size=1, longest_side=1024, **CLIP)),
-        "mistral3": pixtral(
-            PixtralRule(vit_patch_size=14, merge_size=2, longest_side=1540, **CLIP)
-        ),
+        "pixtral": pixtral(shipped["pixtral"]),
+        "mistral3": pixtral(shipped["mistral3"]),
     }
