@@ -23,16 +23,25 @@ NAME = "isobatch_samples"
 
 
 @contextmanager
-def packed_attention(attention: Any, borders: Tensor, hidden: Tensor) -> Iterator[dict[str, Any]]:
+def packed_attention(
+    attention: Any, borders: Tensor, hidden: Tensor, images: Tensor | None = None
+) -> Iterator[dict[str, Any]]:
     """Make `attention` separate the samples; yields the arguments that its layer must be given.
 
     `borders`: int64, (samples + 1,), on the CPU, so that nothing waits for the GPU; `hidden`: the
-    layer's input. ConfigError for flash attention in float32, which its kernels do not support.
+    layer's input; `images`: the run of image tokens of each token, 0 for text, on the CPU, if those
+    of a run see each other. ConfigError for flash attention in float32, which its kernels do not
+    support, and with `images`.
     """
     config = attention.config
     before = config._attn_implementation
     if "flash" in str(before):
         _check_precision(str(before), hidden)
+        if images is not None:
+            raise ConfigError(
+                f"{before}: tokens of an image see later ones, for which it has no mask; load the"
+                " model with attn_implementation='sdpa'"
+            )
         yield _flash_arguments(borders, hidden.device)
         return
     table = getattr(sys.modules[type(attention).__module__], "ALL_ATTENTION_FUNCTIONS", None)
@@ -43,7 +52,7 @@ def packed_attention(attention: Any, borders: Tensor, hidden: Tensor) -> Iterato
     table[NAME] = sample_attention
     config._attn_implementation = NAME
     try:
-        yield {"sample_borders": borders}
+        yield {"sample_borders": borders, "images_of_tokens": images}
     finally:
         config._attn_implementation = before
 
@@ -76,6 +85,7 @@ def sample_attention(  # noqa: PLR0913 - the arguments are transformers'
     attention_mask: Tensor | None,
     *,
     sample_borders: Tensor,
+    images_of_tokens: Tensor | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -93,10 +103,8 @@ def sample_attention(  # noqa: PLR0913 - the arguments are transformers'
         )
     outputs = []
     for start, end in pairwise(sample_borders.tolist()):
-        mask = None
-        if sliding_window is not None and end - start > sliding_window:
-            causal = torch.ones(end - start, end - start, dtype=torch.bool, device=query.device)
-            mask = causal.tril().triu(1 - sliding_window)
+        own = None if images_of_tokens is None else images_of_tokens[start:end]
+        mask = _sample_mask(end - start, sliding_window, own, query.device)
         outputs.append(
             functional.scaled_dot_product_attention(
                 query[:, :, start:end],
@@ -110,3 +118,18 @@ def sample_attention(  # noqa: PLR0913 - the arguments are transformers'
             )
         )
     return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+def _sample_mask(
+    length: int, window: int | None, images: Tensor | None, device: torch.device
+) -> Tensor | None:
+    """Which tokens (columns) of a sample each of its tokens sees; None: it and all before it."""
+    has_images = images is not None and bool(images.any())
+    is_cut = window is not None and length > window
+    if not has_images and not is_cut:
+        return None
+    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
+    if images is not None and has_images:
+        images = images.to(device)
+        mask |= (images[:, None] == images) & (images > 0)
+    return mask.triu_(1 - window) if window is not None and is_cut else mask

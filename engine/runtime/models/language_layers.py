@@ -1,10 +1,12 @@
 """Language half of a model as layers: embedding, decoder layers, head.
 
-The layers hold the model's own modules. Only `hidden` crosses cuts: the first decoder layer of a
-stage computes rotary embeddings and sample borders from the micro-batch, for the next ones too.
+The layers hold the model's own modules. `hidden` crosses cuts, and deep features of images until
+their decoder layer adds them (Qwen3-VL). The first decoder layer of a stage computes rotary
+embeddings, sample borders and places of images from the micro-batch, for the next ones too.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,14 +14,39 @@ from torch import Tensor, nn
 
 from balance.errors import ConfigError
 from engine.runtime.models._sample_attention import packed_attention
-from engine.runtime.models.layer_specs import FEATURES, HIDDEN, OutputSpecs, SpecLayer, hidden_specs
+from engine.runtime.models.layer_specs import (
+    FEATURES,
+    HIDDEN,
+    OutputSpecs,
+    SpecLayer,
+    add_specs,
+    deep_name,
+    deep_tensors,
+    hidden_specs,
+)
 from engine.runtime.models.token_loss import loss_sum
 from engine.runtime.stage_io import LOSS, Batch, StageTensors, TensorSpec, samples_text
 
-_COS, _SIN, _BORDERS = "cos", "sin", "borders"
+_COS, _SIN, _BORDERS, _IMAGES = "cos", "sin", "borders", "images_of_tokens"
+_SHARED = (_COS, _SIN, _BORDERS, _IMAGES)
 
 Positions = Callable[[Batch], Tensor]
 """Positions of a micro-batch as the model's rotary embedding takes them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageRules:
+    """What differs between language models."""
+
+    positions: Positions
+    image_token_id: int
+    two_way_images: bool = False
+    """Tokens of an image see each other (Gemma 3)."""
+    rotary_by_type: bool = False
+    """Layers of different attention have different rotary embeddings (Gemma 3)."""
+    deep_specs: OutputSpecs | None = None
+    """Specs of the projector's output, if decoder layers add deep features of images."""
+    num_deep: int = 0
 
 
 class TokenEmbedding(SpecLayer):
@@ -34,7 +61,7 @@ class TokenEmbedding(SpecLayer):
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
         """`features` (image tokens, width) -> `hidden` (1, tokens, width)."""
         hidden: Tensor = self.embed_tokens(batch.input_ids)
-        places = (batch.input_ids == self._image_token_id).nonzero().squeeze(1)
+        places = _image_places(batch, self._image_token_id)
         features = inputs[FEATURES]
         if len(places) != len(features):
             raise ConfigError(
@@ -42,40 +69,62 @@ class TokenEmbedding(SpecLayer):
                 f" {len(features)} features ({samples_text(batch)}): the model's image_token_id"
                 " must be the build's, and its preset this model's"
             )
-        return {HIDDEN: hidden.index_copy(0, places, features.to(hidden.dtype))[None]}
+        hidden = hidden.index_copy(0, places, features.to(hidden.dtype))[None]
+        return {HIDDEN: hidden, **deep_tensors(inputs)}
 
 
 class LanguageLayer(SpecLayer):
     """A decoder layer, packed: attention within samples only."""
 
     def __init__(
-        self, layer: nn.Module, rotary: nn.Module, positions: Positions, output_specs: OutputSpecs
+        self,
+        layer: nn.Module,
+        rotary: nn.Module,
+        rules: LanguageRules,
+        number: int,
+        output_specs: OutputSpecs,
     ) -> None:
+        """`number`: of the layer among the decoder's."""
         super().__init__(output_specs)
-        self.layer, self.rotary, self._positions = layer, rotary, positions
+        self.layer, self.rotary, self._rules, self._number = layer, rotary, rules, number
+        attention: Any = layer.self_attn
+        self._type = str(attention.layer_type) if rules.rotary_by_type else ""
 
     def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
         """`hidden` (1, tokens, width) -> the same."""
-        hidden = inputs[HIDDEN]
+        hidden, passed = inputs[HIDDEN], deep_tensors(inputs, after=self._number)
         if not hidden.shape[1]:  # a micro-batch that fills up an epoch's last step
-            return {HIDDEN: hidden}
-        shared = {name: inputs[name] for name in (_COS, _SIN, _BORDERS) if name in inputs}
-        shared = shared or self._shared(hidden, batch)
-        with packed_attention(self.layer.self_attn, shared[_BORDERS], hidden) as arguments:
+            return {HIDDEN: hidden, **passed}
+        shared = {name: inputs[name] for name in inputs if name.startswith(_SHARED)}
+        self._add_shared(shared, hidden, batch)
+        attention, images = self.layer.self_attn, shared.get(_IMAGES)
+        with packed_attention(attention, shared[_BORDERS], hidden, images) as arguments:
             output = self.layer(
                 hidden,
                 attention_mask=None,
                 position_ids=batch.position_ids[None],
-                position_embeddings=(shared[_COS], shared[_SIN]),
+                position_embeddings=(shared[_COS + self._type], shared[_SIN + self._type]),
                 use_cache=False,
                 **arguments,
             )
         # some versions of transformers return a tuple
-        return {HIDDEN: output[0] if isinstance(output, tuple) else output, **shared}
+        hidden = output[0] if isinstance(output, tuple) else output
+        deep = inputs.get(deep_name(self._number))
+        if deep is not None and len(deep):
+            places = _image_places(batch, self._rules.image_token_id)
+            hidden = hidden.index_add(1, places, deep.to(hidden.dtype)[None])
+        return {HIDDEN: hidden, **passed, **shared}
 
-    def _shared(self, hidden: Tensor, batch: Batch) -> StageTensors:
-        cos, sin = self.rotary(hidden, self._positions(batch))
-        return {_COS: cos, _SIN: sin, _BORDERS: batch.cu_seqlens.cpu().long()}
+    def _add_shared(self, shared: StageTensors, hidden: Tensor, batch: Batch) -> None:
+        """Add what this layer needs, and layers before it in this stage did not."""
+        if _BORDERS not in shared:
+            shared[_BORDERS] = batch.cu_seqlens.cpu().long()
+            if self._rules.two_way_images:
+                shared[_IMAGES] = image_runs(batch.input_ids.cpu(), self._rules.image_token_id)
+        if _COS + self._type not in shared:
+            kind = (self._type,) if self._type else ()
+            cos, sin = self.rotary(hidden, self._rules.positions(batch), *kind)
+            shared[_COS + self._type], shared[_SIN + self._type] = cos, sin
 
 
 class Head(SpecLayer):
@@ -91,13 +140,40 @@ class Head(SpecLayer):
         return {LOSS: loss_sum(logits, batch)}
 
 
-def language_layers(model: Any, positions: Positions) -> list[SpecLayer]:
+def language_layers(model: Any, rules: LanguageRules) -> list[SpecLayer]:
     """Language half of a transformers model with `model.language_model` and `lm_head`."""
-    decoder, image_token_id = model.model.language_model, int(model.config.image_token_id)
+    decoder = model.model.language_model
     table = decoder.embed_tokens.weight
     specs = hidden_specs(table.shape[1], table.dtype)
+
+    def specs_before(number: int) -> OutputSpecs:
+        """Specs before a decoder layer."""
+        if rules.deep_specs is None:
+            return specs
+        return add_specs(specs, range(number, rules.num_deep), rules.deep_specs)
+
     layers = [
-        LanguageLayer(layer, decoder.rotary_emb, positions, specs) for layer in decoder.layers
+        LanguageLayer(layer, decoder.rotary_emb, rules, number, specs_before(number + 1))
+        for number, layer in enumerate(decoder.layers)
     ]
-    embedding = TokenEmbedding(decoder.embed_tokens, image_token_id, specs)
+    embedding = TokenEmbedding(decoder.embed_tokens, rules.image_token_id, specs_before(0))
     return [embedding, *layers, Head(decoder.norm, model.lm_head)]
+
+
+def image_runs(input_ids: Tensor, image_token_id: int) -> Tensor:
+    """Number of each token's run of image tokens, from 1; 0 for text.
+
+    >>> image_runs(torch.tensor([5, 5, 9, 5, 9]), 5).tolist()
+    [1, 1, 0, 2, 0]
+    """
+    is_image = input_ids == image_token_id
+    begins = is_image.clone()
+    begins[1:] &= ~is_image[:-1]
+    runs: Tensor = begins.cumsum(0) * is_image
+    return runs
+
+
+def _image_places(batch: Batch, image_token_id: int) -> Tensor:
+    """Places of the image tokens: (image tokens,)."""
+    places: Tensor = (batch.input_ids == image_token_id).nonzero().squeeze(1)
+    return places

@@ -5,15 +5,17 @@ on the micro-batch alone and holds no layer: a rank that drops other ranks' laye
 they will send. It needs no pixels: ranks after the first leave images undecoded.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from engine.runtime.stage_io import Batch, TensorSpec
+from engine.runtime.stage_io import Batch, StageTensors, TensorSpec
 
 FEATURES, HIDDEN = "features", "hidden"
 """Tensors that cross cuts: before the token embedding, and after it."""
+
+_DEEP = "deepstack_"
 
 OutputSpecs = Callable[[Batch], Mapping[str, TensorSpec]]
 """Specs of a layer's output for one micro-batch."""
@@ -50,6 +52,28 @@ def row_specs(num_rows: Callable[[int], int], width: int, dtype: torch.dtype) ->
     return lambda batch: {
         FEATURES: TensorSpec(shape=(num_rows(pixel_rows(batch)), width), dtype=dtype)
     }
+
+
+def deep_name(level: int) -> str:
+    """Name of the features that the decoder layer of this number adds to its output (Qwen3-VL)."""
+    return f"{_DEEP}{level}"
+
+
+def deep_tensors(inputs: StageTensors, *, after: int = -1) -> StageTensors:
+    """Features that decoder layers after this number add."""
+    return {
+        name: tensor
+        for name, tensor in inputs.items()
+        if name.startswith(_DEEP) and int(name.removeprefix(_DEEP)) > after
+    }
+
+
+def add_specs(specs: OutputSpecs, levels: Iterable[int], like: OutputSpecs) -> OutputSpecs:
+    """`specs`, and those of deep features of these levels: as the `features` of `like`."""
+    names = [deep_name(level) for level in levels]
+    if not names:
+        return specs
+    return lambda batch: {**specs(batch), **dict.fromkeys(names, like(batch)[FEATURES])}
 
 
 def pixel_rows(batch: Batch) -> int:

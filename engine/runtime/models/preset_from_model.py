@@ -7,10 +7,11 @@ model's layers one by one: what planning calls each of them, and which part it b
 from dataclasses import replace
 from typing import Any
 
+from balance.media.rules.anyres import AnyresRule
 from balance.media.rules.fixed import FixedRule
 from balance.media.rules.tiles import TilesRule
 from balance.presets import LlmShape, ModelPreset, VitShape
-from engine.runtime.models.qwen2_vl_layers import NativeVisionLayer
+from engine.runtime.models.qwen_vl_layers import NativeVisionLayer, window_tokens
 from engine.runtime.models.vision_layers import VisionLayer, as_pair, merge_side, patch_tokens
 from engine.runtime.stage_io import LayerStack
 
@@ -22,8 +23,8 @@ def preset_from_model(model: Any, stack: LayerStack, preset: ModelPreset) -> Mod
     """
     config, vision = model.config, preset.vision
     num_layers = sum(isinstance(layer, VisionLayer | NativeVisionLayer) for layer in stack.layers)
-    make_vit = _qwen2_vl_vit if config.model_type == "qwen2_vl" else _patch_vit
-    if isinstance(vision, FixedRule | TilesRule):
+    make_vit = _VITS.get(config.model_type, _patch_vit)
+    if isinstance(vision, FixedRule | TilesRule | AnyresRule):
         vision = replace(vision, vit_tokens_per_patch=patch_tokens(config.vision_config))
     return replace(
         preset,
@@ -47,11 +48,21 @@ def _llm_shape(text: Any) -> LlmShape:
         ffn_size=text.intermediate_size,
         gated=True,
         vocab_size=text.vocab_size,
+        **_windows(text),
     )
 
 
+def _windows(text: Any) -> dict[str, Any]:
+    """Layers that attend over whole samples, and the window of the others, if any have one."""
+    kinds = getattr(text, "layer_types", None) or ()
+    full = sum(kind == "full_attention" for kind in kinds)
+    if full in (0, len(kinds)):
+        return {}
+    return {"num_full_layers": full, "window": text.sliding_window}
+
+
 def _patch_vit(config: Any, num_layers: int) -> VitShape:
-    """Sizes of LLaVA's and InternVL's encoders, whose configs name them as CLIP's does."""
+    """Sizes of encoders of LLaVA, its successors and InternVL, named as CLIP's is."""
     vision, width = config.vision_config, config.text_config.hidden_size
     height, across = as_pair(vision.patch_size)
     return VitShape(
@@ -69,17 +80,40 @@ def _patch_vit(config: Any, num_layers: int) -> VitShape:
     )
 
 
-def _qwen2_vl_vit(config: Any, num_layers: int) -> VitShape:
-    vision, width = config.vision_config, config.text_config.hidden_size
-    merged = vision.embed_dim * vision.spatial_merge_size**2
+def _gemma3_vit(config: Any, num_layers: int) -> VitShape:
+    """Sizes of Gemma 3's encoder, whose tokens are averaged before one matrix."""
+    vision = config.vision_config
+    return replace(
+        _patch_vit(config, num_layers),
+        projector=(vision.hidden_size, config.text_config.hidden_size),
+        pooled=patch_tokens(vision) // config.mm_tokens_per_image,
+    )
+
+
+def _qwen_vl_vit(config: Any, num_layers: int) -> VitShape:
+    vision, output = config.vision_config, config.text_config.hidden_size
+    # Qwen2-VL calls the encoder's width embed_dim, and the language model's hidden_size
+    is_first = config.model_type == "qwen2_vl"
+    width = vision.embed_dim if is_first else vision.hidden_size
+    merged, window = width * vision.spatial_merge_size**2, window_tokens(vision)
     return VitShape(
         num_layers=num_layers,
-        hidden_size=vision.embed_dim,
+        hidden_size=width,
         num_heads=vision.num_heads,
         num_kv_heads=vision.num_heads,
-        head_size=vision.embed_dim // vision.num_heads,
-        ffn_size=int(vision.embed_dim * vision.mlp_ratio),
-        gated=False,
-        projector=(merged, merged, width),
+        head_size=width // vision.num_heads,
+        ffn_size=int(width * vision.mlp_ratio) if is_first else vision.intermediate_size,
+        gated=window is not None,
+        num_full_layers=None if window is None else len(vision.fullatt_block_indexes),
+        window=None if window is None else (window * vision.spatial_merge_size) ** 2,
+        projector=(merged, merged, output),
+        num_projectors=1 + len(getattr(vision, "deepstack_visual_indexes", ())),
         patch_values=vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,
     )
+
+
+_VITS = {
+    "gemma3": _gemma3_vit,
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _qwen_vl_vit),
+}
+"""Sizes of encoders that are not named as CLIP's, by model type."""

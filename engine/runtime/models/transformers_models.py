@@ -1,8 +1,9 @@
 """Vision-language models of transformers as layer stacks: `from_transformers`.
 
-For LLaVA, InternVL and Qwen2-VL of transformers 5, which is not imported. The layers hold the
-model's own modules: no weight is copied, and `engine.runtime.models.weights` gathers them by name.
-Micro-batches are packed without padding (`loaders.MicroBatch`, or any object with its fields).
+For LLaVA, its successors, InternVL, Qwen-VL and Gemma 3 of transformers 5, which is not imported.
+The layers hold the model's own modules: no weight is copied, and `engine.runtime.models.weights`
+gathers them by name. Micro-batches are packed without padding (`loaders.MicroBatch`, or any object
+with its fields).
 """
 
 import sys
@@ -12,24 +13,42 @@ from typing import Any
 import torch
 
 from balance.errors import ConfigError, first_line
-from engine.runtime.models.language_layers import Positions, language_layers
-from engine.runtime.models.qwen2_vl_layers import qwen2_vl_vision, rotary_positions
-from engine.runtime.models.vision_layers import internvl_vision, llava_vision
+from engine.runtime.models.image_grids import rotary_positions
+from engine.runtime.models.language_layers import LanguageRules, language_layers
+from engine.runtime.models.layer_specs import SpecLayer
+from engine.runtime.models.qwen_vl_layers import qwen_vl_vision
+from engine.runtime.models.vision_layers import (
+    anyres_vision,
+    gemma3_vision,
+    internvl_vision,
+    llava_vision,
+)
 from engine.runtime.stage_io import Batch, LayerStack, TensorSpec
 
-TEXT_MODELS = ("llama", "mistral", "qwen2", "qwen3", "qwen2_vl_text")
+TEXT_MODELS = (
+    *("llama", "mistral", "qwen2", "qwen3"),
+    *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "gemma3_text"),
+)
 """Model types of language models that consist of embedding, decoder layers, norm and head only.
 Others scale between these, add a loss or mask otherwise: they would be computed wrongly, silently.
 """
-_VISION = {"llava": llava_vision, "internvl": internvl_vision, "qwen2_vl": qwen2_vl_vision}
+_NATIVE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+_VISION = {
+    "llava": llava_vision,
+    "llava_next": anyres_vision,
+    "llava_onevision": anyres_vision,
+    "internvl": internvl_vision,
+    **dict.fromkeys(_NATIVE, qwen_vl_vision),
+    "gemma3": gemma3_vision,
+}
 """Vision half of a model, by model type."""
 
 
 def from_transformers(model: Any) -> LayerStack:
     """A model's layers: patch embedding, vision layers, projector, embedding, decoder layers, head.
 
-    `model`: a LlavaForConditionalGeneration, InternVLForConditionalGeneration or
-    Qwen2VLForConditionalGeneration. Attention stays as the model is set: flash attention gets the
+    `model`: the ForConditionalGeneration of LLaVA, LLaVA-NeXT, LLaVA-OneVision, InternVL, Qwen2-VL,
+    Qwen2.5-VL, Qwen3-VL or Gemma 3. Attention stays as the model is set: flash attention gets the
     samples' borders, anything else is computed per sample. ConfigError for other models, and if
     something other than the pipeline moves or recomputes its layers.
     """
@@ -37,7 +56,7 @@ def from_transformers(model: Any) -> LayerStack:
     _check_state(model)
     try:
         vision = _VISION[model.config.model_type](model)
-        layers = [*vision, *language_layers(model, _positions(model))]
+        layers = [*vision, *language_layers(model, _language_rules(model, vision[-1]))]
     except AttributeError as error:
         version = getattr(sys.modules.get("transformers"), "__version__", "(not imported)")
         raise ConfigError(
@@ -92,12 +111,27 @@ def _check_state(model: Any) -> None:
             )
 
 
-def _positions(model: Any) -> Positions:
-    """Positions as the rotary embedding of a model's family takes them."""
+def _language_rules(model: Any, projector: SpecLayer) -> LanguageRules:
+    """What is particular about the language model of a family."""
     config = model.config
-    if config.model_type != "qwen2_vl":
-        return lambda batch: batch.position_ids[None]
-    token, merge = int(config.image_token_id), int(config.vision_config.spatial_merge_size)
-    return lambda batch: rotary_positions(
-        batch.input_ids, batch.cu_seqlens, batch.image_grid_thw, token, merge
-    )[:, None]
+    token, text = int(config.image_token_id), config.text_config
+    if text.model_type == "gemma3_text" and text.use_bidirectional_attention:
+        raise ConfigError(
+            "gemma3_text with use_bidirectional_attention: no token predicts the next"
+        )
+    if config.model_type not in _NATIVE:
+        return LanguageRules(
+            positions=lambda batch: batch.position_ids[None],
+            image_token_id=token,
+            two_way_images=config.model_type == "gemma3",
+            rotary_by_type=text.model_type == "gemma3_text",
+        )
+    merge = int(config.vision_config.spatial_merge_size)
+    return LanguageRules(
+        positions=lambda batch: rotary_positions(
+            batch.input_ids, batch.cu_seqlens, batch.image_grid_thw, token, merge
+        )[:, None],
+        image_token_id=token,
+        deep_specs=projector.output_specs,
+        num_deep=len(getattr(config.vision_config, "deepstack_visual_indexes", ())),
+    )

@@ -1,8 +1,12 @@
-"""Vision encoders of LLaVA and InternVL as pipeline layers.
+"""Vision encoders of LLaVA, InternVL and Gemma 3 as pipeline layers.
 
 The layers hold the model's own modules. Without images they compute nothing: tensors are empty.
 """
 
+from collections.abc import Mapping
+from functools import partial
+from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +20,7 @@ from engine.runtime.models.layer_specs import (
     patch_specs,
     row_specs,
 )
-from engine.runtime.stage_io import Batch, StageTensors
+from engine.runtime.stage_io import Batch, StageTensors, TensorSpec
 
 
 class PatchEmbedding(SpecLayer):
@@ -103,6 +107,39 @@ class Projector(SpecLayer):
         return {FEATURES: self.projector(merge_tokens(features, self._merge)).flatten(0, 1)}
 
 
+class AnyresProjector(Projector):
+    """Projector of models that join an image's tiles: padding removed, a newline after each row."""
+
+    def __init__(self, model: Any, projector: Projector, output_specs: OutputSpecs) -> None:
+        super().__init__(
+            projector.projector,
+            projector.norm,
+            output_specs,
+            drop_first=projector._drop_first,
+            merge=1,
+        )
+        self.image_newline = model.image_newline
+        # transformers' own function, without the model: a rank may release that
+        self._join = partial(type(model).pack_image_features, SimpleNamespace(config=model.config))
+        self._options = {
+            name: getattr(model.config, name)
+            for name in ("vision_feature_select_strategy", "vision_aspect_ratio")
+            if name in signature(type(model).pack_image_features).parameters
+        }
+
+    def forward(self, inputs: StageTensors, batch: Batch) -> StageTensors:
+        """`features` (patches, ViT tokens, width) -> (image tokens, LLM width)."""
+        features = super().forward(inputs, batch)[FEATURES]
+        if not len(features):
+            return {FEATURES: features}
+        patches = batch.patches_per_image.tolist()
+        images = torch.split(features.reshape(sum(patches), -1, features.shape[1]), patches)
+        joined, _ = self._join(
+            images, batch.image_sizes.cpu(), image_newline=self.image_newline, **self._options
+        )
+        return {FEATURES: torch.cat(joined)}
+
+
 def llava_vision(model: Any) -> list[SpecLayer]:
     """Vision half of a LlavaForConditionalGeneration with a CLIP or SigLIP encoder."""
     kind = model.config.vision_config.model_type
@@ -114,6 +151,39 @@ def llava_vision(model: Any) -> list[SpecLayer]:
     tower = getattr(model.model.vision_tower, "vision_model", model.model.vision_tower)
     norms = getattr(tower, "pre_layrnorm", nn.Identity()), nn.Identity()
     return _vision_half(model, tower, tower.encoder.layers, (None,), norms)
+
+
+def anyres_vision(model: Any) -> list[SpecLayer]:
+    """Vision half of a LLaVA-NeXT or LLaVA-OneVision ForConditionalGeneration."""
+    *layers, projector = llava_vision(model)
+    assert isinstance(projector, Projector)  # for types
+    token, text = int(model.config.image_token_id), model.config.text_config
+    dtype = dtype_of(projector)
+
+    def specs(batch: Batch) -> Mapping[str, TensorSpec]:
+        rows = int((batch.input_ids == token).sum())
+        return {FEATURES: TensorSpec(shape=(rows, text.hidden_size), dtype=dtype)}
+
+    return [*layers, AnyresProjector(model.model, projector, specs)]
+
+
+def gemma3_vision(model: Any) -> list[SpecLayer]:
+    """Vision half of a Gemma3ForConditionalGeneration."""
+    tower, projector = model.model.vision_tower, model.model.multi_modal_projector
+    tower = getattr(tower, "vision_model", tower)
+    config, vision = model.config, model.config.vision_config
+    between = patch_specs(patch_tokens(vision), vision.hidden_size, dtype_of(tower.embeddings))
+    features = row_specs(
+        lambda images: images * config.mm_tokens_per_image,
+        config.text_config.hidden_size,
+        dtype_of(projector),
+    )
+    row_shape = vision.num_channels, *as_pair(vision.image_size)
+    return [
+        PatchEmbedding(tower.embeddings, nn.Identity(), between, row_shape=row_shape),
+        *(VisionLayer(layer, (None,), between) for layer in tower.encoder.layers),
+        Projector(projector, tower.post_layernorm, features, drop_first=False, merge=1),
+    ]
 
 
 def internvl_vision(model: Any) -> list[SpecLayer]:

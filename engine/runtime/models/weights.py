@@ -6,7 +6,8 @@ whose output is unused) never change and are taken from the model itself. Each w
 rank 0 needs memory for one copy of the model, the others for none.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,11 +22,18 @@ Prefixes = tuple[Mapping[str, str], ...]
 def names_of(model: nn.Module, layers: Sequence[nn.Module]) -> Prefixes:
     """Paths in the model of its layers' children; `layers` are all of them, `LayerStack.layers`.
 
-    Children that are not the model's, which have no weights, are left out.
+    Parameters of the layer itself are children here too. Children that are not the model's, which
+    have no weights, are left out.
     """
     paths = {id(module): name for name, module in model.named_modules()}
+    paths |= {id(weight): name for name, weight in model.named_parameters()}
+
+    def children(layer: nn.Module) -> Iterator[tuple[str, Any]]:
+        yield from layer.named_children()
+        yield from layer.named_parameters(recurse=False)
+
     return tuple(
-        {own: paths[id(child)] for own, child in layer.named_children() if id(child) in paths}
+        {own: paths[id(child)] for own, child in children(layer) if id(child) in paths}
         for layer in layers
     )
 
@@ -35,8 +43,8 @@ def state_dict_of(layers: Mapping[int, nn.Module], prefixes: Prefixes) -> dict[s
     state: dict[str, Tensor] = {}
     for index, layer in layers.items():
         for own, tensor in layer.state_dict().items():
-            child, _, rest = own.partition(".")
-            state[f"{prefixes[index][child]}.{rest}"] = tensor
+            child, dot, rest = own.partition(".")
+            state[f"{prefixes[index][child]}{dot}{rest}"] = tensor
     return state
 
 

@@ -33,12 +33,12 @@ TOLERANCE = 1e-5
 GROUPS = {
     "merged": ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v"),
     "thinkers": ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
-    "patches": ("llava_onevision", "idefics3", "smolvlm"),
+    "patches": ("llava_next", "llava_onevision", "idefics3", "smolvlm"),
     "pixtral": ("mistral3", "pixtral"),
     "masked": ("gemma3", "gemma4", "paligemma"),
     "linear": ("qwen3_5", "qwen3_5_moe"),
 }
-ELSEWHERE = {"llava", "llava_next", "internvl", "qwen2_vl"}
+ELSEWHERE = {"llava", "internvl", "qwen2_vl"}
 """In test_model_inputs.py, with the loader's own pixels."""
 SAME_CODE = {"glm4v_moe", "glm46v"}
 """As glm4v, with another language model."""

@@ -200,11 +200,10 @@ def _patches_given(images):
     return {"pixel_values": torch.cat([image.rows for image in images])}
 
 
-def _onevision_image(generator, num_images):
+def _onevision_image(generator, num_images, processor=transformers.LlavaOnevisionProcessor):
     if num_images > 1:
         return TinyImage([IMAGE] * 17, torch.randn(1, 3, SIDE, SIDE, generator=generator))
     height, width = torch.randint(10, 120, (2,), generator=generator).tolist()
-    processor = transformers.LlavaOnevisionProcessor
     sizes = transformers.models.llava_onevision.modeling_llava_onevision
     patches = sizes.image_size_to_num_patches((height, width), PINPOINTS, SIDE)
     counter = object.__new__(processor)
@@ -226,6 +225,16 @@ def _onevision_given(images):
         "image_sizes": torch.tensor([image.size for image in images]),
         "batch_num_images": torch.tensor([len(images)]),
     }
+
+
+def _anyres_image(generator, _):
+    return _onevision_image(generator, 1, processor=transformers.LlavaNextProcessor)
+
+
+def _anyres_given(images):
+    given = _onevision_given(images)
+    del given["batch_num_images"]
+    return given
 
 
 def _split_image(generator, _):
@@ -345,6 +354,17 @@ FAMILIES = {
     ),
     "qwen3_omni_moe_thinker": _merged(
         lambda: _omni_config("Qwen3OmniMoeThinkerConfig", {**MROPE_TEXT, **EXPERTS}, DEEP, AUDIO),
+        types=None,
+    ),
+    "llava_next": TinyFamily(
+        config=lambda: transformers.LlavaNextConfig(
+            vision_config={**SIGLIP, "model_type": "clip_vision_model"},
+            text_config={"model_type": "mistral", **TEXT},
+            image_grid_pinpoints=PINPOINTS,
+            image_token_index=IMAGE,
+        ),
+        image=_anyres_image,
+        given=_anyres_given,
         types=None,
     ),
     "llava_onevision": TinyFamily(

@@ -10,6 +10,12 @@ import torch.distributed as dist
 from engine.runtime.models.transformers_models import from_transformers
 from engine.runtime.models.weights import gather_state_dict, names_of
 from engine.runtime.pipeline import Pipeline, PipelineOptions
+from support.models.family_models import (
+    FAMILIES,
+    make_family_batch,
+    make_family_model,
+    run_family_alone,
+)
 from support.models.tiny_models import make_batch, make_model, run_alone
 from support.ranks import on_ranks
 
@@ -52,7 +58,8 @@ def _run_case(case: ModelCase) -> None:
     """Steps with an optimizer in the pipeline and alone; losses and, in the end, all weights must
     agree.
     """
-    piped, alone = (make_model(case.name, tied=case.tied) for _ in range(2))
+    make_batch, run_alone = functions_of(case.name)
+    piped, alone = (made(case) for _ in range(2))
     if case.frozen is not None:
         for model in (piped, alone):
             model.get_submodule(case.frozen).requires_grad_(False)
@@ -82,8 +89,21 @@ def _run_case(case: ModelCase) -> None:
     gathered = gather_state_dict(piped, pipeline.layers, prefixes)
     assert (gathered is None) == (dist.get_rank() > 0)
     if gathered is not None:
-        _compare(gathered, alone, make_model(case.name, tied=case.tied), case.tolerance)
-        make_model(case.name, tied=case.tied, seed=1).load_state_dict(gathered)
+        _compare(gathered, alone, made(case), case.tolerance)
+        made(case, seed=1).load_state_dict(gathered)
+
+
+def made(case, seed=0):
+    if case.name in FAMILIES:
+        return make_family_model(case.name, seed=seed)
+    return make_model(case.name, tied=case.tied, seed=seed)
+
+
+def functions_of(name):
+    """`make_batch`, `run_alone` of a model."""
+    if name in FAMILIES:
+        return make_family_batch, run_family_alone
+    return make_batch, run_alone
 
 
 def _compare(gathered, alone, before, tolerance):

@@ -12,14 +12,25 @@ from engine.cost_model.layer_list import layers_of
 from engine.cost_model.parallel import Parallelism
 from engine.runtime.models.preset_from_model import preset_from_model
 from engine.runtime.models.transformers_models import from_transformers
+from support.models.family_models import make_family_model
 from support.models.tiny_models import NAMES, make_model
 
 PRESETS = {"llava": "llava_1_5", "internvl": "internvl_1_5", "qwen2_vl": "qwen2_vl"}
+FAMILY_PRESETS = {
+    "qwen2_5_vl": "qwen2_vl",
+    "qwen3_vl": "qwen2_vl",
+    "llava_next": "llava_next",
+    "llava_onevision": "llava_next",
+    "gemma3": "llava_1_5",
+}
+"""Whatever preset has images of that kind."""
 KINDS = {
     "PatchEmbedding": "patch_embedding",
+    "NativePatchEmbedding": "patch_embedding",
     "VisionLayer": "vision_layer",
     "NativeVisionLayer": "vision_layer",
     "Projector": "vision_projector",
+    "AnyresProjector": "vision_projector",
     "Merger": "vision_projector",
     "TokenEmbedding": "token_embedding",
     "LanguageLayer": "llm_layer",
@@ -28,9 +39,11 @@ KINDS = {
 
 
 def presets_of(name, **more):
-    model = make_model(name, **more)
+    is_family = name in FAMILY_PRESETS
+    model = make_family_model(name) if is_family else make_model(name, **more)
     layered = from_transformers(model)
-    return layered, preset_from_model(model, layered, load_model(PRESETS[name]))
+    preset = load_model((FAMILY_PRESETS | PRESETS)[name])
+    return layered, preset_from_model(model, layered, preset)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -41,7 +54,8 @@ def test_its_layers_are_the_models_one_by_one(name):
         KINDS[type(layer).__name__] for layer in layered.layers
     ]
     assert preset.name == name
-    assert preset.image_markup == load_model(PRESETS[name]).image_markup
+    if name in PRESETS:
+        assert preset.image_markup == load_model(PRESETS[name]).image_markup
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -60,13 +74,24 @@ def test_its_sizes_are_those_of_the_models_matrices(name):
         matrices = [
             weight.numel()
             for key, weight in layer.named_parameters()
-            if weight.ndim > 1 and not any(part in key for part in ("position", "cls_token"))
+            if weight.ndim > 1
+            and not any(part in key for part in ("position", "places", "cls_token"))
         ]
         kind = KINDS[type(layer).__name__]
         assert sum(matrices) == expected[kind], kind
     attends = preset.llm
     assert (attends.num_heads, attends.num_kv_heads) == (4, 2)
     assert preset.vit.num_heads * preset.vit.head_size == preset.vit.hidden_size
+
+
+def test_families_have_the_layers_and_sizes_of_their_models():
+    for name in FAMILY_PRESETS:
+        test_its_layers_are_the_models_one_by_one(name)
+        test_its_sizes_are_those_of_the_models_matrices(name)
+    _, preset = presets_of("qwen2_5_vl")
+    assert (preset.vit.num_full_layers, preset.vit.window) == (1, 16)
+    _, preset = presets_of("gemma3")
+    assert (preset.llm.num_full_layers, preset.llm.window, preset.vit.pooled) == (1, 6, 4)
 
 
 def test_llava_1_5s_own_sizes_are_those_of_the_preset_that_ships():

@@ -14,7 +14,7 @@ import transformers
 
 from balance.errors import ConfigError
 from engine.cost_model.training_mode import TrainingMode
-from engine.runtime.models.qwen2_vl_layers import patch_positions, rotary_positions
+from engine.runtime.models.image_grids import patch_positions, rotary_positions
 from engine.runtime.models.transformers_models import from_transformers
 from engine.runtime.models.weights import names_of, state_dict_of
 from engine.runtime.pipeline import PipelineOptions
@@ -372,6 +372,21 @@ CASES = [
         options=PipelineOptions(mode=TrainingMode(zero_stage=0)),
         tolerance=2e-2,
     ),
+    # windows of the encoder, their order crosses the cut
+    ModelCase(name="qwen2_5_vl", borders=(0, 3, 9), recompute=(1, 2)),
+    # deep features cross a cut in the encoder, after it, and among the first decoder layers
+    ModelCase(
+        name="qwen3_vl",
+        borders=(0, 2, 4, 7, 9),
+        recompute=(1, 6),
+        options=PipelineOptions(schedule="interleaved", stages_per_rank=2),
+    ),
+    ModelCase(name="qwen3_vl", borders=(0, 6, 9), frozen="model.visual"),
+    # joined tiles cross the cut, and a weight of no module of transformers is sent
+    ModelCase(name="llava_next", borders=(0, 3, 7)),
+    ModelCase(name="llava_onevision", borders=(0, 3, 8), recompute=(3,)),
+    # a tied and scaled embedding, two rotary embeddings, images that are seen both ways
+    ModelCase(name="gemma3", borders=(0, 6, 8), recompute=(5, 6)),
 ]
 
 
