@@ -1,24 +1,27 @@
 """Figures of a loader so far: `LoaderStats`, and the `Meter` that counts them."""
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loaders._pair_counter import PairCounter
-from loaders.plan.step_plan import StepLoads, StepPlan, StepTotals
+from loaders.plan.step_plan import StepFigures, StepPlan
 
 _NOT_SUMMED = (
     *("cache_hits", "unchosen_samples", "dist_ratio_vit", "dist_ratio_llm"),
     *("label_shares", "gradient_shares", "repeated_pairs"),
 )
-_LOADS, _GROUPS = 256, 1 << 16
+_STEPS, _GROUPS = 256, 1 << 16
 """Steps whose figures are summed at a time, one by one takes ten times as long; fewer of more than
 so many groups together.
 """
+
+_Row = TypeVar("_Row")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +70,9 @@ class Meter:
         self._lock = threading.Lock()
         names = (field.name for field in fields(LoaderStats))
         self._sums: dict[str, Any] = {name: 0 for name in names if name not in _NOT_SUMMED}
-        # of steps that are not in the figures yet
-        self._loads: list[StepLoads] = []
-        self._totals: list[StepTotals] = []
+        # what is not in the sums yet: parts in any thread, and steps
+        self._parts: list[tuple[float, float, int]] = []
+        self._steps: list[tuple[StepFigures, int, int, float, float | None]] = []
         # over complete rounds, or the first round until there is one; of ViT and LLM
         self._num_rounds, self._ratio_sums = 0, np.zeros(2)
         self._first_ratios: NDArray[np.float64] | None = None
@@ -77,33 +80,30 @@ class Meter:
         self._weights = np.zeros((2, num_builds))
         self._pairs = PairCounter()
 
-    def add(self, **figures: float) -> None:
-        """Add to figures of `LoaderStats`."""
-        with self._lock:
-            for name, value in figures.items():
-                self._sums[name] += value
+    def add_part(self, reading_s: float, decoding_s: float, read_bytes: int) -> None:
+        """Count a part of a step, in any thread."""
+        self._parts.append((reading_s, decoding_s, read_bytes))
 
     def add_step(self, plan: StepPlan, num_samples: int, waiting_s: float) -> None:
         """Count a step that the consumer waited for, with `num_samples` of this rank."""
-        self.add(steps=1, samples=num_samples, waiting_s=waiting_s)
-        if plan.planning_s is not None:
-            self.add(planned_steps=1, planning_s=plan.planning_s)
-        self._loads.append(plan.loads)
-        self._totals.append(plan.totals)
-        if len(self._loads) == _LOADS or len(self._loads) * plan.loads.vit_tokens.size > _GROUPS:
-            self._add_loads()
+        figures, steps = plan.figures, self._steps
+        steps.append((figures, plan.place, num_samples, waiting_s, plan.planning_s))
+        _, dp, rounds = figures.vit_tokens.shape
+        if len(steps) == _STEPS or len(steps) * dp * rounds > _GROUPS:
+            with self._lock:
+                self._sum_up()
 
     def stats(self, cache_hits: int) -> LoaderStats:
         """The figures so far."""
-        self._add_loads()
-        ratios = np.zeros(2) if self._first_ratios is None else self._first_ratios
-        if self._num_rounds:
-            ratios = self._ratio_sums / self._num_rounds
-        vit, llm = ratios.tolist()
-        shares = self._weights / np.maximum(
-            self._weights.sum(axis=1, keepdims=True), np.finfo(np.float64).tiny
-        )
         with self._lock:
+            self._sum_up()
+            ratios = np.zeros(2) if self._first_ratios is None else self._first_ratios
+            if self._num_rounds:
+                ratios = self._ratio_sums / self._num_rounds
+            vit, llm = ratios.tolist()
+            shares = self._weights / np.maximum(
+                self._weights.sum(axis=1, keepdims=True), np.finfo(np.float64).tiny
+            )
             return LoaderStats(
                 **self._sums,
                 unchosen_samples=self._unchosen_samples,
@@ -115,15 +115,38 @@ class Meter:
                 repeated_pairs=self._pairs.repeated_pairs,
             )
 
-    def _add_loads(self) -> None:
-        loads, self._loads = self._loads, []
-        if not loads:
+    def _sum_up(self) -> None:
+        """Add what is not in the sums yet."""
+        parts, steps = _taken_out(self._parts), _taken_out(self._steps)
+        planned = [planning_s for *_, planning_s in steps if planning_s is not None]
+        sums = {
+            "steps": len(steps),
+            "samples": sum(num_samples for _, _, num_samples, _, _ in steps),
+            "waiting_s": sum(waiting_s for *_, waiting_s, _ in steps),
+            "reading_s": sum(reading_s for reading_s, _, _ in parts),
+            "decoding_s": sum(decoding_s for _, decoding_s, _ in parts),
+            "read_bytes": sum(num_bytes for *_, num_bytes in parts),
+            "planned_steps": len(planned),
+            "planning_s": sum(planned),
+        }
+        self._sums = {name: value + sums[name] for name, value in self._sums.items()}
+        # steps that were planned together follow one another
+        runs = [list(run) for _, run in groupby(steps, key=lambda step: id(step[0]))]
+        self._add_figures([run[0][0].part(run[0][1], run[-1][1]) for run in runs])
+
+    def _add_figures(self, parts: Sequence[StepFigures]) -> None:
+        if not parts:
             return
-        self._add_groups()
+        self._add_groups(parts)
         # (2, dp, rounds)
-        vit = np.concatenate([each.vit_tokens for each in loads], axis=1)
-        tokens = np.stack([vit, np.concatenate([each.llm_tokens for each in loads], axis=1)])
-        complete = np.concatenate([each.complete for each in loads])
+        tokens = np.concatenate(
+            [
+                np.concatenate(np.stack([part.vit_tokens, part.llm_tokens], axis=1), axis=-1)
+                for part in parts
+            ],
+            axis=-1,
+        )
+        complete = np.concatenate([part.complete.ravel() for part in parts])
         # (2, rounds), both
         most = tokens.max(axis=1)
         ratios = (most[:, None] - tokens).mean(axis=1) / np.maximum(most, 1)
@@ -132,18 +155,18 @@ class Meter:
         if self._first_ratios is None:
             self._first_ratios = ratios[:, 0]
 
-    def _add_groups(self) -> None:
+    def _add_groups(self, parts: Sequence[StepFigures]) -> None:
         """What steps' groups weigh and whether they have met, from one epoch after the other."""
-        totals, self._totals = self._totals, []
-        for epoch, each in groupby(totals, key=lambda total: total.groups.epoch):
-            own = list(each)
-            sizes = np.array([len(total.groups.builds) for total in own])
-            # each (groups,)
-            builds, numbers, weights = (
-                np.concatenate(columns)
-                for columns in zip(*(total.groups[1:] for total in own), strict=True)
-            )
-            divisors = np.repeat([total.loss_normalizer for total in own], sizes)
-            for row, values in enumerate((weights, weights / divisors)):
-                self._weights[row] += np.bincount(builds, values, self._weights.shape[1])
-            self._pairs.add(epoch, builds, numbers, sizes)
+        for part in parts:
+            sizes = np.diff(part.ends, prepend=0)
+            divisors = np.repeat(part.loss_normalizers, sizes)
+            for row, values in enumerate((part.weights, part.weights / divisors)):
+                self._weights[row] += np.bincount(part.builds, values, self._weights.shape[1])
+            self._pairs.add(part.epoch, part.builds, part.numbers, sizes)
+
+
+def _taken_out(rows: list[_Row]) -> list[_Row]:
+    """What is in a list, which it loses, while other threads may append to it."""
+    taken = rows[:]
+    del rows[: len(taken)]
+    return taken

@@ -147,8 +147,7 @@ class StepBuilder:
             self._reader.release(selection)
         if self._pin:
             batch = batch.pin_memory()
-        decoding_s = time.perf_counter() - read
-        self._meter.add(reading_s=read - begun, decoding_s=decoding_s, read_bytes=num_bytes)
+        self._meter.add_part(read - begun, time.perf_counter() - read, num_bytes)
         return batch
 
     def _collate(

@@ -6,9 +6,10 @@ copy until an image is decoded. With refs, paths replace the bytes of images and
 
 import json
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from pathlib import Path
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -179,11 +180,11 @@ class ArrowLayout:
         # all but the extras, which are last
         columns = {field.name: field.type for field in schema if field.name != EXTRAS}
         places = [*accumulate(map(_num_buffers, columns.values()), initial=0)]
-        self.num_buffers = places[-1]
         self.offsets = {name: place + 1 for name, place in zip(columns, places, strict=False)}
         """Column -> its buffer of offsets; validity is before it, what is in it after it."""
-        self.num_arrays = sum(1 + pa.types.is_list(kind) for kind in columns.values())
-        """Columns, and what is in their lists."""
+        # vectors of columns and what is in their lists, and of buffers: a size, then pairs of int64
+        num_arrays = sum(1 + pa.types.is_list(kind) for kind in columns.values())
+        self.arrays, self.buffers = (Struct(f"<i{2 * n}q") for n in (num_arrays, places[-1]))
 
 
 def _num_buffers(kind: pa.DataType) -> int:
@@ -191,6 +192,11 @@ def _num_buffers(kind: pa.DataType) -> int:
     if pa.types.is_list(kind):
         return 2 + _num_buffers(kind.value_type)
     return 3 if pa.types.is_string(kind) or pa.types.is_binary(kind) else 2
+
+
+@lru_cache(maxsize=1024)
+def _int32s(count: int) -> Struct:
+    return Struct(f"<{count}i")
 
 
 class _Message:
@@ -201,78 +207,73 @@ class _Message:
 
     def __init__(self, content: GroupBytes, layout: ArrowLayout) -> None:
         self._bytes = memoryview(content).cast("B")
-        self._words = self._bytes[: len(self._bytes) & -4].cast("i")
-        if self._words[0] != -1:
+        mark, size = _PREFIX.unpack_from(self._bytes)
+        if mark != -1:
             raise ValueError("no message begins here")
-        self._body = _PREFIX_BYTES + self._words[1]
-        metadata = self._bytes[_PREFIX_BYTES : self._body]
+        self._body = _PREFIX.size + size
+        metadata = self._bytes[_PREFIX.size : self._body]
         arrays, buffers = _find_vectors(metadata)
         # a length and a number of missing values each
-        lengths = _long_pairs(metadata, arrays, layout.num_arrays)
-        if any(lengths[1::2]):
+        lengths = _read_pairs(metadata, arrays, layout.arrays)
+        if any(lengths[2::2]):
             raise ValueError("a value is missing")
         # an offset in the body and a length each
-        self._buffers = _long_pairs(metadata, buffers, layout.num_buffers)
-        self._offsets, rows, last = layout.offsets, lengths[0], None
-        self.borders: dict[str, list[int]] = {}
-        """Column -> borders of its rows among its values."""
+        self._buffers = _read_pairs(metadata, buffers, layout.buffers)
+        # column -> borders of its rows among its values
+        self.borders: dict[str, tuple[int, ...]] = {}
+        self._offsets, numbers, last = layout.offsets, _int32s(lengths[1] + 1), None
         for name, place in layout.offsets.items():
-            borders = self._int32(place, 0, rows + 1).tolist()
+            borders = numbers.unpack_from(self._bytes, self._start(place, numbers.size))
             if borders != last:
                 _check_ascent(borders, name)
             last = self.borders[name] = borders
 
     def ints(self, name: str) -> Int32Array:
         """The values of a list column; a view."""
-        borders = self.borders[name]
-        if borders[0] == borders[-1]:
+        (first, *_, last) = self.borders[name]
+        if first == last:
             return NO_NUMBERS
-        values = self._int32(self._offsets[name] + 2, borders[0], borders[-1])
-        return np.frombuffer(values, np.int32)
+        start = self._start(self._offsets[name] + 2, 4 * last)
+        return np.frombuffer(self._bytes, np.int32, last - first, start + 4 * first)
 
     def texts(self, name: str) -> list[str]:
         """The values of a column of texts."""
         borders = self.borders[name]
         data = self._content(self._offsets[name] + 1, borders)
-        text = str(data, "utf-8")
-        if text.isascii():
+        if (text := str(data, "utf-8")).isascii():
             return [text[begin:end] for begin, end in pairwise(borders)]
         return [str(data[begin:end], "utf-8") for begin, end in pairwise(borders)]
 
     def files(self, name: str) -> list[memoryview]:
         """The values of a column of lists of bytes or texts; views."""
         place, rows = self._offsets[name] + 2, self.borders[name]
-        borders = self._int32(place, rows[0], rows[-1] + 1).tolist()
+        start = self._start(place, 4 * (rows[-1] + 1)) + 4 * rows[0]
+        borders = _int32s(rows[-1] - rows[0] + 1).unpack_from(self._bytes, start)
         _check_ascent(borders, name)
         data = self._content(place + 1, borders)
         return [data[begin:end] for begin, end in pairwise(borders)]
 
-    def _int32(self, place: int, first: int, last: int) -> memoryview:
-        """Numbers `first` to `last`, without it, of a buffer."""
-        offset, size = self._buffers[2 * place], self._buffers[2 * place + 1]
-        start = self._body + offset
-        found = self._words[(start >> 2) + first : (start >> 2) + last]
-        is_inside = 0 <= first <= last <= size >> 2 and len(found) == last - first
-        if offset < 0 or start & 3 or not is_inside:
-            raise ValueError("a buffer is too short, or at a wrong place")
-        return found
-
-    def _content(self, place: int, borders: list[int]) -> memoryview:
+    def _content(self, place: int, borders: tuple[int, ...]) -> memoryview:
         """The bytes of a buffer, up to the last of the borders in it."""
-        offset, size = self._buffers[2 * place], self._buffers[2 * place + 1]
-        start, end = self._body + offset, borders[-1]
-        if offset < 0 or end > size or start + end > len(self._bytes):
+        start = self._start(place, borders[-1])
+        return self._bytes[start : start + borders[-1]]
+
+    def _start(self, place: int, num_bytes: int) -> int:
+        """Where a buffer of at least so many bytes begins."""
+        offset, size = self._buffers[2 * place + 1], self._buffers[2 * place + 2]
+        start: int = self._body + offset
+        if offset < 0 or num_bytes > size or start + num_bytes > len(self._bytes):
             raise ValueError("a value ends after its buffer")
-        return self._bytes[start : start + end]
+        return start
 
 
-def _check_ascent(borders: list[int], name: str) -> None:
-    if borders[0] < 0 or sorted(borders) != borders:
+def _check_ascent(borders: tuple[int, ...], name: str) -> None:
+    if borders[0] < 0 or tuple(sorted(borders)) != borders:
         raise ValueError(f"the borders of {name} do not ascend")
 
 
-_PREFIX_BYTES = 8
-"""What is before a message's metadata: -1 and their length, 4 bytes each."""
+_PREFIX = Struct("<2i")
+"""What is before a message's metadata: -1 and their length."""
 _HEADER_TYPE, _HEADER, _RECORD_BATCH = 1, 2, 3
 """Fields of the table Message in Arrow's Message.fbs, and the type of a record batch."""
 _NODES, _BUFFERS, _COMPRESSION = 1, 2, 3
@@ -285,7 +286,7 @@ def _find_vectors(metadata: memoryview) -> tuple[int, int]:
     A table of a flatbuffer begins with the distance back to its vtable: the sizes of both, then the
     place in the table of each field, which may be a distance to another table or a vector.
     """
-    words, halves = metadata.cast("B").cast("i"), metadata.cast("B").cast("H")
+    words, halves = metadata.cast("i"), metadata.cast("H")
     message = words[0]
     fields = ((message - words[message >> 2]) >> 1) + 2
     if metadata[message + halves[fields + _HEADER_TYPE]] != _RECORD_BATCH:
@@ -300,14 +301,12 @@ def _find_vectors(metadata: memoryview) -> tuple[int, int]:
     return arrays + words[arrays >> 2], buffers + words[buffers >> 2]
 
 
-def _long_pairs(metadata: memoryview, place: int, count: int) -> list[int]:
-    """The first `count` pairs of int64 of a vector, which begins with its size."""
-    (size,) = metadata[place : place + 4].cast("i")
-    first = (place + 4) >> 3
-    pairs: list[int] = metadata.cast("q")[first : first + 2 * count].tolist()
-    if size < count or len(pairs) < 2 * count or place & 7 != 4:
+def _read_pairs(metadata: memoryview, place: int, pairs: Struct) -> tuple[int, ...]:
+    """The size of a vector and the numbers of its first pairs, one after the other."""
+    found = pairs.unpack_from(metadata, place) if place <= len(metadata) - pairs.size else (0,)
+    if place < 0 or found[0] < pairs.size >> 4:
         raise ValueError("the message has other columns than the shard")
-    return pairs
+    return found
 
 
 def decode_arrow(
@@ -327,7 +326,7 @@ def decode_arrow(
     image_sizes = np.empty((len(heights), 2), np.int32)
     image_sizes[:, 0], image_sizes[:, 1] = heights, widths
     audio: dict[str, Any] = {}
-    if any(borders.get("audio_lengths", ())):
+    if borders.get("audio_lengths", (0,))[-1]:
         audios, _, audio_samples, (lengths,) = _files(batch, "audio", *source)
         audio = {"audios": audios, "audio_samples": audio_samples, "audio_lengths": lengths}
     cu_seqlens = np.array(tokens, np.int32)
@@ -368,10 +367,11 @@ def _files(
 ) -> tuple[Contents, Sequence[str], Int32Array, list[Int32Array]]:
     """Images or audio files of a batch, their paths (refs), samples and numbers."""
     name = f"{kind}s" if media is None else f"{kind}_paths"
-    borders = batch.borders[name]
-    if any(batch.borders[number] != borders for number in _NUMBERS[kind]):
-        raise ValueError(f"{kind} files and their numbers do not belong together")
-    numbers = [batch.ints(number) for number in _NUMBERS[kind]]
+    borders, numbers = batch.borders[name], []
+    for number in _NUMBERS[kind]:
+        if batch.borders[number] != borders:
+            raise ValueError(f"{kind} files and their numbers do not belong together")
+        numbers.append(batch.ints(number))
     owners = _owners(borders)
     if not len(owners):
         return (), (), owners, numbers
@@ -382,10 +382,10 @@ def _files(
     return contents, paths, owners, numbers
 
 
-def _owners(borders: list[int]) -> Int32Array:
+def _owners(borders: tuple[int, ...]) -> Int32Array:
     """The row of each value of a list column.
 
-    >>> _owners([0, 2, 2, 3]).tolist()
+    >>> _owners((0, 2, 2, 3)).tolist()
     [0, 0, 2]
     """
     if borders == _COUNTED[: len(borders)]:
@@ -395,6 +395,6 @@ def _owners(borders: list[int]) -> Int32Array:
     return np.array(rows, np.int32)
 
 
-_COUNTED = [*range(1024)]
+_COUNTED = tuple(range(1024))
 _ROWS: Int32Array = np.arange(len(_COUNTED), dtype=np.int32)
 _ROWS.flags.writeable = False  # it is shared

@@ -3,6 +3,7 @@
 The same for every format; `shards.arrow_shards` and `shards.tar_shards` write and read them.
 """
 
+import struct
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -100,7 +101,7 @@ def closed_on_error(*files: Any) -> Iterator[None]:
 
 DECODE_ERRORS = (
     *(pa.ArrowException, tarfile.TarError, OSError, EOFError),
-    *(LookupError, TypeError, ValueError, OverflowError),
+    *(LookupError, TypeError, ValueError, OverflowError, struct.error),
 )
 """What decoding a group raises if its bytes are damaged."""
 

@@ -72,6 +72,23 @@ class GroupOrder(Protocol):
         """An order in the same state that moves independently."""
 
 
+def take_steps(
+    order: GroupOrder, count: int, shape: tuple[int, int], loads: LoadLookup
+) -> tuple[IntArray, list[GroupOrder]]:
+    """The next steps' groups, int64, (count, *shape), and the order after each; `order` stays.
+
+    `shape` is (dp, micro_batches).
+    """
+    if shape == (1, 1) and isinstance(order, GlobalShuffle):
+        return order.take_groups(count)
+    taken, orders = [], []
+    for _ in range(count):
+        order = order.copy()
+        taken.append(order.take_step(*shape, loads))
+        orders.append(order)
+    return np.array(taken, np.int64).reshape(count, *shape), orders
+
+
 class GlobalShuffle:
     """A random order; a step's groups are like the one that has waited longest.
 
@@ -124,6 +141,17 @@ class GlobalShuffle:
         self._spare = np.delete(groups, chosen)
         places = assign_ranks(vision[chosen], tokens[chosen], dp, micro_batches)
         return np.append(groups[chosen], -1)[places]
+
+    def take_groups(self, count: int) -> tuple[IntArray, list[GroupOrder]]:
+        """`take_steps` of a group each, at once; at least so many remain."""
+        after, orders = self.copy(), list[GroupOrder]()
+        groups = after.take(count)
+        for number in range(1, count + 1):
+            order = after.copy()
+            order.consumed = self.consumed + max(0, number - len(self._spare))
+            order._spare = self._spare[number:]
+            orders.append(order)
+        return groups.reshape(count, 1, 1), orders
 
     def state(self) -> dict[str, Any]:
         """Keywords, plain JSON, with which a new order continues exactly here."""

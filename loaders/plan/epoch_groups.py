@@ -10,6 +10,7 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -65,8 +66,8 @@ class Epoch(Protocol):
     def column(self, name: str, groups: IntArray) -> IntArray:
         """Sums of `num_samples` or a column of `Counts` over `groups`, int64, same shape."""
 
-    def selection(self, group: int) -> Selection:
-        """What to read for a group."""
+    def selections(self, groups: IntArray) -> list[Selection]:
+        """What to read for each of the groups."""
 
     def samples(self, groups: IntArray) -> SampleRefs:
         """All samples of the groups, group after group."""
@@ -115,9 +116,9 @@ class StoredGroups:
         """Values of an integer column of the index for `groups`, int64, same shape."""
         return self.builds[0].index.column(name, groups)
 
-    def selection(self, group: int) -> Selection:
-        """The whole group."""
-        return (GroupSlice(self._place, group, None),)
+    def selections(self, groups: IntArray) -> list[Selection]:
+        """The whole groups."""
+        return [(GroupSlice(self._place, group, None),) for group in groups.tolist()]
 
     def samples(self, groups: IntArray) -> SampleRefs:
         """All samples of the groups, group after group."""
@@ -158,11 +159,11 @@ class SampleGroups:
         """Sums over the groups' samples, int64, same shape as `groups`."""
         return self._sums[name][groups].astype(np.int64)
 
-    def selection(self, group: int) -> Selection:
-        """A slice of each stored group that has samples here."""
-        refs = self.samples(np.array([group]))
-        slices = refs.select(np.arange(len(refs.places)))
-        return tuple(self._whole(each) for each in slices)
+    def selections(self, groups: IntArray) -> list[Selection]:
+        """Of each group, a slice of every stored group that has samples in it."""
+        refs, ends = self.samples(groups), np.cumsum(self.column("num_samples", groups)).tolist()
+        each_group = (refs.select(np.arange(*borders)) for borders in pairwise([0, *ends]))
+        return [tuple(map(self._whole, slices)) for slices in each_group]
 
     def samples(self, groups: IntArray) -> SampleRefs:
         """In stored order in each group, so that neighbours are read together."""

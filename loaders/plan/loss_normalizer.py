@@ -39,14 +39,15 @@ class StepNormalizer:
         sums = np.bincount(owners, sample_weights(labels, self._weights), len(groups))
         return np.asarray(sums, np.float64)
 
-    def divisors(self, epoch: Epoch, step_weights: FloatArray) -> list[float]:
+    def divisors(self, epoch: Epoch, step_weights: FloatArray) -> FloatArray:
         """Divisors of steps, from the weights of their labels. Never 0: 1 without any label.
 
         Of "step" those weights; of "epoch" the weights of an average step of the epoch.
         """
         if self._normalizer == "step":
-            return [each or 1.0 for each in step_weights.tolist()]
+            return np.where(step_weights == 0, 1.0, step_weights)
         total = self._total
         if total is None or total[0] is not epoch:
             total = self._total = epoch, epoch.label_weights(self._weights)
-        return [total[1] * self._step_groups / max(1, len(epoch)) or 1.0] * len(step_weights)
+        mean = total[1] * self._step_groups / max(1, len(epoch))
+        return np.full(len(step_weights), mean or 1.0)

@@ -99,10 +99,12 @@ class JointEpoch(ABC):
             builds[places], numbers[places] = epoch.origins(rows)
         return builds, numbers
 
-    def selection(self, group: int) -> Selection:
-        """What to read for a group."""
-        ((epoch, _, rows),) = self._find(np.array([group]))
-        return epoch.selection(int(rows[0]))
+    def selections(self, groups: IntArray) -> list[Selection]:
+        """What to read for each of the groups."""
+        found: dict[int, Selection] = {}
+        for epoch, places, rows in self._find(groups):
+            found |= zip(places.tolist(), epoch.selections(rows), strict=True)
+        return [found[place] for place in range(len(groups))]
 
     def samples(self, groups: IntArray) -> SampleRefs:
         """All samples of the groups, group after group."""

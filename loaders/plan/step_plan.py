@@ -17,38 +17,53 @@ from balance.types import FloatArray, IntArray
 from loaders.plan.selection import Selection
 
 
-class StepGroups(NamedTuple):
-    """The groups of a step, of all ranks; arrays of shape (num_groups,)."""
-
-    epoch: int
-    builds: IntArray
-    numbers: IntArray
-    """Number of each group in its build, the same in every epoch."""
-    weights: FloatArray
-    """Weights of each group's labels (`loss_weights`)."""
-
-
 class StepTotals(NamedTuple):
-    """Sums over all groups of a step, and the groups, the same on every rank."""
+    """Sums over all groups of a step, the same on every rank."""
 
     num_loss_tokens: int
     num_samples: int
     loss_normalizer: float
     """What `MicroBatch.loss_normalizer` says."""
-    groups: StepGroups
-    """For figures."""
 
 
-class StepLoads(NamedTuple):
-    """Cost of the micro-batches of all ranks; int64 arrays of shape (dp, rounds).
+class StepFigures(NamedTuple):
+    """Figures of some steps that were planned together, the same on every rank.
 
     A round is a micro-batch, or the whole step if a planner gives ranks unequally many.
     """
 
+    epoch: int
+    loss_normalizers: FloatArray
+    """Shape (steps,), as `ends`."""
+    ends: IntArray
+    """Borders of the steps among `builds`, `numbers` and `weights`, without the 0."""
+    builds: IntArray
+    numbers: IntArray
+    """Number of each group in its build, the same in every epoch."""
+    weights: FloatArray
+    """Weights of each group's labels (`loss_weights`)."""
     vit_tokens: IntArray
+    """Cost of all ranks, shape (steps, dp, rounds), as `llm_tokens`."""
     llm_tokens: IntArray
     complete: NDArray[np.bool_]
-    """Shape (rounds,): whether every rank had a group; False only at the end of an epoch."""
+    """Shape (steps, rounds): whether every rank had a group; False only at an epoch's end."""
+
+    def part(self, first: int, last: int) -> StepFigures:
+        """Those of the steps `first` to `last`, with it."""
+        steps, start = slice(first, last + 1), int(self.ends[first - 1]) if first else 0
+        ends = self.ends[steps] - start
+        groups = slice(start, start + int(ends[-1]))
+        return StepFigures(
+            epoch=self.epoch,
+            loss_normalizers=self.loss_normalizers[steps],
+            ends=ends,
+            builds=self.builds[groups],
+            numbers=self.numbers[groups],
+            weights=self.weights[groups],
+            vit_tokens=self.vit_tokens[steps],
+            llm_tokens=self.llm_tokens[steps],
+            complete=self.complete[steps],
+        )
 
 
 class StepPlan(NamedTuple):
@@ -56,7 +71,6 @@ class StepPlan(NamedTuple):
 
     micro_batches: tuple[Selection, ...]
     totals: StepTotals
-    loads: StepLoads
     num_pixel_rows: int
     """Rows of `pixel_values` on this rank: image patches, or ViT tokens at native resolution."""
     num_tokens: int
@@ -65,6 +79,9 @@ class StepPlan(NamedTuple):
     """LLM tokens of the clips that this rank decodes."""
     stream: GroupOrder
     """Position in the epoch's stream after this step."""
+    figures: StepFigures
+    """Of this step, which is the one at `place`, and others."""
+    place: int
     encoders: Mapping[str, tuple[Selection, ...]] = MappingProxyType({})
     """By encoder, this rank's batches; the micro-batches then come without that encoder's input."""
     note: object = None

@@ -10,13 +10,14 @@ import json
 import time
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import repeat
 from typing import Any, Literal
 
 import numpy as np
 
 from balance.errors import ConfigError
 from balance.loss_weights import LossNormalizer, LossWeights
-from balance.order.global_shuffle import GlobalShuffle, GroupOrder
+from balance.order.global_shuffle import GlobalShuffle, GroupOrder, take_steps
 from balance.steps.step_planner import StepAssignment, StepPlanner, StepRequest, check_assignment
 from balance.types import COUNT_COLUMNS, IntArray
 from loaders.plan._saved_state import STATE_VERSION, checked_state
@@ -24,7 +25,7 @@ from loaders.plan.epoch_groups import Epoch, EpochSource, sample_counts
 from loaders.plan.in_order import InOrder
 from loaders.plan.loss_normalizer import StepNormalizer
 from loaders.plan.scheduled_groups import ScheduledGroups, WeightedOrder
-from loaders.plan.step_plan import StepGroups, StepLoads, StepPlan, StepTotals
+from loaders.plan.step_plan import StepFigures, StepPlan, StepTotals
 
 Remainder = Literal["pad", "drop", "split"]
 
@@ -145,26 +146,24 @@ class Steps:
 
     def plan(self, count: int) -> list[StepPlan]:
         """This rank's next steps in the epoch, moving past them. ConfigError of a wrong planner."""
-        taken, streams = [], []
-        step_shape = self._config.dp_world_size, self._config.micro_batches
-        for _ in range(min(count, self.remaining)):
-            self._stream = self._stream.copy()
-            taken.append(self._stream.take_step(*step_shape, self._stream_loads))
-            streams.append(self._stream)
+        shape = self._config.dp_world_size, self._config.micro_batches
+        count = min(count, self.remaining)
+        if not count:
+            return []
         # (steps, dp, micro_batches)
-        steps = np.array(taken).reshape(len(taken), *step_shape)
+        steps, streams = take_steps(self._stream, count, shape, self._stream_loads)
+        self._stream = streams[-1]
+        figures = self._figures(steps)
         # each (steps,)
         labels, samples = (
             self._spread(steps, name).sum(axis=(1, 2)).tolist()
             for name in ("num_loss_tokens", "num_samples")
         )
-        divisors, groups = self._weigh(steps)
-        each_total = zip(labels, samples, divisors, groups, strict=True)
-        totals = [StepTotals(*each) for each in each_total]
+        totals = list(map(StepTotals, labels, samples, figures.loss_normalizers.tolist()))
+        plans = self._stored(steps[:, self._config.dp_rank], totals, streams, figures)
         if self._planner is None:
-            return self._stored(steps, totals, streams)
-        each_step = zip(steps, totals, streams, strict=True)
-        return [self._planned(self._planner, *each) for each in each_step]
+            return plans
+        return [self._packed(self._planner, *each) for each in zip(steps, plans, strict=True)]
 
     def move_past(self, plan: StepPlan) -> None:
         """Move to the position after `plan`, which a copy in the same epoch has made."""
@@ -224,59 +223,53 @@ class Steps:
         image, text, audio = (self._groups.column(name, groups) for name in _LLM_TOKENS)
         return self._groups.column(self._vision, groups), image + text + audio
 
-    def _weigh(self, steps: IntArray) -> tuple[list[float], list[StepGroups]]:
-        """Divisors and groups of steps, which have shape (steps, dp, micro_batches)."""
+    def _figures(self, steps: IntArray) -> StepFigures:
+        """Figures of steps, which have shape (steps, dp, micro_batches), in the stream's order."""
         exists = steps >= 0
         groups, step_of_group = steps[exists], np.nonzero(exists)[0]
         weights = self._normalizer.weights(self._groups, groups)
         sums = np.bincount(step_of_group, weights, len(steps)).astype(np.float64)
         builds, numbers = self._groups.origins(groups)
-        ends = np.cumsum(np.bincount(step_of_group, minlength=len(steps))).tolist()
-        borders = zip([0, *ends], ends, strict=False)
-        each = [
-            StepGroups(self.epoch, builds[start:end], numbers[start:end], weights[start:end])
-            for start, end in borders
-        ]
-        return self._normalizer.divisors(self._groups, sums), each
+        image, text, audio = (self._spread(steps, name) for name in _LLM_TOKENS)
+        return StepFigures(
+            epoch=self.epoch,
+            loss_normalizers=self._normalizer.divisors(self._groups, sums),
+            ends=np.cumsum(np.bincount(step_of_group, minlength=len(steps))),
+            builds=builds,
+            numbers=numbers,
+            weights=weights,
+            vit_tokens=self._spread(steps, "num_vit_tokens"),
+            llm_tokens=image + text + audio,
+            complete=np.asarray(exists.all(axis=1)),
+        )
 
     def _stored(
-        self, steps: IntArray, totals: list[StepTotals], streams: list[GroupOrder]
+        self,
+        own: IntArray,
+        totals: list[StepTotals],
+        streams: list[GroupOrder],
+        figures: StepFigures,
     ) -> list[StepPlan]:
-        """Plans of steps as the stream gave them; `steps` has shape (steps, dp, micro_batches)."""
-        rank = self._config.dp_rank
-        # each of shape (steps, dp, micro_batches)
-        vit, vision = self._spread(steps, "num_vit_tokens"), self._spread(steps, self._vision)
-        image, text, audio = (self._spread(steps, name) for name in _LLM_TOKENS)
-        llm = image + text + audio
-        # (steps, micro_batches)
-        complete = np.asarray((steps >= 0).all(axis=1))
-        # (steps,)
-        rows, tokens, audio_tokens = (
-            values[:, rank].sum(axis=1).tolist() for values in (vision, llm, audio)
-        )
-        is_padded = self._config.remainder == "pad"
-        return [
-            StepPlan(
-                micro_batches=tuple(
-                    self._groups.selection(group) if group >= 0 else ()
-                    for group in groups
-                    if group >= 0 or is_padded
-                ),
-                totals=totals[step],
-                loads=StepLoads(
-                    vit_tokens=vit[step], llm_tokens=llm[step], complete=complete[step]
-                ),
-                num_pixel_rows=rows[step],
-                num_tokens=tokens[step],
-                num_audio_tokens=audio_tokens[step],
-                stream=streams[step],
-            )
-            for step, groups in enumerate(steps[:, rank].tolist())
+        """Plans of steps as the stream gave them; `own`: groups, shape (steps, micro_batches)."""
+        exists, is_padded = own >= 0, self._config.remainder == "pad"
+        selections = iter(self._groups.selections(own[exists]))
+        micro_batches = [
+            tuple([next(selections) if there else () for there in step if there or is_padded])
+            for step in exists.tolist()
         ]
+        # each (steps,)
+        rows, tokens, audio_tokens = (
+            values.sum(axis=1).tolist()
+            for values in (
+                self._spread(own, self._vision),
+                figures.llm_tokens[:, self._config.dp_rank],
+                self._spread(own, "num_audio_tokens"),
+            )
+        )
+        columns = micro_batches, totals, rows, tokens, audio_tokens, streams
+        return list(map(StepPlan, *columns, repeat(figures), range(len(own))))
 
-    def _planned(
-        self, planner: StepPlanner, step: IntArray, totals: StepTotals, stream: GroupOrder
-    ) -> StepPlan:
+    def _packed(self, planner: StepPlanner, step: IntArray, plan: StepPlan) -> StepPlan:
         """The plan of a step as `planner` packs it; `step` has shape (dp, micro_batches)."""
         groups, rank = step[step >= 0], self._config.dp_rank
         refs = self._groups.samples(groups)
@@ -298,14 +291,13 @@ class Steps:
         own = work.micro_batches[rank]
         encoded = {name: ranks[rank] for name, ranks in work.encoders.items()}
         with_images, with_clips = (encoded.get(name, own).samples for name in ("vision", "audio"))
-        return StepPlan(
+        return plan._replace(
             micro_batches=refs.select_batches(own),
-            totals=totals,
-            loads=_work_loads(work, request, complete=bool((step >= 0).all())),
             num_pixel_rows=int(getattr(counts, self._vision)[with_images].sum()),
             num_tokens=int(counts.seq_len[own.samples].sum()),
             num_audio_tokens=int(counts.num_audio_tokens[with_clips].sum()),
-            stream=stream,
+            figures=_packed_figures(plan.figures.part(plan.place, plan.place), work, request),
+            place=0,
             encoders={name: refs.select_batches(batches) for name, batches in encoded.items()},
             note=work.notes[rank] if work.notes else None,
             planning_s=planning_s,
@@ -321,8 +313,8 @@ class Steps:
         return spread
 
 
-def _work_loads(work: StepAssignment, request: StepRequest, *, complete: bool) -> StepLoads:
-    """Loads of what a planner packed.
+def _packed_figures(stored: StepFigures, work: StepAssignment, request: StepRequest) -> StepFigures:
+    """Figures of a step with the costs of what a planner packed.
 
     By micro-batch if ranks have equally many and encode their own images, else by step.
     """
@@ -333,10 +325,10 @@ def _work_loads(work: StepAssignment, request: StepRequest, *, complete: bool) -
         vit_tokens, llm_tokens = (
             [loads.sum(keepdims=True) for loads in ranks] for ranks in (vit_tokens, llm_tokens)
         )
-    return StepLoads(
-        vit_tokens=np.stack(vit_tokens),
-        llm_tokens=np.stack(llm_tokens),
-        complete=np.full(len(llm_tokens[0]), complete),
+    return stored._replace(
+        vit_tokens=np.stack(vit_tokens)[None],
+        llm_tokens=np.stack(llm_tokens)[None],
+        complete=np.full((1, len(llm_tokens[0])), stored.complete.all()),
     )
 
 

@@ -82,9 +82,9 @@ class Build:
         self._is_mapped = manifest.format == "arrow" and not shards.is_remote
         self._layout: ArrowLayout | None = None
         # one bit per group: whether its checksum was compared
-        self._checked: NDArray[np.uint8] | None = None
+        self._checked: bytearray | None = None
         if verify == "first":
-            self._checked = np.zeros(-(-len(self.index) // 8), np.uint8)
+            self._checked = bytearray(-(-len(self.index) // 8))
 
     @cached_property
     def samples(self) -> SampleTable:
@@ -125,7 +125,7 @@ class Build:
     def is_quick(self, group: int) -> bool:
         """Whether reading a group only makes views of mapped bytes that have been checked."""
         return self._is_mapped and (
-            self._checked is None or bool(self._checked[group >> 3] >> (group & 7) & 1)
+            self._checked is None or self._checked[group >> 3] >> (group & 7) & 1 == 1
         )
 
     def cancel(self) -> None:
@@ -138,7 +138,7 @@ class Build:
         for source in self._remote:
             source.close()
 
-    def _check(self, group: int, content: GroupBytes, checked: NDArray[np.uint8]) -> GroupBytes:
+    def _check(self, group: int, content: GroupBytes, checked: bytearray) -> GroupBytes:
         """`content`, or what the origin gives if that has another checksum than the index says."""
         (expected,) = self.index.row(group, "checksum")
         if wrong_bytes(expected, "the index says", content):
@@ -166,7 +166,8 @@ class Build:
             group, "num_samples", "num_image_tokens", "num_text_tokens", "num_audio_tokens"
         )
         found = tuple(map(len, (stored.sample_ids, stored.input_ids, stored.labels, stored.images)))
-        expected = num_samples, sum(tokens), sum(tokens), len(stored.image_sizes)
+        num_tokens = sum(tokens)
+        expected = num_samples, num_tokens, num_tokens, len(stored.image_sizes)
         if found != expected:
             raise DamagedShard(
                 f"{stored.where}: {found} samples, tokens, labels and images, but the index says "

@@ -76,6 +76,9 @@ class LocalShards:
 
     def _open(self, shard: int) -> _MappedFile:
         """The mapped shard. DamagedShard if it is missing or has another size than it should."""
+        mapped = self._opened.get(shard)
+        if mapped is not None and len(self._manifest.shards) <= MAX_OPEN:
+            return mapped  # none is ever closed, so nobody need know which was used last
         with self._lock:
             if shard not in self._opened:
                 self._opened[shard] = self._map(self._manifest.shards[shard])

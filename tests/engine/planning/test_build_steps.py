@@ -41,10 +41,10 @@ def test_steps_are_those_of_the_loaders(demo_build, dp, micro_batches):
     shape = num_steps, dp, micro_batches
     vit, llm = tokens_of(loads)
     np.testing.assert_array_equal(
-        vit.reshape(shape), np.stack([plan.loads.vit_tokens for plan in plans])
+        vit.reshape(shape), np.stack([plan.figures.vit_tokens[plan.place] for plan in plans])
     )
     np.testing.assert_array_equal(
-        llm.reshape(shape), np.stack([plan.loads.llm_tokens for plan in plans])
+        llm.reshape(shape), np.stack([plan.figures.llm_tokens[plan.place] for plan in plans])
     )
 
 

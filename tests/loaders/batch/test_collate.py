@@ -30,7 +30,7 @@ from support.loading.extract_patches import extract_patches
 MODEL = load_model("tiny_audio")
 RULE = MODEL.audio
 assert RULE is not None
-TOTALS = StepTotals(num_loss_tokens=1, num_samples=3, loss_normalizer=1.0, groups=None)
+TOTALS = StepTotals(num_loss_tokens=1, num_samples=3, loss_normalizer=1.0)
 # (samples, rate, format): one window, two windows, resampled
 CLIPS = [(4_000, 16_000, "WAV"), (500_000, 16_000, "FLAC"), (8_001, 8_000, "WAV")]
 SIZES = [(60, 40), (40, 90)]

@@ -181,7 +181,6 @@ def pack(name, samples, num_loss_tokens=1, pixel_dtype=torch.float32):
         num_loss_tokens=num_loss_tokens,
         num_samples=len(samples),
         loss_normalizer=float(num_loss_tokens),
-        groups=None,
     )
     model = dataclasses.replace(load_model("tiny"), vision=RULES[name])
     return collate(raw, model, LoaderConfig(pixel_dtype=pixel_dtype), totals)

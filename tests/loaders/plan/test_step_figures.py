@@ -85,7 +85,7 @@ def test_pairs_are_counted_as_the_metric_does(builds):
             copy, numbers = loader._steps.copy(), []
             while copy.remaining:
                 (plan,) = copy.plan(1)
-                own = plan.totals.groups
+                own = plan.figures
                 numbers.append(own.builds * 10_000 + own.numbers)
             orders.append(np.concatenate(numbers))
             steps += len(list(loader))

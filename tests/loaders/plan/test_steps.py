@@ -144,8 +144,8 @@ def check_step(plans, given, builds):
     assert {plan.totals.num_samples for plan in plans} == {len(given)}
     assert {plan.totals.num_loss_tokens for plan in plans} == {count["num_loss_tokens"]}
     for plan in plans:
-        assert int(plan.loads.vit_tokens.sum()) == count["num_vit_tokens"]
-        assert int(plan.loads.llm_tokens.sum()) == count["num_text_tokens"]
+        assert int(plan.figures.vit_tokens[plan.place].sum()) == count["num_vit_tokens"]
+        assert int(plan.figures.llm_tokens[plan.place].sum()) == count["num_text_tokens"]
     assert sum(plan.num_tokens for plan in plans) == count["num_text_tokens"]
     assert sum(plan.num_pixel_rows for plan in plans) == count["num_image_patches"]
     if plans[0].encoders:
@@ -210,9 +210,7 @@ def test_mixed_epochs_are_the_same_when_made_in_the_background(others, part):
     for number in (0, 1, 2, 1):
         ahead.prepare(number)
         epoch, again = source.epoch(number), ahead.epoch(number)
-        selections = [
-            [each.selection(group) for group in range(len(each))] for each in (epoch, again)
-        ]
+        selections = [each.selections(np.arange(len(each))) for each in (epoch, again)]
         assert selections[0] == selections[1]
 
 
@@ -222,7 +220,7 @@ def test_weights_are_shares_of_passes_and_every_pass_is_whole(others):
     num_groups = [one.manifest.num_groups for one in others]
     for number in range(5):
         epoch = source.epoch(number)
-        items = [epoch.selection(group) for group in range(len(epoch))]
+        items = epoch.selections(np.arange(len(epoch)))
         times.update((pick.build, pick.group) for item in items for pick in item)
         assert all(times[0, group] == number + 1 for group in range(num_groups[0]))
         assert len(epoch) == len(set(items))  # none twice
@@ -263,8 +261,8 @@ def test_regrouped_builds_keep_their_weights_and_every_pass_is_whole(others):
     for number in range(5):
         again.prepare(number)
         epoch, same = source.epoch(number), again.epoch(number)
-        items = [epoch.selection(group) for group in range(len(epoch))]
-        assert items == [same.selection(group) for group in range(len(same))]
+        items = epoch.selections(np.arange(len(epoch)))
+        assert items == same.selections(np.arange(len(same)))
         everyone = np.arange(len(epoch))[::-1]
         refs = epoch.samples(everyone)
         assert list(samples_of([refs.select(np.arange(len(refs.places)))], others)) == list(
