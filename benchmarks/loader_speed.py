@@ -67,7 +67,7 @@ MAPPED, DECODE = "limit: mapped Arrow", "limit: decode"
 DECODERS = {0: ("threads",), 2: ("threads", "processes")}
 """Workers -> what they are. The fastest counts, with the fastest decoder."""
 SHARES = (
-    Share(MAPPED, Work(remote=False, decoded=False, workers=0).column, 0.5),
+    Share(MAPPED, Work(remote=False, decoded=False, workers=0).column, 0.75),
     Share(DECODE, Work(remote=False, decoded=True, workers=0).column, 0.9),
     Share(DECODE, Work(remote=False, decoded=True, workers=2).column, 0.9),
 )

@@ -192,7 +192,7 @@ class StreamingLoader:
         step = self._builder.step(plan, batches)
         # only now: a state taken after a step that raised still has that step before it
         self._steps.move_past(plan)
-        num_samples = sum([batch.num_samples for batch in step])
+        num_samples = sum([len(batch.sample_ids) for batch in step])
         self._meter.add_step(plan, num_samples, waiting_s)
         self._steps.prepare_next_epoch()
         return step

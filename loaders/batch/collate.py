@@ -7,7 +7,7 @@ since would no longer fill them. So each image's size and each clip's length is 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import lru_cache, partial
-from operator import sub
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -69,7 +69,7 @@ def collate(
         # a copy: samples of a group that is kept in memory may be read again
         extras=deepcopy(dict(raw.extras)) if raw.extras else {},
         patches_per_image=_int64([plan.num_patches for plan in plans]),
-        image_sizes=_int64(raw.image_sizes),
+        image_sizes=torch.from_numpy(raw.image_sizes.astype(np.int64)),
         image_grid_thw=grids,
         **_audio_fields(raw, model, config.audio),
         num_loss_tokens=totals.num_loss_tokens,
@@ -95,16 +95,15 @@ def _images_in_samples(raw: StoredGroup, rule: VisionRule) -> list[int]:
     return np.bincount(raw.image_samples)[raw.image_samples].tolist()  # type: ignore[no-any-return]
 
 
-def _tokens(raw: StoredGroup) -> list[Tensor]:
-    """Input ids, labels and each token's position in its sample, int64; rows of one tensor."""
-    tokens = np.empty((3, len(raw.input_ids)), np.int64)
-    tokens[0], tokens[1] = raw.input_ids, raw.labels
-    if raw.sample_ids:
-        borders = raw.cu_seqlens.tolist()
-        lengths = list(map(sub, borders[1:], borders))
-        counted = _count(max(lengths))
-        np.concatenate([counted[:length] for length in lengths], out=tokens[2])
-    return [torch.from_numpy(row) for row in tokens]
+def _tokens(raw: StoredGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """Input ids, labels and each token's position in its sample, int64."""
+    counted, borders = _count(len(raw.input_ids)), raw.cu_seqlens.tolist()
+    positions = [counted[: end - start] for start, end in pairwise(borders)] or [counted[:0]]
+    return (
+        torch.from_numpy(raw.input_ids.astype(np.int64)),
+        torch.from_numpy(raw.labels.astype(np.int64)),
+        torch.from_numpy(np.concatenate(positions)),
+    )
 
 
 def _loss_weights(raw: StoredGroup, weights: LossWeights) -> Tensor | None:
