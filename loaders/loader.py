@@ -10,6 +10,7 @@ import os
 import pickle
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from functools import partial
 from numbers import Real
@@ -98,13 +99,21 @@ class StreamingLoader:
         self._told |= {"dp_rank": str(rank)} | config.shared()
 
     def _open(self) -> None:
-        """Open the builds, at the beginning of the first epoch."""
+        """Open the builds, at the beginning of the first epoch; or none, if anything fails."""
         config = self._config
         datasets = _datasets(self._url, config)
         builds = open_builds(
             [url for url, _ in datasets], image_root=config.image_root, options=config.storage
         )
-        manifest = builds[0].manifest
+        with ExitStack() as opened:
+            for build in builds:
+                opened.callback(build.close)
+            self._begin(builds, datasets)
+            opened.pop_all()  # nothing failed
+
+    def _begin(self, builds: Sequence[Build], datasets: Sequence[tuple[Url, float]]) -> None:
+        """The beginning of the first epoch."""
+        config, manifest = self._config, builds[0].manifest
         self.model, self.vocab_size = manifest.model, manifest.vocab_size
         self.image_token_id = manifest.image_token_id
         self.audio_token_id = manifest.audio_token_id

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -24,10 +25,14 @@ from balance.errors import ConfigError, IsobatchError, first_line
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 1.0
 """Between two looks at the store: doubled each time, so the wait is at most twice what it must."""
+PATIENCE_S = 30.0
+"""Time after which one of the waiting ranks warns of those that have not come."""
 GRACE_S = 3.0
 """Time for a rank that was refused its state to begin without one."""
 REFUSED = "/refused"
 """End of the key at which it says so."""
+WARNED = "/warned"
+"""End of the key that tells waiting ranks that one of them has warned."""
 MOST_VALUES, MOST_LETTERS = 3, 100
 """What an error shows of a field."""
 _SAME_DATA = {"tp", "cp", "sp", "pp"}
@@ -143,21 +148,20 @@ class RankChecks:
                 self._refused = True
 
     def _compare(self, own: str) -> str:
-        store, me, first = _store(), dist.get_rank(), self._ranks[0]
-        deadline, place = time.monotonic() + self._timeout_s, self._next(store)
+        store, me, place = _store(), dist.get_rank(), self._next(_store())
         keys = {rank: f"{place}/{rank}" for rank in self._ranks}
+        wait = _Wait(store, place, keys, self._timeout_s)
         self._round += 1
         store.set(keys[me], own)
         if self._refused:
             store.delete_key(place + REFUSED)
             self._refused = False
-        if me == first and _wait(store, [*keys.values()], place, deadline):
+        if me == self._ranks[0] and wait.until([*keys.values()]):
             told = {rank: json.loads(store.get(key)) for rank, key in keys.items()}
             store.set(place, find_difference(told) or "")
-        if not _wait(store, [place], place, deadline):
-            missing = [rank for rank, key in keys.items() if not store.check([key])] or [first]
+        if not wait.until([place]):
             raise RankMissing(
-                f"rank {me} has waited {self._timeout_s:g} s for {_names(missing)} to begin the "
+                f"rank {me} has waited {self._timeout_s:g} s for {wait.missing()} to begin the "
                 "same epoch; iterate on all ranks, or give a longer rank_timeout_s, or "
                 "check_ranks=False where ranks load on their own"
             )
@@ -175,19 +179,48 @@ def _store() -> Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def _wait(store: Store, keys: list[str], place: str, deadline: float) -> bool:
-    """Whether all keys come before the deadline. ConfigError if a rank's refusal stays."""
-    # not `Store.wait`, which an interrupt cannot end
-    pause, refused_at = FIRST_PAUSE_S, 0.0
-    while not store.check(keys):
-        if (now := time.monotonic()) >= deadline:
-            return False
-        refused_at = refused_at or now if store.check([place + REFUSED]) else 0.0
-        if refused_at and now - refused_at > GRACE_S:
-            raise ConfigError(store.get(place + REFUSED).decode())
-        time.sleep(min(pause, deadline - now))
-        pause = min(2 * pause, LONGEST_PAUSE_S)
-    return True
+class _Wait:
+    """A rank's wait for others in one comparison; `keys` has each rank's."""
+
+    def __init__(self, store: Store, place: str, keys: Mapping[int, str], timeout_s: float) -> None:
+        self._store, self._place, self._keys, self._timeout_s = store, place, keys, timeout_s
+        self._began = time.monotonic()
+        self._warned = False
+
+    def until(self, keys: list[str]) -> bool:
+        """Whether all keys come in time. ConfigError if a rank's refusal stays."""
+        # not `Store.wait`, which an interrupt cannot end
+        store, pause, refused_at = self._store, FIRST_PAUSE_S, 0.0
+        while not store.check(keys):
+            now = time.monotonic()
+            left = self._began + self._timeout_s - now
+            if left <= 0:
+                return False
+            refused_at = refused_at or now if store.check([self._place + REFUSED]) else 0.0
+            if refused_at and now - refused_at > GRACE_S:
+                raise ConfigError(store.get(self._place + REFUSED).decode())
+            if now - self._began > PATIENCE_S:
+                self._warn()
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+        return True
+
+    def missing(self) -> str:
+        """The ranks that have not come; the lowest if all have, since it has the verdict."""
+        ranks = [rank for rank, key in self._keys.items() if not self._store.check([key])]
+        return _names(ranks or [min(self._keys)])
+
+    def _warn(self) -> None:
+        """Say once, on one of the waiting ranks, for whom they wait."""
+        if not self._warned and self._store.add(self._place + WARNED, 1) == 1:
+            warnings.warn(
+                f"rank {dist.get_rank()} has waited {PATIENCE_S:g} s for {self.missing()} to begin "
+                f"the same epoch, and waits up to {self._timeout_s:g} s; where ranks load on their "
+                "own, give check_ranks=False",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._warned = True
 
 
 def _short(value: str) -> str:

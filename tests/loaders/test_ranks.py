@@ -72,7 +72,7 @@ def test_ranks_that_disagree_end_with_one_line_in_seconds(folder, tmp_path):
         assert (kind, line) == ("ConfigError", f"rank {victim} cannot open its build: {told}")
         assert "nowhere" in told
         assert seconds < SECONDS
-    said = {*MESSAGES, *GO_ON, "worker", "missing", "0 had none", "1 had none"}
+    said = {*MESSAGES, *GO_ON, "worker", "missing", "warnings", "0 had none", "1 had none"}
     said |= {"0 has no build", "1 has no build"}
     assert first.keys() == said | {"1 refused"}
     assert second.keys() == said | {"0 refused"}
@@ -81,6 +81,12 @@ def test_ranks_that_disagree_end_with_one_line_in_seconds(folder, tmp_path):
         assert kind == "RankMissing"
         assert f"rank {rank} has waited 1 s for rank {1 - rank} to begin the same epoch" in line
         assert seconds < SECONDS
+    (warning,) = first["warnings"]
+    assert warning == (
+        "rank 0 has waited 0.25 s for rank 1 to begin the same epoch, and waits up to 1 s; where "
+        "ranks load on their own, give check_ranks=False"
+    )
+    assert not second["warnings"]
 
 
 def test_ranks_of_a_mesh_that_differ_only_in_tp_get_the_same_data(folder, tmp_path):

@@ -9,7 +9,7 @@ import xxhash
 from balance.errors import ConfigError
 from loaders import StreamingLoader
 from loaders.plan.epoch_groups import KEPT_LOAD, pack_chosen
-from loaders.read.build import open_builds
+from loaders.read.build import Build, open_builds
 from support.builds.sample_tables import LIMITS, path_groups, text_samples, write_tabled
 
 NUM_SAMPLES = 400
@@ -88,15 +88,19 @@ def test_a_filter_sees_columns_and_its_samples_are_in_the_state(urls):
         one.load_state_dict(none.state_dict())
 
 
-def test_wrong_filters_get_one_line(urls):
+def test_wrong_filters_get_one_line_and_close_what_is_open(urls, monkeypatch):
+    closed = []
+    monkeypatch.setattr(Build, "close", lambda build: closed.append(build.manifest.place))
     for keeps, message in [
         (lambda columns: columns["width"] > 1, "no column 'width'; they have num_image_patches, "),
         (lambda columns: columns["num_text_tokens"], "filter gave int64 of shape"),
         (lambda columns: np.ones(3, bool), r"bool of shape \(3,\)"),
-        (lambda columns: columns["num_text_tokens"] < 0, "leave none of 400 samples"),
+        (lambda columns: columns["num_text_tokens"] < 0, "leave none of 800 samples"),
     ]:
         with pytest.raises(ConfigError, match=message):
-            StreamingLoader(urls[0], filter=keeps)
+            StreamingLoader(urls, filter=keeps)
+        assert sorted(closed) == sorted(map(str, urls))
+        closed.clear()
 
 
 def test_groups_of_chosen_samples_are_full_again(urls):

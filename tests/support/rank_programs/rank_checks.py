@@ -2,6 +2,7 @@
 
 import shutil
 import time
+import warnings
 from functools import partial
 from itertools import islice
 
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 from balance.errors import ConfigError, IsobatchError
-from loaders import StepDataset, StorageOptions, StreamingLoader
+from loaders import StepDataset, StorageOptions, StreamingLoader, ranks
 from support.loading.step_planners import dispatch, repack
 
 
@@ -96,13 +97,17 @@ def disagree(said, folder):
     begin(said, "before a worker", Checked(loader))
     begin(said, "switched off", load(seed=rank, check_ranks=False))
 
-    # nobody waits longer than the limit for a rank that does not come, or is late
+    # nobody waits longer than the limit for a rank that does not come, or is late; one says it soon
     loader = StreamingLoader(build, workers=0, rank_timeout_s=1)
-    if rank == 0:
-        begin(said, "missing", loader)
-    dist.barrier()
-    if rank == 1:
-        begin(said, "missing", loader)
+    ranks.PATIENCE_S = 0.25
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        if rank == 0:
+            begin(said, "missing", loader)
+        dist.barrier()
+        if rank == 1:
+            begin(said, "missing", loader)
+    said["warnings"] = [str(each.message) for each in warned]
 
 
 def resume(said, load):
