@@ -9,13 +9,15 @@ import pytest
 import torch
 from rich.console import Console
 
+from balance.media.image_tokens import plan_image
 from loaders import StreamingLoader
 from packer.build import Builder
 from packer.config import BuildConfig
 from packer.progress import StageProgress
-from support.builds.raw_data import good_records, options, write_dataset
+from support.builds.raw_data import good_records, options, record, write_dataset, write_image
 
 BUILDS = [("tiny", "arrow"), ("tiny", "webdataset"), ("tiny", "refs"), ("qwen2_vl", "arrow")]
+BUILDS += [("mistral3", "arrow")]
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +71,30 @@ def test_the_global_sum_counts_each_label_that_survives_the_shift(ranks):
         assert {batch.num_loss_tokens for batch in step} == {
             sum(int((b.labels != -100).sum()) for b in step)
         }
+
+
+@pytest.mark.parametrize("model", ["llava_onevision", "smolvlm2"])
+def test_tokens_and_patches_of_several_images_are_those_of_their_sample(model, tmp_path):
+    for name, size in {"a": (90, 40), "b": (30, 60)}.items():
+        write_image(tmp_path / f"{name}.png", *size, seed=1)
+    rows = [record(1, ["a.png"]), record(2, ["a.png", "b.png"]), record(3)]
+    rows += [record(4, ["b.png", "a.png", "b.png"])]
+    progress = StageProgress(Console(file=io.StringIO()))
+    folder, out = write_dataset(tmp_path, rows), tmp_path / "out"
+    Builder(BuildConfig(**options(folder, out, model=model)), progress).build()
+    loader = StreamingLoader(out, dp_rank=0, dp_world_size=1, pixel_dtype=torch.uint8)
+    rule, seen = loader.model.vision, {}
+    for batch in (batch for step in loader for batch in step):
+        sizes = batch.image_sizes.tolist()
+        for i, sample_id in enumerate(batch.sample_ids):
+            ids = batch.input_ids[batch.cu_seqlens[i] : batch.cu_seqlens[i + 1]]
+            seen[sample_id] = int((ids == loader.image_token_id).sum())
+        assert batch.patches_per_image.sum() == len(batch.pixel_values)
+        assert len(sizes) == len(batch.patches_per_image)
+    of = {"a": (90, 40), "b": (30, 60)}
+    assert seen == {
+        f"s{number}": sum(
+            plan_image(rule, *of[name], len(names)).num_image_tokens for name in names
+        )
+        for number, names in {1: "a", 2: "ab", 3: "", 4: "bab"}.items()
+    }

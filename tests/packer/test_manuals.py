@@ -63,6 +63,8 @@ def test_every_format_does_and_workers_do_not_matter(tmp_path, shard_format):
         ("internvl_1_5", "<img>{}</img>"),
         ("qwen2_vl", "<|vision_start|>{}<|vision_end|>"),
         ("llava_1_5", "{}"),
+        ("llava_onevision", "{}"),
+        ("gemma3", "\n\n<start_of_image>{}<end_of_image>\n\n"),
     ],
 )
 def test_ids_in_the_shards_equal_transformers_on_the_text_with_placeholders_written_out(
@@ -81,8 +83,9 @@ def test_ids_in_the_shards_equal_transformers_on_the_text_with_placeholders_writ
     samples = [sample for sample in read_samples(tmp_path / "out") if sample["images"]]
     assert len(samples) > (500 if WHOLE else 80)
     for sample in samples[::5]:
-        sizes = zip(sample["image_widths"], sample["image_heights"], strict=True)
-        counts = iter([plan_image(preset.vision, *size).num_image_tokens for size in sizes])
+        sizes = list(zip(sample["image_widths"], sample["image_heights"], strict=True))
+        plans = [plan_image(preset.vision, *size, len(sizes)) for size in sizes]
+        counts = iter([plan.num_image_tokens for plan in plans])
         messages = [
             {"role": {"human": "user", "gpt": "assistant"}[turn["from"]], "content": turn["value"]}
             for turn in raw[sample["sample_id"]]["conversations"]
@@ -137,6 +140,8 @@ def test_manuals_and_speech_pack_together_with_image_audio_and_text_loads(tmp_pa
 
 
 def preset_tokens(preset):
+    if preset.image_markup.placeholder:
+        return [preset.image_markup.placeholder, preset.image_markup.token]
     return [
         token
         for token in (
