@@ -325,22 +325,22 @@ def model_to_dict(preset: ModelPreset) -> dict[str, Any]:
     """
     kept = ("vit", "llm")
     values = {k: v for k, v in asdict(preset).items() if v is not None or k in kept}
-    for name in _TABLES:
-        if isinstance(values.get(name), dict):
-            values[name] = {k: v for k, v in values[name].items() if v is not None}
-    for name in ("vision", "image_markup", "audio_markup"):
+    for name in ("vision", *_TABLES):
         if (part := getattr(preset, name)) is not None:
             values[name] = given_options(part)
     rule = next(name for name, kind in VISION_RULES.items() if isinstance(preset.vision, kind))
     return {**values, "vision": {"rule": rule, **values["vision"]}}
 
 
-_ALWAYS_WRITTEN = ("min_patches", "thumbnail", "prefix", "suffix")
+_ALWAYS_WRITTEN = {
+    *("min_patches", "thumbnail", "prefix", "suffix", "query_key_norm", "layer_scale"),
+    *(option.name for option in fields(AudioRule)),
+}
 """Options with a default that version 0.1 wrote."""
 
 
-def given_options(part: VisionRule | MediaMarkup) -> dict[str, Any]:
-    """Options of a rule or a markup, without newer ones that have their defaults."""
+def given_options(part: Any) -> dict[str, Any]:
+    """Options of a rule, a markup or a shape, without newer ones that have their defaults."""
     values = asdict(part)
     return {
         option.name: values[option.name]
