@@ -13,11 +13,15 @@ image. Such conversations (one in thousands) take four steps:
 """
 
 import re
+from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer
+
+from packer.text.chat_template import Span
 
 _LETTERS = 0x10_0000
 """First of the private characters (plane 16) that stand for a control string in content."""
@@ -55,10 +59,21 @@ class ControlTokens:
         """Content with a private character for each control string (step 1)."""
         return self._pattern.sub(lambda match: chr(_LETTERS + self._number[match[0]]), content)
 
-    def alias(self, rendered: str) -> str:
-        """Rendered text with aliases for the template's control strings (step 2)."""
-        aliased = self._pattern.sub(lambda match: chr(_ALIAS + self._number[match[0]]), rendered)
-        return aliased.translate({_LETTERS + k: content for content, k in self._number.items()})
+    def alias(self, rendered: str, spans: Sequence[Span]) -> tuple[str, list[Span]]:
+        """Rendered text with aliases for the template's control strings (step 2), and spans in it.
+
+        Spans are in order and disjoint, and none begins or ends inside a control string.
+        """
+        letters = {_LETTERS + k: content for content, k in self._number.items()}
+        edges = [0, *(edge for span in spans for edge in span), len(rendered)]
+        pieces = [
+            self._pattern.sub(
+                lambda match: chr(_ALIAS + self._number[match[0]]), rendered[start:end]
+            ).translate(letters)
+            for start, end in pairwise(edges)
+        ]
+        ends = list(accumulate(map(len, pieces)))
+        return "".join(pieces), list(zip(ends[:-1:2], ends[1:-1:2], strict=True))
 
     @cached_property
     def backend(self) -> Tokenizer:

@@ -12,7 +12,7 @@ import json
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -35,6 +35,8 @@ Span = tuple[int, int]
 
 MOST_OUTLINES = 4096
 """Shapes of conversations to remember."""
+MANY_ANSWERS = 48
+"""From here on not each answer's place is rendered, which takes the square of their number."""
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Unicode reserves these characters for use inside a program. Two that no message contains enclose
@@ -127,21 +129,52 @@ class ChatTemplate:
         ]
         try:
             text = self.render(stand_ins)
-            spans = self._by_renders(stand_ins, text)
+            found = list(_STAND_IN.finditer(text))
+            if [match[1] for match in found] != [str(i) for i in range(next(number))]:
+                return None
+            spans = self._by_context(stand_ins, text, [match.span() for match in found])
         except TemplateRefusedError:
             return None
-        # literals and numbers of stand-ins in turn
-        pieces = _STAND_IN.split(text)
-        if pieces[1::2] != [str(i) for i in range(next(number))]:
-            return None
-        ends = [match.end() for match in _STAND_IN.finditer(text)]
-        return _Outline(pieces[::2], [(_place(a, ends), _place(b, ends)) for a, b in spans])
+        ends = [0, *(match.end() for match in found)]
+        lengths = [0, *itertools.accumulate(len(match[0]) for match in found)]
+        places = [(_place(a, ends, lengths), _place(b, ends, lengths)) for a, b in spans]
+        roles = [m["role"] for m in messages for _ in range(_num_texts(m["content"]))]
+        return _Outline(_STAND_IN.split(text)[::2], places, roles)
 
-    def _by_renders(self, messages: Sequence[Message], full: str) -> list[Span]:
+    def _by_context(self, messages: Sequence[Message], full: str, texts: list[Span]) -> list[Span]:
+        """The answers in `full`, in which the stand-ins of the messages are at `texts`.
+
+        Of many answers with the same roles and literals around them, the first, the last, and some
+        between are rendered; the others begin and end as these do. (Only a template that writes
+        another text for some number of messages, such as 1,000, could go unnoticed.)
+        """
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        around = _contexts(messages, full, texts)
+        if len(answers) < MANY_ANSWERS or around is None:
+            return self._by_renders(messages, full)
+        offsets: dict[tuple[str, ...], Span] = {}
         spans = []
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
+        for number, i in enumerate(answers):
+            key, before, after = around[i]
+            # the first ones, then the 16th, 32nd, 64th, ..., and the last
+            if key not in offsets or number < 8 or number & (number - 1) == 0 or i == answers[-1]:
+                ((start, end),) = self._by_renders(messages, full, [i])
+                if offsets.setdefault(key, (start - before, end - after)) != (
+                    start - before,
+                    end - after,
+                ):
+                    return self._by_renders(messages, full)
+            first, last = offsets[key]
+            spans.append((before + first, after + last))
+        return spans
+
+    def _by_renders(
+        self, messages: Sequence[Message], full: str, of: Sequence[int] | None = None
+    ) -> list[Span]:
+        """The spans of all answers, or of the messages `of`: two renderings each."""
+        spans = []
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        for i in answers if of is None else of:
             before = self.render(messages[:i], add_generation_prompt=True)
             after = full if i + 1 == len(messages) else self.render(messages[: i + 1])
             if not (full.startswith(after) and after.startswith(before)):
@@ -165,6 +198,8 @@ class _Outline:
     """What the template writes before each text and after the last."""
     spans: list[tuple[_Place, _Place]]
     """Begin and end of each answer."""
+    roles: list[str]
+    """Role of each text's message."""
 
     def fill(self, texts: list[str]) -> tuple[str, list[Span]]:
         """The rendering with `texts`, and the answers in it."""
@@ -174,18 +209,50 @@ class _Outline:
         return "".join(itertools.chain.from_iterable(pairs)), spans
 
 
-def _place(char: int, ends: list[int]) -> _Place:
-    """The place of a character after the stand-ins that end at `ends`."""
-    number = bisect_right(ends, char)
-    return char - sum(len(_stand_in(i)) for i in range(number)), number
+def _place(char: int, ends: list[int], lengths: list[int]) -> _Place:
+    """The place of a character; stand-ins end at `ends`, and have so many characters together."""
+    number = bisect_right(ends, char) - 1
+    return char - lengths[number], number
+
+
+def _contexts(
+    messages: Sequence[Message], full: str, texts: list[Span]
+) -> dict[int, tuple[tuple[str, ...], int, int]] | None:
+    """What is around each answer: roles and literals, and where these begin. None without a text.
+
+    Message -> (roles and literals, end of the text before, end of its own last text).
+    """
+    counts = [_num_texts(message["content"]) for message in messages]
+    if not all(counts):
+        return None
+    last = list(itertools.accumulate(counts))
+    roles = ["", *(str(message["role"]) for message in messages), ""]
+    borders = [(0, 0), *texts, (len(full), len(full))]
+    around = {}
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        first = last[i] - counts[i]
+        before, after = borders[first][1], borders[last[i]][1]
+        literals = full[before : borders[first + 1][0]], full[after : borders[last[i] + 1][0]]
+        around[i] = (*roles[i : i + 3], *literals, str(counts[i])), before, after
+    return around
+
+
+def _num_texts(content: Any) -> int:
+    return 1 if isinstance(content, str) else sum(part["type"] == "text" for part in content)
 
 
 def _fit_outline(outline: _Outline | None, texts: list[str], full: str) -> list[Span] | None:
     """The answers in `full`; None if that is not the outline with these texts."""
     if outline is None:
         return None
-    for candidate in (texts, [text.strip() for text in texts]):
-        written, spans = outline.fill(candidate)
+    ways: list[Collection[str]] = [(), set(outline.roles)]
+    if len(texts) >= MANY_ANSWERS:  # then one rendering per answer would take too long
+        ways += ({role} for role in sorted(set(outline.roles)))
+    for stripped in ways:
+        pairs = zip(texts, outline.roles, strict=True)
+        written, spans = outline.fill([t.strip() if role in stripped else t for t, role in pairs])
         if written == full:
             return spans
     return None

@@ -218,9 +218,7 @@ class ChatTokenizer:
         except TemplateRefusedError as error:
             return TextRejected("chat_template", str(error))
         if protected:
-            alias = self._control.alias
-            spans = [(len(alias(text[:start])), len(alias(text[:end]))) for start, end in spans]
-            text = alias(text)
+            text, spans = self._control.alias(text, spans)
         return _Rendered(
             text=text,
             spans=spans,

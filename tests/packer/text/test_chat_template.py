@@ -1,10 +1,12 @@
 """Answers take one rendering where the template copies texts, and many where it does not."""
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packer.text.chat_template import ChatTemplate, TemplateRefusedError
+from packer.text.chat_template import MANY_ANSWERS, ChatTemplate, TemplateRefusedError
 from support.cases import for_each
 
 COPIES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>\n{% endfor %}"
@@ -117,3 +119,54 @@ def test_a_template_that_looks_into_texts_gets_the_spans_of_its_renderings(looks
         assert outcome(template.render_with_answers, messages) == outcome(
             spans_by_renderings, template, messages
         )
+
+
+LONG = {
+    "copies": COPIES,
+    "strips": STRIPS,
+    "strips answers": COPIES.replace(
+        "m.content", "m.content | trim if m.role == 'assistant' else m.content"
+    ),
+    "numbers": COPIES.replace("{{ m.content }}", "{{ loop.index }} {{ m.content }}"),
+    "reads": READS,
+    "looks back": COPIES.replace(
+        "<{{", "{{ '+' if loop.previtem and loop.previtem.role == m.role }}<{{"
+    ),
+    "rewrites": LAST,
+    "rewrites the last role": COPIES.replace("</", "{{ '' if loop.last else '.' }}</"),
+    "hides from 40 on": COPIES.replace("{{ m.content }}", "{{ m.content if loop.index < 40 }}"),
+}
+
+
+@for_each("case", LONG)
+def test_long_conversations_get_the_spans_of_one_rendering_per_turn(case):
+    template, draw = ChatTemplate(LONG[case] + PROMPT, {}), random.Random(case)
+    for changes in (False, True):
+        messages = [
+            {
+                "role": draw.choice(["user", "assistant", "assistant"])
+                if changes
+                else ("user", "assistant")[i % 2],
+                "content": draw.choice(["a", " a\n", "c c"]),
+            }
+            for i in range(3 * MANY_ANSWERS)
+        ]
+        messages[5]["content"] = [{"type": "text", "text": "a"}, {"type": "text", "text": "c"}]
+        messages[5]["role"] = "user"
+        if case != "copies":
+            messages[5]["content"] = "a"
+        assert outcome(template.render_with_answers, messages) == outcome(
+            spans_by_renderings, template, messages
+        ), changes
+
+
+def test_renderings_of_a_conversation_do_not_grow_with_its_turns(monkeypatch):
+    template, renderings = ChatTemplate(COPIES + PROMPT, {}), []
+    plain = template.render
+    monkeypatch.setattr(template, "render", lambda *a, **k: renderings.append(a) or plain(*a, **k))
+    roles = ("user", "assistant") * 2000
+    text, spans = template.render_with_answers(
+        [{"role": role, "content": f" {i} "} for i, role in enumerate(roles)]
+    )
+    assert len(renderings) < 60
+    assert [text[a:b] for a, b in spans[::1999]] == [" 1 </assistant>\n", " 3999 </assistant>\n"]
