@@ -185,7 +185,12 @@ class CapSearch:
 
     def without_cap(self, q_t: int) -> CapTrial:
         """The trial that shows what a vision cap costs."""
-        return self.trials.at(self.caps(q_t, max(self.never_binds(q_t), self.largest)))
+        return self.under(q_t, None)
+
+    def under(self, q_t: int, max_vision: int | None) -> CapTrial:
+        """The trial of Q_t with this vision cap; None: one that never binds."""
+        free = max(self.never_binds(q_t), self.largest)
+        return self.trials.at(self.caps(q_t, free if max_vision is None else max_vision))
 
     def splits(self, max_vision: int | None) -> list[Limits]:
         """Largest caps to choose between, best first: one pair unless a memory budget is shared.

@@ -5,7 +5,8 @@ micro-batches (each has an overhead), how unequal these are, and what the larges
 In a random order the largest of a step is what all wait for, and a vision cap just above what the
 mean group needs makes groups equal. Hence these rules:
 
-1. Q_t is the least of the longest sample, the model's context and the given cap. A memory budget
+1. Q_t is the given cap, at most the model's context; else the least that was tried under which
+   groups are full and hold several samples, from the longest sample on. A memory budget
    (`balance.grouping.activation_memory`) is shared by both caps where it gives the fewest groups.
 2. Q_v is the fastest in a random order, by prediction, of the smallest cap that costs no groups and
    those just above the mean group's need; without a model's dimensions the smallest that costs no
@@ -19,7 +20,7 @@ take 1.5 s, with a memory budget 2 to 4 s.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -35,6 +36,19 @@ from balance.types import Counts, Groups, IntArray, Limits
 GROUPINGS = ("fit", "isf")
 TRIAL_ROUNDS = 6
 """Effort of the trial groupings: enough to tell caps apart, a tenth of a second each."""
+MULTIPLES, MEANS, ABOVE = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32), range(2, 17), 1.01
+"""Q_t without a given one: multiples of the longest sample, and just above multiples of the mean,
+where groups of samples of about one length are full.
+"""
+FULL = 0.985
+"""Fill of Q_t that is enough: 98 % after the .5 % that a vision cap may cost."""
+SEVERAL = 2.0
+"""Samples per group on average, at least: else nothing is packed, however full groups are."""
+GROUPS_LINE = "groups: "
+"""Beginning of the line that says how many samples groups hold."""
+LEAST_GROUPS = 100
+"""A longer Q_t must leave so many groups: fewer give no step to many ranks, and a last group that
+is half full counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +57,7 @@ class GroupOptions:
 
     seed: int = 0
     max_seq_len: int | None = None
-    """Q_t; None: from the data."""
+    """Q_t; None: such that groups are full."""
     max_vision: int | None = None
     """Q_v in the model's vision unit; None: from the data."""
     memory: ActivationBudget | None = None
@@ -93,14 +107,24 @@ def choose_limits(
         max_vision=max_vision,
     )
     search = _make_search(counts, options, paper, context_len, flops)
+    if options.max_seq_len is None and memory is None:
+        search = replace(search, most_tokens=_filling(search, context_len, max_vision))
+        paper = choose_limits_omnibal(
+            counts,
+            vision_unit=vision_unit,
+            context_len=context_len,
+            max_seq_len=search.most_tokens,
+            max_vision=max_vision,
+        )
     splits = search.splits(max_vision)
-    rule = _token_rule(counts, options, paper)
+    rule = _token_rule(search, options, paper, context_len)
     if memory is not None and splits[0].max_seq_len < search.most_tokens:
         rule = "your memory budget"
     if search.largest == 0 and not max_vision:
         limits = splits[0] if memory else paper
         reason = f"caps: {limits.max_seq_len:,} tokens ({rule}), no images"
-        return LimitChoice(limits=limits, lines=[reason])
+        alone = search.trials.at(limits, on_all=True)
+        return LimitChoice(limits=limits, lines=[reason, _groups_line(search, alone, context_len)])
     found = search.best(splits, max_vision)
     free = search.without_cap(found.limits.max_seq_len)  # before the trials are listed
     trials = search.trials
@@ -111,6 +135,7 @@ def choose_limits(
     lines = [
         f"caps: {limits.max_seq_len:,} tokens ({rule}), {limits.max_vision:,} {limits.unit}{why}",
         _prediction_line(flops, part, on_part),
+        _groups_line(search, found, context_len),
         _compared_line(found, trials.results(on_all=True)),
         _targets_line(chosen, found, options.grouping),
     ]
@@ -176,13 +201,52 @@ def _make_search(
     )
 
 
-def _token_rule(counts: Counts, options: GroupOptions, paper: Limits) -> str:
+def _filling(search: CapSearch, context_len: int, max_vision: int | None) -> int:
+    """The Q_t of a user who gives none: see `MULTIPLES`, `FULL`, `SEVERAL` and `LEAST_GROUPS`.
+
+    If none of them fills the groups, the one that fills them most.
+    """
+    shortest = search.most_tokens
+    mean = ABOVE * float(search.tokens.mean()) if len(search.tokens) else 0.0
+    sizes = [*(shortest * each for each in MULTIPLES), *(mean * each for each in MEANS)]
+    found: list[CapTrial] = []
+    for q_t in sorted({int(size) for size in sizes if shortest <= size <= context_len}):
+        trial = search.under(q_t, max_vision)
+        if found and trial.groups_per_sample * len(search.tokens) < LEAST_GROUPS:
+            break
+        found.append(trial)
+        if trial.token_fill >= FULL and trial.groups_per_sample * SEVERAL <= 1:
+            return q_t
+    enough = min(max(trial.token_fill for trial in found) - FREE, FULL)
+    return next(t.limits.max_seq_len for t in found if t.token_fill >= enough)
+
+
+def _token_rule(search: CapSearch, options: GroupOptions, paper: Limits, context_len: int) -> str:
     """The rule of Q_t, in words."""
-    free = options.max_seq_len is None and options.memory is None
-    if free and paper.max_seq_len == counts.seq_len.max():
-        return "the longest sample"
-    given = paper.max_seq_len == options.max_seq_len
-    return "your max_seq_len" if given else "the model's context"
+    if paper.max_seq_len == options.max_seq_len:
+        return "your max_seq_len"
+    multiple = paper.max_seq_len / search.longest
+    if options.max_seq_len is None and options.memory is None and paper.max_seq_len < context_len:
+        filling = f"fills groups, {multiple:.3g} x the longest sample"
+        return "the longest sample" if multiple == 1 else filling
+    return "the model's context"
+
+
+def _groups_line(search: CapSearch, found: CapTrial, context_len: int) -> str:
+    """How many samples groups hold and how full they are, and under a Q_t of twice that."""
+    text = f"{GROUPS_LINE}{_size_figures(found)}"
+    q_t = found.limits.max_seq_len
+    if search.memory is not None:
+        return f"{text}; larger caps need more memory"
+    if q_t >= context_len:
+        return f"{text}; no cap is above the model's context"
+    larger = search.under(min(2 * q_t, context_len), None)
+    return f"{text}; with --max-seq-len {larger.limits.max_seq_len}: {_size_figures(larger)}"
+
+
+def _size_figures(trial: CapTrial) -> str:
+    each = trial.num_samples / max(trial.num_groups, 1)
+    return f"{each:,.1f} samples each on average, tokens {trial.token_fill:.1%} full"
 
 
 def _why_line(

@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from balance.baseline_samplers import BATCH_SIZE
+from balance.grouping.caps import GROUPS_LINE
 from packer.build_dir import REPORT_NAME
 from packer.format_text import seconds_text, share_text, size_text, visible
 from packer.records.record import REASONS
@@ -170,6 +171,10 @@ def print_build(summary: BuildSummary, report: Report, console: Console) -> None
     console.print()
     _print_ratios(report, console)
     console.print()
+    for line in (line for line in report.limits_explained if line.startswith(GROUPS_LINE)):
+        _print(
+            console, f"[bold]{'groups':<{LABEL_WIDTH}}[/]{escape(line.removeprefix(GROUPS_LINE))}"
+        )
     for label, line in _lines(summary, read_manifest(summary.out).values):
         _print(console, f"[bold]{label:<{LABEL_WIDTH}}[/]{escape(line)}")
     for note in (*_tokenizer_notes(summary), *report.notes):

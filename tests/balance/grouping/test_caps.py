@@ -179,11 +179,54 @@ def test_the_reason_names_where_the_token_cap_comes_from():
 
 def test_text_only_data_filters_by_tokens_and_says_so():
     choice = choose(counts_of([0, 0], [100, 200]), flops=COST)
-    assert (choice.limits.max_vision, choice.lines) == (
-        0,
-        ["caps: 200 tokens (the longest sample), no images"],
-    )
+    assert choice.limits.max_vision == 0
+    assert choice.lines == [
+        "caps: 200 tokens (the longest sample), no images",
+        "groups: 1.0 samples each on average, tokens 75.0% full; with --max-seq-len 400:"
+        " 2.0 samples each on average, tokens 75.0% full",
+    ]
     assert choice.limits.min_vision > 0
+
+
+UNIFORM = {
+    "receipts": (lambda rng: rng.integers(640, 760, 626), 4096),
+    "one length": (lambda rng: np.full(800, 701), 4096),
+    "long documents": (lambda rng: rng.integers(1500, 4000, 2000), 32_768),
+    "two lengths": (lambda rng: rng.choice([900, 1000], 3000), 8192),
+    "uneven": (lambda rng: np.minimum(np.exp(rng.normal(6, 1, 4000)), 4000).astype(int), 32_768),
+}
+
+
+def test_without_a_given_cap_groups_are_full_and_hold_several_samples():
+    for case, (draw, context) in UNIFORM.items():
+        rng = np.random.default_rng(0)
+        tokens = draw(rng)
+        for images in (0, 1):
+            counts = counts_of(rng.integers(1, 3, len(tokens)) * images, tokens)
+            choice = choose(counts, context_len=context, flops=COST)
+            limits = choice.limits
+            groups = group_best_fit(limits.vision_load(counts), tokens, limits, seed=0)
+            fill = tokens.sum() / (len(groups) * limits.max_seq_len)
+            assert fill >= 0.98, (case, images, fill, limits)
+            assert len(tokens) / len(groups) >= 2, (case, images)
+            assert limits.max_seq_len <= context
+            each = f"{len(tokens) / len(groups):.1f}"
+            (line,) = (line for line in choice.lines if line.startswith("groups: "))
+            assert float(each) == pytest.approx(float(line.split()[1]), rel=0.03), (line, each)
+            longest = " (the longest sample)" in choice.lines[0]
+            assert longest == (limits.max_seq_len == tokens.max()) == (case == "uneven"), case
+
+
+def test_a_cap_is_not_raised_where_that_does_not_fill_groups_or_leaves_few():
+    near_context = counts_of([0] * 500, [2880 + i % 100 for i in range(500)])
+    assert choose(near_context).limits.max_seq_len == 2979
+    few = counts_of([0] * 150, [701] * 150)
+    assert choose(few).limits.max_seq_len == 701
+    assert "with --max-seq-len 1402: 2.0 samples each" in choose(few).lines[1]
+    # groups that a given vision cap fills hold no more samples under a longer cap
+    tight = counts_of([5] * 500, [500 + i % 50 for i in range(500)])
+    assert choose(tight, max_vision=5).limits.max_seq_len == 549
+    assert "no cap is above" in choose(near_context, max_seq_len=4096).lines[1]
 
 
 def test_a_time_is_predicted_only_with_a_cost_model_and_holds_the_overhead():
