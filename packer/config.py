@@ -60,8 +60,8 @@ class BuildConfig:
     max_seq_len: Annotated[
         int | None,
         Option(
-            "Cap of a group in LLM tokens (Q_t). Default: from the longest sample on, the least that"
-            " fills groups, at most the model's context.",
+            "Cap of a group in LLM tokens (Q_t). Default: from the longest sample on, the least"
+            " that fills groups, at most the model's context.",
             least=1,
             most=MOST_TOKENS,
         ),

@@ -1,6 +1,7 @@
 """Options, error lines and exit statuses that `packer` and `engine` share.
 
-Exit status: 0 done, 1 the data or the build is bad, 2 the call is wrong, 130 interrupted.
+Exit status: 0 done, 1 the data or the build is bad, 2 the call is wrong, 130 interrupted by Ctrl-C,
+143 ended by SIGTERM.
 """
 
 import signal
@@ -11,7 +12,7 @@ from functools import wraps
 from inspect import Parameter, Signature, signature
 from math import inf
 from pathlib import Path
-from types import GenericAlias
+from types import FrameType, GenericAlias
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin
 
 import typer
@@ -21,8 +22,8 @@ from rich.markup import escape
 from balance.config import Option, load_config, options_of
 from balance.errors import ConfigError, IsobatchError
 
-FAILED, WRONG_CALL, INTERRUPTED = 1, 2, 130
-"""Exit statuses; the last, by the shells' convention, of what Ctrl-C or SIGTERM stopped."""
+FAILED, WRONG_CALL, INTERRUPTED, TERMINATED = 1, 2, 130, 143
+"""Exit statuses; the last two, by the shells' convention, of what Ctrl-C and SIGTERM stopped."""
 
 UsageError: Any = typer.BadParameter.__base__
 """What typer raises for a wrong call; it has no public name there."""
@@ -95,8 +96,7 @@ def read_config(kind: type[Config], context: typer.Context, *, command: str) -> 
 
 def run_app(app: typer.Typer, program: str, *, stopped: str = "stopped") -> None:
     """Run the call in `sys.argv`: an error of the user is one line and an exit status."""
-    # a cluster's stop is as clean as a person's
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    terminated = _interrupt_on_sigterm()
     try:
         if len(sys.argv) == 1:
             sys.argv.append("--help")
@@ -106,10 +106,10 @@ def run_app(app: typer.Typer, program: str, *, stopped: str = "stopped") -> None
     except UsageError as error:
         fail(f"{error.format_message()} ({program} --help, {program} COMMAND --help)", WRONG_CALL)
     except (typer.Abort, KeyboardInterrupt):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing may come before the line below
+        _set_handlers(signal.SIG_IGN)  # nothing may come before the line below
         print_error(stopped)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the cleaning up at once
-        sys.exit(INTERRUPTED)
+        _set_handlers(signal.SIG_DFL)  # a second signal ends the cleaning up at once
+        sys.exit(TERMINATED if terminated else INTERRUPTED)
     except ConfigError as error:
         fail(str(error), WRONG_CALL)
     except IsobatchError as error:
@@ -117,6 +117,27 @@ def run_app(app: typer.Typer, program: str, *, stopped: str = "stopped") -> None
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         fail(f"{where}{error.strerror or error}", FAILED)
+
+
+def _interrupt_on_sigterm() -> list[int]:
+    """Make SIGTERM as clean as Ctrl-C, which may be ignored; the list has what has come.
+
+    Shells make background jobs of scripts ignore Ctrl-C, and only that.
+    """
+    came: list[int] = []
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        came.append(number)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGTERM) != signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, stop)
+    return came
+
+
+def _set_handlers(handler: signal.Handlers) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
 
 
 def fail(message: str, status: int) -> NoReturn:

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_INTERRUPTED = 130
-
 
 @contextmanager
 def quit_on_interrupt() -> Iterator[None]:
@@ -24,8 +22,8 @@ def quit_on_interrupt() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def _quit(_number: int, _frame: FrameType | None) -> None:
+def _quit(number: int, _frame: FrameType | None) -> None:
     # an exception would come out of the middle of an import, perhaps as another one
     if os.environ.get("RANK", "0") == "0":  # one line, not one of each rank of torchrun's
         os.write(2, b"error: stopped\n")
-    os._exit(_INTERRUPTED)
+    os._exit(128 + number)  # by the shells' convention: 130 or 143

@@ -18,6 +18,7 @@ from balance.errors import ConfigError
 from balance.interface.command_line import (
     FAILED,
     INTERRUPTED,
+    TERMINATED,
     WRONG_CALL,
     UsageError,
     new_app,
@@ -77,7 +78,7 @@ def _run(work: Callable[[Any, OpenSource, torch.device], None], config: RunConfi
     except StoppedBySignal as error:
         if is_first_process():
             print_error(str(error))
-        sys.exit(INTERRUPTED)
+        sys.exit(TERMINATED)
     except (Exception, KeyboardInterrupt) as error:
         if is_mine_to_print(error):
             raise

@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from balance.errors import IsobatchError
-from balance.interface.command_line import INTERRUPTED
+from balance.interface.command_line import TERMINATED
 from engine.runtime.errors import ROLL_CALL_S, PeerLost
 from engine.train.launch import is_first_process
 
@@ -66,7 +66,7 @@ class StopSignal:
         elif now - self._noted_at > TOGETHER_S:
             if is_first_process():
                 os.write(2, b"error: stopped\n")
-            os._exit(INTERRUPTED)
+            os._exit(TERMINATED)
 
 
 def is_mine_to_print(error: BaseException) -> bool:

@@ -47,8 +47,7 @@ def map_ordered(
         for task in tasks:
             with _uninterrupted() as came:  # a worker may start here
                 pending.append(pool.submit(function, task))
-            if came:
-                raise KeyboardInterrupt
+            _deliver(came)
             if len(pending) >= workers * IN_FLIGHT_PER_WORKER:
                 yield pending.popleft().result()
         while pending:
@@ -59,8 +58,9 @@ def map_ordered(
     finally:
         # Python 3.11 would hang if futures were cancelled one by one while a worker dies, or if a
         # second Ctrl-C came in the middle of this.
-        with _uninterrupted():
+        with _uninterrupted() as came:
             pool.shutdown(cancel_futures=True)
+        _deliver(came)
 
 
 @contextmanager
@@ -89,6 +89,12 @@ def _uninterrupted() -> Iterator[list[int]]:
         for number, handler in handlers.items():
             if callable(handler):
                 signal.signal(number, handler)
+
+
+def _deliver(came: list[int]) -> None:
+    """Let the handler of the first signal that came act now."""
+    if came:
+        signal.raise_signal(came[0])
 
 
 def _die_with_parent() -> None:
