@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 from packer.records.media import SampleProblem
+from packer.records.record import is_deep
 from shards.stored_group import ExtraType, ExtraTypes
 
 Kind = Literal["bool", "int", "long", "double", "string", "ints", "longs", "doubles", "other"]
@@ -39,7 +40,7 @@ def read_extras(record: Mapping[str, Any], names: Sequence[str]) -> str:
     SampleProblem if a value is no JSON, such as an image or a date, or not valid Unicode.
     """
     values = {name: record.get(name) for name in names}
-    if deep := [name for name in names if _is_deep(values[name], MOST_DEPTH)]:
+    if deep := [name for name in names if is_deep(values[name], MOST_DEPTH)]:
         raise SampleProblem("bad_column", f"`{deep[0]}` is nested more than {MOST_DEPTH} deep")
     try:
         text = json.dumps(values, ensure_ascii=False, default=_refuse)
@@ -116,10 +117,3 @@ def typed(value: Any, kind: ExtraType) -> Any:
     if kind == "double":
         return float(value)
     return [float(each) for each in value] if kind == "list<double>" else value
-
-
-def _is_deep(value: Any, most: int) -> bool:
-    if not isinstance(value, list | dict):
-        return False
-    inside = value.values() if isinstance(value, dict) else value
-    return most == 0 or any(_is_deep(x, most - 1) for x in inside if isinstance(x, list | dict))

@@ -13,6 +13,10 @@ from packer.text.chat_tokenizer import Turn
 
 Record = Mapping[str, Any]
 
+MOST_DEPTH = 200
+"""Nesting of a record at most: it is sent to other processes, some frames of the stack a level."""
+TOO_DEEP = f"it is nested more than {MOST_DEPTH} deep"
+
 REASONS: dict[str, str] = {
     "broken_json": "the record is not valid JSON",
     "broken_member": "a file of the sample in its container cannot be read",
@@ -97,3 +101,16 @@ class Rejected:
     source: str
     reason: str
     detail: str
+
+
+def is_deep(value: Any, most: int = MOST_DEPTH) -> bool:
+    """Whether lists and objects are nested more than `most` deep.
+
+    >>> is_deep([[1]], 1), is_deep([[1]], 2)
+    (True, False)
+    """
+    level = [value] if isinstance(value, list | dict) else []
+    for _ in range(most):
+        inside = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [x for values in inside for x in values if isinstance(x, list | dict)]
+    return bool(level)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any, cast
 
 from balance.errors import DataError
-from packer.records.record import RawRecord
+from packer.records.record import MOST_DEPTH, TOO_DEEP, RawRecord, is_deep
 from packer.records.schemas import CONTENT_KEYS
 from packer.sources.base import Chunk, OnBytes, Source, cut
 from shards.folders import Folder, join
@@ -31,6 +31,7 @@ Parsed = tuple[Any, str]
 
 _SEPARATORS = re.compile(r"[\s,\ufeff]*")
 _NEXT_OBJECT = re.compile(r"(?<=[\n,\[])\s*(?=\{)")
+_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[{]|[\]}]', re.DOTALL)
 
 
 class AnnotationSource(Source):
@@ -156,9 +157,10 @@ def _array_records(window: _Window, *, in_brackets: bool = True) -> Iterator[Par
             if in_brackets:
                 yield None, f"line {window.line}: the file ends before the array does"
             return
+        line = window.line
         value, error = _decode_one(decoder, window)
-        broken = f"line {window.line}: {error}" if error else ""
-        if broken:
+        broken = f"line {line}: {error}" if error else ""
+        if error and error != TOO_DEEP:  # where that ends is known
             _resynchronise(decoder, window)
         yield value, broken
 
@@ -166,23 +168,46 @@ def _array_records(window: _Window, *, in_brackets: bool = True) -> Iterator[Par
 def _decode_one(decoder: json.JSONDecoder, window: _Window) -> Parsed:
     """Decode the value at the window's start and skip it; reads on while it may be incomplete."""
     while True:
+        start, length = window.start, len(window.text) - window.start
         try:
-            value, end = decoder.raw_decode(window.text, window.start)
-        except (ValueError, RecursionError) as error:
-            length = len(window.text) - window.start
+            (value, end), deep = decoder.raw_decode(window.text, start), False
+        except json.JSONDecodeError as error:
             if not _may_continue(error, window) or length > MAX_RECORD_CHARS:
                 return None, str(error).split(": line ", 1)[0]
             window.fill(length)
             continue
+        except RecursionError:
+            value, end, deep = None, _end_of_brackets(window.text, start), True
+            if end == start:
+                if window.at_end or length > MAX_RECORD_CHARS:
+                    return None, f"{TOO_DEEP}, and does not end"
+                window.fill(length)
+                continue
         if end == len(window.text) and window.fill():
             continue
-        window.advance(end - window.start)
-        return value, ""
+        deep = deep or _is_deep(value, window.text, start, end)
+        window.advance(end - start)
+        return (None, TOO_DEEP) if deep else (value, "")
 
 
-def _may_continue(error: Exception, window: _Window) -> bool:
+def _is_deep(value: Any, text: str, start: int, end: int) -> bool:
+    """`is_deep` of what was decoded; few texts have so many brackets at all."""
+    return sum(text.count(each, start, end) for each in "[{") > MOST_DEPTH and is_deep(value)
+
+
+def _end_of_brackets(text: str, start: int) -> int:
+    """Where the value that begins with a bracket ends; `start` if not in this text."""
+    depth = 0
+    for match in _BRACKETS.finditer(text, start):
+        depth += (match[0] in "[{") - (match[0] in "]}")
+        if depth == 0:
+            return match.end()
+    return start
+
+
+def _may_continue(error: json.JSONDecodeError, window: _Window) -> bool:
     """Whether the rest of the file could make it valid (an open string may continue)."""
-    if window.at_end or not isinstance(error, json.JSONDecodeError):
+    if window.at_end:
         return False
     return error.msg.startswith("Unterminated string") or len(window.text) - error.pos < 32
 
@@ -243,11 +268,15 @@ def _line_records(window: _Window) -> Iterator[Parsed]:
         line, number = window.text[window.start : end], window.line
         window.advance(end - window.start)
         try:
-            yield json.loads(line), ""
+            value, broken = json.loads(line), ""
+            if _is_deep(value, line, 0, len(line)):
+                value, broken = None, TOO_DEEP
         except (ValueError, RecursionError) as error:
             if len(line) > MAX_RECORD_CHARS:
                 _skip_line(window)
-            yield None, f"line {number}: {str(error).split(': line ', 1)[0]}"
+            is_value = isinstance(error, ValueError)
+            value, broken = None, str(error).split(": line ", 1)[0] if is_value else TOO_DEEP
+        yield value, f"line {number}: {broken}" if broken else ""
 
 
 def _skip_line(window: _Window) -> None:

@@ -22,7 +22,7 @@ from pathlib import PurePosixPath
 from typing import IO, Any
 
 from packer.records.media import Media
-from packer.records.record import RawRecord
+from packer.records.record import TOO_DEEP, RawRecord, is_deep
 from packer.sources.base import Chunk, Located, OnBytes, Source, cut, opened, prefix_under
 from shards.folders import open_folder
 
@@ -294,9 +294,13 @@ def _texts(files: dict[str, Member], file: IO[bytes]) -> dict[str, Any]:
     for suffix in [suffix for suffix in files if _kind(suffix) == "json"]:
         try:
             value = json.loads(_read(file, files[suffix]))
-        except (ValueError, RecursionError) as error:
+            why = TOO_DEEP if is_deep(value) else ""
+        except ValueError as error:
             why = str(error).split(": line ", 1)[0]
-            raise _BadMemberError(f"{suffix} is not valid JSON: {why}") from None
+        except RecursionError:
+            why = TOO_DEEP
+        if why:
+            raise _BadMemberError(f"{suffix} is not valid JSON: {why}")
         if not isinstance(value, dict):
             raise _BadMemberError(f"{suffix} is a {type(value).__name__}, not an object")
         record |= value

@@ -1,12 +1,15 @@
 import json
 import tracemalloc
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balance.errors import DataError
+from packer.records.record import MOST_DEPTH
 from packer.sources import json_source as json_records
+from packer.sources.base import cut
 from packer.sources.json_source import read_json_records
 from shards.folders import open_folder
 from support.cases import for_each
@@ -179,3 +182,27 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 8 * json_records.BLOCK_BYTES
+
+
+def test_a_deep_record_is_kept_or_rejected_whatever_reads_it_and_goes_to_any_process(
+    tmp_path, monkeypatch
+):
+    def from_frames(number, path):
+        return from_frames(number - 1, path) if number else read(path)
+
+    monkeypatch.setattr(json_records, "BLOCK_BYTES", 64)
+    good = json.dumps({"text": '] a [ "{', "more": {"text": 1}})
+    for depth in (3, MOST_DEPTH - 1, MOST_DEPTH, 490, 500, 700, 900, 960, 990, 3000, 50_000):
+        for opened, closed in ("[]", ('{"text":', "}")):
+            deep = f'{{"text": "x", "deep": {opened * depth}1{closed * depth}}}'
+            (tmp_path / "a.json").write_text(f"[{good},\n {deep},{good}]")
+            (tmp_path / "a.jsonl").write_text(f"{good}\n{deep}\n{good}\n")
+            for name in ("a.json", "a.jsonl"):
+                found = read(tmp_path / name)
+                assert len(found) == 3, (depth, name)
+                is_kept = [not broken for _, _, broken in found]
+                assert is_kept == [True, depth < MOST_DEPTH, True], (depth, name)
+                assert found[1][2] in {"", f"line 2: it is nested more than {MOST_DEPTH} deep"}
+                assert from_frames(200, tmp_path / name) == found
+                for chunk in cut(records_of(tmp_path / name), 2):
+                    ForkingPickler.dumps(chunk)
