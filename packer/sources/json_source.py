@@ -171,7 +171,7 @@ def _decode_one(decoder: json.JSONDecoder, window: _Window) -> Parsed:
         start, length = window.start, len(window.text) - window.start
         try:
             (value, end), deep = decoder.raw_decode(window.text, start), False
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             if not _may_continue(error, window) or length > MAX_RECORD_CHARS:
                 return None, str(error).split(": line ", 1)[0]
             window.fill(length)
@@ -205,9 +205,9 @@ def _end_of_brackets(text: str, start: int) -> int:
     return start
 
 
-def _may_continue(error: json.JSONDecodeError, window: _Window) -> bool:
+def _may_continue(error: ValueError, window: _Window) -> bool:
     """Whether the rest of the file could make it valid (an open string may continue)."""
-    if window.at_end:
+    if window.at_end or not isinstance(error, json.JSONDecodeError):
         return False
     return error.msg.startswith("Unterminated string") or len(window.text) - error.pos < 32
 
