@@ -305,5 +305,30 @@ def test_an_interrupt(tmp_path, moment):
     assert "2,500 samples read = 2,500 packed" in printed
 
 
+@situation(
+    "SIGTERM, in the background of a script, where Ctrl-C is ignored",
+    "stops; the same command resumes",
+    143,
+)
+def test_a_termination(tmp_path):
+    raw = write_dataset(
+        tmp_path / "raw", [record(number, answer="word " * 100) for number in range(2500)]
+    )
+    for moment in ("loading", "counting"):
+        command = [*build_command(raw, tmp_path / moment), "--workers", "2"]
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            child = start(command, MOMENTS[moment](tmp_path / moment))
+        finally:
+            signal.signal(signal.SIGINT, before)
+        child.send_signal(signal.SIGINT)
+        child.send_signal(signal.SIGTERM)
+        _, stderr = child.communicate(timeout=60)
+        assert child.returncode == 143, moment
+        require_clear(stderr, "stopped")
+    printed, _ = run(command)
+    assert "2,500 samples read = 2,500 packed" in printed
+
+
 def test_the_table_of_situations_and_the_tests_are_the_same():
     assert rows_of("Situations") == SITUATIONS
