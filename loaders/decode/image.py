@@ -14,6 +14,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from balance.errors import DataError
 from balance.media.image_tokens import plan_image
 from balance.media.jpeg import plain_jpeg_size
+from balance.media.orientation import ORIENTATION_TAG, upright_size
 from balance.media.rules import VisionRule
 from balance.media.rules.base import ResizeTo
 from loaders.decode.resize import Pixels
@@ -32,8 +33,8 @@ _DECODE_ERRORS = (
 _REDUCED_SIDES = 2
 """Smallest sides of a JPEG decoded at a reduced scale, as a multiple of its resized sides."""
 
-_ORIENTATION, _UPRIGHT, _TURNED = 0x0112, (None, 1), range(5, 9)
-"""EXIF tag, its values for an upright image, and those that swap width and height."""
+_UPRIGHT = (None, 1)
+"""Orientations of an image that is stored as it is seen."""
 
 _SCRATCH_BYTES = 16 << 20
 """Limit of pixels that each thread keeps: new memory costs a tenth of decoding into it."""
@@ -69,7 +70,7 @@ def _upright_size(image_bytes: bytes | memoryview) -> tuple[int, int] | None:
     """(width, height) of an upright JPEG in grey or RGB, by Pillow; None for anything else."""
     image = Image.open(BytesIO(image_bytes))
     is_plain = image.format == "JPEG" and image.mode in {"RGB", "L"}
-    return image.size if is_plain and image.getexif().get(_ORIENTATION) in _UPRIGHT else None
+    return image.size if is_plain and image.getexif().get(ORIENTATION_TAG) in _UPRIGHT else None
 
 
 def _decode_jpeg(image_bytes: bytes | memoryview, target: Pixels) -> Pixels:
@@ -106,8 +107,8 @@ def decode(
     """
     try:
         image: Image.Image = Image.open(BytesIO(image_bytes))
-        turned = image.getexif().get(_ORIENTATION) in _TURNED
-        size = (image.height, image.width) if turned else image.size
+        stored = image.size  # first: looking for its EXIF may decode a file
+        size = upright_size(stored, image.format, image.getexif().get(ORIENTATION_TAG))
         if counted is not None and size != counted:
             found, before = (f"{width} x {height}" for width, height in (size, counted))
             raise DataError(f"image has {found} pixels, but had {before} when it was counted")

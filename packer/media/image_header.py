@@ -14,15 +14,13 @@ from PIL import Image, UnidentifiedImageError
 
 from balance.errors import first_line
 from balance.media.jpeg import HEAD_BYTES, jpeg_size
+from balance.media.orientation import ORIENTATION_TAG, upright_size
 from packer.records.media import SampleProblem
 
 # A size between Pillow's warning and its limit is decoded like any other. Set once, for threads
 # read too.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
-ORIENTATION_TAG = 0x0112
-SIDEWAYS = frozenset({5, 6, 7, 8})
-"""EXIF orientations that exchange width and height."""
 XMP_KEYWORD = b"XML:com.adobe.xmp"
 TAIL_BYTES = 64
 MOST_PIXELS = 1 << 26
@@ -84,11 +82,10 @@ def _read(file: IO[bytes], *, decode: bool) -> ImageHeader:
     with image:
         if image.format in DRAWN_BY_A_PROGRAM:
             raise ValueError(f"{image.format} is a drawing, not pixels; convert it first")
-        width, height = image.size
+        size = image.size
         if not whole:
             image.load()
-        if _orientation(image) in SIDEWAYS:
-            width, height = height, width
+        width, height = upright_size(size, image.format, _orientation(image))
     return ImageHeader(width, height, num_bytes)
 
 
@@ -106,10 +103,10 @@ def _ends_well(file: IO[bytes], head: bytes, num_bytes: int) -> bool:
     return False
 
 
-def _orientation(image: Image.Image) -> int:
+def _orientation(image: Image.Image) -> object:
     if image.format == "PNG" and not _may_hold_exif(image):
-        return 1  # asking Pillow would decode the whole picture to look for EXIF after it
-    return int(image.getexif().get(ORIENTATION_TAG, 1) or 1)
+        return None  # asking Pillow would decode the whole picture to look for EXIF after it
+    return image.getexif().get(ORIENTATION_TAG)
 
 
 def _may_hold_exif(image: Image.Image) -> bool:

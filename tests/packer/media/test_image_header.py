@@ -1,4 +1,5 @@
 import io
+import struct
 
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps, PngImagePlugin
 
 from balance.media.jpeg import HEAD_BYTES, jpeg_size
+from loaders.decode.image import decode, decode_pixels
 from packer.media.image_header import read_header
 from packer.records.media import SampleProblem
 from support.cases import for_each
@@ -47,6 +49,60 @@ def test_exif_orientation_is_honoured_as_the_decoder_does(form, orientation):
     data = encode(form, orientation)
     header = header_of(data)
     assert (header.width, header.height) == decoded_size(data)
+
+
+# (type of the tag, number of values, the four bytes of its value or the place of them)
+ODD_TAGS = {
+    "text": (2, 2, b"6\0\0\0"),
+    "byte": (1, 1, b"\6\0\0\0"),
+    "undefined": (7, 1, b"\6\0\0\0"),
+    "signed byte": (6, 1, b"\6\0\0\0"),
+    "two numbers": (3, 2, b"\6\0\1\0"),
+    "long": (4, 1, b"\6\0\0\0"),
+    "0": (3, 1, b"\0\0\0\0"),
+    "9": (3, 1, b"\x09\0\0\0"),
+    "6/1": (5, 1, struct.pack("<II", 6, 1)),
+    "6/0": (5, 1, struct.pack("<II", 6, 0)),
+    "13/2": (5, 1, struct.pack("<II", 13, 2)),
+    "float": (11, 1, struct.pack("<f", 8)),
+    "not a number": (11, 1, struct.pack("<f", float("nan"))),
+    "double": (12, 1, struct.pack("<d", 5)),
+}
+
+
+def exif_with(kind, count, value):
+    """EXIF with an orientation of some type; values of 8 bytes come after the directory."""
+    place = value if len(value) == 4 else struct.pack("<I", 26)
+    more = value if len(value) > 4 else b""
+    entry = struct.pack("<HHI", 0x0112, kind, count) + place
+    return b"Exif\0\0II*\0\x08\0\0\0\x01\0" + entry + b"\0\0\0\0" + more
+
+
+def test_an_odd_orientation_counts_and_decodes_as_pillow_turns_the_image():
+    for case, tag in ODD_TAGS.items():
+        files = {form: encode(form, exif=exif_with(*tag)) for form in ("JPEG", "PNG", "WEBP")}
+        if len(tag[2]) == 4:
+            tiff = encode("TIFF", tiffinfo={0x0112: 6})
+            before = struct.pack("<HHIHH", 0x0112, 3, 1, 6, 0)
+            assert tiff.count(before) == 1
+            files["TIFF"] = tiff.replace(before, struct.pack("<HHI", 0x0112, *tag[:2]) + tag[2])
+        for form, data in files.items():
+            upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
+            header = header_of(data)
+            assert (header.width, header.height) == upright.size, (case, form)
+            for decoder in (decode, decode_pixels):
+                pixels = np.array(decoder(data, counted=upright.size))
+                assert np.array_equal(pixels, np.array(upright)), (case, form)
+
+
+def test_turned_tiffs_count_and_decode_upright():
+    for orientation in range(1, 9):
+        for compression in (None, "tiff_lzw", "tiff_deflate"):
+            data = encode("TIFF", tiffinfo={0x0112: orientation}, compression=compression)
+            upright = decoded_size(data)
+            header = header_of(data)
+            assert (header.width, header.height) == upright == decode(data, counted=upright).size
+            assert upright == ((60, 40) if orientation < 5 else (40, 60))
 
 
 def late_exif(data):
