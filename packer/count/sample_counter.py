@@ -22,7 +22,7 @@ from balance.media.image_tokens import ImagePlan, ImageRejected, plan_image
 from balance.presets import ModelPreset
 from balance.types import COUNT_COLUMNS
 from packer.media.audio_header import read_audio_header
-from packer.media.image_header import read_header
+from packer.media.image_header import read_header, warnings_about
 from packer.records.extras import Kinds, kinds_in, read_extras
 from packer.records.media import BLOB_SCHEME, Media, SampleProblem, open_media
 from packer.records.record import RawRecord, RawSample, Rejected
@@ -177,7 +177,8 @@ class SampleCounter:
             return sample
         try:
             several = len(sample.images)
-            images = [self._count_image(root, media, several) for media in sample.images]
+            with warnings_about(sample.sample_id):
+                images = [self._count_image(root, media, several) for media in sample.images]
             return sample, images, [self._count_audio(root, media) for media in sample.audios]
         except SampleProblem as problem:
             return _reject(sample, problem.reason, problem.detail)

@@ -6,9 +6,13 @@ tail takes about 0.1 ms; only a file whose tail looks truncated is decoded in fu
 """
 
 import io
+import sys
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 from PIL import Image, UnidentifiedImageError
 
@@ -20,6 +24,33 @@ from packer.records.media import SampleProblem
 # A size between Pillow's warning and its limit is decoded like any other. Set once, for threads
 # read too.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
+_plain_showwarning = warnings.showwarning
+_reading = threading.local()
+
+
+def _show_named(message: Warning | str, *rest: Any, **more: Any) -> None:
+    """Show a warning of Pillow's in one line, with the sample whose image it is about."""
+    sample = getattr(_reading, "sample", None)
+    if sample is None:
+        _plain_showwarning(message, *rest, **more)
+        return
+    text = " ".join(f"{sample}: {message}".encode("ascii", "backslashreplace").decode().split())
+    sys.stderr.write(f"note: image of sample {text}\n")
+
+
+warnings.showwarning = _show_named
+
+
+@contextmanager
+def warnings_about(sample_id: str) -> Iterator[None]:
+    """Name a sample in what Pillow warns of in this thread."""
+    _reading.sample = sample_id
+    try:
+        yield
+    finally:
+        _reading.sample = None
+
 
 XMP_KEYWORD = b"XML:com.adobe.xmp"
 TAIL_BYTES = 64

@@ -1,5 +1,6 @@
 import io
 import struct
+import warnings
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from PIL import Image, ImageOps, PngImagePlugin
 
 from balance.media.jpeg import HEAD_BYTES, jpeg_size
 from loaders.decode.image import decode, decode_pixels
-from packer.media.image_header import read_header
+from packer.media import image_header
+from packer.media.image_header import read_header, warnings_about
 from packer.records.media import SampleProblem
 from support.cases import for_each
 
@@ -93,6 +95,23 @@ def test_an_odd_orientation_counts_and_decodes_as_pillow_turns_the_image():
             for decoder in (decode, decode_pixels):
                 pixels = np.array(decoder(data, counted=upright.size))
                 assert np.array_equal(pixels, np.array(upright)), (case, form)
+
+
+def test_what_pillow_warns_of_is_one_line_with_the_sample(capsys):
+    data = encode("TIFF", tiffinfo={0x0112: 6})
+    entry = struct.pack("<HHIHH", 0x0112, 3, 1, 6, 0)
+    data = data.replace(entry, struct.pack("<HHIHH", 0x0112, 3, 2, 6, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = image_header._show_named
+        with warnings_about("a\nb"):
+            header_of(data)
+        named = capsys.readouterr().err.splitlines()
+        header_of(data)
+    assert set(named) == {
+        "note: image of sample a b: Metadata Warning, tag 274 had too many entries: 2, expected 1"
+    }
+    assert "of sample" not in capsys.readouterr().err
 
 
 def test_turned_tiffs_count_and_decode_upright():
