@@ -75,6 +75,7 @@ class Builder:
 
     def __init__(self, config: BuildConfig, progress: StageProgress | None = None) -> None:
         self.config = config
+        self._group_options = config.group_options  # what is wrong with it is said before counting
         self.progress = progress or StageProgress()
         self.publisher = Publisher(config.out, config.work_dir) if is_uri(config.out) else None
         self.out = self.publisher.folder if self.publisher else Path(config.out)
@@ -242,7 +243,7 @@ class Builder:
         with self.progress.stage("group", None) as stage:
             grouping = group_counts(
                 counts_arrays(counts.table),
-                self.config.group_options,
+                self._group_options,
                 vision_unit=self.model.vision_unit,
                 context_len=self.model.context_len,
                 flops=FlopsModel.of(self.model) if self.model.has_dimensions else None,

@@ -127,8 +127,8 @@ def group(
     """Only group samples of known lengths, and report."""
     given = {name: context.params[name] for name in (*GROUPING, "isf_iterations")}
     options = GroupOptions(**{name: value for name, value in given.items() if value is not None})
-    if out is not None and is_uri(out):
-        raise ConfigError(f"--out {out}: groups go to a folder; `packer build` writes to URIs")
+    if out is not None and (is_uri(out) or not out.strip()):
+        raise ConfigError(f"--out {out!r}: groups go to a folder; `packer build` writes to URIs")
     with TemporaryDirectory() as scratch:
         folder = Path(out or scratch)
         group_files(files, folder, options, StageProgress(messages), vision_unit=vision_unit)

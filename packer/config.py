@@ -16,6 +16,8 @@ DEMO_MODEL = "tiny"
 DEMO_MAX_SEQ_LEN = 2048
 """Twice the longest demo sample: with the data's own cap, long samples would share no group."""
 
+_PLACES = ("dataset", "data_root", "out", "work_dir")
+
 MOST_TOKENS = 2**31 - 1
 """Counts are int32 in every artefact."""
 
@@ -79,7 +81,9 @@ class BuildConfig:
         float | None,
         Option(
             "GiB for a micro-batch's activations: the caps are then the best that fit, by the"
-            " model's dimensions."
+            " model's dimensions.",
+            least=0.001,
+            most=2**20,
         ),
     ] = None
     memory_gpus: Annotated[
@@ -131,6 +135,9 @@ class BuildConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        for name in _PLACES:  # an empty path would be the current folder
+            if (place := getattr(self, name)) is not None and not place.strip():
+                raise ConfigError(f"--{name.replace('_', '-')} is empty: give a folder or URI")
         hints = {
             "model": (self.model, "a folder, a Hub id, or for example internvl_1_5"),
             "tokenizer": (self.tokenizer_source, "a folder, or a Hub id"),
@@ -164,6 +171,12 @@ class BuildConfig:
         if self.memory_gib is not None:
             model = find_model(self.model or DEMO_MODEL)
             memory = ActivationBudget.of(model, self.memory_gib * 2**30, gpus=self.memory_gpus)
+            if memory.most_tokens(self.max_vision or 0) < 1:
+                beside = f" next to {self.max_vision:,} of vision" if self.max_vision else ""
+                raise ConfigError(
+                    f"--memory-gib {self.memory_gib:g} holds no token of {model.name}{beside}; give"
+                    " more"
+                )
         return GroupOptions(
             seed=self.seed,
             max_seq_len=max_seq_len,

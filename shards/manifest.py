@@ -174,6 +174,8 @@ def is_complete(place: str) -> bool:
 def read_manifest(place: str | Path) -> Manifest:
     """The manifest of the build at a folder or URI; DataError if there is none that can be read."""
     place = str(place)
+    if not place.strip():
+        raise DataError("an empty path; give the output folder or URI of `packer build`")
     if not is_uri(place) and not Path(place).is_dir():
         found = "a file, no folder" if Path(place).exists() else "no such folder"
         raise DataError(f"{place}: {found}; give the output folder of `packer build`")
@@ -188,11 +190,20 @@ def unfinished(place: str) -> DataError:
     """The error for a folder or URI without a manifest."""
     advice = "run the same `packer build` again to finish it"
     names = [] if is_uri(place) else sorted(os.listdir(place))
+    if not (_has_objects(place) if is_uri(place) else names):
+        advice = "nothing is there: give the output folder or URI of `packer build`"
     # every build begins with one of these folders
     if names and not {"staging", "shards"} & set(names):
         found = f"it holds {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
         advice = f"{found}: pack raw data with `packer build --dataset {place}`"
     return DataError(f"{place}: no {MANIFEST_NAME}, so no finished build; {advice}")
+
+
+def _has_objects(uri: str) -> bool:
+    try:
+        return open_folder(uri).has_folder("")
+    except (OSError, DataError):  # who may read may not be allowed to list
+        return True
 
 
 def parse_manifest(content: bytes, place: str) -> Manifest:

@@ -30,6 +30,8 @@ class MixturePart:
     """Origin, for the message that says what is missing."""
 
     def __post_init__(self) -> None:
+        if not self.dataset.strip() or (self.data_root is not None and not self.data_root.strip()):
+            raise ConfigError("an empty dataset or data_root; give a name, a path or a URI")
         for key, value in (("weight", self.weight), ("repeat", self.repeat), ("limit", self.limit)):
             if value is not None and value <= 0:
                 raise ConfigError(f"{key} is {value}; it must be greater than 0")

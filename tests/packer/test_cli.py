@@ -5,6 +5,7 @@ exit status.
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -104,32 +105,44 @@ def one_error_line(stderr):
     return errors[0]
 
 
-@pytest.mark.parametrize(
-    ("change", "status", "message"),
-    [
-        ({"--dataset": "nowhere"}, 1, "no dataset 'nowhere'"),
-        ({"--model": "gpt9"}, 2, "no model preset 'gpt9'"),
-        ({"--tokenizer": "no/such/folder"}, 2, "no/such/folder"),
-        ({"--out": None}, 2, "--out must be given"),
-        ({"--model": None}, 2, "--model is missing"),
-        ({"--format": "zip"}, 2, "zip"),
-        ({"--max-seq-len": "many"}, 2, "'--max-seq-len'"),
-        ({"--config": "nowhere.toml"}, 2, "nowhere.toml"),
-        ({"--max-seq-len": "1"}, 1, "nothing to pack"),
-        ({"--data-root": "nowhere"}, 1, "no data root"),
-        ({"--seed": "99999999999999999999"}, 2, "seed"),
-        ({"--check-images": "maybe"}, 2, "check_images"),
-    ],
-)
-def test_a_wrong_call_is_one_clear_line_and_its_exit_status(
-    run, dataset, tmp_path, change, status, message
-):
+WRONG_CALLS = [
+    ({"--dataset": "nowhere"}, 1, "no dataset 'nowhere'"),
+    ({"--model": "gpt9"}, 2, "no model preset 'gpt9'"),
+    ({"--tokenizer": "no/such/folder"}, 2, "no/such/folder"),
+    ({"--out": None}, 2, "--out must be given"),
+    ({"--model": None}, 2, "--model is missing"),
+    ({"--format": "zip"}, 2, "zip"),
+    ({"--max-seq-len": "many"}, 2, "'--max-seq-len'"),
+    ({"--config": "nowhere.toml"}, 2, "nowhere.toml"),
+    ({"--max-seq-len": "1"}, 1, "nothing to pack"),
+    ({"--data-root": "nowhere"}, 1, "no data root"),
+    ({"--seed": "99999999999999999999"}, 2, "seed"),
+    ({"--check-images": "maybe"}, 2, "check_images"),
+    ({"--out": ""}, 2, "--out is empty"),
+    ({"--dataset": " "}, 2, "--dataset is empty"),
+    ({"--data-root": ""}, 2, "--data-root is empty"),
+    ({"--memory-gib": "nan"}, 2, "memory_gib is nan; it must be in 0.001..1,048,576"),
+    ({"--memory-gib": "inf"}, 2, "memory_gib is inf"),
+    ({"--memory-gib": "-1"}, 2, "memory_gib is -1.0"),
+    ({"--memory-gib": "0.001", "--model": "internvl_1_5"}, 2, "holds no token of internvl_1_5"),
+]
+"""Options that change, the exit status, and what the line says."""
+
+
+def test_a_wrong_call_is_one_clear_line_and_its_exit_status(run, dataset, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     arguments = [str(a) for a in build_arguments(dataset, tmp_path / "out")]
-    given = dict(zip(arguments[1::2], arguments[2::2], strict=True)) | change
-    flat = [part for name, value in given.items() if value is not None for part in (name, value)]
-    found, _, stderr = run("build", *flat, "--workers", 1)
-    assert found == status
-    assert message in one_error_line(stderr)
+    for change, status, message in WRONG_CALLS:
+        given = dict(zip(arguments[1::2], arguments[2::2], strict=True)) | change
+        flat = [
+            part for name, value in given.items() if value is not None for part in (name, value)
+        ]
+        found, _, stderr = run("build", *flat, "--workers", 1)
+        assert found == status, change
+        assert message in one_error_line(stderr), change
+        assert ("count " in stderr) == (message == "nothing to pack"), change
+        assert not list(Path().iterdir()), change
 
 
 def test_a_damaged_build_fails_verification_and_names_the_shard(run, dataset, tmp_path):

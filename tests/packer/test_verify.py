@@ -77,6 +77,13 @@ def test_an_edited_manifest_and_a_file_that_nobody_made_are_found(built):
 def test_no_build_an_unfinished_one_and_a_foreign_manifest_are_clear_errors(built, tmp_path):
     with pytest.raises(DataError, match="no such folder"):
         problems(tmp_path / "nothing")
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(
+        DataError, match=r"no manifest.json, so no finished build; nothing is there"
+    ):
+        problems(tmp_path / "nothing")
+    with pytest.raises(DataError, match="an empty path"):
+        problems("")
     (built / "manifest.json").write_text('{"format_version": 99}')
     with pytest.raises(DataError, match="format_version 99"):
         problems(built)
