@@ -1,4 +1,4 @@
-"""Which side of an image is up, by its EXIF tag: for counting, decoding and thumbnails alike.
+"""Which side of an image is up, by its EXIF tag, for counting and decoding alike.
 
 As `PIL.ImageOps.exif_transpose` decides, which transformers' image loading calls: a value that is
 not the number 2 to 8 (text, bytes, several numbers, not a number) turns nothing. Pure.

@@ -106,13 +106,25 @@ def _relative(name: str, kind: str) -> str:
 
 
 def files_of(record: Mapping[str, Any], kind: str) -> list[Media]:
-    """The files of a kind, `image` or `audio`: those under the first key that has any."""
+    """The files of a kind, `image` or `audio`: those under the one key that has any.
+
+    If several have, one of them must list the files of the others too; else SampleProblem.
+    """
+    found: dict[str, list[Media]] = {}
     for key in FILE_KEYS[kind]:
         given = record.get(key)
         if not _is_empty(given):
             several = given if isinstance(given, list | tuple) else [given]
-            return [media_of(one, kind) for one in several]
-    return []
+            found[key] = [media_of(one, kind) for one in several]
+    if not found:
+        return []
+    files = max(found.values(), key=len)
+    for others in found.values():
+        if any(file not in files for file in others):
+            keys = " and ".join(f"`{each}`" for each in found)
+            bad = f"{keys} hold different files; give all of them under one key, in order"
+            raise SampleProblem(f"bad_{kind}_field", bad)
+    return files
 
 
 def _is_empty(given: Any) -> bool:
@@ -149,9 +161,10 @@ def media_of(given: Any, kind: str) -> Media:
 
 
 def media_of_base64(text: Any, kind: str) -> Media:
-    """A file whose content is in the record as base64."""
+    """A file whose content is in the record as base64, in one line or in many."""
     try:
-        return Media(kind, data=base64.b64decode(text, validate=True))
+        joined = "".join(text.split()) if isinstance(text, str) else text
+        return Media(kind, data=base64.b64decode(joined, validate=True))
     except (ValueError, TypeError):
         raise SampleProblem(f"bad_{kind}_field", f"the base64 of the {kind} is damaged") from None
 

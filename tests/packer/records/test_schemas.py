@@ -3,6 +3,7 @@ rejected.
 """
 
 import base64
+import json
 
 import pytest
 from hypothesis import given
@@ -382,6 +383,17 @@ DAMAGED = [
     ({"text": None}, "bad_turn"),
     ({"text": "  "}, "no_conversation"),
     ({"text": "<image>", "images": []}, "marker_without_image"),
+    (damaged("LLaVA", image="a.jpg", images=["b.jpg"]), "bad_image_field"),
+    (damaged("LLaVA", image=["a.jpg"], images=["b.jpg", "c.jpg"]), "bad_image_field"),
+    ({"text": "x", "audio": "a.wav", "audios": ["b.wav"]}, "bad_audio_field"),
+    (
+        {"conversations": [ASK, ANSWER], "messages": [{"role": "assistant", "content": "No"}]},
+        "bad_turn",
+    ),
+    ({"conversations": "{"}, "no_conversation"),
+    ({"conversations": "17"}, "no_conversation"),
+    ({"conversations": "[" * 5000 + "]" * 5000}, "no_conversation"),
+    ({"conversations": "[" * 300 + "]" * 300}, "no_conversation"),
 ]
 
 
@@ -481,3 +493,36 @@ def test_any_value_is_a_sample_or_has_a_reason(value):
 @given(near_records, st.dictionaries(keys, values, max_size=3))
 def test_any_damage_to_a_record_is_a_sample_or_has_a_reason(record, changes):
     check({**record, **changes})
+
+
+def test_what_two_keys_say_alike_is_used_once():
+    turns = [{"from": "Human", "value": "<image>\nWhat?"}, {"from": "GPT", "value": "That."}]
+    plain = parse({"id": 1, "image": "a.jpg", "conversations": turns})
+    messages = [
+        {"role": " User ", "content": "<image>\nWhat?"},
+        {"role": "Assistant", "content": "That."},
+    ]
+    same = [
+        {"conversations": turns, "messages": messages, "image": "a.jpg"},
+        {"conversations": [], "messages": messages, "image": "a.jpg"},
+        {"conversations": json.dumps(turns), "image": "a.jpg"},
+        {"messages": json.dumps(messages), "conversations": None, "image": "a.jpg"},
+        {"conversations": turns, "image": "a.jpg", "images": ["a.jpg"]},
+        {"conversations": turns, "image": "", "images": ["a.jpg"]},
+        {"conversations": turns, "image": ["a.jpg"], "images": []},
+    ]
+    for record in same:
+        assert parse({"id": 1, **record}) == plain, record
+    two = [{"from": "human", "value": "<image><image>"}, {"from": "gpt", "value": "That."}]
+    both = parse({"conversations": two, "image": "b.jpg", "images": ["a.jpg", "b.jpg"]})
+    assert [file.name for file in both.images] == ["a.jpg", "b.jpg"]
+
+
+def test_base64_in_many_lines_is_the_same_file():
+    content = bytes(range(256)) * 2
+    wrapped = base64.encodebytes(content).decode()
+    assert wrapped.count("\n") > 5
+    for text in (wrapped, wrapped.replace("\n", "\r\n"), wrapped.replace("\n", "")):
+        image = f"data:image/png;base64,{text}"
+        (file,) = parse({"image": image, "conversations": [ASK, ANSWER]}).images
+        assert file.data == content

@@ -116,6 +116,25 @@ def test_the_same_id_in_two_parts_is_two_samples(raw, tmp_path):
     assert set(samples) == {"a0", "a1", "a2", "a3", "a0#2", "a1#2", "a2#2"}
 
 
+def test_parts_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    for number, name in enumerate(("x/one", "x/two", "y/one")):
+        write_dataset(tmp_path / name, texts("ab"[number % 2], 3))
+    file, folder = "annotations.json", "x/one"
+    for places, names in [
+        (("x/one/" + file, "x/two/" + file), ["one/annotations", "two/annotations"]),
+        (("x/one/" + file, "y/one/" + file), ["x/one/annotations", "y/one/annotations"]),
+        (("x/one", "y/one"), ["x/one", "y/one"]),
+        (("x/one", "x/two"), ["one", "two"]),
+        (("x/one", "x/two/" + file), ["one", "annotations"]),
+    ]:
+        found = find_dataset(str(write_mixture(tmp_path, *({"dataset": p} for p in places))), None)
+        assert [part.name for part in found.parts] == names
+    for given in ({}, {"name": "one"}):
+        path = write_mixture(tmp_path, {"dataset": folder, **given}, {"dataset": folder})
+        with pytest.raises(ConfigError, match=r"named 'one'; give each a `name`"):
+            find_dataset(str(path), None)
+
+
 def image(folder, name, seed):
     write_image(folder / name, 50 + seed, 40, seed)
     return (folder / name).read_bytes()
