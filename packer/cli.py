@@ -7,7 +7,6 @@ from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from balance.errors import ConfigError
 from balance.grouping.caps import GroupOptions
@@ -17,6 +16,7 @@ from balance.interface.command_line import (
     messages,
     new_app,
     read_config,
+    results,
     run_app,
     with_options,
 )
@@ -25,6 +25,7 @@ from packer.build import Builder
 from packer.build_dir import REPORT_NAME
 from packer.config import BuildConfig
 from packer.count.pool import default_workers
+from packer.format_text import counted
 from packer.group import group_files
 from packer.inspect.html import write_group_html
 from packer.inspect.terminal import group_title, print_group
@@ -80,7 +81,7 @@ def build(
     if as_json:
         print(json.dumps({**asdict(summary), "report": report.to_json()}))
         return
-    print_build(summary, report, Console())
+    print_build(summary, report, results())
 
 
 @app.command()
@@ -97,7 +98,7 @@ def count(context: typer.Context, config: ConfigOption = None, as_json: JsonOpti
         numbers = {reason: entry.number for reason, entry in reasons.items()}
         print(json.dumps({"num_read": read, "num_counted": len(counts), "rejected": numbers}))
         return
-    print(f"{read:,} samples read = {len(counts):,} counted + {len(rejected):,} rejected")
+    print(f"{counted(read, 'samples')} read = {len(counts):,} counted + {len(rejected):,} rejected")
     for reason, entry in reasons.items():
         words = REASONS.get(reason, reason)
         print(f"  rejected {entry.number:,}, {reason}: {words}; first: {entry.first}")
@@ -158,8 +159,11 @@ def verify(
         print(json.dumps(asdict(result)))
     require_intact(result)
     if not as_json:
-        print(f"intact: {result.num_files} files, {result.num_bytes:,} bytes")
-        packed = f"{result.num_groups:,} groups of {result.num_samples:,} samples"
+        files = counted(result.num_files, "files")
+        print(f"intact: {files}, {result.num_bytes:,} bytes")
+        packed = (
+            f"{counted(result.num_groups, 'groups')} of {counted(result.num_samples, 'samples')}"
+        )
         print(f"{packed}, as the manifest says")
 
 
@@ -169,6 +173,9 @@ def inspect(
     group: Annotated[
         int | None,
         typer.Option(help="Number of the group, from 0. Default: the middle one, by vision load."),
+    ] = None,
+    sample: Annotated[
+        str | None, typer.Option(help="Id of a sample, to show it alone and its group's loads.")
     ] = None,
     tokenizer: Annotated[
         str | None,
@@ -185,7 +192,11 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """Show one group of a build: texts, labels, images."""
-    view = inspect_group(out, group, tokenizer=tokenizer, chat_template=chat_template)
+    if group is not None and sample is not None:
+        raise ConfigError("give --group or --sample, not both")
+    view = inspect_group(
+        out, group, sample=sample, tokenizer=tokenizer, chat_template=chat_template
+    )
     if html is not None:
         write_group_html(view, html)
     if as_json:
@@ -193,13 +204,13 @@ def inspect(
     elif html is not None:
         print(f"{group_title(view)}: {html}")
     else:
-        print_group(view, Console())
+        print_group(view, results())
 
 
 @app.command()
 def datasets() -> None:
     """List the known datasets and what each needs."""
-    print_datasets(Console())
+    print_datasets(results())
 
 
 def main() -> None:
@@ -222,7 +233,7 @@ def _report(out: str, dp: int, *, as_json: bool, kept: bool = True) -> None:
     if as_json:
         print(json.dumps(result.to_json()))
     else:
-        print_report(result, Console())
+        print_report(result, results())
     if kept:  # after printing: who may only read a bucket has the figures at least
         save_html(result, out)
     if kept and not as_json:

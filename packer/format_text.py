@@ -37,6 +37,16 @@ def share_text(value: float) -> str:
     return f"{value:.1%}" if value >= 0.01 else f"{value:.2%}"
 
 
+def counted(number: int, plural: str) -> str:
+    """A number of things, of which one has its own form.
+
+    >>> counted(1, "image patches"), counted(1, "steps"), counted(2_000, "steps")
+    ('1 image patch', '1 step', '2,000 steps')
+    """
+    one = plural.removesuffix("es" if plural.endswith("ches") else "s")
+    return f"{number:,} {one if number == 1 else plural}"
+
+
 def capitalised(text: str) -> str:
     """The text with its first letter in upper case, the rest as it is.
 

@@ -42,6 +42,16 @@ def read_rows(path: Path, rows: Sequence[int], columns: Sequence[str]) -> list[d
     return query_table(path, chosen).to_dicts()
 
 
+def find_rows(path: Path, column: str, value: str) -> list[int]:
+    """Numbers of the rows of a table that have this value."""
+    import polars as pl
+
+    def matching(table: pl.LazyFrame) -> pl.LazyFrame:
+        return table.select(column).with_row_index("row").filter(pl.col(column) == value)
+
+    return query_table(path, matching)["row"].to_list()
+
+
 def count_reasons(rejected: pl.LazyFrame) -> pl.LazyFrame:
     """Rejections by reason, most frequent first, with the first sample's details."""
     import polars as pl

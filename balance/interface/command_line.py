@@ -4,6 +4,7 @@ Exit status: 0 done, 1 the data or the build is bad, 2 the call is wrong, 130 in
 143 ended by SIGTERM.
 """
 
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -36,8 +37,18 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JS
 messages = Console(stderr=True)
 """Progress and messages; standard output is for results."""
 
+PIPE_WIDTH = 10_000
+"""Columns of results that go to a file or another program: lines are not wrapped there."""
+
 Config = TypeVar("Config")
 Command = TypeVar("Command", bound=Callable[..., None])
+
+
+def results() -> Console:
+    """Standard output; wrapped on a terminal only, or to the COLUMNS that are asked for."""
+    console = Console()
+    fits = console.is_terminal or "COLUMNS" in os.environ
+    return console if fits else Console(width=PIPE_WIDTH)
 
 
 def new_app(name: str, text: str) -> typer.Typer:

@@ -9,7 +9,7 @@ import json
 from rich.console import Console
 from rich.text import Text
 
-from packer.format_text import capitalised, size_text, visible
+from packer.format_text import capitalised, counted, size_text, visible
 from packer.inspect.token_text import Piece, PieceKind
 from packer.inspect.view import GroupView, ImageView, SampleView
 
@@ -31,7 +31,7 @@ def print_group(view: GroupView, console: Console) -> None:
     console.print(group_text(view), highlight=False)
     hint = "" if view.tokenizer else f" {NO_TOKENIZER}"
     console.print(f"[dim]{LEGEND}{hint}[/]", highlight=False)
-    for number, sample in enumerate(view.samples, start=1):
+    for number, sample in view.shown_samples:
         _print_sample(number, sample, view.limits.unit, console)
 
 
@@ -51,24 +51,25 @@ def load_rows(view: GroupView) -> list[tuple[str, int, int]]:
 def group_text(view: GroupView) -> str:
     """The loads that no cap counts, in one line."""
     counts = view.counts
-    other = f"{counts['num_image_patches']:,} patches"
+    other = counted(counts["num_image_patches"], "patches")
     if view.limits.vision_unit == "image_patches":
-        other = f"{counts['num_vit_tokens']:,} ViT tokens"
-    number = f"{len(view.samples):,} sample{'s' if len(view.samples) != 1 else ''}"
+        other = counted(counts["num_vit_tokens"], "ViT tokens")
+    number = counted(len(view.samples), "samples")
     return f"{number}; {_parts(counts)}, {counts['num_loss_tokens']:,} with a label; {other}"
 
 
 def sample_text(sample: SampleView, unit: str) -> str:
     """The loads of a sample, in one line."""
     counts = sample.counts
-    vision = f"; {sample.vision_load:,} {unit}" if sample.vision_load else ""
+    vision = f"; {counted(sample.vision_load, unit)}" if sample.vision_load else ""
     return f"{_parts(counts)}, {counts['num_loss_tokens']:,} with a label{vision}"
 
 
 def image_text(image: ImageView) -> str:
     """Size, bytes and tokens of an image, in one line."""
     size = "" if image.num_bytes is None else f", {size_text(image.num_bytes)}"
-    tokens = f"{image.num_patches} patches, {image.num_tokens:,} LLM tokens"
+    patches = counted(image.num_patches, "patches")
+    tokens = f"{patches}, {counted(image.num_tokens, 'LLM tokens')}"
     return f"{image.width} x {image.height}{size}: {tokens}"
 
 
@@ -153,4 +154,4 @@ def _parts(counts: dict[str, int]) -> str:
     """
     kinds = [(counts[f"num_{kind}_tokens"], kind) for kind in ("image", "text", "audio")]
     parts = " + ".join(f"{number:,} {kind}" for number, kind in kinds if number)
-    return f"{counts['seq_len']:,} tokens = {parts}"
+    return f"{counted(counts['seq_len'], 'tokens')} = {parts}"

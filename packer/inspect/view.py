@@ -21,15 +21,16 @@ from packer.demo.dataset import demo_tokenizer_path
 from packer.inspect._thumbnails import Thumbnail, make_thumbnail
 from packer.inspect.token_text import Piece, PieceKind, load_decoder, read_pieces
 from packer.sources.dataset import DEMO
-from packer.table_queries import read_rows
+from packer.table_queries import find_rows, read_rows
 from shards.arrow_shards import ArrowLayout, decode_arrow, shard_schema
 from shards.folders import on_disk, open_folder
 from shards.index import IDS_NAME, INDEX_NAME, open_index
 from shards.manifest import FolderFiles, Manifest, read_manifest
 from shards.stored_group import DECODE_ERRORS, StoredGroup
-from shards.tables import COUNTS_NAME, GROUPS_NAME
+from shards.tables import COUNTS_NAME, GROUPS_NAME, REJECTED_NAME, read_groups, read_table
 from shards.tar_shards import decode_tar
 
+_TABLES = (INDEX_NAME, IDS_NAME, GROUPS_NAME, COUNTS_NAME, REJECTED_NAME)
 Row = dict[str, Any]
 """What the counts table says about a sample."""
 
@@ -87,6 +88,8 @@ class GroupView:
     num_groups: int
     why: str
     """Why this group is shown; empty if it was asked for."""
+    sample: str
+    """Id of the sample that was asked for: it alone is shown as text; empty for all."""
     shard: str
     num_bytes: int
     limits: Limits
@@ -99,12 +102,18 @@ class GroupView:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, without thumbnails; `fill`, `vision_fill`: used shares of the caps."""
-        return _plain(self, without=("why", "vision_load")) | {
+        return _plain(self, without=("why", "vision_load", "sample")) | {
             "limits": asdict(self.limits),
             "fill": self.counts["seq_len"] / self.limits.max_seq_len,
             "vision_fill": self.vision_load / max(self.limits.max_vision, 1),
-            "samples": [sample.to_json() for sample in self.samples],
+            "samples": [sample.to_json() for _, sample in self.shown_samples],
         }
+
+    @property
+    def shown_samples(self) -> list[tuple[int, SampleView]]:
+        """(number in the group from 1, sample) of all samples, or of the one asked for."""
+        numbered = enumerate(self.samples, start=1)
+        return [pair for pair in numbered if self.sample in {"", pair[1].sample_id}]
 
 
 def _plain(view: object, *, without: tuple[str, ...]) -> dict[str, Any]:
@@ -116,10 +125,13 @@ def inspect_group(
     out: Path | str,
     group: int | None = None,
     *,
+    sample: str | None = None,
     tokenizer: str | None = None,
     chat_template: str | None = None,
 ) -> GroupView:
     """Read a group of the build at `out`, a folder or URI; None: the middle one by vision load.
+
+    `sample`: the id of a sample, whose group it is then.
 
     `tokenizer` must be the build's own; without it only the demo's text can be read, and other
     builds show token ids. DataError for an unfinished or damaged build, ConfigError for a group
@@ -132,9 +144,13 @@ def inspect_group(
     source = tokenizer or _demo_tokenizer(manifest)
     decoder = load_decoder(source, manifest, chat_template) if source else None
 
-    with on_disk(manifest.place, (INDEX_NAME, IDS_NAME, GROUPS_NAME, COUNTS_NAME)) as folder:
+    with on_disk(manifest.place, _TABLES) as folder:
         index = open_index(manifest, FolderFiles(manifest, folder))
-        number = _middle(index.column(f"num_{unit}")) if group is None else group
+        number = group
+        if sample is not None:
+            number = _group_of(folder, sample)
+        elif number is None:
+            number = _middle(index.column(f"num_{unit}"))
         counted = _counted(folder, number, index.sample_ids(number))
         counts = dict(zip(COUNT_COLUMNS, index.row(number, *COUNT_COLUMNS), strict=True))
         shard, offset, length = index.row(number, "shard", "offset", "length")
@@ -150,7 +166,8 @@ def inspect_group(
     return GroupView(
         group=number,
         num_groups=manifest.num_groups,
-        why="the middle one, by vision load" if group is None else "",
+        why="the middle one, by vision load" if group is None and sample is None else "",
+        sample=sample or "",
         shard=name,
         num_bytes=length,
         limits=manifest.limits,
@@ -164,6 +181,21 @@ def inspect_group(
 def _middle(loads: IntArray) -> int:
     """The group whose load is in the middle, one that is as large as most."""
     return int(np.argsort(loads, kind="stable")[len(loads) // 2])
+
+
+def _group_of(folder: Path, sample_id: str) -> int:
+    """The group that holds a sample. ConfigError if none does, with the reason if it has one."""
+    groups = read_groups(read_table(folder / GROUPS_NAME))
+    for row in find_rows(folder / COUNTS_NAME, "sample_id", sample_id):
+        places = np.flatnonzero(groups.samples == row)
+        if len(places):
+            return int(np.searchsorted(groups.offsets, places[0], side="right")) - 1
+    if rows := find_rows(folder / REJECTED_NAME, "sample_id", sample_id):
+        (why,) = read_rows(folder / REJECTED_NAME, rows[:1], ["reason", "detail"])
+        raise ConfigError(
+            f"--sample {sample_id}: it was rejected: {why['reason']}: {why['detail']}"
+        )
+    raise ConfigError(f"--sample {sample_id}: the build has no sample with this id")
 
 
 def _demo_tokenizer(manifest: Manifest) -> str | None:

@@ -56,6 +56,10 @@ TITLES = {
 }
 """What people read for each method, in the table's order."""
 
+OURS = ("ours_shuffled", "ours")
+BEFORE = "before"
+"""Random micro-batches of as many samples as groups hold on average: what bars are next to."""
+
 MICRO_BATCHES = (1, 8)
 """Micro-batches per step of the shuffle figures: none accumulated, and as many as is usual."""
 
@@ -180,7 +184,7 @@ def make_report(out: Path | str, *, dp: int = 8, seed: int = 0) -> Report:
         tables = _read_tables(folder)
     counts, groups, limits = tables.counts, tables.groups, tables.limits
     streams = _streams(tables, dp=dp, seed=seed)
-    loads = {name: _loads(name, streams[name], tables) for name in TITLES}
+    loads = {name: _loads(name, streams[name], tables) for name in (*TITLES, BEFORE)}
     methods = {name: _method(name, streams[name], loads[name], tables, dp) for name in TITLES}
     for number in MICRO_BATCHES:
         # a step of several micro-batches has other groups than as many steps of one
@@ -221,6 +225,9 @@ def _streams(tables: _Tables, *, dp: int, seed: int) -> dict[str, Groups]:
     for name, sampler in BASELINES.items():
         drawn = as_groups(sampler(tables.counts.seq_len[packed], dp, BATCH_SIZE, seed))
         streams[name] = Groups(packed[drawn.samples], drawn.offsets)
+    each = max(1, round(len(packed) / max(len(groups), 1)))
+    drawn = as_groups(BASELINES["random"](tables.counts.seq_len[packed], dp, each, seed))
+    streams[BEFORE] = Groups(packed[drawn.samples], drawn.offsets)
     streams["ours_shuffled"] = groups.take(np.random.default_rng(seed).permutation(len(groups)))
     streams["ours"] = groups.take(_in_order(tables, dp, 1, seed))
     return streams
@@ -273,7 +280,7 @@ def _loads(name: str, stream: Groups, tables: _Tables) -> Loads:
     seq_len = tables.counts.seq_len
     return {
         "vit_tokens": stream.sum(tables.counts.num_vit_tokens),
-        "llm_tokens": padded_loads(stream, seq_len) if name in BASELINES else stream.sum(seq_len),
+        "llm_tokens": stream.sum(seq_len) if name in OURS else padded_loads(stream, seq_len),
     }
 
 
@@ -283,7 +290,7 @@ def _method(name: str, stream: Groups, loads: Loads, tables: _Tables, dp: int) -
         avg_batch_size=len(stream.samples) / max(int((stream.sizes > 0).sum()), 1),
         longest_vit_tokens=int(vit_tokens.max(initial=0)),
         longest_seq_len=int(llm_tokens.max(initial=0)),
-        pad_ratio=pad_ratio(stream, tables.counts.seq_len) if name in BASELINES else 0.0,
+        pad_ratio=0.0 if name in OURS else pad_ratio(stream, tables.counts.seq_len),
         dist_ratio_vit=dist_ratio(vit_tokens, dp),
         dist_ratio_llm=dist_ratio(llm_tokens, dp),
         num_steps=-(-len(stream) // dp),

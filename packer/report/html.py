@@ -11,10 +11,10 @@ from markupsafe import Markup
 from balance.baseline_samplers import BATCH_SIZE
 from balance.metrics import dist_ratio, step_loads
 from balance.types import IntArray
-from packer.format_text import share_text
+from packer.format_text import counted, share_text
 from packer.html_page import render
 from packer.report._charts import histogram, rank_bars
-from packer.report.figures import TABLE_3, TITLES, Report
+from packer.report.figures import BEFORE, TABLE_3, TITLES, Report
 from packer.report.terminal import (
     SOURCE_CAPTION,
     balance_table,
@@ -26,10 +26,8 @@ from packer.report.terminal import (
 SHOWN_STEPS = 6
 SHOWN_RANKS = 8
 UNITS = {"llm_tokens": "LLM tokens", "vit_tokens": "ViT tokens"}
-RANK_CHARTS = {
-    "random": f"Before: {BATCH_SIZE} random samples per rank, padded",
-    "ours": "After: one group per rank, packed",
-}
+SERIES = {BEFORE: "random", "ours": "ours"}
+"""Micro-batches before and after -> their colour."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,7 @@ def _distributions(report: Report, load: str, unit: str) -> list[Chart]:
     """Histograms of one load: of samples, and of micro-batches before and after."""
     rows = [
         ("samples", "samples", report.samples, "Samples"),
-        ("random", "micro-batches", report.loads["random"], f"Before: {BATCH_SIZE} random samples"),
+        ("random", "micro-batches", report.loads[BEFORE], _before(report)),
         ("ours", "groups", report.loads["ours"], "After: groups"),
     ]
     upper = max(int(loads[load].max(initial=0)) for _, _, loads, _ in rows)
@@ -91,15 +89,23 @@ def _distributions(report: Report, load: str, unit: str) -> list[Chart]:
 
 def _rank_charts(report: Report, load: str, unit: str) -> list[Chart]:
     """Work and waiting of the ranks for one load, before and after."""
-    steps = {name: _first_steps(report, name, load) for name in RANK_CHARTS}
+    steps = {name: _first_steps(report, name, load) for name in SERIES}
+    titles = {
+        BEFORE: f"{_before(report)} per rank, padded",
+        "ours": "After: one group per rank, packed",
+    }
     upper = max(int(part.max(initial=0)) for part in steps.values())
     return [
         Chart(
-            name,
-            RANK_CHARTS[name],
+            SERIES[name],
+            titles[name],
             _waiting(part, unit),
             rank_bars(
-                part[:, :SHOWN_RANKS], slowest=part.max(axis=1), upper=upper, series=name, unit=unit
+                part[:, :SHOWN_RANKS],
+                slowest=part.max(axis=1),
+                upper=upper,
+                series=SERIES[name],
+                unit=unit,
             ),
         )
         for name, part in steps.items()
@@ -107,8 +113,13 @@ def _rank_charts(report: Report, load: str, unit: str) -> list[Chart]:
     ]
 
 
+def _before(report: Report) -> str:
+    each = max(1, round(report.num_packed / max(report.num_groups, 1)))
+    return f"Before: {counted(each, 'random samples')}"
+
+
 def _ranks_title(report: Report) -> str:
-    num_steps = max(len(_first_steps(report, name, "llm_tokens")) for name in RANK_CHARTS)
+    num_steps = max(len(_first_steps(report, name, "llm_tokens")) for name in SERIES)
     steps = "the first step" if num_steps == 1 else f"the first {num_steps} steps"
     dp = report.dp_world_size
     return f"{steps}, {dp} ranks" if dp <= SHOWN_RANKS else f"{steps}, {SHOWN_RANKS} of {dp} ranks"

@@ -15,7 +15,7 @@ from rich.table import Table
 from balance.baseline_samplers import BATCH_SIZE
 from balance.grouping.caps import GROUPS_LINE
 from packer.build_dir import REPORT_NAME
-from packer.format_text import seconds_text, share_text, size_text, visible
+from packer.format_text import counted, seconds_text, share_text, size_text, visible
 from packer.records.record import REASONS
 from packer.report.build_summary import BuildSummary
 from packer.report.figures import MICRO_BATCHES, TABLE_3, TITLES, MethodFigures, Report
@@ -24,6 +24,8 @@ from shards.manifest import read_manifest
 from shards.tables import REJECTED_NAME
 
 LABEL_WIDTH = 10
+NONE = "-"
+"""What is shown for a figure that cannot be computed."""
 CAPTION = (
     "max: tokens of the largest micro-batch, padded. pad: share of LLM tokens that is padding."
     " dist: share of time that ranks wait for the step's largest micro-batch."
@@ -69,18 +71,18 @@ def samples_text(report: Report) -> str:
     """The sum that must come out: every sample read is packed or rejected. Markup of rich."""
     repeated = f" + {report.num_repeated:,} repeated" if report.num_repeated else ""
     reasons = ", ".join(f"{escape(reason)} {count:,}" for reason, count in report.rejected.items())
-    return (
-        f"{report.num_read:,} samples read{repeated} = [bold]{report.num_packed:,} packed[/]"
-        f" + {report.num_rejected:,} rejected{f' ({reasons})' if reasons else ''}"
-    )
+    read = f"{counted(report.num_read, 'samples')} read{repeated}"
+    rejected = f"{report.num_rejected:,} rejected{f' ({reasons})' if reasons else ''}"
+    return f"{read} = [bold]{report.num_packed:,} packed[/] + {rejected}"
 
 
 def groups_text(report: Report) -> str:
     """The groups and how full they are."""
     return (
-        f"{report.num_groups:,} groups of at most {report.limits.max_seq_len:,} tokens and"
-        f" {report.limits.max_vision:,} {report.limits.unit}, {report.fill:.1%} full;"
-        f" {report.num_steps:,} steps on {report.dp_world_size} ranks"
+        f"{counted(report.num_groups, 'groups')} of at most"
+        f" {counted(report.limits.max_seq_len, 'tokens')} and"
+        f" {counted(report.limits.max_vision, report.limits.unit)}, {report.fill:.1%} full;"
+        f" {counted(report.num_steps, 'steps')} on {counted(report.dp_world_size, 'ranks')}"
     )
 
 
@@ -116,8 +118,10 @@ def _shuffle_cells(method: MethodFigures, shown: int) -> list[str]:
         kinds = ("vit", "llm", "source")
         correlations = [getattr(figures, f"autocorrelation_{kind}") for kind in kinds]
         # z: no minus sign before a zero
-        texts = [f"{value:+z.2f}" for value in correlations]
-        cells += [*texts, f"{figures.source_entropy:.3f}"][:shown]
+        # exactly 0 only where it cannot be computed
+        texts = [f"{value:+z.2f}" if value else NONE for value in correlations]
+        mix = f"{figures.source_entropy:.3f}" if figures.num_steps > 1 else NONE
+        cells += [*texts, mix][:shown]
     return cells
 
 
@@ -141,7 +145,8 @@ def shuffle_caption(report: Report) -> str:
     again = ", ".join(f"{times:.1f} at k={k}" for k, times in report.repeated_pairs.items())
     return (
         "how random steps of k micro-batches are. corr: of a step's load with the next one's, 0 ="
-        f" random, where chance alone gives about {chance}{mix}. Two groups of a step share one in"
+        f" random, where chance alone gives about {chance}{mix}; {NONE}: for less than three steps,"
+        " or equal ones. Two groups of a step share one in"
         f" the next epoch too, relative to chance: {again}."
     )
 
@@ -216,10 +221,14 @@ def _lines(summary: BuildSummary, manifest: dict[str, Any]) -> Iterator[tuple[st
 
 
 def _tokenizer_notes(summary: BuildSummary) -> Iterator[str]:
-    for token, (declared, used) in summary.id_conflicts.items():
-        says = f"the tokenizer's config gives {token} the id {declared}, its tokenizer.json {used}"
-        hint = "if your model learned the former, first save the tokenizer again from its own class"
-        yield f"{says}; {hint}"
+    if conflicts := summary.id_conflicts:
+        number, word = counted(len(conflicts), "tokens"), "ids" if len(conflicts) > 1 else "an id"
+        ids = ", ".join(f"{token} {said} ({used})" for token, (said, used) in conflicts.items())
+        says = (
+            f"the tokenizer's config gives {number} {word} that its tokenizer.json does not: {ids}"
+        )
+        hint = "if your model learned those, first save the tokenizer again from its own class"
+        yield f"{says}, in brackets the ids in use; {hint}"
     if summary.added_tokens:
         added = ", ".join(f"{token} = {number}" for token, number in summary.added_tokens.items())
         yield f"tokens added to the tokenizer (resize the model's embedding): {added}"

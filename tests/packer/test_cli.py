@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from packer.report.terminal import CAPTION
 from support.builds.command import run_packer
 from support.builds.raw_data import good_records, options, record, write_dataset, write_image
 
@@ -54,6 +55,16 @@ def test_build_verify_and_report_say_what_they_did(run, dataset, tmp_path):
         report["num_rejected"],
         report["dp_world_size"],
     ) == (20, 20, 0, 2)
+    # what goes to a file or another program is not wrapped
+    _, printed, _ = run("report", out, "--dp", 2)
+    assert {CAPTION} <= set(printed.splitlines())
+    assert any(
+        line.startswith("how random") and line.endswith(".") for line in printed.splitlines()
+    )
+    ours = next(
+        line for line in printed.splitlines() if line.startswith("Isobatch") and "-" in line
+    )
+    assert "+0.00" not in ours
     assert set(report["methods"]) >= {"random", "length_group", "device_group", "ours"}
     status, printed, _ = run(*build_arguments(dataset, out))
     assert status == 0

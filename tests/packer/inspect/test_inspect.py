@@ -334,6 +334,35 @@ def test_the_page_shows_hostile_text_as_text(builds):
     assert LONG in pages, "the page cuts nothing"
 
 
+def test_a_sample_is_shown_alone_with_its_groups_loads_or_why_it_is_not_there(
+    builds, dataset, tmp_path, run
+):
+    for out in builds.values():
+        for number, whole in enumerate(views(out, tokenizer=TOKENIZER)):
+            sample = whole.samples[-1]
+            view = inspect_group(out, sample=sample.sample_id, tokenizer=TOKENIZER)
+            assert (view.group, view.samples) == (number, whole.samples)
+            text = printed(view)
+            assert f"\n{len(whole.samples)}  {sample.sample_id}  (" in text
+            others = [each.sample_id for each in whole.samples[:-1]]
+            assert not any(f"  {each}  (" in text or f">{each}<" in text for each in others)
+            (shown,) = view.to_json()["samples"]
+            assert shown["sample_id"] == sample.sample_id
+    bad = write_dataset(tmp_path / "raw", [record(0), record(1, ["no.png"]), *([record(2)] * 40)])
+    build(bad, tmp_path / "out", "arrow")
+    for sample, message in (("s1", "rejected: missing_image: no.png"), ("s9", "no sample with")):
+        with pytest.raises(ConfigError, match=f"--sample {sample}: .*{message}"):
+            inspect_group(tmp_path / "out", sample=sample)
+    with pytest.raises(ConfigError, match="--group or --sample"):
+        run(tmp_path / "out", "--group", 0, "--sample", "s0")
+
+
+def test_one_of_a_thing_has_its_own_word(builds):
+    texts = "".join(printed(view) for out in builds.values() for view in views(out))
+    assert not re.search(r"(?<![\d,.])1 (patches|image patches|samples|tokens|LLM tokens)", texts)
+    assert "1 patch," in texts
+
+
 @pytest.fixture
 def run():
     return lambda *arguments: CliRunner().invoke(
