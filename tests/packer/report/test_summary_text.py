@@ -1,6 +1,7 @@
 """The last lines of a build: few, and every number in them is that of the build."""
 
 import io
+from dataclasses import replace
 
 import pyarrow.parquet as pq
 import pytest
@@ -97,3 +98,23 @@ def test_a_build_that_was_finished_before_says_so_first(first, config):
     assert "is a finished build of these settings" in lines[0]
     assert lines[1] == first[2][0]
     assert not any(line.startswith("time") for line in lines)
+
+
+def test_all_tokens_with_other_ids_are_one_note(first):
+    summary, report, lines = first
+    assert not any("tokenizer.json" in line for line in lines)
+    for number in (1, 6):
+        text = io.StringIO()
+        conflicts = {f"<|t{k}|>": (92538 + k, 92550 + k) for k in range(number)}
+        print_build(replace(summary, id_conflicts=conflicts), report, Console(file=text))
+        (note,) = (line for line in text.getvalue().splitlines() if "tokenizer.json" in line)
+        assert f"{number} token{'s' * (number > 1)} " in note
+        for token, (declared, used) in conflicts.items():
+            assert f"{token} {declared} ({used})" in note
+
+
+def test_the_summary_says_how_many_samples_a_group_holds(first):
+    _, report, lines = first
+    (line,) = (line for line in lines if line.startswith("groups "))
+    assert f"{report.num_packed / report.num_groups:.1f} samples each on average" in line
+    assert "with --max-seq-len " in line or "no cap is above" in line
