@@ -22,6 +22,7 @@ from loaders.read.build import StorageOptions
 from loaders.transforms import BatchTransform, ImageTransform
 
 AudioForm = Literal["waveform", "features", "windows"]
+OnError = Literal["raise", "skip"]
 ImageForm = Literal["patches", "resized", "encoded"]
 
 _LEAST = {
@@ -143,6 +144,13 @@ class LoaderConfig:
     """Decode large JPEGs at a fraction of their size where `loaders.decode.image` allows it."""
     audio: AudioForm = "waveform"
     """Form of `MicroBatch.audio_values`, which says what each gives."""
+    on_error: OnError = "raise"
+    """For an image or a clip that has broken since it was packed, or that cannot be decoded:
+    "raise" a DataError that names the sample, or "skip" what its sample teaches: its labels become
+    -100 and its file black or silent, so that all shapes and all ranks stay as planned. Skipped
+    samples are in `MicroBatch.skipped` and counted in `LoaderStats.skipped_samples`, with a warning
+    each. A store that cannot be reached is an error always, and so are damaged shards.
+    """
     image_root: str | Path | None = None
     """Folder or URI that replaces the one a refs build takes its files from."""
     storage: StorageOptions | None = None
@@ -175,6 +183,11 @@ class LoaderConfig:
                 f"pixel_dtype is {self.pixel_dtype}; use torch.uint8 (raw) or a floating type"
             )
         self._check_transforms()
+        if self.on_error == "skip" and self.images == "encoded":
+            raise ConfigError(
+                "on_error='skip' needs decoded images, but images='encoded' decodes none; leave out"
+                " one of them"
+            )
 
     def _check_transforms(self) -> None:
         if self.image_transform is not None and self.images == "encoded":
@@ -309,6 +322,7 @@ class LoaderOptions(TypedDict, total=False):
     device: torch.device | str | int | None
     pixel_dtype: torch.dtype
     images: ImageForm
+    on_error: OnError
     image_transform: ImageTransform | None
     batch_transform: BatchTransform | None
     exact_resize: bool

@@ -108,6 +108,8 @@ class StreamingLoader:
         with ExitStack() as opened:
             for build in builds:
                 opened.callback(build.close)
+                if config.on_error == "skip":
+                    build.skip_missing_files()
             self._begin(builds, datasets)
             opened.pop_all()  # nothing failed
 

@@ -45,6 +45,8 @@ class LoaderStats:
     """Steps that a step planner packed."""
     planning_s: float
     """Time of the planner for these, in the prefetching threads."""
+    skipped_samples: int
+    """Samples of this rank whose labels `on_error="skip"` has removed, once per epoch each."""
     cache_hits: int
     """Reads from the on-disk cache of remote builds."""
     dist_ratio_vit: float

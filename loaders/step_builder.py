@@ -7,6 +7,7 @@ and all connections are busy. Of builds on disk several steps are planned at a t
 
 import math
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
@@ -143,6 +144,10 @@ class StepBuilder:
             raw = without_media(raw, plan.encoders)
         num_bytes = stored_bytes(raw)
         batch = self._collate(raw, plan, epoch, selection)
+        if batch.skipped:
+            self._meter.add(skipped_samples=len(batch.skipped))
+            for why in batch.skipped.values():
+                warnings.warn(f"skipped: {why}", stacklevel=2)
         if self._config.images != "encoded":
             self._reader.release(selection)
         if self._pin:

@@ -8,13 +8,26 @@ import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from balance.types import IntArray
+
+
+class MissingFile(bytes):
+    """In place of a file of a refs build that is not there: no bytes, and why there are none."""
+
+    reason: str
+
+    def __new__(cls, reason: str) -> Self:
+        """Without bytes."""
+        made = super().__new__(cls)
+        made.reason = reason
+        return made
+
 
 Int32Array = NDArray[np.int32]
 Contents = Sequence[bytes | memoryview]

@@ -4,6 +4,8 @@ For the loader. Image and audio tokens in `input_ids` were counted at build, and
 since would no longer fill them. So each image's size and each clip's length is checked.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import lru_cache, partial
@@ -31,7 +33,7 @@ from loaders.decode.log_mel import MEL_BINS, log_mel_frames, log_mel_windows
 from loaders.decode.resize import Pixels
 from loaders.plan.step_plan import StepTotals
 from loaders.transforms import SampleSeeds, transform_image
-from shards.stored_group import StoredGroup
+from shards.stored_group import MissingFile, StoredGroup
 
 
 def collate(
@@ -57,7 +59,12 @@ def collate(
     if isinstance(rule, NativeSizeRule):
         grids = _int64([grid for plan in plans for grid in rule.grids(plan)]).reshape(-1, 3)
     input_ids, labels, position_ids = _tokens(raw)
-    pixel_values, images = _image_fields(raw, plans, rule, config, seeds, no_pixels)
+    broken = _BrokenFiles(raw, config)
+    decoder = _Decoder(raw, config, seeds, broken)
+    pixel_values, images = _image_fields(raw, plans, rule, config, decoder, no_pixels)
+    audio_fields = _audio_fields(raw, model, config.audio, broken)
+    for start, end in broken.token_spans():
+        labels[start:end] = LABEL_IGNORE
     return MicroBatch(
         sample_ids=raw.sample_ids,
         input_ids=input_ids,
@@ -71,7 +78,8 @@ def collate(
         patches_per_image=_int64([plan.num_patches for plan in plans]),
         image_sizes=torch.from_numpy(raw.image_sizes.astype(np.int64)),
         image_grid_thw=grids,
-        **_audio_fields(raw, model, config.audio),
+        **audio_fields,
+        skipped=broken.skipped,
         num_loss_tokens=totals.num_loss_tokens,
         num_step_samples=totals.num_samples,
         loss_normalizer=totals.loss_normalizer,
@@ -132,7 +140,7 @@ def _image_fields(
     plans: Sequence[ImagePlan],
     rule: VisionRule,
     config: LoaderConfig,
-    seeds: SampleSeeds | None,
+    decoder: _Decoder,
     no_pixels: Tensor,
 ) -> tuple[Tensor, Sequence[bytes | memoryview | Tensor]]:
     """`pixel_values` and `images` of a `MicroBatch`, one of them empty."""
@@ -140,7 +148,7 @@ def _image_fields(
         return no_pixels, raw.images
     if not raw.images:
         return no_pixels, ()
-    decoder, dtype = _Decoder(raw, config, seeds), config.pixel_dtype
+    dtype = config.pixel_dtype
     # there may be more plans than images: those of images that are encoded elsewhere
     pairs = list(enumerate(plans[: len(raw.images)]))
     if config.images == "resized":
@@ -168,11 +176,43 @@ def _converted(rule: VisionRule, raw: Tensor, dtype: torch.dtype) -> Tensor:
     return raw if dtype == torch.uint8 else pixels.normalize(rule, raw).to(dtype)
 
 
+class _BrokenFiles:
+    """The samples of a group whose files cannot be used: an error, or to be skipped."""
+
+    def __init__(self, raw: StoredGroup, config: LoaderConfig) -> None:
+        self._raw = raw
+        # a rank that encodes others' files has no labels to remove
+        self._may_skip = config.on_error == "skip" and len(raw.input_ids) > 0
+        self._places: set[int] = set()
+        self.skipped: dict[str, str] = {}
+        """Sample id -> what is wrong with its file."""
+
+    def add(self, error: DataError, sample: int) -> None:
+        """Skip a sample; DataError with its name if that is not allowed."""
+        raw = self._raw
+        named = f"sample {raw.sample_ids[sample]!r} ({raw.where}): {error}"
+        if not self._may_skip:
+            raise DataError(f"{named}; restore it, or build again without it") from error
+        self.skipped[raw.sample_ids[sample]] = named
+        self._places.add(sample)
+
+    def token_spans(self) -> list[tuple[int, int]]:
+        """The tokens of the skipped samples."""
+        borders = self._raw.cu_seqlens
+        return [(int(borders[place]), int(borders[place + 1])) for place in sorted(self._places)]
+
+
 class _Decoder:
     """Decodes and transforms the images of a group."""
 
-    def __init__(self, raw: StoredGroup, config: LoaderConfig, seeds: SampleSeeds | None) -> None:
-        self._raw, self._config = raw, config
+    def __init__(
+        self,
+        raw: StoredGroup,
+        config: LoaderConfig,
+        seeds: SampleSeeds | None,
+        broken: _BrokenFiles,
+    ) -> None:
+        self._raw, self._config, self._broken = raw, config, broken
         self._uses_pillow = config.exact_resize or config.reduced_decode
         self._transform = None
         if config.image_transform is not None and seeds is not None:
@@ -189,25 +229,33 @@ class _Decoder:
         """The image: `target` if it could be decoded there, else valid until the next one.
 
         DataError names the sample of a file that cannot be decoded, ConfigError that of a failed
-        transform.
+        transform. A skipped one is black.
         """
         raw, size = self._raw, self.size(number)
         if self._transform is not None:
             target = np.empty((size[1], size[0], 3), np.uint8)  # the transform may keep it
+        content = raw.images[number]
         try:
+            if isinstance(content, MissingFile):
+                raise DataError(content.reason)
             if self._uses_pillow:
                 reduced = rule if self._config.reduced_decode else None
-                image: Image.Image | Pixels = decode(raw.images[number], counted=size, rule=reduced)
+                image: Image.Image | Pixels = decode(content, counted=size, rule=reduced)
             else:
-                image = decode_pixels(raw.images[number], counted=size, target=target)
+                image = decode_pixels(content, counted=size, target=target)
         except DataError as error:
-            raise _named(error, raw, raw.image_samples[number]) from error
+            self._broken.add(error, int(raw.image_samples[number]))
+            black = np.zeros((size[1], size[0], 3), np.uint8) if target is None else target
+            black[:] = 0
+            return black
         if self._transform is None:
             return image
         return self._transform(number, image if isinstance(image, np.ndarray) else np.array(image))
 
 
-def _audio_fields(raw: StoredGroup, model: ModelPreset, form: AudioForm) -> dict[str, Tensor]:
+def _audio_fields(
+    raw: StoredGroup, model: ModelPreset, form: AudioForm, broken: _BrokenFiles
+) -> dict[str, Tensor]:
     """The audio fields of a `MicroBatch`; none for a model that has no audio encoder."""
     rule = model.audio
     if rule is None:
@@ -217,7 +265,7 @@ def _audio_fields(raw: StoredGroup, model: ModelPreset, form: AudioForm) -> dict
                 "use the model preset of the build"
             )
         return {}
-    clips = [_decode_clip(raw, number, rule) for number in range(len(raw.audios))]
+    clips = [_decode_clip(raw, number, rule, broken) for number in range(len(raw.audios))]
     plans = [plan_audio(rule, int(length), rule.sampling_rate) for length in raw.audio_lengths]
     frames = [
         min(rule.window_frames, plan.num_frames - window * rule.window_frames)
@@ -245,19 +293,15 @@ def _audio_values(
     return torch.cat([empty, *(convert(rule, clip, mel_bins) for clip in clips)])
 
 
-def _decode_clip(raw: StoredGroup, number: int, rule: AudioRule) -> Tensor:
+def _decode_clip(raw: StoredGroup, number: int, rule: AudioRule, broken: _BrokenFiles) -> Tensor:
+    content, length = raw.audios[number], int(raw.audio_lengths[number])
     try:
-        return decode_audio(rule, raw.audios[number], int(raw.audio_lengths[number]))
+        if isinstance(content, MissingFile):
+            raise DataError(content.reason)
+        return decode_audio(rule, content, length)
     except DataError as error:
-        raise _named(error, raw, raw.audio_samples[number]) from error
-
-
-def _named(error: DataError, raw: StoredGroup, sample: int) -> DataError:
-    """The error of a file, with the sample that it belongs to."""
-    return DataError(
-        f"sample {raw.sample_ids[sample]!r} ({raw.where}): {error}; restore it, or build again "
-        "without it"
-    )
+        broken.add(error, int(raw.audio_samples[number]))
+        return torch.zeros(length)
 
 
 def _int64(values: object) -> Tensor:

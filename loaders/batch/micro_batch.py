@@ -72,6 +72,11 @@ class MicroBatch:
     value; None for a sample without it. Of several builds, the columns of all. Tensors that a
     `batch_transform` puts here are moved with the others.
     """
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    """Samples without labels because a file of theirs cannot be used -> why (`on_error="skip"`).
+
+    The step's divisors count their labels all the same, so that all ranks have equal ones.
+    """
     num_loss_tokens: int
     """Tokens with a label in the whole step, over all ranks and micro-batches."""
     num_step_samples: int

@@ -86,6 +86,11 @@ class Build:
         if verify == "first":
             self._checked = bytearray(-(-len(self.index) // 8))
 
+    def skip_missing_files(self) -> None:
+        """Read a refs build's files that are not there as `MissingFile`, without an error."""
+        if self._media is not None:
+            self._media.skip_missing = True
+
     @cached_property
     def samples(self) -> SampleTable:
         """Counts of each sample; read when first asked for."""

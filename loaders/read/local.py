@@ -15,6 +15,7 @@ from balance.errors import DamagedShard, DataError, first_line
 from shards.arrow_shards import read_schema
 from shards.index import GroupIndex, open_index
 from shards.manifest import BuildFile, FolderFiles, Manifest
+from shards.stored_group import MissingFile
 
 MAX_OPEN = 64
 """Open shards at a time, each a file descriptor. A random order needs all of them by turns, but to
@@ -123,6 +124,8 @@ class LocalMedia:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self.skip_missing = False
+        """Give a `MissingFile` for a file that is not there, instead of raising DataError."""
 
     def read(self, names: Sequence[str], owners: Sequence[str], where: str) -> list[bytes]:
         """Contents of the files. DataError with the sample and the file if one cannot be read."""
@@ -132,6 +135,9 @@ class LocalMedia:
             try:
                 contents.append(path.read_bytes())
             except OSError as error:
+                if self.skip_missing and isinstance(error, FileNotFoundError):
+                    contents.append(MissingFile(f"image {path} is missing"))
+                    continue
                 raise DataError(
                     f"sample {owner!r} ({where}): image {path} cannot be read ({error.strerror}); "
                     "restore it"

@@ -31,6 +31,7 @@ from shards.checksums import FileChecksum, group_checksum, wrong_bytes
 from shards.index import open_index
 from shards.manifest import CHECKED_BYTES, BuildFile, Manifest
 from shards.object_store import SLOWEST_BYTES_PER_S, Check, RangeReader
+from shards.stored_group import MissingFile
 
 REQUEST_BYTES = 4 << 20
 """Largest joined request: SeaweedFS gives 970 to 1,200 MB/s by 4 MB, 340 to 430 by 200 KB."""
@@ -339,6 +340,7 @@ class RemoteMedia:
 
     def __init__(self, store: RangeReader, cache: WriteBehind) -> None:
         self._store, self._cache = store, cache
+        self.skip_missing = False  # as in `LocalMedia`
 
     def read(self, names: Sequence[str], owners: Sequence[str], where: str) -> list[bytes]:
         """Contents of the files. DataError with the sample and the file if one cannot be read."""
@@ -352,10 +354,12 @@ class RemoteMedia:
 
     def _wait(self, future: Future[Any], name: str, whose: str) -> bytes:
         try:
-            content = bytes(self._store.wait(future, 0))
+            content: bytes = bytes(self._store.wait(future, 0))
         except FileNotFoundError:
-            uri = f"{self._store.uri}/{name}"
-            raise DataError(f"{whose}: image {uri} is missing; restore it") from None
+            missing = f"image {self._store.uri}/{name} is missing"
+            if self.skip_missing:
+                return MissingFile(missing)
+            raise DataError(f"{whose}: {missing}; restore it") from None
         except DataError as error:
             raise DataError(f"{whose}: image {error}") from None
         _write_sealed(self._cache, self._cache_name(name), content)
