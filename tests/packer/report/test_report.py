@@ -24,7 +24,7 @@ from balance.order.global_shuffle import epoch_steps
 from balance.presets import load_model, model_to_dict
 from packer.format_text import share_text
 from packer.report._charts import histogram, rank_bars, tick_label, ticks
-from packer.report.figures import make_report
+from packer.report.figures import BEFORE, make_report
 from packer.report.html import render_html, write_html
 from packer.report.terminal import print_report
 from shards.tables import COUNTS_SCHEMA, groups_table, write_table
@@ -326,7 +326,7 @@ def test_the_chart_of_the_ranks_says_how_much_of_the_drawn_steps_is_waiting(
     said = re.findall(r"([\d.]+%) of the ranks' time for (LLM|ViT) tokens", render_html(report))
     expected = []
     for load, unit in (("llm_tokens", "LLM"), ("vit_tokens", "ViT")):
-        for name in ("random", "ours"):
+        for name in (BEFORE, "ours"):
             first_steps = report.loads[name][load][: 6 * dp].tolist()
             expected.append((share_text(dist(first_steps, dp)), unit))
     assert said == expected
