@@ -86,6 +86,11 @@ class Meter:
         """Count a part of a step, in any thread."""
         self._parts.append((reading_s, decoding_s, read_bytes))
 
+    def add_skipped(self, number: int) -> None:
+        """Count samples whose files cannot be used, in any thread."""
+        with self._lock:
+            self._sums["skipped_samples"] += number
+
     def add_step(self, plan: StepPlan, num_samples: int, waiting_s: float) -> None:
         """Count a step that the consumer waited for, with `num_samples` of this rank."""
         figures, steps = plan.figures, self._steps

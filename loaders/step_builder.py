@@ -145,7 +145,7 @@ class StepBuilder:
         num_bytes = stored_bytes(raw)
         batch = self._collate(raw, plan, epoch, selection)
         if batch.skipped:
-            self._meter.add(skipped_samples=len(batch.skipped))
+            self._meter.add_skipped(len(batch.skipped))
             for why in batch.skipped.values():
                 warnings.warn(f"skipped: {why}", stacklevel=2)
         if self._config.images != "encoded":
