@@ -136,7 +136,7 @@ class Meter:
             "planned_steps": len(planned),
             "planning_s": sum(planned),
         }
-        self._sums = {name: value + sums[name] for name, value in self._sums.items()}
+        self._sums = {name: value + sums.get(name, 0) for name, value in self._sums.items()}
         # steps that were planned together follow one another
         runs = [list(run) for _, run in groupby(steps, key=lambda step: id(step[0]))]
         self._add_figures([run[0][0].part(run[0][1], run[-1][1]) for run in runs])
