@@ -1,10 +1,11 @@
-"""Models with images of any size: Qwen-VL, GLM-V and Pixtral.
+"""Models with images of any size: Qwen-VL, GLM-V, Pixtral and MiniCPM-V.
 
 `MicroBatch.pixel_values` have a row per ViT token, the grids are in `image_grid_thw`:
 
 - Qwen-VL, GLM-V: (ViT tokens, 3 * 2 * side * side), channel, frame, row, column; the tokens that
   become one LLM token are next to each other.
 - Pixtral, Mistral 3: (ViT tokens, 3 * side * side), channel, row, column; tokens row by row.
+- MiniCPM-V 4.6: the same, with a grid for the whole image and one for each of its slices.
 """
 
 from itertools import pairwise
@@ -92,6 +93,20 @@ def _pixtral_images(batch: MicroBatch, config: Any) -> Arguments:
     return {"pixel_values": canvases, "image_sizes": sizes}
 
 
+def _blank_slices(config: Any) -> BlankImage:
+    merge = 2 if config.downsample_mode == "4x" else 4
+    pixels = merge * config.vision_config.patch_size
+    return BlankImage(merge**2, 1, (pixels, pixels), (1, merge, merge))
+
+
+def _sliced_images(batch: MicroBatch, config: Any) -> Arguments:
+    """ViT patches next to each other, (1, 3, side, ViT tokens * side), and pictures' sizes."""
+    side, rows = int(config.vision_config.patch_size), len(batch.pixel_values)
+    strip = batch.pixel_values.reshape(rows, 3, side, side).permute(1, 2, 0, 3)
+    sizes = image_grids(batch)[:, 1:].int()
+    return {"pixel_values": strip.reshape(1, 3, side, rows * side), "target_sizes": sizes}
+
+
 _MERGED = ModelFamily(
     blank=_blank_merged,
     images=pixel_arguments("image_grid_thw"),
@@ -113,4 +128,5 @@ NATIVE_FAMILIES = {
     "glm46v": _MERGED,
     "mistral3": _PIXTRAL,
     "pixtral": _PIXTRAL,
+    "minicpmv4_6": ModelFamily(blank=_blank_slices, images=_sliced_images, is_native=True),
 }

@@ -36,7 +36,7 @@ GROUPS = {
     "patches": ("llava_next", "llava_onevision", "idefics3", "smolvlm"),
     "pixtral": ("mistral3", "pixtral"),
     "masked": ("gemma3", "gemma4", "paligemma"),
-    "linear": ("qwen3_5", "qwen3_5_moe"),
+    "linear": ("qwen3_5", "qwen3_5_moe", "minicpmv4_6"),
 }
 ELSEWHERE = {"llava", "internvl", "qwen2_vl"}
 """In test_model_inputs.py, with the loader's own pixels."""

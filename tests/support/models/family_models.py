@@ -62,6 +62,8 @@ class TinyImage:
     """Of `MicroBatch.pixel_values`."""
     size: tuple[int, int] = (SIDE, SIDE)
     grid: tuple[int, int, int] | None = None
+    slices: tuple[tuple[int, int, int], ...] = ()
+    """Grids of further pictures of the image."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +116,15 @@ def make_family_batch(name, image_counts, seed=0, num_loss_tokens=1):
             [torch.zeros(0, *family.empty_row), *(each.rows for each in images)]
         ),
         patches_per_image=torch.tensor(
-            [1 if is_native else len(image.rows) for image in images], dtype=torch.long
+            [1 + len(image.slices) if is_native else len(image.rows) for image in images],
+            dtype=torch.long,
         ),
         image_sizes=torch.tensor([image.size for image in images]).long().reshape(-1, 2),
-        image_grid_thw=torch.tensor([image.grid for image in images]).long().reshape(-1, 3)
+        image_grid_thw=torch.tensor(
+            [grid for image in images for grid in (image.grid, *image.slices)]
+        )
+        .long()
+        .reshape(-1, 3)
         if is_native
         else None,
         extras={"pictures": [sample[2] for sample in samples]},
@@ -282,6 +289,29 @@ def _budget_given(images):
     return {"pixel_values": pixels, "image_position_ids": places}
 
 
+def _sliced_image(generator, _):
+    grids = [(1, 4 * rows, 4 * columns) for rows, columns in _drawn_sizes(generator)]
+    pixels = torch.randn(sum(rows * columns for _, rows, columns in grids), 48, generator=generator)
+    counts = [rows * columns // 16 for _, rows, columns in grids]
+    tokens = [each for count in counts for each in [BREAK, *[IMAGE] * count]]
+    return TinyImage(tokens, pixels, grid=grids[0], slices=tuple(grids[1:]))
+
+
+def _drawn_sizes(generator):
+    number = int(torch.randint(1, 4, (), generator=generator))
+    return torch.randint(1, 4, (number, 2), generator=generator).tolist()
+
+
+def _sliced_given(images):
+    """Patches next to each other: (1, 3, side, ViT tokens * side)."""
+    grids = [grid for image in images for grid in (image.grid, *image.slices)]
+    rows = [row.reshape(3, 4, 4) for image in images for row in image.rows]
+    return {
+        "pixel_values": torch.cat(rows, dim=2)[None],
+        "target_sizes": torch.tensor([grid[1:] for grid in grids], dtype=torch.int32),
+    }
+
+
 def _omni_config(kind, text, vision, audio):
     more = {key: TOKENS[key] for key in ("image_token_id", "video_token_id")}
     made = getattr(transformers, kind)(text_config=text, vision_config=vision, audio_config=audio)
@@ -333,6 +363,23 @@ FAMILIES = {
             text_config={**MROPE_TEXT, **LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16},
             **TOKENS,
         )
+    ),
+    "minicpmv4_6": TinyFamily(
+        config=lambda: transformers.MiniCPMV4_6Config(
+            vision_config={
+                **{key: SIGLIP[key] for key in SIGLIP if key != "model_type"},
+                "patch_size": 4,
+            },
+            text_config={"model_type": "qwen3_5_text", **MROPE_TEXT, **LINEAR},
+            insert_layer_id=0,
+            image_token_id=IMAGE,
+            video_token_id=6,
+        ),
+        image=_sliced_image,
+        given=_sliced_given,
+        types=None,
+        empty_row=(48,),
+        scale=0.1,  # at .2 rounding is up to 1.9e-5 of the gradient (5e-9 in float64)
     ),
     "glm4v": _merged(
         lambda: transformers.Glm4vConfig(
@@ -464,6 +511,7 @@ FAMILIES = {
         image=_budget_image,
         given=_budget_given,
         empty_row=(48,),
+        scale=0.3,  # at .2 rounding is up to 1.3e-5 of the gradient (8e-8 in float64)
     ),
     "paligemma": TinyFamily(
         config=lambda: transformers.PaliGemmaConfig(
