@@ -153,13 +153,20 @@ class ModelFiles:
         defaults = _defaults()["image_processor"][kind or classes[0]]
         return JsonTable(values, table.where, defaults)
 
-    def named_token(self, key: str, otherwise: str) -> str:
-        """A token that the tokenizer names (`image_token`), or the processor's own default."""
+    def named_token(self, key: str, otherwise: str = "") -> str:
+        """A token that the tokenizer names (`image_token`), or the processor's own default.
+
+        ConfigError if the processor has none either.
+        """
         extra = self.tokenizer.get("extra_special_tokens")
         value = self.tokenizer.get(key) or (extra.get(key) if isinstance(extra, dict) else None)
         if isinstance(value, Mapping):
             value = value.get("content")
-        return value if isinstance(value, str) and value else otherwise
+        token = value if isinstance(value, str) and value else otherwise
+        if not token:
+            where = f"{self.where}/{TOKENIZER_CONFIG_NAME}"
+            raise ConfigError(f"{where}: names no {key}, which {self.model_type}'s processor needs")
+        return token
 
 
 def read_model_files(source: str | Path) -> ModelFiles:

@@ -11,26 +11,36 @@ from pathlib import Path
 from balance.config import preset_names
 from balance.errors import ConfigError
 from balance.model_folder.files import HUB_ID, ModelFiles, read_model_files
+from balance.model_folder.gemma import read_gemma3, read_gemma4, read_paligemma
 from balance.model_folder.internvl import read_internvl
 from balance.model_folder.llava import read_llava, read_llava_next, read_llava_onevision
 from balance.model_folder.native import read_glm4v, read_qwen_vl
+from balance.model_folder.pixtral import read_pixtral
+from balance.model_folder.shapes import part_of
+from balance.model_folder.splits import read_splits
 from balance.presets import ModelPreset, load_model
 
 Reader = Callable[[ModelFiles], ModelPreset]
 
 READERS: dict[str, Reader] = {
+    "gemma3": read_gemma3,
+    "gemma4": read_gemma4,
     "glm4v": read_glm4v,
     "glm4v_moe": read_glm4v,
+    "idefics3": read_splits,
     "internvl": read_internvl,
     "llava": read_llava,
     "llava_next": read_llava_next,
     "llava_onevision": read_llava_onevision,
+    "mistral3": read_pixtral,
+    "paligemma": read_paligemma,
     "qwen2_5_vl": read_qwen_vl,
     "qwen2_vl": read_qwen_vl,
     "qwen3_5": read_qwen_vl,
     "qwen3_5_moe": read_qwen_vl,
     "qwen3_vl": read_qwen_vl,
     "qwen3_vl_moe": read_qwen_vl,
+    "smolvlm": read_splits,
 }
 """`model_type` of a `config.json` -> its reader."""
 
@@ -66,6 +76,8 @@ def model_from_files(files: ModelFiles) -> ModelPreset:
             f"model {files.where}: {family} looks at images by cross attention, so they take no"
             " tokens of the sequence, and packing by tokens does not apply to it"
         )
+    if family == "llava" and part_of(files, "vision_config").value("model_type") == "pixtral":
+        return read_pixtral(files)
     if family not in READERS:
         raise ConfigError(
             f"model {files.where}: family {family or '(no model_type)'} is not supported; known: "

@@ -227,6 +227,110 @@ FAMILIES |= {
 }
 
 
+SIGLIP = {
+    **{"model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304},
+    **{"num_hidden_layers": 27, "num_attention_heads": 16, "patch_size": 14},
+}
+FAKE = "<fake_token_around_image>"
+TILED = {"<image>", FAKE, "<global-img>", "<end_of_utterance>"}
+TILED |= {f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)}
+FAMILIES |= {
+    "gemma3": Family(
+        config={
+            "text_config": text(
+                2560, 10240, 34, 8, 4, head_dim=256, sliding_window=1024, vocab_size=262208
+            ),
+            "vision_config": {**SIGLIP, "image_size": 896},
+        },
+        processor="Gemma3Processor",
+        images="Gemma3ImageProcessor",
+        image_settings={"size": {"height": 896, "width": 896}},
+        settings={"image_seq_length": 256},
+        tokens={
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+            "image_token": "<image_soft_token>",
+        },
+        markup="<start_of_image>",
+    ),
+    "paligemma": Family(
+        config={
+            "text_config": {
+                "model_type": "gemma2",
+                **text(2304, 9216, 26, 8, 4, head_dim=256, vocab_size=257216),
+            },
+            "vision_config": {**SIGLIP, "image_size": 224},
+            "projection_dim": 2304,
+        },
+        processor="PaliGemmaProcessor",
+        images="SiglipImageProcessor",
+        image_settings={"image_seq_length": 256},
+        tokens={"image_token": "<image>"},
+    ),
+    "gemma4": Family(
+        config={"text_config": {}, "vision_config": {}},
+        processor="Gemma4Processor",
+        images="Gemma4ImageProcessor",
+        image_settings={},
+        tokens={
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "image_token": "<|image|>",
+            "audio_token": "<|audio|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
+        },
+        markup="<|image|>",
+    ),
+    "idefics3": Family(
+        config={
+            "text_config": {
+                "model_type": "llama",
+                **text(4096, 14336, 32, 32, 8, max_position_embeddings=131072, vocab_size=128259),
+            },
+            "vision_config": {
+                **{"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27},
+                **{"num_attention_heads": 16, "patch_size": 14, "image_size": 364},
+            },
+        },
+        processor="Idefics3Processor",
+        images="Idefics3ImageProcessor",
+        image_settings={},
+        tokens={f"token_{i}": token for i, token in enumerate(sorted(TILED))},
+    ),
+    "smolvlm": Family(
+        config={
+            "text_config": {
+                "model_type": "llama",
+                **text(960, 2560, 32, 15, 5, max_position_embeddings=8192, vocab_size=49280),
+            },
+            "vision_config": {
+                **{"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12},
+                **{"num_attention_heads": 12, "patch_size": 16, "image_size": 512},
+            },
+            "scale_factor": 4,
+        },
+        processor="SmolVLMProcessor",
+        images="SmolVLMImageProcessor",
+        image_settings={
+            "size": {"longest_edge": 2048},
+            "max_image_size": {"longest_edge": 512},
+        },
+        settings={"image_seq_len": 64},
+        tokens={f"token_{i}": token for i, token in enumerate(sorted(TILED))},
+    ),
+    "mistral3": Family(
+        config={},
+        processor="PixtralProcessor",
+        images="PixtralImageProcessor",
+        image_settings={"size": {"longest_edge": 1540}},
+        settings={"patch_size": 14, "spatial_merge_size": 2},
+        tokens={"a": "[IMG]", "b": "[IMG_BREAK]", "c": "[IMG_END]"},
+        markup="[IMG]",
+    ),
+}
+
+
 class _VideoSettings(PushToHubMixin):
     """The video processor, as far as it is saved."""
 
