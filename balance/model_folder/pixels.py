@@ -23,6 +23,8 @@ def pixels_of(images: JsonTable) -> dict[str, Any]:
     if abs(images.number("rescale_factor") * 255 - 1) > 1e-6:
         raise images.wrong("rescale_factor", "only 1/255 is supported")
     resample = _FILTERS[images.count("resample")]
+    for key in ("image_mean", "image_std"):
+        images.value(key)  # written even where nothing is normalised
     if images.value("do_normalize") is False:
         return {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0), "resample": resample}
     mean, std = images.triple("image_mean"), images.triple("image_std")

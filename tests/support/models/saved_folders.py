@@ -8,13 +8,17 @@ needed. The video processor, which needs torchvision, is replaced by its setting
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import transformers
 from transformers import PreTrainedTokenizerFast
+from transformers.models.smolvlm import processing_smolvlm as smolvlm
 from transformers.utils import PushToHubMixin
 
 from support import ROOT
@@ -331,8 +335,8 @@ FAMILIES |= {
 }
 
 
-class _VideoSettings(PushToHubMixin):
-    """The video processor, as far as it is saved."""
+class _OtherSettings(PushToHubMixin):
+    """The processor of videos or audio, as far as it is saved."""
 
     _auto_class = None
 
@@ -349,15 +353,28 @@ class _WithoutVideo:
 def make_processor(name: str) -> Any:
     """The processor of a family."""
     family = FAMILIES[name]
-    kind = getattr(transformers, family.processor)
+    kind = _processor_class(family.processor)
+    # words for numbers of frames, of videos only
+    smolvlm.num2words = smolvlm.num2words or str
     own = type(family.processor, (_WithoutVideo, kind), {})
     parts = {
         "image_processor": _image_class(family.images)(**family.image_settings),
         "tokenizer": make_tokenizer(family),
     }
-    if "video_processor" in kind.get_attributes():
-        parts["video_processor"] = _VideoSettings()
+    for part in ("video_processor", "feature_extractor"):
+        if part in kind.get_attributes():
+            parts[part] = _OtherSettings()
     return own(**parts, **family.settings, chat_template=TEMPLATE.replace("IMAGE", family.markup))
+
+
+def _processor_class(name: str) -> Any:
+    if name != "PixtralProcessor":
+        return getattr(transformers, name)
+    # it asks for one function of a file that needs torchvision, and another file has it too
+    folder = "transformers.models.pixtral"
+    plain = import_module(f"{folder}.image_processing_pil_pixtral")
+    with mock.patch.dict(sys.modules, {f"{folder}.image_processing_pixtral": plain}):
+        return import_module(f"{folder}.processing_pixtral").PixtralProcessor
 
 
 def make_tokenizer(family: Family) -> Any:
