@@ -24,6 +24,7 @@ MODELS = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v"),
     *("glm4v_moe", "llava", "llava_next", "llava_onevision", "internvl", "gemma3", "paligemma"),
     *("idefics3", "smolvlm", "mistral3", "gemma4", "minicpmv4_6"),
+    *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
 )
 """Families, with the types of their parts."""
 TEXTS = ("llama", "mistral", "ministral3", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2")

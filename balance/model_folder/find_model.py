@@ -14,7 +14,8 @@ from balance.model_folder.files import HUB_ID, ModelFiles, read_model_files
 from balance.model_folder.gemma import read_gemma3, read_gemma4, read_paligemma
 from balance.model_folder.internvl import read_internvl
 from balance.model_folder.llava import read_llava, read_llava_next, read_llava_onevision
-from balance.model_folder.native import read_glm4v, read_qwen_vl
+from balance.model_folder.minicpm import read_minicpm
+from balance.model_folder.native import read_glm4v, read_qwen_omni, read_qwen_vl
 from balance.model_folder.pixtral import read_pixtral
 from balance.model_folder.shapes import part_of
 from balance.model_folder.splits import read_splits
@@ -32,12 +33,15 @@ READERS: dict[str, Reader] = {
     "llava": read_llava,
     "llava_next": read_llava_next,
     "llava_onevision": read_llava_onevision,
+    "minicpmv4_6": read_minicpm,
     "mistral3": read_pixtral,
     "paligemma": read_paligemma,
+    "qwen2_5_omni": read_qwen_omni,
     "qwen2_5_vl": read_qwen_vl,
     "qwen2_vl": read_qwen_vl,
     "qwen3_5": read_qwen_vl,
     "qwen3_5_moe": read_qwen_vl,
+    "qwen3_omni_moe": read_qwen_omni,
     "qwen3_vl": read_qwen_vl,
     "qwen3_vl_moe": read_qwen_vl,
     "smolvlm": read_splits,

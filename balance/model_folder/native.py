@@ -1,4 +1,4 @@
-"""Families at native resolution: Qwen2-VL to Qwen3.5, GLM-4V. Pure."""
+"""Families at native resolution: Qwen2-VL to Qwen3.5, Omni, GLM-4V. Pure."""
 
 from dataclasses import replace
 
@@ -11,24 +11,43 @@ from balance.presets import MediaMarkup, ModelPreset, VitShape
 
 _QWEN = "Qwen2VLImageProcessor"
 _GLM = ("Glm4vImageProcessor", "Glm46VImageProcessor")
+_AUDIO_HARMLESS = (
+    *("chunk_length", "dither", "feature_size", "hop_length", "n_fft", "n_samples"),
+    *("nb_max_frames", "padding_side", "padding_value", "return_attention_mask", "sampling_rate"),
+)
+"""Settings of Omni models' audio in the same old file."""
 _MAX_ASPECT_RATIO = 200.0
 """`smart_resize` of transformers raises above it."""
 
 
 def read_qwen_vl(files: ModelFiles) -> ModelPreset:
     """Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, dense and with experts."""
-    text = part_of(files, "text_config", flat=True)
+    image = files.named_token("image_token", "<|image_pad|>")
+    markup = MediaMarkup(token=image, prefix="<|vision_start|>", suffix="<|vision_end|>")
+    return _qwen(files, files, markup)
+
+
+def read_qwen_omni(files: ModelFiles) -> ModelPreset:
+    """Qwen2.5-Omni and Qwen3-Omni: images of the thinker; their audio is not supported yet."""
+    kind, config = f"{files.model_type}_thinker", files.config_table().table("thinker_config")
+    thinker = replace(files, config={**config.given, "model_type": kind})
+    markup = MediaMarkup(
+        token=files.named_token("image_token"),
+        prefix=files.named_token("vision_bos_token"),
+        suffix=files.named_token("vision_eos_token"),
+    )
+    return _qwen(files, thinker, markup)
+
+
+def _qwen(files: ModelFiles, model: ModelFiles, markup: MediaMarkup) -> ModelPreset:
+    text = part_of(model, "text_config", flat=True)
     return ModelPreset(
         name=files.model_type,
         description=f"{files.model_type}: native resolution, from the model's own files",
         context_len=text.count("max_position_embeddings"),
-        image_markup=MediaMarkup(
-            token=files.named_token("image_token", "<|image_pad|>"),
-            prefix="<|vision_start|>",
-            suffix="<|vision_end|>",
-        ),
+        image_markup=markup,
         vision=_native_rule(files.image_table(_QWEN)),
-        vit=_qwen_vit(part_of(files, "vision_config"), text),
+        vit=_qwen_vit(part_of(model, "vision_config"), text),
         llm=llm_shape(text),
     )
 
@@ -69,7 +88,7 @@ def _native_rule(images: JsonTable) -> NativeRule:
         max_pixels=size["longest_edge"],
         max_aspect_ratio=_MAX_ASPECT_RATIO,
     )
-    images.require_read((*HARMLESS, "default_to_square"))
+    images.require_read((*HARMLESS, *_AUDIO_HARMLESS, "default_to_square"))
     return rule
 
 

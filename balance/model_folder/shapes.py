@@ -11,8 +11,12 @@ from balance.presets import LlmShape, VitShape
 _GATED = (
     *("llama", "mistral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"),
     *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_5_text", "glm4v_text"),
+    "qwen2_5_omni_text",
 )
-_EXPERTS = ("qwen3_moe", "qwen3_vl_moe_text", "qwen3_5_moe_text", "glm4v_moe_text")
+_EXPERTS = (
+    *("qwen3_moe", "qwen3_vl_moe_text", "qwen3_5_moe_text", "glm4v_moe_text"),
+    "qwen3_omni_moe_text",
+)
 _SLIDING_PATTERN = {"gemma2": 2, "gemma3_text": 6}
 """One layer of so many attends over the whole sample, where `layer_types` does not say."""
 _LINEAR_PATTERN = {"qwen3_5_text": 4, "qwen3_5_moe_text": 4}

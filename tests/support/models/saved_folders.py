@@ -234,6 +234,7 @@ FAMILIES |= {
 SIGLIP = {
     **{"model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304},
     **{"num_hidden_layers": 27, "num_attention_heads": 16, "patch_size": 14},
+    "vision_use_head": False,
 }
 FAKE = "<fake_token_around_image>"
 TILED = {"<image>", FAKE, "<global-img>", "<end_of_utterance>"}
@@ -335,10 +336,63 @@ FAMILIES |= {
 }
 
 
+QWEN2_5_VISION = {"hidden_size": 1280, "out_hidden_size": 3584}
+FAMILIES |= {
+    "minicpmv4_6": Family(
+        config={"text_config": {}, "vision_config": {}},
+        processor="MiniCPMV4_6Processor",
+        images="MiniCPMV4_6ImageProcessor",
+        image_settings={},
+        tokens={
+            **{"image_token": "<unk_image>", "video_token": "<unk_video>"},
+            **{"image_start_token": "<image>", "image_end_token": "</image>"},
+            **{"slice_start_token": "<slice>", "slice_end_token": "</slice>"},
+            **{"image_id_start_token": "<image_id>", "image_id_end_token": "</image_id>"},
+        },
+        markup="<unk_image>",
+    ),
+    "qwen2_5_omni": Family(
+        config={"thinker_config": {"vision_config": QWEN2_5_VISION}},
+        processor="Qwen2_5OmniProcessor",
+        images="Qwen2VLImageProcessor",
+        image_settings={"min_pixels": 3136, "max_pixels": 12845056},
+        tokens={
+            **{"image_token": "<|IMAGE|>", "video_token": "<|VIDEO|>", "audio_token": "<|AUDIO|>"},
+            **{"vision_bos_token": "<|vision_bos|>", "vision_eos_token": "<|vision_eos|>"},
+            **{"audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"},
+        },
+        markup="<|vision_bos|><|IMAGE|><|vision_eos|>",
+    ),
+    "qwen3_omni_moe": Family(
+        config={
+            "thinker_config": {
+                "text_config": {"head_dim": 128, "vocab_size": 152064},
+                "vision_config": {"out_hidden_size": 2048},
+            }
+        },
+        processor="Qwen3OmniMoeProcessor",
+        images="Qwen2VLImageProcessor",
+        image_settings=QWEN3_PIXELS,
+        tokens={
+            **QWEN,
+            **{"audio_token": "<|audio_pad|>", "vision_bos_token": "<|vision_start|>"},
+            **{"vision_eos_token": "<|vision_end|>", "audio_bos_token": "<|audio_start|>"},
+            "audio_eos_token": "<|audio_end|>",
+        },
+        markup=QWEN_MARKUP,
+    ),
+}
+
+
 class _OtherSettings(PushToHubMixin):
     """The processor of videos or audio, as far as it is saved."""
 
     _auto_class = None
+
+    def __getattr__(self, name: str) -> None:
+        """What a processor asks of it when it begins, which images do not need."""
+        if name.startswith("_"):
+            raise AttributeError(name)
 
     def to_dict(self) -> dict[str, Any]:
         return {"video_processor_type": "VideoProcessor", "size": {"longest_edge": 1}}
