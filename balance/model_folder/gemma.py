@@ -1,4 +1,4 @@
-"""Google's families: Gemma 3, PaliGemma (one square), Gemma 4 (a budget of tokens). Pure."""
+"""Gemma 3 and PaliGemma (one square), Gemma 4 (a budget of tokens). Pure."""
 
 from balance.media.rules.budget import BudgetRule
 from balance.media.rules.fixed import FixedRule
