@@ -4,8 +4,10 @@ Alone means as users of transformers run a sample: what its processor gives, and
 """
 
 import dataclasses
+import io
 import os
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,14 +15,28 @@ import torch
 from PIL import Image
 
 from balance.errors import ConfigError
+from balance.media.image_tokens import plan_image
+from balance.media.rules.anyres import AnyresRule
+from balance.media.rules.budget import BudgetRule
+from balance.media.rules.fixed import FixedRule
+from balance.media.rules.native import NativeRule
+from balance.media.rules.pixtral import PixtralRule
+from balance.media.rules.slices import SlicesRule
+from balance.media.rules.splits import SplitsRule
+from loaders.batch.collate import collate
 from loaders.batch.model_inputs import inputs as inputs_module
 from loaders.batch.model_inputs._registry import FAMILIES as KNOWN
 from loaders.batch.model_inputs.inputs import model_inputs
+from loaders.config import LoaderConfig
+from loaders.plan.step_plan import StepTotals
+from shards.stored_group import StoredGroup
 
 transformers = pytest.importorskip("transformers")
 from support.models.family_models import (  # noqa: E402
     FAMILIES,
     IMAGE,
+    PINPOINTS,
+    SIDE,
     make_family_batch,
     make_family_model,
     run_family_alone,
@@ -121,6 +137,101 @@ def test_packs_have_the_loss_and_gradients_of_their_samples_alone(group, monkeyp
             now = assert_packed_is_as_alone(name, model, batch, 9)
             assert now == (reached or now), name
             reached = now
+
+
+PIXELS = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
+CROPS = {**PIXELS, "image_size": SIDE, "vit_tokens_per_patch": 16}
+TOKENS = {**PIXELS, "vit_patch_size": 4}
+MERGED_RULE = NativeRule(
+    **TOKENS,
+    merge_size=2,
+    temporal_patch_size=2,
+    min_pixels=64,
+    max_pixels=64 * 9,
+    max_aspect_ratio=200.0,
+)
+POINTS = tuple(map(tuple, PINPOINTS))
+RULES = {
+    "qwen3_vl": MERGED_RULE,
+    "llava_next": AnyresRule(**CROPS, vit_patch_size=7, grid_pinpoints=POINTS),
+    "llava_onevision": AnyresRule(**CROPS, vit_patch_size=7, grid_pinpoints=POINTS, anyres_max=2),
+    "idefics3": SplitsRule(**CROPS, llm_tokens_per_patch=4, longest_side=2 * SIDE),
+    "mistral3": PixtralRule(**TOKENS, merge_size=2, longest_side=40),
+    "minicpmv4_6": SlicesRule(**TOKENS, slice_size=32, max_slices=4),
+    "gemma3": FixedRule(**CROPS, llm_tokens_per_patch=4, crop=False),
+    "gemma4": BudgetRule(
+        vit_patch_size=4, pool_size=3, max_tokens=9, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)
+    ),
+}
+
+
+def collated(rule, image_counts, seed=0):
+    """A micro-batch as the loader makes it of samples with so many images."""
+    drawn = np.random.default_rng(seed)
+    ids, images, lengths = [], [], []
+    for place, count in enumerate(image_counts):
+        sizes = drawn.integers(14, 90, (count, 2)).tolist()
+        own = drawn.integers(10, 64, 3).tolist()
+        for height, width in sizes:
+            tokens = plan_image(rule, width, height, count).num_image_tokens
+            own += [IMAGE] * tokens + drawn.integers(10, 64, 4).tolist()
+            pixels = drawn.integers(0, 256, (height, width, 3), dtype=np.uint8)
+            buffer = io.BytesIO()
+            Image.fromarray(pixels).save(buffer, "PNG")
+            images.append((buffer.getvalue(), (height, width), place))
+        ids, lengths = [*ids, *own], [*lengths, len(own)]
+    ids = np.array(ids, np.int32)
+    raw = StoredGroup(
+        where="here",
+        sample_ids=tuple(map(str, range(len(lengths)))),
+        input_ids=ids,
+        labels=np.where(ids == IMAGE, -100, ids),
+        cu_seqlens=np.cumsum([0, *lengths], dtype=np.int32),
+        images=[image[0] for image in images],
+        image_sizes=np.array([image[1] for image in images], dtype=np.int32).reshape(-1, 2),
+        image_samples=np.array([image[2] for image in images], dtype=np.int32),
+    )
+    totals = StepTotals(num_loss_tokens=1, num_samples=len(lengths), loss_normalizer=1.0)
+    model = SimpleNamespace(vision=rule, audio=None)  # of a preset, what pixels need
+    return collate(raw, model, LoaderConfig(pixel_dtype=torch.float32), totals)
+
+
+def test_micro_batches_of_the_loader_fit_every_model(monkeypatch):
+    """One of each rule of pixels: packed they give the sum of the losses of single samples."""
+    varlen_kernels(monkeypatch)
+    for name, rule in RULES.items():
+        model, counts = make_family_model(name), (1, 0, 2, 3)
+        with torch.no_grad():
+            loss = model(**model_inputs(collated(rule, counts), model.config)).loss
+            empty = model(**model_inputs(collated(rule, ()), model.config)).loss
+            alone = sum(
+                model(**model_inputs(one_of(collated(rule, counts), place), model.config)).loss
+                for place in range(len(counts))
+            )
+        assert loss.item() == pytest.approx(alone.item(), rel=TOLERANCE), name
+        assert empty == 0, name
+
+
+def one_of(batch, place):
+    """A sample of a micro-batch, by itself."""
+    start, end = batch.cu_seqlens[place : place + 2].tolist()
+    is_native = batch.image_grid_thw is not None
+    pictures = torch.tensor([0, *batch.patches_per_image.tolist()]).cumsum(0)
+    counts = (1, 0, 2, 3)
+    first, last = sum(counts[:place]), sum(counts[: place + 1])
+    chosen = slice(int(pictures[first]), int(pictures[last]))
+    rows = batch.image_grid_thw.prod(1).tolist() if is_native else [1] * int(pictures[-1])
+    parts = batch.pixel_values.split(rows)
+    return dataclasses.replace(
+        batch,
+        sample_ids=batch.sample_ids[place : place + 1],
+        **{key: getattr(batch, key)[start:end] for key in ("input_ids", "labels", "position_ids")},
+        cu_seqlens=torch.tensor([0, end - start], dtype=torch.int32),
+        pixel_values=torch.cat([batch.pixel_values[:0], *parts[chosen]]),
+        patches_per_image=batch.patches_per_image[first:last],
+        image_sizes=batch.image_sizes[first:last],
+        image_grid_thw=batch.image_grid_thw[chosen] if is_native else None,
+    )
 
 
 def test_pixels_are_as_those_of_transformers_processors():
