@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 from balance.media.rules.base import (
@@ -51,7 +52,7 @@ class SlicesRule(NativeSizeRule):
             columns=max(columns, 1),
             rows=max(rows, 1),
             whole_image=grid is not None,
-            parts=_parts(columns, rows, tokens),
+            parts=_parts(columns, rows, (tokens[0], tokens[-1])),
         )
 
     def _fitted(self, width: float, height: float, *, grows: bool) -> Size:
@@ -88,7 +89,8 @@ def _near(length: float, divisor: int) -> int:
     return max(round(length / divisor) * divisor, divisor)
 
 
-def _parts(columns: int, rows: int, tokens: list[int]) -> tuple[MarkupPart, ...]:
+@lru_cache(maxsize=1024)
+def _parts(columns: int, rows: int, tokens: tuple[int, int]) -> tuple[MarkupPart, ...]:
     parts = [MarkupPart("whole", tokens[0])]
     for row in range(1, rows + 1):
         parts += [MarkupPart("row_break")] if row > 1 else []

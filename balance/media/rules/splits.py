@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 from balance.media.rules.base import (
@@ -88,6 +89,7 @@ def _even(side: int) -> int:
     return side + side % 2
 
 
+@lru_cache(maxsize=256)  # of few grids, each of up to a hundred objects
 def _parts(columns: int, rows: int, tokens: int) -> tuple[MarkupPart, ...]:
     if columns * rows == 1:
         return (MarkupPart("single", tokens),)

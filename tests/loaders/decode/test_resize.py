@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from torch.nn.functional import interpolate
 
 from loaders.decode._patchify import patchify_planes
 from loaders.decode.resize import FILTERS, LEVELS, patchify, resizer
@@ -91,3 +93,22 @@ def test_what_does_not_fill_the_patches_exactly_is_refused(size, merge):
     if merge == 1:
         with pytest.raises(ValueError, match="2 patches of 20"):
             patchify(pixels, np.empty((2, 20, 20, 3), dtype=np.uint8))
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    reason="torchvision resizes in float32 there, and we by Pillow",
+)
+def test_the_default_resize_is_what_torchvision_calls_for_planes_of_bytes():
+    rng = np.random.default_rng(7)
+    for name in FILTERS:
+        for width, height, new_width, new_height in rng.integers(1, 200, (12, 4)).tolist():
+            image = np.array(_noise(width, height, width))
+            planes = torch.from_numpy(image).permute(2, 0, 1).contiguous()[None]
+            size = (new_height, new_width)
+            try:
+                expected = interpolate(planes, size, mode=name, antialias=True)
+            except NotImplementedError:
+                continue  # lanczos, before torch 2.13
+            ours = resizer(image, name, exact=False)(new_width, new_height)
+            assert np.array_equal(ours, expected[0].permute(1, 2, 0).numpy()), (name, image.shape)

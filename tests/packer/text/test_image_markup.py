@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ from support.oracles.family_processors import (
 )
 
 FAMILIES = families()
+DRAWS = int(os.environ.get("ISOBATCH_TEST_DRAWS", "12"))
 Texts = Callable[[list[Size]], list[str]]
 PARTS_TEMPLATE = """
 {%- for message in messages -%}
@@ -173,7 +175,7 @@ def test_chats_equal_the_processors_expansion(parts: bool, tmp_path: Path) -> No
     for name, (markup, _, texts) in CASES.items():
         ours, theirs = _tokenizers(name, tmp_path, parts=parts)
         assert ours.takes_markups
-        for _ in range(12):
+        for _ in range(DRAWS):
             sizes = [(int(w), int(h)) for w, h in rng.integers(8, 1900, (rng.integers(0, 4), 2))]
             user = "".join(rng.choice(["see", "\n", " ", "<image>"]) for _ in range(4))
             user = user.replace("<image>", "") + "".join(
