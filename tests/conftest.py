@@ -15,7 +15,12 @@ from hypothesis import settings
 pytest.register_assert_rewrite("support")
 
 from packer.demo.dataset import write_demo  # noqa: E402
+from support import compile_once  # noqa: E402
 from support.servers import find_weed, s3_server  # noqa: E402
+
+compile_once.install()
+# runs what it imports, once for all ranks
+collect_ignore = ["support/preloaded.py"]
 
 HANGS_S = 240
 STDERR = os.dup(2)

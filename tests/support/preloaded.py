@@ -5,7 +5,10 @@ import gc
 from engine.simulator.program import make_program
 from engine.simulator.schedule import one_f_one_b
 from engine.simulator.simulate import simulate
+from support import compile_once
 from support.costs.random_steps import constant_stages
+
+compile_once.install()
 
 # every pipeline simulates a step; a process takes half a second to load what numba compiled
 simulate(make_program(one_f_one_b(2, 2), constant_stages(2, 2)))

@@ -6,7 +6,6 @@ import pytest
 from engine.cost_model.profile_table import profile_from_dict
 from engine.cost_model.training_mode import TrainingMode
 from engine.planning.planner import plan_from_profile
-from support.cases import for_each
 from support.rank_programs.rank_memory import (
     BORDERS,
     PP,
@@ -23,27 +22,26 @@ MODES = [
     for stage in (0, 1)
 ]
 NOTHING, SOME = np.zeros(8, np.bool_), np.arange(8) % 2 == 0
+RUNS = {
+    "1f1b": ("1f1b", NOTHING),
+    "1f1b, some recomputed": ("1f1b", SOME),
+    "gpipe": ("gpipe", NOTHING),
+}
 
 
-@pytest.fixture(scope="module", params=MODES, ids=str)
-def measured(request, tmp_path_factory):
-    """A mode, and the profile that was measured in it."""
-    said = run_ranks(tmp_path_factory.mktemp("profile"), PP, profile_mode, request.param)
-    return request.param, profile_from_dict(said[0]["profile"])
-
-
-@for_each(("schedule", "recompute"), [("1f1b", NOTHING), ("1f1b", SOME), ("gpipe", NOTHING)])
-def test_what_is_live_at_most_is_what_was_planned(measured, tmp_path_factory, schedule, recompute):
-    mode, profile = measured
-    plan = plan_from_profile(request_for(mode, DP, schedule), profile, BORDERS, recompute)
-    counted = run_ranks(
-        tmp_path_factory.mktemp("trained"), PP * DP, train_counted, mode, DP, schedule, recompute
-    )
-    for rank, own in enumerate(counted):
-        peak = plan.predicted.full_peak_bytes[rank % PP]
-        # plans have gradients from the beginning; in GPipe they come after all forward passes
-        least = peak - own["gradients"] if schedule == "gpipe" else peak
-        assert (1 - CLOSE) * least <= own["peak"] <= (1 + CLOSE) * peak, f"rank {rank}"
-        # between steps, when there are no gradients
-        kept = plan.predicted.state_bytes[rank % PP] - own["gradients"]
-        assert own["kept"] == pytest.approx(kept, rel=0.01), f"rank {rank}"
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_what_is_live_at_most_is_what_was_planned(mode, tmp_path_factory):
+    said = run_ranks(tmp_path_factory.mktemp("profile"), PP, profile_mode, mode)
+    profile = profile_from_dict(said[0]["profile"])
+    counted = run_ranks(tmp_path_factory.mktemp("trained"), PP * DP, train_counted, mode, DP, RUNS)
+    for name, (schedule, recompute) in RUNS.items():
+        plan = plan_from_profile(request_for(mode, DP, schedule), profile, BORDERS, recompute)
+        for rank, said in enumerate(counted):
+            own, where = said[name], f"{name}, rank {rank}"
+            peak = plan.predicted.full_peak_bytes[rank % PP]
+            # plans have gradients from the beginning; in GPipe they come after all forward passes
+            least = peak - own["gradients"] if schedule == "gpipe" else peak
+            assert (1 - CLOSE) * least <= own["peak"] <= (1 + CLOSE) * peak, where
+            # between steps, when there are no gradients
+            kept = plan.predicted.state_bytes[rank % PP] - own["gradients"]
+            assert own["kept"] == pytest.approx(kept, rel=0.01), where

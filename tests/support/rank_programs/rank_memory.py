@@ -95,8 +95,16 @@ def profile_mode(said, mode):
     said["profile"] = profile_to_dict(measure_layers(pipeline, batches, loads, labels, options))
 
 
-def train_counted(said, mode, dp, schedule, recompute):
-    """Two steps of training: bytes that are live before the second one, and at most in it."""
+def train_counted(said, mode, dp, runs):
+    """Of each run, a schedule and which layers are recomputed, two steps of training: bytes that
+    are live before the second one, and at most in it.
+    """
+    for name, (schedule, recompute) in runs.items():
+        said[name] = _train_counted(mode, dp, schedule, recompute)
+
+
+def _train_counted(mode, dp, schedule, recompute):
+    said = {}
     batches = [packed(seed) for seed in range(MICRO_BATCHES)]
     pipelines = [list(range(first, first + PP)) for first in range(0, PP * dp, PP)]
     options = PipelineOptions(mode=mode, schedule=schedule)
@@ -118,3 +126,4 @@ def train_counted(said, mode, dp, schedule, recompute):
             pipeline.clip_gradients(1.0)
             optimizer.step()
             said["peak"] = memory.peak_bytes
+    return said
