@@ -3,6 +3,7 @@ spoils the loss.
 """
 
 import importlib
+import importlib.util
 import json
 from itertools import chain
 
@@ -18,8 +19,10 @@ from support.builds.sample_tables import write_tabled
 from support.builds.shard_fixture import group_samples, make_samples
 from support.ranks import launch
 
-for needed in ("accelerate", "lightning", "transformers"):
-    pytest.importorskip(needed)
+# only its ranks import them: that takes seconds in each process that runs tests
+NEEDED = ("accelerate", "lightning", "transformers")
+if lacking := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+    pytest.skip(f"not installed: {', '.join(lacking)}", allow_module_level=True)
 
 RATE = 0.5
 NUM_GROUPS, STEPS = 6, 2

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 from balance.errors import ConfigError, IsobatchError
 from loaders import LoaderConfig, StepDataset, StorageOptions, StreamingLoader
 from support.builds.shard_fixture import group_samples, make_samples, write_build
+from support.cases import for_each
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("options", "expected"), OPTIONS)
+@for_each(("options", "expected"), OPTIONS)
 def test_wrong_options(build, options, expected):
     assert expected in line(lambda: load(build, **options))
     assert expected in line(lambda: LoaderConfig(**options))
@@ -89,7 +90,7 @@ DATASETS = [
 ]
 
 
-@pytest.mark.parametrize(("datasets", "expected"), DATASETS)
+@for_each(("datasets", "expected"), DATASETS)
 def test_wrong_datasets(build, datasets, expected):
     assert expected in line(lambda: load(datasets(str(build))))
 

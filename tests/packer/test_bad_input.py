@@ -30,6 +30,7 @@ from packer.report.build_summary import BuildSummary
 from support.builds.bad_pictures import PNG
 from support.builds.bad_samples import BUILDS, CASES, DOCS, LINKS, OUTSIDE, rows_of
 from support.builds.raw_data import options, record
+from support.cases import for_each
 from support.loading.extract_patches import extract_patches
 
 RULE = load_model("tiny").vision
@@ -122,11 +123,7 @@ def fed(builds):
     return feed
 
 
-def named(cases):
-    return pytest.mark.parametrize("case", [pytest.param(case, id=case.what) for case in cases])
-
-
-@named(CASES)
+@for_each("case", CASES)
 def test_a_sample_is_used_or_rejected_for_its_reason(builds, case):
     built = builds(case.build)
     rows = [built.outcomes[position] for position in built.positions[case.what]]
@@ -169,7 +166,7 @@ def as_fed(path):
     return load_image(path)
 
 
-@named([case for case in CASES if not case.reason and case.build != "undecodable"])
+@for_each("case", [case for case in CASES if not case.reason and case.build != "undecodable"])
 def test_what_is_used_reaches_the_model_as_transformers_loads_it(builds, fed, case):
     built, samples = builds(case.build), fed(case.build)
     for position, line in zip(built.positions[case.what], case.lines, strict=True):
