@@ -21,7 +21,16 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 TARGET = Path(__file__).resolve().parent.parent / "configs" / "transformers_defaults.toml"
 
 MODELS = (
-    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v"),
+    *(
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "glm4v",
+        "glm46v",
+    ),
     *("glm4v_moe", "llava", "llava_next", "llava_onevision", "internvl", "gemma3", "paligemma"),
     *("idefics3", "smolvlm", "mistral3", "gemma4", "minicpmv4_6"),
     *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),

@@ -27,6 +27,7 @@ READERS: dict[str, Reader] = {
     "gemma3": read_gemma3,
     "gemma4": read_gemma4,
     "glm4v": read_glm4v,
+    "glm46v": read_glm4v,
     "glm4v_moe": read_glm4v,
     "idefics3": read_splits,
     "internvl": read_internvl,
@@ -87,4 +88,9 @@ def model_from_files(files: ModelFiles) -> ModelPreset:
             f"model {files.where}: family {family or '(no model_type)'} is not supported; known: "
             f"{', '.join(READERS)}; for another describe it in a preset (.toml)"
         )
-    return READERS[family](files)
+    try:
+        return READERS[family](files)
+    except ConfigError as error:
+        # of a rule or a shape, which do not know where their numbers are from
+        where = "" if files.where in str(error) else f"model {files.where}: "
+        raise ConfigError(f"{where}{error}") from None

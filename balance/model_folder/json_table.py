@@ -39,19 +39,27 @@ class JsonTable:
         """A positive integer, under the first of several names that the file has."""
         key = self._first(keys)
         value = self.value(key)
-        if isinstance(value, list | tuple) and len(set(value)) == 1:  # (14, 14): a square
-            value = value[0]
+        if isinstance(value, list | tuple) and len(value) == 2 and value[0] == value[1]:
+            value = value[0]  # (14, 14): a square
         if isinstance(value, dict) and set(value) == {"height", "width"}:
             value = value["height"] if value["height"] == value["width"] else value
         if type(value) is not int or value < 1:
             raise self.wrong(key, "give a positive integer")
         return value
 
-    def number(self, key: str) -> float:
-        """A number."""
+    def whole(self, key: str) -> int:
+        """An integer of 0 or more; 0 if there is none."""
         value = self.value(key)
-        if type(value) not in (int, float):
-            raise self.wrong(key, "give a number")
+        value = 0 if value is None else value
+        if type(value) is not int or value < 0:
+            raise self.wrong(key, "give 0 or a positive integer")
+        return value
+
+    def number(self, key: str) -> float:
+        """A number greater than 0."""
+        value = self.value(key)
+        if type(value) not in (int, float) or value <= 0:
+            raise self.wrong(key, "give a number greater than 0")
         return float(value)
 
     def text(self, key: str) -> str:

@@ -133,7 +133,8 @@ def _tokens_per_patch(files: ModelFiles, side: int) -> tuple[int, int]:
     processor = files.processor_table()
     processor.value("patch_size")
     strategy = processor.value("vision_feature_select_strategy")
-    extra = processor.value("num_additional_image_tokens") or 0
+    processor.require("vision_feature_select_strategy", "default", "full")
+    extra = processor.whole("num_additional_image_tokens")
     processor.require_read(_PROCESSOR_HARMLESS)
     vision = part_of(files, "vision_config")
     has_class_token = vision.text("model_type") == "clip_vision_model"

@@ -83,10 +83,11 @@ def _ffn_sizes(text: JsonTable) -> tuple[int, int]:
         shared = width * text.count("n_shared_experts")
     experts = text.count("num_experts", "num_local_experts", "n_routed_experts")
     active, held = width * text.count("num_experts_per_tok") + shared, width * experts + shared
-    if not text.value("first_k_dense_replace"):
+    dense = text.whole("first_k_dense_replace")
+    if not dense:
         return active, held
     # the first layers have no experts (GLM-4.5V): a mean layer
-    layers, dense = text.count("num_hidden_layers"), text.count("first_k_dense_replace")
+    layers = text.count("num_hidden_layers")
     first = dense * text.count("intermediate_size")
     others = layers - dense
     return (first + others * active) // layers, (first + others * held) // layers

@@ -160,6 +160,26 @@ def test_a_file_gives_what_options_do_not(call, tmp_path):
     assert call("plan", "--config", file)[0] == 2
 
 
+def test_a_models_folder_is_planned_like_the_preset_of_its_sizes(call, tmp_path):
+    """LLaVA-1.5's own files say little: transformers' defaults are its sizes."""
+    files = {
+        "config.json": {"model_type": "llava", "text_config": {"max_position_embeddings": 4096}},
+        "preprocessor_config.json": {"size": 336, "crop_size": 336},
+    }
+    for name, values in files.items():
+        (tmp_path / name).write_text(json.dumps(values))
+    made_up = ("--images", "2", "--seq-len", "2048", "--json")
+    found, shown, errors = call("plan", "--model", tmp_path, *made_up)
+    assert (found, errors) == (0, "")
+    plan = json.loads(shown)["plan"]
+    # 24 layers of the encoder, of which the preset leaves out the last, that nothing looks at
+    assert plan["borders"][-1] == 24 + 32 + 4
+    (tmp_path / "preprocessor_config.json").write_text('{"crop_pct": 1}')
+    found, shown, errors = call("plan", "--model", tmp_path, *made_up)
+    assert (found, shown) == (2, "")
+    assert "crop_pct" in errors
+
+
 @for_each(
     ("arguments", "status", "message"),
     [
@@ -177,7 +197,7 @@ def test_a_file_gives_what_options_do_not(call, tmp_path):
         (
             ("plan", *EQUAL, "--schedule", "2f2b"),
             2,
-            "schedule is '2f2b'; use one of 1f1b, gpipe, interleaved",
+            "schedule is '2f2b'; use one of 1f1b, gpipe, zero_bubble, interleaved",
         ),
         (
             ("plan", *EQUAL, "--cluster", "abacus"),

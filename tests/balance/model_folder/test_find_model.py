@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from balance.media.image_tokens import ImageRejected, plan_image
 from balance.model_folder.files import ModelFiles
 from balance.model_folder.find_model import READERS, find_model, model_from_files
 from balance.model_folder.json_table import JsonTable
+from balance.presets import model_from_dict, model_to_dict
 from support.cases import for_each
 from support.models.saved_folders import FAMILIES, make_processor, save_folder
 
@@ -179,6 +181,40 @@ def test_what_would_change_counts_is_one_line_that_names_file_and_key(
         model_from_files(files)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+ODD = (-1, 0, 1.5, True, False, "", "x", "4x", [], [1, 2], {}, {"height": 0}, [[1, "a"]], 10**6)
+
+
+@for_each("name", FAMILIES)
+def test_odd_values_are_a_model_or_one_line(name: str, tmp_path: Path) -> None:
+    files, random_ = files_of(name, tmp_path), random.Random(name)
+    for _ in range(DRAWS):
+        changed_files = files
+        table: dict[str, Any] = json.loads(json.dumps(getattr(files, part := "config")))
+        for _ in range(random_.choice((1, 1, 2))):
+            part = random_.choice(("config", "processor", "image_processor"))
+            table = json.loads(json.dumps(getattr(changed_files, part)))
+            inner = table
+            while (parts := [v for v in inner.values() if isinstance(v, dict) and v]) and (
+                random_.random() < 0.7
+            ):
+                inner = random_.choice(parts)
+            inner[random_.choice(sorted(inner))] = random_.choice(ODD)
+            changed_files = replace(changed_files, **{part: table})
+        problem = None
+        try:
+            model = model_from_files(changed_files)
+        except ConfigError as error:
+            problem = str(error)
+        except Exception as error:
+            error.add_note(f"{part}: {table}")
+            raise
+        if problem is None:
+            assert model_from_dict(json.loads(json.dumps(model_to_dict(model)))) == model
+        else:
+            assert files.where in problem
+            assert "\n" not in problem
 
 
 def test_a_folder_that_is_no_models_says_what_is_missing(tmp_path: Path) -> None:

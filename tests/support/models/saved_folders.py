@@ -203,6 +203,17 @@ FAMILIES |= {
         tokens=GLM,
         markup="<|begin_of_image|><|image|><|end_of_image|>",
     ),
+    "glm46v": Family(
+        config={
+            "text_config": {"model_type": "glm4v_moe_text", "head_dim": 128},
+            "vision_config": {"model_type": "glm4v_moe_vision"},
+        },
+        processor="Glm46VProcessor",
+        images="Glm46VImageProcessor",
+        image_settings={},
+        tokens=GLM,
+        markup="<|begin_of_image|><|image|><|end_of_image|>",
+    ),
     "glm4v_moe": Family(
         config={"text_config": {"head_dim": 128}, "vision_config": {}},
         processor="Glm4vProcessor",
