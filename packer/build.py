@@ -28,6 +28,7 @@ from packer.count.staging import Staging, split_staged, staged_extras
 from packer.demo.dataset import DEMO_SAMPLES, demo_tokenizer_path, write_demo
 from packer.group import Grouping, group_counts
 from packer.progress import StageProgress
+from packer.records.user_map import ALL_COLUMNS, load_map
 from packer.report.build_summary import (
     BuildSummary,
     count_rejected,
@@ -75,6 +76,8 @@ class Builder:
 
     def __init__(self, config: BuildConfig, progress: StageProgress | None = None) -> None:
         self.config = config
+        if config.map is not None:
+            load_map(config.map)  # for its errors
         self._group_options = config.group_options  # what is wrong with it is said before counting
         self.progress = progress or StageProgress()
         self.publisher = Publisher(config.out, config.work_dir) if is_uri(config.out) else None
@@ -154,6 +157,8 @@ class Builder:
     def _keeping(self, dataset: Dataset) -> Dataset:
         """The dataset, of which the kept columns are read too."""
         keep = self.config.kept_columns
+        if self.config.map is not None:
+            keep = (*keep, ALL_COLUMNS)
         parts = (replace(part, located=replace(part.located, keep=keep)) for part in dataset.parts)
         return replace(dataset, parts=tuple(parts))
 
@@ -182,6 +187,7 @@ class Builder:
                 tokenizer=self.tokenizer_path,
                 chat_template=config.chat_template,
                 keep_columns=config.kept_columns,
+                map=config.map,
                 decode_images=config.check_images == "decode",
                 follow_links=config.follow_links,
                 chunk_records=config.chunk_records,
@@ -209,7 +215,7 @@ class Builder:
 
     def _note_missing(self, dataset: Dataset) -> None:
         """Say before the work which kept columns the first records do not have."""
-        if not (keep := self.config.kept_columns):
+        if not (keep := self.config.kept_columns) or self.config.map:
             return
         found = _columns(dataset)
         for name in (name for name in keep if name not in found):

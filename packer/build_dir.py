@@ -19,6 +19,7 @@ from balance.presets import ModelPreset, model_to_dict
 from balance.types import COUNT_COLUMNS
 from packer.config import BuildConfig
 from packer.group import Grouping
+from packer.records.user_map import load_map
 from packer.sources.dataset import SHARE_KEYS, Dataset, Part
 from packer.text.chat_tokenizer import ChatTokenizer
 from shards.folders import is_uri, open_folder
@@ -60,6 +61,7 @@ class BuildIdentity:
             "parts": parts,
             "num_samples": dataset.num_samples,
             **{key: getattr(self.config, key) for key in keys},
+            **({"map": load_map(self.config.map).identity()} if self.config.map else {}),
             **({"keep_columns": list(kept)} if (kept := self.config.kept_columns) else {}),
             **asdict(self.config.group_options),
         }

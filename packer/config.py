@@ -113,6 +113,13 @@ class BuildConfig:
     chunk_records: Annotated[
         int, Option("Records per counting task, which a stopped build keeps.", 1, 1 << 20)
     ] = 1024
+    map: Annotated[
+        str | None,
+        Option(
+            "Function of yours, module:function or file.py:function, that each record goes"
+            " through: record -> record, list of records, or None or a text that says why not."
+        ),
+    ] = None
     keep_columns: Annotated[
         tuple[str, ...],
         Option(

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
+from itertools import chain
 from typing import BinaryIO, cast
 
 import numpy as np
@@ -27,6 +28,7 @@ from packer.records.extras import Kinds, kinds_in, read_extras
 from packer.records.media import BLOB_SCHEME, Media, SampleProblem, open_media
 from packer.records.record import RawRecord, RawSample, Rejected
 from packer.records.schemas import parse_record
+from packer.records.user_map import load_map
 from packer.sources.base import Chunk
 from packer.text.chat_tokenizer import ChatTokenizer, EncodedText, TextRejected
 from shards.folders import Folder, open_folder, readers
@@ -70,6 +72,8 @@ class CountSettings:
     tokenizer: str
     chat_template: str | None = None
     keep_columns: tuple[str, ...] = ()
+    map: str | None = None
+    """`module:function`, applied to each record first."""
     decode_images: bool = False
     follow_links: bool = False
     """Read images and audio files through links that lead out of the data root."""
@@ -133,13 +137,19 @@ class SampleCounter:
     def __init__(self, settings: CountSettings) -> None:
         self._settings = settings
         self._model = model = settings.model
+        self._map = None if settings.map is None else load_map(settings.map)
         self._tokenizer = ChatTokenizer.for_model(model, settings.tokenizer, settings.chat_template)
 
     @_collecting_later()
     def count(self, records: Iterable[RawRecord], source: str, root: str, blob: str) -> Counted:
-        """One row per record, in order. `blob` is the name of the chunk's future blob."""
+        """One row per record, or per record that `--map` makes of it, in order.
+
+        `blob` is the name of the chunk's future blob.
+        """
         folder = open_folder(root, follow_links=self._settings.follow_links)
         look = partial(self._look_at_files, folder)
+        if self._map is not None:
+            records = chain.from_iterable(map(self._map.records_of, records))
         parsed = [self._parse(record, source) for record in records]
         with readers(root) as pool:
             looked_at = list(pool.map(look, parsed) if pool else map(look, parsed))

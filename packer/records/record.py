@@ -50,11 +50,13 @@ REASONS: dict[str, str] = {
     "longer_than_max_seq_len": "the sample is longer than max_seq_len",
     "more_than_max_vision": "the images are more than the vision cap",
     "media_changed": "an image or audio file changed between counting and writing",
+    "left_out": "the function of --map leaves it out",
+    "map_failed": "the function of --map fails, or gives no record",
     "not_drawn": "left out by the mixture's weights",
 }
 """Every reason for which a sample can be rejected, in words."""
 
-BY_CHOICE = frozenset({"not_drawn"})
+BY_CHOICE = frozenset({"left_out", "not_drawn"})
 """Reasons that are the user's wish and nothing wrong with the data."""
 
 

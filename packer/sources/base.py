@@ -18,6 +18,7 @@ import pyarrow as pa
 from balance.errors import ConfigError, DataError, first_line
 from packer.records.record import RawRecord
 from packer.records.schemas import CONTENT_KEYS, RECORD_KEYS
+from packer.records.user_map import ALL_COLUMNS
 from shards.folders import Folder, is_uri, join, open_folder
 from shards.local_folder import FileInfo
 
@@ -130,11 +131,13 @@ def _named(folder: Folder, name: str) -> Iterator[None]:
 def known_columns(
     columns: Iterable[str], where: str, keep: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """The columns that records are read from, and those to `keep`.
+    """The columns that records are read from, and those to `keep`; all for ALL_COLUMNS.
 
     DataError if none of them has content.
     """
     names = list(columns)
+    if ALL_COLUMNS in keep:
+        return tuple(names)
     if not CONTENT_KEYS.intersection(names):
         known = ", ".join(sorted(CONTENT_KEYS))
         has = ", ".join(names)[:200]
