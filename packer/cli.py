@@ -151,16 +151,30 @@ def verify(
     workers: Annotated[
         int | None, typer.Option(min=1, help="Threads that read files. Default: all cores.")
     ] = None,
+    media: Annotated[
+        bool, typer.Option("--media", help="Also the files that a refs build points to.")
+    ] = False,
+    image_root: Annotated[
+        str | None, typer.Option(help="Folder or URI of these files. Default: as when packed.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check every file of a build, and name those that differ."""
-    result = verify_build(out, StageProgress(messages), workers=workers or default_workers())
+    result = verify_build(
+        out,
+        StageProgress(messages),
+        workers=workers or default_workers(),
+        media=media,
+        image_root=image_root,
+    )
     if as_json:
         print(json.dumps(asdict(result)))
     require_intact(result)
     if not as_json:
         files = counted(result.num_files, "files")
         print(f"intact: {files}, {result.num_bytes:,} bytes")
+        if media:
+            print(f"intact: {counted(result.num_media, 'files')} that the build points to")
         packed = (
             f"{counted(result.num_groups, 'groups')} of {counted(result.num_samples, 'samples')}"
         )

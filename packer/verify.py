@@ -9,6 +9,7 @@ import numpy as np
 
 from balance.errors import DamagedShard
 from balance.types import COUNT_COLUMNS
+from packer._verify_media import check_media, require_refs
 from packer.progress import StageProgress
 from shards.folders import Folder, on_disk, open_folder
 from shards.index import IDS_NAME, INDEX_NAME, GroupIndex, open_index
@@ -24,12 +25,27 @@ class Verification:
     num_bytes: int
     num_groups: int
     num_samples: int
+    num_media: int
+    """Files of a refs build that were checked."""
     problems: list[str]
 
 
-def verify_build(out: Path | str, progress: StageProgress, *, workers: int) -> Verification:
-    """Check every file of a complete build, each read once; -> problems, file by file."""
+def verify_build(
+    out: Path | str,
+    progress: StageProgress,
+    *,
+    workers: int,
+    media: bool = False,
+    image_root: str | None = None,
+) -> Verification:
+    """Check every file of a complete build, each read once; -> problems, file by file.
+
+    `media`: also the files that a refs build points to, under its data root or `image_root`.
+    ConfigError for that of another build.
+    """
     manifest = read_manifest(out)
+    if media:
+        require_refs(manifest)
     root = open_folder(manifest.place, follow_links=True)
     files = [*manifest.shards, *manifest.files]
     total = sum(file.size for file in files)
@@ -50,11 +66,23 @@ def verify_build(out: Path | str, progress: StageProgress, *, workers: int) -> V
             problems.append(f"{MANIFEST_NAME}: has no content_hash: it was edited")
         if not problems:
             problems += _check_totals(folder, manifest)
+    num_media = 0
+    if media and not problems:
+        with (
+            progress.stage("media", len(manifest.shards), unit="files") as stage,
+            ThreadPoolExecutor(workers) as pool,
+        ):
+            for number, found in check_media(manifest, image_root, pool):
+                num_media += number
+                problems += found
+                stage.advance(1)
+                stage.count(number)
     return Verification(
         num_files=len(files),
         num_bytes=total,
         num_groups=manifest.num_groups,
         num_samples=manifest.values["totals"]["num_packed"],
+        num_media=num_media,
         problems=problems,
     )
 

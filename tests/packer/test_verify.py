@@ -1,12 +1,14 @@
 import json
+from functools import partial
 
 import pytest
 
-from balance.errors import DamagedShard, DataError
+from balance.errors import ConfigError, DamagedShard, DataError
 from packer.verify import require_intact, verify_build
 from shards.manifest import write_manifest
+from support.builds import bad_pictures as pictures
 from support.builds.packed import build, quiet
-from support.builds.raw_data import good_records, write_dataset
+from support.builds.raw_data import good_records, write_dataset, write_image
 
 
 @pytest.fixture(params=["arrow", "webdataset", "refs"])
@@ -90,3 +92,34 @@ def test_no_build_an_unfinished_one_and_a_foreign_manifest_are_clear_errors(buil
     (built / "manifest.json").unlink()
     with pytest.raises(DataError, match="no finished build"):
         problems(built)
+
+
+def test_files_that_a_refs_build_points_to_are_checked_if_asked(tmp_path):
+    raw = write_dataset(tmp_path / "raw", good_records(tmp_path / "raw", 20))
+    for form in ("refs", "arrow"):
+        build(raw, tmp_path / form, format=form)
+    check = partial(verify_build, progress=quiet(), workers=2, media=True)
+    with pytest.raises(ConfigError, match="--media: the shards of this arrow build hold"):
+        check(tmp_path / "arrow")
+    whole = check(tmp_path / "refs")
+    assert (whole.problems, whole.num_media) == ([], len(list((raw / "images").iterdir())))
+    gone, cut, changed, hollow = sorted((raw / "images").iterdir())[:4]
+    gone.unlink()
+    cut.write_bytes(cut.read_bytes()[:-300])
+    write_image(changed, 12, 34, 0)
+    hollow.write_bytes(pictures.png(60, 40, pixels=b"\0" * 100))
+    problems = check(tmp_path / "refs").problems
+    assert len(problems) == 4
+    for path, what in (
+        (gone, "missing_image"),
+        (cut, "corrupt_image"),
+        (changed, "12 x 34 pixels now, "),
+        (hollow, "corrupt_image"),
+    ):
+        (problem,) = (each for each in problems if path.name in each)
+        assert problem.startswith("sample 's")
+        assert what in problem
+    assert verify_build(tmp_path / "refs", quiet(), workers=2).problems == []
+    (tmp_path / "elsewhere").mkdir()
+    lost = check(tmp_path / "refs", image_root=str(tmp_path / "elsewhere")).problems
+    assert len(lost) == whole.num_media

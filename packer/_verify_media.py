@@ -1,0 +1,86 @@
+"""Files that a refs build points to: whether they are still there and what was counted.
+
+For `packer.verify`. Each file is read once per shard, and images are decoded, for a file that is
+whole by its header may still not decode.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from functools import partial
+from typing import Any, BinaryIO, cast
+
+import pyarrow as pa
+
+from balance.errors import ConfigError, MediaRejected
+from balance.media.audio_tokens import plan_audio
+from packer.media.audio_header import read_audio_header
+from packer.media.image_header import read_header
+from packer.records.media import Media, SampleProblem, open_media
+from shards.folders import Folder, open_folder
+from shards.manifest import Manifest
+
+_NUMBERS = {"image": ("image_widths", "image_heights"), "audio": ("audio_lengths",)}
+"""Columns of what was counted of each file."""
+
+_File = tuple[str, str, tuple[int, ...]]
+"""Kind and name of a file, and its numbers as counted."""
+
+
+def require_refs(manifest: Manifest) -> None:
+    """ConfigError if the build is no refs build."""
+    if manifest.format != "refs":
+        held = f"the shards of this {manifest.format} build hold their files"
+        raise ConfigError(f"--media: {held}, and are checked without the option")
+
+
+def check_media(
+    manifest: Manifest, image_root: str | None, pool: Executor
+) -> Iterator[tuple[int, list[str]]]:
+    """(files, problems) of each shard of a refs build."""
+    root = open_folder(image_root or manifest.data_root or "", follow_links=True)
+    shards = open_folder(manifest.place, follow_links=True)
+    for shard in manifest.shards:
+        files = _files_of(shards, shard.name)
+        found = pool.map(partial(_problem, root, manifest), files, files.values())
+        yield len(files), [problem for problem in found if problem]
+
+
+def _files_of(shards: Folder, name: str) -> dict[_File, str]:
+    """The files of a shard -> the first sample that has it."""
+    files: dict[_File, str] = {}
+    with shards.open(name) as content, pa.ipc.open_file(content) as reader:
+        for number in range(reader.num_record_batches):
+            batch = reader.get_batch(number)
+            for kind, columns in _NUMBERS.items():
+                names = batch.column(f"{kind}_paths").to_pylist()
+                numbers = [batch.column(column).to_pylist() for column in columns]
+                owners = batch.column("sample_id").to_pylist()
+                for owner, own, *counted in zip(owners, names, *numbers, strict=True):
+                    for path, *values in zip(own, *counted, strict=True):
+                        files.setdefault((kind, path, tuple(values)), owner)
+    return files
+
+
+def _problem(root: Folder, manifest: Manifest, file: _File, owner: str) -> str:
+    """What is wrong with a file, with the sample that has it; empty if nothing is."""
+    kind, name, counted = file
+    try:
+        with open_media(root, Media(name), kind) as content:
+            found = _numbers(content, kind, name, manifest)
+    except (SampleProblem, MediaRejected) as problem:
+        return f"sample {owner!r}: {problem}"
+    if found != counted:
+        unit = "pixels" if kind == "image" else "samples"
+        now, before = (" x ".join(map(str, numbers)) for numbers in (found, counted))
+        return f"sample {owner!r}: {name}: {now} {unit} now, {before} when it was counted"
+    return ""
+
+
+def _numbers(content: Any, kind: str, name: str, manifest: Manifest) -> tuple[int, ...]:
+    if kind == "image":
+        header = read_header(content, name, decode=True)
+        return header.width, header.height
+    audio = read_audio_header(cast("BinaryIO", content), name)
+    if manifest.model.audio is None:
+        raise SampleProblem("no_audio_encoder", name)
+    return (plan_audio(manifest.model.audio, audio.num_samples, audio.sampling_rate).num_samples,)
