@@ -22,6 +22,7 @@ from loaders.read.build import StorageOptions
 from loaders.transforms import BatchTransform, ImageTransform
 
 AudioForm = Literal["waveform", "features", "windows"]
+Transparency = Literal["drop", "white"]
 OnError = Literal["raise", "skip"]
 ImageForm = Literal["patches", "resized", "encoded"]
 
@@ -137,6 +138,10 @@ class LoaderConfig:
     batch_transform: BatchTransform | None = None
     """Function (micro-batch, generators) -> micro-batch, after collation, on the CPU; `generators`
     has one per sample. Also called for micro-batches without samples and for encoders' batches.
+    """
+    transparency: Transparency = "drop"
+    """What is under transparent pixels: their own colour ("drop", as transformers' processors have
+    an image that was opened and converted to RGB) or "white", as those have one that was opened.
     """
     exact_resize: bool = False
     """Resize with Pillow, bit for bit as transformers; an eighth of the speed."""
@@ -324,6 +329,7 @@ class LoaderOptions(TypedDict, total=False):
     images: ImageForm
     image_transform: ImageTransform | None
     batch_transform: BatchTransform | None
+    transparency: Transparency
     exact_resize: bool
     reduced_decode: bool
     audio: AudioForm

@@ -213,6 +213,7 @@ class _Decoder:
         broken: _BrokenFiles,
     ) -> None:
         self._raw, self._config, self._broken = raw, config, broken
+        self._on_white = config.transparency == "white"
         self._uses_pillow = config.exact_resize or config.reduced_decode
         self._transform = None
         if config.image_transform is not None and seeds is not None:
@@ -240,9 +241,11 @@ class _Decoder:
                 raise DataError(content.reason)
             if self._uses_pillow:
                 reduced = rule if self._config.reduced_decode else None
-                image: Image.Image | Pixels = decode(content, counted=size, rule=reduced)
+                image: Image.Image | Pixels = decode(
+                    content, counted=size, rule=reduced, on_white=self._on_white
+                )
             else:
-                image = decode_pixels(content, counted=size, target=target)
+                image = decode_pixels(content, counted=size, target=target, on_white=self._on_white)
         except DataError as error:
             self._broken.add(error, int(raw.image_samples[number]))
             black = np.zeros((size[1], size[0], 3), np.uint8) if target is None else target

@@ -46,6 +46,7 @@ def decode_pixels(
     *,
     counted: tuple[int, int] | None = None,
     target: Pixels | None = None,
+    on_white: bool = False,
 ) -> Pixels:
     """The pixels of `decode`, valid until this thread decodes again. Errors as `decode`.
 
@@ -59,7 +60,8 @@ def decode_pixels(
                 return _decode_jpeg(image_bytes, pixels)
         except _DECODE_ERRORS:
             pass  # Pillow names the error, or can decode it
-    pixels = np.array(decode(image_bytes, counted=counted))  # a copy: Pillow has 4 bytes per pixel
+    # a copy: Pillow has 4 bytes per pixel
+    pixels = np.array(decode(image_bytes, counted=counted, on_white=on_white))
     if target is None:
         return pixels
     target[:] = pixels
@@ -94,12 +96,15 @@ def decode(
     *,
     counted: tuple[int, int] | None = None,
     rule: VisionRule | None = None,
+    on_white: bool = False,
 ) -> Image.Image:
     """The upright RGB image, as `load_image` gives it; DataError if it cannot be decoded.
 
-    Upright: turned as its EXIF orientation says. Transparency is dropped, not blended. 16-bit grey
-    becomes the upper eight bits, as 16-bit colour does, where `load_image` makes everything above
-    255 white. `counted` is the upright (width, height) that the image must have, else DataError.
+    Upright: turned as its EXIF orientation says. Transparency is dropped, not blended; `on_white`:
+    the image lies on white, as `convert_to_rgb` of transformers' processors puts it where they are
+    given an opened file. 16-bit grey becomes the upper eight bits, as 16-bit colour does, where
+    `load_image` makes everything above 255 white. `counted` is the upright (width, height) that the
+    image must have, else DataError.
 
     With `rule` a JPEG is decoded at 1/2 (.7 of the time), 1/4 or 1/8 of its size, where its sides
     divide by that and stay twice those that the rule resizes it to. Patches of photographs then
@@ -118,10 +123,7 @@ def decode(
         ImageOps.exif_transpose(image, in_place=True)
         if image.mode.startswith("I;16"):
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        if image.mode != "RGB":
-            image.info.pop("transparency", None)  # not asked for, and Pillow warns of a palette's
-            return image.convert("RGB")
-        image.load()  # convert would do it, and copy
+        image = _to_rgb(image, on_white=on_white)
     except _DECODE_ERRORS as error:
         # Pillow's own words name the address of a buffer
         is_unknown = isinstance(error, UnidentifiedImageError)
@@ -129,6 +131,17 @@ def decode(
         raise DataError(
             f"image of {len(image_bytes):,} bytes cannot be decoded: {reason}"
         ) from error
+    return image
+
+
+def _to_rgb(image: Image.Image, *, on_white: bool) -> Image.Image:
+    if on_white and image.has_transparency_data:
+        above = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", above.size, "white"), above).convert("RGB")
+    if image.mode != "RGB":
+        image.info.pop("transparency", None)  # not asked for, and Pillow warns of a palette's
+        return image.convert("RGB")
+    image.load()  # convert would do it, and copy
     return image
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
+from transformers.image_transforms import convert_to_rgb
 
 from balance.errors import DataError
 from loaders.decode import image as decoding
@@ -155,3 +156,32 @@ def test_transparency_is_dropped_without_a_word(
     decoded = decode(buffer.getvalue())
     assert np.array_equal(np.asarray(decoded), np.asarray(opaque.convert("RGB")))
     assert not recwarn.list
+
+
+def test_transparent_images_lie_on_white_as_processors_put_them_if_asked() -> None:
+    rng = np.random.default_rng(0)
+    alpha = Image.fromarray(rng.integers(0, 255, (30, 40), dtype=np.uint8))
+    opaque = random_image(rng, 40, 30)
+    grey, turned = opaque.convert("L"), Image.Exif()
+    turned[0x0112] = 6
+    files: dict[str, tuple[Image.Image, str, dict[str, Any]]] = {
+        "RGBA": (Image.merge("RGBA", [*opaque.split(), alpha]), "PNG", {}),
+        "turned": (Image.merge("RGBA", [*opaque.split(), alpha]), "PNG", {"exif": turned}),
+        "LA": (Image.merge("LA", [grey, alpha]), "PNG", {}),
+        "WebP": (Image.merge("RGBA", [*opaque.split(), alpha]), "WEBP", {"lossless": True}),
+        "palette": (opaque.quantize(16), "PNG", {"transparency": bytes(range(0, 256, 16))}),
+        "one colour": (opaque, "PNG", {"transparency": opaque.getpixel((3, 4))}),
+        "GIF": (opaque.quantize(16), "GIF", {"transparency": 3}),
+        "opaque": (opaque, "PNG", {}),
+        "JPEG": (opaque, "JPEG", {}),
+    }
+    for case, (image, form, options) in files.items():
+        buffer = io.BytesIO()
+        image.save(buffer, form, **options)
+        opened = ImageOps.exif_transpose(Image.open(io.BytesIO(buffer.getvalue())))
+        expected = convert_to_rgb(opened, return_numpy=True)
+        for decoder in (decode, decode_pixels):
+            found = np.asarray(decoder(buffer.getvalue(), on_white=True))
+            assert np.array_equal(found, expected), case
+            dropped = np.asarray(decoder(buffer.getvalue()))
+            assert np.array_equal(dropped, expected) == (case in {"opaque", "JPEG"}), case
