@@ -9,7 +9,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -43,7 +43,8 @@ class UserMap:
             return
         try:
             given = self.function(dict(record.value))
-            several = [given] if given is None or isinstance(given, Mapping | str) else list(given)
+            is_many = isinstance(given, Iterable) and not isinstance(given, Mapping | str)
+            several = list(given) if is_many else [given]
         except Exception as error:  # of the user's code, about this record
             why = f"{self.name}: {type(error).__name__}: {first_line(error)}"
             yield replace(record, broken=why, reason="map_failed")
