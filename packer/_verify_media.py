@@ -1,4 +1,4 @@
-"""Files that a refs build points to: whether they are still there and what was counted.
+"""Files that a refs build points to: whether they still are what was counted.
 
 For `packer.verify`. Each file is read once per shard, and images are decoded, for a file that is
 whole by its header may still not decode.
