@@ -1,4 +1,4 @@
-"""A user's function over raw records (`--map module:function`): loaded, hashed, applied.
+"""A user's function over raw records (`--map`): loaded, hashed, and applied.
 
 It takes a record as a dict and gives a record, a list of records, or none: None, or a text that
 says why. It must depend on the record alone: processes call it in any order, and a stopped build
