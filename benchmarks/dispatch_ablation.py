@@ -1,6 +1,6 @@
 """OrchMLLM's ablations (figures 10 to 13) on a model of three modalities, data parallel.
 
-    python benchmarks/dispatch_ablation.py [--ranks 2] [--steps 5] [--samples 12]
+    python benchmarks/dispatch_ablation.py [--ranks 2] [--steps 5] [--samples 12] [--runs 3]
     python benchmarks/dispatch_ablation.py --standin [--ranks 4 8] [--step-ms 300]
 
 Without `--standin` everything is computed, on gloo ranks of one core each. With it layers wait for
@@ -12,7 +12,8 @@ replicated, so that ranks wait for each other in exchanges and for gradients; an
 on all ranks at once, as where weights are shared out and every layer is gathered (the paper's FSDP;
 here ranks only wait for each other, no weights travel). "by FLOPs": the ratio that the ranks' FLOPs
 give, padding included, without exchanges; MFU counts no padding. Limit: what the ranks computed,
-divided evenly.
+divided evenly. Tables are of the last run; the one after them has medians of all runs, over no
+balance and over what a careful user does (whole samples, by all their FLOPs), and their range.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
 
 import numpy as np
 import torch.multiprocessing as mp
@@ -28,6 +31,7 @@ from dispatching.clock import COMPUTING
 from dispatching.data import DataShape
 from dispatching.model import ModelShape, Tower
 from dispatching.runs import (
+    CAREFUL,
     NOT_BALANCED,
     Measured,
     RunOptions,
@@ -92,6 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
         default=300,
         help="with --standin: a rank's share of an even step",
     )
+    parser.add_argument("--runs", type=positive, default=1, help="of everything (default: 1)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--tiny", action="store_true", help="a model of no size, to see that everything runs"
@@ -116,16 +121,42 @@ def run(ranks: int, chosen: argparse.Namespace) -> bool:
         even = draw(options, chosen.seed).flops.sum() / ranks
         options = replace(options, rate=float(even / (chosen.step_ms / 1e3)))
     slowest(options, 0)  # compiles the planner's kernels, which else every rank does for itself
-    with tempfile.TemporaryDirectory() as folder:
-        results = mp.get_context("spawn").SimpleQueue()
-        mp.spawn(run_rank, (folder, options, results), nprocs=ranks)
-        peak, measured = results.get()
+    runs = [measure(options) for _ in range(chosen.runs)]
     agree = True
     for number, together in enumerate(options.settings):
-        own = {name: found for (setting, name), found in measured.items() if setting == together}
-        show(options, number, peak, own)
-        agree &= losses_agree(own)
+        every = [
+            {name: found for (setting, name), found in measured.items() if setting == together}
+            for _, measured in runs
+        ]
+        show(options, number, runs[-1][0], every[-1])
+        if chosen.runs > 1:
+            console.print(compared(every, SETTINGS[together]))
+        agree &= all(losses_agree(own) for own in every)
     return agree
+
+
+def measure(options: RunOptions) -> tuple[float, dict[tuple[bool, str], Measured]]:
+    """-> (FLOPs per second of a rank at its peak, what each variant took in each setting)."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = mp.get_context("spawn").SimpleQueue()
+        mp.spawn(run_rank, (folder, options, results), nprocs=options.ranks)
+        found: tuple[float, dict[tuple[bool, str], Measured]] = results.get()
+    return found
+
+
+def compared(runs: Sequence[dict[str, Measured]], setting: str) -> Table:
+    """Both baselines over each variant: medians of the runs, and their range."""
+    table = new_table(
+        f"{len(runs)} runs; {setting}",
+        ["balanced", f"x {NOT_BALANCED}", "range", "x careful", "range"],
+    )
+    for name in runs[0]:
+        cells = []
+        for baseline in (NOT_BALANCED, CAREFUL):
+            ratios = [own[baseline].step_s / own[name].step_s for own in runs]
+            cells += [f"{median(ratios):.2f}", f"{min(ratios):.2f}-{max(ratios):.2f}"]
+        table.add_row(name, *cells)
+    return table
 
 
 def show(options: RunOptions, setting: int, peak: float, measured: dict[str, Measured]) -> None:

@@ -191,7 +191,7 @@ def simulated(options: argparse.Namespace) -> None:
 
 def orchmllm(options: argparse.Namespace) -> None:
     """OrchMLLM's phases."""
-    own = ["--steps", str(2 * options.steps)]
+    own = ["--steps", str(2 * options.steps), "--runs", str(options.runs)]
     dispatch_ablation.main(own)
     dispatch_ablation.main(["--standin", "--ranks", "8", *own])
 

@@ -31,6 +31,8 @@ MATRIX, MATRIX_ROUNDS = 1536, 6
 """Of the matrix products that show a core's peak."""
 KINDS = ("planning", "exchange", "waiting", "gradients", *COMPUTING)
 NOT_BALANCED = "not balanced"
+CAREFUL = "whole samples, by all their FLOPs"
+"""What a careful user does before the step: each rank gets samples of as many FLOPs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +97,7 @@ def variants(ranks_per_node: int) -> list[Variant]:
     return [
         Variant(name=NOT_BALANCED, options=only()),
         Variant(name="LLM only (pre-balancing)", options=only(llm="sums")),
-        Variant(name="whole samples, by all their FLOPs", options=only(llm="sums"), by_flops=True),
+        Variant(name=CAREFUL, options=only(llm="sums"), by_flops=True),
         Variant(name="all as if not padded", options=only(vision="sums", audio="sums", llm="sums")),
         Variant(name="all as if padded", options=only(vision="padded", audio="padded", llm="sums")),
         Variant(name="every phase (OrchMLLM)", options=full),

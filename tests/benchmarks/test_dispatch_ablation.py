@@ -3,6 +3,7 @@ refuses wrong losses.
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import dispatch_ablation as ablation
 import numpy as np
@@ -31,6 +32,23 @@ def test_every_variant_has_a_row_in_each_table_and_all_losses_agree(options, cap
         assert [float(row[1].removesuffix("x")) > 0 for row in rows[::2]] == [True, True]
         assert all(0 <= float(ratio) < 1 for row in rows[1::2] for ratio in row[:3])
     assert sum("limit" in line for line in lines) == 2  # one in each setting
+
+
+def test_runs_are_compared_with_no_balance_and_with_a_careful_user(capsys):
+    def took(**seconds):
+        return {
+            name: SimpleNamespace(step_s=seconds[key])
+            for name, key in (
+                (runs.NOT_BALANCED, "no"),
+                (runs.CAREFUL, "careful"),
+                ("ours", "ours"),
+            )
+        }
+
+    three = [took(no=6, careful=4, ours=ours) for ours in (2, 3, 4)]
+    ablation.console.print(ablation.compared(three, "weights replicated"))
+    row = next(line for line in capsys.readouterr().out.splitlines() if " ours " in f" {line} ")
+    assert row.split() == ["ours", "2.00", "1.50-3.00", "1.33", "1.00-2.00"]
 
 
 def test_losses_that_differ_are_refused():  # with them the status above is not 0
