@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from balance.types import IntArray
 from engine.runtime.stage_io import LayerStack, TensorSpec
@@ -49,26 +50,20 @@ def wait(seconds: float) -> None:
 class StandIn(nn.Module):
     """A stage's times, in seconds; a micro-batch is its column."""
 
-    def __init__(
-        self,
-        forward_s: list[float],
-        input_s: list[float],
-        weight_s: list[float],
-        *,
-        gives_gradient: bool,
-    ) -> None:
+    def __init__(self, forward_s: list[float], input_s: list[float], weight_s: list[float]) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-        self._gives_gradient, self._times = gives_gradient, (forward_s, input_s, weight_s)
+        self._times = forward_s, input_s, weight_s
+        # the weight of a product, so that a schedule may defer its gradient: the seconds to wait
+        self.weight = nn.Parameter(torch.zeros(1, 1))
+        self.weight.register_hook(lambda gradient: wait(gradient.item()))
 
     def forward(self, carry: Mapping[str, Tensor], column: int) -> dict[str, Tensor]:
-        """values -> values, and the last one's first as the loss."""
+        """values -> values, and the last one's first as the loss, whose gradient is 1."""
         forward_s, input_s, weight_s = (times[column] for times in self._times)
         wait(forward_s)
-        values = carry.get("values", torch.zeros(WIDTH))
-        # without an input to give a gradient to, the weights' takes the time for both
-        weight = Wait.apply(self.weight, weight_s + (0 if self._gives_gradient else input_s))
-        values = (Wait.apply(values, input_s) if self._gives_gradient else values) + weight
+        values = carry.get("values", torch.zeros(WIDTH, requires_grad=True))
+        late = functional.linear(torch.tensor([[weight_s]]), self.weight)
+        values = Wait.apply(values, input_s) + late[0]
         return {"values": values, "loss": values[0]}
 
 
@@ -93,7 +88,7 @@ def stand_ins(stages: StageCosts, encoder_ns: IntArray | None = None) -> LayerSt
     """
     times = (stages.forward_ns, stages.input_grad_ns, stages.weight_grad_ns)
     layers: list[nn.Module] = [
-        StandIn(*((kind[stage] / 1e9).tolist() for kind in times), gives_gradient=stage > 0)
+        StandIn(*((kind[stage] / 1e9).tolist() for kind in times))
         for stage in range(stages.num_stages)
     ]
     if encoder_ns is not None:
