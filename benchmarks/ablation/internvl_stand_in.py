@@ -65,6 +65,7 @@ class Model:
             replicas=replicas,
             micro_batches=micro_batches,
             cost=self.costs,
+            split_cost=self.costs,
             sample_loads=lambda some: sample_loads(some, self.preset),
         )
 

@@ -63,12 +63,15 @@ class Setting:
     """Of a step and replica, at the usual token limit."""
     num_steps: int = EPOCH
     cost: Callable[[Loads], Costs]
+    split_cost: Callable[[Loads], Costs]
+    """Where weight gradients are passes of their own."""
     sample_loads: Callable[[Counts], Loads]
     """A column per sample."""
 
-    def costs_of(self, groups: Groups, padded: bool) -> Costs:
+    def costs_of(self, groups: Groups, padded: bool, split: bool = False) -> Costs:
         """Of each layer for each micro-batch."""
-        return self.cost(loads_of(groups, self.counts, self.sizes, padded=padded))
+        cost = self.split_cost if split else self.cost
+        return cost(loads_of(groups, self.counts, self.sizes, padded=padded))
 
     def predicted_s(self, variant: Variant) -> float:
         """Simulated time of all steps; each takes as long as its slowest replica."""
@@ -79,7 +82,7 @@ class Setting:
         """Seconds of all ranks: (passes, recomputation)."""
         passes = recomputed = 0
         for own in every(variant.steps):
-            costs = self.costs_of(own, variant.padded)
+            costs = self.costs_of(own, variant.padded, variant.splits_backward)
             passes += int((costs.forward_ns + costs.backward_ns).sum())
             recomputed += int(costs.recompute_ns[variant.recompute].sum())
         return passes / 1e9, recomputed / 1e9
@@ -206,25 +209,21 @@ def _searched(
     setting: Setting, data: Variant, largest: Costs, memory_bytes: int, name: str, stages: int
 ) -> Variant:
     """The exact search's partition and recomputation for a schedule."""
-    costs = [setting.costs_of(own, padded=False) for own in every(data.steps)]
+    planned = replace(data, schedule=name, stages_per_rank=stages)
+    split = planned.splits_backward
+    costs = [setting.costs_of(own, padded=False, split=split) for own in every(data.steps)]
     typical = sorted(costs, key=lambda own: int(own.forward_ns.sum()))[len(costs) // 2]
     schedule = make_schedule(name, setting.stages, typical.num_micro_batches, stages)
     typical = _with_most_memory(typical, [largest])
     found = search_exact(typical, schedule, memory_bytes)
-    return replace(
-        data,
-        borders=found.borders,
-        recompute=found.recompute,
-        schedule=name,
-        stages_per_rank=stages,
-    )
+    return replace(planned, borders=found.borders, recompute=found.recompute)
 
 
 def _tuned(setting: Setting, variant: Variant, memory_bytes: int) -> Variant:
     """The same samples step by step, packed and ordered again by PipeTune's tuner."""
     planner = TunedSteps(
         pipeline=PartitionedModel(
-            cost=setting.cost,
+            cost=setting.split_cost if variant.splits_backward else setting.cost,
             borders=variant.borders,
             recompute=variant.recompute,
             schedule=variant.schedule,

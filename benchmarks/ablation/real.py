@@ -63,9 +63,13 @@ class Trainer:
         self.num_layers = len(self.model.layers)
         self.num_stages, self._data = num_stages, data
         self.profile = self.measure_layers()
+        self._split_profile: Profile | None = None
 
-    def measure_layers(self) -> Profile:
-        """The profile of the model's layers, as the machine is now."""
+    def measure_layers(self, *, apart: bool = False) -> Profile:
+        """The profile of the model's layers, as the machine is now.
+
+        `apart`: with weight gradients in passes of their own, which takes longer.
+        """
         data, num_stages, kinds = self._data, self.num_stages, kinds_of(self.model)
         groups = [(own, padded) for steps, padded in data for own in every(steps)]
         loads = joined_loads(
@@ -86,7 +90,7 @@ class Trainer:
                 kinds=kinds,
                 phases=dict(KINDS.values()),
             ),
-            MeasureOptions(repeats=self.repeats),
+            MeasureOptions(repeats=self.repeats, apart=apart),
         )
         if not cpu_clock():
             return profile
@@ -131,9 +135,19 @@ class Trainer:
         """By the profile; micro-batches may become larger than any that was measured."""
         return profiled_costs(self.profile, loads, farthest=np.inf)
 
-    def costs(self, groups: Groups, *, padded: bool) -> Costs:
+    def measure_split(self) -> None:
+        """Measure layers as zero-bubble schedules run them, for `split_cost`; all ranks call it."""
+        self._split_profile = self.measure_layers(apart=True)
+
+    def split_cost(self, loads: Loads) -> Costs:
+        """Where weight gradients are passes of their own. After `measure_split`."""
+        assert self._split_profile is not None
+        return profiled_costs(self._split_profile, loads, farthest=np.inf)
+
+    def costs(self, groups: Groups, padded: bool, split: bool = False) -> Costs:
         """Of micro-batches."""
-        return self.cost(loads_of(groups, self.counts, self.shape.sizes, padded=padded))
+        cost = self.split_cost if split else self.cost
+        return cost(loads_of(groups, self.counts, self.shape.sizes, padded=padded))
 
     def sample_loads(self, counts: Counts) -> Loads:
         """Of samples by themselves."""
@@ -184,7 +198,7 @@ class Trainer:
         # what recomputation is of the passes, by the profile
         passes = recomputed = 0
         for own in every(variant.steps):
-            costs = self.costs(own, padded=variant.padded)
+            costs = self.costs(own, variant.padded, variant.splits_backward)
             passes += int((costs.forward_ns + costs.backward_ns).sum())
             recomputed += int(costs.recompute_ns[variant.recompute].sum())
         return Row(
@@ -204,7 +218,7 @@ class Trainer:
         if variant.tuned:
             steps = [[one.timeline.step_ns for one in step] for step in variant.tuned]
         else:
-            simulated = variant.simulated(lambda own, padded: self.costs(own, padded=padded))
+            simulated = variant.simulated(self.costs)
             steps = [[one.step_ns for one in step] for step in simulated]
         return sum(map(max, steps)) / 1e9
 

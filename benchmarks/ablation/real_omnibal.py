@@ -41,6 +41,7 @@ def run(shape_name: str, num_steps: int) -> list[Row]:
     padded = random_steps(counts, 1, MICRO_BATCHES, num_steps)
     packed = packed_steps(counts, shape.sizes.seq_len, 1, MICRO_BATCHES, EPOCH)
     trainer = Trainer(shape, counts, stages, [(padded, True), (packed, False)])
+    trainer.measure_split()
     setting = Setting(
         counts=counts,
         sizes=shape.sizes,
@@ -48,6 +49,7 @@ def run(shape_name: str, num_steps: int) -> list[Row]:
         micro_batches=MICRO_BATCHES,
         num_steps=num_steps,
         cost=trainer.cost,
+        split_cost=trainer.split_cost,
         sample_loads=trainer.sample_loads,
     )
     planned: list[list[Variant]] = [[]]
@@ -96,5 +98,6 @@ def real_setting(shape: Shape, stages: int) -> Setting:
         stages=stages,
         micro_batches=MICRO_BATCHES,
         cost=cost,
+        split_cost=cost,
         sample_loads=sample_loads,
     )

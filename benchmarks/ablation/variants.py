@@ -15,8 +15,9 @@ from engine.simulator.evaluate import SimulatedStep, evaluate, schedule_for
 from engine.simulator.schedule import Schedule
 from engine.tuning.precompute import EncodedStep
 
-CostsOf = Callable[[Groups, bool], Costs]
-"""(micro-batches, whether they are padded) -> costs of the layers."""
+CostsOf = Callable[[Groups, bool, bool], Costs]
+"""(micro-batches, whether they are padded, whether weight gradients are passes of their own) ->
+costs of the layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,11 @@ class Variant:
     tuned: tuple[tuple[EncodedStep, ...], ...] = ()
     """Of each step and replica, where it has a schedule of its own."""
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are passes of their own."""
+        return self.schedule.endswith("zero_bubble")
+
     def schedule_of(self, step: int, replica: int) -> Schedule:
         """What a replica runs in a step."""
         if self.tuned:
@@ -45,7 +51,7 @@ class Variant:
         return [
             [
                 evaluate(
-                    costs_of(own, self.padded),
+                    costs_of(own, self.padded, self.splits_backward),
                     self.borders,
                     self.recompute,
                     self.schedule_of(number, replica),
