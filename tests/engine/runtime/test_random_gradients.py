@@ -33,7 +33,7 @@ def random_case(seed):
     world = WORLDS[seed % len(WORLDS)]
     pp = int(rng.choice([count for count in (world, world, world // 2, 1) if world % count == 0]))
     schedule = SCHEDULES[seed % len(SCHEDULES)]  # any with any number of ranks: 3 and 5 of them
-    chunks = int(rng.integers(1, LAYERS // pp + 1)) if schedule == "interleaved" else 1
+    chunks = int(rng.integers(1, LAYERS // pp + 1)) if "interleaved" in schedule else 1
     chunks = min(chunks, 3)
     cuts = np.sort(rng.choice(np.arange(1, LAYERS), pp * chunks - 1, replace=False)).tolist()
     case = Case(
