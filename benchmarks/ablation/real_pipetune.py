@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -34,14 +35,17 @@ INGREDIENTS = {
 
 
 def run(
-    num_steps: int, samples_per_step: int = SAMPLES_PER_STEP, repeats: int = REPEATS
+    num_steps: int,
+    samples_per_step: int = SAMPLES_PER_STEP,
+    repeats: int = REPEATS,
+    sizes: Sequence[float] = SIZES,
 ) -> list[Row]:
     """All ingredients, on this rank of 2."""
     counts = SHAPE.samples(samples_per_step * num_steps)
     drawn = np.arange(len(counts)).reshape(num_steps, -1)
     fixed = [
         tuple((packed(counts, samples, round(size * SEQ_LEN)),) for samples in drawn)
-        for size in SIZES
+        for size in sizes
     ]
     data = [(steps, False) for steps in fixed]
     trainer = Trainer(SHAPE, counts, STAGES, data, frozen_encoder=True, repeats=repeats)

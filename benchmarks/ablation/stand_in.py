@@ -61,7 +61,9 @@ class StandIn(nn.Module):
         """values -> values, and the last one's first as the loss, whose gradient is 1."""
         forward_s, input_s, weight_s = (times[column] for times in self._times)
         wait(forward_s)
-        values = carry.get("values", torch.zeros(WIDTH, requires_grad=True))
+        values = carry.get("values", torch.zeros(WIDTH))
+        if not values.requires_grad:  # nothing before it is trained; its backward pass runs too
+            values = values.detach().requires_grad_()
         late = functional.linear(torch.tensor([[weight_s]]), self.weight)
         values = Wait.apply(values, input_s) + late[0]
         return {"values": values, "loss": values[0]}

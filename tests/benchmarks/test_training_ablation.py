@@ -197,7 +197,8 @@ def compiled() -> None:
 
 @pytest.mark.usefixtures("compiled", "forked")
 def test_every_ingredient_of_pipetune_runs_with_real_compute_and_the_same_losses() -> None:
-    rows = ranks.on_ranks(2, real_pipetune.run, 1, 8, 2, machine=ranks.Machine(cpu_clock=True))
+    machine = ranks.Machine(cpu_clock=True)
+    rows = ranks.on_ranks(2, real_pipetune.run, 1, 8, 2, (1.0, 2.0), machine=machine)
     first, careful, *tuned = rows
     assert [row.name for row in tuned] == list(real_pipetune.INGREDIENTS)
     predicted = [row.predicted_s for row in (first, *tuned)]
