@@ -22,7 +22,17 @@ ONE_STAGE = (
 )
 _SCHEDULES = f"{', '.join(SCHEDULES)}."
 
-ModelName = Literal["tiny", "llava", "internvl", "qwen2_vl"]
+ModelName = Literal[
+    "tiny",
+    "llava",
+    "internvl",
+    "qwen2_vl",
+    "llava_next",
+    "llava_onevision",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "gemma3",
+]
 
 
 def _help(text: str, *names: str, least: int | None = None) -> Any:

@@ -7,7 +7,7 @@ transformers is an optional dependency that takes seconds to import: it is impor
 
 import importlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from balance.errors import ConfigError, DataError, first_line
 from engine.runtime.models.vision_layers import as_pair
 from engine.train.step_source import StepSource
 
+TINY_KINDS = ("llava", "internvl", "qwen2_vl")
+"""Models that can be made without a config."""
 TEXT = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -42,6 +44,10 @@ MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10_00
 
 def read_model(name: str, given: Path | None, source: StepSource) -> Any:
     """The model on the CPU: tiny, of a `config.json` or of a folder with weights. ConfigError."""
+    if given is None and name not in TINY_KINDS:
+        raise ConfigError(
+            f"--model {name} needs --config: a config.json of transformers or a folder with weights"
+        )
     transformers = _import_transformers(name)
     errors = (OSError, ValueError, RuntimeError, _safetensors_error())
     missing: list[str] = []
@@ -192,7 +198,7 @@ def _internvl_images(config: Any) -> dict[str, Any]:
     return {"image_size": size, "llm_tokens_per_patch": round(tokens)}
 
 
-def _qwen2_vl_images(config: Any) -> dict[str, Any]:
+def _qwen_vl_images(config: Any) -> dict[str, Any]:
     vision = config.vision_config
     return {
         "vit_patch_size": vision.patch_size,
@@ -201,5 +207,29 @@ def _qwen2_vl_images(config: Any) -> dict[str, Any]:
     }
 
 
-_IMAGES = {"llava": _llava_images, "internvl": _internvl_images, "qwen2_vl": _qwen2_vl_images}
+def _anyres_images(config: Any) -> dict[str, Any]:
+    vision, limit = config.vision_config, getattr(config, "vision_aspect_ratio", None)
+    return {
+        "image_size": vision.image_size,
+        "vit_patch_size": vision.patch_size,
+        "grid_pinpoints": tuple((height, width) for height, width in config.image_grid_pinpoints),
+        "anyres_max": None if limit is None else int(limit.removeprefix("anyres_max_")),
+    }
+
+
+def _gemma3_images(config: Any) -> dict[str, Any]:
+    return {
+        "image_size": config.vision_config.image_size,
+        "llm_tokens_per_patch": config.mm_tokens_per_image,
+        "crop": False,
+    }
+
+
+_IMAGES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "llava": _llava_images,
+    "internvl": _internvl_images,
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _qwen_vl_images),
+    **dict.fromkeys(("llava_next", "llava_onevision"), _anyres_images),
+    "gemma3": _gemma3_images,
+}
 """Fields that a build's vision rule must have, from a model's config."""

@@ -1,9 +1,11 @@
 """The model that a build is trained with: `open_model` -> `PipelineModel`.
 
-Opens the demo model `tiny`, and LLaVA, InternVL and Qwen2-VL of transformers. A model of your own
-needs a `LayerStack`, and a preset whose `engine.cost_model.layer_list.layers_of` are its layers.
+Opens the demo model `tiny`, and those of transformers that `from_transformers` takes. A model of
+your own needs a `LayerStack`, and a preset whose `engine.cost_model.layer_list.layers_of` are its
+layers.
 """
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from balance.errors import ConfigError
+from balance.media.rules import VisionRule
+from balance.media.rules.anyres import AnyresRule
 from balance.media.rules.fixed import FixedRule
 from balance.media.rules.native import NativeRule
 from balance.media.rules.tiles import TilesRule
@@ -24,12 +28,21 @@ from engine.runtime.models.transformers_models import from_transformers
 from engine.runtime.models.weights import gather_state_dict, names_of
 from engine.runtime.pipeline import Pipeline
 from engine.runtime.stage_io import LayerStack
-from engine.train.models._transformers_files import read_model, write_model
+from engine.train.models._transformers_files import TINY_KINDS, read_model, write_model
 from engine.train.models.tiny_vlm import make_tiny_vlm
 from engine.train.step_source import StepSource
 
 TINY = "tiny"
-RULES = {"llava": FixedRule, "internvl": TilesRule, "qwen2_vl": NativeRule}
+RULES: dict[str, type[VisionRule]] = {
+    "llava": FixedRule,
+    "internvl": TilesRule,
+    "qwen2_vl": NativeRule,
+    "llava_next": AnyresRule,
+    "llava_onevision": AnyresRule,
+    "qwen2_5_vl": NativeRule,
+    "qwen3_vl": NativeRule,
+    "gemma3": FixedRule,
+}
 """Image rule of a build for each model of transformers."""
 MODELS = (TINY, *RULES)
 
@@ -87,8 +100,9 @@ class PipelineModel:
 def open_model(name: str | None, config: Path | None, source: StepSource) -> PipelineModel:
     """The model for a build, on the CPU. ConfigError if they do not fit.
 
-    `name`: one of `MODELS`; None: the one for the build's preset. `config`: a `config.json` of
-    transformers (random weights) or a folder with weights; None for a tiny model.
+    `name`: one of `MODELS`; None: that of `config`, or the one for the build's preset.
+    `config`: a `config.json` of transformers (random weights) or a folder with weights; None for a
+    tiny model.
     """
     preset = source.model
     if source.audio_token_id is not None:
@@ -97,7 +111,7 @@ def open_model(name: str | None, config: Path | None, source: StepSource) -> Pip
             f" {', '.join(MODELS)} has one: build with a preset without [audio], or use"
             " `engine.exchange_features` in a loop of your own (docs/train.md)"
         )
-    name = _model_name(name, preset)
+    name = _model_name(name, config, preset)
     if name == TINY:
         if config is not None:
             raise ConfigError(
@@ -123,13 +137,30 @@ def _tiny_preset(preset: ModelPreset, vocab_size: int) -> ModelPreset:
     return replace(preset, vit=tiny.vit, llm=replace(tiny.llm, vocab_size=vocab_size))
 
 
-def _model_name(given: str | None, preset: ModelPreset) -> str:
-    """The given model, else the build's; ConfigError if images do not fit (tiny checks its own)."""
-    fitting = (name for name, rule in RULES.items() if isinstance(preset.vision, rule))
-    name = given or (TINY if preset.name == TINY else next(fitting, ""))
+def _model_name(given: str | None, config: Path | None, preset: ModelPreset) -> str:
+    """The given model, else the config's or the build's.
+
+    ConfigError if images do not fit (tiny checks its own).
+    """
+    fitting = [name for name, rule in RULES.items() if isinstance(preset.vision, rule)]
+    kind = _type_in(config)
+    default = kind if kind in fitting else next((own for own in TINY_KINDS if own in fitting), "")
+    name = given or (TINY if preset.name == TINY else default)
     if not name or (name != TINY and not isinstance(preset.vision, RULES[name])):
         raise ConfigError(
             f"the build is for {preset.name}, whose images are not cut for"
             f" {given or ', '.join(MODELS)}: build with a preset of the model to train"
         )
     return name
+
+
+def _type_in(config: Path | None) -> str | None:
+    """`model_type` of a `config.json` or a folder, if that is a model known here."""
+    if config is None:
+        return None
+    try:
+        text = (config / "config.json" if config.is_dir() else config).read_text(encoding="utf-8")
+        found = json.loads(text)
+    except (OSError, ValueError):
+        return None  # reading the model says why
+    return found.get("model_type") if isinstance(found, dict) else None

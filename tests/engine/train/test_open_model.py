@@ -3,6 +3,8 @@ in one line.
 """
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +14,14 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 
 from balance.errors import ConfigError, DataError
+from balance.media.rules.anyres import AnyresRule
+from balance.media.rules.fixed import FixedRule
+from balance.presets import load_model
 from engine.train.models._transformers_files import make_config, read_model, write_model
 from engine.train.models.open_model import open_model
 from loaders import StreamingLoader
 from support.builds.shard_fixture import group_samples, make_samples, write_build
+from support.models.family_models import FAMILIES, IMAGE, PINPOINTS, SIDE, VOCAB
 
 PRESETS = {"llava": "llava_1_5", "internvl": "internvl_1_5_max1", "qwen2_vl": "qwen2_vl"}
 
@@ -145,3 +151,35 @@ def test_a_model_that_cannot_be_written_is_told_in_one_line(loaders, name, tmp_p
     assert line == f"{tmp_path / 'file' / 'model'}: Not a directory"
     write_model(model, tmp_path / "folder", model.state_dict())
     assert json.loads((tmp_path / "folder" / "config.json").read_text())["model_type"] == name
+
+
+def test_a_config_names_any_model_that_the_pipeline_takes(tmp_path):
+    square = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
+    native = load_model("qwen2_vl").vision
+    crops = {**square, "image_size": SIDE, "vit_patch_size": 7, "vit_tokens_per_patch": 16}
+    points = tuple(map(tuple, PINPOINTS))
+    rules = {
+        "qwen2_5_vl": replace(native, vit_patch_size=4),
+        "qwen3_vl": replace(native, vit_patch_size=4),
+        "llava_next": AnyresRule(**crops, grid_pinpoints=points),
+        "llava_onevision": AnyresRule(**crops, grid_pinpoints=points, anyres_max=2),
+        "gemma3": FixedRule(
+            **square, image_size=SIDE, vit_tokens_per_patch=16, llm_tokens_per_patch=4, crop=False
+        ),
+    }
+    for name, rule in rules.items():
+        folder = tmp_path / name
+        FAMILIES[name].config().save_pretrained(folder)
+        preset = replace(load_model("qwen2_vl"), name="mine", vision=rule)
+        source = SimpleNamespace(
+            model=preset, image_token_id=IMAGE, audio_token_id=None, vocab_size=VOCAB
+        )
+        opened = open_model(None, folder / "config.json", source)
+        assert opened.whole.config.model_type == name
+        assert [layer.kind for layer in opened.listed].count("llm_layer") == 2
+        line = refusal(ConfigError, open_model, name, None, source)
+        assert line.startswith(f"--model {name} needs --config"), line
+        side = "vit_patch_size" if name.startswith("qwen") else "image_size"
+        source.model = replace(preset, vision=replace(rule, **{side: 8}))
+        line = refusal(ConfigError, open_model, None, folder / "config.json", source)
+        assert f"{side} 8" in line, line
