@@ -6,8 +6,10 @@ caption and an interleaved document (MMC4, OBELICS) are one turn with the role `
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from packer.records._tool_calls import read_tool_calls, with_tools
 from packer.records.media import (
     FILE_KEYS,
     Media,
@@ -24,6 +26,8 @@ ROLES: dict[str, str] = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bing", "bard"), "assistant"),
     **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython"), "tool"),
+    "function_call": "assistant",
 }
 """Roles of LLaVA, InternVL, ShareGPT, OpenAI and Gemma, in small letters; also used in capitals."""
 QUESTIONS_AND_ANSWERS = (
@@ -47,7 +51,7 @@ CONTENT_KEYS: frozenset[str] = frozenset(
 )
 """A record without any of these has none of the schemas."""
 RECORD_KEYS: frozenset[str] = frozenset(
-    {"id", "__key__", "source", "system", "image_info", "status", "error_message"}
+    {"id", "__key__", "source", "system", "tools", "image_info", "status", "error_message"}
     | {*CONTENT_KEYS, *INPUT_KEYS, *PAIR_KEYS, *URL_KEYS}
     | {key for keys in FILE_KEYS.values() for key in keys}
 )
@@ -103,6 +107,7 @@ def _conversation(record: Record) -> Content:
         bad = "`conversations` and `messages` are different conversations; keep one"
         raise SampleProblem("bad_turn", bad)
     turns = _with_system(record.get("system"), turns)
+    turns = with_tools(turns, record.get("tools"))
     images, audios = (parts[kind] or files_of(record, kind) for kind in ("image", "audio"))
     if not any(turn.role == "assistant" for turn in turns):
         raise SampleProblem("no_answer", f"{len(turns)} turns, none by the assistant")
@@ -164,9 +169,10 @@ def _turn(item: Any, number: int, parts: dict[str, list[Media]]) -> Turn:
         raise SampleProblem("bad_turn", bad)
     if isinstance(text, list):
         text = "".join(_part(part, number, parts) for part in text)
+    text, more = read_tool_calls(item, str(given).strip().lower(), text, number)
     if not isinstance(text, str):
         raise SampleProblem("bad_turn", f"the text of turn {number} is a {type(text).__name__}")
-    return Turn(role, text)
+    return Turn(role, text, more)
 
 
 def _part(part: Any, number: int, parts: dict[str, list[Media]]) -> str:
@@ -219,7 +225,7 @@ def _with_markers(turns: tuple[Turn, ...], marker: str, num_files: int) -> tuple
     if missing == 0:
         return turns
     first = next((i for i, turn in enumerate(turns) if turn.role == "user"), 0)
-    marked = Turn(turns[first].role, f"{marker}\n" * missing + turns[first].text)
+    marked = replace(turns[first], text=f"{marker}\n" * missing + turns[first].text)
     return (*turns[:first], marked, *turns[first + 1 :])
 
 

@@ -48,6 +48,9 @@ _ERRORS = (TemplateError, TypeError, ValueError, AttributeError, LookupError, Ar
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
+_PLAIN_KEYS = {"role", "content"}
+
+
 class TemplateRefusedError(Exception):
     """A template raises an error for these messages, or its text gives no labels."""
 
@@ -69,6 +72,7 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         *,
+        tools: Any = None,
         add_generation_prompt: bool = False,
         marks: tuple[str, str] = ("", ""),
     ) -> str:
@@ -79,7 +83,7 @@ class ChatTemplate:
             return self._template.render(
                 self._variables,
                 messages=messages,
-                tools=None,
+                tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 generation_marks=marks,
@@ -87,21 +91,29 @@ class ChatTemplate:
         except _ERRORS as error:
             raise TemplateRefusedError(f"the chat template refuses it: {error}") from None
 
-    def render_with_answers(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+    def render_with_answers(
+        self, messages: Sequence[Message], tools: Any = None
+    ) -> tuple[str, list[Span]]:
         """The whole conversation, and its character spans with labels, in order and disjoint.
 
         These are what `{% generation %}` marks in the template. Without marks: what each assistant
         message adds after the generation prompt, if shorter conversations render to prefixes.
         """
-        return self._marked(messages) if self._marks_generation else self._by_prefix(messages)
+        if self._marks_generation:
+            return self._marked(messages, tools)
+        if tools is None and all(message.keys() == _PLAIN_KEYS for message in messages):
+            return self._by_prefix(messages)
+        full = self.render(messages, tools=tools)
+        return full, self._by_renders(messages, full, tools=tools)
 
-    def _marked(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        used = json.dumps(messages, ensure_ascii=False)
+    def _marked(self, messages: Sequence[Message], tools: Any) -> tuple[str, list[Span]]:
+        used = json.dumps([messages, tools], ensure_ascii=False)
         first, last, *_ = [*(char for char in _NONCHARACTERS if char not in used), "", ""]
         if not last:
             raise TemplateRefusedError("the texts contain every character that can mark answers")
         # pieces: outside, inside, outside, inside, ..., outside
-        pieces = re.split(f"[{first}{last}]", self.render(messages, marks=(first, last)))
+        marked = self.render(messages, tools=tools, marks=(first, last))
+        pieces = re.split(f"[{first}{last}]", marked)
         ends = [0, *itertools.accumulate(map(len, pieces))]
         return "".join(pieces), [(ends[i], ends[i + 1]) for i in range(1, len(pieces), 2)]
 
@@ -169,14 +181,19 @@ class ChatTemplate:
         return spans
 
     def _by_renders(
-        self, messages: Sequence[Message], full: str, of: Sequence[int] | None = None
+        self,
+        messages: Sequence[Message],
+        full: str,
+        of: Sequence[int] | None = None,
+        tools: Any = None,
     ) -> list[Span]:
         """The spans of all answers, or of the messages `of`: two renderings each."""
         spans = []
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         for i in answers if of is None else of:
-            before = self.render(messages[:i], add_generation_prompt=True)
-            after = full if i + 1 == len(messages) else self.render(messages[: i + 1])
+            before = self.render(messages[:i], tools=tools, add_generation_prompt=True)
+            last = i + 1 == len(messages)
+            after = full if last else self.render(messages[: i + 1], tools=tools)
             if not (full.startswith(after) and after.startswith(before)):
                 raise TemplateRefusedError(
                     f"the chat template rewrites earlier turns, so turn {i} has no place of its own"

@@ -13,6 +13,7 @@ import json
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -29,6 +30,7 @@ from packer.text._media_placeholders import (
     text_part,
     write_markups,
 )
+from packer.text._tool_turns import messages_of, require_shown
 from packer.text.chat_template import ChatTemplate, Message, Span, TemplateRefusedError
 from packer.text.tokenizer_files import (
     TokenizerFiles,
@@ -53,9 +55,11 @@ class Turn:
     """One message of a conversation."""
 
     role: str
-    """`user`, `assistant` or `system`; or `DOCUMENT`, then it is the only turn."""
+    """`user`, `assistant`, `system` or `tool`; or `DOCUMENT`, then it is the only turn."""
     text: str
     """Raw text with an `IMAGE_MARKER` for each image and an `AUDIO_MARKER` for each clip."""
+    more: str = ""
+    """JSON object of more keys of the message: `tool_calls`; in the first turn also `tools`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +195,8 @@ class ChatTokenizer:
 
     def _prepare(self, turns: Sequence[Turn], markups: Sequence[str]) -> _Rendered | TextRejected:
         content = "\0".join(turn.text for turn in turns)
+        if self._control.occur_in("\0".join(turn.more for turn in turns)):
+            return TextRejected("control_token", "a tool call holds a control token's string")
         try:
             content.encode()
         except UnicodeEncodeError as error:
@@ -208,9 +214,10 @@ class ChatTokenizer:
             if is_document:
                 text, spans = self._writer.document(_only_turn(turns).text, guard)
             else:
-                write = self._writer.content
-                messages = [{"role": one.role, "content": write(one.text, guard)} for one in turns]
-                text, spans = self._template.render_with_answers(messages)
+                write = partial(self._writer.content, guard=guard)
+                messages, tools = messages_of(turns, write)
+                text, spans = self._template.render_with_answers(messages, tools)
+                require_shown(text, messages)
             num_files = num_tokens = self._writer.count(content)
             if self.takes_markups:
                 text, spans, num_images = self._write_images(text, spans, num_files[0], markups)

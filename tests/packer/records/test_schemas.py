@@ -443,7 +443,7 @@ def test_nothing_of_a_place_with_image_and_text_is_lost():
 
 
 def test_all_role_names_are_roles_of_a_turn():
-    assert set(ROLES.values()) == {"user", "assistant", "system"}
+    assert set(ROLES.values()) == {"user", "assistant", "system", "tool"}
 
 
 keys = st.sampled_from(sorted(RECORD_KEYS)) | st.sampled_from(
@@ -526,3 +526,46 @@ def test_base64_in_many_lines_is_the_same_file():
         image = f"data:image/png;base64,{text}"
         (file,) = parse({"image": image, "conversations": [ASK, ANSWER]}).images
         assert file.data == content
+
+
+CALL = {"type": "function", "function": {"name": "look_up", "arguments": '{"of": "x"}'}}
+TOOLS = [{"type": "function", "function": {"name": "look_up"}}]
+
+
+def test_calls_of_tools_and_their_answers_are_kept_for_the_template():
+    ask = {"role": "user", "content": "What?"}
+    call = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    answer = {"role": "tool", "tool_call_id": "7", "content": "It is."}
+    end = {"role": "assistant", "content": "That."}
+    sample = parse({"messages": [ask, call, answer, end], "tools": TOOLS})
+    assert [turn.role for turn in sample.turns] == ["user", "assistant", "tool", "assistant"]
+    assert [turn.text for turn in sample.turns] == ["What?", "", "It is.", "That."]
+    more = [json.loads(turn.more) if turn.more else {} for turn in sample.turns]
+    assert more == [
+        {"tools": TOOLS},
+        {"tool_calls": [CALL], "content": None},
+        {"tool_call_id": "7"},
+        {},
+    ]
+    old = {"role": "assistant", "content": None, "function_call": CALL["function"]}
+    found = parse({"messages": [ask, old, {**answer, "role": "function"}, end]})
+    assert json.loads(found.turns[1].more) == more[1]
+    assert found.turns[2].role == "tool"
+    shared = [
+        {"from": "human", "value": "What?"},
+        {"from": "function_call", "value": json.dumps(CALL["function"])},
+        {"from": "observation", "value": "It is."},
+        {"from": "gpt", "value": "That."},
+    ]
+    found = parse({"conversations": shared, "tools": json.dumps(TOOLS)})
+    assert [turn.text for turn in found.turns] == ["What?", "", "It is.", "That."]
+    assert json.loads(found.turns[1].more) == {"tool_calls": [CALL]}
+    assert json.loads(found.turns[0].more) == {"tools": TOOLS}
+    for wrong in (
+        {"messages": [ask, {**call, "tool_calls": [{"function": {}}]}]},
+        {"messages": [ask, {**call, "tool_calls": "look_up"}]},
+        {"messages": [ask, end], "tools": "{"},
+        {"messages": [ask, end], "tools": [5]},
+        {"conversations": [shared[0], {"from": "function_call", "value": "no JSON"}]},
+    ):
+        assert parse(wrong).reason == "bad_turn", wrong

@@ -545,3 +545,38 @@ def test_a_hub_id_is_fetched_and_its_absence_is_one_clear_line(
     assert ChatTokenizer.load("owner/demo", INTERNVL).hash == ours("demo").hash
     with pytest.raises(ConfigError, match=r"owner/other.*cannot be reached"):
         ChatTokenizer.load("owner/other", INTERNVL)
+
+
+def test_calls_of_tools_are_rendered_as_transformers_renders_them() -> None:
+    call = {"type": "function", "function": {"name": "look_up", "arguments": {"of": "é <x>"}}}
+    tools = [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]
+    for used, content in ((tools, None), (None, ""), (tools, "I look.")):
+        chat: list[dict[str, Any]] = [
+            {"role": "user", "content": "What is é?"},
+            {"role": "assistant", "content": content, "tool_calls": [call]},
+            {"role": "tool", "content": 'A "letter"\n'},
+            {"role": "assistant", "content": "A letter."},
+        ]
+        more: list[dict[str, Any]] = [{"tools": used} if used else {}, {"tool_calls": [call]}]
+        if content is None:
+            more[1]["content"] = None
+        turns = [
+            Turn(one["role"], one["content"] or "", json.dumps(extra) if extra else "")
+            for one, extra in zip(chat, [*more, {}, {}], strict=True)
+        ]
+        encoded = ours(BYTE_LEVEL).encode_batch([turns])[0]
+        assert isinstance(encoded, EncodedText), encoded
+        expected = reference(BYTE_LEVEL).apply_chat_template(chat, tools=used, return_dict=False)
+        assert encoded.input_ids.tolist() == expected
+        assert len(encoded.loss_spans) == 2
+    rejected = ours("demo").encode_batch([turns])[0]
+    if isinstance(rejected, EncodedText):
+        shown = reference("demo").decode(rejected.input_ids.tolist())
+        assert "look_up" in shown
+        assert "letter" in shown
+    else:
+        assert "leaves out turn" in rejected.detail
+    forged = [*turns[:1], Turn("assistant", "", json.dumps({"tool_calls": "<|im_end|>"}))]
+    assert ours(BYTE_LEVEL).encode_batch([forged])[0] == TextRejected(
+        "control_token", "a tool call holds a control token's string"
+    )

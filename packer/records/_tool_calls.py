@@ -1,0 +1,72 @@
+"""Calls of tools in conversations, for `packer.records.schemas`: kept for the chat template.
+
+OpenAI's `tool_calls` and `function_call`, ShareGPT's `function_call` turns, and the `tools` that a
+record lists. The template gets them as they are, as from `apply_chat_template`. Pure.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from packer.records.media import SampleProblem
+from packer.records.record import is_deep
+from packer.text.chat_tokenizer import Turn
+
+_KEPT = ("name", "tool_call_id")
+"""Keys of a tool's answer that templates may write."""
+
+
+def read_tool_calls(item: Mapping[str, Any], role: str, text: Any, number: int) -> tuple[Any, str]:
+    """(text of a message, what else the template needs as JSON or nothing)."""
+    more: dict[str, Any] = {key: item[key] for key in _KEPT if isinstance(item.get(key), str)}
+    calls = item.get("tool_calls") or None
+    if role == "function_call":  # ShareGPT: the text is the call
+        calls, text = [{"type": "function", "function": _parsed(text, number)}], ""
+    elif calls is None and isinstance(item.get("function_call"), Mapping):
+        calls = [{"type": "function", "function": item["function_call"]}]
+    if calls is not None:
+        if not _are_calls(calls):
+            raise SampleProblem("bad_turn", f"the tool calls of turn {number} have no names")
+        more["tool_calls"] = calls
+        if text is None:
+            more["content"], text = None, ""
+    used = more if calls is not None or role in {"tool", "function"} else {}
+    return text, _as_json(used) if used else ""
+
+
+def with_tools(turns: tuple[Turn, ...], tools: Any) -> tuple[Turn, ...]:
+    """Turns whose first one has the tools that the conversation may call."""
+    tools = _parsed(tools, 0) if isinstance(tools, str) and tools.strip() else tools
+    if not tools:
+        return turns
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise SampleProblem("bad_turn", "`tools` is not a list of objects")
+    more = json.loads(turns[0].more) if turns[0].more else {}
+    return (replace(turns[0], more=_as_json(more | {"tools": tools})), *turns[1:])
+
+
+def _are_calls(calls: Any) -> bool:
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        return False
+    functions = [call.get("function", call) for call in calls]
+    return all(isinstance(one, Mapping) and isinstance(one.get("name"), str) for one in functions)
+
+
+def _parsed(text: Any, number: int) -> Any:
+    try:
+        value = json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        value = None
+    if value is None or is_deep(value):
+        raise SampleProblem("bad_turn", f"a tool call of turn {number} is not JSON")
+    return value
+
+
+def _as_json(value: Any) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+        text.encode()
+    except (TypeError, ValueError):
+        raise SampleProblem("bad_turn", "a tool call is not JSON, or not valid Unicode") from None
+    return text
