@@ -1,4 +1,4 @@
-"""Calls of tools in conversations, for `packer.records.schemas`: kept for the chat template.
+"""Calls of tools in conversations, kept for the chat template.
 
 OpenAI's `tool_calls` and `function_call`, ShareGPT's `function_call` turns, and the `tools` that a
 record lists. The template gets them as they are, as from `apply_chat_template`. Pure.
