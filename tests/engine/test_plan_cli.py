@@ -197,7 +197,8 @@ def test_a_models_folder_is_planned_like_the_preset_of_its_sizes(call, tmp_path)
         (
             ("plan", *EQUAL, "--schedule", "2f2b"),
             2,
-            "schedule is '2f2b'; use one of 1f1b, gpipe, zero_bubble, interleaved",
+            "schedule is '2f2b'; use one of 1f1b, gpipe, zero_bubble, interleaved, "
+            "interleaved_zero_bubble",
         ),
         (
             ("plan", *EQUAL, "--cluster", "abacus"),
