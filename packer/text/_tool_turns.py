@@ -1,4 +1,4 @@
-"""Turns of a conversation as a chat template's messages, with calls and answers of tools. Pure."""
+"""Turns of a conversation, with calls of tools, as a template's messages. Pure."""
 
 from __future__ import annotations
 
