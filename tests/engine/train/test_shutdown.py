@@ -20,6 +20,8 @@ from support.ranks import context, kill_once, launch, start
 
 TERMINATED, MORE, DEADLINE_S = 143, 4, 60
 """MORE: steps after a resume that are compared."""
+STEPS = 20
+"""Of the run that they are compared with, at least."""
 COMMAND = ("engine", "train")
 ENVIRONMENT = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 
@@ -62,26 +64,42 @@ def ended(ranks):
             rank.kill()
 
 
-def assert_resumes_to_the_same_losses(build, folder, **options):
+@pytest.fixture(scope="module")
+def whole(build, tmp_path_factory):
+    """Losses of a run that nobody stopped, by its options and of so many steps at least."""
+    known = {}
+
+    def losses_of(steps, **options):
+        key = tuple(options.items())
+        if steps > len(known.get(key, ())):
+            folder = tmp_path_factory.mktemp("whole")
+            arguments = given(build, folder, "whole", steps=max(steps, STEPS), **options)
+            result = launch(2, folder / "printed", *COMMAND, *arguments)
+            assert result.returncode == 0, result.stderr
+            known[key] = losses(folder, "whole")
+        return known[key]
+
+    return losses_of
+
+
+def assert_resumes_to_the_same_losses(build, folder, whole, **options):
     """The newest state, against a run that nobody stopped; -> its steps."""
     newest = newest_state(folder / "state")
     saved = json.loads((newest / PROGRESS_NAME).read_text())["step"]
-    steps = {"steps": saved + MORE, **options}
-    for name, more in (("resumed", {"state": folder / "state"}), ("whole", {})):
-        arguments = given(build, folder, name, **steps, **more)
-        result = launch(2, folder / f"printed {name}", *COMMAND, *arguments)
-        assert result.returncode == 0, result.stderr
-    resumed, whole = losses(folder, "resumed"), losses(folder, "whole")
+    steps = {"steps": saved + MORE, "state": folder / "state", **options}
+    result = launch(2, folder / "printed", *COMMAND, *given(build, folder, "resumed", **steps))
+    assert result.returncode == 0, result.stderr
+    resumed, expected = losses(folder, "resumed"), whole(saved + MORE, **options)
     assert sorted(resumed) == list(range(saved, saved + MORE))
-    assert resumed == {step: whole[step] for step in resumed}
+    assert resumed == {step: expected[step] for step in resumed}
     stopped = losses(folder, "stopped")
-    assert all(stopped[step] == whole[step] for step in range(saved))
+    assert all(stopped[step] == expected[step] for step in range(saved))
     return saved
 
 
 @pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize("dp", [1, 2])
-def test_sigterm_to_any_rank_saves_on_all_and_ends(build, tmp_path, victims, dp):
+def test_sigterm_to_any_rank_saves_on_all_and_ends(build, whole, tmp_path, victims, dp):
     options = {"dp": dp, "state": tmp_path / "state", "steps": 100_000, "save_every": 100_000}
     ranks = start(2, tmp_path, *COMMAND, *given(build, tmp_path, "stopped", **options))
     wait_until(lambda: len(losses(tmp_path, "stopped")) > 2)
@@ -94,7 +112,7 @@ def test_sigterm_to_any_rank_saves_on_all_and_ends(build, tmp_path, victims, dp)
         f"error: stopped by SIGTERM after step {last}: saved in {tmp_path / 'state'}; the same"
         " command continues there"
     )
-    assert assert_resumes_to_the_same_losses(build, tmp_path, dp=dp) == last + 1
+    assert assert_resumes_to_the_same_losses(build, tmp_path, whole, dp=dp) == last + 1
 
 
 def test_without_a_state_it_ends_after_the_step_and_says_that_nothing_is_saved(build, tmp_path):
@@ -107,7 +125,7 @@ def test_without_a_state_it_ends_after_the_step_and_says_that_nothing_is_saved(b
 
 
 @pytest.mark.slow
-def test_torchrun_passes_sigterm_on_and_the_run_resumes(build, tmp_path):
+def test_torchrun_passes_sigterm_on_and_the_run_resumes(build, whole, tmp_path):
     options = {"state": tmp_path / "state", "steps": 100_000, "save_every": 100_000}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     arguments = map(str, given(build, tmp_path, "stopped", **options))
@@ -126,15 +144,15 @@ def test_torchrun_passes_sigterm_on_and_the_run_resumes(build, tmp_path):
         process.kill()
     assert said.count("error: stopped by SIGTERM after step") == 1
     assert said.count("error:") == 1
-    assert_resumes_to_the_same_losses(build, tmp_path)
+    assert_resumes_to_the_same_losses(build, tmp_path, whole)
 
 
-def test_a_kill_in_a_save_leaves_a_state_that_resumes_to_the_same_losses(build, tmp_path):
+def test_a_kill_in_a_save_leaves_a_state_that_resumes_to_the_same_losses(build, whole, tmp_path):
     state = tmp_path / "state"
     options = {"state": state, "steps": 100_000, "save_every": 1}
     ranks = start(2, tmp_path, *COMMAND, *given(build, tmp_path, "stopped", **options))
     kill_once(ranks, lambda: len(losses(tmp_path, "stopped")) > 3 and list(state.glob("*.new/*")))
-    assert assert_resumes_to_the_same_losses(build, tmp_path) >= 3
+    assert assert_resumes_to_the_same_losses(build, tmp_path, whole) >= 3
 
 
 def note_signals(folder):
