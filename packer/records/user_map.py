@@ -91,5 +91,6 @@ def _load_file(path: Path) -> ModuleType:
     if found is None or found.loader is None:
         raise ConfigError("not a Python file")
     module = importlib.util.module_from_spec(found)
+    sys.modules[found.name] = module  # dataclasses look their module up
     found.loader.exec_module(module)
     return module

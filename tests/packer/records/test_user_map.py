@@ -11,6 +11,15 @@ from support.builds.packed import build, digests
 from support.builds.raw_data import write_dataset
 
 CODE = """
+from __future__ import annotations
+from dataclasses import dataclass
+
+
+@dataclass
+class Settings:
+    every: int
+
+
 def split(record):
     number = record["number"]
     if number % 7 == 0:
