@@ -19,7 +19,15 @@ from packer.records.media import (
     media_of_base64,
     media_of_part,
 )
-from packer.records.record import Content, RawRecord, RawSample, Record, Rejected, is_deep
+from packer.records.record import (
+    TOO_DEEP,
+    Content,
+    RawRecord,
+    RawSample,
+    Record,
+    Rejected,
+    is_deep,
+)
 from packer.text.chat_tokenizer import AUDIO_MARKER, DOCUMENT, IMAGE_MARKER, Turn
 
 ROLES: dict[str, str] = {
@@ -97,7 +105,7 @@ def _text(value: Any, key: str) -> str:
 
 def _conversation(record: Record) -> Content:
     """LLaVA's `conversations` and ShareGPT's, OpenAI's `messages` with text or with parts."""
-    given = [_rows(_parsed(record.get(key))) for key in ("conversations", "messages")]
+    given = [_rows(_parsed(record, key)) for key in ("conversations", "messages")]
     found = [raw for raw in given if isinstance(raw, Sequence) and not isinstance(raw, str) and raw]
     if not found:
         raise SampleProblem("no_conversation", "`conversations` is missing, empty or not a list")
@@ -148,15 +156,18 @@ def _turns(raw: Sequence[Any]) -> tuple[tuple[Turn, ...], dict[str, list[Media]]
     return tuple(_turn(item, number, parts) for number, item in enumerate(raw)), parts
 
 
-def _parsed(raw: Any) -> Any:
-    """What tables hold as JSON in a text; anything else as it is."""
-    if not isinstance(raw, str):
+def _parsed(record: Record, key: str) -> Any:
+    """What tables hold as JSON in a text; anything else, such as an empty text, as it is."""
+    raw = record.get(key)
+    if not isinstance(raw, str) or not raw.strip():
         return raw
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError):
-        raise SampleProblem("no_conversation", "it is a text that is not JSON") from None
-    return None if is_deep(value) else value
+        raise SampleProblem("no_conversation", f"`{key}` is a text that is not JSON") from None
+    if is_deep(value):
+        raise SampleProblem("no_conversation", f"`{key}`: {TOO_DEEP}")
+    return value
 
 
 def _turn(item: Any, number: int, parts: dict[str, list[Media]]) -> Turn:

@@ -505,6 +505,7 @@ def test_what_two_keys_say_alike_is_used_once():
     same = [
         {"conversations": turns, "messages": messages, "image": "a.jpg"},
         {"conversations": [], "messages": messages, "image": "a.jpg"},
+        {"conversations": turns, "messages": "", "image": "a.jpg"},
         {"conversations": json.dumps(turns), "image": "a.jpg"},
         {"messages": json.dumps(messages), "conversations": None, "image": "a.jpg"},
         {"conversations": turns, "image": "a.jpg", "images": ["a.jpg"]},
