@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from balance.errors import DamagedShard
+from balance.errors import ConfigError, DamagedShard
 from balance.types import COUNT_COLUMNS
 from packer._verify_media import check_media, require_refs
 from packer.progress import StageProgress
@@ -41,8 +41,10 @@ def verify_build(
     """Check every file of a complete build, each read once; -> problems, file by file.
 
     `media`: also the files that a refs build points to, under its data root or `image_root`.
-    ConfigError for that of another build.
+    ConfigError for that of another build, or for an `image_root` without `media`.
     """
+    if image_root is not None and not media:
+        raise ConfigError("--image-root is for --media; give that too")
     manifest = read_manifest(out)
     if media:
         require_refs(manifest)

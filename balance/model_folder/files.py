@@ -17,7 +17,7 @@ from balance.config import config_root
 from balance.errors import ConfigError, first_line
 from balance.model_folder.json_table import Json, JsonTable
 
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 """OWNER/NAME; a tokenizer's may be a single word."""
 
 CONFIG_NAME = "config.json"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from balance.config import preset_names
 from balance.errors import ConfigError
-from balance.model_folder.files import HUB_ID, ModelFiles, read_model_files
+from balance.model_folder.files import ModelFiles, read_model_files
 from balance.model_folder.gemma import read_gemma3, read_gemma4, read_paligemma
 from balance.model_folder.internvl import read_internvl
 from balance.model_folder.llava import read_llava, read_llava_next, read_llava_onevision
@@ -63,14 +63,14 @@ def find_model(source: str) -> ModelPreset:
 
 
 def is_folder(source: str) -> bool:
-    """Whether `--model` is a folder or a Hub id, which has a tokenizer too.
+    """Whether `--model` is a folder or a Hub id, which has a tokenizer too; it may not be there.
 
     >>> [is_folder(source) for source in ("qwen2_vl", "mine.toml", "Qwen/Qwen2-VL-7B-Instruct")]
     [False, False, True]
     """
     if source.endswith(".toml") or source in preset_names("models"):
         return False
-    return Path(source).expanduser().is_dir() or HUB_ID.fullmatch(source) is not None
+    return "/" in source or Path(source).expanduser().is_dir()
 
 
 def model_from_files(files: ModelFiles) -> ModelPreset:

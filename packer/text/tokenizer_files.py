@@ -19,7 +19,7 @@ from balance.model_folder.files import FileSource
 NAMED_TOKENS = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 """Keys of `tokenizer_config.json` that are variables in chat templates (`special_tokens_map`)."""
 
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,6 +101,8 @@ def test_files_that_a_refs_build_points_to_are_checked_if_asked(tmp_path):
     check = partial(verify_build, progress=quiet(), workers=2, media=True)
     with pytest.raises(ConfigError, match="--media: the shards of this arrow build hold"):
         check(tmp_path / "arrow")
+    with pytest.raises(ConfigError, match="--image-root is for --media"):
+        check(tmp_path / "refs", media=False, image_root=str(tmp_path))
     whole = check(tmp_path / "refs")
     assert (whole.problems, whole.num_media) == ([], len(list((raw / "images").iterdir())))
     gone, cut, changed, hollow = sorted((raw / "images").iterdir())[:4]

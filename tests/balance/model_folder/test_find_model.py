@@ -226,6 +226,9 @@ def test_a_folder_that_is_no_models_says_what_is_missing(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ConfigError, match=r"config\.json: contains a list, not a JSON object"):
         find_model(str(tmp_path))
+    for place in (str(tmp_path / "nowhere"), "./nowhere", "nowhere/at/all", "~/nowhere.d"):
+        with pytest.raises(ConfigError, match=r"model .*nowhere.*: no such folder or file, nor a"):
+            find_model(place)
     with pytest.raises(ConfigError, match=r"no model preset 'qwen9'; shipped: "):
         find_model("qwen9")
 
