@@ -18,7 +18,7 @@ def plan_image(rule: VisionRule, width: int, height: int, images_in_sample: int 
     It is one of `images_in_sample`, which decides with LLaVA-OneVision's rule only.
 
     Raises ImageRejected where the model's processor would refuse the image: a side without pixels
-    (`empty_image`), or an aspect ratio above the rule's (`aspect_ratio`, native resolution only).
+    (`empty_image`), or a shape too long for the rule (`aspect_ratio`).
 
     >>> from balance.presets import load_model
     >>> plan = plan_image(load_model("internvl_1_5").vision, 1280, 720)

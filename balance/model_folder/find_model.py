@@ -49,7 +49,7 @@ READERS: dict[str, Reader] = {
 }
 """`model_type` of a `config.json` -> its reader."""
 
-_CROSS_ATTENTION = ("mllama", "idefics", "flamingo", "blip-2")
+_CROSS_ATTENTION = ("mllama", "idefics")
 """Images that are not in the sequence of the language model."""
 
 

@@ -78,7 +78,7 @@ class ImagePlan:
     """What patches are cut from, in the order of the rows of pixels."""
     columns: int
     rows: int
-    """The grid: tiles, or at native resolution ViT patches (rows * columns = num_vit_tokens)."""
+    """The grid: tiles or slices, else ViT patches (rows * columns = num_vit_tokens)."""
     whole_image: bool = False
     """Another patch has the whole image: the last (tiles: thumbnail) or the first (anyres)."""
     parts: tuple[MarkupPart, ...] = ()
