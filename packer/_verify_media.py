@@ -7,6 +7,7 @@ whole by its header may still not decode.
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from functools import partial
+from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
@@ -16,7 +17,7 @@ from balance.media.audio_tokens import plan_audio
 from packer.media.audio_header import read_audio_header
 from packer.media.image_header import read_header
 from packer.records.media import Media, SampleProblem, open_media
-from shards.folders import Folder, open_folder
+from shards.folders import Folder, is_uri, open_folder
 from shards.manifest import Manifest
 
 _NUMBERS = {"image": ("image_widths", "image_heights"), "audio": ("audio_lengths",)}
@@ -37,7 +38,10 @@ def check_media(
     manifest: Manifest, image_root: str | None, pool: Executor
 ) -> Iterator[tuple[int, list[str]]]:
     """(files, problems) of each shard of a refs build."""
-    root = open_folder(image_root or manifest.data_root or "", follow_links=True)
+    place = image_root or manifest.data_root or ""
+    if not is_uri(place) and not Path(place).is_dir():
+        raise ConfigError(f"--media: {place}: no such folder; give theirs with --image-root")
+    root = open_folder(place, follow_links=True)
     shards = open_folder(manifest.place, follow_links=True)
     for shard in manifest.shards:
         files = _files_of(shards, shard.name)

@@ -16,6 +16,9 @@ from shards.index import IDS_NAME, INDEX_NAME, GroupIndex, open_index
 from shards.manifest import MANIFEST_NAME, BuildFile, FolderFiles, Manifest, read_manifest
 from shards.tables import COUNTS_NAME, REJECTED_NAME, read_table
 
+MOST_SHOWN = 20
+"""Problems that an error lists: of a refs build whose files are gone there are millions."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
@@ -149,6 +152,9 @@ def _check_ranges(index: GroupIndex, manifest: Manifest) -> Iterator[str]:
 
 
 def require_intact(verification: Verification) -> None:
-    """Raise DamagedShard with all problems, one per line, if there are any."""
-    if verification.problems:
-        raise DamagedShard("; ".join(verification.problems))
+    """Raise DamagedShard with the first problems and the number of others, if there are any."""
+    problems = verification.problems
+    if problems:
+        more = len(problems) - MOST_SHOWN
+        others = [f"and {more:,} more (all: --json)"] if more > 0 else []
+        raise DamagedShard("; ".join([*problems[:MOST_SHOWN], *others]))

@@ -102,7 +102,7 @@ def write_markups(
     if len(pieces) != len(markups) + 1:
         raise ValueError(f"{len(pieces) - 1} {placeholder} for {len(markups)} images")
     old = new = 0
-    # (a place in the old text, how far all behind it moves)
+    # (a place in the old text, how far all after it moves)
     moves = [(0, 0)]
     for piece, markup in zip(pieces, markups, strict=False):
         old, new = old + len(piece) + len(placeholder), new + len(piece) + len(markup)

@@ -1,10 +1,11 @@
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from balance.errors import ConfigError, DamagedShard, DataError
-from packer.verify import require_intact, verify_build
+from packer.verify import MOST_SHOWN, require_intact, verify_build
 from shards.manifest import write_manifest
 from support.builds import bad_pictures as pictures
 from support.builds.packed import build, quiet
@@ -124,4 +125,10 @@ def test_files_that_a_refs_build_points_to_are_checked_if_asked(tmp_path):
     assert verify_build(tmp_path / "refs", quiet(), workers=2).problems == []
     (tmp_path / "elsewhere").mkdir()
     lost = check(tmp_path / "refs", image_root=str(tmp_path / "elsewhere")).problems
-    assert len(lost) == whole.num_media
+    assert len(lost) == whole.num_media > MOST_SHOWN
+    with pytest.raises(DataError) as error:
+        require_intact(replace(whole, problems=lost))
+    assert str(error.value).count("; sample '") == MOST_SHOWN - 1
+    assert str(error.value).endswith(f"; and {len(lost) - MOST_SHOWN} more (all: --json)")
+    with pytest.raises(ConfigError, match="nowhere: no such folder; give theirs with --image-root"):
+        check(tmp_path / "refs", image_root=str(tmp_path / "nowhere"))
