@@ -45,7 +45,7 @@ class UserMap:
             given = self.function(dict(record.value))
             is_many = isinstance(given, Iterable) and not isinstance(given, Mapping | str)
             several = list(given) if is_many else [given]
-        except Exception as error:  # of the user's code, about this record
+        except (Exception, SystemExit) as error:  # of the user's code, about this record
             why = f"{self.name}: {type(error).__name__}: {first_line(error)}"
             yield replace(record, broken=why, reason="map_failed")
             return
@@ -69,7 +69,7 @@ def load_map(spec: str) -> UserMap:
         raise ConfigError(f"--map {spec}: give module:function or path/to/file.py:function")
     try:
         module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
-    except Exception as error:  # of the user's code, whatever it does when it is imported
+    except (Exception, SystemExit) as error:  # of the user's code, when it is imported
         why = f"{type(error).__name__}: {first_line(error)}"
         raise ConfigError(f"--map {spec}: {place} cannot be loaded: {why}") from None
     function, file = getattr(module, name, None), getattr(module, "__file__", None)

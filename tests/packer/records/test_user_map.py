@@ -27,7 +27,7 @@ def split(record):
     if number % 7 == 1:
         return "too dull"
     if number % 7 == 2:
-        raise KeyError("score")
+        raise {True: KeyError, False: SystemExit}[number < 35]("score")
     if number % 7 == 3:
         return 17
     record["conversations"] = [
@@ -74,6 +74,7 @@ def test_records_become_one_many_or_none_with_a_reason(tmp_path, code):
         assert said["r0"] == ("left_out", "my_map:split gives none") == said["r5"]
         assert said["r1"] == ("left_out", "too dull")
         assert said["r2"] == ("map_failed", "my_map:split: KeyError: 'score'")
+        assert said["r37"] == ("map_failed", "my_map:split: SystemExit: score")
         assert said["r3"] == ("map_failed", "my_map:split gives a int, not a record")
         assert ("bare" in said) == (place == raw)
         totals = read_manifest(out).values["totals"]
@@ -97,12 +98,14 @@ def test_the_functions_code_is_part_of_the_build(tmp_path, code):
 
 def test_a_function_that_cannot_be_loaded_is_one_line_before_anything_is_read(tmp_path, code):
     (tmp_path / "broken.py").write_text("1 / 0")
+    (tmp_path / "script.py").write_text("raise SystemExit(0)")
     for spec, message in [
         ("split", "give module:function"),
         (":split", "give module:function"),
         ("no_such_module:split", "ModuleNotFoundError"),
         (f"{tmp_path}/nowhere.py:split", "FileNotFoundError"),
         (f"{tmp_path}/broken.py:split", "ZeroDivisionError"),
+        (f"{tmp_path}/script.py:split", "SystemExit: 0"),
         (f"{tmp_path}/my_map.py:nothing", "has no function nothing"),
         (f"{tmp_path}/my_map.py:NOT_A_FUNCTION", "has no function NOT_A_FUNCTION"),
         ("builtins:len", "has no function len"),
