@@ -36,7 +36,7 @@ class MediaRejected(DataError, ValueError):
         return self.detail
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """First line of what a library's error says; its type if it says nothing.
 
     >>> first_line(ValueError("too long\\nsee the docs")), first_line(KeyError())
