@@ -22,7 +22,8 @@ def read_tool_calls(item: Mapping[str, Any], role: str, text: Any, number: int) 
     more: dict[str, Any] = {key: item[key] for key in _KEPT if isinstance(item.get(key), str)}
     calls = item.get("tool_calls") or None
     if role == "function_call":  # ShareGPT: the text is the call
-        calls, text = [{"type": "function", "function": _parsed(text, number)}], ""
+        function = _parsed(text, f"a tool call of turn {number}")
+        calls, text = [{"type": "function", "function": function}], ""
     elif calls is None and isinstance(item.get("function_call"), Mapping):
         calls = [{"type": "function", "function": item["function_call"]}]
     if calls is not None:
@@ -37,7 +38,7 @@ def read_tool_calls(item: Mapping[str, Any], role: str, text: Any, number: int) 
 
 def with_tools(turns: tuple[Turn, ...], tools: Any) -> tuple[Turn, ...]:
     """Turns whose first one has the tools that the conversation may call."""
-    tools = _parsed(tools, 0) if isinstance(tools, str) and tools.strip() else tools
+    tools = _parsed(tools, "`tools`") if isinstance(tools, str) and tools.strip() else tools
     if not tools:
         return turns
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -53,13 +54,13 @@ def _are_calls(calls: Any) -> bool:
     return all(isinstance(one, Mapping) and isinstance(one.get("name"), str) for one in functions)
 
 
-def _parsed(text: Any, number: int) -> Any:
+def _parsed(text: Any, what: str) -> Any:
     try:
         value = json.loads(text)
     except (TypeError, ValueError, RecursionError):
         value = None
     if value is None or is_deep(value):
-        raise SampleProblem("bad_turn", f"a tool call of turn {number} is not JSON")
+        raise SampleProblem("bad_turn", f"{what} is not JSON")
     return value
 
 

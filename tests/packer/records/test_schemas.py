@@ -411,6 +411,18 @@ def test_a_failed_download_says_what_failed():
     ).detail.endswith("404")
 
 
+def test_tools_that_are_not_json_are_named():
+    for changes, detail in (
+        ({"tools": "a hammer"}, "`tools` is not JSON"),
+        (
+            {"conversations": [ASK, {"from": "function_call", "value": "f("}, ANSWER]},
+            "a tool call of turn 1 is not JSON",
+        ),
+    ):
+        rejected = parse({"conversations": [ASK, ANSWER], **changes})
+        assert (rejected.reason, rejected.detail) == ("bad_turn", detail)
+
+
 def test_urls_are_kept_as_names_and_refused_when_opened(tmp_path):
     for value in (
         damaged("OBELICS", images=[None, "https://x/a.jpg", None, None]),
