@@ -202,7 +202,7 @@ def unfinished(place: str) -> DataError:
 def _has_objects(uri: str) -> bool:
     try:
         return open_folder(uri).has_folder("")
-    except (OSError, DataError):  # who may read may not be allowed to list
+    except (OSError, DataError, ConfigError):  # not allowed to list, or a web server that cannot
         return True
 
 
