@@ -112,12 +112,12 @@ def peak(costs, borders, schedule, recompute):
     return int(memory_of(schedule, stage_costs(costs, borders, recompute)).peak_bytes.max())
 
 
-def instance(seed, *, most_layers, most_stages=4):
+def instance(seed, *, most_layers, most_stages=4, shape=None):
     """Costs and schedule, and a memory in which a random partition fits if it recomputes something,
-    or nearly so.
+    or nearly so. `shape`: name of the schedule and stages per rank; else drawn.
     """
     rng = np.random.default_rng(seed)
-    name, chunks = SHAPES[seed % len(SHAPES)]
+    name, chunks = shape or SHAPES[seed % len(SHAPES)]
     num_ranks = int(rng.integers(1, most_stages // chunks + 1))
     num_stages = num_ranks * chunks
     costs = random_model(

@@ -281,7 +281,7 @@ def test_what_a_search_finds_does_not_depend_on_the_clock_while_there_is_time():
 
 def test_a_search_without_time_says_that_something_may_fit_that_it_did_not_try():
     """Small moves from no anchor lead to what fits here, but joining windows does."""
-    costs, schedule, memory = instance(5567, most_layers=12)
+    costs, schedule, memory = instance(5567, most_layers=12, shape=("interleaved", 2))
     limits, _ = ticking(0)
     with pytest.raises(InfeasiblePlan, match="the search did not try every partition"):
         search_exact(costs, schedule, memory, limits)
