@@ -9,6 +9,8 @@ from time import perf_counter
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from packer.format_text import counted
+
 
 @dataclass(slots=True)
 class RunningStage:
@@ -57,5 +59,5 @@ class StageProgress:
         took = perf_counter() - stage.started
         self.seconds[name] = self.seconds.get(name, 0.0) + took
         rate = f", {stage.done / max(took, 1e-9):,.0f}/s" if stage.done else ""
-        done = f"{stage.done:>9,} {stage.unit} in {took:,.1f} s{rate}"
+        done = f"{counted(stage.done, stage.unit):>17} in {took:,.1f} s{rate}"
         self.console.print(f"[bold]{name:<7}[/] {done}", highlight=False)

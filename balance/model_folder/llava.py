@@ -22,16 +22,7 @@ def read_llava(files: ModelFiles) -> ModelPreset:
     rule = FixedRule(
         **pixels, image_size=side, vit_tokens_per_patch=vit_tokens, llm_tokens_per_patch=tokens
     )
-    text = part_of(files, "text_config")
-    return ModelPreset(
-        name=files.model_type,
-        description=f"{files.model_type}: one square per image, from the model's own files",
-        context_len=text.count("max_position_embeddings"),
-        image_markup=MediaMarkup(token=_image_token(files)),
-        vision=rule,
-        vit=_vit(files, text),
-        llm=llm_shape(text),
-    )
+    return _preset(files, rule, "one square per image")
 
 
 def read_llava_next(files: ModelFiles) -> ModelPreset:
@@ -47,22 +38,14 @@ def read_llava_next(files: ModelFiles) -> ModelPreset:
         raise files.processor_table().wrong(
             "vision_feature_select_strategy", "LLaVA-NeXT keeps no class token"
         )
-    text = part_of(files, "text_config")
-    return ModelPreset(
-        name=files.model_type,
-        description=f"{files.model_type}: anyres tiles, from the model's own files",
-        context_len=text.count("max_position_embeddings"),
-        image_markup=MediaMarkup(token=_image_token(files)),
-        vision=AnyresRule(
-            **pixels,
-            image_size=side,
-            vit_patch_size=patch,
-            vit_tokens_per_patch=vit_tokens,
-            grid_pinpoints=pinpoints,
-        ),
-        vit=_vit(files, text),
-        llm=llm_shape(text),
+    rule = AnyresRule(
+        **pixels,
+        image_size=side,
+        vit_patch_size=patch,
+        vit_tokens_per_patch=vit_tokens,
+        grid_pinpoints=pinpoints,
     )
+    return _preset(files, rule, "anyres tiles")
 
 
 def read_llava_onevision(files: ModelFiles) -> ModelPreset:
@@ -71,8 +54,7 @@ def read_llava_onevision(files: ModelFiles) -> ModelPreset:
     side = square_side(images)
     pixels, pinpoints = pixels_of(images), _pinpoints(images)
     images.require_read((*HARMLESS, "default_to_square", "do_pad"))
-    vision, text = part_of(files, "vision_config"), part_of(files, "text_config")
-    patch = vision.count("patch_size")
+    patch = part_of(files, "vision_config").count("patch_size")
     tokens = (side // patch) ** 2
     processor = files.processor_table()
     processor.require("num_image_tokens", tokens)
@@ -82,19 +64,26 @@ def read_llava_onevision(files: ModelFiles) -> ModelPreset:
     if not most.isdigit():
         raise processor.wrong("vision_aspect_ratio", "only anyres_max_N is supported")
     processor.require_read(_PROCESSOR_HARMLESS)
+    rule = AnyresRule(
+        **pixels,
+        image_size=side,
+        vit_patch_size=patch,
+        vit_tokens_per_patch=tokens,
+        grid_pinpoints=pinpoints,
+        anyres_max=int(most),
+    )
+    return _preset(files, rule, "anyres tiles")
+
+
+def _preset(files: ModelFiles, rule: AnyresRule | FixedRule, images: str) -> ModelPreset:
+    """What the three have in common; `images`: what becomes of one, for people."""
+    text = part_of(files, "text_config")
     return ModelPreset(
         name=files.model_type,
-        description=f"{files.model_type}: anyres tiles, from the model's own files",
+        description=f"{files.model_type}: {images}, from the model's own files",
         context_len=text.count("max_position_embeddings"),
         image_markup=MediaMarkup(token=_image_token(files)),
-        vision=AnyresRule(
-            **pixels,
-            image_size=side,
-            vit_patch_size=patch,
-            vit_tokens_per_patch=tokens,
-            grid_pinpoints=pinpoints,
-            anyres_max=int(most),
-        ),
+        vision=rule,
         vit=_vit(files, text),
         llm=llm_shape(text),
     )

@@ -55,7 +55,7 @@ class UserMap:
             elif value is None or isinstance(value, str):
                 yield replace(record, broken=value or f"{self.name} gives none", reason="left_out")
             else:
-                what = f"{self.name} gives a {type(value).__name__}, not a record"
+                what = f"{self.name} gives {type(value).__name__}, not a record"
                 yield replace(record, broken=what, reason="map_failed")
 
 

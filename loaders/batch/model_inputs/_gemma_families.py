@@ -23,8 +23,8 @@ from loaders.batch.model_inputs.family import (
     ModelFamily,
     causal,
     config_of_text,
+    crop_sides,
     image_grids,
-    square_side,
 )
 
 
@@ -139,12 +139,12 @@ def _check_causal(config: Any, text: Any) -> None:
 
 
 def _blank_gemma3(config: Any) -> BlankImage:
-    pixels, _ = square_side(config)
+    pixels, _ = crop_sides(config)
     return BlankImage(1, config.mm_tokens_per_image, (pixels, pixels))
 
 
 def _blank_paligemma(config: Any) -> BlankImage:
-    pixels, side = square_side(config)
+    pixels, side = crop_sides(config)
     return BlankImage(1, side**2, (pixels, pixels))
 
 

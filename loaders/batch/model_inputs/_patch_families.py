@@ -12,13 +12,13 @@ from loaders.batch.model_inputs.family import (
     Arguments,
     BlankImage,
     ModelFamily,
+    crop_sides,
     pixel_arguments,
-    square_side,
 )
 
 
 def _blank_llava(config: Any) -> BlankImage:
-    pixels, side = square_side(config)
+    pixels, side = crop_sides(config)
     keeps_class_token = config.vision_feature_select_strategy == "full"
     # SigLIP has no class token
     has_class_token = config.vision_config.model_type != "siglip_vision_model"
@@ -27,7 +27,7 @@ def _blank_llava(config: Any) -> BlankImage:
 
 
 def _blank_anyres(config: Any) -> BlankImage:
-    pixels, side = square_side(config)
+    pixels, side = crop_sides(config)
     # an image that fills the smallest canvas: no padding; each row ends in a newline feature
     height, width = min(config.image_grid_pinpoints, key=lambda size: size[0] * size[1])
     rows, columns = height // pixels, width // pixels
@@ -36,12 +36,12 @@ def _blank_anyres(config: Any) -> BlankImage:
 
 
 def _blank_internvl(config: Any) -> BlankImage:
-    pixels, side = square_side(config)
+    pixels, side = crop_sides(config)
     return BlankImage(1, round(side * config.downsample_ratio) ** 2, (pixels, pixels))
 
 
 def _blank_idefics(config: Any) -> BlankImage:
-    pixels, side = square_side(config)
+    pixels, side = crop_sides(config)
     return BlankImage(1, side**2 // config.scale_factor**2, (pixels, pixels))
 
 

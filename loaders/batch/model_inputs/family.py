@@ -75,7 +75,7 @@ def config_of_text(config: Any) -> Any:
     return getattr(config, "text_config", config)
 
 
-def square_side(config: Any) -> tuple[int, int]:
+def crop_sides(config: Any) -> tuple[int, int]:
     """Side of an image patch in pixels and in ViT patches."""
     vision = config.vision_config
     # some configs give sides as (height, width)

@@ -75,7 +75,7 @@ def test_records_become_one_many_or_none_with_a_reason(tmp_path, code):
         assert said["r1"] == ("left_out", "too dull")
         assert said["r2"] == ("map_failed", "my_map:split: KeyError: 'score'")
         assert said["r37"] == ("map_failed", "my_map:split: SystemExit: score")
-        assert said["r3"] == ("map_failed", "my_map:split gives a int, not a record")
+        assert said["r3"] == ("map_failed", "my_map:split gives int, not a record")
         assert ("bare" in said) == (place == raw)
         totals = read_manifest(out).values["totals"]
         assert totals["num_read"] == totals["num_packed"] + totals["num_rejected"]
