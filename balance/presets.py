@@ -17,6 +17,7 @@ from balance.errors import ConfigError
 from balance.media.audio_tokens import AudioRule
 from balance.media.rules import VISION_RULES, NativeSizeRule, VisionRule
 from balance.media.rules.base import ImagePlan, MarkupPart
+from balance.media.video_rules import VIDEO_RULES, VideoRule
 from balance.types import IntArray
 
 
@@ -174,7 +175,8 @@ class MediaMarkup:
     place; empty if the template writes the markup itself."""
     parts: tuple[tuple[str, str], ...] = ()
     """Texts of a rule's `part_names`, for an image that has several. `token` in them stands for all
-    of the part; {row} and {column}, from 1, are numbers, as in `prefix` {number}, from 0, is."""
+    of the part; {row} and {column}, from 1, are numbers, as in `prefix` {number}, from 0, is.
+    {label} is a frame's time or number."""
 
     def __post_init__(self) -> None:
         if self.parts and not self.placeholder:
@@ -202,7 +204,7 @@ class MediaMarkup:
 def _written(markup: MediaMarkup, parts: tuple[MarkupPart, ...], number: int) -> str:
     texts, pieces = dict(markup.parts), []
     for part in parts:
-        text = texts[part.name].replace("{row}", str(part.row))
+        text = texts[part.name].replace("{row}", str(part.row)).replace("{label}", part.label)
         pieces.append(text.replace("{column}", str(part.column)))
     body = "".join(pieces) if parts else markup.token
     return markup.prefix.replace("{number}", str(number)) + body + markup.suffix
@@ -225,25 +227,35 @@ class ModelPreset:
     """None for a model without an audio encoder, which has no `audio_markup` either."""
     audio_markup: MediaMarkup | None = None
     audio_encoder: AudioEncoderShape | None = None
+    video: VideoRule | None = None
+    """None for a model that takes no videos, which has no `video_markup` either."""
+    video_markup: MediaMarkup | None = None
+    """Its token may be that of images, where frames are images."""
 
     def __post_init__(self) -> None:
-        if (self.audio is None) != (self.audio_markup is None):
-            has, lacks = ("audio", "audio_markup") if self.audio else ("audio_markup", "audio")
-            advice = "give both for a model with audio, else neither"
-            raise ConfigError(f"has [{has}] but no [{lacks}]; {advice}")
-        markups = [self.image_markup, *([self.audio_markup] if self.audio_markup else [])]
-        strings = Counter(
-            string for one in markups for string in (one.token, one.prefix, one.suffix)
-        )
+        for kind in ("audio", "video"):
+            names = kind, f"{kind}_markup"
+            given = [name for name in names if getattr(self, name) is not None]
+            if len(given) == 1:
+                lacks = names[given == [kind]]
+                advice = f"give both for a model with {kind}, else neither"
+                raise ConfigError(f"has [{given[0]}] but no [{lacks}]; {advice}")
+        self._check_tokens()
+        _check_parts("image_markup", self.image_markup, self.vision)
+        if self.video_markup is not None:
+            _check_parts("video_markup", self.video_markup, self.video)
+
+    def _check_tokens(self) -> None:
+        video = self.video_markup
+        if video is not None and video.token == self.image_markup.token:
+            video = None
+        markups = [each for each in (self.image_markup, self.audio_markup, video) if each]
+        strings = Counter(string for one in markups for string in {one.prefix, one.suffix})
+        strings.update(one.token for one in markups)
         for markup in markups:
             if strings[markup.token] > 1:
                 again = f"the token {markup.token!r} has a second place in the markup"
                 raise ConfigError(f"{again}; give each its own")
-
-        texts = dict(self.image_markup.parts)
-        if set(texts) != set(self.vision.part_names):
-            wanted = ", ".join(self.vision.part_names) or "none"
-            raise ConfigError(f"image_markup.parts are {', '.join(texts) or 'none'}; give {wanted}")
 
     @property
     def has_dimensions(self) -> bool:
@@ -262,6 +274,13 @@ class ModelPreset:
     def vision_unit(self) -> str:
         """What the vision cap counts: ViT tokens at native resolution, else image patches."""
         return "vit_tokens" if isinstance(self.vision, NativeSizeRule) else "image_patches"
+
+
+def _check_parts(name: str, markup: MediaMarkup, rule: Any) -> None:
+    texts = dict(markup.parts)
+    if set(texts) != set(rule.part_names):
+        wanted = ", ".join(rule.part_names) or "none"
+        raise ConfigError(f"{name}.parts are {', '.join(texts) or 'none'}; give {wanted}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,6 +307,7 @@ _TABLES: dict[str, type[TransformerShape | AudioRule | MediaMarkup]] = {
     "audio": AudioRule,
     "audio_markup": MediaMarkup,
     "audio_encoder": AudioEncoderShape,
+    "video_markup": MediaMarkup,
 }
 
 
@@ -305,16 +325,24 @@ def load_dataset(name: str) -> DatasetPreset:
 def model_from_dict(values: dict[str, Any]) -> ModelPreset:
     """Model preset from plain values, as a TOML file or a manifest holds them; checks every key."""
     where = f"model preset {values.get('name', '?')}"
-    values, vision = dict(values), dict(values.get("vision", {}))
-    rule = vision.pop("rule", None)
-    if rule not in VISION_RULES:
-        raise ConfigError(f"{where}: vision.rule is {rule!r}; use one of {', '.join(VISION_RULES)}")
-    values["vision"] = build_config(VISION_RULES[rule], vision, where=f"{where}, [vision]")
+    values = dict(values)
+    rules: tuple[tuple[str, dict[str, Any]], ...]
+    rules = ("vision", VISION_RULES), ("video", VIDEO_RULES)
+    for name, known in rules:
+        if name == "vision" or values.get(name) is not None:
+            values[name] = _rule_from_dict(known, dict(values.get(name, {})), name, where)
     values.setdefault("image_markup", {})
     for name, kind in _TABLES.items():
         if values.get(name) is not None:
             values[name] = build_config(kind, values[name], where=f"{where}, [{name}]")
     return build_config(ModelPreset, values, where=where)
+
+
+def _rule_from_dict(known: dict[str, Any], table: dict[str, Any], name: str, where: str) -> Any:
+    rule = table.pop("rule", None)
+    if rule not in known:
+        raise ConfigError(f"{where}: {name}.rule is {rule!r}; use one of {', '.join(known)}")
+    return build_config(known[rule], table, where=f"{where}, [{name}]")
 
 
 def model_to_dict(preset: ModelPreset) -> dict[str, Any]:
@@ -325,11 +353,15 @@ def model_to_dict(preset: ModelPreset) -> dict[str, Any]:
     """
     kept = ("vit", "llm")
     values = {k: v for k, v in asdict(preset).items() if v is not None or k in kept}
-    for name in ("vision", *_TABLES):
+    for name in ("vision", "video", *_TABLES):
         if (part := getattr(preset, name)) is not None:
             values[name] = given_options(part)
-    rule = next(name for name, kind in VISION_RULES.items() if isinstance(preset.vision, kind))
-    return {**values, "vision": {"rule": rule, **values["vision"]}}
+    for name, known in (("vision", VISION_RULES), ("video", VIDEO_RULES)):
+        if name in values:
+            kind = type(getattr(preset, name))
+            rule = next(name for name, each in known.items() if each is kind)
+            values[name] = {"rule": rule, **values[name]}
+    return values
 
 
 _ALWAYS_WRITTEN = {

@@ -63,6 +63,8 @@ class MarkupPart(NamedTuple):
     row: int = 0
     column: int = 0
     """Of a tile, from 1."""
+    label: str = ""
+    """What stands for {label} in the part's text: a frame's time, or its number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

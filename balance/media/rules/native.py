@@ -31,7 +31,8 @@ class NativeRule(NativeSizeRule):
 
     def plan(self, width: int, height: int) -> ImagePlan:
         """The nearest size of whole merged patches; ImageRejected above the aspect ratio."""
-        size = self._scaled_up(width, height) if self.scales_up else (width, height)
+        unit, frames = self.vit_patch_size * self.merge_size, self.frames_in_area
+        size = scaled_up((width, height), unit) if self.scales_up else (width, height)
         aspect = max(size) / min(size)
         if aspect > self.max_aspect_ratio:
             raise ImageRejected(
@@ -39,8 +40,9 @@ class NativeRule(NativeSizeRule):
                 f"image of {width} x {height} pixels: aspect ratio {aspect:.1f} is above the"
                 f" model's limit of {self.max_aspect_ratio:g}; crop it or remove it",
             )
-        resized = ResizeTo(*self._nearest(*size))
-        tokens = resized.width * resized.height // (self.vit_patch_size * self.merge_size) ** 2
+        limits = self.min_pixels, self.max_pixels
+        resized = ResizeTo(*nearest_size(size, unit, limits, frames=(frames, frames)))
+        tokens = resized.width * resized.height // unit**2
         return native_plan(self, PicturePlan((resized,)), tokens=tokens)
 
     @property
@@ -53,27 +55,35 @@ class NativeRule(NativeSizeRule):
         """An image is a film of equal frames."""
         return self.temporal_patch_size
 
-    def _scaled_up(self, width: int, height: int) -> Size:
-        unit = self.vit_patch_size * self.merge_size
-        if min(width, height) >= unit:
-            return width, height
-        scale = max(unit / height, unit / width)
-        return int(width * scale), int(height * scale)
 
-    def _nearest(self, width: int, height: int) -> Size:
-        """Both sides as multiples of a merged patch's, the area within the limits."""
-        unit, frames = self.vit_patch_size * self.merge_size, self.frames_in_area
-        # round() takes halves to the even multiple; a side below half a unit becomes 0, is enlarged
-        near_width, near_height = round(width / unit) * unit, round(height / unit) * unit
-        if frames * near_width * near_height > self.max_pixels:
-            shrink = math.sqrt((frames * height * width) / self.max_pixels)
-            # at least one unit, which may bring a long image above max_pixels again
-            return (
-                max(unit, math.floor(width / shrink / unit) * unit),
-                max(unit, math.floor(height / shrink / unit) * unit),
-            )
-        if frames * near_width * near_height < self.min_pixels:
-            enlarge = math.sqrt(self.min_pixels / (frames * height * width))
-            near_width = math.ceil(width * enlarge / unit) * unit
-            near_height = math.ceil(height * enlarge / unit) * unit
-        return near_width, near_height
+def scaled_up(size: Size, unit: int) -> Size:
+    """A size with no side below a unit, sides in proportion and cut off."""
+    width, height = size
+    if min(size) >= unit:
+        return size
+    scale = max(unit / height, unit / width)
+    return int(width * scale), int(height * scale)
+
+
+def nearest_size(
+    size: Size, unit: int, limits: tuple[int, int], *, frames: tuple[int, int] = (1, 1)
+) -> Size:
+    """Both sides as multiples of a unit, the area times frames within the limits (min, max).
+
+    `frames`: their number, and that of whole temporal patches, with which limits are tested.
+    """
+    (width, height), (least, most), (number, whole) = size, limits, frames
+    # round() takes halves to the even multiple; a side below half a unit becomes 0, is enlarged
+    near_width, near_height = round(width / unit) * unit, round(height / unit) * unit
+    if whole * near_width * near_height > most:
+        shrink = math.sqrt((number * height * width) / most)
+        # at least one unit, which may bring a long image above the limit again
+        return (
+            max(unit, math.floor(width / shrink / unit) * unit),
+            max(unit, math.floor(height / shrink / unit) * unit),
+        )
+    if whole * near_width * near_height < least:
+        enlarge = math.sqrt(least / (number * height * width))
+        near_width = math.ceil(width * enlarge / unit) * unit
+        near_height = math.ceil(height * enlarge / unit) * unit
+    return near_width, near_height

@@ -37,7 +37,7 @@ class SplitsRule(CropsRule):
 
         The tiles are of a picture resized twice, and the whole image is resized a third time.
         """
-        side, first = self.image_size, ResizeTo(*self._longest(width, height))
+        side, first = self.image_size, ResizeTo(*longest_side(width, height, self.longest_side))
         second = ResizeTo(*self._multiples(*first)) if self.split else ResizeTo(side, side)
         columns, rows = second.width // side, second.height // side
         tiles = PicturePlan((first, second))
@@ -55,21 +55,6 @@ class SplitsRule(CropsRule):
             parts=_parts(columns, rows, self.llm_tokens_per_patch),
         )
 
-    def _longest(self, width: int, height: int) -> Size:
-        """The longer side is `longest_side`, the other cut off to a whole number, then even."""
-        aspect = width / height
-        if width >= height:
-            width, height = self.longest_side, _even(int(self.longest_side / aspect))
-        else:
-            width, height = _even(int(self.longest_side * aspect)), self.longest_side
-        width, height = max(width, 1), max(height, 1)
-        aspect = width / height
-        if width >= height and width > LARGEST_SIDE:
-            width, height = LARGEST_SIDE, int(LARGEST_SIDE / aspect)
-        elif height > LARGEST_SIDE:
-            width, height = int(LARGEST_SIDE * aspect), LARGEST_SIDE
-        return max(width, 1), max(height, 1)
-
     def _multiples(self, width: int, height: int) -> Size:
         """Both sides rounded up to tiles: the longer one, then the other in proportion to it."""
         side, aspect = self.image_size, width / height
@@ -83,6 +68,22 @@ class SplitsRule(CropsRule):
             detail = f"{width} x {height} pixels after resizing: a side has none; crop or remove it"
             raise ImageRejected("aspect_ratio", detail)
         return width, height
+
+
+def longest_side(width: int, height: int, longest: int) -> Size:
+    """The longer side is `longest`, the other cut off to a whole number, then even."""
+    aspect = width / height
+    if width >= height:
+        width, height = longest, _even(int(longest / aspect))
+    else:
+        width, height = _even(int(longest * aspect)), longest
+    width, height = max(width, 1), max(height, 1)
+    aspect = width / height
+    if width >= height and width > LARGEST_SIDE:
+        width, height = LARGEST_SIDE, int(LARGEST_SIDE / aspect)
+    elif height > LARGEST_SIDE:
+        width, height = int(LARGEST_SIDE * aspect), LARGEST_SIDE
+    return max(width, 1), max(height, 1)
 
 
 def _even(side: int) -> int:
