@@ -22,17 +22,20 @@ from balance.interface.command_line import (
 )
 from engine.charts.gantt import write_gantt
 from engine.charts.trace import write_trace
-from engine.plan_config import PlanConfig, changed_request, plan_request
+from engine.plan_config import BEST, PlanConfig, changed_request, plan_request
 from engine.plan_report import (
     chart_step,
     print_plan,
     print_result,
+    print_trials,
     progress_text,
     run_to_json,
+    trials_to_json,
 )
 from engine.planning import planner
 from engine.planning.plan import Plan, read_plan, write_plan
 from engine.planning.planner import SimulatedRun
+from engine.planning.schedule_choice import ScheduleTrial, plan_best_schedule
 from engine.planning.search.limits import SearchLimits
 
 PLAN_NAME, GANTT_NAME, TRACE_NAME = "plan.json", "gantt.html", "trace.json"
@@ -79,15 +82,24 @@ def plan(
             deadline_s=begun + options.time_limit,
             report=lambda progress: status.update(progress_text(progress)),
         )
-        result = planner.plan(request, search=options.search, random=random, limits=limits)
+        trials: tuple[ScheduleTrial, ...] = ()
+        if options.schedule == BEST:
+            result, trials = plan_best_schedule(
+                request, search=options.search, random=random, limits=limits
+            )
+        else:
+            result = planner.plan(request, search=options.search, random=random, limits=limits)
     taken_s = time.monotonic() - begun
     if out is not None:
         _draw(result.plan, (result.careful, result.best), out)
         write_plan(result.plan, out / PLAN_NAME)
     if as_json:
         runs = [run_to_json(run) for run in result.runs]
-        print(json.dumps({"plan": result.plan.to_json(), "runs": runs, "seconds": taken_s}))
+        report = {"plan": result.plan.to_json(), "runs": runs, "seconds": taken_s}
+        print(json.dumps(report | ({"schedules": trials_to_json(trials)} if trials else {})))
     else:
+        if trials:
+            print_trials(trials, _console())
         print_result(result, _console())
         print(f"planned in {taken_s:.1f} s")
         _print_written(out, PLAN_NAME, GANTT_NAME, TRACE_NAME)

@@ -21,6 +21,8 @@ from engine.simulator.schedule import SCHEDULES
 
 PARTS: tuple[Part, ...] = get_args(Part)
 GIB = 2**30
+BEST = "best"
+"""Plan for every schedule, and keep the fastest."""
 MOST_GIB = 2**20
 """Largest GPU memory that can be given."""
 MOST_TOKENS = 10**8
@@ -74,7 +76,10 @@ class PlanConfig:
     micro_batches: Annotated[
         int, Option("Micro-batches per step and replica. Default: 16.", least=1)
     ] = 16
-    schedule: Annotated[str, Option(f"{', '.join(SCHEDULES)}. Default: 1f1b.")] = "1f1b"
+    schedule: Annotated[
+        str,
+        Option(f"{', '.join(SCHEDULES)}; or best: all are planned for. Default: 1f1b."),
+    ] = "1f1b"
     stages_per_rank: Annotated[
         int, Option("Stages per rank; over 1 for interleaved ones.", least=1)
     ] = 1
@@ -104,8 +109,11 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.schedule not in SCHEDULES:
-            raise ConfigError(f"schedule is {self.schedule!r}; use one of {', '.join(SCHEDULES)}")
+        if self.schedule not in (*SCHEDULES, BEST):
+            names = ", ".join([*SCHEDULES, BEST])
+            raise ConfigError(f"schedule is {self.schedule!r}; use one of {names}")
+        if self.schedule == BEST and self.stages_per_rank != 1:
+            raise ConfigError("schedule best chooses stages_per_rank as well; leave that out")
         unknown = sorted(set(self.frozen) - set(PARTS))
         if unknown:
             raise ConfigError(f"frozen names {', '.join(unknown)}; parts are {', '.join(PARTS)}")
@@ -179,7 +187,7 @@ def plan_request(config: PlanConfig) -> tuple[PlanRequest, Loads | None]:
             **{part: part not in config.frozen for part in PARTS},
             mode=TrainingMode(precision=config.precision, zero_stage=config.zero_stage),
         ),
-        schedule=config.schedule,
+        schedule="1f1b" if config.schedule == BEST else config.schedule,
         stages_per_rank=config.stages_per_rank,
         num_micro_batches=config.micro_batches,
         memory_bytes=gib_bytes(memory_gib) if memory_gib else cluster.usable_memory_bytes,

@@ -14,6 +14,7 @@ from engine.cost_model.layer_list import layers_of
 from engine.cost_model.parallel import head_notes
 from engine.planning.plan import Plan
 from engine.planning.planner import PlanResult, SimulatedRun, tensor_parallel_ns
+from engine.planning.schedule_choice import ScheduleTrial
 from engine.planning.search.limits import SearchProgress
 from engine.simulator.schedule import PassKind
 
@@ -37,6 +38,40 @@ def print_result(result: PlanResult, console: Console) -> None:
     columns = ("", "recomputed", "step", "per sample", "speed-up", "waiting", "most memory")
     _print_table(console, columns, comparison(result))
     print_plan(result.plan, result.best, console)
+
+
+def print_trials(trials: Sequence[ScheduleTrial], console: Console) -> None:
+    """Print what the plan for each schedule comes to."""
+    columns = ("schedule", "stages per rank", "recomputed", "step", "waiting", "most memory")
+    _print_table(console, columns, [_trial_row(trial) for trial in trials])
+    console.print()
+
+
+def _trial_row(trial: ScheduleTrial) -> tuple[str, ...]:
+    name, per_rank = trial.schedule, f"{trial.stages_per_rank}"
+    if trial.result is None:
+        return name, per_rank, "does not fit", "", "", ""
+    run = trial.result.best
+    return (
+        name,
+        per_rank,
+        f"{int(run.recompute.sum())} of {len(run.recompute)}",
+        time_text(run.step_ns),
+        f"{time_shares(run)['waiting']:.1%}",
+        f"{int(run.peak_bytes.max()) / GIB:.1f} GiB",
+    )
+
+
+def trials_to_json(trials: Sequence[ScheduleTrial]) -> list[dict[str, Any]]:
+    """What the plan for each schedule comes to; `step_ns` is null where nothing fits."""
+    return [
+        {
+            "schedule": trial.schedule,
+            "stages_per_rank": trial.stages_per_rank,
+            "step_ns": trial.result.best.step_ns if trial.result else None,
+        }
+        for trial in trials
+    ]
 
 
 def progress_text(progress: SearchProgress) -> str:

@@ -252,6 +252,15 @@ def make_schedule(
     return _OF_ONE_STAGE[name](num_ranks, num_micro_batches)
 
 
+def takes_several_stages(name: str) -> bool:
+    """Whether a schedule is for several stages per rank.
+
+    >>> takes_several_stages("interleaved"), takes_several_stages("1f1b")
+    (True, False)
+    """
+    return name in _OF_SEVERAL_STAGES
+
+
 _OF_ONE_STAGE = {"1f1b": one_f_one_b, "gpipe": gpipe, "zero_bubble": zero_bubble}
 _OF_SEVERAL_STAGES = {
     "interleaved": interleaved,

@@ -313,3 +313,33 @@ def test_the_memory_of_llava_is_that_of_the_docs_which_is_by_hand(call):
     assert expected in shown
     page = (ROOT / "docs" / "plan.md").read_text("utf-8")
     assert expected in " ".join(page.split())
+
+
+def test_the_best_schedule_is_the_fastest_of_the_plans_for_each(call, demo_build):
+    options = "--pp", 2, "--micro-batches", 6, "--steps", 2, "--json"
+    status, shown, _ = call("plan", demo_build, *options, "--schedule", "best")
+    assert status == 0
+    report = json.loads(shown)
+    found = {
+        (each["schedule"], each["stages_per_rank"]): each["step_ns"] for each in report["schedules"]
+    }
+    assert {name for name, _ in found} == {
+        "1f1b",
+        "zero_bubble",
+        "interleaved",
+        "interleaved_zero_bubble",
+    }
+    assert report["runs"][-1]["step_ns"] == min(found.values())
+    for (name, per_rank), step_ns in found.items():
+        _, shown, _ = call(
+            "plan", demo_build, *options, "--schedule", name, "--stages-per-rank", per_rank
+        )
+        assert json.loads(shown)["runs"][-1]["step_ns"] == step_ns, name
+    shown = call("plan", demo_build, *options[:-1], "--schedule", "best")[1]
+    assert "stages per rank" in shown
+    status, _, error = call("plan", demo_build, "--schedule", "best", "--stages-per-rank", 2)
+    assert status == 2
+    assert "leave that out" in error
+    tight = call("plan", *EQUAL, "--pp", 2, "--schedule", "best", "--memory-gib", 1)
+    assert tight[0] == 1
+    assert len(tight[2].splitlines()) == 1
