@@ -6,22 +6,24 @@ copy until an image is decoded. With refs, paths replace the bytes of images and
 
 import json
 from collections.abc import Sequence
-from functools import lru_cache, partial
-from itertools import accumulate, pairwise
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from struct import Struct
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
+from numpy.typing import NDArray
 
 from balance.errors import first_line
 from balance.types import IntArray
+from shards.arrow.record_batch import ArrowLayout, RecordBatchMessage
 from shards.stored_group import (
     EXTRAS,
     NO_EXTRAS,
     NO_NUMBERS,
+    NO_RATES,
     ByteRange,
     Contents,
     ExtraType,
@@ -43,6 +45,7 @@ MAGIC_BYTES = 8
 _INTS = pa.list_(pa.int32())
 _BYTES = pa.list_(pa.binary())
 _PATHS = pa.list_(pa.string())
+_RATES = pa.list_(pa.float64())
 _EXTRAS: dict[ExtraType, pa.DataType] = {
     "bool": pa.bool_(),
     "int64": pa.int64(),
@@ -54,8 +57,8 @@ _EXTRAS: dict[ExtraType, pa.DataType] = {
 }
 
 
-def shard_schema(*, refs: bool, extras: ExtraTypes = NO_EXTRAS) -> pa.Schema:
-    """Columns of a shard."""
+def shard_schema(*, refs: bool, videos: bool = False, extras: ExtraTypes = NO_EXTRAS) -> pa.Schema:
+    """Columns of a shard; `videos`: some of the build's images are videos."""
     columns: list[Any] = [
         ("sample_id", pa.string()),
         ("input_ids", _INTS),
@@ -66,6 +69,8 @@ def shard_schema(*, refs: bool, extras: ExtraTypes = NO_EXTRAS) -> pa.Schema:
         ("audio_paths", _PATHS) if refs else ("audios", _BYTES),
         ("audio_lengths", _INTS),
     ]
+    if videos:
+        columns += [("image_frames", _INTS), ("image_rates", _RATES)]
     if extras:
         fields = [(name, _EXTRAS[kind]) for name, kind in extras.items()]
         columns.append((EXTRAS, pa.struct(fields)))
@@ -78,9 +83,11 @@ def shard_schema(*, refs: bool, extras: ExtraTypes = NO_EXTRAS) -> pa.Schema:
 class ArrowShardWriter:
     """Writes one Arrow shard."""
 
-    def __init__(self, path: Path, *, refs: bool, extras: ExtraTypes = NO_EXTRAS) -> None:
-        self._refs, self._extras = refs, extras
-        self._schema = shard_schema(refs=refs, extras=extras)
+    def __init__(
+        self, path: Path, *, refs: bool, videos: bool = False, extras: ExtraTypes = NO_EXTRAS
+    ) -> None:
+        self._refs, self._videos, self._extras = refs, videos, extras
+        self._schema = shard_schema(refs=refs, videos=videos, extras=extras)
         self._file = pa.output_stream(str(path), compression=None, buffer_size=BUFFER_BYTES)
         self._writer = pa.ipc.new_file(self._file, self._schema)
 
@@ -104,14 +111,17 @@ class ArrowShardWriter:
         images, audios = block.images, block.audios
         columns = [
             pa.array(block.sample_ids, pa.string()),
-            _int_lists(block.token_offsets, block.input_ids),
-            _int_lists(block.token_offsets, block.labels),
+            _lists(block.token_offsets, block.input_ids),
+            _lists(block.token_offsets, block.labels),
             self._files(images),
-            _int_lists(images.offsets, images.numbers["width"]),
-            _int_lists(images.offsets, images.numbers["height"]),
+            _lists(images.offsets, images.numbers["width"]),
+            _lists(images.offsets, images.numbers["height"]),
             self._files(audios),
-            _int_lists(audios.offsets, audios.numbers["length"]),
+            _lists(audios.offsets, audios.numbers["length"]),
         ]
+        if self._videos:
+            columns.append(_lists(images.offsets, images.numbers["num_frames"]))
+            columns.append(_lists(images.offsets, images.numbers["rate"], _RATES))
         if self._extras:
             columns.append(self._extra_columns(block))
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
@@ -143,9 +153,9 @@ def _binaries(files: PackedFiles) -> pa.BinaryArray:
     return pa.Array.from_buffers(pa.binary(), len(files.paths), buffers)
 
 
-def _int_lists(offsets: IntArray, values: IntArray | Int32Array) -> pa.ListArray:
-    borders, numbers = (pa.array(array, pa.int32()) for array in (offsets, values))
-    return pa.ListArray.from_arrays(borders, numbers, type=_INTS)
+def _lists(offsets: IntArray, values: NDArray[Any], kind: pa.DataType = _INTS) -> pa.ListArray:
+    borders, numbers = pa.array(offsets, pa.int32()), pa.array(values, kind.value_type)
+    return pa.ListArray.from_arrays(borders, numbers, type=kind)
 
 
 # --- reading ---
@@ -157,7 +167,7 @@ def read_schema(head: bytes | GroupBytes) -> pa.Schema:
     Raises pa.ArrowException, OSError or ValueError if it is no Arrow file, or no shard.
     """
     schema = pa.ipc.read_schema(pa.BufferReader(head[MAGIC_BYTES:]))
-    known = [*shard_schema(refs=False), *shard_schema(refs=True)]
+    known = [*shard_schema(refs=False), *shard_schema(refs=True, videos=True)]
     if strangers := [field.name for field in schema if field not in known]:
         raise ValueError(f"columns that no shard has: {strangers[0]!r}")
     return schema
@@ -172,143 +182,6 @@ def schema_problem(head: bytes | pa.Buffer) -> str:
     return ""
 
 
-class ArrowLayout:
-    """Where the columns of a build's shards are in a record batch; the same for all its groups."""
-
-    def __init__(self, schema: pa.Schema, extras: ExtraTypes = NO_EXTRAS) -> None:
-        self.schema, self.extras = schema, extras
-        # all but the extras, which are last
-        columns = {field.name: field.type for field in schema if field.name != EXTRAS}
-        places = [*accumulate(map(_num_buffers, columns.values()), initial=0)]
-        self.offsets = {name: place + 1 for name, place in zip(columns, places, strict=False)}
-        """Column -> its buffer of offsets; validity is before it, what is in it after it."""
-        # vectors of columns and what is in their lists, and of buffers: a size, then pairs of int64
-        num_arrays = sum(1 + pa.types.is_list(kind) for kind in columns.values())
-        self.arrays, self.buffers = (Struct(f"<i{2 * n}q") for n in (num_arrays, places[-1]))
-
-
-def _num_buffers(kind: pa.DataType) -> int:
-    """Buffers of a column: validity, offsets, values, and those of what is in it."""
-    if pa.types.is_list(kind):
-        return 2 + _num_buffers(kind.value_type)
-    return 3 if pa.types.is_string(kind) or pa.types.is_binary(kind) else 2
-
-
-@lru_cache(maxsize=1024)
-def _int32s(count: int) -> Struct:
-    return Struct(f"<{count}i")
-
-
-class _Message:
-    """A record batch by its buffers, which are found without pyarrow: in a third of the time.
-
-    Whatever its bytes are, no others are read. DECODE_ERRORS if they are damaged.
-    """
-
-    def __init__(self, content: GroupBytes, layout: ArrowLayout) -> None:
-        self._bytes = memoryview(content).cast("B")
-        mark, size = _PREFIX.unpack_from(self._bytes)
-        if mark != -1:
-            raise ValueError("no message begins here")
-        self._body = _PREFIX.size + size
-        metadata = self._bytes[_PREFIX.size : self._body]
-        arrays, buffers = _find_vectors(metadata)
-        # a length and a number of missing values each
-        lengths = _read_pairs(metadata, arrays, layout.arrays)
-        if any(lengths[2::2]):
-            raise ValueError("a value is missing")
-        # an offset in the body and a length each
-        self._buffers = _read_pairs(metadata, buffers, layout.buffers)
-        # column -> borders of its rows among its values
-        self.borders: dict[str, tuple[int, ...]] = {}
-        self._offsets, numbers, last = layout.offsets, _int32s(lengths[1] + 1), None
-        for name, place in layout.offsets.items():
-            borders = numbers.unpack_from(self._bytes, self._start(place, numbers.size))
-            if borders != last:
-                _check_ascent(borders, name)
-            last = self.borders[name] = borders
-
-    def ints(self, name: str) -> Int32Array:
-        """The values of a list column; a view."""
-        (first, *_, last) = self.borders[name]
-        if first == last:
-            return NO_NUMBERS
-        start = self._start(self._offsets[name] + 2, 4 * last)
-        return np.frombuffer(self._bytes, np.int32, last - first, start + 4 * first)
-
-    def texts(self, name: str) -> list[str]:
-        """The values of a column of texts."""
-        borders = self.borders[name]
-        data = self._content(self._offsets[name] + 1, borders)
-        if (text := str(data, "utf-8")).isascii():
-            return [text[begin:end] for begin, end in pairwise(borders)]
-        return [str(data[begin:end], "utf-8") for begin, end in pairwise(borders)]
-
-    def files(self, name: str) -> list[memoryview]:
-        """The values of a column of lists of bytes or texts; views."""
-        place, rows = self._offsets[name] + 2, self.borders[name]
-        start = self._start(place, 4 * (rows[-1] + 1)) + 4 * rows[0]
-        borders = _int32s(rows[-1] - rows[0] + 1).unpack_from(self._bytes, start)
-        _check_ascent(borders, name)
-        data = self._content(place + 1, borders)
-        return [data[begin:end] for begin, end in pairwise(borders)]
-
-    def _content(self, place: int, borders: tuple[int, ...]) -> memoryview:
-        """The bytes of a buffer, up to the last of the borders in it."""
-        start = self._start(place, borders[-1])
-        return self._bytes[start : start + borders[-1]]
-
-    def _start(self, place: int, num_bytes: int) -> int:
-        """Where a buffer of at least so many bytes begins."""
-        offset, size = self._buffers[2 * place + 1], self._buffers[2 * place + 2]
-        start: int = self._body + offset
-        if offset < 0 or num_bytes > size or start + num_bytes > len(self._bytes):
-            raise ValueError("a value ends after its buffer")
-        return start
-
-
-def _check_ascent(borders: tuple[int, ...], name: str) -> None:
-    if borders[0] < 0 or tuple(sorted(borders)) != borders:
-        raise ValueError(f"the borders of {name} do not ascend")
-
-
-_PREFIX = Struct("<2i")
-"""What is before a message's metadata: -1 and their length."""
-_HEADER_TYPE, _HEADER, _RECORD_BATCH = 1, 2, 3
-"""Fields of the table Message in Arrow's Message.fbs, and the type of a record batch."""
-_NODES, _BUFFERS, _COMPRESSION = 1, 2, 3
-"""Fields of the table RecordBatch."""
-
-
-def _find_vectors(metadata: memoryview) -> tuple[int, int]:
-    """Where the vectors of arrays (`nodes`) and of buffers are in a record batch's metadata.
-
-    A table of a flatbuffer begins with the distance back to its vtable: the sizes of both, then the
-    place in the table of each field, which may be a distance to another table or a vector.
-    """
-    words, halves = metadata.cast("i"), metadata.cast("H")
-    message = words[0]
-    fields = ((message - words[message >> 2]) >> 1) + 2
-    if metadata[message + halves[fields + _HEADER_TYPE]] != _RECORD_BATCH:
-        raise ValueError("not the message of a record batch")
-    batch = message + halves[fields + _HEADER]
-    batch += words[batch >> 2]
-    fields = ((batch - words[batch >> 2]) >> 1) + 2
-    # last fields that are not there are left out
-    if halves[fields - 2] > 4 + 2 * _COMPRESSION and halves[fields + _COMPRESSION]:
-        raise ValueError("compressed, as no shard is")
-    arrays, buffers = batch + halves[fields + _NODES], batch + halves[fields + _BUFFERS]
-    return arrays + words[arrays >> 2], buffers + words[buffers >> 2]
-
-
-def _read_pairs(metadata: memoryview, place: int, pairs: Struct) -> tuple[int, ...]:
-    """The size of a vector and the numbers of its first pairs, one after the other."""
-    found = pairs.unpack_from(metadata, place) if place <= len(metadata) - pairs.size else (0,)
-    if place < 0 or found[0] < pairs.size >> 4:
-        raise ValueError("the message has other columns than the shard")
-    return found
-
-
 def decode_arrow(
     content: GroupBytes, layout: ArrowLayout, where: str, media: MediaReader | None
 ) -> StoredGroup:
@@ -316,13 +189,13 @@ def decode_arrow(
 
     Images, audio and tokens are views into `content`. DECODE_ERRORS if it is damaged.
     """
-    batch = _Message(content, layout)
+    batch = RecordBatchMessage(content, layout)
     borders, sample_ids = batch.borders, tuple(batch.texts("sample_id"))
     tokens = borders["input_ids"]
     if borders["labels"] != tokens:
         raise ValueError("tokens and labels do not belong together")
     source = media, sample_ids, where
-    images, names, image_samples, (widths, heights) = _files(batch, "image", *source)
+    images, names, image_samples, (widths, heights, *video) = _files(batch, "image", *source)
     image_sizes = np.empty((len(heights), 2), np.int32)
     image_sizes[:, 0], image_sizes[:, 1] = heights, widths
     audio: dict[str, Any] = {}
@@ -333,8 +206,8 @@ def decode_arrow(
     return StoredGroup(
         where=where,
         sample_ids=sample_ids,
-        input_ids=batch.ints("input_ids"),
-        labels=batch.ints("labels"),
+        input_ids=batch.numbers("input_ids"),
+        labels=batch.numbers("labels"),
         cu_seqlens=cu_seqlens - tokens[0] if tokens[0] else cu_seqlens,
         images=images,
         image_sizes=image_sizes,
@@ -342,6 +215,7 @@ def decode_arrow(
         image_names=names,
         extras=_extras(content, layout) if layout.extras else NO_EXTRAS,
         **audio,
+        **dict(zip(_VIDEO_NUMBERS, video, strict=False)),
     )
 
 
@@ -358,20 +232,29 @@ def _extras(content: GroupBytes, layout: ArrowLayout) -> dict[str, list[Any]]:
     return extras
 
 
-_NUMBERS = {"image": ("image_widths", "image_heights"), "audio": ("audio_lengths",)}
-"""Columns of numbers that are stored with the files of a kind."""
+_VIDEO_NUMBERS = "image_frames", "image_rates"
+_NUMBERS: dict[str, tuple[str, ...]] = {
+    "image": ("image_widths", "image_heights", *_VIDEO_NUMBERS),
+    "audio": ("audio_lengths",),
+}
+"""Columns of numbers that are stored with the files of a kind; a build may be without videos'."""
 
 
 def _files(
-    batch: _Message, kind: str, media: MediaReader | None, sample_ids: tuple[str, ...], where: str
-) -> tuple[Contents, Sequence[str], Int32Array, list[Int32Array]]:
+    batch: RecordBatchMessage,
+    kind: str,
+    media: MediaReader | None,
+    sample_ids: tuple[str, ...],
+    where: str,
+) -> tuple[Contents, Sequence[str], Int32Array, list[Any]]:
     """Images or audio files of a batch, their paths (refs), samples and numbers."""
     name = f"{kind}s" if media is None else f"{kind}_paths"
     borders, numbers = batch.borders[name], []
-    for number in _NUMBERS[kind]:
+    for number in filter(batch.borders.__contains__, _NUMBERS[kind]):
         if batch.borders[number] != borders:
             raise ValueError(f"{kind} files and their numbers do not belong together")
-        numbers.append(batch.ints(number))
+        none = NO_RATES if number == "image_rates" else NO_NUMBERS
+        numbers.append(batch.numbers(number, none))
     owners = _owners(borders)
     if not len(owners):
         return (), (), owners, numbers

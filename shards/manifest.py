@@ -127,9 +127,13 @@ class Manifest:
     image_token_id: int
     audio_token_id: int | None
     """None for a model without an audio encoder."""
+    video_token_id: int | None
+    """None for a model without videos; of some models, it is the image token's."""
     vocab_size: int
     extras: ExtraTypes
     """Columns of the raw data that each sample has, and their types."""
+    has_videos: bool
+    """Whether some of the images are videos."""
     values: dict[str, Any] = field(repr=False, compare=False)
     """The whole file."""
 
@@ -250,9 +254,11 @@ def _from_values(place: str, digest: str, values: dict[str, Any]) -> Manifest:
         data_root=values.get("data_root"),
         image_token_id=tokenizer["image_token_id"],
         audio_token_id=tokenizer.get("audio_token_id"),
+        video_token_id=tokenizer.get("video_token_id"),
         vocab_size=tokenizer["vocab_size"],
         # by name as in the shards, in whatever order JSON has them
         extras=dict(sorted(values.get("extras", NO_EXTRAS).items())),
+        has_videos=values.get("has_videos", False),
         values=values,
     )
 

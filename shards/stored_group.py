@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from balance.types import IntArray
+from balance.types import FloatArray, IntArray
 
 
 class MissingFile(bytes):
@@ -47,6 +47,8 @@ EXTRAS = "extras"
 
 NO_NUMBERS: Int32Array = np.zeros(0, np.int32)
 NO_NUMBERS.flags.writeable = False  # it is shared
+NO_RATES: FloatArray = np.zeros(0)
+NO_RATES.flags.writeable = False
 
 
 # --- writing ---
@@ -54,7 +56,7 @@ NO_NUMBERS.flags.writeable = False  # it is shared
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedFiles:
-    """The images or the audio files of some samples, one sample's after the other's."""
+    """Images and videos, or audio files, of some samples, one sample's after the other's."""
 
     offsets: IntArray
     """Borders of the samples among the files, shape (num_samples + 1,)."""
@@ -63,8 +65,8 @@ class PackedFiles:
     """Original bytes of all files, one after the other; unused when shards refer to the files."""
     content_offsets: IntArray
     """Borders of the files in `content`, shape (num_files + 1,)."""
-    numbers: dict[str, IntArray]
-    """Numbers stored with each file: `width` and `height`, or `length`."""
+    numbers: Mapping[str, IntArray | FloatArray]
+    """Numbers stored with each file: `width`, `height`, `num_frames` and `rate`, or `length`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,11 +134,15 @@ class StoredGroup:
     cu_seqlens: Int32Array
     """(num_samples + 1,)."""
     images: Contents
-    """Encoded files, in the order of their places in `input_ids`."""
+    """Encoded images and videos, in the order of their places in `input_ids`."""
     image_sizes: Int32Array
-    """(num_images, 2): height and width as counted."""
+    """(num_images, 2): height and width as counted, upright."""
     image_samples: Int32Array
     """(num_images,): place in the group of each image's sample."""
+    image_frames: Int32Array = field(default_factory=lambda: NO_NUMBERS)
+    """(num_images,): frames that a video has; 0 for an image. Zeros if none are given."""
+    image_rates: FloatArray = field(default_factory=lambda: NO_RATES)
+    """(num_images,): frames per second of a video; 0 for an image, and for a list of frames."""
     image_names: Sequence[str] = ()
     """Paths (refs) or tar members (webdataset) of the images; empty for Arrow shards."""
     audios: Contents = ()
@@ -147,6 +153,11 @@ class StoredGroup:
     """(num_audios,): place in the group of each clip's sample."""
     extras: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Column of the raw data -> value of each sample, None where it has none."""
+
+    def __post_init__(self) -> None:
+        if len(self.image_frames) != (num_images := len(self.image_sizes)):
+            self.image_frames = np.zeros(num_images, np.int32)
+            self.image_rates = np.zeros(num_images)
 
 
 EMPTY_GROUP = StoredGroup(

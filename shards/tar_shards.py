@@ -30,6 +30,7 @@ BUFFER_BYTES = 1 << 20
 _IMAGE_SUFFIXES = frozenset(
     {"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm"}
 )
+_VIDEO_SUFFIXES = frozenset({"mp4", "m4v", "mov", "webm", "mkv", "avi", "mpg", "mpeg", "ts"})
 _AUDIO_SUFFIXES = frozenset({"wav", "flac", "mp3", "ogg", "opus", "m4a"})
 
 
@@ -70,8 +71,9 @@ def _packed_members(block: PackedBlock, row: int) -> Iterator[tuple[str, bytes]]
         slice(*offsets[row : row + 2])
         for offsets in (block.token_offsets, block.images.offsets, block.audios.offsets)
     )
-    suffixes = [_suffix(path, _IMAGE_SUFFIXES, "img") for path in block.images.paths[images]]
-    image_names = [f"{n}.{suffix}" for n, suffix in enumerate(suffixes)]
+    frames, rates = (block.images.numbers[name][images].tolist() for name in ("num_frames", "rate"))
+    about_images = zip(block.images.paths[images], frames, rates, strict=True)
+    image_names = [f"{n}.{_visual_suffix(*each)}" for n, each in enumerate(about_images)]
     suffixes = [_suffix(path, _AUDIO_SUFFIXES, "snd") for path in block.audios.paths[audios]]
     audio_names = [f"audio{n}.{suffix}" for n, suffix in enumerate(suffixes)]
     about = {
@@ -80,6 +82,7 @@ def _packed_members(block: PackedBlock, row: int) -> Iterator[tuple[str, bytes]]
         "image_widths": block.images.numbers["width"][images].tolist(),
         "image_heights": block.images.numbers["height"][images].tolist(),
         "images": image_names,
+        **({"image_frames": frames, "image_rates": rates} if any(frames) else {}),
         "audio_lengths": block.audios.numbers["length"][audios].tolist(),
         "audios": audio_names,
     }
@@ -95,6 +98,13 @@ def _packed_members(block: PackedBlock, row: int) -> Iterator[tuple[str, bytes]]
 def _contents(files: PackedFiles, places: slice) -> list[bytes]:
     borders = files.content_offsets[places.start : places.stop + 1].tolist()
     return [files.content[a:b].tobytes() for a, b in pairwise(borders)]
+
+
+def _visual_suffix(path: str, num_frames: int, rate: float) -> str:
+    """Suffix of an image, a video or, without a rate, an archive of a video's frames."""
+    if num_frames:
+        return _suffix(path, _VIDEO_SUFFIXES, "video") if rate else "zip"
+    return _suffix(path, _IMAGE_SUFFIXES, "img")
 
 
 def _suffix(path: str, known: frozenset[str], neutral: str) -> str:
@@ -122,6 +132,13 @@ def decode_tar(content: GroupBytes, where: str) -> StoredGroup:
     sizes = [zip(info["image_heights"], info["image_widths"], strict=True) for info in infos]
     audio_lengths = [length for info in infos for length in info.get("audio_lengths", ())]
     image_names, image_samples = _full_names(keys, [info["images"] for info in infos])
+    none = [[0] * len(info["images"]) for info in infos]  # in samples without videos
+    frames, rates = (
+        [*chain(*(info.get(name, zeros) for info, zeros in zip(infos, none, strict=True)))]
+        for name in ("image_frames", "image_rates")
+    )
+    if not len(frames) == len(rates) == len(image_names):
+        raise ValueError("videos and their numbers do not belong together")
     audio_names, audio_samples = _full_names(keys, [info.get("audios", ()) for info in infos])
     if len(audio_names) != len(audio_lengths):
         raise ValueError("audio files and their numbers do not belong together")
@@ -135,6 +152,8 @@ def decode_tar(content: GroupBytes, where: str) -> StoredGroup:
         images=[members[name] for name in image_names],
         image_sizes=np.array([*chain(*sizes)], dtype=np.int32).reshape(-1, 2),
         image_samples=image_samples,
+        image_frames=np.array(frames, dtype=np.int32),
+        image_rates=np.array(rates, dtype=np.float64),
         image_names=image_names,
         audios=[members[name] for name in audio_names],
         audio_lengths=np.array(audio_lengths, dtype=np.int32),

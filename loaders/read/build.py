@@ -25,7 +25,8 @@ from loaders.read.cache import Cache
 from loaders.read.local import LocalMedia, LocalShards
 from loaders.read.remote import RemoteMedia, RemoteShards
 from loaders.read.write_behind import WriteBehind
-from shards.arrow_shards import ArrowLayout, decode_arrow, shard_schema
+from shards.arrow.record_batch import ArrowLayout
+from shards.arrow_shards import decode_arrow, shard_schema
 from shards.checksums import wrong_bytes
 from shards.index import INDEX_NAME
 from shards.manifest import MANIFEST_NAME, Manifest, parse_manifest, read_manifest, unfinished
@@ -161,7 +162,7 @@ class Build:
             # shards of version 2 that are older than audio have no columns for it
             is_refs, has_all = self.manifest.format == "refs", self.manifest.version > 2
             extras = self.manifest.extras
-            known = shard_schema(refs=is_refs, extras=extras)
+            known = shard_schema(refs=is_refs, videos=self.manifest.has_videos, extras=extras)
             self._layout = ArrowLayout(known if has_all else self.shards.schema(), extras)
         return decode_arrow(content, self._layout, where, self._media)
 

@@ -22,10 +22,10 @@ CACHED_BYTES = 256 << 20
 """Stored groups of which samples were cut out, images included: others may be wanted next."""
 
 MEDIA = {
-    "vision": ("images", "image_sizes", "image_samples"),
-    "audio": ("audios", "audio_lengths", "audio_samples"),
+    "vision": ("images", "image_samples", "image_sizes", "image_frames", "image_rates"),
+    "audio": ("audios", "audio_samples", "audio_lengths"),
 }
-"""Encoder -> fields of `StoredGroup`: its files, their numbers, and the sample of each file."""
+"""Encoder -> fields of `StoredGroup`: its files, the sample of each file, and their numbers."""
 
 
 class SampleReader:
@@ -145,14 +145,14 @@ def take_samples(raw: StoredGroup, places: Sequence[int]) -> StoredGroup:
             name: [values[place] for place in places] for name, values in raw.extras.items()
         },
     }
-    for files, numbers, owners in MEDIA.values():
+    for files, owners, *numbers in MEDIA.values():
         of_sample = getattr(raw, owners)  # ascending
         starts, stops = (
             np.searchsorted(of_sample, chosen, side=side) for side in ("left", "right")
         )
         kept = _ranges(starts, stops)
         changed[files] = [getattr(raw, files)[place] for place in kept.tolist()]
-        changed[numbers] = getattr(raw, numbers)[kept]
+        changed |= {name: getattr(raw, name)[kept] for name in numbers}
         changed[owners] = np.repeat(np.arange(len(places), dtype=np.int32), stops - starts)
     return replace(raw, **changed)
 
@@ -173,9 +173,10 @@ def join(parts: Sequence[StoredGroup]) -> StoredGroup:
         "extras": {name: [*chain(*(part.extras[name] for part in parts))] for name in names},
     }
     firsts = np.cumsum([0, *(len(part.sample_ids) for part in parts[:-1])])
-    for files, numbers, owners in MEDIA.values():
+    for files, owners, *numbers in MEDIA.values():
         joined[files] = [file for part in parts for file in getattr(part, files)]
-        joined[numbers] = np.concatenate([getattr(part, numbers) for part in parts])
+        for name in numbers:
+            joined[name] = np.concatenate([getattr(part, name) for part in parts])
         shifted = [getattr(part, owners) + first for part, first in zip(parts, firsts, strict=True)]
         joined[owners] = np.concatenate(shifted).astype(np.int32)
     return replace(parts[0], **joined)

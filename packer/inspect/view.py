@@ -22,7 +22,8 @@ from packer.inspect._thumbnails import Thumbnail, make_thumbnail
 from packer.inspect.token_text import Piece, PieceKind, load_decoder, read_pieces
 from packer.sources.dataset import DEMO
 from packer.table_queries import find_rows, read_rows
-from shards.arrow_shards import ArrowLayout, decode_arrow, shard_schema
+from shards.arrow.record_batch import ArrowLayout
+from shards.arrow_shards import decode_arrow, shard_schema
 from shards.folders import on_disk, open_folder
 from shards.index import IDS_NAME, INDEX_NAME, open_index
 from shards.manifest import FolderFiles, Manifest, read_manifest
@@ -240,7 +241,7 @@ def _read_stored(manifest: Manifest, shard: str, offset: int, length: int) -> St
             raise EOFError("the file ends before")
         if manifest.format == "webdataset":
             return decode_tar(pa.py_buffer(content), where)
-        schema = shard_schema(refs=is_refs, extras=manifest.extras)
+        schema = shard_schema(refs=is_refs, videos=manifest.has_videos, extras=manifest.extras)
         layout, media = ArrowLayout(schema, manifest.extras), _UnreadMedia() if is_refs else None
         return decode_arrow(pa.py_buffer(content), layout, where, media)
     except DECODE_ERRORS as error:

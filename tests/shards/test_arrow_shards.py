@@ -7,7 +7,8 @@ import pyarrow as pa
 import pyarrow.ipc
 import pytest
 
-from shards.arrow_shards import ArrowLayout, decode_arrow, shard_schema
+from shards.arrow.record_batch import ArrowLayout
+from shards.arrow_shards import decode_arrow, shard_schema
 from shards.stored_group import DECODE_ERRORS
 
 IDS = ["plain", "schön", "图片", ""]

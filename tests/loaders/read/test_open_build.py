@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from balance.errors import ConfigError, DamagedShard
 from loaders.read.build import StorageOptions, default_cache_dir, open_build
 from loaders.read.remote import GAP_BYTES, REQUEST_BYTES, join_ranges
-from shards.arrow_shards import ArrowLayout, decode_arrow
+from shards.arrow.record_batch import ArrowLayout
+from shards.arrow_shards import decode_arrow
 from shards.checksums import wrong_bytes
 from shards.tar_shards import decode_tar
 from support.builds.remote_builds import is_as_written

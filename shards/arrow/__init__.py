@@ -1,0 +1,1 @@
+"""Messages of Arrow IPC, read without pyarrow."""
