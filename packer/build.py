@@ -24,7 +24,7 @@ from packer.count.mixture_sampling import copies_per_sample, copy_rows, left_out
 from packer.count.pool import map_ordered
 from packer.count.sample_counter import CountSettings
 from packer.count.stage import count_dataset
-from packer.count.staging import Staging, split_staged, staged_extras
+from packer.count.staging import Staging, has_videos, split_staged, staged_extras
 from packer.demo.dataset import DEMO_SAMPLES, demo_tokenizer_path, write_demo
 from packer.group import Grouping, group_counts
 from packer.progress import StageProgress
@@ -291,6 +291,8 @@ class Builder:
             follow_links=self.config.follow_links,
             image_token_id=self.tokenizer.image_token_id,
             audio_token_id=self.tokenizer.audio_token_id,
+            video_token_id=self.tokenizer.video_token_id,
+            has_videos=has_videos(self.staging.samples),
             extras=counts.extras,
         )
         positions = counts.table.column("position").to_numpy()
@@ -327,6 +329,7 @@ class Builder:
             counted = counts.num_read, counts.num_repeated
             manifest = self.identity.manifest(self.out, dataset, grouping, index, parts, counted)
             manifest |= {EXTRAS: counts.extras} if counts.extras else {}
+            manifest |= {"has_videos": True} if has_videos(self.staging.samples) else {}
             write_manifest(self.out, manifest)
             if self.publisher:
                 self.publisher.publish()

@@ -117,7 +117,8 @@ class BuildIdentity:
         `counted`: records read, and copies beyond the first of each sample.
         """
         settings, data_root = self.settings(dataset), _absolute(dataset.parts[0].data_root)
-        keys = ("hash", "image_token_id", "audio_token_id", "vocab_size", "added_tokens")
+        keys = ["hash", "image_token_id", "audio_token_id", "vocab_size", "added_tokens"]
+        keys += ["video_token_id"] * (self.tokenizer.video_token_id is not None)
         return {
             "isobatch_version": version("isobatch"),
             "format": self.config.format,

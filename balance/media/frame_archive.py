@@ -5,13 +5,14 @@ data has a folder of frames or a list of images, it stores this archive instead,
 and each as it is. The loader tells the two apart by their first bytes. Pure.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from io import BytesIO
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 from balance.errors import DataError
 
 _MAGIC = b"PK\x03\x04"
+_NAME_BYTES = 8
 
 
 def pack_frames(images: Iterable[bytes | memoryview]) -> bytes:
@@ -19,10 +20,20 @@ def pack_frames(images: Iterable[bytes | memoryview]) -> bytes:
     content = BytesIO()
     with ZipFile(content, "w", ZIP_STORED) as archive:
         for number, image in enumerate(images):
-            archive.writestr(ZipInfo(f"{number:08d}"), bytes(image))
+            archive.writestr(ZipInfo(f"{number:0{_NAME_BYTES}d}"), bytes(image))
         if not archive.namelist():
             raise ValueError("no images; a video has at least one frame")
     return content.getvalue()
+
+
+def archive_bytes(sizes: Sequence[int]) -> int:
+    """Bytes of the archive of images of these sizes.
+
+    >>> archive_bytes([5, 6]) == len(pack_frames([b"first", b"second"]))
+    True
+    """
+    # headers before each image and in the list at the end, with a name each, and the end's own
+    return sum(sizes) + len(sizes) * (30 + 46 + 2 * _NAME_BYTES) + 22
 
 
 def is_frame_archive(content: bytes | memoryview) -> bool:

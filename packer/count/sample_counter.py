@@ -13,19 +13,16 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain
-from typing import BinaryIO, cast
 
 import numpy as np
 import pyarrow as pa
 
-from balance.media.audio_tokens import AudioRejected, plan_audio
-from balance.media.image_tokens import ImagePlan, ImageRejected, plan_image
-from balance.presets import ModelPreset
+from balance.presets import MediaMarkup, ModelPreset
 from balance.types import COUNT_COLUMNS
-from packer.media.audio_header import read_audio_header
-from packer.media.image_header import read_header, warnings_about
+from packer.count._file_counter import CountedFile, FileCounter
+from packer.media.image_header import warnings_about
 from packer.records.extras import Kinds, kinds_in, read_extras
-from packer.records.media import BLOB_SCHEME, Media, SampleProblem, open_media
+from packer.records.media import BLOB_SCHEME, FRAMES, Media, SampleProblem
 from packer.records.record import RawRecord, RawSample, Rejected
 from packer.records.schemas import parse_record
 from packer.records.user_map import load_map
@@ -37,7 +34,8 @@ from shards.stored_group import EXTRAS
 _INTS = pa.list_(pa.int32())
 _TEXT, _LONG = pa.string(), pa.int64()
 _PLACE = [("name", _TEXT), ("container", _TEXT), ("offset", _LONG), ("size", _LONG)]
-_IMAGE = pa.struct([*_PLACE, ("width", pa.int32()), ("height", pa.int32()), ("tokens", pa.int32())])
+_NUMBERS = [(name, pa.int32()) for name in ("width", "height", "tokens", "num_frames")]
+_IMAGE = pa.struct([*_PLACE, *_NUMBERS, ("rate", pa.float64())])
 _AUDIO = pa.struct([*_PLACE, ("length", pa.int32()), ("tokens", pa.int32())])
 STAGED_SCHEMA = pa.schema(
     [
@@ -47,9 +45,9 @@ STAGED_SCHEMA = pa.schema(
         ("detail", _TEXT),
         *[(name, pa.int32()) for name in COUNT_COLUMNS],
         ("input_ids", _INTS),  # one token per run of an image or clip: expanded when written
-        ("image_runs", _INTS),  # image tokens of each run; null if each image has one
+        ("image_runs", _INTS),  # image tokens of each run; null if all images and videos have one
         ("loss_spans", _INTS),  # start, end, start, end, ... in `input_ids`
-        ("images", pa.list_(_IMAGE)),
+        ("images", pa.list_(_IMAGE)),  # and videos, in the order of the text
         ("audios", pa.list_(_AUDIO)),
     ]
 )
@@ -76,7 +74,7 @@ class CountSettings:
     """`module:function`, applied to each record first."""
     decode_images: bool = False
     follow_links: bool = False
-    """Read images and audio files through links that lead out of the data root."""
+    """Read files through links that lead out of the data root."""
     chunk_records: int = 1024
     limit: int | None = None
     executor: str = "local"
@@ -105,18 +103,32 @@ class Counted:
     blob: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _CountedFile:
-    media: Media
-    num_bytes: int
-    numbers: dict[str, int]
-    """Columns of its row, and what its sample adds up."""
-    plan: ImagePlan | None = None
-    """Of an image."""
+_Usable = tuple[RawSample, list[CountedFile], list[CountedFile], list[CountedFile]]
+"""A sample, its images, its videos and its audio files."""
 
 
-_Usable = tuple[RawSample, list[_CountedFile], list[_CountedFile]]
-"""A sample, its images and its audio files."""
+class _Blob:
+    """What came with the records of a chunk, as a file of the staging folder will have it."""
+
+    def __init__(self, container: str) -> None:
+        self._container = container
+        self.content = bytearray()
+
+    def row_of(self, file: CountedFile) -> dict[str, object]:
+        """A file's row; content that came with the record goes into the blob."""
+        place = self._place(file.media, file.num_bytes)
+        if file.frames:
+            frames = [list(self._place(*frame).values()) for frame in file.frames]
+            name = json.dumps(frames, ensure_ascii=False)
+            place = {"name": name, "container": FRAMES, "offset": 0, "size": file.num_bytes}
+        return {**place, **file.numbers}
+
+    def _place(self, media: Media, num_bytes: int) -> dict[str, object]:
+        container, offset = media.container, media.offset
+        if media.data is not None:
+            container, offset = self._container, len(self.content)
+            self.content += media.data
+        return {"name": media.name, "container": container, "offset": offset, "size": num_bytes}
 
 
 @contextmanager
@@ -139,12 +151,15 @@ class SampleCounter:
         self._model = model = settings.model
         self._map = None if settings.map is None else load_map(settings.map)
         self._tokenizer = ChatTokenizer.for_model(model, settings.tokenizer, settings.chat_template)
+        self._files = FileCounter(model, decode_images=settings.decode_images)
+        rules = model.vision, model.video
+        self._has_runs = any(rule.part_names for rule in rules if rule is not None)
 
     @_collecting_later()
-    def count(self, records: Iterable[RawRecord], source: str, root: str, blob: str) -> Counted:
+    def count(self, records: Iterable[RawRecord], source: str, root: str, name: str) -> Counted:
         """One row per record, or per record that `--map` makes of it, in order.
 
-        `blob` is the name of the chunk's future blob.
+        `name` is that of the chunk's future blob.
         """
         folder = open_folder(root, follow_links=self._settings.follow_links)
         look = partial(self._look_at_files, folder)
@@ -153,25 +168,16 @@ class SampleCounter:
         parsed = [self._parse(record, source) for record in records]
         with readers(root) as pool:
             looked_at = list(pool.map(look, parsed) if pool else map(look, parsed))
-        turns = [one[0].turns for one in looked_at if not isinstance(one, Rejected)]
-        markups = None
-        if self._tokenizer.takes_markups:
-            write = self._model.image_markup.written
-            markups = [
-                [write(image.plan, number) for number, image in enumerate(one[1]) if image.plan]
-                for one in looked_at
-                if not isinstance(one, Rejected)
-            ]
-        texts = iter(self._tokenizer.encode_batch(turns, markups))
-        content, container = bytearray(), BLOB_SCHEME + blob
+        texts = iter(self._encode([one for one in looked_at if not isinstance(one, Rejected)]))
+        blob = _Blob(BLOB_SCHEME + name)
         rows = []
         for one in looked_at:
-            row = one if isinstance(one, Rejected) else _row(one, next(texts), content, container)
+            row = one if isinstance(one, Rejected) else self._row(one, next(texts), blob)
             rows.append(_rejected_row(row) if isinstance(row, Rejected) else row)
         schema = STAGED_SCHEMA
         if self._settings.keep_columns:
             schema = staged_schema(kinds_in(str(row["extras"]) for row in rows if "extras" in row))
-        return Counted(pa.Table.from_pylist(rows, schema=schema), bytes(content))
+        return Counted(pa.Table.from_pylist(rows, schema=schema), bytes(blob.content))
 
     def _parse(self, record: RawRecord, source: str) -> RawSample | Rejected:
         sample, keep = parse_record(record, source), self._settings.keep_columns
@@ -188,39 +194,63 @@ class SampleCounter:
         try:
             several = len(sample.images)
             with warnings_about(sample.sample_id):
-                images = [self._count_image(root, media, several) for media in sample.images]
-            return sample, images, [self._count_audio(root, media) for media in sample.audios]
+                images = [self._files.count_image(root, each, several) for each in sample.images]
+                videos = [self._files.count_video(root, each) for each in sample.videos]
+            audios = [self._files.count_audio(root, media) for media in sample.audios]
         except SampleProblem as problem:
             return _reject(sample, problem.reason, problem.detail)
+        return sample, images, videos, audios
 
-    def _count_image(self, root: Folder, media: Media, images_in_sample: int) -> _CountedFile:
-        with open_media(root, media, "image") as file:
-            header = read_header(file, media.name, decode=self._settings.decode_images)
-        try:
-            plan = plan_image(self._model.vision, header.width, header.height, images_in_sample)
-        except ImageRejected as problem:
-            raise SampleProblem(problem.reason, f"{media.name}: {problem.detail}") from None
-        numbers = {
-            "width": header.width,
-            "height": header.height,
-            "tokens": plan.num_image_tokens,
-            "num_patches": plan.num_patches,
-            "num_vit_tokens": plan.num_vit_tokens,
+    def _encode(self, samples: list[_Usable]) -> list[EncodedText | TextRejected]:
+        turns = [sample.turns for sample, *_ in samples]
+        if not self._tokenizer.takes_markups:
+            return self._tokenizer.encode_batch(turns)
+        image, video = self._model.image_markup, self._model.video_markup
+        return self._tokenizer.encode_batch(
+            turns,
+            [_written(image, images) for _, images, _, _ in samples],
+            [_written(video, videos) if video else [] for _, _, videos, _ in samples],
+        )
+
+    def _row(
+        self, usable: _Usable, text: EncodedText | TextRejected, blob: _Blob
+    ) -> dict[str, object] | Rejected:
+        sample, images, videos, audios = usable
+        if isinstance(text, TextRejected):
+            return _reject(sample, text.reason, text.detail)
+        found = {"image": text.num_images, "video": text.num_videos, "audio": text.num_audios}
+        for kind, files in zip(found, (images, videos, audios), strict=True):
+            meant = len(files)
+            if found[kind] > meant:
+                detail = f"{found[kind]} <{kind}> for {meant} files"
+                return _reject(sample, f"marker_without_{kind}", detail)
+            if found[kind] < meant:
+                detail = f"it renders {found[kind]} of {meant} {kind} files"
+                return _reject(sample, "chat_template", detail)
+        following, at = iter(images), dict(zip(text.videos_at, videos, strict=True))
+        both = [at[i] if i in at else next(following) for i in range(len(images) + len(videos))]
+        runs = [run for each in both if each.plan for run in each.plan.runs]
+        return {
+            "sample_id": sample.sample_id,
+            "source": sample.source,
+            "num_image_patches": sum(each.numbers["num_patches"] for each in both),
+            "num_vit_tokens": sum(each.numbers["num_vit_tokens"] for each in both),
+            "num_image_tokens": sum(each.numbers["tokens"] for each in both),
+            "num_text_tokens": len(text.input_ids) - len(runs) - len(audios),
+            "num_audio_tokens": sum(audio.numbers["tokens"] for audio in audios),
+            "num_loss_tokens": text.num_loss_tokens,
+            "input_ids": text.input_ids,
+            "image_runs": runs if self._has_runs else None,
+            "loss_spans": np.ravel(text.loss_spans),
+            "images": [blob.row_of(each) for each in both],
+            "audios": [blob.row_of(audio) for audio in audios],
+            **({"extras": sample.extras} if sample.extras else {}),
         }
-        return _CountedFile(media, header.num_bytes, numbers, plan)
 
-    def _count_audio(self, root: Folder, media: Media) -> _CountedFile:
-        if self._model.audio is None:
-            missing = f"{media.name}: {self._model.name} has no audio encoder"
-            raise SampleProblem("no_audio_encoder", missing)
-        with open_media(root, media, "audio") as file:
-            header = read_audio_header(cast("BinaryIO", file), media.name)
-        try:
-            plan = plan_audio(self._model.audio, header.num_samples, header.sampling_rate)
-        except AudioRejected as problem:
-            raise SampleProblem(problem.reason, f"{media.name}: {problem.detail}") from None
-        numbers = {"length": plan.num_samples, "tokens": plan.num_audio_tokens}
-        return _CountedFile(media, header.num_bytes, numbers)
+
+def _written(markup: MediaMarkup, files: list[CountedFile]) -> list[str]:
+    """The markup of each image or video of a sample."""
+    return [markup.written(file.plan, number) for number, file in enumerate(files) if file.plan]
 
 
 def count_chunk(job: CountJob) -> Counted:
@@ -242,48 +272,6 @@ def _process_counter(settings: CountSettings) -> SampleCounter:
         # the processes use every core already, so more threads would gain nothing
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return SampleCounter(settings)
-
-
-def _row(
-    usable: _Usable, text: EncodedText | TextRejected, blob: bytearray, container: str
-) -> dict[str, object] | Rejected:
-    sample, images, audios = usable
-    if isinstance(text, TextRejected):
-        return _reject(sample, text.reason, text.detail)
-    kinds = ("image", text.num_images, len(images)), ("audio", text.num_audios, len(audios))
-    for kind, found, meant in kinds:
-        if found > meant:
-            return _reject(sample, f"marker_without_{kind}", f"{found} <{kind}> for {meant} files")
-        if found < meant:
-            return _reject(sample, "chat_template", f"it renders {found} of {meant} {kind} files")
-    runs = [run for image in images if image.plan for run in image.plan.runs]
-    return {
-        "sample_id": sample.sample_id,
-        "source": sample.source,
-        "num_image_patches": sum(image.numbers["num_patches"] for image in images),
-        "num_vit_tokens": sum(image.numbers["num_vit_tokens"] for image in images),
-        "num_image_tokens": sum(image.numbers["tokens"] for image in images),
-        "num_text_tokens": len(text.input_ids) - len(runs) - len(audios),
-        "num_audio_tokens": sum(audio.numbers["tokens"] for audio in audios),
-        "num_loss_tokens": text.num_loss_tokens,
-        "input_ids": text.input_ids,
-        "image_runs": runs if any(image.plan and image.plan.parts for image in images) else None,
-        "loss_spans": np.ravel(text.loss_spans),
-        "images": [_file_row(image, blob, container) for image in images],
-        "audios": [_file_row(audio, blob, container) for audio in audios],
-        **({"extras": sample.extras} if sample.extras else {}),
-    }
-
-
-def _file_row(counted: _CountedFile, blob: bytearray, container: str) -> dict[str, object]:
-    """A file's row; content that came with the record goes into the blob."""
-    media = counted.media
-    place = {"name": media.name, "size": counted.num_bytes, **counted.numbers}
-    if media.data is None:
-        return {**place, "container": media.container, "offset": media.offset}
-    offset = len(blob)
-    blob += media.data
-    return {**place, "container": container, "offset": offset}
 
 
 def _reject(sample: RawSample, reason: str, detail: str) -> Rejected:

@@ -154,6 +154,15 @@ def staged_extras(staged: Path, names: Sequence[str]) -> ExtraTypes:
     return types_of(names, json.loads(metadata[EXTRA_KINDS]))
 
 
+def has_videos(staged: Path) -> bool:
+    """Whether any sample has a video."""
+    with pa.memory_map(str(staged)) as source:
+        reader = pa.ipc.open_file(source)
+        batches = map(reader.get_batch, range(reader.num_record_batches))
+        frames = (batch.column("images").flatten().field("num_frames") for batch in batches)
+        return any((pc.max(each).as_py() or 0) > 0 for each in frames)
+
+
 def _counts_of(batch: pa.RecordBatch) -> pa.Table:
     parts = [batch.column(f"num_{kind}_tokens").to_numpy() for kind in ("image", "text", "audio")]
     media_bytes = _sizes(batch.column("images")) + _sizes(batch.column("audios"))

@@ -108,9 +108,8 @@ def _is_turned(av: Any, container: Any, stream: int) -> bool:
             said = container.dumps_format()
         finally:
             av.logging.set_level(None)
-    parts = iter(_STREAM.split(said)[1:])  # number, description, number, description, ...
-    about = next((about for number, about in zip(parts, parts) if int(number) == stream), "")
-    found = _ROTATION.search(about)
+    parts = _STREAM.split(said)[1:]  # number, description, number, description, ...
+    found = _ROTATION.search(dict(zip(parts[::2], parts[1::2], strict=True)).get(str(stream), ""))
     return found is not None and round(float(found[1]) / 90) % 2 == 1
 
 
@@ -122,7 +121,7 @@ def _count_frames(container: Any, stream: Any, num_bytes: int) -> int:
         return wanted  # FFmpeg counts them when it opens the file
     if entries and entries == wanted and index[entries - 1].pos + index[-1].size <= num_bytes:
         return wanted
-    found = sum(packet.size > 0 for packet in container.demux(stream))
+    found = sum(1 for packet in container.demux(stream) if packet.size)
     if found < max(wanted, entries):
         there = f"{found:,} of {max(wanted, entries):,} frames are there"
         raise SampleProblem("corrupt_video", f"cut short, {there}")

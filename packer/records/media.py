@@ -1,28 +1,39 @@
-"""Images and audio files of raw samples: where they are, and their bytes.
+"""Images, videos and audio files of raw samples: where they are, and their bytes.
 
 A file may be in the data root on its own, as a byte range of a container there (a member of a tar),
 or come with the record (a cell of a Parquet table). The last kind is copied into the build's
-staging folder when it is counted, so that the writers find any file in constant time.
+staging folder when it is counted, so that the writers find any file in constant time. A video may
+also be a list of images, or a folder of them; its content is then an archive of all of them
+(`balance.media.frame_archive`).
 """
 
 import base64
 import io
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import IO, Any
 from urllib.parse import unquote_to_bytes
 
+from balance.media.frame_archive import pack_frames
 from shards.folders import Folder
 from shards.local_folder import OutsideFolder
 
 FILE_KEYS: dict[str, tuple[str, ...]] = {
     "image": ("image", "images", "jpg", "jpeg", "png", "webp"),
+    "video": ("video", "videos", "mp4", "webm", "mkv", "avi", "mov"),
     "audio": ("audio", "audios", "wav", "flac", "mp3", "ogg"),
 }
 """Keys of a record's files; suffixes are columns of tables made from WebDataset tars."""
 BLOB_SCHEME = "blob:"
 """Prefix of containers in the staging folder."""
+FRAMES = "frames:"
+"""Container of a counted list of images: its name is the JSON of the images' own places."""
+FRAME_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
+_FRAME_MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"BM")
+_NUMBER = re.compile(r"([0-9]+)")
 
 
 class SampleProblem(ValueError):
@@ -36,7 +47,7 @@ class SampleProblem(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """An image or audio file of a raw sample."""
+    """An image, a video or an audio file of a raw sample."""
 
     name: str
     """Path under the data root; in a container, the file's name there."""
@@ -47,6 +58,8 @@ class Media:
     """Bytes in the container; -1 for a file of its own, whose size is not known yet."""
     data: bytes | None = None
     """Content, if it came with the record."""
+    frames: tuple["Media", ...] = ()
+    """Images that are a video, in order; `name` is then that of the first."""
 
 
 # --- content ---
@@ -72,7 +85,11 @@ def open_media(root: Folder, media: Media, kind: str) -> IO[bytes]:
 def read_into(root: Folder, media: Media, blobs: Folder, view: memoryview) -> None:
     """Fill `view` with a counted file of that size; SampleProblem if the file has changed."""
     try:
-        if media.container:
+        if media.container == FRAMES:
+            data = pack_frames(_read_frames(root, media, blobs))
+            found = len(data)
+            view[:found] = data
+        elif media.container:
             place, name = root, media.container
             if name.startswith(BLOB_SCHEME):
                 place, name = blobs, name.removeprefix(BLOB_SCHEME)
@@ -86,6 +103,29 @@ def read_into(root: Folder, media: Media, blobs: Folder, view: memoryview) -> No
     if found != media.size:
         changed = f"{media.name}: {media.size} bytes when counted, {found} now"
         raise SampleProblem("media_changed", changed)
+
+
+def _read_frames(root: Folder, media: Media, blobs: Folder) -> list[memoryview]:
+    frames = [Media(*place) for place in json.loads(media.name)]
+    contents = [memoryview(bytearray(frame.size)) for frame in frames]
+    for frame, content in zip(frames, contents, strict=True):
+        read_into(root, frame, blobs, content)
+    return contents
+
+
+def frames_in_folder(root: Folder, name: str) -> tuple[Media, ...]:
+    """The images in a folder, by the numbers in their names; none if there is no such folder."""
+    if not root.has_folder(name):
+        return ()
+    found = [info.name for info in root.files(name)]
+    names = [each for each in found if PurePosixPath(each).suffix.lower() in FRAME_SUFFIXES]
+    names.sort(key=_natural)
+    return tuple(map(Media, names))
+
+
+def _natural(name: str) -> list[str | int]:
+    """A key that sorts frame 2 before frame 10: text, number, text, number, ..., text."""
+    return [int(part) if place % 2 else part for place, part in enumerate(_NUMBER.split(name))]
 
 
 def _relative(name: str, kind: str) -> str:
@@ -106,7 +146,7 @@ def _relative(name: str, kind: str) -> str:
 
 
 def files_of(record: Mapping[str, Any], kind: str) -> list[Media]:
-    """The files of a kind, `image` or `audio`: those under the one key that has any.
+    """The files of a kind, a key of FILE_KEYS: those under the one key that has any.
 
     If several have, one of them must list the files of the others too; else SampleProblem.
     """
@@ -114,8 +154,7 @@ def files_of(record: Mapping[str, Any], kind: str) -> list[Media]:
     for key in FILE_KEYS[kind]:
         given = record.get(key)
         if not _is_empty(given):
-            several = given if isinstance(given, list | tuple) else [given]
-            found[key] = [media_of(one, kind) for one in several]
+            found[key] = _several(given, kind)
     if not found:
         return []
     files = max(found.values(), key=len)
@@ -127,6 +166,29 @@ def files_of(record: Mapping[str, Any], kind: str) -> list[Media]:
     return files
 
 
+def _several(given: Any, kind: str) -> list[Media]:
+    """The files of a field; of videos, a list of images or a list in the list is one."""
+    if not isinstance(given, list | tuple):
+        return [media_of(given, kind)]
+    several = [media_of(one, kind) for one in given]
+    if kind == "video" and all(map(_is_frame, several)):
+        return [_film(several)]
+    return several
+
+
+def _film(frames: Sequence[Media]) -> Media:
+    """A list of images as one video."""
+    if not frames:
+        raise SampleProblem("bad_video_field", "a list of no frames; leave it out, or name them")
+    return Media(frames[0].name, frames=tuple(frames))
+
+
+def _is_frame(media: Media) -> bool:
+    if media.data is not None:
+        return media.data.startswith(_FRAME_MAGIC) and media.data[8:11] != b"AVI"
+    return not media.frames and PurePosixPath(media.name).suffix.lower() in FRAME_SUFFIXES
+
+
 def _is_empty(given: Any) -> bool:
     """Whether a field gives no file: None, an empty text or list, a struct of nulls."""
     if isinstance(given, Mapping):
@@ -135,18 +197,18 @@ def _is_empty(given: Any) -> bool:
 
 
 def media_of(given: Any, kind: str) -> Media:
-    """A file given by path, by content, as a `data:` URL, or as Hugging Face's {path, bytes}."""
+    """A file given by path, by content, as a `data:` URL, or as Hugging Face's {path, bytes}.
+
+    A video also as a list of images.
+    """
     if isinstance(given, Media):
         return given
+    if kind == "video" and isinstance(given, list | tuple):
+        return _film([media_of(one, "image") for one in given])
     if isinstance(given, bytes):
         return Media(kind, data=given)
     if isinstance(given, Mapping):
-        data, path = given.get("bytes"), given.get("path")
-        if isinstance(data, bytes):
-            # a name here is for messages only
-            named = path.encode("utf-8", "replace").decode() if isinstance(path, str) else ""
-            return Media(named or kind, data=data)
-        given = path
+        return _from_struct(given.get("bytes"), given.get("path"), kind)
     if not isinstance(given, str) or not given:
         bad = f"`{kind}` is {str(given)[:80]!r}; give a path or a list of paths"
         raise SampleProblem(f"bad_{kind}_field", bad)
@@ -160,6 +222,14 @@ def media_of(given: Any, kind: str) -> Media:
     return Media(given)
 
 
+def _from_struct(data: Any, path: Any, kind: str) -> Media:
+    if not isinstance(data, bytes):
+        return media_of(path, kind)
+    # a name here is for messages only
+    named = path.encode("utf-8", "replace").decode() if isinstance(path, str) else ""
+    return Media(named or kind, data=data)
+
+
 def media_of_base64(text: Any, kind: str) -> Media:
     """A file whose content is in the record as base64, in one line or in many."""
     try:
@@ -171,7 +241,8 @@ def media_of_base64(text: Any, kind: str) -> Media:
 
 def media_of_part(part: Mapping[str, Any], keys: tuple[str, ...], kind: str) -> Media | None:
     """The file of a message part under one of `keys`; None if it only marks its place."""
-    given = next((part[key] for key in keys if part.get(key) is not None), None)
+    every = (*keys, "url", "path")
+    given = next((part[key] for key in every if part.get(key) is not None), None)
     if isinstance(given, Mapping):
         if given.get("url") is not None:
             given = given["url"]

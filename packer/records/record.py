@@ -26,30 +26,43 @@ REASONS: dict[str, str] = {
     "bad_turn": "a turn has no text or an unknown role",
     "no_answer": "there is no assistant turn, so nothing to learn from",
     "bad_image_field": "`image` is neither a path nor a list of paths",
+    "bad_video_field": "`video` is neither a path nor a list of paths",
     "bad_audio_field": "`audio` is neither a path nor a list of paths",
     "bad_column": "a column of --keep-columns holds what is not JSON",
     "marker_without_image": "the text has more <image> markers than the sample has images",
+    "marker_without_video": "the text has more <video> markers than the sample has videos",
     "marker_without_audio": "the text has more <audio> markers than the sample has audio files",
     "chat_template": "the tokenizer's chat template refuses the conversation",
     "control_token": "the text holds a control token's string and cannot be told apart from it",
     "outside_data_root": "a path leads out of the data root",
     "image_url": "an image is given by URL, not by path",
+    "video_url": "a video is given by URL, not by path",
     "audio_url": "an audio file is given by URL, not by path",
     "missing_image": "an image file is not there",
+    "missing_video": "a video file is not there, or a folder has no images",
     "missing_audio": "an audio file is not there",
     "unreadable_image": "an image file cannot be read",
+    "unreadable_video": "a video file cannot be read",
     "unreadable_audio": "an audio file cannot be read",
     "corrupt_image": "an image is damaged, cut short or of an unknown kind",
+    "corrupt_video": "a video is damaged, cut short or not a video at all",
     "corrupt_audio": "an audio file is damaged or cut short",
+    "video_format": "a video is of a container or codec that cannot be read here",
+    "no_video_stream": "a file has no video in it, only audio or the like",
+    "frame_rate": "nothing says how many frames of a video are a second",
+    "frame_sizes": "the images that are a video differ in size",
+    "short_video": "a video has fewer frames than the model needs",
     "audio_format": "an audio file is of a kind that cannot be read here",
+    "no_video": "the model preset takes no videos",
     "no_audio_encoder": "the model preset has no audio encoder",
     "too_many_pixels": "an image is so large that decoding it is not safe",
     "empty_image": "an image has no pixels",
+    "empty_video": "a video has no frames, or no pixels",
     "empty_audio": "an audio file has no sound in it",
-    "aspect_ratio": "the model's processor refuses an image of this shape",
+    "aspect_ratio": "the model's processor refuses an image or a video of this shape",
     "longer_than_max_seq_len": "the sample is longer than max_seq_len",
-    "more_than_max_vision": "the images are more than the vision cap",
-    "media_changed": "an image or audio file changed between counting and writing",
+    "more_than_max_vision": "the images and videos are more than the vision cap",
+    "media_changed": "an image, a video or an audio file changed between counting and writing",
     "left_out": "the function of --map leaves it out",
     "map_failed": "the function of --map fails, or gives no record",
     "not_drawn": "left out by the mixture's weights",
@@ -75,11 +88,12 @@ class RawRecord:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Turns with `<image>` and `<audio>` markers, and the files in the order of their markers."""
+    """Turns with markers, and the files of each kind in the order of their markers."""
 
     turns: tuple[Turn, ...]
     images: tuple[Media, ...] = ()
     audios: tuple[Media, ...] = ()
+    videos: tuple[Media, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +105,7 @@ class RawSample:
     turns: tuple[Turn, ...]
     images: tuple[Media, ...]
     audios: tuple[Media, ...] = ()
+    videos: tuple[Media, ...] = ()
     extras: str = ""
     """Columns of `--keep-columns` as one JSON object; empty without that."""
 

@@ -1,7 +1,7 @@
 """Raw record -> sample: its keys say which known schema it has. Pure.
 
-Each schema becomes turns with `<image>` and `<audio>` markers, and their files. A plain text, a
-caption and an interleaved document (MMC4, OBELICS) are one turn with the role `document`.
+Each schema becomes turns with `<image>`, `<video>` and `<audio>` markers, and their files. A plain
+text, a caption and an interleaved document (MMC4, OBELICS) are one turn with the role `document`.
 """
 
 import json
@@ -28,7 +28,17 @@ from packer.records.record import (
     Rejected,
     is_deep,
 )
-from packer.text.chat_tokenizer import AUDIO_MARKER, DOCUMENT, IMAGE_MARKER, Turn
+from packer.text.chat_tokenizer import (
+    AUDIO_MARKER,
+    DOCUMENT,
+    IMAGE_MARKER,
+    VIDEO_MARKER,
+    Turn,
+)
+
+MARKERS = {"image": IMAGE_MARKER, "video": VIDEO_MARKER, "audio": AUDIO_MARKER}
+Files = Mapping[str, Sequence[Media]]
+"""Kind -> files."""
 
 ROLES: dict[str, str] = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -79,7 +89,8 @@ def parse_record(record: RawRecord, source: str) -> RawSample | Rejected:
         if not isinstance(record.value, Mapping):
             raise SampleProblem("not_an_object", f"it is a {type(record.value).__name__}")
         content = _content(record.value)
-        return RawSample(sample_id, source, content.turns, content.images, content.audios)
+        files = content.images, content.audios, content.videos
+        return RawSample(sample_id, source, content.turns, *files)
     except SampleProblem as problem:
         return Rejected(sample_id, source, problem.reason, problem.detail)
 
@@ -116,10 +127,10 @@ def _conversation(record: Record) -> Content:
         raise SampleProblem("bad_turn", bad)
     turns = _with_system(record.get("system"), turns)
     turns = with_tools(turns, record.get("tools"))
-    images, audios = (parts[kind] or files_of(record, kind) for kind in ("image", "audio"))
+    files = {kind: parts[kind] or files_of(record, kind) for kind in MARKERS}
     if not any(turn.role == "assistant" for turn in turns):
         raise SampleProblem("no_answer", f"{len(turns)} turns, none by the assistant")
-    return _with_files(turns, images, audios)
+    return _with_files(turns, files)
 
 
 def _pairs(record: Record) -> Content:
@@ -152,7 +163,7 @@ def _question(record: Record) -> Content:
 
 def _turns(raw: Sequence[Any]) -> tuple[tuple[Turn, ...], dict[str, list[Media]]]:
     """The turns of a conversation, and the files that their parts bring."""
-    parts: dict[str, list[Media]] = {"image": [], "audio": []}
+    parts: dict[str, list[Media]] = {kind: [] for kind in MARKERS}
     return tuple(_turn(item, number, parts) for number, item in enumerate(raw)), parts
 
 
@@ -191,13 +202,14 @@ def _part(part: Any, number: int, parts: dict[str, list[Media]]) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
         return _plain(part["text"])
-    for name, marker in (("image", IMAGE_MARKER), ("audio", AUDIO_MARKER)):
+    for name, marker in MARKERS.items():
         keys = (f"{name}_url", f"input_{name}", name)
         if kind in keys:
             if (media := media_of_part(part, keys, name)) is not None:
                 parts[name].append(media)
             return marker
-    bad = f"a part of turn {number} has the type {str(kind)[:80]!r}; known: text, image, audio"
+    known = ", ".join(["text", *MARKERS])
+    bad = f"a part of turn {number} has the type {str(kind)[:80]!r}; known: {known}"
     raise SampleProblem("bad_turn", bad)
 
 
@@ -218,13 +230,17 @@ def _plain(text: str) -> str:
     return text
 
 
-def _with_files(
-    turns: tuple[Turn, ...], images: Sequence[Media], audios: Sequence[Media]
-) -> Content:
-    turns = _with_markers(turns, IMAGE_MARKER, len(images))
-    if audios:
-        turns = _with_markers(turns, AUDIO_MARKER, len(audios))
-    return Content(turns, tuple(images), tuple(audios))
+def _with_files(turns: tuple[Turn, ...], files: Files) -> Content:
+    # each goes before those that are there: clips, images, videos
+    for kind in ("video", "image", "audio"):
+        if files[kind] or kind == "image":
+            turns = _with_markers(turns, MARKERS[kind], len(files[kind]))
+    return _content_of(turns, files)
+
+
+def _content_of(turns: tuple[Turn, ...], files: Files) -> Content:
+    images, videos, audios = (tuple(files.get(kind, ())) for kind in MARKERS)
+    return Content(turns, images, audios, videos)
 
 
 def _with_markers(turns: tuple[Turn, ...], marker: str, num_files: int) -> tuple[Turn, ...]:
@@ -261,7 +277,7 @@ def _mmc4(record: Record) -> Content:
     markers = (IMAGE_MARKER * len(before.get(place, ())) for place in range(len(sentences)))
     texts = [marker + _plain(text) for marker, text in zip(markers, sentences, strict=True)]
     images = [image for place in sorted(before) for image in before[place]]
-    return _document(" ".join(texts), images)
+    return _document(" ".join(texts), {"image": images})
 
 
 def _mmc4_image(info: Record) -> Media:
@@ -283,19 +299,19 @@ def _obelics(record: Record) -> Content:
     files = [media_of(image, "image") for image in images if image]
     pairs = zip(images, texts, strict=True)
     pieces = [IMAGE_MARKER * bool(image) + _plain(text or "") for image, text in pairs]
-    return _document("\n\n".join(filter(None, pieces)), files)
+    return _document("\n\n".join(filter(None, pieces)), {"image": files})
 
 
 def _caption(record: Record) -> Content:
-    """An image or a clip and its caption: COYO, img2dataset, and pairs in a tar."""
+    """An image, a video or a clip and its caption: COYO, img2dataset, and pairs in a tar."""
     text = _first(record, *CAPTION_KEYS, "text")
     if not isinstance(text, str):
         raise SampleProblem("bad_turn", f"the caption is a {type(text).__name__}")
-    images, audios = files_of(record, "image"), files_of(record, "audio")
-    if not images and not audios:
+    files = {kind: files_of(record, kind) for kind in MARKERS}
+    if not any(files.values()):
         raise _no_image(record)
-    markers = IMAGE_MARKER * len(images) + AUDIO_MARKER * len(audios)
-    return _document(markers + _plain(text), images, audios)
+    markers = "".join(marker * len(files[kind]) for kind, marker in MARKERS.items())
+    return _document(markers + _plain(text), files)
 
 
 def _no_image(record: Record) -> SampleProblem:
@@ -315,17 +331,20 @@ def _document_text(record: Record) -> Content:
     text = record["text"]
     if not isinstance(text, str):
         raise SampleProblem("bad_turn", f"`text` is a {type(text).__name__}")
-    images, audios = files_of(record, "image"), files_of(record, "audio")
-    if not images:
+    files = {kind: files_of(record, kind) for kind in MARKERS}
+    if not files["image"]:
         text = _plain(text)
-    (turn,) = _with_files((Turn(DOCUMENT, text),), images, audios).turns
-    return _document(turn.text, images, audios)
+    (turn,) = _with_files((Turn(DOCUMENT, text),), files).turns
+    return _document(turn.text, files)
 
 
-def _document(text: str, images: Sequence[Media], audios: Sequence[Media] = ()) -> Content:
-    if not text.replace(IMAGE_MARKER, "").replace(AUDIO_MARKER * bool(audios), "").strip():
+def _document(text: str, files: Files) -> Content:
+    bare = text.replace(IMAGE_MARKER, "")
+    for kind in (kind for kind in files if files[kind]):
+        bare = bare.replace(MARKERS[kind], "")
+    if not bare.strip():
         raise SampleProblem("no_conversation", "the text is empty")
-    return Content((Turn(DOCUMENT, text),), tuple(images), tuple(audios))
+    return _content_of((Turn(DOCUMENT, text),), files)
 
 
 # --- the schema of a record ---

@@ -14,7 +14,7 @@ from packer.records.record import RawRecord
 from packer.sources.base import Chunk, Located, OnBytes, Source, cut, known_columns, prefix_under
 from shards.folders import join
 
-FOLDER_BUILDERS = frozenset({"imagefolder", "audiofolder"})
+FOLDER_BUILDERS = frozenset({"imagefolder", "audiofolder", "videofolder"})
 """Builders that join a table of metadata with the files it names."""
 
 

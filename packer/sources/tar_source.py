@@ -30,6 +30,7 @@ WHOLE_TAR_BYTES = 512 << 20
 """Size of a tar that is one chunk at most, so that its headers are read where it is counted."""
 SUFFIXES: dict[str, frozenset[str]] = {
     "image": frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif"}),
+    "video": frozenset({"mp4", "m4v", "mov", "webm", "mkv", "avi", "mpg", "mpeg"}),
     "audio": frozenset({"wav", "flac", "mp3", "ogg", "opus", "m4a"}),
 }
 TEXT_SUFFIXES = ("txt", "caption")

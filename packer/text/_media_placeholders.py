@@ -1,4 +1,4 @@
-"""Markers of images and clips in raw text -> placeholders in tokenised text.
+"""Markers of images, videos and clips in raw text -> placeholders in tokenised text.
 
 For `packer.text.chat_tokenizer`. A marker becomes the model's markup, written into the text; or a
 part of its own, where the chat template writes the markup. Pure, except for `add_markup`.
@@ -6,7 +6,7 @@ part of its own, where the chat template writes the markup. Pure, except for `ad
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
@@ -17,6 +17,7 @@ from balance.presets import MediaMarkup
 from packer.text.chat_template import Span
 
 Part = dict[str, str]
+MediumKind = Literal["image", "video", "audio"]
 Guard = Callable[[str], str]
 """Protects text of the user's own."""
 
@@ -25,13 +26,18 @@ Guard = Callable[[str], str]
 class Medium:
     """A kind of file that a model takes next to text."""
 
-    kind: Literal["image", "audio"]
+    kind: MediumKind
     marker: str
     """Place of such a file in a raw text."""
     markup: MediaMarkup
     token_id: int
     by_template: bool
     """Whether the chat template writes the markup, given a part."""
+
+    @property
+    def in_text(self) -> str:
+        """What is once in a rendered text for each file."""
+        return self.markup.placeholder or self.markup.token
 
 
 class MediaWriter:
@@ -91,39 +97,50 @@ def text_part(text: str) -> Part:
 
 
 def write_markups(
-    text: str, spans: Sequence[Span], placeholder: str, markups: Sequence[str]
-) -> tuple[str, list[Span]]:
-    """A rendered text with `markups` in place of its placeholders, and its spans moved with it.
+    text: str, spans: Sequence[Span], markups: Mapping[str, Sequence[str] | None]
+) -> tuple[str, list[Span], list[str]]:
+    """A rendered text with markup in place of its placeholders, its spans, and the placeholders.
 
-    A span that begins or ends at a placeholder has all of the markup. ValueError unless there are
-    as many placeholders.
+    `markups` of a placeholder are put in its places in their order; None leaves them as they are.
+    A span that begins or ends at a placeholder has all of the markup. The placeholders are in the
+    order of the text. ValueError unless there are as many of each as markups.
     """
-    pieces = text.split(placeholder)
-    if len(pieces) != len(markups) + 1:
-        raise ValueError(f"{len(pieces) - 1} {placeholder} for {len(markups)} images")
-    old = new = 0
+    longest_first = sorted(markups, key=len, reverse=True)
+    first, *rest = re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
+    found, pieces = rest[::2], rest[1::2]
+    for placeholder, given in markups.items():
+        if given is not None and found.count(placeholder) != len(given):
+            there = f"{found.count(placeholder)} {placeholder}"
+            raise ValueError(f"{there} for {len(given)} images or videos")
+    following = {placeholder: iter(given) for placeholder, given in markups.items() if given}
+    written = [next(following[each]) if each in following else each for each in found]
+    old = new = len(first)
     # (a place in the old text, how far all after it moves)
     moves = [(0, 0)]
-    for piece, markup in zip(pieces, markups, strict=False):
-        old, new = old + len(piece) + len(placeholder), new + len(piece) + len(markup)
-        moves.append((old, new - old))
+    for placeholder, markup, piece in zip(found, written, pieces, strict=True):
+        moves.append((old + len(placeholder), new + len(markup) - old - len(placeholder)))
+        old += len(placeholder) + len(piece)
+        new += len(markup) + len(piece)
     places = [place for place, _ in moves]
-    written = "".join(chain.from_iterable(zip(pieces, [*markups, ""], strict=True)))
+    text = first + "".join(chain.from_iterable(zip(written, pieces, strict=True)))
 
     def moved(place: int) -> int:
         return place + moves[bisect_right(places, place) - 1][1]
 
-    return written, [(moved(start), moved(end)) for start, end in spans]
+    return text, [(moved(start), moved(end)) for start, end in spans], found
 
 
-def add_markup(backend: Tokenizer, markup: MediaMarkup) -> dict[str, int]:
+def add_markup(
+    backend: Tokenizer, markup: MediaMarkup, *, is_video: bool = False
+) -> dict[str, int]:
     """Make the markup's strings special tokens of `backend`; returns those that are new to it.
 
-    Of markup that is put in place of a placeholder only these two are: the rest is text.
+    Of markup that is put in place of a placeholder only these two are: the rest is text. A video's
+    placeholder is its marker in raw text, or of tokens that the tokenizer has.
     """
     strings = (markup.prefix, markup.suffix, markup.token)
     if markup.placeholder:
-        strings = (markup.placeholder, markup.token, "")
+        strings = ("" if is_video else markup.placeholder, markup.token, "")
     tokens = [token for token in dict.fromkeys(strings) if token]
     known = backend.get_vocab()
     backend.add_special_tokens(tokens)

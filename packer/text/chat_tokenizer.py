@@ -1,8 +1,8 @@
 """Conversations and documents -> token ids, and which of them have labels.
 
-For `packer.count.sample_counter`. Images and clips are one token each until the shards are
-written. The result equals transformers' `apply_chat_template`, character for character and id for
-id; `docs/design.md`, "Labels", says which tokens have one. A document (one turn with the role
+For `packer.count.sample_counter`. Images, videos and clips are one token per run until the shards
+are written. The result equals transformers' `apply_chat_template`, character for character and id
+for id; `docs/design.md`, "Labels", says which tokens have one. A document (one turn with the role
 `document`) skips the template: its ids are those of transformers' `tokenizer(text)` and the
 end-of-sequence token, and all of it is learned. Pure once loaded. The tokenizer takes nearly all
 of the time (0.6 to 1.8 M tokens/s on two cores), so give it batches.
@@ -11,7 +11,7 @@ of the time (0.6 to 1.8 M tokens/s on two cores), so give it batches.
 import hashlib
 import json
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,15 +26,19 @@ from packer.text._control_tokens import ControlTokens
 from packer.text._media_placeholders import (
     MediaWriter,
     Medium,
+    MediumKind,
     add_markup,
     text_part,
     write_markups,
 )
+from packer.text._token_spans import spans_between, token_spans
 from packer.text._tool_turns import messages_of, require_shown
 from packer.text.chat_template import ChatTemplate, Message, Span, TemplateRefusedError
 from packer.text.tokenizer_files import (
     TokenizerFiles,
     build_backend,
+    choose_template,
+    document_ends,
     id_conflicts,
     read_tokenizer_files,
 )
@@ -42,6 +46,8 @@ from shards.stored_group import Int32Array
 
 IMAGE_MARKER = "<image>"
 """Place of an image in a raw text (LLaVA's convention)."""
+VIDEO_MARKER = "<video>"
+"""Place of a video in a raw text; plain text for a model without videos."""
 AUDIO_MARKER = "<audio>"
 """Place of an audio clip in a raw text; plain text for a model without audio."""
 DOCUMENT = "document"
@@ -57,7 +63,7 @@ class Turn:
     role: str
     """`user`, `assistant`, `system` or `tool`; or `DOCUMENT`, then it is the only turn."""
     text: str
-    """Raw text with an `IMAGE_MARKER` for each image and an `AUDIO_MARKER` for each clip."""
+    """Raw text with a marker for each image, video and clip."""
     more: str = ""
     """JSON object of more keys of the message: `tool_calls`; in the first turn also `tools`."""
 
@@ -67,13 +73,16 @@ class EncodedText:
     """A tokenised conversation or document."""
 
     input_ids: Int32Array
-    """Shape (num_tokens,), with one image token per run of an image, one audio token per clip."""
+    """Shape (num_tokens,), with one token per run of an image or video, and one per clip."""
     loss_spans: Int32Array
     """Shape (num_spans, 2): first token with a label, and the one after the last; disjoint."""
     num_images: int
     num_audios: int
     num_loss_tokens: int
     """Tokens with a label. Image and audio tokens have none, so expanding does not change it."""
+    num_videos: int = 0
+    videos_at: tuple[int, ...] = ()
+    """Places of the videos among images and videos, in the order of the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +100,11 @@ class _Rendered:
     spans: list[Span]
     """Answers; in a document, markup."""
     is_document: bool
-    num_files: tuple[int, ...]
-    """Images and, for a model with audio, clips."""
-    num_tokens: tuple[int, ...]
-    """Image tokens and audio tokens: more than images where their markup has several runs."""
+    num_files: dict[str, int]
+    """By kind: images, and videos and clips if the model takes them."""
+    num_tokens: dict[str, int]
+    """Tokens of each kind: more than files where their markup has several runs."""
+    videos_at: tuple[int, ...]
     protected: bool
     """Whether `text` is aliased, because the content holds control strings."""
 
@@ -103,21 +113,28 @@ class ChatTokenizer:
     """A tokenizer with its chat template and a model's image and audio markup."""
 
     def __init__(
-        self, files: TokenizerFiles, template: str, image: MediaMarkup, audio: MediaMarkup | None
+        self,
+        files: TokenizerFiles,
+        template: str,
+        image: MediaMarkup,
+        audio: MediaMarkup | None,
+        video: MediaMarkup | None,
     ) -> None:
         """Built by `load`."""
         self._backend = build_backend(files)
         self.id_conflicts = id_conflicts(files, self._backend)
         """Tokens declared under another id: content -> (declared id, id in use)."""
-        markups = [image] if audio is None else [image, audio]
+        markups = [one for one in (image, audio, video) if one is not None]
         self.added_tokens: dict[str, int] = {}
         """Markup tokens that the tokenizer did not know -> their ids after its vocabulary."""
         for one in markups:
-            self.added_tokens |= add_markup(self._backend, one)
+            self.added_tokens |= add_markup(self._backend, one, is_video=one is video)
         vocab = self._backend.get_vocab()
         self.image_token_id = vocab[image.token]
         self.audio_token_id = None if audio is None else vocab[audio.token]
         """None for a model without audio."""
+        self.video_token_id = None if video is None else vocab[video.token]
+        """None for a model without videos; it may be the image token's."""
         self.vocab_size = self._backend.get_vocab_size()
         """Number of tokens, added ones included: rows that the model's embedding needs."""
         self._template = ChatTemplate(template, files.named_tokens)
@@ -127,17 +144,23 @@ class ChatTokenizer:
             raise ConfigError(
                 f"tokenizer {files.where}: its chat template renders no user message; give another"
             )
-        self._media = self._media_of(image, audio, takes_parts=takes_parts)
+        self._media = self._media_of(image, video, audio, takes_parts=takes_parts)
+        self._visual = [medium for medium in self._media if medium.kind != "audio"]
         self._writer = MediaWriter(self._media, takes_parts=takes_parts)
-        self._bos, self._eos = _document_ends(files, self._backend)
+        self._bos, self._eos = document_ends(files, self._backend)
         self.hash = _hash(files, self._backend, template, markups)
         """Changes whenever the same text could be tokenised or labelled otherwise."""
 
     @classmethod
     def for_model(cls, model: ModelPreset, source: str, chat_template: str | None = None) -> Self:
         """Load the tokenizer of a model; see `load`."""
-        markups = model.image_markup, model.audio_markup
-        return cls.load(source, *markups, chat_template=chat_template)
+        return cls.load(
+            source,
+            model.image_markup,
+            model.audio_markup,
+            video_markup=model.video_markup,
+            chat_template=chat_template,
+        )
 
     @classmethod
     def load(
@@ -146,16 +169,18 @@ class ChatTokenizer:
         markup: MediaMarkup,
         audio_markup: MediaMarkup | None = None,
         *,
+        video_markup: MediaMarkup | None = None,
         chat_template: str | None = None,
     ) -> Self:
         """Load a tokenizer from a folder, from a `tokenizer.json`, or by Hub id.
 
         `chat_template` is the name of one of the tokenizer's templates, a `.jinja` file, or a
-        template itself. Without `audio_markup`, `<audio>` is plain text.
+        template itself. Without `audio_markup`, `<audio>` is plain text, as is `<video>`.
         """
         files = read_tokenizer_files(source)
+        template = choose_template(files, chat_template)
         try:
-            return cls(files, _choose_template(files, chat_template), markup, audio_markup)
+            return cls(files, template, markup, audio_markup, video_markup)
         # a config written by hand, of some other shape
         except (AttributeError, KeyError, TypeError) as error:
             raise ConfigError(
@@ -164,20 +189,23 @@ class ChatTokenizer:
 
     @property
     def takes_markups(self) -> bool:
-        """Whether an image's markup depends on the image, so that `encode_batch` is given it."""
-        return bool(self._media[0].markup.placeholder)
+        """Whether the markup of an image or a video depends on it: `encode_batch` is given it."""
+        return any(medium.markup.placeholder for medium in self._visual)
 
     def encode_batch(
-        self, batch: Sequence[Sequence[Turn]], markups: Sequence[Sequence[str]] | None = None
+        self,
+        batch: Sequence[Sequence[Turn]],
+        markups: Sequence[Sequence[str]] | None = None,
+        video_markups: Sequence[Sequence[str]] | None = None,
     ) -> list[EncodedText | TextRejected]:
         """Tokenise conversations and documents, in order, on as many threads as cores.
 
-        `markups`, if `takes_markups`: each sample's images' (`MediaMarkup.written`).
+        `markups`, if `takes_markups`: each sample's images' (`MediaMarkup.written`); and those of
+        its videos.
         """
-        if markups is None:
-            prepared = [self._prepare(turns, ()) for turns in batch]
-        else:
-            prepared = [self._prepare(*sample) for sample in zip(batch, markups, strict=True)]
+        none: list[Sequence[str]] = [()] * len(batch)
+        given = zip(batch, markups or none, video_markups or none, strict=True)
+        prepared = [self._prepare(turns, written) for turns, *written in given]
         results: dict[int, EncodedText | TextRejected] = {}
         for protected in (False, True):
             rows: dict[int, _Rendered] = {}
@@ -193,7 +221,9 @@ class ChatTokenizer:
                 results[i] = self._finish(row, encoding)
         return [results[i] for i in range(len(prepared))]
 
-    def _prepare(self, turns: Sequence[Turn], markups: Sequence[str]) -> _Rendered | TextRejected:
+    def _prepare(
+        self, turns: Sequence[Turn], markups: Sequence[Sequence[str]]
+    ) -> _Rendered | TextRejected:
         content = "\0".join(turn.text for turn in turns)
         if self._control.occur_in("\0".join(turn.more for turn in turns)):
             return TextRejected("control_token", "a tool call holds a control token's string")
@@ -218,10 +248,13 @@ class ChatTokenizer:
                 messages, tools = messages_of(turns, write)
                 text, spans = self._template.render_with_answers(messages, tools)
                 require_shown(text, messages)
-            num_files = num_tokens = self._writer.count(content)
-            if self.takes_markups:
-                text, spans, num_images = self._write_images(text, spans, num_files[0], markups)
-                num_tokens = num_images, *num_files[1:]
+            kinds = (medium.kind for medium in self._media)
+            num_files: dict[str, int] = dict(zip(kinds, self._writer.count(content), strict=True))
+            num_tokens, videos_at = num_files, tuple[int, ...]()
+            if num_files.get("video") or self._media[0].markup.placeholder:
+                text, spans, num_tokens, videos_at = self._write_visuals(
+                    text, spans, num_files, markups
+                )
         except TemplateRefusedError as error:
             return TextRejected("chat_template", str(error))
         if protected:
@@ -232,21 +265,38 @@ class ChatTokenizer:
             is_document=is_document,
             num_files=num_files,
             num_tokens=num_tokens,
+            videos_at=videos_at,
             protected=protected,
         )
 
-    def _write_images(
-        self, text: str, spans: list[Span], num_images: int, markups: Sequence[str]
-    ) -> tuple[str, list[Span], int]:
-        """The text with the images' markup in place of placeholders, and its image tokens."""
-        markup = self._media[0].markup
-        if len(markups) != num_images:  # not given, or a sample that is refused for it later
-            markups = [markup.text] * num_images
+    def _write_visuals(
+        self,
+        text: str,
+        spans: list[Span],
+        num_files: dict[str, int],
+        markups: Sequence[Sequence[str]],
+    ) -> tuple[str, list[Span], dict[str, int], tuple[int, ...]]:
+        """The text with the markup of images and videos in place of placeholders, and its spans.
+
+        Also the tokens of each kind, and the places of videos among images and videos.
+        """
+        written: dict[str, Sequence[str] | None] = {}
+        num_tokens = dict(num_files)
+        for medium, given in zip(self._visual, markups, strict=False):
+            number, markup = num_files[medium.kind], medium.markup
+            written[medium.in_text] = None
+            if markup.placeholder:
+                # not given, or a sample that is refused for it later
+                own = given if len(given) == number else [markup.text] * number
+                written[medium.in_text] = own
+                num_tokens[medium.kind] = sum(each.count(markup.token) for each in own)
         try:
-            text, spans = write_markups(text, spans, markup.placeholder, markups)
+            text, spans, order = write_markups(text, spans, written)
         except ValueError as error:
             raise TemplateRefusedError(f"the chat template makes {error}") from None
-        return text, spans, sum(each.count(markup.token) for each in markups)
+        video = self._visual[-1].in_text if "video" in num_files else ""
+        videos_at = tuple(place for place, found in enumerate(order) if found == video)
+        return text, spans, num_tokens, videos_at
 
     def _finish(self, rendered: _Rendered, encoding: Encoding) -> EncodedText | TextRejected:
         # a third of the time of np.array
@@ -256,43 +306,57 @@ class ChatTokenizer:
                 input_ids = self._control.restore(input_ids)
             except ValueError as error:
                 return TextRejected("control_token", str(error))
-        spans = list(_token_spans(encoding, rendered.spans, len(rendered.text)))
+        spans = list(token_spans(encoding, rendered.spans, len(rendered.text)))
         if rendered.is_document:
             bos = len(self._bos)
             input_ids = np.concatenate([self._bos, input_ids, self._eos])
             shifted = [(bos + start, bos + end) for start, end in spans]
-            spans = _spans_between(shifted, bos, len(input_ids))
+            spans = spans_between(shifted, bos, len(input_ids))
         places: list[int] = []
-        for medium, num_tokens in zip(self._media, rendered.num_tokens, strict=True):
-            written = np.flatnonzero(input_ids == medium.token_id).tolist()
+        for token_id in dict.fromkeys(medium.token_id for medium in self._media):
+            media = [medium for medium in self._media if medium.token_id == token_id]
+            num_tokens = sum(rendered.num_tokens[medium.kind] for medium in media)
+            written = np.flatnonzero(input_ids == token_id).tolist()
             if len(written) != num_tokens:
-                made = f"{len(written)} {medium.kind} tokens in the text"
-                meant = f"{num_tokens} {medium.marker} markers"
+                made = f"{len(written)} {media[0].kind} tokens in the text"
+                meant = f"{num_tokens} {media[0].marker} markers"
                 return TextRejected("chat_template", f"the chat template makes {made} for {meant}")
             places += written
         num_media = sum(start <= place < end for place in places for start, end in spans)
         return EncodedText(
             input_ids=input_ids,
             loss_spans=np.array(spans, dtype=np.int32).reshape(-1, 2),
-            num_images=rendered.num_files[0],
-            num_audios=sum(rendered.num_files[1:]),
+            num_images=rendered.num_files["image"],
+            num_videos=rendered.num_files.get("video", 0),
+            num_audios=rendered.num_files.get("audio", 0),
             num_loss_tokens=sum(end - start for start, end in spans) - num_media,
+            videos_at=rendered.videos_at,
         )
 
     def _media_of(
-        self, markup: MediaMarkup, audio_markup: MediaMarkup | None, *, takes_parts: bool
+        self,
+        image: MediaMarkup,
+        video: MediaMarkup | None,
+        audio: MediaMarkup | None,
+        *,
+        takes_parts: bool,
     ) -> tuple[Medium, ...]:
-        """Images, and audio if the model has it.
+        """Images, and videos and audio if the model has them.
 
         Clips are given to the template as parts whenever it writes those: Qwen2-Audio's, which
-        also takes strings, numbers them. Images only if it takes no strings: otherwise the model's
-        own markup says what it would write.
+        also takes strings, numbers them. Images and videos only if it takes no strings: otherwise
+        the model's own markup says what it would write.
         """
-        parts = takes_parts and self._writes("image", markup)
-        media = [Medium("image", IMAGE_MARKER, markup, self.image_token_id, parts)]
-        if audio_markup is not None and self.audio_token_id is not None:
-            parts = self._writes("audio", audio_markup)
-            media.append(Medium("audio", AUDIO_MARKER, audio_markup, self.audio_token_id, parts))
+        given: list[tuple[MediumKind, str, MediaMarkup | None, int | None]] = [
+            ("image", IMAGE_MARKER, image, self.image_token_id),
+            ("video", VIDEO_MARKER, video, self.video_token_id),
+            ("audio", AUDIO_MARKER, audio, self.audio_token_id),
+        ]
+        media = []
+        for kind, marker, markup, token_id in given:
+            if markup is not None and token_id is not None:
+                parts = (takes_parts or kind == "audio") and self._writes(kind, markup)
+                media.append(Medium(kind, marker, markup, token_id, parts))
         return tuple(media)
 
     def _writes(self, kind: str, markup: MediaMarkup) -> bool:
@@ -315,74 +379,7 @@ def _only_turn(turns: Sequence[Turn]) -> Turn:
     return turns[0]
 
 
-# --- character spans -> token spans ---
-
-
-def _token_spans(encoding: Encoding, chars: Sequence[Span], num_chars: int) -> Iterator[Span]:
-    """Token spans of character spans: every token that has at least one of the characters.
-
-    `chars` are in order and disjoint, and so are the results. `num_chars` is the text's length.
-    """
-    done = 0
-    for first, last in chars:
-        start = _token_at(encoding, first, num_chars)
-        end = _token_at(encoding, last, num_chars)
-        if (held := encoding.token_to_chars(end)) is not None and held[0] < last:
-            end += 1  # this token has characters of both sides
-        if max(start, done) < end and first < last:
-            yield max(start, done), end
-            done = end
-
-
-def _spans_between(spans: Sequence[Span], start: int, end: int) -> list[Span]:
-    """What `spans`, in order and disjoint, leave of `start` up to `end`; no span is empty.
-
-    >>> _spans_between([(2, 3), (5, 7)], 0, 7)
-    [(0, 2), (3, 5)]
-    """
-    edges = [start, *(edge for span in spans for edge in span), end]
-    return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
-
-
-def _token_at(encoding: Encoding, char: int, num_chars: int) -> int:
-    """First token with the character `char`, or with the next character that any token has."""
-    # A character has no token when the tokenizer's normalizer drops it.
-    found = (encoding.char_to_token(i) for i in range(char, num_chars))
-    return next((token for token in found if token is not None), len(encoding))
-
-
 # --- parts of a tokenizer ---
-
-
-def _document_ends(files: TokenizerFiles, backend: Tokenizer) -> tuple[Int32Array, Int32Array]:
-    """The ids before and after a document: `bos_token` and `eos_token`, or none.
-
-    The first only if the post-processor of `tokenizer.json` adds it, which is what decides in
-    transformers (5.x drops `add_bos_token` of the config). The second ends a text in training.
-    """
-    bos, eos = (
-        [backend.token_to_id(files.named_tokens[name])] if name in files.named_tokens else []
-        for name in ("bos_token", "eos_token")
-    )
-    adds_bos = backend.encode(_PROBE).ids[:1] == bos
-    return np.array(bos if adds_bos else [], dtype=np.int32), np.array(eos, dtype=np.int32)
-
-
-def _choose_template(files: TokenizerFiles, wanted: str | None) -> str:
-    named = files.chat_templates
-    if wanted is None or wanted in named:
-        if (name := wanted or "default") in named:
-            return named[name]
-        has = f"only templates named {', '.join(sorted(named))}" if named else "no chat template"
-        raise ConfigError(f"tokenizer {files.where}: has {has}; give one, or a .jinja file")
-    if "{" in wanted:
-        return wanted
-    try:
-        return Path(wanted).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"chat template {wanted}: not one of {sorted(named)}, nor a readable file: {error}"
-        ) from None
 
 
 def _hash(

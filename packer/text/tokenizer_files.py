@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
 from balance.errors import ConfigError
 from balance.model_folder.files import FileSource
+from shards.stored_group import Int32Array
 
 NAMED_TOKENS = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 """Keys of `tokenizer_config.json` that are variables in chat templates (`special_tokens_map`)."""
@@ -140,3 +142,35 @@ def _chat_templates(files: FileSource, config: Mapping[str, Any]) -> dict[str, s
             return {entry["name"]: entry["template"] for entry in template}
     kind = type(template).__name__
     raise ConfigError(f"tokenizer {files.where}: chat_template is a {kind}; expected Jinja text")
+
+
+def choose_template(files: TokenizerFiles, wanted: str | None) -> str:
+    """The chat template of that name or file, or `wanted` itself; ConfigError if there is none."""
+    named = files.chat_templates
+    if wanted is None or wanted in named:
+        if (name := wanted or "default") in named:
+            return named[name]
+        has = f"only templates named {', '.join(sorted(named))}" if named else "no chat template"
+        raise ConfigError(f"tokenizer {files.where}: has {has}; give one, or a .jinja file")
+    if "{" in wanted:
+        return wanted
+    try:
+        return Path(wanted).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"chat template {wanted}: not one of {sorted(named)}, nor a readable file: {error}"
+        ) from None
+
+
+def document_ends(files: TokenizerFiles, backend: Tokenizer) -> tuple[Int32Array, Int32Array]:
+    """The ids before and after a document: `bos_token` and `eos_token`, or none.
+
+    The first only if the post-processor of `tokenizer.json` adds it, which is what decides in
+    transformers (5.x drops `add_bos_token` of the config). The second ends a text in training.
+    """
+    bos, eos = (
+        [backend.token_to_id(files.named_tokens[name])] if name in files.named_tokens else []
+        for name in ("bos_token", "eos_token")
+    )
+    adds_bos = backend.encode("a text").ids[:1] == bos
+    return np.array(bos if adds_bos else [], dtype=np.int32), np.array(eos, dtype=np.int32)

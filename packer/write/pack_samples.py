@@ -17,10 +17,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from balance.errors import ConfigError
-from balance.types import COUNT_COLUMNS, LABEL_IGNORE, IntArray
+from balance.types import COUNT_COLUMNS, LABEL_IGNORE, FloatArray, IntArray
 from packer.media.image_header import check_png
 from packer.records.extras import typed
-from packer.records.media import Media, SampleProblem, read_into
+from packer.records.media import FRAMES, Media, SampleProblem, read_into
 from shards.folders import Folder, is_uri, open_folder, readers
 from shards.index import LostSample
 from shards.manifest import ShardFormat
@@ -42,7 +42,17 @@ class WriteConfig:
     follow_links: bool
     image_token_id: int
     audio_token_id: int | None
+    video_token_id: int | None = None
+    has_videos: bool = False
+    """Whether any sample of the build has one."""
     extras: ExtraTypes = field(default_factory=dict)
+
+    @property
+    def visual_token_ids(self) -> tuple[int, ...]:
+        """Tokens of images and, if they have their own, of videos."""
+        if self.video_token_id is None or self.video_token_id == self.image_token_id:
+            return (self.image_token_id,)
+        return self.image_token_id, self.video_token_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +132,7 @@ def _expand_tokens(config: WriteConfig, staged: pa.RecordBatch) -> tuple[Int32Ar
     return expand(
         ids.flatten().to_numpy(),
         spans.flatten().to_numpy().reshape(-1, 2) + starts[:, None],
-        config.image_token_id,
+        config.visual_token_ids,
         runs.flatten().to_numpy() if has_runs else _numbers(staged, "images", "tokens"),
         config.audio_token_id,
         _numbers(staged, "audios", "tokens"),
@@ -132,14 +142,15 @@ def _expand_tokens(config: WriteConfig, staged: pa.RecordBatch) -> tuple[Int32Ar
 def expand(
     input_ids: Int32Array,
     loss_spans: Int32Array | IntArray,
-    image_token_id: int,
+    image_token_ids: int | tuple[int, ...],
     tokens_per_image: Sequence[int] | NDArray[np.int32] | IntArray,
     audio_token_id: int | None = None,
     tokens_per_audio: Sequence[int] | NDArray[np.int64] = (),
 ) -> tuple[Int32Array, Int32Array]:
     """`input_ids` with each image or audio token repeated as often as its run has, and labels.
 
-    For one sample, or several one after the other. Labels are the ids inside `loss_spans`, and
+    For one sample, or several one after the other. Images and videos may have different tokens;
+    `tokens_per_image` are of both, in their order. Labels are the ids inside `loss_spans`, and
     LABEL_IGNORE elsewhere and on image and audio tokens. ValueError unless there are as many
     numbers as tokens.
 
@@ -155,22 +166,25 @@ def expand(
     labels = np.where(np.cumsum(borders[:-1]) > 0, input_ids, np.int32(LABEL_IGNORE))
     repeats = np.ones(len(input_ids), dtype=np.int64)
     audio_id = -1 if audio_token_id is None else audio_token_id  # no id is negative
-    media = {"image": (image_token_id, tokens_per_image), "audio": (audio_id, tokens_per_audio)}
+    visual = np.atleast_1d(image_token_ids)
+    ids = {"image": visual, "audio": np.array([audio_id])}
+    media = {"image": tokens_per_image, "audio": tokens_per_audio}
     places = {}
-    for kind, (token_id, tokens) in media.items():
-        places[kind] = np.flatnonzero(input_ids == token_id)
+    for kind, tokens in media.items():
+        places[kind] = np.flatnonzero(np.isin(input_ids, ids[kind]))
         if len(places[kind]) != len(tokens):
             found = f"{len(places[kind])} {kind} tokens but tokens for {len(tokens)} {kind}s"
             raise ValueError(f"{found}; give one for each")
         repeats[places[kind]] = tokens
-    # nearly all of the result is images' tokens: filled first, then overwritten by the others
+    # nearly all of the result is one token: filled first, then overwritten by the others
     token_ends = np.cumsum(repeats)
     total = int(token_ends[-1]) if len(token_ends) else 0
-    expanded = np.full(total, image_token_id, dtype=np.int32)
+    expanded = np.full(total, visual[0], dtype=np.int32)
     expanded_labels = np.full(total, LABEL_IGNORE, dtype=np.int32)
-    clips = token_ends[places["audio"]].tolist(), repeats[places["audio"]].tolist()
-    for end, count in zip(*clips, strict=True):
-        expanded[end - count : end] = audio_id
+    others = np.flatnonzero(np.isin(input_ids, [*visual[1:], audio_id]))
+    runs = token_ends[others].tolist(), repeats[others].tolist(), input_ids[others].tolist()
+    for end, count, token_id in zip(*runs, strict=True):
+        expanded[end - count : end] = token_id
     is_text = np.ones(len(input_ids), dtype=np.bool_)
     is_text[np.concatenate(list(places.values()))] = False
     targets = token_ends[is_text] - 1
@@ -181,19 +195,23 @@ def expand(
 
 # --- files ---
 
-_KEPT_NUMBERS = {"images": ("width", "height"), "audios": ("length",)}
+_KEPT_NUMBERS = {"images": ("width", "height", "num_frames"), "audios": ("length",)}
 """Numbers of each file that the shards hold."""
 
 
 def _unread_files(staged: pa.RecordBatch, column: str) -> PackedFiles:
     """The files of a column, with memory for their content, from which they are also written."""
     offsets = np.concatenate([[0], np.cumsum(_numbers(staged, column, "size"))])
+    numbers: dict[str, IntArray | FloatArray]
+    numbers = {name: _numbers(staged, column, name) for name in _KEPT_NUMBERS[column]}
+    if column == "images":
+        numbers["rate"] = staged.column(column).flatten().field("rate").to_numpy()
     return PackedFiles(
         offsets=_borders(staged.column(column)),
         paths=staged.column(column).flatten().field("name").to_pylist(),
         content=np.empty(int(offsets[-1]), np.uint8),
         content_offsets=offsets,
-        numbers={name: _numbers(staged, column, name) for name in _KEPT_NUMBERS[column]},
+        numbers=numbers,
     )
 
 
@@ -239,7 +257,8 @@ def _read_sample(
     try:
         for media, view in (*images, *audios):
             if config.format == "refs" and media.container:
-                refused = f"{media.name} is no file of its own, so no shard can refer to it"
+                what = "a list of images" if media.container == FRAMES else media.name
+                refused = f"{what} is no file of its own, so no shard can refer to it"
                 raise ConfigError(f"--format refs: {refused}; use arrow or webdataset")
             read_into(root, media, blobs, view)
             if view[:4] == PNG_MAGIC:

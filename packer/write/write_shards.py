@@ -113,4 +113,5 @@ def _open_staged(path: Path, inode: int, mtime_ns: int) -> StagedSamples:
 def _open_writer(config: WriteConfig, path: Path) -> ShardWriter:
     if config.format == "webdataset":
         return TarShardWriter(path)
-    return ArrowShardWriter(path, refs=config.format == "refs", extras=config.extras)
+    is_refs = config.format == "refs"
+    return ArrowShardWriter(path, refs=is_refs, videos=config.has_videos, extras=config.extras)
