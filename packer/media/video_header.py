@@ -1,4 +1,4 @@
-"""Video file -> its upright size, frames and rate, from its container, without decoding.
+"""Video file -> its upright size, frames and rate, from its container alone.
 
 PyAV (FFmpeg) reads the container, and only containers of `_FORMATS`: others, such as playlists,
 could lead FFmpeg to other files. MP4 and AVI have a table of all frames. Where that does not tell

@@ -6,9 +6,9 @@ text, a caption and an interleaved document (MMC4, OBELICS) are one turn with th
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
+from packer.records._markers import MARKERS, Files, content_of, plain_text, with_files
 from packer.records._tool_calls import read_tool_calls, with_tools
 from packer.records.media import (
     FILE_KEYS,
@@ -28,17 +28,10 @@ from packer.records.record import (
     Rejected,
     is_deep,
 )
-from packer.text.chat_tokenizer import (
-    AUDIO_MARKER,
-    DOCUMENT,
-    IMAGE_MARKER,
-    VIDEO_MARKER,
-    Turn,
-)
+from packer.text.chat_tokenizer import DOCUMENT, IMAGE_MARKER, Turn
 
-MARKERS = {"image": IMAGE_MARKER, "video": VIDEO_MARKER, "audio": AUDIO_MARKER}
-Files = Mapping[str, Sequence[Media]]
-"""Kind -> files."""
+_Places = list[Media | None]
+"""Files of parts of messages; None where a part only marks a place."""
 
 ROLES: dict[str, str] = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -127,10 +120,10 @@ def _conversation(record: Record) -> Content:
         raise SampleProblem("bad_turn", bad)
     turns = _with_system(record.get("system"), turns)
     turns = with_tools(turns, record.get("tools"))
-    files = {kind: parts[kind] or files_of(record, kind) for kind in MARKERS}
+    files = {kind: _files(record, kind, given) for kind, given in parts.items()}
     if not any(turn.role == "assistant" for turn in turns):
         raise SampleProblem("no_answer", f"{len(turns)} turns, none by the assistant")
-    return _with_files(turns, files)
+    return with_files(turns, files)
 
 
 def _pairs(record: Record) -> Content:
@@ -161,10 +154,19 @@ def _question(record: Record) -> Content:
 # --- turns ---
 
 
-def _turns(raw: Sequence[Any]) -> tuple[tuple[Turn, ...], dict[str, list[Media]]]:
+def _turns(raw: Sequence[Any]) -> tuple[tuple[Turn, ...], dict[str, _Places]]:
     """The turns of a conversation, and the files that their parts bring."""
-    parts: dict[str, list[Media]] = {kind: [] for kind in MARKERS}
+    parts: dict[str, _Places] = {kind: [] for kind in MARKERS}
     return tuple(_turn(item, number, parts) for number, item in enumerate(raw)), parts
+
+
+def _files(record: Record, kind: str, places: _Places) -> list[Media]:
+    """The files that parts of messages bring, else those of the record."""
+    files = [each for each in places if each is not None] or files_of(record, kind)
+    if places and not files:
+        bad = f"{len(places)} parts of the type {kind} for 0 files"
+        raise SampleProblem(f"marker_without_{kind}", bad)
+    return files
 
 
 def _parsed(record: Record, key: str) -> Any:
@@ -181,7 +183,7 @@ def _parsed(record: Record, key: str) -> Any:
     return value
 
 
-def _turn(item: Any, number: int, parts: dict[str, list[Media]]) -> Turn:
+def _turn(item: Any, number: int, parts: dict[str, _Places]) -> Turn:
     if not isinstance(item, Mapping):
         raise SampleProblem("bad_turn", f"turn {number} is a {type(item).__name__}, not an object")
     given, text = _first(item, "from", "role"), _first(item, "value", "content")
@@ -197,16 +199,15 @@ def _turn(item: Any, number: int, parts: dict[str, list[Media]]) -> Turn:
     return Turn(role, text, more)
 
 
-def _part(part: Any, number: int, parts: dict[str, list[Media]]) -> str:
+def _part(part: Any, number: int, parts: dict[str, _Places]) -> str:
     """A part of an OpenAI message as text; its file is added to `parts`."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
-        return _plain(part["text"])
+        return plain_text(part["text"])
     for name, marker in MARKERS.items():
         keys = (f"{name}_url", f"input_{name}", name)
         if kind in keys:
-            if (media := media_of_part(part, keys, name)) is not None:
-                parts[name].append(media)
+            parts[name].append(media_of_part(part, keys, name))
             return marker
     known = ", ".join(["text", *MARKERS])
     bad = f"a part of turn {number} has the type {str(kind)[:80]!r}; known: {known}"
@@ -220,40 +221,6 @@ def _with_system(system: Any, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
     if not isinstance(system, str):
         raise SampleProblem("bad_turn", f"`system` is a {type(system).__name__}")
     return (Turn("system", system), *turns)
-
-
-def _plain(text: str) -> str:
-    """A text without markers: its schema says itself where images are."""
-    if IMAGE_MARKER in text:
-        bad = f"the text holds {IMAGE_MARKER}, and its images have places already"
-        raise SampleProblem("marker_without_image", bad)
-    return text
-
-
-def _with_files(turns: tuple[Turn, ...], files: Files) -> Content:
-    # each goes before those that are there: clips, images, videos
-    for kind in ("video", "image", "audio"):
-        if files[kind] or kind == "image":
-            turns = _with_markers(turns, MARKERS[kind], len(files[kind]))
-    return _content_of(turns, files)
-
-
-def _content_of(turns: tuple[Turn, ...], files: Files) -> Content:
-    images, videos, audios = (tuple(files.get(kind, ())) for kind in MARKERS)
-    return Content(turns, images, audios, videos)
-
-
-def _with_markers(turns: tuple[Turn, ...], marker: str, num_files: int) -> tuple[Turn, ...]:
-    """Turns with a marker per file, added before the first user turn; none too many."""
-    missing = num_files - sum(turn.text.count(marker) for turn in turns)
-    if missing < 0:
-        bad = f"{num_files - missing} {marker} markers for {num_files} files"
-        raise SampleProblem(f"marker_without_{marker[1:-1]}", bad)
-    if missing == 0:
-        return turns
-    first = next((i for i, turn in enumerate(turns) if turn.role == "user"), 0)
-    marked = replace(turns[first], text=f"{marker}\n" * missing + turns[first].text)
-    return (*turns[:first], marked, *turns[first + 1 :])
 
 
 # --- documents ---
@@ -275,7 +242,7 @@ def _mmc4(record: Record) -> Content:
             raise SampleProblem("bad_image_field", bad)
         before.setdefault(place, []).append(_mmc4_image(info))
     markers = (IMAGE_MARKER * len(before.get(place, ())) for place in range(len(sentences)))
-    texts = [marker + _plain(text) for marker, text in zip(markers, sentences, strict=True)]
+    texts = [marker + plain_text(text) for marker, text in zip(markers, sentences, strict=True)]
     images = [image for place in sorted(before) for image in before[place]]
     return _document(" ".join(texts), {"image": images})
 
@@ -298,7 +265,7 @@ def _obelics(record: Record) -> Content:
             raise SampleProblem("bad_turn", f"`texts` holds a {type(text).__name__}")
     files = [media_of(image, "image") for image in images if image]
     pairs = zip(images, texts, strict=True)
-    pieces = [IMAGE_MARKER * bool(image) + _plain(text or "") for image, text in pairs]
+    pieces = [IMAGE_MARKER * bool(image) + plain_text(text or "") for image, text in pairs]
     return _document("\n\n".join(filter(None, pieces)), {"image": files})
 
 
@@ -311,7 +278,7 @@ def _caption(record: Record) -> Content:
     if not any(files.values()):
         raise _no_image(record)
     markers = "".join(marker * len(files[kind]) for kind, marker in MARKERS.items())
-    return _document(markers + _plain(text), files)
+    return _document(markers + plain_text(text), files)
 
 
 def _no_image(record: Record) -> SampleProblem:
@@ -333,8 +300,8 @@ def _document_text(record: Record) -> Content:
         raise SampleProblem("bad_turn", f"`text` is a {type(text).__name__}")
     files = {kind: files_of(record, kind) for kind in MARKERS}
     if not files["image"]:
-        text = _plain(text)
-    (turn,) = _with_files((Turn(DOCUMENT, text),), files).turns
+        text = plain_text(text)
+    (turn,) = with_files((Turn(DOCUMENT, text),), files).turns
     return _document(turn.text, files)
 
 
@@ -344,7 +311,7 @@ def _document(text: str, files: Files) -> Content:
         bare = bare.replace(MARKERS[kind], "")
     if not bare.strip():
         raise SampleProblem("no_conversation", "the text is empty")
-    return _content_of((Turn(DOCUMENT, text),), files)
+    return content_of((Turn(DOCUMENT, text),), files)
 
 
 # --- the schema of a record ---

@@ -111,7 +111,7 @@ def write_markups(
     for placeholder, given in markups.items():
         if given is not None and found.count(placeholder) != len(given):
             there = f"{found.count(placeholder)} {placeholder}"
-            raise ValueError(f"{there} for {len(given)} images or videos")
+            raise ValueError(f"{there} for {len(given)} files")
     following = {placeholder: iter(given) for placeholder, given in markups.items() if given}
     written = [next(following[each]) if each in following else each for each in found]
     old = new = len(first)

@@ -320,7 +320,11 @@ DAMAGED = [
     (damaged("LLaVA", image="data:image/png;base64,%%%"), "bad_image_field"),
     (damaged("LLaVA", image="data:image/svg,\ud800"), "bad_image_field"),
     (damaged("LLaVA", audio=[[]]), "bad_audio_field"),
-    ({"messages": [{"role": "user", "content": [{"type": "video"}]}, ANSWER]}, "bad_turn"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "video"}]}, ANSWER]},
+        "marker_without_video",
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "film"}]}, ANSWER]}, "bad_turn"),
     ({"messages": [{"role": "user", "content": ["hi"]}, ANSWER]}, "bad_turn"),
     (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "<image>"}]}, ANSWER]},

@@ -260,7 +260,7 @@ def test_markup_that_does_not_fit_is_one_clear_line(tmp_path: Path) -> None:
     lost = ChatTokenizer.load(path, CASES["smolvlm2"][0], chat_template=silent)
     rejected = lost.encode_batch([[Turn("user", "a <image>")]], [["<image>"]])[0]
     assert isinstance(rejected, TextRejected)
-    assert rejected.detail == "the chat template makes 0 <image> for 1 images"
+    assert rejected.detail == "the chat template makes 0 <image> for 1 files"
     with pytest.raises(ConfigError, match="placeholder"):
         MediaMarkup(token="<image>", parts=(("tile", "<image>"),))
     with pytest.raises(ConfigError, match="more than once"):
