@@ -1,4 +1,4 @@
-"""Markers of images, videos and clips in raw text -> placeholders in tokenised text.
+"""Markers of images, videos and clips in raw text -> placeholders in tokens.
 
 For `packer.text.chat_tokenizer`. A marker becomes the model's markup, written into the text; or a
 part of its own, where the chat template writes the markup. Pure, except for `add_markup`.
