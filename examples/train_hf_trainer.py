@@ -13,7 +13,7 @@ from tiny_internvl import make_internvl
 from transformers import TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from loaders import StreamingLoader, StreamingTrainer
+from loaders import BalancedTrainer, StreamingLoader
 
 
 def make_trainer(build, out, **options):
@@ -25,7 +25,7 @@ def make_trainer(build, out, **options):
         dp_world_size=args.world_size,
         micro_batches_per_step=args.gradient_accumulation_steps,
     )
-    return StreamingTrainer(model=make_internvl(loader), args=args, loader=loader)
+    return BalancedTrainer(model=make_internvl(loader), args=args, train_dataset=loader)
 
 
 def main(argv=None):

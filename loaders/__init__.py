@@ -35,7 +35,8 @@ from loaders.stats import LoaderStats
 from loaders.step_builder import StepBatches
 
 if TYPE_CHECKING:
-    from loaders.integrations.hf_trainer import StreamingTrainer as StreamingTrainer
+    from loaders.integrations.hf_trainer import BalancedMixin as BalancedMixin
+    from loaders.integrations.hf_trainer import BalancedTrainer as BalancedTrainer
 
 __all__ = [
     "LoaderConfig",
@@ -54,9 +55,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`StreamingTrainer`, which alone needs transformers."""
-    if name == "StreamingTrainer":
-        from loaders.integrations.hf_trainer import StreamingTrainer  # noqa: PLC0415
+    """`BalancedMixin` and `BalancedTrainer`, which alone need transformers."""
+    if name in ("BalancedMixin", "BalancedTrainer"):
+        from loaders.integrations import hf_trainer  # noqa: PLC0415
 
-        return StreamingTrainer
+        return getattr(hf_trainer, name)
+    if name == "StreamingTrainer":
+        # `from loaders import` would hide an AttributeError's text
+        raise ImportError(
+            "StreamingTrainer(loader=loader) is now BalancedTrainer(train_dataset=loader)"
+        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -133,6 +133,11 @@ class StreamingLoader:
         self._closed, self._resumes = False, False
 
     @property
+    def config(self) -> LoaderConfig:
+        """The options, with the ranks that were found."""
+        return self._config
+
+    @property
     def is_evaluation(self) -> bool:
         """Whether every iterator gives the same whole pass (`shuffle=False`)."""
         return not self._config.shuffle

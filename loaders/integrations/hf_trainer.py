@@ -1,6 +1,6 @@
-"""`StreamingTrainer`: transformers' Trainer on a StreamingLoader.
+"""`BalancedMixin` and `BalancedTrainer`: transformers' Trainer, and those made of it, on a loader.
 
-The one module here that imports transformers. Trainer's own data path does not fit. accelerate
+Only this module and its parts import transformers. Trainer's own data path does not fit. accelerate
 distributes an iterable's batches over the ranks, so each rank would drop what is meant for it. And
 a resume skips batches by count, which is wrong on another number of ranks. Here a step is one item,
 its micro-batches go through Trainer's gradient accumulation, the loss is divided by the step's
@@ -8,86 +8,142 @@ its micro-batches go through Trainer's gradient accumulation, the loss is divide
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from balance.errors import ConfigError
 from balance.types import LABEL_IGNORE
 from loaders.batch.micro_batch import MicroBatch
 from loaders.batch.model_inputs.inputs import model_inputs
-from loaders.integrations.torch_dataset import Step, StepDataset
+from loaders.integrations._stand_ins import StandIns
+from loaders.integrations._trainer_args import check_arguments, check_loader
+from loaders.integrations._trainer_steps import STATE_KEY, TrainSteps, saved_states
+from loaders.integrations.torch_dataset import Step
 from loaders.loader import StreamingLoader
 from loaders.step_builder import StepBatches
 
-STATE_KEY = "isobatch_loader"
-"""Key of the loader's state among the `stateful_callbacks` of `trainer_state.json`."""
+if TYPE_CHECKING:
+    _Base = Trainer
+else:
+    _Base = object
 
 ToInputs = Callable[[MicroBatch], dict[str, Any]]
 
 
-class StreamingTrainer(Trainer):
-    """`Trainer(model, args, ...)` that trains on `loader`: no dataset, no collator.
+class BalancedMixin(_Base):
+    """Trains on a loader: `class MyTrainer(BalancedMixin, SFTTrainer)`, for any kind of Trainer.
 
-    The loader's `dp_rank`, `dp_world_size` and `micro_batches_per_step` are `args.process_index`,
-    `args.world_size` and `args.gradient_accumulation_steps`. `args.max_steps` ends the training,
-    epoch after epoch (`len(loader)` steps each). `trainer.train(resume_from_checkpoint=...)`
-    continues with the step after the checkpoint's, on any number of ranks. `to_inputs` makes the
-    model's arguments of a micro-batch: by default `model_inputs`, for transformers' VLMs.
+    `train_dataset` is a loader whose `dp_rank`, `dp_world_size` and `micro_batches_per_step` are
+    `args.process_index`, `args.world_size` and `args.gradient_accumulation_steps`. An epoch has
+    `len(loader)` steps; `args.max_steps` ends the training anywhere.
+    `train(resume_from_checkpoint=...)` continues with the step after the checkpoint's, on any
+    number of ranks. `to_inputs` makes the model's arguments of a micro-batch: by default
+    `model_inputs`, for transformers' VLMs.
 
-    `eval_dataset` may be a loader with `shuffle=False`, or a dict of them: `eval_loss` is then the
-    mean over all labels, each sample counted once on any number of ranks.
+    `eval_dataset` is what the trainer takes, or a loader with `shuffle=False`, or a dict of them: a
+    loader's `eval_loss` is the mean over all labels, each sample counted once on any ranks.
 
-    Raises ConfigError for arguments that would lose samples or make gradients wrong.
+    Raises ConfigError for arguments that would be ignored, lose samples or make gradients wrong.
     """
 
     def __init__(
         self,
         *,
-        model: torch.nn.Module,
+        model: Any,
         args: TrainingArguments,
-        loader: StreamingLoader,
+        train_dataset: StreamingLoader,
+        eval_dataset: Any = None,
         to_inputs: ToInputs | None = None,
         **options: Any,
     ) -> None:
-        _check(args)
-        # the loader resumes by its state; Trainer would read and drop batches up to its count
-        args.ignore_data_skip = True
-        super().__init__(model=model, args=args, **options)
+        if not isinstance(train_dataset, StreamingLoader):
+            raise ConfigError(f"train_dataset is {train_dataset!r}; give it a StreamingLoader")
+        if options.get("formatting_func") is not None:
+            raise ConfigError("formatting_func is given; leave it out: samples are tokenised")
+        shown = StandIns(eval_dataset)
+        check_arguments(args, has_other_data=shown.has_other_data)
+        check_loader(args, train_dataset)
+        args.per_device_train_batch_size = 1  # so that Trainer's counts are micro-batches
+        super().__init__(
+            model=model,
+            args=args,
+            train_dataset=shown.train,
+            eval_dataset=shown.evaluation,
+            **options,
+        )
         if not self.model_accepts_loss_kwargs:
             raise ConfigError(
-                f"{type(model).__name__} ignores num_items_in_batch; forward must divide by it"
+                f"{type(self.model).__name__} ignores num_items_in_batch; forward must divide by it"
             )
-        self.loader = loader
-        self._to_inputs: ToInputs = to_inputs or (lambda batch: model_inputs(batch, model.config))
+        self.loader = self.train_dataset = train_dataset
+        self.eval_dataset = shown.with_loaders(self.eval_dataset)
+        config = getattr(self.model, "config", None)  # of the model before it is wrapped
+        self._to_inputs: ToInputs = to_inputs or (lambda batch: model_inputs(batch, config))
+        self._train_steps: TrainSteps | None = None
+        self._num_own_tokens = 0
 
     def get_train_dataloader(self) -> Any:
         """The steps after the checkpoint; not through accelerate, which would distribute them."""
-        return _FromCheckpoint(self)
+        self._train_steps = TrainSteps(self.loader, self.args, lambda: self.state)
+        return self._train_steps
+
+    def train(self, *args: Any, **options: Any) -> Any:
+        """As Trainer's; then the loader's threads end."""
+        try:
+            return super().train(*args, **options)
+        finally:
+            if self._train_steps is not None:
+                self._train_steps.close()
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Step], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], torch.Tensor]:
         """The next step's arguments of the model, and what its losses are divided by."""
         step = next(epoch_iterator)
-        if len(step.micro_batches) != num_batches:
-            raise ConfigError(
-                f"gradient_accumulation_steps is {num_batches}, but the loader's "
-                f"micro_batches_per_step {len(step.micro_batches)}; give both the same value"
-            )
         # Trainer saves only after a whole step, which is then this one
-        _saved_states(self.state)[STATE_KEY] = step.state
+        saved_states(self.state)[STATE_KEY] = step.state
         first = step.micro_batches[0]
         self._per_label = first.loss_normalizer / max(1, first.num_loss_tokens)
+        self._num_own_tokens += sum(len(batch.input_ids) for batch in step.micro_batches)
         inputs = [self._to_inputs(batch) for batch in step.micro_batches]
         return inputs, torch.tensor(first.loss_normalizer)
 
     def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
         """As Trainer's; -> its part of the step's mean loss per label, which is what is logged."""
         return super().training_step(*args, **options) * self._per_label
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
+        """As the trainer's, without masks of packed samples: TRL takes their sum for tokens."""
+        masks = inputs.get("attention_mask")
+        if isinstance(masks, dict) or (masks is not None and masks.dim() > 2):
+            model = partial(model, attention_mask=masks)
+            inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
+        return super().compute_loss(model, inputs, *args, **options)
+
+    def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
+        """As the trainer's, with our `num_tokens`: TRL counts rows of M-RoPE's positions."""
+        metrics = getattr(self, "_metrics", None) if hasattr(self, "_total_train_tokens") else None
+        shown = [part for part in (metrics or {}).values() if "num_tokens" in part]
+        if shown:
+            own = torch.tensor(self._num_own_tokens, device=self.args.device)
+            total = int(self.accelerator.gather(own).sum())
+            for part in shown:
+                part["num_tokens"] = [total]
+        super().log(logs, *args, **options)
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **options: Any) -> dict[str, float]:
+        """As the trainer's; also of a loader, which TRL would prepare."""
+        if not isinstance(eval_dataset, StreamingLoader):
+            return super().evaluate(eval_dataset, *args, **options)
+        before, self.eval_dataset = self.eval_dataset, eval_dataset
+        try:
+            return super().evaluate(None, *args, **options)
+        finally:
+            self.eval_dataset = before
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """A whole pass of an evaluation loader; of other datasets what Trainer gives."""
@@ -161,29 +217,8 @@ class StreamingTrainer(Trainer):
         super()._issue_warnings_after_load(load_result)
 
 
-class _FromCheckpoint:
-    """Starts when iterated: Trainer asks for its data before it has read the checkpoint."""
-
-    def __init__(self, trainer: StreamingTrainer) -> None:
-        self._trainer = trainer
-
-    def __iter__(self) -> Iterator[Step]:
-        loader, state = self._trainer.loader, self._trainer.state
-        saved = _saved_states(state)
-        if STATE_KEY in saved:
-            loader.load_state_dict(saved[STATE_KEY])
-        elif state.global_step:
-            raise ConfigError(
-                f"the checkpoint has no loader state ({STATE_KEY}); it is not a StreamingTrainer's"
-            )
-        loader.check_ranks()  # a worker's loader cannot
-        workers = self._trainer.args.dataloader_num_workers
-        # not forked: the loader may hold connections, and this process a GPU
-        start = "spawn" if workers else None
-        dataset = StepDataset(loader)
-        return iter(
-            DataLoader(dataset, batch_size=None, num_workers=workers, multiprocessing_context=start)
-        )
+class BalancedTrainer(BalancedMixin, Trainer):
+    """transformers' Trainer on a loader: `BalancedTrainer(model=, args=, train_dataset=loader)`."""
 
 
 class _EvaluationPass:
@@ -199,22 +234,3 @@ class _EvaluationPass:
             self.num_labels += sum(int((batch.labels != LABEL_IGNORE).sum()) for batch in step)
             self.num_samples += sum(batch.num_samples for batch in step)
             yield step
-
-
-def _saved_states(state: TrainerState) -> dict[str, Any]:
-    """What `trainer_state.json` keeps for callbacks, by name."""
-    # declared as a list, it is a dict once made
-    return cast(dict[str, Any], state.stateful_callbacks)
-
-
-def _check(args: TrainingArguments) -> None:
-    if args.max_steps <= 0:
-        raise ConfigError("max_steps is not set; give TrainingArguments it: len(loader) per epoch")
-    if args.n_gpu > 1:
-        raise ConfigError(
-            f"one process has {args.n_gpu} GPUs (DataParallel); start one per GPU with torchrun"
-        )
-    if args.world_size > 1 and not args.average_tokens_across_devices:
-        raise ConfigError(
-            "average_tokens_across_devices is off; gradients would be divided by the world size"
-        )

@@ -29,13 +29,16 @@ def test_exported_names():
     assert all(hasattr(loaders, name) for name in NAMES)
 
 
-def test_transformers_is_imported_with_the_streaming_trainer_only():
+def test_transformers_is_imported_with_the_trainers_only():
     program = (
         f"import sys; sys.modules['transformers'] = None; from loaders import {', '.join(NAMES)}"
     )
     subprocess.run([sys.executable, "-c", program], check=True)  # nothing else asks for it
     pytest.importorskip("transformers")
-    assert issubclass(loaders.StreamingTrainer, importlib.import_module("transformers").Trainer)
+    trainer = importlib.import_module("transformers").Trainer
+    assert issubclass(loaders.BalancedTrainer, (loaders.BalancedMixin, trainer))
+    with pytest.raises(ImportError, match="is now BalancedTrainer"):
+        from loaders import StreamingTrainer  # noqa: F401, PLC0415
 
 
 def test_unknown_names_are_attribute_errors():

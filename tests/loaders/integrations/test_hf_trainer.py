@@ -1,4 +1,4 @@
-"""StreamingTrainer: what it refuses, its state in the checkpoint, and a worker process."""
+"""BalancedTrainer: what it refuses, its state in the checkpoint, and a worker process."""
 
 import json
 
@@ -13,10 +13,11 @@ from support.builds.shard_fixture import group_samples, make_samples
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from loaders.integrations import hf_trainer  # noqa: E402
-from loaders.integrations.hf_trainer import STATE_KEY, StreamingTrainer  # noqa: E402
+from loaders.integrations._trainer_args import check_arguments  # noqa: E402
+from loaders.integrations.hf_trainer import STATE_KEY, BalancedTrainer  # noqa: E402
 
 torch.set_num_threads(1)
+PAIRS = {"micro_batches_per_step": 2}
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +61,8 @@ def make_trainer(build, out, micro_batches=2, given=None, **options):
         build, dp_rank=0, dp_world_size=1, micro_batches_per_step=micro_batches
     )
     model = TokenModel(loader.vocab_size)
-    return StreamingTrainer(
-        model=model, args=args, loader=loader, to_inputs=to_inputs, **(given or {})
-    )
+    given = {"to_inputs": to_inputs, "train_dataset": loader, **(given or {})}
+    return BalancedTrainer(model=model, args=args, **given)
 
 
 @pytest.fixture
@@ -99,12 +99,31 @@ def test_a_checkpoint_holds_the_state_behind_its_own_step_even_if_a_worker_is_ah
 
 
 def test_arguments_with_which_training_would_be_wrong_are_refused(build, tmp_path):
-    with pytest.raises(ConfigError, match="max_steps"):
-        make_trainer(build, tmp_path, max_steps=-1)
     with pytest.raises(
         ConfigError, match=r"gradient_accumulation_steps is 2.*micro_batches_per_step 3"
     ):
-        make_trainer(build, tmp_path, micro_batches=3).train()
+        make_trainer(build, tmp_path, micro_batches=3)
+    for name, value, match in (
+        ("per_device_train_batch_size", 4, "one micro-batch at a time"),
+        ("auto_find_batch_size", True, "smaller caps"),
+        ("train_sampling_strategy", "group_by_length", "its own order"),
+        ("dataloader_drop_last", True, "remainder='drop'"),
+        ("dataloader_num_workers", 4, "decodes in threads"),
+        ("label_smoothing_factor", 0.1, "not computed for packed samples"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^{name} is {value!r}; .*{match}"):
+            make_trainer(build, tmp_path, **{name: value})
+    for given, match in (
+        ({"train_dataset": [{"input_ids": [0]}]}, "give it a StreamingLoader"),
+        ({"formatting_func": str}, "formatting_func is given"),
+        ({"train_dataset": evaluation(build)}, "shuffle=False; leave that out"),
+        (
+            {"train_dataset": StreamingLoader(build, dp_rank=1, dp_world_size=2, **PAIRS)},
+            "rank 0 of 1, but the loader's dp_rank is 1 of 2",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            make_trainer(build, tmp_path, given=given)
 
 
 def test_a_model_that_ignores_the_divisor_is_refused(build, tmp_path, monkeypatch):
@@ -123,18 +142,43 @@ def test_a_checkpoint_of_another_trainer_is_refused(build, tmp_path):
         make_trainer(build, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
-def test_ranks_whose_gradients_would_be_averaged_are_refused(build, tmp_path):
-    args = make_trainer(build, tmp_path).args
-
+def test_ranks_whose_gradients_would_be_averaged_are_refused():
     class TwoRanks:
-        max_steps, n_gpu, world_size, average_tokens_across_devices = 4, 1, 2, False
+        n_gpu, world_size, average_tokens_across_devices = 1, 2, False
 
     with pytest.raises(ConfigError, match="average_tokens_across_devices"):
-        hf_trainer._check(TwoRanks)
+        check_arguments(TwoRanks, has_other_data=False)
     TwoRanks.n_gpu = 8
     with pytest.raises(ConfigError, match="torchrun"):
-        hf_trainer._check(TwoRanks)
-    assert args.ignore_data_skip
+        check_arguments(TwoRanks, has_other_data=False)
+
+
+def test_a_resume_within_an_epoch_ends_with_the_same_epochs(build, tmp_path, seen):
+    options = {"max_steps": -1, "num_train_epochs": 2, "save_steps": 3}
+    length = len(StreamingLoader(build, dp_rank=0, dp_world_size=1, **PAIRS))
+    assert length % 3  # the first checkpoint is within an epoch
+    trainer = make_trainer(build, tmp_path / "whole", **options)
+    trainer.train()
+    whole = list(seen)
+    assert trainer.state.global_step == 2 * length
+    assert sorted(i for ids in whole[: 2 * length] for i in ids) == sorted(
+        i for ids in whole[2 * length :] for i in ids
+    )
+    checkpoint = str(tmp_path / "whole" / "checkpoint-3")
+    seen.clear()
+    resumed = make_trainer(build, tmp_path / "resumed", **options | {"save_strategy": "epoch"})
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert seen == whole[2 * 3 :]
+    saved = sorted(path.name for path in (tmp_path / "resumed").iterdir())
+    assert saved == sorted(f"checkpoint-{epoch * length}" for epoch in (1, 2))
+    # another number of micro-batches: epochs have other steps, and max_steps says where they end
+    options["gradient_accumulation_steps"] = 3
+    with pytest.raises(ConfigError, match=r"give max_steps=\d+ \(3 done, 6 to the end") as refused:
+        make_trainer(build, tmp_path / "other", 3, **options).train(checkpoint)
+    seen.clear()
+    options["max_steps"] = int(str(refused.value).split("max_steps=")[1].split()[0])
+    make_trainer(build, tmp_path / "other", 3, **options).train(checkpoint)
+    assert sorted(i for ids in seen for i in ids) == sorted(i for ids in whole[6:] for i in ids)
 
 
 def evaluation(build, **options):

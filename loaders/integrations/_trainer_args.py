@@ -1,0 +1,73 @@
+"""Arguments of trainers that contradict a loader: each is refused with one line."""
+
+from typing import Any
+
+from transformers import TrainingArguments
+
+from balance.errors import ConfigError
+from loaders.loader import StreamingLoader
+
+_DEFAULT_BATCH_SIZE, _DEFAULT_MAX_LENGTH = 8, 1024
+"""Of TrainingArguments and of TRL's SFTConfig: nobody may have asked for them."""
+
+_ALLOWED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    (
+        "per_device_train_batch_size",
+        (1, _DEFAULT_BATCH_SIZE),
+        "leave it out: a rank runs one micro-batch at a time, and its size is max_seq_len",
+    ),
+    ("auto_find_batch_size", (False,), "leave it out and use smaller caps of the groups"),
+    ("train_sampling_strategy", ("random",), "leave it out: the loader has its own order"),
+    ("group_by_length", (False,), "leave it out: groups have equal lengths already"),
+    ("dataloader_drop_last", (False,), "leave it out and give the loader remainder='drop'"),
+    ("dataloader_num_workers", (0, 1), "leave it out: the loader decodes in threads (workers=)"),
+    ("packing", (False,), "leave it out: samples are packed already"),
+    ("padding_free", (False,), "leave it out: samples are packed already, without padding"),
+    ("completion_only_loss", (None, True), "leave it out: the loader's labels are the answers'"),
+    ("label_smoothing_factor", (0,), "leave it out: it is not computed for packed samples"),
+)
+"""Name, values that do not contradict, what to do; names that a trainer has not are passed over."""
+
+
+def check_arguments(args: TrainingArguments, *, has_other_data: bool) -> None:
+    """ConfigError for arguments that would be ignored, lose samples or make gradients wrong.
+
+    `has_other_data`: TRL also truncates the evaluation's samples, so its `max_length` is allowed.
+    """
+    for name, allowed, advice in _ALLOWED:
+        value = getattr(args, name, allowed[0])
+        if value not in allowed:
+            raise ConfigError(f"{name} is {value!r}; {advice}")
+    max_length = getattr(args, "max_length", None)
+    if max_length not in (None, _DEFAULT_MAX_LENGTH) and not has_other_data:
+        raise ConfigError(
+            f"max_length is {max_length}; leave it out: no sample is truncated, and max_seq_len of "
+            "the build or the loader leaves out longer ones"
+        )
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"one process has {args.n_gpu} GPUs (DataParallel); start one per GPU with torchrun"
+        )
+    if args.world_size > 1 and not args.average_tokens_across_devices:
+        raise ConfigError(
+            "average_tokens_across_devices is off; gradients would be divided by the world size"
+        )
+
+
+def check_loader(args: TrainingArguments, loader: StreamingLoader) -> None:
+    """ConfigError for a loader of other ranks or micro-batches than the trainer has."""
+    config = loader.config
+    if loader.is_evaluation:
+        raise ConfigError("train_dataset is a loader with shuffle=False; leave that out")
+    if config.micro_batches_per_step != args.gradient_accumulation_steps:
+        raise ConfigError(
+            f"gradient_accumulation_steps is {args.gradient_accumulation_steps}, but the loader's "
+            f"micro_batches_per_step {config.micro_batches_per_step}; give both the same value"
+        )
+    own, given = (args.process_index, args.world_size), (config.dp_rank, config.dp_world_size)
+    if own != given:
+        raise ConfigError(
+            f"this process is rank {own[0]} of {own[1]}, but the loader's dp_rank is {given[0]} of "
+            f"{given[1]}; make TrainingArguments first, or give the loader "
+            "dp_rank=args.process_index, dp_world_size=args.world_size"
+        )

@@ -1,0 +1,107 @@
+"""`TrainSteps`: a loader's steps as what Trainer takes for its DataLoader."""
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import chain, repeat
+from typing import Any, cast
+
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import TrainerState, TrainingArguments
+
+from balance.errors import ConfigError
+from loaders.integrations.torch_dataset import Step, StepDataset
+from loaders.loader import StreamingLoader
+
+STATE_KEY = "isobatch_loader"
+"""Key of the loader's state among the `stateful_callbacks` of `trainer_state.json`."""
+LENGTH_KEY = "isobatch_steps_per_epoch"
+"""Key of what `num_train_epochs` was counted in, in the same place."""
+
+
+class TrainSteps:
+    """All steps of a training as one stream; an item is a step, its length is in micro-batches.
+
+    An iterator continues the one before. It starts when first iterated: Trainer asks for its data
+    before it has read the checkpoint. Trainer counts steps and epochs, and what it skips after a
+    resume, by its own number of steps; the loader's position comes from its state alone.
+    """
+
+    # what accelerate's skip_first_batches asks for
+    batch_size, drop_last, prefetch_factor = None, False, None
+
+    def __init__(
+        self,
+        loader: StreamingLoader,
+        args: TrainingArguments,
+        state: Callable[[], TrainerState],
+    ) -> None:
+        self._loader, self._args, self._state = loader, args, state
+        self._steps_per_epoch = len(loader)
+        self._stream: Iterator[Step] | None = None
+
+    def __len__(self) -> int:
+        return self._steps_per_epoch * self._args.gradient_accumulation_steps
+
+    def __iter__(self) -> Iterator[Step]:
+        if self._stream is None:
+            self._stream = self._begin()
+        return self._stream
+
+    @property
+    def dataset(self) -> IterableDataset[Step | None]:
+        """What Trainer skips after a resume, as nothing; then the steps."""
+        steps_done = self._state().global_step % self._steps_per_epoch
+        return _AfterSkipped(self, steps_done * self._args.gradient_accumulation_steps)
+
+    def close(self) -> None:
+        """End the loader's threads."""
+        stream, self._stream = self._stream, None
+        if stream is not None and hasattr(stream, "close"):
+            stream.close()
+
+    def _begin(self) -> Iterator[Step]:
+        loader, state = self._loader, self._state()
+        saved = saved_states(state)
+        if STATE_KEY in saved:
+            loader.load_state_dict(saved[STATE_KEY])
+            self._check_epochs(state.global_step, saved.get(LENGTH_KEY))
+        elif state.global_step:
+            raise ConfigError(
+                f"the checkpoint has no loader state ({STATE_KEY}); it is not a BalancedTrainer's"
+            )
+        saved[LENGTH_KEY] = self._steps_per_epoch
+        loader.check_ranks()  # a worker's loader cannot
+        dataset = StepDataset(loader)
+        if not self._args.dataloader_num_workers:
+            return iter(dataset)
+        # not forked: the loader may hold connections, and this process a GPU
+        workers: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "spawn"}
+        return iter(DataLoader(dataset, batch_size=None, **workers))
+
+    def _check_epochs(self, steps_done: int, saved_length: int | None) -> None:
+        """ConfigError if the epochs asked for cannot be counted in this run's steps."""
+        length, args = self._steps_per_epoch, self._args
+        if args.max_steps > 0 or saved_length in (None, length):
+            return
+        whole = math.ceil(args.num_train_epochs * length)
+        position = (self._loader.epoch + 1) * length - self._loader.remaining_steps
+        left = max(0, whole - position)
+        raise ConfigError(
+            f"an epoch had {saved_length} steps and has {length} with these ranks and "
+            "micro-batches, so num_train_epochs cannot be counted; give max_steps="
+            f"{steps_done + left} ({steps_done} done, {left} to the end of the last epoch)"
+        )
+
+
+class _AfterSkipped(IterableDataset[Step | None]):
+    def __init__(self, steps: TrainSteps, num_skipped: int) -> None:
+        self._steps, self._num_skipped = steps, num_skipped
+
+    def __iter__(self) -> Iterator[Step | None]:
+        return chain(repeat(None, self._num_skipped), self._steps)
+
+
+def saved_states(state: TrainerState) -> dict[str, Any]:
+    """What `trainer_state.json` keeps for callbacks, by name."""
+    # declared as a list, it is a dict once made
+    return cast(dict[str, Any], state.stateful_callbacks)
