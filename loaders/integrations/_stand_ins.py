@@ -1,4 +1,4 @@
-"""What a trainer is shown instead of loaders: TRL reads its datasets' first sample."""
+"""`StandIns`: what TRL, which reads a sample of its datasets, sees of loaders."""
 
 from collections.abc import Mapping
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""Arguments of trainers that contradict a loader: each is refused with one line."""
+"""Arguments of trainers that contradict a loader: one line for each."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`BalancedMixin` and `BalancedTrainer`: transformers' Trainer, and those made of it, on a loader.
+"""`BalancedMixin`, `BalancedTrainer`: Hugging Face's trainers on a loader.
 
 Only this module and its parts import transformers. Trainer's own data path does not fit. accelerate
 distributes an iterable's batches over the ranks, so each rank would drop what is meant for it. And
