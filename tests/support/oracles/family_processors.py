@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,14 +77,22 @@ class Family:
     """Image tokens of each image of a sample with several, if that differs."""
 
 
-def function_of(file: str, name: str) -> Any:
-    """A function or method of transformers' source that cannot be imported without torchvision."""
-    source = (Path(transformers.__file__).parent / "models" / file).read_text("utf-8")
-    for node in ast.walk(ast.parse(source)):
+@cache
+def _source_of(file: str) -> ast.Module:
+    return ast.parse((Path(transformers.__file__).parent / "models" / file).read_text("utf-8"))
+
+
+def function_of(file: str, name: str, names: dict[str, Any] | None = None) -> Any:
+    """A function or method of transformers' source that cannot be imported without torchvision.
+
+    `names` are what it knows besides `math`.
+    """
+    for node in ast.walk(_source_of(file)):
         if isinstance(node, ast.FunctionDef) and node.name == name:
             node.decorator_list = []
-            found: dict[str, Any] = {"math": math}
-            exec(compile(ast.Module([node], []), file, "exec"), found)
+            found: dict[str, Any] = {"math": math, **(names or {})}
+            future = ast.parse("from __future__ import annotations").body
+            exec(compile(ast.Module([*future, node], []), file, "exec"), found)
             return found[name]
     raise ValueError(f"{file} has no function {name}")
 
