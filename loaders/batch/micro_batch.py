@@ -35,15 +35,23 @@ class MicroBatch:
     """(patches, 3, image_size, image_size), images as in `input_ids`; `channels_last` in memory.
 
     At native resolution one row per ViT token: (ViT tokens, 3 * frames * side * side); raw ones
-    (`pixel_dtype` uint8) are (ViT tokens, 3, side, side), which `loaders.normalize` converts. They
-    are row by row, with Qwen-VL and GLM-4V block by block (those of an LLM token are neighbours).
+    (`pixel_dtype` uint8) are (ViT tokens, 3, side, side), with videos (ViT tokens, 3, frames, side,
+    side), which `loaders.normalize` converts. They are row by row, with Qwen-VL and GLM-4V block by
+    block (those of an LLM token are neighbours), and frame after frame of a video's grid.
     """
     patches_per_image: Tensor
-    """int64, (images,). Patches of each image; at native resolution 1, with slices their number."""
+    """int64, (images,). Patches of each image or frames of each video; at native resolution 1, with
+    slices their number."""
     image_sizes: Tensor
     """int64, (images, 2). Height and width in pixels of the upright image, before any resizing."""
     image_grid_thw: Tensor | None
     """int64, (images, 3). Frames, rows, columns of ViT patches; one row per slice; else None."""
+    video_seconds: Tensor | None = None
+    """float64, (images,). Seconds from one frame of a video's grid to the next, 0 for an image.
+
+    None if there are no videos. A video is one of the images in all other fields: its frames are
+    its patches, at native resolution those of its grid.
+    """
     audio_values: Tensor | None = None
     """float32, the clips in the order of `input_ids`; None for a model that has no audio encoder.
 

@@ -8,6 +8,7 @@ With `exact=True` pixels are the processors' bit for bit, else near Pillow's fil
 (`loaders.decode.resize` says how near, and which reference that equals).
 """
 
+from collections.abc import Iterable
 from functools import cached_property
 
 import numpy as np
@@ -16,7 +17,8 @@ from PIL import Image
 
 from balance.media.image_tokens import ImagePlan
 from balance.media.rules import NativeSizeRule, VisionRule
-from balance.media.rules.base import PicturePlan, PlaceOn, ResizeTo
+from balance.media.rules.base import PicturePlan, PlaceOn, Resample, ResizeTo
+from balance.media.video_tokens import VideoPlan
 from loaders.decode._buffer_pool import pixel_pool
 from loaders.decode.resize import FILTERS, Pixels, Resizer, patchify, resizer
 
@@ -35,17 +37,23 @@ def num_rows(rule: VisionRule, plan: ImagePlan) -> int:
     return plan.num_vit_tokens if isinstance(rule, NativeSizeRule) else plan.num_patches
 
 
-def empty_patches(rule: VisionRule, rows: int) -> torch.Tensor:
-    """Memory for rows of patches: uint8; `channels_last` except at native resolution."""
+def empty_patches(rule: VisionRule, rows: int, *, videos: bool = False) -> torch.Tensor:
+    """Memory for rows of patches: uint8; `channels_last` except at native resolution.
+
+    With `videos` at native resolution of several frames each: (rows, 3, frames, side, side).
+    """
     channels, height, width = patch_shape(rule)
-    block = pixel_pool.empty(rows * channels * height * width)
+    frames = rule.num_frames if videos and isinstance(rule, NativeSizeRule) else 1
+    block = pixel_pool.empty(rows * channels * frames * height * width)
+    if frames > 1:
+        return block.view(rows, channels, frames, height, width)
     if isinstance(rule, NativeSizeRule):
         return block.view(rows, channels, height, width)
     return block.view(rows, height, width, channels).permute(0, 3, 1, 2)
 
 
 def patch_memory(rule: VisionRule, patches: torch.Tensor) -> Pixels:
-    """Contiguous view: (rows, side, side, 3), or (rows, 3, side, side) at native resolution."""
+    """Contiguous view: (rows, side, side, 3), or as `empty_patches` at native resolution."""
     array: Pixels = patches.numpy()
     return array if isinstance(rule, NativeSizeRule) else array.transpose(0, 2, 3, 1)
 
@@ -60,13 +68,49 @@ def write_patches(
 ) -> None:
     """Write the patches of an upright RGB image into `memory`: `num_rows` rows of `patch_memory`.
 
+    Into the first of several frames, and then into all of them.
+
     Those of the plan's pictures, one after the other. At native resolution the ViT patches of one
     LLM token are neighbours, where the merger takes them so. `plan` is that of the image in full
     size; the image itself may be reduced. `exact` resizes as Pillow does.
     """
     if isinstance(image, Image.Image) and image.mode != "RGB":
         raise ValueError(f"image of mode {image.mode}; give an RGB image, as `decode` returns it")
-    cutter, start = _Cutter(rule, image, exact=exact), 0
+    first = memory[:, :, 0] if memory.ndim > 4 else memory
+    _write_pictures(first, rule, _Cutter(rule.resample, image, exact=exact), plan)
+    if memory.ndim > 4:
+        memory[:, :, 1:] = memory[:, :, :1]
+
+
+def write_frames(
+    memory: Pixels,
+    rule: VisionRule,
+    frames: Iterable[Pixels],
+    plan: VideoPlan,
+    *,
+    resample: Resample,
+    exact: bool = False,
+) -> None:
+    """Write the patches of a video's frames into `memory`, as `write_patches` does an image's.
+
+    At native resolution frame after frame of the grid, whose ViT patches have several frames of the
+    video each; the last one is repeated where they are too few.
+    """
+    slots, each = memory[:, None] if memory.ndim < 5 else memory.swapaxes(1, 2), 1
+    if isinstance(rule, NativeSizeRule):
+        each = len(memory) // plan.num_patches
+    count, place = slots.shape[1], 0
+    for pixels in frames:
+        own = slots[place // count * each :][:each, place % count]
+        _write_pictures(own, rule, _Cutter(resample, pixels, exact=exact), plan)
+        place += 1
+    for repeated in range(place, plan.num_patches * count):
+        own = slots[repeated // count * each :][:each]
+        own[:, repeated % count] = own[:, repeated % count - 1]
+
+
+def _write_pictures(memory: Pixels, rule: VisionRule, cutter: "_Cutter", plan: ImagePlan) -> None:
+    start = 0
     # every row is filled or something fails, so counts and pixels cannot disagree
     for picture in plan.pictures:
         start += _write_picture(memory[start:], rule, cutter(picture.steps), picture)
@@ -101,7 +145,7 @@ def resized_image(
     With tiles the grid of all tiles, with anyres also its black borders; without the whole image
     that both, and slices, have too.
     """
-    resized = _Cutter(rule, image, exact=exact)(plan.main.steps)
+    resized = _Cutter(rule.resample, image, exact=exact)(plan.main.steps)
     # copied: it may be the memory that the thread decodes into
     copy = pixel_pool.empty(resized.size).view(resized.shape)
     np.copyto(copy.numpy(), resized)
@@ -120,8 +164,8 @@ def decode_target(
 class _Cutter:
     """Takes the steps of a rule's pictures, each once."""
 
-    def __init__(self, rule: VisionRule, image: Image.Image | Pixels, *, exact: bool) -> None:
-        self._filter, self._exact, self._image = rule.resample, exact, image
+    def __init__(self, resample: Resample, image: Image.Image | Pixels, *, exact: bool) -> None:
+        self._filter, self._exact, self._image = resample, exact, image
         self._done: dict[_Steps, Pixels] = {}
 
     def __call__(self, steps: _Steps) -> Pixels:
@@ -176,8 +220,8 @@ def normalize(rule: VisionRule, pixels: torch.Tensor) -> torch.Tensor:
     """What the vision encoder takes: float32 of raw pixels, within 1e-6 of the reference.
 
     Of patches, or of one image (3, height, width). Same shape and device; of patches at native
-    resolution (rows, 3 * num_frames * side * side), each repeated for every frame. The
-    scale 1/255, mean and std are one multiply and add.
+    resolution (rows, 3 * num_frames * side * side), each repeated for every frame unless they have
+    them (`empty_patches` with `videos`). The scale 1/255, mean and std are one multiply and add.
     """
     if pixels.dtype != torch.uint8:
         raise ValueError(f"pixels are {pixels.dtype}; give raw pixels (torch.uint8)")
@@ -189,10 +233,11 @@ def normalize(rule: VisionRule, pixels: torch.Tensor) -> torch.Tensor:
         return _normalize_lines(pixels[None], scale, shift)[0]
     if not isinstance(rule, NativeSizeRule):
         return _normalize_lines(pixels, scale, shift)
-    frames = rule.num_frames
+    # those of videos have all frames
+    frames = rule.num_frames if pixels.ndim == 4 else 1
     # (rows, 3, frames, pixels)
     normalized = torch.empty(
-        (len(pixels), 3, frames, pixels.shape[-2] * pixels.shape[-1]), dtype=torch.float32
+        (len(pixels), 3, frames, pixels.shape[2:].numel()), dtype=torch.float32
     )
     if len(pixels):  # else nothing need be compiled
         from loaders.decode._patchify import normalize_planes  # noqa: PLC0415  (see there)
@@ -217,9 +262,12 @@ def _normalize_lines(
 def _normalize_on_device(
     rule: VisionRule, pixels: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
 ) -> torch.Tensor:
-    # (rows, 3, side, side)
-    normalized = pixels.to(torch.float32).mul_(scale.view(3, 1, 1)).add_(shift.view(3, 1, 1))
+    # (rows, 3, side, side), of videos (rows, 3, frames, side, side)
+    shape = 3, *(1,) * max(2, pixels.ndim - 2)
+    normalized = pixels.to(torch.float32).mul_(scale.view(shape)).add_(shift.view(shape))
     if not isinstance(rule, NativeSizeRule) or pixels.ndim == 3:
         return normalized
+    if pixels.ndim > 4:
+        return normalized.flatten(1)
     # (rows, 3, side, side) -> (rows, 3, frames, side, side) -> (rows, 3 * frames * side * side)
     return normalized.unsqueeze(2).expand(-1, -1, rule.num_frames, -1, -1).flatten(1)

@@ -76,15 +76,16 @@ class FramesRule(SampledRule):
 class PooledRule(FramesRule):
     """LLaVA-OneVision: frames from the first on, 2 x 2 features made one; one run of tokens.
 
-    `llm_tokens_per_frame` are those before that; a newline follows the last frame.
+    `llm_tokens_per_frame` are those before that; a newline follows the last frame. transformers
+    takes only videos of equally many frames in one batch, so a short one repeats some of its own.
     """
 
     part_names: ClassVar[tuple[str, ...]] = ()
 
     def sample(self, facts: VideoFacts) -> Indices:
         """The first of each of `num_frames` equal parts."""
-        count, total = min(self.num_frames, facts.num_frames), facts.num_frames
-        return tuple(number * total // count for number in range(count))
+        count = self.num_frames
+        return tuple(number * facts.num_frames // count for number in range(count))
 
     def tokens(self, num_frames: int) -> int:
         """Pooled features, and the newline."""

@@ -167,14 +167,20 @@ def internvl(rule: Any, facts: VideoFacts) -> Expected:
 
 
 def onevision(rule: Any, facts: VideoFacts) -> Expected:
-    """LLaVA-OneVision, asked for no more frames than there are."""
-    count = min(rule.num_frames, facts.num_frames)
-    metadata = _sampled(facts, lambda given: default_sample_indices_fn(given, num_frames=count))
+    """LLaVA-OneVision; of too few frames, which it refuses, some are given it repeatedly."""
+    count, times = rule.num_frames, -(-rule.num_frames // facts.num_frames)
+    longer = facts._replace(num_frames=facts.num_frames * times)
+    metadata = _sampled(longer, lambda given: default_sample_indices_fn(given, num_frames=count))
+    indices = metadata.frames_indices or []
+    if not facts.is_list:
+        indices = [index // times for index in indices]
+    else:
+        indices = indices[: facts.num_frames]
     processor = object.__new__(LlavaOnevisionProcessor)
     processor.num_image_tokens, processor.video_token = rule.llm_tokens_per_frame, "<video>"
-    pixels = {"pixel_values_videos": [torch.empty(len(metadata.frames_indices))]}
+    pixels = {"pixel_values_videos": [torch.empty(len(indices))]}
     text = LlavaOnevisionProcessor.replace_video_token(processor, pixels, 0)
-    return Expected(metadata.frames_indices, text)
+    return Expected(indices, text)
 
 
 def smolvlm(rule: Any, facts: VideoFacts) -> Expected:

@@ -1,0 +1,226 @@
+"""Images and videos of stored samples -> rows of pixels, for `loaders.batch.collate`.
+
+Both are in `StoredGroup.images`, in the order of their places in `input_ids`. What each becomes is
+a plan: `balance.media.image_tokens` or `balance.media.video_tokens`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from balance.errors import ConfigError, DataError
+from balance.media.image_tokens import ImagePlan, plan_image
+from balance.media.rules import NativeSizeRule, VisionRule
+from balance.media.video_rules import VideoRule
+from balance.media.video_tokens import VideoFacts, VideoPlan, plan_video
+from balance.presets import ModelPreset
+from loaders.batch.broken_files import BrokenFiles
+from loaders.config import LoaderConfig
+from loaders.decode import pixels
+from loaders.decode.image import decode, decode_pixels
+from loaders.decode.resize import Pixels
+from loaders.decode.video import decode_frames
+from loaders.transforms import SampleSeeds, transform_image
+from shards.stored_group import MissingFile, StoredGroup
+
+
+class VisionFields:
+    """What a group's images and videos add to a `MicroBatch`."""
+
+    def __init__(
+        self,
+        raw: StoredGroup,
+        model: ModelPreset,
+        config: LoaderConfig,
+        seeds: SampleSeeds | None,
+        broken: BrokenFiles,
+    ) -> None:
+        self._raw, self._rule, self._config, self._broken = raw, model.vision, config, broken
+        self._video: VideoRule | None = model.video
+        self.plans = self._plan_all()
+        self._on_white = config.transparency == "white"
+        self._uses_pillow = config.exact_resize or config.reduced_decode
+        self._transform = None
+        if config.image_transform is not None and seeds is not None:
+            self._transform = partial(transform_image, config.image_transform, raw, seeds)
+
+    @property
+    def grids(self) -> list[tuple[int, int, int]] | None:
+        """Frames, rows and columns of ViT patches at native resolution."""
+        rule = self._rule
+        if not isinstance(rule, NativeSizeRule):
+            return None
+        found: list[tuple[int, int, int]] = []
+        for plan in self.plans:
+            is_video = isinstance(plan, VideoPlan)
+            own = (plan.num_patches, plan.rows, plan.columns)
+            found += [own] if is_video else rule.grids(plan)
+        return found
+
+    @property
+    def patch_counts(self) -> list[int]:
+        """Patches of each image or video; at native resolution its grids."""
+        is_native = isinstance(self._rule, NativeSizeRule)
+        videos = (is_native and isinstance(plan, VideoPlan) for plan in self.plans)
+        return [
+            1 if is_one else plan.num_patches
+            for plan, is_one in zip(self.plans, videos, strict=True)
+        ]
+
+    @property
+    def video_seconds(self) -> list[float] | None:
+        """As `MicroBatch` has them."""
+        seconds = [getattr(plan, "seconds_per_grid", 0.0) for plan in self.plans]
+        return seconds if any(seconds) else None
+
+    def pixels(self) -> tuple[Tensor, Sequence[bytes | memoryview | Tensor]]:
+        """`pixel_values` and `images` of a `MicroBatch`, one of them empty."""
+        raw, rule, config = self._raw, self._rule, self._config
+        dtype = config.pixel_dtype
+        if config.images == "encoded":
+            return _no_pixels(rule, dtype), raw.images
+        if not raw.images:
+            return _no_pixels(rule, dtype), ()
+        # there may be more plans than images: those of images that are encoded elsewhere
+        pairs = list(enumerate(self.plans[: len(raw.images)]))
+        if config.images == "resized":
+            images = (self._resized(number, plan) for number, plan in pairs)
+            return _no_pixels(rule, dtype), tuple(_converted(rule, each, dtype) for each in images)
+        rows = [pixels.num_rows(rule, plan) for _, plan in pairs]
+        # one tensor for all, because joining one per image would copy every pixel once more
+        has_videos = any(isinstance(plan, VideoPlan) for _, plan in pairs)
+        patches = pixels.empty_patches(rule, sum(rows), videos=has_videos)
+        memory, start = pixels.patch_memory(rule, patches), 0
+        for (number, plan), count in zip(pairs, rows, strict=True):
+            self._write(memory[start : start + count], number, plan)
+            start += count
+        return _converted(rule, patches, dtype), ()
+
+    def _plan_all(self) -> list[ImagePlan]:
+        raw, plan_of = self._raw, _planner(self._rule)
+        counts, found = _images_in_samples(raw, self._rule), list[ImagePlan]()
+        sizes, frames, rates = raw.image_sizes.tolist(), raw.image_frames, raw.image_rates
+        if not frames.any():
+            return [
+                plan_of(width, height, count)
+                for (height, width), count in zip(sizes, counts, strict=True)
+            ]
+        if self._video is None:
+            raise ConfigError(
+                f"{raw.where}: {np.count_nonzero(frames)} videos, but no video rule to decode them "
+                "by; use the model preset of the build"
+            )
+        numbers = zip(frames.tolist(), rates.tolist(), counts, strict=True)
+        for (height, width), (num_frames, rate, count) in zip(sizes, numbers, strict=True):
+            if num_frames:
+                facts = VideoFacts(width, height, num_frames, rate)
+                found.append(plan_video(self._video, facts))
+            else:
+                found.append(plan_of(width, height, count))
+        return found
+
+    def _write(self, memory: Pixels, number: int, plan: ImagePlan) -> None:
+        rule, exact = self._rule, self._config.exact_resize
+        if isinstance(plan, VideoPlan) and self._video is not None:
+            try:
+                frames, filter_ = self._frames(number, plan), self._video.resample
+                pixels.write_frames(memory, rule, frames, plan, resample=filter_, exact=exact)
+            except DataError as error:
+                self._broken.add(error, int(self._raw.image_samples[number]))
+                memory[:] = 0
+            return
+        size = self._size(number)
+        target = None if memory.ndim > 4 else pixels.decode_target(memory, rule, plan, size)
+        image = self._image(number, target)
+        if image is not target:
+            pixels.write_patches(memory, rule, image, plan, exact=exact)
+
+    def _resized(self, number: int, plan: ImagePlan) -> Tensor:
+        if isinstance(plan, VideoPlan):
+            raise ConfigError(
+                f"{self._raw.where}: images='resized' gives images whole, and there are videos; "
+                "use images='patches'"
+            )
+        return pixels.resized_image(
+            self._rule, self._image(number), plan, exact=self._config.exact_resize
+        )
+
+    def _size(self, number: int) -> tuple[int, int]:
+        """(width, height) of an image as counted."""
+        height, width = self._raw.image_sizes[number].tolist()
+        return width, height
+
+    def _content(self, number: int) -> bytes | memoryview:
+        content = self._raw.images[number]
+        if isinstance(content, MissingFile):
+            raise DataError(content.reason)
+        return content
+
+    def _frames(self, number: int, plan: VideoPlan) -> Iterator[Pixels]:
+        """The frames of a video that are used. DataError if one cannot be decoded."""
+        raw = self._raw
+        num_frames, rate = int(raw.image_frames[number]), float(raw.image_rates[number])
+        facts = VideoFacts(*self._size(number), num_frames, rate)
+        for frame in decode_frames(self._content(number), facts, plan.frame_indices):
+            # each with the same random numbers: what a transform turns, it turns in all frames
+            yield frame if self._transform is None else self._transform(number, frame.copy())
+
+    def _image(self, number: int, target: Pixels | None = None) -> Image.Image | Pixels:
+        """The image: `target` if it could be decoded there, else valid until the next one.
+
+        DataError names the sample of a file that cannot be decoded, ConfigError that of a failed
+        transform. A skipped one is black.
+        """
+        size = self._size(number)
+        if self._transform is not None:
+            target = np.empty((size[1], size[0], 3), np.uint8)  # the transform may keep it
+        try:
+            content = self._content(number)
+            if self._uses_pillow:
+                reduced = self._rule if self._config.reduced_decode else None
+                image: Image.Image | Pixels = decode(
+                    content, counted=size, rule=reduced, on_white=self._on_white
+                )
+            else:
+                image = decode_pixels(content, counted=size, target=target, on_white=self._on_white)
+        except DataError as error:
+            self._broken.add(error, int(self._raw.image_samples[number]))
+            black = np.zeros((size[1], size[0], 3), np.uint8) if target is None else target
+            black[:] = 0
+            return black
+        if self._transform is None:
+            return image
+        return self._transform(number, image if isinstance(image, np.ndarray) else np.array(image))
+
+
+@lru_cache
+def _no_pixels(rule: VisionRule, dtype: torch.dtype) -> Tensor:
+    """`pixel_values` of no images."""
+    return _converted(rule, pixels.empty_patches(rule, 0), dtype)
+
+
+@lru_cache
+def _planner(rule: VisionRule) -> Callable[[int, int, int], ImagePlan]:
+    """`plan_image` of a rule, cached, since images have few sizes."""
+    return lru_cache(maxsize=1 << 14)(partial(plan_image, rule))
+
+
+def _images_in_samples(raw: StoredGroup, rule: VisionRule) -> list[int]:
+    """For each image, how many its sample has, if that decides what becomes of it; else 1."""
+    if not rule.looks_at_sample:
+        return [1] * len(raw.image_sizes)
+    images = raw.image_samples[raw.image_frames == 0]
+    counts = np.bincount(images, minlength=len(raw.sample_ids))
+    found: list[int] = counts[raw.image_samples].tolist()
+    return found
+
+
+def _converted(rule: VisionRule, raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """Raw pixels in the loader's `pixel_dtype`."""
+    return raw if dtype == torch.uint8 else pixels.normalize(rule, raw).to(dtype)
